@@ -1,0 +1,65 @@
+"""pagedkv: an operating system's virtual memory for the KV cache of language models, and the attention kernels that read through it.
+
+The public names load on first use (PEP 562), so that `import pagedkv` costs nothing and `import pagedkv.core` never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagedkv.cache.paged import PagedKVCache
+    from pagedkv.core.space import AddressSpace
+    from pagedkv.errors import InvariantViolation, KernelUnavailable, OutOfFrames, PagedKVError
+    from pagedkv.kernels.args import KVLayer, PagedBatch
+    from pagedkv.kernels.ops import copy_frames, explain, merge_states, paged_attention, write_kv
+    from pagedkv.spec import KVSpec
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AddressSpace": "pagedkv.core.space",
+    "InvariantViolation": "pagedkv.errors",
+    "KVLayer": "pagedkv.kernels.args",
+    "KVSpec": "pagedkv.spec",
+    "KernelUnavailable": "pagedkv.errors",
+    "OutOfFrames": "pagedkv.errors",
+    "PagedBatch": "pagedkv.kernels.args",
+    "PagedKVCache": "pagedkv.cache.paged",
+    "PagedKVError": "pagedkv.errors",
+    "copy_frames": "pagedkv.kernels.ops",
+    "explain": "pagedkv.kernels.ops",
+    "merge_states": "pagedkv.kernels.ops",
+    "paged_attention": "pagedkv.kernels.ops",
+    "write_kv": "pagedkv.kernels.ops",
+}
+
+__all__ = [
+    "AddressSpace",
+    "InvariantViolation",
+    "KVLayer",
+    "KVSpec",
+    "KernelUnavailable",
+    "OutOfFrames",
+    "PagedBatch",
+    "PagedKVCache",
+    "PagedKVError",
+    "copy_frames",
+    "explain",
+    "merge_states",
+    "paged_attention",
+    "write_kv",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'pagedkv' has no attribute {name!r}; the public names are {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

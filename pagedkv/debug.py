@@ -1,0 +1,27 @@
+"""The `PAGEDKV_*` environment variables, all of them, read in one place.
+
+| variable              | values   | effect                                                                                    |
+|-----------------------|----------|-------------------------------------------------------------------------------------------|
+| PAGEDKV_DEBUG         | 0        | no checks beyond those that keep the tables sound (the default)                           |
+|                       | 1        | arguments of kernels and plans are checked                                                |
+|                       | 2        | and frames are filled with NaN when unmapped, planned slots are proven distinct           |
+|                       | 3        | and `check()` proves the invariants I1-I9 after every commit                              |
+| PAGEDKV_KERNELS       | a name   | the backend used where the caller says "auto"                                             |
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def level() -> int:
+    """The value of PAGEDKV_DEBUG, 0 to 3; anything else is an error at first use."""
+    text = os.environ.get("PAGEDKV_DEBUG", "0")
+    if text not in ("0", "1", "2", "3"):
+        raise ValueError(f"PAGEDKV_DEBUG is {text!r}; it takes 0, 1, 2 or 3")
+    return int(text)
+
+
+def forced_backend() -> str | None:
+    """The value of PAGEDKV_KERNELS, or None."""
+    return os.environ.get("PAGEDKV_KERNELS") or None

@@ -1,0 +1,54 @@
+"""What a kernel is given: one layer of the pool, and one batch. Frozen dataclasses of plain tensors; an engine may build them by hand.
+
+Letters: F frames, S block_size, B sequences, A rows of the page table, P pages, T new tokens, H query heads, K kv heads, G = H / K,
+D head_dim, Dv head_dim of the values.
+
+    slot of token t of sequence b   =  block_table[rows[b], t // S] * S + t % S
+    query i of sequence b           =  q[cu_seqlens_q[b] + i], at position seq_lens[b] - (cu_seqlens_q[b+1] - cu_seqlens_q[b]) + i
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """One layer of the pool, as strided views; nothing is owned.
+
+    Shapes:  k [F, S, K, D], v [F, S, K, Dv]; any strides, last dim contiguous.
+             dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8; or uint8 for int4, two elements in a byte:
+             then the last dim is D/2, element 2i in the low and 2i+1 in the high nibble, each stored plus 8.
+             k_scale, v_scale: None (scale 1), float32 [] (per tensor) or float32 [F, S, K] (per token and head);
+             value = stored * scale. Required (not None) for int8 and int4.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """What one step reads and writes, for every layer alike.
+
+    Shapes:  block_table int32 [A, P]; entries beyond a sequence's last page, and those of punched pages (-1), are never read
+             seq_lens int32 [B]: KV length, the new tokens included        cu_seqlens_q int32 [B + 1]: where each sequence's queries begin
+             slots int64 [T]: where each new token's K and V are stored; < 0 is skipped        positions int64 [T]: of the new tokens
+             rows int32 [B]: the row of `block_table` of each sequence; None if row b is sequence b
+    max_seqlen_q, max_seqlen_k: host ints, upper bounds of what the tensors hold.
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    slots: Tensor
+    positions: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    rows: Tensor | None = None

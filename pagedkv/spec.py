@@ -1,0 +1,136 @@
+"""KVSpec: the geometry of a KV cache, and its byte arithmetic. No torch: dtypes are names.
+
+One layer's slice of a frame, in address order (K kv heads, S block_size, D head_dim, Dv head_dim_v):
+
+    | K  [K, S, D] | V  [K, S, Dv] | k_scale f32 [K, S] | v_scale f32 [K, S] |  each padded to 64 bytes; scales only if quantised
+
+A frame is `num_layers` such slices, one after the other: one contiguous run of bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from pagedkv.errors import InvalidRequest
+
+BITS: Final = {
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "fp8_e4m3": 8,
+    "fp8_e5m2": 8,
+    "int8": 8,
+    "int4": 4,
+}
+"""Bits of one stored element. The last four are quantised: a float32 scale is kept beside each (token, head)."""
+
+COMPUTE_DTYPES: Final = ("float32", "bfloat16", "float16")
+ALIGNMENT: Final = 64
+"""Every K, V and scale region starts at a multiple of this many bytes: a cache line, and any vector load."""
+
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes named by `"40GiB"`, `"512 MB"`, `"1.5g"` or an int."""
+    if isinstance(text, int):
+        return text
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not found or found[2] not in _UNITS:
+        raise InvalidRequest(f"{text!r} is not an amount of memory; write it like '2GiB', '512MB' or '1.5g'")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """The geometry of one group of layers that share page tables.
+
+    num_layers, num_kv_heads (K), head_dim (D), head_dim_v (Dv; D if None), block_size (S, tokens per frame).
+    dtype:    what the model computes in: "float32", "bfloat16" or "float16".
+    kv_dtype: what is stored: None for the same, or "fp8_e4m3", "fp8_e5m2", "int8", "int4".
+    window:   how many positions back a query sees, its own included; None for all.
+    Raises:   InvalidRequest for a geometry that cannot be laid out.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int | None = None
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "head_dim_v", "window"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise InvalidRequest(f"KVSpec.{name} is {value!r}; it must be an int of at least 1")
+        if self.dtype not in COMPUTE_DTYPES:
+            raise InvalidRequest(f"KVSpec.dtype is {self.dtype!r}; it must be one of {', '.join(COMPUTE_DTYPES)}")
+        if self.stored_dtype not in BITS:
+            raise InvalidRequest(f"KVSpec.kv_dtype is {self.kv_dtype!r}; it must be None or one of {', '.join(BITS)}")
+        if self.stored_dtype == "int4" and (self.head_dim % 2 or self.value_dim % 2):
+            raise InvalidRequest(f"int4 packs two elements in a byte: head dims {self.head_dim} and {self.value_dim} must be even")
+
+    @property
+    def value_dim(self) -> int:
+        """Dv."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def stored_dtype(self) -> str:
+        """The name of the element type in the pool."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def quantised(self) -> bool:
+        """Whether a float32 scale is stored beside each (token, head) of K and of V."""
+        return self.stored_dtype not in COMPUTE_DTYPES
+
+    def regions(self) -> dict[str, tuple[int, int]]:
+        """Byte offset within a layer's slice, and bytes used, of "k", "v" and, if quantised, "k_scale" and "v_scale"."""
+        rows = self.num_kv_heads * self.block_size
+        sizes = {"k": rows * self.head_dim * BITS[self.stored_dtype] // 8, "v": rows * self.value_dim * BITS[self.stored_dtype] // 8}
+        if self.quantised:
+            sizes |= {"k_scale": rows * 4, "v_scale": rows * 4}
+        offset, regions = 0, {}
+        for name, size in sizes.items():
+            regions[name] = (offset, size)
+            offset += _padded(size)
+        return regions
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's slice of a frame, padding included."""
+        return sum(_padded(size) for _, size in self.regions().values())
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of one frame: `block_size` tokens, all layers, K, V and scales."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV (and scales) that one token adds, padding not counted."""
+        return self.num_layers * sum(size for _, size in self.regions().values()) // self.block_size
+
+    def frames_in(self, memory: str | int) -> int:
+        """How many frames fit into `memory` (bytes, or text such as "40GiB").
+
+        Raises: InvalidRequest if not even one does.
+        """
+        frames = parse_bytes(memory) // self.frame_bytes
+        if frames < 1:
+            raise InvalidRequest(f"{memory} holds no frame: one takes {self.frame_bytes} bytes. Give at least that, or lower block_size")
+        return frames
+
+    def pages(self, num_tokens: int) -> int:
+        """How many pages `num_tokens` tokens take."""
+        return -(-num_tokens // self.block_size)
