@@ -63,7 +63,9 @@ class KernelUnavailable(PagedKVError):
     def __init__(self, asked: str, reasons: dict[str, list[str]]) -> None:
         self.reasons = reasons
         lines = "".join(f"\n  {name}: {'; '.join(why)}" for name, why in reasons.items())
-        super().__init__(f"no kernel can serve {asked}:{lines}\nChange what is objected to, or pass backend=None to let the registry choose.")
+        super().__init__(
+            f"no kernel can serve {asked}:{lines}\nChange what is objected to, or pass backend=None to let the registry choose."
+        )
 
 
 class CheckpointError(PagedKVError):
