@@ -1,0 +1,80 @@
+# pagedkv: every chore is one target, and every target installs what it needs, once.
+#
+# Everything lives in $(VENV). A stamp there is older than pyproject.toml, setup.py or the C++ sources exactly when an install is due;
+# the wish $(TORCH) is a file that changes only when the wish does. So a second run of any target reinstalls nothing.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+JOBS   ?= 2
+
+BIN    := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
+INPUTS := pyproject.toml setup.py $(wildcard csrc/cpu/*)
+
+# One thread per worker: workers that each start a thread per core only wait for one another.
+PYTEST := OMP_NUM_THREADS=1 PAGEDKV_DEBUG=3 $(BIN)/python -m pytest --quiet --numprocesses=$(JOBS) --dist=worksteal
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all check bench docs clean FORCE
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(STAMPS)/base ## install the base package and answer a question from the bundled checkpoint
+	@$(BIN)/pagedkv generate
+
+test: check ## check, then the tests that take seconds
+	@$(PYTEST)
+
+test-all: check ## check, then all tests but those that need a GPU
+	@$(PYTEST) -m "not gpu"
+
+check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built strictly
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/codespell
+	@$(BIN)/mkdocs --quiet build --strict
+
+bench: $(STAMPS)/dev ## the microbenchmarks; results are appended to bench/results
+	@test -f bench/__main__.py || { echo "bench: nothing to measure yet; bench/README.md says what will be"; exit 1; }
+	@$(BIN)/python -m bench
+
+docs: $(STAMPS)/dev ## the manual, into site/
+	@$(BIN)/mkdocs build --strict
+
+clean: ## remove what was built, not $(VENV)
+	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@find pagedkv triton_kernels tests bench scripts -name __pycache__ -prune -exec rm -rf {} +
+
+# --- installing ---------------------------------------------------------------------------------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "pagedkv needs Python 3.11, 3.12 or 3.13; $(PYTHON) is `$(PYTHON) --version 2>&1`. Name another: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(STAMPS)/torch.wish: FORCE | $(BIN)/python
+	@mkdir -p $(STAMPS)
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+# torch first and alone: nothing that follows may choose another. setuptools and pybind11 next: a build without isolation is
+# quicker and sees them.
+$(STAMPS)/torch: $(STAMPS)/torch.wish
+	@echo "installing $(TORCH) into $(VENV)"
+	@$(PIP) $(TORCH)
+	@touch $@
+
+$(STAMPS)/base: $(STAMPS)/torch $(INPUTS)
+	@echo "installing pagedkv into $(VENV)"
+	@$(PIP) 'setuptools>=77' 'pybind11>=2.13'
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/base
+	@echo "installing what the tests and the docs need into $(VENV)"
+	@$(PIP) --no-build-isolation --editable '.[dev,docs]'
+	@touch $@

@@ -1,0 +1,283 @@
+"""The shape of the project, frozen: who may import whom, how long things may be, what the public names are.
+
+Everything here is read from the sources with `ast` (imports inside functions and under TYPE_CHECKING count), except what an import costs:
+that is seen in fresh interpreters.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pagedkv
+from pagedkv import debug
+
+ROOT = Path(__file__).parents[1]
+
+# --- the laws -------------------------------------------------------------------------------------------------------------------------
+
+FREE = {"errors", "spec", "debug"}
+"""Integers and names only; every layer may import them, they import one another and the standard library."""
+
+ARROWS = {
+    "core": set(),
+    "kernels": set(),  # core and kernels do not know each other
+    "cache": {"core", "kernels"},
+    "model": {"core", "kernels", "cache"},
+    "integrations": set(),
+    "cli": {"model"},  # the command line shows the reference model and its Engine, which are no public names on purpose: they are a
+    #                    reference to read, not an interface to build on
+}
+"""layer → layers it may import, besides itself and FREE."""
+
+ALSO = {
+    "integrations": {"pagedkv.core"},  # MemoryManager, for those who hold their own tensors; the package, not its parts
+    "cli": {"pagedkv.core", "pagedkv.kernels.registry"},  # the registry: `doctor` shows why a kernel cannot run here
+}
+"""Single modules open to a layer; integrations and cli may import the public names from `pagedkv` too."""
+
+THIRD_PARTY = {
+    "core": {"numpy", "numba"},
+    "kernels": {"numpy", "numba", "torch", "triton", "cupy", "cuda"},
+    "free": set(),
+}
+"""All that these layers may import from outside. "free" stands for errors, spec and debug."""
+
+EXTRAS_AT_HOME = ("pagedkv.integrations", "pagedkv.kernels.triton", "pagedkv.kernels.cuda")
+"""Modules that are imported only after someone found their extra installed."""
+
+PUBLIC_NAMES = """AddressSpace InvariantViolation KVLayer KVSpec KernelUnavailable OutOfFrames PagedBatch PagedKVCache PagedKVError
+copy_frames explain merge_states paged_attention write_kv""".split()
+
+FILE_LINES_P90, FILE_LINES_MAX = 400, 600
+FUNCTION_LINES_P90, FUNCTION_LINES_MAX, KERNEL_LINES_MAX = 35, 60, 120
+HEAD_LINES_MAX = 30
+NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc"}
+IMPORT_SECONDS_MAX = 0.15
+
+# --- reading the tree -----------------------------------------------------------------------------------------------------------------
+
+
+def sources(*trees: str, ends: tuple[str, ...] = (".py",)) -> list[Path]:
+    return sorted(path for tree in trees for path in (ROOT / tree).rglob("*") if path.suffix in ends and "__pycache__" not in path.parts)
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[0] == "triton_kernels":
+        parts[:1] = ["pagedkv", "kernels", "triton"]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PACKAGE = {module_name(path): path for path in sources("pagedkv", "triton_kernels")}
+
+
+def layer_of(module: str) -> str:
+    part = module.split(".")[1] if "." in module else "root"
+    return "free" if part in FREE else part
+
+
+def imports_of(module: str, source: str, is_package: bool = False) -> set[str]:
+    """The modules that `source` imports, anywhere in it; a public name counts as the module it lives in."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = module.split(".")[: len(module.split(".")) - node.level + is_package]
+                base = ".".join([*above, base] if base else above)
+            found |= {named(base, name.name) for name in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            found |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+    return found
+
+
+def named(base: str, name: str) -> str:
+    if base == "pagedkv" and name in pagedkv._HOME:
+        return f"public:{pagedkv._HOME[name]}"
+    return f"{base}.{name}" if f"{base}.{name}" in PACKAGE else base
+
+
+def objections(module: str, source: str, is_package: bool = False) -> list[str]:
+    """What DESIGN section 3 has against the imports of a module; empty if nothing."""
+    layer, found = layer_of(module), []
+    for target in sorted(imports_of(module, source, is_package)):
+        public, target = target.startswith("public:"), target.removeprefix("public:")
+        outside = target.split(".")[0]
+        if outside != "pagedkv":
+            if outside not in sys.stdlib_module_names and outside not in THIRD_PARTY.get(layer, {outside}):
+                found.append(f"{module} imports {target}; {layer} may import {sorted(THIRD_PARTY[layer]) or 'the standard library only'}")
+            continue
+        to = layer_of(target)
+        allowed = to in {layer, "free"} | ARROWS.get(layer, set()) or target in ALSO.get(layer, set())
+        allowed |= layer in ALSO and (public or target == "pagedkv")
+        allowed |= target == "pagedkv" and layer != "free"  # __version__; public names were resolved to their homes
+        if not allowed:
+            found.append(f"{module} imports {target}; {layer} may import {sorted(ARROWS.get(layer, set())) or 'no other layer'}")
+    return found
+
+
+def p90(values: list[int]) -> int:
+    return sorted(values)[math.ceil(0.9 * len(values)) - 1]
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_imports_upwards():
+    layered = {module: path for module, path in PACKAGE.items() if module not in ("pagedkv", "pagedkv.__main__")}
+    assert {layer_of(module) for module in layered} <= {*ARROWS, "free"}
+    found = [line for module, path in layered.items() for line in objections(module, path.read_text(), path.name == "__init__.py")]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "legal"),
+    [
+        ("pagedkv.core.frames", "import numpy as np\nimport numba\nimport os\nfrom pagedkv.errors import OutOfFrames", True),
+        ("pagedkv.core.frames", "def f():\n    import torch", False),
+        ("pagedkv.core.frames", "if TYPE_CHECKING:\n    from pagedkv.kernels.args import KVLayer", False),
+        ("pagedkv.core.frames", "from pagedkv import PagedKVCache", False),
+        ("pagedkv.core.frames", "from ..cache import paged", False),
+        ("pagedkv.core.frames", "importlib.import_module('pagedkv.cache.paged')", False),
+        ("pagedkv.core.frames", "from . import state", True),
+        ("pagedkv.kernels.ops", "import pagedkv.core.frames", False),
+        ("pagedkv.kernels.ops", "import torch\nfrom pagedkv.spec import KVSpec", True),
+        ("pagedkv.kernels.ops", "import transformers", False),
+        ("pagedkv.kernels.triton.decode", "import triton.language as tl\nfrom pagedkv.kernels.args import KVLayer", True),
+        ("pagedkv.cache.paged", "from pagedkv.core.space import AddressSpace\nfrom pagedkv.kernels import ops", True),
+        ("pagedkv.cache.paged", "from pagedkv.model.engine import Engine", False),
+        ("pagedkv.integrations.vllm", "from pagedkv import PagedKVCache\nfrom pagedkv.core import MemoryManager", True),
+        ("pagedkv.integrations.vllm", "from pagedkv.cache.paged import PagedKVCache", False),
+        ("pagedkv.cli.doctor", "from pagedkv.kernels.registry import KERNELS\nfrom pagedkv.model.engine import Engine", True),
+        ("pagedkv.cli.doctor", "from pagedkv.kernels.numba import decode", False),
+        ("pagedkv.spec", "import torch", False),
+        ("pagedkv.spec", "from pagedkv.core.frames import FrameTable", False),
+    ],
+)
+def test_the_layer_check_sees_what_it_should(module, source, legal):
+    assert (objections(module, source) == []) is legal
+
+
+def test_a_base_install_can_import_every_module():
+    """Extras are imported inside functions, in a `try`, or in the folders that are loaded only when their extra is there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]} | set(sys.stdlib_module_names) | {"pagedkv"}
+    for module, path in PACKAGE.items():
+        if module.startswith(EXTRAS_AT_HOME):
+            continue
+        body = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {name for node in body for name in imports_of(module, ast.unparse(node), path.name == "__init__.py")}
+        needed = {name.removeprefix("public:").split(".")[0] for name in names}
+        assert needed <= base, f"{module} needs an extra when it is imported"
+
+
+def test_triton_sources_have_one_home():
+    assert not (ROOT / "pagedkv/kernels/triton").exists(), "the Triton sources live in triton_kernels/, mapped by setup.py"
+    with pytest.raises(ImportError, match=r"pagedkv\.kernels\.triton"):
+        importlib.import_module("triton_kernels")
+
+
+# --- budgets --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_short():
+    paths = sources("pagedkv", "triton_kernels", "csrc", "scripts", "bench", "tests", ends=(".py", ".cpp", ".h", ".hpp", ".cu", ".cuh"))
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
+    too_long = {path: count for path, count in lines.items() if count > FILE_LINES_MAX}
+    assert not too_long, f"over {FILE_LINES_MAX} lines, split by noun: {too_long}"
+    assert p90(list(lines.values())) <= FILE_LINES_P90, sorted(lines.items(), key=lambda item: -item[1])[:10]
+
+
+def test_functions_are_short():
+    lines: dict[str, int] = {}
+    for module, path in PACKAGE.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
+                lines[f"{module}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
+    limit = {name: KERNEL_LINES_MAX if name.startswith("pagedkv.kernels.") else FUNCTION_LINES_MAX for name in lines}
+    too_long = {name: count for name, count in lines.items() if count > limit[name]}
+    assert not too_long, f"over {FUNCTION_LINES_MAX} lines ({KERNEL_LINES_MAX} in kernels): {too_long}"
+    assert p90(list(lines.values())) <= FUNCTION_LINES_P90, sorted(lines.items(), key=lambda item: -item[1])[:10]
+
+
+def test_every_file_says_what_it_knows():
+    for path in sources("pagedkv", "triton_kernels", "scripts", "bench", "tests"):
+        head = ast.get_docstring(ast.parse(path.read_text()))
+        assert head, f"{path.relative_to(ROOT)} has no head docstring"
+        assert len(head.splitlines()) <= HEAD_LINES_MAX, f"the head of {path.relative_to(ROOT)} is over {HEAD_LINES_MAX} lines"
+
+
+def test_names_say_something():
+    every = sources("pagedkv", "triton_kernels", "csrc", "scripts", "bench", "tests", ends=(".py", ".cpp", ".h", ".hpp", ".cu", ".cuh"))
+    words = {path: {*path.relative_to(ROOT).parts[:-1], *path.stem.split("_")} for path in every}
+    assert not [path for path, parts in words.items() if parts & NAMES_THAT_SAY_NOTHING]
+
+
+# --- the public surface ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_public_names_are_these():
+    assert sorted(pagedkv.__all__) == sorted(PUBLIC_NAMES) == sorted(pagedkv._HOME)
+    assert set(PUBLIC_NAMES) <= set(dir(pagedkv))
+    with pytest.raises(AttributeError, match="the public names are"):
+        pagedkv.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_a_public_name_lives_where_it_says(name):
+    value = getattr(pagedkv, name)
+    assert value.__module__ == pagedkv._HOME[name]
+    assert value.__doc__
+
+
+def test_environment_variables_are_documented_and_read_in_one_place():
+    documented = set(re.findall(r"^\| (PAGEDKV_[A-Z_]+)", debug.__doc__ or "", re.M))
+    read: dict[str, set[str]] = {}
+    for module, path in PACKAGE.items():
+        strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        read[module] = {text for text in strings if isinstance(text, str) and re.fullmatch(r"PAGEDKV_[A-Z_]+", text)}
+    assert read.pop("pagedkv.debug") == documented
+    assert not {module: names for module, names in read.items() if names}, "PAGEDKV_* is read in pagedkv/debug.py only"
+
+
+# --- what an import costs -------------------------------------------------------------------------------------------------------------
+
+
+TIMED = """
+import json, sys, time
+began = time.perf_counter()
+{statement}
+print(json.dumps([list(sys.modules), time.perf_counter() - began]))
+"""
+
+
+def loaded_by(statement: str) -> tuple[set[str], float]:
+    """The top-level modules in a fresh interpreter after `statement`, and the seconds that it took."""
+    run = subprocess.run([sys.executable, "-c", TIMED.format(statement=statement)], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    modules, seconds = json.loads(run.stdout)
+    return {name.split(".")[0] for name in modules}, seconds
+
+
+def test_core_loads_no_torch():
+    modules, _ = loaded_by("from pagedkv.core import MemoryManager")
+    assert "numpy" in modules
+    assert not modules & {"torch", "triton", "cupy", "transformers"}
+
+
+def test_importing_pagedkv_costs_nothing():
+    runs = [loaded_by("import pagedkv") for _ in range(5)]
+    assert not runs[0][0] & {"numpy", "numba", "torch", "triton", "cupy", "typer", "rich"}
+    assert statistics.median(seconds for _, seconds in runs) < IMPORT_SECONDS_MAX

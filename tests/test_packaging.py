@@ -1,0 +1,131 @@
+"""What an install brings: built from the sdist, as a stranger would, offline; and what happens where no compiler is.
+
+The builds run in copies of the tree, so that they see only what the sdist carries and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import pagedkv
+
+ROOT = Path(__file__).parents[1]
+
+DUMMY = """
+#include <pybind11/pybind11.h>
+PYBIND11_MODULE(_cpu, m) { m.def("answer", [] { return 42; }); }
+"""
+
+
+def build(kind: str, tree: Path, out: Path, *, hide: str = "nothing", **env: str) -> tuple[Path, str]:
+    """Build an "sdist", "wheel" or "editable" of `tree` through the PEP 517 door; returns the file and all that was printed.
+
+    hide: a module that the build must not find.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    program = f"import sys; sys.modules[{hide!r}] = None; import setuptools.build_meta as backend; print('built', backend.build_{kind}({str(out)!r}))"
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tree, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert run.returncode == 0, run.stdout
+    return out / run.stdout.rsplit("built ", 1)[1].strip(), run.stdout
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def unpacked(sdist: Path, to: Path) -> Path:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(to, filter="data")
+    return next(to.iterdir())
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources as the sdist carries them."""
+    work = tmp_path_factory.mktemp("packaging")
+    copy = work / "checkout"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "dist", "site", "*.egg-info", "__pycache__", "*.so"))
+    return unpacked(build("sdist", copy, work / "sdist")[0], work / "from_sdist")
+
+
+@pytest.fixture
+def fresh(tree: Path, tmp_path: Path) -> Path:
+    """A copy of those sources that a test may add to."""
+    return shutil.copytree(tree, tmp_path / "fresh")
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", tree, tmp_path_factory.mktemp("wheel"))[0]
+
+
+def test_the_wheel_owns_one_top_level_name(wheel):
+    assert {name.split("/")[0] for name in names_in(wheel)} == {"pagedkv", f"pagedkv-{pagedkv.__version__}.dist-info"}
+
+
+def test_the_wheel_carries_all_of_the_package(wheel):
+    tracked = [path for path in (ROOT / "pagedkv").rglob("*.py") if "__pycache__" not in path.parts]
+    expected = {path.relative_to(ROOT).as_posix() for path in tracked}
+    expected |= {f"pagedkv/kernels/triton/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
+    expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "pagedkv/model/bundled").rglob("*") if path.is_file()}
+    expected |= {"pagedkv/py.typed", f"pagedkv-{pagedkv.__version__}.dist-info/licenses/LICENSE"}
+    assert sorted(expected - names_in(wheel)) == []
+
+
+def test_the_command_is_declared(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        entry = archive.read(f"pagedkv-{pagedkv.__version__}.dist-info/entry_points.txt").decode()
+    assert "pagedkv = pagedkv.cli.app:main" in entry
+
+
+def test_an_editable_install_maps_the_triton_sources(fresh, tmp_path):
+    editable, _ = build("editable", fresh, tmp_path / "editable")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(editable) as archive:
+        archive.extractall(site)
+    program = f"import site; site.addsitedir({str(site)!r}); import pagedkv.kernels.triton as t; print(t.__name__, t.__file__)"
+    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    assert found == ["pagedkv.kernels.triton", str(fresh / "triton_kernels/__init__.py")]
+
+
+@pytest.mark.parametrize(
+    ("circumstance", "remedy"),
+    [({"CC": "/bin/false", "CXX": "/bin/false"}, "install a C++17 compiler"), ({"hide": "pybind11"}, "install pybind11")],
+    ids=["no compiler", "no pybind11"],
+)
+def test_what_is_missing_costs_the_extension_not_the_install(fresh, tmp_path, circumstance, remedy):
+    (fresh / "csrc/cpu").mkdir(parents=True, exist_ok=True)
+    (fresh / "csrc/cpu/dummy.cpp").write_text(DUMMY)
+    wheel, printed = build("wheel", fresh, tmp_path / "wheel", **circumstance)
+    assert not [name for name in names_in(wheel) if name.endswith(".so")]
+    said = {line for line in printed.splitlines() if line.startswith("pagedkv: ")}
+    assert len(said) == 1
+    assert "the C++ kernels are not built" in min(said)
+    assert "numba kernels serve instead" in min(said)
+    assert remedy in min(said)
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler here")
+def test_a_compiler_and_a_source_make_an_extension(fresh, tmp_path):
+    for old in (fresh / "csrc/cpu").glob("*.cpp"):
+        old.unlink()
+    (fresh / "csrc/cpu").mkdir(parents=True, exist_ok=True)
+    (fresh / "csrc/cpu/dummy.cpp").write_text(DUMMY)
+    wheel, _ = build("wheel", fresh, tmp_path / "wheel")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extract(f"pagedkv/kernels/_cpu{sysconfig.get_config_var('EXT_SUFFIX')}", tmp_path)
+    program = "import _cpu; print(_cpu.answer())"
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "pagedkv/kernels", check=True, stdout=subprocess.PIPE, text=True)
+    assert run.stdout == "42\n"
