@@ -52,3 +52,52 @@ class PagedBatch:
     max_seqlen_q: int
     max_seqlen_k: int
     rows: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of `paged_attention`, flat: what a backend is handed, checked. The fields are the arguments of the torch operator, in its order.
+
+    Shapes:   q [T, H, D]; k, v, k_scale, v_scale as in KVLayer; block_table, rows, seq_lens, cu_seqlens_q as in PagedBatch
+              sinks, alibi_slopes float32 [H]; tree_mask bool [T, >= max_seqlen_q]; out [T, H, Dv] of q's dtype; lse float32 [T, H]
+    Modifies: out, lse: the rows that `cu_seqlens_q` names; rows past its last entry are padding, neither read nor written.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    block_table: Tensor
+    rows: Tensor | None
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    causal: bool
+    window: int | None
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    tree_mask: Tensor | None
+    split_tokens: int | None
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCall:
+    """One call of `write_kv`, flat, checked. The fields are the arguments of the torch operator, in its order.
+
+    Shapes:   k_new [T, K, D], v_new [T, K, Dv], any float dtype; k, v, k_scale, v_scale as in KVLayer; slots int64 [T], < 0 skipped
+    Modifies: k and v at `slots`; k_scale and v_scale there too, if they are per (token, head).
+    """
+
+    k_new: Tensor
+    v_new: Tensor
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    slots: Tensor

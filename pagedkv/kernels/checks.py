@@ -1,0 +1,211 @@
+"""Arguments are what the contract says, or the caller is told in the letters of the contract: one text for all backends.
+
+Shapes, dtypes, devices and strides are looked at always: that costs no device synchronisation. Values (slots inside the pool, lengths inside the tables,
+entries that name frames) are read back only with PAGEDKV_DEBUG >= 1, and slots are proven distinct with >= 2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pagedkv import debug
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import quant
+
+if TYPE_CHECKING:
+    from pagedkv.kernels.args import AttentionCall, WriteCall
+
+
+def attention(call: AttentionCall) -> None:
+    """Raises: InvalidRequest if `call` breaks the contract of `paged_attention`."""
+    _layer(call)
+    T, H, _ = _dims(call.q, "q", "THD")
+    F, S, K, _ = call.k.shape
+    D, Dv = quant.head_dim(call.k), quant.head_dim(call.v)
+    if call.q.shape[2] != D:
+        raise InvalidRequest(f"q is {named(call.q, 'THD')} but layer.k has D={D}: they must have the same head dim")
+    if H % K:
+        raise InvalidRequest(f"q is {named(call.q, 'THD')} but layer.k has K={K} kv heads: H must be a multiple of K")
+    _query_dtype(call)
+    _last_dim_contiguous(q=call.q, out=call.out)
+    _tables(call)
+    _options(call, H, T)
+    if tuple(call.out.shape) != (T, H, Dv) or call.out.dtype != call.q.dtype:
+        wanted = f"[T={T}, H={H}, Dv={Dv}] {_dtype(call.q)}"
+        raise InvalidRequest(f"out is {named(call.out, ('T', 'H', 'Dv'))} {_dtype(call.out)}; it must be {wanted}")
+    _one_device(call.q, "q", {name: getattr(call, name) for name in call.__slots__})
+    if debug.level() >= 1:
+        _table_values(call)
+
+
+def write(call: WriteCall) -> None:
+    """Raises: InvalidRequest if `call` breaks the contract of `write_kv`."""
+    _layer(call)
+    T, K, D = _dims(call.k_new, "k", "TKD")
+    _dims(call.v_new, "v", ("T", "K", "Dv"))
+    pool = (call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v))
+    if (K, D) != pool[:2]:
+        raise InvalidRequest(f"k is {named(call.k_new, 'TKD')} but layer.k has K={pool[0]} kv heads of D={pool[1]}")
+    if tuple(call.v_new.shape) != (T, K, pool[2]):
+        raise InvalidRequest(f"v is {named(call.v_new, ('T', 'K', 'Dv'))}; with this k and layer.v it must be [T={T}, K={K}, Dv={pool[2]}]")
+    if not (call.k_new.is_floating_point() and call.v_new.is_floating_point()):
+        raise InvalidRequest(f"k is {_dtype(call.k_new)} and v is {_dtype(call.v_new)}; write_kv takes the floats of the model, and quantises itself")
+    if call.slots.dtype != torch.int64 or tuple(call.slots.shape) != (T,):
+        raise InvalidRequest(f"batch.slots is {named(call.slots, 'T')} {_dtype(call.slots)}; for k {named(call.k_new, 'TKD')} it must be int64 [T={T}]")
+    _last_dim_contiguous(k=call.k_new, v=call.v_new)
+    _one_device(call.k_new, "k", {name: getattr(call, name) for name in call.__slots__})
+    if debug.level() >= 1:
+        _slot_values(call)
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """Raises: InvalidRequest if the two states are not of one shape and kind."""
+    T, H, _ = _dims(out_a, "out_a", ("T", "H", "Dv"))
+    if out_b.shape != out_a.shape or out_b.dtype != out_a.dtype:
+        mine, theirs = (f"{named(x, ('T', 'H', 'Dv'))} {_dtype(x)}" for x in (out_a, out_b))
+        raise InvalidRequest(f"out_a is {mine} but out_b is {theirs}: the two states must match")
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if tuple(lse.shape) != (T, H) or lse.dtype != torch.float32:
+            raise InvalidRequest(f"{name} is {named(lse, 'TH')} {_dtype(lse)}; it must be float32 [T={T}, H={H}], natural logarithm")
+    _one_device(out_a, "out_a", {"lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
+
+
+def copies(storage: Tensor, pairs: Tensor) -> None:
+    """Raises: InvalidRequest if `pairs` are not copies between frames of `storage`."""
+    if storage.dim() < 1 or pairs.dtype != torch.int32 or pairs.dim() != 2 or pairs.shape[1] != 2:
+        text = f"storage is {list(storage.shape)} and copies is {list(pairs.shape)} {_dtype(pairs)}"
+        raise InvalidRequest(f"{text}; storage must have frames as its first dim, copies must be int32 [C, 2]: source and destination frames")
+    _one_device(storage, "storage", {"copies": pairs})
+    if debug.level() >= 1 and len(pairs):
+        _in_range(pairs, "copies", storage.shape[0], "frames in storage")
+        if pairs[:, 1].unique().numel() != len(pairs):
+            raise InvalidRequest("copies names a destination frame twice: which source should win? Each destination may appear once")
+
+
+def named(x: Tensor, letters: str | tuple[str, ...]) -> str:
+    """The shape of `x` with the letters of the contract: "[T=5, H=6, D=64]"."""
+    if x.dim() != len(letters):
+        return str(list(x.shape))
+    return "[" + ", ".join(f"{letter}={size}" for letter, size in zip(letters, x.shape, strict=True)) + "]"
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _dims(x: Tensor, name: str, letters: str | tuple[str, ...]) -> torch.Size:
+    if x.dim() != len(letters):
+        raise InvalidRequest(f"{name} is {list(x.shape)}; it must have {len(letters)} dims: [{', '.join(letters)}]")
+    return x.shape
+
+
+def _last_dim_contiguous(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise InvalidRequest(f"{name} has strides {x.stride()}; its last dim must be contiguous (stride 1): pass {name}.contiguous()")
+
+
+def _one_device(x: Tensor, name: str, others: dict[str, object]) -> None:
+    for other_name, other in others.items():
+        if isinstance(other, Tensor) and other.device != x.device:
+            raise InvalidRequest(f"{name} is on {x.device} but {other_name} is on {other.device}: all tensors of a call live on one device")
+
+
+def _layer(call: AttentionCall | WriteCall) -> None:
+    k, v = call.k, call.v
+    if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
+        shapes = f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}"
+        raise InvalidRequest(f"{shapes}; they must be [F, S, K, D] and [F, S, K, Dv] with the same F, S and K")
+    if k.dtype not in quant.NAMES or k.dtype == torch.float64 or v.dtype != k.dtype:
+        raise InvalidRequest(
+            f"layer.k is {_dtype(k)} and layer.v is {_dtype(v)}; both must be of one dtype, out of {', '.join(map(str, quant.DTYPES.values()))}"
+        )
+    _last_dim_contiguous(**{"layer.k": k, "layer.v": v})
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        if scale is None:
+            if k.dtype in (torch.int8, torch.uint8):
+                raise InvalidRequest(f"layer.{name} is None but layer.k is {_dtype(k)}: int8 and int4 need a scale, float32 [] or [F, S, K]")
+        elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), tuple(k.shape[:3])):
+            want = f"float32 [] (one for all) or {named(k[..., 0], 'FSK')} (one per token and head)"
+            raise InvalidRequest(f"layer.{name} is {_dtype(scale)} {list(scale.shape)}; it must be {want}")
+        elif k.dtype not in quant.QMAX:
+            raise InvalidRequest(f"layer.{name} is given but layer.k is {_dtype(k)}: only fp8, int8 and int4 pools have scales; pass None")
+
+
+def _query_dtype(call: AttentionCall) -> None:
+    if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise InvalidRequest(f"q is {_dtype(call.q)}; it must be float32, bfloat16 or float16")
+    if call.k.dtype not in quant.QMAX and call.q.dtype not in (call.k.dtype, torch.float64):
+        raise InvalidRequest(f"q is {_dtype(call.q)} but layer.k is {_dtype(call.k)}: they must be the same, or layer.k fp8, int8 or int4; convert q")
+
+
+def _tables(call: AttentionCall) -> None:
+    B, dims = call.seq_lens.shape[0] if call.seq_lens.dim() == 1 else -1, {}
+    dims["seq_lens"] = (call.seq_lens, (B,), "[B]")
+    dims["cu_seqlens_q"] = (call.cu_seqlens_q, (B + 1,), f"[B + 1 = {B + 1}]")
+    if call.rows is not None:
+        dims["rows"] = (call.rows, (B,), f"[B={B}]")
+    for name, (x, shape, text) in dims.items():
+        if x.dtype != torch.int32 or tuple(x.shape) != shape:
+            raise InvalidRequest(f"batch.{name} is {_dtype(x)} {list(x.shape)}; it must be int32 {text}")
+    table = call.block_table
+    if table.dtype != torch.int32 or table.dim() != 2 or (call.rows is None and table.shape[0] < B):
+        rows = "[A, P]" if call.rows is not None else f"[A >= B={B}, P] (or give batch.rows)"
+        raise InvalidRequest(f"batch.block_table is {_dtype(table)} {list(table.shape)}; it must be int32 {rows}")
+    _last_dim_contiguous(**{"batch.block_table": table, "batch.seq_lens": call.seq_lens, "batch.cu_seqlens_q": call.cu_seqlens_q})
+
+
+def _options(call: AttentionCall, H: int, T: int) -> None:
+    for name, x in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
+        if x is not None and (x.dtype != torch.float32 or tuple(x.shape) != (H,)):
+            raise InvalidRequest(f"{name} is {_dtype(x)} {list(x.shape)}; it must be float32 [H={H}]")
+    tree = call.tree_mask
+    if tree is not None and (tree.dtype != torch.bool or tree.dim() != 2 or tree.shape[0] != T or tree.shape[1] < call.max_seqlen_q):
+        wanted = f"bool [T={T}, max_seqlen_q={call.max_seqlen_q}]: may new token t see the j-th new token of its sequence?"
+        raise InvalidRequest(f"tree_mask is {_dtype(tree)} {list(tree.shape)}; it must be {wanted}")
+    for name, value in (("window", call.window), ("split_tokens", call.split_tokens)):
+        if value is not None and value < 1:
+            raise InvalidRequest(f"{name} is {value}; it must be at least 1, or None")
+    if not 0 <= call.softcap < float("inf"):
+        raise InvalidRequest(f"softcap is {call.softcap}; it must be a finite number, 0 for none")
+
+
+def _in_range(x: Tensor, name: str, limit: int, of_what: str) -> None:
+    low, high = x.min().item(), x.max().item()
+    if low < 0 or high >= limit:
+        raise InvalidRequest(f"{name} holds {low} to {high} but there are {limit} {of_what}: 0 to {limit - 1} are allowed")
+
+
+def _table_values(call: AttentionCall) -> None:
+    """Read the tables back and follow them, as a kernel would. Synchronises with the device."""
+    lens, starts = call.seq_lens.cpu(), call.cu_seqlens_q.cpu()
+    counts, (F, S), P = starts.diff(), call.k.shape[:2], call.block_table.shape[1]
+    if starts[0] != 0 or (counts < 0).any() or starts[-1] > call.q.shape[0]:
+        raise InvalidRequest(f"batch.cu_seqlens_q is {starts.tolist()}; it must rise from 0 to at most T={call.q.shape[0]}")
+    if len(lens) and (lens.min() < 0 or lens.max() > P * S):
+        raise InvalidRequest(f"batch.seq_lens goes from {lens.min()} to {lens.max()} but a row of {P} pages of {S} tokens holds 0 to {P * S}")
+    if len(lens) and (counts.max() > call.max_seqlen_q or lens.max() > call.max_seqlen_k):
+        bounds = f"max_seqlen_q={call.max_seqlen_q}, max_seqlen_k={call.max_seqlen_k}"
+        raise InvalidRequest(f"the batch holds {counts.max()} queries and {lens.max()} tokens in a sequence, more than its bounds {bounds}")
+    rows = torch.arange(len(lens)) if call.rows is None else call.rows.cpu().long()
+    if len(rows):
+        _in_range(rows, "batch.rows", call.block_table.shape[0], "rows in batch.block_table")
+    used = torch.arange(P) < ((lens + S - 1) // S * (counts > 0))[:, None]
+    entries = call.block_table.cpu()[rows][used]
+    if len(entries) and (entries.max() >= F or entries.min() < -1):
+        raise InvalidRequest(
+            f"batch.block_table names frames {entries.min()} to {entries.max()} but the layer has F={F}: 0 to {F - 1}, or -1 if punched"
+        )
+
+
+def _slot_values(call: WriteCall) -> None:
+    F, S = call.k.shape[:2]
+    stored = call.slots[call.slots >= 0]
+    if len(stored):
+        _in_range(stored, "batch.slots", F * S, f"slots in F={F} frames of S={S}")
+    if debug.level() >= 2 and stored.unique().numel() != stored.numel():
+        slots, times = stored.unique(return_counts=True)
+        raise InvalidRequest(f"batch.slots names slots {slots[times > 1].tolist()[:8]} more than once: two tokens cannot be stored in one place")

@@ -1,0 +1,199 @@
+"""The definition: paged attention in plain torch, on any device. Every faster kernel is compared with this one.
+
+For query i of a sequence with n tokens of which the last m are new, at position p = n - m + i, and key position t < n whose page is not punched:
+
+    s[t]    = scale * q . k[t];   c * tanh(s / c) if softcap c;   + slope_h * (t - p) if ALiBi
+    visible = t <= p (causal),  or  tree_mask[i, t - (n - m)] for new tokens (tree),  or  always;   and t > p - window
+    lse     = ln(sum over visible t of exp(s[t]) + exp(sink_h));   out = sum of exp(s[t] - lse) * v[t]
+
+Sequences with equally many queries are computed together, their keys gathered token by token through the page table into a zero-padded
+[b, n, K, D], so no slot beyond a sequence, no punched page and no padded table entry is read. With `split_tokens` each sequence stands alone and
+its keys are cut at fixed positions: then no result depends, in a single bit, on what else is in the batch.
+This file trusts its arguments (checks.py has seen them). Memory: the gathered keys and values in float32 (float64 if q is), and SCORES_AT_ONCE scores.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedkv.kernels import quant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagedkv.kernels.args import AttentionCall, WriteCall
+
+SCORES_AT_ONCE: Final = 1 << 24
+"""Queries are taken in chunks so that at most about this many scores exist at a time (64 MiB in float32)."""
+
+
+class _Group(NamedTuple):
+    """Sequences with equally many queries: `queries` int64 [b, m] rows of q, `lens` int64 [b], `table_rows` int64 [b]."""
+
+    queries: Tensor
+    lens: Tensor
+    table_rows: Tensor
+
+
+class _Keys(NamedTuple):
+    """Keys and values of a group, by position: `k` [b, K, n, D], `v` [b, K, n, Dv], zero where not `present` bool [b, n]."""
+
+    k: Tensor
+    v: Tensor
+    present: Tensor
+
+
+def paged_attention(call: AttentionCall) -> None:
+    """Attend, as the head of this file defines it. Modifies: call.out, call.lse."""
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    for group in _groups(call):
+        keys = _gather(call, group, dtype)
+        b, m = group.queries.shape
+        at_once = max(1, SCORES_AT_ONCE // max(1, b * call.q.shape[1] * keys.present.shape[1]))
+        for first in range(0, m, at_once):
+            out, lse = _attend(call, group, keys, slice(first, first + at_once))
+            call.out[group.queries[:, first : first + at_once]] = out.to(call.out.dtype)
+            call.lse[group.queries[:, first : first + at_once]] = lse.to(torch.float32)
+
+
+def _groups(call: AttentionCall) -> Iterator[_Group]:
+    """Partition the sequences that have queries. Sorted by length, and cut where padding would be more than half of a group's keys."""
+    starts, lens = call.cu_seqlens_q.tolist(), call.seq_lens.tolist()
+    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    members: list[int] = []
+    total = 0
+    for b in [*sorted((b for b, m in enumerate(counts) if m), key=lambda b: (counts[b], lens[b])), None]:
+        if members and (
+            b is None or call.split_tokens or counts[b] != counts[members[0]] or (len(members) + 1) * lens[b] > 2 * (total + lens[b]) + 64
+        ):
+            yield _group(call, members, counts[members[0]])
+            members, total = [], 0
+        if b is not None:
+            members.append(b)
+            total += lens[b]
+
+
+def _group(call: AttentionCall, members: list[int], m: int) -> _Group:
+    index = torch.tensor(members, device=call.q.device)
+    queries = call.cu_seqlens_q[index].long()[:, None] + torch.arange(m, device=call.q.device)
+    rows = index if call.rows is None else call.rows[index].long()
+    return _Group(queries, call.seq_lens[index].long(), rows)
+
+
+def _gather(call: AttentionCall, group: _Group, dtype: torch.dtype) -> _Keys:
+    """The keys and values of `group`, reading exactly the slots that hold its tokens."""
+    S = call.k.shape[1]
+    t = torch.arange(int(group.lens.max()), device=call.q.device)
+    present = t < group.lens[:, None]
+    b, position = present.nonzero(as_tuple=True)
+    frame = call.block_table[group.table_rows[b], position // S].long()
+    if (frame < 0).any():
+        kept = frame >= 0
+        present[b, position] = kept
+        b, position, frame = b[kept], position[kept], frame[kept]
+    at = (frame, position % S)
+
+    def padded(pool: Tensor, scale: Tensor | None) -> Tensor:
+        values = quant.decode(_read(pool, at), scale if scale is None or scale.dim() == 0 else scale[at], dtype)  # [tokens, K, D]
+        if len(b) == present.numel():  # nothing to pad: the tokens are in order already
+            return values.view(*present.shape, *values.shape[1:]).transpose(1, 2)
+        room = values.new_zeros(*present.shape, *values.shape[1:])
+        room[b, position] = values
+        return room.transpose(1, 2)
+
+    return _Keys(padded(call.k, call.k_scale), padded(call.v, call.v_scale), present)
+
+
+def _read(pool: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+    if pool.element_size() == 1:  # indexing fp8 is not available on every device; bytes are
+        return pool.view(torch.uint8)[at].view(pool.dtype)
+    return pool[at]
+
+
+def _attend(call: AttentionCall, group: _Group, keys: _Keys, chunk: slice) -> tuple[Tensor, Tensor]:
+    """Out [b, m, H, Dv] and lse [b, m, H] of the queries in `chunk`, in the dtype of `keys`."""
+    rows = group.queries[:, chunk]
+    b, m = rows.shape
+    H, K, n = call.q.shape[1], call.k.shape[2], keys.present.shape[1]
+    q = call.q[rows].to(keys.k.dtype) * call.scale  # [b, m, H, D]
+    q = q.view(b, m, K, H // K, -1).permute(0, 2, 3, 1, 4).reshape(b, K, H // K * m, -1)
+    step = call.split_tokens or max(n, 1)
+    state: tuple[Tensor, Tensor] | None = None
+    for first in range(0, max(n, 1), step):
+        part = _Keys(*(x[..., first : first + step, :] for x in keys[:2]), keys.present[:, first : first + step])
+        scores = (q @ part.k.transpose(-1, -2)).view(b, K, H // K, m, -1)
+        scores = _mask(call, group, part, scores, (chunk, first))
+        lse = scores.logsumexp(-1)
+        p = (scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp()  # a row that sees nothing: exp(-inf) = 0
+        out = (p.view(b, K, H // K * m, -1) @ part.v).view(b, K, H // K, m, -1)
+        state = (out, lse) if state is None else _merge(*state, out, lse)
+    assert state is not None
+    if call.sinks is not None:  # a sink is a state with a logit and no value
+        sinks = call.sinks.to(q.dtype).view(K, H // K, 1).expand(state[1].shape)
+        state = _merge(*state, torch.zeros_like(state[0]), sinks)
+    return state[0].permute(0, 3, 1, 2, 4).reshape(b, m, H, -1), state[1].permute(0, 3, 1, 2).reshape(b, m, H)
+
+
+def _mask(call: AttentionCall, group: _Group, part: _Keys, scores: Tensor, where: tuple[slice, int]) -> Tensor:
+    """Soft cap, ALiBi and visibility of `scores` [b, K, G, m, n], the queries `where[0]` of the group against the keys from `where[1]` on."""
+    chunk, first = where
+    all_queries = group.queries.shape[1]
+    t = first + torch.arange(part.present.shape[1], device=scores.device)  # [n]
+    new = (group.lens - all_queries)[:, None]  # [b, 1]: the position of the first new token
+    p = (new + torch.arange(all_queries, device=scores.device)[chunk])[:, :, None]  # [b, m, 1]
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes.to(scores.dtype).view(1, *scores.shape[1:3], 1, 1)
+        scores = scores + slopes * (t - p)[:, None, None].to(scores.dtype)
+    visible = part.present[:, None]  # [b, 1, n]
+    if call.tree_mask is not None:
+        j = (t - new)[:, None].expand(-1, p.shape[1], -1)  # [b, m, n]: key t is the j-th new token
+        among_new = call.tree_mask[group.queries[:, chunk]].gather(2, j.clamp(0, all_queries - 1))
+        visible = visible & ((j < 0) | among_new)
+    elif call.causal:
+        visible = visible & (t <= p)
+    if call.window is not None:
+        visible = visible & (t > p - call.window)
+    return scores.masked_fill(~visible[:, None, None], -torch.inf)
+
+
+def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two states over disjoint keys become one. A state that saw nothing (-inf) has weight 0, and its `out` may hold anything."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    safe = torch.where(lse == -torch.inf, 0.0, lse)
+    weigh_a, weigh_b = (lse_a - safe).exp()[..., None], (lse_b - safe).exp()[..., None]
+    return torch.where(weigh_a > 0, out_a * weigh_a, 0.0) + torch.where(weigh_b > 0, out_b * weigh_b, 0.0), lse
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The state over the keys of both: out [T, H, Dv] of `out_a`'s dtype, lse float32 [T, H]."""
+    out, lse = _merge(out_a.float(), lse_a, out_b.float(), lse_b)
+    return out.to(out_a.dtype), lse
+
+
+def write_kv(call: WriteCall) -> None:
+    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
+    kept = call.slots >= 0
+    slots, S = call.slots[kept], call.k.shape[1]
+    at = (slots // S, slots % S)
+    for new, pool, scale in ((call.k_new, call.k, call.k_scale), (call.v_new, call.v, call.v_scale)):
+        new = new[kept]
+        if scale is not None and scale.dim() == 3:
+            scale[at] = quant.token_head_scale(new, pool.dtype)
+            scale = scale[at]
+        stored = quant.encode(new, pool.dtype, scale)
+        if pool.element_size() == 1:
+            pool.view(torch.uint8)[at] = stored.view(torch.uint8)
+        else:
+            pool[at] = stored
+
+
+def copy_frames(storage: Tensor, copies: Tensor) -> None:
+    """`storage[dst] = storage[src]` for each row (src, dst) of `copies`; indexing reads every source before one destination is written."""
+    if storage.element_size() == 1:
+        storage = storage.view(torch.uint8)
+    storage[copies[:, 1].long()] = storage[copies[:, 0].long()]
