@@ -56,7 +56,7 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of `paged_attention`, flat: what a backend is handed, checked. The fields are the arguments of the torch operator, in its order.
+    """One call of `paged_attention`, flat and checked: what a backend is handed. The fields are the operator's arguments, in order.
 
     Shapes:   q [T, H, D]; k, v, k_scale, v_scale as in KVLayer; block_table, rows, seq_lens, cu_seqlens_q as in PagedBatch
               sinks, alibi_slopes float32 [H]; tree_mask bool [T, >= max_seqlen_q]; out [T, H, Dv] of q's dtype; lse float32 [T, H]
@@ -88,7 +88,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class WriteCall:
-    """One call of `write_kv`, flat, checked. The fields are the arguments of the torch operator, in its order.
+    """One call of `write_kv`, flat and checked. The fields are the operator's arguments, in order.
 
     Shapes:   k_new [T, K, D], v_new [T, K, Dv], any float dtype; k, v, k_scale, v_scale as in KVLayer; slots int64 [T], < 0 skipped
     Modifies: k and v at `slots`; k_scale and v_scale there too, if they are per (token, head).

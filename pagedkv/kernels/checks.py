@@ -1,7 +1,7 @@
 """Arguments are what the contract says, or the caller is told in the letters of the contract: one text for all backends.
 
-Shapes, dtypes, devices and strides are looked at always: that costs no device synchronisation. Values (slots inside the pool, lengths inside the tables,
-entries that name frames) are read back only with PAGEDKV_DEBUG >= 1, and slots are proven distinct with >= 2.
+Shapes, dtypes, devices and strides are looked at always: that costs no device synchronisation. Values (slots inside the pool, lengths
+inside the tables, entries that name frames) are read back only with PAGEDKV_DEBUG >= 1, and slots are proven distinct with >= 2.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ def attention(call: AttentionCall) -> None:
     """Raises: InvalidRequest if `call` breaks the contract of `paged_attention`."""
     _layer(call)
     T, H, _ = _dims(call.q, "q", "THD")
-    F, S, K, _ = call.k.shape
-    D, Dv = quant.head_dim(call.k), quant.head_dim(call.v)
+    K, D, Dv = call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v)
     if call.q.shape[2] != D:
         raise InvalidRequest(f"q is {named(call.q, 'THD')} but layer.k has D={D}: they must have the same head dim")
     if H % K:
@@ -36,7 +35,7 @@ def attention(call: AttentionCall) -> None:
     if tuple(call.out.shape) != (T, H, Dv) or call.out.dtype != call.q.dtype:
         wanted = f"[T={T}, H={H}, Dv={Dv}] {_dtype(call.q)}"
         raise InvalidRequest(f"out is {named(call.out, ('T', 'H', 'Dv'))} {_dtype(call.out)}; it must be {wanted}")
-    _one_device(call.q, "q", {name: getattr(call, name) for name in call.__slots__})
+    _one_device(call, call.q.device)
     if debug.level() >= 1:
         _table_values(call)
 
@@ -47,16 +46,18 @@ def write(call: WriteCall) -> None:
     T, K, D = _dims(call.k_new, "k", "TKD")
     _dims(call.v_new, "v", ("T", "K", "Dv"))
     pool = (call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v))
-    if (K, D) != pool[:2]:
+    if pool[:2] != (K, D):
         raise InvalidRequest(f"k is {named(call.k_new, 'TKD')} but layer.k has K={pool[0]} kv heads of D={pool[1]}")
     if tuple(call.v_new.shape) != (T, K, pool[2]):
         raise InvalidRequest(f"v is {named(call.v_new, ('T', 'K', 'Dv'))}; with this k and layer.v it must be [T={T}, K={K}, Dv={pool[2]}]")
     if not (call.k_new.is_floating_point() and call.v_new.is_floating_point()):
-        raise InvalidRequest(f"k is {_dtype(call.k_new)} and v is {_dtype(call.v_new)}; write_kv takes the floats of the model, and quantises itself")
+        raise InvalidRequest(f"k is {_dtype(call.k_new)} and v is {_dtype(call.v_new)}; write_kv takes floats, and quantises them itself")
     if call.slots.dtype != torch.int64 or tuple(call.slots.shape) != (T,):
-        raise InvalidRequest(f"batch.slots is {named(call.slots, 'T')} {_dtype(call.slots)}; for k {named(call.k_new, 'TKD')} it must be int64 [T={T}]")
+        raise InvalidRequest(
+            f"batch.slots is {_dtype(call.slots)} {list(call.slots.shape)}; for k {named(call.k_new, 'TKD')} it must be int64 [T={T}]"
+        )
     _last_dim_contiguous(k=call.k_new, v=call.v_new)
-    _one_device(call.k_new, "k", {name: getattr(call, name) for name in call.__slots__})
+    _one_device(call, call.k_new.device)
     if debug.level() >= 1:
         _slot_values(call)
 
@@ -70,18 +71,16 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         if tuple(lse.shape) != (T, H) or lse.dtype != torch.float32:
             raise InvalidRequest(f"{name} is {named(lse, 'TH')} {_dtype(lse)}; it must be float32 [T={T}, H={H}], natural logarithm")
-    _one_device(out_a, "out_a", {"lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
 
 
 def copies(storage: Tensor, pairs: Tensor) -> None:
     """Raises: InvalidRequest if `pairs` are not copies between frames of `storage`."""
     if storage.dim() < 1 or pairs.dtype != torch.int32 or pairs.dim() != 2 or pairs.shape[1] != 2:
         text = f"storage is {list(storage.shape)} and copies is {list(pairs.shape)} {_dtype(pairs)}"
-        raise InvalidRequest(f"{text}; storage must have frames as its first dim, copies must be int32 [C, 2]: source and destination frames")
-    _one_device(storage, "storage", {"copies": pairs})
+        raise InvalidRequest(f"{text}; storage must have frames as its first dim, copies must be int32 [C, 2]: source and destination")
     if debug.level() >= 1 and len(pairs):
         _in_range(pairs, "copies", storage.shape[0], "frames in storage")
-        if pairs[:, 1].unique().numel() != len(pairs):
+        if len(_repeated(pairs[:, 1])):
             raise InvalidRequest("copies names a destination frame twice: which source should win? Each destination may appear once")
 
 
@@ -108,10 +107,13 @@ def _last_dim_contiguous(**tensors: Tensor) -> None:
             raise InvalidRequest(f"{name} has strides {x.stride()}; its last dim must be contiguous (stride 1): pass {name}.contiguous()")
 
 
-def _one_device(x: Tensor, name: str, others: dict[str, object]) -> None:
-    for other_name, other in others.items():
-        if isinstance(other, Tensor) and other.device != x.device:
-            raise InvalidRequest(f"{name} is on {x.device} but {other_name} is on {other.device}: all tensors of a call live on one device")
+def _one_device(call: AttentionCall | WriteCall, device: torch.device) -> None:
+    for name in call.__slots__:
+        x = getattr(call, name)
+        if isinstance(x, Tensor) and x.device != device:
+            raise InvalidRequest(
+                f"{call.__slots__[0]} is on {device} but {name} is on {x.device}: all tensors of a call live on one device"
+            )
 
 
 def _layer(call: AttentionCall | WriteCall) -> None:
@@ -119,15 +121,14 @@ def _layer(call: AttentionCall | WriteCall) -> None:
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         shapes = f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}"
         raise InvalidRequest(f"{shapes}; they must be [F, S, K, D] and [F, S, K, Dv] with the same F, S and K")
-    if k.dtype not in quant.NAMES or k.dtype == torch.float64 or v.dtype != k.dtype:
-        raise InvalidRequest(
-            f"layer.k is {_dtype(k)} and layer.v is {_dtype(v)}; both must be of one dtype, out of {', '.join(map(str, quant.DTYPES.values()))}"
-        )
+    if k.dtype not in quant.DTYPES.values() or v.dtype != k.dtype:
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in quant.DTYPES.values())
+        raise InvalidRequest(f"layer.k is {_dtype(k)} and layer.v is {_dtype(v)}; both must be of one dtype, out of {dtypes}")
     _last_dim_contiguous(**{"layer.k": k, "layer.v": v})
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         if scale is None:
             if k.dtype in (torch.int8, torch.uint8):
-                raise InvalidRequest(f"layer.{name} is None but layer.k is {_dtype(k)}: int8 and int4 need a scale, float32 [] or [F, S, K]")
+                raise InvalidRequest(f"layer.{name} is None but layer.k is {_dtype(k)}: int8 and int4 need scales, float32 [] or [F, S, K]")
         elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), tuple(k.shape[:3])):
             want = f"float32 [] (one for all) or {named(k[..., 0], 'FSK')} (one per token and head)"
             raise InvalidRequest(f"layer.{name} is {_dtype(scale)} {list(scale.shape)}; it must be {want}")
@@ -139,7 +140,7 @@ def _query_dtype(call: AttentionCall) -> None:
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise InvalidRequest(f"q is {_dtype(call.q)}; it must be float32, bfloat16 or float16")
     if call.k.dtype not in quant.QMAX and call.q.dtype not in (call.k.dtype, torch.float64):
-        raise InvalidRequest(f"q is {_dtype(call.q)} but layer.k is {_dtype(call.k)}: they must be the same, or layer.k fp8, int8 or int4; convert q")
+        raise InvalidRequest(f"q is {_dtype(call.q)} but layer.k is {_dtype(call.k)}: convert q (only fp8, int8 and int4 pools may differ)")
 
 
 def _tables(call: AttentionCall) -> None:
@@ -186,7 +187,7 @@ def _table_values(call: AttentionCall) -> None:
     if starts[0] != 0 or (counts < 0).any() or starts[-1] > call.q.shape[0]:
         raise InvalidRequest(f"batch.cu_seqlens_q is {starts.tolist()}; it must rise from 0 to at most T={call.q.shape[0]}")
     if len(lens) and (lens.min() < 0 or lens.max() > P * S):
-        raise InvalidRequest(f"batch.seq_lens goes from {lens.min()} to {lens.max()} but a row of {P} pages of {S} tokens holds 0 to {P * S}")
+        raise InvalidRequest(f"batch.seq_lens goes from {lens.min()} to {lens.max()} but a row of {P} pages of {S} holds 0 to {P * S}")
     if len(lens) and (counts.max() > call.max_seqlen_q or lens.max() > call.max_seqlen_k):
         bounds = f"max_seqlen_q={call.max_seqlen_q}, max_seqlen_k={call.max_seqlen_k}"
         raise InvalidRequest(f"the batch holds {counts.max()} queries and {lens.max()} tokens in a sequence, more than its bounds {bounds}")
@@ -206,6 +207,11 @@ def _slot_values(call: WriteCall) -> None:
     stored = call.slots[call.slots >= 0]
     if len(stored):
         _in_range(stored, "batch.slots", F * S, f"slots in F={F} frames of S={S}")
-    if debug.level() >= 2 and stored.unique().numel() != stored.numel():
-        slots, times = stored.unique(return_counts=True)
-        raise InvalidRequest(f"batch.slots names slots {slots[times > 1].tolist()[:8]} more than once: two tokens cannot be stored in one place")
+    if debug.level() >= 2 and len(_repeated(stored)):
+        raise InvalidRequest(f"batch.slots names slots {_repeated(stored)[:8]} more than once: two tokens cannot be stored in one place")
+
+
+def _repeated(x: Tensor) -> list[int]:
+    x = x.sort().values
+    twice: list[int] = x[1:][x.diff() == 0].tolist()
+    return twice

@@ -1,14 +1,14 @@
 """The only entry points of the kernel layer. Every call goes: public function -> torch operator -> checks -> registry -> the kernel chosen.
 
-The operators take flat tensors (`torch.ops.pagedkv.*`), so torch.compile sees one opaque node whose outputs have known shapes and whose mutations are declared.
-They are made with Library.define / impl / register_fake: `torch.library.custom_op` wraps the same in Python and costs several times more per call.
+The operators take flat tensors (`torch.ops.pagedkv.*`), so torch.compile sees one opaque node whose outputs have known shapes and whose
+mutations are declared. They are made with Library.define / impl / register_fake: `torch.library.custom_op` costs several times more.
 Checks and choice happen inside the operator, so a compiled graph makes both at run time. Inference only: no operator has a derivative.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -21,24 +21,40 @@ if TYPE_CHECKING:
     from pagedkv.kernels.registry import Case
 
 _ATTENTION = (
-    "Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor block_table, Tensor? rows, Tensor seq_lens, Tensor cu_seqlens_q, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, bool causal, SymInt? window, float softcap, Tensor? sinks, Tensor? alibi_slopes, "
-    "Tensor? tree_mask, SymInt? split_tokens"
+    "Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor block_table, Tensor? rows, Tensor seq_lens, "
+    "Tensor cu_seqlens_q, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, bool causal, SymInt? window, float softcap, "
+    "Tensor? sinks, Tensor? alibi_slopes, Tensor? tree_mask, SymInt? split_tokens"
 )
-_LIBRARY = torch.library.Library("pagedkv", "DEF")
+_LIBRARY: Any = torch.library.Library("pagedkv", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"paged_attention({_ATTENTION}, str backend) -> (Tensor, Tensor)")
 _LIBRARY.define(f"paged_attention_out({_ATTENTION}, Tensor(a!) out, Tensor(b!) lse, str backend) -> ()")
-_LIBRARY.define(
-    "write_kv(Tensor k_new, Tensor v_new, Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor slots, str backend) -> ()"
-)
+_POOL = "Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scale, Tensor(d!)? v_scale"
+_LIBRARY.define(f"write_kv(Tensor k_new, Tensor v_new, {_POOL}, Tensor slots, str backend) -> ()")
 _LIBRARY.define("merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
 _LIBRARY.define("copy_frames(Tensor(a!) storage, Tensor copies) -> ()")
 
 
+class _Options(TypedDict, total=False):
+    scale: float | None
+    causal: bool
+    window: int | None
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    tree_mask: Tensor | None
+    split_tokens: int | None
+    out: Tensor | None
+    backend: str | None
+
+
 @overload
-def paged_attention(q_THD: Tensor, layer: KVLayer, batch: PagedBatch, *, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
+def paged_attention(
+    q_THD: Tensor, layer: KVLayer, batch: PagedBatch, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
+) -> Tensor: ...
 @overload
-def paged_attention(q_THD: Tensor, layer: KVLayer, batch: PagedBatch, *, return_lse: Literal[False] = False, **options: Any) -> Tensor: ...
+def paged_attention(
+    q_THD: Tensor, layer: KVLayer, batch: PagedBatch, *, return_lse: Literal[True], **options: Unpack[_Options]
+) -> tuple[Tensor, Tensor]: ...
 def paged_attention(
     q_THD: Tensor,
     layer: KVLayer,
@@ -60,7 +76,7 @@ def paged_attention(
 
     score = `scale` * q.k (D ** -0.5 if None), then soft cap c * tanh(s / c), then ALiBi slope_h * (pos_k - pos_q), then masks, then sinks.
     causal:       bottom-right aligned: the last query of a sequence is its last token. False: every query sees all `seq_lens` tokens.
-    window:       hide all but the last `window` positions before and at the query. Positions, here and in ALiBi, are places in the sequence.
+    window:       hide what lies `window` or more positions before the query. Positions, here and in ALiBi, are places in the sequence.
     sinks:        logits that take part in the softmax, and in the LSE, and carry no value.
     tree_mask:    tree_mask[t, j]: may query t see the j-th new token of its own sequence? It replaces causality among the new tokens.
     split_tokens: cut keys at multiples of it; results are then bit-equal whatever else is in the batch.
@@ -68,21 +84,21 @@ def paged_attention(
 
     Shapes:   q [T, H, D]; sinks, alibi_slopes float32 [H]; tree_mask bool [T, >= max_seqlen_q]
               returns out [T, H, Dv] of q's dtype; with return_lse also float32 [T, H], natural logarithm
-              a query that sees nothing has out 0 and lse -inf (its sink, if there are sinks); rows of q past cu_seqlens_q[-1] are padding, out undefined
+              a query that sees nothing has out 0 and lse -inf (the sink, if there are sinks)
+              rows of q past cu_seqlens_q[-1] are padding: neither read nor written
     Modifies: out, if given, and returns it.
     Raises:   InvalidRequest; KernelUnavailable.
     """
-    call = (
-        (q_THD, layer.k, layer.v, layer.k_scale, layer.v_scale, batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q)
-        + (batch.max_seqlen_q, batch.max_seqlen_k, q_THD.shape[-1] ** -0.5 if scale is None else scale, causal, window, softcap)
-        + (sinks, alibi_slopes, tree_mask, split_tokens)
-    )
+    pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
+    tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
+    scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
+    call = (q_THD, *pool, *tables, scale, causal, window, softcap, sinks, alibi_slopes, tree_mask, split_tokens)
     if out is None:
         out, lse = torch.ops.pagedkv.paged_attention.default(*call, backend or registry.AUTO)
     else:
         lse = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         torch.ops.pagedkv.paged_attention_out.default(*call, out, lse, backend or registry.AUTO)
-    assert out is not None
+    assert out is not None  # for mypy
     return (out, lse) if return_lse else out
 
 
@@ -90,7 +106,7 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, layer: KVLayer, batch: PagedBatch, *,
     """Store the keys and values of the new tokens at `batch.slots`; a slot < 0 is skipped. Quantises if the layer does.
 
     Shapes:   k [T, K, D], v [T, K, Dv], any float dtype
-    Modifies: layer.k and layer.v at those slots, and per-(token, head) scales: amax / qmax, 1 where that is 0. A per-tensor scale is only used.
+    Modifies: layer.k and layer.v at those slots, and per-(token, head) scales there (amax / qmax, 1 where that is 0)
     Raises:   InvalidRequest; KernelUnavailable.
     """
     layers = (layer.k, layer.v, layer.k_scale, layer.v_scale)
@@ -100,7 +116,8 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, layer: KVLayer, batch: PagedBatch, *,
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """The attention over the keys of both, from attention over disjoint halves (sinks belong to one half only).
 
-    Shapes: out [T, H, Dv], lse float32 [T, H] natural logarithm; returns the same. lse = ln(e^a + e^b), out = out_a e^(a - lse) + out_b e^(b - lse).
+    lse = ln(e^a + e^b), out = out_a e^(a - lse) + out_b e^(b - lse). Where lse_a is -inf, out_a is not looked at.
+    Shapes: out [T, H, Dv], lse float32 [T, H], natural logarithm; returns the same.
     Raises: InvalidRequest.
     """
     merged: tuple[Tensor, Tensor] = torch.ops.pagedkv.merge_states.default(out_a, lse_a, out_b, lse_b)
@@ -110,7 +127,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
     """Copy whole frames inside the pool. Every source is read before a destination is written, even if a frame is both.
 
-    Shapes:   storage uint8 [F, frame_bytes], or any tensor whose first dim is frames; copies int32 [C, 2]: source, destination; destinations distinct
+    Shapes:   storage uint8 [F, frame_bytes], or any tensor whose first dim is frames
+              copies int32 [C, 2]: source, destination; destinations distinct
     Modifies: the destination frames.
     Raises:   InvalidRequest.
     """
@@ -127,12 +145,14 @@ class Explanation:
 
     def __repr__(self) -> str:
         width = max(map(len, self.objections))
-        lines = [f"{'>' if name == self.chosen else ' '} {name:{width}}  {'; '.join(why) or 'can'}" for name, why in self.objections.items()]
-        return "\n".join([self.case, *lines])
+        marks = {name: ">" if name == self.chosen else " " for name in self.objections}
+        return "\n".join(
+            [self.case, *(f"{marks[name]} {name:{width}}  {'; '.join(why) or 'can'}" for name, why in self.objections.items())]
+        )
 
 
 def explain(case: Case | KVSpec | None = None, *, device: str | None = None) -> Explanation:
-    """Every kernel in order of preference with its objections: to a cache's geometry, to one `registry.Case`, or (None) to this machine alone.
+    """Every kernel in order of preference with its objections to a cache's geometry, to a `registry.Case`, or (None) to this machine alone.
 
     device: a type such as "cuda"; by default CUDA if the machine has it. A `registry.Case` has its own.
     """
@@ -187,8 +207,8 @@ def _attention_case(call: AttentionCall) -> Case:
     given = ("window", "sinks", "alibi_slopes", "tree_mask", "split_tokens")
     features = {name for name in given if getattr(call, name) is not None} | _scales(call)
     features |= {name for name, on in (("softcap", call.softcap), ("non_causal", not call.causal)) if on}
-    geometry, heads = _geometry(call.k, call.v), call.q.shape[1]
-    return registry.Case("paged_attention", call.q.device.type, quant.NAMES[call.q.dtype], num_heads=heads, features=frozenset(features), **geometry)
+    known = _geometry(call.k, call.v) | {"num_heads": call.q.shape[1], "features": frozenset(features)}
+    return registry.Case("paged_attention", call.q.device.type, quant.NAMES[call.q.dtype], **known)
 
 
 def _geometry(k: Tensor, v: Tensor) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """The definition: paged attention in plain torch, on any device. Every faster kernel is compared with this one.
 
-For query i of a sequence with n tokens of which the last m are new, at position p = n - m + i, and key position t < n whose page is not punched:
+Query i of a sequence with n tokens, the last m of them new, is at position p = n - m + i; for a key at t < n in a page that is not punched:
 
     s[t]    = scale * q . k[t];   c * tanh(s / c) if softcap c;   + slope_h * (t - p) if ALiBi
     visible = t <= p (causal),  or  tree_mask[i, t - (n - m)] for new tokens (tree),  or  always;   and t > p - window
     lse     = ln(sum over visible t of exp(s[t]) + exp(sink_h));   out = sum of exp(s[t] - lse) * v[t]
 
-Sequences with equally many queries are computed together, their keys gathered token by token through the page table into a zero-padded
-[b, n, K, D], so no slot beyond a sequence, no punched page and no padded table entry is read. With `split_tokens` each sequence stands alone and
-its keys are cut at fixed positions: then no result depends, in a single bit, on what else is in the batch.
-This file trusts its arguments (checks.py has seen them). Memory: the gathered keys and values in float32 (float64 if q is), and SCORES_AT_ONCE scores.
+Sequences with equally many queries and similar lengths are computed together, their keys gathered token by token through the page table
+into a zero-padded [b, n, K, D]: no slot beyond a sequence, no punched page and no padded table entry is read. With `split_tokens` each
+sequence stands alone and its keys are cut at fixed positions: then no result depends, in a single bit, on what else is in the batch.
+This file trusts its arguments (checks.py has seen them). Memory: a group's keys and values in float32 (float64 if q is), and the scores.
 """
 
 from __future__ import annotations
@@ -60,20 +60,16 @@ def paged_attention(call: AttentionCall) -> None:
 
 
 def _groups(call: AttentionCall) -> Iterator[_Group]:
-    """Partition the sequences that have queries. Sorted by length, and cut where padding would be more than half of a group's keys."""
-    starts, lens = call.cu_seqlens_q.tolist(), call.seq_lens.tolist()
-    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    """The sequences that have queries; in a group the longest is at most about twice the shortest, so padding stays below half."""
+    counts, lens = call.cu_seqlens_q.diff().tolist(), call.seq_lens.tolist()
     members: list[int] = []
-    total = 0
-    for b in [*sorted((b for b, m in enumerate(counts) if m), key=lambda b: (counts[b], lens[b])), None]:
-        if members and (
-            b is None or call.split_tokens or counts[b] != counts[members[0]] or (len(members) + 1) * lens[b] > 2 * (total + lens[b]) + 64
-        ):
+    for b in sorted((b for b, m in enumerate(counts) if m), key=lambda b: (counts[b], lens[b])):
+        if members and (call.split_tokens or counts[b] != counts[members[0]] or lens[b] > 2 * lens[members[0]] + 64):
             yield _group(call, members, counts[members[0]])
-            members, total = [], 0
-        if b is not None:
-            members.append(b)
-            total += lens[b]
+            members = []
+        members.append(b)
+    if members:
+        yield _group(call, members, counts[members[0]])
 
 
 def _group(call: AttentionCall, members: list[int], m: int) -> _Group:
@@ -123,7 +119,8 @@ def _attend(call: AttentionCall, group: _Group, keys: _Keys, chunk: slice) -> tu
     step = call.split_tokens or max(n, 1)
     state: tuple[Tensor, Tensor] | None = None
     for first in range(0, max(n, 1), step):
-        part = _Keys(*(x[..., first : first + step, :] for x in keys[:2]), keys.present[:, first : first + step])
+        span = slice(first, first + step)
+        part = _Keys(keys.k[:, :, span], keys.v[:, :, span], keys.present[:, span])
         scores = (q @ part.k.transpose(-1, -2)).view(b, K, H // K, m, -1)
         scores = _mask(call, group, part, scores, (chunk, first))
         lse = scores.logsumexp(-1)
@@ -138,7 +135,7 @@ def _attend(call: AttentionCall, group: _Group, keys: _Keys, chunk: slice) -> tu
 
 
 def _mask(call: AttentionCall, group: _Group, part: _Keys, scores: Tensor, where: tuple[slice, int]) -> Tensor:
-    """Soft cap, ALiBi and visibility of `scores` [b, K, G, m, n], the queries `where[0]` of the group against the keys from `where[1]` on."""
+    """Soft cap, ALiBi and visibility of `scores` [b, K, G, m, n]: the queries `where[0]` of the group, the keys from `where[1]` on."""
     chunk, first = where
     all_queries = group.queries.shape[1]
     t = first + torch.arange(part.present.shape[1], device=scores.device)  # [n]

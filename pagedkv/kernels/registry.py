@@ -1,7 +1,7 @@
 """Which kernel serves a call: an ordered tuple of candidates, the fastest first, each of which says what it objects to.
 
-This file knows names and reasons. It imports no implementation: an entry is loaded when it is chosen, so a machine without Triton, CuPy or a compiler
-pays nothing for their entries. To add a backend: a module with the functions of `Backend`, and one `Kernel` in KERNELS.
+This file knows names and reasons. It imports no implementation: an entry is loaded when it is chosen, so a machine without Triton, CuPy or
+a compiler pays nothing for their entries. To add a backend: a module with the functions of `Backend`, and one `Kernel` in KERNELS.
 
     name given ("numba", or PAGEDKV_KERNELS)  ->  that kernel, or KernelUnavailable if it objects: nothing falls back silently
     None or "auto"                            ->  the first kernel that does not object; "reference", the last, never does
@@ -28,16 +28,24 @@ if TYPE_CHECKING:
 class Backend(Protocol):
     """What the module of a kernel offers. Its arguments have been checked."""
 
-    def paged_attention(self, call: AttentionCall) -> None: ...
-    def write_kv(self, call: WriteCall) -> None: ...
-    def merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]: ...
-    def copy_frames(self, storage: Tensor, copies: Tensor) -> None: ...
+    def paged_attention(self, call: AttentionCall) -> None:
+        """Fill call.out and call.lse."""
+
+    def write_kv(self, call: WriteCall) -> None:
+        """Store call.k_new and call.v_new."""
+
+    def merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+        """Out and lse over the keys of both."""
+
+    def copy_frames(self, storage: Tensor, copies: Tensor) -> None:
+        """Copy frames inside `storage`, every source read first."""
 
 
 class Case(NamedTuple):
     """What a kernel is judged by. None: not known yet, so nothing can be objected to it. Dtypes go by their names in KVSpec.
 
-    features: of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens", "tensor_scale", "token_head_scale".
+    features: of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens", "tensor_scale" and
+    "token_head_scale".
     """
 
     op: str = "paged_attention"
@@ -67,7 +75,7 @@ class Kernel:
 
     name:       what `backend=` and PAGEDKV_KERNELS call it.
     where:      the device types it runs on; None for all.
-    objections: why it cannot serve a case: parts missing on this machine, shapes, dtypes, features. Empty if it can. Must not import what is heavy.
+    objections: why it cannot serve a case: parts missing on this machine, shapes, dtypes, features. Must not import what is heavy.
     module:     where its functions are (`Backend`); imported when it is first used.
     """
 
@@ -78,8 +86,9 @@ class Kernel:
 
     def refuse(self, case: Case) -> list[str]:
         """All reasons why this kernel cannot serve `case`; empty if it can."""
-        elsewhere = self.where is not None and case.device not in self.where
-        return ([f"it runs on {', '.join(self.where or ())}, the tensors are on {case.device}"] if elsewhere else []) + self.objections(case)
+        if self.where is not None and case.device not in self.where:
+            return [f"it runs on {' and '.join(self.where)}, the tensors are on {case.device}", *self.objections(case)]
+        return self.objections(case)
 
     def load(self) -> Backend:
         """The module with its functions."""
