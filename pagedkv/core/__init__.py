@@ -1,0 +1,11 @@
+"""core: the memory manager. Integers only: numpy and numba, never a tensor.
+
+`MemoryManager` is the door; engines that keep their own tensors need nothing else. Underneath, one `State` of arrays and a few
+compiled functions over it, by noun: frames, index (of prefixes), spaces (page tables), steps (plan and commit).
+"""
+
+from pagedkv.core.manager import MemoryManager, Stats
+from pagedkv.core.plan import Plan
+from pagedkv.core.space import AddressSpace
+
+__all__ = ["AddressSpace", "MemoryManager", "Plan", "Stats"]

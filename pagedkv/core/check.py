@@ -1,0 +1,122 @@
+"""The invariants I1-I9, executable. Plain numpy, written apart from the code it checks: nothing here is compiled or shared with it.
+
+Level 1 looks at the counters, 2 at every frame, 3 at every page, list link and index entry. Each failure names its law and its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from pagedkv.core import state as st
+from pagedkv.core.state import State
+from pagedkv.errors import InvalidRequest, InvariantViolation
+
+
+def check_state(s: State, level: int) -> None:
+    """Raise InvariantViolation at the first broken law. O(frames + pages) at level 3."""
+    if level not in (1, 2, 3):
+        raise InvalidRequest(f"check level is {level}; it is 1 (counters), 2 (frames) or 3 (everything)")
+    _check_counters(s)
+    if level >= 2:
+        _check_frames(s)
+    if level >= 3:
+        _check_spaces(s)
+        _check_evictable(s)
+        _check_index(s)
+
+
+def _require(holds: object, law: str, message: str) -> None:
+    if not holds:
+        raise InvariantViolation(f"{law} broken: {message}")
+
+
+def _none(broken: np.ndarray, law: str, message: str) -> None:
+    places = np.flatnonzero(broken)
+    _require(len(places) == 0, law, f"{message} (first of {len(places)}: {places[:1].tolist()})")
+
+
+def _check_counters(s: State) -> None:
+    free, cached, retired = (int(s.reg[i]) for i in (st.NUM_FREE, st.NUM_CACHED, st.NUM_RETIRED))
+    mapped = len(s.frames) - free - cached - retired
+    _require(min(free, mapped, cached, retired) >= 0, "I1", f"free {free} + mapped {mapped} + cached {cached} + retired {retired}")
+    _require(0 <= s.reg[st.NUM_EVICTABLE] <= cached, "I7", f"{s.reg[st.NUM_EVICTABLE]} evictable of {cached} cached frames")
+    _require(0 <= s.reg[st.NUM_SPARE] <= len(s.spaces), "I8", f"{s.reg[st.NUM_SPARE]} spare rows of {len(s.spaces)}")
+
+
+def _check_frames(s: State) -> None:
+    for status, counter in ((st.FREE, st.NUM_FREE), (st.CACHED, st.NUM_CACHED), (st.RETIRED, st.NUM_RETIRED)):
+        count = int((s.frames["status"] == status).sum())
+        _require(count == s.reg[counter], "I1", f"{count} frames have status {status}, the counter says {s.reg[counter]}")
+    stack = s.free[: s.reg[st.NUM_FREE]]
+    _require(len(np.unique(stack)) == len(stack), "I1", "a frame is on the free stack twice")
+    _none(s.frames["status"][stack] != st.FREE, "I1", "a frame on the free stack is not free, at stack place")
+    _none((s.frames["refs"] > 0) != (s.frames["status"] == st.MAPPED), "I2", "a frame is mapped without references, or referenced without being mapped")
+    _none(s.frames["pins"] < 0, "I7", "a frame has a negative number of pins")
+    _none((s.frames["pins"] > 0) & (s.frames["status"] == st.FREE), "I7", "a pinned frame is free")
+    _none((s.frames["status"] == st.RETIRED) & (s.frames["pins"] == 0), "I7", "a frame is retired and nothing holds it")
+    _none((s.frames["published"] != 0) & (s.frames["status"] != st.MAPPED) & (s.frames["status"] != st.CACHED), "I4", "a published frame is neither mapped nor cached")
+    _none((s.frames["status"] == st.CACHED) & (s.frames["published"] == 0), "I4", "a cached frame is not published")
+
+
+def _check_spaces(s: State) -> None:
+    size = s.tokens.shape[1]
+    refs = np.zeros(len(s.frames), np.int64)
+    written: set[int] = set()
+    for asid in np.flatnonzero(s.spaces["status"] != st.UNUSED):
+        pages = s.table[asid, : s.spaces["num_pages"][asid]]
+        length, planned, done, hole = (int(s.spaces[name][asid]) for name in ("length", "planned", "complete", "first_hole"))
+        _require(len(pages) == -(-planned // size), "I5", f"space {asid} has {len(pages)} pages for {planned} tokens")
+        _require(length <= planned and (length == planned or s.spaces["outstanding"][asid]), "I6", f"space {asid}: {planned - length} tokens planned by nobody")
+        _require(s.spaces["complete"][asid] <= length // size, "I4", f"space {asid}: {done} pages published of {length // size} full ones")
+        np.add.at(refs, pages[pages >= 0], 1)
+        _none(pages < st.HOLE, "I5", f"space {asid} names a frame below -1, at page")
+        holes = np.flatnonzero(pages == st.HOLE)
+        first = int(holes[0]) if len(holes) else st.NO_HOLE
+        _require(first == s.spaces["first_hole"][asid], "I5", f"space {asid}: first hole at {first}, recorded {hole}")
+        for page in range(length // size, len(pages)) if planned > length else ():
+            frame = int(pages[page])
+            _require(frame not in written, "I6", f"frame {frame} is written by two plans' spaces")
+            written.add(frame)
+            _require(s.frames["refs"][frame] == 1 and not s.frames["published"][frame], "I3", f"frame {frame} of space {asid} is to be written while shared or published")
+    _none(refs != s.frames["refs"], "I2", "refs differ from the page-table entries that name the frame")
+    spare = s.spare[: s.reg[st.NUM_SPARE]]
+    _require(sorted(spare) == np.flatnonzero(s.spaces["status"] == st.UNUSED).tolist(), "I8", "the spare rows are not the unused ones")
+
+
+def _check_evictable(s: State) -> None:
+    order, frame, behind = [], int(s.reg[st.OLDEST]), -1
+    while frame >= 0 and len(order) <= len(s.frames):
+        _require(s.frames["older"][frame] == behind, "I7", f"the list of evictable frames is cut at {frame}")
+        order.append(frame)
+        behind, frame = frame, int(s.frames["newer"][frame])
+    _require(s.reg[st.NEWEST] == behind and len(order) == s.reg[st.NUM_EVICTABLE], "I7", "the list of evictable frames does not close")
+    expected = np.flatnonzero((s.frames["status"] == st.CACHED) & (s.frames["pins"] == 0))
+    _require(sorted(order) == expected.tolist(), "I7", "the evictable frames are not the cached, unpinned ones")
+    place = {frame: i for i, frame in enumerate(order)}
+    for frame in order:
+        parent = int(s.frames["parent"][frame])
+        _require(place.get(parent, len(order)) > place[frame], "I9", f"frame {frame} would be evicted after its prefix {parent}")
+
+
+def _check_index(s: State) -> None:
+    found: list[int] = []
+    for head in s.bucket:
+        frame = int(head)
+        while frame >= 0 and len(found) <= len(s.frames):
+            found.append(frame)
+            frame = int(s.frames["chain"][frame])
+    _require(sorted(found) == np.flatnonzero(s.frames["published"]).tolist(), "I4", "the index and the published frames differ")
+    identities = Counter((int(s.frames["parent"][f]), int(s.frames["parent_generation"][f]), s.tokens[f].tobytes()) for f in found)
+    _require(not found or max(identities.values()) == 1, "I4", "two published frames have one identity")
+    roots = np.zeros(len(s.root_refs), np.int64)
+    for frame in found:
+        parent = int(s.frames["parent"][frame])
+        if parent < 0:
+            roots[-2 - parent] += 1
+            continue
+        alive = s.frames["published"][parent] and s.frames["generation"][parent] == s.frames["parent_generation"][frame]
+        _require(alive or s.frames["status"][frame] == st.MAPPED, "I9", f"cached frame {frame} lost its prefix {parent}")
+    np.add.at(roots, s.spaces["root"][s.spaces["status"] != st.UNUSED], 1)
+    _none(roots != s.root_refs, "I4", "a root is counted wrongly")

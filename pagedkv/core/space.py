@@ -1,0 +1,68 @@
+"""AddressSpace: the handle of one sequence. It knows its manager, its row and the row's generation; everything else is in the tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagedkv.core.state import I32
+
+if TYPE_CHECKING:
+    from pagedkv.core.manager import MemoryManager
+
+
+class AddressSpace:
+    """The page table and length of one sequence. Made by `MemoryManager.open` and `fork`; `len(a)` is its committed tokens.
+
+    Every method raises StaleHandle once the space was released, even if its number has been given to another one since (I8).
+    """
+
+    __slots__ = ("asid", "generation", "manager")
+
+    def __init__(self, manager: MemoryManager, asid: int, generation: int) -> None:
+        self.manager, self.asid, self.generation = manager, asid, generation
+
+    def __len__(self) -> int:
+        return self.manager.length_of(self)
+
+    @property
+    def pages(self) -> I32:
+        """int32 [num_pages]: the frame of each page, -1 for a hole. A copy."""
+        return self.manager.pages_of(self)
+
+    @property
+    def token_ids(self) -> I32:
+        """int32 [len]: the committed tokens, read back from the frames; -1 where a page was punched. A copy."""
+        return self.manager.tokens_of(self)
+
+    def fork(self) -> AddressSpace:
+        """A new space that shares every frame of this one; the first write to a shared frame copies it. O(pages).
+
+        Raises: PlanConflict while a plan of this space is outstanding
+        """
+        return self.manager.fork(self)
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on, and give back the frames that held only those.
+
+        Raises: InvalidRequest unless 0 <= length <= len; PlanConflict while a plan of this space is outstanding
+        """
+        self.manager.truncate(self, length)
+
+    def punch(self, first: int, last: int) -> None:
+        """Unmap the pages `first` .. `last` - 1, leaving holes that are never read (sliding windows).
+
+        Raises: InvalidRequest unless these pages are full and committed; PlanConflict while a plan of this space is outstanding
+        """
+        self.manager.punch(self, first, last)
+
+    def release(self) -> None:
+        """Give back everything. While a plan is outstanding its frames stay until it is settled; the handle is stale at once.
+
+        Raises: DoubleRelease the second time
+        """
+        self.manager.release(self)
+
+    def __repr__(self) -> str:
+        if self.manager.is_stale(self):
+            return f"AddressSpace(asid={self.asid}, released)"
+        return f"AddressSpace(asid={self.asid}, length={len(self)}, pages={self.pages.tolist()})"

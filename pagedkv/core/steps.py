@@ -1,0 +1,199 @@
+"""A step: plan, then commit or abort, for the whole batch at once. Compiled functions over `State`.
+
+    plan     count everything first (frames for new pages, copies of shared tails), and only when all of it can be had, take it
+    (run)    the caller copies, then writes and reads KV; the sources of copies stay pinned
+    commit   the tokens become real: stored, and full pages published; the tail of what was planned may be given back
+    abort    nothing was run: the page tables return to what they were
+
+A space may have several plans outstanding; they are settled oldest first by commit, newest first by abort.
+Every function returns a code; on any code but OK nothing was changed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import njit
+
+from pagedkv.core import frames, spaces
+from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, OPEN, STAMP, State
+
+OK: Final = 0
+SHORT: Final = 1  # not enough frames: where = how many are needed
+NARROW: Final = 2  # the table must grow: where = how many pages wide
+NOT_OPEN: Final = 3  # where = index in the batch, as below
+NEGATIVE: Final = 4
+TWICE: Final = 5
+OUT_OF_ORDER: Final = 6
+TOO_MANY: Final = 7
+NOT_NEWEST: Final = 8
+
+
+@njit(cache=True)
+def _must_copy(s: State, asid: int, count: int) -> bool:
+    """Whether writing at `planned` would write into a frame that others see: shared, or published (I3)."""
+    if count == 0 or s.spaces[asid].planned % s.tokens.shape[1] == 0:
+        return False
+    frame = s.table[asid, s.spaces[asid].num_pages - 1]
+    return s.frames[frame].refs > 1 or s.frames[frame].published == 1
+
+
+@njit(cache=True)
+def _count_copies(s: State, asids: I32, counts: I64) -> int:
+    """Tails to be copied, taken as if copied in turn: k writers of a tail with r owners cost min(k, r - 1)."""
+    size = s.tokens.shape[1]
+    copied = np.empty(len(asids), np.int32)
+    copies = 0
+    for i in range(len(asids)):
+        if counts[i] and s.spaces[asids[i]].planned % size:  # spelled out here: the call costs 90 ns, the test 1
+            tail = s.table[asids[i], s.spaces[asids[i]].num_pages - 1]
+            if s.frames[tail].refs > 1 or s.frames[tail].published:
+                s.frames[tail].refs -= 1
+                copied[copies] = tail
+                copies += 1
+    for tail in copied[:copies]:
+        s.frames[tail].refs += 1
+    return copies
+
+
+@njit(cache=True)
+def _measure(s: State, asids: I32, counts: I64) -> tuple[int, int, int, int]:
+    """(code, where, copies, tokens) of a plan."""
+    size = s.tokens.shape[1]
+    s.reg[STAMP] += 1
+    needed = width = tokens = 0
+    for i in range(len(asids)):
+        asid = asids[i]
+        if asid < 0 or asid >= len(s.spaces) or s.spaces[asid].status != OPEN:
+            return NOT_OPEN, i, 0, 0
+        if counts[i] < 0:
+            return NEGATIVE, i, 0, 0
+        if s.spaces[asid].stamp == s.reg[STAMP]:
+            return TWICE, i, 0, 0
+        s.spaces[asid].stamp = s.reg[STAMP]
+        pages = (s.spaces[asid].planned + counts[i] + size - 1) // size
+        needed += pages - s.spaces[asid].num_pages
+        width = max(width, pages)
+        tokens += counts[i]
+    copies = _count_copies(s, asids, counts)
+    if needed + copies > s.reg[NUM_FREE] + s.reg[NUM_EVICTABLE]:
+        return SHORT, needed + copies, 0, 0
+    if width > s.table.shape[1]:
+        return NARROW, width, 0, 0
+    return OK, 0, copies, tokens
+
+
+@njit(cache=True)
+def _split_tail(s: State, asid: int) -> tuple[int, int]:
+    """Give `asid` a tail of its own; the old one stays pinned until the plan is settled. Returns (source, target)."""
+    page = s.spaces[asid].num_pages - 1
+    source = s.table[asid, page]
+    frames.pin(s, source)
+    frames.drop(s, source, page < s.spaces[asid].first_hole)
+    target = frames.take(s)
+    for i in range(s.spaces[asid].planned % s.tokens.shape[1]):
+        s.tokens[target, i] = s.tokens[source, i]
+    s.table[asid, page] = target
+    return source, target
+
+
+@njit(cache=True)
+def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I32, I32, I32, I64]:
+    """(code, where, slots [T], positions [T], copies [C, 3] of source, target, asid, seq_lens [B], cu_seqlens_q [B + 1], starts [B])."""
+    size = s.tokens.shape[1]
+    batch = len(asids)
+    code, where, num_copies, num_tokens = _measure(s, asids, counts)
+    slots = np.empty(num_tokens, np.int64)
+    positions = np.empty(num_tokens, np.int64)
+    copies = np.empty((num_copies, 3), np.int32)
+    seq_lens = np.empty(batch, np.int32)
+    cu_seqlens = np.zeros(batch + 1, np.int32)
+    starts = np.empty(batch, np.int64)
+    if code != OK:
+        return code, where, slots, positions, copies, seq_lens, cu_seqlens, starts
+    c = t = 0
+    for i in range(batch):
+        asid, count, start = asids[i], counts[i], s.spaces[asids[i]].planned
+        if num_copies and _must_copy(s, asid, count):
+            copies[c, 0], copies[c, 1] = _split_tail(s, asid)
+            copies[c, 2] = asid
+            c += 1
+        end = start + count
+        for page in range(s.spaces[asid].num_pages, (end + size - 1) // size):
+            s.table[asid, page] = frames.take(s)
+            s.spaces[asid].num_pages = page + 1
+        for position in range(start, end):
+            positions[t] = position
+            slots[t] = np.int64(s.table[asid, position // size]) * size + position % size
+            t += 1
+        s.spaces[asid].planned = end
+        s.spaces[asid].outstanding += 1
+        starts[i], seq_lens[i], cu_seqlens[i + 1] = start, end, t
+    s.reg[COPIES] += num_copies
+    return code, where, slots, positions, copies, seq_lens, cu_seqlens, starts
+
+
+@njit(cache=True)
+def commit_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, accepted: I64, token_ids: I32) -> tuple[int, int]:
+    """Make the first `accepted[i]` planned tokens of each space real. `token_ids` holds those tokens only, in order. Returns (code, where)."""
+    size = s.tokens.shape[1]
+    for i in range(len(asids)):
+        planned = cu_seqlens[i + 1] - cu_seqlens[i]
+        if s.spaces[asids[i]].length != starts[i]:
+            return OUT_OF_ORDER, i
+        if accepted[i] < 0 or accepted[i] > planned:
+            return TOO_MANY, i
+        if accepted[i] < planned and s.spaces[asids[i]].planned != starts[i] + planned:
+            return NOT_NEWEST, i
+    for c in range(len(copies)):
+        frames.unpin(s, copies[c, 0])
+    t = 0
+    for i in range(len(asids)):
+        asid = asids[i]
+        for position in range(starts[i], starts[i] + accepted[i]):
+            s.tokens[s.table[asid, position // size], position % size] = token_ids[t]
+            t += 1
+        s.spaces[asid].length = starts[i] + accepted[i]
+        if accepted[i] < cu_seqlens[i + 1] - cu_seqlens[i]:
+            s.spaces[asid].planned = s.spaces[asid].length
+            spaces.drop_tail(s, asid, (s.spaces[asid].length + size - 1) // size)
+        s.spaces[asid].outstanding -= 1
+        if s.spaces[asid].status == CLOSING:
+            spaces.close_space(s, asid)
+        elif s.spaces[asid].length // size > s.spaces[asid].complete:
+            spaces.publish_pages(s, asid)
+    return OK, 0
+
+
+@njit(cache=True)
+def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32) -> tuple[int, int]:
+    """Undo a plan that was not run. Returns (code, where)."""
+    size = s.tokens.shape[1]
+    for i in range(len(asids)):
+        if s.spaces[asids[i]].planned != starts[i] + cu_seqlens[i + 1] - cu_seqlens[i]:
+            return NOT_NEWEST, i
+    for i in range(len(asids)):
+        s.spaces[asids[i]].planned = starts[i]
+        spaces.drop_tail(s, asids[i], (starts[i] + size - 1) // size)
+    for c in range(len(copies)):
+        source, target, asid = copies[c, 0], copies[c, 1], copies[c, 2]
+        page = s.spaces[asid].num_pages - 1
+        frames.share(s, source)
+        s.table[asid, page] = source
+        frames.drop(s, target, False)
+        frames.unpin(s, source)
+    for asid in asids:
+        s.spaces[asid].outstanding -= 1
+        if s.spaces[asid].status == CLOSING:
+            spaces.close_space(s, asid)
+    return OK, 0
+
+
+@njit(cache=True)
+def evict_frames(s: State, count: int) -> int:
+    """Evict up to `count` frames, oldest first; returns how many."""
+    done = 0
+    while done < count and frames.evict(s) >= 0:
+        done += 1
+    return done
