@@ -1,0 +1,121 @@
+"""The decoder: token ids in, logits out, every key and value through paged memory. One for all families; its config says how they differ.
+
+T new tokens of B sequences lie flat, one after another ("ragged"); nothing is padded, and nothing but the batch says whose token is whose.
+For each layer, with x [T, hidden] the stream and N, N', M, M' norms (N', M' only in sandwiches, else nothing):
+
+    q, k, v = split(N(x) Wqkv^T + b)            [T, H, D], [T, K, D], [T, K, D]
+    q, k    = rotate(norm(q)), rotate(norm(k))  at batch.positions; the norms only where the family has them
+    pool[batch.slots] = k, v                    write_kv
+    a       = paged_attention(q, pool, batch)   reads this step's keys too: that is why they are written first
+    x       = x + N'(a Wout^T + b)
+    g, u    = split(M(x) Wgu^T + b)             [T, intermediate] twice
+    x       = x + M'((act(g) * u) Wdown^T + b)
+
+    logits  = cap(norm(x) Whead^T)              only for the tokens asked for: a prefill wants its last one
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.ops import paged_attention, write_kv
+from pagedkv.model.config import ModelConfig
+from pagedkv.model.rope import Rotary, rotate
+from pagedkv.model.weights import Weights, load_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pagedkv.kernels.args import KVLayer, PagedBatch
+    from pagedkv.model.weights import LayerWeights
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Layers(Protocol):
+    """Whatever gives layer i of the pool: a `PagedKVCache`, or a list."""
+
+    def __getitem__(self, layer: int, /) -> KVLayer: ...
+
+
+class Decoder:
+    """A decoder-only language model over paged memory. Holds weights and nothing that changes: one may serve many caches."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config, self.weights = config, weights
+        self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
+        self._rotary = {rope: Rotary(rope, config.head_dim, self.device) for rope in set(config.ropes)}
+        # Rounded as the weights are: Gemma was trained with the rounded number.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
+
+    @classmethod
+    def load(cls, folder: Path, *, dtype: str | None = None, device: str | torch.device = "cpu") -> Decoder:
+        """Load a Hugging Face folder (config.json and safetensors).
+
+        dtype: "float32", "bfloat16" or "float16"; None for what the checkpoint was saved in.
+        Raises: CheckpointError for a folder that is missing, damaged or of an unknown kind; InvalidRequest for an unknown dtype.
+        """
+        if dtype is not None and dtype not in DTYPES:
+            raise InvalidRequest(f"dtype is {dtype!r}; it must be None or one of {', '.join(DTYPES)}")
+        config = ModelConfig.load(folder)
+        return cls(config, load_weights(folder, config, dtype=DTYPES[dtype or config.dtype], device=torch.device(device)))
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: Tensor, batch: PagedBatch, layers: Layers, *, logits_of: Tensor | None = None, backend: str | None = None
+    ) -> Tensor:
+        """Store the keys and values of `token_ids` and return the logits of what follows.
+
+        Shapes:   token_ids int64 [T], below V; logits_of int64 [N], indices into the T tokens, None for all; returns float32 [N, V]
+        Modifies: the pool behind `layers`, at batch.slots
+        """
+        tables = {rope: rotary.tables(batch.positions, self.dtype) for rope, rotary in self._rotary.items()}
+        x = F.embedding(token_ids, self.weights.embedding) * self._embedding_scale
+        for i, weights in enumerate(self.weights.layers):
+            q, k, v = self._queries_keys_values(x, weights, tables[self.config.ropes[i]])
+            write_kv(k, v, layers[i], batch, backend=backend)
+            attended = paged_attention(
+                q,
+                layers[i],
+                batch,
+                scale=self.config.attention_scale,
+                window=self.config.windows[i],
+                softcap=self.config.attention_softcap,
+                backend=backend,
+            )
+            x = x + self._norm(F.linear(attended.flatten(1), weights.out, weights.out_bias), weights.attention_out_norm)
+            x = x + self._norm(self._mlp(self._norm(x, weights.mlp_norm), weights), weights.mlp_out_norm)
+        return self._logits(x if logits_of is None else x[logits_of])
+
+    def _queries_keys_values(self, x: Tensor, weights: LayerWeights, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        c = self.config
+        qkv = F.linear(self._norm(x, weights.attention_norm), weights.qkv, weights.qkv_bias)
+        q, k, v = torch.split(qkv.view(len(x), -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+        return rotate(self._norm(q, weights.q_norm), tables), rotate(self._norm(k, weights.k_norm), tables), v
+
+    def _mlp(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        gate, up = F.linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
+        gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return F.linear(gate * up, weights.down, weights.down_bias)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * w (RMSNorm, Zhang and Sennrich, 2019); x itself where the family has no norm.
+
+        Rounded to the weight's dtype before the product: that is the model's for w, and float32 for 1 + w, as both were trained.
+        """
+        if weight is None:
+            return x
+        wide = x.float()
+        unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)
+        return (unit.to(weight.dtype) * weight).to(x.dtype)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = F.linear(self._norm(x, self.weights.norm), self.weights.head).float()
+        cap = self.config.logit_softcap
+        return torch.tanh(logits / cap) * cap if cap else logits

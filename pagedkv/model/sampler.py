@@ -1,0 +1,175 @@
+"""Sampling: from logits to the next token of each request. Knows logits and what was asked for; no model, no cache.
+
+For a row of logits z, in this order and by these definitions (those of transformers):
+
+    repetition   z_i = z_i / r if z_i > 0 else z_i * r        for each i that occurs in prompt or output     (Keskar et al., CTRL, 2019)
+    temperature  z / T;  T = 0: the largest z, and nothing below applies
+    top_k        keep z_i >= the k-th largest                  (ties of the k-th stay)
+    top_p        keep i while the tokens likelier than it hold less than top_p of what is left               (Holtzman et al., 2019)
+    min_p        keep p_i >= min_p * max p                     (Nguyen et al., 2024)
+    draw         the first i with p_0 + .. + p_i > u * total, u uniform in [0, 1) from the request's own generator
+
+Each filter keeps a prefix of the tokens sorted by probability, and always the first. A request draws one u per token, on the CPU, from its
+own generator, and its row is computed in float64 from its own logits: which tokens it gets depends on its seed, not on its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from pagedkv.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+_MIX: Final = 0x9E3779B97F4A7C15
+"""2^64 / golden ratio: multiples of it lie far apart, so that samples of neighbouring seeds do not coincide."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request wants its text.
+
+    max_tokens: of output. temperature: 0 for greedy. top_k: 0 for all. top_p: 1 for all. min_p: 0 for all. repetition_penalty: 1 for none.
+    seed: None for a fresh one each time. stop: strings (or one) at which the text ends, not shown.
+    stop_ids: tokens that end it, beside the checkpoint's own end tokens, which `ignore_eos` switches off.
+    Raises: InvalidRequest, naming the field and its range.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        self._demand("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
+        self._demand("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number of at least 0 (0 is greedy)")
+        self._demand("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 is off)")
+        self._demand("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1 (1 is off)")
+        self._demand("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "between 0 (off) and 1")
+        self._demand("repetition_penalty", _is_number(self.repetition_penalty) and self.repetition_penalty > 0, "above 0 (1 is off)")
+        self._demand("seed", self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "None or an integer from 0 to 2^63 - 1")
+        self._demand("stop", all(isinstance(text, str) and text for text in self.stop), "one or more strings, none empty")
+        self._demand("stop_ids", all(_is_int(token) and token >= 0 for token in self.stop_ids), "token ids")
+
+    def _demand(self, name: str, holds: bool, must: str) -> None:
+        if not holds:
+            raise InvalidRequest(f"{name} is {getattr(self, name)!r}; it must be {must}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0
+
+    def generator(self, sample: int = 0) -> torch.Generator:
+        """The source of randomness of the `sample`-th output of a request; the same for the same seed and sample."""
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed((self.seed + sample * _MIX) % 2**63)
+        return generator
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Row(NamedTuple):
+    """One request's part of a batch. `history`: its prompt and output so far, read only if there is a repetition penalty.
+
+    `generator` is advanced by one draw, unless the row is greedy.
+    """
+
+    params: SamplingParams
+    generator: torch.Generator
+    history: Sequence[int] | Tensor = ()
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The next token of each request.
+
+    Shapes:   logits float32 [B, V], on any device; returns int64 [B] on the same
+    Modifies: the generators of the rows that are not greedy
+    Raises:   InvalidRequest if a row's logits hold NaN: weights or cache are damaged, and any token would be a lie
+    """
+    broken = logits.isnan().any(dim=-1)
+    if broken.any():
+        raise InvalidRequest(
+            f"the logits of rows {broken.nonzero().flatten().tolist()} hold NaN: checkpoint or cache is damaged, or the dtype overflows; "
+            f"try dtype float32, or PAGEDKV_DEBUG=3"
+        )
+    logits = _penalised(logits, rows)
+    tokens = logits.argmax(dim=-1)
+    drawing = [b for b, row in enumerate(rows) if not row.params.greedy]
+    if drawing:
+        uniform = torch.cat([torch.rand(1, dtype=torch.float64, generator=rows[b].generator) for b in drawing])
+        tokens[drawing] = _draw(_filtered(logits[drawing], [rows[b].params for b in drawing]), uniform.to(logits.device))
+    return tokens
+
+
+def probabilities(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The distribution each row's next token is drawn from; a greedy row has one 1.
+
+    Shapes: logits float32 [B, V]; returns float64 [B, V], rows adding up to 1
+    """
+    logits = _penalised(logits, rows)
+    drawn_from = torch.zeros_like(logits, dtype=torch.float64).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    drawing = [b for b, row in enumerate(rows) if not row.params.greedy]
+    if drawing:
+        kept = _filtered(logits[drawing], [rows[b].params for b in drawing])
+        drawn_from[drawing] = kept / kept.sum(dim=-1, keepdim=True)
+    return drawn_from
+
+
+def _penalised(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """`logits` with the repetition penalties applied, in a copy if there are any."""
+    penalised = [b for b, row in enumerate(rows) if row.params.repetition_penalty != 1]
+    logits = logits.clone() if penalised else logits
+    for b in penalised:
+        seen = torch.as_tensor(rows[b].history, dtype=torch.int64, device=logits.device)  # a token may come twice: the same is written
+        r, z = rows[b].params.repetition_penalty, logits[b, seen]
+        logits[b, seen] = torch.where(z > 0, z / r, z * r)
+    return logits
+
+
+def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """What temperature, top_k, top_p and min_p leave: float64 [B, V], not normalised, 0 where filtered."""
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    z, token = (logits.double() / column([p.temperature for p in params])).sort(dim=-1, descending=True, stable=True)
+    vocab = z.shape[-1]
+    kth = column([min(p.top_k or vocab, vocab) - 1 for p in params]).long()
+    p = z.softmax(dim=-1).where(z >= z.gather(1, kth), 0)
+    likelier = p.cumsum(dim=-1) - p
+    p = p.where(likelier < column([q.top_p for q in params]) * p.sum(dim=-1, keepdim=True), 0)
+    p = p.where(p >= column([q.min_p for q in params]) * p[:, :1], 0)
+    return torch.zeros_like(p).scatter_(1, token, p)
+
+
+def _draw(p: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the running sum of each row of `p` [B, V] first exceeds `uniform` [B] of its total: int64 [B]."""
+    running = p.cumsum(dim=-1)
+    total = running[:, -1]
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))  # u * total may round up to total
+    return torch.searchsorted(running, target[:, None], right=True).flatten()

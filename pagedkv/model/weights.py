@@ -1,0 +1,204 @@
+"""Weights: the tensors of a checkpoint, from safetensors files to the decoder's own memory. Knows names and shapes, no arithmetic.
+
+    model.safetensors                       or   model.safetensors.index.json + the shards it names
+      model.layers.3.self_attn.q_proj.weight ┐
+      model.layers.3.self_attn.k_proj.weight ├─▶  layers[3].qkv  [(H + 2K) D, hidden]
+      model.layers.3.self_attn.v_proj.weight ┘
+
+Files are mapped, not read: each tensor goes from the page cache straight into its place in the decoder's memory, converted on the way, so
+the peak is one copy of the weights in the dtype computed in. What the config does not account for is an error, not a warning: a bias or
+a quantisation scale that nobody reads means wrong text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pagedkv.errors import CheckpointError
+from pagedkv.model.config import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pagedkv.model.config import ModelConfig
+
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+
+PREFIXES: Final = ("model.", "model.language_model.", "language_model.model.")
+"""Where a language model's tensors live: alone, or inside Gemma 3 with vision (transformers 5, and 4)."""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. Linear weights are [out, in], as `torch.nn.functional.linear` takes them; what a family lacks is None.
+
+    Shapes: qkv [(H + 2K) D, hidden], out [hidden, H D], gate_up [2 intermediate, hidden], down [hidden, intermediate], biases [rows]
+            norms [hidden]; q_norm, k_norm [D]
+    """
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    attention_out_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    mlp_out_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A whole decoder. `embedding` [V, hidden], `head` [V, hidden] (the same tensor if tied), `norm` [hidden]."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor
+
+
+def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Load the weights of `folder` for the decoder that `config` describes.
+
+    Raises: CheckpointError if a file or tensor is missing, damaged, of another shape, or unknown to the config.
+    """
+    source = _Source(folder, dtype, device)
+    vocab, hidden = config.vocab_size, config.hidden_size
+    embedding = source.matrix([("embed_tokens.weight", vocab)], hidden)
+    weights = Weights(
+        embedding=embedding,
+        layers=tuple(_layer(source, config, i) for i in range(config.num_layers)),
+        norm=_norm(source, config, "norm.weight"),
+        head=embedding if config.tie_embeddings else source.matrix([("lm_head.weight", vocab)], hidden),
+    )
+    source.refuse_leftovers()
+    return weights
+
+
+def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
+    at, c = f"layers.{index}", config
+    q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    qkv = [(f"{at}.self_attn.{name}_proj", rows) for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))]
+    gate_up = [(f"{at}.mlp.{name}_proj", c.intermediate_size) for name in ("gate", "up")]
+    out, down = [(f"{at}.self_attn.o_proj", c.hidden_size)], [(f"{at}.mlp.down_proj", c.hidden_size)]
+
+    def norm(name: str, *, there: bool = True) -> Tensor | None:
+        return _norm(source, config, f"{at}.{name}.weight", c.head_dim if "self_attn" in name else c.hidden_size) if there else None
+
+    def bias(parts: list[tuple[str, int]], *, there: bool) -> Tensor | None:
+        return source.matrix([(f"{name}.bias", rows) for name, rows in parts]) if there else None
+
+    def weight(parts: list[tuple[str, int]], columns: int) -> Tensor:
+        return source.matrix([(f"{name}.weight", rows) for name, rows in parts], columns)
+
+    # In a sandwich each sublayer has a norm before and one after; the others' `post_attention_layernorm` comes before the MLP.
+    before_mlp = "pre_feedforward_layernorm" if c.sandwich_norms else "post_attention_layernorm"
+    return LayerWeights(
+        attention_norm=_norm(source, config, f"{at}.input_layernorm.weight"),
+        qkv=weight(qkv, c.hidden_size),
+        qkv_bias=bias(qkv, there=c.qkv_bias),
+        q_norm=norm("self_attn.q_norm", there=c.qk_norm),
+        k_norm=norm("self_attn.k_norm", there=c.qk_norm),
+        out=weight(out, q_rows),
+        out_bias=bias(out, there=c.output_bias),
+        attention_out_norm=norm("post_attention_layernorm", there=c.sandwich_norms),
+        mlp_norm=_norm(source, config, f"{at}.{before_mlp}.weight"),
+        gate_up=weight(gate_up, c.hidden_size),
+        gate_up_bias=bias(gate_up, there=c.mlp_bias),
+        down=weight(down, c.intermediate_size),
+        down_bias=bias(down, there=c.mlp_bias),
+        mlp_out_norm=norm("post_feedforward_layernorm", there=c.sandwich_norms),
+    )
+
+
+def _norm(source: _Source, config: ModelConfig, name: str, size: int | None = None) -> Tensor:
+    """A norm's weight. One stored as an offset from 1 is added up, and kept, in float32: in bfloat16 1 + w would lose most of w."""
+    weight = source.matrix([(name, size or config.hidden_size)])
+    return 1.0 + weight.float() if config.unit_offset_norms else weight
+
+
+class _Source:
+    """The tensors of a folder by name, wherever they lie. Counts what was taken, so that what is left can be named."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.folder, self.dtype, self.device = folder, dtype, device
+        self.files: dict[str, Any] = {}
+        self.home: dict[str, str] = {}
+        for file in _files(folder):
+            try:
+                self.files[file] = safe_open(folder / file, framework="pt")
+            except FileNotFoundError:
+                raise CheckpointError(f"{folder} has no {file}, which its {INDEX} names; fetch the missing file") from None
+            except (SafetensorError, OSError) as why:
+                raise CheckpointError(
+                    f"{folder / file} is no whole safetensors file ({why}); it is truncated, or a git-lfs pointer. Fetch it again"
+                ) from None
+            self.home |= dict.fromkeys(self.files[file].keys(), file)
+        self.prefix = next((prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in self.home), PREFIXES[0])
+        self.taken: set[str] = set()
+
+    def full_name(self, name: str) -> str:
+        if name in self.home or name == "lm_head.weight":
+            return name
+        return self.prefix + name
+
+    def matrix(self, parts: Sequence[tuple[str, int]], columns: int | None = None) -> Tensor:
+        """The named tensors, stacked along their rows: [sum of rows, columns], or [sum of rows] without `columns`."""
+        shape = (sum(rows for _, rows in parts), *(() if columns is None else (columns,)))
+        stacked = torch.empty(shape, dtype=self.dtype, device=self.device)
+        row = 0
+        for name, rows in parts:
+            stacked[row : row + rows].copy_(self._view(name, (rows, *shape[1:])))
+            row += rows
+        return stacked
+
+    def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor as the file holds it: mapped, not copied."""
+        name = self.full_name(name)
+        if name not in self.home:
+            raise CheckpointError(f"{self.folder} has no tensor {name} {list(shape)}; config.json and safetensors are not of one model")
+        tensor: Tensor = self.files[self.home[name]].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is {list(tensor.shape)} and config.json asks for {list(shape)}; they are not of one model"
+            )
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise CheckpointError(f"{self.folder}: tensor {name} is {tensor.dtype}; give a float32, bfloat16 or float16 checkpoint")
+        self.taken.add(name)
+        return tensor
+
+    def refuse_leftovers(self) -> None:
+        """Raise CheckpointError if a layer holds tensors that nobody took."""
+        layers = {name for name in self.home if name.startswith(f"{self.prefix}layers.") and not name.endswith("rotary_emb.inv_freq")}
+        unread = sorted(layers - self.taken)
+        if unread:
+            raise CheckpointError(
+                f"{self.folder} holds {len(unread)} tensors that config.json does not account for ({', '.join(unread[:3])}); "
+                f"the weights are quantised or adapted, or belong to another model. Give a plain checkpoint"
+            )
+
+
+def _files(folder: Path) -> list[str]:
+    """The names of the safetensors files of a folder."""
+    if (folder / INDEX).exists():
+        named = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+            raise CheckpointError(f"{folder / INDEX} has no weight_map from tensors to files; it is damaged. Fetch it again")
+        return sorted(set(named.values()))
+    if (folder / SINGLE).exists():
+        return [SINGLE]
+    there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}, only: {there}. Give a checkpoint in safetensors format")
