@@ -46,18 +46,19 @@ def _check_counters(s: State) -> None:
 
 
 def _check_frames(s: State) -> None:
-    for status, counter in ((st.FREE, st.NUM_FREE), (st.CACHED, st.NUM_CACHED), (st.RETIRED, st.NUM_RETIRED)):
-        count = int((s.frames["status"] == status).sum())
-        _require(count == s.reg[counter], "I1", f"{count} frames have status {status}, the counter says {s.reg[counter]}")
+    refs, pins, status, published = (s.frames[name] for name in ("refs", "pins", "status", "published"))
+    for kind, counter in ((st.FREE, st.NUM_FREE), (st.CACHED, st.NUM_CACHED), (st.RETIRED, st.NUM_RETIRED)):
+        count = int((status == kind).sum())
+        _require(count == s.reg[counter], "I1", f"{count} frames have status {kind}, the counter says {s.reg[counter]}")
     stack = s.free[: s.reg[st.NUM_FREE]]
     _require(len(np.unique(stack)) == len(stack), "I1", "a frame is on the free stack twice")
-    _none(s.frames["status"][stack] != st.FREE, "I1", "a frame on the free stack is not free, at stack place")
-    _none((s.frames["refs"] > 0) != (s.frames["status"] == st.MAPPED), "I2", "a frame is mapped without references, or referenced without being mapped")
-    _none(s.frames["pins"] < 0, "I7", "a frame has a negative number of pins")
-    _none((s.frames["pins"] > 0) & (s.frames["status"] == st.FREE), "I7", "a pinned frame is free")
-    _none((s.frames["status"] == st.RETIRED) & (s.frames["pins"] == 0), "I7", "a frame is retired and nothing holds it")
-    _none((s.frames["published"] != 0) & (s.frames["status"] != st.MAPPED) & (s.frames["status"] != st.CACHED), "I4", "a published frame is neither mapped nor cached")
-    _none((s.frames["status"] == st.CACHED) & (s.frames["published"] == 0), "I4", "a cached frame is not published")
+    _none(status[stack] != st.FREE, "I1", "a frame on the free stack is not free, at stack place")
+    _none((refs > 0) != (status == st.MAPPED), "I2", "a frame is mapped without references, or referenced without being mapped")
+    _none(pins < 0, "I7", "a frame has a negative number of pins")
+    _none((pins > 0) & (status == st.FREE), "I7", "a pinned frame is free")
+    _none((status == st.RETIRED) & (pins == 0), "I7", "a frame is retired and nothing holds it")
+    _none((published != 0) & (status != st.MAPPED) & (status != st.CACHED), "I4", "a published frame is neither mapped nor cached")
+    _none((status == st.CACHED) & (published == 0), "I4", "a cached frame is not published")
 
 
 def _check_spaces(s: State) -> None:
@@ -68,8 +69,9 @@ def _check_spaces(s: State) -> None:
         pages = s.table[asid, : s.spaces["num_pages"][asid]]
         length, planned, done, hole = (int(s.spaces[name][asid]) for name in ("length", "planned", "complete", "first_hole"))
         _require(len(pages) == -(-planned // size), "I5", f"space {asid} has {len(pages)} pages for {planned} tokens")
-        _require(length <= planned and (length == planned or s.spaces["outstanding"][asid]), "I6", f"space {asid}: {planned - length} tokens planned by nobody")
-        _require(s.spaces["complete"][asid] <= length // size, "I4", f"space {asid}: {done} pages published of {length // size} full ones")
+        owned = length == planned or (length < planned and s.spaces["outstanding"][asid] > 0)
+        _require(owned, "I6", f"space {asid}: {planned - length} tokens planned by nobody")
+        _require(done <= length // size, "I4", f"space {asid}: {done} pages published of {length // size} full ones")
         np.add.at(refs, pages[pages >= 0], 1)
         _none(pages < st.HOLE, "I5", f"space {asid} names a frame below -1, at page")
         holes = np.flatnonzero(pages == st.HOLE)
@@ -79,14 +81,16 @@ def _check_spaces(s: State) -> None:
             frame = int(pages[page])
             _require(frame not in written, "I6", f"frame {frame} is written by two plans' spaces")
             written.add(frame)
-            _require(s.frames["refs"][frame] == 1 and not s.frames["published"][frame], "I3", f"frame {frame} of space {asid} is to be written while shared or published")
+            mine = s.frames["refs"][frame] == 1 and not s.frames["published"][frame]
+            _require(mine, "I3", f"frame {frame} of space {asid} is to be written while shared or published")
     _none(refs != s.frames["refs"], "I2", "refs differ from the page-table entries that name the frame")
     spare = s.spare[: s.reg[st.NUM_SPARE]]
     _require(sorted(spare) == np.flatnonzero(s.spaces["status"] == st.UNUSED).tolist(), "I8", "the spare rows are not the unused ones")
 
 
 def _check_evictable(s: State) -> None:
-    order, frame, behind = [], int(s.reg[st.OLDEST]), -1
+    order: list[int] = []
+    frame, behind = int(s.reg[st.OLDEST]), -1
     while frame >= 0 and len(order) <= len(s.frames):
         _require(s.frames["older"][frame] == behind, "I7", f"the list of evictable frames is cut at {frame}")
         order.append(frame)

@@ -1,8 +1,8 @@
 """The prefix index: from (page before, tokens of this page) to the frame that holds their KV.
 
-A chained hash table threaded through arrays: `bucket [N]` heads, `chain [F]` links. The hash is keyed per process and only finds candidates;
-identity is then compared exactly (I4): the parent's frame and generation, and every token. A first page has no parent but a root, which
-stands for the tenant and whatever else makes equal tokens different.
+A chained hash table threaded through arrays: `bucket [N]` heads, `chain [F]` links. The hash is keyed per process and only finds
+candidates; identity is then compared exactly (I4): the parent's frame and generation, and every token. A first page has no parent but a
+root, which stands for the tenant and whatever else makes equal tokens different.
 
     parent(page 0) = root_parent(root) = -2 - root          parent(page i) = frame of page i - 1
 
@@ -32,7 +32,7 @@ def _generation_of(s: State, parent: int) -> int:
 
 
 @njit(cache=True)
-def _bucket(s: State, parent: int, generation: int, tokens: I32) -> int:
+def _bucket(s: State, parent: int, generation: int, tokens: I32) -> np.int64:
     mixed = np.uint64(s.reg[KEY]) ^ (np.uint64(np.uint32(parent)) << _SHIFT) ^ np.uint64(generation)
     for token in tokens:
         mixed = (mixed ^ np.uint64(np.uint32(token))) * _MULTIPLIER

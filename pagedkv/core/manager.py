@@ -1,6 +1,7 @@
 """MemoryManager: the door to core. It checks arguments, speaks in errors, grows the tables; the rules live in the compiled functions.
 
-It knows spaces, plans and roots; it must not know tensors, models or time. One thread calls it; a second one that comes in meanwhile is refused.
+It knows spaces, plans and roots; it must not know tensors, models or time. One thread calls it; a second one that comes in meanwhile is
+refused.
 """
 
 from __future__ import annotations
@@ -164,13 +165,13 @@ class MemoryManager:
         wanted = np.asarray(counts, np.int64)
         if wanted.shape != asids.shape:
             raise InvalidRequest(f"plan got {len(asids)} spaces and counts of shape {list(wanted.shape)}; give one count for each space")
-        code, where, *made = steps.plan_step(self.state, asids, wanted)
-        if code == steps.NARROW:
-            self.state = st.with_wider_table(self.state, where)
-            code, where, *made = steps.plan_step(self.state, asids, wanted)
-        if code != steps.OK:
-            self._refuse_plan(code, where, asids, wanted)
-        slots, positions, splits, seq_lens, cu_seqlens_q, starts = made
+        made = steps.plan_step(self.state, asids, wanted)
+        if made[0] == steps.NARROW:
+            self.state = st.with_wider_table(self.state, made[1])
+            made = steps.plan_step(self.state, asids, wanted)
+        if made[0] != steps.OK:
+            self._refuse_plan(made[0], made[1], asids, wanted)
+        _, _, slots, positions, splits, seq_lens, cu_seqlens_q, starts = made
         return Plan(slots, positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, splits)
 
     @_exclusive
@@ -366,7 +367,9 @@ class MemoryManager:
         asid = plan.rows[where]
         if code == steps.OUT_OF_ORDER:
             held = int(self.state.spaces["length"][asid])
-            raise PlanConflict(f"this plan of address space {asid} starts at token {plan.starts[where]}, which holds {held}; commit the older plans first")
+            raise PlanConflict(
+                f"this plan of address space {asid} starts at token {plan.starts[where]}, which holds {held}; commit the older plans first"
+            )
         if code == steps.TOO_MANY:
-            raise InvalidRequest(f"commit keeps more tokens of address space {asid} than the {plan.counts[where]} that were planned, or fewer than none")
+            raise InvalidRequest(f"commit keeps more tokens of address space {asid} than the {plan.counts[where]} planned, or fewer than 0")
         raise PlanConflict(f"a newer plan of address space {asid} stands on the tokens to be given back; abort it first")

@@ -5,8 +5,8 @@ A row holds `num_pages` frames (or holes) and three lengths:
     0            complete * S         length             planned
     |── published pages ──|── committed ──|── outstanding ──|          num_pages == ceil(planned / S)   (I5)
 
-Pages are always dropped from the tail, so that a page is evictable before its prefix (I9). Pages behind a punched one are never left cached:
-their prefix may be gone.
+Pages are always dropped from the tail, so that a page is evictable before its prefix (I9). Pages behind a punched one are never left
+cached: their prefix may be gone.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def close_space(s: State, asid: int) -> None:
 def publish_pages(s: State, asid: int) -> None:
     """Publish the committed full pages of `asid`. Where an equal page is known already, map that one and give ours back.
 
-    So an identity has one frame, the chain of a prefix is one chain, and prompts that were computed twice at the same time share afterwards.
+    So an identity has one frame, a prefix is one chain, and prompts that were computed twice at the same time share afterwards.
     """
     if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE:
         return

@@ -136,7 +136,7 @@ def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I3
 
 @njit(cache=True)
 def commit_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, accepted: I64, token_ids: I32) -> tuple[int, int]:
-    """Make the first `accepted[i]` planned tokens of each space real. `token_ids` holds those tokens only, in order. Returns (code, where)."""
+    """Make the first `accepted[i]` planned tokens of each space real; `token_ids` holds those only, in order. Returns (code, where)."""
     size = s.tokens.shape[1]
     for i in range(len(asids)):
         planned = cu_seqlens[i + 1] - cu_seqlens[i]

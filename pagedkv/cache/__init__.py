@@ -1,0 +1,7 @@
+"""cache: the bytes. The pool and its views (storage), a plan on the device (batch, mirror), and the façade over all of it (paged)."""
+
+from pagedkv.cache.batch import PlannedBatch
+from pagedkv.cache.paged import PagedKVCache
+from pagedkv.cache.storage import Storage
+
+__all__ = ["PagedKVCache", "PlannedBatch", "Storage"]

@@ -1,0 +1,55 @@
+"""PlannedBatch: a plan, and the same as tensors on the device. On the CPU these are views of the plan's arrays; nothing is copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from pagedkv.cache.mirror import DeviceMirror
+from pagedkv.core.plan import Plan
+from pagedkv.kernels.args import PagedBatch
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """What `PagedKVCache.plan` returns and `commit` takes back: `args` for the kernels, `plan` for the memory manager."""
+
+    plan: Plan
+    args: PagedBatch
+
+    def __repr__(self) -> str:
+        return f"PlannedBatch({len(self.plan.rows)} sequences, {self.plan.num_tokens} new tokens, {len(self.plan.splits)} copies)"
+
+
+def on_cpu(plan: Plan) -> PagedBatch:
+    """The plan as tensors that share its memory. `block_table` is the live page tables."""
+    return PagedBatch(
+        block_table=torch.from_numpy(plan.block_table),
+        seq_lens=torch.from_numpy(plan.seq_lens),
+        cu_seqlens_q=torch.from_numpy(plan.cu_seqlens_q),
+        slots=torch.from_numpy(plan.slots),
+        positions=torch.from_numpy(plan.positions),
+        max_seqlen_q=int(plan.counts.max(initial=0)),
+        max_seqlen_k=int(plan.seq_lens.max(initial=0)),
+        rows=torch.from_numpy(plan.rows),
+    )
+
+
+def on_device(plan: Plan, mirror: DeviceMirror, block_size: int) -> PagedBatch:
+    """The plan as tensors on the mirror's device: one transfer for the small arrays, one for what has changed in the tables."""
+    host = on_cpu(plan)
+    small = [host.slots, host.positions, host.seq_lens, host.cu_seqlens_q, host.rows]
+    packed = torch.from_numpy(np.concatenate([part.numpy().view(np.uint8) for part in small if part is not None]))
+    pages = -(-host.max_seqlen_k // block_size)
+    sent = packed.to(mirror.device, non_blocking=True)
+    at, parts = 0, []
+    for part in small:
+        assert part is not None
+        size = part.numel() * part.element_size()
+        parts.append(sent[at : at + size].view(part.dtype))
+        at += size
+    slots, positions, seq_lens, cu_seqlens_q, rows = parts
+    table = mirror.update(plan.block_table, plan.rows, pages)
+    return replace(host, block_table=table, slots=slots, positions=positions, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, rows=rows)

@@ -1,0 +1,121 @@
+"""PagedKVCache: the façade. A memory manager, the bytes it speaks of, and the kernels that read them.
+
+    batch = cache.plan([a, b], [1, 5])            frames mapped, shared tails copied, tables on the device
+    for layer in range(L):  write_kv(k, v, cache[layer], batch.args);  paged_attention(q, cache[layer], batch.args)
+    cache.commit(batch, token_ids)                the tokens are real: later prompts find them
+
+It adds no rule to those of core: it keeps bytes and integers in step, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagedkv import debug
+from pagedkv.cache import batch as packing
+from pagedkv.cache.batch import PlannedBatch
+from pagedkv.cache.mirror import DeviceMirror
+from pagedkv.cache.storage import Storage
+from pagedkv.core.manager import Counts, MemoryManager, Spaces, Stats
+from pagedkv.core.space import AddressSpace
+from pagedkv.core.state import FREE
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import registry
+from pagedkv.kernels.args import KVLayer
+from pagedkv.kernels.ops import copy_frames
+from pagedkv.spec import KVSpec
+
+
+class PagedKVCache:
+    """The KV cache of one model: `cache[layer]` for the kernels, `plan` and `commit` for the loop.
+
+    Give `num_frames`, or `memory` ("40GiB", bytes) to fill. `kernels` names a backend or "auto"; the choice is made here, once, and
+    shown in the repr. Further options go to MemoryManager.
+    Raises: InvalidRequest if both or neither size is given, or it cannot be had; KernelUnavailable if the named backend objects
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        *,
+        num_frames: int | None = None,
+        memory: str | int | None = None,
+        device: torch.device | str = "cpu",
+        kernels: str = registry.AUTO,
+        **manager_options: Any,
+    ) -> None:
+        if (num_frames is None) == (memory is None):
+            raise InvalidRequest(f"num_frames is {num_frames} and memory is {memory}; give one of them")
+        frames = num_frames if num_frames is not None else spec.frames_in(memory or 0)
+        self.spec, self.device = spec, torch.device(device)
+        self.manager = MemoryManager(frames, spec.block_size, **manager_options)
+        self.kernel = registry.choose(spec, self.device.type, kernels)
+        self.storage = Storage(spec, frames, self.device)
+        self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
+        self._seen: npt.NDArray[np.uint32] | None = None  # debug: generation of each frame at the last look,
+        self._clean: npt.NDArray[np.bool_]  # and whether it was free, hence poisoned
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in the pool."""
+        return self.manager.num_frames
+
+    def __getitem__(self, layer: int) -> KVLayer:
+        return self.storage.layers[layer]
+
+    def __len__(self) -> int:
+        return self.spec.num_layers
+
+    def open(self, token_ids: Sequence[int] | npt.NDArray[np.integer] = (), *, tenant: bytes = b"") -> AddressSpace:
+        """See MemoryManager.open."""
+        return self.manager.open(token_ids, tenant=tenant)
+
+    def plan(self, batch: Spaces, counts: Counts) -> PlannedBatch:
+        """Map frames for `counts[i]` new tokens of each space, and copy the tails that others share. See MemoryManager.plan.
+
+        Modifies: the bytes of copied frames; with PAGEDKV_DEBUG >= 2 those of newly taken ones, which become NaN
+        Raises:   OutOfFrames, InvalidRequest, StaleHandle; nothing was changed then
+        """
+        plan = self.manager.plan(batch, counts)
+        if debug.level() >= 2:
+            self._poison()
+        if len(plan.splits):
+            copy_frames(self.storage.frames, torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device))
+        if self._mirror is None:
+            return PlannedBatch(plan, packing.on_cpu(plan))
+        return PlannedBatch(plan, packing.on_device(plan, self._mirror, self.spec.block_size))
+
+    def commit(self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None) -> None:
+        """The KV of `token_ids` has been written where `batch` said. See MemoryManager.commit."""
+        self.manager.commit(batch.plan, token_ids, counts)
+
+    def abort(self, batch: PlannedBatch) -> None:
+        """The batch was not run. See MemoryManager.abort."""
+        self.manager.abort(batch.plan)
+
+    def stats(self) -> Stats:
+        """See MemoryManager.stats; `spec.frame_bytes` turns frames into bytes."""
+        return self.manager.stats()
+
+    def check(self, level: int = 3) -> None:
+        """See MemoryManager.check."""
+        self.manager.check(level)
+
+    def _poison(self) -> None:
+        """Fill with NaN the frames that were freed or taken since the last look, which is before the plan just made writes anything."""
+        frames = self.manager.state.frames
+        if self._seen is None:  # everything is new
+            self._seen, self._clean = frames["generation"].copy(), np.zeros(len(frames), bool)
+        free = frames["status"] == FREE
+        stale = np.flatnonzero((free | (frames["generation"] != self._seen)) & ~self._clean)
+        self.storage.poison(torch.from_numpy(stale))
+        self._seen, self._clean = frames["generation"].copy(), free
+
+    def __repr__(self) -> str:
+        gib = self.storage.bytes.numel() / 2**30
+        return f"PagedKVCache({self.spec}, {gib:.2f} GiB on {self.device}, kernels={self.kernel.name!r}, {self.manager!r})"

@@ -1,0 +1,84 @@
+"""Storage: the bytes of the pool. One allocation; a frame is one contiguous run of it, so copying or sending a frame is one memcpy.
+
+    frames      uint8 [F, frame_bytes]
+    layer l     |K of all heads [K, S, D]|V of all heads [K, S, Dv]|k_scale [K, S]|v_scale [K, S]|   at l * layer_bytes of each frame
+
+Heads are outermost in a frame (HND): one head's page is one run, and a layer's slice is one stream in the order a decode step reads it.
+The views are strided, `[F, S, K, D]`, and own nothing. This file knows geometry and bytes, never who uses a frame.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Final
+
+import torch
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.args import KVLayer
+from pagedkv.spec import KVSpec
+
+TORCH_DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "int4": torch.uint8,  # two elements in a byte
+}
+
+POISON: Final = 0xFF
+"""A byte that makes NaN of every float dtype, of scales too. Frames nobody has written are filled with it at PAGEDKV_DEBUG >= 2."""
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [num_bytes]. On the CPU zeroed pages that the system hands out when they are first touched, huge ones where it can."""
+    if device.type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    region = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(region, dtype=torch.uint8)
+
+
+class Storage:
+    """The pool's bytes and a typed view of each layer.
+
+    Shapes: frames uint8 [F, frame_bytes]; layers[l].k [F, S, K, D] (D/2 for int4), v [F, S, K, Dv], scales float32 [F, S, K] or None
+    Raises: InvalidRequest if the memory cannot be had
+    """
+
+    def __init__(self, spec: KVSpec, num_frames: int, device: torch.device | str = "cpu") -> None:
+        self.spec, self.num_frames, self.device = spec, num_frames, torch.device(device)
+        num_bytes = num_frames * spec.frame_bytes
+        try:
+            self.bytes = _allocate(num_bytes, self.device)
+        except (OSError, RuntimeError, OverflowError, ValueError) as error:
+            raise InvalidRequest(
+                f"{num_frames} frames of {spec.frame_bytes} bytes are {num_bytes} bytes, and {self.device} has not as much ({error}); "
+                "give fewer frames"
+            ) from error
+        self.frames = self.bytes.view(num_frames, spec.frame_bytes)
+        self.layers = [self._layer(index) for index in range(spec.num_layers)]
+
+    def _layer(self, index: int) -> KVLayer:
+        spec, parts = self.spec, {}
+        packed = 2 if spec.stored_dtype == "int4" else 1
+        for name, (offset, _) in spec.regions().items():
+            is_scale = name.endswith("_scale")
+            dtype = torch.float32 if is_scale else TORCH_DTYPES[spec.stored_dtype]
+            dim = 1 if is_scale else (spec.head_dim if name == "k" else spec.value_dim) // packed
+            typed, size = self.bytes.view(dtype), dtype.itemsize
+            shape = (self.num_frames, spec.block_size, spec.num_kv_heads, dim)
+            strides = (spec.frame_bytes // size, dim, spec.block_size * dim, 1)
+            view = typed.as_strided(shape, strides, (index * spec.layer_bytes + offset) // size)
+            parts[name] = view[..., 0] if is_scale else view
+        return KVLayer(**parts)
+
+    def poison(self, frames: torch.Tensor) -> None:
+        """Fill `frames` (int64 [n]) with NaN, so that a read of what nobody wrote shows.
+
+        Modifies: the bytes of these frames
+        """
+        self.frames[frames.to(self.device)] = POISON
