@@ -32,7 +32,8 @@ def build(kind: str, tree: Path, out: Path, *, hide: str = "nothing", **env: str
     hide: a module that the build must not find.
     """
     out.mkdir(parents=True, exist_ok=True)
-    program = f"import sys; sys.modules[{hide!r}] = None; import setuptools.build_meta as backend; print('built', backend.build_{kind}({str(out)!r}))"
+    call = f"print('built', build_{kind}({str(out)!r}))"
+    program = f"import sys; sys.modules[{hide!r}] = None; from setuptools.build_meta import build_{kind}; {call}"
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=tree, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
