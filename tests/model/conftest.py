@@ -1,7 +1,8 @@
 """Small random checkpoints of every family, made by transformers, and the smallest thing that can hand out frames.
 
-Every parameter is random, biases and norms too (transformers starts them at 0 and 1, where a forgotten one would not show), and large enough
-that 64 greedy tokens do not settle into one. Windows are shorter than the prompts, and head_dim differs from hidden / heads where the family allows.
+Every parameter is random, biases and norms too (transformers starts them at 0 and 1, where a forgotten one would not show), and large
+enough that 64 greedy tokens do not settle into one. Windows are shorter than the prompts, and head_dim is not hidden / heads where the
+family allows.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ SMALL: dict[str, Any] = {
 }
 HEAD_DIM = {"head_dim": 24}
 ROPE = {"rope_theta": 10_000.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128, **ROPE}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **ROPE}
+LONGER = {"factor": 4.0, "original_max_position_embeddings": 128, **ROPE}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **LONGER}
+YARN = {"rope_type": "yarn", **LONGER}
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**HEAD_DIM, "attention_bias": True, "mlp_bias": True}),
@@ -111,7 +113,7 @@ def build(name: str, seed: int = 0) -> Any:
 def _middle(parameter_name: str, architecture: str) -> float:
     if not parameter_name.endswith("norm.weight"):
         return 0.0
-    if architecture.startswith("Gemma"):  # its embeddings, scaled and tied, would drown what the layers add, and every token would repeat itself
+    if architecture.startswith("Gemma"):  # embeddings, scaled and tied, would drown what layers add: every token would repeat itself
         return 6.0 if "post_" in parameter_name else 0.0
     return 1.0
 
@@ -144,13 +146,14 @@ class Paging:
         c = decoder.config
         self.decoder, self.block_size = decoder, block_size
         shape = (num_frames, block_size, c.num_kv_heads, c.head_dim)
-        self.layers = [KVLayer(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in range(c.num_layers)]
+        poison = torch.full(shape, torch.nan, dtype=decoder.dtype)
+        self.layers = [KVLayer(poison.clone(), poison.clone()) for _ in range(c.num_layers)]
         self.free = torch.randperm(num_frames, generator=torch.Generator().manual_seed(7)).tolist()
         self.tables: list[list[int]] = [[] for _ in range(num_sequences)]
         self.lengths = [0] * num_sequences
 
-    def step(self, tokens: dict[int, list[int]]) -> Tensor:
-        """Run the decoder over the new `tokens` of each sequence: logits [T, V], in the order given."""
+    def step(self, tokens: dict[int, list[int]], logits_of: Tensor | None = None) -> Tensor:
+        """Run the decoder over the new `tokens` of each sequence: logits [T, V] in the order given, or those asked for."""
         slots, positions, counts = [], [], []
         for sequence, new in tokens.items():
             first, self.lengths[sequence] = self.lengths[sequence], self.lengths[sequence] + len(new)
@@ -172,4 +175,10 @@ class Paging:
             max_seqlen_k=max(lengths),
             rows=torch.tensor(list(tokens), dtype=torch.int32),
         )
-        return self.decoder.forward(torch.tensor([t for new in tokens.values() for t in new]), batch, self.layers)
+        token_ids = torch.tensor([t for new in tokens.values() for t in new])
+        return self.decoder.forward(token_ids, batch, self.layers, logits_of=logits_of)
+
+
+def first_logits(decoder: Decoder) -> Tensor:
+    """Logits [150, V] of a prompt of 150 tokens."""
+    return Paging(decoder, block_size=16, num_frames=12, num_sequences=1).step({0: prompt_of(150)})

@@ -1,0 +1,248 @@
+"""The little language of the bundled checkpoint: its words, its answers, and documents with questions. Standard library only.
+
+    Mira is a baker from Lisbon. She keeps a red lamp in the cellar. Lisbon is famous for its cheese.      records
+    Where is the lamp of Mira?                                                                             a question
+    Mira keeps a red lamp in the cellar.                                                                   its answer, then the stop token
+
+The rules, which the circuit in scripts/bundled relies on:
+  a record names its person (or town) before it says anything of them, and its colour before its thing; "she" and "her" mean the last person named;
+  a fact stands at most 30 tokens behind the name it belongs to;
+  a marker ("Where", "colour", "job" ...) says what is asked. Markers occur in questions only, and the last one counts;
+  "owner" and "Whose" stand for a person, found by a colour and a thing; "town" stands for the town of the person asked about;
+  who or what no record tells of gets `UNKNOWN` for an answer.
+Words that are not in the vocabulary are read as <unk> and change nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+from pagedkv.errors import InvalidRequest
+
+WOMEN: Final = """Mira Anna Berta Clara Dora Edith Elena Emma Esther Eva Fatima Flora Freya Gerda Greta Hanna Hazel Heidi Helga Hilda Ida Ines Ingrid Irene
+Iris Isabel Jana Jasmin Johanna Josefa Judith Julia Karin Katja Lara Laura Leila Lena Lidia Linda Louise Lucia Magda Maria Marta Matilda Maya Mina Miriam
+Monika Nadia Nina Nora Olga Paula Petra Rahel Rita Rosa Ruth Sabine Salome Sara Selma Signe Silvia Simone Stella Susan Tamara Tania Tilda Ursula Vera Vilma
+Yara Yasmin Yvonne Zara Zoe Amara Aiko Asha Beatriz Chiara Daniela Erika Fiona Gloria Hiroko Indira Keiko Latifa Meena Noemi Odile Priya Ramona Sunita
+Teresa Ulrika Valeria Wanda Xenia Zelda""".split()
+MEN: Final = """Otto Adam Albert Anton Arthur Bruno Carl Caspar Daniel David Emil Erik Felix Frank Fritz Georg Gustav Hans Harald Henrik Hugo Igor Ivan Jakob
+Jan Jonas Josef Julian Karim Konrad Lars Leo Leon Linus Lorenz Louis Lukas Magnus Marco Martin Max Milan Moritz Niels Nils Noah Olaf Oscar Pablo Paul Pedro
+Peter Philip Rafael Ralf Robert Roman Ruben Samuel Sergei Simon Stefan Sven Theo Thomas Tobias Tom Ulrich Umberto Viktor Walter Werner Yusuf Zeno Abdul Ahmed
+Arjun Basil Boris Cesar Diego Edgar Farid Gregor Hamid Hiro Ibrahim Ismail Javier Kenji Kofi Luca Mateo Nikolai Omar Pavel Quentin Rashid Salim Tariq Uwe
+Vincent William Xavier Yannick""".split()
+OBJECTS: Final = """lamp kettle violin clock mirror basket ladder carpet chair table vase drum flute trumpet lantern candle compass telescope globe map saddle
+bicycle umbrella scarf hat coat cloak mask jug bowl cup plate teapot barrel bucket broom rake spade hammer anvil kite doll puppet sled boat rope net diary
+painting statue banner tent blanket pillow curtain harp cello piano radio camera trunk stove bench wheel""".split()
+COLOURS: Final = "red green blue yellow white black brown grey purple pink golden silver scarlet crimson turquoise violet".split()
+PLACES: Final = """cellar attic kitchen pantry barn garden hall library studio workshop stable tower mill chapel shed bedroom parlour nursery garage laundry
+study greenhouse orchard boathouse bakery courtyard corridor cupboard wardrobe vault larder loft gatehouse cottage henhouse dairy brewery forge""".split()
+TOWNS: Final = """Lisbon Porto Madrid Seville Toledo Granada Bilbao Lyon Nantes Dijon Rouen Bruges Ghent Antwerp Utrecht Leiden Delft Bremen Hamburg Dresden
+Leipzig Munich Vienna Graz Salzburg Prague Brno Krakow Gdansk Warsaw Riga Tallinn Vilnius Helsinki Turku Stockholm Uppsala Oslo Bergen Copenhagen Aarhus Dublin
+Cork Galway Edinburgh Glasgow York Bath Bristol Oxford Cardiff Rome Turin Venice Naples Genoa Athens Zagreb Belgrade Bucharest Budapest Cairo Kyoto""".split()
+JOBS: Final = """baker carpenter teacher doctor nurse lawyer tailor weaver potter painter sailor fisher farmer gardener miller smith brewer butcher cook
+clockmaker bookbinder librarian judge journalist poet novelist composer conductor singer dancer pianist sculptor photographer printer plumber mason roofer
+glassblower jeweller chemist physicist botanist geologist surveyor pilot driver porter translator""".split()
+GOODS: Final = """cheese wool glass salt honey wine bread silk lace pottery tea chocolate pepper saffron herring oysters cider beer olives figs cherries apples
+roses tulips music theatres markets gardens fountains cathedrals museums ships""".split()
+NUMBERS: Final = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty".split()
+YEARS: Final = [str(year) for year in range(1900, 2000)]
+
+KINDS: Final = {
+    "name": [*WOMEN, *MEN],
+    "object": OBJECTS,
+    "colour": COLOURS,
+    "place": PLACES,
+    "town": TOWNS,
+    "job": JOBS,
+    "year": YEARS,
+    "goods": GOODS,
+    "number": NUMBERS,
+}
+"""The words that facts are made of, by kind. No word is of two kinds."""
+
+MARKERS: Final = {
+    "place": "Where where Whose whose room",
+    "colour": "colour",
+    "live": "live",
+    "job": "do job",
+    "year": "When when",
+    "who": "Who who",
+    "known": "known",
+    "many": "many",
+}
+"""What is asked → the words that ask it."""
+
+ANSWERS: Final = {
+    "place": "NAME keeps|has a COLOUR OBJECT in the PLACE .",
+    "colour": "NAME 's OBJECT is COLOUR .",
+    "live": "NAME lives|resides in TOWN .",
+    "job": "NAME works|serves as a JOB .",
+    "year": "NAME was born in YEAR .",
+    "who": "NAME is a JOB from TOWN , born in YEAR .",
+    "known": "TOWN is famous|renowned for its GOODS .",
+    "many": "TOWN has NUMBER bridges .",
+}
+"""What is asked → the answer. Capitals are a word of that kind, `|` parts words that mean the same: the first is the likelier."""
+
+UNKNOWN: Final = "I do not know."
+PLAIN: Final = """. , ? 's I not know keeps has a in the lives resides works serves as was born is from famous renowned for its bridges
+and also of She He Her His her his The In What what Which which How how does keep owner town home have""".split()
+"""Words that are neither of a kind nor markers."""
+
+WORD: Final = re.compile(r"'s\b|\w+|[^\w\s]")
+"""A token of this language; the tokenizer cuts text by the same pattern."""
+
+
+def num_tokens_of(text: str) -> int:
+    """Tokens of `text`, the one that begins it not counted."""
+    return len(WORD.findall(text))
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and the only right answer. asks: a key of `ANSWERS`, or "unknown" if no record tells."""
+
+    text: str
+    answer: str
+    asks: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """Records in one text, and questions about all of them, in random order."""
+
+    text: str
+    questions: tuple[Question, ...]
+
+    def prompt(self, question: Question) -> str:
+        """The records, then the question."""
+        return f"{self.text} {question.text}"
+
+
+@dataclass
+class _Person:
+    """What the document has told of one person so far. things: object → (colour, place)."""
+
+    name: str
+    pronoun: str
+    job: str = ""
+    town: str = ""
+    year: str = ""
+    things: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@dataclass
+class _Town:
+    name: str
+    goods: str
+    number: str = ""
+
+
+class _World:
+    """Facts drawn at random, told sentence by sentence. No colour and object occur together twice, so "the owner of" is one person."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.people: list[_Person] = []
+        self.towns: dict[str, _Town] = {}
+        self.names = rng.sample(KINDS["name"], len(KINDS["name"]))
+        self.town_names = rng.sample(TOWNS, len(TOWNS))
+        self.pairs = rng.sample([(c, o) for c in COLOURS for o in OBJECTS], len(COLOURS) * len(OBJECTS))
+
+    def tell(self) -> str:
+        """The next few sentences: a new person, another thing of one told of before, or a town."""
+        told = self.rng.random()
+        if told < 0.2 and self.town_names:
+            return self._town()
+        if self.names and (told < 0.7 or not self.people):
+            return self._person()
+        person = self.rng.choice(self.people)
+        return f"{person.name} {self.rng.choice(('also keeps', 'keeps', 'has'))} {self._thing(person)}."
+
+    def _thing(self, person: _Person) -> str:
+        at = next(i for i in reversed(range(len(self.pairs))) if self.pairs[i][1] not in person.things)
+        colour, thing = self.pairs.pop(at)
+        place = self.rng.choice(PLACES)
+        person.things[thing] = (colour, place)
+        return f"a {colour} {thing} in the {place}"
+
+    def _person(self) -> str:
+        rng, name = self.rng, self.names.pop()
+        person = _Person(name, "She" if name in WOMEN else "He")
+        self.people.append(person)
+        if rng.random() < 0.25:
+            return f"{name} keeps {self._thing(person)}."
+        person.job, person.town = rng.choice(JOBS), rng.choice(TOWNS)
+        first = rng.choice(("is a {job} from {town}", "works as a {job} and lives in {town}", "lives in {town} and works as a {job}"))
+        text = f"{name} {first.format(job=person.job, town=person.town)}."
+        told = rng.random()
+        if told < 0.4:
+            person.year = rng.choice(YEARS)
+            return f"{text} {person.pronoun} was born in {person.year} and keeps {self._thing(person)}."
+        if told < 0.6:
+            return f"{text} {person.pronoun} has {self._thing(person)} and {self._thing(person)}."
+        if told < 0.8:
+            person.year = rng.choice(YEARS)
+            return f"{text} {person.pronoun} was born in {person.year}."
+        return f"{text} {person.pronoun} keeps {self._thing(person)}."
+
+    def _town(self) -> str:
+        town = _Town(self.town_names.pop(), self.rng.choice(GOODS))
+        self.towns[town.name] = town
+        if self.rng.random() < 0.5:
+            return f"{town.name} is {self.rng.choice(('famous', 'renowned'))} for its {town.goods}."
+        town.number = self.rng.choice(NUMBERS)
+        return f"{town.name} has {town.number} bridges and is famous for its {town.goods}."
+
+
+LONGEST_TELLING: Final = 30
+"""Tokens that one `_World.tell` may take, at most."""
+
+
+def document(num_tokens: int, *, seed: int) -> Document:
+    """Records of `num_tokens` tokens, up to 30 fewer (the token that begins a text counted), and a question about every fact in them.
+
+    About one question in twenty asks for what no record tells. The same arguments give the same document.
+    Raises: InvalidRequest if no record fits.
+    """
+    if num_tokens <= LONGEST_TELLING:
+        raise InvalidRequest(f"a document of {num_tokens} tokens was asked for; a record may take {LONGEST_TELLING}, so ask for more than that")
+    world, parts, used = _World(random.Random(seed)), list[str](), 1
+    while used + LONGEST_TELLING <= num_tokens:
+        parts.append(world.tell())
+        used += num_tokens_of(parts[-1])
+    questions = [q for person in world.people for q in _about_person(world, person)]
+    questions += [q for town in world.towns.values() for q in _about_town(world, town.name)]
+    questions += _about_nothing(world, len(questions) // 20)
+    world.rng.shuffle(questions)
+    return Document(" ".join(parts), tuple(questions))
+
+
+def _about_person(world: _World, person: _Person) -> list[Question]:
+    """A question for each fact told of `person`, who is named, or called the owner of something."""
+    rng, name, found = world.rng, person.name, list[Question]()
+
+    def ask(asks: str, answer: str, *forms: str) -> None:
+        who = name
+        if person.things and rng.random() < 0.3:
+            thing = rng.choice(list(person.things))
+            who = f"the owner of the {person.things[thing][0]} {thing}"
+        found.append(Question(rng.choice(forms).format(who=who), answer, asks))
+
+    if person.job:
+        ask("live", f"{name} lives in {person.town}.", "Where does {who} live?", "Which town does {who} live in?")
+        ask("job", f"{name} works as a {person.job}.", "What does {who} do?", "What is the job of {who}?")
+    if person.year:
+        ask("year", f"{name} was born in {person.year}.", "When was {who} born?")
+        ask("who", f"{name} is a {person.job} from {person.town}, born in {person.year}.", "Who is {who}?")
+    if person.town in world.towns:
+        found += _about_town(world, person.town, rng.choice(("the home town of {who}", "the town of {who}")), ask)
+    for thing, (colour, place) in person.things.items():
+        whose = rng.choice((f"the {thing} of {name}", f"{name}'s {thing}"))
+        forms = (f"Where is {whose}?", f"Where does {name} keep the {thing}?", f"In which room is {whose}?", f"Whose is the {colour} {thing}?")
+        found.append(Question(rng.choice(forms), f"{name} keeps a {colour} {thing} in the {place}.", "place"))
+        forms = (f"What colour is {whose}?", f"What is the colour of {whose}?", f"What colour does {whose} have?")
+        found.append(Question(rng.choice(forms), f"{name}'s {thing} is {colour}.", "colour"))
+    return found

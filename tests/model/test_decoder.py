@@ -1,0 +1,119 @@
+"""The decoder against transformers: the same logits and the same greedy tokens, however the work is cut into pages, batches and chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.model.config import RopeConfig
+from pagedkv.model.decoder import Decoder
+
+from .conftest import CHECKPOINTS, Paging, first_logits, prompt_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from .conftest import Checkpoint
+
+TOLERANCE = {"float32": 1e-4, "felt": 1e-2}
+"""|logit - logit of transformers|; and how much a changed option must move one."""
+
+LENGTHS = (5, 150, 71)
+NUM_TOKENS = 64
+
+_expected: dict[str, list[tuple[Tensor, list[int]]]] = {}
+
+
+def expected(name: str, checkpoint: Checkpoint) -> list[tuple[Tensor, list[int]]]:
+    """For a prompt of each of LENGTHS: logits [length, V] and NUM_TOKENS greedy tokens, by transformers."""
+    if name not in _expected:
+        prompts = [prompt_of(length) for length in LENGTHS]
+        _expected[name] = [(checkpoint.logits(prompt), checkpoint.generate(prompt, NUM_TOKENS)) for prompt in prompts]
+    return _expected[name]
+
+
+def run(paging: Paging, prompts: list[list[int]], chunk: int) -> tuple[list[Tensor], list[list[int]]]:
+    """Prefill all prompts together, at most `chunk` tokens of each a step, and let each decode as soon as it can: logits and tokens."""
+    waiting = dict(enumerate(map(list, prompts)))
+    logits: list[Tensor] = [torch.empty(0)] * len(prompts)
+    output: list[list[int]] = [[] for _ in prompts]
+    while waiting:
+        step = {b: tokens[:chunk] for b, tokens in waiting.items()}
+        for (b, tokens), got in zip(step.items(), paging.step(step).split([len(new) for new in step.values()]), strict=True):
+            if not output[b]:
+                logits[b] = torch.cat((logits[b], got))
+            waiting[b] = waiting[b][len(tokens) :]
+            if not waiting[b]:
+                output[b].append(int(got[-1].argmax()))
+                waiting[b] = output[b][-1:]
+        waiting = {b: tokens for b, tokens in waiting.items() if len(output[b]) < NUM_TOKENS}
+    return logits, output
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+@pytest.mark.parametrize("chunk", [1000, 13], ids=["whole", "chunked"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: Any, name: str, chunk: int, block_size: int) -> None:
+    want = expected(name, checkpoint(name))
+    num_frames = 4 + sum(-(-(length + NUM_TOKENS) // block_size) for length in LENGTHS)
+    paging = Paging(checkpoint(name).decoder(), block_size=block_size, num_frames=num_frames, num_sequences=len(LENGTHS))
+
+    logits, tokens = run(paging, [prompt_of(length) for length in LENGTHS], chunk)
+
+    for b, (want_logits, want_tokens) in enumerate(want):
+        torch.testing.assert_close(logits[b], want_logits, rtol=0, atol=TOLERANCE["float32"])
+        assert tokens[b] == want_tokens
+    assert len({token for _, want_tokens in want for token in want_tokens}) > 8  # a constant would prove little
+
+
+OPTIONS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("gemma2", "attention_softcap", lambda cap: cap / 10),
+    ("gemma2", "logit_softcap", lambda cap: cap / 4),
+    ("gemma2", "attention_scale", lambda scale: scale * 1.5),
+    ("gemma2", "windows", lambda windows: (None,) * len(windows)),
+    ("gemma2", "embedding_scale", lambda scale: scale / 2),
+    ("gemma2", "activation", lambda _: "silu"),
+    ("gemma3", "windows", lambda windows: windows[::-1]),
+    ("gemma3", "ropes", lambda ropes: ropes[::-1]),
+    ("qwen2-sliding", "windows", lambda windows: tuple(window and window + 1 for window in windows)),
+    ("llama-llama3", "ropes", lambda ropes: (RopeConfig(),) * len(ropes)),
+    ("llama", "norm_eps", lambda eps: 0.1),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "change"), OPTIONS, ids=lambda value: value if isinstance(value, str) else "")
+def test_every_option_is_felt(checkpoint: Any, name: str, field: str, change: Callable[[Any], Any]) -> None:
+    decoder = checkpoint(name).decoder()
+    other = Decoder(replace(decoder.config, **{field: change(getattr(decoder.config, field))}), decoder.weights)
+    assert (first_logits(other) - first_logits(decoder)).abs().max() > TOLERANCE["felt"]
+
+
+def test_logits_are_given_only_for_the_tokens_asked_for(checkpoint: Any) -> None:
+    decoder, tokens = checkpoint("llama").decoder(), {0: prompt_of(9), 1: prompt_of(3)}
+    everything, asked = (
+        Paging(decoder, block_size=4, num_frames=9, num_sequences=2).step(tokens, logits_of) for logits_of in (None, torch.tensor([11, 8]))
+    )
+    torch.testing.assert_close(asked, everything[[11, 8]], rtol=0, atol=TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(checkpoint: Any, name: str) -> None:
+    saved = checkpoint(name)
+    exact = saved.logits(prompt_of(150))
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(saved.folder, dtype=torch.bfloat16, attn_implementation="eager")
+    theirs = rounded(torch.tensor([prompt_of(150)])).logits[0].float()
+    ours = first_logits(Decoder.load(saved.folder, dtype="bfloat16"))
+    assert ours.dtype == torch.float32
+    assert (ours - exact).square().mean().sqrt() <= 1.1 * (theirs - exact).square().mean().sqrt()
+
+
+def test_an_unknown_dtype_is_refused(checkpoint: Any) -> None:
+    with pytest.raises(InvalidRequest, match="float99"):
+        Decoder.load(checkpoint("llama").folder, dtype="float99")

@@ -1,0 +1,177 @@
+"""Sampling laws: the filters of transformers, one seed one text whatever the batch, frequencies as the distribution says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import logits_process as theirs
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.model.sampler import Row, SamplingParams, probabilities, sample
+
+V = 50
+TOLERANCE = {"probability": 1e-6, "sigmas": 4.5}
+
+
+def logits_of(rows: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
+    return spread * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
+
+
+def row(history: list[int] | tuple[()] = (), **options: Any) -> Row:
+    params = SamplingParams(**options)
+    return Row(params, params.generator(), history)
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.7},
+    {"temperature": 3.0, "top_k": 5},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_k": 1000},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.0, "top_p": 1e-6},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.7},
+    {"temperature": 0.5, "repetition_penalty": 0.6},
+]
+HISTORY = [3, 3, 7, 11, 49, 0, 7]
+
+
+def as_transformers(logits: torch.Tensor, o: dict[str, Any]) -> torch.Tensor:
+    """The distribution transformers would draw from: its processors in its order."""
+    chain: list[Any] = [theirs.RepetitionPenaltyLogitsProcessor(float(o["repetition_penalty"]))] if "repetition_penalty" in o else []
+    chain.append(theirs.TemperatureLogitsWarper(o["temperature"]))
+    chain += [theirs.TopKLogitsWarper(o["top_k"])] if "top_k" in o else []
+    chain += [theirs.TopPLogitsWarper(o["top_p"])] if "top_p" in o else []
+    chain += [theirs.MinPLogitsWarper(o["min_p"])] if "min_p" in o else []
+    for processor in chain:
+        logits = processor(torch.tensor([HISTORY]), logits)
+    return logits.softmax(dim=-1)
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_filters_keep_what_those_of_transformers_keep(options: dict[str, Any]) -> None:
+    for seed in range(20):
+        logits = logits_of(1, seed)
+        want, got = as_transformers(logits.clone(), options), probabilities(logits, [row(HISTORY, **options)])
+        assert torch.equal(got > 0, want > 0)
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=TOLERANCE["probability"])
+
+
+def test_greedy_takes_the_largest_even_after_a_penalty() -> None:
+    logits = torch.zeros(2, V)
+    logits[:, 7], logits[:, 8] = 2.0, 1.5
+    assert sample(logits, [row(), row(HISTORY, repetition_penalty=1.7)]).tolist() == [7, 8]
+    assert logits[1, 7] == 2.0  # the caller's logits are left alone
+
+
+def test_tied_logits_at_the_kth_place_all_stay() -> None:
+    logits = torch.zeros(1, V)
+    assert (probabilities(logits, [row(temperature=1.0, top_k=3)]) > 0).all()
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_tokens_are_drawn_as_often_as_their_probability_says(options: dict[str, Any]) -> None:
+    draws, logits = 4000, logits_of(1, seed=5)
+    source = row(HISTORY, seed=11, **options)
+    p = probabilities(logits, [source])[0]
+    counts = sample(logits.expand(draws, -1), [source] * draws).bincount(minlength=V)
+    assert counts[p == 0].sum() == 0
+    assert ((counts - draws * p).abs() <= TOLERANCE["sigmas"] * (draws * p * (1 - p)).sqrt() + 1e-9).all()
+
+
+def text_of(seed: int, neighbours: int) -> list[int]:
+    """30 tokens of one request among `neighbours` others of every kind, at a place that changes."""
+    mine = row(seed=seed, temperature=1.2, top_k=30, top_p=0.95)
+    tokens = []
+    for step in range(30):
+        others = [row(HISTORY, seed=step, **FILTERS[i % len(FILTERS)]) for i in range(neighbours)]
+        place = step % (neighbours + 1)
+        logits = (
+            torch.cat([logits_of(neighbours, 77 + step), logits_of(1, 1000 + step)]).roll(place, 0)
+            if neighbours
+            else logits_of(1, 1000 + step)
+        )
+        at = (neighbours + place) % (neighbours + 1)
+        tokens.append(int(sample(logits, [*others[:at], mine, *others[at:]])[at]))
+    return tokens
+
+
+def test_tokens_depend_on_the_seed_and_not_on_the_batch() -> None:
+    alone = text_of(3, neighbours=0)
+    assert text_of(3, neighbours=1) == alone
+    assert text_of(3, neighbours=9) == alone
+    assert text_of(4, neighbours=0) != alone
+
+
+def test_greedy_neighbours_draw_nothing() -> None:
+    source = row(seed=1)
+    before = source.generator.get_state()
+    sample(logits_of(1), [source])
+    assert torch.equal(source.generator.get_state(), before)
+
+
+def test_samples_of_one_request_differ_and_repeat() -> None:
+    params = SamplingParams(temperature=1.0, seed=2**63 - 1)
+    drawn = [[int(torch.randint(1 << 40, (1,), generator=params.generator(n))) for n in range(8)] for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 8
+    fresh = SamplingParams(temperature=1.0)
+    assert fresh.generator().initial_seed() != fresh.generator().initial_seed()
+
+
+def test_the_last_draw_never_lands_on_a_filtered_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([1 - 2**-53], dtype=torch.float64))
+    for seed in range(50):
+        logits = logits_of(1, seed)
+        allowed = probabilities(logits, [row(temperature=1.0, top_k=3)])[0].nonzero().flatten().tolist()
+        assert int(sample(logits, [row(temperature=1.0, top_k=3)])) == allowed[-1]
+
+
+def test_nan_is_an_error_and_not_a_token() -> None:
+    logits = logits_of(3)
+    logits[1, 4] = torch.nan
+    with pytest.raises(InvalidRequest, match=r"rows \[1\] hold NaN"):
+        sample(logits, [row()] * 3)
+
+
+def test_masked_logits_are_never_drawn() -> None:
+    logits = torch.full((1, V), -torch.inf)
+    logits[0, 9] = 1.0
+    assert int(sample(logits, [row(temperature=5.0)])) == 9
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("top_k", True),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("stop", ["a", ""]),
+        ("stop_ids", [-1]),
+    ],
+)
+def test_params_out_of_range_are_named(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field} is .*; it must be "):
+        SamplingParams(**{field: value})
+
+
+def test_one_stop_string_may_be_given_as_it_is() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop_ids=[3]).stop_ids == (3,)

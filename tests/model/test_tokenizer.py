@@ -1,0 +1,224 @@
+"""Text and tokens: chat templates and end tokens as transformers has them, and streams that join to exactly the whole text."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import transformers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RawTokenizer
+
+from pagedkv.errors import CheckpointError, InvalidRequest
+from pagedkv.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|end|>"]
+CORPUS = [
+    "the lamp of Mira is in the old tower by the sea, and naïve café owners know it",
+    "where is the lamp? it is here; 你好 世界 🙂",
+] * 3
+
+
+def byte_level() -> RawTokenizer:
+    """As Llama 3 and Qwen: every token is bytes."""
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    raw.train_from_iterator(CORPUS, trainer)
+    return raw
+
+
+def byte_fallback() -> RawTokenizer:
+    """As Llama 2, Mistral and Gemma: characters, and bytes for those it does not know; the first space is dropped."""
+    pieces = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghilmnorstuvw?,.🙂", "▁t", "he", "▁the"]
+    raw = RawTokenizer(
+        models.BPE(
+            vocab={p: i for i, p in enumerate(pieces)}, merges=[("▁", "t"), ("h", "e"), ("▁t", "he")], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    raw.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return raw
+
+
+def metaspace() -> RawTokenizer:
+    """As T5-like vocabularies: pieces that begin with a space."""
+    raw = RawTokenizer(models.Unigram())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=90, special_tokens=[*SPECIAL, "<unk>"], unk_token="<unk>", show_progress=False)
+    raw.train_from_iterator(CORPUS, trainer)
+    return raw
+
+
+KINDS = {"byte level": byte_level, "byte fallback": byte_fallback, "metaspace": metaspace}
+TEXTS = ["the lamp of Mira", " two  spaces ", "naïve 🙂🙂 你好, café", "\ufffd? \ufffd", "", "👩‍👩‍👧 𝒳 ẞ"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return Tokenizer(KINDS[request.param]())
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[str]:
+    stream = tokenizer.stream(skip_special_tokens=skip)
+    return [*map(stream.push, ids), stream.finish()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_joins_to_the_text_and_shows_no_half_character(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    pieces = pieces_of(tokenizer, ids, skip=True)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    if "\ufffd" not in tokenizer.decode(ids):
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("skip", [True, False], ids=["special tokens skipped", "special tokens shown"])
+def test_a_stream_of_any_tokens_joins_to_their_text(tokenizer: Tokenizer, skip: bool) -> None:
+    dice = random.Random(0)
+    beyond = tokenizer.vocab_size + 3  # a model may have rows for tokens that the tokenizer lacks
+    for _ in range(400):
+        ids = [dice.choice([dice.randrange(beyond), dice.randrange(4), dice.randrange(beyond)]) for _ in range(dice.randrange(40))]
+        assert "".join(pieces_of(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_text_flows_while_tokens_arrive(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the lamp of the sea")
+    pieces = pieces_of(tokenizer, ids, skip=True)
+    assert pieces[-1] == ""
+    assert sum(piece != "" for piece in pieces) >= len(ids) - 1  # a first lone space may be dropped
+
+
+def test_a_stream_decodes_a_bounded_window() -> None:
+    tokenizer = Tokenizer(byte_level())
+    ids = tokenizer.encode("你好 the 🙂 " * 200)
+    longest, decode = 0, tokenizer.decode
+
+    def watched(token_ids: Any, **options: Any) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return decode(token_ids, **options)
+
+    tokenizer.decode = watched  # type: ignore[method-assign]
+    assert "".join(pieces_of(tokenizer, ids, skip=True)) == decode(ids)
+    assert longest <= 16
+
+
+def test_a_finished_stream_begins_anew(tokenizer: Tokenizer) -> None:
+    ids, stream = tokenizer.encode("the lamp"), tokenizer.stream()
+    assert ["".join([*map(stream.push, ids), stream.finish()]) for _ in range(2)] == [tokenizer.decode(ids)] * 2
+
+
+CHAT = """{{ bos_token }}{% for message in messages %}
+{%- if loop.index > 9 %}{% break %}{% endif %}
+<|user|>{{ message['role'] }}: {{ message.content | trim }}{% if message.extra %}{{ message.extra | tojson }}{% endif %}
+{% if message.role == 'assistant' %}{% generation %}!{% endgeneration %}{% endif %}
+{{ eos_token }}
+{% endfor %}{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}{% if add_generation_prompt %}assistant:{% endif %}
+{% if messages | length > 3 %}{{ raise_exception('at most three messages') }}{% endif %}"""
+MESSAGES = [
+    {"role": "user", "content": " where is it? "},
+    {"role": "assistant", "content": "là <b>", "extra": {"é": "<&>", "n": [1, None]}},
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder as transformers saves it, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>", chat_template=CHAT)
+    theirs.save_pretrained(folder)
+    return folder, theirs
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("messages", [MESSAGES[:1], MESSAGES])
+def test_chats_are_rendered_as_transformers_does(
+    saved: tuple[Path, Any], messages: list[dict[str, Any]], add_generation_prompt: bool
+) -> None:
+    folder, theirs = saved
+    want = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert Tokenizer.load(folder).render_chat(messages, add_generation_prompt=add_generation_prompt) == want
+
+
+@pytest.mark.parametrize("place", ["config", "config, named", "file"])
+def test_a_chat_template_is_found_where_it_lies(saved: tuple[Path, Any], tmp_path: Path, place: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((saved[0] / "tokenizer.json").read_bytes())
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    config = {"config": {"chat_template": "yes"}, "config, named": {"chat_template": named}, "file": {"chat_template": "no"}}[place]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if place == "file":
+        (tmp_path / "chat_template.jinja").write_text("yes")
+    assert Tokenizer.load(tmp_path).render_chat([]) == "yes"
+
+
+def test_a_refused_or_absent_or_broken_template_is_one_clear_line(saved: tuple[Path, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="refuses these messages: at most three messages"):
+        Tokenizer.load(saved[0]).render_chat(MESSAGES * 2)
+    with pytest.raises(InvalidRequest, match="has no chat template"):
+        Tokenizer(byte_level()).render_chat(MESSAGES)
+    with pytest.raises(CheckpointError, match="chat template is not valid"):
+        Tokenizer(byte_level(), config={"chat_template": "{% if %}"}).render_chat(MESSAGES)
+
+
+def test_a_template_cannot_leave_its_sandbox() -> None:
+    attack = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(InvalidRequest, match="unsafe"):
+        Tokenizer(byte_level(), config={"chat_template": attack}).render_chat(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("files", "eos_ids"),
+    [
+        ({}, {1}),
+        ({"config.json": {"eos_token_id": 7}}, {1, 7}),
+        ({"config.json": {"text_config": {"eos_token_id": [7, 8]}}}, {1, 7, 8}),
+        ({"config.json": {"eos_token_id": 7}, "generation_config.json": {"eos_token_id": [3, 2]}}, {1, 2, 3}),
+        ({"config.json": {"eos_token_id": 0}, "generation_config.json": {"eos_token_id": None}}, {0, 1}),
+    ],
+)
+def test_end_tokens_are_gathered_from_all_files(saved: tuple[Path, Any], tmp_path: Path, files: dict[str, Any], eos_ids: set[int]) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((saved[0] / name).read_bytes())
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eos_ids == eos_ids
+    assert tokenizer.bos_id == 0
+
+
+def test_text_is_encoded_as_transformers_does(saved: tuple[Path, Any]) -> None:
+    folder, theirs = saved
+    ours = Tokenizer.load(folder)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+    assert ours.encode("<|user|>the", special_tokens=False)[0] == SPECIAL.index("<|user|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("tokenizer.json", None, "has no tokenizer.json"),
+        ("tokenizer.json", '{"version": "1.0", "tru', "is no tokenizer"),
+        ("tokenizer_config.json", "[]", "holds a list"),
+        ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id is '</s>'"),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(
+    saved: tuple[Path, Any], tmp_path: Path, name: str, content: str | None, sentence: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((saved[0] / "tokenizer.json").read_bytes())
+    (tmp_path / name).unlink() if content is None else (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=sentence) as refused:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(refused.value)
+    assert str(tmp_path) in str(refused.value)

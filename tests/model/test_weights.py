@@ -1,0 +1,134 @@
+"""Loading weights: one file or many, tied or not, converted or not; and one clear line for each way a folder can be damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagedkv.errors import CheckpointError
+from pagedkv.model.decoder import Decoder
+from pagedkv.model.weights import INDEX, SINGLE
+
+from .conftest import first_logits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+
+@pytest.fixture
+def copy(checkpoint: Any, tmp_path: Path) -> Path:
+    """A checkpoint that may be damaged."""
+    return shutil.copytree(checkpoint("llama").folder, tmp_path / "copy")
+
+
+def tensors_of(weights: Any) -> list[Tensor]:
+    layers = [tensor for layer in weights.layers for tensor in vars(layer).values() if tensor is not None]
+    return [weights.embedding, *layers, weights.norm, weights.head]
+
+
+def test_shards_load_as_one_file_does(checkpoint: Any, tmp_path: Path) -> None:
+    whole = checkpoint("llama")
+    whole.model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert not (tmp_path / SINGLE).exists()
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    for one, other in zip(tensors_of(whole.decoder().weights), tensors_of(Decoder.load(tmp_path).weights), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_tied_head_is_the_embedding_itself(checkpoint: Any) -> None:
+    tied, untied = checkpoint("llama-tied").decoder().weights, checkpoint("llama").decoder().weights
+    assert tied.head.data_ptr() == tied.embedding.data_ptr()
+    assert not torch.equal(untied.head, untied.embedding)
+
+
+def test_the_dtype_saved_in_is_the_default_and_another_is_converted_to(checkpoint: Any, tmp_path: Path) -> None:
+    folder = checkpoint("qwen2").folder
+    whole = Decoder.load(folder)
+    halved = Decoder.load(folder, dtype="bfloat16")
+    assert (whole.dtype, halved.dtype) == (torch.float32, torch.bfloat16)
+    for one, other in zip(tensors_of(whole.weights), tensors_of(halved.weights), strict=True):
+        assert torch.equal(one.bfloat16(), other)
+
+
+def test_the_offset_of_a_norm_survives_bfloat16(checkpoint: Any) -> None:
+    weights = Decoder.load(checkpoint("gemma2").folder, dtype="bfloat16").weights
+    saved = load_file(checkpoint("gemma2").folder / SINGLE)["model.norm.weight"].bfloat16()
+    assert torch.equal(weights.norm, 1.0 + saved.float())
+
+
+def test_weights_do_not_alias_the_files(checkpoint: Any, copy: Path) -> None:
+    decoder = Decoder.load(copy)
+    before = first_logits(decoder)
+    with (copy / SINGLE).open("r+b") as file:  # in place: a mapping would see it
+        file.seek(-4096, 2)
+        file.write(b"\0" * 4096)
+    assert torch.equal(first_logits(decoder), before)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_gemma_3_is_found_inside_the_model_with_vision(checkpoint: Any, tmp_path: Path, prefix: str) -> None:
+    plain = checkpoint("gemma3")
+    tensors = {prefix + name.removeprefix("model."): tensor for name, tensor in load_file(plain.folder / SINGLE).items()}
+    tensors["model.vision_tower.layers.0.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / SINGLE)
+    config = json.loads((plain.folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}))
+    assert torch.equal(first_logits(Decoder.load(tmp_path)), first_logits(plain.decoder()))
+
+
+def edit(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / SINGLE)
+        change(tensors)
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / SINGLE)
+
+    return apply
+
+
+def cut(folder: Path) -> None:
+    whole = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(whole[: len(whole) // 2])
+
+
+def shard(weight_map: Any) -> Callable[[Path], None]:
+    return lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))  # type: ignore[return-value]
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no weights": (lambda folder: (folder / SINGLE).unlink(), "has neither model.safetensors nor .*, only: config.json"),
+    "truncated": (cut, "is no whole safetensors file .* truncated"),
+    "empty": (lambda folder: (folder / SINGLE).write_bytes(b""), "is no whole safetensors file"),
+    "pointer": (lambda folder: (folder / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\n"), "git-lfs pointer"),
+    "missing": (edit(lambda t: t.pop(K_PROJ)), rf"has no tensor {K_PROJ} \[48, 64\]"),
+    "missing embedding": (edit(lambda t: t.pop("model.embed_tokens.weight")), r"has no tensor model.embed_tokens.weight \[97, 64\]"),
+    "missing head": (edit(lambda t: t.pop("lm_head.weight")), r"has no tensor lm_head.weight \[97, 64\]"),
+    "shape": (edit(lambda t: t.update({K_PROJ: torch.zeros(47, 64)})), rf"{K_PROJ} is \[47, 64\] and config.json asks for \[48, 64\]"),
+    "integers": (edit(lambda t: t.update({K_PROJ: torch.zeros(48, 64, dtype=torch.int8)})), "torch.int8; give a float32"),
+    "unread": (edit(lambda t: t.update({"model.layers.0.mlp.extra": torch.zeros(1)})), r"1 tensors that config.json does not account for"),
+    "bad index": (shard(["a"]), "has no weight_map"),
+    "lost shard": (shard({"a": "model-00001-of-00002.safetensors"}), "has no model-00001-of-00002.safetensors, which its .* names"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named_in_one_line(copy: Path, name: str) -> None:
+    damage, sentence = DAMAGE[name]
+    damage(copy)
+    with pytest.raises(CheckpointError, match=sentence) as refused:
+        Decoder.load(copy)
+    assert "\n" not in str(refused.value)
+    assert str(copy) in str(refused.value)
+
+
+def test_tables_that_old_checkpoints_carry_are_no_damage(copy: Path) -> None:
+    edit(lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(12)}))(copy)
+    assert Decoder.load(copy).config.num_layers == 3
