@@ -186,8 +186,9 @@ def _table_values(call: AttentionCall) -> None:
     counts, (F, S), P = starts.diff(), call.k.shape[:2], call.block_table.shape[1]
     if starts[0] != 0 or (counts < 0).any() or starts[-1] > call.q.shape[0]:
         raise InvalidRequest(f"batch.cu_seqlens_q is {starts.tolist()}; it must rise from 0 to at most T={call.q.shape[0]}")
-    if len(lens) and (lens.min() < 0 or lens.max() > P * S):
-        raise InvalidRequest(f"batch.seq_lens goes from {lens.min()} to {lens.max()} but a row of {P} pages of {S} holds 0 to {P * S}")
+    read = lens[counts > 0]
+    if len(read) and (read.min() < 0 or read.max() > P * S):
+        raise InvalidRequest(f"batch.seq_lens goes from {read.min()} to {read.max()} but a row of {P} pages of {S} holds 0 to {P * S}")
     if len(lens) and (counts.max() > call.max_seqlen_q or lens.max() > call.max_seqlen_k):
         bounds = f"max_seqlen_q={call.max_seqlen_q}, max_seqlen_k={call.max_seqlen_k}"
         raise InvalidRequest(f"the batch holds {counts.max()} queries and {lens.max()} tokens in a sequence, more than its bounds {bounds}")

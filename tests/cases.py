@@ -1,0 +1,302 @@
+"""The grid of cases that every backend and every kernel benchmark uses.
+
+A `Case` is a point in the contract of `paged_attention`; `build` makes its tensors with everything hostile that an engine may hand over:
+frames in random order, never-written slots of NaN, padded table entries of 2147480000, rows in any order, strides of a larger pool.
+
+    SMALL   one feature at a time, tiny shapes                      GRID   every pair of values of every two axes meets in some case
+    LARGE   sizes where splits, chunks and batching begin           What is right, and within which error: tests/kernels/oracle.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import zlib
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedkv.kernels.args import KVLayer, PagedBatch
+
+ABSURD = 2147480000
+"""A frame number that no pool has: what padded table entries hold."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "int4": torch.uint8}
+DTYPES |= {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+POISON = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7F, "int8": 0x7F, "int4": 0xFF}
+"""fp8 NaN; integers have none, so they get their largest, and NaN in their scales where these are per (token, head)."""
+
+
+class Built(NamedTuple):
+    """What `paged_attention(q, layer, batch, **options)` is called with."""
+
+    q: Tensor
+    layer: KVLayer
+    batch: PagedBatch
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. q_lens, kv_lens: new tokens and KV length (new ones included) of each sequence; heads: (H, K); dims: (D, Dv).
+
+    kv: "" for q's dtype, or a quantised dtype and its scales, "int8/token_head", "fp8_e4m3/tensor", "fp8_e4m3" (scale 1).
+    layout: "NHD", "HND" (with gaps between frames, as in a pool of several layers), "mixed" (K and V side by side), "mla" (V is K's head).
+    mask: "causal", "all", "tree". `punched` removes pages at random; `rows` goes through an indirection; `padding` adds rows to q.
+    """
+
+    q_lens: tuple[int, ...] = (1, 1, 1)
+    kv_lens: tuple[int, ...] = (97, 16, 33)
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (64, 64)
+    block_size: int = 16
+    dtype: str = "float32"
+    kv: str = ""
+    layout: str = "NHD"
+    mask: str = "causal"
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: bool = False
+    split_tokens: int | None = None
+    rows: bool = False
+    punched: bool = False
+    padding: int = 0
+
+    def __str__(self) -> str:
+        """What differs from the default: the id of the test."""
+        differing = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        texts = {name: str(getattr(self, name)) for name in differing}
+        texts |= {name: _run_lengths(getattr(self, name)) for name in ("q_lens", "kv_lens") if name in differing}
+        texts |= {name: "/".join(map(str, getattr(self, name))) for name in ("heads", "dims") if name in differing}
+        return " ".join(f"{name}={text}" for name, text in texts.items()) or "default"
+
+    def build(self, seed: int = 0, device: str = "cpu") -> Built:
+        """Random tensors of this case; equal for equal `seed`, on any device."""
+        draw = torch.Generator().manual_seed(zlib.crc32(str(self).encode()) + seed)
+        T, H = sum(self.q_lens) + self.padding, self.heads[0]
+        q = torch.randn(T, H, self.dims[0], generator=draw).to(DTYPES[self.dtype])
+        q[T - self.padding :] = torch.nan
+        batch, num_frames = self._batch(draw)
+        layer = self._layer(draw, num_frames, batch)
+        options: dict[str, Any] = {
+            "window": self.window,
+            "softcap": self.softcap,
+            "split_tokens": self.split_tokens,
+            "causal": self.mask != "all",
+        }
+        if self.sinks:
+            options["sinks"] = torch.randn(H, generator=draw) * 2
+        if self.alibi:
+            options["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, H)
+        if self.mask == "tree":  # any mask in which a token sees itself, not only those of trees; columns of no token say True
+            tree = torch.rand(T, batch.max_seqlen_q, generator=draw) < 0.5
+            index = torch.cat([torch.arange(m) for m in (*self.q_lens, self.padding)])
+            options["tree_mask"] = tree | (torch.arange(batch.max_seqlen_q) >= index[:, None])
+        return Built(q.to(device), moved(layer, device), moved(batch, device), {k: moved(x, device) for k, x in options.items()})
+
+    def _batch(self, draw: torch.Generator) -> tuple[PagedBatch, int]:
+        B, S = len(self.q_lens), self.block_size
+        pages = [-(-n // S) if m else 0 for m, n in zip(self.q_lens, self.kv_lens, strict=True)]  # without queries, nothing is read
+        num_frames = sum(pages) + 3
+        frames = iter(torch.randperm(num_frames, generator=draw).tolist())
+        rows = torch.randperm(B + 3, generator=draw)[:B] if self.rows else torch.arange(B)
+        table = torch.full((B + 3 * self.rows, max(pages, default=0) + 2), ABSURD, dtype=torch.int32)
+        for row, count in zip(rows.tolist(), pages, strict=True):
+            table[row, :count] = torch.tensor(list(itertools.islice(frames, count)), dtype=torch.int32)
+            if self.punched:
+                table[row, :count][torch.rand(count, generator=draw) < 0.3] = -1
+        positions = torch.cat([torch.arange(n - m, n) for m, n in zip(self.q_lens, self.kv_lens, strict=True)] + [torch.zeros(0).long()])
+        slots = [
+            int(table[row, t // S]) * S + t % S if t >= 0 and table[row, t // S] >= 0 else -1
+            for row, m, n in zip(rows.tolist(), self.q_lens, self.kv_lens, strict=True)
+            for t in range(n - m, n)
+        ]
+        pad = (0, self.padding)
+        batch = PagedBatch(
+            block_table=table,
+            seq_lens=torch.tensor(self.kv_lens, dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, *itertools.accumulate(self.q_lens)], dtype=torch.int32),
+            slots=torch.nn.functional.pad(torch.tensor(slots, dtype=torch.int64), pad, value=-1),
+            positions=torch.nn.functional.pad(positions, pad),
+            max_seqlen_q=max(self.q_lens, default=0),
+            max_seqlen_k=max(self.kv_lens, default=0),
+            rows=rows.int() if self.rows else None,
+        )
+        return batch, num_frames
+
+    def _layer(self, draw: torch.Generator, num_frames: int, batch: PagedBatch) -> KVLayer:
+        kind, _, scales = self.kv.partition("/")
+        layer = empty_layer(self, num_frames)
+        k, v, k_scale, v_scale = layer.k, layer.v, layer.k_scale, layer.v_scale
+        at = (used := used_slots(batch, self.block_size)) // self.block_size, used % self.block_size
+        for pool, scale in ((k, k_scale), (v, v_scale)):
+            if self.layout == "mla" and pool is v:
+                break
+            shape = (len(used), *pool.shape[2:])
+            if kind in ("int8", "int4"):
+                low, high = (-127, 128) if kind == "int8" else (0, 256)
+                stored = torch.randint(low, high, shape, generator=draw).to(pool.dtype)
+            else:
+                stored = (torch.randn(shape, generator=draw) * (2 if kind else 1)).to(pool.dtype)
+            as_bytes(pool)[at] = as_bytes(stored)
+            base = {"int8": 0.01, "int4": 0.3}.get(kind, 0.6)
+            if scale is not None and scales == "tensor":
+                scale.fill_(base)
+            elif scale is not None:
+                scale[at] = (torch.rand(shape[:-1], generator=draw) + 0.5) * base
+        return layer
+
+
+def empty_layer(case: Case, num_frames: int) -> KVLayer:
+    """A pool of `case`'s geometry and layout, nothing but poison."""
+    kind, _, scales = case.kv.partition("/")
+    dtype, K, S = DTYPES[kind or case.dtype], case.heads[1], case.block_size
+    D, Dv = (d // 2 if kind == "int4" else d for d in case.dims)
+    if case.layout == "NHD":
+        k, v = poison((num_frames, S, K, D), dtype), poison((num_frames, S, K, Dv), dtype)
+    elif case.layout == "HND":
+        k, v = (poison((num_frames, 3, K, S, d), dtype)[:, 1].transpose(1, 2) for d in (D, Dv))
+    elif case.layout == "mixed":
+        k, v = poison((num_frames, K, S, D + Dv), dtype).transpose(1, 2).split((D, Dv), -1)  # type: ignore[no-untyped-call]
+    else:
+        k = poison((num_frames, S, K, D), dtype)
+        v = k[..., :Dv]
+    if not scales:
+        return KVLayer(k, v)
+    if scales == "tensor":
+        return KVLayer(k, v, torch.tensor(1.0), torch.tensor(1.0))
+    k_scale, v_scale = (torch.full((num_frames, K, S), torch.nan).transpose(1, 2) for _ in range(2))
+    return KVLayer(k, v, k_scale, k_scale if case.layout == "mla" else v_scale)
+
+
+def poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What memory holds that no one wrote."""
+    for name, byte in POISON.items():
+        if DTYPES[name] == dtype:
+            return torch.full(shape, byte, dtype=torch.uint8).view(dtype)
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """`x`, or its bytes if it has one-byte elements (not every operation knows fp8)."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def used_slots(batch: PagedBatch, block_size: int) -> Tensor:
+    """int64: the slots of all tokens of all sequences that have queries, punched pages left out."""
+    starts, slots = batch.cu_seqlens_q.tolist(), []
+    for b, n in enumerate(batch.seq_lens.tolist()):
+        row = batch.block_table[b if batch.rows is None else int(batch.rows[b])].tolist()
+        slots += [
+            row[t // block_size] * block_size + t % block_size for t in range(n) if starts[b + 1] > starts[b] and row[t // block_size] >= 0
+        ]
+    return torch.tensor(slots, dtype=torch.int64)
+
+
+def moved(x: Any, device: str) -> Any:
+    """`x`, and the tensors in it if it is a KVLayer or a PagedBatch, on `device`, strides kept."""
+    if isinstance(x, KVLayer | PagedBatch):
+        return replace(x, **{field.name: moved(getattr(x, field.name), device) for field in fields(x)})
+    if not isinstance(x, Tensor) or x.device.type == device:
+        return x
+    there = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
+    as_bytes(there).copy_(as_bytes(x))
+    return there
+
+
+def _run_lengths(values: tuple[int, ...]) -> str:
+    runs = [(value, len(list(run))) for value, run in itertools.groupby(values)]
+    return ",".join(f"{value}x{count}" if count > 1 else str(value) for value, count in runs) or "none"
+
+
+LENGTHS = {
+    "decode": ((1,), (97,)),
+    "decode of 17": ((1,) * 17, (0, 1, 15, 16, 17, 97, 512, 33, 31, 64, 65, 2, 3, 130, 255, 256, 257)),
+    "long decode": ((1, 1, 1), (2011, 5, 512)),
+    "drafts": ((1, 2, 3, 4, 5, 6, 7, 8), (97, 2, 16, 17, 512, 15, 100, 8)),
+    "prefill": ((17, 127), (17, 127)),
+    "chunk": ((33,), (577,)),
+    "mixed": ((1, 65, 0, 5, 8), (512, 97, 40, 18, 2011)),
+    "more queries than tokens": ((3, 1, 4), (2, 0, 17)),
+}
+AXES: dict[str, tuple[Any, ...]] = {
+    "lengths": tuple(LENGTHS),
+    "kv": ("", "fp8_e4m3", *(f"{kind}/{scales}" for kind in POISON for scales in ("tensor", "token_head"))),
+    "heads": ((4, 4), (8, 2), (5, 1), (28, 4), (32, 8), (64, 4), (32, 1), (64, 2)),
+    "dims": ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 80)),
+    "block_size": (1, 5, 8, 16, 32, 64, 128, 256),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "layout": ("NHD", "HND", "mixed"),
+    "mask": ("causal", "all", "tree"),
+    "window": (None, 1, 64, 1024),
+    "softcap": (0.0, 50.0),
+    "sinks": (False, True),
+    "alibi": (False, True),
+    "split_tokens": (None, 32, 100),
+    "rows": (False, True),
+    "punched": (False, True),
+    "padding": (0, 3),
+}
+
+
+def covering(axes: dict[str, tuple[Any, ...]], *, candidates: int = 24) -> list[dict[str, Any]]:
+    """Points in which every two values of every two axes meet. Greedy: each is the best of some random ones that settle an open pair."""
+    rng, names = random.Random(0), list(axes)
+    sizes = [range(len(axes[name])) for name in names]
+    pairs = [((a, x), (b, y)) for a, b in itertools.combinations(range(len(names)), 2) for x in sizes[a] for y in sizes[b]]
+    open_pairs, points = dict.fromkeys(pairs), []
+    while open_pairs:
+        (a, x), (b, y) = next(iter(open_pairs))
+        best: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        for _ in range(candidates):
+            point = [rng.choice(size) for size in sizes]
+            point[a], point[b] = x, y
+            settled = [pair for pair in itertools.combinations(enumerate(point), 2) if pair in open_pairs]
+            if len(settled) > len(best):
+                best, chosen = settled, point
+        for pair in best:
+            del open_pairs[pair]
+        points.append({name: axes[name][i] for name, i in zip(names, chosen, strict=True)})
+    return points
+
+
+def _case(point: dict[str, Any]) -> Case:
+    q_lens, kv_lens = LENGTHS[point.pop("lengths")]
+    return Case(q_lens=q_lens, kv_lens=kv_lens, **point)
+
+
+GRID = tuple(_case(point) for point in covering(AXES))
+
+_DRAFTS = Case(q_lens=(1, 4, 3, 0, 5), kv_lens=(40, 4, 70, 9, 33))
+SMALL = (
+    Case(),
+    *(Case(q_lens=(1,), kv_lens=(n,)) for n in (0, 1, 15, 17)),
+    *(
+        Case(q_lens=q, kv_lens=kv)
+        for q, kv in [((), ()), ((0, 0), (5, 0)), ((17, 1), (17, 512)), *(LENGTHS[x] for x in ("mixed", "more queries than tokens"))]
+    ),
+    *(replace(_DRAFTS, heads=heads) for heads in AXES["heads"]),
+    *(replace(_DRAFTS, dims=dims) for dims in AXES["dims"]),
+    *(replace(_DRAFTS, block_size=size) for size in AXES["block_size"]),
+    *(replace(_DRAFTS, layout=layout) for layout in AXES["layout"]),
+    *(replace(_DRAFTS, dtype=dtype) for dtype in AXES["dtype"]),
+    *(replace(_DRAFTS, dtype="bfloat16", kv=kv, layout="HND") for kv in AXES["kv"]),
+    *(replace(_DRAFTS, **{option: value}) for option in ("mask", "window", "split_tokens") for value in AXES[option]),
+    *(replace(_DRAFTS, **option) for option in ({"softcap": 50.0}, {"sinks": True}, {"alibi": True}, {"rows": True}, {"padding": 3})),
+    *(replace(_DRAFTS, punched=True, block_size=4, mask=mask, sinks=sinks) for mask in AXES["mask"] for sinks in (False, True)),
+    replace(_DRAFTS, heads=(16, 1), dims=(576, 512), layout="mla", dtype="bfloat16"),
+    replace(_DRAFTS, heads=(16, 1), dims=(576, 512), layout="mla", dtype="bfloat16", kv="fp8_e4m3/token_head"),
+)
+SMALL = tuple(dict.fromkeys(SMALL))
+
+LARGE = (
+    Case(q_lens=(577,), kv_lens=(577,), dtype="bfloat16", heads=(8, 2), layout="HND"),
+    Case(q_lens=(577, 1, 129), kv_lens=(2011, 2011, 463), heads=(8, 2), dims=(128, 128), window=256, softcap=50.0, sinks=True),
+    Case(q_lens=(1,) * 128, kv_lens=tuple(range(1, 257, 2)), heads=(8, 2), dtype="float16"),
+    Case(q_lens=(1, 4), kv_lens=(16384, 9000), heads=(8, 1), dtype="bfloat16", kv="int8/token_head"),
+    Case(q_lens=(1,), kv_lens=(131072,), heads=(2, 1), split_tokens=4096, block_size=64),
+    Case(q_lens=(64,), kv_lens=(1500,), heads=(128, 1), dims=(576, 512), layout="mla", dtype="bfloat16", block_size=64),
+)

@@ -1,0 +1,50 @@
+"""Every kernel of the registry, on every device it runs on; CUDA only with `-m gpu`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import torch
+
+from pagedkv import KernelUnavailable
+from pagedkv.kernels import ops, registry
+from tests.cases import moved
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tests.cases import Built
+
+torch.set_num_threads(1)
+
+
+class Runner(NamedTuple):
+    """One kernel on one device, called as users call it; skips the test, with the reasons, where the kernel objects."""
+
+    backend: str
+    device: str
+
+    def attend(self, built: Built, **changes: object) -> tuple[Tensor, Tensor]:
+        """Out and lse on the CPU; `changes` override the options of the case."""
+        q, layer, batch = (moved(x, self.device) for x in built[:3])
+        options = {name: moved(x, self.device) for name, x in (built.options | changes).items()}
+        try:
+            out, lse = ops.paged_attention(q, layer, batch, return_lse=True, backend=self.backend, **options)
+        except KernelUnavailable as refused:
+            pytest.skip(str(refused))
+        return out.cpu(), lse.cpu()
+
+
+RUNNERS = [
+    pytest.param(Runner(kernel.name, device), id=f"{kernel.name}-{device}", marks=[pytest.mark.gpu] if device != "cpu" else [])
+    for kernel in registry.KERNELS
+    for device in kernel.where or ("cpu", "cuda")
+]
+
+
+@pytest.fixture(params=RUNNERS)
+def runner(request: pytest.FixtureRequest) -> Runner:
+    """Each kernel on each of its devices."""
+    kernel: Runner = request.param
+    return kernel

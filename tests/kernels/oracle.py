@@ -1,0 +1,138 @@
+"""What is right: the contract of `paged_attention` in float64, written a second time, and the error a kernel may make.
+
+`oracle` is numpy, one query and head at a time over the logical positions of its sequence. It shares no line with the reference, so a
+mistake must be made twice to pass. `same_precision` is the yardstick of the error; TOLERANCE is the only table of tolerances for attention.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.cases import Built, Case, moved
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+class State(NamedTuple):
+    """Out [T, H, Dv] and lse [T, H]; rows of no sequence are 0."""
+
+    out: Array
+    lse: Array
+
+
+def oracle(built: Built) -> State:
+    """The contract in float64."""
+    q = built.q.cpu().double().numpy()
+    (T, H, _), options = q.shape, built.options
+    sinks, slopes = (None if (x := options.get(name)) is None else x.cpu().double().numpy() for name in ("sinks", "alibi_slopes"))
+    scale, softcap = options.get("scale") or q.shape[2] ** -0.5, options.get("softcap", 0.0)
+    out, lse = np.zeros((T, H, stored_dim(built.layer.v))), np.zeros((T, H))
+    for sequence in logical(built):
+        K = sequence.k.shape[1]
+        for i, row in enumerate(sequence.rows):
+            position = len(sequence.k) - len(sequence.rows) + i
+            seen = np.flatnonzero(sequence.visible[i])
+            for h in range(H):
+                s = sequence.k[seen, h // (H // K)] @ q[row, h] * scale
+                s = softcap * np.tanh(s / softcap) if softcap else s
+                s = s + slopes[h] * (seen - position) if slopes is not None else s
+                logits = s if sinks is None else np.append(s, sinks[h])
+                if not len(logits):
+                    lse[row, h] = -np.inf
+                    continue
+                top = logits.max()
+                weights = np.exp(logits - top)
+                lse[row, h] = top + np.log(weights.sum())
+                out[row, h] = weights[: len(seen)] / weights.sum() @ sequence.v[seen, h // (H // K)]
+    return State(out, lse)
+
+
+def same_precision(built: Built) -> State:
+    """Plain dense torch attention with every tensor, scores and probabilities too, in q's dtype: the yardstick of `allowed_error`."""
+    q, options, dtype = built.q.cpu(), built.options, built.q.dtype
+    (T, H, D), softcap = q.shape, options.get("softcap", 0.0)
+    out, lse = np.zeros((T, H, stored_dim(built.layer.v))), np.zeros((T, H))
+    for sequence in logical(built):
+        n, m, K = *sequence.visible.shape[::-1], sequence.k.shape[1]
+        k, v = (torch.from_numpy(x).to(dtype).repeat_interleave(H // K, 1) for x in (sequence.k, sequence.v))
+        s = torch.einsum("mhd,nhd->hmn", q[sequence.rows], k) * (options.get("scale") or D**-0.5)
+        s = softcap * torch.tanh(s / softcap) if softcap else s
+        if options.get("alibi_slopes") is not None:
+            distance = torch.arange(n) - torch.arange(n - m, n)[:, None]
+            s = s + (options["alibi_slopes"].cpu()[:, None, None] * distance).to(dtype)
+        s = s.masked_fill(~torch.from_numpy(sequence.visible), -torch.inf)
+        if options.get("sinks") is not None:
+            s = torch.cat([s, options["sinks"].cpu().to(dtype)[:, None, None].expand(H, m, 1)], -1)
+        p = s.softmax(-1).nan_to_num(0)[..., :n]
+        out[sequence.rows] = torch.einsum("hmn,nhd->mhd", p, v).double().numpy()
+        lse[sequence.rows] = s.logsumexp(-1).double().numpy().T if s.shape[-1] else -np.inf
+    return State(out, lse)
+
+
+class Sequence(NamedTuple):
+    """One sequence laid out in logical order, float64: k [n, K, D], v [n, K, Dv] (0 where punched), visible bool [m, n]; its rows of q."""
+
+    k: Array
+    v: Array
+    visible: Array
+    rows: list[int]
+
+
+def logical(built: Built) -> list[Sequence]:
+    """Follow the page tables token by token; decide query by query what is seen."""
+    layer, batch = moved(built.layer, "cpu"), moved(built.batch, "cpu")
+    S, K = layer.k.shape[1:3]
+    k, v = stored_values(layer.k, layer.k_scale), stored_values(layer.v, layer.v_scale)
+    tree, window = built.options.get("tree_mask"), built.options.get("window")
+    starts, sequences = batch.cu_seqlens_q.tolist(), []
+    for b, n in enumerate(batch.seq_lens.tolist()):
+        rows = list(range(starts[b], starts[b + 1]))
+        if not rows:
+            continue
+        table = batch.block_table[b if batch.rows is None else int(batch.rows[b])].tolist()
+        keys, values, visible = np.zeros((n, K, k.shape[-1])), np.zeros((n, K, v.shape[-1])), np.zeros((len(rows), n), bool)
+        first_new = n - len(rows)
+        for t in range(n):
+            frame = table[t // S]
+            if frame < 0:
+                continue
+            keys[t], values[t] = k[frame, t % S], v[frame, t % S]
+            for i, row in enumerate(rows):
+                if tree is not None:
+                    seen = t < first_new or bool(tree[row, t - first_new])
+                else:
+                    seen = t <= first_new + i or not built.options.get("causal", True)
+                visible[i, t] = seen and (window is None or t > first_new + i - window)
+        sequences.append(Sequence(keys, values, visible, rows))
+    return sequences
+
+
+def stored_dim(pool: Tensor) -> int:
+    """Elements in the last dim, two in a byte for int4."""
+    return pool.shape[-1] * (2 if pool.dtype == torch.uint8 else 1)
+
+
+def stored_values(pool: Tensor, scale: Tensor | None) -> Array:
+    """The values of a whole pool tensor in float64, poison included."""
+    if pool.dtype == torch.uint8:
+        packed = pool.numpy().astype(np.int16)
+        values = np.empty((*pool.shape[:-1], stored_dim(pool)))
+        values[..., 0::2], values[..., 1::2] = packed % 16 - 8, packed // 16 - 8
+    else:
+        values = pool.double().numpy()
+    return values if scale is None else values * scale.double().numpy().reshape(*scale.shape, *[1] * (4 - scale.dim()))
+
+
+TOLERANCE = {"floor": 1e-5, "": 2, "fp8_e4m3": 4, "fp8_e5m2": 4, "int8": 4, "int4": 16}
+"""max |x - oracle| <= factor * max |same_precision - oracle| + floor: FlashAttention's rule. As there, both maxima are taken over the whole
+tensor: an element that plain low-precision torch happens to get exactly right asks no kernel for the same luck."""
+
+
+def allowed_error(case: Case, right: Array, low: Array) -> float:
+    """By the rule of TOLERANCE, for `out` or `lse` of this case; only finite elements of `right` count."""
+    finite = np.isfinite(right)
+    return TOLERANCE[case.kv.partition("/")[0]] * float(np.abs(low[finite] - right[finite]).max(initial=0.0)) + TOLERANCE["floor"]

@@ -1,0 +1,144 @@
+"""Each wrong argument is named in the letters of the contract, whichever kernel would have run; nothing is written before it is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pagedkv import copy_frames, merge_states, paged_attention, write_kv
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.args import KVLayer
+from tests.cases import Case
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.cases import Built
+
+CASE = Case(q_lens=(1, 4), kv_lens=(40, 4), heads=(6, 2))
+INT32 = torch.int32
+
+
+def batch(**changes: Any) -> Callable[[Built], Built]:
+    return lambda built: built._replace(batch=replace(built.batch, **changes))
+
+
+def layer(change: Callable[[KVLayer], KVLayer]) -> Callable[[Built], Built]:
+    return lambda built: built._replace(layer=change(built.layer))
+
+
+def option(**changes: Any) -> Callable[[Built], Built]:
+    return lambda built: built._replace(options=built.options | changes)
+
+
+def query(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Built], Built]:
+    return lambda built: built._replace(q=change(built.q))
+
+
+WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
+    (query(lambda q: q[:, :5]), "q is [T=5, H=5, D=64] but layer.k has K=2 kv heads: H must be a multiple of K"),
+    (query(lambda q: q[..., :32]), "q is [T=5, H=6, D=32] but layer.k has D=64: they must have the same head dim"),
+    (query(lambda q: q[0]), "q is [6, 64]; it must have 3 dims: [T, H, D]"),
+    (query(lambda q: q.half()), "q is float16 but layer.k is float32: convert q"),
+    (query(lambda q: q.int()), "q is int32; it must be float32, bfloat16 or float16"),
+    (query(lambda q: q.mT.contiguous().mT), "its last dim must be contiguous"),
+    (query(lambda q: q.to("meta")), "q is on meta but k is on cpu"),
+    (layer(lambda x: replace(x, v=x.v[:, :8])), "layer.v is [F=7, S=8, K=2, Dv=64]; they must be [F, S, K, D] and [F, S, K, Dv]"),
+    (layer(lambda x: replace(x, v=x.v.half())), "layer.k is float32 and layer.v is float16; both must be of one dtype"),
+    (layer(lambda x: KVLayer(x.k.to(torch.int8), x.v.to(torch.int8))), "layer.k_scale is None but layer.k is int8"),
+    (layer(lambda x: replace(x, k_scale=torch.ones(()))), "only fp8, int8 and int4 pools have scales"),
+    (
+        layer(lambda x: KVLayer(x.k.to(torch.int8), x.v.to(torch.int8), torch.ones(2), None)),
+        "it must be float32 [] (one for all) or [F=7, S=16, K=2]",
+    ),
+    (batch(seq_lens=torch.tensor([40, 4])), "batch.seq_lens is int64 [2]; it must be int32 [B]"),
+    (batch(cu_seqlens_q=torch.tensor([0, 5], dtype=INT32)), "batch.cu_seqlens_q is int32 [2]; it must be int32 [B + 1 = 3]"),
+    (batch(rows=torch.zeros(3, dtype=INT32)), "batch.rows is int32 [3]; it must be int32 [B=2]"),
+    (
+        batch(block_table=torch.zeros(1, 4, dtype=INT32)),
+        "batch.block_table is int32 [1, 4]; it must be int32 [A >= B=2, P] (or give batch.rows)",
+    ),
+    (option(sinks=torch.zeros(5)), "sinks is float32 [5]; it must be float32 [H=6]"),
+    (option(alibi_slopes=torch.zeros(6).double()), "alibi_slopes is float64 [6]; it must be float32 [H=6]"),
+    (option(tree_mask=torch.ones(5, 3, dtype=torch.bool)), "tree_mask is bool [5, 3]; it must be bool [T=5, max_seqlen_q=4]"),
+    (option(window=0), "window is 0; it must be at least 1, or None"),
+    (option(split_tokens=-1), "split_tokens is -1; it must be at least 1, or None"),
+    (option(softcap=-1.0), "softcap is -1.0; it must be a finite number, 0 for none"),
+    (option(out=torch.zeros(5, 6, 32)), "out is [T=5, H=6, Dv=32] float32; it must be [T=5, H=6, Dv=64] float32"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), WRONG_SHAPES, ids=[text[:50] for _, text in WRONG_SHAPES])
+def test_a_wrong_shape_dtype_or_device_is_named(change: Callable[[Built], Built], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # always looked at
+    built = change(CASE.build())
+    with pytest.raises(InvalidRequest) as wrong:
+        paged_attention(built.q, built.layer, built.batch, **built.options)
+    assert text in str(wrong.value)
+
+
+WRONG_VALUES: list[tuple[Callable[[Built], Built], str]] = [
+    (batch(seq_lens=torch.tensor([81, 4], dtype=INT32)), "batch.seq_lens goes from 4 to 81 but a row of 5 pages of 16 holds 0 to 80"),
+    (batch(max_seqlen_k=39), "the batch holds 4 queries and 40 tokens in a sequence, more than its bounds max_seqlen_q=4, max_seqlen_k=39"),
+    (batch(cu_seqlens_q=torch.tensor([0, 6, 5], dtype=INT32)), "batch.cu_seqlens_q is [0, 6, 5]; it must rise from 0 to at most T=5"),
+    (batch(rows=torch.tensor([0, 2], dtype=INT32)), "batch.rows holds 0 to 2 but there are 2 rows in batch.block_table"),
+    (
+        batch(block_table=torch.full((2, 5), 9, dtype=INT32)),
+        "batch.block_table names frames 9 to 9 but the layer has F=7: 0 to 6, or -1 if punched",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), WRONG_VALUES, ids=[text[:50] for _, text in WRONG_VALUES])
+def test_a_wrong_value_is_named_when_debugging(change: Callable[[Built], Built], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_DEBUG", "1")
+    built = change(CASE.build())
+    with pytest.raises(InvalidRequest) as wrong:
+        paged_attention(built.q, built.layer, built.batch, **built.options)
+    assert text in str(wrong.value)
+
+
+WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
+    ("0", {"k": torch.zeros(5, 2, 32)}, "k is [T=5, K=2, D=32] but layer.k has K=2 kv heads of D=64"),
+    ("0", {"v": torch.zeros(4, 2, 64)}, "v is [T=4, K=2, Dv=64]; with this k and layer.v it must be [T=5, K=2, Dv=64]"),
+    ("0", {"k": torch.zeros(5, 2, 64).int()}, "k is int32 and v is float32; write_kv takes floats"),
+    ("0", {"slots": torch.zeros(4).long()}, "batch.slots is int64 [4]; for k [T=5, K=2, D=64] it must be int64 [T=5]"),
+    ("0", {"slots": torch.zeros(5, dtype=INT32)}, "batch.slots is int32 [5]"),
+    (
+        "1",
+        {"slots": torch.tensor([0, 1, 2, 3, 112])},
+        "batch.slots holds 0 to 112 but there are 112 slots in F=7 frames of S=16: 0 to 111 are allowed",
+    ),
+    ("2", {"slots": torch.tensor([0, 9, 9, -1, -1])}, "batch.slots names slots [9] more than once"),
+]
+
+
+@pytest.mark.parametrize(("level", "changes", "text"), WRONG_WRITES, ids=[text[:50] for _, _, text in WRONG_WRITES])
+def test_a_wrong_write_is_named_and_writes_nothing(level: str, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_DEBUG", level)
+    built = CASE.build()
+    before = built.layer.k.clone()
+    given = {"k": torch.zeros(5, 2, 64), "v": torch.zeros(5, 2, 64), "slots": built.batch.slots} | changes
+    with pytest.raises(InvalidRequest) as wrong:
+        write_kv(given["k"], given["v"], built.layer, replace(built.batch, slots=given["slots"]))
+    assert text in str(wrong.value)
+    assert torch.equal(before, built.layer.k) or torch.equal(before.nan_to_num(7), built.layer.k.nan_to_num(7))
+
+
+def test_wrong_states_and_copies_are_named() -> None:
+    out, lse = torch.zeros(3, 2, 8), torch.zeros(3, 2)
+    with pytest.raises(InvalidRequest, match=r"lse_b is \[T=2, H=3\] float32; it must be float32 \[T=3, H=2\], natural logarithm"):
+        merge_states(out, lse, out, lse.T)
+    with pytest.raises(InvalidRequest, match="out_b is .* float16: the two states must match"):
+        merge_states(out, lse, out.half(), lse)
+    storage = torch.zeros(4, 64, dtype=torch.uint8)
+    for pairs, text in (
+        (torch.tensor([[0, 1]]), r"copies is \[1, 2\] int64"),
+        (torch.tensor([[0, 4]], dtype=INT32), "copies holds 0 to 4 but there are 4 frames in storage"),
+        (torch.tensor([[0, 2], [1, 2]], dtype=INT32), "names a destination frame twice"),
+    ):
+        with pytest.raises(InvalidRequest, match=text):
+            copy_frames(storage, pairs)

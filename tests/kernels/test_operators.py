@@ -1,0 +1,73 @@
+"""torch sees what the operators do: schemas, mutations, shapes without data, one opaque node in a compiled graph."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from pagedkv import copy_frames, merge_states, paged_attention, write_kv
+from pagedkv.kernels.args import AttentionCall, KVLayer, PagedBatch, WriteCall
+from tests.cases import Case
+
+CASE = Case(q_lens=(1, 4), kv_lens=(40, 6), window=20)
+QUANTISED = Case(q_lens=(1, 4), kv_lens=(40, 6), kv="int8/token_head", layout="HND", sinks=True, rows=True)
+
+
+def attention_args(case: Case) -> tuple[Any, ...]:
+    q, layer, batch, options = case.build()
+    tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
+    rule = (0.125, options["causal"], options["window"], options["softcap"], options.get("sinks"), None, None, None)
+    return (q, layer.k, layer.v, layer.k_scale, layer.v_scale, *tables, *rule)
+
+
+def write_args(case: Case) -> tuple[Any, ...]:
+    _, layer, batch, _ = case.build()
+    k = torch.randn(len(batch.slots), *layer.k.shape[2:])
+    return (k, -k, layer.k, layer.v, layer.k_scale, layer.v_scale, batch.slots, "auto")
+
+
+@pytest.mark.parametrize("case", [CASE, QUANTISED], ids=str)
+def test_opcheck_finds_nothing(case: Case) -> None:
+    ops, call = torch.ops.pagedkv, attention_args(case)
+    out, lse = torch.zeros(5, 4, 64), torch.zeros(5, 4)
+    torch.library.opcheck(ops.paged_attention.default, (*call, "auto"))
+    torch.library.opcheck(ops.paged_attention_out.default, (*call, out, lse, "auto"))
+    torch.library.opcheck(ops.write_kv.default, write_args(case))
+
+
+def test_opcheck_finds_nothing_in_merge_and_copy() -> None:
+    out, lse = torch.randn(3, 2, 8), torch.randn(3, 2)
+    torch.library.opcheck(torch.ops.pagedkv.merge_states.default, (out, lse, out + 1, lse - 1))
+    torch.library.opcheck(torch.ops.pagedkv.copy_frames.default, (torch.randn(4, 8), torch.tensor([[0, 1]], dtype=torch.int32)))
+
+
+def test_the_fields_of_a_call_are_the_arguments_of_its_operator() -> None:
+    """The operators hand their arguments over by position."""
+    schemas = {"paged_attention_out": AttentionCall, "write_kv": WriteCall}
+    for name, call in schemas.items():
+        arguments = [argument.name for argument in getattr(torch.ops.pagedkv, name).default._schema.arguments]
+        assert arguments == [*(field.name for field in fields(call)), "backend"]
+
+
+@pytest.mark.parametrize("case", [CASE, QUANTISED], ids=str)
+def test_a_compiled_step_is_one_graph_and_gives_the_same_bits(case: Case) -> None:
+    def step(q: torch.Tensor, k: torch.Tensor, layer: KVLayer, batch: PagedBatch, storage: torch.Tensor) -> torch.Tensor:
+        copy_frames(storage, torch.tensor([[0, 1]], dtype=torch.int32))
+        write_kv(k, k * 2, layer, batch)
+        out, lse = paged_attention(q * 2, layer, batch, return_lse=True)
+        into = torch.zeros_like(out)
+        paged_attention(q, layer, batch, out=into)
+        return merge_states(out, lse, into, lse - 1)[0] + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (step, compiled):
+        q, layer, batch, _ = case.build()
+        k = torch.linspace(-1, 1, 5 * 2 * 64).view(5, 2, 64)
+        storage = torch.arange(4.0)
+        results.append((run(q, k, layer, batch, storage), layer.k.float().nan_to_num(9), storage))
+    for eager, traced in zip(*results, strict=True):
+        assert torch.equal(eager, traced)

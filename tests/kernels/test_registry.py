@@ -1,0 +1,93 @@
+"""Which kernel runs: the first that does not object, or the one that was named, or an error with every reason. Never a silent fallback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pagedkv import KernelUnavailable, KVSpec, explain, paged_attention
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import registry
+from pagedkv.kernels.registry import Case, Kernel, choose, resolve
+from tests.cases import Case as GridCase
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32")
+
+
+def small_heads(case: Case) -> list[str]:
+    return [f"head_dim is {case.head_dim}; it takes at most 64"] if (case.head_dim or 0) > 64 else []
+
+
+FAST = Kernel("fast", where=("cpu",), objections=small_heads, module="pagedkv.kernels.reference")
+FAR = Kernel("far", where=("cuda",), objections=lambda case: ["CuPy is not installed"], module="no.such.module")
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two made-up kernels before those of the registry."""
+    monkeypatch.setattr(registry, "KERNELS", (FAR, FAST, *registry.KERNELS))
+    monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
+
+
+@pytest.mark.usefixtures("three")
+def test_auto_takes_the_first_that_does_not_object() -> None:
+    assert choose(SPEC) is FAST
+    assert choose(KVSpec(1, 2, 128)).name not in ("far", "fast")
+    assert choose(SPEC, "cuda:1").name not in ("far", "fast")
+
+
+@pytest.mark.usefixtures("three")
+def test_a_named_kernel_that_objects_raises_with_every_reason() -> None:
+    with pytest.raises(KernelUnavailable) as refused:
+        choose(SPEC, "cpu", "far")
+    assert refused.value.reasons == {"far": ["it runs on cuda, the tensors are on cpu", "CuPy is not installed"]}
+    with pytest.raises(KernelUnavailable, match="head_dim is 128; it takes at most 64"):
+        resolve(Case(head_dim=128), "fast")
+
+
+@pytest.mark.usefixtures("three")
+def test_the_environment_names_the_kernel_where_the_caller_says_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_KERNELS", "reference")
+    assert choose(SPEC).name == choose(SPEC, "cpu", None).name == "reference"
+    assert choose(SPEC, "cpu", "fast") is FAST
+    monkeypatch.setenv("PAGEDKV_KERNELS", "far")
+    with pytest.raises(KernelUnavailable, match="CuPy is not installed"):
+        choose(SPEC)
+
+
+@pytest.mark.usefixtures("three")
+def test_a_call_is_judged_by_what_it_asks() -> None:
+    built = GridCase(dims=(128, 128)).build()
+    with pytest.raises(KernelUnavailable, match="paged_attention on cpu .* head_dim=128 .*\n  fast: head_dim is 128"):
+        paged_attention(built.q, built.layer, built.batch, backend="fast")
+
+
+@pytest.mark.usefixtures("three")
+def test_explain_names_every_kernel_its_reasons_and_the_choice() -> None:
+    told = explain(KVSpec(1, 2, 128), device="cpu")
+    assert list(told.objections) == [kernel.name for kernel in registry.KERNELS]
+    assert told.objections["fast"] == ["head_dim is 128; it takes at most 64"]
+    assert told.chosen == choose(KVSpec(1, 2, 128)).name
+    assert f"> {told.chosen}" in repr(told)
+    assert "CuPy is not installed" in repr(told)
+    assert explain(Case(head_dim=32)).chosen == "fast"
+    assert explain(device="cpu").chosen == "fast"
+
+
+def test_an_unknown_name_is_answered_with_those_that_exist() -> None:
+    with pytest.raises(InvalidRequest, match="there is no kernel 'fats'; there are: .*reference"):
+        choose(SPEC, "cpu", "fats")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_last_kernel_serves_everything(device: str) -> None:
+    everything = frozenset({"window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens", "token_head_scale"})
+    assert registry.KERNELS[-1].refuse(Case("paged_attention", device, "float64", "int4", 7, 9, 3, 1, 5, everything)) == []
+
+
+def test_a_registry_that_is_imported_has_imported_no_kernel() -> None:
+    modules = [kernel.module for kernel in registry.KERNELS]
+    code = f"import sys, pagedkv.kernels.registry; assert not set({modules} + ['triton', 'cupy']) & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

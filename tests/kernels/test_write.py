@@ -1,0 +1,101 @@
+"""What is stored is what was given, where it was meant to go, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from pagedkv import copy_frames, write_kv
+from pagedkv.kernels.args import KVLayer, PagedBatch
+from tests.cases import AXES, Case, as_bytes, empty_layer, moved
+from tests.kernels.oracle import stored_values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tests.kernels.conftest import Runner
+
+HALF_STEP = {"": 0.0, "fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3, "int8": 0.5 / 127, "int4": 0.5 / 7}
+"""The largest error of one stored element, relative to the largest of its vector: half a unit in the last place. float32 is exact."""
+
+SLOTS = [37, -1, 0, 63, 16, -5, 2]
+
+
+def batch_of(slots: list[int]) -> PagedBatch:
+    """A batch of which only the slots are looked at."""
+    none = torch.zeros(1, dtype=torch.int32)
+    return PagedBatch(none[None], none, none, torch.tensor(slots, dtype=torch.int64), torch.zeros(len(slots)).long(), 0, 0)
+
+
+def stored(layer: KVLayer, slots: list[int]) -> tuple[Tensor, Tensor]:
+    """K and V at `slots`, as float64 values."""
+    layer = moved(layer, "cpu")
+    pools = ((layer.k, layer.k_scale), (layer.v, layer.v_scale))
+    k, v = (torch.from_numpy(stored_values(*pool)).flatten(0, 1)[slots] for pool in pools)
+    return k, v
+
+
+@pytest.mark.parametrize("layout", AXES["layout"])
+@pytest.mark.parametrize("kv", AXES["kv"])
+def test_what_is_written_reads_back_within_half_a_step(kv: str, layout: str, runner: Runner) -> None:
+    case = Case(kv=kv, layout=layout, dims=(64, 80))
+    layer = moved(empty_layer(case, 4), runner.device)
+    if kv.endswith("/tensor"):
+        layer.k_scale.fill_(0.5), layer.v_scale.fill_(0.75)
+    k, v = torch.rand(7, 2, 64) * 2 - 1, torch.rand(7, 2, 80) * 2 - 1  # in [-1, 1): no scale above saturates
+
+    write_kv(k.to(runner.device), v.to(runner.device), layer, moved(batch_of(SLOTS), runner.device), backend=runner.backend)
+
+    kept = [i for i, slot in enumerate(SLOTS) if slot >= 0]
+    for given, got, scale in zip((k, v), stored(layer, [SLOTS[i] for i in kept]), (0.5, 0.75), strict=True):
+        largest = given[kept].abs().amax(-1, keepdim=True).double()
+        integers = kv.startswith("int")
+        step = HALF_STEP[kv.partition("/")[0]] * (scale * {"int8": 127, "int4": 7}[kv[:4]] if integers and "tensor" in kv else largest)
+        assert ((got - given[kept].double()).abs() <= step * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("kv", AXES["kv"])
+def test_slots_that_are_not_named_keep_every_bit(kv: str, runner: Runner) -> None:
+    layer = moved(empty_layer(Case(kv=kv, layout="HND"), 4), runner.device)
+    before = [as_bytes(x).clone() for x in (layer.k, layer.v)]
+    k = torch.randn(7, 2, 64, device=runner.device)
+
+    write_kv(k, k, layer, moved(batch_of(SLOTS), runner.device), backend=runner.backend)
+
+    others = [slot for slot in range(64) if slot not in SLOTS]
+    for old, new in zip(before, (layer.k, layer.v), strict=True):
+        old, new = (as_bytes(x).flatten(0, 1)[others] for x in (old, new))
+        assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+
+
+def test_a_vector_of_zeros_has_scale_one_and_others_amax_over_qmax(runner: Runner) -> None:
+    layer = moved(empty_layer(Case(kv="int8/token_head"), 1), runner.device)
+    k = torch.zeros(1, 2, 64)
+    k[0, 1, 5] = -254.0
+    write_kv(k.to(runner.device), k.to(runner.device), layer, moved(batch_of([3]), runner.device), backend=runner.backend)
+    assert layer.k_scale is not None
+    assert layer.k_scale[0, 3].tolist() == [1.0, 2.0]
+    assert layer.k[0, 3, 1, 5] == -127
+
+
+@pytest.mark.parametrize(("kv", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0), ("int8/tensor", 127.0), ("int4/tensor", 7.0)])
+def test_what_is_too_large_saturates(kv: str, largest: float, runner: Runner) -> None:
+    layer = moved(empty_layer(Case(kv=kv), 1), runner.device)
+    k = torch.tensor([1e9, -1e9, torch.inf, -torch.inf]).repeat(16).expand(1, 2, 64).to(runner.device)
+    write_kv(k, k, layer, moved(batch_of([0]), runner.device), backend=runner.backend)
+    assert stored(layer, [0])[0][0, 0, :4].tolist() == [largest, -largest, largest, -largest]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float8_e4m3fn])
+def test_copies_read_every_source_before_one_destination_is_written(dtype: torch.dtype) -> None:
+    storage = torch.arange(8).repeat_interleave(3).view(8, 3).to(dtype)
+    copy_frames(storage, torch.tensor([[1, 2], [2, 3], [3, 1], [5, 0]], dtype=torch.int32))  # a cycle, and one more
+    assert storage[:, 0].float().tolist() == [5, 3, 1, 2, 4, 5, 6, 7]
+
+
+def test_copying_nothing_is_allowed() -> None:
+    storage = torch.arange(4)
+    copy_frames(storage, torch.empty(0, 2, dtype=torch.int32))
+    assert storage.tolist() == [0, 1, 2, 3]
