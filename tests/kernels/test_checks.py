@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +10,8 @@ import torch
 
 from pagedkv import copy_frames, merge_states, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels.args import KVLayer
+from pagedkv.kernels import checks
+from pagedkv.kernels.args import AttentionCall, KVLayer
 from tests.cases import Case
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     (query(lambda q: q.half()), "q is float16 but layer.k is float32: convert q"),
     (query(lambda q: q.int()), "q is int32; it must be float32, bfloat16 or float16"),
     (query(lambda q: q.mT.contiguous().mT), "its last dim must be contiguous"),
-    (query(lambda q: q.to("meta")), "q is on meta but k is on cpu"),
     (layer(lambda x: replace(x, v=x.v[:, :8])), "layer.v is [F=7, S=8, K=2, Dv=64]; they must be [F, S, K, D] and [F, S, K, Dv]"),
     (layer(lambda x: replace(x, v=x.v.half())), "layer.k is float32 and layer.v is float16; both must be of one dtype"),
     (layer(lambda x: KVLayer(x.k.to(torch.int8), x.v.to(torch.int8))), "layer.k_scale is None but layer.k is int8"),
@@ -78,6 +78,16 @@ def test_a_wrong_shape_dtype_or_device_is_named(change: Callable[[Built], Built]
     with pytest.raises(InvalidRequest) as wrong:
         paged_attention(built.q, built.layer, built.batch, **built.options)
     assert text in str(wrong.value)
+
+
+def test_tensors_on_two_devices_are_named() -> None:
+    built = CASE.build()
+    call = {field.name: None for field in fields(AttentionCall)} | {"q": built.q, "out": built.q, "softcap": 0.0}
+    call |= {name: getattr(built.layer, name) for name in ("k", "v")} | {
+        name: getattr(built.batch, name) for name in ("block_table", "cu_seqlens_q")
+    }
+    with pytest.raises(InvalidRequest, match="q is on cpu but seq_lens is on meta: all tensors of a call live on one device"):
+        checks.attention(AttentionCall(**call | {"seq_lens": built.batch.seq_lens.to("meta")}))
 
 
 WRONG_VALUES: list[tuple[Callable[[Built], Built], str]] = [
