@@ -170,6 +170,5 @@ def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def _draw(p: Tensor, uniform: Tensor) -> Tensor:
     """The token at which the running sum of each row of `p` [B, V] first exceeds `uniform` [B] of its total: int64 [B]."""
     running = p.cumsum(dim=-1)
-    total = running[:, -1]
-    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))  # u * total may round up to total
-    return torch.searchsorted(running, target[:, None], right=True).flatten()
+    target = uniform[:, None] * running[:, -1:]  # below the total even when rounded: u is at most 1 - 2^-53
+    return torch.searchsorted(running, target, right=True).flatten()

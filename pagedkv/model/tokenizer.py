@@ -197,12 +197,9 @@ class TextStream:
         return rest
 
     def _slide(self) -> None:
-        """All of the window is settled: what was fresh becomes the context, if it has text to stand for itself."""
-        context = self._window[self._num_context :]
-        text = self._text(context)
-        if text:
-            self._window, self._given = context, text
-        self._num_context = len(self._window)
+        """All of the window is settled: what was fresh becomes the context."""
+        self._window = self._window[self._num_context :]
+        self._num_context, self._given = len(self._window), self._text(self._window)
 
     def _text(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)

@@ -76,16 +76,23 @@ def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, devic
     Raises: CheckpointError if a file or tensor is missing, damaged, of another shape, or unknown to the config.
     """
     source = _Source(folder, dtype, device)
-    vocab, hidden = config.vocab_size, config.hidden_size
-    embedding = source.matrix([("embed_tokens.weight", vocab)], hidden)
+    embedding = source.matrix([("embed_tokens.weight", config.vocab_size)], config.hidden_size)
     weights = Weights(
         embedding=embedding,
         layers=tuple(_layer(source, config, i) for i in range(config.num_layers)),
         norm=_norm(source, config, "norm.weight"),
-        head=embedding if config.tie_embeddings else source.matrix([("lm_head.weight", vocab)], hidden),
+        head=_head(source, config, embedding),
     )
     source.refuse_leftovers()
     return weights
+
+
+def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor:
+    if config.tie_embeddings and "lm_head.weight" not in source.home:
+        return embedding
+    head = source.matrix([("lm_head.weight", config.vocab_size)], config.hidden_size)
+    # A tied head may be saved all the same. If it differs, it was trained, and transformers takes it too.
+    return embedding if config.tie_embeddings and torch.equal(head, embedding) else head
 
 
 def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:

@@ -162,6 +162,8 @@ ROPES = {
     "yarn, mscale alone": {**YARN, "mscale": 0.7},
     "yarn, factor below 1": {**YARN, "factor": 0.5},
     "yarn, tiny original": {**YARN, "original_max_position_embeddings": 1},
+    "yarn, no ramp": {**YARN, "original_max_position_embeddings": 6},
+    "yarn, small theta": {**YARN, "original_max_position_embeddings": 1_000_000, "rope_theta": 100.0, "beta_fast": 1e5},
 }
 
 

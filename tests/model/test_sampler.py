@@ -124,12 +124,13 @@ def test_samples_of_one_request_differ_and_repeat() -> None:
     assert fresh.generator().initial_seed() != fresh.generator().initial_seed()
 
 
-def test_the_last_draw_never_lands_on_a_filtered_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([1 - 2**-53], dtype=torch.float64))
+@pytest.mark.parametrize(("uniform", "place"), [(0.0, 0), (1 - 2**-53, -1)])
+def test_the_extreme_draws_land_on_tokens_that_were_kept(monkeypatch: pytest.MonkeyPatch, uniform: float, place: int) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([uniform], dtype=torch.float64))
     for seed in range(50):
         logits = logits_of(1, seed)
         allowed = probabilities(logits, [row(temperature=1.0, top_k=3)])[0].nonzero().flatten().tolist()
-        assert int(sample(logits, [row(temperature=1.0, top_k=3)])) == allowed[-1]
+        assert int(sample(logits, [row(temperature=1.0, top_k=3)])) == allowed[place]
 
 
 def test_nan_is_an_error_and_not_a_token() -> None:

@@ -73,6 +73,16 @@ def test_weights_do_not_alias_the_files(checkpoint: Any, copy: Path) -> None:
     assert torch.equal(first_logits(decoder), before)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_tied_head_that_was_saved_counts_if_it_differs(checkpoint: Any, tmp_path: Path, trained: bool) -> None:
+    folder = shutil.copytree(checkpoint("llama-tied").folder, tmp_path / "copy")
+    edit(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + trained}))(folder)
+    weights = Decoder.load(folder).weights
+    assert (weights.head.data_ptr() == weights.embedding.data_ptr()) is not trained
+    assert torch.equal(weights.head, weights.embedding + trained)
+    assert torch.equal(first_logits(Decoder.load(folder)), first_logits(checkpoint("llama-tied").decoder())) is not trained
+
+
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_gemma_3_is_found_inside_the_model_with_vision(checkpoint: Any, tmp_path: Path, prefix: str) -> None:
     plain = checkpoint("gemma3")
