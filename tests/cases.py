@@ -209,7 +209,8 @@ def moved(x: Any, device: str) -> Any:
 
 def _run_lengths(values: tuple[int, ...]) -> str:
     runs = [(value, len(list(run))) for value, run in itertools.groupby(values)]
-    return ",".join(f"{value}x{count}" if count > 1 else str(value) for value, count in runs) or "none"
+    texts = [f"{value}x{count}" if count > 1 else str(value) for value, count in runs]
+    return ",".join(texts if len(texts) <= 20 else [*texts[:3], "...", texts[-1]]) or "none"
 
 
 LENGTHS = {
