@@ -51,7 +51,7 @@ docs: $(STAMPS)/dev ## the manual, into site/
 
 clean: ## remove what was built, not $(VENV)
 	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	@find pagedkv triton_kernels tests bench scripts -name __pycache__ -prune -exec rm -rf {} +
+	@find $(wildcard pagedkv triton_kernels tests bench scripts) -name __pycache__ -prune -exec rm -rf {} +
 
 # --- installing ---------------------------------------------------------------------------------------------------------------------
 
