@@ -97,7 +97,8 @@ def test_an_editable_install_maps_the_triton_sources(fresh, tmp_path):
     with zipfile.ZipFile(editable) as archive:
         archive.extractall(site)
     program = f"import site; site.addsitedir({str(site)!r}); import pagedkv.kernels.triton as t; print(t.__name__, t.__file__)"
-    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    alone = [sys.executable, "-I", "-S", "-c", program]  # without the site-packages, where pagedkv may be installed already
+    found = subprocess.run(alone, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
     assert found == ["pagedkv.kernels.triton", str(fresh / "triton_kernels/__init__.py")]
 
 
