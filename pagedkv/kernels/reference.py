@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 SCORES_AT_ONCE: Final = 1 << 24
 """Queries are taken in chunks so that at most about this many scores exist at a time (64 MiB in float32)."""
 
+KEYS_AT_ONCE: Final = 1 << 18
+"""Sequences are taken together while their keys are at most this many elements: a batch saves calls until it no longer fits a cache."""
+
 
 class _Group(NamedTuple):
     """Sequences with equally many queries: `queries` int64 [b, m] rows of q, `lens` int64 [b], `table_rows` int64 [b]."""
@@ -62,11 +65,14 @@ def paged_attention(call: AttentionCall) -> None:
 def _groups(call: AttentionCall) -> Iterator[_Group]:
     """The sequences that have queries; in a group the longest is at most about twice the shortest, so padding stays below half."""
     counts, lens = call.cu_seqlens_q.diff().tolist(), call.seq_lens.tolist()
+    tokens_at_once = KEYS_AT_ONCE // (call.k.shape[2] * call.q.shape[2])
     members: list[int] = []
     for b in sorted((b for b, m in enumerate(counts) if m), key=lambda b: (counts[b], lens[b])):
-        if members and (call.split_tokens or counts[b] != counts[members[0]] or lens[b] > 2 * lens[members[0]] + 64):
-            yield _group(call, members, counts[members[0]])
-            members = []
+        if members:
+            alike = counts[b] == counts[members[0]] and lens[b] <= 2 * lens[members[0]] + 64
+            if call.split_tokens or not alike or (len(members) + 1) * lens[b] > tokens_at_once:
+                yield _group(call, members, counts[members[0]])
+                members = []
         members.append(b)
     if members:
         yield _group(call, members, counts[members[0]])
@@ -96,9 +102,9 @@ def _gather(call: AttentionCall, group: _Group, dtype: torch.dtype) -> _Keys:
         values = quant.decode(_read(pool, at), scale if scale is None or scale.dim() == 0 else scale[at], dtype)  # [tokens, K, D]
         if len(b) == present.numel():  # nothing to pad: the tokens are in order already
             return values.view(*present.shape, *values.shape[1:]).transpose(1, 2)
-        room = values.new_zeros(*present.shape, *values.shape[1:])
-        room[b, position] = values
-        return room.transpose(1, 2)
+        room = values.new_zeros(len(present), values.shape[1], len(t), values.shape[2])
+        room.transpose(1, 2)[b, position] = values
+        return room
 
     return _Keys(padded(call.k, call.k_scale), padded(call.v, call.v_scale), present)
 
