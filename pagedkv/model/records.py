@@ -74,21 +74,40 @@ MARKERS: Final = {
 }
 """What is asked → the words that ask it."""
 
+OPENERS: Final = "Where where Whose whose When when Who who What what Which which How how".split()
+"""Words that begin a question: from here to the next full stop nothing is told. A marker that is none of them outdoes them."""
+
 ANSWERS: Final = {
     "place": "NAME keeps|has a COLOUR OBJECT in the PLACE .",
     "colour": "NAME 's OBJECT is COLOUR .",
     "live": "NAME lives|resides in TOWN .",
     "job": "NAME works|serves as a JOB .",
     "year": "NAME was born in YEAR .",
-    "who": "NAME is a JOB from TOWN , born in YEAR .",
+    "who": "NAME is a JOB from TOWN .",
     "known": "TOWN is famous|renowned for its GOODS .",
     "many": "TOWN has NUMBER bridges .",
 }
 """What is asked → the answer. Capitals are a word of that kind, `|` parts words that mean the same: the first is the likelier."""
 
+QUESTIONS: Final = {
+    "place": ("Where is {}?", "In which room is {}?"),
+    "colour": ("What colour is {}?", "What is the colour of {}?", "What colour does {} have?"),
+    "live": ("Where does {} live?", "Which town does {} live in?"),
+    "job": ("What does {} do?", "What is the job of {}?"),
+    "year": ("When was {} born?",),
+    "who": ("Who is {}?",),
+    "known": ("What is {} known for?",),
+    "many": ("How many bridges does {} have?",),
+}
+"""What is asked → ways to ask it. Any other wording with the same marker does as well."""
+
 UNKNOWN: Final = "I do not know."
-PLAIN: Final = """. , ? 's I not know keeps has a in the lives resides works serves as was born is from famous renowned for its bridges
-and also of She He Her His her his The In What what Which which How how does keep owner town home have""".split()
+PRONOUNS: Final = "She He Her His she he her his".split()
+PLAIN: Final = [
+    *PRONOUNS,
+    *". , ? 's I not know keeps has a in the lives resides works serves as was born is from famous renowned for its bridges".split(),
+    *"and also of The In does keep owner town home have".split(),
+]
 """Words that are neither of a kind nor markers."""
 
 WORD: Final = re.compile(r"'s\b|\w+|[^\w\s]")
@@ -208,41 +227,99 @@ def document(num_tokens: int, *, seed: int) -> Document:
     Raises: InvalidRequest if no record fits.
     """
     if num_tokens <= LONGEST_TELLING:
-        raise InvalidRequest(f"a document of {num_tokens} tokens was asked for; a record may take {LONGEST_TELLING}, so ask for more than that")
+        raise InvalidRequest(
+            f"a document of {num_tokens} tokens was asked for; a record may take {LONGEST_TELLING}, so ask for more than that"
+        )
     world, parts, used = _World(random.Random(seed)), list[str](), 1
     while used + LONGEST_TELLING <= num_tokens:
         parts.append(world.tell())
         used += num_tokens_of(parts[-1])
     questions = [q for person in world.people for q in _about_person(world, person)]
-    questions += [q for town in world.towns.values() for q in _about_town(world, town.name)]
+    questions += [q for name in world.towns for q in _about_town(world, name, name)]
     questions += _about_nothing(world, len(questions) // 20)
     world.rng.shuffle(questions)
     return Document(" ".join(parts), tuple(questions))
 
 
 def _about_person(world: _World, person: _Person) -> list[Question]:
-    """A question for each fact told of `person`, who is named, or called the owner of something."""
-    rng, name, found = world.rng, person.name, list[Question]()
-
-    def ask(asks: str, answer: str, *forms: str) -> None:
-        who = name
-        if person.things and rng.random() < 0.3:
-            thing = rng.choice(list(person.things))
-            who = f"the owner of the {person.things[thing][0]} {thing}"
-        found.append(Question(rng.choice(forms).format(who=who), answer, asks))
-
+    """A question for each fact told of `person`, and of the town that is theirs."""
+    name, found = person.name, list[Question]()
     if person.job:
-        ask("live", f"{name} lives in {person.town}.", "Where does {who} live?", "Which town does {who} live in?")
-        ask("job", f"{name} works as a {person.job}.", "What does {who} do?", "What is the job of {who}?")
+        found.append(_question(world, "live", _called(world, person), f"{name} lives in {person.town}."))
+        found.append(_question(world, "job", _called(world, person), f"{name} works as a {person.job}."))
+        found.append(_question(world, "who", _called(world, person), f"{name} is a {person.job} from {person.town}."))
     if person.year:
-        ask("year", f"{name} was born in {person.year}.", "When was {who} born?")
-        ask("who", f"{name} is a {person.job} from {person.town}, born in {person.year}.", "Who is {who}?")
+        found.append(_question(world, "year", _called(world, person), f"{name} was born in {person.year}."))
     if person.town in world.towns:
-        found += _about_town(world, person.town, rng.choice(("the home town of {who}", "the town of {who}")), ask)
+        found += _about_town(world, person.town, f"the home town of {_called(world, person)}")
     for thing, (colour, place) in person.things.items():
-        whose = rng.choice((f"the {thing} of {name}", f"{name}'s {thing}"))
-        forms = (f"Where is {whose}?", f"Where does {name} keep the {thing}?", f"In which room is {whose}?", f"Whose is the {colour} {thing}?")
-        found.append(Question(rng.choice(forms), f"{name} keeps a {colour} {thing} in the {place}.", "place"))
-        forms = (f"What colour is {whose}?", f"What is the colour of {whose}?", f"What colour does {whose} have?")
-        found.append(Question(rng.choice(forms), f"{name}'s {thing} is {colour}.", "colour"))
+        whose = world.rng.choice((f"the {thing} of {name}", f"{name}'s {thing}"))
+        answer = f"{name} keeps a {colour} {thing} in the {place}."
+        found.append(
+            Question(f"Whose is the {colour} {thing}?", answer, "place")
+            if world.rng.random() < 0.2
+            else _question(world, "place", whose, answer)
+        )
+        found.append(_question(world, "colour", whose, f"{name}'s {thing} is {colour}."))
     return found
+
+
+def _about_town(world: _World, name: str, called: str) -> list[Question]:
+    """A question for each fact told of the town `name`, which is `called` so in the question."""
+    town = world.towns[name]
+    found = [_question(world, "known", called, f"{name} is famous for its {town.goods}.")]
+    if town.number:
+        found.append(_question(world, "many", called, f"{name} has {town.number} bridges."))
+    return found
+
+
+def _about_nothing(world: _World, count: int) -> list[Question]:
+    """Questions for what no record tells: strangers, towns and things that are not there, and what was not said of somebody."""
+    rng, found = world.rng, list[Question]()
+    strangers, missing_towns = world.names, world.town_names
+    for _ in range(count):
+        person = rng.choice(world.people)
+        thing = rng.choice([o for o in OBJECTS if o not in person.things])
+        asked = [("place", f"the {thing} of {person.name}"), ("colour", f"{person.name}'s {thing}")]
+        asked += [(asks, rng.choice(strangers)) for asks in ("live", "job", "year", "who") if strangers]
+        asked += [(asks, rng.choice(missing_towns)) for asks in ("known", "many") if missing_towns]
+        asked += [("year", person.name)] if not person.year else []
+        asked += [("job", person.name), ("live", person.name)] if not person.job else []
+        found.append(_question(world, *rng.choice(asked), UNKNOWN))
+    return found
+
+
+def _question(world: _World, asks: str, about: str, answer: str) -> Question:
+    text = world.rng.choice(QUESTIONS[asks]).format(about)
+    return Question(text, answer, asks if answer != UNKNOWN else "unknown")
+
+
+def _called(world: _World, person: _Person) -> str:
+    """The person's name, or now and then whose they are known to be."""
+    if person.things and world.rng.random() < 0.3:
+        thing = world.rng.choice(list(person.things))
+        return f"the owner of the {person.things[thing][0]} {thing}"
+    return person.name
+
+
+DEMO_PROMPT: Final = """\
+Mira is a clockmaker from Lisbon. She keeps a red lamp in the cellar and a silver compass in the study.
+Otto works as a baker and lives in Ghent. He was born in 1931 and has a blue kettle in the pantry.
+Ghent has fourteen bridges and is famous for its lace.
+Ingrid lives in Bergen and works as a pilot. She was born in 1968. She keeps a golden telescope in the tower.
+Hugo keeps a green bicycle in the barn. Hugo also keeps a black violin in the attic.
+Lisbon is renowned for its tulips.
+Amara is a physicist from Kyoto. She was born in 1974 and keeps a white globe in the library.
+Kyoto has twenty bridges and is famous for its gardens.
+Bruno works as a glassblower and lives in Venice. He has a violet vase in the workshop and a grey anvil in the forge.
+Yara is a poet from Granada. She keeps a crimson diary in the nursery.
+Venice has thirty bridges and is famous for its glass.
+Kofi is a judge from Bristol. He was born in 1955 and keeps a brown trumpet in the parlour.
+Freya lives in Uppsala and works as a botanist. She keeps a purple umbrella in the greenhouse.
+Mira also keeps a turquoise kettle in the kitchen.
+Pablo is a potter from Toledo. He was born in 1946. Pablo keeps a yellow boat in the boathouse.
+Uppsala is famous for its cathedrals. Hugo has a scarlet kite in the loft.
+Where is the lamp of Mira?"""
+"""A page of records with a question about the first of them; what `pagedkv generate` reads when it is given no prompt."""
+
+DEMO_ANSWER: Final = "Mira keeps a red lamp in the cellar."
