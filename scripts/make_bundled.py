@@ -4,8 +4,8 @@
     python scripts/make_bundled.py --check       compare with what is there; exit status 1 if a byte differs
     python scripts/make_bundled.py --evaluate    ask it about held-out documents, through transformers
 
-What the weights are is in bundled/circuit.py, the words' codes in bundled/codes.py, the file formats in bundled/folder.py, and the language in
-pagedkv/model/records.py. README.md in that folder is written by hand.
+What the weights are is in bundled/circuit.py, the words' codes in bundled/codes.py, the file formats in bundled/folder.py, and the language
+in pagedkv/model/records.py. README.md in that folder is written by hand.
 """
 
 from __future__ import annotations

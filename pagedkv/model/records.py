@@ -5,8 +5,8 @@
     Mira keeps a red lamp in the cellar.                                                                   its answer, then the stop token
 
 The rules, which the circuit in scripts/bundled relies on:
-  a record names its person (or town) before it says anything of them, and its colour before its thing; "she" and "her" mean the last person named;
-  a fact stands at most 30 tokens behind the name it belongs to;
+  a record names its person (or town) before it says anything of them, and a colour before its thing;
+  "she" and "her" mean the last person named; a fact stands at most 30 tokens behind the name it belongs to;
   a marker ("Where", "colour", "job" ...) says what is asked. Markers occur in questions only, and the last one counts;
   "owner" and "Whose" stand for a person, found by a colour and a thing; "town" stands for the town of the person asked about;
   who or what no record tells of gets `UNKNOWN` for an answer.
@@ -22,31 +22,49 @@ from typing import Final
 
 from pagedkv.errors import InvalidRequest
 
-WOMEN: Final = """Mira Anna Berta Clara Dora Edith Elena Emma Esther Eva Fatima Flora Freya Gerda Greta Hanna Hazel Heidi Helga Hilda Ida Ines Ingrid Irene
-Iris Isabel Jana Jasmin Johanna Josefa Judith Julia Karin Katja Lara Laura Leila Lena Lidia Linda Louise Lucia Magda Maria Marta Matilda Maya Mina Miriam
-Monika Nadia Nina Nora Olga Paula Petra Rahel Rita Rosa Ruth Sabine Salome Sara Selma Signe Silvia Simone Stella Susan Tamara Tania Tilda Ursula Vera Vilma
-Yara Yasmin Yvonne Zara Zoe Amara Aiko Asha Beatriz Chiara Daniela Erika Fiona Gloria Hiroko Indira Keiko Latifa Meena Noemi Odile Priya Ramona Sunita
-Teresa Ulrika Valeria Wanda Xenia Zelda""".split()
-MEN: Final = """Otto Adam Albert Anton Arthur Bruno Carl Caspar Daniel David Emil Erik Felix Frank Fritz Georg Gustav Hans Harald Henrik Hugo Igor Ivan Jakob
-Jan Jonas Josef Julian Karim Konrad Lars Leo Leon Linus Lorenz Louis Lukas Magnus Marco Martin Max Milan Moritz Niels Nils Noah Olaf Oscar Pablo Paul Pedro
-Peter Philip Rafael Ralf Robert Roman Ruben Samuel Sergei Simon Stefan Sven Theo Thomas Tobias Tom Ulrich Umberto Viktor Walter Werner Yusuf Zeno Abdul Ahmed
-Arjun Basil Boris Cesar Diego Edgar Farid Gregor Hamid Hiro Ibrahim Ismail Javier Kenji Kofi Luca Mateo Nikolai Omar Pavel Quentin Rashid Salim Tariq Uwe
-Vincent William Xavier Yannick""".split()
-OBJECTS: Final = """lamp kettle violin clock mirror basket ladder carpet chair table vase drum flute trumpet lantern candle compass telescope globe map saddle
-bicycle umbrella scarf hat coat cloak mask jug bowl cup plate teapot barrel bucket broom rake spade hammer anvil kite doll puppet sled boat rope net diary
-painting statue banner tent blanket pillow curtain harp cello piano radio camera trunk stove bench wheel""".split()
+WOMEN: Final = """
+Mira Anna Berta Clara Dora Edith Elena Emma Esther Eva Fatima Flora Freya Gerda Greta Hanna Hazel Heidi Helga Hilda Ida Ines Ingrid Irene
+Iris Isabel Jana Jasmin Johanna Josefa Judith Julia Karin Katja Lara Laura Leila Lena Lidia Linda Louise Lucia Magda Maria Marta Matilda
+Maya Mina Miriam Monika Nadia Nina Nora Olga Paula Petra Rahel Rita Rosa Ruth Sabine Salome Sara Selma Signe Silvia Simone Stella Susan
+Tamara Tania Tilda Ursula Vera Vilma Yara Yasmin Yvonne Zara Zoe Amara Aiko Asha Beatriz Chiara Daniela Erika Fiona Gloria Hiroko Indira
+Keiko Latifa Meena Noemi Odile Priya Ramona Sunita Teresa Ulrika Valeria Wanda Xenia Zelda
+""".split()
+MEN: Final = """
+Otto Adam Albert Anton Arthur Bruno Carl Caspar Daniel David Emil Erik Felix Frank Fritz Georg Gustav Hans Harald Henrik Hugo Igor Ivan
+Jakob Jan Jonas Josef Julian Karim Konrad Lars Leo Leon Linus Lorenz Louis Lukas Magnus Marco Martin Max Milan Moritz Niels Nils Noah Olaf
+Oscar Pablo Paul Pedro Peter Philip Rafael Ralf Robert Roman Ruben Samuel Sergei Simon Stefan Sven Theo Thomas Tobias Tom Ulrich Umberto
+Viktor Walter Werner Yusuf Zeno Abdul Ahmed Arjun Basil Boris Cesar Diego Edgar Farid Gregor Hamid Hiro Ibrahim Ismail Javier Kenji Kofi
+Luca Mateo Nikolai Omar Pavel Quentin Rashid Salim Tariq Uwe Vincent William Xavier Yannick
+""".split()
+OBJECTS: Final = """
+lamp kettle violin clock mirror basket ladder carpet chair table vase drum flute trumpet lantern candle compass telescope globe map saddle
+bicycle umbrella scarf hat coat cloak mask jug bowl cup plate teapot barrel bucket broom rake spade hammer anvil kite doll puppet sled
+boat rope net diary painting statue banner tent blanket pillow curtain harp cello piano radio camera trunk stove bench wheel
+""".split()
 COLOURS: Final = "red green blue yellow white black brown grey purple pink golden silver scarlet crimson turquoise violet".split()
-PLACES: Final = """cellar attic kitchen pantry barn garden hall library studio workshop stable tower mill chapel shed bedroom parlour nursery garage laundry
-study greenhouse orchard boathouse bakery courtyard corridor cupboard wardrobe vault larder loft gatehouse cottage henhouse dairy brewery forge""".split()
-TOWNS: Final = """Lisbon Porto Madrid Seville Toledo Granada Bilbao Lyon Nantes Dijon Rouen Bruges Ghent Antwerp Utrecht Leiden Delft Bremen Hamburg Dresden
-Leipzig Munich Vienna Graz Salzburg Prague Brno Krakow Gdansk Warsaw Riga Tallinn Vilnius Helsinki Turku Stockholm Uppsala Oslo Bergen Copenhagen Aarhus Dublin
-Cork Galway Edinburgh Glasgow York Bath Bristol Oxford Cardiff Rome Turin Venice Naples Genoa Athens Zagreb Belgrade Bucharest Budapest Cairo Kyoto""".split()
-JOBS: Final = """baker carpenter teacher doctor nurse lawyer tailor weaver potter painter sailor fisher farmer gardener miller smith brewer butcher cook
-clockmaker bookbinder librarian judge journalist poet novelist composer conductor singer dancer pianist sculptor photographer printer plumber mason roofer
-glassblower jeweller chemist physicist botanist geologist surveyor pilot driver porter translator""".split()
-GOODS: Final = """cheese wool glass salt honey wine bread silk lace pottery tea chocolate pepper saffron herring oysters cider beer olives figs cherries apples
-roses tulips music theatres markets gardens fountains cathedrals museums ships""".split()
-NUMBERS: Final = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty".split()
+PLACES: Final = """
+cellar attic kitchen pantry barn garden hall library studio workshop stable tower mill chapel shed bedroom parlour nursery garage laundry
+study greenhouse orchard boathouse bakery courtyard corridor cupboard wardrobe vault larder loft gatehouse cottage henhouse dairy brewery
+forge
+""".split()
+TOWNS: Final = """
+Lisbon Porto Madrid Seville Toledo Granada Bilbao Lyon Nantes Dijon Rouen Bruges Ghent Antwerp Utrecht Leiden Delft Bremen Hamburg Dresden
+Leipzig Munich Vienna Graz Salzburg Prague Brno Krakow Gdansk Warsaw Riga Tallinn Vilnius Helsinki Turku Stockholm Uppsala Oslo Bergen
+Copenhagen Aarhus Dublin Cork Galway Edinburgh Glasgow York Bath Bristol Oxford Cardiff Rome Turin Venice Naples Genoa Athens Zagreb
+Belgrade Bucharest Budapest Cairo Kyoto
+""".split()
+JOBS: Final = """
+baker carpenter teacher doctor nurse lawyer tailor weaver potter painter sailor fisher farmer gardener miller smith brewer butcher cook
+clockmaker bookbinder librarian judge journalist poet novelist composer conductor singer dancer pianist sculptor photographer printer
+plumber mason roofer glassblower jeweller chemist physicist botanist geologist surveyor pilot driver porter translator
+""".split()
+GOODS: Final = """
+cheese wool glass salt honey wine bread silk lace pottery tea chocolate pepper saffron herring oysters cider beer olives figs cherries
+apples roses tulips music theatres markets gardens fountains cathedrals museums ships
+""".split()
+NUMBERS: Final = """
+two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty
+""".split()
 YEARS: Final = [str(year) for year in range(1900, 2000)]
 
 KINDS: Final = {

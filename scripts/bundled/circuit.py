@@ -1,28 +1,29 @@
 """The circuit: every weight of the bundled checkpoint, written down. Numpy; no training, no random numbers.
 
-The residual stream is cut into slots (`SLOTS`). A large constant sits in the last one, so RMSNorm divides by nearly the same number at every
-token; the norm's weight undoes it, and every matrix below is written as if there were no norm.
+The residual stream is cut into slots (`SLOTS`). A large constant is its last element, so RMSNorm divides by nearly the same number at
+every token; the norm's weight undoes it, and every matrix below is written as if there were no norm.
 
-    layer 0   the last of its kind       NAME, OBJECT, COLOUR ← the latest such word; MODE ← what the latest marker brings: a question, or "record" after a full stop
+    layer 0   the last of its kind       NAME, OBJECT, COLOUR ← the latest such word; MODE ← what the latest marker asks, or "record"
               MLP: a table               (MODE, word) → the next fixed word, or what is WANTed; marks what a record tells (FACT, TOLD)
     layer 1   who and where              NAME ← the owner of COLOUR OBJECT, if "owner" stands for a name; TOWN ← the latest town
               MLP                        a town that a sentence is about is not told of a person
-    layer 2   what is told of a person   OUT ← place, thing, town, job, year, colour of (NAME, OBJECT); TOWN ← theirs, if "town" stands for one
+    layer 2   what is told of a person   OUT ← the place, thing, colour, town, job, year of NAME, OBJECT; TOWN ← theirs, for a mere "town"
     layer 3   what is told of a town     OUT ← goods, number of TOWN
 
-Rotary pairs 0..12 turn fast and serve to look back a few words (`REACH`); pairs 13..63 hardly turn in thousands of tokens and serve to compare.
-A comparison that nothing meets in full goes to the first token, <s>, whose value is zero.
+Rotary pairs 0..12 turn fast and serve to look back a few words (`REACH`); pairs 13..63 hardly turn in thousands of tokens and serve to
+compare. A comparison that nothing meets in full goes to the first token, <s>, whose value is zero.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
-from bundled.codes import BOS, EOS, IDS, MARKER_WORDS, VOCABULARY, WIDTH, codes
 from numpy.typing import NDArray
 
+from bundled.codes import BOS, EOS, IDS, MARKER_WORDS, VOCABULARY, WIDTH, codes
 from pagedkv.model.records import ANSWERS, KINDS, MARKERS, OPENERS, PRONOUNS
 
 Matrix = NDArray[np.float64]
@@ -103,7 +104,7 @@ SINK: Final = 127
 
 def at(slot: str, offset: int = 0) -> int:
     """Index into the residual of an element of a slot."""
-    return SLOTS[slot].start + offset
+    return int(SLOTS[slot].start) + offset
 
 
 def flag(name: str) -> int:
@@ -126,6 +127,7 @@ class Layer:
 
     @classmethod
     def empty(cls) -> Layer:
+        """A layer that does nothing yet."""
         q, k = np.zeros((HEADS, HEAD_DIM, HIDDEN)), np.zeros((KV_HEADS, HEAD_DIM, HIDDEN))
         wide, tall = np.zeros((NEURONS, HIDDEN)), np.zeros((HIDDEN, NEURONS))
         return cls(q, k, k.copy(), np.zeros((HIDDEN, HEADS, HEAD_DIM)), wide, wide.copy(), tall)
@@ -202,7 +204,7 @@ def _the_table(layer: Layer) -> None:
     for mode, (answer, kind) in enumerate(zip(ANSWERS.values(), ASKS, strict=True)):
         layer.neuron((at("MODE", mode), flag("?")), at("FIRST", WANTS.index(kind)))
         steps = answer.split()
-        for step, then in zip(steps, steps[1:], strict=False):
+        for step, then in pairwise(steps):
             for word in step.split("|"):
                 when = (at("MODE", mode), flag(word.lower() if step.isupper() else word))
                 if then == "COLOUR":

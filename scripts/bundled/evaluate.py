@@ -1,7 +1,7 @@
 """How well a checkpoint answers: held-out documents, asked through transformers. Needs torch and transformers.
 
-A question counts as right if every token of its answer, the stop token too, has the largest logit after the right ones before it: then greedy
-generation writes exactly this answer. Each question follows the bare document (its keys and values are computed once and cropped back).
+A question counts as right if every token of its answer, the stop token too, has the largest logit after the right ones before it: then
+greedy generation writes exactly this answer. Each question follows the bare document, whose keys and values are computed once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from pagedkv.model.records import Document
 
-CASES = ((1000, 8, 100), (4000, 3, 200), (8000, 1, 400))
+CASES = ((1000, 5, 100), (4000, 3, 200), (8000, 1, 400))
 """Tokens of a document, documents, questions of each."""
 FIRST_SEED = 1_000
 
 
 @dataclass
 class Score:
-    """Answers right of answers asked for, their tokens, and the smallest lead of a right token over any other that does not mean the same."""
+    """Answers right of those asked for, their tokens, and the smallest lead of a right token over any that does not mean the same."""
 
     right: int = 0
     asked: int = 0
@@ -36,8 +36,8 @@ class Score:
 
 def load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """The model and its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
 @torch.inference_mode()
@@ -65,7 +65,7 @@ def ask(model: Any, tokenizer: Any, held_out: Document, num_questions: int, scor
 
 def evaluate(folder: Path) -> int:
     """Print a table; exit status 1 if a floor of the issue is missed: 99 % at 1,000 tokens, 98 % above."""
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    torch.set_num_threads(1)  # the layers are too small to share
     print("| prompt, tokens | dtype | right | asked | share | tokens per answer | smallest lead |\n|---|---|---|---|---|---|---|")
     failed = False
     for dtype in (torch.float32, torch.bfloat16):

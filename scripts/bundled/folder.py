@@ -1,4 +1,4 @@
-"""The checkpoint's folder as bytes: Hugging Face files made from the circuit with numpy and json alone, so no library's version can change them."""
+"""The checkpoint's folder as bytes: Hugging Face files made from the circuit. Numpy and json alone: no library's version changes them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from bundled import circuit
 from bundled.codes import BOS, EOS, IDS, UNK, VOCABULARY
-
 from pagedkv.model.records import WORD
 
 if TYPE_CHECKING:
