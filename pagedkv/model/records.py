@@ -236,17 +236,19 @@ class _World:
 
 LONGEST_TELLING: Final = 30
 """Tokens that one `_World.tell` may take, at most."""
+LONGEST: Final = 10_000
+"""Tokens of a document; there is an end to the pairs of colours and things."""
 
 
 def document(num_tokens: int, *, seed: int) -> Document:
     """Records of `num_tokens` tokens, up to 30 fewer (the token that begins a text counted), and a question about every fact in them.
 
     About one question in twenty asks for what no record tells. The same arguments give the same document.
-    Raises: InvalidRequest if no record fits.
+    Raises: InvalidRequest if no record fits, or the language has not enough to tell.
     """
-    if num_tokens <= LONGEST_TELLING:
+    if not LONGEST_TELLING < num_tokens <= LONGEST:
         raise InvalidRequest(
-            f"a document of {num_tokens} tokens was asked for; a record may take {LONGEST_TELLING}, so ask for more than that"
+            f"a document of {num_tokens} tokens was asked for; ask for more than {LONGEST_TELLING} and at most {LONGEST:,}"
         )
     world, parts, used = _World(random.Random(seed)), list[str](), 1
     while used + LONGEST_TELLING <= num_tokens:

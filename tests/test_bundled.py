@@ -1,0 +1,213 @@
+"""The bundled checkpoint: made again byte for byte, read by transformers, right about documents it has never seen."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from pagedkv.model import records
+from pagedkv.model.records import ANSWERS, DEMO_ANSWER, DEMO_PROMPT, KINDS, MARKERS, UNKNOWN, WORD, document, num_tokens_of
+
+if TYPE_CHECKING:
+    from pagedkv.model.records import Document, Question
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+FOLDER: Final = ROOT / "pagedkv" / "model" / "bundled"
+EOS: Final = "</s>"
+
+LARGEST: Final = 16 * 10**6
+FLOORS: Final = {1000: 0.99, 4000: 0.98}
+"""Tokens of a prompt → the share of questions that must be answered without a fault."""
+LEAD: Final = 4.0
+"""Logits by which a right token leads: half of what was measured, so that a lesser dtype or cache shows before answers fail."""
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(ROOT / "scripts/make_bundled.py"), *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+@dataclass
+class Reader:
+    """A model that has read a document once, and answers questions after it, each without the others."""
+
+    model: Any
+    tokenizer: Tokenizer
+
+    @torch.inference_mode()
+    def answers(self, text: str, questions: list[Question]) -> list[tuple[str, float]]:
+        """Each greedy answer up to 24 tokens, `</s>` included, and the smallest lead of a token in it."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        read = self.tokenizer.encode(text).ids
+        self.model(torch.tensor([read]), past_key_values=cache, logits_to_keep=1)
+        found = []
+        for question in questions:
+            ids, said, lead = self.tokenizer.encode(question.text, add_special_tokens=False).ids, list[int](), float("inf")
+            while len(said) < 24 and EOS not in map(self.tokenizer.id_to_token, said[-1:]):
+                logits = self.model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
+                best = logits.topk(3)
+                ids = best.indices[:1].tolist()
+                said += ids
+                alike = self._alike(best.indices.tolist())
+                lead = min(lead, float(best.values[0] - best.values[2 if alike else 1]))
+            cache.crop(len(read) - cache.get_seq_length())
+            found.append((self.tokenizer.decode(said, skip_special_tokens=False), lead))
+        return found
+
+    def _alike(self, ids: list[int]) -> bool:
+        """Whether the first two are words that mean the same in some answer."""
+        pair = "|".join(self.tokenizer.id_to_token(i) for i in ids[:2])
+        return any(pair in answer.split() for answer in ANSWERS.values())
+
+    def share_right(self, held_out: Document, count: int) -> tuple[float, float]:
+        questions = list(held_out.questions[:count])
+        answers = self.answers(held_out.text, questions)
+        right = [answer == f"{question.answer} {EOS}" for question, (answer, _) in zip(questions, answers, strict=True)]
+        return sum(right) / len(right), min(lead for _, lead in answers)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def reader(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Reader:
+    transformers = pytest.importorskip("transformers", reason="pip install 'pagedkv[hf]'")
+    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=getattr(torch, request.param))
+    return Reader(model.eval(), tokenizer)
+
+
+def test_the_script_makes_every_byte_again() -> None:
+    done = make("--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_check_sees_a_changed_byte(tmp_path: Path) -> None:
+    assert make("--out", str(tmp_path)).returncode == 0
+    weights = tmp_path / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    done = make("--out", str(tmp_path), "--check")
+    assert (done.returncode, done.stdout.strip()) == (1, f"{weights} differs")
+
+
+def test_the_folder_is_small_and_whole() -> None:
+    sizes = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    assert sum(sizes.values()) <= LARGEST
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"} <= set(
+        sizes
+    )
+
+
+def test_every_word_of_the_language_is_one_token_and_of_one_kind(tokenizer: Tokenizer) -> None:
+    words = [word for kind in KINDS.values() for word in kind]
+    markers = [word for marker in MARKERS.values() for word in marker.split()]
+    plain = {*records.PLAIN, *records.OPENERS}
+    assert len({*words, *markers}) == len(words) + len(markers)
+    assert not plain & set(words)
+    assert {*words, *markers, *plain} | {"<unk>", "<s>", EOS} == set(tokenizer.get_vocab())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_text_survives_encoding_and_tokens_survive_decoding(tokenizer: Tokenizer, seed: int) -> None:
+    held_out = document(1000, seed=seed)
+    text = " ".join([held_out.text, *(f"{q.text} {q.answer}" for q in held_out.questions)])
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.token_to_id("<unk>") not in ids
+    assert len(ids) == num_tokens_of(text) + 1
+    assert tokenizer.id_to_token(ids[0]) == "<s>"
+    assert tokenizer.decode(ids) == text
+    shuffled = random.Random(seed).sample(range(3, tokenizer.get_vocab_size()), 500)
+    assert tokenizer.encode(tokenizer.decode(shuffled), add_special_tokens=False).ids == shuffled
+
+
+def test_a_word_it_does_not_know_is_one_unknown_token(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("Mira’s zeppelin", add_special_tokens=False).tokens == ["Mira", "'s", "<unk>"]
+
+
+def test_a_document_is_as_long_as_asked_and_the_same_each_time() -> None:
+    for num_tokens in (100, 1000, 4000):
+        held_out = document(num_tokens, seed=5)
+        assert num_tokens - records.LONGEST_TELLING < num_tokens_of(held_out.text) + 1 <= num_tokens
+        assert held_out == document(num_tokens, seed=5) != document(num_tokens, seed=6)
+    for num_tokens in (records.LONGEST_TELLING, records.LONGEST + 1):
+        with pytest.raises(records.InvalidRequest, match="ask for more than 30 and at most 10,000"):
+            document(num_tokens, seed=0)
+
+
+def test_every_answer_is_told_by_the_records_or_unknown() -> None:
+    held_out = document(1000, seed=9)
+    told = set(WORD.findall(held_out.text))
+    facts = {word for kind in KINDS.values() for word in kind}
+    for question in held_out.questions:
+        assert facts & set(WORD.findall(question.answer)) <= told
+        assert (question.asks == "unknown") == (question.answer == UNKNOWN)
+    assert {question.asks for question in held_out.questions} == {*ANSWERS, "unknown"}
+
+
+def test_held_out_questions_over_1000_tokens_are_answered(reader: Reader) -> None:
+    share, lead = reader.share_right(document(1000, seed=31), 100)
+    assert share >= FLOORS[1000]
+    assert lead > LEAD
+
+
+@pytest.mark.slow
+def test_held_out_questions_over_4000_tokens_are_answered(reader: Reader) -> None:
+    share, lead = reader.share_right(document(4000, seed=32), 150)
+    assert share >= FLOORS[4000]
+    assert lead > LEAD
+
+
+def test_the_demo_is_answered(reader: Reader) -> None:
+    page, asked = DEMO_PROMPT.rsplit("\n", 1)
+    [(answer, _)] = reader.answers(page, [records.Question(asked, DEMO_ANSWER, "place")])
+    assert answer == f"{DEMO_ANSWER} {EOS}"
+
+
+def test_what_is_not_told_is_not_known(reader: Reader) -> None:
+    page = DEMO_PROMPT.rsplit("\n", 1)[0].replace("red lamp in the cellar", "red mask in the cellar")
+    asked = [
+        records.Question(text, UNKNOWN, "unknown") for text in ("Where is the lamp of Mira?", "Who is Vera?", "What is Oslo known for?")
+    ]
+    assert {answer for answer, _ in reader.answers(page, asked)} == {f"{UNKNOWN} {EOS}"}
+
+
+def test_words_it_does_not_know_change_nothing(reader: Reader) -> None:
+    page = "It is said that Mira, whom nobody ever met, keeps a rather splendid red antique lamp (or so we hear!) in the darkest cellar."
+    asked = records.Question("Please tell me: where on earth is that lamp of Mira?", DEMO_ANSWER, "place")
+    assert reader.answers(f"{page} Otto keeps a blue lamp in the attic.", [asked])[0][0] == f"{DEMO_ANSWER} {EOS}"
+
+
+def test_each_layer_carries_a_step_of_a_question_in_three_steps(reader: Reader) -> None:
+    """The owner is found in layer 1, their town in layer 2, what it is known for in layer 3, all at the question mark."""
+    page, asked = DEMO_PROMPT.rsplit("\n", 1)[0], "What is the home town of the owner of the red lamp known for?"
+    for removed, answer in (
+        ("", "Lisbon is famous for its tulips."),
+        ("a red lamp", UNKNOWN),
+        ("from Lisbon", UNKNOWN),
+        ("tulips", UNKNOWN),
+    ):
+        [(said, _)] = reader.answers(page.replace(removed, "") if removed else page, [records.Question(asked, answer, "known")])
+        assert said == f"{answer} {EOS}", removed
+
+
+def test_questions_and_answers_before_do_not_disturb(reader: Reader) -> None:
+    """Answers come from records, never from what was asked or answered before: a wrong answer is not believed."""
+    held_out = document(600, seed=33)
+    first, *later = [q for q in held_out.questions if q.asks != "unknown"][:13]
+    talk = " ".join(f"{q.text} {q.answer}" for q in later)
+    wrong = re.sub(r"\w+(?=\.$)", "Oslo", first.answer)
+    [(answer, _)] = reader.answers(f"{held_out.text} {talk} {first.text} {wrong}", [first])
+    assert answer == f"{first.answer} {EOS}"
