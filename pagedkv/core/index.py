@@ -18,6 +18,7 @@ from pagedkv.core.state import I32, KEY, State
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: an odd number without pattern
 _SHIFT = np.uint64(32)
+_LOW = np.int64(0xFFFFFFFF)
 
 
 @njit(cache=True)
@@ -33,9 +34,9 @@ def _generation_of(s: State, parent: int) -> int:
 
 @njit(cache=True)
 def _bucket(s: State, parent: int, generation: int, tokens: I32) -> np.int64:
-    mixed = np.uint64(s.reg[KEY]) ^ (np.uint64(np.uint32(parent)) << _SHIFT) ^ np.uint64(generation)
+    mixed = np.uint64(s.reg[KEY]) ^ (np.uint64(np.int64(parent) & _LOW) << _SHIFT) ^ np.uint64(generation)
     for token in tokens:
-        mixed = (mixed ^ np.uint64(np.uint32(token))) * _MULTIPLIER
+        mixed = (mixed ^ np.uint64(np.int64(token) & _LOW)) * _MULTIPLIER
         mixed ^= mixed >> _SHIFT
     return np.int64(mixed & np.uint64(len(s.bucket) - 1))
 

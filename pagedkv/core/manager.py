@@ -132,6 +132,9 @@ class MemoryManager:
         held = int(self.state.spaces["length"][asid])
         if not 0 <= length <= held:
             raise InvalidRequest(f"truncate to {length}: the space holds {held} tokens; give 0 up to that")
+        page, offset = divmod(length, self.block_size)
+        if offset and self.state.table[asid, page] == st.HOLE:
+            raise InvalidRequest(f"truncate to {length}: page {page} was punched and cannot be written again; truncate to its start or end")
         spaces.truncate_space(self.state, asid, length)
 
     @_exclusive

@@ -4,6 +4,7 @@ There is no Python object per frame or page. `frames` holds one record of 36 byt
 one cache line; with the free stack and the index it is at most 48 bytes a frame beside the token ids. `spaces` holds one record per row of
 the page table, and `reg` the scalars. Few arrays rather than many is a matter of cost: the compiled functions hand the whole `State` to one
 another, which costs 14 ns a call with nine arrays and cost 290 with thirty. `state.frames["refs"]` is a plain strided numpy view.
+They are recarrays, so that the same functions run uncompiled too (NUMBA_DISABLE_JIT=1): their own slow twin.
 
 This file knows layout and growth; it must not know any rule about what the numbers mean.
 """
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
-Records = npt.NDArray[Any]  # a structured array; mypy cannot see its fields
+Records = npt.NDArray[Any]  # np.recarray, whose fields mypy cannot see
 
 # status of a frame (I1)
 FREE: Final = 0
@@ -103,7 +104,7 @@ class State(NamedTuple):
 
 
 def _unused_spaces(count: int) -> Records:
-    records = np.zeros(count, SPACE)
+    records = np.zeros(count, SPACE).view(np.recarray)
     records["first_hole"] = NO_HOLE
     return records
 
@@ -116,7 +117,7 @@ def new_state(num_frames: int, block_size: int, *, publishing: bool, rows: int =
     reg[KEY] = secrets.randbits(63)
     reg[PUBLISHING] = publishing
     return State(
-        frames=np.zeros(num_frames, FRAME),
+        frames=np.zeros(num_frames, FRAME).view(np.recarray),
         tokens=np.zeros((num_frames, block_size), np.int32),
         free=np.arange(num_frames - 1, -1, -1, dtype=np.int32),
         bucket=np.full(1 << max(3, (num_frames - 1).bit_length()), -1, np.int32),
@@ -134,7 +135,7 @@ def with_more_rows(state: State) -> State:
     spare = np.concatenate([state.spare[:height], np.arange(2 * old - 1, old - 1, -1, dtype=np.int32), state.spare[height:]])
     state.reg[NUM_SPARE] += old
     return state._replace(
-        spaces=np.concatenate([state.spaces, _unused_spaces(old)]),
+        spaces=np.concatenate([state.spaces, _unused_spaces(old)]).view(np.recarray),
         spare=spare,
         table=np.concatenate([state.table, np.full_like(state.table, HOLE)]),
     )

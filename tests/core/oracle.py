@@ -1,0 +1,155 @@
+"""The oracle: what the memory manager promises, as plain dicts. Slow, obviously right, and sharing no code with what it judges.
+
+It keeps what an engine believes (the tokens of each space, the plans under way) and what memory holds: `memory[slot]` is the whole prefix
+whose KV was stored there, so one wrong, lost or stale frame shows as one wrong position. Frames that nobody owns are forgotten, like poison.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagedkv.core import AddressSpace, MemoryManager, Plan
+from pagedkv.core import state as st
+
+Prefix = tuple[bytes, tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class Believed:
+    """One open space: its tenant, its committed tokens, its punched pages."""
+
+    space: AddressSpace
+    tenant: bytes
+    tokens: list[int]
+    holes: set[int] = field(default_factory=set)
+    released: bool = False
+
+
+@dataclass(eq=False)
+class Outstanding:
+    """One plan: whose, which tokens, and whether the device has run it."""
+
+    plan: Plan
+    owners: list[Believed]
+    tokens: list[list[int]]
+    starts: list[list[int]]  # the tokens of each space before this plan
+    has_run: bool = False
+
+
+class Oracle:
+    """Drives a MemoryManager and remembers, in dicts, what must be true."""
+
+    def __init__(self, mm: MemoryManager) -> None:
+        self.mm, self.size = mm, mm.block_size
+        self.spaces: list[Believed] = []
+        self.plans: list[Outstanding] = []
+        self.memory: dict[int, Prefix] = {}
+
+    # -- what the device does -----------------------------------------------------------------------------------------------------
+
+    def run(self, upto: Outstanding | None = None) -> None:
+        """Execute the planned steps in order, copies first, up to and including `upto`."""
+        for step in self.plans:
+            if not step.has_run:
+                for source, target in step.plan.copies.tolist():
+                    for offset in range(self.size):
+                        self.memory.pop(target * self.size + offset, None)
+                        if source * self.size + offset in self.memory:
+                            self.memory[target * self.size + offset] = self.memory[source * self.size + offset]
+                slots = iter(step.plan.slots.tolist())
+                for owner, before, new in zip(step.owners, step.starts, step.tokens, strict=True):
+                    for count in range(1, len(new) + 1):
+                        self.memory[next(slots)] = (owner.tenant, (*before, *new[:count]))
+                step.has_run = True
+            if step is upto:
+                return
+
+    # -- what must be true ----------------------------------------------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """Invariants hold, every committed position reads back what was written, and the counts are those of a recount."""
+        self.mm.check(3)
+        for frame in np.flatnonzero(self.mm.state.frames["status"] == st.FREE).tolist():
+            for offset in range(self.size):
+                self.memory.pop(frame * self.size + offset, None)
+        for believed in self.spaces:
+            space, pages = believed.space, believed.space.pages.tolist()
+            assert len(space) == len(believed.tokens)
+            assert {page for page, frame in enumerate(pages) if frame < 0} == believed.holes
+            read = space.token_ids.tolist()
+            for position, token in enumerate(believed.tokens):
+                page, offset = divmod(position, self.size)
+                if page in believed.holes:
+                    assert read[position] == -1
+                    continue
+                assert read[position] == token
+                held = self.memory.get(pages[page] * self.size + offset)
+                if self.was_run(believed, position):
+                    assert held == (believed.tenant, tuple(believed.tokens[: position + 1])), f"position {position} of {space}"
+        held = Counter(int(f) for p in self.plans for f in p.plan.splits[:, 0])
+        pins = self.mm.state.frames["pins"]
+        assert {int(f): int(pins[f]) for f in np.flatnonzero(pins)} == held  # sources of copies, until their plan is settled
+        now = self.mm.stats()
+        assert now.spaces == len({id(b) for b in self.spaces} | {id(o) for p in self.plans for o in p.owners})
+        assert self.mm.available == now.free + now.evictable
+
+    def was_run(self, believed: Believed, position: int) -> bool:
+        """A shared tail that an outstanding plan copies holds its bytes only once the copy was made."""
+        page = position // self.size
+        targets = {int(t) for p in self.plans if not p.has_run for t in p.plan.splits[:, 1]}
+        return believed.space.pages[page] not in targets
+
+    def needed(self, owners: list[Believed], counts: list[int]) -> int:
+        """Frames a plan takes, counted over dicts: new pages, and copies of tails that somebody else sees at that moment."""
+        refs = Counter(int(f) for b in self.everyone() for f in self.table(b) if f >= 0)
+        total = 0
+        for owner, count in zip(owners, counts, strict=True):
+            length = self.planned_length(owner)
+            pages = self.table(owner)
+            total += -(-(length + count) // self.size) - len(pages)
+            if count and length % self.size:
+                tail = int(pages[-1])
+                if refs[tail] > 1 or self.mm.state.frames["published"][tail]:
+                    refs[tail] -= 1
+                    total += 1
+        return total
+
+    def everyone(self) -> list[Believed]:
+        """Open spaces and released ones that a plan still holds."""
+        return list({id(b): b for b in [*self.spaces, *(o for p in self.plans for o in p.owners)]}.values())
+
+    def table(self, believed: Believed) -> list[int]:
+        """The page table row, released or not."""
+        state, asid = self.mm.state, believed.space.asid
+        return state.table[asid, : state.spaces["num_pages"][asid]].tolist()
+
+    def planned_length(self, believed: Believed) -> int:
+        """Committed and outstanding tokens."""
+        return len(believed.tokens) + sum(len(t) for p in self.plans for o, t in zip(p.owners, p.tokens, strict=True) if o is believed)
+
+    def longest_known(self, tenant: bytes, tokens: list[int]) -> int:
+        """How many tokens of `tokens` open() must find: a walk over a dict of all published frames."""
+        frames, known = self.mm.state.frames, {}
+        for frame in np.flatnonzero(frames["published"]).tolist():
+            parent = int(frames["parent"][frame])
+            if parent < 0 or frames["generation"][parent] == frames["parent_generation"][frame]:
+                known[parent, tuple(self.mm.state.tokens[frame].tolist())] = frame
+        at = -2 - self.mm._roots[tenant] if tenant in self.mm._roots else None
+        found = 0
+        while at is not None and found + self.size < len(tokens):
+            at = known.get((at, tuple(tokens[found : found + self.size])))
+            found += self.size if at is not None else 0
+        return found
+
+
+def everything(mm: MemoryManager) -> tuple[bytes, ...]:
+    """Every number of the manager but the stamps, which are scratch: equal before and after means nothing was changed."""
+    s = mm.state
+    fields = [s.frames[name].tobytes() for name in st.FRAME.names or ()]  # by field: padding is not data
+    fields += [s.spaces[name].tobytes() for name in st.SPACE.names or () if name != "stamp"]
+    rows = [s.table[asid, :pages].tobytes() for asid, pages in enumerate(s.spaces["num_pages"])]
+    reg = np.delete(s.reg, st.STAMP)
+    return (*fields, *rows, s.tokens.tobytes(), s.free.tobytes(), s.spare.tobytes(), s.root_refs.tobytes(), reg.tobytes())

@@ -1,0 +1,229 @@
+"""A state machine drives the manager against the oracle: any order of calls, plans outstanding, pools too small for what is asked."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as some
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagedkv.core import MemoryManager
+from pagedkv.errors import DoubleRelease, InvalidRequest, OutOfFrames, PlanConflict, StaleHandle
+from tests.core.oracle import Believed, Oracle, Outstanding, everything
+
+TOKENS = some.sampled_from([0, 0, 0, 1])  # two words, one of them rare, so that prefixes meet
+TENANTS = some.sampled_from([b"", b"acme"])
+
+
+class Machine(RuleBasedStateMachine):
+    """Rules are what a caller may do; `oracle.verify` runs after each of them."""
+
+    @initialize(
+        block_size=some.sampled_from([1, 3, 4]), num_frames=some.integers(4, 14), prefix_cache=some.sampled_from([True, True, False])
+    )
+    def build(self, block_size: int, num_frames: int, prefix_cache: bool) -> None:
+        self.mm = MemoryManager(num_frames, block_size, prefix_cache=prefix_cache)
+        self.oracle = Oracle(self.mm)
+        self.prefix_cache = prefix_cache
+        self.dead: list[Believed] = []
+
+    def pick(self, data: some.DataObject, *, settled: bool = True) -> Believed:
+        idle = [b for b in self.oracle.spaces if not settled or not any(b in p.owners for p in self.oracle.plans)]
+        return data.draw(some.sampled_from(idle or self.oracle.spaces))
+
+    def refused(self, error: type[Exception], call: object) -> None:
+        before = everything(self.mm)
+        with pytest.raises(error):
+            call()  # type: ignore[operator]
+        assert everything(self.mm) == before
+
+    def busy(self, believed: Believed) -> bool:
+        return any(believed in p.owners for p in self.oracle.plans)
+
+    @rule(tokens=some.lists(TOKENS, max_size=14), tenant=TENANTS)
+    def open(self, tokens: list[int], tenant: bytes) -> None:
+        expected = self.oracle.longest_known(tenant, tokens)
+        space = self.mm.open(tokens, tenant=tenant)
+        assert len(space) == expected
+        assert len(space) == 0 or self.prefix_cache
+        self.oracle.spaces.append(Believed(space, tenant, tokens[: len(space)]))
+
+    @rule(tokens=some.lists(TOKENS, min_size=5, max_size=17), tenant=TENANTS)
+    def prefill(self, tokens: list[int], tenant: bytes) -> None:
+        """What an engine does most: the rest of a prompt, in one step."""
+        self.open(tokens, tenant)
+        believed = self.oracle.spaces[-1]
+        self.make_plan([believed], [tokens[len(believed.tokens) :]])
+        self.settle_everything()
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data(), length=some.integers(1, 3))
+    def decode(self, data: some.DataObject, length: int) -> None:
+        """And next: a few more tokens for each of those that run."""
+        owners = data.draw(some.lists(some.sampled_from(self.oracle.spaces), min_size=1, max_size=5, unique=True))
+        self.make_plan(owners, [data.draw(some.lists(TOKENS, min_size=length, max_size=length)) for _ in owners])
+        self.settle_everything()
+
+    def settle_everything(self) -> None:
+        """Commit everything under way, oldest first."""
+        self.oracle.run()
+        for step in list(self.oracle.plans):
+            self.mm.commit(step.plan, [token for new in step.tokens for token in new])
+            self.oracle.plans.remove(step)
+            for owner, tokens in zip(step.owners, step.tokens, strict=True):
+                owner.tokens.extend(tokens)
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data(), late=some.booleans())
+    def plan(self, data: some.DataObject, late: bool) -> None:
+        owners = data.draw(some.lists(some.sampled_from(self.oracle.spaces), min_size=1, max_size=4, unique=True))
+        self.make_plan(owners, [data.draw(some.lists(TOKENS, max_size=9)) for _ in owners])
+        if not late:
+            self.oracle.run()
+
+    def make_plan(self, owners: list[Believed], tokens: list[list[int]]) -> None:
+        """Plan, if the oracle says that it can be had; else see it refused, and nothing changed."""
+        counts = [len(new) for new in tokens]
+        needed = self.oracle.needed(owners, counts)
+        if needed > self.mm.available:
+            before = everything(self.mm)
+            with pytest.raises(OutOfFrames) as short:
+                self.mm.plan([b.space for b in owners], counts)
+            assert short.value.needed == needed
+            assert short.value.shortfall == needed - self.mm.available
+            assert everything(self.mm) == before
+            return
+        before_tokens = [self.tokens_planned(b) for b in owners]
+        plan = self.mm.plan([b.space for b in owners], counts)
+        assert plan.seq_lens.tolist() == [len(b) + n for b, n in zip(before_tokens, counts, strict=True)]
+        assert plan.positions.tolist() == [len(b) + i for b, n in zip(before_tokens, counts, strict=True) for i in range(n)]
+        self.oracle.plans.append(Outstanding(plan, owners, tokens, before_tokens))
+
+    def tokens_planned(self, believed: Believed) -> list[int]:
+        new = [t for p in self.oracle.plans for o, ts in zip(p.owners, p.tokens, strict=True) if o is believed for t in ts]
+        return [*believed.tokens, *new]
+
+    @precondition(lambda self: self.oracle.plans)
+    @rule(data=some.data())
+    def commit(self, data: some.DataObject) -> None:
+        step = data.draw(some.sampled_from(self.oracle.plans))
+        at = self.oracle.plans.index(step)
+        older = any(
+            o in p.owners and t for p in self.oracle.plans[:at] for o, t in zip(p.owners, p.tokens, strict=True) if o in step.owners
+        )
+        flat = [token for new in step.tokens for token in new]
+        if older:
+            self.refused(PlanConflict, lambda: self.mm.commit(step.plan, flat))
+            return
+        self.oracle.run(step)
+        later = [o for p in self.oracle.plans[at + 1 :] for o, t in zip(p.owners, p.tokens, strict=True) if t]
+        kept = [len(t) if o in later else data.draw(some.integers(0, len(t))) for o, t in zip(step.owners, step.tokens, strict=True)]
+        self.mm.commit(step.plan, [token for t, k in zip(step.tokens, kept, strict=True) for token in t[:k]], kept)
+        self.oracle.plans.remove(step)
+        for owner, tokens, keep in zip(step.owners, step.tokens, kept, strict=True):
+            owner.tokens.extend(tokens[:keep])
+        self.refused(PlanConflict, lambda: self.mm.commit(step.plan, flat))
+
+    @precondition(lambda self: self.oracle.plans)
+    @rule()
+    def cut_short_under_a_newer_plan(self) -> None:
+        for at, step in enumerate(self.oracle.plans):
+            earlier = [o for p in self.oracle.plans[:at] for o in p.owners]
+            later = [o for p in self.oracle.plans[at + 1 :] for o, t in zip(p.owners, p.tokens, strict=True) if t]
+            if any(o in later and t for o, t in zip(step.owners, step.tokens, strict=True)) and not any(o in earlier for o in step.owners):
+                self.refused(PlanConflict, lambda plan=step.plan: self.mm.commit(plan, [], [0] * len(plan.rows)))
+                return
+
+    @precondition(lambda self: self.oracle.plans)
+    @rule()
+    def abort_the_newest(self) -> None:
+        step = self.oracle.plans[-1]
+        if step.has_run and len(step.plan.splits):
+            return  # the device wrote it: that is a commit of nothing, not an abort
+        self.mm.abort(step.plan)
+        self.oracle.plans.pop()
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data())
+    def fork(self, data: some.DataObject) -> None:
+        parent = self.pick(data)
+        if self.busy(parent):
+            self.refused(PlanConflict, parent.space.fork)
+            return
+        child = parent.space.fork()
+        assert child.pages.tolist() == parent.space.pages.tolist()
+        self.oracle.spaces.append(Believed(child, parent.tenant, list(parent.tokens), set(parent.holes)))
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data())
+    def truncate(self, data: some.DataObject) -> None:
+        believed = self.pick(data)
+        length = data.draw(some.integers(0, len(believed.tokens)))
+        if self.busy(believed):
+            self.refused(PlanConflict, lambda: believed.space.truncate(length))
+            return
+        if length % self.mm.block_size and length // self.mm.block_size in believed.holes:
+            self.refused(InvalidRequest, lambda: believed.space.truncate(length))  # a hole cannot be written into
+            return
+        believed.space.truncate(length)
+        del believed.tokens[length:]
+        believed.holes = {page for page in believed.holes if page < -(-length // self.mm.block_size)}
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data())
+    def punch(self, data: some.DataObject) -> None:
+        believed = self.pick(data)
+        full = len(believed.tokens) // self.mm.block_size
+        first = data.draw(some.integers(0, full))
+        last = data.draw(some.integers(first, full))
+        if self.busy(believed):
+            self.refused(PlanConflict, lambda: believed.space.punch(first, last))
+            return
+        believed.space.punch(first, last)
+        believed.holes |= set(range(first, last))
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data())
+    def release(self, data: some.DataObject) -> None:
+        believed = self.pick(data, settled=False)
+        believed.space.release()
+        self.oracle.spaces.remove(believed)
+        self.dead.append(believed)
+        self.refused(DoubleRelease, believed.space.release)
+
+    @precondition(lambda self: self.dead)
+    @rule(data=some.data())
+    def use_a_stale_handle(self, data: some.DataObject) -> None:
+        dead = data.draw(some.sampled_from(self.dead)).space
+        self.refused(StaleHandle, lambda: self.mm.plan([dead], [1]))
+        self.refused(StaleHandle, dead.fork)
+        self.refused(StaleHandle, lambda: dead.truncate(0))
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data())
+    def ask_nonsense(self, data: some.DataObject) -> None:
+        space = self.pick(data).space
+        self.refused(InvalidRequest, lambda: self.mm.plan([space], [-1]))
+        self.refused(InvalidRequest, lambda: self.mm.plan([space, space], [1, 1]))
+        self.refused(InvalidRequest, lambda: self.mm.plan([space], [1, 2]))
+
+    @rule(count=some.integers(0, 4))
+    def evict(self, count: int) -> None:
+        evictable = self.mm.stats().evictable
+        assert self.mm.evict(count) == min(count, evictable)
+
+    @invariant()
+    def all_is_as_believed(self) -> None:
+        if hasattr(self, "oracle"):
+            self.oracle.verify()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+def test_the_machine_for_a_long_time() -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=1500, stateful_step_count=100, deadline=None))
