@@ -1,7 +1,7 @@
 """The oracle: what the memory manager promises, as plain dicts. Slow, obviously right, and sharing no code with what it judges.
 
 It keeps what an engine believes (the tokens of each space, the plans under way) and what memory holds: `memory[slot]` is the whole prefix
-whose KV was stored there, so one wrong, lost or stale frame shows as one wrong position. Frames that nobody owns are forgotten, like poison.
+whose KV was stored there, so one wrong, lost or stale frame shows as one wrong position. Frames nobody owns are forgotten, like poison.
 """
 
 from __future__ import annotations
