@@ -24,6 +24,9 @@ class AddressSpace:
     def __len__(self) -> int:
         return self.manager.length_of(self)
 
+    def __bool__(self) -> bool:
+        return True  # an empty sequence is still a sequence
+
     @property
     def pages(self) -> I32:
         """int32 [num_pages]: the frame of each page, -1 for a hole. A copy."""
