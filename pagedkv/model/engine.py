@@ -1,0 +1,271 @@
+"""The engine: a prompt in, text out. One step is schedule -> plan -> forward -> sample -> commit, for whatever mixture of work there is.
+
+    work, batch = scheduler.next_step()         who, how many tokens; frames mapped for all of it
+    logits      = decoder.forward(..)           writes and reads KV through batch.args
+    tokens      = sample(logits, ..)
+    cache.commit(batch, ..)                     what was computed is real now, and findable
+    deliver(tokens)                             text to whoever listens; the finished leave, the samples of a prompt fork
+
+It knows requests and tokens; pages and frames are the scheduler's and the cache's. Anything that goes wrong before commit aborts the plan,
+so an interrupted step can be stepped again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from pagedkv.cache import PagedKVCache
+from pagedkv.errors import InvalidRequest
+from pagedkv.model.decoder import Decoder
+from pagedkv.model.request import Completion, OnText, Request, StopStrings
+from pagedkv.model.sampler import Row, SamplingParams, sample
+from pagedkv.model.scheduler import Limits, Scheduler, Sequence, Work
+from pagedkv.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pagedkv.cache import PlannedBatch
+
+BUNDLED: Final = Path(__file__).parent / "bundled"
+"""The checkpoint that ships inside the package."""
+
+DEFAULT_TOKENS: Final = 32768
+DEFAULT_MEMORY: Final = "4GiB"
+"""A pool of nobody's choosing holds this many tokens, unless that takes more than this much memory."""
+
+Prompt = str | Sequences[int]
+
+
+@dataclass
+class Meter:
+    """What the steps so far have cost. `slots_mapped` and `slots_wasted` are added up over the steps, after each commit."""
+
+    steps: int = 0
+    slots_mapped: int = 0
+    slots_wasted: int = 0
+
+    @property
+    def waste(self) -> float:
+        """Share of allocated slots that held no token, over all steps."""
+        return self.slots_wasted / self.slots_mapped if self.slots_mapped else 0.0
+
+
+class Engine:
+    """Continuous batching over one model and one paged cache, in this thread.
+
+    `submit` and `step`, or `generate` for the whole of it. Frames that run out cost time (preemption), never tokens.
+    """
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, cache: PagedKVCache, *, limits: Limits | None = None) -> None:
+        self.decoder, self.tokenizer, self.cache = decoder, tokenizer, cache
+        self.scheduler = Scheduler(cache, limits or Limits())
+        self.meter = Meter()
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str | None = None,
+        *,
+        dtype: str | None = None,
+        device: str = "cpu",
+        block_size: int = 16,
+        kv_dtype: str | None = None,
+        limits: Limits | None = None,
+        **cache_options: Any,
+    ) -> Engine:
+        """An engine for a Hugging Face folder; None for the bundled checkpoint.
+
+        dtype: what is computed in; None for what the checkpoint was saved in. kv_dtype: what is cached, if not the same.
+        cache_options: those of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without a size the pool holds
+        32768 tokens, or 4 GiB.
+        Raises: CheckpointError, InvalidRequest, KernelUnavailable
+        """
+        path = Path(folder) if folder is not None else BUNDLED
+        decoder = Decoder.load(path, dtype=dtype, device=device)
+        tokenizer = Tokenizer.load(path)
+        name = str(decoder.dtype).removeprefix("torch.")
+        spec = decoder.config.spec(block_size=block_size, kv_dtype=kv_dtype, dtype=name)
+        if cache_options.get("num_frames") is None and cache_options.get("memory") is None:
+            cache_options["num_frames"] = min(spec.pages(DEFAULT_TOKENS), spec.frames_in(DEFAULT_MEMORY))
+        cache_options.setdefault("watermark", 0.01)
+        return cls(decoder, tokenizer, PagedKVCache(spec, device=device, **cache_options), limits=limits)
+
+    # -- asking ------------------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        num_samples: int = 1,
+        on_text: OnText | None = None,
+        tenant: bytes = b"",
+    ) -> Request:
+        """Queue a prompt (text, or token ids). Its completions fill up as the engine steps.
+
+        Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, or more tokens than the pool or the model can hold
+        """
+        params = params or SamplingParams()
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        self._check(prompt, ids, params, num_samples)
+        request = Request(ids, params, tenant, on_text)
+        request.completions = [Completion(request, index) for index in range(num_samples)]
+        self.scheduler.add(self._sequence(request.completions[0]))
+        return request
+
+    def generate(
+        self, prompts: Sequences[Prompt], params: SamplingParams | Sequences[SamplingParams] | None = None, **options: Any
+    ) -> list[Request]:
+        """Submit all prompts, run until they are finished, and return the requests in the same order. `options`: those of `submit`."""
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"there are {len(prompts)} prompts and {len(each)} params; give one of them for all, or one for each")
+        requests: list[Request] = []
+        try:
+            for prompt, wanted in zip(prompts, each, strict=True):
+                requests.append(self.submit(prompt, wanted, **options))
+            self.run()
+        except BaseException:
+            for request in requests:
+                self.cancel(request)
+            raise
+        return requests
+
+    def cancel(self, request: Request) -> None:
+        """Stop at once, whatever it is doing; its frames are given back. Completions that are finished already stay so."""
+        for sequence in self.scheduler.of(request):
+            self.scheduler.remove(sequence)
+        for completion in request.completions:
+            completion.finish_reason = completion.finish_reason or "cancelled"
+
+    # -- working -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def run(self) -> None:
+        """Step until nothing is left to do."""
+        while self.has_work:
+            self.step()
+
+    def step(self) -> list[Completion]:
+        """Compute one batch: some prompts' next chunks, everybody else's next token. Returns the completions that finished."""
+        work, batch = self.scheduler.next_step()
+        if batch is None:
+            return []
+        try:
+            emitting = [sequence for sequence, count in work if count == sequence.remaining]
+            token_ids = [token for s, count in work for token in s.tokens[len(s.tokens) - s.remaining :][:count]]
+            tokens = self._sample(emitting, self._forward(token_ids, work, batch))
+        except BaseException:
+            self.cache.abort(batch)
+            raise
+        self.cache.commit(batch, token_ids)
+        self._measure()
+        return self._deliver(emitting, tokens)
+
+    def _forward(self, token_ids: list[int], work: Work, batch: PlannedBatch) -> Tensor:
+        """Logits float32 [N, V] after the last token of each sequence whose known tokens are all computed by this step."""
+        ends = batch.plan.cu_seqlens_q[1:].tolist()
+        last = [end - 1 for end, (sequence, count) in zip(ends, work, strict=True) if count == sequence.remaining]
+        device = self.decoder.device
+        return self.decoder.forward(
+            torch.tensor(token_ids, device=device),
+            batch.args,
+            self.cache,
+            logits_of=torch.tensor(last, dtype=torch.int64, device=device),
+            backend=self.cache.kernel.name,
+        )
+
+    def _sample(self, emitting: list[Sequence], logits: Tensor) -> list[list[int]]:
+        """The next token of each head of each sequence."""
+        heads = [sequence.heads for sequence in emitting]
+        which = [n for n, of in enumerate(heads) for _ in of]
+        rows = [
+            Row(c.request.params, s.generator if c is s.completion else c.request.params.generator(c.index), s.tokens)
+            for s, of in zip(emitting, heads, strict=True)
+            for c in of
+        ]
+        if not rows:
+            return []
+        tokens = iter(sample(logits[torch.tensor(which, device=logits.device)], rows).tolist())
+        return [[next(tokens) for _ in of] for of in heads]
+
+    def _deliver(self, emitting: list[Sequence], tokens: list[list[int]]) -> list[Completion]:
+        """Every sequence takes its token before anybody is told, so that a listener's exception loses nobody's text."""
+        told: list[tuple[Completion, str]] = []
+        for parent, new in zip(emitting, tokens, strict=True):
+            heads = parent.heads
+            family = [parent, *(self._sequence(head) for head in heads if head is not parent.completion)]
+            for child in family[1:]:
+                self.scheduler.fork(parent, child)
+            for sequence, token in zip(family, new, strict=True):
+                told.append((sequence.completion, self._take(sequence, token)))
+        for completion, text in told:
+            if completion.request.on_text and completion.finish_reason != "cancelled" and (text or completion.finish_reason):
+                completion.request.on_text(completion, text)
+        return [completion for completion, _ in told if completion.finish_reason]
+
+    def _take(self, sequence: Sequence, token: int) -> str:
+        """Append one token; returns the text that may be shown. A sequence that is finished leaves the scheduler."""
+        completion, params = sequence.completion, sequence.completion.request.params
+        sequence.tokens.append(token)
+        completion.token_ids.append(token)
+        completion.last_token_at = time.perf_counter()
+        if len(completion.token_ids) == 1:
+            completion.first_token_at = completion.last_token_at
+        ended = token in params.stop_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
+        text, stopped = ("", False) if ended else sequence.stops.push(sequence.stream.push(token))
+        full = len(completion.token_ids) >= params.max_tokens or len(sequence.tokens) >= self.decoder.config.max_position_embeddings
+        if ended or stopped or full:
+            completion.finish_reason = "stop" if ended or stopped else "length"
+            if not stopped:
+                rest, stopped = sequence.stops.push(sequence.stream.finish())
+                text += rest if stopped else rest + sequence.stops.finish()
+            self.scheduler.remove(sequence)
+        completion.text += text
+        return text
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _sequence(self, completion: Completion) -> Sequence:
+        params, request = completion.request.params, completion.request
+        generator = params.generator(completion.index)
+        return Sequence(completion, list(request.prompt_ids), generator, self.tokenizer.stream(), StopStrings(params.stop))
+
+    def _measure(self) -> None:
+        now = self.cache.stats()
+        self.meter.steps += 1
+        self.meter.slots_mapped += now.slots_mapped
+        self.meter.slots_wasted += now.slots_wasted
+
+    def _check(self, prompt: Prompt, ids: list[int], params: SamplingParams, num_samples: int) -> None:
+        config, spec, frames = self.decoder.config, self.cache.spec, self.cache.num_frames
+        if not len(prompt) or not ids:
+            raise InvalidRequest("the prompt is empty; give at least one token")
+        strange = [token for token in ids if not 0 <= token < config.vocab_size]
+        if strange:
+            raise InvalidRequest(
+                f"token id {strange[0]} is outside the vocabulary of {config.vocab_size}; is it another model's tokenizer?"
+            )
+        if not 1 <= num_samples <= self.scheduler.limits.max_sequences:
+            raise InvalidRequest(f"num_samples is {num_samples}; give 1 to {self.scheduler.limits.max_sequences}")
+        if len(ids) >= config.max_position_embeddings:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens, the model ends at {config.max_position_embeddings}; shorten the prompt"
+            )
+        longest = min(len(ids) + params.max_tokens, config.max_position_embeddings) - 1  # the last token is never read
+        if spec.pages(longest) > frames:
+            raise InvalidRequest(
+                f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {spec.pages(longest)} frames of "
+                f"{spec.block_size} tokens, the pool has {frames}; raise num_frames or memory, or lower max_tokens"
+            )
