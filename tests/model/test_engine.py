@@ -1,0 +1,288 @@
+"""The engine: whatever else runs, and however few frames there are, a prompt gets the tokens it would get alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+
+from pagedkv.cache import PagedKVCache
+from pagedkv.errors import InvalidRequest
+from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.request import Completion, StopStrings
+from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.tokenizer import Tokenizer
+
+from .conftest import VOCAB, prompt_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagedkv.model.decoder import Decoder
+
+    from .conftest import Checkpoint
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+LENGTHS = (5, 150, 71)
+NUM_TOKENS = 64
+
+_decoders: dict[str, Decoder] = {}
+_expected: dict[str, list[list[int]]] = {}
+
+
+def build(checkpoint: Checkpoint, *, block_size: int = 16, num_frames: int = 400, limits: Limits | None = None, **options: Any) -> Engine:
+    """An engine over a random checkpoint, whose words are w0, w1, .."""
+    key = str(checkpoint.folder)
+    decoder = _decoders.setdefault(key, checkpoint.decoder())
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    cache = PagedKVCache(decoder.config.spec(block_size=block_size), num_frames=num_frames, **options)
+    return Engine(decoder, Tokenizer(words), cache, limits=limits)
+
+
+def expected(name: str, checkpoint: Checkpoint) -> list[list[int]]:
+    """64 greedy tokens after a prompt of each of LENGTHS, by transformers."""
+    if name not in _expected:
+        _expected[name] = [checkpoint.generate(prompt_of(length), NUM_TOKENS) for length in LENGTHS]
+    return _expected[name]
+
+
+def outputs(requests: list[Any]) -> list[list[int]]:
+    return [completion.token_ids for request in requests for completion in request.completions]
+
+
+def idle(engine: Engine) -> bool:
+    """Nothing is held any more, and the invariants stand."""
+    engine.cache.check(3)
+    now = engine.cache.stats()
+    return (now.mapped, now.retired, now.spaces) == (0, 0, 0) and not engine.has_work
+
+
+@pytest.mark.parametrize("prefill_chunk", [None, 13])
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, block_size: int, prefill_chunk: int | None, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    engine = build(checkpoint(name), block_size=block_size, limits=Limits(prefill_chunk=prefill_chunk))
+    requests = engine.generate([prompt_of(length) for length in LENGTHS], SamplingParams(max_tokens=NUM_TOKENS))
+    assert outputs(requests) == expected(name, checkpoint(name))
+    assert idle(engine)
+
+
+@pytest.mark.parametrize("num_frames", [14, 17, 22, 28])
+def test_a_pool_too_small_for_all_costs_time_and_no_token(num_frames: int, checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), num_frames=num_frames)
+    requests = engine.generate([prompt_of(length) for length in LENGTHS], SamplingParams(max_tokens=NUM_TOKENS))
+    assert outputs(requests) == expected("llama", checkpoint("llama"))
+    assert (engine.scheduler.preemptions > 0) == (num_frames < 28)
+    assert idle(engine)
+
+
+def test_forty_prompts_through_a_pool_that_holds_three(checkpoint: Callable[[str], Checkpoint]) -> None:
+    prompts = [prompt_of(40 + 3 * i, seed=i) for i in range(40)]
+    params = SamplingParams(max_tokens=30)
+    alone = [outputs(build(checkpoint("llama")).generate([prompt], params))[0] for prompt in prompts]
+    engine = build(checkpoint("llama"), num_frames=3 * 12)
+    assert outputs(engine.generate(prompts, params)) == alone
+    assert engine.scheduler.preemptions > 0
+    assert idle(engine)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=some.data())
+def test_any_workload_gives_each_prompt_its_own_tokens(data: some.DataObject, checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Random lengths, arrivals, cancellations, chunks, batches and pools; a few shared prefixes."""
+    prompts = [prompt_of(data.draw(some.sampled_from([3, 30, 31, 60])), seed=data.draw(some.integers(0, 2))) for _ in range(6)]
+    counts = [data.draw(some.integers(1, 20)) for _ in prompts]
+    block_size = data.draw(some.sampled_from([1, 4, 16]))
+    limits = Limits(data.draw(some.sampled_from([1, 7, 64, 2048])), data.draw(some.integers(1, 8)), data.draw(some.sampled_from([None, 1, 10])))
+    needed = -(-80 // block_size)
+    engine = build(
+        checkpoint("llama"),
+        block_size=block_size,
+        num_frames=data.draw(some.integers(needed, 3 * needed)),
+        limits=limits,
+        prefix_cache=data.draw(some.booleans()),
+        watermark=data.draw(some.sampled_from([0.0, 0.2])),
+    )
+    requests = []
+    for prompt, count in zip(prompts, counts, strict=True):
+        requests.append(engine.submit(prompt, SamplingParams(max_tokens=count)))
+        for _ in range(data.draw(some.integers(0, 3))):
+            engine.step()
+    cancelled = data.draw(some.sets(some.sampled_from(requests), max_size=3))
+    for request in cancelled:
+        engine.cancel(request)
+    engine.run()
+    whole = build(checkpoint("llama"))
+    for request, prompt, count in zip(requests, prompts, counts, strict=True):
+        got = request.completions[0].token_ids
+        alone = outputs(whole.generate([prompt], SamplingParams(max_tokens=count)))[0]
+        assert got == alone[: len(got)]
+        assert len(got) == count or request in cancelled
+    assert idle(engine)
+
+
+def test_samples_share_the_frames_of_their_prompt(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"))
+    request = engine.submit(prompt_of(150), SamplingParams(max_tokens=8, temperature=2.0, seed=1), num_samples=6)
+    engine.step()
+    assert engine.cache.stats().mapped == 10  # 150 tokens, once
+    engine.step()
+    assert engine.cache.stats().mapped == 15  # the tail split for all but one
+    engine.run()
+    assert len({tuple(c.token_ids) for c in request.completions}) > 1
+    assert idle(engine)
+
+
+def test_a_seed_decides_whatever_else_runs(checkpoint: Callable[[str], Checkpoint]) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, top_k=40, seed=11)
+    alone = outputs(build(checkpoint("llama")).generate([prompt_of(20)], params, num_samples=3))
+    crowd = build(checkpoint("llama"), num_frames=12)
+    requests = crowd.generate([prompt_of(33), prompt_of(20), prompt_of(61)], [replace(params, seed=5), params, SamplingParams()], num_samples=3)
+    assert [c.token_ids for c in requests[1].completions] == alone
+
+
+def test_a_preempted_sample_comes_back_with_its_own_tokens(checkpoint: Callable[[str], Checkpoint]) -> None:
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
+    wide = outputs(build(checkpoint("llama")).generate([prompt_of(30)], params, num_samples=4))
+    narrow = build(checkpoint("llama"), num_frames=7, prefix_cache=False)
+    assert outputs(narrow.generate([prompt_of(30)], params, num_samples=4)) == wide
+    assert narrow.scheduler.preemptions > 0
+    assert idle(narrow)
+
+
+def test_a_second_prompt_finds_the_pages_of_the_first(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"))
+    first, second = (engine.generate([prompt_of(150)], SamplingParams(max_tokens=5))[0].completions[0] for _ in range(2))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 144)
+    assert first.token_ids == second.token_ids
+
+
+def test_streamed_pieces_join_to_the_text(checkpoint: Callable[[str], Checkpoint]) -> None:
+    pieces: dict[int, list[str]] = {0: [], 1: []}
+    engine = build(checkpoint("llama"))
+    request = engine.submit(prompt_of(9), SamplingParams(max_tokens=9), num_samples=2, on_text=lambda c, text: pieces[c.index].append(text))
+    engine.step()
+    assert all(len(said) == 1 for said in pieces.values())  # text arrives with the first token, not at the end
+    engine.run()
+    for completion in request.completions:
+        assert "".join(pieces[completion.index]) == completion.text == engine.tokenizer.decode(completion.token_ids)
+
+
+def test_stop_strings_and_ids_end_the_text_before_them(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"))
+    free = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12))[0].completions[0]
+    words = free.text.split()
+    by_string = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12, stop=" ".join(words[4:6])))[0].completions[0]
+    assert (by_string.text.split(), by_string.finish_reason) == (words[:4], "stop")
+    by_id = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12, stop_ids=[free.token_ids[3]]))[0].completions[0]
+    assert by_id.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[3]) + 1]
+    assert by_id.finish_reason == "stop"
+    assert by_id.text.split() == words[: len(by_id.token_ids) - 1]
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    stops = StopStrings(["END", "\n\n"])
+    assert [stops.push(piece) for piece in ("a E", "N", "E", "\n", "b\n", "\nc")] == [
+        ("a ", False),
+        ("", False),
+        ("EN", False),
+        ("E", False),
+        ("\nb", False),
+        ("", True),
+    ]
+    assert stops.finish() == ""
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_cancelling_gives_everything_back_at_any_point(steps: int, checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), limits=Limits(prefill_chunk=20))
+    doomed = engine.submit(prompt_of(50), SamplingParams(max_tokens=30), num_samples=3)
+    other = engine.submit(prompt_of(30), SamplingParams(max_tokens=10))
+    for _ in range(steps):
+        engine.step()
+    engine.cancel(doomed)
+    assert [c.finish_reason for c in doomed.completions] == ["cancelled"] * 3
+    engine.run()
+    assert other.completions[0].finish_reason == "length"
+    assert idle(engine)
+
+
+def test_a_listener_may_cancel(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"))
+
+    def listen(completion: Completion, text: str) -> None:
+        if len(completion.token_ids) == 3:
+            engine.cancel(completion.request)
+
+    request = engine.submit(prompt_of(9), SamplingParams(max_tokens=30), num_samples=2, on_text=listen)
+    engine.run()
+    assert [len(c.token_ids) for c in request.completions] == [3, 3]
+    assert idle(engine)
+
+
+def test_a_listener_that_fails_loses_nobodys_tokens(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"))
+
+    def fail(completion: Completion, text: str) -> None:
+        raise RuntimeError("no one home")
+
+    engine.submit(prompt_of(9), SamplingParams(max_tokens=1), on_text=fail)
+    other = engine.submit(prompt_of(20), SamplingParams(max_tokens=6))
+    with pytest.raises(RuntimeError, match="no one home"):
+        engine.step()
+    engine.run()
+    assert other.completions[0].token_ids == outputs(build(checkpoint("llama")).generate([prompt_of(20)], SamplingParams(max_tokens=6)))[0]
+    assert idle(engine)
+
+
+def test_an_interrupted_step_can_be_stepped_again(checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=10)
+    whole = outputs(build(checkpoint("llama")).generate([prompt_of(50), prompt_of(9)], params))
+    engine = build(checkpoint("llama"))
+    requests = [engine.submit(prompt_of(length), params) for length in (50, 9)]
+    real = engine.decoder.forward
+    for number in range(30):
+
+        def forward(*args: Any, **options: Any) -> Any:
+            real(*args, **options)  # KV is written, and then ..
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine.decoder, "forward", forward)
+        if number % 2 and engine.has_work:
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        monkeypatch.setattr(engine.decoder, "forward", real)
+        engine.step()
+    assert outputs(requests) == whole
+    assert idle(engine)
+
+
+BAD = {
+    "the prompt is empty": lambda e: e.submit([]),
+    "outside the vocabulary": lambda e: e.submit([VOCAB]),
+    "raise num_frames or memory": lambda e: e.submit([1] * 60, SamplingParams(max_tokens=10)),
+    "the model ends at 512": lambda e: e.submit([1] * 512),
+    "num_samples is 0": lambda e: e.submit([1], num_samples=0),
+    "2 prompts and 1 params": lambda e: e.generate([[1], [2]], [SamplingParams()]),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_requests_are_refused_where_they_are_made(message: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), num_frames=4)
+    with pytest.raises(InvalidRequest, match=message):
+        BAD[message](engine)
+    assert idle(engine)
+
+
+def test_limits_must_make_sense() -> None:
+    with pytest.raises(InvalidRequest, match="max_batch_tokens is 0"):
+        Limits(max_batch_tokens=0)
+
