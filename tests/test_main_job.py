@@ -1,7 +1,7 @@
 """The main job, end to end, with the checkpoint that ships: a prompt in, the right answer out, every key and value in frames of ours.
 
-The bundled checkpoint answers from facts far back in its prompt, so the last tests damage the pool on purpose: a frame that is lost, stale or
-mixed up must change the answer. If it did not, nothing here would prove that the cache is read.
+The bundled checkpoint answers from facts far back in its prompt, so the last tests damage the pool on purpose: a frame that is lost, stale
+or mixed up must change the answer. If it did not, nothing here would prove that the cache is read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def test_the_demo_is_answered_right(engine: Engine) -> None:
     assert (completion.text, completion.finish_reason) == (DEMO_ANSWER, "stop")
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"block_size": 1}, {"block_size": 32}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8_e4m3"}])
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"block_size": 1}, {"block_size": 32}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8_e4m3"}]
+)
 def test_the_demo_is_answered_right_in_other_pools(options: dict[str, Any]) -> None:
     assert answers(Engine.load(**{"dtype": "float32", "num_frames": 400, **options}), [DEMO_PROMPT]) == [DEMO_ANSWER]
 
@@ -85,7 +87,9 @@ def test_less_than_four_percent_of_the_slots_are_wasted_on_a_mixed_workload() ->
     engine = Engine.load(dtype="float32", num_frames=1500, limits=Limits(max_batch_tokens=512))
     for seed in range(24):
         page = document(60 + 80 * seed, seed=seed)
-        engine.submit(page.prompt(page.questions[-1]), SamplingParams(max_tokens=30, temperature=1.0, seed=seed), num_samples=1 + 3 * (seed % 3 == 0))
+        engine.submit(
+            page.prompt(page.questions[-1]), SamplingParams(max_tokens=30, temperature=1.0, seed=seed), num_samples=1 + 3 * (seed % 3 == 0)
+        )
         engine.step()
     engine.run()
     assert engine.meter.slots_mapped > 100_000

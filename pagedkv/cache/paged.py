@@ -57,8 +57,9 @@ class PagedKVCache:
         self.kernel = registry.choose(spec, self.device.type, kernels)
         self.storage = Storage(spec, frames, self.device)
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
-        self._seen: npt.NDArray[np.uint32] | None = None  # debug: generation of each frame at the last look,
-        self._clean: npt.NDArray[np.bool_]  # and whether it was free, hence poisoned
+        self._watched = debug.level() >= 2  # from birth or not at all: later nobody knows which frames hold something
+        self._seen = self.manager.state.frames["generation"].copy()  # at the last look,
+        self._clean = np.zeros(frames, bool)  # and who was free then, hence poisoned
 
     @property
     def num_frames(self) -> int:
@@ -82,7 +83,7 @@ class PagedKVCache:
         Raises:   OutOfFrames, InvalidRequest, StaleHandle; nothing was changed then
         """
         plan = self.manager.plan(batch, counts)
-        if debug.level() >= 2:
+        if self._watched:
             self._poison()
         if len(plan.splits):
             copy_frames(self.storage.frames, torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device))
@@ -109,8 +110,6 @@ class PagedKVCache:
     def _poison(self) -> None:
         """Fill with NaN the frames that were freed or taken since the last look, which is before the plan just made writes anything."""
         frames = self.manager.state.frames
-        if self._seen is None:  # everything is new
-            self._seen, self._clean = frames["generation"].copy(), np.zeros(len(frames), bool)
         free = frames["status"] == FREE
         stale = np.flatnonzero((free | (frames["generation"] != self._seen)) & ~self._clean)
         self.storage.poison(torch.from_numpy(stale))

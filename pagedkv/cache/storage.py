@@ -13,6 +13,7 @@ import mmap
 from typing import Final
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.args import KVLayer
@@ -40,6 +41,15 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(region, dtype=torch.uint8)
+
+
+def _apart(view: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a tensor that is no view to torch: torch.compile refuses to mutate views of one base that differ in dtype.
+
+    It cannot see any more that they alias `frames`, so copying frames stays outside a compiled step.
+    """
+    as_bytes = view.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes that DLPack has no name for in every torch we support
+    return from_dlpack(view.view(torch.uint8)).view(view.dtype) if as_bytes else from_dlpack(view)
 
 
 class Storage:
@@ -73,7 +83,7 @@ class Storage:
             shape = (self.num_frames, spec.block_size, spec.num_kv_heads, dim)
             strides = (spec.frame_bytes // size, dim, spec.block_size * dim, 1)
             view = typed.as_strided(shape, strides, (index * spec.layer_bytes + offset) // size)
-            parts[name] = view[..., 0] if is_scale else view
+            parts[name] = _apart(view[..., 0] if is_scale else view)
         return KVLayer(**parts)
 
     def poison(self, frames: torch.Tensor) -> None:

@@ -100,7 +100,8 @@ def test_any_workload_gives_each_prompt_its_own_tokens(data: some.DataObject, ch
     prompts = [prompt_of(data.draw(some.sampled_from([3, 30, 31, 60])), seed=data.draw(some.integers(0, 2))) for _ in range(6)]
     counts = [data.draw(some.integers(1, 20)) for _ in prompts]
     block_size = data.draw(some.sampled_from([1, 4, 16]))
-    limits = Limits(data.draw(some.sampled_from([1, 7, 64, 2048])), data.draw(some.integers(1, 8)), data.draw(some.sampled_from([None, 1, 10])))
+    batch_tokens, chunk = data.draw(some.sampled_from([1, 7, 64, 2048])), data.draw(some.sampled_from([None, 1, 10]))
+    limits = Limits(batch_tokens, data.draw(some.integers(1, 8)), chunk)
     needed = -(-80 // block_size)
     engine = build(
         checkpoint("llama"),
@@ -144,7 +145,9 @@ def test_a_seed_decides_whatever_else_runs(checkpoint: Callable[[str], Checkpoin
     params = SamplingParams(max_tokens=12, temperature=1.0, top_k=40, seed=11)
     alone = outputs(build(checkpoint("llama")).generate([prompt_of(20)], params, num_samples=3))
     crowd = build(checkpoint("llama"), num_frames=12)
-    requests = crowd.generate([prompt_of(33), prompt_of(20), prompt_of(61)], [replace(params, seed=5), params, SamplingParams()], num_samples=3)
+    requests = crowd.generate(
+        [prompt_of(33), prompt_of(20), prompt_of(61)], [replace(params, seed=5), params, SamplingParams()], num_samples=3
+    )
     assert [c.token_ids for c in requests[1].completions] == alone
 
 
@@ -285,4 +288,3 @@ def test_bad_requests_are_refused_where_they_are_made(message: str, checkpoint: 
 def test_limits_must_make_sense() -> None:
     with pytest.raises(InvalidRequest, match="max_batch_tokens is 0"):
         Limits(max_batch_tokens=0)
-

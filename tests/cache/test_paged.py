@@ -1,0 +1,185 @@
+"""PagedKVCache: bytes and integers in step. What was written is what is read, through forks, copies and growth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pagedkv import KernelUnavailable, KVSpec, OutOfFrames, PagedKVCache, explain, paged_attention, write_kv
+from pagedkv.cache import PlannedBatch
+from pagedkv.cache.batch import on_device
+from pagedkv.cache.mirror import DeviceMirror
+from pagedkv.core import AddressSpace
+from pagedkv.errors import InvalidRequest
+
+SPEC = KVSpec(2, 2, 64, block_size=4, dtype="float32")
+
+
+@pytest.fixture
+def cache() -> PagedKVCache:
+    return PagedKVCache(SPEC, num_frames=32)
+
+
+def kv_of(prefix: list[int], layer: int) -> torch.Tensor:
+    """f(prefix, layer): float32 [K, D], another one for every prefix."""
+    return torch.randn(2, 64, generator=torch.Generator().manual_seed(hash((*prefix, layer)) % 2**31))
+
+
+def write(cache: PagedKVCache, batch: PlannedBatch, prefixes: list[list[int]]) -> None:
+    for layer in range(2):
+        k = torch.stack([kv_of(prefix, layer) for prefix in prefixes])
+        write_kv(k, -k, cache[layer], batch.args)
+
+
+def extend(cache: PagedKVCache, space: AddressSpace, tokens: list[int]) -> None:
+    held = space.token_ids.tolist()
+    batch = cache.plan([space], [len(tokens)])
+    write(cache, batch, [[*held, *tokens[: i + 1]] for i in range(len(tokens))])
+    cache.commit(batch, tokens)
+
+
+def assert_holds(cache: PagedKVCache, space: AddressSpace) -> None:
+    tokens = space.token_ids.tolist()
+    for position in range(len(tokens)):
+        frame, offset = int(space.pages[position // 4]), position % 4
+        for layer in range(2):
+            expected = kv_of(tokens[: position + 1], layer)
+            assert torch.equal(cache[layer].k[frame, offset], expected)
+            assert torch.equal(cache[layer].v[frame, offset], -expected)
+
+
+def test_every_position_reads_back_through_forks_and_copies(cache: PagedKVCache) -> None:
+    root = cache.open()
+    extend(cache, root, [1, 2, 3, 4, 5, 6])
+    children = [root.fork() for _ in range(3)]
+    for i, child in enumerate(children):
+        extend(cache, child, [10 + i] * (i + 1))
+    extend(cache, root, [7])
+    children[1].truncate(5)
+    extend(cache, children[1], [8, 9, 8, 9])
+    for space in (root, *children):
+        assert_holds(cache, space)
+    cache.check()
+
+
+def test_a_batch_of_writers_of_one_tail_is_copied_before_it_is_written(cache: PagedKVCache) -> None:
+    root = cache.open()
+    extend(cache, root, [1, 2, 3, 4, 5])
+    spaces = [root, root.fork(), root.fork()]
+    batch = cache.plan(spaces, [1, 1, 1])
+    assert len(batch.plan.copies) == 2
+    write(cache, batch, [[1, 2, 3, 4, 5, 6 + i] for i in range(3)])
+    cache.commit(batch, [6, 7, 8])
+    for space in spaces:
+        assert_holds(cache, space)
+
+
+@pytest.mark.strict
+def test_frames_are_nan_until_they_are_written() -> None:
+    cache = PagedKVCache(SPEC, num_frames=32)
+    for _ in range(3):  # fresh, then freed and taken again
+        space = cache.open()
+        batch = cache.plan([space], [5])
+        frames = torch.from_numpy(space.pages).long()
+        assert cache[1].k[frames].isnan().all()
+        write(cache, batch, [[i] for i in range(5)])
+        cache.commit(batch, [1, 2, 3, 4, 5])
+        assert int(cache[1].k[frames].isnan().any(-1).any(-1).sum()) == 3
+        space.release()
+        cache.manager.evict(32)
+
+
+def test_a_plan_that_fails_leaves_the_bytes(cache: PagedKVCache) -> None:
+    space = cache.open()
+    extend(cache, space, [1, 2, 3])
+    before = cache.storage.bytes.clone()
+    with pytest.raises(OutOfFrames):
+        cache.plan([space], [200])
+    assert torch.equal(cache.storage.bytes, before)
+
+
+def test_an_aborted_plan_leaves_what_was_there(cache: PagedKVCache) -> None:
+    space = cache.open()
+    extend(cache, space, [1, 2, 3])
+    twin = space.fork()
+    batch = cache.plan([twin], [3])
+    write(cache, batch, [[0], [0], [0]])
+    cache.abort(batch)
+    assert_holds(cache, space)
+    assert_holds(cache, twin)
+
+
+def test_the_packed_batch_is_the_plan(cache: PagedKVCache) -> None:
+    """The path of a GPU, taken on the CPU: the same numbers arrive, and the mirror is told only what has changed."""
+    mirror = DeviceMirror(torch.device("cpu"))
+    spaces = [cache.open() for _ in range(3)]
+    for step in range(30):
+        if step == 20:
+            spaces += [spaces[0].fork() for _ in range(20)]  # the table grows
+        batch = cache.plan(spaces, [1 + (step + i) % 3 for i in range(len(spaces))]) if step < 20 else cache.plan(spaces[3:6], [1, 1, 1])
+        sent = on_device(batch.plan, mirror, block_size=4)
+        for name in ("seq_lens", "cu_seqlens_q", "slots", "positions", "rows"):
+            assert torch.equal(getattr(sent, name), getattr(batch.args, name)), name
+        for row, length in zip(batch.plan.rows, batch.plan.seq_lens, strict=True):
+            pages = -(-int(length) // 4)
+            assert torch.equal(sent.block_table[row, :pages], batch.args.block_table[row, :pages])
+        if cache.manager.available < 8:
+            cache.abort(batch)
+            break
+        cache.commit(batch, np.zeros(batch.plan.num_tokens, np.int32))
+
+
+def test_the_mirror_keeps_its_address_while_the_table_does() -> None:
+    mirror, host = DeviceMirror(torch.device("cpu")), np.full((4, 8), -1, np.int32)
+    host[1, :3] = [5, 6, 7]
+    address = mirror.update(host, np.array([1], np.int32), 3).data_ptr()
+    host[1, 1] = 9
+    table = mirror.update(host, np.array([1], np.int32), 3)
+    assert table.data_ptr() == address
+    assert table[1, :3].tolist() == [5, 9, 7]
+
+
+def test_a_compiled_step_writes_and_reads_the_pool(cache: PagedKVCache) -> None:
+    def step(q: torch.Tensor, k: torch.Tensor, batch: PlannedBatch) -> torch.Tensor:
+        write_kv(k, -k, cache[0], batch.args)
+        return paged_attention(q, cache[0], batch.args)
+
+    batch = cache.plan([cache.open()], [5])
+    q, k = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, batch)
+    cache.storage.bytes.zero_()
+    assert torch.equal(compiled, step(q, k, batch))
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8_e4m3", "fp8_e5m2"])
+def test_quantised_pools_serve_the_same_calls(kv_dtype: str) -> None:
+    pools = [PagedKVCache(KVSpec(1, 2, 64, block_size=4, dtype="float32", kv_dtype=name), num_frames=8) for name in (None, kv_dtype)]
+    q, k = torch.randn(9, 4, 64), torch.randn(9, 2, 64)
+    outs = []
+    for pool in pools:
+        batch = pool.plan([pool.open()], [9])
+        write_kv(k, k, pool[0], batch.args)
+        outs.append(paged_attention(q, pool[0], batch.args))
+    error = (outs[0] - outs[1]).abs().max()
+    assert 0 < error < {"int8": 0.05, "fp8_e4m3": 0.2, "fp8_e5m2": 0.4, "int4": 0.5}[kv_dtype]
+
+
+def test_the_kernel_is_chosen_once_and_shown(cache: PagedKVCache) -> None:
+    assert f"kernels={cache.kernel.name!r}" in repr(cache)
+    assert cache.kernel.name in str(explain(SPEC))
+
+
+def test_sizes_and_kernels_that_cannot_be_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="give one of them"):
+        PagedKVCache(SPEC)
+    with pytest.raises(InvalidRequest, match="give one of them"):
+        PagedKVCache(SPEC, num_frames=1, memory="1GiB")
+    with pytest.raises((InvalidRequest, KernelUnavailable), match="quantum"):
+        PagedKVCache(SPEC, num_frames=1, kernels="quantum")
+
+
+def test_memory_buys_as_many_frames_as_fit() -> None:
+    cache = PagedKVCache(SPEC, memory=10 * SPEC.frame_bytes + 5)
+    assert cache.num_frames == 10
+    assert len(cache) == 2

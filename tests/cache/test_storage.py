@@ -1,0 +1,123 @@
+"""The pool: a frame is one run of bytes, a layer's slice of it one stream, and no two elements share a byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedkv.cache.storage import Storage
+from pagedkv.errors import InvalidRequest
+from pagedkv.spec import BITS, KVSpec, parse_bytes
+
+SPECS = [
+    KVSpec(3, 2, 64, block_size=4),
+    KVSpec(2, 1, 80, head_dim_v=24, block_size=5, dtype="float32"),
+    KVSpec(2, 3, 64, block_size=3, kv_dtype="int8"),
+    KVSpec(2, 2, 64, block_size=16, kv_dtype="fp8_e4m3"),
+    KVSpec(1, 2, 96, block_size=7, kv_dtype="fp8_e5m2"),
+    KVSpec(2, 2, 64, head_dim_v=32, block_size=4, kv_dtype="int4"),
+]
+
+
+def parts(storage: Storage, layer: int) -> dict[str, torch.Tensor]:
+    return {name: part for name, part in vars(storage.layers[layer]).items() if part is not None}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_element_has_bytes_of_its_own_inside_its_frame(spec: KVSpec) -> None:
+    """Marking one part of one frame of one layer changes exactly its own bytes, and all of them."""
+    storage = Storage(spec, num_frames=3)
+    covered = torch.zeros_like(storage.frames, dtype=torch.int64)
+    for layer in range(spec.num_layers):
+        for name, part in parts(storage, layer).items():
+            for frame in range(3):
+                storage.bytes.zero_()
+                one = part[frame].view(torch.uint8) if part.element_size() == 1 else part[frame]
+                one.fill_(1)
+                changed = storage.frames != 0
+                assert not changed[torch.arange(3) != frame].any()
+                first, last = changed[frame].nonzero()[[0, -1], 0].tolist()
+                offset, size = spec.regions()[name]
+                start = layer * spec.layer_bytes + offset
+                assert start <= first
+                assert last < start + size
+                covered[frame, start : start + size] += 1
+    assert covered.max() == 1
+    used = sum(size for _, size in spec.regions().values()) * spec.num_layers
+    assert int(covered[0].sum()) == used == spec.bytes_per_token * spec.block_size
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_one_heads_page_is_one_contiguous_run(spec: KVSpec) -> None:
+    layer = Storage(spec, num_frames=2).layers[0]
+    for pool in (layer.k, layer.v):
+        assert pool[1, :, 0].is_contiguous()
+        assert pool.stride(2) == pool.shape[1] * pool.stride(1)  # the next head follows at once
+    assert layer.k.data_ptr() % 64 == 0
+    assert layer.v.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("spec", SPECS[:4], ids=str)
+def test_copying_a_frame_copies_every_layer(spec: KVSpec) -> None:
+    storage = Storage(spec, num_frames=4)
+    storage.bytes.copy_(torch.randint(0, 120, storage.bytes.shape, dtype=torch.uint8))
+    storage.frames[3] = storage.frames[1]
+    for layer in range(spec.num_layers):
+        for part in parts(storage, layer).values():
+            assert torch.equal(part[3].contiguous().view(torch.uint8), part[1].contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_poison_is_nan_where_there_is_one(spec: KVSpec) -> None:
+    storage = Storage(spec, num_frames=2)
+    storage.poison(torch.tensor([1]))
+    for part in parts(storage, 0).values():
+        if part.dtype.is_floating_point:
+            assert part[1].float().isnan().all()
+            assert not part[0].float().isnan().any()
+
+
+def test_views_keep_the_pool_alive() -> None:
+    layer = Storage(SPECS[0], num_frames=2).layers[0]
+    layer.k.fill_(3)
+    assert (layer.k == 3).all()
+
+
+def test_a_pool_that_memory_cannot_hold_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="give fewer frames"):
+        Storage(KVSpec(100, 100, 256, block_size=256), num_frames=2**31 - 1)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("2GiB", 2**31), ("512 MB", 512 * 10**6), ("1.5k", 1500), ("64", 64), (7, 7)])
+def test_amounts_of_memory(text: str | int, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "2 parsecs", "GiB", "-1", "1ib"])
+def test_what_is_no_amount_of_memory(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not an amount of memory"):
+        parse_bytes(text)
+
+
+def test_frames_in_an_amount_of_memory() -> None:
+    spec = KVSpec(32, 8, 128, block_size=16)
+    assert spec.frame_bytes == 2 * 2**20
+    assert spec.frames_in("40GiB") == 20480
+    assert spec.bytes_per_token == 131072
+    with pytest.raises(InvalidRequest, match="holds no frame: one takes 2097152 bytes"):
+        spec.frames_in("1MiB")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_layers": 0}, {"block_size": 0}, {"dtype": "float64"}, {"kv_dtype": "int3"}, {"kv_dtype": "int4", "head_dim": 5}, {"window": 0}],
+)
+def test_geometries_that_cannot_be(options: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest):
+        KVSpec(**{"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, **options})  # type: ignore[arg-type]
+
+
+def test_every_stored_dtype_has_a_layout() -> None:
+    for name in BITS:
+        dtype = name if name in ("float32", "bfloat16", "float16") else "bfloat16"
+        assert Storage(KVSpec(1, 1, 64, dtype=dtype, kv_dtype=name), num_frames=1).layers[0].k.shape[:3] == (1, 16, 1)
