@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pagedkv.cache import PagedKVCache
+from pagedkv.core.warm import warm_up
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.request import Completion, OnText, Request, StopStrings
@@ -87,6 +88,7 @@ class Engine:
         32768 tokens, or 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
         """
+        warm_up()
         path = Path(folder) if folder is not None else BUNDLED
         decoder = Decoder.load(path, dtype=dtype, device=device)
         tokenizer = Tokenizer.load(path)

@@ -1,0 +1,23 @@
+"""Warming up: numba compiles each function of core at its first call, once per machine, which takes some ten seconds.
+
+Afterwards it is loaded from disk. A server does this before it listens, so that no request waits for it.
+"""
+
+from __future__ import annotations
+
+from pagedkv.core.manager import MemoryManager
+
+
+def warm_up() -> None:
+    """Call every compiled function once, on a pool of its own."""
+    mm = MemoryManager(num_frames=8, block_size=2)
+    parent = mm.open([1])
+    mm.commit(mm.plan([parent], [5]), [1, 2, 3, 4, 5])
+    child = parent.fork()
+    mm.commit(mm.plan([parent, child], [2, 2]), [6, 7, 8], [2, 1])
+    mm.abort(mm.plan([child], [1]))
+    child.truncate(3)
+    child.punch(0, 1)
+    child.release()
+    parent.release()
+    mm.evict(1)
