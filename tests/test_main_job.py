@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from pagedkv.errors import InvariantViolation
 from pagedkv.kernels.ops import copy_frames
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.records import DEMO_ANSWER, DEMO_PROMPT, document
@@ -124,7 +125,8 @@ def misplace(engine: Engine, frame: int, other: int) -> None:
 
 
 @pytest.mark.parametrize("damage", [lose, make_stale, reorder_keys, swap_keys, misplace])
-def test_a_damaged_frame_changes_the_answer(damage: Callable[[Engine, int, int], None]) -> None:
+def test_a_damaged_frame_changes_the_answer(damage: Callable[[Engine, int, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # or check() would stop it first
     engine = Engine.load(dtype="float32", num_frames=200)
     page, stranger = document(600, seed=1), document(600, seed=2)
     question = next(q for q in page.questions if " in the " in q.answer)
@@ -145,6 +147,8 @@ def test_a_damaged_frame_changes_the_answer(damage: Callable[[Engine, int, int],
     engine.scheduler.running.append(engine.scheduler.waiting.popleft())
     for i in told:
         damage(engine, int(here.pages[i]), int(there.pages[i]))
+    with pytest.raises(InvariantViolation, match="I2 broken"):
+        engine.cache.check()
     engine.run()
     assert request.completions[0].text != question.answer
 
