@@ -27,7 +27,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: $(STAMPS)/base ## install the base package and answer a question from the bundled checkpoint
-	@$(BIN)/pagedkv generate
+	@$(BIN)/pagedkv generate </dev/null
 
 test: check ## check, then the tests that take seconds
 	@$(PYTEST)

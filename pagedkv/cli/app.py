@@ -1,0 +1,121 @@
+"""The commands and their options, and how they end. No work: a command imports what it needs when it runs, so that --help is quick.
+
+    0    done
+    1    whoever read stdout went away
+    2    bad input: one line on stderr, "pagedkv: error: ...", whatever file or option it came from
+    130  Ctrl-C
+
+A traceback is a bug of ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Annotated, Any, Final, cast
+
+import typer
+
+from pagedkv import __version__, debug
+from pagedkv.cli import prompts
+from pagedkv.errors import InvalidRequest, PagedKVError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+ShellError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
+"""ClickException, the root of what typer raises at bad options. Newer typers bring a click of their own, in which it has no public name."""
+
+_MEMORY: Final = "The KV cache"
+_SAMPLING: Final = "Sampling"
+
+
+@app.callback(invoke_without_command=True)
+def pagedkv(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Paged virtual memory for the KV cache of language models."""
+    if version:
+        print(f"pagedkv {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def generate(
+    dash: Annotated[str | None, typer.Argument(metavar="[-]", help="Read the prompt from stdin, as is done for a pipe.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help='A text, or with the ending .jsonl many prompts: {"prompt": "..."} on each line.')
+    ] = None,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="A Hugging Face folder; without, the bundled checkpoint.")] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Of output, at most.")] = 128,
+    num_samples: Annotated[int, typer.Option(metavar="N", help="Outputs for each prompt; they share its frames.")] = 1,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message: put it into the checkpoint's chat template.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object (a line for each prompt of a .jsonl), no more.")] = False,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLING)] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="N", help="From the N likeliest; 0 is off.", rich_help_panel=_SAMPLING)] = 0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="From the likeliest that hold P; 1 is off.", rich_help_panel=_SAMPLING)] = 1.0,
+    min_p: Annotated[float, typer.Option(metavar="P", help="None below P times the likeliest; 0 is off.", rich_help_panel=_SAMPLING)] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(metavar="R", help="1 is off.", rich_help_panel=_SAMPLING)] = 1.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed, the same text.", rich_help_panel=_SAMPLING)] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Where to end; may be given several times.", rich_help_panel=_SAMPLING)
+    ] = None,
+    block_size: Annotated[int, typer.Option(metavar="N", help="Tokens in a frame.", rich_help_panel=_MEMORY)] = 16,
+    num_frames: Annotated[int | None, typer.Option(metavar="N", help="Frames in the pool.", rich_help_panel=_MEMORY)] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Or its size, such as 2GiB.", rich_help_panel=_MEMORY)] = None,
+    kernels: Annotated[str, typer.Option(metavar="NAME", help="One that `pagedkv doctor` lists.", rich_help_panel=_MEMORY)] = "auto",
+    dtype: Annotated[str | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.", rich_help_panel=_MEMORY)] = None,
+) -> None:
+    """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
+    if num_frames is not None and memory is not None:
+        raise InvalidRequest("--num-frames and --memory both say how large the pool is; give one of them")
+    source = prompts.read(prompt, prompt_file, dash)
+    from pagedkv.cli.generate import Job, run  # torch
+
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling |= {"repetition_penalty": repetition_penalty, "seed": seed, "stop": stop or ()}
+    pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels, "dtype": dtype}
+    run(Job(source, model, sampling, pool, num_samples, chat, as_json))
+
+
+@app.command()
+def doctor() -> None:
+    """Which kernels can run here and why the others cannot, and what this machine has."""
+    from pagedkv.cli.doctor import run  # torch
+
+    run()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run `pagedkv` with `argv` (None: this process's arguments), and exit as the head of this file says."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale that lacks a character is no reason to stop
+    try:
+        _check_environment()
+        status = app(argv, prog_name="pagedkv", standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort):
+        status = 130
+    except ShellError as why:
+        status = _complain(why.format_message())
+    except PagedKVError as why:
+        status = _complain(str(why))
+    sys.exit(status)
+
+
+def _check_environment() -> None:
+    try:
+        debug.level()
+    except ValueError as why:
+        raise InvalidRequest(str(why)) from None
+
+
+def _complain(text: str) -> int:
+    """One line, whatever `text` has: a list of reasons is joined by semicolons."""
+    first, *rest = (line.strip() for line in text.splitlines() if line.strip())
+    print("pagedkv: error:", " ".join([first, "; ".join(rest)]).strip(), file=sys.stderr)
+    return 2

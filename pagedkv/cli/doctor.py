@@ -1,0 +1,119 @@
+"""`pagedkv doctor`: which kernels can run here and why the others cannot, and what this machine and its Python have.
+
+Optional packages are looked up, not imported: their versions come from their metadata.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import pagedkv
+from pagedkv import debug
+from pagedkv.cli.report import size
+
+REQUIRED: Final = ("torch", "numba", "numpy", "safetensors", "tokenizers")
+OPTIONAL: Final = ("triton", "cupy-cuda12x", "cupy-cuda13x", "transformers")
+
+FEATURES: Final = "avx2 fma f16c avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 asimd sve sve2 bf16 i8mm".split()
+"""Of the many that a CPU lists, those that kernels may ask for."""
+
+
+def run() -> None:
+    """Print it all to stdout."""
+    console = Console(highlight=False)
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        console.print(Text(f"Kernels on {device}", style="bold"))
+        console.print(_kernels(device))
+        console.print()
+    console.print(Text("Here", style="bold"))
+    console.print(_grid({name: Text(value) for name, value in _facts().items()}))
+
+
+def _grid(lines: dict[str, Text]) -> Table:
+    shown = Table.grid(padding=(0, 2))
+    shown.add_column(no_wrap=True, style="dim")
+    shown.add_column(overflow="fold")
+    for name, value in lines.items():
+        shown.add_row(f"  {name}", value)
+    return shown
+
+
+def _kernels(device: str) -> Table:
+    explained = pagedkv.explain(device=device)
+    lines = {}
+    for name, why in explained.objections.items():
+        said = f"cannot: {'; '.join(why)}" if why else "can run, and is chosen" if name == explained.chosen else "can run"
+        lines[name] = Text(said, style="yellow" if why else "green")
+    return _grid(lines)
+
+
+def _facts() -> dict[str, str]:
+    """What a report of a problem should say."""
+    facts = {
+        "pagedkv": f"{pagedkv.__version__}, debug level {debug.level()}, kernels {debug.forced_backend() or 'auto'}",
+        "extension": "compiled" if find_spec("pagedkv.kernels._cpu") else "not compiled: the C++ kernels are not there",
+        "python": f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}",
+        **{name: _version(name) for name in REQUIRED},
+        **{name: _version(name) for name in OPTIONAL},
+        "cpu": _cpu(),
+        "threads": f"{torch.get_num_threads()} of torch, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used",
+        "memory": _memory(),
+        "huge pages": _huge_pages(),
+    }
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        facts[f"cuda:{index}"] = f"{device.name}, {size(device.total_memory)}, compute capability {device.major}.{device.minor}"
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _cpu() -> str:
+    lines = dict(line.split(":", 1) for line in _read("/proc/cpuinfo").splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in lines.items()}
+    there = set(fields.get("flags", fields.get("Features", "")).split())
+    name = fields.get("model name", platform.processor() or "unknown")
+    return f"{name}; {' '.join(feature for feature in FEATURES if feature in there) or 'no features that kernels ask for'}"
+
+
+def _memory() -> str:
+    """Of the machine, and of the container if that has less."""
+    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    total, available = (int(fields[name].split()[0]) * 1024 if name in fields else 0 for name in ("MemTotal", "MemAvailable"))
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    bound = f", at most {size(int(limit))} for this container" if limit.isdigit() and int(limit) < total else ""
+    return f"{size(available)} available of {size(total)}{bound}"
+
+
+def _huge_pages() -> str:
+    """What the kernel does about the pool, which asks for them (madvise)."""
+    setting = _read("/sys/kernel/mm/transparent_hugepage/enabled")
+    mode = setting.partition("[")[2].partition("]")[0] or "unknown"
+    said = {
+        "always": "used for every pool",
+        "madvise": "used for the pool, which asks for them",
+        "never": "switched off: a large pool is slower",
+    }
+    return f"{mode}: {said.get(mode, 'the kernel does not say')}"

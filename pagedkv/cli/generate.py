@@ -1,0 +1,168 @@
+"""`pagedkv generate`: load, submit, step, show. What is made goes to stdout; all that is said about it goes to stderr.
+
+one prompt      text as it is made; further samples follow, each under a heading        then a table on stderr
+a .jsonl        a block of text for each prompt, in input order, and a progress bar     then a table on stderr
+--json          one object, or one a line                                               and nothing on stderr
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from pagedkv.cli import report
+from pagedkv.cli.prompts import Prompt, Source
+from pagedkv.errors import InvalidRequest
+from pagedkv.model.engine import Engine
+from pagedkv.model.request import Completion, Request
+from pagedkv.model.sampler import SamplingParams
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked for. sampling: fields of SamplingParams. pool: options of Engine.load."""
+
+    source: Source
+    model: Path | None
+    sampling: dict[str, Any]
+    pool: dict[str, Any]
+    num_samples: int
+    chat: bool
+    as_json: bool
+
+
+def run(job: Job) -> None:
+    """Do it all, and print it. Raises: PagedKVError, before anything is printed if the input is to blame."""
+    screen = Console(stderr=True, highlight=False)
+    live = None if job.source.many or job.as_json else Live(job.num_samples)
+    with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
+        requests, engine = _submitted(job, live)
+    if job.source.demo and not job.as_json:
+        screen.print(Text(job.source.prompts[0].text, style="dim"), soft_wrap=not screen.is_terminal)
+        screen.print()
+    if live:
+        live.begin()
+    with Bar(screen, len(requests) * job.num_samples, shown=job.source.many and screen.is_terminal) as bar:
+        for request, prompt in zip(requests, job.source.prompts, strict=True):
+            while not request.finished:
+                bar.advance(engine.step())
+            if not live:
+                bar.print(report.as_json(request, engine) if job.as_json else _block(request, prompt))
+    if not job.as_json:
+        if live:
+            screen.print()  # a block ends with a blank line itself
+        screen.print(report.table(requests, engine))
+
+
+def _submitted(job: Job, live: Live | None) -> tuple[list[Request], Engine]:
+    """An engine with everything submitted: all that can be wrong with the input has been found."""
+    params = [_params(prompt, job.sampling) for prompt in job.source.prompts]
+    engine = Engine.load(job.model, **job.pool)
+    requests = []
+    for prompt, wanted in zip(job.source.prompts, params, strict=True):
+        with _blaming(prompt, job.source):
+            text = engine.tokenizer.render_chat([{"role": "user", "content": prompt.text}]) if job.chat else prompt.text
+            ids = engine.tokenizer.encode(text, special_tokens=not job.chat)
+            requests.append(engine.submit(ids, wanted, num_samples=job.num_samples, on_text=live))
+    return requests, engine
+
+
+def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
+    known = {field.name for field in fields(SamplingParams)}
+    unknown = sorted(set(prompt.options) - known)
+    if unknown:
+        raise InvalidRequest(f'{prompt.where} has {", ".join(unknown)}; beside "prompt" it may have {", ".join(sorted(known))}')
+    for name in ("stop", "stop_ids"):
+        if not isinstance(prompt.options.get(name, ""), (str, list)):
+            raise InvalidRequest(f"{prompt.where}: {name} is {prompt.options[name]!r}; it must be a list")
+    try:
+        return SamplingParams(**{**sampling, **prompt.options})
+    except InvalidRequest as why:
+        raise InvalidRequest(f"{prompt.where}: {why}" if prompt.options else str(why)) from None
+
+
+@contextmanager
+def _blaming(prompt: Prompt, source: Source) -> Iterator[None]:
+    """An error about one of many prompts names its line."""
+    try:
+        yield
+    except InvalidRequest as why:
+        raise InvalidRequest(f"{prompt.where}: {why}" if source.many else str(why)) from None
+
+
+class Live:
+    """Streams the samples of one request, one after another: each as far as it has come when its turn begins, and then as it is made."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples, self.turn, self.shown = num_samples, 0, 0
+
+    def begin(self) -> None:
+        """Say whose turn it is, if there are several."""
+        if self.num_samples > 1:
+            blank = "\n" if self.turn else ""
+            sys.stdout.write(f"{blank}==> sample {self.turn + 1} of {self.num_samples} <==\n")
+
+    def __call__(self, completion: Completion, _: str) -> None:
+        """Write what is new of the sample whose turn it is."""
+        while self.turn < self.num_samples:
+            sample = completion.request.completions[self.turn]
+            sys.stdout.write(sample.text[self.shown :])
+            self.shown = len(sample.text)
+            if not sample.finish_reason:
+                break
+            sys.stdout.write("" if sample.text.endswith("\n") else "\n")
+            self.turn, self.shown = self.turn + 1, 0
+            if self.turn < self.num_samples:
+                self.begin()
+        sys.stdout.flush()
+
+
+def _block(request: Request, prompt: Prompt) -> str:
+    """The samples of one of many prompts, each under a heading, with a blank line after it."""
+    several = len(request.completions) > 1
+    heads = [
+        f"{prompt.where}, sample {c.index + 1} of {len(request.completions)}" if several else prompt.where for c in request.completions
+    ]
+    return "\n".join(f"==> {head} <==\n{c.text.removesuffix(chr(10))}\n" for head, c in zip(heads, request.completions, strict=True))
+
+
+class Bar:
+    """How far many prompts have come, on stderr, if shown; and results on stdout, one after another, not mixed up with the bar."""
+
+    def __init__(self, screen: Console, total: int, *, shown: bool) -> None:
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
+        # redirect_stdout would send what is printed to stderr, file or not
+        self._progress = Progress(*columns, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False) if shown else None
+        self._task = self._progress.add_task("", total=total, tokens=0) if self._progress else TaskID(0)
+        self._tokens = 0
+
+    def __enter__(self) -> Bar:
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def advance(self, finished: list[Completion]) -> None:
+        """These completions are finished."""
+        self._tokens += sum(len(completion.token_ids) for completion in finished)
+        if self._progress:
+            self._progress.update(self._task, advance=len(finished), tokens=self._tokens)
+
+    def print(self, text: str) -> None:
+        """Write a result; the bar leaves the terminal while that is done."""
+        if self._progress:
+            self._progress.stop()
+        print(text, flush=True)
+        if self._progress:
+            self._progress.start()

@@ -1,0 +1,86 @@
+"""What is said about a run: one JSON object for a program, one table for a person. Reads the engine's counters and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from pagedkv.model.engine import Engine
+    from pagedkv.model.request import Completion, Request
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as a person reads them, in the units that --memory takes."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"
+
+
+def as_json(request: Request, engine: Engine) -> str:
+    """The sample of a request as one line of JSON; several in a list under "samples"."""
+    found = [_sample(completion, engine) for completion in request.completions]
+    return json.dumps({"samples": found} if len(found) > 1 else found[0])
+
+
+def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
+    """frames_peak and waste are the pool's, over the whole run so far: frames are shared, nobody owns one alone."""
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "prompt_tokens": len(completion.request.prompt_ids),
+        "ttft_ms": round(completion.ttft_s * 1e3, 3),
+        "tokens_per_s": round(completion.tokens_per_s, 3),
+        "frames_peak": engine.cache.stats().peak_mapped,
+        "waste": round(engine.meter.waste, 6),
+        "kernels": engine.cache.kernel.name,
+    }
+
+
+def table(requests: list[Request], engine: Engine) -> Table:
+    """Time, speed, memory and kernel of a run, a line each."""
+    completions = [completion for request in requests for completion in request.completions]
+    stats, spec = engine.cache.stats(), engine.cache.spec
+    lines = {
+        "prompt": _prompts(requests),
+        "output": f"{sum(len(c.token_ids) for c in completions):,} tokens"
+        + (f" in {len(completions):,} samples" if completions[len(requests) :] else ""),
+        "first token": _first_token([c.ttft_s * 1e3 for c in completions]),
+        "speed": _speed(completions),
+        "frames at peak": f"{stats.peak_mapped:,} of {stats.num_frames:,}, each of {spec.block_size} tokens",
+        "bytes at peak": f"{size(stats.peak_mapped * spec.frame_bytes)} of {size(stats.num_frames * spec.frame_bytes)}",
+        "prefix hits": f"{stats.tokens_matched:,} of {stats.tokens_asked:,} tokens looked for ({stats.hit_rate:.0%})",
+        "waste": f"{engine.meter.waste:.1%} of allocated slots held no token",
+        "kernel": f"{engine.cache.kernel.name}, {spec.stored_dtype}, {engine.cache.device}",
+    }
+    if engine.scheduler.preemptions:
+        lines["preemptions"] = f"{engine.scheduler.preemptions:,}"
+    shown = Table.grid(padding=(0, 2))
+    shown.add_column(style="dim", no_wrap=True)
+    shown.add_column()
+    for name, value in lines.items():
+        shown.add_row(name, value)
+    return shown
+
+
+def _prompts(requests: list[Request]) -> str:
+    tokens = f"{sum(len(request.prompt_ids) for request in requests):,} tokens"
+    return f"{tokens} in {len(requests):,} prompts" if requests[1:] else tokens
+
+
+def _first_token(waits_ms: list[float]) -> str:
+    """After how long, from submission: all were submitted at once."""
+    middle, last = f"{median(waits_ms):,.0f} ms", f"{max(waits_ms):,.0f} ms"
+    return f"after {middle}" if middle == last else f"after {middle} (median), {last} (last)"
+
+
+def _speed(completions: list[Completion]) -> str:
+    """Tokens that followed a first one, over the time from the first first token to the last token of all."""
+    followed = sum(len(c.token_ids) - 1 for c in completions)
+    elapsed = max(c.last_token_at for c in completions) - min(c.first_token_at for c in completions)
+    return f"{followed / elapsed:,.0f} tokens/s after the first" if followed and elapsed > 0 else "– (one token has no speed)"

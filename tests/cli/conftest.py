@@ -1,0 +1,36 @@
+"""`pagedkv` run inside this process, which spares each test the seconds that importing torch takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from pagedkv.cli.app import main
+
+
+class Outcome(NamedTuple):
+    status: object
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs `pagedkv` with the arguments it is called with. Nothing is sent to stdin."""
+    real = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda fd: real(fd) if fd else os.stat(os.devnull))
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*argv: object) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(arg) for arg in argv])
+        return Outcome(end.value.code, *capsys.readouterr())
+
+    return run

@@ -1,0 +1,162 @@
+"""Bad input gives one line on stderr, exit status 2, and nothing else; an interruption ends quietly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from pagedkv.kernels import registry
+from pagedkv.model.engine import BUNDLED, Engine
+
+
+@pytest.fixture
+def refused(command):
+    """Runs `pagedkv generate` with arguments that must be refused; returns the complaint."""
+
+    def run(*argv, subcommand="generate"):
+        status, out, err = command(subcommand, *argv)
+        assert (status, out) == (2, "")
+        assert err.startswith("pagedkv: error: ")
+        assert (err.count("\n"), err[-1]) == (1, "\n")
+        return err.removeprefix("pagedkv: error: ")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--prompt=", "the prompt is empty"),
+        ("--prompt=\udcff", "not Unicode text"),
+        ("--max-tokens=-1", "max_tokens is -1"),
+        ("--max-tokens=many", "'--max-tokens'"),
+        ("--temperature=-0.5", "temperature is -0.5"),
+        ("--temperature=nan", "temperature is nan"),
+        ("--top-k=-2", "top_k is -2"),
+        ("--top-p=0", "top_p is 0"),
+        ("--min-p=1.5", "min_p is 1.5"),
+        ("--repetition-penalty=0", "repetition_penalty is 0"),
+        ("--seed=-1", "seed is -1"),
+        ("--stop=", "none empty"),
+        ("--num-samples=0", "num_samples is 0"),
+        ("--block-size=0", "block_size is 0"),
+        ("--num-frames=-4", "num_frames is -4"),
+        ("--num-frames=4", "4"),
+        ("--memory=lots", "'lots' is not an amount of memory"),
+        ("--memory=-1GiB", "not an amount of memory"),
+        ("--memory=10KiB", "holds no frame"),
+        ("--memory=1MiB", "27 frames of 16 tokens, the pool has 16"),
+        ("--memory=9999999TiB", "num_frames is"),
+        ("--num-frames=64 --memory=1GiB", "--num-frames and --memory"),
+        ("--kernels=warp", "no kernel 'warp'"),
+        ("--dtype=int3", "dtype is 'int3'"),
+        ("--chat", "no chat template"),
+        ("--model=no/such/folder", "no folder no/such/folder"),
+        ("--prompt=a --prompt-file=b", "--prompt and --prompt-file"),
+        ("--prompt=a -", "--prompt and -"),
+        ("--prompt-file=no/such/file", "cannot read no/such/file: No such file"),
+        ("--prompt-file=.", "cannot read .: Is a directory"),
+        ("hello", "unexpected argument 'hello'"),
+        ("--no-such-option", "--no-such-option"),
+        ("--seed", "--seed"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(refused, options, complaint):
+    assert complaint in refused(*options.split(" "))
+
+
+def test_a_command_that_is_none_is_refused_in_one_line(refused):
+    assert "compress" in refused(subcommand="compress")
+
+
+def test_a_prompt_longer_than_the_pool_is_refused(refused):
+    assert "the pool has 10; raise num_frames or memory" in refused("--prompt", "lamp " * 200, "--num-frames", 10)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return shutil.copytree(BUNDLED, tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_without_weights_is_refused(refused, checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    assert "model.safetensors" in refused("--model", checkpoint)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_truncated_checkpoint_is_refused(refused, checkpoint, name):
+    data = (checkpoint / name).read_bytes()
+    for part in (data[:0], data[: len(data) // 2], data[:-2]):
+        (checkpoint / name).write_bytes(part)
+        assert str(checkpoint) in refused("--model", checkpoint)
+
+
+def test_an_unknown_architecture_is_refused(refused, checkpoint):
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    assert "model_type is 'mamba'" in refused("--model", checkpoint)
+
+
+def test_a_kernel_that_objects_gives_its_reasons_in_the_line(refused, monkeypatch):
+    picky = registry.Kernel("picky", None, lambda case: ["it needs a moon", "it is day"], "pagedkv.kernels.reference")
+    monkeypatch.setattr(registry, "KERNELS", (picky, *registry.KERNELS))
+    assert "picky: it needs a moon; it is day; " in refused("--kernels", "picky")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("7", 'a text under "prompt"'),
+        ('{"text": "a"}', 'a text under "prompt"'),
+        ('{"prompt": ["a"]}', 'a text under "prompt"'),
+        ('{"prompt": ""}', "is empty"),
+        ('{"prompt": "\\ud800"}', "not Unicode text"),
+        ('{"prompt": "a", "colour": "red"}', "has colour"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens is 0"),
+        ('{"prompt": "a", "max_tokens": "9"}', "max_tokens is '9'"),
+        ('{"prompt": "a", "stop": 5}', "stop is 5; it must be a list"),
+        (json.dumps({"prompt": "lamp " * 40_000}), "40001 tokens"),
+    ],
+)
+def test_a_bad_line_is_named_before_any_work(refused, monkeypatch, tmp_path, line, complaint):
+    monkeypatch.setattr(Engine, "step", lambda engine: pytest.fail("work was begun"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + '\n{"prompt": "b"}\n')
+    said = refused("--prompt-file", path)
+    assert said.startswith(f"{path}, line 2")
+    assert complaint in said
+
+
+def test_files_that_hold_no_prompt_are_refused(refused, tmp_path):
+    (tmp_path / "none.jsonl").write_text("\n \n")
+    assert "none.jsonl holds no prompt" in refused("--prompt-file", tmp_path / "none.jsonl")
+    (tmp_path / "latin.txt").write_bytes("Zoë".encode("latin-1"))
+    assert "latin.txt is not UTF-8 text" in refused("--prompt-file", tmp_path / "latin.txt")
+    (tmp_path / "empty.txt").write_text("\n")
+    assert "empty.txt is empty" in refused("--prompt-file", tmp_path / "empty.txt")
+
+
+def test_a_mistaken_environment_is_refused(refused, monkeypatch):
+    monkeypatch.setenv("PAGEDKV_KERNELS", "warp")
+    assert "no kernel 'warp'" in refused()
+    monkeypatch.setenv("PAGEDKV_DEBUG", "9")
+    assert "PAGEDKV_DEBUG is '9'" in refused()
+
+
+def test_an_interruption_ends_quietly(command, monkeypatch):
+    def interrupted(engine):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    assert command("generate", "--prompt", "a") == (130, "", "")
+    assert command("generate", "--prompt", "a", "--json") == (130, "", "")
+
+
+def test_our_own_bugs_are_not_dressed_up(monkeypatch, command):
+    monkeypatch.setattr(Engine, "step", lambda engine: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        command("generate")

@@ -1,0 +1,188 @@
+"""`pagedkv generate`: what stands on stdout, in which order, and when."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+
+import pytest
+from rich.console import Console
+
+from pagedkv.cli.generate import Bar
+from pagedkv.model.engine import Engine
+from pagedkv.model.records import DEMO_ANSWER, DEMO_PROMPT
+from pagedkv.model.request import Completion
+
+KEYS = {
+    "text": str,
+    "token_ids": list,
+    "prompt_tokens": int,
+    "ttft_ms": float,
+    "tokens_per_s": float,
+    "frames_peak": int,
+    "waste": float,
+    "kernels": str,
+}
+LAMP = "Mira keeps a red lamp in the cellar. Where is the lamp of Mira?"
+OTTO = "Otto lives in Ghent. Where does Otto live?"
+
+
+def schema(found):
+    return {name: type(value) for name, value in found.items()}
+
+
+def test_without_a_prompt_the_bundled_checkpoint_answers_its_question(command):
+    status, out, err = command("generate")
+    assert (status, out) == (0, DEMO_ANSWER + "\n")
+    assert " ".join(err.split()).startswith(" ".join(DEMO_PROMPT.split()))
+
+
+def test_the_table_says_what_the_run_took(command):
+    table = command("generate").err.removeprefix(DEMO_PROMPT)
+    asked = "prompt output first token speed frames at peak bytes at peak prefix hits waste kernel"
+    assert " ".join(re.findall(r"^(\w+(?: \w+)*)(?=  )", table, re.M)) == asked
+    found = json.loads(command("generate", "--json").out)
+    assert re.search(rf"frames at peak +{found['frames_peak']} of 2,048", table)
+    assert f"{found['waste']:.1%} of allocated slots" in table
+    assert re.search(rf"kernel +{found['kernels']}", table)
+    assert f"{found['prompt_tokens']} tokens" in table
+
+
+def test_json_is_one_object_and_nothing_else(command):
+    status, out, err = command("generate", "--json")
+    found = json.loads(out)
+    assert (status, err, schema(found)) == (0, "", KEYS)
+    assert found["text"] == DEMO_ANSWER
+    assert (found["ttft_ms"] > 0, found["tokens_per_s"] > 0, 0 < found["waste"] < 1) == (True, True, True)
+    block_size = 16
+    most = found["prompt_tokens"] + len(found["token_ids"]) - 1  # the last token is never read
+    assert found["frames_peak"] == -(-most // block_size)
+
+
+def test_json_lists_several_samples(command):
+    found = json.loads(command("generate", "--json", "--num-samples", 3, "--temperature", 3, "--seed", 1, "--max-tokens", 12).out)
+    assert list(found) == ["samples"]
+    assert [schema(sample) for sample in found["samples"]] == [KEYS] * 3
+    assert len({tuple(sample["token_ids"]) for sample in found["samples"]}) > 1
+
+
+def test_text_is_written_as_it_is_made(command, monkeypatch):
+    class Tape(io.StringIO):
+        flushed = ""
+
+        def flush(self):
+            self.flushed = self.getvalue()
+
+    tape, after_step = Tape(), []
+    step = Engine.step
+
+    def watched(engine):
+        finished = step(engine)
+        after_step.append(tape.flushed)
+        return finished
+
+    monkeypatch.setattr(Engine, "step", watched)
+    monkeypatch.setattr(sys, "stdout", tape)
+    command("generate", "--prompt", LAMP)
+    assert after_step[:3] == ["Mira", "Mira keeps", "Mira keeps a"]
+    assert after_step[-1] == DEMO_ANSWER + "\n"
+
+
+def test_samples_follow_one_another_and_the_first_is_live(command, monkeypatch):
+    ask = ("generate", "--prompt", LAMP, "--num-samples", 3, "--temperature", 3, "--seed", 1, "--max-tokens", 12)
+    texts = [sample["text"] for sample in json.loads(command(*ask, "--json").out)["samples"]]
+    assert len(set(texts)) > 1
+    assert command(*ask).out == "\n".join(f"==> sample {n} of 3 <==\n{text}\n" for n, text in enumerate(texts, 1))
+
+
+def test_the_same_seed_gives_the_same_text(command):
+    ask = ("generate", "--prompt", LAMP, "--temperature", 5, "--max-tokens", 30)
+    assert command(*ask, "--seed", 7).out == command(*ask, "--seed", 7).out
+    assert len({command(*ask, "--seed", seed).out for seed in range(4)}) > 1
+
+
+def test_options_reach_the_engine(command):
+    def ask(*options):
+        return json.loads(command("generate", "--json", *options).out)
+
+    assert ask("--max-tokens", 3)["text"] == "Mira keeps a"
+    assert ask("--stop", " red", "--stop", "lamp")["text"] == "Mira keeps a"
+    assert ask("--block-size", 1)["frames_peak"] == ask()["prompt_tokens"] + len(ask()["token_ids"]) - 1
+    assert ask("--kernels", "reference", "--dtype", "float32", "--memory", "64MiB")["text"] == DEMO_ANSWER
+    assert ask("--repetition-penalty", 1e6)["text"] != DEMO_ANSWER
+    wild = ("--temperature", 100, "--seed", 3, "--max-tokens", 8)
+    assert ask(*wild)["text"] != ask("--max-tokens", 8)["text"]
+    for narrow in (("--top-k", 1), ("--top-p", 1e-9), ("--min-p", 1)):
+        assert ask(*wild, *narrow)["text"] == ask("--max-tokens", 8)["text"]
+
+
+# --- many prompts ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Three prompts; the first has the longest answer, so it is finished last."""
+    path = tmp_path / "three.jsonl"
+    lines = [{"prompt": LAMP}, {"prompt": OTTO, "max_tokens": 2}, {"prompt": "Ghent has ten bridges. How many bridges does Ghent have?"}]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_results_come_in_input_order(command, three):
+    status, out, err = command("generate", "--prompt-file", three, "--json")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert (status, err) == (0, "")
+    assert [sample["text"] for sample in found] == [DEMO_ANSWER, "Otto lives", "Ghent has ten bridges."]
+    assert [schema(sample) for sample in found] == [KEYS] * 3
+
+
+def test_many_prompts_that_do_not_fit_at_once_give_what_each_gives_alone(command, tmp_path):
+    questions = [f"{name} keeps a red lamp in the {place}. Where is the lamp of {name}?" for name in ("Mira", "Otto", "Ines", "Hugo")
+                 for place in ("cellar", "attic", "kitchen")]  # fmt: skip
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
+    small = ("--num-frames", 4, "--max-tokens", 16)
+    found = [json.loads(line)["text"] for line in command("generate", "--prompt-file", path, "--json", *small).out.splitlines()]
+    assert found == [question.partition(". ")[0] + "." for question in questions]
+
+
+def test_blocks_of_text_say_whose_they_are(command, three):
+    answers = {1: DEMO_ANSWER, 3: "Otto lives", 5: "Ghent has ten bridges."}
+    assert command("generate", "--prompt-file", three).out == "".join(
+        f"==> {three}, line {line} <==\n{text}\n\n" for line, text in answers.items()
+    )
+    twice = command("generate", "--prompt-file", three, "--num-samples", 2).out
+    assert twice.count("==>") == 6
+    assert f"==> {three}, line 3, sample 2 of 2 <==\nOtto lives\n\n" in twice
+
+
+def test_the_bar_and_the_results_do_not_mix(capsys):
+    terminal = io.StringIO()
+    with Bar(Console(file=terminal, force_terminal=True, width=80), 4, shown=True) as bar:
+        bar.advance([Completion(request=None, index=0, token_ids=[1, 2, 3])])
+        bar.print("the result")
+    assert capsys.readouterr().out == "the result\n"
+    assert "1/4" in terminal.getvalue()
+    assert "3 tokens" in terminal.getvalue()
+    assert "result" not in terminal.getvalue()
+
+
+def test_a_text_file_is_one_prompt_without_its_last_newline(command, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text(OTTO + "\n")
+    assert command("generate", "--prompt-file", path).out == command("generate", "--prompt", OTTO).out == "Otto lives in Ghent.\n"
+
+
+def test_chat_goes_through_the_template(command, tmp_path):
+    from pagedkv.model.engine import BUNDLED
+
+    for path in BUNDLED.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}Otto lives in Ghent. {{ messages[0].content }}")
+    chat = ("generate", "--model", tmp_path, "--prompt", "Where does Otto live?", "--json")
+    asked, plain = json.loads(command(*chat, "--chat").out), json.loads(command(*chat).out)
+    assert asked["text"] == "Otto lives in Ghent."
+    assert plain["text"] != asked["text"]
+    assert asked["prompt_tokens"] == json.loads(command("generate", "--prompt", OTTO, "--json").out)["prompt_tokens"]
