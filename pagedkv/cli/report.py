@@ -51,7 +51,7 @@ def table(requests: list[Request], engine: Engine) -> Table:
         "output": f"{sum(len(c.token_ids) for c in completions):,} tokens"
         + (f" in {len(completions):,} samples" if completions[len(requests) :] else ""),
         "first token": _first_token([c.ttft_s * 1e3 for c in completions]),
-        "speed": _speed(completions),
+        "speed": _speed(requests),
         "frames at peak": f"{stats.peak_mapped:,} of {stats.num_frames:,}, each of {spec.block_size} tokens",
         "bytes at peak": f"{size(stats.peak_mapped * spec.frame_bytes)} of {size(stats.num_frames * spec.frame_bytes)}",
         "prefix hits": f"{stats.tokens_matched:,} of {stats.tokens_asked:,} tokens looked for ({stats.hit_rate:.0%})",
@@ -79,8 +79,12 @@ def _first_token(waits_ms: list[float]) -> str:
     return f"after {middle}" if middle == last else f"after {middle} (median), {last} (last)"
 
 
-def _speed(completions: list[Completion]) -> str:
-    """Tokens that followed a first one, over the time from the first first token to the last token of all."""
-    followed = sum(len(c.token_ids) - 1 for c in completions)
-    elapsed = max(c.last_token_at for c in completions) - min(c.first_token_at for c in completions)
+def _speed(requests: list[Request]) -> str:
+    """Of one prompt, how fast text goes on once it has begun; of many, what the machine made in the whole time."""
+    completions = [completion for request in requests for completion in request.completions]
+    last = max(c.last_token_at for c in completions)
+    tokens = sum(len(c.token_ids) for c in completions)
+    if requests[1:]:
+        return f"{tokens / (last - min(request.submitted_at for request in requests)):,.0f} tokens/s in all"
+    followed, elapsed = tokens - len(completions), last - min(c.first_token_at for c in completions)
     return f"{followed / elapsed:,.0f} tokens/s after the first" if followed and elapsed > 0 else "– (one token has no speed)"

@@ -152,8 +152,9 @@ def test_an_interruption_ends_quietly(command, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "step", interrupted)
-    assert command("generate", "--prompt", "a") == (130, "", "")
-    assert command("generate", "--prompt", "a", "--json") == (130, "", "")
+    for options in ((), ("--json",)):
+        status, out, err = command("generate", "--prompt", "a", *options)
+        assert (status, out, err.strip()) == (130, "", "")  # older typers end the line that ^C stands on
 
 
 def test_our_own_bugs_are_not_dressed_up(monkeypatch, command):
