@@ -8,6 +8,7 @@ and what serves instead (pip shows the line with -v; `pagedkv doctor` says the s
 from __future__ import annotations
 
 import importlib.util
+import platform
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -17,6 +18,12 @@ from setuptools.errors import BaseError, CCompilerError
 SOURCES = sorted(path.as_posix() for path in Path("csrc/cpu").glob("*.cpp"))
 
 
+X86_FLAGS = {  # a source per instruction set, each with its own flags; which one runs is decided by what the processor has
+    "avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+    "avx512_bf16.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma", "-mf16c"],
+}
+FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wno-maybe-uninitialized"]
 REMEDY = "The numba kernels serve instead. To have the C++ ones, install {} and then pagedkv again."
 
 
@@ -35,8 +42,9 @@ def extensions() -> list[Extension]:
         return []
     import pybind11
 
-    flags = ["-O3", "-std=c++17", "-fvisibility=hidden"]
-    return [Extension("pagedkv.kernels._cpu", SOURCES, include_dirs=[pybind11.get_include()], extra_compile_args=flags, optional=True)]
+    headers = sorted(path.as_posix() for path in Path("csrc/cpu").glob("*.hpp"))
+    paths = {"include_dirs": [pybind11.get_include()], "depends": headers}
+    return [Extension("pagedkv.kernels._cpu", SOURCES, **paths, libraries=["dl", "pthread"], extra_compile_args=FLAGS, optional=True)]
 
 
 class OptionalBuild(build_ext):
@@ -45,9 +53,20 @@ class OptionalBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build, or say in one line what is missing; either way the install goes on."""
         try:
+            self._flags_per_source()
             super().build_extension(ext)
         except (BaseError, CCompilerError, OSError) as why:
             say(f"the C++ kernels are not built: {why}. {REMEDY.format('a C++17 compiler')}")
+
+    def _flags_per_source(self) -> None:
+        """setuptools knows only flags for all sources: add each one's own as it is compiled."""
+        compile_one, x86 = self.compiler._compile, platform.machine().lower() in ("x86_64", "amd64")
+
+        def with_own_flags(obj: str, src: str, ext: str, cc_args: list[str], extra_postargs: list[str], pp_opts: list[str]) -> None:
+            own = X86_FLAGS.get(Path(src).name, []) if x86 else []
+            compile_one(obj, src, ext, cc_args, [*extra_postargs, *own], pp_opts)
+
+        self.compiler._compile = with_own_flags
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@
 |                       | 2        | and frames are filled with NaN when unmapped, planned slots are proven distinct           |
 |                       | 3        | and `check()` proves the invariants I1-I9 after every commit                              |
 | PAGEDKV_KERNELS       | a name   | the backend used where the caller says "auto"                                             |
+| PAGEDKV_CPU_ISA       | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable           |
+| PAGEDKV_NUM_THREADS   | a number | threads of the `cpu` backend, if not as many as torch's                                   |
 """
 
 from __future__ import annotations
@@ -25,3 +27,16 @@ def level() -> int:
 def forced_backend() -> str | None:
     """The value of PAGEDKV_KERNELS, or None."""
     return os.environ.get("PAGEDKV_KERNELS") or None
+
+
+def forced_cpu_isa() -> str | None:
+    """The value of PAGEDKV_CPU_ISA, or None."""
+    return os.environ.get("PAGEDKV_CPU_ISA") or None
+
+
+def forced_num_threads() -> int | None:
+    """The value of PAGEDKV_NUM_THREADS, or None; what is no positive number is an error at first use."""
+    text = os.environ.get("PAGEDKV_NUM_THREADS") or None
+    if text is not None and (not text.isdecimal() or int(text) < 1):
+        raise ValueError(f"PAGEDKV_NUM_THREADS is {text!r}; it takes a number of threads, at least 1")
+    return None if text is None else int(text)

@@ -64,7 +64,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fresh(tree: Path, tmp_path: Path) -> Path:
     """A copy of those sources that a test may add to."""
-    return shutil.copytree(tree, tmp_path / "fresh")
+    return shutil.copytree(tree, tmp_path / "fresh", ignore=shutil.ignore_patterns("build"))  # what was compiled for another test
 
 
 @pytest.fixture(scope="module")

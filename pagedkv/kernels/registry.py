@@ -95,7 +95,14 @@ class Kernel:
         return cast("Backend", importlib.import_module(self.module))
 
 
-KERNELS: tuple[Kernel, ...] = (Kernel("reference", where=None, objections=no_objections, module="pagedkv.kernels.reference"),)
+def _cpu_objections(case: Case) -> list[str]:
+    return importlib.import_module("pagedkv.kernels.cpu").objections(case)  # type: ignore[no-any-return]
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("cpu", where=("cpu",), objections=_cpu_objections, module="pagedkv.kernels.cpu"),
+    Kernel("reference", where=None, objections=no_objections, module="pagedkv.kernels.reference"),
+)
 """In the order of preference."""
 
 AUTO: Final = "auto"

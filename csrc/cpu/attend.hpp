@@ -1,0 +1,300 @@
+// attend: some queries of one sequence over some of its keys, through the page table, for any instruction set.
+//
+//     s[r,t] = scale * q[r] . K(t)   then soft cap, ALiBi, masks        t in the unit's chunks
+//     m[r] = max s[r,t]    l[r] = sum exp(s[r,t] - m[r])    o[r,:] = sum exp(s[r,t] - m[r]) V(t,:)        (online: o and l shrink when m grows)
+//     K(t,h) = k[table[row(b), t / S], t % S, h]                                                             likewise V
+//
+// Unit      one sequence, a few of its queries, some kv heads (a decode step: all of them), a run of keys. One thread owns it.
+// Walk      a tile is one page, or several small ones, up to 128 keys. K of all heads of the tile, then V of all heads: in a pool laid out
+//           [frame][K, V][head][slot][D] that is the order of addresses, and the hardware's prefetcher streams it; 4 KB hops from frame to
+//           frame, which a unit per head would make, cost 1.7 times as much.
+// Rows      the G query heads of a kv head, times the unit's queries: r = query * G + g. Each key is loaded once for four rows.
+// Memory    o, m, l and scores of all rows stay in L1 / L2 (32 rows of 128: 16 KB + 16 KB); keys and values pass through once.
+// Elements  what the arithmetic cannot read (fp16, fp8, int8, int4; head dims that are no multiple of a vector) is decoded 32 keys at
+//           a time into L1. Scales are per key: they multiply scores and weights, never elements.
+// Bytes     (D + Dv) * sizeof(element) per key and kv head, plus 4 per page of table.
+// Tuned     2 cores, Zen 5, AVX-512 bf16: bench/results.
+//
+// Never read: slots past seq_lens, table entries past the last page, slots of punched pages.
+
+constexpr int64_t AT_ONCE = 32;    // keys decoded at a time
+constexpr int64_t ENOUGH = 16;     // keys that make a tile: small pages are joined until there are as many
+constexpr float NOTHING = -__builtin_inff();
+
+struct State {
+    float *o, *m, *l;  // [rows, Dvp], [rows], [rows]
+};
+
+INLINE State state_at(float* memory, const Room& room) { return {memory, memory + room.rows * room.Dvp, memory + room.rows * (room.Dvp + 1)}; }
+
+INLINE void clear(State s, const Room& room) {
+    for (int64_t i = 0; i < room.rows * room.Dvp; i++) s.o[i] = 0.0f;
+    for (int64_t i = 0; i < room.rows; i++) s.m[i] = NOTHING, s.l[i] = 0.0f;
+}
+
+// `into` becomes the state over the keys of both. A fold from the left, always: results do not depend on who computed which part.
+inline void fold(State into, State part, const Room& room) {
+    for (int64_t r = 0; r < room.rows; r++) {
+        float top = into.m[r] > part.m[r] ? into.m[r] : part.m[r];
+        if (top == NOTHING) continue;
+        float keep = __builtin_expf(into.m[r] - top), take = __builtin_expf(part.m[r] - top);
+        into.m[r] = top;
+        into.l[r] = into.l[r] * keep + part.l[r] * take;
+        for (int64_t d = 0; d < room.Dvp; d++) into.o[r * room.Dvp + d] = into.o[r * room.Dvp + d] * keep + part.o[r * room.Dvp + d] * take;
+    }
+}
+
+// A run of keys without a hole: where each one's K and V lie for head 0, and its scales.
+struct Tile {
+    int64_t first, n, padded;
+    const char *k[TILE + 16], *v[TILE + 16], *k_scale[TILE + 16], *v_scale[TILE + 16];
+};
+
+template <class M>
+struct Walk {
+    typedef typename M::Element Element;
+    const Attention& a;
+    const Unit& u;
+    const Room& room;
+    int64_t G, rows_per_head, first_new, position;  // `position` of query i0
+    const int32_t* pages;
+    State state;
+    float *total, *lanes, *scores, *scratch;        // another state; sums of exp [rows, LANES]; [rows, TILE]; [AT_ONCE, padded]
+    Element* q;
+    bool direct_k, direct_v, plain;
+
+    Walk(const Attention& a, const Unit& u, const Room& room, char* memory) : a(a), u(u), room(room) {
+        G = a.H / a.K;
+        rows_per_head = (u.i1 - u.i0) * G;
+        int64_t new_tokens = a.cu_seqlens_q[u.b + 1] - a.cu_seqlens_q[u.b];
+        first_new = a.seq_lens[u.b] - new_tokens;
+        position = first_new + u.i0;
+        int64_t row = a.rows.data ? *reinterpret_cast<const int32_t*>(a.rows.data + u.b * a.rows.stride[0]) : u.b;
+        pages = reinterpret_cast<const int32_t*>(a.table.data + row * a.table.stride[0]);
+        float* at = reinterpret_cast<float*>(memory);
+        state = state_at(at, room), at += room.state_floats;
+        total = at, at += room.state_floats;
+        lanes = at, at += room.rows * MAX_LANES;
+        scores = at, at += room.rows * TILE;
+        scratch = at, at += AT_ONCE * (room.Dp > room.Dvp ? room.Dp : room.Dvp);
+        q = reinterpret_cast<Element*>(at);
+        direct_k = a.kv_type == M::STORED && a.D == room.Dp;
+        direct_v = a.kv_type == M::STORED && a.Dv == room.Dvp;
+        plain = !a.softcap && !a.slopes.data && !a.tree.data && !a.k_scale.data;
+        for (int64_t h = u.k0; h < u.k1; h++)
+            for (int64_t r = 0; r < rows_per_head; r++) M::take_row(a.q_type, q_row(h, r), q + row_of(h, r) * room.Dp, a.D, room.Dp);
+    }
+
+    int64_t row_of(int64_t h, int64_t r) const { return (h - u.k0) * rows_per_head + r; }
+    int64_t token_of(int64_t r) const { return a.cu_seqlens_q[u.b] + u.i0 + r / G; }
+    const char* q_row(int64_t h, int64_t r) const { return a.q.data + token_of(r) * a.q.stride[0] + (h * G + r % G) * a.q.stride[1]; }
+
+    // The state over keys [from, end).
+    void attend(int64_t from, int64_t end) {
+        clear(state, room);
+        for (int64_t i = 0; i < room.rows * LANES; i++) lanes[i] = 0.0f;
+        Tile tile;
+        while (next_tile(tile, from, end)) {
+            for (int64_t h = u.k0; h < u.k1; h++) {
+                keys(tile, h);
+                for (int64_t r = 0; r < rows_per_head; r++) weights(tile, h, r);
+            }
+            for (int64_t h = u.k0; h < u.k1; h++) values(tile, h);
+        }
+        for (int64_t r = 0; r < room.rows; r++) state.l[r] = sum_of(load(lanes + r * LANES));
+    }
+
+    bool next_tile(Tile& tile, int64_t& from, int64_t end) const {
+        tile.n = 0;
+        while (from < end && tile.n < ENOUGH) {
+            int64_t page = from / a.S, slot = from % a.S, frame = pages[page], take = a.S - slot;
+            if (frame < 0) {
+                if (tile.n) break;
+                from = (page + 1) * a.S;
+                continue;
+            }
+            if (!tile.n) tile.first = from;
+            take = take < end - from ? take : end - from;
+            take = take < TILE - tile.n ? take : TILE - tile.n;
+            for (int64_t i = tile.n; i < tile.n + take; i++, slot++) {
+                tile.k[i] = a.k.data + frame * a.k.stride[0] + slot * a.k.stride[1];
+                tile.v[i] = a.v.data + frame * a.v.stride[0] + slot * a.v.stride[1];
+                if (a.k_scale.data) tile.k_scale[i] = a.k_scale.data + frame * a.k_scale.stride[0] + slot * a.k_scale.stride[1];
+                if (a.v_scale.data) tile.v_scale[i] = a.v_scale.data + frame * a.v_scale.stride[0] + slot * a.v_scale.stride[1];
+            }
+            tile.n += take, from += take;
+        }
+        if (!tile.n) return false;
+        tile.padded = (tile.n + 15) / 16 * 16;  // whole vectors of scores: what pads them repeats the last key, and is hidden
+        for (int64_t i = tile.n; i < tile.padded; i++) tile.k[i] = tile.k[tile.n - 1], tile.v[i] = tile.v[tile.n - 1];
+        return true;
+    }
+
+    // Where `count` vectors lie, as the arithmetic can read them: in the pool, or decoded into `scratch`. `known` of them are not padding.
+    INLINE void readable(const char* const* from, int64_t offset, int64_t count, int64_t known, int64_t dim, int64_t padded, bool direct,
+                         const Element** to) const {
+        if (direct) {
+            for (int64_t i = 0; i < count; i++) to[i] = reinterpret_cast<const Element*>(from[i] + offset);
+            return;
+        }
+        Element* decoded = reinterpret_cast<Element*>(scratch);
+        for (int64_t i = 0; i < known; i++) M::decode(a.kv_type, from[i] + offset, decoded + i * padded, dim, padded);
+        for (int64_t i = 0; i < count; i++) to[i] = decoded + (i < known ? i : known - 1) * padded;
+    }
+
+    void keys(const Tile& tile, int64_t h) {
+        const Element* k[AT_ONCE];
+        for (int64_t t = 0; t < tile.padded; t += AT_ONCE) {
+            int64_t count = tile.padded - t < AT_ONCE ? tile.padded - t : AT_ONCE, known = tile.n - t < count ? tile.n - t : count;
+            readable(tile.k + t, h * a.k.stride[2], count, known, a.D, room.Dp, direct_k, k);
+            for (int64_t r = 0; r < rows_per_head; r += ROWS) {
+                const Element* rows = q + row_of(h, r) * room.Dp;
+                float* s = scores + row_of(h, r) * TILE + t;
+                switch (rows_per_head - r) {
+                    case 1: score_rows<M, 1>(rows, room.Dp, k, count, s, TILE); break;
+                    case 2: score_rows<M, 2>(rows, room.Dp, k, count, s, TILE); break;
+                    case 3: score_rows<M, 3>(rows, room.Dp, k, count, s, TILE); break;
+                    default: score_rows<M, 4>(rows, room.Dp, k, count, s, TILE);
+                }
+            }
+        }
+    }
+
+    // Dot products become scores: scale, soft cap, ALiBi and masks.
+    INLINE void shape(const Tile& tile, int64_t h, int64_t r, float* s) const {
+        vf scale = all(a.scale);
+        for (int64_t t = 0; t < tile.padded; t += LANES) store(s + t, load(s + t) * scale);
+        if (!plain) shape_rarely(tile, h, r, s);
+        int64_t low, high;
+        visible(tile, r, low, high);
+        for (int64_t t = 0; t < low; t++) s[t] = NOTHING;
+        for (int64_t t = high; t < tile.padded; t++) s[t] = NOTHING;
+    }
+
+    void shape_rarely(const Tile& tile, int64_t h, int64_t r, float* s) const {
+        if (a.k_scale.data)
+            for (int64_t t = 0; t < tile.n; t++) s[t] *= *reinterpret_cast<const float*>(tile.k_scale[t] + h * a.k_scale.stride[2]);
+        if (a.softcap)
+            for (int64_t t = 0; t < tile.padded; t += LANES)
+                store(s + t, all(a.softcap) * hyperbolic_tangent(load(s + t) * all(1.0f / a.softcap)));
+        if (a.slopes.data) {
+            float slope = *reinterpret_cast<const float*>(a.slopes.data + (h * G + r % G) * a.slopes.stride[0]);
+            for (int64_t t = 0; t < tile.n; t++) s[t] += slope * static_cast<float>(tile.first + t - position - r / G);
+        }
+        if (a.tree.data) {
+            const char* sees = a.tree.data + token_of(r) * a.tree.stride[0];
+            for (int64_t t = 0, j = tile.first - first_new; t < tile.n; t++, j++)
+                if (j >= 0 && !sees[j * a.tree.stride[1]]) s[t] = NOTHING;
+        }
+    }
+
+    // Which keys of the tile query row r may see, as a range; the tree mask hides more of them.
+    INLINE void visible(const Tile& tile, int64_t r, int64_t& low, int64_t& high) const {
+        int64_t p = position + r / G;
+        low = a.window ? p - a.window + 1 - tile.first : 0;
+        high = a.causal && !a.tree.data ? p + 1 - tile.first : tile.n;
+        low = low < 0 ? 0 : low > tile.n ? tile.n : low;
+        high = high < low ? low : high > tile.n ? tile.n : high;
+    }
+
+    // Scores become weights exp(s - m), in place; o and l of the row shrink if m grows, which soon becomes rare.
+    INLINE void weights(const Tile& tile, int64_t h, int64_t r) {
+        int64_t row = row_of(h, r);
+        float *s = scores + row * TILE, *o = state.o + row * room.Dvp, *l = lanes + row * LANES;
+        shape(tile, h, r, s);
+        vf highest = load(s);
+        for (int64_t t = LANES; t < tile.padded; t += LANES) highest = max(highest, load(s + t));
+        float top = largest(highest), old = state.m[row];
+        if (top > old) {
+            vf shrink = all(__builtin_expf(old - top));
+            if (old != NOTHING) {
+                for (int64_t d = 0; d < room.Dvp; d += LANES) store(o + d, load(o + d) * shrink);
+                store(l, load(l) * shrink);
+            }
+            state.m[row] = top;
+        }
+        vf origin = all(state.m[row] == NOTHING ? 0.0f : state.m[row]), sum = load(l);
+        for (int64_t t = 0; t < tile.padded; t += LANES) {
+            vf p = exponential(load(s + t) - origin);
+            sum = sum + p;
+            if (a.v_scale.data) p = p * scales(tile, t, h);
+            M::put_weights(s, t, p);
+        }
+        store(l, sum);
+    }
+
+    INLINE vf scales(const Tile& tile, int64_t t, int64_t h) const {
+        alignas(64) float x[LANES];
+        for (int64_t i = 0; i < LANES; i++)
+            x[i] = t + i < tile.n ? *reinterpret_cast<const float*>(tile.v_scale[t + i] + h * a.v_scale.stride[2]) : 0.0f;
+        return load(x);
+    }
+
+    void values(const Tile& tile, int64_t h) {
+        const Element* v[TILE];
+        int64_t at_once = direct_v ? TILE : AT_ONCE;
+        for (int64_t t = 0; t < tile.n; t += at_once) {
+            int64_t count = tile.padded - t < at_once ? tile.padded - t : at_once, known = tile.n - t < count ? tile.n - t : count;
+            readable(tile.v + t, h * a.v.stride[2], count, known, a.Dv, room.Dvp, direct_v, v);
+            for (int64_t r = 0; r < rows_per_head; r += ROWS) {
+                float *o = state.o + row_of(h, r) * room.Dvp, *p = M::weights_from(scores + row_of(h, r) * TILE, t);
+                switch (rows_per_head - r) {
+                    case 1: weigh_rows<M, 1>(o, room.Dvp, p, TILE, v, known); break;
+                    case 2: weigh_rows<M, 2>(o, room.Dvp, p, TILE, v, known); break;
+                    case 3: weigh_rows<M, 3>(o, room.Dvp, p, TILE, v, known); break;
+                    default: weigh_rows<M, 4>(o, room.Dvp, p, TILE, v, known);
+                }
+            }
+        }
+    }
+};
+
+// The rows of a unit, from their state: sinks, division, the order of columns, q's dtype, and the LSE.
+template <class M>
+void finish(const Attention& a, const Unit& u, const Room& room, State s, float* row_of_floats) {
+    int64_t G = a.H / a.K, row = 0;
+    for (int64_t h = u.k0; h < u.k1; h++) {
+        for (int64_t r = 0; r < (u.i1 - u.i0) * G; r++, row++) {
+            int64_t token = a.cu_seqlens_q[u.b] + u.i0 + r / G, head = h * G + r % G;
+            float m = s.m[row], l = s.l[row], keep = 1.0f;
+            if (a.sinks.data) {  // a logit that takes part and carries no value
+                float sink = *reinterpret_cast<const float*>(a.sinks.data + head * a.sinks.stride[0]), top = sink > m ? sink : m;
+                keep = m == NOTHING ? 0.0f : __builtin_expf(m - top);
+                l = l * keep + (sink == NOTHING ? 0.0f : __builtin_expf(sink - top));
+                m = top;
+            }
+            const float* o = s.o + row * room.Dvp;
+            for (int64_t d = 0; d < a.Dv; d++) row_of_floats[d] = o[M::place(d)];
+            from_floats(row_of_floats, l != 0.0f ? keep / l : 0.0f, a.q_type, a.out.data + token * a.out.stride[0] + head * a.out.stride[1], a.Dv);
+            float* lse = reinterpret_cast<float*>(a.lse.data + token * a.lse.stride[0] + head * a.lse.stride[1]);
+            *lse = l != 0.0f ? m + __builtin_logf(l) : NOTHING;
+        }
+    }
+}
+
+template <class M>
+void attend_unit(const Attention& a, const Unit& u, const Room& room, char* memory) {
+    Walk<M> walk(a, u, room, memory);
+    int64_t n = a.seq_lens[u.b], low = a.window ? walk.position - a.window + 1 : 0;
+    int64_t high = a.causal && !a.tree.data ? walk.position + u.i1 - u.i0 : n;
+    high = high < n ? high : n;
+    State total = state_at(walk.total, room);
+    bool folds = !u.partial && u.c1 - u.c0 > 1;
+    if (folds) clear(total, room);
+    for (int64_t c = u.c0; c < u.c1; c++) {
+        int64_t from = c * u.chunk, end = (c + 1) * u.chunk;
+        if (u.partial) walk.state = state_at(u.partial + (c - u.c0) * room.state_floats, room);
+        walk.attend(from < low ? low : from, end < high ? end : high);
+        if (folds) fold(total, walk.state, room);
+    }
+    if (!u.partial) finish<M>(a, u, room, folds ? total : walk.state, walk.scratch);
+}
+
+template <class M>
+void merge_units(const Attention& a, const Unit& first, int64_t parts, const Room& room, char* memory) {
+    float* at = reinterpret_cast<float*>(memory);
+    State total = state_at(at, room);
+    clear(total, room);
+    for (int64_t i = 0; i < parts; i++) fold(total, state_at(first.partial + i * room.state_floats, room), room);
+    finish<M>(a, first, room, total, at + room.state_floats);
+}

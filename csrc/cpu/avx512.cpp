@@ -1,0 +1,10 @@
+// AVX-512 F, BW, DQ and VL: servers from 2017 on.
+#if defined(__AVX512F__)
+#define PAGEDKV_AVX512
+#define PAGEDKV_ISA avx512_isa
+#define PAGEDKV_NAME "avx512"
+#define PAGEDKV_SUPPORTED                                                                                              \
+    (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&  \
+     __builtin_cpu_supports("avx512vl"))
+#include "instruction_set.hpp"
+#endif

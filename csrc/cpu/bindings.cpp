@@ -1,0 +1,101 @@
+// pagedkv.kernels._cpu: pointers, strides and sizes come in as integers, so nothing here depends on torch. pagedkv/kernels/cpu.py is the
+// only caller; it trusts arguments that pagedkv/kernels/checks.py has seen.
+//
+// A tensor is a tuple (address, stride, stride, ...), strides in bytes; an absent one is ().
+#include <pybind11/pybind11.h>
+
+#include "schedule.hpp"
+#include "team.hpp"
+
+namespace py = pybind11;
+
+namespace pagedkv {
+namespace {
+
+// Best first.
+const Isa* const SETS[] = {
+#if defined(__x86_64__)
+    &avx512_bf16_isa, &avx512_isa, &avx2_isa,
+#endif
+    &portable_isa,
+};
+
+const Isa& isa_named(const std::string& name) {
+    for (const Isa* isa : SETS)
+        if (name == isa->name && isa->supported()) return *isa;
+    throw py::value_error("this processor has no " + name);
+}
+
+View view(const py::tuple& tensor) {
+    View v;
+    if (tensor.empty()) return v;
+    v.data = reinterpret_cast<char*>(tensor[0].cast<uintptr_t>());
+    for (size_t i = 1; i < tensor.size(); i++) v.stride[i - 1] = tensor[i].cast<int64_t>();
+    return v;
+}
+
+py::tuple sets() {
+    py::list names;
+    for (const Isa* isa : SETS)
+        if (isa->supported()) names.append(isa->name);
+    return py::tuple(names);
+}
+
+// sizes: B H K D Dv S q_type kv_type causal window split_tokens
+void attention(const std::string& isa, int threads, const py::tuple& sizes, float scale, float softcap, const py::tuple& t) {
+    const auto size = [&](size_t i) { return sizes[i].cast<int64_t>(); };
+    const auto tensor = [&](size_t i) { return view(t[i].cast<py::tuple>()); };
+    Attention a{};
+    a.B = size(0), a.H = size(1), a.K = size(2), a.D = size(3), a.Dv = size(4), a.S = size(5);
+    a.q_type = static_cast<Dtype>(size(6)), a.kv_type = static_cast<Dtype>(size(7));
+    a.causal = size(8) != 0, a.window = size(9), a.split_tokens = size(10);
+    a.scale = scale, a.softcap = softcap;
+    a.q = tensor(0), a.k = tensor(1), a.v = tensor(2), a.k_scale = tensor(3), a.v_scale = tensor(4);
+    a.table = tensor(5), a.rows = tensor(6);
+    a.seq_lens = reinterpret_cast<const int32_t*>(tensor(7).data), a.cu_seqlens_q = reinterpret_cast<const int32_t*>(tensor(8).data);
+    a.sinks = tensor(9), a.slopes = tensor(10), a.tree = tensor(11), a.out = tensor(12), a.lse = tensor(13);
+    const Isa& set = isa_named(isa);
+    py::gil_scoped_release released;
+    run_attention(set, a, threads);
+}
+
+// sizes: T K D S new_type kv_type scale_per_token_head
+void write(const std::string& isa, int threads, const py::tuple& sizes, const py::tuple& fresh, const py::tuple& pool, const py::tuple& scale,
+           const py::tuple& slots) {
+    const auto size = [&](size_t i) { return sizes[i].cast<int64_t>(); };
+    Write w{};
+    w.K = size(1), w.D = size(2), w.S = size(3);
+    w.new_type = static_cast<Dtype>(size(4)), w.kv_type = static_cast<Dtype>(size(5)), w.scale_per_token_head = size(6) != 0;
+    w.fresh = view(fresh), w.pool = view(pool), w.scale = view(scale);
+    View at = view(slots);
+    w.slots = at.data, w.slots_stride = at.stride[0];
+    const Isa& set = isa_named(isa);
+    int64_t tokens = size(0);
+    py::gil_scoped_release released;
+    run_write(set, w, tokens, threads);
+}
+
+void copy(const py::tuple& storage, int64_t bytes, const py::tuple& copies, int64_t count, int threads) {
+    View frames = view(storage), pairs = view(copies);
+    py::gil_scoped_release released;
+    run_copies(frames.data, frames.stride[0], bytes, pairs.data, pairs.stride[0], count, threads);
+}
+
+uint64_t read(const std::string& isa, int threads, uintptr_t base, uintptr_t offsets, int64_t count, int64_t bytes) {
+    const Isa& set = isa_named(isa);
+    py::gil_scoped_release released;
+    return run_read(set, reinterpret_cast<const char*>(base), reinterpret_cast<const int64_t*>(offsets), count, bytes, threads);
+}
+
+}  // namespace
+}  // namespace pagedkv
+
+PYBIND11_MODULE(_cpu, m) {
+    m.doc() = "CPU kernels over raw pointers and strides; see pagedkv/kernels/cpu.py.";
+    m.def("sets", pagedkv::sets, "Names of the instruction sets that were compiled and that this processor has, best first.");
+    m.def("runtime", pagedkv::team_runtime, "Where threads come from: \"OpenMP\" (the process's own runtime) or \"threads\".");
+    m.def("attention", pagedkv::attention);
+    m.def("write", pagedkv::write);
+    m.def("copy", pagedkv::copy);
+    m.def("read", pagedkv::read, "Load and xor `count` runs of `bytes`: the ceiling that benchmarks compare with.");
+}

@@ -1,0 +1,54 @@
+// One instruction set's kernels: this file is compiled once per set, with that set's flags. The source that includes it defines
+//
+//     PAGEDKV_ISA, PAGEDKV_NAME   its `Isa`              PAGEDKV_SUPPORTED   does this processor have it?
+//     PAGEDKV_AVX512 / PAGEDKV_AVX2 / PAGEDKV_BF16_DOT   what it may use
+//
+// Everything lies in an anonymous namespace and nothing of the standard library is used: no function of this source can be taken by the
+// linker for another's.
+#include "contract.hpp"
+
+#if defined(PAGEDKV_AVX512) || defined(PAGEDKV_AVX2)
+#include <immintrin.h>
+#endif
+
+namespace pagedkv {
+namespace {
+
+#include "vectors.hpp"
+#include "elements.hpp"
+#include "modes.hpp"
+#include "attend.hpp"
+#include "write.hpp"
+#include "probe.hpp"
+
+#if defined(PAGEDKV_BF16_DOT)
+
+// bfloat16 arithmetic serves queries in bfloat16 over what is bfloat16 exactly; all else is computed in float32.
+bool in_pairs(const Attention& a) { return a.q_type == Dtype::bf16 && a.kv_type != Dtype::f32 && a.kv_type != Dtype::f16; }
+
+void attend(const Attention& a, const Unit& u, const Room& room, char* memory) {
+    in_pairs(a) ? attend_unit<Brain>(a, u, room, memory) : attend_unit<Floats>(a, u, room, memory);
+}
+
+void merge(const Attention& a, const Unit& first, int64_t parts, const Room& room, char* memory) {
+    in_pairs(a) ? merge_units<Brain>(a, first, parts, room, memory) : merge_units<Floats>(a, first, parts, room, memory);
+}
+
+#else
+
+void attend(const Attention& a, const Unit& u, const Room& room, char* memory) { attend_unit<Floats>(a, u, room, memory); }
+
+void merge(const Attention& a, const Unit& first, int64_t parts, const Room& room, char* memory) {
+    merge_units<Floats>(a, first, parts, room, memory);
+}
+
+#endif
+
+bool supported() { return PAGEDKV_SUPPORTED; }
+
+
+}  // namespace
+
+extern const Isa PAGEDKV_ISA = {PAGEDKV_NAME, supported, attend, merge, write_tokens, read_runs};
+
+}  // namespace pagedkv

@@ -1,0 +1,128 @@
+// The two ways to multiply: float32, and bfloat16 in pairs (vdpbf16ps). Each gives dot products of some rows of q with some keys, and adds
+// weighted values to some rows of o, R rows at a time with all accumulators in registers.
+//
+// Included by each instruction set's source inside its own anonymous namespace. Pointers may be unaligned; head dims are padded.
+
+constexpr int ROWS = 4;  // rows of q that share one load of a key
+
+// How many keys R rows take at once: the accumulators that there are.
+constexpr int keys_at_once(int rows) { return ACCUMULATORS / (rows == 3 ? 4 : rows); }
+
+struct Floats {
+    typedef float Element;
+    typedef vf Vector;
+    static constexpr int WIDTH = LANES, ALIGNED = LANES;
+    static constexpr Dtype STORED = Dtype::f32;
+    static INLINE vf vector(const Element* p) { return load(p); }
+    static INLINE vf dot(vf a, vf b, vf sum) { return fma(a, b, sum); }
+    static void decode(Dtype type, const char* from, Element* to, int64_t n, int64_t padded) { to_floats(type, from, to, n, padded); }
+    static void take_row(Dtype type, const char* q, Element* to, int64_t n, int64_t padded) { to_floats(type, q, to, n, padded); }
+    static INLINE void put_weights(float* s, int64_t i, vf p) { store(s + i, p); }  // in place
+    static INLINE float* weights_from(float* s, int64_t i) { return s + i; }
+
+    // o[r] += sum over t of p[r][t] * v[t], for C vectors of columns.
+    template <int R, int C>
+    static INLINE void add(float* o, int64_t o_stride, const float* p, int64_t p_stride, const Element* const* v, int64_t at, int64_t n) {
+        vf sums[R * C];
+        unroll<R * C>(EACH(i) { sums[i] = load(o + i / C * o_stride + i % C * LANES); });
+        for (int64_t t = 0; t < n; t++) {
+            const Element* row = v[t] + at;
+            vf x[C];
+            unroll<C>(EACH(c) { x[c] = load(row + c * LANES); });
+            unroll<R>(EACH(r) {
+                vf weight = all(p[r * p_stride + t]);
+                unroll<C>(EACH(c) { sums[r * C + c] = fma(weight, x[c], sums[r * C + c]); });
+            });
+        }
+        unroll<R * C>(EACH(i) { store(o + i / C * o_stride + i % C * LANES, sums[i]); });
+    }
+    static constexpr int COLUMNS = LANES;                    // of one step of C
+    static constexpr int steps_at_once(int rows) { return ACCUMULATORS / (rows < 2 ? 2 : rows == 3 ? 4 : rows); }
+    static INLINE int64_t place(int64_t column) { return column; }  // where o keeps a column
+};
+
+#if defined(PAGEDKV_BF16_DOT)
+
+// Two rows of v are interleaved on the fly, so that one vdpbf16ps takes a pair of keys. unpacklo / unpackhi interleave within 128 bits: o keeps
+// the columns of each 32 as blocks of four in the order 0 2 4 6 1 3 5 7, and only the end of a unit puts them right.
+struct Brain {
+    typedef u16 Element;
+    typedef __m512bh Vector;
+    static constexpr int WIDTH = 32, ALIGNED = 32;
+    static constexpr Dtype STORED = Dtype::bf16;
+    static INLINE __m512bh vector(const Element* p) { return (__m512bh)_mm512_loadu_si512(p); }
+    static INLINE vf dot(__m512bh a, __m512bh b, vf sum) { return _mm512_dpbf16_ps(sum, a, b); }
+    static void decode(Dtype type, const char* from, Element* to, int64_t n, int64_t padded) { to_bf16s(type, from, to, n, padded); }
+    static void take_row(Dtype, const char* q, Element* to, int64_t n, int64_t padded) { to_bf16s(Dtype::bf16, q, to, n, padded); }
+    static INLINE void put_weights(float* s, int64_t i, vf p) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<u16*>(s) + i), (__m256i)_mm512_cvtneps_pbh(p));
+    }
+
+    static INLINE float* weights_from(float* s, int64_t i) { return reinterpret_cast<float*>(reinterpret_cast<u16*>(s) + i); }
+
+    template <int R, int C>
+    static INLINE void add(float* o, int64_t o_stride, const float* p, int64_t p_stride, const Element* const* v, int64_t at, int64_t n) {
+        vf sums[R * 2 * C];
+        unroll<R * 2 * C>(EACH(i) { sums[i] = load(o + i / (2 * C) * o_stride + i % (2 * C) * LANES); });
+        for (int64_t t = 0; t < n; t += 2) {
+            const Element *even = v[t] + at, *odd = v[t + 1] + at;
+            __m512bh weights[R];
+            unroll<R>(EACH(r) {
+                int32_t pair;
+                __builtin_memcpy(&pair, reinterpret_cast<const u16*>(p + r * p_stride) + t, 4);
+                weights[r] = (__m512bh)_mm512_set1_epi32(pair);
+            });
+            unroll<C>(EACH(c) {
+                __m512i x = _mm512_loadu_si512(even + c * 32), y = _mm512_loadu_si512(odd + c * 32);
+                __m512bh low = (__m512bh)_mm512_unpacklo_epi16(x, y), high = (__m512bh)_mm512_unpackhi_epi16(x, y);
+                unroll<R>(EACH(r) {
+                    sums[r * 2 * C + 2 * c] = _mm512_dpbf16_ps(sums[r * 2 * C + 2 * c], weights[r], low);
+                    sums[r * 2 * C + 2 * c + 1] = _mm512_dpbf16_ps(sums[r * 2 * C + 2 * c + 1], weights[r], high);
+                });
+            });
+        }
+        unroll<R * 2 * C>(EACH(i) { store(o + i / (2 * C) * o_stride + i % (2 * C) * LANES, sums[i]); });
+    }
+    static constexpr int COLUMNS = 32;
+    static constexpr int steps_at_once(int rows) { return rows == 1 ? 4 : 8 / (rows == 3 ? 4 : rows); }
+    static INLINE int64_t place(int64_t column) {
+        int64_t block = column % 32 / 4;
+        return column / 32 * 32 + (block % 2 * 4 + block / 2) * 4 + column % 4;
+    }
+};
+
+#endif
+
+// s[r][t] = q[r] . k[t] for R rows and keys_at_once(R) keys.
+template <class M, int R>
+INLINE void dot_products(const typename M::Element* q, int64_t q_stride, const typename M::Element* const* k, float* s, int64_t s_stride) {
+    constexpr int T = keys_at_once(R);
+    vf sums[R * T];
+    unroll<R * T>(EACH(i) { sums[i] = all(0.0f); });
+    for (int64_t d = 0; d < q_stride; d += M::WIDTH) {
+        typename M::Vector rows[R];
+        unroll<R>(EACH(r) { rows[r] = M::vector(q + r * q_stride + d); });
+        unroll<T>(EACH(t) {
+            typename M::Vector key = M::vector(k[t] + d);
+            unroll<R>(EACH(r) { sums[r * T + t] = M::dot(rows[r], key, sums[r * T + t]); });
+        });
+    }
+    alignas(64) float out[16];
+    totals<R * T>(sums, out);
+    unroll<R>(EACH(r) { __builtin_memcpy(s + r * s_stride, out + r * T, T * sizeof(float)); });
+}
+
+// The same for keys 0 .. n - 1; n is a multiple of 16.
+template <class M, int R>
+void score_rows(const typename M::Element* q, int64_t q_stride, const typename M::Element* const* k, int64_t n, float* s, int64_t s_stride) {
+    for (int64_t t = 0; t < n; t += keys_at_once(R)) dot_products<M, R>(q, q_stride, k + t, s + t, s_stride);
+}
+
+// o[r] += p[r] . v for R rows and all columns.
+template <class M, int R>
+void weigh_rows(float* o, int64_t o_stride, const float* p, int64_t p_stride, const typename M::Element* const* v, int64_t n) {
+    constexpr int C = M::steps_at_once(R);
+    int64_t at = 0;
+    for (; at + C * M::COLUMNS <= o_stride; at += C * M::COLUMNS) M::template add<R, C>(o + at, o_stride, p, p_stride, v, at, n);
+    for (; at < o_stride; at += M::COLUMNS) M::template add<R, 1>(o + at, o_stride, p, p_stride, v, at, n);
+}

@@ -1,0 +1,5 @@
+// Any processor: vectors of four floats, as the compiler makes them.
+#define PAGEDKV_ISA portable_isa
+#define PAGEDKV_NAME "portable"
+#define PAGEDKV_SUPPORTED true
+#include "instruction_set.hpp"
