@@ -40,7 +40,10 @@ def parse_bytes(text: str | int) -> int:
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
     if not found or found[2] not in _UNITS:
         raise InvalidRequest(f"{text!r} is not an amount of memory; write it like '2GiB', '512MB' or '1.5g'")
-    return int(float(found[1]) * _UNITS[found[2]])
+    amount = float(found[1]) * _UNITS[found[2]]
+    if amount >= 2**63:
+        raise InvalidRequest(f"{text!r} is more memory than any machine has; write an amount like '2GiB', '512MB' or '1.5g'")
+    return int(amount)
 
 
 def _padded(num_bytes: int) -> int:

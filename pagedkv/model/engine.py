@@ -88,7 +88,6 @@ class Engine:
         32768 tokens, or 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
         """
-        warm_up()
         path = Path(folder) if folder is not None else BUNDLED
         decoder = Decoder.load(path, dtype=dtype, device=device)
         tokenizer = Tokenizer.load(path)
@@ -97,7 +96,9 @@ class Engine:
         if cache_options.get("num_frames") is None and cache_options.get("memory") is None:
             cache_options["num_frames"] = min(spec.pages(DEFAULT_TOKENS), spec.frames_in(DEFAULT_MEMORY))
         cache_options.setdefault("watermark", 0.01)
-        return cls(decoder, tokenizer, PagedKVCache(spec, device=device, **cache_options), limits=limits)
+        cache = PagedKVCache(spec, device=device, **cache_options)
+        warm_up()  # last: bad input is refused without waiting for it
+        return cls(decoder, tokenizer, cache, limits=limits)
 
     # -- asking ------------------------------------------------------------------------------------------------------------------
 
