@@ -48,7 +48,7 @@ def refused(command):
         ("--memory=-1GiB", "not an amount of memory"),
         ("--memory=10KiB", "holds no frame"),
         ("--memory=1MiB", "27 frames of 16 tokens, the pool has 16"),
-        ("--memory=9999999TiB", "num_frames is"),
+        ("--memory=9999TiB", "num_frames is"),
         ("--num-frames=64 --memory=1GiB", "--num-frames and --memory"),
         ("--kernels=warp", "no kernel 'warp'"),
         ("--dtype=int3", "dtype is 'int3'"),
