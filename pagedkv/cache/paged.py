@@ -21,9 +21,10 @@ from pagedkv.cache import batch as packing
 from pagedkv.cache.batch import PlannedBatch
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.storage import Storage
-from pagedkv.core.manager import Counts, MemoryManager, Spaces, Stats
+from pagedkv.core.manager import Counts, MemoryManager, Spaces
 from pagedkv.core.space import AddressSpace
 from pagedkv.core.state import FREE
+from pagedkv.core.stats import Stats
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import KVLayer

@@ -4,8 +4,10 @@
 compiled functions over it, by noun: frames, index (of prefixes), spaces (page tables), steps (plan and commit).
 """
 
-from pagedkv.core.manager import MemoryManager, Stats
+from pagedkv.core.manager import MemoryManager
+from pagedkv.core.pins import Pin
 from pagedkv.core.plan import Plan
 from pagedkv.core.space import AddressSpace
+from pagedkv.core.stats import Stats
 
-__all__ = ["AddressSpace", "MemoryManager", "Plan", "Stats"]
+__all__ = ["AddressSpace", "MemoryManager", "Pin", "Plan", "Stats"]

@@ -23,7 +23,8 @@ def check_state(s: State, level: int) -> None:
         _check_frames(s)
     if level >= 3:
         _check_spaces(s)
-        _check_evictable(s)
+        order = _check_lists(s)
+        _check_order(s, order)
         _check_index(s)
 
 
@@ -50,14 +51,16 @@ def _check_frames(s: State) -> None:
     for kind, counter in ((st.FREE, st.NUM_FREE), (st.CACHED, st.NUM_CACHED), (st.RETIRED, st.NUM_RETIRED)):
         count = int((status == kind).sum())
         _require(count == s.reg[counter], "I1", f"{count} frames have status {kind}, the counter says {s.reg[counter]}")
-    stack = s.free[: s.reg[st.NUM_FREE]]
-    _require(len(np.unique(stack)) == len(stack), "I1", "a frame is on the free stack twice")
-    _none(status[stack] != st.FREE, "I1", "a frame on the free stack is not free, at stack place")
+    free, frame = set(), int(s.reg[st.FREE_TOP])
+    while frame != st.NOBODY and frame not in free:
+        free.add(frame)
+        frame = int(s.frames["newer"][frame])
+    _require(frame == st.NOBODY, "I1", f"frame {frame} is on the free list twice")
+    _require(sorted(free) == np.flatnonzero(status == st.FREE).tolist(), "I1", "the free list and the free frames differ")
     _none((refs > 0) != (status == st.MAPPED), "I2", "a frame is mapped without references, or referenced without being mapped")
-    _none(pins < 0, "I7", "a frame has a negative number of pins")
     _none((pins > 0) & (status == st.FREE), "I7", "a pinned frame is free")
     _none((status == st.RETIRED) & (pins == 0), "I7", "a frame is retired and nothing holds it")
-    _none((published != 0) & (status != st.MAPPED) & (status != st.CACHED), "I4", "a published frame is neither mapped nor cached")
+    _none((published != 0) & (status == st.FREE), "I4", "a published frame is free")
     _none((status == st.CACHED) & (published == 0), "I4", "a cached frame is not published")
 
 
@@ -88,20 +91,51 @@ def _check_spaces(s: State) -> None:
     _require(sorted(spare) == np.flatnonzero(s.spaces["status"] == st.UNUSED).tolist(), "I8", "the spare rows are not the unused ones")
 
 
-def _check_evictable(s: State) -> None:
-    order: list[int] = []
-    frame, behind = int(s.reg[st.OLDEST]), -1
-    while frame >= 0 and len(order) <= len(s.frames):
-        _require(s.frames["older"][frame] == behind, "I7", f"the list of evictable frames is cut at {frame}")
-        order.append(frame)
-        behind, frame = frame, int(s.frames["newer"][frame])
-    _require(s.reg[st.NEWEST] == behind and len(order) == s.reg[st.NUM_EVICTABLE], "I7", "the list of evictable frames does not close")
-    expected = np.flatnonzero((s.frames["status"] == st.CACHED) & (s.frames["pins"] == 0))
-    _require(sorted(order) == expected.tolist(), "I7", "the evictable frames are not the cached, unpinned ones")
-    place = {frame: i for i, frame in enumerate(order)}
-    for frame in order:
-        parent = int(s.frames["parent"][frame])
-        _require(place.get(parent, len(order)) > place[frame], "I9", f"frame {frame} would be evicted after its prefix {parent}")
+def _check_lists(s: State) -> list[list[int]]:
+    """The lists as lists, the fenced one last."""
+    lists: list[list[int]] = []
+    for number, (oldest, newest, length, _) in enumerate(st.list_registers(s.reg).tolist()):
+        held: list[int] = []
+        frame, behind = oldest, st.NOBODY
+        while frame != st.NOBODY and len(held) <= length:
+            _require(s.frames["older"][frame] == behind, "I7", f"list {number} is cut at frame {frame}")
+            _require(s.frames["place"][frame] == number, "I7", f"frame {frame} on list {number} believes to be elsewhere")
+            held.append(frame)
+            behind, frame = frame, int(s.frames["newer"][frame])
+        _require(newest == behind and len(held) == length, "I7", f"list {number} does not close")
+        lists.append(held)
+    listed = sorted(frame for held in lists for frame in held)
+    _require(listed == np.flatnonzero(s.frames["place"] != st.NOWHERE).tolist(), "I7", "a frame believes to be on a list and is not")
+    evictable = sorted(frame for held in lists[: st.NUM_LISTS] for frame in held)
+    expected = np.flatnonzero((s.frames["status"] == st.CACHED) & (s.frames["pins"] == 0)).tolist()
+    _require(evictable == expected, "I7", "the evictable frames are not the cached, unpinned ones")
+    _require(len(evictable) == s.reg[st.NUM_EVICTABLE], "I7", "the evictable frames are counted wrongly")
+    _none(s.frames["pins"][lists[st.FENCED]] == 0, "I7", "a fenced frame has no pin, at place")
+    waiting = int((s.frames["status"][lists[st.FENCED]] == st.CACHED).sum())
+    _require(waiting == s.reg[st.CACHED_FENCED], "I7", f"{waiting} cached frames are fenced, the counter says {s.reg[st.CACHED_FENCED]}")
+    _require(not lists[st.FENCED] or s.reg[st.EPOCH] > s.reg[st.PASSED], "I7", "frames are fenced and no epoch is open")
+    held_rows = s.spaces["status"] == st.HELD
+    _require(s.spaces["num_pages"][held_rows].sum() == s.reg[st.PINNED], "I7", "the pages of pins are counted wrongly")
+    return lists
+
+
+def _check_order(s: State, lists: list[list[int]]) -> None:
+    """Whatever comes, a page is given up before its prefix: the three conditions of eviction.py, or the prefix cannot go yet."""
+    place = {frame: i for held in lists for i, frame in enumerate(held)}
+    number, mark, fenced = s.frames["place"], s.frames["mark"], st.FENCED
+    for held in lists:
+        for frame in held:
+            parent = int(s.frames["parent"][frame])
+            if s.frames["status"][frame] != st.CACHED or parent < 0 or number[parent] == st.NOWHERE:
+                continue
+            if number[frame] == fenced or number[parent] == fenced:
+                behind = number[parent] == fenced and (number[frame] != fenced or place[frame] < place[parent])
+            elif number[parent] == number[frame]:
+                behind = place[frame] < place[parent]
+            else:
+                later = (int(mark[parent]) - int(mark[frame])) % 2**31 < 2**30
+                behind = bool(number[parent] > number[frame]) and later
+            _require(behind or s.frames["refs"][parent] > 0, "I9", f"frame {frame} would be evicted after its prefix {parent}")
 
 
 def _check_index(s: State) -> None:
@@ -121,6 +155,6 @@ def _check_index(s: State) -> None:
             roots[-2 - parent] += 1
             continue
         alive = s.frames["published"][parent] and s.frames["generation"][parent] == s.frames["parent_generation"][frame]
-        _require(alive or s.frames["status"][frame] == st.MAPPED, "I9", f"cached frame {frame} lost its prefix {parent}")
+        _require(alive or s.frames["status"][frame] != st.CACHED, "I9", f"cached frame {frame} lost its prefix {parent}")
     np.add.at(roots, s.spaces["root"][s.spaces["status"] != st.UNUSED], 1)
     _none(roots != s.root_refs, "I4", "a root is counted wrongly")

@@ -1,12 +1,14 @@
 """The prefix index: from (page before, tokens of this page) to the frame that holds their KV.
 
-A chained hash table threaded through arrays: `bucket [N]` heads, `chain [F]` links. The hash is keyed per process and only finds
-candidates; identity is then compared exactly (I4): the parent's frame and generation, and every token. A first page has no parent but a
-root, which stands for the tenant and whatever else makes equal tokens different.
+A chained hash table threaded through arrays: `bucket [N]` heads, `chain [F]` links. What is hashed is the whole prefix: a page's `print` is
+a keyed hash of the print before it and of its tokens, so it outlives the frame and tells whether an evicted page comes back. It only
+finds candidates; identity is then compared exactly (I4): the parent's frame and generation, and every token. A first page has no parent
+but a root, which stands for the tenant and whatever else makes equal tokens different.
 
     parent(page 0) = root_parent(root) = -2 - root          parent(page i) = frame of page i - 1
+    print(page i)  = hash(print(page i - 1), tokens of page i)          of page -1: the seed of the space's root
 
-Complexity: O(block_size) a lookup, insertion or removal; about one candidate a bucket, as there are at least as many buckets as frames.
+Complexity: O(block_size) a lookup or insertion, O(1) a removal; one to three candidates a bucket.
 """
 
 from __future__ import annotations
@@ -28,26 +30,26 @@ def root_parent(root: int) -> int:
 
 
 @njit(cache=True)
-def _generation_of(s: State, parent: int) -> int:
-    return s.frames[parent].generation if parent >= 0 else 0
-
-
-@njit(cache=True)
-def _bucket(s: State, parent: int, generation: int, tokens: I32) -> np.int64:
-    mixed = np.uint64(s.reg[KEY]) ^ (np.uint64(np.int64(parent) & _LOW) << _SHIFT) ^ np.uint64(generation)
-    for token in tokens:
-        mixed = (mixed ^ np.uint64(np.int64(token) & _LOW)) * _MULTIPLIER
+def print_of(s: State, before: int, tokens: I32) -> int:
+    """The print of a page that holds `tokens` (int32 [S]) after a page of print `before`."""
+    mixed = np.uint64(s.reg[KEY]) ^ np.uint64(np.int64(before) & _LOW)
+    for i in range(0, len(tokens) - 1, 2):
+        pair = np.uint64(np.int64(tokens[i]) & _LOW) | (np.uint64(np.int64(tokens[i + 1]) & _LOW) << _SHIFT)
+        mixed = (mixed ^ pair) * _MULTIPLIER
         mixed ^= mixed >> _SHIFT
-    return np.int64(mixed & np.uint64(len(s.bucket) - 1))
+    if len(tokens) % 2:
+        mixed = (mixed ^ np.uint64(np.int64(tokens[len(tokens) - 1]) & _LOW)) * _MULTIPLIER
+        mixed ^= mixed >> _SHIFT
+    return int((mixed * _MULTIPLIER) >> _SHIFT)
 
 
 @njit(cache=True)
-def find(s: State, parent: int, tokens: I32) -> int:
-    """The published frame that holds `tokens` (int32 [S]) after `parent`; -1 if there is none."""
-    generation = _generation_of(s, parent)
-    frame = s.bucket[_bucket(s, parent, generation, tokens)]
+def find(s: State, parent: int, mark: int, tokens: I32) -> int:
+    """The published frame that holds `tokens` (int32 [S]), whose print is `mark`, after `parent`; -1 if there is none."""
+    generation = s.frames[parent].generation if parent >= 0 else np.uint32(0)
+    frame = s.bucket[mark & (len(s.bucket) - 1)]
     while frame >= 0:
-        if s.frames[frame].parent == parent and s.frames[frame].parent_generation == generation:
+        if s.frames[frame].print == mark and s.frames[frame].parent == parent and s.frames[frame].parent_generation == generation:
             same = True
             for i in range(len(tokens)):
                 if s.tokens[frame, i] != tokens[i]:
@@ -60,15 +62,17 @@ def find(s: State, parent: int, tokens: I32) -> int:
 
 
 @njit(cache=True)
-def insert(s: State, frame: int, parent: int) -> None:
-    """Publish `frame`, which is full, after `parent`. The caller has made sure that no published frame is equal."""
-    generation = _generation_of(s, parent)
-    bucket = _bucket(s, parent, generation, s.tokens[frame])
+def insert(s: State, frame: int, parent: int, mark: int) -> None:
+    """Publish `frame`, which is full and of print `mark`, after `parent`. The caller has made sure that no published frame is equal."""
+    bucket = mark & (len(s.bucket) - 1)
     s.frames[frame].parent = parent
-    s.frames[frame].parent_generation = generation
+    s.frames[frame].parent_generation = s.frames[parent].generation if parent >= 0 else np.uint32(0)
+    s.frames[frame].print = mark
     s.frames[frame].chain = s.bucket[bucket]
     s.bucket[bucket] = frame
     s.frames[frame].published = 1
+    if remembers(s, mark):
+        s.frames[frame].uses = 1  # it was here before
     if parent < 0:
         s.root_refs[-2 - parent] += 1
 
@@ -76,8 +80,7 @@ def insert(s: State, frame: int, parent: int) -> None:
 @njit(cache=True)
 def remove(s: State, frame: int) -> None:
     """Make the published `frame` unfindable."""
-    parent = s.frames[frame].parent
-    bucket = _bucket(s, parent, s.frames[frame].parent_generation, s.tokens[frame])
+    bucket = np.int64(s.frames[frame].print) & (len(s.bucket) - 1)
     here = s.bucket[bucket]
     if here == frame:
         s.bucket[bucket] = s.frames[frame].chain
@@ -86,5 +89,31 @@ def remove(s: State, frame: int) -> None:
             here = s.frames[here].chain
         s.frames[here].chain = s.frames[frame].chain
     s.frames[frame].published = 0
+    parent = s.frames[frame].parent
     if parent < 0:
         s.root_refs[-2 - parent] -= 1
+
+
+@njit(cache=True)
+def remember(s: State, frame: int) -> None:
+    """`frame` is about to be evicted: keep its print, until one with the same place needs it."""
+    mark = np.int64(s.frames[frame].print)
+    s.ghosts[mark & (len(s.ghosts) - 1)] = (mark >> 2) + 1
+
+
+@njit(cache=True)
+def remembers(s: State, mark: int) -> bool:
+    """Whether a page of this print was evicted not long ago. May be wrong, rarely: 30 bits of a hash are compared."""
+    return s.ghosts[mark & (len(s.ghosts) - 1)] == (mark >> 2) + 1
+
+
+@njit(cache=True)
+def reaches_root(s: State, frame: int) -> bool:
+    """Whether the whole prefix of the published `frame` is still published. O(its pages)."""
+    while True:
+        parent = s.frames[frame].parent
+        if parent < 0:
+            return True
+        if s.frames[parent].published == 0 or s.frames[parent].generation != s.frames[frame].parent_generation:
+            return False
+        frame = parent

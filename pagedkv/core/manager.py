@@ -7,117 +7,93 @@ refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv import debug
-from pagedkv.core import spaces, steps
+from pagedkv.core import frames, spaces, steps
 from pagedkv.core import state as st
+from pagedkv.core.arguments import frame_row, token_row
 from pagedkv.core.check import check_state
+from pagedkv.core.ownership import exclusive
+from pagedkv.core.pins import Pin
 from pagedkv.core.plan import Plan
+from pagedkv.core.policies import Policy, Priority, chosen, install, retention
+from pagedkv.core.refusals import refuse_plan, refuse_settling
+from pagedkv.core.roots import Roots
 from pagedkv.core.space import AddressSpace
-from pagedkv.core.state import I32, I64
-from pagedkv.errors import ConcurrentUse, DoubleRelease, InvalidRequest, OutOfFrames, PlanConflict, StaleHandle
+from pagedkv.core.state import I32
+from pagedkv.core.stats import Stats, gather, pending
+from pagedkv.errors import DoubleRelease, InvalidRequest, PlanConflict, StaleHandle
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
-
-
-def _exclusive(
-    method: Callable[Concatenate[MemoryManager, Parameters], Result],
-) -> Callable[Concatenate[MemoryManager, Parameters], Result]:
-    @wraps(method)
-    def guarded(self: MemoryManager, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        if not self._entered.acquire(blocking=False):
-            raise ConcurrentUse(
-                f"MemoryManager.{method.__name__} was called while another call was under way; one thread owns a manager. "
-                "Call it from one thread, or hold a lock of your own around it."
-            )
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self._entered.release()
-
-    return guarded
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What the pool holds now, and what it has done. Frames and tokens are counts; `waste` and `hit_rate` are shares of 1."""
-
-    num_frames: int
-    free: int
-    mapped: int
-    cached: int
-    retired: int
-    evictable: int
-    spaces: int
-    tokens: int  # committed, over all open spaces; shared ones count for each
-    slots_mapped: int  # distinct mapped frames x block_size
-    slots_wasted: int  # of these, how many hold no token
-    peak_mapped: int
-    tokens_asked: int  # whole pages that open() looked for, in tokens
-    tokens_matched: int
-    evictions: int
-    copies: int
-    deduplicated: int
-
-    @property
-    def waste(self) -> float:
-        """Share of allocated slots that hold no token."""
-        return self.slots_wasted / self.slots_mapped if self.slots_mapped else 0.0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the tokens looked for that were found."""
-        return self.tokens_matched / self.tokens_asked if self.tokens_asked else 0.0
 
 
 class MemoryManager:
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
+    policy:       which cached frames are given up first: "lru", "2q", "lfu", "cost", "priority", or an object of pagedkv.core.policies.
     prefix_cache: publish full pages at commit and map them again for equal prefixes.
     watermark:    share of the pool that `admits` keeps free for the sequences that run already.
+    max_pinned:   share of the pool that `pin` may hold.
     Raises:       InvalidRequest for a pool that cannot be.
     """
 
-    def __init__(self, num_frames: int, block_size: int, *, prefix_cache: bool = True, watermark: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_frames: int,
+        block_size: int,
+        *,
+        policy: str | Policy = "lru",
+        prefix_cache: bool = True,
+        watermark: float = 0.0,
+        max_pinned: float = 0.5,
+    ) -> None:
         if not 1 <= num_frames < 2**31:
             raise InvalidRequest(f"num_frames is {num_frames}; a pool has at least 1 and fewer than 2**31 frames")
         if block_size < 1:
             raise InvalidRequest(f"block_size is {block_size}; a frame holds at least one token")
         if not 0.0 <= watermark < 1.0:
             raise InvalidRequest(f"watermark is {watermark}; it is the share of the pool to keep free, from 0 to less than 1")
-        self.num_frames, self.block_size = num_frames, block_size
+        if not 0.0 <= max_pinned <= 1.0:
+            raise InvalidRequest(f"max_pinned is {max_pinned}; it is the share of the pool that pins may hold, from 0 to 1")
+        self.num_frames, self.block_size, self.policy = num_frames, block_size, chosen(policy)
+        self.max_pinned = int(max_pinned * num_frames)
         self.reserve = int(np.ceil(watermark * num_frames))
         self.state = st.new_state(num_frames, block_size, publishing=prefix_cache)
-        self._roots: dict[bytes, int] = {}
-        self._roots_kept = 8  # sweep the unused ones when there are more
+        install(self.policy, self.state.reg)
+        self._roots = Roots()
+        self._pins: dict[int, Pin] = {}
         self._entered = threading.Lock()
 
     # -- spaces ------------------------------------------------------------------------------------------------------------------
 
-    @_exclusive
-    def open(self, token_ids: Sequence[int] | npt.NDArray[np.integer] = (), *, tenant: bytes = b"") -> AddressSpace:
+    @exclusive
+    def open(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[np.integer] = (),
+        *,
+        tenant: bytes = b"",
+        priority: float = 1.0,
+        half_life: float = 1000.0,
+    ) -> AddressSpace:
         """A new space that maps the longest known prefix of `token_ids`; `len(space)` of them need not be computed.
 
         At least one token is left to compute, since its logits are what the caller is after. Equal tokens of different
-        tenants are different (put an adapter's or image's digest into `tenant` too).
-        Raises: InvalidRequest if the ids are not one row of int32 numbers
+        tenants are different (put an adapter's or image's digest into `tenant` too). `priority`, `half_life`: see advise(retain=).
+        Raises: InvalidRequest if the ids are not one row of int32 numbers, or a priority was given that the policy does not know
         """
-        ids = self._token_ids(token_ids)
+        ids = token_row(token_ids)
+        wish = self._retention(priority, half_life) if priority != 1.0 else 0
         self._make_room(pages=len(ids) // self.block_size)
-        asid = spaces.open_space(self.state, self._root(tenant), ids)
+        root, self.state = self._roots.of(tenant, self.state)
+        asid = spaces.open_space(self.state, root.number, root.seed, wish, ids)
         return AddressSpace(self, asid, int(self.state.spaces["generation"][asid]))
 
-    @_exclusive
+    @exclusive
     def fork(self, space: AddressSpace) -> AddressSpace:
         """See AddressSpace.fork."""
         asid = self._settled(space, "fork")
@@ -125,7 +101,7 @@ class MemoryManager:
         child = spaces.fork_space(self.state, asid)
         return AddressSpace(self, child, int(self.state.spaces["generation"][child]))
 
-    @_exclusive
+    @exclusive
     def truncate(self, space: AddressSpace, length: int) -> None:
         """See AddressSpace.truncate."""
         asid = self._settled(space, "truncate")
@@ -137,7 +113,7 @@ class MemoryManager:
             raise InvalidRequest(f"truncate to {length}: page {page} was punched and cannot be written again; truncate to its start or end")
         spaces.truncate_space(self.state, asid, length)
 
-    @_exclusive
+    @exclusive
     def punch(self, space: AddressSpace, first: int, last: int) -> None:
         """See AddressSpace.punch."""
         asid = self._settled(space, "punch")
@@ -147,18 +123,14 @@ class MemoryManager:
         if first < last:
             spaces.punch_space(self.state, asid, first, last)
 
-    @_exclusive
+    @exclusive
     def release(self, space: AddressSpace) -> None:
         """See AddressSpace.release."""
-        if space.manager is self and self.is_stale(space):
-            raise DoubleRelease(f"address space {space.asid} was released already; drop the handle after the first release()")
-        asid = self._asid(space)
-        self.state.spaces["generation"][asid] += 1
-        spaces.close_space(self.state, asid)
+        self._close(self._releasable(space))
 
     # -- the step ----------------------------------------------------------------------------------------------------------------
 
-    @_exclusive
+    @exclusive
     def plan(self, batch: Spaces, counts: Counts) -> Plan:
         """Map the frames for `counts[i]` new tokens of each space (AddressSpaces, or an int array of asids), all of them or none.
 
@@ -173,11 +145,11 @@ class MemoryManager:
             self.state = st.with_wider_table(self.state, made[1])
             made = steps.plan_step(self.state, asids, wanted)
         if made[0] != steps.OK:
-            self._refuse_plan(made[0], made[1], asids, wanted)
+            refuse_plan(self.state, made[0], made[1], asids, wanted)
         _, _, slots, positions, splits, seq_lens, cu_seqlens_q, starts = made
         return Plan(slots, positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, splits)
 
-    @_exclusive
+    @exclusive
     def commit(self, plan: Plan, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None) -> None:
         """The KV of `token_ids` was stored where `plan` said: they are part of their sequences now, and full pages become findable.
 
@@ -188,7 +160,7 @@ class MemoryManager:
         """
         self._unsettled(plan, "commit")
         accepted = np.asarray(plan.counts if counts is None else counts, np.int64)
-        ids = self._token_ids(token_ids)
+        ids = token_row(token_ids)
         if accepted.shape != plan.rows.shape or accepted.sum() != len(ids):
             raise InvalidRequest(
                 f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} spaces; "
@@ -196,12 +168,12 @@ class MemoryManager:
             )
         code, where = steps.commit_step(self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, accepted, ids)
         if code != steps.OK:
-            self._refuse_settling(plan, code, where)
+            refuse_settling(self.state, plan, code, where)
         plan.settled = "committed"
         if debug.level() >= 3:
             check_state(self.state, 3)
 
-    @_exclusive
+    @exclusive
     def abort(self, plan: Plan) -> None:
         """The plan was not run: return every page table to what it was before, copies undone.
 
@@ -210,14 +182,105 @@ class MemoryManager:
         self._unsettled(plan, "abort")
         code, where = steps.abort_step(self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits)
         if code != steps.OK:
-            self._refuse_settling(plan, code, where)
+            refuse_settling(self.state, plan, code, where)
         plan.settled = "aborted"
+
+    # -- what is kept, and until when ------------------------------------------------------------------------------------------------
+
+    @exclusive
+    def pin(self, what: AddressSpace | npt.NDArray[np.int32], *, owner: str = "", deadline: float | None = None) -> Pin:
+        """Keep the committed full pages of a space, or published frames and all that is before them, until `unpin`.
+
+        Whoever writes to one of them copies it first. O(pages). Frames held by several pins count for each under the cap.
+        Raises: InvalidRequest beyond `max_pinned`, or for frames that no prompt could find; StaleHandle
+        """
+        if isinstance(what, AddressSpace):
+            asid = self._asid(what)
+            num_frames = int(self.state.spaces["length"][asid]) // self.block_size
+        else:
+            stranger, closure = spaces.prefix_closure(self.state, frame_row(what, self.num_frames))
+            if stranger >= 0:
+                raise InvalidRequest(f"pin of frame {stranger}: it is not published under a whole prefix; pin the space that maps it")
+            num_frames = len(closure)
+        held = int(self.state.reg[st.PINNED])
+        if held + num_frames > self.max_pinned:
+            raise InvalidRequest(
+                f"pin of {num_frames} frames: pins hold {held} of at most {self.max_pinned}; unpin some, or raise max_pinned"
+            )
+        self._make_room(pages=num_frames)
+        row = spaces.pin_space(self.state, asid) if isinstance(what, AddressSpace) else spaces.pin_frames(self.state, closure)
+        self._pins[row] = Pin(row, int(self.state.spaces["generation"][row]), num_frames, owner, deadline)
+        return self._pins[row]
+
+    @exclusive
+    def unpin(self, pin: Pin) -> None:
+        """Let go of what `pin` holds. Raises: DoubleRelease the second time."""
+        if self._pins.get(pin.asid) != pin:
+            raise DoubleRelease(f"pin {pin.asid} of {pin.owner or 'nobody named'} was given back already; drop the handle after unpin()")
+        del self._pins[pin.asid]
+        self.state.spaces["generation"][pin.asid] += 1
+        spaces.unpin_row(self.state, pin.asid)
+
+    def overdue(self, now: float) -> list[Pin]:
+        """The pins whose deadline, on the caller's clock, is before `now`. Nothing is unpinned: the transfer may still be writing."""
+        return [pin for pin in self._pins.values() if pin.deadline is not None and pin.deadline < now]
+
+    @exclusive
+    def retire(self, epoch: int, batch: Sequence[AddressSpace] = ()) -> None:
+        """Work was launched that reads the frames of now: what is dropped from here on is not reused until `advance(epoch)`.
+
+        `batch` is released under it at once. Epochs grow; an engine whose steps overlap calls retire(n) when it launches step n, and
+        advance(n) when it sees that step n has finished.
+        Raises: InvalidRequest unless `epoch` is newer than the last one; DoubleRelease, and then nothing was changed
+        """
+        reg = self.state.reg
+        newest = int(reg[st.EPOCH])
+        if epoch <= newest:
+            raise InvalidRequest(f"retire under epoch {epoch}: epoch {newest} was opened already; give a larger number")
+        oldest = int(reg[st.PASSED]) if newest > reg[st.PASSED] else epoch - 1
+        if epoch - oldest >= 2**30:
+            raise InvalidRequest(f"retire under epoch {epoch}: {oldest} passed and later ones have not; number epochs by steps")
+        for space in batch:
+            self._releasable(space)
+        if len({space.asid for space in batch}) < len(batch):
+            raise DoubleRelease("retire names an address space twice")
+        reg[st.EPOCH], reg[st.PASSED] = epoch, oldest
+        for space in batch:
+            self._close(space.asid)
+
+    @exclusive
+    def advance(self, epoch: int) -> int:
+        """All work launched up to `epoch` has finished: the frames that waited for it can be had. Returns how many did. Again is harmless.
+
+        Raises: InvalidRequest for an epoch that was not opened
+        """
+        newest = int(self.state.reg[st.EPOCH])
+        if epoch > newest:
+            raise InvalidRequest(f"advance to epoch {epoch}: the newest one is {newest}; retire(epoch) opens one")
+        return int(frames.pass_epoch(self.state, epoch))
+
+    @exclusive
+    def advise(self, space: AddressSpace, advice: str = "WILLNEED", *, retain: tuple[float, float] | None = None) -> None:
+        """Say what the pages of `space` are worth once it lets go of them. Forks made later inherit it.
+
+        "DONTNEED": evict them before all others. "COLD": before all but those. "WILLNEED": like any other, and as if used once more.
+        retain=(priority, half_life): see policies.Priority; half_life counts plans.
+        Raises: InvalidRequest for other words, or if the policy knows no retention; StaleHandle
+        """
+        asid = self._asid(space)
+        wishes = {"DONTNEED": st.DONTNEED - st.NORMAL, "COLD": st.COLD - st.NORMAL, "WILLNEED": 0}
+        if advice not in wishes:
+            raise InvalidRequest(f"advice is {advice!r}; it is one of {', '.join(wishes)}")
+        wish = self._retention(*retain) if retain else wishes[advice]
+        if advice == "WILLNEED":
+            spaces.count_use(self.state, asid)
+        self.state.spaces["wish"][asid] = wish
 
     # -- the pool ----------------------------------------------------------------------------------------------------------------
 
-    @_exclusive
+    @exclusive
     def evict(self, count: int) -> int:
-        """Free up to `count` cached frames, least recently used first; returns how many."""
+        """Free up to `count` cached frames, in the policy's order; returns how many."""
         if count < 0:
             raise InvalidRequest(f"evict {count} frames: give 0 or more")
         return int(steps.evict_frames(self.state, count))
@@ -227,34 +290,18 @@ class MemoryManager:
         """Frames a plan could take now: free or evictable."""
         return int(self.state.reg[st.NUM_FREE] + self.state.reg[st.NUM_EVICTABLE])
 
+    @property
+    def pending(self) -> int:
+        """Frames that will be available once the plans and epochs under way have ended: a reason to wait rather than to preempt."""
+        return pending(self.state)
+
     def admits(self, num_frames: int) -> bool:
         """Whether a new sequence may take `num_frames` frames and leave the watermark's share to those that run."""
         return num_frames + self.reserve <= self.available
 
     def stats(self) -> Stats:
         """The counters, and how full the mapped frames are. O(open spaces)."""
-        s, reg = self.state, self.state.reg
-        rows = np.flatnonzero(s.spaces["status"] != st.UNUSED)
-        free, cached, retired = (int(reg[i]) for i in (st.NUM_FREE, st.NUM_CACHED, st.NUM_RETIRED))
-        mapped = self.num_frames - free - cached - retired
-        return Stats(
-            num_frames=self.num_frames,
-            free=free,
-            mapped=mapped,
-            cached=cached,
-            retired=retired,
-            evictable=int(reg[st.NUM_EVICTABLE]),
-            spaces=len(rows),
-            tokens=int(s.spaces["length"][rows].sum()),
-            slots_mapped=mapped * self.block_size,
-            slots_wasted=self._wasted(rows),
-            peak_mapped=int(reg[st.PEAK]),
-            tokens_asked=int(reg[st.ASKED]),
-            tokens_matched=int(reg[st.MATCHED]),
-            evictions=int(reg[st.EVICTIONS]),
-            copies=int(reg[st.COPIES]),
-            deduplicated=int(reg[st.DEDUPLICATED]),
-        )
+        return gather(self.state)
 
     def check(self, level: int = 3) -> None:
         """Prove the invariants: 1 the counters, 2 every frame, 3 every page, list and index entry. O(frames + pages).
@@ -306,6 +353,20 @@ class MemoryManager:
             return np.array(batch, np.int32)  # a copy: the plan keeps it
         return np.fromiter(map(self._asid, batch), np.int32, len(batch))
 
+    def _releasable(self, space: AddressSpace) -> int:
+        if space.manager is self and self.is_stale(space):
+            raise DoubleRelease(f"address space {space.asid} was released already; drop the handle after the first release()")
+        return self._asid(space)
+
+    def _close(self, asid: int) -> None:
+        self.state.spaces["generation"][asid] += 1
+        spaces.close_space(self.state, asid)
+
+    def _retention(self, priority: float, half_life: float) -> int:
+        if not isinstance(self.policy, Priority):
+            raise InvalidRequest(f"priority {priority} under policy {self.policy.name!r}, which knows none; use policy='priority'")
+        return retention(priority, half_life)
+
     def _settled(self, space: AddressSpace, verb: str) -> int:
         asid = self._asid(space)
         plans = int(self.state.spaces["outstanding"][asid])
@@ -317,62 +378,11 @@ class MemoryManager:
         if plan.settled:
             raise PlanConflict(f"{verb}: this plan was {plan.settled} already; make a new one")
 
-    def _token_ids(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:
-        ids = np.asarray(token_ids)
-        if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
-            raise InvalidRequest(f"token ids of shape {list(ids.shape)} and dtype {ids.dtype}; give one row of integers")
-        if len(ids) and ids.dtype != np.int32 and (ids.min() < -(2**31) or ids.max() >= 2**31):
-            raise InvalidRequest("a token id does not fit int32")
-        return np.ascontiguousarray(ids, np.int32)
-
-    def _root(self, tenant: bytes) -> int:
-        if tenant not in self._roots:
-            if len(self._roots) >= self._roots_kept:
-                live = {name: root for name, root in self._roots.items() if self.state.root_refs[root]}
-                self._roots, self._roots_kept = live, 2 * len(live) + 8
-            taken = set(self._roots.values())
-            root = next(number for number in range(len(taken) + 1) if number not in taken)
-            if root >= len(self.state.root_refs):
-                self.state = st.with_more_roots(self.state)
-            self._roots[tenant] = root
-        return self._roots[tenant]
-
     def _make_room(self, pages: int = 0) -> None:
         if self.state.reg[st.NUM_SPARE] == 0:
+            if 2 * len(self.state.spaces) > st.MAX_SPACES:
+                raise InvalidRequest(f"{len(self.state.spaces)} spaces and pins are open, the most that there can be; release some")
             self.state = st.with_more_rows(self.state)
         pages = min(pages, self.num_frames)  # a longer prefix cannot be known
         if pages > self.state.table.shape[1]:
             self.state = st.with_wider_table(self.state, pages)
-
-    def _wasted(self, rows: I64) -> int:
-        s, size = self.state, self.block_size
-        length = s.spaces["length"][rows]
-        used = -(-length // size)  # pages that hold tokens; the rest are planned and empty
-        wasted = int((s.spaces["num_pages"][rows] - used).sum()) * size
-        rows, length, used = rows[used > 0], length[used > 0], used[used > 0]
-        tails, fill = s.table[rows, used - 1], length - (used - 1) * size
-        frames, owner = np.unique(tails, return_inverse=True)
-        fullest = np.zeros(len(frames), np.int64)
-        np.maximum.at(fullest, owner, fill)
-        return wasted + int((size - fullest[frames >= 0]).sum())
-
-    def _refuse_plan(self, code: int, where: int, asids: I32, counts: I64) -> None:
-        reg = self.state.reg
-        if code == steps.SHORT:
-            raise OutOfFrames(where, int(reg[st.NUM_FREE]), int(reg[st.NUM_EVICTABLE]), int(reg[st.NUM_RETIRED]))
-        if code == steps.NEGATIVE:
-            raise InvalidRequest(f"plan asks for {counts[where]} tokens of address space {asids[where]}; give 0 or more")
-        if code == steps.TWICE:
-            raise InvalidRequest(f"plan names address space {asids[where]} twice; add its counts up")
-        raise StaleHandle(f"plan names address space {asids[where]}, which is not open; open or fork one")
-
-    def _refuse_settling(self, plan: Plan, code: int, where: int) -> None:
-        asid = plan.rows[where]
-        if code == steps.OUT_OF_ORDER:
-            held = int(self.state.spaces["length"][asid])
-            raise PlanConflict(
-                f"this plan of address space {asid} starts at token {plan.starts[where]}, which holds {held}; commit the older plans first"
-            )
-        if code == steps.TOO_MANY:
-            raise InvalidRequest(f"commit keeps more tokens of address space {asid} than the {plan.counts[where]} planned, or fewer than 0")
-        raise PlanConflict(f"a newer plan of address space {asid} stands on the tokens to be given back; abort it first")

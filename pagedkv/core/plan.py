@@ -28,7 +28,7 @@ class Plan:
     starts: I64
     """int64 [B]: KV length before the step."""
     splits: I32 = field(repr=False)
-    """int32 [C, 3]: source, target, asid of each copy."""
+    """int32 [C, 4]: source, target and asid of each copy, and 1 if the prefix of the source is pinned with it."""
     settled: str = ""
     """"", "committed" or "aborted"."""
 

@@ -5,25 +5,33 @@ A row holds `num_pages` frames (or holes) and three lengths:
     0            complete * S         length             planned
     |── published pages ──|── committed ──|── outstanding ──|          num_pages == ceil(planned / S)   (I5)
 
-Pages are always dropped from the tail, so that a page is evictable before its prefix (I9). Pages behind a punched one are never left
-cached: their prefix may be gone.
+Pages are always dropped from the tail, so that a page is evictable before its prefix (I9). Pages behind a punched one are not left
+cached, as their prefix may be gone; unless others have left a successor of theirs cached, which shows that it is not.
+
+A user's pin is a row too (HELD), which maps what it protects; nobody plans on it.
 """
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
 from pagedkv.core import frames, index
 from pagedkv.core.state import (
     ASKED,
+    CACHED,
     CLOSING,
     DEDUPLICATED,
+    HELD,
     HOLE,
     I32,
     MATCHED,
+    MISSED_EVICTED,
+    MISSED_NEW,
     NO_HOLE,
     NUM_SPARE,
     OPEN,
+    PINNED,
     PUBLISHING,
     UNUSED,
     State,
@@ -31,11 +39,13 @@ from pagedkv.core.state import (
 
 
 @njit(cache=True)
-def _new_row(s: State, root: int) -> int:
+def _new_row(s: State, root: int, seed: int) -> int:
     s.reg[NUM_SPARE] -= 1
     asid = s.spare[s.reg[NUM_SPARE]]
     s.spaces[asid].status = OPEN
     s.spaces[asid].root = root
+    s.spaces[asid].seed = seed
+    s.spaces[asid].wish = 0
     s.root_refs[root] += 1
     s.spaces[asid].length = 0
     s.spaces[asid].planned = 0
@@ -47,19 +57,25 @@ def _new_row(s: State, root: int) -> int:
 
 
 @njit(cache=True)
-def open_space(s: State, root: int, token_ids: I32) -> int:
+def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int:
     """A new row that maps the longest published prefix of `token_ids` (int32 [n]), short of its last token. O(pages matched)."""
-    asid = _new_row(s, root)
+    asid = _new_row(s, root, seed)
+    s.spaces[asid].wish = wish
     size = s.tokens.shape[1]
     whole = max(0, (len(token_ids) - 1) // size)
     s.reg[ASKED] += whole * size
     parent = index.root_parent(root)
+    mark = seed
     pages = 0
     while pages < whole:
-        frame = index.find(s, parent, token_ids[pages * size : (pages + 1) * size])
+        tokens = token_ids[pages * size : (pages + 1) * size]
+        mark = index.print_of(s, mark, tokens)
+        frame = index.find(s, parent, mark, tokens)
         if frame < 0:
+            s.reg[MISSED_EVICTED if index.remembers(s, mark) else MISSED_NEW] += (whole - pages) * size
             break
         frames.share(s, frame)
+        s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
         s.table[asid, pages] = frame
         parent = frame
         pages += 1
@@ -74,7 +90,8 @@ def open_space(s: State, root: int, token_ids: I32) -> int:
 @njit(cache=True)
 def fork_space(s: State, asid: int) -> int:
     """A new row that shares every frame of `asid`, which has no outstanding plan. O(pages)."""
-    child = _new_row(s, s.spaces[asid].root)
+    child = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
+    s.spaces[child].wish = s.spaces[asid].wish
     for page in range(s.spaces[asid].num_pages):
         frame = s.table[asid, page]
         s.table[child, page] = frame
@@ -89,13 +106,36 @@ def fork_space(s: State, asid: int) -> int:
 
 
 @njit(cache=True)
+def keeps(s: State, asid: int, page: int) -> bool:
+    """Whether the frame of `page` may stay cached when the space lets go of it: its prefix is mapped, or certain to be there."""
+    if page < s.spaces[asid].first_hole:
+        return True
+    frame = s.table[asid, page]
+    # behind a hole. No successor was ever left cached: none of ours can be orphaned, and the walk to the root is saved
+    return s.frames[frame].floor > 0 and s.frames[frame].published == 1 and index.reaches_root(s, frame)
+
+
+@njit(cache=True)
+def _unmap(s: State, asid: int, page: int) -> None:
+    frame = s.table[asid, page]
+    if frame == HOLE:
+        return
+    keep = keeps(s, asid, page)
+    parent = s.frames[frame].parent
+    frames.drop(s, frame, keep, page, s.spaces[asid].wish)
+    s.table[asid, page] = HOLE
+    if keep and page > s.spaces[asid].first_hole and s.frames[frame].status == CACHED:
+        while parent >= 0:  # its prefix became evictable before it: move that behind it (I9)
+            if s.frames[parent].status == CACHED:
+                frames.touch(s, parent)
+            parent = s.frames[parent].parent
+
+
+@njit(cache=True)
 def drop_tail(s: State, asid: int, num_pages: int) -> None:
     """Unmap the pages of `asid` from `num_pages` on, last one first."""
     for page in range(s.spaces[asid].num_pages - 1, num_pages - 1, -1):
-        frame = s.table[asid, page]
-        s.table[asid, page] = HOLE
-        if frame != HOLE:
-            frames.drop(s, frame, page < s.spaces[asid].first_hole)
+        _unmap(s, asid, page)
     s.spaces[asid].num_pages = min(s.spaces[asid].num_pages, num_pages)
 
 
@@ -115,10 +155,7 @@ def truncate_space(s: State, asid: int, length: int) -> None:
 def punch_space(s: State, asid: int, first: int, last: int) -> None:
     """Unmap the pages first .. last-1 of `asid`, leaving holes. They are full and committed."""
     for page in range(last - 1, first - 1, -1):
-        frame = s.table[asid, page]
-        if frame != HOLE:
-            s.table[asid, page] = HOLE
-            frames.drop(s, frame, page < s.spaces[asid].first_hole)
+        _unmap(s, asid, page)
     s.spaces[asid].first_hole = min(s.spaces[asid].first_hole, first)
 
 
@@ -136,6 +173,15 @@ def close_space(s: State, asid: int) -> None:
 
 
 @njit(cache=True)
+def count_use(s: State, asid: int) -> None:
+    """Every page of `asid` counts as matched once more."""
+    for page in range(s.spaces[asid].num_pages):
+        frame = s.table[asid, page]
+        if frame != HOLE:
+            s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
+
+
+@njit(cache=True)
 def publish_pages(s: State, asid: int) -> None:
     """Publish the committed full pages of `asid`. Where an equal page is known already, map that one and give ours back.
 
@@ -143,20 +189,86 @@ def publish_pages(s: State, asid: int) -> None:
     """
     if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE:
         return
-    parent = index.root_parent(s.spaces[asid].root)
+    parent, mark = index.root_parent(s.spaces[asid].root), int(s.spaces[asid].seed)
     if s.spaces[asid].complete > 0:
         parent = s.table[asid, s.spaces[asid].complete - 1]
+        mark = int(s.frames[parent].print)
     for page in range(s.spaces[asid].complete, s.spaces[asid].length // s.tokens.shape[1]):
         frame = s.table[asid, page]
         if not s.frames[frame].published:
-            known = index.find(s, parent, s.tokens[frame])
+            mark = index.print_of(s, mark, s.tokens[frame])
+            known = index.find(s, parent, mark, s.tokens[frame])
             if known >= 0:
                 frames.share(s, known)
                 s.table[asid, page] = known
-                frames.drop(s, frame, False)
+                frames.drop(s, frame, False, page, 0)
                 s.reg[DEDUPLICATED] += 1
                 frame = known
             else:
-                index.insert(s, frame, parent)
+                index.insert(s, frame, parent, mark)
+        mark = int(s.frames[frame].print)
         s.spaces[asid].complete = page + 1
         parent = frame
+
+
+@njit(cache=True)
+def pin_space(s: State, asid: int) -> int:
+    """A HELD row that maps the committed full pages of `asid`. O(pages)."""
+    row = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
+    s.spaces[row].status = HELD
+    pages = s.spaces[asid].length // s.tokens.shape[1]
+    s.spaces[row].first_hole = s.spaces[asid].first_hole if s.spaces[asid].first_hole < pages else NO_HOLE
+    for page in range(pages):
+        frame = s.table[asid, page]
+        s.table[row, page] = frame
+        if frame != HOLE:
+            frames.share(s, frame)
+    _hold(s, row, pages)
+    return row
+
+
+@njit(cache=True)
+def _hold(s: State, row: int, pages: int) -> None:
+    s.spaces[row].num_pages = pages
+    s.spaces[row].length = pages * s.tokens.shape[1]
+    s.spaces[row].planned = s.spaces[row].length
+    s.reg[PINNED] += pages
+
+
+@njit(cache=True)
+def prefix_closure(s: State, wanted: I32) -> tuple[int, I32]:
+    """`wanted` and all that is before them, prefixes first; or (the first of them that has no published prefix, nothing)."""
+    seen = np.zeros(len(s.frames), np.uint8)
+    closure = np.empty(len(s.frames), np.int32)
+    count = 0
+    for frame in wanted:
+        if s.frames[frame].published == 0 or not index.reaches_root(s, frame):
+            return frame, closure[:0]
+        new = 0
+        while frame >= 0 and seen[frame] == 0:
+            seen[frame] = 1
+            closure[count + new] = frame
+            new += 1
+            frame = s.frames[frame].parent
+        closure[count : count + new] = closure[count : count + new][::-1].copy()
+        count += new
+    return -1, closure[:count]
+
+
+@njit(cache=True)
+def pin_frames(s: State, closure: I32) -> int:
+    """A HELD row that maps `closure`, prefixes first. The table is wide enough."""
+    row = _new_row(s, 0, 0)
+    s.spaces[row].status = HELD
+    for page in range(len(closure)):
+        frames.share(s, closure[page])
+        s.table[row, page] = closure[page]
+    _hold(s, row, len(closure))
+    return row
+
+
+@njit(cache=True)
+def unpin_row(s: State, row: int) -> None:
+    """Unmap what a HELD row protects, and give the row back."""
+    s.reg[PINNED] -= s.spaces[row].num_pages
+    close_space(s, row)

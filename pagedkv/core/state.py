@@ -1,9 +1,10 @@
 """State: every integer the memory manager knows, in a handful of arrays.
 
-There is no Python object per frame or page. `frames` holds one record of 36 bytes per frame, so what one operation needs of a frame lies in
-one cache line; with the free stack and the index it is at most 48 bytes a frame beside the token ids. `spaces` holds one record per row of
-the page table, and `reg` the scalars. Few arrays rather than many is a matter of cost: the compiled functions hand the whole `State` to one
-another, which costs 14 ns a call with nine arrays and cost 290 with thirty. `state.frames["refs"]` is a plain strided numpy view.
+There is no Python object per frame or page. `frames` holds one record of 44 bytes per frame, so what one operation needs of a frame lies in
+one cache line or two; with the index and the memory of evicted pages it is at most 48 bytes a frame beside the token ids. Free frames are
+linked through their records. `spaces` holds one record per row of the page table, and `reg` the scalars and the ends of the lists. Few
+arrays rather than many is a matter of cost: the compiled functions hand the whole `State` to one another, which costs 14 ns a call with
+nine arrays and cost 290 with thirty. `state.frames["refs"]` is a plain strided numpy view.
 They are recarrays, so that the same functions run uncompiled too (NUMBA_DISABLE_JIT=1): their own slow twin.
 
 This file knows layout and growth; it must not know any rule about what the numbers mean.
@@ -30,42 +31,70 @@ RETIRED: Final = 3
 # status of a row of the page table
 UNUSED: Final = 0
 OPEN: Final = 1
+HELD: Final = 3  # the frames of a user's pin
 CLOSING: Final = 2  # released while a plan is outstanding: its frames go back when the last one is settled
 
 HOLE: Final = -1  # a punched page
 
+NOBODY: Final = -1  # no frame
+
+# lists of frames: 0 .. 31 hold the evictable ones (eviction.py), FENCED those that wait for an epoch to pass (frames.py)
+DONTNEED: Final = 0
+COLD: Final = 1
+NORMAL: Final = 2  # and upwards: what this means is the policy's business
+NUM_LISTS: Final = 32
+FENCED: Final = 32
+NOWHERE: Final = 255
+
 # reg: scalars
-NUM_FREE: Final = 0  # height of the free stack
-OLDEST: Final = 1  # ends of the list of evictable frames; -1 when empty
-NEWEST: Final = 2
-NUM_EVICTABLE: Final = 3  # its length: cached and not pinned
-NUM_CACHED: Final = 4
-NUM_RETIRED: Final = 5
-NUM_SPARE: Final = 6  # height of the stack of unused asids
-STAMP: Final = 7  # of the last plan, to tell whether a space is named twice
-KEY: Final = 8  # of the hash; drawn per process
-PUBLISHING: Final = 9  # 1 if full pages are published
-MATCHED: Final = 10  # tokens found by open()
-ASKED: Final = 11  # tokens that could have been found
-EVICTIONS: Final = 12
-COPIES: Final = 13
-DEDUPLICATED: Final = 14  # pages that turned out to exist already, at commit
-PEAK: Final = 15  # most frames mapped at once
-NUM_REGISTERS: Final = 16
+NUM_FREE: Final = 0
+FREE_TOP: Final = 1  # the free frame dropped last; `newer` links to the one before
+NUM_EVICTABLE: Final = 2  # cached and not pinned: all that stands on lists 0..31
+NUM_CACHED: Final = 3
+NUM_RETIRED: Final = 4
+NUM_SPARE: Final = 5  # height of the stack of unused asids
+TICK: Final = 6  # of the last plan: what time there is, and to tell whether a space is named twice
+KEY: Final = 7  # of the hash; drawn per process
+PUBLISHING: Final = 8  # 1 if full pages are published
+MATCHED: Final = 9  # tokens found by open()
+ASKED: Final = 10  # tokens that could have been found
+EVICTIONS: Final = 11
+COPIES: Final = 12
+DEDUPLICATED: Final = 13  # pages that turned out to exist already, at commit
+PEAK: Final = 14  # most frames mapped at once
+EPOCH: Final = 15  # the newest epoch opened by retire()
+PASSED: Final = 16  # the newest epoch that has passed; frames are fenced while it is older than EPOCH
+CACHED_FENCED: Final = 17  # cached frames that only wait for an epoch
+RULE: Final = 18  # how the policy ranks a frame (eviction.py), with the number of lists it uses
+USED_LISTS: Final = 19
+INFLATION: Final = 20  # 1 if the policy's clock is the value of the last victim, 0 if it is TICK
+CLOCK: Final = 21  # the value of the last victim
+SCALE: Final = 22  # a parameter of the rule
+MISSED_EVICTED: Final = 23  # tokens that open() did not find: the first missing page was evicted,
+MISSED_NEW: Final = 24  # or is not known to have been published
+PINNED: Final = 25  # frames held by user pins, those of several pins counted for each
+FIRST_LIST: Final = 32  # from here: for each of the 33 lists its oldest frame, newest frame, length and bonus
+NUM_REGISTERS: Final = FIRST_LIST + 4 * (FENCED + 1)
 
 
 FRAME: Final = np.dtype(
     [
         ("refs", np.int32),  # page-table entries that name the frame (I2)
-        ("pins", np.int32),
+        ("pins", np.uint16),  # copies under way that read it, and 1 if it is fenced
         ("status", np.uint8),
         ("published", np.uint8),  # 1 if the index finds it
+        ("uses", np.uint8),  # times it was matched since it was taken; stays at 255
+        ("place", np.uint8),  # the list it is on, or NOWHERE
+        ("rank", np.uint8),  # the list it was ranked for when it was dropped
+        ("floor", np.uint8),  # 1 + the highest list that a successor of it was put on, 0 for none (I9)
         ("generation", np.uint32),  # bumped when taken (I8)
         ("parent", np.int32),  # of a published frame: the frame of the page before, or root_parent(root)
         ("parent_generation", np.uint32),
-        ("newer", np.int32),  # links of the list of evictable frames
-        ("older", np.int32),
+        ("print", np.uint32),  # of a published frame: keyed hash of its whole prefix
         ("chain", np.int32),  # next published frame in the same bucket
+        ("newer", np.int32),  # links of the list it is on
+        ("older", np.int32),
+        ("mark", np.int32),  # the clock when it entered the list; of a fenced one, the epoch
     ],
     align=True,
 )
@@ -75,18 +104,21 @@ SPACE: Final = np.dtype(
         ("length", np.int64),  # committed tokens
         ("planned", np.int64),  # committed and outstanding tokens
         ("stamp", np.int64),  # of the last plan that named it
+        ("seed", np.uint32),  # print of the empty prefix: which root
         ("num_pages", np.int32),
         ("complete", np.int32),  # leading pages that are published
         ("first_hole", np.int32),  # the first punched page, or NO_HOLE
         ("outstanding", np.int32),  # plans not yet settled
         ("root", np.int32),
         ("generation", np.uint32),
+        ("wish", np.int8),  # what advise() said: list - NORMAL
         ("status", np.uint8),
     ],
     align=True,
 )
 
 NO_HOLE: Final = np.iinfo(np.int32).max
+MAX_SPACES: Final = 2**16 - 2  # so that the pins of a frame, at most one a space and a fence, fit uint16
 
 
 class State(NamedTuple):
@@ -94,13 +126,18 @@ class State(NamedTuple):
 
     frames: Records  # FRAME [F]
     tokens: I32  # [F, S] the ids whose KV the frame holds
-    free: I32  # [F] a stack: what was dropped last is taken next, its bytes are the likeliest to be in a cache
-    bucket: I32  # [N] heads of the index; a power of two, at least F
+    bucket: I32  # [N] heads of the index; the largest power of two that is at most 3/4 F
+    ghosts: I32  # [G] prints of evicted pages, each at its own place until another one takes it; a power of two, at most F/4
     spaces: Records  # SPACE [A]
     spare: I32  # [A] a stack of unused asids
     table: I32  # [A, P]
     root_refs: I32  # [R] open spaces and published first pages under the root
     reg: I64  # [NUM_REGISTERS]
+
+
+def list_registers(reg: I64) -> I64:
+    """[33, 4] view: oldest, newest, length and bonus of each list."""
+    return reg[FIRST_LIST:].reshape(FENCED + 1, 4)
 
 
 def _unused_spaces(count: int) -> Records:
@@ -109,18 +146,27 @@ def _unused_spaces(count: int) -> Records:
     return records
 
 
+def _power_of_two(at_most: int) -> int:
+    return 1 << max(3, at_most.bit_length() - 1)
+
+
 def new_state(num_frames: int, block_size: int, *, publishing: bool, rows: int = 16, width: int = 16) -> State:
     """A pool of free frames and an empty page table. O(num_frames), a few ns each."""
     reg = np.zeros(NUM_REGISTERS, np.int64)
     reg[NUM_FREE], reg[NUM_SPARE] = num_frames, rows
-    reg[OLDEST] = reg[NEWEST] = -1
+    list_registers(reg)[:, :2] = NOBODY
     reg[KEY] = secrets.randbits(63)
     reg[PUBLISHING] = publishing
+    reg[EPOCH] = reg[PASSED] = -1
+    frames = np.zeros(num_frames, FRAME).view(np.recarray)
+    frames["place"] = NOWHERE
+    frames["newer"] = np.arange(1, num_frames + 1, dtype=np.int32)  # frame 0 is taken first
+    frames["newer"][-1] = NOBODY
     return State(
-        frames=np.zeros(num_frames, FRAME).view(np.recarray),
+        frames=frames,
         tokens=np.zeros((num_frames, block_size), np.int32),
-        free=np.arange(num_frames - 1, -1, -1, dtype=np.int32),
-        bucket=np.full(1 << max(3, (num_frames - 1).bit_length()), -1, np.int32),
+        bucket=np.full(_power_of_two(3 * num_frames // 4), NOBODY, np.int32),
+        ghosts=np.zeros(_power_of_two(num_frames // 4), np.int32),
         spaces=_unused_spaces(rows),
         spare=np.arange(rows - 1, -1, -1, dtype=np.int32),
         table=np.full((rows, width), HOLE, np.int32),

@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 
 from pagedkv.core import frames, spaces
-from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, OPEN, STAMP, State
+from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, OPEN, TICK, State
 
 OK: Final = 0
 SHORT: Final = 1  # not enough frames: where = how many are needed
@@ -61,7 +61,7 @@ def _count_copies(s: State, asids: I32, counts: I64) -> int:
 def _measure(s: State, asids: I32, counts: I64) -> tuple[int, int, int, int]:
     """(code, where, copies, tokens) of a plan."""
     size = s.tokens.shape[1]
-    s.reg[STAMP] += 1
+    s.reg[TICK] += 1
     needed = width = tokens = 0
     for i in range(len(asids)):
         asid = asids[i]
@@ -69,9 +69,9 @@ def _measure(s: State, asids: I32, counts: I64) -> tuple[int, int, int, int]:
             return NOT_OPEN, i, 0, 0
         if counts[i] < 0:
             return NEGATIVE, i, 0, 0
-        if s.spaces[asid].stamp == s.reg[STAMP]:
+        if s.spaces[asid].stamp == s.reg[TICK]:
             return TWICE, i, 0, 0
-        s.spaces[asid].stamp = s.reg[STAMP]
+        s.spaces[asid].stamp = s.reg[TICK]
         pages = (s.spaces[asid].planned + counts[i] + size - 1) // size
         needed += pages - s.spaces[asid].num_pages
         width = max(width, pages)
@@ -85,28 +85,47 @@ def _measure(s: State, asids: I32, counts: I64) -> tuple[int, int, int, int]:
 
 
 @njit(cache=True)
-def _split_tail(s: State, asid: int) -> tuple[int, int]:
-    """Give `asid` a tail of its own; the old one stays pinned until the plan is settled. Returns (source, target)."""
+def _split_tail(s: State, asid: int) -> tuple[int, int, int]:
+    """Give `asid` a tail of its own; the old one is pinned until the plan is settled. Returns (source, target, 1 if so is its prefix)."""
     page = s.spaces[asid].num_pages - 1
     source = s.table[asid, page]
+    keep = spaces.keeps(s, asid, page)
+    chained = keep and page > s.spaces[asid].first_hole  # the prefix is not mapped here, and must not go before the source
     frames.pin(s, source)
-    frames.drop(s, source, page < s.spaces[asid].first_hole)
+    if chained:
+        parent = s.frames[source].parent
+        while parent >= 0:
+            frames.pin(s, parent)
+            parent = s.frames[parent].parent
+    frames.drop(s, source, keep, page, s.spaces[asid].wish)
     target = frames.take(s)
     for i in range(s.spaces[asid].planned % s.tokens.shape[1]):
         s.tokens[target, i] = s.tokens[source, i]
     s.table[asid, page] = target
-    return source, target
+    return source, target, 1 if chained else 0
+
+
+@njit(cache=True)
+def _unpin_source(s: State, source: int, chained: int) -> None:
+    parent = s.frames[source].parent if chained else -1
+    frames.unpin(s, source)
+    while parent >= 0:
+        frames.unpin(s, parent)
+        parent = s.frames[parent].parent
 
 
 @njit(cache=True)
 def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I32, I32, I32, I64]:
-    """(code, where, slots [T], positions [T], copies [C, 3] of source, target, asid, seq_lens [B], cu_seqlens_q [B + 1], starts [B])."""
+    """(code, where, slots [T], positions [T], copies [C, 4], seq_lens [B], cu_seqlens_q [B + 1], starts [B]).
+
+    A copy is source, target, asid, and 1 if the prefix of the source is pinned with it.
+    """
     size = s.tokens.shape[1]
     batch = len(asids)
     code, where, num_copies, num_tokens = _measure(s, asids, counts)
     slots = np.empty(num_tokens, np.int64)
     positions = np.empty(num_tokens, np.int64)
-    copies = np.empty((num_copies, 3), np.int32)
+    copies = np.empty((num_copies, 4), np.int32)
     seq_lens = np.empty(batch, np.int32)
     cu_seqlens = np.zeros(batch + 1, np.int32)
     starts = np.empty(batch, np.int64)
@@ -116,7 +135,7 @@ def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I3
     for i in range(batch):
         asid, count, start = asids[i], counts[i], s.spaces[asids[i]].planned
         if num_copies and _must_copy(s, asid, count):
-            copies[c, 0], copies[c, 1] = _split_tail(s, asid)
+            copies[c, 0], copies[c, 1], copies[c, 3] = _split_tail(s, asid)
             copies[c, 2] = asid
             c += 1
         end = start + count
@@ -140,21 +159,21 @@ def commit_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32,
     size = s.tokens.shape[1]
     for i in range(len(asids)):
         planned = cu_seqlens[i + 1] - cu_seqlens[i]
-        if s.spaces[asids[i]].length != starts[i]:
+        if planned > 0 and s.spaces[asids[i]].length != starts[i]:
             return OUT_OF_ORDER, i
         if accepted[i] < 0 or accepted[i] > planned:
             return TOO_MANY, i
         if accepted[i] < planned and s.spaces[asids[i]].planned != starts[i] + planned:
             return NOT_NEWEST, i
     for c in range(len(copies)):
-        frames.unpin(s, copies[c, 0])
+        _unpin_source(s, copies[c, 0], copies[c, 3])
     t = 0
     for i in range(len(asids)):
         asid = asids[i]
         for position in range(starts[i], starts[i] + accepted[i]):
             s.tokens[s.table[asid, position // size], position % size] = token_ids[t]
             t += 1
-        s.spaces[asid].length = starts[i] + accepted[i]
+        s.spaces[asid].length += accepted[i]
         if accepted[i] < cu_seqlens[i + 1] - cu_seqlens[i]:
             s.spaces[asid].planned = s.spaces[asid].length
             spaces.drop_tail(s, asid, (s.spaces[asid].length + size - 1) // size)
@@ -181,8 +200,8 @@ def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32) 
         page = s.spaces[asid].num_pages - 1
         frames.share(s, source)
         s.table[asid, page] = source
-        frames.drop(s, target, False)
-        frames.unpin(s, source)
+        frames.drop(s, target, False, page, 0)
+        _unpin_source(s, source, copies[c, 3])
     for asid in asids:
         s.spaces[asid].outstanding -= 1
         if s.spaces[asid].status == CLOSING:

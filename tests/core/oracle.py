@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagedkv.core import AddressSpace, MemoryManager, Plan
+from pagedkv.core import AddressSpace, MemoryManager, Pin, Plan
 from pagedkv.core import state as st
 
 Prefix = tuple[bytes, tuple[int, ...]]
@@ -39,6 +39,15 @@ class Outstanding:
     has_run: bool = False
 
 
+@dataclass(eq=False)
+class Pinned:
+    """One pin, and what its frames held when it was made."""
+
+    pin: Pin
+    frames: dict[int, int]  # frame: generation
+    bytes: dict[int, Prefix | None]  # slot: what is there
+
+
 class Oracle:
     """Drives a MemoryManager and remembers, in dicts, what must be true."""
 
@@ -47,6 +56,23 @@ class Oracle:
         self.spaces: list[Believed] = []
         self.plans: list[Outstanding] = []
         self.memory: dict[int, Prefix] = {}
+        self.pins: list[Pinned] = []
+        self.epochs: dict[int, dict[int, int]] = {}  # open epoch: frame: generation, of what was mapped when it was opened
+
+    # -- who relies on what -------------------------------------------------------------------------------------------------------
+
+    def hold(self, pin: Pin, frames: list[int]) -> None:
+        """`frames` are pinned: nothing may happen to them."""
+        slots = [frame * self.size + offset for frame in frames for offset in range(self.size)]
+        self.pins.append(Pinned(pin, self.generations(frames), {slot: self.memory.get(slot) for slot in slots}))
+
+    def launch(self, epoch: int) -> None:
+        """Work begins that may read all that is mapped now."""
+        self.epochs[epoch] = self.generations(np.flatnonzero(self.mm.state.frames["status"] == st.MAPPED).tolist())
+
+    def generations(self, frames: list[int]) -> dict[int, int]:
+        """frame: generation."""
+        return {frame: int(self.mm.state.frames["generation"][frame]) for frame in frames}
 
     # -- what the device does -----------------------------------------------------------------------------------------------------
 
@@ -89,9 +115,17 @@ class Oracle:
                 held = self.memory.get(pages[page] * self.size + offset)
                 if self.was_run(believed, position):
                     assert held == (believed.tenant, tuple(believed.tokens[: position + 1])), f"position {position} of {space}"
-        held = Counter(int(f) for p in self.plans for f in p.plan.splits[:, 0])
+        for relied in [*self.epochs.values(), *(pinned.frames for pinned in self.pins)]:
+            assert self.generations(list(relied)) == relied, "a frame that somebody reads was taken"
+            assert not (self.mm.state.frames["status"][list(relied)] == st.FREE).any(), "a frame that somebody reads is free"
+        for pinned in self.pins:
+            assert {slot: self.memory.get(slot) for slot in pinned.bytes} == pinned.bytes, "a pinned frame was written"
+        sources = {int(f) for p in self.plans for f in p.plan.splits[:, 0]}
         pins = self.mm.state.frames["pins"]
-        assert {int(f): int(pins[f]) for f in np.flatnonzero(pins)} == held  # sources of copies, until their plan is settled
+        assert all(pins[f] for f in sources)  # until their plan is settled
+        if not self.plans and not self.epochs:
+            assert not pins.any()
+            assert self.mm.pending == 0
         now = self.mm.stats()
         assert now.spaces == len({id(b) for b in self.spaces} | {id(o) for p in self.plans for o in p.owners})
         assert self.mm.available == now.free + now.evictable
@@ -105,6 +139,7 @@ class Oracle:
     def needed(self, owners: list[Believed], counts: list[int]) -> int:
         """Frames a plan takes, counted over dicts: new pages, and copies of tails that somebody else sees at that moment."""
         refs = Counter(int(f) for b in self.everyone() for f in self.table(b) if f >= 0)
+        refs += Counter(frame for pinned in self.pins for frame in pinned.frames)
         total = 0
         for owner, count in zip(owners, counts, strict=True):
             length = self.planned_length(owner)
@@ -130,6 +165,18 @@ class Oracle:
         """Committed and outstanding tokens."""
         return len(believed.tokens) + sum(len(t) for p in self.plans for o, t in zip(p.owners, p.tokens, strict=True) if o is believed)
 
+    def prefix_of(self, frame: int) -> list[int] | None:
+        """`frame` and the frames before it, if all are published."""
+        frames, found = self.mm.state.frames, [frame]
+        while frames["published"][found[-1]]:
+            parent = int(frames["parent"][found[-1]])
+            if parent < 0:
+                return found
+            if frames["generation"][parent] != frames["parent_generation"][found[-1]]:
+                return None
+            found.append(parent)
+        return None
+
     def longest_known(self, tenant: bytes, tokens: list[int]) -> int:
         """How many tokens of `tokens` open() must find: a walk over a dict of all published frames."""
         frames, known = self.mm.state.frames, {}
@@ -137,7 +184,7 @@ class Oracle:
             parent = int(frames["parent"][frame])
             if parent < 0 or frames["generation"][parent] == frames["parent_generation"][frame]:
                 known[parent, tuple(self.mm.state.tokens[frame].tolist())] = frame
-        at = -2 - self.mm._roots[tenant] if tenant in self.mm._roots else None
+        at = -2 - self.mm._roots.known[tenant].number if tenant in self.mm._roots.known else None
         found = 0
         while at is not None and found + self.size < len(tokens):
             at = known.get((at, tuple(tokens[found : found + self.size])))
@@ -146,10 +193,10 @@ class Oracle:
 
 
 def everything(mm: MemoryManager) -> tuple[bytes, ...]:
-    """Every number of the manager but the stamps, which are scratch: equal before and after means nothing was changed."""
+    """Every number of the manager but tick and stamps, which are scratch: equal before and after means nothing was changed."""
     s = mm.state
     fields = [s.frames[name].tobytes() for name in st.FRAME.names or ()]  # by field: padding is not data
     fields += [s.spaces[name].tobytes() for name in st.SPACE.names or () if name != "stamp"]
     rows = [s.table[asid, :pages].tobytes() for asid, pages in enumerate(s.spaces["num_pages"])]
-    reg = np.delete(s.reg, st.STAMP)
-    return (*fields, *rows, s.tokens.tobytes(), s.free.tobytes(), s.spare.tobytes(), s.root_refs.tobytes(), reg.tobytes())
+    reg = np.delete(s.reg, st.TICK)
+    return (*fields, *rows, s.tokens.tobytes(), s.ghosts.tobytes(), s.spare.tobytes(), s.root_refs.tobytes(), reg.tobytes())

@@ -9,7 +9,8 @@ import pytest
 
 from pagedkv.core import AddressSpace, MemoryManager
 from pagedkv.core import state as st
-from pagedkv.errors import ConcurrentUse, InvalidRequest, InvariantViolation, OutOfFrames, PlanConflict
+from pagedkv.core.policies import POLICIES, Cost
+from pagedkv.errors import ConcurrentUse, DoubleRelease, InvalidRequest, InvariantViolation, OutOfFrames, PlanConflict
 from tests.core.oracle import everything
 
 
@@ -86,7 +87,7 @@ def test_a_thousand_tenants_leave_nothing_behind() -> None:
     for name in range(1000):
         grown(mm, [1, 2], tenant=str(name).encode()).release()
         mm.check()
-    assert len(mm._roots) < 40
+    assert len(mm._roots.known) < 40
     assert len(mm.state.root_refs) <= 64
 
 
@@ -249,15 +250,230 @@ def test_token_ids_are_one_row_of_int32(mm: MemoryManager, ids: list[object]) ->
         mm.open(ids)  # type: ignore[arg-type]
 
 
+# -- holes --------------------------------------------------------------------------------------------------------------------------
+
+
+def punched_behind_a_cached_successor(block_size: int = 1) -> tuple[MemoryManager, AddressSpace]:
+    """Pages 0 1 2 of which 0 and 2 are cached, and 1 is mapped by a space that punched 0."""
+    mm = MemoryManager(8, block_size)
+    whole = grown(mm, list(range(3 * block_size)))
+    window = whole.fork()
+    window.punch(0, 1)
+    window.truncate(2 * block_size)
+    whole.release()
+    return mm, window
+
+
+def test_a_window_released_behind_its_hole_orphans_nobody() -> None:
+    mm, window = punched_behind_a_cached_successor()
+    window.release()
+    mm.check()
+    assert len(mm.open([0, 1, 2, 3])) == 3
+
+
+def test_the_prefix_of_a_copied_tail_stays_even_behind_a_hole() -> None:
+    mm, window = punched_behind_a_cached_successor(block_size=2)
+    window.truncate(3)
+    plan = mm.plan([window], [1])
+    assert len(plan.copies) == 1
+    assert mm.evict(8) == 1  # only the page after the source
+    mm.check()
+    mm.commit(plan, [9])
+    mm.check()
+    assert mm.evict(8) == 2
+    assert not mm.state.frames["pins"].any()
+
+
+# -- pins and fences -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pin_keeps_its_pages_and_their_prefix(mm: MemoryManager) -> None:
+    space = grown(mm, [1] * 9)
+    tail = space.pages[1:2]
+    space.release()
+    pin = mm.pin(tail)
+    assert pin.num_frames == 2
+    assert mm.available == 14
+    assert mm.evict(16) == 0
+    mm.unpin(pin)
+    assert mm.available == 16
+
+
+def test_a_writer_copies_what_is_pinned(mm: MemoryManager) -> None:
+    space = grown(mm, [1, 2, 3, 4])
+    mm.pin(space)
+    space.truncate(3)
+    assert len(mm.plan([space], [1]).copies) == 1
+
+
+def test_pins_stay_under_their_cap() -> None:
+    mm = MemoryManager(10, 1, max_pinned=0.3)
+    short, long = grown(mm, [1, 2]), grown(mm, [3, 4])
+    mm.pin(short)
+    with pytest.raises(InvalidRequest, match="pins hold 2 of at most 3"):
+        mm.pin(long)
+
+
+def test_an_overdue_pin_is_named_and_kept(mm: MemoryManager) -> None:
+    pin = mm.pin(grown(mm, [1] * 4), owner="sender", deadline=5.0)
+    assert mm.overdue(5.0) == []
+    assert [late.owner for late in mm.overdue(6.0)] == ["sender"]
+    mm.unpin(pin)
+    assert mm.overdue(6.0) == []
+    with pytest.raises(DoubleRelease, match="sender"):
+        mm.unpin(pin)
+
+
+def test_a_dropped_frame_waits_for_the_epoch_and_admission_sees_it() -> None:
+    mm = MemoryManager(4, 1, prefix_cache=False)
+    space, other = grown(mm, [1, 2, 3]), mm.open([9])
+    mm.retire(7, [space])
+    assert (mm.available, mm.pending) == (1, 3)
+    assert not mm.admits(2)
+    with pytest.raises(OutOfFrames) as short:
+        mm.plan([other], [4])
+    assert (short.value.free, short.value.pending) == (1, 3)
+    assert mm.advance(7) == 3
+    assert (mm.available, mm.pending) == (4, 0)
+    assert mm.plan([other], [4]).num_tokens == 4
+
+
+def test_a_cached_frame_is_found_but_not_evicted_before_the_epoch_has_passed(mm: MemoryManager) -> None:
+    mm.retire(1, [grown(mm, [1] * 9)])
+    assert mm.evict(16) == 0
+    again = mm.open([1] * 9)
+    assert len(again) == 8
+    mm.retire(2)
+    again.release()
+    mm.advance(1)
+    assert mm.evict(16) == 0  # dropped again under epoch 2
+    mm.advance(2)
+    assert mm.evict(16) == 2
+
+
+def test_two_calls_a_step_fence_overlapping_steps(mm: MemoryManager) -> None:
+    """Step n is launched before n - 1 has finished; a sequence that ends gives its frames back two steps later, and nothing leaks."""
+    for n in range(20):
+        space = grown(mm, [n] * 5)
+        mm.retire(n, [space])
+        if n:
+            mm.advance(n - 1)
+        assert mm.pending == 2
+        mm.check()
+    mm.advance(19)
+    assert mm.available == 16
+
+
+# -- eviction policies -----------------------------------------------------------------------------------------------------------------
+
+
+def asked(mm: MemoryManager, first: int, times: int = 1) -> list[int]:
+    """The frames of a two-page prompt, asked for that often and released."""
+    for _ in range(times):
+        space = grown(mm, [first] * 8 + [0])
+        pages = space.pages[:2].tolist()
+        space.release()
+    return pages
+
+
+def survivors(mm: MemoryManager, count: int, **prompts: list[int]) -> set[str]:
+    """Which prompts are still whole after evicting `count` frames."""
+    assert mm.evict(count) == count
+    mm.check()
+    return {name for name, frames in prompts.items() if (mm.state.frames["status"][frames] == st.CACHED).all()}
+
+
+@pytest.mark.parametrize(
+    ("policy", "survives"),
+    [("lru", {"scan"}), ("2q", {"hot"}), ("lfu", {"hot"}), ("cost", {"hot"}), ("priority", {"scan"})],
+)
+def test_what_a_scan_does_to_what_was_hot(policy: str, survives: set[str]) -> None:
+    mm = MemoryManager(16, 4, policy=policy)
+    hot = asked(mm, 1, times=4)
+    scan = asked(mm, 2)
+    assert survivors(mm, 2, hot=hot, scan=scan) == survives
+
+
+def test_frequency_ages() -> None:
+    mm = MemoryManager(16, 4, policy="lfu")
+    hot = asked(mm, 1, times=4)
+    for first in range(2, 40):
+        asked(mm, first, times=2)
+        mm.evict(max(0, mm.stats().cached - 6))
+    assert len(mm.open([1] * 9)) < 8, f"{hot} were hot once, long ago"
+
+
+def test_cost_prefers_what_is_dear_to_compute_again() -> None:
+    """Equal use; the deep pages of a long prompt cost more than the pages of a short one."""
+    mm = MemoryManager(64, 4, policy=Cost(scale=8))
+    long, short = grown(mm, [1] * 161), grown(mm, [2] * 9)
+    deep, flat = long.pages[:40].tolist(), short.pages[:2].tolist()
+    long.release()
+    short.release()
+    assert survivors(mm, 2, deep=deep, flat=flat) == {"deep"}
+
+
+def test_a_returning_page_counts_as_used_again() -> None:
+    mm = MemoryManager(64, 4, policy="2q")
+    mm.state.reg[st.KEY] = 1  # what was evicted is remembered by a hash: not one with a collision
+    asked(mm, 1)
+    mm.evict(2)
+    back, new = asked(mm, 1), asked(mm, 2)
+    assert survivors(mm, 2, back=back, new=new) == {"back"}
+
+
+def test_a_priority_decays() -> None:
+    mm = MemoryManager(16, 4, policy="priority")
+    kept = grown(mm, [1] * 9)
+    frames = kept.pages[:2].tolist()
+    mm.advise(kept, retain=(4.0, 3.5))  # worth 7 plans
+    kept.release()
+    assert survivors(mm, 2, kept=frames, plain=asked(mm, 2)) == {"kept"}
+    for first in range(3, 11):
+        late = asked(mm, first)
+        mm.evict(mm.stats().cached - 4)
+    assert survivors(mm, 2, kept=frames, late=late) == {"late"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("advice", ["DONTNEED", "COLD"])
+def test_advice_puts_pages_before_all_others(policy: str, advice: str) -> None:
+    mm = MemoryManager(16, 4, policy=policy)
+    old = asked(mm, 1)
+    space = grown(mm, [2] * 9)
+    advised = space.pages[:2].tolist()
+    mm.advise(space, advice)
+    space.release()
+    assert survivors(mm, 2, old=old, advised=advised) == {"old"}
+
+
+def test_a_prefix_is_never_given_up_for_the_advice_on_a_part_of_it(mm: MemoryManager) -> None:
+    grown(mm, [1] * 13).release()
+    head = mm.open([1] * 9)
+    mm.advise(head, "DONTNEED")
+    head.release()
+    mm.check()
+    for _ in range(3):
+        mm.evict(1)
+        mm.check()
+
+
+def test_a_priority_wants_a_policy_that_knows_it(mm: MemoryManager) -> None:
+    with pytest.raises(InvalidRequest, match="policy='priority'"):
+        mm.open([1], priority=2.0)
+    with pytest.raises(InvalidRequest, match="one of lru, 2q, lfu, cost, priority"):
+        MemoryManager(4, 4, policy="mru")
+
+
 DAMAGE = {
     "I1": lambda s: s.reg.__setitem__(st.NUM_FREE, s.reg[st.NUM_FREE] - 1),
     "I2": lambda s: s.frames["refs"].__setitem__(0, 7),
     "I4": lambda s: s.frames["published"].__setitem__(0, 0),
     "I5": lambda s: s.spaces["num_pages"].__setitem__(0, 1),
     "I6": lambda s: s.spaces["planned"].__setitem__(0, 6),
-    "I7": lambda s: s.frames["pins"].__setitem__(int(s.free[0]), 1),
+    "I7": lambda s: s.frames["pins"].__setitem__(int(s.reg[st.FREE_TOP]), 1),
     "I8": lambda s: s.spare.__setitem__(0, 0),
-    "I9": lambda s: s.frames["generation"].__setitem__(int(s.frames["parent"][s.reg[st.OLDEST]]), 99),
+    "I9": lambda s: s.frames["generation"].__setitem__(int(s.frames["parent"][st.list_registers(s.reg)[st.NORMAL, 0]]), 99),
 }
 
 
@@ -283,7 +499,8 @@ def test_check_sees_a_shared_frame_about_to_be_written(mm: MemoryManager) -> Non
         mm.check()
 
 
-def test_metadata_is_at_most_48_bytes_a_frame() -> None:
-    state = MemoryManager(num_frames=2**16, block_size=16).state
-    per_frame = (state.frames.nbytes + state.free.nbytes + state.bucket.nbytes) / 2**16
+@pytest.mark.parametrize("num_frames", [2**16, 2**16 + 2**14, 100_000])
+def test_metadata_is_at_most_48_bytes_a_frame(num_frames: int) -> None:
+    state = MemoryManager(num_frames=num_frames, block_size=16).state
+    per_frame = (state.frames.nbytes + state.bucket.nbytes + state.ghosts.nbytes) / num_frames
     assert per_frame <= 48

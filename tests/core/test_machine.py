@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagedkv.core import MemoryManager
+from pagedkv.core.policies import POLICIES
 from pagedkv.errors import DoubleRelease, InvalidRequest, OutOfFrames, PlanConflict, StaleHandle
 from tests.core.oracle import Believed, Oracle, Outstanding, everything
 
@@ -19,10 +21,14 @@ class Machine(RuleBasedStateMachine):
     """Rules are what a caller may do; `oracle.verify` runs after each of them."""
 
     @initialize(
-        block_size=some.sampled_from([1, 3, 4]), num_frames=some.integers(4, 14), prefix_cache=some.sampled_from([True, True, False])
+        block_size=some.sampled_from([1, 3, 4]),
+        num_frames=some.integers(4, 14),
+        prefix_cache=some.sampled_from([True, True, False]),
+        policy=some.sampled_from(sorted(POLICIES)),
     )
-    def build(self, block_size: int, num_frames: int, prefix_cache: bool) -> None:
-        self.mm = MemoryManager(num_frames, block_size, prefix_cache=prefix_cache)
+    def build(self, block_size: int, num_frames: int, prefix_cache: bool, policy: str) -> None:
+        self.mm = MemoryManager(num_frames, block_size, prefix_cache=prefix_cache, policy=policy)
+        self.epoch = 2**31 - 4  # marks are kept modulo 2**31
         self.oracle = Oracle(self.mm)
         self.prefix_cache = prefix_cache
         self.dead: list[Believed] = []
@@ -207,10 +213,73 @@ class Machine(RuleBasedStateMachine):
         self.refused(InvalidRequest, lambda: self.mm.plan([space, space], [1, 1]))
         self.refused(InvalidRequest, lambda: self.mm.plan([space], [1, 2]))
 
-    @rule(count=some.integers(0, 4))
+    @rule(count=some.sampled_from([0, 1, 2, 3, 4, 100]))
     def evict(self, count: int) -> None:
         evictable = self.mm.stats().evictable
         assert self.mm.evict(count) == min(count, evictable)
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data())
+    def pin_a_space(self, data: some.DataObject) -> None:
+        believed = self.pick(data, settled=False)
+        full = len(believed.tokens) // self.mm.block_size
+        if self.mm.stats().pinned + full > self.mm.max_pinned:
+            self.refused(InvalidRequest, lambda: self.mm.pin(believed.space))
+            return
+        self.oracle.run()  # a transfer reads what was stored
+        frames = [frame for frame in believed.space.pages[:full].tolist() if frame >= 0]
+        self.oracle.hold(self.mm.pin(believed.space), frames)
+
+    @rule(data=some.data())
+    def pin_a_frame(self, data: some.DataObject) -> None:
+        frame = data.draw(some.integers(0, self.mm.num_frames - 1))
+        prefix = self.oracle.prefix_of(frame)
+        if prefix is None or self.mm.stats().pinned + len(prefix) > self.mm.max_pinned:
+            self.refused(InvalidRequest, lambda: self.mm.pin(np.array([frame])))
+            return
+        self.oracle.run()
+        self.oracle.hold(self.mm.pin(np.array([frame])), prefix)
+
+    @precondition(lambda self: self.oracle.pins)
+    @rule(data=some.data())
+    def unpin(self, data: some.DataObject) -> None:
+        pinned = data.draw(some.sampled_from(self.oracle.pins))
+        self.mm.unpin(pinned.pin)
+        self.oracle.pins.remove(pinned)
+        self.refused(DoubleRelease, lambda: self.mm.unpin(pinned.pin))
+
+    @rule(data=some.data(), step=some.sampled_from([1, 1, 5]))
+    def retire(self, data: some.DataObject, step: int) -> None:
+        """A step is launched; some spaces may go at the same time."""
+        leaving = data.draw(some.lists(some.sampled_from(self.oracle.spaces), max_size=2, unique=True)) if self.oracle.spaces else []
+        self.epoch += step
+        self.oracle.launch(self.epoch)
+        self.mm.retire(self.epoch, [b.space for b in leaving])
+        self.oracle.spaces = [b for b in self.oracle.spaces if b not in leaving]
+        self.dead += leaving
+        self.refused(InvalidRequest, lambda: self.mm.retire(self.epoch))
+        self.refused(InvalidRequest, lambda: self.mm.retire(self.epoch + 2**30))
+        self.refused(InvalidRequest, lambda: self.mm.advance(self.epoch + 1))
+
+    @precondition(lambda self: self.oracle.epochs)
+    @rule(data=some.data())
+    def advance(self, data: some.DataObject) -> None:
+        """Steps finish, perhaps several at once, perhaps reported late or twice."""
+        passed = data.draw(some.sampled_from(sorted(self.oracle.epochs)))
+        self.mm.advance(passed)
+        self.oracle.epochs = {epoch: frames for epoch, frames in self.oracle.epochs.items() if epoch > passed}
+        assert self.mm.advance(passed) == 0
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data(), advice=some.sampled_from(["WILLNEED", "DONTNEED", "COLD", "retain"]))
+    def advise(self, data: some.DataObject, advice: str) -> None:
+        space = self.pick(data, settled=False).space
+        if advice != "retain":
+            self.mm.advise(space, advice)
+        elif self.mm.policy.name != "priority":
+            self.refused(InvalidRequest, lambda: self.mm.advise(space, retain=(2.0, 1.0)))
+        else:
+            self.mm.advise(space, retain=data.draw(some.sampled_from([(1.0, 1.0), (2.0, 1.0), (2.0, 8.0), (16.0, 100.0)])))
 
     @invariant()
     def all_is_as_believed(self) -> None:

@@ -1,0 +1,36 @@
+"""Refusals: from the codes of the compiled steps to errors that say what was asked, what there is, what to do."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from pagedkv.core import state as st
+from pagedkv.core import steps
+from pagedkv.core.plan import Plan
+from pagedkv.core.state import I32, I64, State
+from pagedkv.core.stats import pending
+from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict, StaleHandle
+
+
+def refuse_plan(s: State, code: int, where: int, asids: I32, counts: I64) -> NoReturn:
+    """Say why a step could not be planned."""
+    if code == steps.SHORT:
+        raise OutOfFrames(where, int(s.reg[st.NUM_FREE]), int(s.reg[st.NUM_EVICTABLE]), pending(s))
+    if code == steps.NEGATIVE:
+        raise InvalidRequest(f"plan asks for {counts[where]} tokens of address space {asids[where]}; give 0 or more")
+    if code == steps.TWICE:
+        raise InvalidRequest(f"plan names address space {asids[where]} twice; add its counts up")
+    raise StaleHandle(f"plan names address space {asids[where]}, which is not open; open or fork one")
+
+
+def refuse_settling(s: State, plan: Plan, code: int, where: int) -> NoReturn:
+    """Say why a plan could not be committed or aborted."""
+    asid = plan.rows[where]
+    if code == steps.OUT_OF_ORDER:
+        raise PlanConflict(
+            f"this plan of address space {asid} starts at token {plan.starts[where]}, which holds {s.spaces['length'][asid]}; "
+            "commit the older plans first"
+        )
+    if code == steps.TOO_MANY:
+        raise InvalidRequest(f"commit keeps more tokens of address space {asid} than the {plan.counts[where]} planned, or fewer than 0")
+    raise PlanConflict(f"a newer plan of address space {asid} stands on the tokens to be given back; abort it first")

@@ -1,0 +1,39 @@
+"""Roots: what stands before the first page. One for each tenant (and adapter, and image: whatever makes equal tokens different)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+from pagedkv.core import state as st
+from pagedkv.core.state import State
+
+
+class Root(NamedTuple):
+    """Its number, and the print of its empty prefix: a keyed digest of the tenant's name, whatever number it has."""
+
+    number: int
+    seed: int
+
+
+class Roots:
+    """The roots in use; numbers of unused ones are given out again."""
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, Root] = {}
+        self._kept = 8  # sweep the unused ones when there are more
+
+    def of(self, tenant: bytes, state: State) -> tuple[Root, State]:
+        """The root of `tenant`, made if need be, and the state with room for it. O(1) amortised."""
+        if tenant not in self.known:
+            if len(self.known) >= self._kept:
+                self.known = {name: root for name, root in self.known.items() if state.root_refs[root.number]}
+                self._kept = 2 * len(self.known) + 8
+            taken = {root.number for root in self.known.values()}
+            number = next(number for number in range(len(taken) + 1) if number not in taken)
+            if number >= len(state.root_refs):
+                state = st.with_more_roots(state)
+            key = int(state.reg[st.KEY]).to_bytes(8, "little")
+            seed = int.from_bytes(hashlib.blake2b(tenant, key=key, digest_size=4).digest(), "little")
+            self.known[tenant] = Root(number, seed)
+        return self.known[tenant], state

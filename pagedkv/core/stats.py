@@ -1,0 +1,101 @@
+"""Stats: what the pool holds now and what it has done, read off the registers. Counts only; it knows no rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedkv.core import state as st
+from pagedkv.core.state import I64, State
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the pool holds now, and what it has done. Frames and tokens are counts; `waste` and `hit_rate` are shares of 1."""
+
+    num_frames: int
+    free: int
+    mapped: int
+    cached: int
+    retired: int
+    evictable: int
+    pending: int  # retired, or cached and waiting for an epoch: had once what is under way has finished
+    pinned: int  # held by user pins, counted once for each pin
+    spaces: int
+    tokens: int  # committed, over all open spaces; shared ones count for each
+    slots_mapped: int  # distinct mapped frames x block_size
+    slots_wasted: int  # of these, how many hold no token
+    peak_mapped: int
+    tokens_asked: int  # whole pages that open() looked for, in tokens
+    tokens_matched: int
+    missed_evicted: int  # tokens asked and not found: the first missing page was there once,
+    missed_new: int  # or is not known to have been
+    evictions: int
+    copies: int
+    deduplicated: int
+
+    @property
+    def waste(self) -> float:
+        """Share of allocated slots that hold no token."""
+        return self.slots_wasted / self.slots_mapped if self.slots_mapped else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens looked for that were found."""
+        return self.tokens_matched / self.tokens_asked if self.tokens_asked else 0.0
+
+
+def gather(s: State) -> Stats:
+    """The figures of this moment. O(open spaces)."""
+    rows = np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))
+    count = {name: int(s.reg[register]) for name, register in _COUNTERS.items()}
+    num_frames, size = s.tokens.shape
+    mapped = num_frames - count["free"] - count["cached"] - count["retired"]
+    return Stats(
+        num_frames=num_frames,
+        mapped=mapped,
+        pending=pending(s),
+        spaces=len(rows),
+        tokens=int(s.spaces["length"][rows].sum()),
+        slots_mapped=mapped * size,
+        slots_wasted=_wasted(s, rows),
+        **count,
+    )
+
+
+_COUNTERS = {
+    "free": st.NUM_FREE,
+    "cached": st.NUM_CACHED,
+    "retired": st.NUM_RETIRED,
+    "evictable": st.NUM_EVICTABLE,
+    "pinned": st.PINNED,
+    "peak_mapped": st.PEAK,
+    "tokens_asked": st.ASKED,
+    "tokens_matched": st.MATCHED,
+    "missed_evicted": st.MISSED_EVICTED,
+    "missed_new": st.MISSED_NEW,
+    "evictions": st.EVICTIONS,
+    "copies": st.COPIES,
+    "deduplicated": st.DEDUPLICATED,
+}
+
+
+def pending(s: State) -> int:
+    """Frames that nobody maps, and that can be had once the plans and epochs under way have ended."""
+    return int(s.reg[st.NUM_RETIRED] + s.reg[st.CACHED_FENCED])
+
+
+def _wasted(s: State, rows: I64) -> int:
+    """Slots of mapped frames that hold no token; a frame that several spaces map is as full as the fullest of them has it."""
+    size = s.tokens.shape[1]
+    length = s.spaces["length"][rows]
+    used = -(-length // size)  # pages that hold tokens; the rest are planned and empty
+    wasted: int = int((s.spaces["num_pages"][rows] - used).sum()) * size
+    rows, length, used = rows[used > 0], length[used > 0], used[used > 0]
+    tails, fill = s.table[rows, used - 1], length - (used - 1) * size
+    frames, owner = np.unique(tails, return_inverse=True)
+    fullest = np.zeros(len(frames), np.int64)
+    np.maximum.at(fullest, owner, fill)
+    wasted += int((size - fullest[frames >= 0]).sum())
+    return wasted
