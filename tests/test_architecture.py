@@ -42,7 +42,8 @@ ARROWS = {
 
 ALSO = {
     "integrations": {"pagedkv.core"},  # MemoryManager, for those who hold their own tensors; the package, not its parts
-    "cli": {"pagedkv.core", "pagedkv.kernels.registry"},  # the registry: `doctor` shows why a kernel cannot run here
+    "cli": {"pagedkv.core", "pagedkv.core.policies", "pagedkv.core.replay", "pagedkv.kernels.registry"},
+    #      for `replay`; and the registry: `doctor` shows why a kernel cannot run here
 }
 """Single modules open to a layer; integrations and cli may import the public names from `pagedkv` too."""
 

@@ -91,6 +91,25 @@ def doctor() -> None:
     run()
 
 
+@app.command("replay")
+def replay_trace(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help='On each line a request: {"hash_ids": [0, 1]}, 512 prompt tokens an id.')],
+    num_frames: Annotated[list[int] | None, typer.Option(metavar="N", help="Frames of 512 tokens; again for more pools.")] = None,
+    memory: Annotated[list[str] | None, typer.Option(metavar="SIZE", help="Instead: pools of that size, such as 40GiB.")] = None,
+    bytes_per_token: Annotated[int, typer.Option(metavar="N", help="For --memory; as is, Llama 3.1 8B in bfloat16.")] = 131072,
+    policy: Annotated[list[str] | None, typer.Option(metavar="NAME", help="lru, 2q, lfu, cost, priority, belady, all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, no more.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw hit rate against pool size.")] = None,
+) -> None:
+    """Prefix hit rates of eviction policies over a trace of requests; without a size, of a pool that holds everything."""
+    if num_frames and memory:
+        raise InvalidRequest("--num-frames and --memory both say how large the pools are; give one of them")
+    from pagedkv.cli.replay import frames_in, run  # numba
+
+    sizes = num_frames or [frames_in(text, bytes_per_token) for text in memory or ()]
+    run(trace, sizes, policy or ["lru"], as_json=as_json, plot=plot)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run `pagedkv` with `argv` (None: this process's arguments), and exit as the head of this file says."""
     if isinstance(sys.stdout, TextIOWrapper):

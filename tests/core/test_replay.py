@@ -1,0 +1,97 @@
+"""Replay on small traces whose outcome is known, or found by trying everything."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagedkv.core.policies import POLICIES
+from pagedkv.core.replay import BELADY, read_trace, replay
+from pagedkv.core.state import I32
+from pagedkv.errors import InvalidRequest
+
+
+def random_trace(seed: int, requests: int, blocks: int) -> list[I32]:
+    """Requests that share prefixes: each continues a prefix of an earlier one with new blocks."""
+    rng = np.random.default_rng(seed)
+    made: list[list[int]] = [[]]
+    fresh = 0
+    for _ in range(requests):
+        prefix = made[rng.integers(len(made))]
+        prefix = prefix[: rng.integers(len(prefix) + 1)]
+        new = int(rng.integers(blocks + 1))
+        made.append([*prefix, *range(fresh, fresh + new)])
+        fresh += new
+    return [np.array(ids, np.int32) for ids in made[1:]]
+
+
+def best_by_trying(requests: list[I32], size: int) -> int:
+    """The most blocks that any choice of what to keep after each request can match."""
+    best = {frozenset[int](): 0}
+    for ids in requests:
+        after: dict[frozenset[int], int] = {}
+        for held, matched in best.items():
+            found = next((i for i, block in enumerate(ids.tolist()) if block not in held), len(ids))
+            everything = held | set(ids.tolist())
+            for kept in combinations(sorted(everything), min(size, len(everything))):
+                after[frozenset(kept)] = max(after.get(frozenset(kept), 0), matched + found)
+        best = after
+    return max(best.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_beladys_optimum_is_the_best_that_can_be(seed: int) -> None:
+    requests = random_trace(seed, requests=6, blocks=3)
+    for size in (1, 2, 3):
+        assert replay(requests, [size], [BELADY])[0]["matched"] == best_by_trying(requests, size)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_policy_beats_the_optimum_and_all_are_equal_without_bound(seed: int) -> None:
+    requests = random_trace(seed, requests=150, blocks=5)
+    policies = [*POLICIES, BELADY]
+    for row in (replay(requests, [20], policies), replay(requests, [None], policies)):
+        best = row[-1]["matched"]
+        assert all(one["matched"] <= best for one in row)  # type: ignore[operator]
+    assert {one["matched"] for one in row} == {best}
+    assert best > 0
+
+
+def test_hit_rates_are_matched_blocks_over_prompt_blocks() -> None:
+    requests = [np.array(ids, np.int32) for ids in ([1, 2], [1, 2, 3], [9, 10, 11], [1, 2, 3, 4])]
+    (only,) = replay(requests)
+    assert only["hit_rate"] == 5 / 12
+    assert only["hit_rate_last_half"] == 3 / 7
+    assert only["num_frames"] == 7
+
+
+def test_a_request_longer_than_the_pool_is_served_as_far_as_it_fits() -> None:
+    long = np.arange(10, dtype=np.int32)
+    (only,) = replay([long, long], [4])
+    assert only["matched"] == 4
+
+
+def test_a_trace_is_read_from_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps({"timestamp": 0, "hash_ids": ids}) for ids in ([0, 1], [0, 1, 2])))
+    assert [ids.tolist() for ids in read_trace(path)] == [[0, 1], [0, 1, 2]]
+    assert replay(path)[0]["hit_rate"] == 2 / 5
+
+
+@pytest.mark.parametrize("line", ["nonsense", "{}", '{"hash_ids": 3}', '{"hash_ids": [-1]}', '{"hash_ids": [4294967296]}', "[]"])
+def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"hash_ids": [0]}\n' + line)
+    with pytest.raises(InvalidRequest, match="line 2"):
+        replay(path)
+
+
+def test_unknown_policies_and_absurd_sizes_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="2q, lfu, cost, priority, belady"):
+        replay([np.array([1], np.int32)], policies=["fifo"])
+    with pytest.raises(InvalidRequest, match="at least 1"):
+        replay([np.array([1], np.int32)], [0])
