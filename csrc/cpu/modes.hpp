@@ -8,6 +8,18 @@ constexpr int ROWS = 4;  // rows of q that share one load of a key
 // How many keys R rows take at once: the accumulators that there are.
 constexpr int keys_at_once(int rows) { return ACCUMULATORS / (rows == 3 ? 4 : rows); }
 
+// Where some keys (or values) lie, and where what this thread reads a little later lies: each line that is loaded asks for one of those.
+// Left alone, the hardware loses the stream at every head and page; asked in the order of use, four keys at once, it sees no stream at all.
+// So where keys follow one another without a gap (`run`), lines are asked for in the order of addresses.
+template <class E>
+struct Rows {
+    const E* const* at;
+    const char* const* later;
+    int64_t stride;  // bytes from key to key
+    bool run;
+    Rows from(int64_t t) const { return {at + t, later + t, stride, run}; }
+};
+
 struct Floats {
     typedef float Element;
     typedef vf Vector;
@@ -21,14 +33,19 @@ struct Floats {
     static INLINE float* weights_from(float* s, int64_t i) { return s + i; }
 
     // o[r] += sum over t of p[r][t] * v[t], for C vectors of columns.
-    template <int R, int C>
-    static INLINE void add(float* o, int64_t o_stride, const float* p, int64_t p_stride, const Element* const* v, int64_t at, int64_t n) {
+    template <int R, int C, bool FIRST>
+    static INLINE void add(float* o, int64_t o_stride, const float* p, int64_t p_stride, const Rows<Element>& v, int64_t at, int64_t n) {
         vf sums[R * C];
         unroll<R * C>(EACH(i) { sums[i] = load(o + i / C * o_stride + i % C * LANES); });
-        for (int64_t t = 0; t < n; t++) {
-            const Element* row = v[t] + at;
+        const char* ask = v.later[0] + 4 * at * (v.run ? n : 1);
+        int64_t ask_stride = v.run ? 4 * C * LANES : v.stride;
+        for (int64_t t = 0; t < n; t++, ask += ask_stride) {
+            const Element* row = v.at[t] + at;
             vf x[C];
-            unroll<C>(EACH(c) { x[c] = load(row + c * LANES); });
+            unroll<C>(EACH(c) {
+                x[c] = load(row + c * LANES);
+                if (FIRST && c * sizeof(vf) % 64 == 0) __builtin_prefetch(ask + 4 * c * LANES);
+            });
             unroll<R>(EACH(r) {
                 vf weight = all(p[r * p_stride + t]);
                 unroll<C>(EACH(c) { sums[r * C + c] = fma(weight, x[c], sums[r * C + c]); });
@@ -60,12 +77,14 @@ struct Brain {
 
     static INLINE float* weights_from(float* s, int64_t i) { return reinterpret_cast<float*>(reinterpret_cast<u16*>(s) + i); }
 
-    template <int R, int C>
-    static INLINE void add(float* o, int64_t o_stride, const float* p, int64_t p_stride, const Element* const* v, int64_t at, int64_t n) {
+    template <int R, int C, bool FIRST>
+    static INLINE void add(float* o, int64_t o_stride, const float* p, int64_t p_stride, const Rows<Element>& v, int64_t at, int64_t n) {
         vf sums[R * 2 * C];
         unroll<R * 2 * C>(EACH(i) { sums[i] = load(o + i / (2 * C) * o_stride + i % (2 * C) * LANES); });
-        for (int64_t t = 0; t < n; t += 2) {
-            const Element *even = v[t] + at, *odd = v[t + 1] + at;
+        const char* ask = v.later[0] + 2 * at * (v.run ? n : 1);
+        int64_t ask_stride = v.run ? 64 * C : v.stride;
+        for (int64_t t = 0; t < n; t += 2, ask += 2 * ask_stride) {
+            const Element *even = v.at[t] + at, *odd = v.at[t + 1] + at;
             __m512bh weights[R];
             unroll<R>(EACH(r) {
                 int32_t pair;
@@ -74,6 +93,7 @@ struct Brain {
             });
             unroll<C>(EACH(c) {
                 __m512i x = _mm512_loadu_si512(even + c * 32), y = _mm512_loadu_si512(odd + c * 32);
+                if (FIRST) __builtin_prefetch(ask + 64 * c), __builtin_prefetch(ask + ask_stride + 64 * c);
                 __m512bh low = (__m512bh)_mm512_unpacklo_epi16(x, y), high = (__m512bh)_mm512_unpackhi_epi16(x, y);
                 unroll<R>(EACH(r) {
                     sums[r * 2 * C + 2 * c] = _mm512_dpbf16_ps(sums[r * 2 * C + 2 * c], weights[r], low);
@@ -93,17 +113,21 @@ struct Brain {
 
 #endif
 
-// s[r][t] = q[r] . k[t] for R rows and keys_at_once(R) keys.
-template <class M, int R>
-INLINE void dot_products(const typename M::Element* q, int64_t q_stride, const typename M::Element* const* k, float* s, int64_t s_stride) {
+// s[r][t] = q[r] . k[t] for R rows and keys_at_once(R) keys. Only the FIRST rows of a head look ahead.
+template <class M, int R, bool FIRST>
+INLINE void dot_products(const typename M::Element* q, int64_t q_stride, const Rows<typename M::Element>& k, float* s, int64_t s_stride) {
     constexpr int T = keys_at_once(R);
     vf sums[R * T];
     unroll<R * T>(EACH(i) { sums[i] = all(0.0f); });
-    for (int64_t d = 0; d < q_stride; d += M::WIDTH) {
+    constexpr int64_t STEP = M::WIDTH * sizeof(typename M::Element);
+    const char* ask = k.later[0];
+    int64_t ask_stride = k.run ? STEP : k.stride, ask_step = k.run ? T * STEP : STEP;
+    for (int64_t d = 0; d < q_stride; d += M::WIDTH, ask += ask_step) {
         typename M::Vector rows[R];
         unroll<R>(EACH(r) { rows[r] = M::vector(q + r * q_stride + d); });
         unroll<T>(EACH(t) {
-            typename M::Vector key = M::vector(k[t] + d);
+            typename M::Vector key = M::vector(k.at[t] + d);
+            if (FIRST && t * STEP % 64 == 0) __builtin_prefetch(ask + t * ask_stride);
             unroll<R>(EACH(r) { sums[r * T + t] = M::dot(rows[r], key, sums[r * T + t]); });
         });
     }
@@ -113,16 +137,27 @@ INLINE void dot_products(const typename M::Element* q, int64_t q_stride, const t
 }
 
 // The same for keys 0 .. n - 1; n is a multiple of 16.
-template <class M, int R>
-void score_rows(const typename M::Element* q, int64_t q_stride, const typename M::Element* const* k, int64_t n, float* s, int64_t s_stride) {
-    for (int64_t t = 0; t < n; t += keys_at_once(R)) dot_products<M, R>(q, q_stride, k + t, s + t, s_stride);
+template <class M, int R, bool FIRST>
+void score_rows(const typename M::Element* q, int64_t q_stride, const Rows<typename M::Element>& k, int64_t n, float* s, int64_t s_stride) {
+    for (int64_t t = 0; t < n; t += keys_at_once(R)) dot_products<M, R, FIRST>(q, q_stride, k.from(t), s + t, s_stride);
 }
 
 // o[r] += p[r] . v for R rows and all columns.
-template <class M, int R>
-void weigh_rows(float* o, int64_t o_stride, const float* p, int64_t p_stride, const typename M::Element* const* v, int64_t n) {
+template <class M, int R, bool FIRST>
+void weigh_rows(float* o, int64_t o_stride, const float* p, int64_t p_stride, const Rows<typename M::Element>& v, int64_t n) {
     constexpr int C = M::steps_at_once(R);
     int64_t at = 0;
-    for (; at + C * M::COLUMNS <= o_stride; at += C * M::COLUMNS) M::template add<R, C>(o + at, o_stride, p, p_stride, v, at, n);
-    for (; at < o_stride; at += M::COLUMNS) M::template add<R, 1>(o + at, o_stride, p, p_stride, v, at, n);
+    for (; at + C * M::COLUMNS <= o_stride; at += C * M::COLUMNS) M::template add<R, C, FIRST>(o + at, o_stride, p, p_stride, v, at, n);
+    for (; at < o_stride; at += M::COLUMNS) M::template add<R, 1, FIRST>(o + at, o_stride, p, p_stride, v, at, n);
+}
+
+// f(rows, are they the first?) for `rows` of 1 to 4, all constants.
+template <class F>
+INLINE void with_rows(int64_t rows, bool first, const F& f) {
+    switch (rows) {
+        case 1: return first ? f(Index<1>{}, Index<1>{}) : f(Index<1>{}, Index<0>{});
+        case 2: return first ? f(Index<2>{}, Index<1>{}) : f(Index<2>{}, Index<0>{});
+        case 3: return first ? f(Index<3>{}, Index<1>{}) : f(Index<3>{}, Index<0>{});
+        default: return first ? f(Index<4>{}, Index<1>{}) : f(Index<4>{}, Index<0>{});
+    }
 }

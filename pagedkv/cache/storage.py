@@ -37,7 +37,7 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     """uint8 [num_bytes]. On the CPU zeroed pages that the system hands out when they are first touched, huge ones where it can."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    region = mmap.mmap(-1, num_bytes)
+    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets no huge pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(region, dtype=torch.uint8)
