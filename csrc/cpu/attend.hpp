@@ -18,7 +18,9 @@
 // Never read: slots past seq_lens, table entries past the last page, slots of punched pages.
 
 constexpr int64_t AT_ONCE = 32;    // keys decoded at a time
-constexpr int64_t ENOUGH = 16;     // keys that make a tile: small pages are joined until there are as many
+// Keys that make a tile: smaller pages are joined until there are as many. Two pages at once break the stream of addresses (0.78 of the
+// ceiling becomes 0.55); but decoding is bound by arithmetic, and larger tiles save some.
+constexpr int64_t ENOUGH = 16, ENOUGH_DECODED = 64;
 constexpr int64_t AHEAD = 8192;    // bytes between a load and the line it asks for; 4 and 12 KB are 8 % slower
 constexpr float NOTHING = -__builtin_inff();
 
@@ -63,6 +65,7 @@ struct Walk {
     State state;
     float *total, *lanes, *scores, *scratch;        // another state; sums of exp [rows, LANES]; [rows, TILE]; [AT_ONCE, padded]
     Element* q;
+    float k_scales[TILE], v_scales[TILE];           // of one head's keys
     bool direct_k, direct_v, plain;
 
     Walk(const Attention& a, const Unit& u, const Room& room, char* memory) : a(a), u(u), room(room) {
@@ -106,6 +109,7 @@ struct Walk {
             more = next_tile(next, from, end);
             for (int64_t h = u.k0; h < u.k1; h++) {
                 keys(tile, next, h);
+                take_scales(tile, h);
                 for (int64_t r = 0; r < rows_per_head; r++) weights(tile, h, r);
             }
             for (int64_t h = u.k0; h < u.k1; h++) values(tile, next, h);
@@ -113,9 +117,19 @@ struct Walk {
         for (int64_t r = 0; r < room.rows; r++) state.l[r] = sum_of(load(lanes + r * LANES));
     }
 
+    void take_scales(const Tile& tile, int64_t h) {
+        const auto take = [&](const char* const* from, const View& scale, float* to) {
+            if (!scale.data) return;
+            for (int64_t t = 0; t < tile.n; t++) to[t] = *reinterpret_cast<const float*>(from[t] + h * scale.stride[2]);
+            for (int64_t t = tile.n; t < tile.padded; t++) to[t] = 0.0f;
+        };
+        take(tile.k_scale, a.k_scale, k_scales), take(tile.v_scale, a.v_scale, v_scales);
+    }
+
     bool next_tile(Tile& tile, int64_t& from, int64_t end) const {
+        int64_t enough = direct_k ? ENOUGH : ENOUGH_DECODED;
         tile.n = 0;
-        while (from < end && tile.n < ENOUGH) {
+        while (from < end && tile.n < enough) {
             int64_t page = from / a.S, slot = from % a.S, frame = pages[page], take = a.S - slot;
             if (frame < 0) {
                 if (tile.n) break;
@@ -147,10 +161,12 @@ struct Walk {
             return;
         }
         Element* decoded = reinterpret_cast<Element*>(scratch);
-        for (int64_t i = 0; i < known; i++) {
-            for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(later[i] + byte);
-            M::decode(a.kv_type, from[i] + offset, decoded + i * padded, dim, padded);
-        }
+        with_type(a.kv_type, EACH(type) {
+            for (int64_t i = 0; i < known; i++) {
+                for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(later[i] + byte);
+                M::template decode<static_cast<Dtype>(type.value)>(from[i] + offset, decoded + i * padded, dim, padded);
+            }
+        });
         for (int64_t i = 0; i < count; i++) to[i] = decoded + (i < known ? i : known - 1) * padded;
     }
 
@@ -199,7 +215,7 @@ struct Walk {
 
     void shape_rarely(const Tile& tile, int64_t h, int64_t r, float* s) const {
         if (a.k_scale.data)
-            for (int64_t t = 0; t < tile.n; t++) s[t] *= *reinterpret_cast<const float*>(tile.k_scale[t] + h * a.k_scale.stride[2]);
+            for (int64_t t = 0; t < tile.padded; t += LANES) store(s + t, load(s + t) * load(k_scales + t));
         if (a.softcap)
             for (int64_t t = 0; t < tile.padded; t += LANES)
                 store(s + t, all(a.softcap) * hyperbolic_tangent(load(s + t) * all(1.0f / a.softcap)));
@@ -243,17 +259,10 @@ struct Walk {
         for (int64_t t = 0; t < tile.padded; t += LANES) {
             vf p = exponential(load(s + t) - origin);
             sum = sum + p;
-            if (a.v_scale.data) p = p * scales(tile, t, h);
+            if (a.v_scale.data) p = p * load(v_scales + t);
             M::put_weights(s, t, p);
         }
         store(l, sum);
-    }
-
-    INLINE vf scales(const Tile& tile, int64_t t, int64_t h) const {
-        alignas(64) float x[LANES];
-        for (int64_t i = 0; i < LANES; i++)
-            x[i] = t + i < tile.n ? *reinterpret_cast<const float*>(tile.v_scale[t + i] + h * a.v_scale.stride[2]) : 0.0f;
-        return load(x);
     }
 
     void values(const Tile& tile, const Tile& next, int64_t h) {

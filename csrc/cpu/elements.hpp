@@ -95,12 +95,17 @@ INLINE __m512i look_up(__m512i x, const u16* table) {
     return _mm512_or_si512(magnitude, _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi16(0x80)), 8));
 }
 
-// 32 integers of 16 bits, |x| < 256, as bfloat16: exact, so the upper halves of their floats are all of them.
-INLINE __m512i integers_to_bf16(__m512i x) {
-    __m512i low = _mm512_cvtepi16_epi32(_mm512_castsi512_si256(x)), high = _mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(x, 1));
-    __m512i lows = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(low)), 16);
-    __m512i highs = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(high)), 16);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(lows)), _mm512_cvtepi32_epi16(highs), 1);
+// 32 integers of 8 bits as bfloat16: exact, so the upper halves of their floats are all of them.
+INLINE __m512i integers_to_bf16(__m256i x) {
+    vf low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(x)));
+    vf high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(x, 1)));
+#if defined(PAGEDKV_BF16_DOT)
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+#else
+    __m256i lows = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(low), 16));
+    __m256i highs = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(high), 16));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(lows), highs, 1);
+#endif
 }
 
 // Elements 32i .. 32i + 31 of a quantised vector as bfloat16.
@@ -113,7 +118,7 @@ INLINE __m512i thirty_two(const char* from, int64_t i) {
         return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(nibbles), _mm512_loadu_si512(tables().i4));
     } else {
         __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32 * i));
-        if constexpr (TYPE == Dtype::i8) return integers_to_bf16(_mm512_cvtepi8_epi16(bytes));
+        if constexpr (TYPE == Dtype::i8) return integers_to_bf16(bytes);
         return look_up(_mm512_cvtepu8_epi16(bytes), TYPE == Dtype::e4m3 ? tables().e4m3 : tables().e5m2);
     }
 }
@@ -133,7 +138,7 @@ INLINE float one_element(const char* from, int64_t i) {
 
 // The `n` elements at `from` as float32, then zeros up to `padded`.
 template <Dtype TYPE>
-void to_floats(const char* from, float* to, int64_t n, int64_t padded) {
+INLINE void to_floats(const char* from, float* to, int64_t n, int64_t padded) {
     int64_t i = 0;
 #if defined(PAGEDKV_AVX512)
     if constexpr (TYPE == Dtype::f16) {
@@ -155,23 +160,29 @@ void to_floats(const char* from, float* to, int64_t n, int64_t padded) {
     for (; i < padded; i++) to[i] = 0.0f;
 }
 
-inline void to_floats(Dtype type, const char* from, float* to, int64_t n, int64_t padded) {
+// f(Dtype as a constant).
+template <class F>
+INLINE void with_type(Dtype type, const F& f) {
     switch (type) {
-        case Dtype::f32: return to_floats<Dtype::f32>(from, to, n, padded);
-        case Dtype::bf16: return to_floats<Dtype::bf16>(from, to, n, padded);
-        case Dtype::f16: return to_floats<Dtype::f16>(from, to, n, padded);
-        case Dtype::e4m3: return to_floats<Dtype::e4m3>(from, to, n, padded);
-        case Dtype::e5m2: return to_floats<Dtype::e5m2>(from, to, n, padded);
-        case Dtype::i8: return to_floats<Dtype::i8>(from, to, n, padded);
-        case Dtype::i4: return to_floats<Dtype::i4>(from, to, n, padded);
+        case Dtype::f32: return f(Index<static_cast<int>(Dtype::f32)>{});
+        case Dtype::bf16: return f(Index<static_cast<int>(Dtype::bf16)>{});
+        case Dtype::f16: return f(Index<static_cast<int>(Dtype::f16)>{});
+        case Dtype::e4m3: return f(Index<static_cast<int>(Dtype::e4m3)>{});
+        case Dtype::e5m2: return f(Index<static_cast<int>(Dtype::e5m2)>{});
+        case Dtype::i8: return f(Index<static_cast<int>(Dtype::i8)>{});
+        case Dtype::i4: return f(Index<static_cast<int>(Dtype::i4)>{});
     }
+}
+
+inline void to_floats(Dtype type, const char* from, float* to, int64_t n, int64_t padded) {
+    with_type(type, EACH(t) { to_floats<static_cast<Dtype>(t.value)>(from, to, n, padded); });
 }
 
 #if defined(PAGEDKV_AVX512)
 
 // The `n` elements at `from`, of a type whose values are bfloat16 exactly, as bfloat16, then zeros up to `padded`.
 template <Dtype TYPE>
-void to_bf16s(const char* from, u16* to, int64_t n, int64_t padded) {
+INLINE void to_bf16s(const char* from, u16* to, int64_t n, int64_t padded) {
     int64_t i = 0;
     if constexpr (TYPE == Dtype::bf16) {
         __builtin_memcpy(to, from, 2 * static_cast<uint64_t>(n));
@@ -181,16 +192,6 @@ void to_bf16s(const char* from, u16* to, int64_t n, int64_t padded) {
         for (; i < n; i++) to[i] = to_bf16(one_element<TYPE>(from, i));
     }
     for (; i < padded; i++) to[i] = 0;
-}
-
-inline void to_bf16s(Dtype type, const char* from, u16* to, int64_t n, int64_t padded) {
-    switch (type) {
-        case Dtype::e4m3: return to_bf16s<Dtype::e4m3>(from, to, n, padded);
-        case Dtype::e5m2: return to_bf16s<Dtype::e5m2>(from, to, n, padded);
-        case Dtype::i8: return to_bf16s<Dtype::i8>(from, to, n, padded);
-        case Dtype::i4: return to_bf16s<Dtype::i4>(from, to, n, padded);
-        default: return to_bf16s<Dtype::bf16>(from, to, n, padded);
-    }
 }
 
 #endif

@@ -27,7 +27,8 @@ struct Floats {
     static constexpr Dtype STORED = Dtype::f32;
     static INLINE vf vector(const Element* p) { return load(p); }
     static INLINE vf dot(vf a, vf b, vf sum) { return fma(a, b, sum); }
-    static void decode(Dtype type, const char* from, Element* to, int64_t n, int64_t padded) { to_floats(type, from, to, n, padded); }
+    template <Dtype TYPE>
+    static INLINE void decode(const char* from, Element* to, int64_t n, int64_t padded) { to_floats<TYPE>(from, to, n, padded); }
     static void take_row(Dtype type, const char* q, Element* to, int64_t n, int64_t padded) { to_floats(type, q, to, n, padded); }
     static INLINE void put_weights(float* s, int64_t i, vf p) { store(s + i, p); }  // in place
     static INLINE float* weights_from(float* s, int64_t i) { return s + i; }
@@ -69,8 +70,11 @@ struct Brain {
     static constexpr Dtype STORED = Dtype::bf16;
     static INLINE __m512bh vector(const Element* p) { return (__m512bh)_mm512_loadu_si512(p); }
     static INLINE vf dot(__m512bh a, __m512bh b, vf sum) { return _mm512_dpbf16_ps(sum, a, b); }
-    static void decode(Dtype type, const char* from, Element* to, int64_t n, int64_t padded) { to_bf16s(type, from, to, n, padded); }
-    static void take_row(Dtype, const char* q, Element* to, int64_t n, int64_t padded) { to_bf16s(Dtype::bf16, q, to, n, padded); }
+    template <Dtype TYPE>
+    static INLINE void decode(const char* from, Element* to, int64_t n, int64_t padded) {
+        if constexpr (TYPE != Dtype::f32 && TYPE != Dtype::f16) to_bf16s<TYPE>(from, to, n, padded);  // those two are never asked for
+    }
+    static void take_row(Dtype, const char* q, Element* to, int64_t n, int64_t padded) { to_bf16s<Dtype::bf16>(q, to, n, padded); }
     static INLINE void put_weights(float* s, int64_t i, vf p) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<u16*>(s) + i), (__m256i)_mm512_cvtneps_pbh(p));
     }
