@@ -36,7 +36,8 @@ class PagedKVCache:
     """The KV cache of one model: `cache[layer]` for the kernels, `plan` and `commit` for the loop.
 
     Give `num_frames`, or `memory` ("40GiB", bytes) to fill. `kernels` names a backend or "auto"; the choice is made here, once, and
-    shown in the repr. Further options go to MemoryManager.
+    shown in the repr. `backend` is what to hand to the kernels' calls: the name if one was forced, else None, so that a call that the
+    chosen kernel objects to (for a soft cap, say) goes to the next. Further options go to MemoryManager.
     Raises: InvalidRequest if both or neither size is given, or it cannot be had; KernelUnavailable if the named backend objects
     """
 
@@ -52,10 +53,14 @@ class PagedKVCache:
     ) -> None:
         if (num_frames is None) == (memory is None):
             raise InvalidRequest(f"num_frames is {num_frames} and memory is {memory}; give one of them")
-        frames = num_frames if num_frames is not None else spec.frames_in(memory or 0)
+        frames = num_frames if memory is None else spec.frames_in(memory)
+        if isinstance(frames, bool) or not isinstance(frames, (int, np.integer)):
+            raise InvalidRequest(f"num_frames is {frames!r}; it must be an int")
         self.spec, self.device = spec, torch.device(device)
         self.manager = MemoryManager(frames, spec.block_size, **manager_options)
         self.kernel = registry.choose(spec, self.device.type, kernels)
+        forced = kernels not in (None, registry.AUTO) or debug.forced_backend() is not None
+        self.backend = self.kernel.name if forced else None
         self.storage = Storage(spec, frames, self.device)
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
         self._watched = debug.level() >= 2  # from birth or not at all: later nobody knows which frames hold something
@@ -81,24 +86,29 @@ class PagedKVCache:
         """Map frames for `counts[i]` new tokens of each space, and copy the tails that others share. See MemoryManager.plan.
 
         Modifies: the bytes of copied frames; with PAGEDKV_DEBUG >= 2 those of newly taken ones, which become NaN
-        Raises:   OutOfFrames, InvalidRequest, StaleHandle; nothing was changed then
+        Raises:   OutOfFrames, InvalidRequest, StaleHandle, KernelUnavailable; nothing was changed then
         """
         plan = self.manager.plan(batch, counts)
-        if self._watched:
-            self._poison()
-        if len(plan.splits):
-            copy_frames(self.storage.frames, torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device))
-        if self._mirror is None:
-            return PlannedBatch(plan, packing.on_cpu(plan))
-        return PlannedBatch(plan, packing.on_device(plan, self._mirror, self.spec.block_size))
+        try:
+            if self._watched:
+                self._poison()
+            if len(plan.splits):
+                copies = torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device)
+                copy_frames(self.storage.frames, copies, backend=self.backend)
+            if self._mirror is None:
+                return PlannedBatch(plan, packing.on_cpu(plan))
+            return PlannedBatch(plan, packing.on_device(plan, self._mirror, self.spec.block_size))
+        except BaseException:  # nobody has the plan: nobody else could abort it
+            self.manager.abort(plan)
+            raise
 
     def commit(self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None) -> None:
         """The KV of `token_ids` has been written where `batch` said. See MemoryManager.commit."""
         self.manager.commit(batch.plan, token_ids, counts)
 
     def abort(self, batch: PlannedBatch) -> None:
-        """The batch was not run. See MemoryManager.abort."""
-        self.manager.abort(batch.plan)
+        """Nothing comes of the batch, whether its kernels have run or not. See MemoryManager.abort."""
+        self.manager.abort(batch.plan, copied=True)
 
     def stats(self) -> Stats:
         """See MemoryManager.stats; `spec.frame_bytes` turns frames into bytes."""

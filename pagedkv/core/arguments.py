@@ -7,18 +7,42 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.core.state import I32
+from pagedkv.core.state import I32, I64
 from pagedkv.errors import InvalidRequest
 
 
 def token_row(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:
     """int32 [n]: token ids."""
-    ids = np.asarray(token_ids)
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError as why:
+        raise InvalidRequest(f"token ids are no row of numbers ({why}); give one row of integers") from None
     if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
         raise InvalidRequest(f"token ids of shape {list(ids.shape)} and dtype {ids.dtype}; give one row of integers")
     if len(ids) and ids.dtype != np.int32 and (ids.min() < -(2**31) or ids.max() >= 2**31):
         raise InvalidRequest("a token id does not fit int32")
     return np.ascontiguousarray(ids, np.int32)
+
+
+def asid_row(asids: npt.NDArray[np.integer]) -> I32:
+    """int32 [B]: numbers of address spaces, which carry no generation: whether they are still those that were meant is up to the caller."""
+    if asids.ndim != 1 or not np.issubdtype(asids.dtype, np.integer):
+        raise InvalidRequest(
+            f"address spaces of shape {list(asids.shape)} and dtype {asids.dtype}; give one row of integers, or AddressSpaces"
+        )
+    if asids.dtype != np.int32 and len(asids) and not -(2**31) <= asids.min() <= asids.max() < 2**31:
+        raise InvalidRequest("the number of an address space does not fit int32")
+    return asids.astype(np.int32)  # a copy: the plan keeps it
+
+
+def count_row(counts: Sequence[int] | npt.NDArray[np.integer], batch: int) -> I64:
+    """int64 [B]: a number of tokens for each of `batch` spaces."""
+    given = np.asarray(counts)
+    if given.shape != (batch,) or (batch and not np.issubdtype(given.dtype, np.integer)):
+        raise InvalidRequest(f"there are {batch} spaces, and counts of shape {list(given.shape)} and {given.dtype}; give one int for each")
+    if given.dtype == np.uint64 and batch and given.max() >= 2**63:
+        raise InvalidRequest("a count does not fit int64")
+    return given.astype(np.int64)
 
 
 def frame_row(frames: npt.NDArray[np.integer], num_frames: int) -> I32:

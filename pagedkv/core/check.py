@@ -87,7 +87,7 @@ def _check_spaces(s: State) -> None:
             mine = s.frames["refs"][frame] == 1 and not s.frames["published"][frame]
             _require(mine, "I3", f"frame {frame} of space {asid} is to be written while shared or published")
     _none(refs != s.frames["refs"], "I2", "refs differ from the page-table entries that name the frame")
-    spare = s.spare[: s.reg[st.NUM_SPARE]]
+    spare = s.spaces["spare"][: s.reg[st.NUM_SPARE]]
     _require(sorted(spare) == np.flatnonzero(s.spaces["status"] == st.UNUSED).tolist(), "I8", "the spare rows are not the unused ones")
 
 
@@ -148,7 +148,7 @@ def _check_index(s: State) -> None:
     _require(sorted(found) == np.flatnonzero(s.frames["published"]).tolist(), "I4", "the index and the published frames differ")
     identities = Counter((int(s.frames["parent"][f]), int(s.frames["parent_generation"][f]), s.tokens[f].tobytes()) for f in found)
     _require(not found or max(identities.values()) == 1, "I4", "two published frames have one identity")
-    roots = np.zeros(len(s.root_refs), np.int64)
+    roots = np.zeros(len(s.roots), np.int64)
     for frame in found:
         parent = int(s.frames["parent"][frame])
         if parent < 0:
@@ -157,4 +157,24 @@ def _check_index(s: State) -> None:
         alive = s.frames["published"][parent] and s.frames["generation"][parent] == s.frames["parent_generation"][frame]
         _require(alive or s.frames["status"][frame] != st.CACHED, "I9", f"cached frame {frame} lost its prefix {parent}")
     np.add.at(roots, s.spaces["root"][s.spaces["status"] != st.UNUSED], 1)
-    _none(roots != s.root_refs, "I4", "a root is counted wrongly")
+    _none(roots != s.roots[:, 0], "I4", "a root is counted wrongly")
+    if len(s.kin):
+        _check_kin(s, found)
+
+
+def _check_kin(s: State, published: list[int]) -> None:
+    """Whoever has a living prefix is among its successors, once."""
+    following: dict[int, list[int]] = {}
+    heads = [(frame, int(s.kin[frame, 0])) for frame in published] + [(-2 - root, int(first)) for root, first in enumerate(s.roots[:, 1])]
+    for parent, frame in heads:
+        while frame >= 0 and len(following.setdefault(parent, [])) <= len(published):
+            following[parent].append(frame)
+            frame = int(s.kin[frame, 1])
+    expected: dict[int, list[int]] = {}
+    for frame in published:
+        parent = int(s.frames["parent"][frame])
+        if parent < 0 or (s.frames["published"][parent] and s.frames["generation"][parent] == s.frames["parent_generation"][frame]):
+            expected.setdefault(parent, []).append(frame)
+    _require(
+        {p: sorted(f) for p, f in following.items()} == {p: sorted(f) for p, f in expected.items()}, "I4", "successors are listed wrongly"
+    )

@@ -8,6 +8,8 @@ but a root, which stands for the tenant and whatever else makes equal tokens dif
     parent(page 0) = root_parent(root) = -2 - root          parent(page i) = frame of page i - 1
     print(page i)  = hash(print(page i - 1), tokens of page i)          of page -1: the seed of the space's root
 
+When tokens are matched, not only whole pages, each page also knows its successors (`kin`): a list through arrays that are there only then.
+
 Complexity: O(block_size) a lookup or insertion, O(1) a removal; one to three candidates a bucket.
 """
 
@@ -74,7 +76,9 @@ def insert(s: State, frame: int, parent: int, mark: int) -> None:
     if remembers(s, mark):
         s.frames[frame].uses = 1  # it was here before
     if parent < 0:
-        s.root_refs[-2 - parent] += 1
+        s.roots[-2 - parent, 0] += 1
+    if len(s.kin):
+        _adopt(s, frame, parent)
 
 
 @njit(cache=True)
@@ -90,8 +94,54 @@ def remove(s: State, frame: int) -> None:
         s.frames[here].chain = s.frames[frame].chain
     s.frames[frame].published = 0
     parent = s.frames[frame].parent
+    if len(s.kin):
+        _disown(s, frame, parent)
     if parent < 0:
-        s.root_refs[-2 - parent] -= 1
+        s.roots[-2 - parent, 0] -= 1
+
+
+@njit(cache=True)
+def _adopt(s: State, frame: int, parent: int) -> None:
+    first = s.kin[parent, 0] if parent >= 0 else s.roots[-2 - parent, 1]
+    s.kin[frame, 0], s.kin[frame, 1], s.kin[frame, 2] = -1, first, -1
+    if first >= 0:
+        s.kin[first, 2] = frame
+    if parent >= 0:
+        s.kin[parent, 0] = frame
+    else:
+        s.roots[-2 - parent, 1] = frame
+
+
+@njit(cache=True)
+def _disown(s: State, frame: int, parent: int) -> None:
+    if parent >= 0 and (s.frames[parent].published == 0 or s.frames[parent].generation != s.frames[frame].parent_generation):
+        return  # the page before is gone, and the list of its successors with it
+    following, before = s.kin[frame, 1], s.kin[frame, 2]
+    if following >= 0:
+        s.kin[following, 2] = before
+    if before >= 0:
+        s.kin[before, 1] = following
+    elif parent >= 0:
+        s.kin[parent, 0] = following
+    else:
+        s.roots[-2 - parent, 1] = following
+
+
+@njit(cache=True)
+def find_part(s: State, parent: int, tokens: I32) -> tuple[int, int]:
+    """(frame, length): the successor of `parent` that begins with most of `tokens`, of the 32 published last; (-1, 0) if none does."""
+    best, longest = -1, 0
+    frame = s.kin[parent, 0] if parent >= 0 else s.roots[-2 - parent, 1]
+    for _ in range(32):
+        if frame < 0:
+            break
+        common = 0
+        while common < len(tokens) and common < s.tokens.shape[1] and s.tokens[frame, common] == tokens[common]:
+            common += 1
+        if common > longest:
+            best, longest = frame, common
+        frame = s.kin[frame, 1]
+    return best, longest
 
 
 @njit(cache=True)

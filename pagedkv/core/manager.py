@@ -15,8 +15,9 @@ import numpy.typing as npt
 from pagedkv import debug
 from pagedkv.core import frames, spaces, steps
 from pagedkv.core import state as st
-from pagedkv.core.arguments import frame_row, token_row
+from pagedkv.core.arguments import asid_row, count_row, frame_row, token_row
 from pagedkv.core.check import check_state
+from pagedkv.core.misses import Miss, explain
 from pagedkv.core.ownership import exclusive
 from pagedkv.core.pins import Pin
 from pagedkv.core.plan import Plan
@@ -37,6 +38,7 @@ class MemoryManager:
 
     policy:       which cached frames are given up first: "lru", "2q", "lfu", "cost", "priority", or an object of pagedkv.core.policies.
     prefix_cache: publish full pages at commit and map them again for equal prefixes.
+    match:        "page": whole pages; "token": also the longest common part of the next one, copied at the first write.
     watermark:    share of the pool that `admits` keeps free for the sequences that run already.
     max_pinned:   share of the pool that `pin` may hold.
     Raises:       InvalidRequest for a pool that cannot be.
@@ -49,6 +51,7 @@ class MemoryManager:
         *,
         policy: str | Policy = "lru",
         prefix_cache: bool = True,
+        match: str = "page",
         watermark: float = 0.0,
         max_pinned: float = 0.5,
     ) -> None:
@@ -60,10 +63,12 @@ class MemoryManager:
             raise InvalidRequest(f"watermark is {watermark}; it is the share of the pool to keep free, from 0 to less than 1")
         if not 0.0 <= max_pinned <= 1.0:
             raise InvalidRequest(f"max_pinned is {max_pinned}; it is the share of the pool that pins may hold, from 0 to 1")
+        if match not in ("page", "token"):
+            raise InvalidRequest(f"match is {match!r}; it is 'page' or 'token'")
         self.num_frames, self.block_size, self.policy = num_frames, block_size, chosen(policy)
         self.max_pinned = int(max_pinned * num_frames)
         self.reserve = int(np.ceil(watermark * num_frames))
-        self.state = st.new_state(num_frames, block_size, publishing=prefix_cache)
+        self.state = st.new_state(num_frames, block_size, publishing=prefix_cache, by_token=match == "token")
         install(self.policy, self.state.reg)
         self._roots = Roots()
         self._pins: dict[int, Pin] = {}
@@ -88,10 +93,14 @@ class MemoryManager:
         """
         ids = token_row(token_ids)
         wish = self._retention(priority, half_life) if priority != 1.0 else 0
-        self._make_room(pages=len(ids) // self.block_size)
+        self._make_room(pages=len(ids) // self.block_size + 1)
         root, self.state = self._roots.of(tenant, self.state)
         asid = spaces.open_space(self.state, root.number, root.seed, wish, ids)
         return AddressSpace(self, asid, int(self.state.spaces["generation"][asid]))
+
+    def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
+        """Why `open` finds no more of `token_ids` than it does: see misses.Miss. An operator's question: it looks at all tenants."""
+        return explain(self.state, self._roots, tenant, token_row(token_ids))
 
     @exclusive
     def fork(self, space: AddressSpace) -> AddressSpace:
@@ -137,9 +146,7 @@ class MemoryManager:
         Raises: OutOfFrames, InvalidRequest, StaleHandle; nothing was changed then
         """
         asids = self._asids(batch)
-        wanted = np.asarray(counts, np.int64)
-        if wanted.shape != asids.shape:
-            raise InvalidRequest(f"plan got {len(asids)} spaces and counts of shape {list(wanted.shape)}; give one count for each space")
+        wanted = count_row(counts, len(asids))
         made = steps.plan_step(self.state, asids, wanted)
         if made[0] == steps.NARROW:
             self.state = st.with_wider_table(self.state, made[1])
@@ -147,7 +154,7 @@ class MemoryManager:
         if made[0] != steps.OK:
             refuse_plan(self.state, made[0], made[1], asids, wanted)
         _, _, slots, positions, splits, seq_lens, cu_seqlens_q, starts = made
-        return Plan(slots, positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, splits)
+        return Plan(slots, positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, splits, self)
 
     @exclusive
     def commit(self, plan: Plan, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None) -> None:
@@ -159,9 +166,9 @@ class MemoryManager:
                 InvalidRequest if the numbers do not fit. Nothing was changed then.
         """
         self._unsettled(plan, "commit")
-        accepted = np.asarray(plan.counts if counts is None else counts, np.int64)
+        accepted = count_row(plan.counts if counts is None else counts, len(plan.rows))
         ids = token_row(token_ids)
-        if accepted.shape != plan.rows.shape or accepted.sum() != len(ids):
+        if accepted.sum() != len(ids):
             raise InvalidRequest(
                 f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} spaces; "
                 "give one count for each space, and as many ids as they add up to"
@@ -174,13 +181,14 @@ class MemoryManager:
             check_state(self.state, 3)
 
     @exclusive
-    def abort(self, plan: Plan) -> None:
-        """The plan was not run: return every page table to what it was before, copies undone.
+    def abort(self, plan: Plan, *, copied: bool = False) -> None:
+        """Nothing comes of the plan: every page table returns to what it was before.
 
+        copied: whether its copies were made. Then nobody knows what was written after them, and tails that were split stay split.
         Raises: PlanConflict if it was settled already or is not the newest of its spaces
         """
         self._unsettled(plan, "abort")
-        code, where = steps.abort_step(self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits)
+        code, where = steps.abort_step(self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, copied)
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
         plan.settled = "aborted"
@@ -350,7 +358,9 @@ class MemoryManager:
 
     def _asids(self, batch: Spaces) -> I32:
         if isinstance(batch, np.ndarray):
-            return np.array(batch, np.int32)  # a copy: the plan keeps it
+            return asid_row(batch)
+        if not all(isinstance(space, AddressSpace) for space in batch):
+            raise InvalidRequest("the batch holds something that is no AddressSpace; give AddressSpaces, or a numpy array of asids")
         return np.fromiter(map(self._asid, batch), np.int32, len(batch))
 
     def _releasable(self, space: AddressSpace) -> int:
@@ -375,6 +385,8 @@ class MemoryManager:
         return asid
 
     def _unsettled(self, plan: Plan, verb: str) -> None:
+        if plan.manager is not self:
+            raise InvalidRequest(f"{verb}: this plan was made by another manager; give it back to that one")
         if plan.settled:
             raise PlanConflict(f"{verb}: this plan was {plan.settled} already; make a new one")
 

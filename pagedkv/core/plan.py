@@ -29,6 +29,8 @@ class Plan:
     """int64 [B]: KV length before the step."""
     splits: I32 = field(repr=False)
     """int32 [C, 4]: source, target and asid of each copy, and 1 if the prefix of the source is pinned with it."""
+    manager: object = field(repr=False)
+    """The MemoryManager that made it, and alone may settle it."""
     settled: str = ""
     """"", "committed" or "aborted"."""
 

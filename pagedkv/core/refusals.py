@@ -18,6 +18,10 @@ def refuse_plan(s: State, code: int, where: int, asids: I32, counts: I64) -> NoR
         raise OutOfFrames(where, int(s.reg[st.NUM_FREE]), int(s.reg[st.NUM_EVICTABLE]), pending(s))
     if code == steps.NEGATIVE:
         raise InvalidRequest(f"plan asks for {counts[where]} tokens of address space {asids[where]}; give 0 or more")
+    if code == steps.TOO_LONG:
+        raise InvalidRequest(
+            f"plan asks for {counts[where]} tokens of address space {asids[where]}; a sequence, and a step, end at 2**31 - 1"
+        )
     if code == steps.TWICE:
         raise InvalidRequest(f"plan names address space {asids[where]} twice; add its counts up")
     raise StaleHandle(f"plan names address space {asids[where]}, which is not open; open or fork one")

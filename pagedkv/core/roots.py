@@ -27,11 +27,11 @@ class Roots:
         """The root of `tenant`, made if need be, and the state with room for it. O(1) amortised."""
         if tenant not in self.known:
             if len(self.known) >= self._kept:
-                self.known = {name: root for name, root in self.known.items() if state.root_refs[root.number]}
+                self.known = {name: root for name, root in self.known.items() if state.roots[root.number, 0]}
                 self._kept = 2 * len(self.known) + 8
             taken = {root.number for root in self.known.values()}
             number = next(number for number in range(len(taken) + 1) if number not in taken)
-            if number >= len(state.root_refs):
+            if number >= len(state.roots):
                 state = st.with_more_roots(state)
             key = int(state.reg[st.KEY]).to_bytes(8, "little")
             seed = int.from_bytes(hashlib.blake2b(tenant, key=key, digest_size=4).digest(), "little")

@@ -41,12 +41,12 @@ from pagedkv.core.state import (
 @njit(cache=True)
 def _new_row(s: State, root: int, seed: int) -> int:
     s.reg[NUM_SPARE] -= 1
-    asid = s.spare[s.reg[NUM_SPARE]]
+    asid = s.spaces[s.reg[NUM_SPARE]].spare
     s.spaces[asid].status = OPEN
     s.spaces[asid].root = root
     s.spaces[asid].seed = seed
     s.spaces[asid].wish = 0
-    s.root_refs[root] += 1
+    s.roots[root, 0] += 1
     s.spaces[asid].length = 0
     s.spaces[asid].planned = 0
     s.spaces[asid].num_pages = 0
@@ -62,29 +62,52 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int
     asid = _new_row(s, root, seed)
     s.spaces[asid].wish = wish
     size = s.tokens.shape[1]
-    whole = max(0, (len(token_ids) - 1) // size)
-    s.reg[ASKED] += whole * size
-    parent = index.root_parent(root)
-    mark = seed
-    pages = 0
-    while pages < whole:
-        tokens = token_ids[pages * size : (pages + 1) * size]
+    pages, gone, parent = probe(s, root, seed, token_ids, s.table[asid])
+    for page in range(pages):
+        _use(s, s.table[asid, page])
+    s.spaces[asid].num_pages = pages
+    s.spaces[asid].complete = pages
+    matched = pages * size
+    asked = max(0, (len(token_ids) - 1) // size * size)
+    if len(s.kin):
+        asked = max(0, len(token_ids) - 1)
+        frame, common = index.find_part(s, parent, token_ids[matched:asked])
+        if frame >= 0:  # others see this page: the first write copies it
+            _use(s, frame)
+            s.table[asid, pages] = frame
+            s.spaces[asid].num_pages = pages + 1
+            matched += common
+    s.reg[ASKED] += asked
+    s.reg[MATCHED] += matched
+    s.reg[MISSED_EVICTED if gone else MISSED_NEW] += asked - matched
+    s.spaces[asid].length = matched
+    s.spaces[asid].planned = matched
+    return asid
+
+
+@njit(cache=True)
+def _use(s: State, frame: int) -> None:
+    frames.share(s, frame)
+    s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
+
+
+@njit(cache=True)
+def probe(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool, int]:
+    """(pages, whether the next one was evicted not long ago, frame of the last): the longest published prefix, short of the last token.
+
+    Its frames are written into `found`; nothing else is changed.
+    """
+    size = s.tokens.shape[1]
+    parent, mark = index.root_parent(root), seed
+    for page in range(max(0, (len(token_ids) - 1) // size)):
+        tokens = token_ids[page * size : (page + 1) * size]
         mark = index.print_of(s, mark, tokens)
         frame = index.find(s, parent, mark, tokens)
         if frame < 0:
-            s.reg[MISSED_EVICTED if index.remembers(s, mark) else MISSED_NEW] += (whole - pages) * size
-            break
-        frames.share(s, frame)
-        s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
-        s.table[asid, pages] = frame
+            return page, index.remembers(s, mark), parent
+        found[page] = frame
         parent = frame
-        pages += 1
-    s.reg[MATCHED] += pages * size
-    s.spaces[asid].num_pages = pages
-    s.spaces[asid].complete = pages
-    s.spaces[asid].length = pages * size
-    s.spaces[asid].planned = pages * size
-    return asid
+    return max(0, (len(token_ids) - 1) // size), False, parent
 
 
 @njit(cache=True)
@@ -166,9 +189,9 @@ def close_space(s: State, asid: int) -> None:
         s.spaces[asid].status = CLOSING
         return
     drop_tail(s, asid, 0)
-    s.root_refs[s.spaces[asid].root] -= 1
+    s.roots[s.spaces[asid].root, 0] -= 1
     s.spaces[asid].status = UNUSED
-    s.spare[s.reg[NUM_SPARE]] = asid
+    s.spaces[s.reg[NUM_SPARE]].spare = asid
     s.reg[NUM_SPARE] += 1
 
 
@@ -185,7 +208,8 @@ def count_use(s: State, asid: int) -> None:
 def publish_pages(s: State, asid: int) -> None:
     """Publish the committed full pages of `asid`. Where an equal page is known already, map that one and give ours back.
 
-    So an identity has one frame, a prefix is one chain, and prompts that were computed twice at the same time share afterwards.
+    So an identity has one frame, a prefix is one chain, and prompts that were computed twice at the same time share afterwards; but
+    not while a plan of the space is outstanding.
     """
     if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE:
         return
@@ -198,6 +222,8 @@ def publish_pages(s: State, asid: int) -> None:
         if not s.frames[frame].published:
             mark = index.print_of(s, mark, s.tokens[frame])
             known = index.find(s, parent, mark, s.tokens[frame])
+            if known >= 0 and s.spaces[asid].outstanding > 0:
+                return  # a plan under way reads ours, perhaps through an older table: the last one settled comes back to this
             if known >= 0:
                 frames.share(s, known)
                 s.table[asid, page] = known

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
 Records = npt.NDArray[Any]  # np.recarray, whose fields mypy cannot see
 
 # status of a frame (I1)
@@ -113,6 +114,7 @@ SPACE: Final = np.dtype(
         ("generation", np.uint32),
         ("wish", np.int8),  # what advise() said: list - NORMAL
         ("status", np.uint8),
+        ("spare", np.int32),  # nothing of this row: an entry of the stack of unused asids
     ],
     align=True,
 )
@@ -129,9 +131,9 @@ class State(NamedTuple):
     bucket: I32  # [N] heads of the index; the largest power of two that is at most 3/4 F
     ghosts: I32  # [G] prints of evicted pages, each at its own place until another one takes it; a power of two, at most F/4
     spaces: Records  # SPACE [A]
-    spare: I32  # [A] a stack of unused asids
     table: I32  # [A, P]
-    root_refs: I32  # [R] open spaces and published first pages under the root
+    roots: I32  # [R, 2] open spaces and published first pages under the root; its first successor, as below
+    kin: I32  # [F, 3] first successor, next and previous successor of the same page, newest first; [0, 3] unless matching by token
     reg: I64  # [NUM_REGISTERS]
 
 
@@ -140,17 +142,22 @@ def list_registers(reg: I64) -> I64:
     return reg[FIRST_LIST:].reshape(FENCED + 1, 4)
 
 
-def _unused_spaces(count: int) -> Records:
+def _unused_spaces(first: int, count: int) -> Records:
     records = np.zeros(count, SPACE).view(np.recarray)
     records["first_hole"] = NO_HOLE
+    records["spare"] = np.arange(first + count - 1, first - 1, -1)
     return records
+
+
+def _unused_roots(count: int) -> I32:
+    return np.tile(np.array([0, NOBODY], np.int32), (count, 1))
 
 
 def _power_of_two(at_most: int) -> int:
     return 1 << max(3, at_most.bit_length() - 1)
 
 
-def new_state(num_frames: int, block_size: int, *, publishing: bool, rows: int = 16, width: int = 16) -> State:
+def new_state(num_frames: int, block_size: int, *, publishing: bool, by_token: bool = False, rows: int = 16, width: int = 16) -> State:
     """A pool of free frames and an empty page table. O(num_frames), a few ns each."""
     reg = np.zeros(NUM_REGISTERS, np.int64)
     reg[NUM_FREE], reg[NUM_SPARE] = num_frames, rows
@@ -167,10 +174,10 @@ def new_state(num_frames: int, block_size: int, *, publishing: bool, rows: int =
         tokens=np.zeros((num_frames, block_size), np.int32),
         bucket=np.full(_power_of_two(3 * num_frames // 4), NOBODY, np.int32),
         ghosts=np.zeros(_power_of_two(num_frames // 4), np.int32),
-        spaces=_unused_spaces(rows),
-        spare=np.arange(rows - 1, -1, -1, dtype=np.int32),
+        spaces=_unused_spaces(0, rows),
         table=np.full((rows, width), HOLE, np.int32),
-        root_refs=np.zeros(16, np.int32),
+        roots=_unused_roots(16),
+        kin=np.full((num_frames if by_token else 0, 3), NOBODY, np.int32),
         reg=reg,
     )
 
@@ -178,11 +185,11 @@ def new_state(num_frames: int, block_size: int, *, publishing: bool, rows: int =
 def with_more_rows(state: State) -> State:
     """The same state with room for twice as many spaces. The old table is left as it was, for plans that hold it."""
     old, height = len(state.spaces), int(state.reg[NUM_SPARE])
-    spare = np.concatenate([state.spare[:height], np.arange(2 * old - 1, old - 1, -1, dtype=np.int32), state.spare[height:]])
+    spaces = np.concatenate([state.spaces, _unused_spaces(old, old)]).view(np.recarray)
+    spaces["spare"][height : height + old] = np.arange(2 * old - 1, old - 1, -1)
     state.reg[NUM_SPARE] += old
     return state._replace(
-        spaces=np.concatenate([state.spaces, _unused_spaces(old)]).view(np.recarray),
-        spare=spare,
+        spaces=spaces,
         table=np.concatenate([state.table, np.full_like(state.table, HOLE)]),
     )
 
@@ -199,4 +206,4 @@ def with_wider_table(state: State, num_pages: int) -> State:
 
 def with_more_roots(state: State) -> State:
     """The same state with room for twice as many roots."""
-    return state._replace(root_refs=np.concatenate([state.root_refs, np.zeros_like(state.root_refs)]))
+    return state._replace(roots=np.concatenate([state.roots, _unused_roots(len(state.roots))]))

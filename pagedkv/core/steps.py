@@ -3,7 +3,7 @@
     plan     count everything first (frames for new pages, copies of shared tails), and only when all of it can be had, take it
     (run)    the caller copies, then writes and reads KV; the sources of copies stay pinned
     commit   the tokens become real: stored, and full pages published; the tail of what was planned may be given back
-    abort    nothing was run: the page tables return to what they were
+    abort    the page tables return to what they were; a tail that was split stays so if its copy was made already
 
 A space may have several plans outstanding; they are settled oldest first by commit, newest first by abort.
 Every function returns a code; on any code but OK nothing was changed.
@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 
 from pagedkv.core import frames, spaces
-from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, OPEN, TICK, State
+from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, OPEN, TICK, U8, State
 
 OK: Final = 0
 SHORT: Final = 1  # not enough frames: where = how many are needed
@@ -28,29 +28,28 @@ TWICE: Final = 5
 OUT_OF_ORDER: Final = 6
 TOO_MANY: Final = 7
 NOT_NEWEST: Final = 8
+TOO_LONG: Final = 9
+
+MOST_TOKENS: Final = 2**31 - 1  # in a sequence and in a step: their lengths are int32 to the kernels
 
 
 @njit(cache=True)
-def _must_copy(s: State, asid: int, count: int) -> bool:
-    """Whether writing at `planned` would write into a frame that others see: shared, or published (I3)."""
-    if count == 0 or s.spaces[asid].planned % s.tokens.shape[1] == 0:
-        return False
-    frame = s.table[asid, s.spaces[asid].num_pages - 1]
-    return s.frames[frame].refs > 1 or s.frames[frame].published == 1
+def _choose_copies(s: State, asids: I32, counts: I64, split: U8) -> int:
+    """Set split[i] where writing at `planned` would write into a frame that others see (I3); returns how many.
 
-
-@njit(cache=True)
-def _count_copies(s: State, asids: I32, counts: I64) -> int:
-    """Tails to be copied, taken as if copied in turn: k writers of a tail with r owners cost min(k, r - 1)."""
+    Others see what is shared, what is published, and what an earlier plan copies from and might be given back by abort. Tails are taken
+    as if copied in turn, so k writers of a tail with r owners cost min(k, r - 1).
+    """
     size = s.tokens.shape[1]
     copied = np.empty(len(asids), np.int32)
     copies = 0
     for i in range(len(asids)):
-        if counts[i] and s.spaces[asids[i]].planned % size:  # spelled out here: the call costs 90 ns, the test 1
+        if counts[i] and s.spaces[asids[i]].planned % size:
             tail = s.table[asids[i], s.spaces[asids[i]].num_pages - 1]
-            if s.frames[tail].refs > 1 or s.frames[tail].published:
+            if s.frames[tail].refs > 1 or s.frames[tail].published or s.frames[tail].pins > 0:
                 s.frames[tail].refs -= 1
                 copied[copies] = tail
+                split[i] = 1
                 copies += 1
     for tail in copied[:copies]:
         s.frames[tail].refs += 1
@@ -58,8 +57,8 @@ def _count_copies(s: State, asids: I32, counts: I64) -> int:
 
 
 @njit(cache=True)
-def _measure(s: State, asids: I32, counts: I64) -> tuple[int, int, int, int]:
-    """(code, where, copies, tokens) of a plan."""
+def _measure(s: State, asids: I32, counts: I64, split: U8) -> tuple[int, int, int, int]:
+    """(code, where, copies, tokens) of a plan; split [B] is set where a tail must be copied."""
     size = s.tokens.shape[1]
     s.reg[TICK] += 1
     needed = width = tokens = 0
@@ -71,12 +70,14 @@ def _measure(s: State, asids: I32, counts: I64) -> tuple[int, int, int, int]:
             return NEGATIVE, i, 0, 0
         if s.spaces[asid].stamp == s.reg[TICK]:
             return TWICE, i, 0, 0
+        if counts[i] > MOST_TOKENS - s.spaces[asid].planned or counts[i] > MOST_TOKENS - tokens:  # so nothing below overflows
+            return TOO_LONG, i, 0, 0
         s.spaces[asid].stamp = s.reg[TICK]
         pages = (s.spaces[asid].planned + counts[i] + size - 1) // size
         needed += pages - s.spaces[asid].num_pages
         width = max(width, pages)
         tokens += counts[i]
-    copies = _count_copies(s, asids, counts)
+    copies = _choose_copies(s, asids, counts, split)
     if needed + copies > s.reg[NUM_FREE] + s.reg[NUM_EVICTABLE]:
         return SHORT, needed + copies, 0, 0
     if width > s.table.shape[1]:
@@ -122,7 +123,8 @@ def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I3
     """
     size = s.tokens.shape[1]
     batch = len(asids)
-    code, where, num_copies, num_tokens = _measure(s, asids, counts)
+    split = np.zeros(batch, np.uint8)
+    code, where, num_copies, num_tokens = _measure(s, asids, counts, split)
     slots = np.empty(num_tokens, np.int64)
     positions = np.empty(num_tokens, np.int64)
     copies = np.empty((num_copies, 4), np.int32)
@@ -134,7 +136,7 @@ def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I3
     c = t = 0
     for i in range(batch):
         asid, count, start = asids[i], counts[i], s.spaces[asids[i]].planned
-        if num_copies and _must_copy(s, asid, count):
+        if split[i]:
             copies[c, 0], copies[c, 1], copies[c, 3] = _split_tail(s, asid)
             copies[c, 2] = asid
             c += 1
@@ -151,6 +153,15 @@ def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I3
         starts[i], seq_lens[i], cu_seqlens[i + 1] = start, end, t
     s.reg[COPIES] += num_copies
     return code, where, slots, positions, copies, seq_lens, cu_seqlens, starts
+
+
+@njit(cache=True)
+def _settle(s: State, asid: int) -> None:
+    """One plan fewer is outstanding: what waited for that may go on."""
+    if s.spaces[asid].status == CLOSING:
+        spaces.close_space(s, asid)
+    else:
+        spaces.publish_pages(s, asid)
 
 
 @njit(cache=True)
@@ -178,34 +189,37 @@ def commit_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32,
             s.spaces[asid].planned = s.spaces[asid].length
             spaces.drop_tail(s, asid, (s.spaces[asid].length + size - 1) // size)
         s.spaces[asid].outstanding -= 1
-        if s.spaces[asid].status == CLOSING:
-            spaces.close_space(s, asid)
-        elif s.spaces[asid].length // size > s.spaces[asid].complete:
-            spaces.publish_pages(s, asid)
+        if s.spaces[asid].status == CLOSING or s.spaces[asid].length // size > s.spaces[asid].complete:
+            _settle(s, asid)
     return OK, 0
 
 
 @njit(cache=True)
-def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32) -> tuple[int, int]:
-    """Undo a plan that was not run. Returns (code, where)."""
+def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, copied: bool) -> tuple[int, int]:
+    """Undo a plan. If its copies were made (`copied`) they stay, for its writers may have written too; else tails are shared again.
+
+    Returns (code, where).
+    """
     size = s.tokens.shape[1]
     for i in range(len(asids)):
-        if s.spaces[asids[i]].planned != starts[i] + cu_seqlens[i + 1] - cu_seqlens[i]:
+        planned = cu_seqlens[i + 1] - cu_seqlens[i]
+        if planned > 0 and s.spaces[asids[i]].planned != starts[i] + planned:
             return NOT_NEWEST, i
     for i in range(len(asids)):
-        s.spaces[asids[i]].planned = starts[i]
-        spaces.drop_tail(s, asids[i], (starts[i] + size - 1) // size)
+        if cu_seqlens[i + 1] > cu_seqlens[i]:
+            s.spaces[asids[i]].planned = starts[i]
+            spaces.drop_tail(s, asids[i], (starts[i] + size - 1) // size)
     for c in range(len(copies)):
         source, target, asid = copies[c, 0], copies[c, 1], copies[c, 2]
-        page = s.spaces[asid].num_pages - 1
-        frames.share(s, source)
-        s.table[asid, page] = source
-        frames.drop(s, target, False, page, 0)
+        if not copied:
+            page = s.spaces[asid].num_pages - 1
+            frames.share(s, source)
+            s.table[asid, page] = source
+            frames.drop(s, target, False, page, 0)
         _unpin_source(s, source, copies[c, 3])
     for asid in asids:
         s.spaces[asid].outstanding -= 1
-        if s.spaces[asid].status == CLOSING:
-            spaces.close_space(s, asid)
+        _settle(s, asid)
     return OK, 0
 
 

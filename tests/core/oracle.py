@@ -140,6 +140,7 @@ class Oracle:
         """Frames a plan takes, counted over dicts: new pages, and copies of tails that somebody else sees at that moment."""
         refs = Counter(int(f) for b in self.everyone() for f in self.table(b) if f >= 0)
         refs += Counter(frame for pinned in self.pins for frame in pinned.frames)
+        sources = {int(f) for p in self.plans for f in p.plan.splits[:, 0]}  # what abort may give back
         total = 0
         for owner, count in zip(owners, counts, strict=True):
             length = self.planned_length(owner)
@@ -147,7 +148,7 @@ class Oracle:
             total += -(-(length + count) // self.size) - len(pages)
             if count and length % self.size:
                 tail = int(pages[-1])
-                if refs[tail] > 1 or self.mm.state.frames["published"][tail]:
+                if refs[tail] > 1 or self.mm.state.frames["published"][tail] or tail in sources:
                     refs[tail] -= 1
                     total += 1
         return total
@@ -185,11 +186,19 @@ class Oracle:
             if parent < 0 or frames["generation"][parent] == frames["parent_generation"][frame]:
                 known[parent, tuple(self.mm.state.tokens[frame].tolist())] = frame
         at = -2 - self.mm._roots.known[tenant].number if tenant in self.mm._roots.known else None
-        found = 0
+        found, last = 0, at
         while at is not None and found + self.size < len(tokens):
             at = known.get((at, tuple(tokens[found : found + self.size])))
             found += self.size if at is not None else 0
-        return found
+            last = at if at is not None else last
+        if not len(self.mm.state.kin) or last is None:
+            return found
+        rest = tokens[found:-1]
+        pages = [page for parent, page in known if parent == last]
+        return found + max(
+            (next((i for i, (a, b) in enumerate(zip(page, rest, strict=False)) if a != b), min(len(page), len(rest))) for page in pages),
+            default=0,
+        )
 
 
 def everything(mm: MemoryManager) -> tuple[bytes, ...]:
@@ -199,4 +208,12 @@ def everything(mm: MemoryManager) -> tuple[bytes, ...]:
     fields += [s.spaces[name].tobytes() for name in st.SPACE.names or () if name != "stamp"]
     rows = [s.table[asid, :pages].tobytes() for asid, pages in enumerate(s.spaces["num_pages"])]
     reg = np.delete(s.reg, st.TICK)
-    return (*fields, *rows, s.tokens.tobytes(), s.ghosts.tobytes(), s.spare.tobytes(), s.root_refs.tobytes(), reg.tobytes())
+    return (*fields, *rows, s.tokens.tobytes(), s.ghosts.tobytes(), s.roots.tobytes(), s.kin.tobytes(), reg.tobytes())
+
+
+def grown(mm: MemoryManager, tokens: list[int], tenant: bytes = b"") -> AddressSpace:
+    """A space that holds `tokens`, committed."""
+    space = mm.open(tokens, tenant=tenant)
+    rest = tokens[len(space) :]
+    mm.commit(mm.plan([space], [len(rest)]), rest)
+    return space

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 
 from pagedkv.core import AddressSpace, MemoryManager
 from pagedkv.core import state as st
+from pagedkv.core.misses import Miss
 from pagedkv.core.policies import POLICIES, Cost
-from pagedkv.errors import ConcurrentUse, DoubleRelease, InvalidRequest, InvariantViolation, OutOfFrames, PlanConflict
-from tests.core.oracle import everything
-
-
-@pytest.fixture
-def mm() -> MemoryManager:
-    return MemoryManager(num_frames=16, block_size=4)
-
-
-def grown(mm: MemoryManager, tokens: list[int], tenant: bytes = b"") -> AddressSpace:
-    """A space that holds `tokens`, committed."""
-    space = mm.open(tokens, tenant=tenant)
-    rest = tokens[len(space) :]
-    mm.commit(mm.plan([space], [len(rest)]), rest)
-    return space
+from pagedkv.errors import ConcurrentUse, DoubleRelease, InvalidRequest, InvariantViolation, OutOfFrames
+from tests.core.oracle import grown
 
 
 def test_fork_shares_until_first_write(mm: MemoryManager) -> None:
@@ -39,8 +26,10 @@ def test_fork_shares_until_first_write(mm: MemoryManager) -> None:
 def test_k_writers_of_a_tail_with_r_owners_cost_min_k_r_minus_1_copies(mm: MemoryManager) -> None:
     spaces = [grown(mm, [1, 2, 3, 4, 5])]
     spaces += [spaces[0].fork() for _ in range(3)]
-    assert len(mm.plan(spaces[:2], [1, 1]).copies) == 2
-    assert len(mm.plan(spaces[2:], [1, 1]).copies) == 1  # the last owner writes in place
+    some = mm.plan(spaces[:2], [1, 1])
+    assert len(some.copies) == 2
+    mm.abort(some)
+    assert len(mm.plan(spaces, [1, 1, 1, 1]).copies) == 3  # the last owner writes in place
 
 
 def test_writers_of_a_published_tail_all_copy(mm: MemoryManager) -> None:
@@ -49,18 +38,6 @@ def test_writers_of_a_published_tail_all_copy(mm: MemoryManager) -> None:
     for writer in (space, twin):
         writer.truncate(6)
     assert len(mm.plan([space, twin], [1, 1]).copies) == 2
-
-
-def test_the_source_of_a_copy_survives_its_owners_until_commit(mm: MemoryManager) -> None:
-    parent = grown(mm, [1, 2, 3, 4, 5])
-    child = parent.fork()
-    plan = mm.plan([child], [1])
-    source = int(plan.copies[0, 0])
-    parent.release()
-    assert mm.state.frames["status"][source] == st.RETIRED
-    assert mm.stats().retired == 1
-    mm.commit(plan, [6])
-    assert mm.state.frames["status"][source] == st.FREE
 
 
 def test_a_prefix_is_found_only_once_it_was_computed(mm: MemoryManager) -> None:
@@ -88,7 +65,7 @@ def test_a_thousand_tenants_leave_nothing_behind() -> None:
         grown(mm, [1, 2], tenant=str(name).encode()).release()
         mm.check()
     assert len(mm._roots.known) < 40
-    assert len(mm.state.root_refs) <= 64
+    assert len(mm.state.roots) <= 64
 
 
 def test_equal_prompts_computed_at_once_share_afterwards(mm: MemoryManager) -> None:
@@ -131,75 +108,6 @@ def test_a_match_protects_a_prefix_from_eviction(mm: MemoryManager) -> None:
     kept = mm.open([1] * 9)
     assert mm.evict(16) == 0
     assert len(kept) == 8
-
-
-def test_a_failed_plan_changes_nothing(mm: MemoryManager) -> None:
-    greedy = mm.open([7])
-    before = everything(mm)
-    with pytest.raises(OutOfFrames, match="needs 17 frames; 16 are free") as short:
-        mm.plan([greedy], [16 * 4 + 1])
-    assert short.value.shortfall == 1
-    assert everything(mm) == before
-
-
-def test_a_cut_commit_gives_back_the_frames_of_rejected_drafts(mm: MemoryManager) -> None:
-    space = grown(mm, [1, 2, 3])
-    plan = mm.plan([space], [9])
-    assert len(space.pages) == 3
-    mm.commit(plan, [4, 5], [2])
-    assert space.token_ids.tolist() == [1, 2, 3, 4, 5]
-    assert len(space.pages) == 2
-    assert mm.stats().mapped == 2
-
-
-def test_an_aborted_plan_leaves_the_tables_as_they_were(mm: MemoryManager) -> None:
-    parent = grown(mm, [1, 2, 3, 4, 5])
-    child = parent.fork()
-    before = parent.pages.tolist(), child.pages.tolist(), mm.stats().free
-    mm.abort(mm.plan([parent, child], [9, 9]))
-    assert (parent.pages.tolist(), child.pages.tolist(), mm.stats().free) == before
-    mm.check()
-
-
-def test_release_under_an_outstanding_plan_waits_for_it(mm: MemoryManager) -> None:
-    space = mm.open([1])
-    plan = mm.plan([space], [5])
-    space.release()
-    assert mm.stats().mapped == 2
-    mm.commit(plan, [1, 2, 3, 4, 5])
-    assert mm.stats().mapped == 0
-
-
-def test_plans_of_a_space_are_committed_oldest_first(mm: MemoryManager) -> None:
-    space = mm.open([1])
-    older, newer = mm.plan([space], [2]), mm.plan([space], [2])
-    with pytest.raises(PlanConflict, match="older plans first"):
-        mm.commit(newer, [3, 4])
-    with pytest.raises(PlanConflict, match="newer plan"):
-        mm.commit(older, [1], [1])
-    mm.commit(older, [1, 2])
-    mm.commit(newer, [3, 4])
-    assert space.token_ids.tolist() == [1, 2, 3, 4]
-
-
-def test_an_array_of_asids_plans_what_the_spaces_do(mm: MemoryManager) -> None:
-    spaces = [mm.open([i]) for i in range(3)]
-    plan = mm.plan(np.array([s.asid for s in spaces]), np.array([1, 2, 3]))
-    assert plan.rows.tolist() == [s.asid for s in spaces]
-    assert plan.cu_seqlens_q.tolist() == [0, 1, 3, 6]
-
-
-def test_tables_grow_and_plans_keep_what_they_hold() -> None:
-    mm = MemoryManager(num_frames=200, block_size=1)
-    first = mm.open([1])
-    plan = mm.plan([first], [1])
-    held = plan.block_table
-    others = [grown(mm, [i] * 3) for i in range(40)]
-    long = grown(mm, [9] * 60)
-    assert held[first.asid, 0] == first.pages[0]
-    assert len({s.asid for s in [first, long, *others]}) == 42
-    mm.commit(plan, [1])
-    mm.check()
 
 
 def test_the_watermark_is_kept_from_newcomers_only() -> None:
@@ -282,6 +190,48 @@ def test_the_prefix_of_a_copied_tail_stays_even_behind_a_hole() -> None:
     mm.check()
     assert mm.evict(8) == 2
     assert not mm.state.frames["pins"].any()
+
+
+# -- misses ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_common_part_of_a_page_is_shared_until_the_first_write() -> None:
+    mm = MemoryManager(16, 4, match="token")
+    first = grown(mm, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    second = mm.open([1, 2, 3, 4, 5, 6, 0, 0, 0])
+    assert len(second) == 6
+    assert (second.pages == first.pages[:2]).all()
+    assert mm.plan([second], [3]).copies.tolist() == [[first.pages[1], second.pages[1]]]
+    assert len(mm.open([1, 2, 9, 9])) == 2
+    mm.check()
+
+
+def test_an_evicted_successor_is_no_longer_offered() -> None:
+    mm = MemoryManager(4, 4, match="token")
+    grown(mm, [1, 2, 3, 4, 5]).release()
+    assert mm.evict(4) == 1
+    assert len(mm.open([1, 2, 9])) == 0
+
+
+def test_why_tells_a_miss_from_a_miss(mm: MemoryManager) -> None:
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    mm.state.reg[st.KEY] = 1  # what was evicted is remembered by a hash: not one with a collision
+    assert mm.why([1, 2, 3]) == Miss("below one page", 0)
+    assert mm.why(prompt) == Miss("never published", 0)
+    grown(mm, prompt, tenant=b"a").release()
+    assert mm.why(prompt, tenant=b"a") == Miss("nothing missed", 8)
+    assert mm.why(prompt, tenant=b"b") == Miss("other root", 0)
+    mm.evict(1)
+    assert mm.why(prompt, tenant=b"a") == Miss("evicted", 4)
+
+
+def test_what_was_asked_was_matched_or_missed_for_a_reason(mm: MemoryManager) -> None:
+    mm.state.reg[st.KEY] = 1
+    grown(mm, [1] * 9).release()
+    mm.evict(1)
+    mm.open([1] * 9)
+    now = mm.stats()
+    assert (now.tokens_asked, now.tokens_matched, now.missed_new, now.missed_evicted) == (16, 4, 8, 4)
 
 
 # -- pins and fences -------------------------------------------------------------------------------------------------------------------
@@ -472,7 +422,7 @@ DAMAGE = {
     "I5": lambda s: s.spaces["num_pages"].__setitem__(0, 1),
     "I6": lambda s: s.spaces["planned"].__setitem__(0, 6),
     "I7": lambda s: s.frames["pins"].__setitem__(int(s.reg[st.FREE_TOP]), 1),
-    "I8": lambda s: s.spare.__setitem__(0, 0),
+    "I8": lambda s: s.spaces["spare"].__setitem__(0, 0),
     "I9": lambda s: s.frames["generation"].__setitem__(int(s.frames["parent"][st.list_registers(s.reg)[st.NORMAL, 0]]), 99),
 }
 

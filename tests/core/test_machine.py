@@ -25,9 +25,10 @@ class Machine(RuleBasedStateMachine):
         num_frames=some.integers(4, 14),
         prefix_cache=some.sampled_from([True, True, False]),
         policy=some.sampled_from(sorted(POLICIES)),
+        match=some.sampled_from(["page", "token"]),
     )
-    def build(self, block_size: int, num_frames: int, prefix_cache: bool, policy: str) -> None:
-        self.mm = MemoryManager(num_frames, block_size, prefix_cache=prefix_cache, policy=policy)
+    def build(self, block_size: int, num_frames: int, prefix_cache: bool, policy: str, match: str) -> None:
+        self.mm = MemoryManager(num_frames, block_size, prefix_cache=prefix_cache, policy=policy, match=match)
         self.epoch = 2**31 - 4  # marks are kept modulo 2**31
         self.oracle = Oracle(self.mm)
         self.prefix_cache = prefix_cache
@@ -49,6 +50,10 @@ class Machine(RuleBasedStateMachine):
     @rule(tokens=some.lists(TOKENS, max_size=14), tenant=TENANTS)
     def open(self, tokens: list[int], tenant: bytes) -> None:
         expected = self.oracle.longest_known(tenant, tokens)
+        before = everything(self.mm)
+        missed = self.mm.why(tokens, tenant=tenant)
+        assert missed.tokens_matched == expected // self.mm.block_size * self.mm.block_size
+        assert everything(self.mm) == before
         space = self.mm.open(tokens, tenant=tenant)
         assert len(space) == expected
         assert len(space) == 0 or self.prefix_cache
@@ -141,13 +146,16 @@ class Machine(RuleBasedStateMachine):
                 return
 
     @precondition(lambda self: self.oracle.plans)
-    @rule()
-    def abort_the_newest(self) -> None:
-        step = self.oracle.plans[-1]
-        if step.has_run and len(step.plan.splits):
-            return  # the device wrote it: that is a commit of nothing, not an abort
-        self.mm.abort(step.plan)
-        self.oracle.plans.pop()
+    @rule(data=some.data())
+    def abort(self, data: some.DataObject) -> None:
+        """Any plan that is the newest of its spaces, run or not; whatever other spaces have planned, run and committed since."""
+        step = data.draw(some.sampled_from(self.oracle.plans))
+        later = [o for p in self.oracle.plans[self.oracle.plans.index(step) + 1 :] for o, t in zip(p.owners, p.tokens, strict=True) if t]
+        if any(o in later and t for o, t in zip(step.owners, step.tokens, strict=True)):
+            self.refused(PlanConflict, lambda: self.mm.abort(step.plan))
+            return
+        self.mm.abort(step.plan, copied=step.has_run)
+        self.oracle.plans.remove(step)
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data())
@@ -212,6 +220,8 @@ class Machine(RuleBasedStateMachine):
         self.refused(InvalidRequest, lambda: self.mm.plan([space], [-1]))
         self.refused(InvalidRequest, lambda: self.mm.plan([space, space], [1, 1]))
         self.refused(InvalidRequest, lambda: self.mm.plan([space], [1, 2]))
+        self.refused(InvalidRequest, lambda: self.mm.plan([space], [2**63 - 1]))
+        self.refused(InvalidRequest, lambda: self.mm.plan(np.array([2**32 + space.asid]), [1]))
 
     @rule(count=some.sampled_from([0, 1, 2, 3, 4, 100]))
     def evict(self, count: int) -> None:

@@ -1,0 +1,12 @@
+"""What the laws of the memory manager begin with."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedkv.core import MemoryManager
+
+
+@pytest.fixture
+def mm() -> MemoryManager:
+    return MemoryManager(num_frames=16, block_size=4)

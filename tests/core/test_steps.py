@@ -1,0 +1,176 @@
+"""The laws of a step: plan, commit and abort, in every order they may come, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedkv.core import MemoryManager
+from pagedkv.core import state as st
+from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict
+from tests.core.oracle import everything, grown
+
+
+def test_a_frame_that_an_outstanding_plan_copies_from_is_not_written(mm: MemoryManager) -> None:
+    """Its copy may not have been made yet, and abort may give it back."""
+    a = grown(mm, [1, 2, 3])
+    b = a.fork()
+    older = mm.plan([a], [1])
+    b.truncate(1)
+    mm.commit(mm.plan([b], [2]), [8, 9])
+    mm.abort(older)
+    assert a.token_ids.tolist() == [1, 2, 3]
+    assert b.token_ids.tolist() == [1, 8, 9]
+    mm.check()
+
+
+def test_a_run_plan_that_is_aborted_keeps_its_own_tails(mm: MemoryManager) -> None:
+    """Its last writer wrote in place: the tail cannot be shared again."""
+    a = grown(mm, [1, 2, 3])
+    b = a.fork()
+    b.truncate(1)
+    plan = mm.plan([a, b], [1, 2])
+    mm.abort(plan, copied=True)
+    assert set(a.pages) & set(b.pages) == set()
+    assert a.token_ids.tolist() == [1, 2, 3]
+    mm.check()
+
+
+def test_a_page_is_not_swapped_for_its_twin_under_a_plan(mm: MemoryManager) -> None:
+    """The plan reads it, maybe through an older table; the last one settled shares it."""
+    grown(mm, [7, 7, 7, 7, 7])
+    late = mm.open()
+    first, second = mm.plan([late], [4]), mm.plan([late], [1])
+    mine = int(late.pages[0])
+    mm.commit(first, [7, 7, 7, 7])
+    assert late.pages[0] == mine
+    mm.commit(second, [7])
+    assert late.pages[0] != mine
+    mm.check()
+
+
+@pytest.mark.parametrize("counts", [(0, 2), (2, 0), (0, 0)])
+@pytest.mark.parametrize("settle", ["commit", "abort"])
+def test_plans_of_nothing_can_always_be_settled(mm: MemoryManager, counts: tuple[int, int], settle: str) -> None:
+    a = mm.open()
+    plans = [mm.plan([a], [count]) for count in counts]
+    for plan, count in list(zip(plans, counts, strict=True))[:: 1 if settle == "commit" else -1]:
+        if settle == "commit":
+            mm.commit(plan, [1] * count)
+        else:
+            mm.abort(plan)
+    a.release()
+    assert mm.stats().mapped == 0
+    assert mm.stats().spaces == 0
+
+
+@pytest.mark.parametrize("counts", [[2**63 - 1], [2**63 - 1, 2**63 - 1, 2], [2**31], [2**31 - 1, 2**31 - 1]])
+def test_counts_that_no_kernel_could_address_are_refused(mm: MemoryManager, counts: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="end at 2"):
+        mm.plan([mm.open() for _ in counts], counts)
+
+
+def test_a_plan_goes_back_to_its_own_manager(mm: MemoryManager) -> None:
+    other = MemoryManager(num_frames=8, block_size=4)
+    other.open()
+    plan = mm.plan([mm.open()], [3])
+    with pytest.raises(InvalidRequest, match="another manager"):
+        other.commit(plan, [1, 2, 3])
+    with pytest.raises(InvalidRequest, match="another manager"):
+        other.abort(plan)
+
+
+@pytest.mark.parametrize("batch", [np.array([[0]]), np.array([0.0]), np.array([2**32]), [0], [None]])
+def test_what_is_no_row_of_spaces_is_refused(mm: MemoryManager, batch: Any) -> None:
+    mm.open()
+    with pytest.raises(InvalidRequest, match="AddressSpaces|does not fit"):
+        mm.plan(batch, [1])
+
+
+@pytest.mark.parametrize("counts", [[1.9], [[1]], ["1"], [1, 1]])
+def test_what_is_no_row_of_counts_is_refused(mm: MemoryManager, counts: Any) -> None:
+    with pytest.raises(InvalidRequest, match="give one int for each"):
+        mm.plan([mm.open()], counts)
+
+
+def test_the_source_of_a_copy_survives_its_owners_until_commit(mm: MemoryManager) -> None:
+    parent = grown(mm, [1, 2, 3, 4, 5])
+    child = parent.fork()
+    plan = mm.plan([child], [1])
+    source = int(plan.copies[0, 0])
+    parent.release()
+    assert mm.state.frames["status"][source] == st.RETIRED
+    assert mm.stats().retired == 1
+    mm.commit(plan, [6])
+    assert mm.state.frames["status"][source] == st.FREE
+
+
+def test_a_failed_plan_changes_nothing(mm: MemoryManager) -> None:
+    greedy = mm.open([7])
+    before = everything(mm)
+    with pytest.raises(OutOfFrames, match="needs 17 frames; 16 are free") as short:
+        mm.plan([greedy], [16 * 4 + 1])
+    assert short.value.shortfall == 1
+    assert everything(mm) == before
+
+
+def test_a_cut_commit_gives_back_the_frames_of_rejected_drafts(mm: MemoryManager) -> None:
+    space = grown(mm, [1, 2, 3])
+    plan = mm.plan([space], [9])
+    assert len(space.pages) == 3
+    mm.commit(plan, [4, 5], [2])
+    assert space.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert len(space.pages) == 2
+    assert mm.stats().mapped == 2
+
+
+def test_an_aborted_plan_leaves_the_tables_as_they_were(mm: MemoryManager) -> None:
+    parent = grown(mm, [1, 2, 3, 4, 5])
+    child = parent.fork()
+    before = parent.pages.tolist(), child.pages.tolist(), mm.stats().free
+    mm.abort(mm.plan([parent, child], [9, 9]))
+    assert (parent.pages.tolist(), child.pages.tolist(), mm.stats().free) == before
+    mm.check()
+
+
+def test_release_under_an_outstanding_plan_waits_for_it(mm: MemoryManager) -> None:
+    space = mm.open([1])
+    plan = mm.plan([space], [5])
+    space.release()
+    assert mm.stats().mapped == 2
+    mm.commit(plan, [1, 2, 3, 4, 5])
+    assert mm.stats().mapped == 0
+
+
+def test_plans_of_a_space_are_committed_oldest_first(mm: MemoryManager) -> None:
+    space = mm.open([1])
+    older, newer = mm.plan([space], [2]), mm.plan([space], [2])
+    with pytest.raises(PlanConflict, match="older plans first"):
+        mm.commit(newer, [3, 4])
+    with pytest.raises(PlanConflict, match="newer plan"):
+        mm.commit(older, [1], [1])
+    mm.commit(older, [1, 2])
+    mm.commit(newer, [3, 4])
+    assert space.token_ids.tolist() == [1, 2, 3, 4]
+
+
+def test_an_array_of_asids_plans_what_the_spaces_do(mm: MemoryManager) -> None:
+    spaces = [mm.open([i]) for i in range(3)]
+    plan = mm.plan(np.array([s.asid for s in spaces]), np.array([1, 2, 3]))
+    assert plan.rows.tolist() == [s.asid for s in spaces]
+    assert plan.cu_seqlens_q.tolist() == [0, 1, 3, 6]
+
+
+def test_tables_grow_and_plans_keep_what_they_hold() -> None:
+    mm = MemoryManager(num_frames=200, block_size=1)
+    first = mm.open([1])
+    plan = mm.plan([first], [1])
+    held = plan.block_table
+    others = [grown(mm, [i] * 3) for i in range(40)]
+    long = grown(mm, [9] * 60)
+    assert held[first.asid, 0] == first.pages[0]
+    assert len({s.asid for s in [first, long, *others]}) == 42
+    mm.commit(plan, [1])
+    mm.check()
