@@ -97,5 +97,8 @@ def _wasted(s: State, rows: I64) -> int:
     frames, owner = np.unique(tails, return_inverse=True)
     fullest = np.zeros(len(frames), np.int64)
     np.maximum.at(fullest, owner, fill)
+    for i in np.flatnonzero((s.frames["refs"][frames] > 1) & (fullest < size)):  # the tail of one may be further inside another
+        row, page = np.nonzero(s.table[rows] == frames[i])
+        fullest[i] = np.minimum(size, length[row] - page * size).max()
     wasted += int((size - fullest[frames >= 0]).sum())
     return wasted

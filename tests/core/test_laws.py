@@ -124,6 +124,14 @@ def test_waste_counts_the_empty_slots_of_distinct_frames(mm: MemoryManager) -> N
     assert (now.slots_mapped, now.slots_wasted, now.tokens) == (8, 3, 10)
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_frame_that_is_a_tail_to_one_and_full_to_another_wastes_nothing(prefix_cache: bool) -> None:
+    mm = MemoryManager(num_frames=16, block_size=4, prefix_cache=prefix_cache)
+    whole = grown(mm, [1, 2, 3, 4, 5, 6, 7, 8])
+    whole.fork().truncate(1)
+    assert mm.stats().slots_wasted == 0
+
+
 def test_a_second_thread_is_refused(mm: MemoryManager) -> None:
     mm._entered.acquire()  # as if a call were under way
     raised: list[BaseException] = []
