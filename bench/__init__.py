@@ -1,0 +1,1 @@
+"""Microbenchmarks, one runner each, run from a checkout: `python -m bench.attention`."""
