@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import os
 
+from pagedkv.errors import InvalidRequest
+
 
 def level() -> int:
-    """The value of PAGEDKV_DEBUG, 0 to 3; anything else is an error at first use."""
+    """The value of PAGEDKV_DEBUG, 0 to 3; anything else is an InvalidRequest at first use."""
     text = os.environ.get("PAGEDKV_DEBUG", "0")
     if text not in ("0", "1", "2", "3"):
-        raise ValueError(f"PAGEDKV_DEBUG is {text!r}; it takes 0, 1, 2 or 3")
+        raise InvalidRequest(f"PAGEDKV_DEBUG is {text!r}; it takes 0, 1, 2 or 3")
     return int(text)
 
 
@@ -35,8 +37,8 @@ def forced_cpu_isa() -> str | None:
 
 
 def forced_num_threads() -> int | None:
-    """The value of PAGEDKV_NUM_THREADS, or None; what is no positive number is an error at first use."""
+    """The value of PAGEDKV_NUM_THREADS, or None; what is no positive number is an InvalidRequest at first use."""
     text = os.environ.get("PAGEDKV_NUM_THREADS") or None
     if text is not None and (not text.isdecimal() or int(text) < 1):
-        raise ValueError(f"PAGEDKV_NUM_THREADS is {text!r}; it takes a number of threads, at least 1")
+        raise InvalidRequest(f"PAGEDKV_NUM_THREADS is {text!r}; it takes a number of threads, at least 1")
     return None if text is None else int(text)

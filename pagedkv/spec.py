@@ -35,8 +35,10 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2
 
 def parse_bytes(text: str | int) -> int:
     """Bytes named by `"40GiB"`, `"512 MB"`, `"1.5g"` or an int."""
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         return text
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{text!r} is not an amount of memory; give an int of bytes, or text like '2GiB', '512MB' or '1.5g'")
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
     if not found or found[2] not in _UNITS:
         raise InvalidRequest(f"{text!r} is not an amount of memory; write it like '2GiB', '512MB' or '1.5g'")
@@ -73,12 +75,16 @@ class KVSpec:
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "head_dim_v", "window"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            optional = name in ("head_dim_v", "window") and value is None
+            if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise InvalidRequest(f"KVSpec.{name} is {value!r}; it must be an int of at least 1")
         if self.dtype not in COMPUTE_DTYPES:
             raise InvalidRequest(f"KVSpec.dtype is {self.dtype!r}; it must be one of {', '.join(COMPUTE_DTYPES)}")
-        if self.stored_dtype not in BITS:
-            raise InvalidRequest(f"KVSpec.kv_dtype is {self.kv_dtype!r}; it must be None or one of {', '.join(BITS)}")
+        stored = [name for name in BITS if name == self.dtype or name not in COMPUTE_DTYPES]
+        if self.kv_dtype is not None and self.kv_dtype not in stored:
+            raise InvalidRequest(
+                f"KVSpec.kv_dtype is {self.kv_dtype!r}; it must be None or, with dtype {self.dtype}, one of {', '.join(stored)}"
+            )
         if self.stored_dtype == "int4" and (self.head_dim % 2 or self.value_dim % 2):
             raise InvalidRequest(f"int4 packs two elements in a byte: head dims {self.head_dim} and {self.value_dim} must be even")
 
@@ -90,7 +96,7 @@ class KVSpec:
     @property
     def stored_dtype(self) -> str:
         """The name of the element type in the pool."""
-        return self.kv_dtype or self.dtype
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
     def quantised(self) -> bool:
@@ -127,7 +133,7 @@ class KVSpec:
     def frames_in(self, memory: str | int) -> int:
         """How many frames fit into `memory` (bytes, or text such as "40GiB").
 
-        Raises: InvalidRequest if not even one does.
+        Raises: InvalidRequest if not even one does, or `memory` is no amount.
         """
         frames = parse_bytes(memory) // self.frame_bytes
         if frames < 1:

@@ -31,7 +31,7 @@ _LIBRARY.define(f"paged_attention_out({_ATTENTION}, Tensor(a!) out, Tensor(b!) l
 _POOL = "Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scale, Tensor(d!)? v_scale"
 _LIBRARY.define(f"write_kv(Tensor k_new, Tensor v_new, {_POOL}, Tensor slots, str backend) -> ()")
 _LIBRARY.define("merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
-_LIBRARY.define("copy_frames(Tensor(a!) storage, Tensor copies) -> ()")
+_LIBRARY.define("copy_frames(Tensor(a!) storage, Tensor copies, str backend) -> ()")
 
 
 class _Options(TypedDict, total=False):
@@ -124,15 +124,15 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return merged
 
 
-def copy_frames(storage: Tensor, copies: Tensor) -> None:
+def copy_frames(storage: Tensor, copies: Tensor, *, backend: str | None = None) -> None:
     """Copy whole frames inside the pool. Every source is read before a destination is written, even if a frame is both.
 
     Shapes:   storage uint8 [F, frame_bytes], or any tensor whose first dim is frames
               copies int32 [C, 2]: source, destination; destinations distinct
     Modifies: the destination frames.
-    Raises:   InvalidRequest.
+    Raises:   InvalidRequest; KernelUnavailable.
     """
-    torch.ops.pagedkv.copy_frames.default(storage, copies)
+    torch.ops.pagedkv.copy_frames.default(storage, copies, backend or registry.AUTO)
 
 
 @dataclass(frozen=True, repr=False)
@@ -198,9 +198,9 @@ def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) ->
     return registry.resolve(case).load().merge_states(out_a, lse_a, out_b, lse_b)
 
 
-def _copy_frames(storage: Tensor, copies: Tensor) -> None:
+def _copy_frames(storage: Tensor, copies: Tensor, backend: str) -> None:
     checks.copies(storage, copies)
-    registry.resolve(registry.Case("copy_frames", storage.device.type)).load().copy_frames(storage, copies)
+    registry.resolve(registry.Case("copy_frames", storage.device.type), backend).load().copy_frames(storage, copies)
 
 
 def _attention_case(call: AttentionCall) -> Case:

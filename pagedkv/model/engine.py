@@ -6,8 +6,8 @@
     cache.commit(batch, ..)                     what was computed is real now, and findable
     deliver(tokens)                             text to whoever listens; the finished leave, the samples of a prompt fork
 
-It knows requests and tokens; pages and frames are the scheduler's and the cache's. Anything that goes wrong before commit aborts the plan,
-so an interrupted step can be stepped again.
+It knows requests and tokens; pages and frames are the scheduler's and the cache's. What goes wrong before commit aborts the plan; whoever
+misses its token after commit has its last logits computed again (`_repair`). So a step that was broken off can be stepped again.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class Engine:
         self.decoder, self.tokenizer, self.cache = decoder, tokenizer, cache
         self.scheduler = Scheduler(cache, limits or Limits())
         self.meter = Meter()
+        self._stepping = False
+        self._demand_same_geometry()
 
     @classmethod
     def load(
@@ -156,25 +158,42 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def run(self) -> None:
-        """Step until nothing is left to do."""
+        """Step until nothing is left to do. Raises: as `step`."""
+        self._demand_idle()
         while self.has_work:
             self.step()
 
     def step(self) -> list[Completion]:
-        """Compute one batch: some prompts' next chunks, everybody else's next token. Returns the completions that finished."""
+        """Compute one batch: some prompts' next chunks, everybody else's next token. Returns the completions that finished.
+
+        Raises: InvalidRequest if a listener calls it; whatever a listener raised (the first, if several do), once all of them were told.
+                A request whose listener raised goes on: cancel it, or step again.
+        """
+        self._demand_idle()
+        self._stepping = True
+        try:
+            return self._step()
+        finally:
+            self._stepping = False
+
+    def _step(self) -> list[Completion]:
+        self._repair()
         work, batch = self.scheduler.next_step()
         if batch is None:
             return []
         try:
             emitting = [sequence for sequence, count in work if count == sequence.remaining]
             token_ids = [token for s, count in work for token in s.tokens[len(s.tokens) - s.remaining :][:count]]
-            tokens = self._sample(emitting, self._forward(token_ids, work, batch))
+            families = [self._family(sequence) for sequence in emitting]
+            tokens = self._sample(families, self._forward(token_ids, work, batch))
+            self.cache.commit(batch, token_ids)
         except BaseException:
-            self.cache.abort(batch)
+            if not batch.plan.settled:
+                self.cache.abort(batch)
             raise
-        self.cache.commit(batch, token_ids)
+        finished = self._deliver(families, tokens)
         self._measure()
-        return self._deliver(emitting, tokens)
+        return finished
 
     def _forward(self, token_ids: list[int], work: Work, batch: PlannedBatch) -> Tensor:
         """Logits float32 [N, V] after the last token of each sequence whose known tokens are all computed by this step."""
@@ -186,57 +205,97 @@ class Engine:
             batch.args,
             self.cache,
             logits_of=torch.tensor(last, dtype=torch.int64, device=device),
-            backend=self.cache.kernel.name,
+            backend=self.cache.backend,
         )
 
-    def _sample(self, emitting: list[Sequence], logits: Tensor) -> list[list[int]]:
-        """The next token of each head of each sequence."""
-        heads = [sequence.heads for sequence in emitting]
-        which = [n for n, of in enumerate(heads) for _ in of]
-        rows = [
-            Row(c.request.params, s.generator if c is s.completion else c.request.params.generator(c.index), s.tokens)
-            for s, of in zip(emitting, heads, strict=True)
-            for c in of
-        ]
-        if not rows:
-            return []
-        tokens = iter(sample(logits[torch.tensor(which, device=logits.device)], rows).tolist())
-        return [[next(tokens) for _ in of] for of in heads]
+    def _family(self, parent: Sequence) -> list[Sequence]:
+        """Who takes a token from the logits of `parent`: itself, and the samples that are born of it, which have no space yet."""
+        return [parent, *(self._sequence(head) for head in parent.heads if head is not parent.completion)]
 
-    def _deliver(self, emitting: list[Sequence], tokens: list[list[int]]) -> list[Completion]:
-        """Every sequence takes its token before anybody is told, so that a listener's exception loses nobody's text."""
+    def _sample(self, families: list[list[Sequence]], logits: Tensor) -> list[int]:
+        """The next token of each member of each family, in this order. Row n of the logits is that of family n."""
+        which = [n for n, family in enumerate(families) for _ in family]
+        if not which:
+            return []
+        members = [member for family in families for member in family]
+        for member in members:
+            if member.drawn != len(member.completion.token_ids):  # a draw that nobody got: the seed decides all the same
+                member.rewind()
+            member.drawn += 1
+        rows = [Row(member.completion.request.params, member.generator, member.tokens) for member in members]
+        tokens: list[int] = sample(logits[torch.tensor(which, device=logits.device)], rows).tolist()
+        return tokens
+
+    def _deliver(self, families: list[list[Sequence]], tokens: list[int]) -> list[Completion]:
+        """Every sequence takes its token before anybody is told. Samples fork and take; their parent, which may end there, is last."""
         told: list[tuple[Completion, str]] = []
-        for parent, new in zip(emitting, tokens, strict=True):
-            heads = parent.heads
-            family = [parent, *(self._sequence(head) for head in heads if head is not parent.completion)]
-            for child in family[1:]:
-                self.scheduler.fork(parent, child)
-            for sequence, token in zip(family, new, strict=True):
-                told.append((sequence.completion, self._take(sequence, token)))
-        for completion, text in told:
-            if completion.request.on_text and completion.finish_reason != "cancelled" and (text or completion.finish_reason):
-                completion.request.on_text(completion, text)
+        new = iter(tokens)
+        try:
+            for family in families:
+                first, place, parent = next(new), len(told), family[0]
+                for child in family[1:]:
+                    self.scheduler.fork(parent, child)
+                    told.append((child.completion, self._take(child, next(new))))
+                told.insert(place, (parent.completion, self._take(parent, first)))
+        finally:
+            self._tell(told)
         return [completion for completion, _ in told if completion.finish_reason]
+
+    def _tell(self, told: list[tuple[Completion, str]]) -> None:
+        """Call all listeners, whatever one of them raises; then raise the first error."""
+        errors: list[BaseException] = []
+        for completion, text in told:
+            on_text = completion.request.on_text
+            if on_text and completion.finish_reason != "cancelled" and (text or completion.finish_reason):
+                try:
+                    on_text(completion, text)
+                except BaseException as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _take(self, sequence: Sequence, token: int) -> str:
         """Append one token; returns the text that may be shown. A sequence that is finished leaves the scheduler."""
         completion, params = sequence.completion, sequence.completion.request.params
-        sequence.tokens.append(token)
-        completion.token_ids.append(token)
-        completion.last_token_at = time.perf_counter()
-        if len(completion.token_ids) == 1:
-            completion.first_token_at = completion.last_token_at
+        length = len(completion.token_ids) + 1
         ended = token in params.stop_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
         text, stopped = ("", False) if ended else sequence.stops.push(sequence.stream.push(token))
-        full = len(completion.token_ids) >= params.max_tokens or len(sequence.tokens) >= self.decoder.config.max_position_embeddings
-        if ended or stopped or full:
-            completion.finish_reason = "stop" if ended or stopped else "length"
-            if not stopped:
-                rest, stopped = sequence.stops.push(sequence.stream.finish())
-                text += rest if stopped else rest + sequence.stops.finish()
-            self.scheduler.remove(sequence)
+        reason = "stop" if ended or stopped else ""
+        if length >= params.max_tokens or len(sequence.tokens) + 1 >= self.decoder.config.max_position_embeddings:
+            reason = reason or "length"
+        if reason and not stopped:
+            rest, stopped = sequence.stops.push(sequence.stream.finish())
+            text += rest if stopped else rest + sequence.stops.finish()
+        completion.last_token_at = time.perf_counter()  # from here on nothing can fail
+        if length == 1:
+            completion.first_token_at = completion.last_token_at
         completion.text += text
+        completion.token_ids.append(token)
+        sequence.tokens.append(token)
+        completion.finish_reason = reason
+        if reason:
+            self.scheduler.remove(sequence)
         return text
+
+    def _repair(self) -> None:
+        """Whoever has no token to compute lost that of its last logits, when a step was broken off after its commit.
+
+        It gives way and comes back, as if preempted, and so do all that are newer: the queues stay in order. A sample that was forked
+        and took no token is unborn again. What a token that nobody got left in stream and stop strings is undone.
+        """
+        running = self.scheduler.running
+        for sequence in [s for s in running if s.completion.finish_reason]:
+            self.scheduler.remove(sequence)
+        while any(sequence.remaining == 0 for sequence in running):
+            torn = running[-1]
+            if torn.remaining == 0 and torn.completion.index and not torn.completion.token_ids:
+                self.scheduler.remove(torn)
+                continue
+            taken, fresh = torn.completion.token_ids, self._sequence(torn.completion)
+            for token in taken:
+                fresh.stops.push(fresh.stream.push(token))
+            torn.tokens, torn.stream, torn.stops = fresh.tokens + taken, fresh.stream, fresh.stops
+            self.scheduler.preempt(torn)
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
@@ -244,6 +303,28 @@ class Engine:
         params, request = completion.request.params, completion.request
         generator = params.generator(completion.index)
         return Sequence(completion, list(request.prompt_ids), generator, self.tokenizer.stream(), StopStrings(params.stop))
+
+    def _demand_idle(self) -> None:
+        if self._stepping:
+            raise InvalidRequest("a listener called step, run or generate of the engine that calls it; it may submit and cancel, no more")
+
+    def _demand_same_geometry(self) -> None:
+        """Raises: InvalidRequest if the cache was not made for keys and values of this decoder"""
+        decoder, spec = self.decoder, self.cache.spec
+        name = str(decoder.dtype).removeprefix("torch.")
+        wanted = decoder.config.spec(block_size=spec.block_size, dtype=name)
+        for what, need, have in (
+            ("num_layers", wanted.num_layers, spec.num_layers),
+            ("num_kv_heads", wanted.num_kv_heads, spec.num_kv_heads),
+            ("head_dim", wanted.head_dim, spec.head_dim),
+            ("head_dim_v", wanted.value_dim, spec.value_dim),
+            ("dtype", wanted.dtype, spec.dtype),
+            ("device", decoder.device.type, self.cache.device.type),
+        ):
+            if need != have:
+                raise InvalidRequest(
+                    f"the cache was made for {what} {have}, the decoder has {need}; make its KVSpec by decoder.config.spec()"
+                )
 
     def _measure(self) -> None:
         now = self.cache.stats()

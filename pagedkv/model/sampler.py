@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_MIX: Final = 0x9E3779B97F4A7C15
+_GOLDEN: Final = 0x9E3779B97F4A7C15
 """2^64 / golden ratio: multiples of it lie far apart, so that samples of neighbouring seeds do not coincide."""
 
 
@@ -76,13 +76,25 @@ class SamplingParams:
         return self.temperature == 0
 
     def generator(self, sample: int = 0) -> torch.Generator:
-        """The source of randomness of the `sample`-th output of a request; the same for the same seed and sample."""
+        """The source of randomness of the `sample`-th output of a request; the same for the same seed and sample.
+
+        torch's generator starts from 32 bits. So all 64 of seed + sample * golden are mixed, and the high half folded into the low one:
+        different seeds coincide by a chance of 2^-32, and not because they agree in 32 bits.
+        """
         generator = torch.Generator()
         if self.seed is None:
             generator.seed()
         else:
-            generator.manual_seed((self.seed + sample * _MIX) % 2**63)
+            mixed = _mixed((self.seed + sample * _GOLDEN) % 2**64)
+            generator.manual_seed((mixed ^ mixed >> 32) % 2**32)
         return generator
+
+
+def _mixed(x: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood, 2014): a bijection of 64 bits in which each bit depends on all."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ x >> shift) * factor % 2**64
+    return x ^ x >> 31
 
 
 def _is_int(value: object) -> bool:
@@ -109,21 +121,31 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
     Shapes:   logits float32 [B, V], on any device; returns int64 [B] on the same
     Modifies: the generators of the rows that are not greedy
-    Raises:   InvalidRequest if a row's logits hold NaN: weights or cache are damaged, and any token would be a lie
+    Raises:   InvalidRequest if the largest of a row's logits is no finite number: any token would be a lie
     """
-    broken = logits.isnan().any(dim=-1)
+    logits = _penalised(logits, rows)
+    broken = ~logits.amax(dim=-1).isfinite()
     if broken.any():
         raise InvalidRequest(
-            f"the logits of rows {broken.nonzero().flatten().tolist()} hold NaN: checkpoint or cache is damaged, or the dtype overflows; "
-            f"try dtype float32, or PAGEDKV_DEBUG=3"
+            f"the logits of rows {broken.nonzero().flatten().tolist()} hold NaN, +inf or only -inf: checkpoint or cache is damaged, or the "
+            "dtype (or the repetition penalty) overflows; try dtype float32, or PAGEDKV_DEBUG=3"
         )
-    logits = _penalised(logits, rows)
     tokens = logits.argmax(dim=-1)
     drawing = [b for b, row in enumerate(rows) if not row.params.greedy]
     if drawing:
-        uniform = torch.cat([torch.rand(1, dtype=torch.float64, generator=rows[b].generator) for b in drawing])
+        uniform = torch.cat([_uniform(rows[b].generator) for b in drawing])
         tokens[drawing] = _draw(_filtered(logits[drawing], [rows[b].params for b in drawing]), uniform.to(logits.device))
     return tokens
+
+
+def skip(generator: torch.Generator, num_tokens: int) -> None:
+    """Advance `generator` by the draws of `num_tokens` tokens."""
+    for _ in range(num_tokens):
+        _uniform(generator)
+
+
+def _uniform(generator: torch.Generator) -> Tensor:
+    return torch.rand(1, dtype=torch.float64, generator=generator)
 
 
 def probabilities(logits: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -157,7 +179,9 @@ def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
-    z, token = (logits.double() / column([p.temperature for p in params])).sort(dim=-1, descending=True, stable=True)
+    z = logits.double()
+    z = (z - z.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])  # shifted first: T may be as small as a float can be
+    z, token = z.sort(dim=-1, descending=True, stable=True)
     vocab = z.shape[-1]
     kth = column([min(p.top_k or vocab, vocab) - 1 for p in params]).long()
     p = z.softmax(dim=-1).where(z >= z.gather(1, kth), 0)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.model.request import Completion, Request, StopStrings
+from pagedkv.model.sampler import skip
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,10 @@ class Limits:
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion on its way through the engine: its tokens, and the address space that holds the KV of the first of them."""
+    """One completion on its way through the engine: its tokens, and the address space that holds the KV of the first of them.
+
+    drawn: for how many tokens something was drawn from the generator. admitted: whether it ever ran.
+    """
 
     completion: Completion
     tokens: list[int]
@@ -54,6 +58,14 @@ class Sequence:
     stream: TextStream
     stops: StopStrings
     space: AddressSpace | None = None
+    drawn: int = 0
+    admitted: bool = False
+
+    def rewind(self) -> None:
+        """Start the generator anew and skip what was drawn for the tokens that are there."""
+        params, num_tokens = self.completion.request.params, len(self.completion.token_ids)
+        self.generator, self.drawn = params.generator(self.completion.index), num_tokens
+        skip(self.generator, num_tokens)
 
     @property
     def remaining(self) -> int:
@@ -62,10 +74,10 @@ class Sequence:
 
     @property
     def heads(self) -> list[Completion]:
-        """The completions that take their next token from this sequence's logits: all samples, as long as only the prompt is there."""
+        """The completions whose next token comes from this sequence's logits: all samples without one, while only the prompt is there."""
         request = self.completion.request
         first = self.completion.index == 0 and len(self.tokens) == len(request.prompt_ids)
-        return [c for c in request.completions if not c.finish_reason] if first else [self.completion]
+        return [c for c in request.completions if not c.token_ids and not c.finish_reason] if first else [self.completion]
 
 
 Work = list[tuple[Sequence, int]]
@@ -94,24 +106,31 @@ class Scheduler:
             except OutOfFrames:
                 if len(self.running) == 1:
                     raise
-                self._preempt(self.running[-1])
+                self.preempt(self.running[-1])
                 work = self._choose(admit=False)
         return [], None
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` continues where `parent` stands, sharing its frames, and runs beside it."""
         assert parent.space is not None
-        child.space = parent.space.fork()
+        child.space, child.admitted = parent.space.fork(), True
         self.running.insert(self.running.index(parent) + child.completion.index, child)
 
     def remove(self, sequence: Sequence) -> None:
         """It is finished or cancelled: its frames are given back, wherever it was."""
+        self._refused_at = -1  # whoever was refused may be gone, or what it was refused for
         if sequence.space is None:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
         sequence.space.release()
         sequence.space = None
+
+    def preempt(self, sequence: Sequence) -> None:
+        """It gives its frames back and is the next to be admitted. The newest first: the queues stay in order."""
+        self.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
 
     def of(self, request: Request) -> list[Sequence]:
         """The sequences of `request`, running or waiting."""
@@ -134,29 +153,24 @@ class Scheduler:
         return work
 
     def _admit(self, sequence: Sequence) -> bool:
-        manager, samples = self.cache.manager, len(sequence.heads)
-        if self.running and (len(self.running) + samples > self.limits.max_sequences or manager.available <= self._refused_at):
+        manager, everyone = self.cache.manager, (*self.running, sequence)
+        if self.running and (sum(len(s.heads) for s in everyone) > self.limits.max_sequences or manager.available <= self._refused_at):
             return False
         space = self.cache.open(sequence.tokens, tenant=sequence.completion.request.tenant)
         sequence.space = space
-        wanted = sum(self._unmapped(s) for s in (*self.running, sequence)) + samples - 1  # and a tail of its own for each sample
+        wanted = sum(self._unmapped(s) + len(s.heads) - 1 for s in everyone)  # a tail of its own for each sample yet to be born
         if self.running and not manager.admits(wanted):
             sequence.space = None
             space.release()
             self._refused_at = manager.available
             return False
         self._refused_at = -1
-        for completion in sequence.heads if not sequence.completion.token_ids else ():
+        for completion in () if sequence.admitted else sequence.heads:
             completion.cached_tokens = len(space)
+        sequence.admitted = True
         return True
 
     def _unmapped(self, sequence: Sequence) -> int:
         """Frames that the rest of what is known of `sequence` will take: promised, and not yet planned."""
         pages = self.cache.spec.pages
         return pages(len(sequence.tokens)) - pages(len(sequence.tokens) - sequence.remaining)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.remove(sequence)
-        self.waiting.appendleft(sequence)
-        self.preemptions += 1
-        self._refused_at = -1

@@ -64,7 +64,16 @@ class Tokenizer:
         return self.raw.get_vocab_size()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. special_tokens: with what the tokenizer puts around a text; a rendered chat has it already."""
+        """Token ids of `text`. special_tokens: with what the tokenizer puts around a text; a rendered chat has it already.
+
+        Raises: InvalidRequest if half of a surrogate pair stands alone: that is no text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as why:
+            raise InvalidRequest(
+                f"character {why.start} of the text is {text[why.start]!r}, half of a surrogate pair; give valid Unicode"
+            ) from None
         return list(self.raw.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from pagedkv.cache.storage import Storage
 from pagedkv.errors import InvalidRequest
-from pagedkv.spec import BITS, KVSpec, parse_bytes
+from pagedkv.spec import BITS, COMPUTE_DTYPES, KVSpec, parse_bytes
 
 SPECS = [
     KVSpec(3, 2, 64, block_size=4),
@@ -119,5 +119,5 @@ def test_geometries_that_cannot_be(options: dict[str, object]) -> None:
 
 def test_every_stored_dtype_has_a_layout() -> None:
     for name in BITS:
-        dtype = name if name in ("float32", "bfloat16", "float16") else "bfloat16"
+        dtype = name if name in COMPUTE_DTYPES else "bfloat16"
         assert Storage(KVSpec(1, 1, 64, dtype=dtype, kv_dtype=name), num_frames=1).layers[0].k.shape[:3] == (1, 16, 1)

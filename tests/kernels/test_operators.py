@@ -41,7 +41,7 @@ def test_opcheck_finds_nothing(case: Case) -> None:
 def test_opcheck_finds_nothing_in_merge_and_copy() -> None:
     out, lse = torch.randn(3, 2, 8), torch.randn(3, 2)
     torch.library.opcheck(torch.ops.pagedkv.merge_states.default, (out, lse, out + 1, lse - 1))
-    torch.library.opcheck(torch.ops.pagedkv.copy_frames.default, (torch.randn(4, 8), torch.tensor([[0, 1]], dtype=torch.int32)))
+    torch.library.opcheck(torch.ops.pagedkv.copy_frames.default, (torch.randn(4, 8), torch.tensor([[0, 1]], dtype=torch.int32), "auto"))
 
 
 def test_the_fields_of_a_call_are_the_arguments_of_its_operator() -> None:

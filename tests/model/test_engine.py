@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from pagedkv.cache import PagedKVCache
-from pagedkv.errors import InvalidRequest
+from pagedkv.errors import InvalidRequest, KernelUnavailable
+from pagedkv.kernels import registry
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.request import Completion, StopStrings
-from pagedkv.model.sampler import SamplingParams
-from pagedkv.model.tokenizer import Tokenizer
+from pagedkv.model.sampler import Row, SamplingParams, sample
+from pagedkv.model.tokenizer import TextStream, Tokenizer
 
-from .conftest import VOCAB, prompt_of
+from .conftest import VOCAB, Paging, prompt_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,6 +154,24 @@ def test_a_seed_decides_whatever_else_runs(checkpoint: Callable[[str], Checkpoin
     assert [c.token_ids for c in requests[1].completions] == alone
 
 
+def by_hand(checkpoint: Checkpoint, prompt: list[int], params: SamplingParams, index: int) -> list[int]:
+    """The tokens of sample `index`: drawn from the decoder's logits by one generator, without engine, cache or scheduler."""
+    paging = Paging(_decoders[str(checkpoint.folder)], block_size=16, num_frames=12, num_sequences=1)
+    generator, tokens, new = params.generator(index), [], prompt
+    for _ in range(params.max_tokens):
+        token = int(sample(paging.step({0: new})[-1:], [Row(params, generator, prompt + tokens)]))
+        tokens.append(token)
+        new = [token]
+    return tokens
+
+
+def test_each_sample_draws_from_one_generator_of_its_own(checkpoint: Callable[[str], Checkpoint]) -> None:
+    params = SamplingParams(max_tokens=12, temperature=2.0, seed=11)
+    request = build(checkpoint("llama")).generate([prompt_of(20)], params, num_samples=4)[0]
+    for index, tokens in enumerate(outputs([request])):
+        assert tokens == by_hand(checkpoint("llama"), prompt_of(20), params, index)
+
+
 def test_a_preempted_sample_comes_back_with_its_own_tokens(checkpoint: Callable[[str], Checkpoint]) -> None:
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
     wide = outputs(build(checkpoint("llama")).generate([prompt_of(30)], params, num_samples=4))
@@ -267,7 +288,149 @@ def test_an_interrupted_step_can_be_stepped_again(checkpoint: Callable[[str], Ch
     assert idle(engine)
 
 
+@pytest.mark.parametrize("place", ["_measure", "_tell", "_take", "fork", "push"])
+@pytest.mark.parametrize("num_frames", [400, 13])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_broken_off_after_its_commit_loses_nobodys_tokens(
+    place: str, num_frames: int, error: type[BaseException], checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It breaks at some calls of `place`, before that has done anything (`push`: after)."""
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3)
+
+    def submitted(engine: Engine) -> list[Any]:
+        return [engine.submit(prompt_of(40), params, num_samples=3), engine.submit(prompt_of(9), params), engine.submit([5] * 16, params)]
+
+    whole = build(checkpoint("llama"))
+    want = submitted(whole)
+    whole.run()
+    engine = build(checkpoint("llama"), num_frames=num_frames)
+    owner = {"fork": engine.scheduler, "push": TextStream}.get(place, engine)
+    real, chance, broken = getattr(owner, place), random.Random(1), 0
+
+    def breaking(*args: Any) -> Any:
+        nonlocal broken
+        if chance.random() < 0.2:
+            broken += 1
+            if place == "push":
+                real(*args)
+            raise error("broken off")
+        return real(*args)
+
+    monkeypatch.setattr(owner, place, breaking)
+    got = submitted(engine)
+    for _ in range(300):
+        with contextlib.suppress(error):
+            engine.step()
+    assert not engine.has_work
+    assert broken >= 1
+    assert outputs(got) == outputs(want)
+    assert [c.text for r in got for c in r.completions] == [c.text for r in want for c in r.completions]
+    assert idle(engine)
+
+
+def test_a_listener_that_fails_takes_nobodys_pieces(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """All are told, the first error is raised, and the request that was listened to goes on."""
+    engine = build(checkpoint("llama"))
+    heard: list[str] = []
+
+    def fail(completion: Completion, text: str) -> None:
+        raise RuntimeError(f"no one home at {len(completion.request.prompt_ids)}")
+
+    params = SamplingParams(max_tokens=5)
+    failing = [engine.submit(prompt_of(length), params, on_text=fail) for length in (9, 12)]
+    other = engine.submit(prompt_of(20), params, on_text=lambda _, text: heard.append(text))
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="no one home at 9"):
+            engine.step()
+    assert "".join(heard) == other.completions[0].text
+    assert [c.finish_reason for r in (*failing, other) for c in r.completions] == ["length"] * 3
+    assert idle(engine)
+
+
+@pytest.mark.parametrize("call", [Engine.step, Engine.run, lambda engine: engine.generate([[1]])], ids=["step", "run", "generate"])
+def test_a_listener_may_submit_and_must_not_step(call: Callable[[Engine], Any], checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"))
+    later: list[Any] = []
+
+    def listen(completion: Completion, text: str) -> None:
+        if len(completion.token_ids) == 1:
+            later.append(engine.submit(prompt_of(12), SamplingParams(max_tokens=3)))
+        if len(completion.token_ids) == 2:
+            call(engine)
+
+    request = engine.submit(prompt_of(9), SamplingParams(max_tokens=4), on_text=listen)
+    with pytest.raises(InvalidRequest, match="it may submit and cancel"):
+        engine.run()
+    engine.run()
+    assert [len(r.completions[0].token_ids) for r in (request, *later)] == [4, 3]
+    assert idle(engine)
+
+
+def test_samples_yet_to_be_born_count(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Against max_sequences, and against the frames that are promised."""
+    engine = build(checkpoint("llama"), limits=Limits(max_sequences=4, prefill_chunk=10))
+    params = SamplingParams(max_tokens=5)
+    for _ in range(2):
+        engine.submit(prompt_of(40), params, num_samples=3)
+    while engine.has_work:
+        engine.step()
+        assert sum(len(s.heads) for s in engine.scheduler.running) <= 4
+    narrow = build(checkpoint("llama"), num_frames=9, prefix_cache=False, limits=Limits(prefill_chunk=10))
+    for seed in range(2):  # 3 frames of prompt and 3 tails are 6 - 1; a second one has to wait for the first
+        narrow.submit(prompt_of(40, seed=seed), params, num_samples=3)
+    narrow.run()
+    assert narrow.scheduler.preemptions == 0
+    assert idle(narrow)
+
+
+def test_who_waits_behind_a_cancelled_head_is_admitted_at_once(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), num_frames=10)
+    first = engine.submit(prompt_of(70), SamplingParams(max_tokens=8))
+    large, small = (engine.submit(prompt_of(length, seed=1), SamplingParams(max_tokens=1)) for length in (120, 5))
+    engine.step()
+    engine.step()
+    assert not small.finished  # it waits behind the large one, which does not fit
+    engine.cancel(large)
+    engine.step()
+    assert small.finished
+    assert not first.finished
+
+
+def test_cached_tokens_are_those_found_when_first_admitted(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), limits=Limits(prefill_chunk=20))
+    request = engine.submit(prompt_of(90), SamplingParams(max_tokens=3))
+    for _ in range(2):
+        engine.step()
+    engine.scheduler.preempt(engine.scheduler.running[-1])
+    engine.run()
+    assert engine.cache.stats().tokens_matched > 0  # it found its own pages,
+    assert request.completions[0].cached_tokens == 0  # which nobody had cached for it
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_layers": 2}, {"num_kv_heads": 1}, {"head_dim": 32}, {"head_dim_v": 8}, {"dtype": "bfloat16"}], ids=str
+)
+def test_a_cache_of_another_geometry_is_refused(change: dict[str, Any], checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"))
+    other = PagedKVCache(replace(engine.cache.spec, **change), num_frames=4)
+    with pytest.raises(InvalidRequest, match=f"made for {next(iter(change))} "):
+        Engine(engine.decoder, engine.tokenizer, other)
+
+
+def test_only_a_forced_kernel_is_forced_on_every_call(checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that the chosen kernel objects to goes to the next one, unless someone asked for that kernel by name."""
+    params, objections = SamplingParams(max_tokens=3), registry.KERNELS[-1].objections
+    picky = registry.Kernel("picky", None, lambda case: ["no soft cap"] * ("softcap" in case.features), "pagedkv.kernels.reference")
+    monkeypatch.setattr(registry, "KERNELS", (picky, registry.Kernel("reference", None, objections, "pagedkv.kernels.reference")))
+    engine = build(checkpoint("gemma2"))
+    assert engine.cache.kernel.name == "picky"
+    engine.generate([prompt_of(9)], params)
+    with pytest.raises(KernelUnavailable, match="no soft cap"):
+        build(checkpoint("gemma2"), kernels="picky").generate([prompt_of(9)], params)
+
+
 BAD = {
+    "half of a surrogate pair": lambda e: e.submit("w1 \ud800"),
     "the prompt is empty": lambda e: e.submit([]),
     "outside the vocabulary": lambda e: e.submit([VOCAB]),
     "raise num_frames or memory": lambda e: e.submit([1] * 60, SamplingParams(max_tokens=10)),
