@@ -16,18 +16,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import quant
 from pagedkv.kernels.args import KVLayer
 from pagedkv.spec import KVSpec
-
-TORCH_DTYPES: Final = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-    "int4": torch.uint8,  # two elements in a byte
-}
 
 POISON: Final = 0xFF
 """A byte that makes NaN of every float dtype, of scales too. Frames nobody has written are filled with it at PAGEDKV_DEBUG >= 2."""
@@ -77,7 +68,7 @@ class Storage:
         packed = 2 if spec.stored_dtype == "int4" else 1
         for name, (offset, _) in spec.regions().items():
             is_scale = name.endswith("_scale")
-            dtype = torch.float32 if is_scale else TORCH_DTYPES[spec.stored_dtype]
+            dtype = torch.float32 if is_scale else quant.DTYPES[spec.stored_dtype]
             dim = 1 if is_scale else (spec.head_dim if name == "k" else spec.value_dim) // packed
             typed, size = self.bytes.view(dtype), dtype.itemsize
             shape = (self.num_frames, spec.block_size, spec.num_kv_heads, dim)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv import KernelUnavailable, KVSpec, OutOfFrames, PagedKVCache, explain, paged_attention, write_kv
-from pagedkv.cache import PlannedBatch
+from pagedkv import KernelUnavailable, KVSpec, OutOfFrames, PagedKVCache, copy_frames, explain, paged_attention, write_kv
+from pagedkv.cache import PlannedBatch, paged
 from pagedkv.cache.batch import on_device
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.core import AddressSpace
@@ -99,6 +99,62 @@ def test_a_plan_that_fails_leaves_the_bytes(cache: PagedKVCache) -> None:
     assert torch.equal(cache.storage.bytes, before)
 
 
+@pytest.mark.parametrize("place", ["copy_frames", "packing", "_poison"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
+    place: str, error: type[BaseException], cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = cache.open()
+    extend(cache, space, [1, 2, 3])
+    twin = space.fork()
+    before, tables = cache.stats(), (space.pages.tolist(), twin.pages.tolist())
+
+    def breaking(*args: object, **options: object) -> None:
+        raise error("broken off")
+
+    with monkeypatch.context() as patch:
+        if place == "_poison":
+            cache._watched = True
+        patch.setattr(*{"copy_frames": (paged, place), "packing": (paged.packing, "on_cpu"), "_poison": (cache, place)}[place], breaking)
+        with pytest.raises(error, match="broken off"):
+            cache.plan([space, twin], [3, 3])
+    assert (space.pages.tolist(), twin.pages.tolist()) == tables
+    now = cache.stats()
+    assert (now.free, now.mapped) == (before.free, before.mapped)
+    extend(cache, twin, [4, 5, 6])
+    for each in (space, twin):
+        assert_holds(cache, each)
+        each.release()
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    ("asked", "variable", "handed"), [("auto", "", None), ("reference", "", "reference"), ("auto", "reference", "reference")]
+)
+def test_tails_are_copied_by_the_kernel_of_the_cache(
+    asked: str, variable: str, handed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEDKV_KERNELS", variable)
+    cache, given = PagedKVCache(SPEC, num_frames=32, kernels=asked), []
+    monkeypatch.setattr(paged, "copy_frames", lambda *_, backend=None: given.append(backend))
+    space = cache.open()
+    extend(cache, space, [1, 2, 3])
+    cache.plan([space.fork()], [1])
+    assert given == [cache.backend] == [handed]
+
+
+@pytest.mark.parametrize("name", ["quantum", "reference"])
+def test_frames_are_copied_by_the_backend_that_is_named(name: str) -> None:
+    storage = torch.arange(4.0)[:, None].clone()
+    pairs = torch.tensor([[0, 1]], dtype=torch.int32)
+    if name == "quantum":
+        with pytest.raises(InvalidRequest, match="there is no kernel 'quantum'"):
+            copy_frames(storage, pairs, backend=name)
+    else:
+        copy_frames(storage, pairs, backend=name)
+        assert storage.flatten().tolist() == [0, 0, 2, 3]
+
+
 def test_an_aborted_plan_leaves_what_was_there(cache: PagedKVCache) -> None:
     space = cache.open()
     extend(cache, space, [1, 2, 3])
@@ -175,8 +231,21 @@ def test_sizes_and_kernels_that_cannot_be_are_refused() -> None:
         PagedKVCache(SPEC)
     with pytest.raises(InvalidRequest, match="give one of them"):
         PagedKVCache(SPEC, num_frames=1, memory="1GiB")
+    with pytest.raises(InvalidRequest, match="num_frames is 2.5"):
+        PagedKVCache(SPEC, num_frames=2.5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="num_frames is True"):
+        PagedKVCache(SPEC, num_frames=True)
+    with pytest.raises(InvalidRequest, match="2000000.0 is not an amount of memory"):
+        PagedKVCache(SPEC, memory=2e6)  # type: ignore[arg-type]
     with pytest.raises((InvalidRequest, KernelUnavailable), match="quantum"):
         PagedKVCache(SPEC, num_frames=1, kernels="quantum")
+
+
+@pytest.mark.parametrize("value", ["4", "-1", "yes", ""])
+def test_a_debug_level_that_is_none_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_DEBUG", value)
+    with pytest.raises(InvalidRequest, match="PAGEDKV_DEBUG is .*; it takes 0, 1, 2 or 3"):
+        PagedKVCache(SPEC, num_frames=1)
 
 
 def test_memory_buys_as_many_frames_as_fit() -> None:

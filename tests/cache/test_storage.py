@@ -99,6 +99,13 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("amount", [2e6, None, b"1GiB", True, ["1GiB"]])
+def test_an_amount_of_memory_is_an_int_or_text(amount: object) -> None:
+    for ask in (parse_bytes, SPECS[0].frames_in):
+        with pytest.raises(InvalidRequest, match="is not an amount of memory; give an int"):
+            ask(amount)  # type: ignore[arg-type]
+
+
 def test_frames_in_an_amount_of_memory() -> None:
     spec = KVSpec(32, 8, 128, block_size=16)
     assert spec.frame_bytes == 2 * 2**20
@@ -110,7 +117,23 @@ def test_frames_in_an_amount_of_memory() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_layers": 0}, {"block_size": 0}, {"dtype": "float64"}, {"kv_dtype": "int3"}, {"kv_dtype": "int4", "head_dim": 5}, {"window": 0}],
+    [
+        {"num_layers": 0},
+        {"num_layers": 2.0},
+        {"num_layers": None},
+        {"num_layers": True},
+        {"block_size": 0},
+        {"block_size": "16"},
+        {"dtype": "float64"},
+        {"dtype": ["float32"]},
+        {"kv_dtype": "int3"},
+        {"kv_dtype": ""},
+        {"kv_dtype": ["int8"]},
+        {"kv_dtype": "float32"},  # of a model that computes in bfloat16
+        {"kv_dtype": "float16"},
+        {"kv_dtype": "int4", "head_dim": 5},
+        {"window": 0},
+    ],
 )
 def test_geometries_that_cannot_be(options: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
