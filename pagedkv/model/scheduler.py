@@ -4,7 +4,7 @@
        ▲                  │                            preempt: newest first, when a plan is out of frames; it is computed again later,
        └──── preempt ─────┘                                     mostly from the prefix cache
 
-Both queues are in order of arrival, and whoever runs is older than whoever waits. The oldest never gives way to others and fits the pool alone
+Both queues are in order of arrival, and whoever runs is older than whoever waits. The oldest gives way to nobody and fits the pool alone
 (the engine saw to that when it was submitted), so every step computes something and no one waits for ever.
 """
 
