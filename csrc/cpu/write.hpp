@@ -59,11 +59,9 @@ inline void write_tokens(const Write& w, int64_t first, int64_t end) {
                 char* at = w.scale.data + frame * w.scale.stride[0] + offset * w.scale.stride[1] + h * w.scale.stride[2];
                 float* stored_scale = reinterpret_cast<float*>(at);
                 if (w.scale_per_token_head) {
-                    float amax = 0.0f;
-                    for (int64_t d = 0; d < w.D; d++) {
-                        float magnitude = bits_to_float(float_to_bits(x[d]) & 0x7fffffff);
-                        amax = magnitude > amax ? magnitude : amax;
-                    }
+                    uint32_t bits = 0;  // magnitudes are ordered as their bits are, NaN last: a maximum of integers becomes vectors
+                    for (int64_t d = 0; d < w.D; d++) bits = (float_to_bits(x[d]) & 0x7fffffff) > bits ? float_to_bits(x[d]) & 0x7fffffff : bits;
+                    float amax = bits_to_float(bits);
                     *stored_scale = amax == 0.0f ? 1.0f : amax / largest_magnitude(w.kv_type);
                 }
                 scale = *stored_scale;
