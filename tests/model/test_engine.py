@@ -376,7 +376,7 @@ def test_samples_yet_to_be_born_count(checkpoint: Callable[[str], Checkpoint]) -
         engine.step()
         assert sum(len(s.heads) for s in engine.scheduler.running) <= 4
     narrow = build(checkpoint("llama"), num_frames=9, prefix_cache=False, limits=Limits(prefill_chunk=10))
-    for seed in range(2):  # 3 frames of prompt and 3 tails are 6 - 1; a second one has to wait for the first
+    for seed in range(2):  # 3 frames of prompt and 2 more tails, of 9: the second waits
         narrow.submit(prompt_of(40, seed=seed), params, num_samples=3)
     narrow.run()
     assert narrow.scheduler.preemptions == 0
