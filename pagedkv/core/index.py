@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pagedkv.core.state import I32, KEY, State
+from pagedkv.core.state import I32, Records, State
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: an odd number without pattern
 _SHIFT = np.uint64(32)
@@ -32,9 +32,9 @@ def root_parent(root: int) -> int:
 
 
 @njit(cache=True)
-def print_of(s: State, before: int, tokens: I32) -> int:
-    """The print of a page that holds `tokens` (int32 [S]) after a page of print `before`."""
-    mixed = np.uint64(s.reg[KEY]) ^ np.uint64(np.int64(before) & _LOW)
+def print_of(key: int, before: int, tokens: I32) -> int:
+    """The print of a page that holds `tokens` (int32 [S]) after a page of print `before`. `key` is reg[KEY]: State costs 100 ns a call."""
+    mixed = np.uint64(key) ^ np.uint64(np.int64(before) & _LOW)
     for i in range(0, len(tokens) - 1, 2):
         pair = np.uint64(np.int64(tokens[i]) & _LOW) | (np.uint64(np.int64(tokens[i + 1]) & _LOW) << _SHIFT)
         mixed = (mixed ^ pair) * _MULTIPLIER
@@ -46,20 +46,23 @@ def print_of(s: State, before: int, tokens: I32) -> int:
 
 
 @njit(cache=True)
-def find(s: State, parent: int, mark: int, tokens: I32) -> int:
-    """The published frame that holds `tokens` (int32 [S]), whose print is `mark`, after `parent`; -1 if there is none."""
-    generation = s.frames[parent].generation if parent >= 0 else np.uint32(0)
-    frame = s.bucket[mark & (len(s.bucket) - 1)]
+def find(records: Records, bucket: I32, held: I32, parent: int, mark: int, tokens: I32) -> int:
+    """The published frame that holds `tokens` (int32 [S]), whose print is `mark`, after `parent`; -1 if there is none.
+
+    Takes s.frames, s.bucket and s.tokens: State costs 100 ns a call.
+    """
+    generation = records[parent].generation if parent >= 0 else np.uint32(0)
+    frame = bucket[mark & (len(bucket) - 1)]
     while frame >= 0:
-        if s.frames[frame].print == mark and s.frames[frame].parent == parent and s.frames[frame].parent_generation == generation:
+        if records[frame].print == mark and records[frame].parent == parent and records[frame].parent_generation == generation:
             same = True
             for i in range(len(tokens)):
-                if s.tokens[frame, i] != tokens[i]:
+                if held[frame, i] != tokens[i]:
                     same = False
                     break
             if same:
                 return frame
-        frame = s.frames[frame].chain
+        frame = records[frame].chain
     return -1
 
 
@@ -78,7 +81,7 @@ def insert(s: State, frame: int, parent: int, mark: int) -> None:
     if parent < 0:
         s.roots[-2 - parent, 0] += 1
     if len(s.kin):
-        _adopt(s, frame, parent)
+        _adopt(s.kin, s.roots, frame, parent)
 
 
 @njit(cache=True)
@@ -94,37 +97,35 @@ def remove(s: State, frame: int) -> None:
         s.frames[here].chain = s.frames[frame].chain
     s.frames[frame].published = 0
     parent = s.frames[frame].parent
-    if len(s.kin):
-        _disown(s, frame, parent)
+    if len(s.kin) and (parent < 0 or (s.frames[parent].published and s.frames[parent].generation == s.frames[frame].parent_generation)):
+        _disown(s.kin, s.roots, frame, parent)  # else the page before is gone, and the list of its successors with it
     if parent < 0:
         s.roots[-2 - parent, 0] -= 1
 
 
-@njit(cache=True)
-def _adopt(s: State, frame: int, parent: int) -> None:
-    first = s.kin[parent, 0] if parent >= 0 else s.roots[-2 - parent, 1]
-    s.kin[frame, 0], s.kin[frame, 1], s.kin[frame, 2] = -1, first, -1
+@njit(cache=True, inline="always")  # and without State: the call would cost more than what it does
+def _adopt(kin: I32, roots: I32, frame: int, parent: int) -> None:
+    first = kin[parent, 0] if parent >= 0 else roots[-2 - parent, 1]
+    kin[frame, 0], kin[frame, 1], kin[frame, 2] = -1, first, -1
     if first >= 0:
-        s.kin[first, 2] = frame
+        kin[first, 2] = frame
     if parent >= 0:
-        s.kin[parent, 0] = frame
+        kin[parent, 0] = frame
     else:
-        s.roots[-2 - parent, 1] = frame
+        roots[-2 - parent, 1] = frame
 
 
-@njit(cache=True)
-def _disown(s: State, frame: int, parent: int) -> None:
-    if parent >= 0 and (s.frames[parent].published == 0 or s.frames[parent].generation != s.frames[frame].parent_generation):
-        return  # the page before is gone, and the list of its successors with it
-    following, before = s.kin[frame, 1], s.kin[frame, 2]
+@njit(cache=True, inline="always")
+def _disown(kin: I32, roots: I32, frame: int, parent: int) -> None:
+    following, before = kin[frame, 1], kin[frame, 2]
     if following >= 0:
-        s.kin[following, 2] = before
+        kin[following, 2] = before
     if before >= 0:
-        s.kin[before, 1] = following
+        kin[before, 1] = following
     elif parent >= 0:
-        s.kin[parent, 0] = following
+        kin[parent, 0] = following
     else:
-        s.roots[-2 - parent, 1] = following
+        roots[-2 - parent, 1] = following
 
 
 @njit(cache=True)

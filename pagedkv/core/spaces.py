@@ -25,6 +25,8 @@ from pagedkv.core.state import (
     HELD,
     HOLE,
     I32,
+    KEY,
+    MAPPED,
     MATCHED,
     MISSED_EVICTED,
     MISSED_NEW,
@@ -64,7 +66,12 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int
     size = s.tokens.shape[1]
     pages, gone, parent = probe(s, root, seed, token_ids, s.table[asid])
     for page in range(pages):
-        _use(s, s.table[asid, page])
+        frame = s.table[asid, page]
+        if s.frames[frame].status == MAPPED:  # _use, spelled out
+            s.frames[frame].refs += 1
+            s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
+        else:
+            _use(s, frame)
     s.spaces[asid].num_pages = pages
     s.spaces[asid].complete = pages
     matched = pages * size
@@ -101,8 +108,8 @@ def probe(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[i
     parent, mark = index.root_parent(root), seed
     for page in range(max(0, (len(token_ids) - 1) // size)):
         tokens = token_ids[page * size : (page + 1) * size]
-        mark = index.print_of(s, mark, tokens)
-        frame = index.find(s, parent, mark, tokens)
+        mark = index.print_of(s.reg[KEY], mark, tokens)
+        frame = index.find(s.frames, s.bucket, s.tokens, parent, mark, tokens)
         if frame < 0:
             return page, index.remembers(s, mark), parent
         found[page] = frame
@@ -119,7 +126,7 @@ def fork_space(s: State, asid: int) -> int:
         frame = s.table[asid, page]
         s.table[child, page] = frame
         if frame != HOLE:
-            frames.share(s, frame)
+            s.frames[frame].refs += 1  # frames.share of a mapped one, spelled out: the call costs 100 ns
     s.spaces[child].num_pages = s.spaces[asid].num_pages
     s.spaces[child].complete = s.spaces[asid].complete
     s.spaces[child].first_hole = s.spaces[asid].first_hole
@@ -220,8 +227,8 @@ def publish_pages(s: State, asid: int) -> None:
     for page in range(s.spaces[asid].complete, s.spaces[asid].length // s.tokens.shape[1]):
         frame = s.table[asid, page]
         if not s.frames[frame].published:
-            mark = index.print_of(s, mark, s.tokens[frame])
-            known = index.find(s, parent, mark, s.tokens[frame])
+            mark = index.print_of(s.reg[KEY], mark, s.tokens[frame])
+            known = index.find(s.frames, s.bucket, s.tokens, parent, mark, s.tokens[frame])
             if known >= 0 and s.spaces[asid].outstanding > 0:
                 return  # a plan under way reads ours, perhaps through an older table: the last one settled comes back to this
             if known >= 0:
