@@ -173,6 +173,7 @@ struct Walk {
     // For each key of head h (its K or V), what is read AHEAD bytes later: K of all heads, V of all heads, the next tile.
     void look_ahead(const Tile& tile, const Tile& next, bool is_v, int64_t h, const char** later) const {
         int64_t heads = u.k1 - u.k0, block = (is_v ? heads : 0) + h - u.k0, t = 0;
+        int64_t every = (is_v ? direct_v : direct_k) ? keys_at_once(ROWS) : 1;  // they look at every so many
         int64_t i = AHEAD / (is_v ? v_bytes : k_bytes) / 4 * 4;
         for (; i >= tile.padded; i -= tile.padded) block++;
         for (; t < tile.padded; i = 0, block++) {
@@ -180,7 +181,7 @@ struct Walk {
             const Tile& there = of_next ? next : tile;
             int64_t offset = (u.k0 + block % heads) * (v ? a.v.stride[2] : a.k.stride[2]);
             const char* const* from = v ? there.v : there.k;
-            for (; i < tile.padded && t < tile.padded; i++, t++) later[t] = from[i < there.padded ? i : 0] + offset;
+            for (; i < tile.padded && t < tile.padded; i += every, t += every) later[t] = from[i < there.padded ? i : 0] + offset;
         }
     }
 
