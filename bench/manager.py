@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 
-from pagedkv.core import MemoryManager, frames
-from pagedkv.core.state import I32, State
+from pagedkv.core import MemoryManager
+from pagedkv.core.state import I32
 
 BLOCK = 16
 RESULTS = Path(__file__).parent / "results" / "manager.jsonl"
@@ -82,18 +81,11 @@ def decode(batch: int, num_frames: int, context: int = 1) -> Callable[[], float]
     return run
 
 
-@njit
-def take_and_drop(s: State, taken: I32) -> None:
-    """What plan and release do for each frame."""
-    for i in range(len(taken)):
-        taken[i] = frames.take(s)
-    for i in range(len(taken) - 1, -1, -1):
-        frames.drop(s, taken[i], True, 0, 0)
-
-
 def allocate_and_release(batch: int, num_frames: int) -> Callable[[], float]:
-    mm, taken = MemoryManager(num_frames, BLOCK), np.empty(batch, np.int32)
-    return lambda: timed(lambda: take_and_drop(mm.state, taken))
+    """plan and abort of `batch` frames: slots and positions of all their tokens are made, too."""
+    mm = MemoryManager(num_frames, 1)
+    space = mm.open()
+    return lambda: timed(lambda: mm.abort(mm.plan([space], [batch])))
 
 
 def match(pages: int, num_frames: int) -> Callable[[], float]:

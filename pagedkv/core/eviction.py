@@ -25,6 +25,7 @@ from pagedkv.core.state import (
     COLD,
     DONTNEED,
     FIRST_LIST,
+    I64,
     INFLATION,
     NOBODY,
     NORMAL,
@@ -34,6 +35,7 @@ from pagedkv.core.state import (
     SCALE,
     TICK,
     USED_LISTS,
+    Records,
     State,
 )
 
@@ -53,78 +55,78 @@ MASK: Final = 2**31 - 1  # marks are kept modulo 2**31
 
 
 @njit(cache=True)
-def enter(s: State, frame: int, number: int) -> None:
+def enter(records: Records, reg: I64, frame: int, number: int) -> None:
     """Put `frame` at the newest end of a list."""
     base = FIRST_LIST + 4 * number
-    newest = s.reg[base + NEWEST]
-    s.frames[frame].older = newest
-    s.frames[frame].newer = NOBODY
-    s.frames[frame].place = number
+    newest = reg[base + NEWEST]
+    records[frame].older = newest
+    records[frame].newer = NOBODY
+    records[frame].place = number
     if newest == NOBODY:
-        s.reg[base + OLDEST] = frame
+        reg[base + OLDEST] = frame
     else:
-        s.frames[newest].newer = frame
-    s.reg[base + NEWEST] = frame
-    s.reg[base + LENGTH] += 1
+        records[newest].newer = frame
+    reg[base + NEWEST] = frame
+    reg[base + LENGTH] += 1
 
 
 @njit(cache=True)
-def leave(s: State, frame: int) -> None:
+def leave(records: Records, reg: I64, frame: int) -> None:
     """Take `frame` off the list it is on."""
-    base = FIRST_LIST + 4 * s.frames[frame].place
-    older, newer = s.frames[frame].older, s.frames[frame].newer
+    base = FIRST_LIST + 4 * records[frame].place
+    older, newer = records[frame].older, records[frame].newer
     if older == NOBODY:
-        s.reg[base + OLDEST] = newer
+        reg[base + OLDEST] = newer
     else:
-        s.frames[older].newer = newer
+        records[older].newer = newer
     if newer == NOBODY:
-        s.reg[base + NEWEST] = older
+        reg[base + NEWEST] = older
     else:
-        s.frames[newer].older = older
-    s.reg[base + LENGTH] -= 1
-    s.frames[frame].place = NOWHERE
+        records[newer].older = older
+    reg[base + LENGTH] -= 1
+    records[frame].place = NOWHERE
 
 
 @njit(cache=True)
-def rank(s: State, frame: int, page: int, wish: int) -> int:
-    """The list for `frame`, which held page `page` of a space of that `wish`."""
-    rule, top = s.reg[RULE], s.reg[USED_LISTS] - 1
+def rank(records: Records, reg: I64, frame: int, position: int, wish: int) -> int:
+    """The list for `frame`, whose first token was at `position` of a space of that `wish`."""
+    rule, top = reg[RULE], reg[USED_LISTS] - 1
     if wish < 0:
         return NORMAL + wish
     if rule == ALIKE:
         return NORMAL
     if rule == AGAIN:
-        return NORMAL + 1 if s.frames[frame].uses > 0 else NORMAL
+        return NORMAL + 1 if records[frame].uses > 0 else NORMAL
     if rule == USES:
-        return min(top, NORMAL + int(s.frames[frame].uses))
+        return min(top, NORMAL + int(records[frame].uses))
     if rule == RETENTION:
         return min(top, NORMAL + wish)
-    cost = 1.0 + page * s.tokens.shape[1] / s.reg[SCALE]  # attention reads all that is before the page
-    return min(top, NORMAL + int(2.0 * math.log2((1 + int(s.frames[frame].uses)) * cost)))
+    cost = 1.0 + position / reg[SCALE]  # attention reads all that is before the page
+    return min(top, NORMAL + int(2.0 * math.log2((1 + int(records[frame].uses)) * cost)))
 
 
 @njit(cache=True)
-def raise_floor(s: State, frame: int) -> None:
+def raise_floor(records: Records, frame: int) -> None:
     """Tell the page before `frame` which list `frame` is meant for."""
-    parent = s.frames[frame].parent
+    parent = records[frame].parent
     if parent >= 0:
-        s.frames[parent].floor = max(s.frames[parent].floor, max(s.frames[frame].rank + 1, s.frames[frame].floor))
+        records[parent].floor = max(records[parent].floor, max(records[frame].rank + 1, records[frame].floor))
 
 
 @njit(cache=True)
-def enlist(s: State, frame: int) -> None:
+def enlist(records: Records, reg: I64, frame: int) -> None:
     """`frame` is evictable now."""
-    s.frames[frame].mark = (s.reg[CLOCK] if s.reg[INFLATION] else s.reg[TICK]) & MASK
-    raise_floor(s, frame)
-    enter(s, frame, max(int(s.frames[frame].rank), int(s.frames[frame].floor) - 1))
-    s.reg[NUM_EVICTABLE] += 1
+    records[frame].mark = (reg[CLOCK] if reg[INFLATION] else reg[TICK]) & MASK
+    raise_floor(records, frame)
+    enter(records, reg, frame, max(int(records[frame].rank), int(records[frame].floor) - 1))
+    reg[NUM_EVICTABLE] += 1
 
 
 @njit(cache=True)
-def delist(s: State, frame: int) -> None:
+def delist(records: Records, reg: I64, frame: int) -> None:
     """`frame` is not evictable any more."""
-    leave(s, frame)
-    s.reg[NUM_EVICTABLE] -= 1
+    leave(records, reg, frame)
+    reg[NUM_EVICTABLE] -= 1
 
 
 @njit(cache=True)

@@ -76,7 +76,7 @@ def insert(s: State, frame: int, parent: int, mark: int) -> None:
     s.frames[frame].chain = s.bucket[bucket]
     s.bucket[bucket] = frame
     s.frames[frame].published = 1
-    if remembers(s, mark):
+    if remembers(s.ghosts, mark):
         s.frames[frame].uses = 1  # it was here before
     if parent < 0:
         s.roots[-2 - parent, 0] += 1
@@ -153,9 +153,9 @@ def remember(s: State, frame: int) -> None:
 
 
 @njit(cache=True)
-def remembers(s: State, mark: int) -> bool:
+def remembers(ghosts: I32, mark: int) -> bool:
     """Whether a page of this print was evicted not long ago. May be wrong, rarely: 30 bits of a hash are compared."""
-    return s.ghosts[mark & (len(s.ghosts) - 1)] == (mark >> 2) + 1
+    return ghosts[mark & (len(ghosts) - 1)] == (mark >> 2) + 1
 
 
 @njit(cache=True)

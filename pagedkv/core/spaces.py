@@ -25,8 +25,8 @@ from pagedkv.core.state import (
     HELD,
     HOLE,
     I32,
+    I64,
     KEY,
-    MAPPED,
     MATCHED,
     MISSED_EVICTED,
     MISSED_NEW,
@@ -36,6 +36,7 @@ from pagedkv.core.state import (
     PINNED,
     PUBLISHING,
     UNUSED,
+    Records,
     State,
 )
 
@@ -67,11 +68,7 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int
     pages, gone, parent = probe(s, root, seed, token_ids, s.table[asid])
     for page in range(pages):
         frame = s.table[asid, page]
-        if s.frames[frame].status == MAPPED:  # _use, spelled out
-            s.frames[frame].refs += 1
-            s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
-        else:
-            _use(s, frame)
+        _use(s.frames, s.reg, frame)
     s.spaces[asid].num_pages = pages
     s.spaces[asid].complete = pages
     matched = pages * size
@@ -80,7 +77,7 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int
         asked = max(0, len(token_ids) - 1)
         frame, common = index.find_part(s, parent, token_ids[matched:asked])
         if frame >= 0:  # others see this page: the first write copies it
-            _use(s, frame)
+            _use(s.frames, s.reg, frame)
             s.table[asid, pages] = frame
             s.spaces[asid].num_pages = pages + 1
             matched += common
@@ -93,9 +90,9 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int
 
 
 @njit(cache=True)
-def _use(s: State, frame: int) -> None:
-    frames.share(s, frame)
-    s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
+def _use(records: Records, reg: I64, frame: int) -> None:
+    frames.share(records, reg, frame)
+    records[frame].uses = min(255, int(records[frame].uses) + 1)
 
 
 @njit(cache=True)
@@ -111,7 +108,7 @@ def probe(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[i
         mark = index.print_of(s.reg[KEY], mark, tokens)
         frame = index.find(s.frames, s.bucket, s.tokens, parent, mark, tokens)
         if frame < 0:
-            return page, index.remembers(s, mark), parent
+            return page, index.remembers(s.ghosts, mark), parent
         found[page] = frame
         parent = frame
     return max(0, (len(token_ids) - 1) // size), False, parent
@@ -152,7 +149,8 @@ def _unmap(s: State, asid: int, page: int) -> None:
         return
     keep = keeps(s, asid, page)
     parent = s.frames[frame].parent
-    frames.drop(s, frame, keep, page, s.spaces[asid].wish)
+    if frames.let_go(s.frames, s.reg, frame, keep, page * s.tokens.shape[1], s.spaces[asid].wish):
+        frames.free(s, frame)
     s.table[asid, page] = HOLE
     if keep and page > s.spaces[asid].first_hole and s.frames[frame].status == CACHED:
         while parent >= 0:  # its prefix became evictable before it: move that behind it (I9)
@@ -165,7 +163,13 @@ def _unmap(s: State, asid: int, page: int) -> None:
 def drop_tail(s: State, asid: int, num_pages: int) -> None:
     """Unmap the pages of `asid` from `num_pages` on, last one first."""
     for page in range(s.spaces[asid].num_pages - 1, num_pages - 1, -1):
-        _unmap(s, asid, page)
+        frame = s.table[asid, page]
+        if frame == HOLE or page > s.spaces[asid].first_hole:
+            _unmap(s, asid, page)
+            continue
+        s.table[asid, page] = HOLE  # _unmap, spelled out: the call costs 100 ns
+        if frames.let_go(s.frames, s.reg, frame, True, page * s.tokens.shape[1], s.spaces[asid].wish):
+            frames.free(s, frame)
     s.spaces[asid].num_pages = min(s.spaces[asid].num_pages, num_pages)
 
 
@@ -232,7 +236,7 @@ def publish_pages(s: State, asid: int) -> None:
             if known >= 0 and s.spaces[asid].outstanding > 0:
                 return  # a plan under way reads ours, perhaps through an older table: the last one settled comes back to this
             if known >= 0:
-                frames.share(s, known)
+                frames.share(s.frames, s.reg, known)
                 s.table[asid, page] = known
                 frames.drop(s, frame, False, page, 0)
                 s.reg[DEDUPLICATED] += 1
@@ -255,7 +259,7 @@ def pin_space(s: State, asid: int) -> int:
         frame = s.table[asid, page]
         s.table[row, page] = frame
         if frame != HOLE:
-            frames.share(s, frame)
+            frames.share(s.frames, s.reg, frame)
     _hold(s, row, pages)
     return row
 
@@ -294,7 +298,7 @@ def pin_frames(s: State, closure: I32) -> int:
     row = _new_row(s, 0, 0)
     s.spaces[row].status = HELD
     for page in range(len(closure)):
-        frames.share(s, closure[page])
+        frames.share(s.frames, s.reg, closure[page])
         s.table[row, page] = closure[page]
     _hold(s, row, len(closure))
     return row

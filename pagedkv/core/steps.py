@@ -142,7 +142,9 @@ def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I3
             c += 1
         end = start + count
         for page in range(s.spaces[asid].num_pages, (end + size - 1) // size):
-            s.table[asid, page] = frames.take(s)
+            if s.reg[NUM_FREE] == 0:
+                frames.evict(s)
+            s.table[asid, page] = frames.pop(s.frames, s.reg)
             s.spaces[asid].num_pages = page + 1
         for position in range(start, end):
             positions[t] = position
@@ -215,7 +217,7 @@ def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, 
         source, target, asid = copies[c, 0], copies[c, 1], copies[c, 2]
         if not copied:
             page = s.spaces[asid].num_pages - 1
-            frames.share(s, source)
+            frames.share(s.frames, s.reg, source)
             s.table[asid, page] = source
             frames.drop(s, target, False, page, 0)
         _unpin_source(s, source, copies[c, 3])
