@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 
 from pagedkv.errors import InvariantViolation
 from pagedkv.kernels.ops import copy_frames
-from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.engine import BUNDLED, Engine, Limits
 from pagedkv.model.records import DEMO_ANSWER, DEMO_PROMPT, document
 from pagedkv.model.sampler import SamplingParams
 
@@ -42,6 +43,20 @@ def test_the_demo_is_answered_right(engine: Engine) -> None:
 )
 def test_the_demo_is_answered_right_in_other_pools(options: dict[str, Any]) -> None:
     assert answers(Engine.load(**{"dtype": "float32", "num_frames": 400, **options}), [DEMO_PROMPT]) == [DEMO_ANSWER]
+
+
+def test_transformers_computes_the_same_from_the_bundled_checkpoint(engine: Engine) -> None:
+    """The same logits and the same greedy answer, from the same folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype="float32").eval()
+    ids = engine.tokenizer.encode(DEMO_PROMPT)
+    prompt = torch.tensor([ids])
+    theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40)[0, len(ids) :]
+    assert engine.generate([ids], SHORT)[0].completions[0].token_ids == theirs.tolist()
+    batch = engine.cache.plan([engine.cache.open()], [len(ids)])
+    ours = engine.decoder.forward(prompt[0], batch.args, engine.cache)
+    engine.cache.abort(batch)
+    with torch.inference_mode():
+        assert (ours - model(prompt).logits[0]).abs().max() <= 1e-4 * ours.abs().max()
 
 
 def test_held_out_questions_over_a_thousand_tokens(engine: Engine) -> None:
