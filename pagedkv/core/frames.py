@@ -46,7 +46,7 @@ from pagedkv.core.state import (
 )
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _push(records: Records, reg: I64, frame: int) -> None:
     records[frame].status = FREE
     records[frame].newer = reg[FREE_TOP]
@@ -83,7 +83,7 @@ def take(s: State) -> int:
     return pop(s.frames, s.reg)
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def pop(records: Records, reg: I64) -> int:
     """The frame that was freed last, mapped once. There is one."""
     frame = reg[FREE_TOP]
@@ -99,7 +99,7 @@ def pop(records: Records, reg: I64) -> int:
     return frame
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def share(records: Records, reg: I64, frame: int) -> None:
     """One more page-table entry names `frame`, which is mapped, cached, or retired and about to be restored."""
     records[frame].refs += 1
@@ -134,7 +134,7 @@ def drop(s: State, frame: int, keep: bool, page: int, wish: int) -> None:
         free(s, frame)
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def let_go(records: Records, reg: I64, frame: int, keep: bool, position: int, wish: int) -> bool:
     """`drop`, but for the index: returns whether the frame is still to be freed, as it is published."""
     records[frame].refs -= 1

@@ -31,7 +31,7 @@ def root_parent(root: int) -> int:
     return -2 - root
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def print_of(key: int, before: int, tokens: I32) -> int:
     """The print of a page that holds `tokens` (int32 [S]) after a page of print `before`. `key` is reg[KEY]: State costs 100 ns a call."""
     mixed = np.uint64(key) ^ np.uint64(np.int64(before) & _LOW)
@@ -45,7 +45,7 @@ def print_of(key: int, before: int, tokens: I32) -> int:
     return int((mixed * _MULTIPLIER) >> _SHIFT)
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def find(records: Records, bucket: I32, held: I32, parent: int, mark: int, tokens: I32) -> int:
     """The published frame that holds `tokens` (int32 [S]), whose print is `mark`, after `parent`; -1 if there is none.
 
@@ -152,7 +152,7 @@ def remember(s: State, frame: int) -> None:
     s.ghosts[mark & (len(s.ghosts) - 1)] = (mark >> 2) + 1
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def remembers(ghosts: I32, mark: int) -> bool:
     """Whether a page of this print was evicted not long ago. May be wrong, rarely: 30 bits of a hash are compared."""
     return ghosts[mark & (len(ghosts) - 1)] == (mark >> 2) + 1

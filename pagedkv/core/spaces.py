@@ -89,7 +89,7 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int
     return asid
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _use(records: Records, reg: I64, frame: int) -> None:
     frames.share(records, reg, frame)
     records[frame].uses = min(255, int(records[frame].uses) + 1)
