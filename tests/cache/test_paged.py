@@ -102,8 +102,10 @@ def test_a_plan_that_fails_leaves_the_bytes(cache: PagedKVCache) -> None:
 @pytest.mark.parametrize("place", ["copy_frames", "packing", "_poison"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
-    place: str, error: type[BaseException], cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch
+    place: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PAGEDKV_DEBUG", "2")  # so that there is poison
+    cache = PagedKVCache(SPEC, num_frames=32)
     space = cache.open()
     extend(cache, space, [1, 2, 3])
     twin = space.fork()
@@ -113,8 +115,6 @@ def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
         raise error("broken off")
 
     with monkeypatch.context() as patch:
-        if place == "_poison":
-            cache._watched = True
         patch.setattr(*{"copy_frames": (paged, place), "packing": (paged.packing, "on_cpu"), "_poison": (cache, place)}[place], breaking)
         with pytest.raises(error, match="broken off"):
             cache.plan([space, twin], [3, 3])

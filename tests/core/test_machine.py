@@ -119,9 +119,8 @@ class Machine(RuleBasedStateMachine):
     def commit(self, data: some.DataObject) -> None:
         step = data.draw(some.sampled_from(self.oracle.plans))
         at = self.oracle.plans.index(step)
-        older = any(
-            o in p.owners and t for p in self.oracle.plans[:at] for o, t in zip(p.owners, p.tokens, strict=True) if o in step.owners
-        )
+        writers = [o for o, t in zip(step.owners, step.tokens, strict=True) if t]  # a plan of nothing can be settled at any time
+        older = any(o in writers and t for p in self.oracle.plans[:at] for o, t in zip(p.owners, p.tokens, strict=True))
         flat = [token for new in step.tokens for token in new]
         if older:
             self.refused(PlanConflict, lambda: self.mm.commit(step.plan, flat))
