@@ -43,7 +43,7 @@ check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built stric
 	@built=`$(MKDOCS) 2>&1` || { echo "$$built"; exit 1; }
 
 bench: $(STAMPS)/dev ## the microbenchmarks; results are appended to bench/results
-	@$(BIN)/python -m bench
+	@$(BIN)/python -m pagedkv.bench
 
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the folder that becomes `pagedkv.kernels.triton`, and the optional C++ extension.
+"""What pyproject.toml cannot say: the folders that become `pagedkv.kernels.triton` and `pagedkv.bench`, and the optional C++ extension.
 
 The extension `pagedkv.kernels._cpu` is pybind11 over raw pointers and strides, built from csrc/cpu/*.cpp. It never links against torch, so
 one wheel serves every torch version, and it is optional: without pybind11 or a compiler the install succeeds, one line says what is missing
@@ -25,6 +25,12 @@ X86_FLAGS = {  # a source per instruction set, each with its own flags; which on
 }
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wno-maybe-uninitialized"]
 REMEDY = "The reference serves instead, slowly. To have the C++ kernels, install {} and then pagedkv again."
+
+
+ELSEWHERE = {  # package: its folder. A top-level `triton_kernels` is another project's name, and `bench` would be anybody's
+    "pagedkv.kernels.triton": "triton_kernels",
+    "pagedkv.bench": "bench",
+}
 
 
 def say(line: str) -> None:
@@ -71,8 +77,8 @@ class OptionalBuild(build_ext):
 
 if __name__ == "__main__":
     setup(
-        packages=[*find_packages(include=["pagedkv*"]), "pagedkv.kernels.triton"],
-        package_dir={"pagedkv.kernels.triton": "triton_kernels"},  # a top-level `triton_kernels` is another project's name
+        packages=[*find_packages(include=["pagedkv*"]), *ELSEWHERE],
+        package_dir=ELSEWHERE,
         ext_modules=extensions(),
         cmdclass={"build_ext": OptionalBuild},
     )

@@ -1,10 +1,10 @@
-"""All microbenchmarks, one after the other, with the defaults of each: `python -m bench`, or one of them: `python -m bench.manager`."""
+"""All microbenchmarks, one after the other, with the defaults of each: `python -m pagedkv.bench`."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-for runner in ("bench.manager", "bench.attention"):
-    print(f"\n{runner}", flush=True)
-    subprocess.run([sys.executable, "-m", runner], check=True)
+for command in (["-m", "pagedkv", "bench", "manager"], ["-m", "pagedkv.bench.attention"]):
+    print(f"\n{' '.join(command)}", flush=True)
+    subprocess.run([sys.executable, *command], check=True)

@@ -42,8 +42,8 @@ ARROWS = {
 
 ALSO = {
     "integrations": {"pagedkv.core"},  # MemoryManager, for those who hold their own tensors; the package, not its parts
-    "cli": {"pagedkv.core", "pagedkv.core.policies", "pagedkv.core.replay", "pagedkv.kernels.registry"},
-    #      for `replay`; and the registry: `doctor` shows why a kernel cannot run here
+    "cli": {"pagedkv.core", "pagedkv.core.policies", "pagedkv.core.replay", "pagedkv.kernels.registry", "pagedkv.bench"},
+    #      for `replay`; the registry: `doctor` shows why a kernel cannot run here; and the runners of benchmarks
 }
 """Single modules open to a layer; integrations and cli may import the public names from `pagedkv` too."""
 
@@ -123,6 +123,7 @@ def objections(module: str, source: str, is_package: bool = False) -> list[str]:
             continue
         to = layer_of(target)
         allowed = to in {layer, "free"} | ARROWS.get(layer, set()) or target in ALSO.get(layer, set())
+        allowed |= layer == "cli" and target.startswith("pagedkv.bench.")
         allowed |= layer in ALSO and (public or target == "pagedkv")
         allowed |= target == "pagedkv" and layer != "free"  # __version__; public names were resolved to their homes
         if not allowed:

@@ -80,9 +80,14 @@ def test_the_wheel_carries_all_of_the_package(wheel):
     tracked = [path for path in (ROOT / "pagedkv").rglob("*.py") if "__pycache__" not in path.parts]
     expected = {path.relative_to(ROOT).as_posix() for path in tracked}
     expected |= {f"pagedkv/kernels/triton/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
+    expected |= {f"pagedkv/bench/{path.name}" for path in (ROOT / "bench").glob("*.py")}
     expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "pagedkv/model/bundled").rglob("*") if path.is_file()}
     expected |= {"pagedkv/py.typed", f"pagedkv-{pagedkv.__version__}.dist-info/licenses/LICENSE"}
     assert sorted(expected - names_in(wheel)) == []
+
+
+def test_the_results_of_benchmarks_stay_in_the_checkout(wheel):
+    assert not [name for name in names_in(wheel) if name.endswith(".jsonl")]
 
 
 def test_the_command_is_declared(wheel):

@@ -23,6 +23,9 @@ from pagedkv.errors import InvalidRequest, PagedKVError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 
+benchmarks = typer.Typer(add_completion=False)
+app.add_typer(benchmarks, name="bench")
+
 ShellError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 """ClickException, the root of what typer raises at bad options. Newer typers bring a click of their own, in which it has no public name."""
 
@@ -108,6 +111,25 @@ def replay_trace(
 
     sizes = num_frames or [frames_in(text, bytes_per_token) for text in memory or ()]
     run(trace, sizes, policy or ["lru"], as_json=as_json, plot=plot)
+
+
+@benchmarks.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
+    """Microbenchmarks of this machine; what is compared runs in turn, in one run."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@benchmarks.command("manager")
+def bench_manager(
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Each goes through all cases in turn.")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, no more.")] = False,
+    record: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the rows there, not to bench/results of a checkout.")] = None,
+) -> None:
+    """What planning, committing, matching, publishing and forking cost. Slow is no failure: the exit status is 0."""
+    from pagedkv.cli.bench import manager  # numba
+
+    manager(rounds, as_json=as_json, keep=record)
 
 
 def main(argv: list[str] | None = None) -> None:
