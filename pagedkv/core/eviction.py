@@ -18,8 +18,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from numba import njit
-
+from pagedkv.core.compiled import compiled, inlined
 from pagedkv.core.state import (
     CLOCK,
     COLD,
@@ -54,7 +53,7 @@ BONUS: Final = 3
 MASK: Final = 2**31 - 1  # marks are kept modulo 2**31
 
 
-@njit(cache=True, inline="always")
+@inlined
 def enter(records: Records, reg: I64, frame: int, number: int) -> None:
     """Put `frame` at the newest end of a list."""
     base = FIRST_LIST + 4 * number
@@ -70,7 +69,7 @@ def enter(records: Records, reg: I64, frame: int, number: int) -> None:
     reg[base + LENGTH] += 1
 
 
-@njit(cache=True, inline="always")
+@inlined
 def leave(records: Records, reg: I64, frame: int) -> None:
     """Take `frame` off the list it is on."""
     base = FIRST_LIST + 4 * records[frame].place
@@ -87,7 +86,7 @@ def leave(records: Records, reg: I64, frame: int) -> None:
     records[frame].place = NOWHERE
 
 
-@njit(cache=True, inline="always")
+@inlined
 def rank(records: Records, reg: I64, frame: int, position: int, wish: int) -> int:
     """The list for `frame`, whose first token was at `position` of a space of that `wish`."""
     rule, top = reg[RULE], reg[USED_LISTS] - 1
@@ -105,7 +104,7 @@ def rank(records: Records, reg: I64, frame: int, position: int, wish: int) -> in
     return min(top, NORMAL + int(2.0 * math.log2((1 + int(records[frame].uses)) * cost)))
 
 
-@njit(cache=True, inline="always")
+@inlined
 def raise_floor(records: Records, frame: int) -> None:
     """Tell the page before `frame` which list `frame` is meant for."""
     parent = records[frame].parent
@@ -113,7 +112,7 @@ def raise_floor(records: Records, frame: int) -> None:
         records[parent].floor = max(records[parent].floor, max(records[frame].rank + 1, records[frame].floor))
 
 
-@njit(cache=True, inline="always")
+@inlined
 def enlist(records: Records, reg: I64, frame: int) -> None:
     """`frame` is evictable now."""
     records[frame].mark = (reg[CLOCK] if reg[INFLATION] else reg[TICK]) & MASK
@@ -122,21 +121,21 @@ def enlist(records: Records, reg: I64, frame: int) -> None:
     reg[NUM_EVICTABLE] += 1
 
 
-@njit(cache=True, inline="always")
+@inlined
 def delist(records: Records, reg: I64, frame: int) -> None:
     """`frame` is not evictable any more."""
     leave(records, reg, frame)
     reg[NUM_EVICTABLE] -= 1
 
 
-@njit(cache=True)
+@inlined
 def _lead(s: State, number: int, now: int) -> int:
     """By how much the oldest frame of a list is below the clock: the greatest lead goes first."""
     base = FIRST_LIST + 4 * number
     return ((now - s.frames[s.reg[base + OLDEST]].mark) & MASK) - s.reg[base + BONUS]
 
 
-@njit(cache=True)
+@compiled
 def victim(s: State) -> int:
     """The frame to be evicted next; NOBODY if there is none. Moves the clock on if that is the policy's."""
     if s.reg[NUM_EVICTABLE] == 0:

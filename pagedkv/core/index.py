@@ -15,58 +15,59 @@ Complexity: O(block_size) a lookup or insertion, O(1) a removal; one to three ca
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from typing import Final
 
-from pagedkv.core.state import I32, Records, State
+import numpy as np
+
+from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.state import I32, State
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: an odd number without pattern
 _SHIFT = np.uint64(32)
 _LOW = np.int64(0xFFFFFFFF)
 
+AHEAD: Final = 64  # pages that are hashed before the first of them is looked up
 
-@njit(cache=True)
+
+@inlined
 def root_parent(root: int) -> int:
     """What stands for `root` where a first page names its parent."""
     return -2 - root
 
 
-@njit(cache=True, inline="always")
+@inlined
 def print_of(key: int, before: int, tokens: I32) -> int:
-    """The print of a page that holds `tokens` (int32 [S]) after a page of print `before`. `key` is reg[KEY]: State costs 100 ns a call."""
-    mixed = np.uint64(key) ^ np.uint64(np.int64(before) & _LOW)
-    for i in range(0, len(tokens) - 1, 2):
-        pair = np.uint64(np.int64(tokens[i]) & _LOW) | (np.uint64(np.int64(tokens[i + 1]) & _LOW) << _SHIFT)
-        mixed = (mixed ^ pair) * _MULTIPLIER
-        mixed ^= mixed >> _SHIFT
-    if len(tokens) % 2:
-        mixed = (mixed ^ np.uint64(np.int64(tokens[len(tokens) - 1]) & _LOW)) * _MULTIPLIER
-        mixed ^= mixed >> _SHIFT
-    return int((mixed * _MULTIPLIER) >> _SHIFT)
+    """The print of a page that holds `tokens` (int32 [S]) after a page of print `before`. `key` is reg[KEY].
 
-
-@njit(cache=True, inline="always")
-def find(records: Records, bucket: I32, held: I32, parent: int, mark: int, tokens: I32) -> int:
-    """The published frame that holds `tokens` (int32 [S]), whose print is `mark`, after `parent`; -1 if there is none.
-
-    Takes s.frames, s.bucket and s.tokens: State costs 100 ns a call.
+    Each token is mixed with a number of its own place, and the sum with what is before: the products do not wait for one another.
     """
-    generation = records[parent].generation if parent >= 0 else np.uint32(0)
-    frame = bucket[mark & (len(bucket) - 1)]
+    place, mixed = np.uint64(key), np.uint64(0)
+    for i in range(len(tokens)):
+        place += _MULTIPLIER
+        product = (np.uint64(np.int64(tokens[i]) & _LOW) ^ place) * _MULTIPLIER
+        mixed += product ^ (product >> _SHIFT)
+    mixed = (mixed ^ np.uint64(np.int64(before) & _LOW)) * _MULTIPLIER
+    return int(((mixed ^ (mixed >> _SHIFT)) * _MULTIPLIER) >> _SHIFT)
+
+
+@inlined
+def find(s: State, parent: int, mark: int, tokens: I32) -> int:
+    """The published frame that holds `tokens` (int32 [S]), whose print is `mark`, after `parent`; -1 if there is none."""
+    generation = s.frames[parent].generation if parent >= 0 else np.uint32(0)
+    frame = s.bucket[mark & (len(s.bucket) - 1)]
     while frame >= 0:
-        if records[frame].print == mark and records[frame].parent == parent and records[frame].parent_generation == generation:
-            same = True
+        record = s.frames[frame]
+        if record.print == mark and record.parent == parent and record.parent_generation == generation:
+            different = np.int32(0)
             for i in range(len(tokens)):
-                if held[frame, i] != tokens[i]:
-                    same = False
-                    break
-            if same:
+                different |= s.tokens[frame, i] ^ tokens[i]
+            if different == 0:
                 return frame
-        frame = records[frame].chain
+        frame = record.chain
     return -1
 
 
-@njit(cache=True)
+@inlined
 def insert(s: State, frame: int, parent: int, mark: int) -> None:
     """Publish `frame`, which is full and of print `mark`, after `parent`. The caller has made sure that no published frame is equal."""
     bucket = mark & (len(s.bucket) - 1)
@@ -84,7 +85,7 @@ def insert(s: State, frame: int, parent: int, mark: int) -> None:
         _adopt(s.kin, s.roots, frame, parent)
 
 
-@njit(cache=True)
+@compiled
 def remove(s: State, frame: int) -> None:
     """Make the published `frame` unfindable."""
     bucket = np.int64(s.frames[frame].print) & (len(s.bucket) - 1)
@@ -103,7 +104,7 @@ def remove(s: State, frame: int) -> None:
         s.roots[-2 - parent, 0] -= 1
 
 
-@njit(cache=True, inline="always")  # and without State: the call would cost more than what it does
+@inlined
 def _adopt(kin: I32, roots: I32, frame: int, parent: int) -> None:
     first = kin[parent, 0] if parent >= 0 else roots[-2 - parent, 1]
     kin[frame, 0], kin[frame, 1], kin[frame, 2] = -1, first, -1
@@ -115,7 +116,7 @@ def _adopt(kin: I32, roots: I32, frame: int, parent: int) -> None:
         roots[-2 - parent, 1] = frame
 
 
-@njit(cache=True, inline="always")
+@inlined
 def _disown(kin: I32, roots: I32, frame: int, parent: int) -> None:
     following, before = kin[frame, 1], kin[frame, 2]
     if following >= 0:
@@ -128,7 +129,7 @@ def _disown(kin: I32, roots: I32, frame: int, parent: int) -> None:
         roots[-2 - parent, 1] = following
 
 
-@njit(cache=True)
+@compiled
 def find_part(s: State, parent: int, tokens: I32) -> tuple[int, int]:
     """(frame, length): the successor of `parent` that begins with most of `tokens`, of the 32 published last; (-1, 0) if none does."""
     best, longest = -1, 0
@@ -145,20 +146,20 @@ def find_part(s: State, parent: int, tokens: I32) -> tuple[int, int]:
     return best, longest
 
 
-@njit(cache=True)
+@compiled
 def remember(s: State, frame: int) -> None:
     """`frame` is about to be evicted: keep its print, until one with the same place needs it."""
     mark = np.int64(s.frames[frame].print)
     s.ghosts[mark & (len(s.ghosts) - 1)] = (mark >> 2) + 1
 
 
-@njit(cache=True, inline="always")
+@inlined
 def remembers(ghosts: I32, mark: int) -> bool:
     """Whether a page of this print was evicted not long ago. May be wrong, rarely: 30 bits of a hash are compared."""
     return ghosts[mark & (len(ghosts) - 1)] == (mark >> 2) + 1
 
 
-@njit(cache=True)
+@compiled
 def reaches_root(s: State, frame: int) -> bool:
     """Whether the whole prefix of the published `frame` is still published. O(its pages)."""
     while True:

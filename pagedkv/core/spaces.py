@@ -14,9 +14,9 @@ A user's pin is a row too (HELD), which maps what it protects; nobody plans on i
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from pagedkv.core import frames, index
+from pagedkv.core.compiled import allocating, compiled, inlined
 from pagedkv.core.state import (
     ASKED,
     CACHED,
@@ -25,7 +25,6 @@ from pagedkv.core.state import (
     HELD,
     HOLE,
     I32,
-    I64,
     KEY,
     MATCHED,
     MISSED_EVICTED,
@@ -36,12 +35,11 @@ from pagedkv.core.state import (
     PINNED,
     PUBLISHING,
     UNUSED,
-    Records,
     State,
 )
 
 
-@njit(cache=True)
+@compiled
 def _new_row(s: State, root: int, seed: int) -> int:
     s.reg[NUM_SPARE] -= 1
     asid = s.spaces[s.reg[NUM_SPARE]].spare
@@ -59,7 +57,7 @@ def _new_row(s: State, root: int, seed: int) -> int:
     return asid
 
 
-@njit(cache=True)
+@compiled
 def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int:
     """A new row that maps the longest published prefix of `token_ids` (int32 [n]), short of its last token. O(pages matched)."""
     asid = _new_row(s, root, seed)
@@ -67,8 +65,7 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int
     size = s.tokens.shape[1]
     pages, gone, parent = probe(s, root, seed, token_ids, s.table[asid])
     for page in range(pages):
-        frame = s.table[asid, page]
-        _use(s.frames, s.reg, frame)
+        _use(s, s.table[asid, page])
     s.spaces[asid].num_pages = pages
     s.spaces[asid].complete = pages
     matched = pages * size
@@ -77,7 +74,7 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int
         asked = max(0, len(token_ids) - 1)
         frame, common = index.find_part(s, parent, token_ids[matched:asked])
         if frame >= 0:  # others see this page: the first write copies it
-            _use(s.frames, s.reg, frame)
+            _use(s, frame)
             s.table[asid, pages] = frame
             s.spaces[asid].num_pages = pages + 1
             matched += common
@@ -89,32 +86,36 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int
     return asid
 
 
-@njit(cache=True, inline="always")
-def _use(records: Records, reg: I64, frame: int) -> None:
-    frames.share(records, reg, frame)
-    records[frame].uses = min(255, int(records[frame].uses) + 1)
+@inlined
+def _use(s: State, frame: int) -> None:
+    frames.share(s.frames, s.reg, frame)
+    s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
 
 
-@njit(cache=True)
+@compiled
 def probe(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool, int]:
     """(pages, whether the next one was evicted not long ago, frame of the last): the longest published prefix, short of the last token.
 
-    Its frames are written into `found`; nothing else is changed.
+    Its frames are written into `found`, one for each whole page of `token_ids`; nothing else is changed.
     """
     size = s.tokens.shape[1]
-    parent, mark = index.root_parent(root), seed
-    for page in range(max(0, (len(token_ids) - 1) // size)):
-        tokens = token_ids[page * size : (page + 1) * size]
-        mark = index.print_of(s.reg[KEY], mark, tokens)
-        frame = index.find(s.frames, s.bucket, s.tokens, parent, mark, tokens)
-        if frame < 0:
-            return page, index.remembers(s.ghosts, mark), parent
-        found[page] = frame
-        parent = frame
-    return max(0, (len(token_ids) - 1) // size), False, parent
+    parent, mark, whole = index.root_parent(root), seed, max(0, (len(token_ids) - 1) // size)
+    for first in range(0, whole, index.AHEAD):
+        last = min(first + index.AHEAD, whole)
+        for page in range(first, last):  # hashed first, so that no lookup waits for another and their misses of the cache overlap
+            mark = index.print_of(s.reg[KEY], mark, token_ids[page * size : (page + 1) * size])
+            found[page] = mark - 2**31  # fits
+        for page in range(first, last):
+            mark = int(found[page]) + 2**31
+            frame = index.find(s, parent, mark, token_ids[page * size : (page + 1) * size])
+            if frame < 0:
+                return page, index.remembers(s.ghosts, mark), parent
+            found[page] = frame
+            parent = frame
+    return whole, False, parent
 
 
-@njit(cache=True)
+@compiled
 def fork_space(s: State, asid: int) -> int:
     """A new row that shares every frame of `asid`, which has no outstanding plan. O(pages)."""
     child = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
@@ -123,7 +124,7 @@ def fork_space(s: State, asid: int) -> int:
         frame = s.table[asid, page]
         s.table[child, page] = frame
         if frame != HOLE:
-            s.frames[frame].refs += 1  # frames.share of a mapped one, spelled out: the call costs 100 ns
+            s.frames[frame].refs += 1  # it is mapped already
     s.spaces[child].num_pages = s.spaces[asid].num_pages
     s.spaces[child].complete = s.spaces[asid].complete
     s.spaces[child].first_hole = s.spaces[asid].first_hole
@@ -132,7 +133,7 @@ def fork_space(s: State, asid: int) -> int:
     return child
 
 
-@njit(cache=True)
+@inlined
 def keeps(s: State, asid: int, page: int) -> bool:
     """Whether the frame of `page` may stay cached when the space lets go of it: its prefix is mapped, or certain to be there."""
     if page < s.spaces[asid].first_hole:
@@ -142,7 +143,7 @@ def keeps(s: State, asid: int, page: int) -> bool:
     return s.frames[frame].floor > 0 and s.frames[frame].published == 1 and index.reaches_root(s, frame)
 
 
-@njit(cache=True)
+@compiled
 def _unmap(s: State, asid: int, page: int) -> None:
     frame = s.table[asid, page]
     if frame == HOLE:
@@ -159,21 +160,15 @@ def _unmap(s: State, asid: int, page: int) -> None:
             parent = s.frames[parent].parent
 
 
-@njit(cache=True)
+@compiled
 def drop_tail(s: State, asid: int, num_pages: int) -> None:
     """Unmap the pages of `asid` from `num_pages` on, last one first."""
     for page in range(s.spaces[asid].num_pages - 1, num_pages - 1, -1):
-        frame = s.table[asid, page]
-        if frame == HOLE or page > s.spaces[asid].first_hole:
-            _unmap(s, asid, page)
-            continue
-        s.table[asid, page] = HOLE  # _unmap, spelled out: the call costs 100 ns
-        if frames.let_go(s.frames, s.reg, frame, True, page * s.tokens.shape[1], s.spaces[asid].wish):
-            frames.free(s, frame)
+        _unmap(s, asid, page)
     s.spaces[asid].num_pages = min(s.spaces[asid].num_pages, num_pages)
 
 
-@njit(cache=True)
+@compiled
 def truncate_space(s: State, asid: int, length: int) -> None:
     """Forget the tokens of `asid` from `length` on; no plan is outstanding."""
     size = s.tokens.shape[1]
@@ -185,7 +180,7 @@ def truncate_space(s: State, asid: int, length: int) -> None:
         s.spaces[asid].first_hole = NO_HOLE
 
 
-@njit(cache=True)
+@compiled
 def punch_space(s: State, asid: int, first: int, last: int) -> None:
     """Unmap the pages first .. last-1 of `asid`, leaving holes. They are full and committed."""
     for page in range(last - 1, first - 1, -1):
@@ -193,7 +188,7 @@ def punch_space(s: State, asid: int, first: int, last: int) -> None:
     s.spaces[asid].first_hole = min(s.spaces[asid].first_hole, first)
 
 
-@njit(cache=True)
+@compiled
 def close_space(s: State, asid: int) -> None:
     """Unmap everything and give the row back; while a plan is outstanding only say so, and the last one settled does it."""
     if s.spaces[asid].outstanding > 0:
@@ -206,7 +201,7 @@ def close_space(s: State, asid: int) -> None:
     s.reg[NUM_SPARE] += 1
 
 
-@njit(cache=True)
+@compiled
 def count_use(s: State, asid: int) -> None:
     """Every page of `asid` counts as matched once more."""
     for page in range(s.spaces[asid].num_pages):
@@ -215,7 +210,7 @@ def count_use(s: State, asid: int) -> None:
             s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
 
 
-@njit(cache=True)
+@compiled
 def publish_pages(s: State, asid: int) -> None:
     """Publish the committed full pages of `asid`. Where an equal page is known already, map that one and give ours back.
 
@@ -225,14 +220,20 @@ def publish_pages(s: State, asid: int) -> None:
     if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE:
         return
     parent, mark = index.root_parent(s.spaces[asid].root), int(s.spaces[asid].seed)
-    if s.spaces[asid].complete > 0:
-        parent = s.table[asid, s.spaces[asid].complete - 1]
+    complete, full = int(s.spaces[asid].complete), s.spaces[asid].length // s.tokens.shape[1]
+    if complete > 0:
+        parent = s.table[asid, complete - 1]
         mark = int(s.frames[parent].print)
-    for page in range(s.spaces[asid].complete, s.spaces[asid].length // s.tokens.shape[1]):
+    for page in range(complete, full):  # hashed first, as in probe
         frame = s.table[asid, page]
         if not s.frames[frame].published:
-            mark = index.print_of(s.reg[KEY], mark, s.tokens[frame])
-            known = index.find(s.frames, s.bucket, s.tokens, parent, mark, s.tokens[frame])
+            s.frames[frame].print = index.print_of(s.reg[KEY], mark, s.tokens[frame])
+        mark = int(s.frames[frame].print)
+    for page in range(complete, full):
+        frame = s.table[asid, page]
+        if not s.frames[frame].published:
+            mark = int(s.frames[frame].print)
+            known = index.find(s, parent, mark, s.tokens[frame])
             if known >= 0 and s.spaces[asid].outstanding > 0:
                 return  # a plan under way reads ours, perhaps through an older table: the last one settled comes back to this
             if known >= 0:
@@ -243,12 +244,11 @@ def publish_pages(s: State, asid: int) -> None:
                 frame = known
             else:
                 index.insert(s, frame, parent, mark)
-        mark = int(s.frames[frame].print)
         s.spaces[asid].complete = page + 1
         parent = frame
 
 
-@njit(cache=True)
+@compiled
 def pin_space(s: State, asid: int) -> int:
     """A HELD row that maps the committed full pages of `asid`. O(pages)."""
     row = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
@@ -264,7 +264,7 @@ def pin_space(s: State, asid: int) -> int:
     return row
 
 
-@njit(cache=True)
+@compiled
 def _hold(s: State, row: int, pages: int) -> None:
     s.spaces[row].num_pages = pages
     s.spaces[row].length = pages * s.tokens.shape[1]
@@ -272,7 +272,7 @@ def _hold(s: State, row: int, pages: int) -> None:
     s.reg[PINNED] += pages
 
 
-@njit(cache=True)
+@allocating
 def prefix_closure(s: State, wanted: I32) -> tuple[int, I32]:
     """`wanted` and all that is before them, prefixes first; or (the first of them that has no published prefix, nothing)."""
     seen = np.zeros(len(s.frames), np.uint8)
@@ -292,7 +292,7 @@ def prefix_closure(s: State, wanted: I32) -> tuple[int, I32]:
     return -1, closure[:count]
 
 
-@njit(cache=True)
+@compiled
 def pin_frames(s: State, closure: I32) -> int:
     """A HELD row that maps `closure`, prefixes first. The table is wide enough."""
     row = _new_row(s, 0, 0)
@@ -304,7 +304,7 @@ def pin_frames(s: State, closure: I32) -> int:
     return row
 
 
-@njit(cache=True)
+@compiled
 def unpin_row(s: State, row: int) -> None:
     """Unmap what a HELD row protects, and give the row back."""
     s.reg[PINNED] -= s.spaces[row].num_pages

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
 
 from pagedkv.core import frames, spaces
+from pagedkv.core.compiled import allocating, compiled, inlined
 from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, OPEN, TICK, U8, State
 
 OK: Final = 0
@@ -33,18 +33,17 @@ TOO_LONG: Final = 9
 MOST_TOKENS: Final = 2**31 - 1  # in a sequence and in a step: their lengths are int32 to the kernels
 
 
-@njit(cache=True)
-def _choose_copies(s: State, asids: I32, counts: I64, split: U8) -> int:
+@inlined
+def _choose_copies(s: State, asids: I32, counts: I64, split: U8, copied: I32) -> int:
     """Set split[i] where writing at `planned` would write into a frame that others see (I3); returns how many.
 
     Others see what is shared, what is published, and what an earlier plan copies from and might be given back by abort. Tails are taken
-    as if copied in turn, so k writers of a tail with r owners cost min(k, r - 1).
+    as if copied in turn, so k writers of a tail with r owners cost min(k, r - 1). `copied` [B] is scratch.
     """
     size = s.tokens.shape[1]
-    copied = np.empty(len(asids), np.int32)
     copies = 0
     for i in range(len(asids)):
-        if counts[i] and s.spaces[asids[i]].planned % size:
+        if counts[i] and s.spaces[asids[i]].planned < s.spaces[asids[i]].num_pages * size:
             tail = s.table[asids[i], s.spaces[asids[i]].num_pages - 1]
             if s.frames[tail].refs > 1 or s.frames[tail].published or s.frames[tail].pins > 0:
                 s.frames[tail].refs -= 1
@@ -56,9 +55,9 @@ def _choose_copies(s: State, asids: I32, counts: I64, split: U8) -> int:
     return copies
 
 
-@njit(cache=True)
-def _measure(s: State, asids: I32, counts: I64, split: U8) -> tuple[int, int, int, int]:
-    """(code, where, copies, tokens) of a plan; split [B] is set where a tail must be copied."""
+@compiled
+def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tuple[int, int, int, int]:
+    """(code, where, copies, tokens) of a plan; split [B] is set where a tail must be copied; scratch [B]."""
     size = s.tokens.shape[1]
     s.reg[TICK] += 1
     needed = width = tokens = 0
@@ -73,11 +72,14 @@ def _measure(s: State, asids: I32, counts: I64, split: U8) -> tuple[int, int, in
         if counts[i] > MOST_TOKENS - s.spaces[asid].planned or counts[i] > MOST_TOKENS - tokens:  # so nothing below overflows
             return TOO_LONG, i, 0, 0
         s.spaces[asid].stamp = s.reg[TICK]
-        pages = (s.spaces[asid].planned + counts[i] + size - 1) // size
-        needed += pages - s.spaces[asid].num_pages
+        pages = int(s.spaces[asid].num_pages)
+        if s.spaces[asid].planned + counts[i] > pages * size:  # most steps of decoding are spared the division
+            more = (s.spaces[asid].planned + counts[i] + size - 1) // size - pages
+            needed += more
+            pages += more
         width = max(width, pages)
         tokens += counts[i]
-    copies = _choose_copies(s, asids, counts, split)
+    copies = _choose_copies(s, asids, counts, split, scratch)
     if needed + copies > s.reg[NUM_FREE] + s.reg[NUM_EVICTABLE]:
         return SHORT, needed + copies, 0, 0
     if width > s.table.shape[1]:
@@ -85,7 +87,7 @@ def _measure(s: State, asids: I32, counts: I64, split: U8) -> tuple[int, int, in
     return OK, 0, copies, tokens
 
 
-@njit(cache=True)
+@compiled
 def _split_tail(s: State, asid: int) -> tuple[int, int, int]:
     """Give `asid` a tail of its own; the old one is pinned until the plan is settled. Returns (source, target, 1 if so is its prefix)."""
     page = s.spaces[asid].num_pages - 1
@@ -106,7 +108,7 @@ def _split_tail(s: State, asid: int) -> tuple[int, int, int]:
     return source, target, 1 if chained else 0
 
 
-@njit(cache=True)
+@compiled
 def _unpin_source(s: State, source: int, chained: int) -> None:
     parent = s.frames[source].parent if chained else -1
     frames.unpin(s, source)
@@ -115,49 +117,68 @@ def _unpin_source(s: State, source: int, chained: int) -> None:
         parent = s.frames[parent].parent
 
 
-@njit(cache=True)
+@allocating
 def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I32, I32, I32, I64]:
     """(code, where, slots [T], positions [T], copies [C, 4], seq_lens [B], cu_seqlens_q [B + 1], starts [B]).
 
     A copy is source, target, asid, and 1 if the prefix of the source is pinned with it.
     """
-    size = s.tokens.shape[1]
     batch = len(asids)
     split = np.zeros(batch, np.uint8)
-    code, where, num_copies, num_tokens = _measure(s, asids, counts, split)
+    seq_lens = np.empty(batch, np.int32)
+    code, where, num_copies, num_tokens = _measure(s, asids, counts, split, seq_lens)
     slots = np.empty(num_tokens, np.int64)
     positions = np.empty(num_tokens, np.int64)
     copies = np.empty((num_copies, 4), np.int32)
-    seq_lens = np.empty(batch, np.int32)
     cu_seqlens = np.zeros(batch + 1, np.int32)
     starts = np.empty(batch, np.int64)
-    if code != OK:
-        return code, where, slots, positions, copies, seq_lens, cu_seqlens, starts
-    c = t = 0
-    for i in range(batch):
-        asid, count, start = asids[i], counts[i], s.spaces[asids[i]].planned
-        if split[i]:
-            copies[c, 0], copies[c, 1], copies[c, 3] = _split_tail(s, asid)
-            copies[c, 2] = asid
-            c += 1
-        end = start + count
-        for page in range(s.spaces[asid].num_pages, (end + size - 1) // size):
-            if s.reg[NUM_FREE] == 0:
-                frames.evict(s)
-            s.table[asid, page] = frames.pop(s.frames, s.reg)
-            s.spaces[asid].num_pages = page + 1
-        for position in range(start, end):
-            positions[t] = position
-            slots[t] = np.int64(s.table[asid, position // size]) * size + position % size
-            t += 1
-        s.spaces[asid].planned = end
-        s.spaces[asid].outstanding += 1
-        starts[i], seq_lens[i], cu_seqlens[i + 1] = start, end, t
-    s.reg[COPIES] += num_copies
+    if code == OK:
+        _split_tails(s, asids, split, copies)
+        _map_tokens(s, asids, counts, (slots, positions), (starts, seq_lens, cu_seqlens))
     return code, where, slots, positions, copies, seq_lens, cu_seqlens, starts
 
 
-@njit(cache=True)
+@compiled
+def _split_tails(s: State, asids: I32, split: U8, copies: I32) -> None:
+    c = 0
+    for i in range(len(asids)):
+        if split[i]:
+            copies[c, 0], copies[c, 1], copies[c, 3] = _split_tail(s, asids[i])
+            copies[c, 2] = asids[i]
+            c += 1
+    s.reg[COPIES] += c
+
+
+@compiled
+def _map_tokens(s: State, asids: I32, counts: I64, places: tuple[I64, I64], lengths: tuple[I64, I32, I32]) -> None:
+    """Map frames for the new tokens of each space, and write down where and of what positions they are. There are enough frames."""
+    size = s.tokens.shape[1]
+    slots, positions = places
+    starts, seq_lens, cu_seqlens = lengths
+    t = 0
+    for i in range(len(asids)):
+        asid, start = asids[i], s.spaces[asids[i]].planned
+        page, end = int(s.spaces[asid].num_pages), start + counts[i]
+        position, first = start, page * size  # what is before `first` goes into the tail (I5)
+        while position < end:
+            if position == first:
+                s.table[asid, page] = frames.take(s)
+                page += 1
+                first += size
+            shift = np.int64(s.table[asid, page - 1] - page + 1) * size  # from a position of this page to its slot
+            last = min(end, first)
+            for at in range(position, last):
+                positions[t] = at
+                slots[t] = at + shift
+                t += 1
+            position = last
+        s.spaces[asid].num_pages = page
+        s.spaces[asid].planned = end
+        s.spaces[asid].outstanding += 1
+        starts[i], seq_lens[i], cu_seqlens[i + 1] = start, end, t
+
+
+@compiled
 def _settle(s: State, asid: int) -> None:
     """One plan fewer is outstanding: what waited for that may go on."""
     if s.spaces[asid].status == CLOSING:
@@ -166,7 +187,21 @@ def _settle(s: State, asid: int) -> None:
         spaces.publish_pages(s, asid)
 
 
-@njit(cache=True)
+@inlined
+def _store(s: State, asid: int, start: int, token_ids: I32) -> None:
+    """Keep `token_ids` as those from position `start` on."""
+    size = s.tokens.shape[1]
+    page, t = start // size, 0
+    offset = start - page * size
+    while t < len(token_ids):
+        frame, count = s.table[asid, page], min(size - offset, len(token_ids) - t)
+        for i in range(count):
+            s.tokens[frame, offset + i] = token_ids[t + i]
+        t += count
+        page, offset = page + 1, 0
+
+
+@compiled
 def commit_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, accepted: I64, token_ids: I32) -> tuple[int, int]:
     """Make the first `accepted[i]` planned tokens of each space real; `token_ids` holds those only, in order. Returns (code, where)."""
     size = s.tokens.shape[1]
@@ -183,22 +218,19 @@ def commit_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32,
     t = 0
     for i in range(len(asids)):
         asid = asids[i]
-        for position in range(starts[i], starts[i] + accepted[i]):
-            s.tokens[s.table[asid, position // size], position % size] = token_ids[t]
-            t += 1
+        _store(s, asid, starts[i], token_ids[t : t + accepted[i]])
+        t += accepted[i]
         s.spaces[asid].length += accepted[i]
         if accepted[i] < cu_seqlens[i + 1] - cu_seqlens[i]:
             s.spaces[asid].planned = s.spaces[asid].length
             spaces.drop_tail(s, asid, (s.spaces[asid].length + size - 1) // size)
         s.spaces[asid].outstanding -= 1
-        if s.spaces[asid].status == CLOSING:  # _settle, spelled out: one call more with the whole State costs 100 ns a page
-            spaces.close_space(s, asid)
-        elif s.spaces[asid].length // size > s.spaces[asid].complete:
-            spaces.publish_pages(s, asid)
+        if s.spaces[asid].status == CLOSING or s.spaces[asid].length >= (s.spaces[asid].complete + 1) * size:
+            _settle(s, asid)
     return OK, 0
 
 
-@njit(cache=True)
+@compiled
 def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, copied: bool) -> tuple[int, int]:
     """Undo a plan. If its copies were made (`copied`) they stay, for its writers may have written too; else tails are shared again.
 
@@ -227,7 +259,7 @@ def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, 
     return OK, 0
 
 
-@njit(cache=True)
+@compiled
 def evict_frames(s: State, count: int) -> int:
     """Evict up to `count` frames, oldest first; returns how many."""
     done = 0
