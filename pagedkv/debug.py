@@ -8,7 +8,7 @@
 |                       | 3        | and `check()` proves the invariants I1-I9 after every commit                              |
 | PAGEDKV_KERNELS       | a name   | the backend used where the caller says "auto"                                             |
 | PAGEDKV_CPU_ISA       | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable           |
-| PAGEDKV_NUM_THREADS   | a number | threads of the `cpu` backend, if not as many as torch's                                   |
+| PAGEDKV_NUM_THREADS   | a number | threads of the `cpu` and `numba` backends, if not as many as torch's                      |
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def test_what_is_missing_costs_the_extension_not_the_install(fresh, tmp_path, ci
     said = {line for line in printed.splitlines() if line.startswith("pagedkv: ")}
     assert len(said) == 1
     assert "the C++ kernels are not built" in min(said)
-    assert "reference serves instead" in min(said)
+    assert "numba kernels serve instead" in min(said)
     assert remedy in min(said)
 
 

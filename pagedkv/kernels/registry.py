@@ -99,8 +99,13 @@ def _cpu_objections(case: Case) -> list[str]:
     return importlib.import_module("pagedkv.kernels.cpu").objections(case)  # type: ignore[no-any-return]
 
 
+def _numba_objections(case: Case) -> list[str]:
+    return importlib.import_module("pagedkv.kernels.numba").objections(case)  # type: ignore[no-any-return]
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu", where=("cpu",), objections=_cpu_objections, module="pagedkv.kernels.cpu"),
+    Kernel("numba", where=("cpu",), objections=_numba_objections, module="pagedkv.kernels.numba"),
     Kernel("reference", where=None, objections=no_objections, module="pagedkv.kernels.reference"),
 )
 """In the order of preference."""

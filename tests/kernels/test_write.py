@@ -53,7 +53,7 @@ def test_what_is_written_reads_back_within_half_a_step(kv: str, layout: str, run
         largest = given[kept].abs().amax(-1, keepdim=True).double()
         integers = kv.startswith("int")
         step = HALF_STEP[kv.partition("/")[0]] * (scale * {"int8": 127, "int4": 7}[kv[:4]] if integers and "tensor" in kv else largest)
-        assert ((got - given[kept].double()).abs() <= step * (1 + 1e-6)).all()
+        assert ((got - given[kept].double()).abs() <= step * (1 + 1e-4)).all()  # x / scale is rounded before it is rounded
 
 
 @pytest.mark.parametrize("kv", AXES["kv"])
