@@ -9,6 +9,7 @@ PagedKVError
  ├── StaleHandle         the space was released, its number may belong to another space now
  │    └── DoubleRelease
  ├── PlanConflict        plans and the operation are out of order (a plan is still outstanding, or was settled already)
+ ├── EventsLost          a reader of events fell behind the log; snapshot() resynchronises it
  ├── ConcurrentUse       a second thread entered a manager that belongs to another one
  ├── KernelUnavailable   no kernel can run this case; says why for each
  ├── CheckpointError     a model folder is missing, damaged or of an unknown kind
@@ -51,6 +52,17 @@ class DoubleRelease(StaleHandle):
 
 class PlanConflict(PagedKVError):
     """A plan was settled already, settled out of order, or still outstanding where it must not be."""
+
+
+class EventsLost(PagedKVError):
+    """Events that a reader has not seen are gone. since: the last one it has; first_available: the first that can still be read."""
+
+    def __init__(self, since: int, first_available: int) -> None:
+        self.since, self.first_available = since, first_available
+        super().__init__(
+            f"events {since + 1} to {first_available - 1} are not in the log any more; begin again from snapshot(), "
+            "and read more often or keep more events (Observe(events=))"
+        )
 
 
 class ConcurrentUse(PagedKVError):

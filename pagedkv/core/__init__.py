@@ -5,9 +5,10 @@ compiled functions over it, by noun: frames, index (of prefixes), spaces (page t
 """
 
 from pagedkv.core.manager import MemoryManager
+from pagedkv.core.observation import Observe
 from pagedkv.core.pins import Pin
 from pagedkv.core.plan import Plan
 from pagedkv.core.space import AddressSpace
 from pagedkv.core.stats import Stats
 
-__all__ = ["AddressSpace", "MemoryManager", "Pin", "Plan", "Stats"]
+__all__ = ["AddressSpace", "MemoryManager", "Observe", "Pin", "Plan", "Stats"]

@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.events import log_removed, log_stored
 from pagedkv.core.state import I32, State
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: an odd number without pattern
@@ -83,6 +84,8 @@ def insert(s: State, frame: int, parent: int, mark: int) -> None:
         s.roots[-2 - parent, 0] += 1
     if len(s.kin):
         _adopt(s.kin, s.roots, frame, parent)
+    if len(s.log):
+        log_stored(s.log, s.reg, frame, parent, s.tokens[frame])
 
 
 @compiled
@@ -102,6 +105,8 @@ def remove(s: State, frame: int) -> None:
         _disown(s.kin, s.roots, frame, parent)  # else the page before is gone, and the list of its successors with it
     if parent < 0:
         s.roots[-2 - parent, 0] -= 1
+    if len(s.log):
+        log_removed(s.log, s.reg, frame)
 
 
 @inlined

@@ -17,7 +17,9 @@ from pagedkv.core import frames, spaces, steps
 from pagedkv.core import state as st
 from pagedkv.core.arguments import asid_row, count_row, frame_row, token_row
 from pagedkv.core.check import check_state
+from pagedkv.core.events import EventLog
 from pagedkv.core.misses import Miss, explain
+from pagedkv.core.observation import Observe, Observed
 from pagedkv.core.ownership import exclusive
 from pagedkv.core.pins import Pin
 from pagedkv.core.plan import Plan
@@ -33,7 +35,7 @@ Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
-class MemoryManager:
+class MemoryManager(Observed):
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
     policy:       which cached frames are given up first: "lru", "2q", "lfu", "cost", "priority", or an object of pagedkv.core.policies.
@@ -41,6 +43,7 @@ class MemoryManager:
     match:        "page": whole pages; "token": also the longest common part of the next one, copied at the first write.
     watermark:    share of the pool that `admits` keeps free for the sequences that run already.
     max_pinned:   share of the pool that `pin` may hold.
+    observe:      what to watch, see Observe; nothing by default.
     Raises:       InvalidRequest for a pool that cannot be.
     """
 
@@ -54,6 +57,7 @@ class MemoryManager:
         match: str = "page",
         watermark: float = 0.0,
         max_pinned: float = 0.5,
+        observe: Observe | None = None,
     ) -> None:
         if not 1 <= num_frames < 2**31:
             raise InvalidRequest(f"num_frames is {num_frames}; a pool has at least 1 and fewer than 2**31 frames")
@@ -68,9 +72,11 @@ class MemoryManager:
         self.num_frames, self.block_size, self.policy = num_frames, block_size, chosen(policy)
         self.max_pinned = int(max_pinned * num_frames)
         self.reserve = int(np.ceil(watermark * num_frames))
-        self.state = st.new_state(num_frames, block_size, publishing=prefix_cache, by_token=match == "token")
+        watch = observe or Observe()
+        self.state = st.new_state(num_frames, block_size, publishing=prefix_cache, by_token=match == "token", events=watch.events)
         install(self.policy, self.state.reg)
         self._roots = Roots()
+        self._log = EventLog()
         self._pins: dict[int, Pin] = {}
         self._entered = threading.Lock()
 
@@ -95,6 +101,8 @@ class MemoryManager:
         wish = self._retention(priority, half_life) if priority != 1.0 else 0
         self._make_room(pages=len(ids) // self.block_size + 1)
         root, self.state = self._roots.of(tenant, self.state)
+        if len(self.state.log):
+            self._log.root_taken(self.state, root.number, tenant)
         asid = spaces.open_space(self.state, root.number, root.seed, wish, ids)
         return AddressSpace(self, asid, int(self.state.spaces["generation"][asid]))
 

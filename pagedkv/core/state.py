@@ -74,6 +74,7 @@ SCALE: Final = 22  # a parameter of the rule
 MISSED_EVICTED: Final = 23  # tokens that open() did not find: the first missing page was evicted,
 MISSED_NEW: Final = 24  # or is not known to have been published
 PINNED: Final = 25  # frames held by user pins, those of several pins counted for each
+LOGGED: Final = 31  # events written to the log so far (events.py)
 FIRST_LIST: Final = 32  # from here: for each of the 33 lists its oldest frame, newest frame, length and bonus
 NUM_REGISTERS: Final = FIRST_LIST + 4 * (FENCED + 1)
 
@@ -135,6 +136,7 @@ class State(NamedTuple):
     roots: I32  # [R, 2] open spaces and published first pages under the root; its first successor, as below
     kin: I32  # [F, 3] first successor, next and previous successor of the same page, newest first; [0, 3] unless matching by token
     reg: I64  # [NUM_REGISTERS]
+    log: I32  # [E, 3 + S] the last events (events.py); [0, 3 + S] if nobody wants them
 
 
 def list_registers(reg: I64) -> I64:
@@ -157,8 +159,9 @@ def _power_of_two(at_most: int) -> int:
     return 1 << max(3, at_most.bit_length() - 1)
 
 
-def new_state(num_frames: int, block_size: int, *, publishing: bool, by_token: bool = False, rows: int = 16, width: int = 16) -> State:
+def new_state(num_frames: int, block_size: int, *, publishing: bool, by_token: bool = False, events: int = 0) -> State:
     """A pool of free frames and an empty page table. O(num_frames), a few ns each."""
+    rows = width = 16  # of the table, which grows
     reg = np.zeros(NUM_REGISTERS, np.int64)
     reg[NUM_FREE], reg[NUM_SPARE] = num_frames, rows
     list_registers(reg)[:, :2] = NOBODY
@@ -179,6 +182,7 @@ def new_state(num_frames: int, block_size: int, *, publishing: bool, by_token: b
         roots=_unused_roots(16),
         kin=np.full((num_frames if by_token else 0, 3), NOBODY, np.int32),
         reg=reg,
+        log=np.zeros((events, 3 + block_size), np.int32),
     )
 
 

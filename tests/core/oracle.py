@@ -6,6 +6,8 @@ whose KV was stored there, so one wrong, lost or stale frame shows as one wrong 
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -13,6 +15,8 @@ import numpy as np
 
 from pagedkv.core import AddressSpace, MemoryManager, Pin, Plan
 from pagedkv.core import state as st
+from pagedkv.core.events import AllBlocksCleared, BlockStored, Event
+from pagedkv.errors import EventsLost
 
 Prefix = tuple[bytes, tuple[int, ...]]
 
@@ -208,7 +212,7 @@ def everything(mm: MemoryManager) -> tuple[bytes, ...]:
     fields += [s.spaces[name].tobytes() for name in st.SPACE.names or () if name != "stamp"]
     rows = [s.table[asid, :pages].tobytes() for asid, pages in enumerate(s.spaces["num_pages"])]
     reg = np.delete(s.reg, st.TICK)
-    return (*fields, *rows, s.tokens.tobytes(), s.ghosts.tobytes(), s.roots.tobytes(), s.kin.tobytes(), reg.tobytes())
+    return (*fields, *rows, s.tokens.tobytes(), s.ghosts.tobytes(), s.roots.tobytes(), s.kin.tobytes(), s.log.tobytes(), reg.tobytes())
 
 
 def grown(mm: MemoryManager, tokens: list[int], tenant: bytes = b"") -> AddressSpace:
@@ -217,3 +221,69 @@ def grown(mm: MemoryManager, tokens: list[int], tenant: bytes = b"") -> AddressS
     rest = tokens[len(space) :]
     mm.commit(mm.plan([space], [len(rest)]), rest)
     return space
+
+
+def content_digest(tenant: bytes, prefix: list[int], block_size: int = 4) -> bytes:
+    """What a page is called outside: sha256 chained over its whole prefix, whose last page it is."""
+    digest = hashlib.sha256(b"root" + tenant).digest()
+    for at in range(0, len(prefix), block_size):
+        digest = hashlib.sha256(b"page" + digest + struct.pack(f"<{block_size}i", *prefix[at : at + block_size])).digest()
+    return digest
+
+
+def findable(mm: MemoryManager) -> set[bytes]:
+    """The names of all published pages whose whole prefix is published."""
+    return set(names_by_frame(mm).values())
+
+
+def names_by_frame(mm: MemoryManager) -> dict[tuple[int, int], bytes]:
+    """(frame, generation): its name, of those that can be found; walks from each to its root, over the arrays."""
+    frames, tenants = mm.state.frames, {root.number: name for name, root in mm._roots.known.items()}
+    names: dict[tuple[int, int], bytes] = {}
+    for found in np.flatnonzero(frames["published"]).tolist():
+        frame, prefix = found, list[int]()
+        while frame >= 0:
+            prefix = mm.state.tokens[frame].tolist() + prefix
+            parent, generation = int(frames["parent"][frame]), frames["parent_generation"][frame]
+            if parent >= 0 and not (frames["published"][parent] and frames["generation"][parent] == generation):
+                break
+            frame = parent
+        else:
+            names[found, int(frames["generation"][found])] = content_digest(tenants[-2 - frame], prefix, mm.block_size)
+    return names
+
+
+class Follower:
+    """A router's view: from a snapshot, or from the beginning, it follows events and holds names."""
+
+    def __init__(self, mm: MemoryManager, since: int | None = None) -> None:
+        self.mm, self.names = mm, set[bytes]()
+        self.since = since if since is not None else self.begin_again()
+
+    def begin_again(self) -> int:
+        """Take a snapshot."""
+        now = self.mm.snapshot()
+        self.names, self.since = {name for block in now.blocks for name in block.block_hashes}, now.sequence
+        return now.sequence
+
+    def catch_up(self) -> None:
+        """Read what happened, or take a snapshot if that is gone."""
+        try:
+            for event in self.mm.events(self.since):
+                self.follow(event)
+                assert event.sequence > self.since
+                self.since = event.sequence
+        except EventsLost:
+            self.begin_again()
+
+    def follow(self, event: Event) -> None:
+        """One event: strict, so that one that was sent twice or not at all is seen."""
+        if isinstance(event, AllBlocksCleared):
+            self.names = set()
+        elif isinstance(event, BlockStored):
+            assert not self.names & set(event.block_hashes), "stored twice"
+            assert event.parent_block_hash is None or event.parent_block_hash in self.names, "stored before its prefix"
+            self.names |= set(event.block_hashes)
+        else:
+            assert self.names >= set(event.block_hashes), "removed and not there"
+            self.names -= set(event.block_hashes)

@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagedkv.core import MemoryManager
+from pagedkv.core import MemoryManager, Observe
 from pagedkv.core.policies import POLICIES
 from pagedkv.errors import DoubleRelease, InvalidRequest, OutOfFrames, PlanConflict, StaleHandle
-from tests.core.oracle import Believed, Oracle, Outstanding, everything
+from tests.core.oracle import Believed, Follower, Oracle, Outstanding, everything, names_by_frame
 
 TOKENS = some.sampled_from([0, 0, 0, 1])  # two words, one of them rare, so that prefixes meet
 TENANTS = some.sampled_from([b"", b"acme"])
@@ -26,9 +26,13 @@ class Machine(RuleBasedStateMachine):
         prefix_cache=some.sampled_from([True, True, False]),
         policy=some.sampled_from(sorted(POLICIES)),
         match=some.sampled_from(["page", "token"]),
+        events=some.sampled_from([3, 1000]),
     )
-    def build(self, block_size: int, num_frames: int, prefix_cache: bool, policy: str, match: str) -> None:
-        self.mm = MemoryManager(num_frames, block_size, prefix_cache=prefix_cache, policy=policy, match=match)
+    def build(self, block_size: int, num_frames: int, prefix_cache: bool, policy: str, match: str, events: int) -> None:
+        watch = Observe(events=events)
+        self.mm = MemoryManager(num_frames, block_size, prefix_cache=prefix_cache, policy=policy, match=match, observe=watch)
+        self.reader = Follower(self.mm, since=0)
+        self.named: dict[tuple[int, int], bytes] = {}
         self.epoch = 2**31 - 4  # marks are kept modulo 2**31
         self.oracle = Oracle(self.mm)
         self.prefix_cache = prefix_cache
@@ -290,9 +294,23 @@ class Machine(RuleBasedStateMachine):
         else:
             self.mm.advise(space, retain=data.draw(some.sampled_from([(1.0, 1.0), (2.0, 1.0), (2.0, 8.0), (16.0, 100.0)])))
 
+    @rule()
+    def read_events(self) -> None:
+        """Rarely enough that the small log goes round in between."""
+        self.reader.catch_up()
+        found = names_by_frame(self.mm)
+        published = self.mm.state.frames["published"]
+        orphans = {name for (frame, at), name in self.named.items() if published[frame] and self.generation(frame) == at}
+        assert set(found.values()) <= self.reader.names <= orphans  # those that lost their prefix are not removed before they go
+        assert {name for block in self.mm.snapshot().blocks for name in block.block_hashes} == self.reader.names
+
+    def generation(self, frame: int) -> int:
+        return int(self.mm.state.frames["generation"][frame])
+
     @invariant()
     def all_is_as_believed(self) -> None:
         if hasattr(self, "oracle"):
+            self.named |= names_by_frame(self.mm)
             self.oracle.verify()
 
 
