@@ -54,6 +54,21 @@ class PagedBatch:
     rows: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class RotaryTable:
+    """The angles by which `write_kv` turns keys before it stores them (RoPE): row p holds cos and sin of position p's.
+
+    Dims (i, i + R/2) of a head are a pair, (2i, 2i + 1) if `interleaved`: x_a' = x_a cos_i - x_b sin_i, x_b' = x_b cos_i + x_a sin_i.
+    Dims from R on stay as they are. Turned in float32, and rounded once, when stored.
+
+    Shapes:  cos, sin float32 [positions, R/2], R <= D; last dim contiguous
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """One call of `paged_attention`, flat and checked: what a backend is handed. The fields are the operator's arguments, in order.
@@ -91,6 +106,7 @@ class WriteCall:
     """One call of `write_kv`, flat and checked. The fields are the operator's arguments, in order.
 
     Shapes:   k_new [T, K, D], v_new [T, K, Dv], any float dtype; k, v, k_scale, v_scale as in KVLayer; slots int64 [T], < 0 skipped
+              positions int64 [T]; cos, sin as in RotaryTable, both None if keys are not turned
     Modifies: k and v at `slots`; k_scale and v_scale there too, if they are per (token, head).
     """
 
@@ -101,3 +117,7 @@ class WriteCall:
     k_scale: Tensor | None
     v_scale: Tensor | None
     slots: Tensor
+    positions: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool

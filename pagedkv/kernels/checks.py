@@ -6,6 +6,7 @@ inside the tables, entries that name frames) are read back only with PAGEDKV_DEB
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ def attention(call: AttentionCall) -> None:
     K, D, Dv = call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v)
     if call.q.shape[2] != D:
         raise InvalidRequest(f"q is {named(call.q, 'THD')} but layer.k has D={D}: they must have the same head dim")
-    if H % K:
+    if H % K or not H:
         raise InvalidRequest(f"q is {named(call.q, 'THD')} but layer.k has K={K} kv heads: H must be a multiple of K")
     _query_dtype(call)
     _last_dim_contiguous(q=call.q, out=call.out)
@@ -35,6 +36,7 @@ def attention(call: AttentionCall) -> None:
     if tuple(call.out.shape) != (T, H, Dv) or call.out.dtype != call.q.dtype:
         wanted = f"[T={T}, H={H}, Dv={Dv}] {_dtype(call.q)}"
         raise InvalidRequest(f"out is {named(call.out, ('T', 'H', 'Dv'))} {_dtype(call.out)}; it must be {wanted}")
+    _no_overlap(out=call.out)
     _one_device(call, call.q.device)
     if debug.level() >= 1:
         _table_values(call)
@@ -57,6 +59,8 @@ def write(call: WriteCall) -> None:
             f"batch.slots is {_dtype(call.slots)} {list(call.slots.shape)}; for k {named(call.k_new, 'TKD')} it must be int64 [T={T}]"
         )
     _last_dim_contiguous(k=call.k_new, v=call.v_new)
+    _no_overlap(**{"layer.k": call.k, "layer.v": call.v})
+    _angles(call, T, D)
     _one_device(call, call.k_new.device)
     if debug.level() >= 1:
         _slot_values(call)
@@ -65,6 +69,8 @@ def write(call: WriteCall) -> None:
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """Raises: InvalidRequest if the two states are not of one shape and kind."""
     T, H, _ = _dims(out_a, "out_a", ("T", "H", "Dv"))
+    if out_a.dtype not in quant.NAMES or out_a.dtype in quant.QMAX:
+        raise InvalidRequest(f"out_a is {_dtype(out_a)}; it must be float32, bfloat16, float16 or float64, as paged_attention returns it")
     if out_b.shape != out_a.shape or out_b.dtype != out_a.dtype:
         mine, theirs = (f"{named(x, ('T', 'H', 'Dv'))} {_dtype(x)}" for x in (out_a, out_b))
         raise InvalidRequest(f"out_a is {mine} but out_b is {theirs}: the two states must match")
@@ -78,10 +84,15 @@ def copies(storage: Tensor, pairs: Tensor) -> None:
     if storage.dim() < 1 or pairs.dtype != torch.int32 or pairs.dim() != 2 or pairs.shape[1] != 2:
         text = f"storage is {list(storage.shape)} and copies is {list(pairs.shape)} {_dtype(pairs)}"
         raise InvalidRequest(f"{text}; storage must have frames as its first dim, copies must be int32 [C, 2]: source and destination")
-    if debug.level() >= 1 and len(pairs):
+    if storage.device != pairs.device:
+        raise InvalidRequest(f"storage is on {storage.device} but copies is on {pairs.device}: all tensors of a call live on one device")
+    _no_overlap(storage=storage)
+    if not len(pairs):
+        return
+    if debug.level() >= 1 or pairs.device.type == "cpu":  # a wrong frame writes anywhere, and here looking costs no synchronisation
         _in_range(pairs, "copies", storage.shape[0], "frames in storage")
-        if len(_repeated(pairs[:, 1])):
-            raise InvalidRequest("copies names a destination frame twice: which source should win? Each destination may appear once")
+    if debug.level() >= 1 and len(_repeated(pairs[:, 1])):
+        raise InvalidRequest("copies names a destination frame twice: which source should win? Each destination may appear once")
 
 
 def named(x: Tensor, letters: str | tuple[str, ...]) -> str:
@@ -107,6 +118,34 @@ def _last_dim_contiguous(**tensors: Tensor) -> None:
             raise InvalidRequest(f"{name} has strides {x.stride()}; its last dim must be contiguous (stride 1): pass {name}.contiguous()")
 
 
+def _no_overlap(**tensors: Tensor) -> None:
+    """What is written has its own memory for each element: sorted by stride, each dim steps over all that the smaller ones span."""
+    for name, x in tensors.items():
+        if x.is_contiguous():
+            continue
+        span = 1
+        for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+            if stride < span:
+                raise InvalidRequest(f"{name} has strides {x.stride()}: several of its elements share memory, so it cannot be written")
+            span = stride * (size - 1) + span
+
+
+def _angles(call: WriteCall, T: int, D: int) -> None:
+    if call.cos is None or call.sin is None:
+        if call.cos is not call.sin:
+            raise InvalidRequest("of rope.cos and rope.sin one is None; give both")
+        return
+    for name, x in (("cos", call.cos), ("sin", call.sin)):
+        if x.dtype != torch.float32 or x.dim() != 2 or not 0 < 2 * x.shape[1] <= D or x.shape != call.cos.shape:
+            want = f"two tables float32 [positions, R/2] with R from 2 to D={D}"
+            raise InvalidRequest(f"rope.{name} is {_dtype(x)} {list(x.shape)}; cos and sin must be {want}")
+    _last_dim_contiguous(**{"rope.cos": call.cos, "rope.sin": call.sin})
+    positions = call.positions
+    if positions is None or positions.dtype != torch.int64 or tuple(positions.shape) != (T,):
+        given = "None" if positions is None else f"{_dtype(positions)} {list(positions.shape)}"
+        raise InvalidRequest(f"batch.positions is {given}; to turn keys it must be int64 [T={T}]")
+
+
 def _one_device(call: AttentionCall | WriteCall, device: torch.device) -> None:
     for name in call.__slots__:
         x = getattr(call, name)
@@ -121,6 +160,8 @@ def _layer(call: AttentionCall | WriteCall) -> None:
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         shapes = f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}"
         raise InvalidRequest(f"{shapes}; they must be [F, S, K, D] and [F, S, K, Dv] with the same F, S and K")
+    if 0 in (*k.shape[1:], v.shape[3]):
+        raise InvalidRequest(f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}: of these only F may be 0")
     if k.dtype not in quant.DTYPES.values() or v.dtype != k.dtype:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in quant.DTYPES.values())
         raise InvalidRequest(f"layer.k is {_dtype(k)} and layer.v is {_dtype(v)}; both must be of one dtype, out of {dtypes}")
@@ -170,6 +211,8 @@ def _options(call: AttentionCall, H: int, T: int) -> None:
     for name, value in (("window", call.window), ("split_tokens", call.split_tokens)):
         if value is not None and value < 1:
             raise InvalidRequest(f"{name} is {value}; it must be at least 1, or None")
+    if not math.isfinite(call.scale):
+        raise InvalidRequest(f"scale is {call.scale}; it must be a finite number, or None for D ** -0.5")
     if not 0 <= call.softcap < float("inf"):
         raise InvalidRequest(f"softcap is {call.softcap}; it must be a finite number, 0 for none")
 
@@ -208,6 +251,8 @@ def _slot_values(call: WriteCall) -> None:
     stored = call.slots[call.slots >= 0]
     if len(stored):
         _in_range(stored, "batch.slots", F * S, f"slots in F={F} frames of S={S}")
+    if call.cos is not None and call.positions is not None and len(stored):
+        _in_range(call.positions[call.slots >= 0], "batch.positions", call.cos.shape[0], "positions in rope.cos")
     if debug.level() >= 2 and len(_repeated(stored)):
         raise InvalidRequest(f"batch.slots names slots {_repeated(stored)[:8]} more than once: two tokens cannot be stored in one place")
 

@@ -43,6 +43,8 @@ def objections(case: Case) -> list[str]:
         return []
     if case.dtype not in (None, *FLOATS):
         return [f"{'q' if case.op == 'paged_attention' else 'k'} is {case.dtype}; it takes {', '.join(FLOATS)}"]
+    if "rope" in case.features:
+        return ["it does not turn keys while it writes them; turn them before, or let numba do it"]
     if case.op == "write_kv" and max(case.head_dim or 0, case.head_dim_v or 0) > _LARGEST_WRITE:
         return [f"head_dim is {max(case.head_dim or 0, case.head_dim_v or 0)}; write_kv takes at most {_LARGEST_WRITE}"]
     return []

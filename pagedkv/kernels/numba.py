@@ -81,12 +81,23 @@ def write_kv(call: WriteCall) -> None:
     loops = _write_loops()
     T, threads = call.k_new.shape[0], num_threads()
     threads = min(threads, -(-T // WRITE_ALONE)) or 1
-    for new, pool, scale in ((call.k_new, call.k, call.k_scale), (call.v_new, call.v, call.v_scale)):
+    for new, pool, scale, angles in ((call.k_new, call.k, call.k_scale, call.cos), (call.v_new, call.v, call.v_scale, None)):
         words, per_token = np.zeros(loops.WORDS, np.int64), int(scale is not None and scale.dim() == 3)
-        _place(words, (new, pool, scale, call.slots))
+        turns = () if angles is None else (angles, call.sin, call.positions)
+        _place(words, (new, pool, scale, call.slots, *turns))
+        rotary = 0 if angles is None else angles.shape[1]
         kinds = KINDS[quant.NAMES[new.dtype]], KINDS[quant.NAMES[pool.dtype]]
         room = np.empty(threads * new.shape[2], np.float32)
-        words[loops.W_T : loops.W_NEXT] = (T, *new.shape[1:], call.k.shape[1], *kinds, per_token, 0, 0, room.ctypes.data)
+        words[loops.W_T : loops.W_NEXT] = (
+            T,
+            *new.shape[1:],
+            call.k.shape[1],
+            *kinds,
+            per_token,
+            rotary,
+            call.interleaved,
+            room.ctypes.data,
+        )
         words[loops.W_RUN] = max(WRITE_ALONE, T // (4 * threads))
         _run(loops.write, words, threads)
 

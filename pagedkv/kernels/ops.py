@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels import checks, quant, registry
-from pagedkv.kernels.args import AttentionCall, KVLayer, PagedBatch, WriteCall
+from pagedkv.kernels.args import AttentionCall, KVLayer, PagedBatch, RotaryTable, WriteCall
 from pagedkv.spec import KVSpec
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ _LIBRARY: Any = torch.library.Library("pagedkv", "DEF")  # type: ignore[no-untyp
 _LIBRARY.define(f"paged_attention({_ATTENTION}, str backend) -> (Tensor, Tensor)")
 _LIBRARY.define(f"paged_attention_out({_ATTENTION}, Tensor(a!) out, Tensor(b!) lse, str backend) -> ()")
 _POOL = "Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scale, Tensor(d!)? v_scale"
-_LIBRARY.define(f"write_kv(Tensor k_new, Tensor v_new, {_POOL}, Tensor slots, str backend) -> ()")
+_ANGLES = "Tensor? positions, Tensor? cos, Tensor? sin, bool interleaved"
+_LIBRARY.define(f"write_kv(Tensor k_new, Tensor v_new, {_POOL}, Tensor slots, {_ANGLES}, str backend) -> ()")
 _LIBRARY.define("merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
 _LIBRARY.define("copy_frames(Tensor(a!) storage, Tensor copies, str backend) -> ()")
 
@@ -91,7 +92,7 @@ def paged_attention(
     """
     pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
     tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(1, q_THD.shape[-1]) ** -0.5 if scale is None else scale
     call = (q_THD, *pool, *tables, scale, causal, window, softcap, sinks, alibi_slopes, tree_mask, split_tokens)
     if out is None:
         out, lse = torch.ops.pagedkv.paged_attention.default(*call, backend or registry.AUTO)
@@ -102,15 +103,19 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def write_kv(k_TKD: Tensor, v_TKD: Tensor, layer: KVLayer, batch: PagedBatch, *, backend: str | None = None) -> None:
+def write_kv(
+    k_TKD: Tensor, v_TKD: Tensor, layer: KVLayer, batch: PagedBatch, *, rope: RotaryTable | None = None, backend: str | None = None
+) -> None:
     """Store the keys and values of the new tokens at `batch.slots`; a slot < 0 is skipped. Quantises if the layer does.
 
+    rope:     turn each key by the angles of its token's position (`batch.positions`) on the way; values are left alone.
     Shapes:   k [T, K, D], v [T, K, Dv], any float dtype
     Modifies: layer.k and layer.v at those slots, and per-(token, head) scales there (amax / qmax, 1 where that is 0)
     Raises:   InvalidRequest; KernelUnavailable.
     """
     layers = (layer.k, layer.v, layer.k_scale, layer.v_scale)
-    torch.ops.pagedkv.write_kv.default(k_TKD, v_TKD, *layers, batch.slots, backend or registry.AUTO)
+    angles = (None, None, None, False) if rope is None else (batch.positions, rope.cos, rope.sin, rope.interleaved)
+    torch.ops.pagedkv.write_kv.default(k_TKD, v_TKD, *layers, batch.slots, *angles, backend or registry.AUTO)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +193,8 @@ def _paged_attention_out(*args: Any) -> None:
 def _write_kv(*args: Any) -> None:
     call = WriteCall(*args[:-1])
     checks.write(call)
-    case = registry.Case("write_kv", call.k.device.type, quant.NAMES[call.k_new.dtype], features=_scales(call), **_geometry(call.k, call.v))
+    features = _scales(call) | ({"rope"} if call.cos is not None else set())
+    case = registry.Case("write_kv", call.k.device.type, quant.NAMES[call.k_new.dtype], features=features, **_geometry(call.k, call.v))
     registry.resolve(case, args[-1]).load().write_kv(call)
 
 

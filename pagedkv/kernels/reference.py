@@ -179,12 +179,12 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def write_kv(call: WriteCall) -> None:
-    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
+    """Store each new token's K, turned if there are angles, and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
     kept = call.slots >= 0
     slots, S = call.slots[kept], call.k.shape[1]
     at = (slots // S, slots % S)
-    for new, pool, scale in ((call.k_new, call.k, call.k_scale), (call.v_new, call.v, call.v_scale)):
-        new = new[kept]
+    k_new, v_new = _turned(call, kept), call.v_new[kept]
+    for new, pool, scale in ((k_new, call.k, call.k_scale), (v_new, call.v, call.v_scale)):
         if scale is not None and scale.dim() == 3:
             scale[at] = quant.token_head_scale(new, pool.dtype)
             scale = scale[at]
@@ -193,6 +193,22 @@ def write_kv(call: WriteCall) -> None:
             pool.view(torch.uint8)[at] = stored.view(torch.uint8)
         else:
             pool[at] = stored
+
+
+def _turned(call: WriteCall, kept: Tensor) -> Tensor:
+    """The kept keys [t, K, D], each turned by the angles of its position, in float32; as they are if there are none."""
+    k = call.k_new[kept]
+    if call.cos is None or call.sin is None or call.positions is None:
+        return k
+    cos, sin = (table[call.positions[kept]][:, None] for table in (call.cos, call.sin))  # [t, 1, R/2]
+    half = cos.shape[-1]
+    turned = k.float()
+    a, b = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if call.interleaved else (slice(0, half), slice(half, 2 * half))
+    first, second = turned[..., a], turned[..., b]
+    pair = first * cos - second * sin, second * cos + first * sin
+    turned = turned.clone()
+    turned[..., a], turned[..., b] = pair
+    return turned
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:

@@ -45,7 +45,7 @@ class Case(NamedTuple):
     """What a kernel is judged by. None: not known yet, so nothing can be objected to it. Dtypes go by their names in KVSpec.
 
     features: of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens", "tensor_scale" and
-    "token_head_scale".
+    "token_head_scale"; of a write, "rope".
     """
 
     op: str = "paged_attention"

@@ -11,7 +11,7 @@ import torch
 from pagedkv import copy_frames, merge_states, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks
-from pagedkv.kernels.args import AttentionCall, KVLayer
+from pagedkv.kernels.args import AttentionCall, KVLayer, RotaryTable
 from tests.cases import Case
 
 if TYPE_CHECKING:
@@ -67,6 +67,14 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     (option(window=0), "window is 0; it must be at least 1, or None"),
     (option(split_tokens=-1), "split_tokens is -1; it must be at least 1, or None"),
     (option(softcap=-1.0), "softcap is -1.0; it must be a finite number, 0 for none"),
+    (option(scale=float("nan")), "scale is nan; it must be a finite number, or None for D ** -0.5"),
+    (option(out=torch.zeros(5, 1, 64).expand(5, 6, 64)), "out has strides (64, 0, 1): several of its elements share memory"),
+    (query(lambda q: q[:, :0]), "q is [T=5, H=0, D=64] but layer.k has K=2 kv heads: H must be a multiple of K"),
+    (
+        layer(lambda x: KVLayer(x.k[:, :, :0], x.v[:, :, :0])),
+        "layer.k is [F=7, S=16, K=0, D=64] and layer.v is [F=7, S=16, K=0, Dv=64]: of",
+    ),
+    (layer(lambda x: KVLayer(x.k[:, :0], x.v[:, :0])), "of these only F may be 0"),
     (option(out=torch.zeros(5, 6, 32)), "out is [T=5, H=6, Dv=32] float32; it must be [T=5, H=6, Dv=64] float32"),
 ]
 
@@ -82,7 +90,7 @@ def test_a_wrong_shape_dtype_or_device_is_named(change: Callable[[Built], Built]
 
 def test_tensors_on_two_devices_are_named() -> None:
     built = CASE.build()
-    call = {field.name: None for field in fields(AttentionCall)} | {"q": built.q, "out": built.q, "softcap": 0.0}
+    call = {field.name: None for field in fields(AttentionCall)} | {"q": built.q, "out": built.q, "softcap": 0.0, "scale": 1.0}
     call |= {name: getattr(built.layer, name) for name in ("k", "v")} | {
         name: getattr(built.batch, name) for name in ("block_table", "cu_seqlens_q")
     }
@@ -111,6 +119,8 @@ def test_a_wrong_value_is_named_when_debugging(change: Callable[[Built], Built],
     assert text in str(wrong.value)
 
 
+TURNS = RotaryTable(torch.ones(39, 32), torch.ones(39, 32))
+
 WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
     ("0", {"k": torch.zeros(5, 2, 32)}, "k is [T=5, K=2, D=32] but layer.k has K=2 kv heads of D=64"),
     ("0", {"v": torch.zeros(4, 2, 64)}, "v is [T=4, K=2, Dv=64]; with this k and layer.v it must be [T=5, K=2, Dv=64]"),
@@ -122,6 +132,24 @@ WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
         {"slots": torch.tensor([0, 1, 2, 3, 112])},
         "batch.slots holds 0 to 112 but there are 112 slots in F=7 frames of S=16: 0 to 111 are allowed",
     ),
+    (
+        "0",
+        {"layer": KVLayer(torch.zeros(7, 16, 1, 64).expand(7, 16, 2, 64), torch.zeros(7, 16, 2, 64))},
+        "layer.k has strides (1024, 64, 0, 1): several of its elements share memory",
+    ),
+    (
+        "0",
+        {"rope": RotaryTable(torch.ones(9, 40), torch.ones(9, 40))},
+        "rope.cos is float32 [9, 40]; cos and sin must be two tables float32",
+    ),
+    (
+        "0",
+        {"rope": RotaryTable(torch.ones(9, 32), torch.ones(8, 32))},
+        "rope.sin is float32 [8, 32]; cos and sin must be two tables float32",
+    ),
+    ("0", {"rope": RotaryTable(torch.ones(9, 32).half(), torch.ones(9, 32))}, "rope.cos is float16 [9, 32]"),
+    ("0", {"rope": TURNS, "positions": torch.zeros(4).long()}, "batch.positions is int64 [4]; to turn keys it must be int64 [T=5]"),
+    ("1", {"rope": TURNS}, "batch.positions holds 0 to 39 but there are 39 positions in rope.cos: 0 to 38 are allowed"),
     ("2", {"slots": torch.tensor([0, 9, 9, -1, -1])}, "batch.slots names slots [9] more than once"),
 ]
 
@@ -131,9 +159,10 @@ def test_a_wrong_write_is_named_and_writes_nothing(level: str, changes: dict[str
     monkeypatch.setenv("PAGEDKV_DEBUG", level)
     built = CASE.build()
     before = built.layer.k.clone()
-    given = {"k": torch.zeros(5, 2, 64), "v": torch.zeros(5, 2, 64), "slots": built.batch.slots} | changes
+    given = {"k": torch.zeros(5, 2, 64), "v": torch.zeros(5, 2, 64), "layer": built.layer, "rope": None} | changes
+    tables = {name: value for name, value in changes.items() if name in ("slots", "positions")}
     with pytest.raises(InvalidRequest) as wrong:
-        write_kv(given["k"], given["v"], built.layer, replace(built.batch, slots=given["slots"]))
+        write_kv(given["k"], given["v"], given["layer"], replace(built.batch, **tables), rope=given["rope"])
     assert text in str(wrong.value)
     assert torch.equal(before, built.layer.k) or torch.equal(before.nan_to_num(7), built.layer.k.nan_to_num(7))
 
@@ -144,7 +173,11 @@ def test_wrong_states_and_copies_are_named() -> None:
         merge_states(out, lse, out, lse.T)
     with pytest.raises(InvalidRequest, match="out_b is .* float16: the two states must match"):
         merge_states(out, lse, out.half(), lse)
+    with pytest.raises(InvalidRequest, match="out_a is int32; it must be float32, bfloat16, float16 or float64"):
+        merge_states(out.int(), lse, out.int(), lse)
     storage = torch.zeros(4, 64, dtype=torch.uint8)
+    with pytest.raises(InvalidRequest, match=r"storage has strides \(0, 1\): several of its elements share memory"):
+        copy_frames(storage[:1].expand(4, 64), torch.tensor([[0, 1]], dtype=INT32))
     for pairs, text in (
         (torch.tensor([[0, 1]]), r"copies is \[1, 2\] int64"),
         (torch.tensor([[0, 4]], dtype=INT32), "copies holds 0 to 4 but there are 4 frames in storage"),
@@ -152,3 +185,12 @@ def test_wrong_states_and_copies_are_named() -> None:
     ):
         with pytest.raises(InvalidRequest, match=text):
             copy_frames(storage, pairs)
+
+
+@pytest.mark.parametrize("pair", [[-1, 2], [2, -1], [0, 4]])
+def test_a_copy_outside_the_pool_is_refused_even_without_debugging(pair: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_DEBUG", "0")
+    storage = torch.arange(4, dtype=torch.uint8).view(4, 1)
+    with pytest.raises(InvalidRequest, match="but there are 4 frames in storage: 0 to 3 are allowed"):
+        copy_frames(storage, torch.tensor([pair], dtype=INT32))
+    assert storage.flatten().tolist() == [0, 1, 2, 3]

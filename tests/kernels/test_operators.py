@@ -26,7 +26,8 @@ def attention_args(case: Case) -> tuple[Any, ...]:
 def write_args(case: Case) -> tuple[Any, ...]:
     _, layer, batch, _ = case.build()
     k = torch.randn(len(batch.slots), *layer.k.shape[2:])
-    return (k, -k, layer.k, layer.v, layer.k_scale, layer.v_scale, batch.slots, "auto")
+    angles = (torch.rand(40, 32), torch.rand(40, 32)) if layer.k_scale is None else (None, None)
+    return (k, -k, layer.k, layer.v, layer.k_scale, layer.v_scale, batch.slots, batch.positions, *angles, False, "auto")
 
 
 @pytest.mark.parametrize("case", [CASE, QUANTISED], ids=str)

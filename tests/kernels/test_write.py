@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from pagedkv import copy_frames, write_kv
-from pagedkv.kernels.args import KVLayer, PagedBatch
+from pagedkv import KernelUnavailable, copy_frames, write_kv
+from pagedkv.kernels.args import KVLayer, PagedBatch, RotaryTable
 from tests.cases import AXES, Case, as_bytes, empty_layer, moved
 from tests.kernels.oracle import stored_values
 
@@ -86,6 +87,44 @@ def test_what_is_too_large_saturates(kv: str, largest: float, runner: Runner) ->
     k = torch.tensor([1e9, -1e9, torch.inf, -torch.inf]).repeat(16).expand(1, 2, 64).to(runner.device)
     write_kv(k, k, layer, moved(batch_of([0]), runner.device), backend=runner.backend)
     assert stored(layer, [0])[0][0, 0, :4].tolist() == [largest, -largest, largest, -largest]
+
+
+@pytest.mark.parametrize("kv", ["", "fp8_e4m3/tensor", "int8/token_head", "int4/token_head"])
+@pytest.mark.parametrize(("turned", "interleaved"), [(64, False), (64, True), (24, False), (2, True)])
+def test_a_key_turned_while_it_is_written_is_the_key_turned_before(kv: str, turned: int, interleaved: bool, runner: Runner) -> None:
+    draw = torch.Generator().manual_seed(turned)
+    angles = torch.rand(50, turned // 2, generator=draw) * 6
+    k, v = (torch.randn(7, 2, 64, generator=draw) for _ in range(2))
+    batch = replace(batch_of(SLOTS), positions=torch.tensor([3, 10**9, 49, 0, 7, -1, 11]))  # a token that is skipped may be anywhere
+    together, apart = (moved(empty_layer(Case(kv=kv, layout="HND"), 4), runner.device) for _ in range(2))
+    if kv.endswith("/tensor"):
+        for scale in (together.k_scale, together.v_scale, apart.k_scale, apart.v_scale):
+            scale.fill_(0.25)
+    k, v, batch, turned_k = (moved(x, runner.device) for x in (k, v, batch, turn(k, angles[[3, 0, 49, 0, 7, 0, 11]], interleaved)))
+    rope = RotaryTable(moved(angles.cos(), runner.device), moved(angles.sin(), runner.device), interleaved)
+
+    try:
+        write_kv(k, v, together, batch, rope=rope, backend=runner.backend)
+    except KernelUnavailable as refused:
+        pytest.skip(str(refused))
+    write_kv(turned_k, v, apart, batch, backend=runner.backend)
+
+    at = [slot for slot in SLOTS if slot >= 0]
+    (k_together, v_together), (k_apart, v_apart) = stored(together, at), stored(apart, at)
+    assert torch.equal(v_together, v_apart)
+    step = {"": 1e-6, "fp8": 0.125, "int8": 1 / 127, "int4": 1 / 7}[kv[:4].rstrip("_")] * k_apart.abs().amax(-1, keepdim=True)
+    assert ((k_together - k_apart).abs() <= step * 1.001).all()  # a sum that is rounded otherwise may be stored one step away,
+    assert ((k_together - k_apart).abs() > 1e-5).double().mean() < 0.01  # rarely
+
+
+def turn(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """x [T, K, D] with the pairs of its first dims as complex numbers, times e^(i angle)."""
+    half = angles.shape[1]
+    pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
+    pairs = pairs if interleaved else pairs.mT
+    product = torch.view_as_complex(pairs.double().contiguous()) * torch.polar(torch.ones(()).double(), angles.double())[:, None]
+    real = torch.view_as_real(product)
+    return torch.cat([(real if interleaved else real.mT).flatten(-2).float(), x[..., 2 * half :]], -1)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float8_e4m3fn])
