@@ -7,30 +7,47 @@ the same work: the same number of sequences, tokens and blocks of 16, prefix cac
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
-import time
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from pagedkv.bench import peers
+from pagedkv.bench.peers import BATCH, BLOCK, GROWTH, PAGES, POOL, timed
 from pagedkv.core import AddressSpace, MemoryManager
+from pagedkv.errors import InvalidRequest
 
 OURS: Final = "pagedkv"
-BLOCK: Final = 16
-SCALE: Final = {"ns": 1e9, "us": 1e6, "ms": 1e3}
+TURN: Final = 4
+"""Runs of a case when its turn comes; the first of them pays for what others left in the caches, and does not count."""
+
+PATIENCE: Final = 5.0
+"""Seconds after which a case has been measured often enough, whatever the rounds."""
+
+SCALE: Final = {"ns": 1e9, "us": 1e6, "ms": 1e3, "bytes": 1}
 
 
 @dataclass(frozen=True)
 class Case:
-    """`make()` returns what does `work` units and says how many seconds they took; `limit` is what issue and manual promise, in `unit`."""
+    """`make()` returns what does `work` units and says how many seconds they took; `limit` is what issue and manual promise, in `unit`.
+
+    peer: the case of peers.py that does the same work, if there is one.
+    """
 
     name: str
     unit: str
     limit: float | None
     work: int
     make: Callable[[], Callable[[], float]]
+    peer: str = ""
     rounds: int = 10**9  # at most
 
 
@@ -44,24 +61,26 @@ class Figure:
     median: float | None = None
     best: float | None = None
     limit: float | None = None
-    rounds: int = 0
+    runs: int = 0
     why_not: str = ""
+    version: str = ""
     samples: list[float] = field(default_factory=list, repr=False)
+    took: float = 0.0  # seconds
+
+    def add(self, said: dict[str, Any], case: Case) -> None:
+        """What a peer answered."""
+        self.why_not = said.get("absent", "")
+        self.took += sum(said.get("seconds", ()))
+        self.samples += [seconds / case.work * SCALE[case.unit] for seconds in said.get("seconds", ())[1:]]
 
     def settle(self) -> None:
-        """Median and best of the samples; the first one paid for what was cold."""
-        if kept := self.samples[1:] or self.samples:
-            self.median, self.best, self.rounds = statistics.median(kept), min(kept), len(kept)
+        """Median and best of the samples."""
+        if self.samples:
+            self.median, self.best, self.runs = statistics.median(self.samples), min(self.samples), len(self.samples)
 
     def row(self) -> dict[str, Any]:
         """What is written down."""
-        return {name: value for name, value in asdict(self).items() if name != "samples"}
-
-
-def timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+        return {name: value for name, value in asdict(self).items() if name not in ("samples", "took")}
 
 
 def prompt(seed: int, pages: int) -> np.ndarray:
@@ -84,7 +103,7 @@ def full_pool(num_frames: int, pages: int) -> MemoryManager:
     return mm
 
 
-def decode(batch: int, mm: MemoryManager, *, context: int = 1, growth: int = 256) -> Callable[[], float]:
+def decode(batch: int, mm: MemoryManager, *, context: int = 1, growth: int = GROWTH) -> Callable[[], float]:
     """plan + commit of a step in which each of `batch` sequences of staggered lengths grows by one token; prefix cache on."""
     spaces = [grown(mm, prompt(i, -(-context // BLOCK) + 1)[: context + i % BLOCK]) for i in range(batch)]
     asids, ones = np.array([space.asid for space in spaces], np.int32), np.ones(batch, np.int64)
@@ -159,27 +178,89 @@ def create(num_frames: int) -> Callable[[], float]:
     return lambda: timed(lambda: MemoryManager(num_frames, BLOCK))
 
 
+def held(num_frames: int, pages: int) -> Callable[[], float]:
+    """Bytes a frame of a pool whose frames are all published: arrays, index and token ids."""
+    size = round(peers.held_by(lambda: full_pool(num_frames, pages)) / num_frames, 1)
+    return lambda: size
+
+
 CASES: Final = (
-    Case("decode step, 256 sequences", "us", 30, 1, lambda: decode(256, MemoryManager(20_000, BLOCK))),
-    Case("decode step, 1,024 sequences", "us", 80, 1, lambda: decode(1024, MemoryManager(40_000, BLOCK))),
+    Case("decode step, 256 sequences", "us", 30, 1, lambda: decode(256, MemoryManager(20_000, BLOCK)), "decode 256"),
+    Case("decode step, 1,024 sequences", "us", 80, 1, lambda: decode(1024, MemoryManager(40_000, BLOCK)), "decode 1024"),
     Case("the same, pool of 1e6 frames", "us", 80, 1, lambda: decode(1024, MemoryManager(1_000_000, BLOCK))),
     Case("the same, context of 500 tokens", "us", 80, 1, lambda: decode(1024, MemoryManager(100_000, BLOCK), context=500)),
-    Case("get and free a block, by 1,000", "ns", 30, 1000, lambda: allocate_and_release(1000, 100_000)),
-    Case("match a block, pool of 1e5", "ns", 100, 250, lambda: match(250, 100_000)),
-    Case("publish a block, pool of 1e5", "ns", 150, 250, lambda: publish(250, 100_000)),
+    Case("get and free a block, by 1,000", "ns", 30, BATCH, lambda: allocate_and_release(BATCH, POOL), peers.ALLOCATE),
+    Case("match a block, pool of 1e5", "ns", 100, PAGES, lambda: match(PAGES, POOL), peers.MATCH),
+    Case("publish a block, pool of 1e5", "ns", 150, PAGES, lambda: publish(PAGES, POOL), peers.PUBLISH),
     Case("fork 4,096 pages", "us", 20, 1, lambda: fork(4096)),
     Case("create a pool of 1e6", "ms", 100, 1, lambda: create(1_000_000), rounds=5),
+    Case("a block, token ids included", "bytes", 48 + 4 * BLOCK, 1, lambda: held(POOL, PAGES), peers.BYTES, rounds=1),
 )
 
 
-def measure(rounds: int) -> list[Figure]:
-    """The figures of `rounds` rounds of CASES."""
-    figures = {case.name: Figure(OURS, case.name, case.unit, limit=case.limit) for case in CASES}
-    runs = {case.name: case.make() for case in CASES}
-    for round_ in range(rounds + 1):
-        for case in CASES:
-            if round_ <= case.rounds:
-                figures[case.name].samples.append(runs[case.name]() / case.work * SCALE[case.unit])
-    for figure in figures.values():
+class Peer:
+    """A process that drives one of the managers of peers.py. Raises: InvalidRequest if none of `pythons` can be started."""
+
+    def __init__(self, name: str, pythons: Sequence[str]) -> None:
+        self.name, self.absent, self.version = name, "", ""
+        refusals = []
+        for python in pythons:
+            self._start(python)
+            said = self._read()
+            self.version, self.absent = said.get("version", ""), said.get("absent", "")
+            if not self.absent:
+                return
+            refusals.append(self.absent)
+            self.close()
+        self.absent = "; ".join(dict.fromkeys(refusals))
+
+    def _start(self, python: str) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        quiet = os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        try:
+            self._process = subprocess.Popen([python, str(Path(peers.__file__)), self.name], **pipes, env=quiet, text=True)
+        except OSError as why:
+            raise InvalidRequest(f"{python} cannot be started: {why}; --peers-python is the path of a Python") from None
+
+    def ask(self, case: Case) -> dict[str, Any]:
+        """{"seconds": [...]}, or {"absent": why not}."""
+        if self.absent:
+            return {"absent": self.absent}
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps({"case": case.peer, "runs": TURN}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            return {"absent": f"its process ended with status {self._process.wait()}"}
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        """Let the process end. Again is harmless."""
+        if self._process.poll() is None:
+            self._process.communicate()
+
+
+def measure(rounds: int, pythons: Sequence[str] = ()) -> list[Figure]:
+    """The figures of `rounds` rounds of CASES, ours and those of every peer. `pythons`: where peers are looked for, beside this one."""
+    with ExitStack() as stack:
+        others = [stack.enter_context(closing(Peer(name, [*pythons, sys.executable]))) for name in peers.PEERS]
+        figures = [Figure(OURS, case.name, case.unit, limit=case.limit) for case in CASES]
+        theirs = {
+            case: [(peer, Figure(peer.name, case.name, case.unit, version=peer.version)) for peer in others if case.peer] for case in CASES
+        }
+        runs = [case.make() for case in CASES]
+        for round_ in range(rounds):
+            for case, run, figure in zip(CASES, runs, figures, strict=True):
+                if round_ < case.rounds:
+                    figure.add({"seconds": [run() for _ in range(TURN)]}, case)
+                for peer, its in theirs[case]:
+                    if round_ < case.rounds and not its.why_not and its.took < PATIENCE:
+                        its.add(peer.ask(case), case)
+    every = [*figures, *(its for pairs in theirs.values() for _, its in pairs)]
+    for figure in every:
         figure.settle()
-    return list(figures.values())
+    return every

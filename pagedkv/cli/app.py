@@ -122,14 +122,17 @@ def bench(context: typer.Context) -> None:
 
 @benchmarks.command("manager")
 def bench_manager(
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Each goes through all cases in turn.")] = 200,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Each goes through all cases in turn.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, no more.")] = False,
+    peers_python: Annotated[
+        list[Path] | None, typer.Option(metavar="PYTHON", help="One that has vLLM, SGLang or nano-vllm; may be given several times.")
+    ] = None,
     record: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the rows there, not to bench/results of a checkout.")] = None,
 ) -> None:
-    """What planning, committing, matching, publishing and forking cost. Slow is no failure: the exit status is 0."""
+    """What the memory manager costs beside those of vLLM, SGLang and nano-vllm, where they are. Slow is no failure: the status is 0."""
     from pagedkv.cli.bench import manager  # numba
 
-    manager(rounds, as_json=as_json, keep=record)
+    manager(rounds, peers_python or (), as_json=as_json, keep=record)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from pagedkv.bench import record
 from pagedkv.errors import InvalidRequest
 
 
-def manager(rounds: int, *, as_json: bool, keep: Path | None) -> None:
+def manager(rounds: int, pythons: Sequence[Path], *, as_json: bool, keep: Path | None) -> None:
     """Measure, append the rows, print a table or a list of JSON objects."""
-    figures = runner.measure(rounds)
+    figures = runner.measure(rounds, [str(path) for path in pythons])
     about = record.provenance()
     rows = [figure.row() | about for figure in figures]
     folder = record.results()
@@ -31,10 +32,26 @@ def manager(rounds: int, *, as_json: bool, keep: Path | None) -> None:
 
 
 def _print(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    table = Table(caption=f"{about['machine']}; {about['commit']}", caption_justify="left")
-    for name in ("", "unit", "median", "best", "limit", ""):
-        table.add_column(name, justify="right" if name in ("median", "best", "limit") else "left")
-    for row in rows:
-        over = "over" if row["limit"] and row["median"] > row["limit"] else ""
-        table.add_row(row["case"], row["unit"], f"{row['median']:.1f}", f"{row['best']:.1f}", f"{row['limit']:.0f}", over)
-    Console(highlight=False).print(table)
+    """A line for each case: ours, the limit, and how many times as much each peer takes."""
+    names = list(dict.fromkeys(row["who"] for row in rows))
+    found = {(row["who"], row["case"]): row for row in rows}
+    table = Table(caption=f"medians; {about['machine']}; {about['commit']}", caption_justify="left")
+    for name in ("", "unit", *names[:1], "limit", *(name.split()[0] for name in names[1:])):
+        table.add_column(name, justify="left" if name in ("", "unit") else "right")
+    for row in (row for row in rows if row["who"] == names[0]):
+        limit = "" if row["limit"] is None else f"{row['limit']:,.0f}{' over' if row['median'] > row['limit'] else ''}"
+        others = (_against(row, found.get((name, row["case"]))) for name in names[1:])
+        table.add_row(row["case"], row["unit"], f"{row['median']:,.1f}", limit, *others)
+    console = Console(highlight=False)
+    console.print(table)
+    for name in names[1:]:
+        theirs = [row for row in rows if row["who"] == name]
+        console.print(f"{name}: {theirs[0]['version'] or 'not measured'}")
+        for why in dict.fromkeys(row["why_not"] for row in theirs if row["why_not"]):
+            console.print(f"  –: {why}", soft_wrap=True)
+
+
+def _against(ours: dict[str, Any], theirs: dict[str, Any] | None) -> str:
+    if theirs is None or theirs["median"] is None:
+        return "–"
+    return f"{theirs['median']:,.1f} ({theirs['median'] / ours['median']:.1f}x)"

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
 
 from pagedkv.bench import manager, record
+
+STAND_IN = {
+    "engine/sequence.py": """
+class Sequence:
+    def __init__(self, ids): self.ids, self.num_cached_tokens = list(ids), 0
+    def __len__(self): return len(self.ids)
+    def append_token(self, token): self.ids.append(token)
+""",
+    "engine/block_manager.py": """
+class BlockManager:
+    def __init__(self, num_blocks, block_size): print("peers may talk")
+    def can_allocate(self, sequence): return 0
+    def allocate(self, sequence, cached): pass
+    def deallocate(self, sequence): pass
+    def hash_blocks(self, sequence): pass
+    def can_append(self, sequence): return True
+    def may_append(self, sequence): pass
+""",
+    "__init__.py": "raise ImportError('wants a GPU')",
+}
+"""A manager that does nothing, where nano-vllm's would be."""
 
 
 @pytest.fixture
@@ -17,18 +39,59 @@ def quick(monkeypatch):
     return cases
 
 
-def test_json_is_a_list_of_figures_with_machine_and_commit(command, quick, tmp_path):
+@pytest.fixture
+def rows(command, quick, tmp_path, monkeypatch):
+    """Three rounds with a stand-in for nano-vllm, as --json prints them."""
+    for name, source in STAND_IN.items():
+        path = tmp_path / "nanovllm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     status, out, _ = command("bench", "manager", "--json", "--rounds", 3, "--record", tmp_path / "rows.jsonl")
     assert status == 0
-    rows = json.loads(out)
-    ours = [row for row in rows if row["who"] == "pagedkv" and row["case"] in {case.name for case in quick}]
-    assert len(ours) == len(quick)
+    found = json.loads(out)
+    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == found
+    return found
+
+
+def test_a_row_has_a_figure_of_ours_for_each_case_with_machine_and_commit(rows, quick):
+    ours = [row for row in rows if row["who"] == "pagedkv"]
+    assert [row["case"] for row in ours] == [case.name for case in quick]
     for row in ours:
         assert 0 < row["best"] <= row["median"]
-        assert row["rounds"] == 3
+        assert row["runs"] == 3 * (manager.TURN - 1)
         assert row["limit"] > 0
         assert {"machine", "commit", "versions", "when"} <= set(row)
-    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == rows
+
+
+def test_a_peer_that_is_there_is_measured_in_the_same_run(rows):
+    (row,) = (row for row in rows if row["who"].startswith("nano-vllm"))
+    assert row["case"] == "decode step, 256 sequences"
+    assert row["median"] > 0
+    assert row["runs"] == 3 * (manager.TURN - 1)
+    assert row["version"] == "from source"
+
+
+@pytest.mark.parametrize(("peer", "module"), [("vLLM", "vllm"), ("SGLang", "sglang")])
+def test_the_absence_of_a_peer_is_reported(rows, peer, module):
+    if importlib.util.find_spec(module):
+        pytest.skip(f"{module} is installed")
+    (row,) = (row for row in rows if row["who"].startswith(peer))
+    assert row["median"] is None
+    assert f"No module named '{module}'" in row["why_not"]
+
+
+def test_the_table_shows_figures_limits_and_what_is_not_there(command, quick, tmp_path):
+    status, out, _ = command("bench", "manager", "--rounds", 1, "--record", tmp_path / "rows.jsonl")
+    assert status == 0
+    for word in ("decode step, 256 sequences", "30", "vLLM KVCacheManager", "No module named"):
+        assert word in out
+
+
+def test_a_python_that_cannot_be_started_is_named(command, quick, tmp_path):
+    status, _, err = command("bench", "manager", "--peers-python", tmp_path / "python")
+    assert status == 2
+    assert "--peers-python" in err
 
 
 def test_rows_name_a_commit_and_whether_files_differ_from_it():
