@@ -10,7 +10,13 @@ An integer divided by 0 gives 0 (`error_model`): looking for it costs more than 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
+import numba.extending
+from llvmlite import ir
+from numba.core.cgutils import get_item_pointer
+from numba.np.arrayobj import make_array
 
 compiled = numba.njit(cache=True, _nrt=False, error_model="numpy")  # type: ignore[call-overload]  # `_nrt` is not in its annotations
 """For functions that allocate nothing."""
@@ -20,3 +26,30 @@ inlined = numba.njit(cache=True, _nrt=False, error_model="numpy", forceinline=Tr
 
 allocating = numba.njit(cache=True, error_model="numpy")
 """For those that make arrays."""
+
+
+def _prefetch(array: Any, at: int) -> None:
+    """Ask for the line of the processor's cache where array[at] begins. Nothing waits for it."""
+
+
+if numba.config.DISABLE_JIT:
+    prefetch = _prefetch
+else:
+
+    @numba.extending.intrinsic
+    def prefetch(_context: Any, array: Any, at: Any) -> Any:
+        """See _prefetch: LLVM's own, which numba has no word for."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            zero = arguments[1].type(0)
+            held = make_array(signature.args[0])(context, builder, arguments[0])
+            first = get_item_pointer(context, builder, signature.args[0], held, [arguments[1]] + [zero] * (array.ndim - 1))
+            place = builder.bitcast(first, ir.IntType(8).as_pointer())
+            number = ir.IntType(32)
+            word = builder.module.declare_intrinsic(
+                "llvm.prefetch", [place.type], ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+            )
+            builder.call(word, [place, number(0), number(3), number(1)])  # to be read, kept in all levels, data
+            return context.get_dummy_value()
+
+        return numba.types.void(array, numba.types.intp), generate

@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.compiled import compiled, inlined, prefetch
 from pagedkv.core.events import log_removed, log_stored
 from pagedkv.core.state import I32, State
 
@@ -27,7 +27,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: an odd numb
 _SHIFT = np.uint64(32)
 _LOW = np.int64(0xFFFFFFFF)
 
-AHEAD: Final = 64  # pages that are hashed before the first of them is looked up
+AHEAD: Final = 64  # pages on their way from memory at once, when a prompt is looked up
 
 
 @inlined
@@ -49,6 +49,22 @@ def print_of(key: int, before: int, tokens: I32) -> int:
         mixed += product ^ (product >> _SHIFT)
     mixed = (mixed ^ np.uint64(np.int64(before) & _LOW)) * _MULTIPLIER
     return int(((mixed ^ (mixed >> _SHIFT)) * _MULTIPLIER) >> _SHIFT)
+
+
+@inlined
+def prefetch_bucket(s: State, mark: int) -> None:
+    """A page of this print is going to be looked up."""
+    prefetch(s.bucket, np.int64(mark) & (len(s.bucket) - 1))
+
+
+@inlined
+def prefetch_candidate(s: State, mark: int) -> None:
+    """A page of this print is going to be compared; its bucket has arrived."""
+    frame = s.bucket[mark & (len(s.bucket) - 1)]
+    if frame >= 0:
+        prefetch(s.frames, frame)
+        prefetch(s.frames, frame + 1)  # its record may lie across two lines
+        prefetch(s.tokens, frame)
 
 
 @inlined

@@ -103,8 +103,8 @@ class MemoryManager(Observed):
         root, self.state = self._roots.of(tenant, self.state)
         if len(self.state.log):
             self._log.root_taken(self.state, root.number, tenant)
-        asid = spaces.open_space(self.state, root.number, root.seed, wish, ids)
-        return AddressSpace(self, asid, int(self.state.spaces["generation"][asid]))
+        asid, generation = spaces.open_space(self.state, root.number, root.seed, wish, ids)
+        return AddressSpace(self, asid, generation)
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
         """Why `open` finds no more of `token_ids` than it does: see misses.Miss. An operator's question: it looks at all tenants."""
@@ -162,7 +162,7 @@ class MemoryManager(Observed):
         if made[0] != steps.OK:
             refuse_plan(self.state, made[0], made[1], asids, wanted)
         _, _, slots, positions, splits, seq_lens, cu_seqlens_q, starts = made
-        return Plan(slots, positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, splits, self)
+        return Plan(slots, positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, wanted, splits, self)
 
     @exclusive
     def commit(self, plan: Plan, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None) -> None:
@@ -174,9 +174,9 @@ class MemoryManager(Observed):
                 InvalidRequest if the numbers do not fit. Nothing was changed then.
         """
         self._unsettled(plan, "commit")
-        accepted = count_row(plan.counts if counts is None else counts, len(plan.rows))
+        accepted = plan.counts if counts is None else count_row(counts, len(plan.rows))
         ids = token_row(token_ids)
-        if accepted.sum() != len(ids):
+        if len(ids) != (plan.num_tokens if counts is None else accepted.sum()):
             raise InvalidRequest(
                 f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} spaces; "
                 "give one count for each space, and as many ids as they add up to"
@@ -369,7 +369,12 @@ class MemoryManager(Observed):
             return asid_row(batch)
         if not all(isinstance(space, AddressSpace) for space in batch):
             raise InvalidRequest("the batch holds something that is no AddressSpace; give AddressSpaces, or a numpy array of asids")
-        return np.fromiter(map(self._asid, batch), np.int32, len(batch))
+        asids = np.fromiter([space.asid for space in batch], np.int32, len(batch))
+        ours = all(space.manager is self for space in batch)
+        if not ours or (self.state.spaces["generation"][asids] != [space.generation for space in batch]).any():
+            for space in batch:
+                self._asid(space)  # raises at the first that is stale or foreign
+        return asids
 
     def _releasable(self, space: AddressSpace) -> int:
         if space.manager is self and self.is_stale(space):

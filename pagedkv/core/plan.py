@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from pagedkv.core.state import I32, I64
 
 
@@ -27,6 +25,8 @@ class Plan:
     block_table: I32
     starts: I64
     """int64 [B]: KV length before the step."""
+    counts: I64
+    """int64 [B]: new tokens of each sequence."""
     splits: I32 = field(repr=False)
     """int32 [C, 4]: source, target and asid of each copy, and 1 if the prefix of the source is pinned with it."""
     manager: object = field(repr=False)
@@ -38,11 +38,6 @@ class Plan:
     def copies(self) -> I32:
         """int32 [C, 2]: source and target frames."""
         return self.splits[:, :2]
-
-    @property
-    def counts(self) -> I32:
-        """int32 [B]: new tokens of each sequence."""
-        return np.diff(self.cu_seqlens_q)
 
     @property
     def num_tokens(self) -> int:

@@ -58,8 +58,11 @@ def _new_row(s: State, root: int, seed: int) -> int:
 
 
 @compiled
-def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int:
-    """A new row that maps the longest published prefix of `token_ids` (int32 [n]), short of its last token. O(pages matched)."""
+def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> tuple[int, int]:
+    """A new row that maps the longest published prefix of `token_ids` (int32 [n]), short of its last token, and its generation.
+
+    O(pages matched).
+    """
     asid = _new_row(s, root, seed)
     s.spaces[asid].wish = wish
     size = s.tokens.shape[1]
@@ -83,7 +86,7 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> int
     s.reg[MISSED_EVICTED if gone else MISSED_NEW] += asked - matched
     s.spaces[asid].length = matched
     s.spaces[asid].planned = matched
-    return asid
+    return asid, int(s.spaces[asid].generation)
 
 
 @inlined
@@ -102,13 +105,17 @@ def probe(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[i
     parent, mark, whole = index.root_parent(root), seed, max(0, (len(token_ids) - 1) // size)
     for first in range(0, whole, index.AHEAD):
         last = min(first + index.AHEAD, whole)
-        for page in range(first, last):  # hashed first, so that no lookup waits for another and their misses of the cache overlap
+        for page in range(first, last):
             mark = index.print_of(s.reg[KEY], mark, token_ids[page * size : (page + 1) * size])
+            index.prefetch_bucket(s, mark)
             found[page] = mark - 2**31  # fits
+        for page in range(first, last):
+            index.prefetch_candidate(s, int(found[page]) + 2**31)
         for page in range(first, last):
             mark = int(found[page]) + 2**31
             frame = index.find(s, parent, mark, token_ids[page * size : (page + 1) * size])
             if frame < 0:
+                found[page:last] = HOLE  # the row is as it was
                 return page, index.remembers(s.ghosts, mark), parent
             found[page] = frame
             parent = frame
@@ -143,7 +150,7 @@ def keeps(s: State, asid: int, page: int) -> bool:
     return s.frames[frame].floor > 0 and s.frames[frame].published == 1 and index.reaches_root(s, frame)
 
 
-@compiled
+@inlined
 def _unmap(s: State, asid: int, page: int) -> None:
     frame = s.table[asid, page]
     if frame == HOLE:
@@ -228,6 +235,7 @@ def publish_pages(s: State, asid: int) -> None:
         frame = s.table[asid, page]
         if not s.frames[frame].published:
             s.frames[frame].print = index.print_of(s.reg[KEY], mark, s.tokens[frame])
+            index.prefetch_bucket(s, s.frames[frame].print)
         mark = int(s.frames[frame].print)
     for page in range(complete, full):
         frame = s.table[asid, page]
