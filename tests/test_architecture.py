@@ -48,7 +48,7 @@ ALSO = {
 """Single modules open to a layer; integrations and cli may import the public names from `pagedkv` too."""
 
 THIRD_PARTY = {
-    "core": {"numpy", "numba", "llvmlite"},  # llvmlite: what numba is made of, for one instruction it has no word for
+    "core": {"numpy", "numba"},
     "kernels": {"numpy", "numba", "torch", "triton", "cupy", "cuda"},
     "free": set(),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 def token_row(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:
     """int32 [n]: token ids."""
     if type(token_ids) is np.ndarray and token_ids.dtype is _INT32 and token_ids.ndim == 1 and token_ids.flags.c_contiguous:
-        return token_ids  # what is below takes microseconds
+        return cast(I32, token_ids)  # what is below takes microseconds
     try:
         ids = np.asarray(token_ids)
     except ValueError as why:
@@ -31,7 +32,7 @@ def token_row(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:
 def asid_row(asids: npt.NDArray[np.integer]) -> I32:
     """int32 [B]: numbers of address spaces, which carry no generation: whether they are still those that were meant is up to the caller."""
     if asids.dtype is _INT32 and asids.ndim == 1:
-        return asids.copy()  # the plan keeps it
+        return cast(I32, asids.copy())  # the plan keeps it
     if asids.ndim != 1 or not np.issubdtype(asids.dtype, np.integer):
         raise InvalidRequest(
             f"address spaces of shape {list(asids.shape)} and dtype {asids.dtype}; give one row of integers, or AddressSpaces"
@@ -44,7 +45,7 @@ def asid_row(asids: npt.NDArray[np.integer]) -> I32:
 def count_row(counts: Sequence[int] | npt.NDArray[np.integer], batch: int) -> I64:
     """int64 [B]: a number of tokens for each of `batch` spaces. A copy: the plan keeps it."""
     if type(counts) is np.ndarray and counts.dtype is _INT64 and counts.shape == (batch,):
-        return counts.copy()
+        return cast(I64, counts.copy())
     given = np.asarray(counts)
     if given.shape != (batch,) or (batch and not np.issubdtype(given.dtype, np.integer)):
         raise InvalidRequest(f"there are {batch} spaces, and counts of shape {list(given.shape)} and {given.dtype}; give one int for each")

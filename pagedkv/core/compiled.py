@@ -14,8 +14,7 @@ from typing import Any
 
 import numba
 import numba.extending
-from llvmlite import ir
-from numba.core.cgutils import get_item_pointer
+from numba.core.cgutils import get_item_pointer, ir
 from numba.np.arrayobj import make_array
 
 compiled = numba.njit(cache=True, _nrt=False, error_model="numpy")  # type: ignore[call-overload]  # `_nrt` is not in its annotations
@@ -28,7 +27,7 @@ allocating = numba.njit(cache=True, error_model="numpy")
 """For those that make arrays."""
 
 
-def _prefetch(array: Any, at: int) -> None:
+def _prefetch(array: Any, at: Any) -> None:
     """Ask for the line of the processor's cache where array[at] begins. Nothing waits for it."""
 
 
