@@ -10,6 +10,8 @@ a compiler pays nothing for their entries. To add a backend: a module with the f
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -103,9 +105,20 @@ def _numba_objections(case: Case) -> list[str]:
     return importlib.import_module("pagedkv.kernels.numba").objections(case)  # type: ignore[no-any-return]
 
 
+def _triton_objections(case: Case) -> list[str]:
+    if importlib.util.find_spec("triton") is None:
+        return ["triton is not installed: pip install 'pagedkv[triton]' (Linux)"]
+    if case.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return ["it runs on GPUs; on the CPU only Triton's interpreter can, for tests: TRITON_INTERPRET=1"]
+    if case.device == "cuda" and not importlib.import_module("torch").cuda.is_available():
+        return ["torch finds no GPU on this machine"]
+    return importlib.import_module("pagedkv.kernels.triton.backend").objections(case)  # type: ignore[no-any-return]
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu", where=("cpu",), objections=_cpu_objections, module="pagedkv.kernels.cpu"),
     Kernel("numba", where=("cpu",), objections=_numba_objections, module="pagedkv.kernels.numba"),
+    Kernel("triton", where=("cuda", "cpu"), objections=_triton_objections, module="pagedkv.kernels.triton.backend"),
     Kernel("reference", where=None, objections=no_objections, module="pagedkv.kernels.reference"),
 )
 """In the order of preference."""

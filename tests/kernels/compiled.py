@@ -1,0 +1,192 @@
+"""What the compiler makes of the Triton kernels, without a GPU: `python -m tests.kernels.compiled < jobs.json`, a process of its own.
+
+A job is (name of a launch below, architecture). The host wrapper runs as it would on that machine, on CPU tensors of a plausible call; each
+launch it makes is caught, specialised as Triton's launcher does, and compiled by ptxas or LLVM. Printed is one report a launch: registers,
+spills, shared memory, and the instructions that tell whether loads are wide and tensor cores are used. Never run by pytest in its own
+process: there the kernels may have been imported for the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
+
+
+def call_of(**changes: Any) -> Any:
+    """An AttentionCall of 8 sequences, as an engine would make it: HND pool, page 16, bf16, 32 query and 8 kv heads of 128."""
+    import torch
+
+    from pagedkv.kernels.args import AttentionCall
+    from tests.cases import DTYPES
+
+    given = {"B": 8, "q_len": 1, "n": 4096, "H": 32, "K": 8, "D": 128, "Dv": 128, "S": 16, "dtype": "bfloat16", "kv": "", "mla": False}
+    options = {name: changes.pop(name) for name in [*changes] if name not in given}
+    g = given | changes
+    B, T, dtype, stored = g["B"], g["B"] * g["q_len"], DTYPES[g["dtype"]], DTYPES[g["kv"].partition("/")[0] or g["dtype"]]
+    half = 2 if stored == torch.uint8 else 1
+
+    def pool(dim: int) -> torch.Tensor:
+        return torch.empty(4, g["K"], g["S"], dim // half, dtype=stored).transpose(1, 2)
+
+    k = pool(g["D"])
+    v = k[..., : g["Dv"]] if g["mla"] else pool(g["Dv"])
+    scale = {"": None, "tensor": torch.ones(()), "token_head": torch.ones(4, g["K"], g["S"]).transpose(1, 2)}[g["kv"].partition("/")[2]]
+    ints = {"table": torch.zeros(B, g["n"] // g["S"], dtype=torch.int32), "lens": torch.full((B,), g["n"], dtype=torch.int32)}
+    starts = torch.arange(B + 1, dtype=torch.int32) * g["q_len"]
+    heads = torch.ones(g["H"])
+    q, out, lse = torch.empty(T, g["H"], g["D"], dtype=dtype), torch.empty(T, g["H"], g["Dv"], dtype=dtype), torch.empty(T, g["H"])
+    tree = torch.ones(T, g["q_len"], dtype=torch.bool) if options.get("tree") else None
+    return AttentionCall(
+        q, k, v, scale, scale, ints["table"], None, ints["lens"], starts, g["q_len"], g["n"], 0.1, True, options.get("window"),
+        options.get("softcap", 0.0), heads if options.get("sinks") else None, heads if options.get("alibi") else None, tree,
+        options.get("split_tokens"), out, lse,
+    )  # fmt: skip
+
+
+def attention(**changes: Any) -> None:
+    from pagedkv.kernels.triton.backend import paged_attention
+
+    paged_attention(call_of(**changes))
+
+
+EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True, "alibi": True, "tree": True}
+LAUNCHES: dict[str, Any] = {
+    "decode": lambda: attention(),
+    "decode, page 64": lambda: attention(S=64),
+    "decode, head 64": lambda: attention(D=64, Dv=64),
+    "decode, head 80": lambda: attention(D=80, Dv=80),
+    "decode, head 256": lambda: attention(D=256, Dv=256),
+    "decode, 192/128": lambda: attention(D=192),
+    "decode, float16": lambda: attention(dtype="float16"),
+    "decode, float32": lambda: attention(dtype="float32"),
+    "decode, every option": lambda: attention(q_len=4, **EVERYTHING),
+    "decode, split": lambda: attention(split_tokens=1024),
+    **{
+        f"decode, {kv}": (lambda kv=kv: attention(kv=kv))
+        for kv in ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "int4/token_head")
+    },
+    "decode, mla": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True),
+    "decode, mla fp8": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, kv="fp8_e4m3/token_head"),
+    "drafts": lambda: attention(q_len=8),
+    "prefill": lambda: attention(q_len=1024),
+    "prefill, one chunk": lambda: attention(B=1, q_len=64, n=32768),
+    "prefill, head 64": lambda: attention(q_len=1024, D=64, Dv=64),
+    "prefill, head 256": lambda: attention(q_len=1024, D=256, Dv=256),
+    "prefill, float32": lambda: attention(q_len=1024, dtype="float32"),
+    "prefill, every option": lambda: attention(q_len=1024, **EVERYTHING),
+    "prefill, fp8": lambda: attention(q_len=1024, kv="fp8_e4m3/token_head"),
+    "prefill, mla": lambda: attention(q_len=1024, H=128, K=1, D=576, Dv=512, S=64, mla=True),
+}  # fmt: skip
+
+
+def caught(name: str, arch: str) -> list[tuple[Any, list[Any], dict[str, Any]]]:
+    """(kernel, its arguments, options) of each launch that the host code of `name` makes on `arch`."""
+    import triton
+
+    from pagedkv.kernels.triton import tuning
+
+    launches: list[tuple[Any, list[Any], dict[str, Any]]] = []
+
+    def catch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {key: kwargs.pop(key) for key in [*kwargs] if key not in kernel.arg_names}
+        bound = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        launches.append((kernel, [bound[key] for key in kernel.arg_names], options))
+
+    tuning.target = lambda device: tuning.Target(arch, PROCESSORS[arch])  # type: ignore[assignment]
+    for module in [m for key, m in sys.modules.items() if key.startswith("pagedkv.kernels.triton.")]:
+        if hasattr(module, "target"):
+            module.target = tuning.target
+    triton.JITFunction.run = catch
+    LAUNCHES[name]()
+    return launches
+
+
+def compiled(kernel: Any, args: list[Any], options: dict[str, Any], arch: str) -> Any:
+    """Specialised as the launcher does: None and 1 are constants, multiples of 16 and pointers are known to be such."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int32: "i32", torch.bool: "i1"}
+    types |= {torch.int64: "i64", torch.int8: "i8"}
+    signature, constants, attributes = {}, {}, {}
+    for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=True)):
+        if isinstance(value, torch.Tensor):
+            signature[name], attributes[(i,)] = "*" + types[value.dtype], [["tt.divisibility", 16]]
+        elif kernel.params[i].is_constexpr or value is None or (value == 1 and isinstance(value, int)):
+            signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i64" if abs(value) >= 1 << 31 else "i32"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    nvidia = arch.startswith("sm_")
+    target = GPUTarget("cuda", int(arch[3:]), 32) if nvidia else GPUTarget("hip", arch, 64)
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
+
+
+def report(name: str, arch: str) -> list[dict[str, Any]]:
+    """One dict a launch."""
+    found = []
+    for kernel, args, options in caught(name, arch):
+        made = compiled(kernel, args, options, arch)
+        told = nvidia(made.asm["cubin"]) if arch.startswith("sm_") else amd(made.asm["amdgcn"])
+        loops = made.asm["ttgir"].count("scf.for")
+        found.append({"kernel": kernel.__name__, "shared": made.metadata.shared, "loops": loops, **told})
+    return found
+
+
+def nvidia(cubin: bytes) -> dict[str, Any]:
+    """From the SASS: registers and bytes spilled to local memory, and counts of instructions."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run([tools / "cuobjdump", flag, file.name], check=True, stdout=subprocess.PIPE, text=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    operations = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]+)", sass, re.M)
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
+        "spills": sum(op.startswith(("LDL", "STL")) for op in operations),
+        "wide": sum((op.startswith(("LDGSTS", "LDG")) and ".128" in op) or op.startswith("UBLKCP") for op in operations),
+        "async": sum(op.startswith("LDGSTS") for op in operations),
+        "narrow_async": sum(op.startswith("LDGSTS") and ".128" not in op for op in operations),
+        "mma": sum(op.startswith(("HMMA", "HGMMA", "UTCHMMA", "UTCMMA", "QGMMA", "OMMA")) for op in operations),
+        "instructions": len(operations),
+    }
+
+
+def amd(text: str) -> dict[str, Any]:
+    """From the assembly's metadata."""
+    numbers = {name: int(value) for name, value in re.findall(r"\.(\w+_count|\w+_size):\s+(\d+)", text)}
+    return {
+        "registers": numbers["vgpr_count"],
+        "spills": numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"],
+        "wide": len(re.findall(r"(?:global|buffer)_load_dwordx4", text)),
+        "mma": len(re.findall(r"v_mfma_f32", text)),
+        "instructions": len(re.findall(r"^\t[a-z]\w+", text, re.M)),
+    }
+
+
+def main() -> None:
+    assert os.environ.get("TRITON_INTERPRET") != "1", "compiled, not interpreted"
+    for name, arch in json.load(sys.stdin):
+        print(json.dumps([name, arch, report(name, arch)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The Triton kernels under the interpreter: a sample of the grid by default, all of it and the laws of every backend in `make test-all`.
+
+Triton decides when a kernel is imported whether it is interpreted, for the life of the process. So this file imports them, with
+TRITON_INTERPRET=1, before anyone else does; where there is a GPU it leaves them to the GPU's tests, and interprets in processes of its own.
+What the compiler makes of them: test_triton_compiled.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagedkv import KernelUnavailable, explain, paged_attention
+from pagedkv.kernels import registry
+from tests.cases import GRID, SMALL, Case
+from tests.kernels.conftest import Runner
+from tests.kernels.oracle import allowed_error, oracle, same_precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the kernels of this process belong to the GPU", allow_module_level=True)
+
+
+def interpreted(module: str) -> Any:
+    """A module of the Triton kernels, imported for the interpreter."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        return importlib.import_module(f"pagedkv.kernels.triton.{module}")
+    finally:
+        os.environ.update({"TRITON_INTERPRET": before} if before else {})
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+
+
+tuning, decode, prefill, backend = (interpreted(name) for name in ("tuning", "decode", "prefill", "backend"))
+INTERPRETER = Runner("triton", "cpu")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"), pytest.mark.usefixtures("interpreting")]
+
+_DRAFTS = Case(q_lens=(1, 4, 3), kv_lens=(70, 4, 33))
+SAMPLE = (
+    Case(),
+    Case(q_lens=(1,), kv_lens=(0,)),
+    Case(q_lens=(3, 0, 4), kv_lens=(2, 5, 17), heads=(5, 1), sinks=True),
+    replace(_DRAFTS, heads=(28, 4), dims=(80, 80), block_size=5, dtype="bfloat16", layout="mixed", window=20, alibi=True),
+    replace(_DRAFTS, dims=(192, 128), block_size=64, dtype="float16", layout="HND", mask="tree", softcap=50.0),
+    replace(_DRAFTS, block_size=4, punched=True, sinks=True, rows=True, padding=2, split_tokens=32),
+    *(replace(_DRAFTS, dtype="bfloat16", kv=kv, layout="HND") for kv in ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head")),
+    replace(_DRAFTS, dtype="float16", kv="int4/token_head", dims=(96, 96), mask="all", window=64, split_tokens=100),
+    Case(q_lens=(2, 1), kv_lens=(40, 9), heads=(16, 1), dims=(576, 512), layout="mla", dtype="bfloat16", kv="fp8_e4m3/token_head"),
+    Case(q_lens=(1, 33), kv_lens=(130, 50), heads=(4, 1), dtype="bfloat16", sinks=True),
+    Case(q_lens=(20,), kv_lens=(150,), heads=(2, 1), window=30, block_size=128, alibi=True),
+    Case(q_lens=(17, 2, 40), kv_lens=(30, 2, 12), heads=(7, 1), mask="tree", kv="int4/tensor", punched=True, rows=True, padding=1),
+)
+
+
+@pytest.fixture
+def interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For this test the registry may choose the interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    yield
+    registry._resolve.cache_clear()  # what it chose is not for the tests of others
+
+
+def keeps_the_contract(case: Case) -> None:
+    built = case.build()
+    exact, plain = oracle(built), same_precision(built)
+    out, lse = (x.double().numpy()[: sum(case.q_lens)] for x in INTERPRETER.attend(built))
+    seen = ~np.isneginf(exact.lse[: len(lse)])
+    assert np.abs(out - exact.out[: len(out)]).max(initial=0.0) <= allowed_error(case, exact.out, plain.out)
+    assert (np.isneginf(lse) == ~seen).all()
+    assert (out[~seen] == 0).all()
+    right, low = exact.lse[: len(lse)][seen], plain.lse[: len(lse)][seen]
+    assert np.abs(lse[seen] - right).max(initial=0.0) <= allowed_error(case, right, low)
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_a_sample_of_the_grid_keeps_the_contract(case: Case) -> None:
+    keeps_the_contract(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*SMALL, *GRID], ids=str)
+def test_the_grid_keeps_the_contract(case: Case) -> None:
+    keeps_the_contract(case)
+
+
+@pytest.mark.parametrize("kv", ["fp8_e4m3/token_head", "fp8_e4m3/tensor"])
+def test_fp8_is_decoded_alike_with_and_without_an_instruction_for_it(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = replace(_DRAFTS, dtype="bfloat16", kv=kv).build()
+    by_bits = INTERPRETER.attend(built)
+    monkeypatch.setattr(tuning.Target, "native_fp8", True)
+    by_cast = INTERPRETER.attend(built)
+    assert (by_bits[0] - by_cast[0]).abs().max() <= 2.0**-7  # a last place of bfloat16: 256 is multiplied at another point
+    assert (by_bits[1] - by_cast[1]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5, 40])
+def test_however_many_programs_share_the_keys_the_result_is_the_same(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Case(q_lens=(1, 2, 0, 1, 1), kv_lens=(200, 33, 7, 64, 0), heads=(2, 1), window=150, sinks=True).build()
+    exact = oracle(built)
+    monkeypatch.setattr(decode, "target", lambda device: tuning.Target(tuning.INTERPRETER, programs))
+    out, lse = INTERPRETER.attend(built)
+    assert np.abs(out.double().numpy() - exact.out).max() <= 2e-6
+    assert np.abs(lse.double().numpy() - exact.lse).max() <= 1e-5
+
+
+@pytest.mark.parametrize("b", range(4))
+def test_with_split_tokens_neither_the_batch_nor_its_kernels_change_a_bit(b: int) -> None:
+    """Sequences for decode and for prefill; alone, another number of programs and only one of the two kernels would serve."""
+    together = Case(q_lens=(1, 20, 3, 1), kv_lens=(130, 60, 40, 97), split_tokens=32, window=70)
+    built = together.build()
+    first, end = built.batch.cu_seqlens_q[b : b + 2].tolist()
+    batch = replace(
+        built.batch,
+        block_table=built.batch.block_table[b : b + 1],
+        seq_lens=built.batch.seq_lens[b : b + 1],
+        cu_seqlens_q=torch.tensor([0, end - first], dtype=torch.int32),
+        max_seqlen_q=end - first,
+        max_seqlen_k=together.kv_lens[b],
+    )
+    alone = INTERPRETER.attend(built._replace(q=built.q[first:end].clone(), batch=batch))
+    for x, whole in zip(alone, INTERPRETER.attend(built), strict=True):
+        assert torch.equal(x, whole[first:end])
+
+
+def test_bounds_that_are_too_high_change_nothing() -> None:
+    """As in a captured graph: launched for the longest sequence there could be."""
+    built = Case(q_lens=(1, 3), kv_lens=(70, 20), sinks=True).build()
+    loose = replace(built.batch, max_seqlen_q=24, max_seqlen_k=5000)
+    for x, y in zip(INTERPRETER.attend(built), INTERPRETER.attend(built._replace(batch=loose)), strict=True):
+        assert (x - y).abs().max() <= 2e-6
+
+
+def test_keys_of_a_long_chunk_are_split_when_queries_are_too_few_to_fill_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(q_lens=(24, 1), kv_lens=(600, 90), heads=(2, 1), window=500, sinks=True)
+    built = case.build()
+    counts: list[int] = []
+    real = prefill.num_splits
+    monkeypatch.setattr(prefill, "num_splits", lambda programs, _, tiles: counts.append(real(programs, 8, tiles)) or counts[-1])
+    out, lse = INTERPRETER.attend(built)
+    assert counts == [4]
+    assert np.abs(out.double().numpy() - oracle(built).out).max() <= 2e-6
+    assert np.abs(lse.double().numpy() - oracle(built).lse).max() <= 1e-5
+
+
+def test_every_query_count_has_one_kernel() -> None:
+    few = backend.decode.most_queries
+    for heads, most in (((32, 32), 16), ((32, 8), 16), ((28, 4), 9), ((64, 2), 2), ((128, 1), 1)):
+        built = Case(q_lens=(1,), kv_lens=(1,), heads=heads).build()
+
+        class Call:
+            q, k = built.q, built.layer.k
+
+        assert few(Call) == most
+
+
+def test_without_the_interpreter_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    built = Case().build()
+    with pytest.raises(KernelUnavailable, match="it runs on GPUs; on the CPU only Triton's interpreter can"):
+        paged_attention(built.q, built.layer, built.batch, backend="triton")
+
+
+def test_float64_is_refused_with_the_reason() -> None:
+    told = explain(registry.Case(dtype="float64")).objections["triton"]
+    assert told == ["q is float64; it takes float32, bfloat16, float16"]
+
+
+def test_where_triton_is_missing_the_backend_says_so_and_another_serves() -> None:
+    code = """
+import importlib.util as u; find = u.find_spec
+u.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+from pagedkv.kernels.registry import KERNELS, Case, resolve
+assert resolve(Case()).name != "triton"
+print(next(kernel for kernel in KERNELS if kernel.name == "triton").refuse(Case())[0])
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    assert run.stdout.startswith("triton is not installed")
+
+
+@pytest.mark.slow
+def test_the_laws_of_every_backend_hold() -> None:
+    """test_laws, test_write and test_operators, in a process that interprets from the start."""
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("laws", "write")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "triton-cpu", *files]
+    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert run.returncode == 0, run.stdout
+    assert " passed" in run.stdout

@@ -1,0 +1,52 @@
+"""The backend `triton` as the registry loads it: which kernel serves a call, and what none of them can.
+
+    sequences with few new tokens    decode.py      keys are cut, every program does equal work
+    sequences with more              prefill.py     queries are cut
+
+Which is which is decided on the GPU, sequence by sequence; the host knows only bounds. A launch that finds no sequence of its own costs
+a few microseconds and is left out where the bounds say so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from pagedkv.kernels import reference
+from pagedkv.kernels.triton import decode, merge, prefill
+from pagedkv.kernels.triton.elements import INTERPRET
+
+if TYPE_CHECKING:
+    from pagedkv.kernels.args import AttentionCall
+    from pagedkv.kernels.registry import Case
+
+IS_AMD: Final = torch.version.hip is not None
+
+merge_states = merge.merge_states
+write_kv = reference.write_kv
+copy_frames = reference.copy_frames
+
+
+def paged_attention(call: AttentionCall) -> None:
+    """Attend. Modifies: call.out, call.lse."""
+    if not call.max_seqlen_q or not call.seq_lens.shape[0] or not call.q.shape[0]:
+        return
+    few = decode.most_queries(call)
+    if call.max_seqlen_q <= few:
+        decode.paged_decode(call)
+    elif call.seq_lens.shape[0] == 1 and call.split_tokens is None:
+        prefill.paged_prefill(call, decoded=0)
+    else:
+        decode.paged_decode(call)
+        prefill.paged_prefill(call, decoded=few)
+
+
+def objections(case: Case) -> list[str]:
+    """Why these kernels cannot serve `case`; each kernel's file says what it cannot do."""
+    if bool(INTERPRET) != (case.device == "cpu"):
+        say = "TRITON_INTERPRET=1 was set" if INTERPRET else "TRITON_INTERPRET was not 1"
+        return [f"{say} when the kernels were imported, and the tensors are on {case.device}: the interpreter is for the CPU"]
+    if case.device == "cuda" and not IS_AMD and torch.cuda.get_device_capability() < (8, 0):
+        return ["the GPU is sm_{}{}; Triton's tensor-core code needs sm_80".format(*torch.cuda.get_device_capability())]
+    return decode.objections(case) if case.op == "paged_attention" else []

@@ -1,0 +1,154 @@
+"""Everything about a call that a kernel is compiled for, as one frozen value; and the tensors of a call as Triton takes them.
+
+Two calls of equal `Form` share a compiled kernel. Lengths, batch size, strides and scales are not in here: they change from step to step,
+and a step must never wait for a compiler. This file knows AttentionCall and the widths of tiles; it launches nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagedkv.kernels.triton import tuning
+
+if TYPE_CHECKING:
+    from pagedkv.kernels.args import AttentionCall
+
+DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+KINDS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8", torch.uint8: "int4"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A `tl.constexpr` of the attention kernels.
+
+    dtype, kind:      of q; of the pool: "e4m3", "e5m2", "int8", "int4", or "" where it is q's.
+    S, G, D, Dv:      block_size, query heads of a kv head, head dims in elements.
+    M, N:             rows and keys of a tile.            heads:   query heads in a tile, at most G; M // heads queries fit beside them.
+    whole_pages:      a tile of N keys lies in one page, so one frame addresses it.
+    k_scale, v_scale: 0 none, 1 one for all, 2 per (token, head).
+    v_in_k:           V is the first part of K in the same memory (MLA): it is read once.
+    """
+
+    dtype: Any
+    kind: str
+    S: int
+    G: int
+    D: int
+    Dv: int
+    M: int
+    N: int
+    heads: int
+    whole_pages: bool = False
+    causal: bool = True
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    alibi: bool = False
+    tree: bool = False
+    k_scale: int = 0
+    v_scale: int = 0
+    v_in_k: bool = False
+    native_fp8: bool = True
+    split: bool = False
+
+    @cached_property
+    def factor(self) -> float:
+        """What `elements.element` leaves out: fp16's exponent has another bias than e4m3's."""
+        return 256.0 if self.kind == "e4m3" and not self.native_fp8 else 1.0
+
+    @cached_property
+    def queries(self) -> int:
+        """Queries of one sequence that fit a tile."""
+        return self.M // self.heads
+
+    @cached_property
+    def head_tiles(self) -> int:
+        """Tiles for the heads of one kv head."""
+        return -(-self.G // self.heads)
+
+    @cached_property
+    def K0(self) -> int:
+        """Columns of K's first part in memory; K1, V0, V1 likewise."""
+        return _widths(self.D, self.kind)[0]
+
+    @cached_property
+    def K1(self) -> int:
+        """0: there is no second part."""
+        return _widths(self.D, self.kind)[1]
+
+    @cached_property
+    def V0(self) -> int:
+        """As K0."""
+        return _widths(self.Dv, self.kind)[0]
+
+    @cached_property
+    def V1(self) -> int:
+        """As K1."""
+        return _widths(self.Dv, self.kind)[1]
+
+    @cached_property
+    def k_limit(self) -> int:
+        """Elements of a stored key in memory: bytes of two for int4."""
+        return self.D // 2 if self.kind == "int4" else self.D
+
+    @cached_property
+    def v_limit(self) -> int:
+        """As k_limit."""
+        return self.Dv // 2 if self.kind == "int4" else self.Dv
+
+
+def _widths(dim: int, kind: str) -> tuple[int, int]:
+    """The two parts of a head: powers of two of at least 16, the least that a tensor core multiplies. int4: bytes, and no second load."""
+    if kind == "int4":
+        return max(16, triton.next_power_of_2(dim // 2)), 0
+    first = max(16, 1 << (dim.bit_length() - 1))
+    return first, max(16, triton.next_power_of_2(dim - first)) if dim > first else 0
+
+
+def form_of(call: AttentionCall, M: int, N: int) -> Form:
+    """The Form of `call` with tiles of at least M rows, and N keys."""
+    K, S = call.k.shape[2], call.k.shape[1]
+    G, D, Dv = call.q.shape[1] // K, call.q.shape[2], call.out.shape[2]
+    kind = KINDS.get(call.k.dtype, "")
+    heads = min(G, M)
+    return Form(
+        dtype=DTYPES[call.q.dtype], kind=kind, S=S, G=G, D=D, Dv=Dv, M=M, N=N, heads=heads,
+        whole_pages=S % N == 0 and (call.split_tokens or N) % N == 0,
+        causal=call.causal, window=call.window is not None, softcap=call.softcap != 0, sinks=call.sinks is not None,
+        alibi=call.alibi_slopes is not None, tree=call.tree_mask is not None,
+        k_scale=_scale_kind(call.k_scale), v_scale=_scale_kind(call.v_scale),
+        v_in_k=_v_in_k(call, kind), native_fp8=tuning.target(call.q.device).native_fp8, split=call.split_tokens is not None,
+    )  # fmt: skip
+
+
+def _scale_kind(scale: Tensor | None) -> int:
+    return 0 if scale is None else 1 if scale.dim() == 0 else 2
+
+
+def _v_in_k(call: AttentionCall, kind: str) -> bool:
+    same = call.v.data_ptr() == call.k.data_ptr() and call.v.stride() == call.k.stride()
+    return same and kind != "int4" and call.out.shape[2] == _widths(call.q.shape[2], kind)[0]
+
+
+def as_stored(pool: Tensor) -> Tensor:
+    """What a kernel is given: bytes where elements are one byte, whatever they mean."""
+    return pool.view(torch.uint8) if pool.element_size() == 1 else pool
+
+
+def pools_of(call: AttentionCall) -> tuple[Any, ...]:
+    """k, v, their scales, and all strides in elements, in the order of the kernels' arguments."""
+    return (
+        as_stored(call.k), as_stored(call.v), call.k_scale, call.v_scale,
+        *call.k.stride()[:3], *call.v.stride()[:3], *_scale_strides(call.k_scale), *_scale_strides(call.v_scale),
+    )  # fmt: skip
+
+
+def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
+    return tuple(scale.stride()) if scale is not None and scale.dim() == 3 else (0, 0, 0)

@@ -1,0 +1,88 @@
+"""How large tiles are and how many are in flight, per architecture: data (tuning.json), never found out in a serving step.
+
+tuning.json: {architecture: {kernel: {bytes of a stored head of K and V, rounded up to a power of two: {field: value}}}}. What an entry does
+not say, and architectures that have no entry, get what shared memory allows: the rule of `_by_rule`. This file launches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import triton
+
+SHARED_BYTES: Final = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx950": 160 << 10}
+"""Shared memory of a processor that one program may use; other NVIDIA ones have 99 KiB, other AMD ones 64."""
+
+INTERPRETER: Final = "interpreter"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """N: keys of a tile.   M: rows of a tile (prefill).   stages: tiles in flight.   programs: of one launch, per processor (decode)."""
+
+    N: int = 64
+    M: int = 64
+    num_warps: int = 4
+    stages: int = 3
+    programs: int = 2
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("tuning.json").read_text())
+    return table
+
+
+@dataclass(frozen=True)
+class Target:
+    """What kernels are compiled and sized for: "sm_90", "gfx942", ..., and its streaming multiprocessors or compute units."""
+
+    arch: str
+    processors: int
+
+    @property
+    def native_fp8(self) -> bool:
+        """Whether a cast from e4m3 is an instruction: NVIDIA from sm_89 on. (gfx942 has another e4m3.)"""
+        return self.arch.startswith("sm_") and int(self.arch[3:]) >= 89
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a program may use."""
+        return SHARED_BYTES.get(self.arch, 64 << 10 if self.arch.startswith("gfx") else 99 << 10)
+
+
+@lru_cache(maxsize=64)
+def target(device: torch.device) -> Target:
+    """Of a device. Tensors on the CPU are the interpreter's: it gets few processors, so that small cases are cut too."""
+    if device.type != "cuda":
+        return Target(INTERPRETER, 6)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return Target(str(properties.gcnArchName).split(":")[0], properties.multi_processor_count)
+    return Target(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+
+
+@lru_cache(maxsize=1024)
+def tuning(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
+    """For `kernel`. head_bytes: of K and V of one token and kv head, as stored; widest: elements of the wider of the two."""
+    found = _table().get(on.arch, {}).get(kernel, {}).get(str(triton.next_power_of_2(head_bytes)), {})
+    return replace(_by_rule(kernel, on, head_bytes, widest), **found)
+
+
+def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
+    if on.arch == INTERPRETER:  # small tiles: cases with few keys shall have several
+        return Tuning(N=32, M=32, programs=1)
+    wide, stages = widest > 256, 2 if on.arch.startswith("gfx") else 3
+    resident = 2 if kernel == "decode" and not wide else 1
+    N, room = 32 if wide else 64, on.shared * 4 // 5 // resident  # the rest is for q, p and the layouts between
+    while N > 16 and (stages - 1) * N * head_bytes > room:
+        N //= 2
+    if kernel == "decode" and stages * N * head_bytes <= room:  # latency times bandwidth: an H200 wants 30 KB and more in flight
+        stages += 1
+    rows = 64 if wide or on.shared < 128 << 10 else 128
+    return Tuning(N=N, M=rows, num_warps=8 if wide or rows == 128 else 4, stages=stages, programs=resident)
