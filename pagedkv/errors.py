@@ -85,4 +85,11 @@ class CheckpointError(PagedKVError):
 
 
 class InvariantViolation(PagedKVError, AssertionError):
-    """`check()` found a broken law of DESIGN (I1-I9). This is a bug of pagedkv, or of code that wrote into its arrays."""
+    """`check()` found a broken law of DESIGN (I1-I9). This is a bug of pagedkv, or of code that wrote into its arrays.
+
+    law, frame, asid: which, and where; None if the place is neither a frame nor a space.
+    """
+
+    def __init__(self, message: str, *, law: str = "", frame: int | None = None, asid: int | None = None) -> None:
+        self.law, self.frame, self.asid = law, frame, asid
+        super().__init__(message)

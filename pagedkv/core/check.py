@@ -1,20 +1,38 @@
 """The invariants I1-I9, executable. Plain numpy, written apart from the code it checks: nothing here is compiled or shared with it.
 
 Level 1 looks at the counters, 2 at every frame, 3 at every page, list link and index entry. Each failure names its law and its place.
+check_index.py looks at the prefix index, check_policy.py at the order of eviction. A test corrupts every field of every array and
+demands that it is seen here, or says why the field is free.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 
 from pagedkv.core import state as st
+from pagedkv.core.broken import none, require
+from pagedkv.core.check_index import check_index
+from pagedkv.core.check_policy import check_pins, check_policy
+from pagedkv.core.plan import Plan
+from pagedkv.core.policies import Policy
 from pagedkv.core.state import State
-from pagedkv.errors import InvalidRequest, InvariantViolation
+from pagedkv.errors import InvalidRequest
 
 
-def check_state(s: State, level: int) -> None:
+class Known(NamedTuple):
+    """What the manager knows beside its arrays, and they must agree with."""
+
+    policy: Policy
+    seeds: dict[int, int]
+    """root: print of its empty prefix."""
+    plans: Collection[Plan]
+    """Not settled yet."""
+
+
+def check_state(s: State, level: int, known: Known) -> None:
     """Raise InvariantViolation at the first broken law. O(frames + pages) at level 3."""
     if level not in (1, 2, 3):
         raise InvalidRequest(f"check level is {level}; it is 1 (counters), 2 (frames) or 3 (everything)")
@@ -23,45 +41,56 @@ def check_state(s: State, level: int) -> None:
         _check_frames(s)
     if level >= 3:
         _check_spaces(s)
+        _check_plans(s, known.plans)
         order = _check_lists(s)
         _check_order(s, order)
-        _check_index(s)
-
-
-def _require(holds: object, law: str, message: str) -> None:
-    if not holds:
-        raise InvariantViolation(f"{law} broken: {message}")
-
-
-def _none(broken: np.ndarray, law: str, message: str) -> None:
-    places = np.flatnonzero(broken)
-    _require(len(places) == 0, law, f"{message} (first of {len(places)}: {places[:1].tolist()})")
+        check_policy(s, known.policy)
+        check_index(s, known.seeds)
 
 
 def _check_counters(s: State) -> None:
     free, cached, retired = (int(s.reg[i]) for i in (st.NUM_FREE, st.NUM_CACHED, st.NUM_RETIRED))
     mapped = len(s.frames) - free - cached - retired
-    _require(min(free, mapped, cached, retired) >= 0, "I1", f"free {free} + mapped {mapped} + cached {cached} + retired {retired}")
-    _require(0 <= s.reg[st.NUM_EVICTABLE] <= cached, "I7", f"{s.reg[st.NUM_EVICTABLE]} evictable of {cached} cached frames")
-    _require(0 <= s.reg[st.NUM_SPARE] <= len(s.spaces), "I8", f"{s.reg[st.NUM_SPARE]} spare rows of {len(s.spaces)}")
+    require(min(free, mapped, cached, retired) >= 0, "I1", f"free {free} + mapped {mapped} + cached {cached} + retired {retired}")
+    require(0 <= s.reg[st.NUM_EVICTABLE] <= cached, "I7", f"{s.reg[st.NUM_EVICTABLE]} evictable of {cached} cached frames")
+    require(0 <= s.reg[st.NUM_SPARE] <= len(s.spaces), "I8", f"{s.reg[st.NUM_SPARE]} spare rows of {len(s.spaces)}")
+    require(mapped <= s.reg[st.PEAK] <= len(s.frames), "I1", f"{mapped} frames are mapped, at most {s.reg[st.PEAK]} ever were")
+    require(s.reg[st.PASSED] <= s.reg[st.EPOCH], "I7", f"epoch {s.reg[st.PASSED]} passed, the newest is {s.reg[st.EPOCH]}")
+    counts = {name: int(s.reg[register]) for name, register in _COUNTS.items()}
+    require(min(counts.values()) >= 0, "I1", f"a count of the past is negative: {counts}")
+    told = counts["matched"] + counts["missed_evicted"] + counts["missed_new"]
+    require(told == counts["asked"], "I1", f"{told} tokens were matched or missed, {counts['asked']} were asked for")
+
+
+_COUNTS = {
+    "asked": st.ASKED,
+    "matched": st.MATCHED,
+    "missed_evicted": st.MISSED_EVICTED,
+    "missed_new": st.MISSED_NEW,
+    "evictions": st.EVICTIONS,
+    "copies": st.COPIES,
+    "deduplicated": st.DEDUPLICATED,
+    "events": st.LOGGED,
+}
 
 
 def _check_frames(s: State) -> None:
     refs, pins, status, published = (s.frames[name] for name in ("refs", "pins", "status", "published"))
     for kind, counter in ((st.FREE, st.NUM_FREE), (st.CACHED, st.NUM_CACHED), (st.RETIRED, st.NUM_RETIRED)):
         count = int((status == kind).sum())
-        _require(count == s.reg[counter], "I1", f"{count} frames have status {kind}, the counter says {s.reg[counter]}")
+        require(count == s.reg[counter], "I1", f"{count} frames have status {kind}, the counter says {s.reg[counter]}")
     free, frame = set(), int(s.reg[st.FREE_TOP])
     while frame != st.NOBODY and frame not in free:
         free.add(frame)
         frame = int(s.frames["newer"][frame])
-    _require(frame == st.NOBODY, "I1", f"frame {frame} is on the free list twice")
-    _require(sorted(free) == np.flatnonzero(status == st.FREE).tolist(), "I1", "the free list and the free frames differ")
-    _none((refs > 0) != (status == st.MAPPED), "I2", "a frame is mapped without references, or referenced without being mapped")
-    _none((pins > 0) & (status == st.FREE), "I7", "a pinned frame is free")
-    _none((status == st.RETIRED) & (pins == 0), "I7", "a frame is retired and nothing holds it")
-    _none((published != 0) & (status == st.FREE), "I4", "a published frame is free")
-    _none((status == st.CACHED) & (published == 0), "I4", "a cached frame is not published")
+    require(frame == st.NOBODY, "I1", f"frame {frame} is on the free list twice")
+    require(sorted(free) == np.flatnonzero(status == st.FREE).tolist(), "I1", "the free list and the free frames differ")
+    none((refs > 0) != (status == st.MAPPED), "I2", "a frame is mapped without references, or referenced without being mapped")
+    none((pins > 0) & (status == st.FREE), "I7", "a pinned frame is free")
+    none((status == st.RETIRED) & (pins == 0), "I7", "a frame is retired and nothing holds it")
+    none((published != 0) & (status == st.FREE), "I4", "a published frame is free")
+    none((status == st.CACHED) & (published == 0), "I4", "a cached frame is not published")
+    none((published != 0) & (s.frames["parent"] >= len(refs)), "I4", "a frame comes after one that is none")
 
 
 def _check_spaces(s: State) -> None:
@@ -71,24 +100,43 @@ def _check_spaces(s: State) -> None:
     for asid in np.flatnonzero(s.spaces["status"] != st.UNUSED):
         pages = s.table[asid, : s.spaces["num_pages"][asid]]
         length, planned, done, hole = (int(s.spaces[name][asid]) for name in ("length", "planned", "complete", "first_hole"))
-        _require(len(pages) == -(-planned // size), "I5", f"space {asid} has {len(pages)} pages for {planned} tokens")
+        require(len(pages) == -(-planned // size), "I5", f"space {asid} has {len(pages)} pages for {planned} tokens")
         owned = length == planned or (length < planned and s.spaces["outstanding"][asid] > 0)
-        _require(owned, "I6", f"space {asid}: {planned - length} tokens planned by nobody")
-        _require(done <= length // size, "I4", f"space {asid}: {done} pages published of {length // size} full ones")
+        require(owned, "I6", f"space {asid}: {planned - length} tokens planned by nobody")
+        require(done <= length // size, "I4", f"space {asid}: {done} pages published of {length // size} full ones")
+        none((pages < st.HOLE) | (pages >= len(refs)), "I5", f"space {asid} names a frame that is none", places="page")
         np.add.at(refs, pages[pages >= 0], 1)
-        _none(pages < st.HOLE, "I5", f"space {asid} names a frame below -1, at page")
         holes = np.flatnonzero(pages == st.HOLE)
         first = int(holes[0]) if len(holes) else st.NO_HOLE
-        _require(first == s.spaces["first_hole"][asid], "I5", f"space {asid}: first hole at {first}, recorded {hole}")
+        require(first == s.spaces["first_hole"][asid], "I5", f"space {asid}: first hole at {first}, recorded {hole}")
         for page in range(length // size, len(pages)) if planned > length else ():
             frame = int(pages[page])
-            _require(frame not in written, "I6", f"frame {frame} is written by two plans' spaces")
+            require(frame not in written, "I6", f"frame {frame} is written by two plans' spaces")
             written.add(frame)
             mine = s.frames["refs"][frame] == 1 and not s.frames["published"][frame]
-            _require(mine, "I3", f"frame {frame} of space {asid} is to be written while shared or published")
-    _none(refs != s.frames["refs"], "I2", "refs differ from the page-table entries that name the frame")
+            require(mine, "I3", f"frame {frame} of space {asid} is to be written while shared or published")
+    none(refs != s.frames["refs"], "I2", "refs differ from the page-table entries that name the frame")
     spare = s.spaces["spare"][: s.reg[st.NUM_SPARE]]
-    _require(sorted(spare) == np.flatnonzero(s.spaces["status"] == st.UNUSED).tolist(), "I8", "the spare rows are not the unused ones")
+    require(sorted(spare) == np.flatnonzero(s.spaces["status"] == st.UNUSED).tolist(), "I8", "the spare rows are not the unused ones")
+
+
+def _check_plans(s: State, plans: Collection[Plan]) -> None:
+    """Each row has the plans, tokens and advice that somebody gave it, and each frame the pins."""
+    planned, tokens = np.zeros(len(s.spaces), np.int64), np.zeros(len(s.spaces), np.int64)
+    for plan in plans:
+        np.add.at(planned, plan.rows, 1)
+        np.add.at(tokens, plan.rows, plan.counts)
+    status, used = s.spaces["status"], s.spaces["status"] != st.UNUSED
+    none(used & (s.spaces["outstanding"] != planned), "I6", "the plans of a row are counted wrongly", places="space")
+    due = s.spaces["length"] + tokens
+    none(used & (s.spaces["planned"] != due), "I6", "tokens are planned by nobody, or by somebody and not counted", places="space")
+    none(~np.isin(status, (st.UNUSED, st.OPEN, st.CLOSING, st.HELD)), "I8", "a row has a status that is none", places="space")
+    none((status == st.CLOSING) & (planned == 0), "I8", "a released row waits for a plan that is none", places="space")
+    none((status == st.HELD) & ((planned > 0) | (s.spaces["complete"] > 0)), "I8", "a pin's row is planned on", places="space")
+    none(s.spaces["stamp"] > s.reg[st.TICK], "I6", "a row was named by a plan that was not made yet", places="space")
+    wish = s.spaces["wish"].astype(np.int64) + st.NORMAL
+    none(used & ((wish < st.DONTNEED) | (wish >= st.NUM_LISTS)), "I9", "a row is advised to be on a list that is none", places="space")
+    check_pins(s, [plan.splits for plan in plans])
 
 
 def _check_lists(s: State) -> list[list[int]]:
@@ -98,24 +146,24 @@ def _check_lists(s: State) -> list[list[int]]:
         held: list[int] = []
         frame, behind = oldest, st.NOBODY
         while frame != st.NOBODY and len(held) <= length:
-            _require(s.frames["older"][frame] == behind, "I7", f"list {number} is cut at frame {frame}")
-            _require(s.frames["place"][frame] == number, "I7", f"frame {frame} on list {number} believes to be elsewhere")
+            require(s.frames["older"][frame] == behind, "I7", f"list {number} is cut at frame {frame}")
+            require(s.frames["place"][frame] == number, "I7", f"frame {frame} on list {number} believes to be elsewhere")
             held.append(frame)
             behind, frame = frame, int(s.frames["newer"][frame])
-        _require(newest == behind and len(held) == length, "I7", f"list {number} does not close")
+        require(newest == behind and len(held) == length, "I7", f"list {number} does not close")
         lists.append(held)
     listed = sorted(frame for held in lists for frame in held)
-    _require(listed == np.flatnonzero(s.frames["place"] != st.NOWHERE).tolist(), "I7", "a frame believes to be on a list and is not")
+    require(listed == np.flatnonzero(s.frames["place"] != st.NOWHERE).tolist(), "I7", "a frame believes to be on a list and is not")
     evictable = sorted(frame for held in lists[: st.NUM_LISTS] for frame in held)
     expected = np.flatnonzero((s.frames["status"] == st.CACHED) & (s.frames["pins"] == 0)).tolist()
-    _require(evictable == expected, "I7", "the evictable frames are not the cached, unpinned ones")
-    _require(len(evictable) == s.reg[st.NUM_EVICTABLE], "I7", "the evictable frames are counted wrongly")
-    _none(s.frames["pins"][lists[st.FENCED]] == 0, "I7", "a fenced frame has no pin, at place")
+    require(evictable == expected, "I7", "the evictable frames are not the cached, unpinned ones")
+    require(len(evictable) == s.reg[st.NUM_EVICTABLE], "I7", "the evictable frames are counted wrongly")
+    none(s.frames["pins"][lists[st.FENCED]] == 0, "I7", "a fenced frame has no pin, at place")
     waiting = int((s.frames["status"][lists[st.FENCED]] == st.CACHED).sum())
-    _require(waiting == s.reg[st.CACHED_FENCED], "I7", f"{waiting} cached frames are fenced, the counter says {s.reg[st.CACHED_FENCED]}")
-    _require(not lists[st.FENCED] or s.reg[st.EPOCH] > s.reg[st.PASSED], "I7", "frames are fenced and no epoch is open")
+    require(waiting == s.reg[st.CACHED_FENCED], "I7", f"{waiting} cached frames are fenced, the counter says {s.reg[st.CACHED_FENCED]}")
+    require(not lists[st.FENCED] or s.reg[st.EPOCH] > s.reg[st.PASSED], "I7", "frames are fenced and no epoch is open")
     held_rows = s.spaces["status"] == st.HELD
-    _require(s.spaces["num_pages"][held_rows].sum() == s.reg[st.PINNED], "I7", "the pages of pins are counted wrongly")
+    require(s.spaces["num_pages"][held_rows].sum() == s.reg[st.PINNED], "I7", "the pages of pins are counted wrongly")
     return lists
 
 
@@ -135,46 +183,4 @@ def _check_order(s: State, lists: list[list[int]]) -> None:
             else:
                 later = (int(mark[parent]) - int(mark[frame])) % 2**31 < 2**30
                 behind = bool(number[parent] > number[frame]) and later
-            _require(behind or s.frames["refs"][parent] > 0, "I9", f"frame {frame} would be evicted after its prefix {parent}")
-
-
-def _check_index(s: State) -> None:
-    found: list[int] = []
-    for head in s.bucket:
-        frame = int(head)
-        while frame >= 0 and len(found) <= len(s.frames):
-            found.append(frame)
-            frame = int(s.frames["chain"][frame])
-    _require(sorted(found) == np.flatnonzero(s.frames["published"]).tolist(), "I4", "the index and the published frames differ")
-    identities = Counter((int(s.frames["parent"][f]), int(s.frames["parent_generation"][f]), s.tokens[f].tobytes()) for f in found)
-    _require(not found or max(identities.values()) == 1, "I4", "two published frames have one identity")
-    roots = np.zeros(len(s.roots), np.int64)
-    for frame in found:
-        parent = int(s.frames["parent"][frame])
-        if parent < 0:
-            roots[-2 - parent] += 1
-            continue
-        alive = s.frames["published"][parent] and s.frames["generation"][parent] == s.frames["parent_generation"][frame]
-        _require(alive or s.frames["status"][frame] != st.CACHED, "I9", f"cached frame {frame} lost its prefix {parent}")
-    np.add.at(roots, s.spaces["root"][s.spaces["status"] != st.UNUSED], 1)
-    _none(roots != s.roots[:, 0], "I4", "a root is counted wrongly")
-    if len(s.kin):
-        _check_kin(s, found)
-
-
-def _check_kin(s: State, published: list[int]) -> None:
-    """Whoever has a living prefix is among its successors, once."""
-    following: dict[int, list[int]] = {}
-    heads = [(frame, int(s.kin[frame, 0])) for frame in published] + [(-2 - root, int(first)) for root, first in enumerate(s.roots[:, 1])]
-    for parent, frame in heads:
-        while frame >= 0 and len(following.setdefault(parent, [])) <= len(published):
-            following[parent].append(frame)
-            frame = int(s.kin[frame, 1])
-    expected: dict[int, list[int]] = {}
-    for frame in published:
-        parent = int(s.frames["parent"][frame])
-        if parent < 0 or (s.frames["published"][parent] and s.frames["generation"][parent] == s.frames["parent_generation"][frame]):
-            expected.setdefault(parent, []).append(frame)
-    _require(
-        {p: sorted(f) for p, f in following.items()} == {p: sorted(f) for p, f in expected.items()}, "I4", "successors are listed wrongly"
-    )
+            require(behind or s.frames["refs"][parent] > 0, "I9", f"frame {frame} would be evicted after its prefix {parent}")

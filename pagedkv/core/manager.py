@@ -16,7 +16,7 @@ from pagedkv import debug
 from pagedkv.core import frames, spaces, steps
 from pagedkv.core import state as st
 from pagedkv.core.arguments import asid_row, count_row, frame_row, token_row
-from pagedkv.core.check import check_state
+from pagedkv.core.check import Known, check_state
 from pagedkv.core.events import EventLog
 from pagedkv.core.misses import Miss, explain
 from pagedkv.core.observation import Observe, Observed
@@ -78,6 +78,7 @@ class MemoryManager(Observed):
         self._roots = Roots()
         self._log = EventLog()
         self._pins: dict[int, Pin] = {}
+        self._plans: set[Plan] = set()  # those not settled yet
         self._entered = threading.Lock()
 
     # -- spaces ------------------------------------------------------------------------------------------------------------------
@@ -162,7 +163,9 @@ class MemoryManager(Observed):
         if made[0] != steps.OK:
             refuse_plan(self.state, made[0], made[1], asids, wanted)
         _, _, slots, positions, splits, seq_lens, cu_seqlens_q, starts = made
-        return Plan(slots, positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, wanted, splits, self)
+        plan = Plan(slots, positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, wanted, splits, self)
+        self._plans.add(plan)
+        return plan
 
     @exclusive
     def commit(self, plan: Plan, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None) -> None:
@@ -185,8 +188,9 @@ class MemoryManager(Observed):
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
         plan.settled = "committed"
+        self._plans.discard(plan)
         if debug.level() >= 3:
-            check_state(self.state, 3)
+            self.check(3)
 
     @exclusive
     def abort(self, plan: Plan, *, copied: bool = False) -> None:
@@ -200,6 +204,7 @@ class MemoryManager(Observed):
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
         plan.settled = "aborted"
+        self._plans.discard(plan)
 
     # -- what is kept, and until when ------------------------------------------------------------------------------------------------
 
@@ -324,7 +329,8 @@ class MemoryManager(Observed):
 
         Raises: InvariantViolation naming the law and the first frame or space that breaks it
         """
-        check_state(self.state, level)
+        seeds = {root.number: root.seed for root in self._roots.known.values()}
+        check_state(self.state, level, Known(self.policy, seeds, self._plans))
 
     def __repr__(self) -> str:
         now = self.stats()
