@@ -22,7 +22,7 @@ Where = Callable[[State], np.ndarray]
 
 @pytest.fixture(scope="module")
 def busy() -> MemoryManager:
-    """One for all tests, which leave it as it was: cached frames on several lists, forks, holes, a pin, two tenants, a fence, plans outstanding, a released space among them."""
+    """One for all tests, which leave it as it was: cached frames on several lists, forks, holes, a pin, two tenants, a fence, plans."""
     mm = MemoryManager(96, 4, match="token", policy="priority", observe=Observe(events=32))
     for token, advice in ((1, "WILLNEED"), (2, "COLD"), (3, "DONTNEED")):
         space = grown(mm, [token] * 21)
