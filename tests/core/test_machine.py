@@ -224,7 +224,7 @@ class Machine(RuleBasedStateMachine):
         self.refused(InvalidRequest, lambda: self.mm.plan([space, space], [1, 1]))
         self.refused(InvalidRequest, lambda: self.mm.plan([space], [1, 2]))
         self.refused(InvalidRequest, lambda: self.mm.plan([space], [2**63 - 1]))
-        self.refused(InvalidRequest, lambda: self.mm.plan(np.array([2**32 + space.asid]), [1]))
+        self.refused(InvalidRequest, lambda: self.mm.plan(np.array([2**32 + int(space.asid)]), [1]))
 
     @rule(count=some.sampled_from([0, 1, 2, 3, 4, 100]))
     def evict(self, count: int) -> None:

@@ -1,0 +1,170 @@
+"""Seeded faults: each is the code of core with one law broken, on purpose, the way it was broken in an engine that served.
+
+A fault is a text substitution that must match exactly once, so that whoever rewrites a line finds the fault that was seeded there, and says
+where it would be now. What proves core (test_laws, test_steps, test_machine and the like) must catch each of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+CORE = Path(__file__).parents[2] / "pagedkv" / "core"
+
+
+class Fault(NamedTuple):
+    """`old` becomes `new` in a file of core. `proof`: the test file that is expected to catch it, to be run first."""
+
+    law: str
+    file: str
+    old: str
+    new: str
+    proof: str = "test_laws.py"
+
+    def seeded(self) -> str:
+        """The text of the file with the fault in it."""
+        text = (CORE / self.file).read_text(encoding="utf-8")
+        found = text.count(self.old)
+        assert found == 1, f"{self.law}: {self.old!r} is {found} times in core/{self.file}; seed this fault where it is now, in {__name__}"
+        return text.replace(self.old, self.new)
+
+
+IDENTITY, MACHINE, STEPS = "test_identity.py", "test_machine.py", "test_steps.py"
+
+FAULTS = (
+    Fault(
+        "a prefix is findable only once it was computed: published at plan",
+        "steps.py",
+        "        s.spaces[asid].planned = end\n",
+        "        s.spaces[asid].planned = end\n"
+        "        held, s.spaces[asid].length = s.spaces[asid].length, end\n"
+        "        spaces.publish_pages(s, asid)\n"
+        "        s.spaces[asid].length = held\n",
+    ),
+    Fault(
+        "tenants cannot see each other's pages: no salt",
+        "roots.py",
+        "        if tenant not in self.known:\n            if len",
+        '        tenant = b""\n        if tenant not in self.known:\n            if len',
+    ),
+    Fault(
+        "an evicted parent cannot be taken for its successor: generations are not compared",
+        "index.py",
+        " and record.parent_generation == generation:",
+        ":",
+        IDENTITY,
+    ),
+    Fault(
+        "identity is exact: the hash is believed",
+        "index.py",
+        "            if different == 0:\n",
+        "            if True:\n",
+        IDENTITY,
+    ),
+    Fault(
+        "what a match maps cannot be evicted: it is not taken off its list",
+        "frames.py",
+        "        if records[frame].pins == 0:\n            delist(records, reg, frame)\n        elif",
+        "        if records[frame].pins == 0:\n            pass\n        elif",
+    ),
+    Fault(
+        "a prefix outlives its suffix: not touched when a page behind it is left cached",
+        "spaces.py",
+        "                frames.touch(s, parent)\n",
+        "                pass\n",
+        MACHINE,
+    ),
+    Fault(
+        "no suffix is orphaned: pages behind a hole are always kept",
+        "spaces.py",
+        "    return s.frames[frame].floor > 0 and s.frames[frame].published == 1 and index.reaches_root(s, frame)\n",
+        "    return True\n",
+        IDENTITY,
+    ),
+    Fault(
+        "tails are evicted first: pages are dropped from the front",
+        "spaces.py",
+        "    for page in range(s.spaces[asid].num_pages - 1, num_pages - 1, -1):\n",
+        "    for page in range(num_pages, s.spaces[asid].num_pages):\n",
+    ),
+    Fault(
+        "a dropped frame waits for its epoch: it is free at once",
+        "frames.py",
+        "    fenced = reg[EPOCH] > reg[PASSED]\n    if fenced:\n        _fence(records, reg, frame)\n",
+        "    fenced = False\n",
+    ),
+    Fault(
+        "an epoch ends what was launched up to it, and no more: every fence falls",
+        "frames.py",
+        "while frame != NOBODY and ((epoch - int(s.frames[frame].mark)) & MASK) <= MASK // 2:",
+        "while frame != NOBODY:",
+    ),
+    Fault(
+        "the source of a copy survives until commit: not pinned",
+        "steps.py",
+        "    frames.pin(s, source)\n    if chained:",
+        "    if s.frames[source].refs > 1:\n        frames.pin(s, source)\n    if chained:",
+    ),
+    Fault(
+        "refs count the entries that name a frame: a fork does not count its first page",
+        "spaces.py",
+        "            s.frames[frame].refs += 1  # it is mapped already\n",
+        "            s.frames[frame].refs += page > 0\n",
+    ),
+    Fault(
+        "what is published is never written: its tail is written in place",
+        "steps.py",
+        "if s.frames[tail].refs > 1 or s.frames[tail].published or",
+        "if s.frames[tail].refs > 1 or",
+        STEPS,
+    ),
+    Fault(
+        "k writers of a tail with r owners cost min(k, r - 1) copies: they cost k",
+        "steps.py",
+        "                s.frames[tail].refs -= 1\n",
+        "                s.frames[tail].refs -= 0\n",
+        STEPS,
+    ),
+    Fault(
+        "a plan that fails has changed nothing: copies are not counted",
+        "steps.py",
+        "    if needed + copies > s.reg[NUM_FREE]",
+        "    if needed > s.reg[NUM_FREE]",
+        MACHINE,
+    ),
+    Fault(
+        "frames of rejected drafts come back: they are kept",
+        "steps.py",
+        "            spaces.drop_tail(s, asid, (s.spaces[asid].length + size - 1) // size)\n",
+        "            pass\n",
+        STEPS,
+    ),
+    Fault(
+        "release under an outstanding plan waits for it: frames go at once",
+        "spaces.py",
+        "    if s.spaces[asid].outstanding > 0:\n        s.spaces[asid].status = CLOSING\n",
+        "    if False:\n        s.spaces[asid].status = CLOSING\n",
+        STEPS,
+    ),
+    Fault(
+        "a page is not swapped for its twin under a plan: it is",
+        "spaces.py",
+        "            if known >= 0 and s.spaces[asid].outstanding > 0:\n",
+        "            if False:\n",
+        STEPS,
+    ),
+    Fault(
+        "a tail whose copy was made stays split: abort shares it again",
+        "steps.py",
+        "        if not copied:\n",
+        "        if True:\n",
+        STEPS,
+    ),
+    Fault(
+        "plans of a space are committed oldest first: any order",
+        "steps.py",
+        "        if planned > 0 and s.spaces[asids[i]].length != starts[i]:\n",
+        "        if False:\n",
+        STEPS,
+    ),
+)

@@ -1,0 +1,57 @@
+"""Identity is exact (I4): what only hashes alike, or only has the right number, is not the same page."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedkv.core import MemoryManager
+from tests.core.oracle import grown
+
+
+def test_pages_that_hash_alike_are_told_apart_by_their_tokens(mm: MemoryManager) -> None:
+    """As if two pages had the same print: the index leads to the frame, and the frame holds something else."""
+    first = grown(mm, [1, 2, 3, 4, 5])
+    mm.state.tokens[first.pages[0]] = [1, 2, 3, 9]
+    assert len(mm.open([1, 2, 3, 4, 5])) == 0
+
+
+def test_the_same_tokens_after_another_prefix_are_another_page(mm: MemoryManager) -> None:
+    grown(mm, [1, 1, 1, 1, 7, 7, 7, 7, 0])
+    assert len(mm.open([2, 2, 2, 2, 7, 7, 7, 7, 0])) == 0
+    assert len(mm.open([7, 7, 7, 7, 0])) == 0
+
+
+@pytest.mark.parametrize("other", [b"acme2", b"acm", b"", b"ACME"])
+def test_a_tenant_finds_nothing_of_a_name_alike(mm: MemoryManager, other: bytes) -> None:
+    grown(mm, [1, 2, 3, 4, 5], tenant=b"acme")
+    assert len(mm.open([1, 2, 3, 4, 5], tenant=other)) == 0
+
+
+def test_tokens_at_the_ends_of_int32_are_tokens_like_others(mm: MemoryManager) -> None:
+    ends = [np.iinfo(np.int32).min, np.iinfo(np.int32).max, -1, 0]
+    grown(mm, [*ends, 1])
+    assert len(mm.open([*ends, 1])) == 4
+    assert len(mm.open([ends[1], ends[0], -1, 0, 1])) == 0
+
+
+def test_a_page_is_not_found_after_the_successor_of_its_parent_even_if_that_holds_the_same() -> None:
+    """The parent's frame was given up and came back with equal tokens: another generation, whose pages are to be published anew."""
+    mm = MemoryManager(num_frames=3, block_size=1)
+    window = grown(mm, [1, 2, 3])
+    parent = int(window.pages[0])
+    window.punch(0, 1)
+    mm.evict(1)
+    assert grown(mm, [1]).pages.tolist() == [parent]
+    assert len(mm.open([1, 2, 3])) == 1
+    mm.check()
+
+
+def test_what_lost_its_prefix_is_not_left_cached() -> None:
+    mm = MemoryManager(num_frames=4, block_size=1)
+    window = grown(mm, [1, 2, 3, 4])
+    window.punch(0, 2)
+    mm.evict(2)
+    window.release()
+    mm.check()
+    assert mm.stats().cached == 0
