@@ -79,18 +79,34 @@ def _check_frames(s: State) -> None:
     for kind, counter in ((st.FREE, st.NUM_FREE), (st.CACHED, st.NUM_CACHED), (st.RETIRED, st.NUM_RETIRED)):
         count = int((status == kind).sum())
         require(count == s.reg[counter], "I1", f"{count} frames have status {kind}, the counter says {s.reg[counter]}")
-    free, frame = set(), int(s.reg[st.FREE_TOP])
-    while frame != st.NOBODY and frame not in free:
-        free.add(frame)
-        frame = int(s.frames["newer"][frame])
-    require(frame == st.NOBODY, "I1", f"frame {frame} is on the free list twice")
-    require(sorted(free) == np.flatnonzero(status == st.FREE).tolist(), "I1", "the free list and the free frames differ")
+    _check_chunks(s, status == st.FREE)
     none((refs > 0) != (status == st.MAPPED), "I2", "a frame is mapped without references, or referenced without being mapped")
     none((pins > 0) & (status == st.FREE), "I7", "a pinned frame is free")
     none((status == st.RETIRED) & (pins == 0), "I7", "a frame is retired and nothing holds it")
     none((published != 0) & (status == st.FREE), "I4", "a published frame is free")
     none((status == st.CACHED) & (published == 0), "I4", "a cached frame is not published")
     none((published != 0) & (s.frames["parent"] >= len(refs)), "I4", "a frame comes after one that is none")
+
+
+def _check_chunks(s: State, free: np.ndarray) -> None:
+    """The bits name the free frames, and each chunk is on the list that its bits say."""
+    bits = np.unpackbits(s.chunks["bits"].copy().view(np.uint8), bitorder="little").astype(bool)
+    none(bits[: len(free)] != free, "I1", "the bits and the free frames differ")
+    require(not bits[len(free) :].any(), "I1", "frames behind the last one are free")
+    expected: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    for chunk, word in enumerate(s.chunks["bits"].tolist()):
+        groups = [word >> first & 0xFFFF for first in (0, 16, 32, 48)]
+        if word:
+            expected[1 + (0xFFFF in groups) + (set(groups) == {0xFFFF})].append(chunk)
+    for number, chunks in expected.items():
+        held: list[int] = []
+        chunk, before = int(s.reg[st.FREE_LISTS + number]), st.NOBODY
+        while chunk != st.NOBODY and len(held) <= len(chunks):
+            require(0 <= chunk < len(s.chunks), "I1", f"list {number} of free frames leads to chunk {chunk}")
+            require(s.chunks["newer"][chunk] == before, "I1", f"list {number} of free frames is cut at chunk {chunk}")
+            held.append(chunk)
+            before, chunk = chunk, int(s.chunks["older"][chunk])
+        require(sorted(held) == chunks, "I1", f"list {number} of free frames holds other chunks than it should")
 
 
 def _check_spaces(s: State) -> None:

@@ -7,8 +7,8 @@
     ▲   drop to 0 (by way of RETIRED while pinned)           │
     └───────────────────────── evict ────────────────────────┘
 
-Held at every return: I1, I2, I7. Free frames are linked through `newer`: what was dropped last is taken next, its bytes are the likeliest
-to be in a cache. The cached frames that are not pinned stand on the lists of eviction.py.
+Held at every return: I1, I2, I7. Which free frame a space gets is up to runs.py. The cached frames that are not pinned stand on the lists
+of eviction.py.
 
 Fences. While an epoch is open, work in flight may still read what is dropped: such a frame gets a pin, and stands on the list FENCED with
 the newest epoch as its mark until that has passed. Mapped again, it stays fenced; dropped again, it moves to the end. So the list is in
@@ -19,7 +19,7 @@ What is done for each frame of a step is inlined: a call passes the 80 words of 
 
 from __future__ import annotations
 
-from pagedkv.core import index
+from pagedkv.core import index, runs
 from pagedkv.core.compiled import compiled, inlined
 from pagedkv.core.eviction import MASK, OLDEST, delist, enlist, enter, leave, raise_floor, rank, victim
 from pagedkv.core.state import (
@@ -30,7 +30,6 @@ from pagedkv.core.state import (
     FENCED,
     FIRST_LIST,
     FREE,
-    FREE_TOP,
     I64,
     MAPPED,
     NOBODY,
@@ -45,20 +44,13 @@ from pagedkv.core.state import (
 )
 
 
-@inlined
-def _push(records: Records, reg: I64, frame: int) -> None:
-    records[frame].status = FREE
-    records[frame].newer = reg[FREE_TOP]
-    reg[FREE_TOP] = frame
-    reg[NUM_FREE] += 1
-
-
 @compiled
 def free(s: State, frame: int) -> None:
     """Nobody maps, keeps or reads `frame` any more."""
     if s.frames[frame].published:
         index.remove(s, frame)
-    _push(s.frames, s.reg, frame)
+    s.frames[frame].status = FREE
+    runs.put(s.chunks, s.reg, frame, 1)
 
 
 @compiled
@@ -74,28 +66,28 @@ def evict(s: State) -> int:
     return frame
 
 
-@inlined
-def take(s: State) -> int:
-    """A free frame, or else an evicted one, mapped once. The caller has made sure that there is one."""
-    if s.reg[NUM_FREE] == 0:
+@compiled
+def reclaim(s: State, wanted: int) -> None:
+    """Evict until `wanted` frames are free. The caller has made sure that there are enough."""
+    while s.reg[NUM_FREE] < wanted:
         evict(s)
-    return pop(s.frames, s.reg)
 
 
 @inlined
-def pop(records: Records, reg: I64) -> int:
-    """The frame that was freed last, mapped once. There is one."""
-    frame = reg[FREE_TOP]
-    reg[FREE_TOP] = records[frame].newer
-    reg[NUM_FREE] -= 1
+def claim(records: Records, frame: int) -> None:
+    """A frame that runs.take gave out is mapped, once."""
     records[frame].refs = 1
     records[frame].status = MAPPED
     records[frame].uses = 0
     records[frame].floor = 0
     records[frame].generation += 1
+
+
+@inlined
+def note_peak(records: Records, reg: I64) -> None:
+    """After frames were mapped."""
     mapped = len(records) - reg[NUM_FREE] - reg[NUM_CACHED] - reg[NUM_RETIRED]
     reg[PEAK] = max(reg[PEAK], mapped)
-    return frame
 
 
 @inlined
@@ -108,8 +100,7 @@ def share(records: Records, reg: I64, frame: int) -> None:
         elif records[frame].place == FENCED:
             reg[CACHED_FENCED] -= 1
         reg[NUM_CACHED] -= 1
-        mapped = len(records) - reg[NUM_FREE] - reg[NUM_CACHED] - reg[NUM_RETIRED]
-        reg[PEAK] = max(reg[PEAK], mapped)
+        note_peak(records, reg)
     elif records[frame].status == RETIRED:
         reg[NUM_RETIRED] -= 1
     records[frame].status = MAPPED
@@ -135,7 +126,7 @@ def drop(s: State, frame: int, keep: bool, page: int, wish: int) -> None:
 
 @inlined
 def let_go(records: Records, reg: I64, frame: int, keep: bool, position: int, wish: int) -> bool:
-    """`drop`, but for the index: returns whether the frame is still to be freed, as it is published."""
+    """`drop`, but for what frees the frame: returns whether that is still to be done."""
     records[frame].refs -= 1
     if records[frame].refs > 0:
         return False
@@ -154,10 +145,8 @@ def let_go(records: Records, reg: I64, frame: int, keep: bool, position: int, wi
     elif records[frame].pins > 0:
         records[frame].status = RETIRED
         reg[NUM_RETIRED] += 1
-    elif records[frame].published:
-        return True
     else:
-        _push(records, reg, frame)
+        return True
     return False
 
 

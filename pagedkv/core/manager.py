@@ -28,7 +28,7 @@ from pagedkv.core.refusals import refuse_plan, refuse_settling
 from pagedkv.core.roots import Roots
 from pagedkv.core.space import AddressSpace
 from pagedkv.core.state import I32
-from pagedkv.core.stats import Stats, gather, pending
+from pagedkv.core.stats import Stats, gather, mean_run, pending
 from pagedkv.errors import DoubleRelease, InvalidRequest, PlanConflict, StaleHandle
 
 Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -323,6 +323,10 @@ class MemoryManager(Observed):
     def stats(self) -> Stats:
         """The counters, and how full the mapped frames are. O(open spaces)."""
         return gather(self.state)
+
+    def mean_run(self) -> float:
+        """How contiguous the frames of open spaces are: pages / runs of neighbouring frames (AddressSpace.runs). O(pages)."""
+        return mean_run(self.state)
 
     def check(self, level: int = 3) -> None:
         """Prove the invariants: 1 the counters, 2 every frame, 3 every page, list and index entry. O(frames + pages).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagedkv.core.runs import runs_in
 from pagedkv.core.state import I32
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ class AddressSpace:
     def pages(self) -> I32:
         """int32 [num_pages]: the frame of each page, -1 for a hole. A copy."""
         return self.manager.pages_of(self)
+
+    @property
+    def runs(self) -> I32:
+        """int32 [R, 2]: first frame and length of each run of neighbouring frames, in order of pages: what one copy can move."""
+        return runs_in(self.pages)
 
     @property
     def token_ids(self) -> I32:

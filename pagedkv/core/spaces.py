@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagedkv.core import frames, index
+from pagedkv.core import frames, index, runs
 from pagedkv.core.compiled import allocating, compiled, inlined
 from pagedkv.core.state import (
     ASKED,
     CACHED,
+    CHUNK_FRAMES,
     CLOSING,
     DEDUPLICATED,
+    FREE,
     HELD,
     HOLE,
     I32,
@@ -170,8 +172,26 @@ def _unmap(s: State, asid: int, page: int) -> None:
 @compiled
 def drop_tail(s: State, asid: int, num_pages: int) -> None:
     """Unmap the pages of `asid` from `num_pages` on, last one first."""
+    first_hole, wish, size = s.spaces[asid].first_hole, s.spaces[asid].wish, s.tokens.shape[1]
+    first = count = 0  # frames in a row, to be put back together
     for page in range(s.spaces[asid].num_pages - 1, num_pages - 1, -1):
-        _unmap(s, asid, page)
+        frame = s.table[asid, page]
+        if frame == HOLE or page > first_hole:
+            _unmap(s, asid, page)
+            continue
+        s.table[asid, page] = HOLE
+        if not frames.let_go(s.frames, s.reg, frame, True, page * size, wish):
+            continue
+        if s.frames[frame].published:
+            frames.free(s, frame)
+            continue
+        s.frames[frame].status = FREE
+        if count > 0 and (frame != first - 1 or first % CHUNK_FRAMES == 0):
+            runs.put(s.chunks, s.reg, first, count)
+            count = 0
+        first, count = frame, count + 1
+    if count > 0:
+        runs.put(s.chunks, s.reg, first, count)
     s.spaces[asid].num_pages = min(s.spaces[asid].num_pages, num_pages)
 
 

@@ -1,10 +1,9 @@
 """State: every integer the memory manager knows, in a handful of arrays.
 
 There is no Python object per frame or page. `frames` holds one record of 44 bytes per frame, so what one operation needs of a frame lies in
-one cache line or two; with the index and the memory of evicted pages it is at most 48 bytes a frame beside the token ids. Free frames are
-linked through their records. `spaces` holds one record per row of the page table, and `reg` the scalars and the ends of the lists. Few
-arrays rather than many is a matter of cost: the compiled functions hand the whole `State` to one another, which costs 14 ns a call with
-nine arrays and cost 290 with thirty. `state.frames["refs"]` is a plain strided numpy view.
+one cache line or two; with the index, the memory of evicted pages and a bit for each free frame it is at most 48 bytes a frame beside the
+token ids. `spaces` holds one record per row of the page table, and `reg` the scalars and the ends of the lists. Few arrays rather than many
+is a matter of cost: the compiled functions hand the whole `State` to one another. `state.frames["refs"]` is a plain strided numpy view.
 They are recarrays, so that the same functions run uncompiled too (NUMBA_DISABLE_JIT=1): their own slow twin.
 
 This file knows layout and growth; it must not know any rule about what the numbers mean.
@@ -49,7 +48,6 @@ NOWHERE: Final = 255
 
 # reg: scalars
 NUM_FREE: Final = 0
-FREE_TOP: Final = 1  # the free frame dropped last; `newer` links to the one before
 NUM_EVICTABLE: Final = 2  # cached and not pinned: all that stands on lists 0..31
 NUM_CACHED: Final = 3
 NUM_RETIRED: Final = 4
@@ -74,6 +72,7 @@ SCALE: Final = 22  # a parameter of the rule
 MISSED_EVICTED: Final = 23  # tokens that open() did not find: the first missing page was evicted,
 MISSED_NEW: Final = 24  # or is not known to have been published
 PINNED: Final = 25  # frames held by user pins, those of several pins counted for each
+FREE_LISTS: Final = 27  # 28 .. 30: heads of the lists of chunks that hold free frames (runs.py)
 LOGGED: Final = 31  # events written to the log so far (events.py)
 FIRST_LIST: Final = 32  # from here: for each of the 33 lists its oldest frame, newest frame, length and bonus
 NUM_REGISTERS: Final = FIRST_LIST + 4 * (FENCED + 1)
@@ -81,7 +80,7 @@ NUM_REGISTERS: Final = FIRST_LIST + 4 * (FENCED + 1)
 
 FRAME: Final = np.dtype(
     [
-        ("refs", np.int32),  # page-table entries that name the frame (I2)
+        ("refs", np.uint16),  # page-table entries that name the frame (I2); a row names it once
         ("pins", np.uint16),  # copies under way that read it, and 1 if it is fenced
         ("status", np.uint8),
         ("published", np.uint8),  # 1 if the index finds it
@@ -97,6 +96,18 @@ FRAME: Final = np.dtype(
         ("newer", np.int32),  # links of the list it is on
         ("older", np.int32),
         ("mark", np.int32),  # the clock when it entered the list; of a fenced one, the epoch
+    ],
+    align=True,
+)
+
+CHUNK_FRAMES: Final = 64
+ALL_FREE: Final = np.uint64(2**64 - 1)
+
+CHUNK: Final = np.dtype(
+    [
+        ("bits", np.uint64),  # bit i is set while frame 64 * chunk + i is free
+        ("newer", np.int32),  # links of the list it is on
+        ("older", np.int32),
     ],
     align=True,
 )
@@ -121,7 +132,7 @@ SPACE: Final = np.dtype(
 )
 
 NO_HOLE: Final = np.iinfo(np.int32).max
-MAX_SPACES: Final = 2**16 - 2  # so that the pins of a frame, at most one a space and a fence, fit uint16
+MAX_SPACES: Final = 2**16 - 2  # so that the references to a frame, and its pins, at most one a space and a fence, fit uint16
 
 
 class State(NamedTuple):
@@ -129,7 +140,8 @@ class State(NamedTuple):
 
     frames: Records  # FRAME [F]
     tokens: I32  # [F, S] the ids whose KV the frame holds
-    bucket: I32  # [N] heads of the index; the largest power of two that is at most 3/4 F
+    chunks: Records  # CHUNK [ceil(F / 64)]
+    bucket: I32  # [N] heads of the index; the largest power of two that is at most 23/32 F
     ghosts: I32  # [G] prints of evicted pages, each at its own place until another one takes it; a power of two, at most F/4
     spaces: Records  # SPACE [A]
     table: I32  # [A, P]
@@ -166,6 +178,25 @@ def _power_of_two(at_most: int) -> int:
     return 1 << max(3, at_most.bit_length() - 1)
 
 
+def _free_chunks(num_frames: int, reg: I64) -> Records:
+    """All frames free: chunk 0 is taken first, and a last one of fewer than 64 when there is no other."""
+    chunks = np.zeros(-(-num_frames // CHUNK_FRAMES), CHUNK).view(np.recarray)
+    whole, rest = divmod(num_frames, CHUNK_FRAMES)
+    chunks["bits"][:whole] = ALL_FREE
+    chunks["older"][:whole] = np.arange(1, whole + 1)
+    chunks["newer"][:whole] = np.arange(-1, whole - 1)
+    scarce, roomy, full = range(FREE_LISTS + 1, FREE_LISTS + 4)
+    reg[[scarce, roomy, full]] = NOBODY
+    if whole:
+        chunks["older"][whole - 1] = NOBODY
+        reg[full] = 0
+    if rest:
+        chunks["bits"][whole] = np.uint64(2**rest - 1)
+        chunks["older"][whole] = chunks["newer"][whole] = NOBODY
+        reg[roomy if rest >= 16 else scarce] = whole
+    return chunks
+
+
 def new_state(num_frames: int, block_size: int, *, publishing: bool, by_token: bool = False, events: int = 0) -> State:
     """A pool of free frames and an empty page table. O(num_frames), a few ns each."""
     rows = width = 16  # of the table, which grows
@@ -177,12 +208,11 @@ def new_state(num_frames: int, block_size: int, *, publishing: bool, by_token: b
     reg[EPOCH] = reg[PASSED] = -1
     frames = np.zeros(num_frames, FRAME).view(np.recarray)
     frames["place"] = NOWHERE
-    frames["newer"] = np.arange(1, num_frames + 1, dtype=np.int32)  # frame 0 is taken first
-    frames["newer"][-1] = NOBODY
     return State(
         frames=frames,
         tokens=_on_lines(num_frames, block_size),
-        bucket=np.full(_power_of_two(3 * num_frames // 4), NOBODY, np.int32),
+        chunks=_free_chunks(num_frames, reg),
+        bucket=np.full(_power_of_two(23 * num_frames // 32), NOBODY, np.int32),
         ghosts=np.zeros(_power_of_two(num_frames // 4), np.int32),
         spaces=_unused_spaces(0, rows),
         table=np.full((rows, width), HOLE, np.int32),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagedkv.core import state as st
+from pagedkv.core.runs import runs_in
 from pagedkv.core.state import I64, State
 
 
@@ -79,6 +80,14 @@ _COUNTERS = {
     "copies": st.COPIES,
     "deduplicated": st.DEDUPLICATED,
 }
+
+
+def mean_run(s: State) -> float:
+    """Frames in a row, in the mean over all open spaces: pages / runs; 0 if there is no page. O(pages)."""
+    rows = np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))
+    found = [runs_in(s.table[row, : s.spaces["num_pages"][row]])[:, 1] for row in rows]
+    num_runs = sum(map(len, found))
+    return float(sum(lengths.sum() for lengths in found) / num_runs) if num_runs else 0.0
 
 
 def pending(s: State) -> int:

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from pagedkv.core import frames, spaces
+from pagedkv.core import frames, runs, spaces
 from pagedkv.core.compiled import allocating, compiled, inlined
 from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, OPEN, TICK, U8, State
 
@@ -57,7 +57,7 @@ def _choose_copies(s: State, asids: I32, counts: I64, split: U8, copied: I32) ->
 
 @compiled
 def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tuple[int, int, int, int]:
-    """(code, where, copies, tokens) of a plan; split [B] is set where a tail must be copied; scratch [B]."""
+    """(code, where: frames needed if OK, copies, tokens) of a plan; split [B] is set where a tail must be copied; scratch [B]."""
     size = s.tokens.shape[1]
     s.reg[TICK] += 1
     needed = width = tokens = 0
@@ -84,7 +84,7 @@ def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tupl
         return SHORT, needed + copies, 0, 0
     if width > s.table.shape[1]:
         return NARROW, width, 0, 0
-    return OK, 0, copies, tokens
+    return OK, needed + copies, copies, tokens
 
 
 @compiled
@@ -101,7 +101,8 @@ def _split_tail(s: State, asid: int) -> tuple[int, int, int]:
             frames.pin(s, parent)
             parent = s.frames[parent].parent
     frames.drop(s, source, keep, page, s.spaces[asid].wish)
-    target = frames.take(s)
+    target, _ = runs.take(s.chunks, s.reg, s.table[asid, page - 1] if page > 0 else -1, 1)
+    frames.claim(s.frames, target)
     for i in range(s.spaces[asid].planned % s.tokens.shape[1]):
         s.tokens[target, i] = s.tokens[source, i]
     s.table[asid, page] = target
@@ -133,6 +134,7 @@ def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I3
     cu_seqlens = np.zeros(batch + 1, np.int32)
     starts = np.empty(batch, np.int64)
     if code == OK:
+        frames.reclaim(s, where)
         _split_tails(s, asids, split, copies)
         _map_tokens(s, asids, counts, (slots, positions), (starts, seq_lens, cu_seqlens))
     return code, where, slots, positions, copies, seq_lens, cu_seqlens, starts
@@ -159,10 +161,16 @@ def _map_tokens(s: State, asids: I32, counts: I64, places: tuple[I64, I64], leng
     for i in range(len(asids)):
         asid, start = asids[i], s.spaces[asids[i]].planned
         page, end = int(s.spaces[asid].num_pages), start + counts[i]
+        frame = count = 0  # the rest of a run
         position, first = start, page * size  # what is before `first` goes into the tail (I5)
         while position < end:
             if position == first:
-                s.table[asid, page] = frames.take(s)
+                if count == 0:
+                    last = s.table[asid, page - 1] if page > 0 else -1
+                    frame, count = runs.take(s.chunks, s.reg, last, (end - first + size - 1) // size)
+                frames.claim(s.frames, frame)
+                s.table[asid, page] = frame
+                frame, count = frame + 1, count - 1
                 page += 1
                 first += size
             shift = np.int64(s.table[asid, page - 1] - page + 1) * size  # from a position of this page to its slot
@@ -176,6 +184,7 @@ def _map_tokens(s: State, asids: I32, counts: I64, places: tuple[I64, I64], leng
         s.spaces[asid].planned = end
         s.spaces[asid].outstanding += 1
         starts[i], seq_lens[i], cu_seqlens[i + 1] = start, end, t
+    frames.note_peak(s.frames, s.reg)
 
 
 @compiled

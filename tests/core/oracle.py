@@ -209,6 +209,7 @@ def everything(mm: MemoryManager) -> tuple[bytes, ...]:
     """Every number of the manager but tick and stamps, which are scratch: equal before and after means nothing was changed."""
     s = mm.state
     fields = [s.frames[name].tobytes() for name in st.FRAME.names or ()]  # by field: padding is not data
+    fields += [s.chunks[name].tobytes() for name in st.CHUNK.names or ()]
     fields += [s.spaces[name].tobytes() for name in st.SPACE.names or () if name != "stamp"]
     rows = [s.table[asid, :pages].tobytes() for asid, pages in enumerate(s.spaces["num_pages"])]
     reg = np.delete(s.reg, st.TICK)

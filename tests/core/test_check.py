@@ -123,6 +123,9 @@ RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
     ("frames", "newer"): (listed, [1, -1]),
     ("frames", "older"): (listed, [1, -1]),
     ("frames", "mark"): (listed, [2**29]),
+    ("chunks", "bits"): (lambda s: np.arange(len(s.chunks)), [1, 2**33]),
+    ("chunks", "newer"): (lambda s: np.flatnonzero(s.chunks["bits"]), [1, -1, 1000]),
+    ("chunks", "older"): (lambda s: np.flatnonzero(s.chunks["bits"]), [1, -1, 1000]),
     ("spaces", "length"): (rows, [1, -1, 4]),
     ("spaces", "planned"): (rows, [1, -1, 4]),
     ("spaces", "stamp"): (rows, [1000]),
@@ -146,7 +149,6 @@ FREE: dict[tuple[str, str], str] = {
 
 REGISTERS: dict[int, list[int]] = {
     st.NUM_FREE: [1, -1],
-    st.FREE_TOP: [1, -1],
     st.NUM_EVICTABLE: [1, -1],
     st.NUM_CACHED: [1, -1],
     st.NUM_RETIRED: [1, -1],
@@ -171,6 +173,7 @@ REGISTERS: dict[int, list[int]] = {
     st.MISSED_NEW: [1, -1],
     st.PINNED: [1, -1],
     st.LOGGED: [-1000],
+    **{head: [1, -1, 1000] for head in range(st.FREE_LISTS + 1, st.FREE_LISTS + 4)},
     **{register: [1, -1, 7] for register in range(st.FIRST_LIST, st.NUM_REGISTERS)},
 }
 
@@ -194,9 +197,9 @@ def seen(mm: MemoryManager, array: np.ndarray, place: object, change: int) -> bo
 
 
 def test_every_field_is_corrupted_or_excused(busy: MemoryManager) -> None:
-    fields = {(name, field) for name in ("frames", "spaces") for field in getattr(busy.state, name).dtype.names}
+    fields = {(name, field) for name in ("frames", "chunks", "spaces") for field in getattr(busy.state, name).dtype.names}
     assert fields == {*RECORDS, *FREE} - {("state", "ghosts"), ("state", "log")}
-    assert set(State._fields) == {"frames", "spaces", "tokens", "bucket", "table", "roots", "kin", "reg", "ghosts", "log"}
+    assert set(State._fields) == {"frames", "chunks", "spaces", "tokens", "bucket", "table", "roots", "kin", "reg", "ghosts", "log"}
     source = "".join(path.read_text().replace("st.", "") for path in Path(st.__file__).parent.glob("*.py"))
     used = {value for name, value in vars(st).items() if f"reg[{name}]" in source}
     assert used <= {*REGISTERS, *FREE_REGISTERS}
