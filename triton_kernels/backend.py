@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from pagedkv.kernels import reference
-from pagedkv.kernels.triton import decode, merge, prefill
+from pagedkv.kernels.triton import copy, decode, merge, prefill, write
 from pagedkv.kernels.triton.elements import INTERPRET
 
 if TYPE_CHECKING:
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 IS_AMD: Final = torch.version.hip is not None
 
 merge_states = merge.merge_states
-write_kv = reference.write_kv
-copy_frames = reference.copy_frames
+write_kv = write.write_kv
+copy_frames = copy.copy_frames
 
 
 def paged_attention(call: AttentionCall) -> None:
@@ -49,4 +48,5 @@ def objections(case: Case) -> list[str]:
         return [f"{say} when the kernels were imported, and the tensors are on {case.device}: the interpreter is for the CPU"]
     if case.device == "cuda" and not IS_AMD and torch.cuda.get_device_capability() < (8, 0):
         return ["the GPU is sm_{}{}; Triton's tensor-core code needs sm_80".format(*torch.cuda.get_device_capability())]
-    return decode.objections(case) if case.op == "paged_attention" else []
+    own = {"paged_attention": decode.objections, "write_kv": write.objections, "merge_states": merge.objections}
+    return own[case.op](case) if case.op in own else []

@@ -146,9 +146,10 @@ def pools_of(call: AttentionCall) -> tuple[Any, ...]:
     """k, v, their scales, and all strides in elements, in the order of the kernels' arguments."""
     return (
         as_stored(call.k), as_stored(call.v), call.k_scale, call.v_scale,
-        *call.k.stride()[:3], *call.v.stride()[:3], *_scale_strides(call.k_scale), *_scale_strides(call.v_scale),
+        *call.k.stride()[:3], *call.v.stride()[:3], *scale_strides(call.k_scale), *scale_strides(call.v_scale),
     )  # fmt: skip
 
 
-def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
+def scale_strides(scale: Tensor | None) -> tuple[int, ...]:
+    """Of frames, slots and heads; zeros where there is nothing to stride over."""
     return tuple(scale.stride()) if scale is not None and scale.dim() == 3 else (0, 0, 0)

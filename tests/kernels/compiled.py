@@ -57,6 +57,7 @@ def attention(**changes: Any) -> None:
     paged_attention(call_of(**changes))
 
 
+QUANTISED = ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "int4/token_head")
 EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True, "alibi": True, "tree": True}
 LAUNCHES: dict[str, Any] = {
     "decode": lambda: attention(),
@@ -71,7 +72,7 @@ LAUNCHES: dict[str, Any] = {
     "decode, split": lambda: attention(split_tokens=1024),
     **{
         f"decode, {kv}": (lambda kv=kv: attention(kv=kv))
-        for kv in ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "int4/token_head")
+        for kv in QUANTISED
     },
     "decode, mla": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True),
     "decode, mla fp8": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, kv="fp8_e4m3/token_head"),
@@ -85,6 +86,43 @@ LAUNCHES: dict[str, Any] = {
     "prefill, fp8": lambda: attention(q_len=1024, kv="fp8_e4m3/token_head"),
     "prefill, mla": lambda: attention(q_len=1024, H=128, K=1, D=576, Dv=512, S=64, mla=True),
 }  # fmt: skip
+
+
+def write(kv: str = "", rope: bool = False) -> None:
+    import torch
+
+    from pagedkv.kernels.args import WriteCall
+    from pagedkv.kernels.triton.backend import write_kv
+
+    call = call_of(kv=kv)
+    new = torch.empty(256, call.k.shape[2], 128, dtype=torch.bfloat16)
+    ints, table = torch.zeros(256, dtype=torch.int64), torch.zeros(4096, 64) if rope else None
+    write_kv(WriteCall(new, new, call.k, call.v, call.k_scale, call.v_scale, ints, ints, table, table, False))
+
+
+def merge() -> None:
+    import torch
+
+    from pagedkv.kernels.triton.backend import merge_states
+
+    merge_states(*(torch.empty(size, dtype=dtype) for size, dtype in (((64, 32, 128), torch.bfloat16), ((64, 32), torch.float32)) * 2))
+
+
+def copy() -> None:
+    import torch
+
+    from pagedkv.kernels.triton.backend import copy_frames
+
+    copy_frames(torch.empty(8, 1 << 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.int32))
+
+
+LAUNCHES |= {
+    "write": write,
+    "write, turned": lambda: write(rope=True),
+    **{f"write, {kv}": (lambda kv=kv: write(kv)) for kv in QUANTISED},
+    "merge": merge,
+    "copy": copy,
+}
 
 
 def caught(name: str, arch: str) -> list[tuple[Any, list[Any], dict[str, Any]]]:

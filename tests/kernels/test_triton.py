@@ -20,11 +20,13 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv import KernelUnavailable, explain, paged_attention
-from pagedkv.kernels import registry
-from tests.cases import GRID, SMALL, Case
+from pagedkv import KernelUnavailable, copy_frames, explain, paged_attention, write_kv
+from pagedkv.kernels import reference, registry
+from pagedkv.kernels.args import RotaryTable
+from tests.cases import GRID, SMALL, Case, empty_layer
 from tests.kernels.conftest import Runner
 from tests.kernels.oracle import allowed_error, oracle, same_precision
+from tests.kernels.test_write import SLOTS, batch_of, stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,6 +158,63 @@ def test_keys_of_a_long_chunk_are_split_when_queries_are_too_few_to_fill_the_mac
     assert counts == [4]
     assert np.abs(out.double().numpy() - oracle(built).out).max() <= 2e-6
     assert np.abs(lse.double().numpy() - oracle(built).lse).max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv", ["bfloat16", "fp8_e4m3", "fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "int4/token_head"])
+def test_what_is_written_has_the_bits_that_the_reference_writes(kv: str, dtype: torch.dtype) -> None:
+    plain = kv == "bfloat16"
+    case = Case(dtype=kv if plain else "float32", kv="" if plain else kv, dims=(64, 80), heads=(5, 5), layout="HND")
+    draw = torch.Generator().manual_seed(3)
+    wide = torch.randn(7, 5, 100, generator=draw) * torch.exp2(torch.randint(-20, 9, (7, 5, 100), generator=draw))  # subnormals, saturation
+    k, v = (x.to(dtype) for x in torch.cat([wide, torch.zeros(7, 5, 44)], -1).split((64, 80), -1))
+    layers = [empty_layer(case, 4) for _ in range(2)]
+    rope = RotaryTable(torch.rand(4, 24, generator=draw), torch.rand(4, 24, generator=draw), interleaved=True)
+    batch = replace(batch_of(SLOTS), positions=torch.arange(7) % 4)
+    for layer, name in zip(layers, ("triton", "reference"), strict=True):
+        if kv.endswith("/tensor"):
+            layer.k_scale.fill_(0.3), layer.v_scale.fill_(1e-3)
+        write_kv(k, v, layer, batch, rope=rope, backend=name)
+    at = [slot for slot in SLOTS if slot >= 0]
+    for name in ("k", "k_scale", "v", "v_scale"):
+        ours, theirs = (getattr(layer, name) for layer in layers)
+        if ours is None or ours.dim() == 0:
+            continue
+        ours, theirs = (x.contiguous().view(torch.uint8).flatten(0, 1)[at] for x in (ours, theirs))
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("kv", ["", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3/token_head", "int8/token_head"])
+def test_nan_is_stored_as_nan_or_its_scale_is(kv: str) -> None:
+    layer = empty_layer(Case(kv=kv, dtype="bfloat16"), 4)
+    k = torch.ones(1, 2, 64)
+    k[0, 1, 7] = torch.nan
+    write_kv(k, k, layer, batch_of([5]), backend="triton")
+    values = stored(layer, [5])[0][0]
+    assert values[1, 7].isnan()
+    assert (values[0] - 1).abs().max() <= 1e-6
+
+
+def test_merging_is_the_references() -> None:
+    draw = torch.Generator().manual_seed(0)
+    out_a, out_b = (torch.randn(5, 3, 80, generator=draw).bfloat16().transpose(0, 1) for _ in range(2))
+    lse_a, lse_b = torch.randn(3, 5, generator=draw), torch.randn(5, 3, generator=draw).T
+    lse_a[0], lse_b[:2] = -torch.inf, -torch.inf
+    out_a[0] = torch.nan  # a state that saw nothing may hold anything
+    for ours, right in zip(
+        backend.merge_states(out_a, lse_a, out_b, lse_b), reference.merge_states(out_a, lse_a, out_b, lse_b), strict=True
+    ):
+        assert torch.allclose(ours.float(), right.float(), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float8_e4m3fn])
+def test_copies_read_every_source_before_one_destination_is_written(dtype: torch.dtype) -> None:
+    storage = torch.arange(8).repeat_interleave(5).view(8, 5).to(dtype)
+    gaps = storage.repeat(1, 2)[:, :5]  # frames of a larger pool
+    pairs = torch.tensor([[1, 2], [2, 3], [3, 1], [5, 0]], dtype=torch.int32)  # a cycle, and one more
+    for pool in (storage, gaps):
+        copy_frames(pool, pairs, backend="triton")
+        assert pool.float().tolist() == [[f] * 5 for f in (5, 3, 1, 2, 4, 5, 6, 7)]
 
 
 def test_every_query_count_has_one_kernel() -> None:
