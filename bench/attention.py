@@ -1,227 +1,328 @@
-"""Paged decode on the CPU against the speed of memory: `python -m bench.attention`, or `main([...])`.
+"""The kernels against the speed of memory, and against what people use today: `pagedkv bench attention`.
 
-One run interleaves, repetition by repetition: each kernel, torch SDPA on contiguous KV (grouped), and the **ceiling**: as many frames,
-in random order, read by a load-and-xor loop with as many threads. KV is cold: a pool of at least 384 MiB, other frames each time.
-Printed are medians over clean repetitions (without involuntary context switches; all of them, and said so, if fewer than `LEAST_CLEAN`)
-and ratios to the ceiling of the same run. Each line is appended to bench/results/<date>-<machine>-attention.jsonl with machine and commit.
-This file knows the kernels' public call and nothing of how they work; it allocates its own pool.
+One run interleaves, repetition by repetition: our kernels, torch SDPA on contiguous KV, vLLM's CPU kernel where an environment with it is
+named, and the **ceiling**: as many frames, in random order, read by a load-and-xor loop with as many threads; of a write, memcpy. A prefill
+has torch.mm beside it, a square product of as many operations: no bound (in float32 it is slower than others), but a measure. KV is cold: a
+pool of at least 384 MiB, other frames each time. Whoever cannot be measured is reported with the reason. This file knows the public call
+and who is compared; cells.py knows the shapes, pool.py the memory, clock.py the turns.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import itertools
-import json
-import mmap
 import os
-import platform
-import resource
-import statistics
-import subprocess
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from pagedkv import KVLayer, KVSpec, PagedBatch, paged_attention
-from pagedkv.kernels import cpu, quant
+from pagedkv import explain, paged_attention, write_kv
+from pagedkv.bench.cells import Cell
+from pagedkv.bench.clock import Step, Timing, in_turn
+from pagedkv.bench.pool import Pool
+from pagedkv.bench.vllm_peer import Vllm
+from pagedkv.kernels import cpu, quant, registry
+from pagedkv.kernels.args import AttentionCall
 
-POOL_BYTES, LEAST_CLEAN = 384 << 20, 5
-RESULTS = Path(__file__).parent / "results"
+CEILING: Final = "ceiling"
+VLLM: Final = "vllm"
+SDPA: Final = "sdpa"
+DIRECT: Final = "direct"
+PRODUCT: Final = "torch.mm"
+CALLS: Final = 200
+"""Calls in one repetition of a cell of kind "call"."""
+SLOW: Final = ("numba", "reference")
+"""Kernels that are measured on plain cells only; the reference on small ones."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """One cell of the grid; a decode step of `batch` sequences of `context` tokens. kv: a stored dtype, or "" for `dtype`."""
+class Asked:
+    """Who is compared, how often, and where vLLM is."""
 
-    batch: int = 8
-    context: int = 4096
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    block_size: int = 16
-    dtype: str = "bfloat16"
-    kv: str = ""
-    threads: int = 1
-
-    def spec(self) -> KVSpec:
-        return KVSpec(1, self.kv_heads, self.head_dim, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv or None)
+    kernels: tuple[str, ...] = ("cpu", "numba", "reference")
+    repetitions: int = 15
+    vllm_python: Path | None = None
 
 
-class Pool:
-    """A pool of one layer on huge pages, laid out as pagedkv.cache does, and how to draw a step of frames from it."""
+@dataclass
+class Row:
+    """A cell: the timing of each of those compared, and why the others have none."""
 
-    def __init__(self, shape: Shape) -> None:
-        spec, self.shape = shape.spec(), shape
-        self.frame_bytes, self.pages = spec.frame_bytes, -(-shape.context // shape.block_size)
-        self.num_frames = max(2 * shape.batch * self.pages, POOL_BYTES // self.frame_bytes)
-        region = mmap.mmap(-1, self.num_frames * self.frame_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        region.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = torch.frombuffer(region, dtype=torch.uint8)
-        views = {name: self._view(spec, name, offset) for name, (offset, _) in spec.regions().items()}
-        self.layer = KVLayer(**views)
-        noise = torch.randn(1 << 16)
-        for name, view in views.items():
-            if name.endswith("_scale"):
-                view.fill_(0.01)
-            elif shape.kv:
-                view.view(torch.uint8).random_(0, 120)
-            else:
-                view.copy_(noise[: view[0].numel()].view(view.shape[1:]) if view[0].numel() <= len(noise) else torch.randn(view.shape[1:]))
+    cell: Cell
+    timings: dict[str, Timing] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
-    def _view(self, spec: KVSpec, name: str, offset: int) -> torch.Tensor:
-        is_scale = name.endswith("_scale")
-        dtype = torch.float32 if is_scale else quant.DTYPES[spec.stored_dtype]
-        dim = 1 if is_scale else spec.head_dim // (2 if spec.stored_dtype == "int4" else 1)
-        shape = (self.num_frames, spec.block_size, spec.num_kv_heads, dim)
-        strides = (self.frame_bytes // dtype.itemsize, dim, spec.block_size * dim, 1)
-        view = self.bytes.view(dtype).as_strided(shape, strides, offset // dtype.itemsize)
-        return view[..., 0] if is_scale else view
+    @property
+    def bytes(self) -> int:
+        """Bytes of KV that a decode step reads, whole pages; of a write, those of the new tokens as they come."""
+        cell, spec = self.cell, self.cell.spec()
+        if cell.kind == "write":
+            return cell.new * cell.kv_heads * 2 * cell.head_dim * quant.DTYPES[cell.dtype].itemsize
+        return sum(-(-n // cell.block_size) for n in cell.lens()) * spec.frame_bytes
 
-    def draw(self) -> torch.Tensor:
-        """int64 [batch * pages]: distinct frames in random order."""
-        return torch.randperm(self.num_frames)[: self.shape.batch * self.pages]
+    @property
+    def flops(self) -> int:
+        """Of a causal prefill: two products of D for each query head and each key it sees."""
+        cell = self.cell
+        pairs = cell.new * cell.context - cell.new * (cell.new - 1) // 2
+        return 4 * cell.heads * cell.head_dim * pairs * cell.batch
 
-    def batch(self, frames: torch.Tensor) -> PagedBatch:
-        B, n = self.shape.batch, self.shape.context
-        lens = torch.full((B,), n, dtype=torch.int32)
-        none = torch.zeros(B, dtype=torch.int64)
-        return PagedBatch(
-            frames.view(B, self.pages).int(), lens, torch.arange(B + 1, dtype=torch.int32), none, none, max_seqlen_q=1, max_seqlen_k=n
-        )
+    def seconds(self, who: str) -> float | None:
+        """Median of one call, or None."""
+        timing = self.timings.get(who)
+        return None if timing is None else timing.seconds / (CALLS if self.cell.kind == "call" else 1)
+
+    def over(self, who: str, other: str) -> float | None:
+        """How many times as fast as `other` `who` is; None if one was not measured."""
+        ours, theirs = self.seconds(who), self.seconds(other)
+        return None if ours is None or theirs is None else theirs / ours
+
+    def record(self) -> dict[str, Any]:
+        """What is written down."""
+        results = {}
+        for who, timing in self.timings.items():
+            seconds = self.seconds(who) or 0.0
+            results[who] = {"us": round(seconds * 1e6, 2), "clean": timing.clean, "repetitions": timing.repetitions}
+            if self.cell.kind == "prefill":
+                results[who]["GFLOP_per_s"] = round(self.flops / seconds / 1e9, 1)
+            elif self.cell.kind != "call":
+                results[who]["GB_per_s"] = round(self.bytes / seconds / 1e9, 2)
+            for bound in (CEILING, PRODUCT):
+                if bound in self.timings:
+                    results[who][f"of_{bound}"] = round(self.over(who, bound) or 0.0, 3)
+        return {"cell": asdict(self.cell), "isa": cpu.isa() if not _no_extension() else None, "results": results, "refused": self.refused}
 
 
-Step = Callable[[], Callable[[], object]]
-"""Prepares one repetition, untimed, and returns what is timed."""
+def measure(cells: Iterable[Cell], asked: Asked) -> Iterator[Row]:
+    """A row for each cell. Cells of a group are measured in turn with one another."""
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.group(), []).append(cell)
+    with _vllms(asked) as vllm_with:
+        for group in groups.values():
+            vllm = vllm_with(group[0].threads)
+            for some in _that_fit(group):
+                yield from _measure_group(some, asked, vllm)
+                if isinstance(vllm, Vllm):
+                    vllm.forget()
 
 
-def variants(shape: Shape, pool: Pool, backends: list[str]) -> dict[str, Step]:
-    q = torch.randn(shape.batch, shape.heads, shape.head_dim).to(quant.DTYPES[shape.dtype])
+def _that_fit(group: list[Cell]) -> Iterator[list[Cell]]:
+    """The group in parts whose pools together take less than a quarter of the memory (SDPA and vLLM hold as much again)."""
+    most = memory() // 4
+    part: list[Cell] = []
+    for cell in group:
+        if part and sum(map(Pool.bytes_of, [*part, cell])) > most:
+            yield part
+            part = []
+        part.append(cell)
+    yield part
+
+
+def _measure_group(cells: list[Cell], asked: Asked, vllm: Vllm | str) -> Iterator[Row]:
+    rows, steps = [Row(cell) for cell in cells], {}
+    with _threads(cells[0].threads):
+        for i, row in enumerate(rows):
+            for who, step in _variants(row.cell, asked, vllm).items():
+                if isinstance(step, str):
+                    row.refused[who] = step
+                else:
+                    steps[i, who] = step
+        for (i, who), timing in in_turn(steps, asked.repetitions).items():
+            rows[i].timings[who] = timing
+    yield from rows
+
+
+def _variants(cell: Cell, asked: Asked, vllm: Vllm | str) -> dict[str, Step | str]:
+    """Who can be measured on the cell, and why the others cannot."""
+    if Pool.bytes_of(cell) > memory() // 3:
+        return dict.fromkeys((*asked.kernels, CEILING), "its pool is larger than a third of this machine's memory")
+    pool = Pool(cell)
+    kernels: dict[str, Step | str] = {name: _not_here(name, cell) or KINDS[cell.kind](cell, pool, name) for name in asked.kernels}
+    if cell.kind == "call":
+        return {"cpu": kernels["cpu"], DIRECT: _no_extension() or _direct(cell, pool)} if "cpu" in kernels else {}
+    others: dict[str, Step | str] = {PRODUCT if cell.kind == "prefill" else CEILING: BOUNDS[cell.kind](cell, pool)}
+    if cell.kind != "write":
+        others[SDPA] = _sdpa(cell)
+    return kernels | others | {VLLM: vllm if isinstance(vllm, str) else vllm.step(cell)}
+
+
+def memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _no_extension() -> str:
+    return "; ".join(explain(device="cpu").objections["cpu"])
+
+
+def _not_here(name: str, cell: Cell) -> str:
+    known = next((kernel for kernel in registry.KERNELS if kernel.name == name), None)
+    if known is None or (why := known.refuse(registry.case_of(cell.spec(), cell.device))):
+        return f"there is no kernel {name!r}" if known is None else "; ".join(why)
+    special = cell.kv or cell.lengths != "uniform" or cell.pages != "permuted"
+    if name in SLOW and cell.kind != "write" and (special or (name == "reference" and cell.batch * cell.new * cell.context > 1 << 20)):
+        return "measured on plain cells only"
+    return ""
+
+
+# --- the steps: each prepares a repetition and returns what is timed ---------------------------------------------------------------------
+
+
+def _attention(cell: Cell, pool: Pool, name: str) -> Step:
+    q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim).to(quant.DTYPES[cell.dtype])
     out = torch.empty_like(q)
 
-    def kernel(name: str) -> Step:
-        def prepare() -> Callable[[], object]:
-            batch = pool.batch(pool.draw())
-            return lambda: paged_attention(q, pool.layer, batch, out=out, backend=name)
-
-        return prepare
-
-    def ceiling() -> Callable[[], object]:
-        offsets, isa = pool.draw() * pool.frame_bytes, cpu.isa()
-        args = (pool.bytes.data_ptr(), offsets.data_ptr(), len(offsets), pool.frame_bytes)
-        return lambda: (cpu._extension().read(isa, shape.threads, *args), offsets)
-
-    steps: dict[str, Step] = {name: kernel(name) for name in backends} | {"ceiling": ceiling}
-    if not shape.kv:
-        steps["sdpa"] = contiguous(shape, q)
-    return steps
-
-
-def contiguous(shape: Shape, q: torch.Tensor) -> Step:
-    """torch SDPA on contiguous KV, the query heads of a group as rows: its fastest form for one query."""
-    size = (shape.batch, shape.kv_heads, shape.context, shape.head_dim)
-    bytes_per_copy = 2 * q.element_size() * shape.batch * shape.kv_heads * shape.context * shape.head_dim
-    copies = [(torch.randn(size).to(q.dtype), torch.randn(size).to(q.dtype)) for _ in range(max(2, (64 << 20) // bytes_per_copy))]
-    grouped = q.view(shape.batch, shape.kv_heads, -1, shape.head_dim)
-    turn = itertools.cycle(copies)
-
     def prepare() -> Callable[[], object]:
-        k, v = next(turn)
-        return lambda: torch.nn.functional.scaled_dot_product_attention(grouped, k, v)
+        batch = pool.batch(pool.draw())
+        return lambda: paged_attention(q, pool.layer, batch, out=out, backend=name)
 
     return prepare
 
 
-def measure(steps: dict[str, Step], repetitions: int) -> dict[str, tuple[float, int]]:
-    """Median seconds of each variant, and how many clean repetitions it is of (0: none were clean enough, all count)."""
-    times: dict[str, list[tuple[float, bool]]] = {name: [] for name in steps}
-    for name, prepare in [*steps.items()] * (repetitions + 2):
-        run = prepare()
-        switches, began = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
-        run()
-        seconds = time.perf_counter() - began
-        times[name].append((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == switches))
-    medians = {}
-    for name, all_runs in times.items():
-        clean = [seconds for seconds, is_clean in all_runs[2:] if is_clean]
-        enough = len(clean) >= LEAST_CLEAN
-        medians[name] = (statistics.median(clean if enough else [seconds for seconds, _ in all_runs[2:]]), len(clean) if enough else 0)
-    return medians
+def _write(cell: Cell, pool: Pool, name: str) -> Step:
+    fresh = itertools.cycle(_new_tokens(cell))
+
+    def prepare() -> Callable[[], object]:
+        batch, (k, v) = pool.batch(pool.draw()), next(fresh)
+        return lambda: write_kv(k, v, pool.layer, batch, backend=name)
+
+    return prepare
 
 
-def bench(shape: Shape, backends: list[str], repetitions: int) -> dict[str, Any]:
-    os.environ["PAGEDKV_NUM_THREADS"] = str(shape.threads)
-    torch.set_num_threads(shape.threads)
-    pool = Pool(shape)
-    medians = measure(variants(shape, pool, backends), repetitions)
-    tokens, num_bytes = shape.batch * shape.context, shape.batch * pool.pages * pool.frame_bytes
-    found = {
-        name: {
-            "us": round(seconds * 1e6, 1),
-            "GB_per_s": round(num_bytes / seconds / 1e9, 2),
-            "of_ceiling": round(medians["ceiling"][0] / seconds, 3),
-            "Mtokens_per_s": round(tokens / seconds / 1e6, 3),
-            "clean": clean,
-        }
-        for name, (seconds, clean) in medians.items()
-    }
-    return {"shape": asdict(shape), "isa": cpu.isa(), "repetitions": repetitions, "results": found}
+def _calls(cell: Cell, pool: Pool, name: str) -> Step:
+    run = _attention(cell, pool, name)()
+
+    def prepare() -> Callable[[], object]:
+        return lambda: [run() for _ in range(CALLS)]
+
+    return prepare
 
 
-def machine() -> dict[str, str]:
-    model = next((line.partition(": ")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.strip()
-    return {"machine": f"{model}, {os.cpu_count()} cores", "commit": commit or "unknown", "torch": torch.__version__}
+def _direct(cell: Cell, pool: Pool) -> Step:
+    """The kernel's own function with a call that is made and checked already: what the torch operator adds is the difference."""
+    batch, layer = pool.batch(pool.draw()), pool.layer
+    q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim).to(quant.DTYPES[cell.dtype])
+    tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
+    rules = (cell.head_dim**-0.5, True, None, 0.0, None, None, None, None)
+    pools = (layer.k, layer.v, layer.k_scale, layer.v_scale)
+    call = AttentionCall(q, *pools, *tables, *rules, torch.empty_like(q), torch.empty(q.shape[:2]))
+
+    def prepare() -> Callable[[], object]:
+        return lambda: [cpu.paged_attention(call) for _ in range(CALLS)]
+
+    return prepare
 
 
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
+def _read(cell: Cell, pool: Pool) -> Step | str:
+    if why := _no_extension():
+        return why
+
+    def prepare() -> Callable[[], object]:
+        offsets, isa = pool.draw() * pool.frame_bytes, cpu.isa()
+        args = (pool.bytes.data_ptr(), offsets.data_ptr(), len(offsets), pool.frame_bytes)
+        return lambda: (cpu._extension().read(isa, cell.threads, *args), offsets)
+
+    return prepare
 
 
-def report(result: dict[str, Any]) -> str:
-    differing = {name: value for name, value in result["shape"].items() if value != getattr(Shape(), name)}
-    lines = [" ".join(f"{name}={value}" for name, value in differing.items()) or "batch=8 context=4096 heads=32/8 head_dim=128 bfloat16"]
-    for name, row in result["results"].items():
-        clean = f"{row['clean']} clean" if row["clean"] else "none clean"
-        lines.append(
-            f"  {name:10} {row['us']:10.0f} us {row['GB_per_s']:7.1f} GB/s {row['of_ceiling']:6.2f} of ceiling"
-            f" {row['Mtokens_per_s']:8.2f} Mtokens/s  ({clean})"
-        )
-    return "\n".join(lines)
+def _gemm(cell: Cell, pool: Pool) -> Step:
+    """A square product with as many operations as the cell."""
+    n = round((Row(cell).flops / 2) ** (1 / 3))
+    a, b = (torch.randn(n, n).to(quant.DTYPES[cell.dtype]) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: lambda: torch.mm(a, b, out=out)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.attention", description=(__doc__ or "").splitlines()[0])
-    lists: dict[str, list[Any]] = {
-        "dtype": ["bfloat16", "float32"], "kv": [""], "block-size": [16, 128], "context": [4096], "batch": [8], "threads": [1, 2],
-        "heads": ["32/8"], "head-dim": [128],
-    }  # fmt: skip
-    for name, default in lists.items():
-        parser.add_argument(f"--{name}", nargs="+", type=type(default[0]), default=default)
-    parser.add_argument("--backends", nargs="+", default=["cpu"], help="names in the registry")
-    parser.add_argument("--repetitions", type=int, default=25)
-    parser.add_argument("--no-record", action="store_true", help="print only")
-    given = parser.parse_args(argv)
-    where = machine()
-    grid = itertools.product(
-        given.dtype, given.kv, given.block_size, given.context, given.batch, given.threads, given.heads, given.head_dim
-    )
-    for dtype, kv, block_size, context, batch, threads, heads, head_dim in grid:
-        H, K = map(int, heads.split("/"))
-        shape = Shape(batch, context, H, K, head_dim, block_size, dtype, kv, threads)
-        result = bench(shape, given.backends, given.repetitions)
-        print(report(result), flush=True)
-        if not given.no_record:
-            RESULTS.mkdir(exist_ok=True)
-            today = datetime.date.today().isoformat()
-            with (RESULTS / f"{today}-{platform.machine()}-attention.jsonl").open("a") as file:
-                file.write(json.dumps({"date": today, **where, **result}) + "\n")
+def _memcpy(cell: Cell, pool: Pool) -> Step:
+    fresh, room = itertools.cycle(_new_tokens(cell)), itertools.cycle(_new_tokens(cell))
+
+    def prepare() -> Callable[[], object]:
+        sources, targets = next(fresh), next(room)
+        return lambda: [target.copy_(source) for source, target in zip(sources, targets, strict=True)]
+
+    return prepare
 
 
-if __name__ == "__main__":
-    main()
+def _new_tokens(cell: Cell) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V of several steps, together larger than a cache."""
+    size = (cell.new, cell.kv_heads, cell.head_dim)
+    return [(torch.randn(size).to(quant.DTYPES[cell.dtype]), torch.randn(size).to(quant.DTYPES[cell.dtype])) for _ in range(8)]
+
+
+def _sdpa(cell: Cell) -> Step | str:
+    """torch SDPA on contiguous KV: for one query the heads of a group as rows, its fastest form; else KV repeated for all heads."""
+    if cell.kv or cell.lengths != "uniform" or cell.pages != "permuted":
+        return "it has contiguous sequences of one length, unquantised"
+    if cell.batch * cell.context > 300_000:
+        return "its contiguous copy would be too large"
+    dtype, shape = quant.DTYPES[cell.dtype], (cell.batch, cell.kv_heads, cell.context, cell.head_dim)
+    size = 2 * dtype.itemsize * cell.batch * cell.kv_heads * cell.context * cell.head_dim
+    copies = itertools.cycle([(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(max(2, (96 << 20) // size))])
+    q = torch.randn(cell.batch, cell.heads, cell.new, cell.head_dim).to(dtype)
+    group = cell.heads // cell.kv_heads
+    options: dict[str, Any] = {}
+    if cell.new > 1:
+        options["is_causal"] = cell.new == cell.context
+        if cell.new < cell.context:
+            options["attn_mask"] = torch.ones(cell.new, cell.context, dtype=torch.bool).tril(cell.context - cell.new)
+        copies = itertools.cycle([(k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)) for k, v in itertools.islice(copies, 2)])
+    else:
+        q = q.view(cell.batch, cell.kv_heads, group, cell.head_dim)
+
+    def prepare() -> Callable[[], object]:
+        k, v = next(copies)
+        return lambda: scaled_dot_product_attention(q, k, v, **options)
+
+    return prepare
+
+
+KINDS: Final = {"decode": _attention, "prefill": _attention, "write": _write, "call": _calls}
+BOUNDS: Final = {"decode": _read, "prefill": _gemm, "write": _memcpy}
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """All of ours, and torch, on `count` threads."""
+    before, variable = torch.get_num_threads(), os.environ.get("PAGEDKV_NUM_THREADS")
+    os.environ["PAGEDKV_NUM_THREADS"] = str(count)
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if variable is None:
+            del os.environ["PAGEDKV_NUM_THREADS"]
+        else:
+            os.environ["PAGEDKV_NUM_THREADS"] = variable
+
+
+@contextmanager
+def _vllms(asked: Asked) -> Iterator[Callable[[int], Vllm | str]]:
+    """A worker for each number of threads, started when it is first wanted; or why there is none."""
+    workers: dict[int, Vllm | str] = {}
+
+    def with_threads(count: int) -> Vllm | str:
+        if asked.vllm_python is None:
+            return "no --vllm-python"
+        if count not in workers:
+            for worker in workers.values():
+                if isinstance(worker, Vllm):
+                    worker.end()
+            workers.clear()
+            try:
+                workers[count] = Vllm(asked.vllm_python, count)
+            except OSError as why:
+                workers[count] = str(why)
+        return workers[count]
+
+    try:
+        yield with_threads
+    finally:
+        for worker in workers.values():
+            if isinstance(worker, Vllm):
+                worker.end()

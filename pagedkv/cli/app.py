@@ -31,6 +31,7 @@ ShellError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 
 _MEMORY: Final = "The KV cache"
 _SAMPLING: Final = "Sampling"
+_CELLS: Final = "What is measured"
 
 
 @app.callback(invoke_without_command=True)
@@ -133,6 +134,37 @@ def bench_manager(
     from pagedkv.cli.bench import manager  # numba
 
     manager(rounds, peers_python or (), as_json=as_json, keep=record)
+
+
+@benchmarks.command("attention")
+def bench_attention(
+    full: Annotated[bool, typer.Option("--full/--quick", help="The whole grid, half an hour; or every promise once.")] = False,
+    kind: Annotated[
+        list[str] | None, typer.Option(metavar="KIND", help="Only decode, prefill, write or call.", rich_help_panel=_CELLS)
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.", rich_help_panel=_CELLS)] = None,
+    kv: Annotated[list[str] | None, typer.Option(metavar="NAME", help="fp8_e4m3, fp8_e5m2, int8, int4.", rich_help_panel=_CELLS)] = None,
+    heads: Annotated[list[str] | None, typer.Option(metavar="H/K", help="Query and kv heads.", rich_help_panel=_CELLS)] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(metavar="N", help="Of K and V.", rich_help_panel=_CELLS)] = None,
+    block_size: Annotated[list[int] | None, typer.Option(metavar="N", help="Tokens in a frame.", rich_help_panel=_CELLS)] = None,
+    context: Annotated[list[int] | None, typer.Option(metavar="N", help="Tokens of a sequence.", rich_help_panel=_CELLS)] = None,
+    batch: Annotated[list[int] | None, typer.Option(metavar="N", help="Sequences.", rich_help_panel=_CELLS)] = None,
+    threads: Annotated[list[int] | None, typer.Option(metavar="N", help="As is: 1, and 2 where there are.", rich_help_panel=_CELLS)] = None,
+    kernels: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Ours to compare; all that run on a CPU.")] = None,
+    repetitions: Annotated[int, typer.Option(metavar="N", min=1, help="Of each, in turn.")] = 15,
+    vllm_python: Annotated[Path | None, typer.Option(metavar="PATH", help="The Python of an environment with vLLM.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects on stdout; the tables go to stderr.")] = False,
+    record: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the rows there, not to bench/results of a checkout.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline.")] = None,
+) -> None:
+    """Our kernels, torch SDPA and vLLM against the speed of memory. An axis that is given makes a grid of its own."""
+    from pagedkv.bench.attention import Asked  # torch
+    from pagedkv.cli.bench_attention import Choice, Shown, run
+
+    axes = {"dtype": dtype, "kv": kv, "heads": heads, "head_dim": head_dim, "block_size": block_size, "context": context, "batch": batch}
+    choice = Choice(full, kind or [], {name: values or [] for name, values in axes.items()}, threads or [])
+    names = tuple(kernels or ("cpu", "numba", "reference"))
+    run(choice, Asked(names, repetitions, vllm_python), Shown(as_json, record, plot))
 
 
 def main(argv: list[str] | None = None) -> None:

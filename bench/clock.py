@@ -1,0 +1,69 @@
+"""Taking turns: what is compared runs one after the other, repetition by repetition, and the median is over those that nobody disturbed.
+
+A `Step` prepares one repetition, untimed, and returns what is timed. On a CPU a repetition is clean if no involuntary context switch fell
+into it (getrusage). Another device brings a `Timer` of its own. Knows nothing of attention.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+Step = Callable[[], Callable[[], object]]
+Timer = Callable[[Callable[[], object]], tuple[float, bool]]
+Name = TypeVar("Name", bound=Hashable)
+
+LEAST_CLEAN: Final = 5
+WARM_UP: Final = 2
+SECONDS_EACH: Final = 1.5
+"""What takes longer than this in all is repeated no more, once it has been repeated thrice."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: the median of `clean` repetitions, or of all if fewer than LEAST_CLEAN (half of few) were clean: clean is 0."""
+
+    seconds: float
+    best: float
+    clean: int
+    repetitions: int
+
+
+def on_this_cpu(run: Callable[[], object]) -> tuple[float, bool]:
+    """Seconds of one call and whether they were clean. What times itself elsewhere returns such a pair, which then counts."""
+    switches, began = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
+    result = run()
+    seconds = time.perf_counter() - began
+    if isinstance(result, Elsewhere):
+        return result.seconds, result.clean
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == switches
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a process that times itself reports."""
+
+    seconds: float
+    clean: bool
+
+
+def in_turn(steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cpu) -> dict[Name, Timing]:
+    """Each step `repetitions` times, in turn, after a warm-up."""
+    taken: dict[Name, list[tuple[float, bool]]] = {name: [] for name in steps}
+    for _ in range(repetitions + WARM_UP):
+        for name, prepare in steps.items():
+            before = taken[name]
+            if len(before) < 3 + WARM_UP or sum(seconds for seconds, _ in before[WARM_UP:]) < SECONDS_EACH:
+                before.append(timer(prepare()))
+    return {name: _settle(all_runs[WARM_UP:]) for name, all_runs in taken.items()}
+
+
+def _settle(runs: list[tuple[float, bool]]) -> Timing:
+    clean = [seconds for seconds, is_clean in runs if is_clean]
+    enough = len(clean) >= min(LEAST_CLEAN, -(-len(runs) // 2))
+    counted = clean if enough else [seconds for seconds, _ in runs]
+    return Timing(statistics.median(counted), min(counted), len(clean) if enough else 0, len(runs))

@@ -1,0 +1,121 @@
+"""`pagedkv bench attention`: chooses cells, runs pagedkv.bench.attention over them, keeps the rows and prints them with the promises.
+
+What is measured, and how, is known in pagedkv.bench alone. Rows are kept group by group, so a run that is broken off has kept its part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from pagedkv.bench import attention as runner
+from pagedkv.bench import cells as grids
+from pagedkv.bench import musts, record, roofline
+from pagedkv.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The options of the command that say which cells: a grid, or with any axis given the product of these over a typical cell."""
+
+    full: bool
+    kinds: Sequence[str]
+    axes: dict[str, Sequence[Any]]
+    threads: Sequence[int]
+
+    def cells(self) -> list[Any]:
+        """Those to measure. Raises: InvalidRequest for a shape that cannot be."""
+        threads = self.threads or range(1, min(2, torch.get_num_threads()) + 1)
+        given = {name: values for name, values in self.axes.items() if values}
+        if not given:
+            grid = grids.full(threads) if self.full else grids.quick(threads)
+            return [cell for cell in grid if not self.kinds or cell.kind in self.kinds]
+        chosen = []
+        for kind, *values in product(self.kinds or ["decode"], *given.values(), threads):
+            new = {"new": 2048, "context": 2048, "batch": 1} if kind in ("prefill", "write") else {"batch": 1} if kind == "call" else {}
+            named: dict[str, Any] = new | dict(zip([*given, "threads"], values, strict=True))
+            if "heads" in named:
+                named["heads"], named["kv_heads"] = _heads(named["heads"])
+            cell = replace(grids.BASE, kind=kind, **named)
+            chosen.append(replace(cell, new=min(cell.new, cell.context)))
+        return chosen
+
+
+def _heads(text: str) -> tuple[int, int]:
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts) or int(parts[0]) % int(parts[1]):
+        raise InvalidRequest(f"--heads is {text!r}; give query heads / kv heads, such as 32/8")
+    return int(parts[0]), int(parts[1])
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Where rows, table and picture go."""
+
+    as_json: bool
+    keep: Path | None
+    plot: Path | None
+
+
+def run(choice: Choice, asked: Any, shown: Shown) -> None:
+    """Measure, append the rows, print tables or a list of JSON objects, draw."""
+    if shown.plot and find_spec("matplotlib") is None:
+        raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
+    cells = choice.cells()
+    if not cells:
+        raise InvalidRequest("no cell of the grid is of that kind; decode, prefill, write and call exist")
+    about, console = record.provenance(), Console(highlight=False, stderr=shown.as_json)
+    folder = record.results()
+    keep = shown.keep or (folder / "attention.jsonl" if folder else None)
+    rows = []
+    for row in runner.measure(cells, asked):
+        rows.append(row)
+        try:
+            record.append([row.record() | about], keep)
+        except OSError as why:
+            raise InvalidRequest(f"the rows cannot be kept: {why}") from None
+        console.print(_line(row), soft_wrap=True)
+    if shown.as_json:
+        print(json.dumps([row.record() | about for row in rows]))
+    _promises(console, musts.promises(rows), f"{about['machine']}; {about['commit']}")
+    if shown.plot:
+        _draw(rows, shown.plot, f"{about['machine']}, {about['commit']}")
+
+
+def _line(row: Any) -> str:
+    """A cell, and below it each of those compared."""
+    lines = [str(row.cell)]
+    for who, result in row.record()["results"].items():
+        rate = f"{result['GB_per_s']:7.1f} GB/s" if "GB_per_s" in result else ""
+        rate = f"{result['GFLOP_per_s']:7.0f} GFLOP/s" if "GFLOP_per_s" in result else rate
+        share = next((f"{value:5.2f} of {name[3:]}" for name, value in result.items() if name.startswith("of_")), "")
+        clean = f"{result['clean']} clean of {result['repetitions']}" if result["clean"] else f"none clean of {result['repetitions']}"
+        lines.append(f"  {who:10} {result['us']:11,.1f} us {rate:>16} {share:>17}   {clean}")
+    lines += [f"  {who:10} not measured: {why}" for who, why in row.refused.items() if why != "measured on plain cells only"]
+    return "\n".join(lines)
+
+
+def _promises(console: Console, found: list[Any], caption: str) -> None:
+    table = Table(caption=caption, caption_justify="left")
+    for name in ("promise", "wanted", "worst", "", "of cells", "where"):
+        table.add_column(name, justify="right" if name in ("wanted", "worst", "of cells") else "left")
+    for promise in found:
+        bound = f"{'<=' if promise.unit == 'us' else '>='} {promise.wanted:g}{' us' if promise.unit == 'us' else ''}"
+        table.add_row(promise.text, bound, f"{promise.found:.2f}", "" if promise.kept else "missed", str(promise.cells), promise.where)
+    console.print(table)
+
+
+def _draw(rows: list[Any], path: Path, caption: str) -> None:
+    try:
+        roofline.draw(rows, path, caption)
+    except (OSError, ValueError) as why:
+        raise InvalidRequest(f"the plot cannot be written to {path}: {why}") from None

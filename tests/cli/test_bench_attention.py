@@ -1,0 +1,142 @@
+"""`pagedkv bench attention`: the rows say what was measured and who was not, ratios are of one run, and the grid is the promised one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pagedkv import paged_attention
+from pagedkv.bench import attention, cells, clock, musts, pool
+from pagedkv.bench.attention import CEILING, DIRECT, PRODUCT, SDPA, VLLM, Row
+from pagedkv.bench.cells import Cell
+from pagedkv.bench.clock import Timing
+
+TINY = ["--batch", "2", "--context", "64", "--threads", "1", "--repetitions", "3"]
+
+
+@pytest.fixture(autouse=True)
+def _small_pool(monkeypatch):
+    monkeypatch.setattr(pool, "POOL_BYTES", 8 << 20)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "write", "call"])
+def test_a_row_holds_everyone_compared_or_the_reason(kind, command, tmp_path):
+    axes = TINY if kind == "decode" else ["--context", "64", "--threads", "1", "--repetitions", "3"]
+    status, out, told = command("bench", "attention", "--json", "--kind", kind, *axes, "--record", tmp_path / "rows.jsonl")
+    assert status == 0, told
+    (row,) = json.loads(out)
+    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [row]
+    assert {"machine", "commit", "versions", "when", "isa"} <= set(row)
+    bound = {"decode": {CEILING, SDPA}, "prefill": {PRODUCT, SDPA}, "write": {CEILING}, "call": {DIRECT}}[kind]
+    ours = {"cpu"} if kind == "call" else {"cpu", "numba", "reference"}
+    assert set(row["results"]) | set(row["refused"]) == ours | bound | ({VLLM} if kind != "call" else set())
+    assert row["refused"].get(VLLM, "no --vllm-python") == "no --vllm-python"
+    assert all(result["us"] > 0 and 0 <= result["clean"] <= result["repetitions"] for result in row["results"].values())
+
+
+def test_a_python_without_vllm_is_reported(command):
+    status, out, _ = command(
+        "bench", "attention", "--json", *TINY, "--kernels", "reference", "--vllm-python", sys.executable, "--record", "/dev/null"
+    )
+    assert status == 0
+    assert json.loads(out)[0]["refused"][VLLM].startswith("the vLLM worker ended with status 1")
+
+
+def test_a_plot_is_drawn_where_it_is_told(command, tmp_path):
+    pytest.importorskip("matplotlib")
+    status, _, told = command(
+        "bench", "attention", *TINY, "--kernels", "reference", "--record", "/dev/null", "--plot", tmp_path / "roof.svg"
+    )
+    assert status == 0, told
+    assert (tmp_path / "roof.svg").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [(["--heads", "32"], "--heads is '32'; give query heads / kv heads"), (["--kind", "decod"], "no cell of the grid is of that kind")],
+)
+def test_a_wrong_option_is_one_line(options, text, command):
+    status, _, told = command("bench", "attention", *options, "--record", "/dev/null")
+    assert status == 2
+    assert text in told
+
+
+def test_a_step_reads_other_frames_each_time_and_the_lengths_add_up():
+    for cell in (Cell(batch=3, context=100), Cell(batch=5, context=200, lengths="zipf"), Cell(batch=2, context=50, kv="int4")):
+        ours = pool.Pool(cell)
+        frames = ours.draw()
+        assert len(set(frames.tolist())) == len(frames) == sum(ours.pages)
+        assert not torch.equal(frames, ours.draw())
+        assert sum(cell.lens()) == cell.batch * cell.context
+        batch = ours.batch(frames)
+        q = torch.randn(cell.batch, 32, 128).bfloat16()
+        assert paged_attention(q, ours.layer, batch, backend="reference").isfinite().all()
+
+
+def test_pages_in_order_ascend():
+    ours = pool.Pool(Cell(batch=1, context=100, pages="in order"))
+    frames = ours.draw()
+    assert set(frames.diff().tolist()) <= {1, 1 - ours.num_frames}  # around the end once, perhaps
+
+
+def test_both_grids_hold_the_promised_shapes():
+    quick, full = cells.quick([1, 2]), cells.full([1])
+    assert {cell.kind for cell in quick} == {cell.kind for cell in full} == {"decode", "prefill", "write", "call"}
+    decodes = [cell for cell in full if cell.kind == "decode"]
+    assert {(c.heads, c.kv_heads) for c in decodes} >= {(32, 8), (16, 16), (28, 4), (64, 8), (32, 1)}
+    assert {c.block_size for c in decodes} >= {16, 32, 128}
+    assert {(c.context, c.batch) for c in decodes} >= {(n, b) for n in (1024, 4096, 16384, 65536) for b in (1, 8, 32)}
+    assert {c.kv or c.dtype for c in decodes} == {"bfloat16", "float32", "float16", "fp8_e4m3", "int8", "int4"}
+    assert len(set(full)) == len(full)
+
+
+def rows_of(**seconds):
+    base = cells.BASE
+    twin = {"cpu": Timing(1e-3, 1e-3, 9, 9), CEILING: Timing(8e-4, 8e-4, 9, 9)}
+    return [
+        Row(base, {name: Timing(x, x, 9, 9) for name, x in seconds.items()}),
+        Row(replace(base, block_size=128), twin),
+        Row(replace(base, kv="int8"), {"cpu": Timing(5e-4, 5e-4, 9, 9)}),
+    ]
+
+
+def test_promises_compare_within_a_run_and_name_the_worst():
+    found = {promise.text: promise for promise in musts.promises(rows_of(cpu=2e-3, ceiling=1e-3, vllm=6e-3))}
+    ceiling = found["bfloat16 decode / ceiling, 1 thr"]
+    assert (ceiling.found, ceiling.kept, ceiling.cells) == (0.5, False, 2)
+    assert "block 16 " in ceiling.where
+    assert found["bfloat16 decode / vLLM"].found == pytest.approx(3.0)
+    assert found["int8 decode / ours in bfloat16"].found == pytest.approx(4.0)
+    assert found["block 16 / block 128"].found == pytest.approx(0.5)
+    assert "bfloat16 prefill / vLLM" not in found  # nothing measured, nothing said
+
+
+def test_turns_are_interleaved_and_disturbed_repetitions_do_not_count():
+    # two to warm up, then of a: disturbed, clean, clean; of b: three clean
+    order, clock_says = [], iter([(7.0, True)] * 4 + [(5.0, False), (0.1, True), (0.2, True), (0.2, True), (0.4, True), (0.3, True)])
+    steps = {name: lambda name=name: lambda: order.append(name) for name in "ab"}
+
+    def timer(run):
+        run()
+        return next(clock_says)
+
+    timings = clock.in_turn(steps, 3, timer)
+    assert "".join(order) == "ab" * 5
+    assert timings["a"] == Timing(seconds=pytest.approx(0.3), best=0.2, clean=2, repetitions=3)
+    assert timings["b"] == Timing(seconds=0.2, best=0.1, clean=3, repetitions=3)
+
+
+@pytest.mark.benchmark(group="small calls")
+@pytest.mark.parametrize("backend", ["cpu", "numba", "reference"])
+def test_a_small_decode_is_timed_beside_the_others(benchmark, backend):
+    cell = Cell(batch=1, context=1024)
+    if why := attention._not_here(backend, cell):
+        pytest.skip(why)
+    ours = pool.Pool(cell)
+    run = attention._attention(cell, ours, backend)()
+    benchmark.pedantic(run, rounds=3, warmup_rounds=1)
+    assert benchmark.stats.stats.rounds == 3
