@@ -63,7 +63,7 @@ struct Walk {
     int64_t k_bytes, v_bytes;                       // of one key's vector of one head, as stored
     const int32_t* pages;
     State state;
-    float *total, *lanes, *scores, *scratch;        // another state; sums of exp [rows, LANES]; [rows, TILE]; [AT_ONCE, padded]
+    float *lanes, *scores, *scratch;                // sums of exp [rows, LANES]; [rows, TILE]; [AT_ONCE, padded]
     Element* q;
     float k_scales[TILE], v_scales[TILE];           // of one head's keys
     bool direct_k, direct_v, plain;
@@ -77,8 +77,6 @@ struct Walk {
         int64_t row = a.rows.data ? *reinterpret_cast<const int32_t*>(a.rows.data + u.b * a.rows.stride[0]) : u.b;
         pages = reinterpret_cast<const int32_t*>(a.table.data + row * a.table.stride[0]);
         float* at = reinterpret_cast<float*>(memory);
-        state = state_at(at, room), at += room.state_floats;
-        total = at, at += room.state_floats;
         lanes = at, at += room.rows * MAX_LANES;
         scores = at, at += room.rows * TILE;
         scratch = at, at += AT_ONCE * (room.Dp > room.Dvp ? room.Dp : room.Dvp);
@@ -114,7 +112,10 @@ struct Walk {
             }
             for (int64_t h = u.k0; h < u.k1; h++) values(tile, next, h);
         }
-        for (int64_t r = 0; r < room.rows; r++) state.l[r] = sum_of(load(lanes + r * LANES));
+        for (int64_t r = 0; r < room.rows; r++) {
+            state.l[r] = sum_of(load(lanes + r * LANES));
+            M::put_columns_in_order(state.o + r * room.Dvp, room.Dvp);
+        }
     }
 
     void take_scales(const Tile& tile, int64_t h) {
@@ -284,9 +285,8 @@ struct Walk {
     }
 };
 
-// The rows of a unit, from their state: sinks, division, the order of columns, q's dtype, and the LSE.
-template <class M>
-void finish(const Attention& a, const Unit& u, const Room& room, State s, float* row_of_floats) {
+// The rows of a unit, from their state: sinks, division, q's dtype, and the LSE.
+inline void finish(const Attention& a, const Unit& u, const Room& room, State s) {
     int64_t G = a.H / a.K, row = 0;
     for (int64_t h = u.k0; h < u.k1; h++) {
         for (int64_t r = 0; r < (u.i1 - u.i0) * G; r++, row++) {
@@ -298,38 +298,45 @@ void finish(const Attention& a, const Unit& u, const Room& room, State s, float*
                 l = l * keep + (sink == NOTHING ? 0.0f : __builtin_expf(sink - top));
                 m = top;
             }
-            const float* o = s.o + row * room.Dvp;
-            for (int64_t d = 0; d < a.Dv; d++) row_of_floats[d] = o[M::place(d)];
-            from_floats(row_of_floats, l != 0.0f ? keep / l : 0.0f, a.q_type, a.out.data + token * a.out.stride[0] + head * a.out.stride[1], a.Dv);
+            char* out = a.out.data + token * a.out.stride[0] + head * a.out.stride[1];
+            from_floats(s.o + row * room.Dvp, l != 0.0f ? keep / l : 0.0f, a.q_type, out, a.Dv);
             float* lse = reinterpret_cast<float*>(a.lse.data + token * a.lse.stride[0] + head * a.lse.stride[1]);
             *lse = l != 0.0f ? m + __builtin_logf(l) : NOTHING;
         }
     }
 }
 
-template <class M>
-void attend_unit(const Attention& a, const Unit& u, const Room& room, char* memory) {
-    Walk<M> walk(a, u, room, memory);
-    int64_t n = a.seq_lens[u.b], low = a.window ? walk.position - a.window + 1 : 0;
-    int64_t high = a.causal && !a.tree.data ? walk.position + u.i1 - u.i0 : n;
+// All keys of a unit by `attend(from, end, state)`, which leaves the state over some of them.
+template <class F>
+INLINE void attend_chunks(const Attention& a, const Unit& u, const Room& room, float* memory, const F& attend) {
+    int64_t n = a.seq_lens[u.b], position = n - (a.cu_seqlens_q[u.b + 1] - a.cu_seqlens_q[u.b]) + u.i0;
+    int64_t low = a.window ? position - a.window + 1 : 0;
+    int64_t high = a.causal && !a.tree.data ? position + u.i1 - u.i0 : n;
     high = high < n ? high : n;
-    State total = state_at(walk.total, room);
+    State one = state_at(memory, room), total = state_at(memory + room.state_floats, room);
     bool folds = !u.partial && u.c1 - u.c0 > 1;
     if (folds) clear(total, room);
     for (int64_t c = u.c0; c < u.c1; c++) {
         int64_t from = c * u.chunk, end = (c + 1) * u.chunk;
-        if (u.partial) walk.state = state_at(u.partial + (c - u.c0) * room.state_floats, room);
-        walk.attend(from < low ? low : from, end < high ? end : high);
-        if (folds) fold(total, walk.state, room);
+        if (u.partial) one = state_at(u.partial + (c - u.c0) * room.state_floats, room);
+        attend(from < low ? low : from, end < high ? end : high, one);
+        if (folds) fold(total, one, room);
     }
-    if (!u.partial) finish<M>(a, u, room, folds ? total : walk.state, walk.scratch);
+    if (!u.partial) finish(a, u, room, folds ? total : one);
 }
 
 template <class M>
-void merge_units(const Attention& a, const Unit& first, int64_t parts, const Room& room, char* memory) {
-    float* at = reinterpret_cast<float*>(memory);
-    State total = state_at(at, room);
+void walk_unit(const Attention& a, const Unit& u, const Room& room, char* memory) {
+    Walk<M> walk(a, u, room, memory + 8 * room.state_floats);
+    attend_chunks(a, u, room, reinterpret_cast<float*>(memory), [&](int64_t from, int64_t end, State state) {
+        walk.state = state;
+        walk.attend(from, end);
+    });
+}
+
+inline void merge_units(const Attention& a, const Unit& first, int64_t parts, const Room& room, char* memory) {
+    State total = state_at(reinterpret_cast<float*>(memory), room);
     clear(total, room);
     for (int64_t i = 0; i < parts; i++) fold(total, state_at(first.partial + i * room.state_floats, room), room);
-    finish<M>(a, first, room, total, at + room.state_floats);
+    finish(a, first, room, total);
 }

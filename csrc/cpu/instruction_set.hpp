@@ -16,8 +16,14 @@ namespace {
 
 #include "vectors.hpp"
 #include "elements.hpp"
+#if defined(PAGEDKV_AVX512)
+#include "operands.hpp"
+#endif
 #include "modes.hpp"
 #include "attend.hpp"
+#if defined(PAGEDKV_AVX512)
+#include "stream.hpp"
+#endif
 #include "write.hpp"
 #include "probe.hpp"
 
@@ -27,25 +33,26 @@ namespace {
 bool in_pairs(const Attention& a) { return a.q_type == Dtype::bf16 && a.kv_type != Dtype::f32 && a.kv_type != Dtype::f16; }
 
 void attend(const Attention& a, const Unit& u, const Room& room, char* memory) {
-    in_pairs(a) ? attend_unit<Brain>(a, u, room, memory) : attend_unit<Floats>(a, u, room, memory);
-}
-
-void merge(const Attention& a, const Unit& first, int64_t parts, const Room& room, char* memory) {
-    in_pairs(a) ? merge_units<Brain>(a, first, parts, room, memory) : merge_units<Floats>(a, first, parts, room, memory);
+    if (stream_unit(a, u, room, memory)) return;
+    in_pairs(a) ? walk_unit<Brain>(a, u, room, memory) : walk_unit<Floats>(a, u, room, memory);
 }
 
 #else
 
-void attend(const Attention& a, const Unit& u, const Room& room, char* memory) { attend_unit<Floats>(a, u, room, memory); }
-
-void merge(const Attention& a, const Unit& first, int64_t parts, const Room& room, char* memory) {
-    merge_units<Floats>(a, first, parts, room, memory);
+void attend(const Attention& a, const Unit& u, const Room& room, char* memory) {
+#if defined(PAGEDKV_AVX512)
+    if (stream_unit(a, u, room, memory)) return;
+#endif
+    walk_unit<Floats>(a, u, room, memory);
 }
 
 #endif
 
-bool supported() { return PAGEDKV_SUPPORTED; }
+void merge(const Attention& a, const Unit& first, int64_t parts, const Room& room, char* memory) {
+    merge_units(a, first, parts, room, memory);
+}
 
+bool supported() { return PAGEDKV_SUPPORTED; }
 
 }  // namespace
 

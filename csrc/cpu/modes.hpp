@@ -56,13 +56,13 @@ struct Floats {
     }
     static constexpr int COLUMNS = LANES;                    // of one step of C
     static constexpr int steps_at_once(int rows) { return ACCUMULATORS / (rows < 2 ? 2 : rows == 3 ? 4 : rows); }
-    static INLINE int64_t place(int64_t column) { return column; }  // where o keeps a column
+    static INLINE void put_columns_in_order(float*, int64_t) {}
 };
 
 #if defined(PAGEDKV_BF16_DOT)
 
 // Two rows of v are interleaved on the fly, so that one vdpbf16ps takes a pair of keys. unpacklo / unpackhi interleave within 128 bits: o keeps
-// the columns of each 32 as blocks of four in the order 0 2 4 6 1 3 5 7, and only the end of a unit puts them right.
+// the columns of each 32 as blocks of four in the order 0 2 4 6 1 3 5 7, and only the end of a walk puts them right.
 struct Brain {
     typedef u16 Element;
     typedef __m512bh Vector;
@@ -109,9 +109,8 @@ struct Brain {
     }
     static constexpr int COLUMNS = 32;
     static constexpr int steps_at_once(int rows) { return rows == 1 ? 4 : 8 / (rows == 3 ? 4 : rows); }
-    static INLINE int64_t place(int64_t column) {
-        int64_t block = column % 32 / 4;
-        return column / 32 * 32 + (block % 2 * 4 + block / 2) * 4 + column % 4;
+    static INLINE void put_columns_in_order(float* o, int64_t n) {
+        for (int64_t d = 0; d < n; d += 32) two_in_order(load(o + d), load(o + d + 16), o + d);
     }
 };
 

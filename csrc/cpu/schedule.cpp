@@ -33,8 +33,8 @@ Room room_of(const Attention& a, const Unit& u) {
     room.rows = (u.k1 - u.k0) * (u.i1 - u.i0) * (a.H / a.K);
     room.Dp = round_up(a.D, PADDING), room.Dvp = round_up(a.Dv, PADDING);
     room.state_floats = round_up(room.rows * (room.Dvp + 2), 16);
-    int64_t decoded = 32 * std::max(room.Dp, room.Dvp);
-    room.bytes = 4 * round_up(2 * room.state_floats + room.rows * (MAX_LANES + TILE + room.Dp) + decoded, 16);
+    int64_t decoded = 33 * std::max(room.Dp, room.Dvp), padded = (u.k1 - u.k0) * round_up((u.i1 - u.i0) * (a.H / a.K), 4);
+    room.bytes = 4 * round_up(2 * room.state_floats + padded * (4 * MAX_LANES + TILE + room.Dp + room.Dvp) + decoded, 16);
     return room;
 }
 
