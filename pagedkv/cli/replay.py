@@ -14,13 +14,14 @@ from rich.progress import track
 from rich.table import Table
 
 from pagedkv.core.policies import POLICIES
-from pagedkv.core.replay import BELADY, BLOCK_TOKENS, read_trace, replay, unbounded
+from pagedkv.core.replay import BELADY, BLOCK_TOKENS, ESTIMATE, read_trace, replay, unbounded
 from pagedkv.errors import InvalidRequest
 from pagedkv.spec import parse_bytes
 
 Row = dict[str, Any]
 
-EVERY: Final = (*POLICIES, BELADY)
+_STYLES: Final = {BELADY: "--", ESTIMATE: ":"}
+EVERY: Final = (*POLICIES, BELADY, ESTIMATE)
 
 
 def run(trace: Path, sizes: Sequence[int], policies: Sequence[str], *, as_json: bool, plot: Path | None) -> None:
@@ -73,7 +74,7 @@ def _draw(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for policy in dict.fromkeys(row["policy"] for row in rows):
         points = [(row["num_frames"], row["hit_rate"]) for row in rows if row["policy"] == policy]
-        axes.plot(*zip(*points, strict=True), marker="o", linestyle="--" if policy == BELADY else "-", label=policy)
+        axes.plot(*zip(*points, strict=True), marker="o", linestyle=_STYLES.get(policy, "-"), label=policy)
     axes.set(xscale="log", xlabel=f"frames of {BLOCK_TOKENS} tokens", ylabel="hit rate", ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)

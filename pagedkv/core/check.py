@@ -67,6 +67,7 @@ _COUNTS = {
     "matched": st.MATCHED,
     "missed_evicted": st.MISSED_EVICTED,
     "missed_new": st.MISSED_NEW,
+    "below_page": st.BELOW_PAGE,
     "evictions": st.EVICTIONS,
     "copies": st.COPIES,
     "deduplicated": st.DEDUPLICATED,

@@ -17,7 +17,6 @@ from pagedkv.core import frames, spaces, steps
 from pagedkv.core import state as st
 from pagedkv.core.arguments import asid_row, count_row, frame_row, token_row
 from pagedkv.core.check import Known, check_state
-from pagedkv.core.events import EventLog
 from pagedkv.core.misses import Miss, explain
 from pagedkv.core.observation import Observe, Observed
 from pagedkv.core.ownership import exclusive
@@ -25,6 +24,7 @@ from pagedkv.core.pins import Pin
 from pagedkv.core.plan import Plan
 from pagedkv.core.policies import Policy, Priority, chosen, install, retention
 from pagedkv.core.refusals import refuse_plan, refuse_settling
+from pagedkv.core.reuse import let_go
 from pagedkv.core.roots import Roots
 from pagedkv.core.space import AddressSpace
 from pagedkv.core.state import I32
@@ -72,11 +72,11 @@ class MemoryManager(Observed):
         self.num_frames, self.block_size, self.policy = num_frames, block_size, chosen(policy)
         self.max_pinned = int(max_pinned * num_frames)
         self.reserve = int(np.ceil(watermark * num_frames))
-        watch = observe or Observe()
-        self.state = st.new_state(num_frames, block_size, publishing=prefix_cache, by_token=match == "token", events=watch.events)
+        self._watch(observe or Observe())
+        by_token, events = match == "token", self._watched.events
+        self.state = st.new_state(num_frames, block_size, publishing=prefix_cache, by_token=by_token, events=events)
         install(self.policy, self.state.reg)
         self._roots = Roots()
-        self._log = EventLog()
         self._pins: dict[int, Pin] = {}
         self._plans: set[Plan] = set()  # those not settled yet
         self._entered = threading.Lock()
@@ -102,9 +102,9 @@ class MemoryManager(Observed):
         wish = self._retention(priority, half_life) if priority != 1.0 else 0
         self._make_room(pages=len(ids) // self.block_size + 1)
         root, self.state = self._roots.of(tenant, self.state)
-        if len(self.state.log):
-            self._log.root_taken(self.state, root.number, tenant)
         asid, generation = spaces.open_space(self.state, root.number, root.seed, wish, ids)
+        if self._watching:
+            self._opened(tenant, root, ids, asid)
         return AddressSpace(self, asid, generation)
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
@@ -322,7 +322,7 @@ class MemoryManager(Observed):
 
     def stats(self) -> Stats:
         """The counters, and how full the mapped frames are. O(open spaces)."""
-        return gather(self.state)
+        return gather(self.state, self._missed_other_root)
 
     def mean_run(self) -> float:
         """How contiguous the frames of open spaces are: pages / runs of neighbouring frames (AddressSpace.runs). O(pages)."""
@@ -392,6 +392,8 @@ class MemoryManager(Observed):
         return self._asid(space)
 
     def _close(self, asid: int) -> None:
+        if self._reuse:
+            let_go(self.state, self._reuse.sample, asid)
         self.state.spaces["generation"][asid] += 1
         spaces.close_space(self.state, asid)
 

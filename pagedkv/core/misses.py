@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from pagedkv.core import spaces
 from pagedkv.core.roots import Roots
 from pagedkv.core.state import I32, State
+
+OTHER_ROOT: Final = "other root"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def explain(s: State, roots: Roots, tenant: bytes, ids: I32) -> Miss:
     elif evicted:
         reason = "evicted"
     elif any(spaces.probe(s, *root, ids, found)[0] > pages for name, root in roots.known.items() if name != tenant):
-        reason = "other root"
+        reason = OTHER_ROOT
     else:
         reason = "never published"
     return Miss(reason, pages * size)

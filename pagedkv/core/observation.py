@@ -1,14 +1,18 @@
 """Observation: what a manager tells about itself while it works. All of it is off by default, and nothing here changes what is kept.
 
-It is the part of MemoryManager that only looks; it knows the log of events and the index, and must not know any rule.
+It is the part of MemoryManager that only looks; it knows the log of events, the sample of reuse and the index, and must not know any rule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pagedkv.core import misses
 from pagedkv.core.events import Event, EventLog, Snapshot
-from pagedkv.core.state import State
+from pagedkv.core.reuse import Reuse
+from pagedkv.core.roots import Root, Roots
+from pagedkv.core.state import I32, State
 from pagedkv.errors import InvalidRequest
 
 
@@ -16,21 +20,45 @@ from pagedkv.errors import InvalidRequest
 class Observe:
     """What a MemoryManager is to watch.
 
-    events: how many of the last events are kept for `events(since)`; each takes 12 + 4 x block_size bytes. 0: none.
+    events:      how many of the last events are kept for `events(since)`; each takes 12 + 4 x block_size bytes. 0: none.
+    reuse:       how many pages are followed for `hit_curve()`; each takes 40 to 44 bytes; 8192 is a good number. 0: none.
+    other_roots: whether `stats().missed_other_root` is counted. All tenants are looked at when a prompt is not wholly found, O(pages x
+                 tenants), so how long `open` takes tells a tenant what others have: not where they do not trust one another.
     """
 
     events: int = 0
+    reuse: int = 0
+    other_roots: bool = False
 
     def __post_init__(self) -> None:
-        if self.events < 0:
-            raise InvalidRequest(f"Observe(events={self.events}): give the number of events to keep, or 0 for none")
+        if self.events < 0 or self.reuse < 0:
+            raise InvalidRequest(f"Observe(events={self.events}, reuse={self.reuse}): give how many to keep, or 0 for none")
 
 
 class Observed:
     """The observing methods of MemoryManager."""
 
+    num_frames: int
     state: State
-    _log: EventLog
+    _roots: Roots
+
+    def _watch(self, watch: Observe) -> None:
+        """Begin. The log itself is a part of the state."""
+        self._watched = watch
+        self._watching = watch != Observe()
+        self._log = EventLog()
+        self._reuse = Reuse(watch.reuse, self.num_frames) if watch.reuse else None
+        self._missed_other_root = 0
+
+    def _opened(self, tenant: bytes, root: Root, ids: I32, asid: int) -> None:
+        """A space was opened for `ids`."""
+        if self._watched.events:
+            self._log.root_taken(self.state, root.number, tenant)
+        if self._reuse:
+            self._reuse.asked(self.state, root.seed, ids)
+        if self._watched.other_roots and misses.explain(self.state, self._roots, tenant, ids).reason == misses.OTHER_ROOT:
+            unit = 1 if len(self.state.kin) else self.state.tokens.shape[1]
+            self._missed_other_root += (len(ids) - 1) // unit * unit - int(self.state.spaces["length"][asid])
 
     def events(self, since: int) -> list[Event]:
         """What became findable or ceased to be after event number `since` (0: from the beginning). O(events), sha256 for each stored block.
@@ -47,6 +75,20 @@ class Observed:
         return self._kept().snapshot(self.state)
 
     def _kept(self) -> EventLog:
-        if len(self.state.log) == 0:
+        if not self._watched.events:
             raise InvalidRequest("this manager keeps no events; make it with observe=Observe(events=N), the number to keep")
         return self._log
+
+    def hit_curve(self, sizes: Sequence[int] | None = None) -> dict[int, float]:
+        """pool size in frames: what share of the whole pages asked for so far an LRU pool of that size would have matched. An estimate.
+
+        sizes: by default an eighth of this pool to four times as many. O(sample).
+        Raises: InvalidRequest if the manager follows no pages, or for a size that the sample does not reach
+        """
+        if self._reuse is None:
+            raise InvalidRequest("this manager follows no pages; make it with observe=Observe(reuse=N), the number to follow, such as 8192")
+        wanted = sizes if sizes is not None else [max(1, self.num_frames * times // 8) for times in (1, 2, 4, 8, 16, 32)]
+        if min(wanted, default=1) < 1 or max(wanted, default=1) > self._reuse.reach:
+            raise InvalidRequest(f"hit_curve({list(wanted)}): give sizes of 1 to {self._reuse.reach} frames, or follow more pages")
+        counts = self._reuse.counts()
+        return {size: self._reuse.hit_rate(size, counts) for size in wanted}

@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from pagedkv.core.manager import MemoryManager
+from pagedkv.core.observation import Observe
 from pagedkv.core.policies import POLICIES, Cost, Policy, chosen
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest
@@ -30,6 +31,11 @@ BLOCK_TOKENS: Final = 512
 """Prompt tokens for each hash id."""
 
 BELADY: Final = "belady"
+ESTIMATE: Final = "estimate"
+"""What `hit_curve` of a pool a quarter as large says of this one under LRU."""
+FOLLOWED: Final = 8192
+"""Pages that it follows."""
+
 _NEVER: Final = 2**62
 
 
@@ -73,11 +79,13 @@ def unbounded(requests: Sequence[I32]) -> int:
 def replay(
     trace: str | Path | Sequence[I32], num_frames: Sequence[int | None] = (None,), policies: Sequence[str | Policy] = ("lru",)
 ) -> list[dict[str, object]]:
-    """Each policy in each pool: a list of Replayed as dicts. None as a size means unbounded; "belady" is the optimum.
+    """Each policy in each pool: a list of Replayed as dicts. None as a size means unbounded.
+
+    "belady" is the optimum, "estimate" what `hit_curve` says of LRU.
 
     Raises: InvalidRequest for an unknown policy, a size below 1 or a file that is no trace
     """
-    named = [policy if policy == BELADY else _for_blocks(policy) for policy in policies]
+    named = [policy if policy in (BELADY, ESTIMATE) else _for_blocks(policy) for policy in policies]
     requests = read_trace(trace) if isinstance(trace, (str, Path)) else trace
     every = unbounded(requests)
     sizes = [every if size is None else size for size in num_frames]
@@ -89,13 +97,40 @@ def replay(
 def _for_blocks(policy: str | Policy) -> Policy:
     """A page is one block here: distances in tokens become distances in blocks."""
     if isinstance(policy, str) and policy not in POLICIES:
-        raise InvalidRequest(f"policy is {policy!r}; it is one of {', '.join([*POLICIES, BELADY])}")
+        raise InvalidRequest(f"policy is {policy!r}; it is one of {', '.join([*POLICIES, BELADY, ESTIMATE])}")
     found = chosen(policy)
     return Cost(max(1, found.scale // BLOCK_TOKENS)) if isinstance(found, Cost) else found
 
 
+def _estimate(size: int, requests: Sequence[I32]) -> Replayed:
+    """One pass of a smaller pool, whose own hits do not matter."""
+    longest = max(len(ids) for ids in requests)
+    mm = MemoryManager(max(1, -(-size // 4), longest), 1, observe=Observe(reuse=FOLLOWED))
+    late, before = len(requests) // 2, np.zeros(0, np.int64)
+    reuse = mm._reuse
+    assert reuse is not None
+    for number, ids in enumerate(requests):
+        if number == late:
+            before = reuse.counts()
+        _serve(mm, ids)
+    blocks = sum(map(len, requests))
+    rate = reuse.hit_rate(size, reuse.counts())
+    return Replayed(
+        policy=ESTIMATE,
+        num_frames=size,
+        hit_rate=rate,
+        hit_rate_last_half=reuse.hit_rate(size, reuse.counts() - before),
+        requests=len(requests),
+        blocks=blocks,
+        matched=round(rate * blocks),
+        evictions=None,
+    )
+
+
 def _run(policy: str | Policy, size: int, requests: Sequence[I32], frames: int) -> Replayed:
     evictions = None
+    if policy == ESTIMATE:
+        return _estimate(size, requests)
     if isinstance(policy, str):
         name, hits = policy, list(_optimal(frames, requests))
     else:

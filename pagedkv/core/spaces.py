@@ -19,6 +19,7 @@ from pagedkv.core import frames, index, runs
 from pagedkv.core.compiled import allocating, compiled, inlined
 from pagedkv.core.state import (
     ASKED,
+    BELOW_PAGE,
     CACHED,
     CHUNK_FRAMES,
     CLOSING,
@@ -84,6 +85,7 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> tup
             s.spaces[asid].num_pages = pages + 1
             matched += common
     s.reg[ASKED] += asked
+    s.reg[BELOW_PAGE] += max(0, len(token_ids) - 1) - asked
     s.reg[MATCHED] += matched
     s.reg[MISSED_EVICTED if gone else MISSED_NEW] += asked - matched
     s.spaces[asid].length = matched

@@ -73,6 +73,7 @@ MISSED_EVICTED: Final = 23  # tokens that open() did not find: the first missing
 MISSED_NEW: Final = 24  # or is not known to have been published
 PINNED: Final = 25  # frames held by user pins, those of several pins counted for each
 FREE_LISTS: Final = 27  # 28 .. 30: heads of the lists of chunks that hold free frames (runs.py)
+BELOW_PAGE: Final = 26  # tokens of prompts beyond their last whole page, which open() does not look for
 LOGGED: Final = 31  # events written to the log so far (events.py)
 FIRST_LIST: Final = 32  # from here: for each of the 33 lists its oldest frame, newest frame, length and bonus
 NUM_REGISTERS: Final = FIRST_LIST + 4 * (FENCED + 1)

@@ -31,7 +31,9 @@ class Stats:
     tokens_asked: int  # whole pages that open() looked for, in tokens
     tokens_matched: int
     missed_evicted: int  # tokens asked and not found: the first missing page was there once,
-    missed_new: int  # or is not known to have been
+    missed_new: int  # or is not known to have been,
+    missed_other_root: int  # or another tenant has it (counted with Observe(other_roots=True) only, else it is among the new ones)
+    below_one_page: int  # tokens beyond the last whole page, which were not looked for
     evictions: int
     copies: int
     deduplicated: int
@@ -47,16 +49,18 @@ class Stats:
         return self.tokens_matched / self.tokens_asked if self.tokens_asked else 0.0
 
 
-def gather(s: State) -> Stats:
+def gather(s: State, missed_other_root: int) -> Stats:
     """The figures of this moment. O(open spaces)."""
     rows = np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))
     count = {name: int(s.reg[register]) for name, register in _COUNTERS.items()}
+    count["missed_new"] -= missed_other_root
     num_frames, size = s.tokens.shape
     mapped = num_frames - count["free"] - count["cached"] - count["retired"]
     return Stats(
         num_frames=num_frames,
         mapped=mapped,
         pending=pending(s),
+        missed_other_root=missed_other_root,
         spaces=len(rows),
         tokens=int(s.spaces["length"][rows].sum()),
         slots_mapped=mapped * size,
@@ -76,6 +80,7 @@ _COUNTERS = {
     "tokens_matched": st.MATCHED,
     "missed_evicted": st.MISSED_EVICTED,
     "missed_new": st.MISSED_NEW,
+    "below_one_page": st.BELOW_PAGE,
     "evictions": st.EVICTIONS,
     "copies": st.COPIES,
     "deduplicated": st.DEDUPLICATED,

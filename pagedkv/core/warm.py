@@ -6,11 +6,12 @@ Afterwards it is loaded from disk. A server does this before it listens, so that
 from __future__ import annotations
 
 from pagedkv.core.manager import MemoryManager
+from pagedkv.core.observation import Observe
 
 
 def warm_up() -> None:
     """Call every compiled function once, on a pool of its own."""
-    mm = MemoryManager(num_frames=8, block_size=2)
+    mm = MemoryManager(num_frames=8, block_size=2, observe=Observe(events=1, reuse=1, other_roots=True))
     parent = mm.open([1])
     mm.commit(mm.plan([parent], [5]), [1, 2, 3, 4, 5])
     child = parent.fork()

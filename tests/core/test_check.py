@@ -172,6 +172,7 @@ REGISTERS: dict[int, list[int]] = {
     st.MISSED_EVICTED: [1, -1],
     st.MISSED_NEW: [1, -1],
     st.PINNED: [1, -1],
+    st.BELOW_PAGE: [-1000],
     st.LOGGED: [-1000],
     **{head: [1, -1, 1000] for head in range(st.FREE_LISTS + 1, st.FREE_LISTS + 4)},
     **{register: [1, -1, 7] for register in range(st.FIRST_LIST, st.NUM_REGISTERS)},

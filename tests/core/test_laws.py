@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from pagedkv.core import AddressSpace, MemoryManager
+from pagedkv.core import AddressSpace, MemoryManager, Observe
 from pagedkv.core import state as st
 from pagedkv.core.misses import Miss
 from pagedkv.core.policies import POLICIES, Cost
@@ -463,3 +463,23 @@ def test_metadata_is_at_most_48_bytes_a_frame(num_frames: int) -> None:
     state = MemoryManager(num_frames=num_frames, block_size=16).state
     per_frame = (state.frames.nbytes + state.chunks.nbytes + state.bucket.nbytes + state.ghosts.nbytes) / num_frames
     assert per_frame <= 48
+
+
+def test_misses_are_counted_by_reason() -> None:
+    mm = MemoryManager(num_frames=16, block_size=4, observe=Observe(other_roots=True))
+    grown(mm, [1] * 9, b"acme").release()  # 8 asked, new
+    mm.open([1] * 11)  # 8 asked, 2 below a page; acme has them
+    mm.open([1] * 9, tenant=b"acme")  # found
+    grown(mm, [2] * 5).release()  # 4 asked, new
+    mm.evict(1)
+    mm.open([2] * 5)  # 4 asked, evicted
+    mm.open([3] * 4)  # 3 below a page
+    now = mm.stats()
+    assert (now.tokens_asked, now.tokens_matched) == (8 + 8 + 8 + 4 + 4, 8)
+    assert (now.missed_new, now.missed_other_root, now.missed_evicted, now.below_one_page) == (12, 8, 4, 2 + 3)
+
+
+def test_other_tenants_are_looked_at_only_if_asked_for(mm: MemoryManager) -> None:
+    grown(mm, [1] * 9, b"acme").release()
+    mm.open([1] * 9)
+    assert (mm.stats().missed_new, mm.stats().missed_other_root) == (16, 0)
