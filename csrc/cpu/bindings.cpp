@@ -59,9 +59,9 @@ void attention(const std::string& isa, int threads, const py::tuple& sizes, floa
     run_attention(set, a, threads);
 }
 
-// sizes: T K D S new_type kv_type scale_per_token_head
+// sizes: T K D S new_type kv_type scale_per_token_head half interleaved; angles: cos sin positions, () where half is 0
 void write(const std::string& isa, int threads, const py::tuple& sizes, const py::tuple& fresh, const py::tuple& pool, const py::tuple& scale,
-           const py::tuple& slots) {
+           const py::tuple& slots, const py::tuple& angles) {
     const auto size = [&](size_t i) { return sizes[i].cast<int64_t>(); };
     Write w{};
     w.K = size(1), w.D = size(2), w.S = size(3);
@@ -69,6 +69,9 @@ void write(const std::string& isa, int threads, const py::tuple& sizes, const py
     w.fresh = view(fresh), w.pool = view(pool), w.scale = view(scale);
     View at = view(slots);
     w.slots = at.data, w.slots_stride = at.stride[0];
+    w.half = size(7), w.interleaved = size(8) != 0;
+    const auto angle = [&](size_t i) { return view(angles[i].cast<py::tuple>()); };
+    if (w.half) w.cos = angle(0), w.sin = angle(1), w.positions = angle(2);
     const Isa& set = isa_named(isa);
     int64_t tokens = size(0);
     py::gil_scoped_release released;

@@ -55,6 +55,9 @@ struct Write {
     bool scale_per_token_head;
     const char* slots;                 // int64 [T]
     int64_t slots_stride;
+    View cos, sin, positions;          // float32 [*, half] and int64 [T], if vectors are turned by the angles of their token's position
+    int64_t half;                      // pairs that are turned: (i, half + i), or (2i, 2i + 1) if interleaved; 0 for none
+    bool interleaved;
 };
 
 struct Isa {

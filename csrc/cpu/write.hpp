@@ -1,5 +1,6 @@
 // write: new tokens' keys (or values) into their slots, quantised on the way if the pool is.
 //
+//     x      = the vector, turned by the angles of its token's position if there are any (RoPE)
 //     stored = round(clamp(x / scale, -qmax, qmax))        scale = amax / qmax of the vector, or 1 where that is 0, if it is per (token, head)
 //
 // Included by each instruction set's source inside its own anonymous namespace. Unit: a run of tokens, every kv head of each.
@@ -34,6 +35,23 @@ inline void quantise(const float* x, int64_t n, Dtype type, float scale, char* t
     }
 }
 
+// x[a_i], x[b_i] = x[a_i] cos_i - x[b_i] sin_i, x[b_i] cos_i + x[a_i] sin_i for the pairs of RoPE.
+inline void turn(const Write& w, int64_t token, float* x) {
+    int64_t position = *reinterpret_cast<const int64_t*>(w.positions.data + token * w.positions.stride[0]);
+    const float* c = reinterpret_cast<const float*>(w.cos.data + position * w.cos.stride[0]);
+    const float* s = reinterpret_cast<const float*>(w.sin.data + position * w.sin.stride[0]);
+    const auto pair = [&](int64_t i, float& a, float& b) {
+        float first = a, second = b;
+        a = first * c[i] - second * s[i];
+        b = second * c[i] + first * s[i];
+    };
+    if (w.interleaved) {
+        for (int64_t i = 0; i < w.half; i++) pair(i, x[2 * i], x[2 * i + 1]);
+    } else {
+        for (int64_t i = 0; i < w.half; i++) pair(i, x[i], x[w.half + i]);
+    }
+}
+
 inline void write_tokens(const Write& w, int64_t first, int64_t end) {
     bool quantised = w.kv_type != Dtype::f32 && w.kv_type != Dtype::bf16 && w.kv_type != Dtype::f16;
     int64_t size = w.new_type == Dtype::f32 ? 4 : 2;
@@ -45,11 +63,12 @@ inline void write_tokens(const Write& w, int64_t first, int64_t end) {
         for (int64_t h = 0; h < w.K; h++) {
             const char* from = w.fresh.data + token * w.fresh.stride[0] + h * w.fresh.stride[1];
             char* to = w.pool.data + frame * w.pool.stride[0] + offset * w.pool.stride[1] + h * w.pool.stride[2];
-            if (w.new_type == w.kv_type) {
+            if (w.new_type == w.kv_type && !w.half) {
                 __builtin_memcpy(to, from, static_cast<uint64_t>(w.D * size));
                 continue;
             }
             to_floats(w.new_type, from, x, w.D, w.D);
+            if (w.half) turn(w, token, x);
             if (!quantised) {
                 from_floats(x, 1.0f, w.kv_type, to, w.D);
                 continue;

@@ -43,8 +43,6 @@ def objections(case: Case) -> list[str]:
         return []
     if case.dtype not in (None, *FLOATS):
         return [f"{'q' if case.op == 'paged_attention' else 'k'} is {case.dtype}; it takes {', '.join(FLOATS)}"]
-    if "rope" in case.features:
-        return ["it does not turn keys while it writes them; turn them before, or let numba do it"]
     if case.op == "write_kv" and max(case.head_dim or 0, case.head_dim_v or 0) > _LARGEST_WRITE:
         return [f"head_dim is {max(case.head_dim or 0, case.head_dim_v or 0)}; write_kv takes at most {_LARGEST_WRITE}"]
     return []
@@ -84,10 +82,12 @@ def paged_attention(call: AttentionCall) -> None:
 def write_kv(call: WriteCall) -> None:
     """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
     slots, S, K = view(call.slots), call.k.shape[1], call.k.shape[2]
-    for new, pool, scale in ((call.k_new, call.k, call.k_scale), (call.v_new, call.v, call.v_scale)):
+    half = 0 if call.cos is None else call.cos.shape[1]
+    angles = (view(call.cos), view(call.sin), view(call.positions)) if half else ()
+    for new, pool, scale, turns in ((call.k_new, call.k, call.k_scale, half), (call.v_new, call.v, call.v_scale, 0)):
         dtypes = (CODES[quant.NAMES[new.dtype]], CODES[quant.NAMES[pool.dtype]])
-        sizes = (new.shape[0], K, new.shape[2], S, *dtypes, int(scale is not None and scale.dim() == 3))
-        _extension().write(isa(), num_threads(), sizes, view(new), view(pool), scales(scale), slots)
+        sizes = (new.shape[0], K, new.shape[2], S, *dtypes, int(scale is not None and scale.dim() == 3), turns, int(call.interleaved))
+        _extension().write(isa(), num_threads(), sizes, view(new), view(pool), scales(scale), slots, angles)
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
