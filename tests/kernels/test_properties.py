@@ -1,0 +1,187 @@
+"""The contract on shapes and strides that nobody chose: hypothesis draws cases, every CPU backend keeps them, and a failure shrinks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from pagedkv import copy_frames, write_kv
+from pagedkv.kernels import registry
+from pagedkv.kernels.registry import Case as Asked
+from tests.cases import DTYPES, POISON, Case, as_bytes, empty_layer
+from tests.kernels.conftest import Runner
+from tests.kernels.oracle import allowed_error, oracle, same_precision
+from tests.kernels.test_laws import only
+from tests.kernels.test_write import batch_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.cases import Built
+
+BACKENDS = [name for name in ("cpu", "numba", "reference") if not next(k for k in registry.KERNELS if k.name == name).refuse(Asked())]
+KINDS = ["", "fp8_e4m3", *(f"{kind}/{scales}" for kind in POISON for scales in ("tensor", "token_head"))]
+ROUNDED = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""One unit in the last place, relative. On a handful of elements plain torch may be right by luck; rounding the result is allowed."""
+
+
+def examples(count: int) -> Callable[[Any], Any]:
+    """As many draws, the same in each run; a slow test draws more, and others each time."""
+    quiet = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much]
+    return settings(max_examples=count, deadline=None, derandomize=count < 100, suppress_health_check=quiet)
+
+
+@st.composite
+def cases(draw: st.DrawFn, **fixed: Any) -> Case:
+    """Any call of the contract on small shapes."""
+    batch = draw(st.integers(1, 5))
+    q_lens = draw(st.lists(st.sampled_from([0, 1, 1, 1, 2, 5, 19]), min_size=batch, max_size=batch))
+    kv_lens = [draw(st.integers(0 if m == 0 else 1, 90)) for m in q_lens]
+    K, G = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
+    kv = draw(st.sampled_from(KINDS))
+    dims = draw(st.tuples(st.integers(4, 50), st.integers(4, 50)).map(lambda pair: (2 * pair[0], 2 * pair[1])))
+    drawn: dict[str, Any] = {
+        "q_lens": tuple(q_lens),
+        "kv_lens": tuple(kv_lens),
+        "heads": (K * G, K),
+        "dims": dims,
+        "block_size": draw(st.integers(1, 40)),
+        "dtype": draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        "kv": kv,
+        "layout": draw(st.sampled_from(["NHD", "HND", "mixed"])),
+        "mask": draw(st.sampled_from(["causal", "all", "tree"])),
+        "window": draw(st.none() | st.integers(1, 100)),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 5.0])),
+        "sinks": draw(st.booleans()),
+        "alibi": draw(st.booleans()),
+        "split_tokens": draw(st.none() | st.integers(1, 64)),
+        "rows": draw(st.booleans()),
+        "punched": draw(st.booleans()),
+        "padding": draw(st.sampled_from([0, 2])),
+    }
+    return Case(**(drawn | fixed))
+
+
+def strided(built: Built, gap: int) -> Built:
+    """q as a slice of a wider buffer, such as a fused qkv."""
+    T, H, D = built.q.shape
+    room = torch.full((T, H + gap, D + 8 * gap), torch.nan).to(built.q.dtype)[:, gap:, 8 * gap :]
+    room.copy_(built.q)
+    return built._replace(q=room)
+
+
+def keeps_the_contract(case: Case, gap: int, backend: str) -> None:
+    built = strided(case.build(), gap)
+    exact, plain, rows = oracle(built), same_precision(built), sum(case.q_lens)
+    out, lse = (x.double().numpy()[:rows] for x in Runner(backend, "cpu").attend(built))
+    blind = np.isneginf(exact.lse[:rows])
+    assert (np.isneginf(lse) == blind).all()
+    assert (out[blind] == 0).all()
+    largest = np.abs(exact.out).max(initial=0.0)
+    assert np.abs(out - exact.out[:rows]).max(initial=0.0) <= allowed_error(case, exact.out, plain.out) + ROUNDED[case.dtype] * largest
+    right, low = exact.lse[:rows][~blind], plain.lse[:rows][~blind]
+    assert np.abs(lse[~blind] - right).max(initial=0.0) <= allowed_error(case, right, low) + 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=cases(), gap=st.integers(0, 3))
+@examples(30)
+def test_any_call_is_as_right_as_plain_torch(case: Case, gap: int, backend: str) -> None:
+    keeps_the_contract(case, gap, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=cases(), gap=st.integers(0, 3))
+@examples(500)
+def test_any_of_many_calls_is_as_right_as_plain_torch(case: Case, gap: int, backend: str) -> None:
+    keeps_the_contract(case, gap, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=cases(rows=False, padding=0), split=st.integers(1, 70), threads=st.integers(1, 5), data=st.data())
+@examples(20)
+def test_with_split_tokens_neither_batch_nor_threads_nor_frames_change_a_bit(
+    case: Case, split: int, threads: int, data: st.DataObject, backend: str
+) -> None:
+    assume(case.mask != "tree" and any(case.q_lens))
+    built, runner = case.build(), Runner(backend, "cpu")
+    b = data.draw(st.sampled_from([i for i, m in enumerate(case.q_lens) if m]))
+    where = torch.randperm(len(built.layer.k), generator=torch.Generator().manual_seed(split))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PAGEDKV_NUM_THREADS", "1")
+        together = runner.attend(built, split_tokens=split)
+        environment.setenv("PAGEDKV_NUM_THREADS", str(threads))
+        alone = runner.attend(only(moved_frames(built, where), b), split_tokens=split)
+    rows = slice(*built.batch.cu_seqlens_q[b : b + 2].tolist())
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one, other[rows])
+
+
+def moved_frames(built: Built, where: torch.Tensor) -> Built:
+    """Frame f goes to where[f], and the tables follow."""
+    layer, table = built.layer, built.batch.block_table
+    tensors = {}
+    for name in ("k", "v", "k_scale", "v_scale"):
+        x = getattr(layer, name)
+        if x is not None and x.dim():
+            tensors[name] = torch.empty_like(x)
+            as_bytes(tensors[name])[where] = as_bytes(x)
+    known = (table >= 0) & (table < len(where))
+    renamed = torch.where(known, where[table.where(known, 0).long()].int(), table)
+    return built._replace(layer=replace(layer, **tensors), batch=replace(built.batch, block_table=renamed))
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+@given(
+    kv=st.sampled_from([*KINDS, "float32", "bfloat16", "float16"]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 60), st.integers(1, 9)),
+    layout=st.sampled_from(["NHD", "HND", "mixed"]),
+    slots=st.lists(st.integers(-2, 44), max_size=20),
+    seed=st.integers(0, 99),
+)
+@examples(60)
+def test_any_write_leaves_the_bits_that_the_reference_leaves(
+    kv: str, dtype: str, sizes: tuple[int, int, int], layout: str, slots: list[int], seed: int, backend: str
+) -> None:
+    (K, half, S), kind = sizes, kv.partition("/")[0]
+    slots = [slot for i, slot in enumerate(slots) if slot < 0 or slot not in slots[:i]]  # distinct
+    slots = [slot if slot < 5 * S else -1 for slot in slots]
+    plain = kind in ROUNDED
+    case = Case(heads=(K, K), dims=(2 * half, 2 * half), block_size=S, layout=layout, dtype=kv if plain else dtype, kv="" if plain else kv)
+    draw = torch.Generator().manual_seed(seed)
+    k, v = ((torch.randn(len(slots), K, 2 * half, generator=draw) * 10 ** (seed % 5 - 2)).to(DTYPES[dtype]) for _ in range(2))
+    layers = [empty_layer(case, 5) for _ in range(2)]
+    for layer, name in zip(layers, (backend, "reference"), strict=True):
+        if kv.endswith("/tensor"):
+            layer.k_scale.fill_(0.3), layer.v_scale.fill_(0.7)
+        write_kv(k, v, layer, batch_of(slots), backend=name)
+    for name in ("k", "v", "k_scale", "v_scale"):
+        ours, theirs = (getattr(layer, name) for layer in layers)
+        if ours is not None:
+            assert torch.equal(ours.contiguous().view(-1).view(torch.uint8), theirs.contiguous().view(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    frames=st.integers(1, 9),
+    width=st.integers(1, 300),
+    gap=st.integers(0, 5),
+    pairs=st.dictionaries(st.integers(0, 8), st.integers(0, 8), max_size=9),
+)
+@examples(50)
+def test_any_copies_read_before_they_write(frames: int, width: int, gap: int, pairs: dict[int, int], backend: str) -> None:
+    storage = torch.randint(0, 256, (frames, width + gap), dtype=torch.uint8)[:, :width]
+    kept = [(source % frames, target) for target, source in pairs.items() if target < frames]
+    want = storage.clone()
+    for source, target in kept:
+        want[target] = storage[source]
+    copy_frames(storage, torch.tensor(kept, dtype=torch.int32).view(-1, 2), backend=backend)
+    assert torch.equal(storage, want)
