@@ -56,8 +56,8 @@ def _panel(axes: Any, rows: list[Row]) -> None:
         gbps = statistics.median(bandwidth)
         top = max(peaks.values(), default=float("inf"))
         axes.plot(xs, [min(gbps * x, top) for x in xs], color="black", linewidth=1.2, label="load-and-xor; torch.mm")
-        axes.annotate(f"{gbps:.0f} GB/s", (1.05, gbps * 1.5), fontsize=8)
-        for x, name in ((2, "float32"), (4, "16 bit"), (7.75, "8"), (15, "4")):  # G = 4: 4 G operations over 2 elements
+        axes.annotate(f"{gbps:.0f} GB/s", (1.02, gbps * 2.3), fontsize=8)
+        for x, name in ((2, "fp32"), (4, "16 bit"), (7.75, "8"), (15, "4")):  # G = 4: 4 G operations over 2 elements
             axes.annotate(name, (x, 0.02), xycoords=("data", "axes fraction"), fontsize=8, ha="center")
     for dtype, peak in peaks.items():
         axes.axhline(peak, color="black", linewidth=0.6, linestyle=":")

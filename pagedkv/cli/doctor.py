@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,8 @@ from pagedkv.cli.report import size
 
 REQUIRED: Final = ("torch", "numba", "numpy", "safetensors", "tokenizers")
 OPTIONAL: Final = ("triton", "cupy-cuda12x", "cupy-cuda13x", "transformers")
+
+TRIAL_POOL: Final = "32MiB"
 
 FEATURES: Final = "avx2 fma f16c avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 asimd sve sve2 bf16 i8mm".split()
 """Of the many that a CPU lists, those that kernels may ask for."""
@@ -116,4 +119,18 @@ def _huge_pages() -> str:
         "madvise": "used for the pool, which asks for them",
         "never": "switched off: a large pool is slower",
     }
-    return f"{mode}: {said.get(mode, 'the kernel does not say')}"
+    return f"{mode}: {said.get(mode, 'the kernel does not say')}{_of_a_pool()}"
+
+
+def _of_a_pool() -> str:
+    """What a pool really gets: a small one is made, touched and asked for (Linux tells of each mapping)."""
+    layer = pagedkv.PagedKVCache(pagedkv.KVSpec(1, 8, 128), memory=TRIAL_POOL)[0]
+    layer.k.zero_(), layer.v.zero_()
+    inside, mapped, huge = False, 0, 0
+    for line in _read("/proc/self/smaps").splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= layer.k.data_ptr() < int(bounds[2], 16)
+        elif inside and line.startswith(("Rss:", "AnonHugePages:")):
+            num_bytes = int(line.split()[1]) * 1024
+            mapped, huge = (num_bytes, huge) if line.startswith("Rss:") else (mapped, num_bytes)
+    return f"; of one of {TRIAL_POOL} {huge / mapped:.0%} lies on them" if mapped else ""
