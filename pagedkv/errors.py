@@ -5,6 +5,7 @@ on them, and a sentence, so a person can. `assert` is kept for our own bugs.
 
 PagedKVError
  ├── OutOfFrames         the pool cannot serve the step; nothing was changed
+ │    └── QuotaExceeded  a tenant's hard quota does not allow it
  ├── InvalidRequest      an argument makes no sense; nothing was changed                      (also a ValueError)
  ├── StaleHandle         the space was released, its number may belong to another space now
  │    └── DoubleRelease
@@ -35,6 +36,21 @@ class OutOfFrames(PagedKVError):
         super().__init__(
             f"this step needs {needed} frames; {free} are free, {evictable} evictable and {pending} pending. "
             f"Preempt sequences that hold at least {self.shortfall} frames, wait for the pending ones, or raise num_frames."
+        )
+
+
+class QuotaExceeded(OutOfFrames):
+    """A tenant may not hold what this step needs, and nothing was changed.
+
+    tenant; quota, used, evictable: its frames. `free` = what its quota leaves; `shortfall` = what it must free before the call succeeds.
+    """
+
+    def __init__(self, tenant: bytes, needed: int, quota: int, used: int, evictable: int) -> None:
+        super().__init__(needed, quota - used, evictable)
+        self.tenant, self.quota, self.used = tenant, quota, used
+        self.args = (
+            f"this step needs {needed} frames for tenant {tenant!r}, which holds {used} of at most {quota}, {evictable} of them evictable. "
+            f"Preempt sequences of this tenant that hold at least {self.shortfall} frames, or raise its hard quota.",
         )
 
 

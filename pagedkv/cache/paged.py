@@ -110,6 +110,10 @@ class PagedKVCache:
         """Nothing comes of the batch, whether its kernels have run or not. See MemoryManager.abort."""
         self.manager.abort(batch.plan, copied=True)
 
+    def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
+        """See MemoryManager.set_quota; frames, of which `spec.frames_in("2GiB")` gives the number."""
+        self.manager.set_quota(tenant, hard=hard, soft=soft, protected=protected)
+
     def stats(self) -> Stats:
         """See MemoryManager.stats; `spec.frame_bytes` turns frames into bytes."""
         return self.manager.stats()

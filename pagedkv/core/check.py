@@ -14,6 +14,7 @@ import numpy as np
 
 from pagedkv.core import state as st
 from pagedkv.core.broken import none, require
+from pagedkv.core.check_accounts import check_accounts
 from pagedkv.core.check_index import check_index
 from pagedkv.core.check_policy import check_pins, check_policy
 from pagedkv.core.plan import Plan
@@ -42,6 +43,7 @@ def check_state(s: State, level: int, known: Known) -> None:
     if level >= 3:
         _check_spaces(s)
         _check_plans(s, known.plans)
+        check_accounts(s)
         order = _check_lists(s)
         _check_order(s, order)
         check_policy(s, known.policy)
@@ -157,9 +159,11 @@ def _check_plans(s: State, plans: Collection[Plan]) -> None:
 
 
 def _check_lists(s: State) -> list[list[int]]:
-    """The lists as lists, the fenced one last."""
+    """The lists as lists: those of account 0, the fenced one, those of the other accounts."""
     lists: list[list[int]] = []
-    for number, (oldest, newest, length, _) in enumerate(st.list_registers(s.reg).tolist()):
+    own = [block[: 4 * st.NUM_LISTS].reshape(-1, 4) for block in st.account_registers(s.reg)]
+    ends = [*enumerate(st.list_registers(s.reg).tolist()), *(one for lists_of in own for one in enumerate(lists_of.tolist()))]
+    for number, (oldest, newest, length, _) in ends:
         held: list[int] = []
         frame, behind = oldest, st.NOBODY
         while frame != st.NOBODY and len(held) <= length:
@@ -171,7 +175,7 @@ def _check_lists(s: State) -> list[list[int]]:
         lists.append(held)
     listed = sorted(frame for held in lists for frame in held)
     require(listed == np.flatnonzero(s.frames["place"] != st.NOWHERE).tolist(), "I7", "a frame believes to be on a list and is not")
-    evictable = sorted(frame for held in lists[: st.NUM_LISTS] for frame in held)
+    evictable = sorted(set(listed) - set(lists[st.FENCED]))
     expected = np.flatnonzero((s.frames["status"] == st.CACHED) & (s.frames["pins"] == 0)).tolist()
     require(evictable == expected, "I7", "the evictable frames are not the cached, unpinned ones")
     require(len(evictable) == s.reg[st.NUM_EVICTABLE], "I7", "the evictable frames are counted wrongly")

@@ -7,7 +7,7 @@ import numpy as np
 from pagedkv.core import state as st
 from pagedkv.core.broken import require
 from pagedkv.core.policies import Policy
-from pagedkv.core.state import NUM_REGISTERS, State
+from pagedkv.core.state import State
 
 _CYCLE = 2**31  # marks are kept modulo this
 
@@ -20,9 +20,9 @@ def check_policy(s: State, policy: Policy) -> None:
     require(held == said, "I9", f"the registers of policy {policy.name} are {held}, not {said}")
     due = [0] * st.NORMAL + bonuses + [0] * (len(lists) - st.NORMAL - len(bonuses))
     require(lists[:, 3].tolist() == due, "I9", f"the bonuses of policy {policy.name} are not {due}")
-    require(len(s.reg) == NUM_REGISTERS, "I9", f"{len(s.reg)} registers")
     now = int(s.reg[st.CLOCK] if policy.inflation else s.reg[st.TICK])
-    for number, oldest in enumerate(lists[:, 0].tolist()):
+    accounts = [block[: 4 * st.NUM_LISTS : 4].tolist() for block in st.account_registers(s.reg)]
+    for number, oldest in [*enumerate(lists[:, 0].tolist()), *(one for ends in accounts for one in enumerate(ends))]:
         if oldest != st.NOBODY:
             require(number < st.NORMAL + len(bonuses) or number == st.FENCED, "I9", f"list {number} is none of policy {policy.name}")
             _check_list(s, number, oldest, int(s.reg[st.EPOCH]) if number == st.FENCED else now)

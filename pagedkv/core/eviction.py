@@ -18,11 +18,13 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from pagedkv.core.accounts import count, list_base, register
 from pagedkv.core.compiled import compiled, inlined
 from pagedkv.core.state import (
     CLOCK,
     COLD,
     DONTNEED,
+    EVICTABLE,
     FIRST_LIST,
     I64,
     INFLATION,
@@ -30,6 +32,7 @@ from pagedkv.core.state import (
     NORMAL,
     NOWHERE,
     NUM_EVICTABLE,
+    NUM_REGISTERS,
     RULE,
     SCALE,
     TICK,
@@ -56,7 +59,7 @@ MASK: Final = 2**31 - 1  # marks are kept modulo 2**31
 @inlined
 def enter(records: Records, reg: I64, frame: int, number: int) -> None:
     """Put `frame` at the newest end of a list."""
-    base = FIRST_LIST + 4 * number
+    base = list_base(records[frame].account, number)
     newest = reg[base + NEWEST]
     records[frame].older = newest
     records[frame].newer = NOBODY
@@ -72,7 +75,7 @@ def enter(records: Records, reg: I64, frame: int, number: int) -> None:
 @inlined
 def leave(records: Records, reg: I64, frame: int) -> None:
     """Take `frame` off the list it is on."""
-    base = FIRST_LIST + 4 * records[frame].place
+    base = list_base(records[frame].account, records[frame].place)
     older, newer = records[frame].older, records[frame].newer
     if older == NOBODY:
         reg[base + OLDEST] = newer
@@ -119,6 +122,7 @@ def enlist(records: Records, reg: I64, frame: int) -> None:
     raise_floor(records, frame)
     enter(records, reg, frame, max(int(records[frame].rank), int(records[frame].floor) - 1))
     reg[NUM_EVICTABLE] += 1
+    count(records, reg, frame, EVICTABLE, 1)
 
 
 @inlined
@@ -126,32 +130,41 @@ def delist(records: Records, reg: I64, frame: int) -> None:
     """`frame` is not evictable any more."""
     leave(records, reg, frame)
     reg[NUM_EVICTABLE] -= 1
+    count(records, reg, frame, EVICTABLE, -1)
 
 
 @inlined
-def _lead(s: State, number: int, now: int) -> int:
+def _lead(s: State, base: int, number: int, now: int) -> int:
     """By how much the oldest frame of a list is below the clock: the greatest lead goes first."""
-    base = FIRST_LIST + 4 * number
-    return ((now - s.frames[s.reg[base + OLDEST]].mark) & MASK) - s.reg[base + BONUS]
+    return ((now - s.frames[s.reg[base + OLDEST]].mark) & MASK) - s.reg[FIRST_LIST + 4 * number + BONUS]
 
 
 @compiled
-def victim(s: State) -> int:
-    """The frame to be evicted next; NOBODY if there is none. Moves the clock on if that is the policy's."""
-    if s.reg[NUM_EVICTABLE] == 0:
-        return NOBODY
+def foremost(s: State, account: int) -> tuple[int, int]:
+    """(list, lead) of the frame that `account` gives up next; it has an evictable one."""
     for number in (DONTNEED, COLD):
-        if s.reg[FIRST_LIST + 4 * number + LENGTH] > 0:
-            return s.reg[FIRST_LIST + 4 * number + OLDEST]
+        if s.reg[list_base(account, number) + LENGTH] > 0:
+            return number, MASK * (3 - number)
     now = s.reg[CLOCK] if s.reg[INFLATION] else s.reg[TICK]
+    evictable = s.reg[register(account, EVICTABLE)] if len(s.reg) > NUM_REGISTERS else s.reg[NUM_EVICTABLE]
     best, lead = -1, 0
     for number in range(NORMAL, s.reg[USED_LISTS]):
-        if s.reg[FIRST_LIST + 4 * number + LENGTH] > 0:
-            ahead = _lead(s, number, now)
+        base = list_base(account, number)
+        if s.reg[base + LENGTH] > 0:
+            ahead = _lead(s, base, number, now)
             if best < 0 or ahead > lead:
                 best, lead = number, ahead
-            if s.reg[RULE] == AGAIN and number == NORMAL and s.reg[FIRST_LIST + 4 * NORMAL + LENGTH] * s.reg[SCALE] > s.reg[NUM_EVICTABLE]:
+            if s.reg[RULE] == AGAIN and number == NORMAL and s.reg[base + LENGTH] * s.reg[SCALE] > evictable:
                 break  # those used once hold more than their share
+    return best, lead
+
+
+@compiled
+def victim(s: State, account: int) -> int:
+    """The frame of `account` to be evicted next; NOBODY if there is none. Moves the clock on if that is the policy's."""
+    if s.reg[NUM_EVICTABLE] == 0:
+        return NOBODY
+    number, lead = foremost(s, account)
     if s.reg[INFLATION] and lead < 0:
         s.reg[CLOCK] -= lead
-    return s.reg[FIRST_LIST + 4 * best + OLDEST]
+    return s.reg[list_base(account, number) + OLDEST]

@@ -20,12 +20,14 @@ What is done for each frame of a step is inlined: a call passes the 80 words of 
 from __future__ import annotations
 
 from pagedkv.core import index, runs
+from pagedkv.core.accounts import count
 from pagedkv.core.compiled import compiled, inlined
 from pagedkv.core.eviction import MASK, OLDEST, delist, enlist, enter, leave, raise_floor, rank, victim
 from pagedkv.core.state import (
     CACHED,
     CACHED_FENCED,
     EPOCH,
+    EVICTED,
     EVICTIONS,
     FENCED,
     FIRST_LIST,
@@ -39,9 +41,17 @@ from pagedkv.core.state import (
     PASSED,
     PEAK,
     RETIRED,
+    USED,
     Records,
     State,
 )
+
+
+@inlined
+def vacate(records: Records, reg: I64, frame: int) -> None:
+    """`frame`, which is not published, holds nothing any more; runs.put comes next."""
+    records[frame].status = FREE
+    count(records, reg, frame, USED, -1)
 
 
 @compiled
@@ -49,33 +59,36 @@ def free(s: State, frame: int) -> None:
     """Nobody maps, keeps or reads `frame` any more."""
     if s.frames[frame].published:
         index.remove(s, frame)
-    s.frames[frame].status = FREE
+    vacate(s.frames, s.reg, frame)
     runs.put(s.chunks, s.reg, frame, 1)
 
 
 @compiled
-def evict(s: State) -> int:
-    """Free the evictable frame that the policy gives up first, and name it; -1 if there is none."""
-    frame = victim(s)
+def evict(s: State, account: int) -> int:
+    """Free the evictable frame of `account` that the policy gives up first, and name it; -1 if there is none."""
+    frame = victim(s, account)
     if frame != NOBODY:
         delist(s.frames, s.reg, frame)
         index.remember(s, frame)
         s.reg[NUM_CACHED] -= 1
         s.reg[EVICTIONS] += 1
+        count(s.frames, s.reg, frame, EVICTED, 1)
         free(s, frame)
     return frame
 
 
 @compiled
 def reclaim(s: State, wanted: int) -> None:
-    """Evict until `wanted` frames are free. The caller has made sure that there are enough."""
+    """Evict until `wanted` frames are free, where nobody has a quota. The caller has made sure that there are enough."""
     while s.reg[NUM_FREE] < wanted:
-        evict(s)
+        evict(s, 0)
 
 
 @inlined
-def claim(records: Records, frame: int) -> None:
+def claim(records: Records, reg: I64, frame: int, account: int) -> None:
     """A frame that runs.take gave out is mapped, once."""
+    records[frame].account = account
+    count(records, reg, frame, USED, 1)
     records[frame].refs = 1
     records[frame].status = MAPPED
     records[frame].uses = 0

@@ -29,13 +29,14 @@ from pagedkv.core.roots import Roots
 from pagedkv.core.space import AddressSpace
 from pagedkv.core.state import I32
 from pagedkv.core.stats import Stats, gather, mean_run, pending
+from pagedkv.core.tenants import Tenants
 from pagedkv.errors import DoubleRelease, InvalidRequest, PlanConflict, StaleHandle
 
 Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
-class MemoryManager(Observed):
+class MemoryManager(Observed, Tenants):
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
     policy:       which cached frames are given up first: "lru", "2q", "lfu", "cost", "priority", or an object of pagedkv.core.policies.
@@ -77,6 +78,7 @@ class MemoryManager(Observed):
         self.state = st.new_state(num_frames, block_size, publishing=prefix_cache, by_token=by_token, events=events)
         install(self.policy, self.state.reg)
         self._roots = Roots()
+        self._accounts: dict[bytes, int] = {}  # of the tenants that have quotas
         self._pins: dict[int, Pin] = {}
         self._plans: set[Plan] = set()  # those not settled yet
         self._entered = threading.Lock()
@@ -102,6 +104,7 @@ class MemoryManager(Observed):
         wish = self._retention(priority, half_life) if priority != 1.0 else 0
         self._make_room(pages=len(ids) // self.block_size + 1)
         root, self.state = self._roots.of(tenant, self.state)
+        self._charge_root(tenant, root.number)
         asid, generation = spaces.open_space(self.state, root.number, root.seed, wish, ids)
         if self._watching:
             self._opened(tenant, root, ids, asid)
@@ -161,7 +164,7 @@ class MemoryManager(Observed):
             self.state = st.with_wider_table(self.state, made[1])
             made = steps.plan_step(self.state, asids, wanted)
         if made[0] != steps.OK:
-            refuse_plan(self.state, made[0], made[1], asids, wanted)
+            refuse_plan(self.state, (made[0], made[1]), asids, wanted, self._accounts)
         _, _, slots, positions, splits, seq_lens, cu_seqlens_q, starts = made
         plan = Plan(slots, positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, wanted, splits, self)
         self._plans.add(plan)
@@ -321,8 +324,8 @@ class MemoryManager(Observed):
         return num_frames + self.reserve <= self.available
 
     def stats(self) -> Stats:
-        """The counters, and how full the mapped frames are. O(open spaces)."""
-        return gather(self.state, self._missed_other_root)
+        """The counters, and how full the mapped frames are. O(open spaces); O(frames x tenants) where tenants have quotas."""
+        return gather(self.state, self._missed_other_root, self.usages())
 
     def mean_run(self) -> float:
         """How contiguous the frames of open spaces are: pages / runs of neighbouring frames (AddressSpace.runs). O(pages)."""

@@ -7,13 +7,21 @@ from typing import NoReturn
 from pagedkv.core import state as st
 from pagedkv.core import steps
 from pagedkv.core.plan import Plan
+from pagedkv.core.quotas import givable
 from pagedkv.core.state import I32, I64, State
 from pagedkv.core.stats import pending
-from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict, StaleHandle
+from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict, QuotaExceeded, StaleHandle
 
 
-def refuse_plan(s: State, code: int, where: int, asids: I32, counts: I64) -> NoReturn:
-    """Say why a step could not be planned."""
+def refuse_plan(s: State, made: tuple[int, int], asids: I32, counts: I64, accounts: dict[bytes, int]) -> NoReturn:
+    """Say why a step could not be planned. `made`: the code, and where."""
+    code, where = made
+    if code == steps.OVER_QUOTA:
+        figures = st.account_registers(s.reg)[where]
+        tenant = next(tenant for tenant, account in accounts.items() if account == where)
+        raise QuotaExceeded(tenant, int(figures[st.NEED]), int(figures[st.HARD]), int(figures[st.USED]), int(figures[st.EVICTABLE]))
+    if code == steps.PROTECTED_SHARES:
+        raise OutOfFrames(where, int(s.reg[st.NUM_FREE]), int(givable(s)), pending(s))
     if code == steps.SHORT:
         raise OutOfFrames(where, int(s.reg[st.NUM_FREE]), int(s.reg[st.NUM_EVICTABLE]), pending(s))
     if code == steps.NEGATIVE:

@@ -16,23 +16,26 @@ from __future__ import annotations
 import numpy as np
 
 from pagedkv.core import frames, index, runs
+from pagedkv.core.accounts import register
 from pagedkv.core.compiled import allocating, compiled, inlined
 from pagedkv.core.state import (
     ASKED,
+    ASKED_BY,
     BELOW_PAGE,
     CACHED,
     CHUNK_FRAMES,
     CLOSING,
     DEDUPLICATED,
-    FREE,
     HELD,
     HOLE,
     I32,
     KEY,
     MATCHED,
+    MATCHED_BY,
     MISSED_EVICTED,
     MISSED_NEW,
     NO_HOLE,
+    NUM_REGISTERS,
     NUM_SPARE,
     OPEN,
     PINNED,
@@ -87,6 +90,9 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> tup
     s.reg[ASKED] += asked
     s.reg[BELOW_PAGE] += max(0, len(token_ids) - 1) - asked
     s.reg[MATCHED] += matched
+    if len(s.reg) > NUM_REGISTERS:
+        s.reg[register(s.roots[root, 2], ASKED_BY)] += asked
+        s.reg[register(s.roots[root, 2], MATCHED_BY)] += matched
     s.reg[MISSED_EVICTED if gone else MISSED_NEW] += asked - matched
     s.spaces[asid].length = matched
     s.spaces[asid].planned = matched
@@ -187,7 +193,7 @@ def drop_tail(s: State, asid: int, num_pages: int) -> None:
         if s.frames[frame].published:
             frames.free(s, frame)
             continue
-        s.frames[frame].status = FREE
+        frames.vacate(s.frames, s.reg, frame)
         if count > 0 and (frame != first - 1 or first % CHUNK_FRAMES == 0):
             runs.put(s.chunks, s.reg, first, count)
             count = 0

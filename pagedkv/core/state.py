@@ -78,10 +78,24 @@ LOGGED: Final = 31  # events written to the log so far (events.py)
 FIRST_LIST: Final = 32  # from here: for each of the 33 lists its oldest frame, newest frame, length and bonus
 NUM_REGISTERS: Final = FIRST_LIST + 4 * (FENCED + 1)
 
+# then, once a tenant has a quota, a block for each account (accounts.py): the ends of its lists 0 .. 31, and
+USED: Final = 4 * NUM_LISTS  # frames charged to it that are not free
+EVICTABLE: Final = USED + 1  # of these, on its lists
+HARD: Final = USED + 2  # limits; -1 for none
+SOFT: Final = USED + 3
+PROTECTED: Final = USED + 4
+EVICTED: Final = USED + 5  # its share of EVICTIONS, ASKED and MATCHED
+ASKED_BY: Final = USED + 6
+MATCHED_BY: Final = USED + 7
+NEED: Final = USED + 8  # scratch of a plan: frames that it needs, and that it gives up (quotas.py)
+GIVES: Final = USED + 9
+ACCOUNT: Final = USED + 12
+
 
 FRAME: Final = np.dtype(
     [
         ("refs", np.uint16),  # page-table entries that name the frame (I2); a row names it once
+        ("account", np.uint16),  # who is charged for it; of a free one, who was
         ("pins", np.uint16),  # copies under way that read it, and 1 if it is fenced
         ("status", np.uint8),
         ("published", np.uint8),  # 1 if the index finds it
@@ -146,15 +160,34 @@ class State(NamedTuple):
     ghosts: I32  # [G] prints of evicted pages, each at its own place until another one takes it; a power of two, at most F/4
     spaces: Records  # SPACE [A]
     table: I32  # [A, P]
-    roots: I32  # [R, 2] open spaces and published first pages under the root; its first successor, as below
+    roots: I32  # [R, 3] open spaces and published first pages under the root; its first successor, as below; who is charged
     kin: I32  # [F, 3] first successor, next and previous successor of the same page, newest first; [0, 3] unless matching by token
-    reg: I64  # [NUM_REGISTERS]
+    reg: I64  # [NUM_REGISTERS], and ACCOUNT more for each account
     log: I32  # [E, 3 + S] the last events (events.py); [0, 3 + S] if nobody wants them
 
 
 def list_registers(reg: I64) -> I64:
-    """[33, 4] view: oldest, newest, length and bonus of each list."""
-    return reg[FIRST_LIST:].reshape(FENCED + 1, 4)
+    """[33, 4] view: oldest, newest, length and bonus of each list, those of account 0."""
+    return reg[FIRST_LIST:NUM_REGISTERS].reshape(FENCED + 1, 4)
+
+
+def account_registers(reg: I64) -> I64:
+    """[N, ACCOUNT] view: the block of each account; N = 0 as long as nobody has a quota."""
+    return reg[NUM_REGISTERS:].reshape(-1, ACCOUNT)
+
+
+def with_account(state: State) -> State:
+    """The same state with one account more; the first time with two, as all that is there belongs to account 0."""
+    block = np.zeros(ACCOUNT, np.int64)
+    block[: 4 * NUM_LISTS].reshape(NUM_LISTS, 4)[:, :2] = NOBODY
+    block[[HARD, SOFT]] = -1
+    blocks = [block]
+    if len(state.reg) == NUM_REGISTERS:
+        everybody = block.copy()
+        everybody[USED], everybody[EVICTABLE] = len(state.frames) - state.reg[NUM_FREE], state.reg[NUM_EVICTABLE]
+        everybody[[EVICTED, ASKED_BY, MATCHED_BY]] = state.reg[[EVICTIONS, ASKED, MATCHED]]
+        blocks = [everybody, block]
+    return state._replace(reg=np.concatenate([state.reg, *blocks]))
 
 
 def _unused_spaces(first: int, count: int) -> Records:
@@ -165,7 +198,7 @@ def _unused_spaces(first: int, count: int) -> Records:
 
 
 def _unused_roots(count: int) -> I32:
-    return np.tile(np.array([0, NOBODY], np.int32), (count, 1))
+    return np.tile(np.array([0, NOBODY, 0], np.int32), (count, 1))
 
 
 def _on_lines(rows: int, width: int) -> I32:

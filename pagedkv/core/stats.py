@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from pagedkv.core import state as st
 from pagedkv.core.runs import runs_in
 from pagedkv.core.state import I64, State
+from pagedkv.core.tenants import Usage
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Stats:
     evictions: int
     copies: int
     deduplicated: int
+    tenants: dict[bytes, Usage] = field(default_factory=dict)  # those that have quotas
 
     @property
     def waste(self) -> float:
@@ -49,7 +51,7 @@ class Stats:
         return self.tokens_matched / self.tokens_asked if self.tokens_asked else 0.0
 
 
-def gather(s: State, missed_other_root: int) -> Stats:
+def gather(s: State, missed_other_root: int, tenants: dict[bytes, Usage]) -> Stats:
     """The figures of this moment. O(open spaces)."""
     rows = np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))
     count = {name: int(s.reg[register]) for name, register in _COUNTERS.items()}
@@ -65,6 +67,7 @@ def gather(s: State, missed_other_root: int) -> Stats:
         tokens=int(s.spaces["length"][rows].sum()),
         slots_mapped=mapped * size,
         slots_wasted=_wasted(s, rows),
+        tenants=tenants,
         **count,
     )
 

@@ -15,9 +15,10 @@ from typing import Final
 
 import numpy as np
 
-from pagedkv.core import frames, runs, spaces
+from pagedkv.core import frames, quotas, runs, spaces
+from pagedkv.core.accounts import of_space
 from pagedkv.core.compiled import allocating, compiled, inlined
-from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, OPEN, TICK, U8, State
+from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, NUM_REGISTERS, OPEN, TICK, U8, State
 
 OK: Final = 0
 SHORT: Final = 1  # not enough frames: where = how many are needed
@@ -29,6 +30,8 @@ OUT_OF_ORDER: Final = 6
 TOO_MANY: Final = 7
 NOT_NEWEST: Final = 8
 TOO_LONG: Final = 9
+OVER_QUOTA: Final = 20  # where = the account
+PROTECTED_SHARES: Final = 21  # where = how many frames are needed; others may not be asked to give up enough
 
 MOST_TOKENS: Final = 2**31 - 1  # in a sequence and in a step: their lengths are int32 to the kernels
 
@@ -82,6 +85,12 @@ def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tupl
     copies = _choose_copies(s, asids, counts, split, scratch)
     if needed + copies > s.reg[NUM_FREE] + s.reg[NUM_EVICTABLE]:
         return SHORT, needed + copies, 0, 0
+    if len(s.reg) > NUM_REGISTERS:
+        stopped = quotas.measure(s, asids, counts, split)
+        if stopped >= 0:
+            return OVER_QUOTA, stopped, 0, 0
+        if quotas.givable(s) < needed + copies - s.reg[NUM_FREE]:
+            return PROTECTED_SHARES, needed + copies, 0, 0
     if width > s.table.shape[1]:
         return NARROW, width, 0, 0
     return OK, needed + copies, copies, tokens
@@ -102,7 +111,7 @@ def _split_tail(s: State, asid: int) -> tuple[int, int, int]:
             parent = s.frames[parent].parent
     frames.drop(s, source, keep, page, s.spaces[asid].wish)
     target, _ = runs.take(s.chunks, s.reg, s.table[asid, page - 1] if page > 0 else -1, 1)
-    frames.claim(s.frames, target)
+    frames.claim(s.frames, s.reg, target, of_space(s, asid))
     for i in range(s.spaces[asid].planned % s.tokens.shape[1]):
         s.tokens[target, i] = s.tokens[source, i]
     s.table[asid, page] = target
@@ -134,7 +143,10 @@ def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I3
     cu_seqlens = np.zeros(batch + 1, np.int32)
     starts = np.empty(batch, np.int64)
     if code == OK:
-        frames.reclaim(s, where)
+        if len(s.reg) > NUM_REGISTERS:
+            quotas.reclaim(s, where)
+        else:
+            frames.reclaim(s, where)
         _split_tails(s, asids, split, copies)
         _map_tokens(s, asids, counts, (slots, positions), (starts, seq_lens, cu_seqlens))
     return code, where, slots, positions, copies, seq_lens, cu_seqlens, starts
@@ -161,6 +173,7 @@ def _map_tokens(s: State, asids: I32, counts: I64, places: tuple[I64, I64], leng
     for i in range(len(asids)):
         asid, start = asids[i], s.spaces[asids[i]].planned
         page, end = int(s.spaces[asid].num_pages), start + counts[i]
+        account = of_space(s, asid)
         frame = count = 0  # the rest of a run
         position, first = start, page * size  # what is before `first` goes into the tail (I5)
         while position < end:
@@ -168,7 +181,7 @@ def _map_tokens(s: State, asids: I32, counts: I64, places: tuple[I64, I64], leng
                 if count == 0:
                     last = s.table[asid, page - 1] if page > 0 else -1
                     frame, count = runs.take(s.chunks, s.reg, last, (end - first + size - 1) // size)
-                frames.claim(s.frames, frame)
+                frames.claim(s.frames, s.reg, frame, account)
                 s.table[asid, page] = frame
                 frame, count = frame + 1, count - 1
                 page += 1
@@ -272,6 +285,8 @@ def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, 
 def evict_frames(s: State, count: int) -> int:
     """Evict up to `count` frames, oldest first; returns how many."""
     done = 0
-    while done < count and frames.evict(s) >= 0:
+    if len(s.reg) > NUM_REGISTERS:
+        return quotas.evict_frames(s, count)
+    while done < count and frames.evict(s, 0) >= 0:
         done += 1
     return done

@@ -16,7 +16,7 @@ import numpy as np
 from pagedkv.core import AddressSpace, MemoryManager, Pin, Plan
 from pagedkv.core import state as st
 from pagedkv.core.events import AllBlocksCleared, BlockStored, Event
-from pagedkv.errors import EventsLost
+from pagedkv.errors import EventsLost, OutOfFrames, QuotaExceeded
 
 Prefix = tuple[bytes, tuple[int, ...]]
 
@@ -61,6 +61,7 @@ class Oracle:
         self.plans: list[Outstanding] = []
         self.memory: dict[int, Prefix] = {}
         self.pins: list[Pinned] = []
+        self.quotas: dict[int, tuple[int | None, int | None, int]] = {}  # account: hard, soft, protected
         self.epochs: dict[int, dict[int, int]] = {}  # open epoch: frame: generation, of what was mapped when it was opened
 
     # -- who relies on what -------------------------------------------------------------------------------------------------------
@@ -140,22 +141,49 @@ class Oracle:
         targets = {int(t) for p in self.plans if not p.has_run for t in p.plan.splits[:, 1]}
         return believed.space.pages[page] not in targets
 
-    def needed(self, owners: list[Believed], counts: list[int]) -> int:
-        """Frames a plan takes, counted over dicts: new pages, and copies of tails that somebody else sees at that moment."""
+    def needed(self, owners: list[Believed], counts: list[int]) -> Counter[int]:
+        """Frames a plan takes, for each account, counted over dicts: new pages, and copies of tails that somebody else sees then."""
         refs = Counter(int(f) for b in self.everyone() for f in self.table(b) if f >= 0)
         refs += Counter(frame for pinned in self.pins for frame in pinned.frames)
         sources = {int(f) for p in self.plans for f in p.plan.splits[:, 0]}  # what abort may give back
-        total = 0
+        total: Counter[int] = Counter()
         for owner, count in zip(owners, counts, strict=True):
             length = self.planned_length(owner)
             pages = self.table(owner)
-            total += -(-(length + count) // self.size) - len(pages)
+            account = self.mm._accounts.get(owner.tenant, 0)
+            total[account] += -(-(length + count) // self.size) - len(pages)
             if count and length % self.size:
                 tail = int(pages[-1])
                 if refs[tail] > 1 or self.mm.state.frames["published"][tail] or tail in sources:
                     refs[tail] -= 1
-                    total += 1
+                    total[account] += 1
         return total
+
+    def held(self) -> list[tuple[int, int]]:
+        """(used, evictable) of each account, recounted."""
+        frames = self.mm.state.frames
+        evictable = (frames["status"] == st.CACHED) & (frames["pins"] == 0)
+        mine = [frames["account"] == account for account in range(len(self.mm._accounts) + 1)]
+        return [(int((own & (frames["status"] != st.FREE)).sum()), int((own & evictable).sum())) for own in mine]
+
+    def refusal(self, needed: Counter[int]) -> type[OutOfFrames] | None:
+        """What quotas and the pool have against a plan."""
+        if needed.total() > self.mm.available:
+            return OutOfFrames
+        given = 0
+        for account, (used, evictable) in enumerate(self.held()):
+            hard, _, protected = self.quotas.get(account, (None, None, 0))
+            if needed[account] and hard is not None and used + needed[account] - evictable > hard:
+                return QuotaExceeded
+            given += min(evictable, max(needed[account], used + needed[account] - protected))
+        return OutOfFrames if needed.total() > self.mm.stats().free + given else None
+
+    def verify_quotas(self, needed: Counter[int], before: list[tuple[int, int]]) -> None:
+        """A plan was had: nobody is over a hard quota for it, and nobody gave up for others what is protected."""
+        for account, ((used, _), (now, _)) in enumerate(zip(before, self.held(), strict=True)):
+            hard, _, protected = self.quotas.get(account, (None, None, 0))
+            assert hard is None or not needed[account] or now <= hard
+            assert used + needed[account] - now <= max(needed[account], used + needed[account] - protected)
 
     def everyone(self) -> list[Believed]:
         """Open spaces and released ones that a plan still holds."""
@@ -213,6 +241,8 @@ def everything(mm: MemoryManager) -> tuple[bytes, ...]:
     fields += [s.spaces[name].tobytes() for name in st.SPACE.names or () if name != "stamp"]
     rows = [s.table[asid, :pages].tobytes() for asid, pages in enumerate(s.spaces["num_pages"])]
     reg = np.delete(s.reg, st.TICK)
+    for account in range(len(mm._accounts) + 1 if mm._accounts else 0):  # what plans write down while they count
+        reg[st.NUM_REGISTERS - 1 + account * st.ACCOUNT + np.array([st.NEED, st.GIVES])] = 0
     return (*fields, *rows, s.tokens.tobytes(), s.ghosts.tobytes(), s.roots.tobytes(), s.kin.tobytes(), s.log.tobytes(), reg.tobytes())
 
 

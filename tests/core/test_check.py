@@ -109,6 +109,7 @@ def later_links(s: State) -> np.ndarray:
 
 RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
     ("frames", "refs"): (every_frame, [1, -1]),
+    ("frames", "account"): (every_frame, [1, -1]),
     ("frames", "pins"): (every_frame, [1, -1]),
     ("frames", "status"): (every_frame, [1, 2, 3]),
     ("frames", "published"): (every_frame, [1, -1]),
@@ -246,7 +247,7 @@ def test_a_published_frame_in_the_wrong_bucket_is_seen(busy: MemoryManager) -> N
 
 def test_a_root_counted_wrongly_or_with_wrong_successors_is_seen(busy: MemoryManager) -> None:
     s = busy.state
-    assert all(seen(busy, s.roots, (root, 0), change) for root in range(len(s.roots)) for change in (1, -1))
+    assert all(seen(busy, s.roots, (root, count), change) for root in range(len(s.roots)) for count in (0, 2) for change in (1, -1))
     used = [root for root in range(len(s.roots)) if s.roots[root, 1] >= 0]
     assert len(used) == 2
     assert all(seen(busy, s.roots, (root, 1), change) for root in used for change in (1, 1000, -1000))

@@ -14,7 +14,8 @@ from pagedkv.errors import DoubleRelease, InvalidRequest, OutOfFrames, PlanConfl
 from tests.core.oracle import Believed, Follower, Oracle, Outstanding, everything, names_by_frame
 
 TOKENS = some.sampled_from([0, 0, 0, 1])  # two words, one of them rare, so that prefixes meet
-TENANTS = some.sampled_from([b"", b"acme"])
+TENANTS = some.sampled_from([b"", b"acme", b"umbra"])
+LIMITS = some.sampled_from([None, None, 3, 6, 9])
 
 
 class Machine(RuleBasedStateMachine):
@@ -100,16 +101,22 @@ class Machine(RuleBasedStateMachine):
         """Plan, if the oracle says that it can be had; else see it refused, and nothing changed."""
         counts = [len(new) for new in tokens]
         needed = self.oracle.needed(owners, counts)
-        if needed > self.mm.available:
+        refusal = self.oracle.refusal(needed)
+        if refusal:
             before = everything(self.mm)
             with pytest.raises(OutOfFrames) as short:
                 self.mm.plan([b.space for b in owners], counts)
-            assert short.value.needed == needed
-            assert short.value.shortfall == needed - self.mm.available
+            assert type(short.value) is refusal
+            assert short.value.shortfall > 0
+            if refusal is OutOfFrames:
+                assert short.value.needed == needed.total()
+                assert short.value.shortfall >= needed.total() - self.mm.available
             assert everything(self.mm) == before
             return
+        held = self.oracle.held()
         before_tokens = [self.tokens_planned(b) for b in owners]
         plan = self.mm.plan([b.space for b in owners], counts)
+        self.oracle.verify_quotas(needed, held)
         assert plan.seq_lens.tolist() == [len(b) + n for b, n in zip(before_tokens, counts, strict=True)]
         assert plan.positions.tolist() == [len(b) + i for b, n in zip(before_tokens, counts, strict=True) for i in range(n)]
         self.oracle.plans.append(Outstanding(plan, owners, tokens, before_tokens))
@@ -225,6 +232,18 @@ class Machine(RuleBasedStateMachine):
         self.refused(InvalidRequest, lambda: self.mm.plan([space], [1, 2]))
         self.refused(InvalidRequest, lambda: self.mm.plan([space], [2**63 - 1]))
         self.refused(InvalidRequest, lambda: self.mm.plan(np.array([2**32 + int(space.asid)]), [1]))
+
+    @rule(tenant=some.sampled_from([b"acme", b"umbra"]), hard=LIMITS, soft=LIMITS, protected=some.sampled_from([0, 0, 2, 4]))
+    def set_quota(self, tenant: bytes, hard: int | None, soft: int | None, protected: int) -> None:
+        account = self.mm._accounts.get(tenant)
+        root = self.mm._roots.known.get(tenant)
+        held = account is None and root is not None and self.mm.state.roots[root.number, 0] > 0
+        others = sum(quota[2] for other, quota in self.oracle.quotas.items() if other != account)
+        if held or (hard is not None and protected > hard) or protected + others > self.mm.num_frames:
+            self.refused(InvalidRequest, lambda: self.mm.set_quota(tenant, hard=hard, soft=soft, protected=protected))
+            return
+        self.mm.set_quota(tenant, hard=hard, soft=soft, protected=protected)
+        self.oracle.quotas[self.mm._accounts[tenant]] = hard, soft, protected
 
     @rule(count=some.sampled_from([0, 1, 2, 3, 4, 100]))
     def evict(self, count: int) -> None:

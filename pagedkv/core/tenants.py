@@ -1,0 +1,127 @@
+"""Tenants: their quotas, and what each of them holds. The part of MemoryManager that speaks of them; the rules are in quotas.py.
+
+A tenant has an account of its own from its first quota on. All others share account 0, which has no limits.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedkv.core import state as st
+from pagedkv.core.ownership import exclusive
+from pagedkv.core.roots import Roots
+from pagedkv.core.state import State
+from pagedkv.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a tenant holds now, in frames, what it may hold, and what it has asked for, in tokens. x spec.frame_bytes = bytes."""
+
+    used: int  # mapped, cached and retired
+    unique: int  # mapped by one page table,
+    shared: int  # or by several of its own
+    cached: int
+    evictable: int
+    hard: int | None
+    soft: int | None
+    protected: int
+    tokens_asked: int
+    tokens_matched: int
+    evictions: int
+
+    @property
+    def tokens_missed(self) -> int:
+        """Asked and not found."""
+        return self.tokens_asked - self.tokens_matched
+
+
+class Tenants:
+    """What of MemoryManager knows tenants by name."""
+
+    state: State
+    num_frames: int
+    _roots: Roots
+    _accounts: dict[bytes, int]
+    _entered: threading.Lock
+
+    @exclusive
+    def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
+        """Limit what `tenant` may hold, in frames; again to change it. All three are as in a memory cgroup (max, high, min).
+
+        hard:      never more than this: its own cached frames make room, and where they do not suffice the plan is refused.
+        soft:      its cached frames go before those of tenants below theirs.
+        protected: so many frames of it are not evicted for others.
+        Raises: InvalidRequest for numbers that cannot be, or a first quota of a tenant that holds frames already
+        """
+        if not (isinstance(protected, int) and 0 <= protected <= self.num_frames) or any(
+            limit is not None and not (isinstance(limit, int) and limit >= 0) for limit in (hard, soft)
+        ):
+            raise InvalidRequest(
+                f"quota hard={hard}, soft={soft}, protected={protected}; give frames, and protect {self.num_frames} at most"
+            )
+        if hard is not None and protected > hard:
+            raise InvalidRequest(f"quota protects {protected} frames of {tenant!r} and allows {hard}; protect no more than is allowed")
+        mine = self._accounts.get(tenant)
+        blocks = st.account_registers(self.state.reg)
+        others = int(sum(blocks[account, st.PROTECTED] for account in self._accounts.values() if account != mine))
+        if others + protected > self.num_frames:
+            raise InvalidRequest(
+                f"quota protects {protected} frames of {tenant!r}; others have {others} of {self.num_frames} protected: at most "
+                f"{self.num_frames - others} are left"
+            )
+        if mine is None:
+            mine = self._new_account(tenant)
+        limits = [-1 if limit is None else limit for limit in (hard, soft)]
+        st.account_registers(self.state.reg)[mine, [st.HARD, st.SOFT, st.PROTECTED]] = [*limits, protected]
+
+    def _new_account(self, tenant: bytes) -> int:
+        root = self._roots.known.get(tenant)
+        if root is not None and self.state.roots[root.number, 0]:
+            raise InvalidRequest(
+                f"the first quota of {tenant!r}, which holds frames that are charged to nobody; set it before its first prompt, or release "
+                "its spaces and evict what is cached"
+            )
+        account = len(self._accounts) + 1
+        if account >= 2**16:
+            raise InvalidRequest(f"{account - 1} tenants have quotas, the most that there can be")
+        self.state = st.with_account(self.state)
+        self._accounts[tenant] = account
+        return account
+
+    def _charge_root(self, tenant: bytes, number: int) -> None:
+        if self._accounts:
+            self.state.roots[number, 2] = self._accounts.get(tenant, 0)
+
+    def usage(self, tenant: bytes) -> Usage:
+        """What `tenant` holds and may hold. O(frames). Raises: InvalidRequest for a tenant without a quota."""
+        if tenant not in self._accounts:
+            raise InvalidRequest(f"tenant {tenant!r} has no quota, so nothing is charged to it; set_quota(tenant) gives it an account")
+        return _usage(self.state, self._accounts[tenant])
+
+    def usages(self) -> dict[bytes, Usage]:
+        """`usage` of each tenant that has a quota."""
+        return {tenant: _usage(self.state, account) for tenant, account in self._accounts.items()}
+
+
+def _usage(s: State, account: int) -> Usage:
+    figures = st.account_registers(s.reg)[account]
+    own = s.frames["account"] == account
+    refs, cached = s.frames["refs"][own], own & (s.frames["status"] == st.CACHED)
+    hard, soft = (int(figures[limit]) if figures[limit] >= 0 else None for limit in (st.HARD, st.SOFT))
+    return Usage(
+        used=int(figures[st.USED]),
+        unique=int((refs == 1).sum()),
+        shared=int((refs > 1).sum()),
+        cached=int(np.count_nonzero(cached)),
+        evictable=int(figures[st.EVICTABLE]),
+        hard=hard,
+        soft=soft,
+        protected=int(figures[st.PROTECTED]),
+        tokens_asked=int(figures[st.ASKED_BY]),
+        tokens_matched=int(figures[st.MATCHED_BY]),
+        evictions=int(figures[st.EVICTED]),
+    )
