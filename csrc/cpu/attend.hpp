@@ -21,6 +21,7 @@ constexpr int64_t AT_ONCE = 32;    // keys decoded at a time
 // Keys that make a tile: smaller pages are joined until there are as many. Two pages at once break the stream of addresses (0.78 of the
 // ceiling becomes 0.55); but decoding is bound by arithmetic, and larger tiles save some.
 constexpr int64_t ENOUGH = 16, ENOUGH_DECODED = 64;
+constexpr int64_t MANY = 32;       // rows of several queries that are worth packing keys for; below, memory binds
 constexpr int64_t AHEAD = 8192;    // bytes between a load and the line it asks for; 4 and 12 KB are 8 % slower
 constexpr float NOTHING = -__builtin_inff();
 
@@ -63,10 +64,10 @@ struct Walk {
     int64_t k_bytes, v_bytes;                       // of one key's vector of one head, as stored
     const int32_t* pages;
     State state;
-    float *lanes, *scores, *scratch;                // sums of exp [rows, LANES]; [rows, TILE]; [AT_ONCE, padded]
+    float *lanes, *scores, *scratch, *packed;       // sums of exp [rows, LANES]; [rows, TILE]; [AT_ONCE, padded], twice
     Element* q;
     float k_scales[TILE], v_scales[TILE];           // of one head's keys
-    bool direct_k, direct_v, plain;
+    bool direct_k, direct_v, plain, many;           // many rows: their products are those of matrices
 
     Walk(const Attention& a, const Unit& u, const Room& room, char* memory) : a(a), u(u), room(room) {
         G = a.H / a.K;
@@ -80,7 +81,9 @@ struct Walk {
         lanes = at, at += room.rows * MAX_LANES;
         scores = at, at += room.rows * TILE;
         scratch = at, at += AT_ONCE * (room.Dp > room.Dvp ? room.Dp : room.Dvp);
+        packed = at, at += AT_ONCE * (room.Dp > room.Dvp ? room.Dp : room.Dvp);
         q = reinterpret_cast<Element*>(at);
+        many = LANES == 16 && rows_per_head >= MANY;
         direct_k = a.kv_type == M::STORED && a.D == room.Dp;
         direct_v = a.kv_type == M::STORED && a.Dv == room.Dvp;
         k_bytes = stored_bytes(a.D), v_bytes = stored_bytes(a.Dv);
@@ -128,7 +131,7 @@ struct Walk {
     }
 
     bool next_tile(Tile& tile, int64_t& from, int64_t end) const {
-        int64_t enough = direct_k ? ENOUGH : ENOUGH_DECODED;
+        int64_t enough = many ? TILE : direct_k ? ENOUGH : ENOUGH_DECODED;
         tile.n = 0;
         while (from < end && tile.n < enough) {
             int64_t page = from / a.S, slot = from % a.S, frame = pages[page], take = a.S - slot;
@@ -193,6 +196,14 @@ struct Walk {
         for (int64_t t = 0; t < tile.padded; t += AT_ONCE) {
             int64_t count = tile.padded - t < AT_ONCE ? tile.padded - t : AT_ONCE, known = tile.n - t < count ? tile.n - t : count;
             readable(tile.k + t, h * a.k.stride[2], count, known, direct_k ? 0 : a.D, room.Dp, k_bytes, later + t, at);
+#if defined(PAGEDKV_AVX512)
+            if (many) {
+                pack_keys<M>(at, count, room.Dp, reinterpret_cast<vi*>(packed));
+                score_packed<M>(q + row_of(h, 0) * room.Dp, rows_per_head, room.Dp, reinterpret_cast<vi*>(packed), count,
+                                scores + row_of(h, 0) * TILE + t);
+                continue;
+            }
+#endif
             for (int64_t r = 0; r < rows_per_head; r += ROWS) {
                 const Element* rows = q + row_of(h, r) * room.Dp;
                 float* s = scores + row_of(h, r) * TILE + t;
@@ -274,6 +285,15 @@ struct Walk {
         for (int64_t t = 0; t < tile.n; t += AT_ONCE) {
             int64_t count = tile.padded - t < AT_ONCE ? tile.padded - t : AT_ONCE, known = tile.n - t < count ? tile.n - t : count;
             readable(tile.v + t, h * a.v.stride[2], count, known, direct_v ? 0 : a.Dv, room.Dvp, v_bytes, later + t, at);
+#if defined(PAGEDKV_AVX512)
+            if (many) {
+                int64_t cells = (known + Cells<M>::WIDE - 1) / Cells<M>::WIDE;
+                pack_values<M>(at, cells, room.Dvp, reinterpret_cast<vi*>(packed));
+                weigh_packed<M>(state.o + row_of(h, 0) * room.Dvp, rows_per_head, room.Dvp, reinterpret_cast<vi*>(packed), cells,
+                                M::weights_from(scores + row_of(h, 0) * TILE, t));
+                continue;
+            }
+#endif
             for (int64_t r = 0; r < rows_per_head; r += ROWS) {
                 float *o = state.o + row_of(h, r) * room.Dvp, *p = M::weights_from(scores + row_of(h, r) * TILE, t);
                 with_rows(rows_per_head - r, r == 0 && direct_v, [&](auto R, auto first) __attribute__((always_inline)) {

@@ -20,6 +20,9 @@ namespace {
 #include "operands.hpp"
 #endif
 #include "modes.hpp"
+#if defined(PAGEDKV_AVX512)
+#include "packed.hpp"
+#endif
 #include "attend.hpp"
 #if defined(PAGEDKV_AVX512)
 #include "stream.hpp"

@@ -1,6 +1,6 @@
 // From a call to units of work, and from units to threads.
 //
-//     sequence -> tiles of queries (up to 64 rows of one kv head) -> groups of kv heads (up to 128 rows) -> runs of chunks of keys
+//     sequence -> tiles of queries (up to 128 rows of one kv head) -> groups of kv heads (up to 128 rows) -> runs of chunks of keys
 //
 // A decode step's tile is one query with all kv heads, so that a unit walks whole frames. Keys are cut only where there are too few units
 // to keep every thread busy to the end: then a unit leaves partial states, and the last of its group to arrive folds them, in the order of
@@ -22,7 +22,7 @@
 namespace pagedkv {
 namespace {
 
-constexpr int64_t ROWS_PER_HEAD = 64, ROWS_PER_UNIT = 128;
+constexpr int64_t ROWS_PER_HEAD = 128, ROWS_PER_UNIT = 128;
 constexpr int64_t UNITS_PER_THREAD = 8, LEAST_CHUNK = 256;  // keys
 constexpr int64_t BYTES_PER_THREAD = 128 << 10;             // a thread more is not worth waking for less
 
@@ -33,7 +33,7 @@ Room room_of(const Attention& a, const Unit& u) {
     room.rows = (u.k1 - u.k0) * (u.i1 - u.i0) * (a.H / a.K);
     room.Dp = round_up(a.D, PADDING), room.Dvp = round_up(a.Dv, PADDING);
     room.state_floats = round_up(room.rows * (room.Dvp + 2), 16);
-    int64_t decoded = 33 * std::max(room.Dp, room.Dvp), padded = (u.k1 - u.k0) * round_up((u.i1 - u.i0) * (a.H / a.K), 4);
+    int64_t decoded = 65 * std::max(room.Dp, room.Dvp), padded = (u.k1 - u.k0) * round_up((u.i1 - u.i0) * (a.H / a.K), 4);
     room.bytes = 4 * round_up(2 * room.state_floats + padded * (4 * MAX_LANES + TILE + room.Dp + room.Dvp) + decoded, 16);
     return room;
 }

@@ -408,6 +408,7 @@ void stream_rows(const Attention& a, const Unit& u, const Room& room, char* memo
 
 inline bool stream_unit(const Attention& a, const Unit& u, const Room& room, char* memory) {
     int64_t rows = (u.i1 - u.i0) * (a.H / a.K);
+    if (rows >= MANY && u.i1 - u.i0 > 1) return false;  // arithmetic binds, not memory: Walk packs keys for them
     return with_stream(a, [&](auto kind) {
         typedef decltype(kind) C;
         if (rows == 1) return stream_rows<C, 1>(a, u, room, memory);

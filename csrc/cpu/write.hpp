@@ -15,7 +15,53 @@ inline float largest_magnitude(Dtype type) {
     }
 }
 
+#if defined(PAGEDKV_AVX512)
+
+// to_fp8 of 16 floats, each in 32 bits.
+INLINE __m512i sixteen_to_fp8(vf x, int mantissa) {
+    int bias = mantissa == 3 ? 7 : 15;
+    unsigned drop = 23 - static_cast<unsigned>(mantissa);
+    vf least = all(bits_to_float(static_cast<uint32_t>(1 - bias + 127) << 23)), a = magnitude(x);
+    vf shift = all(bits_to_float(static_cast<uint32_t>(1 - bias - mantissa + 23 + 127) << 23));
+    __m512i small = _mm512_sub_epi32((__m512i)(a + shift), (__m512i)shift), bits = (__m512i)a;
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, drop), _mm512_set1_epi32(1));
+    bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32((1 << (drop - 1)) - 1)));
+    __m512i code = _mm512_sub_epi32(_mm512_srli_epi32(bits, drop), _mm512_set1_epi32((127 - bias) << mantissa));
+    code = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, least, _CMP_LT_OQ), code, small);
+    code = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), code, _mm512_set1_epi32(0x7f));
+    return _mm512_or_si512(code, _mm512_and_si512(_mm512_srli_epi32((__m512i)x, 24), _mm512_set1_epi32(0x80)));
+}
+
+// As `quantise`, for whole vectors of 32; returns how many elements that was.
+inline int64_t quantise_vectors(const float* x, int64_t n, Dtype type, float scale, char* to) {
+    vf limit = all(largest_magnitude(type)), lowest = all(-largest_magnitude(type));
+    const auto bytes = [&](int64_t i) __attribute__((always_inline)) {
+        vf y = _mm512_min_ps(limit, _mm512_max_ps(lowest, load(x + i) / all(scale)));  // NaN stays NaN
+        if (type == Dtype::e4m3) return _mm512_cvtepi32_epi8(sixteen_to_fp8(y, 3));
+        if (type == Dtype::e5m2) return _mm512_cvtepi32_epi8(sixteen_to_fp8(y, 2));
+        return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(y));  // half to even
+    };
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        __m256i all32 = _mm256_set_m128i(bytes(i + 16), bytes(i));
+        if (type != Dtype::i4) {
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), all32);
+            continue;
+        }
+        all32 = _mm256_add_epi8(all32, _mm256_set1_epi8(8));  // pairs of nibbles: low + 16 * high
+        __m256i pairs = _mm256_maddubs_epi16(all32, _mm256_set1_epi16(0x1001));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i / 2), _mm256_cvtepi16_epi8(pairs));
+    }
+    return i;
+}
+
+#endif
+
 inline void quantise(const float* x, int64_t n, Dtype type, float scale, char* to) {
+#if defined(PAGEDKV_AVX512)
+    int64_t done = quantise_vectors(x, n, type, scale, to);
+    x += done, n -= done, to += type == Dtype::i4 ? done / 2 : done;
+#endif
     float limit = largest_magnitude(type);
     uint8_t* bytes = reinterpret_cast<uint8_t*>(to);
     const auto clamped = [&](int64_t i) {
