@@ -109,10 +109,15 @@ def rank(records: Records, reg: I64, frame: int, position: int, wish: int) -> in
 
 @inlined
 def raise_floor(records: Records, frame: int) -> None:
-    """Tell the page before `frame` which list `frame` is meant for."""
+    """Tell the pages before `frame` which list `frame` is meant for: all of them, as one that is mapped may be behind a punched one.
+
+    O(1) amortised: it stops where that is known, and a floor rises at most once for each list.
+    """
+    least = max(int(records[frame].rank) + 1, int(records[frame].floor))
     parent = records[frame].parent
-    if parent >= 0:
-        records[parent].floor = max(records[parent].floor, max(records[frame].rank + 1, records[frame].floor))
+    while parent >= 0 and records[parent].floor < least:
+        records[parent].floor = least
+        parent = records[parent].parent
 
 
 @inlined

@@ -160,6 +160,15 @@ def keeps(s: State, asid: int, page: int) -> bool:
     return s.frames[frame].floor > 0 and s.frames[frame].published == 1 and index.reaches_root(s, frame)
 
 
+@compiled
+def touch_prefix(s: State, parent: int) -> None:
+    """A page after `parent` was left cached, and its prefix was before: move that behind it (I9)."""
+    while parent >= 0:
+        if s.frames[parent].status == CACHED:
+            frames.touch(s, parent)
+        parent = s.frames[parent].parent
+
+
 @inlined
 def _unmap(s: State, asid: int, page: int) -> None:
     frame = s.table[asid, page]
@@ -171,10 +180,7 @@ def _unmap(s: State, asid: int, page: int) -> None:
         frames.free(s, frame)
     s.table[asid, page] = HOLE
     if keep and page > s.spaces[asid].first_hole and s.frames[frame].status == CACHED:
-        while parent >= 0:  # its prefix became evictable before it: move that behind it (I9)
-            if s.frames[parent].status == CACHED:
-                frames.touch(s, parent)
-            parent = s.frames[parent].parent
+        touch_prefix(s, parent)
 
 
 @compiled

@@ -110,6 +110,8 @@ def _split_tail(s: State, asid: int) -> tuple[int, int, int]:
             frames.pin(s, parent)
             parent = s.frames[parent].parent
     frames.drop(s, source, keep, page, s.spaces[asid].wish)
+    if chained:
+        spaces.touch_prefix(s, s.frames[source].parent)  # pinned with it, but its fence must not fall first
     target, _ = runs.take(s.chunks, s.reg, s.table[asid, page - 1] if page > 0 else -1, 1)
     frames.claim(s.frames, s.reg, target, of_space(s, asid))
     for i in range(s.spaces[asid].planned % s.tokens.shape[1]):

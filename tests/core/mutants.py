@@ -70,8 +70,8 @@ FAULTS = (
     Fault(
         "a prefix outlives its suffix: not touched when a page behind it is left cached",
         "spaces.py",
-        "                frames.touch(s, parent)\n",
-        "                pass\n",
+        "            frames.touch(s, parent)\n",
+        "            pass\n",
         MACHINE,
     ),
     Fault(
