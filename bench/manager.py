@@ -103,8 +103,11 @@ def full_pool(num_frames: int, pages: int) -> MemoryManager:
     return mm
 
 
-def decode(batch: int, mm: MemoryManager, *, context: int = 1, growth: int = GROWTH) -> Callable[[], float]:
-    """plan + commit of a step in which each of `batch` sequences of staggered lengths grows by one token; prefix cache on."""
+def decode(batch: int, mm: MemoryManager, *, context: int = 1, growth: int = GROWTH, evicting: bool = True) -> Callable[[], float]:
+    """plan + commit of a step in which each of `batch` sequences of staggered lengths grows by one token; prefix cache on.
+
+    They start again when they have grown by `growth` tokens. evicting: the pages that they leave cached are freed then, untimed.
+    """
     spaces = [grown(mm, prompt(i, -(-context // BLOCK) + 1)[: context + i % BLOCK]) for i in range(batch)]
     asids, ones = np.array([space.asid for space in spaces], np.int32), np.ones(batch, np.int64)
     ids = np.arange(batch, dtype=np.int32)
@@ -113,8 +116,10 @@ def decode(batch: int, mm: MemoryManager, *, context: int = 1, growth: int = GRO
         if len(spaces[0]) > context + growth:  # else the pool would fill up
             for i, space in enumerate(spaces):
                 space.truncate(context + i % BLOCK)
-            mm.evict(mm.num_frames)
+            if evicting:
+                mm.evict(mm.num_frames)
             mm.commit(mm.plan(asids, ones), ids)  # the shared tails are copied once
+        ids[:] += batch  # new words: what was published before is not found again
         return timed(lambda: mm.commit(mm.plan(asids, ones), ids))
 
     return run

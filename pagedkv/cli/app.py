@@ -129,11 +129,16 @@ def bench_manager(
         list[Path] | None, typer.Option(metavar="PYTHON", help="One that has vLLM, SGLang or nano-vllm; may be given several times.")
     ] = None,
     record: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the rows there, not to bench/results of a checkout.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Instead: a step against pool size and context length, drawn there.")
+    ] = None,
 ) -> None:
     """What the memory manager costs beside those of vLLM, SGLang and nano-vllm, where they are. Slow is no failure: the status is 0."""
-    from pagedkv.cli.bench import manager  # numba
+    from pagedkv.cli.bench import manager, scaling  # numba
 
-    manager(rounds, peers_python or (), as_json=as_json, keep=record)
+    if plot:
+        return scaling(rounds, plot, as_json=as_json, keep=record)
+    return manager(rounds, peers_python or (), as_json=as_json, keep=record)
 
 
 @benchmarks.command("attention")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,42 @@ def manager(rounds: int, pythons: Sequence[Path], *, as_json: bool, keep: Path |
     figures = runner.measure(rounds, [str(path) for path in pythons])
     about = record.provenance()
     rows = [figure.row() | about for figure in figures]
-    folder = record.results()
-    try:
-        record.append(rows, keep or (folder / "manager.jsonl" if folder else None))
-    except OSError as why:
-        raise InvalidRequest(f"the rows cannot be kept: {why}") from None
+    _keep(rows, keep)
     if as_json:
         print(json.dumps(rows))
     else:
         _print(rows, about)
+
+
+def scaling(rounds: int, picture: Path, *, as_json: bool, keep: Path | None) -> None:
+    """Measure a step against pool size and context length, append the rows, draw them, and print by how much each line rises."""
+    if find_spec("matplotlib") is None:
+        raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
+    from pagedkv.bench import scaling as sizes
+
+    figures = sizes.measure(rounds)
+    about = record.provenance()
+    rows = [figure.row() | about for figure in figures.values()]
+    _keep(rows, keep)
+    try:
+        sizes.draw(figures, picture)
+    except (OSError, ValueError) as why:
+        raise InvalidRequest(f"the plot cannot be written to {picture}: {why}") from None
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        for row in rows:
+            print(f"{row['median']:8.1f} us   {row['case']}")
+        for line, ratio in sizes.spread(figures).items():
+            print(f"{ratio:8.2f} x    from the cheapest to the dearest: {line}")
+
+
+def _keep(rows: list[dict[str, Any]], path: Path | None) -> None:
+    folder = record.results()
+    try:
+        record.append(rows, path or (folder / "manager.jsonl" if folder else None))
+    except OSError as why:
+        raise InvalidRequest(f"the rows cannot be kept: {why}") from None
 
 
 def _print(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:

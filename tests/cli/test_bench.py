@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pagedkv.bench import manager, record
+from pagedkv.bench import manager, record, scaling
 
 STAND_IN = {
     "engine/sequence.py": """
@@ -92,6 +92,21 @@ def test_a_python_that_cannot_be_started_is_named(command, quick, tmp_path):
     status, _, err = command("bench", "manager", "--peers-python", tmp_path / "python")
     assert status == 2
     assert "--peers-python" in err
+
+
+def test_a_plot_shows_a_step_against_pool_size_and_context_length(command, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    small = tuple(point for point in scaling.POINTS if point.size <= 1024)
+    monkeypatch.setattr(scaling.measure, "__defaults__", (small,))
+    picture = tmp_path / "scaling.svg"
+    status, out, _ = command("bench", "manager", "--rounds", 2, "--plot", picture, "--record", tmp_path / "rows.jsonl")
+    assert status == 0
+    assert "from the cheapest to the dearest" in out
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(small)
+    text = picture.read_text()
+    assert "<title>" in text
+    assert "frames in the pool" in text
+    assert command("bench", "manager", "--rounds", 1, "--plot", tmp_path / "plot.docx", "--record", tmp_path / "rows.jsonl").status == 2
 
 
 def test_rows_name_a_commit_and_whether_files_differ_from_it():
