@@ -114,6 +114,21 @@ class PagedKVCache:
         """See MemoryManager.set_quota; frames, of which `spec.frames_in("2GiB")` gives the number."""
         self.manager.set_quota(tenant, hard=hard, soft=soft, protected=protected)
 
+    def resize(self, num_frames: int) -> None:
+        """Make the pool larger or smaller; what it holds stays. See MemoryManager.resize. Both pools exist for as long as this takes.
+
+        `cache[layer]` is a new view afterwards: fetch it again, and capture CUDA graphs anew.
+        Raises: as MemoryManager.resize, and InvalidRequest if the memory cannot be had; nothing was changed then
+        """
+        larger = self.storage.resized(num_frames) if num_frames >= 1 else self.storage  # that size the manager refuses
+        moves = torch.from_numpy(self.manager.resize(num_frames).astype(np.int64))
+        used = np.flatnonzero(self.manager.state.frames["status"] != FREE)
+        stayed = np.setdiff1d(used[used < self.storage.num_frames], moves[:, 1].numpy())
+        larger.take_over(self.storage, torch.from_numpy(stayed), moves)
+        self.storage = larger
+        self._seen = self.manager.state.frames["generation"].copy()
+        self._clean = np.zeros(num_frames, bool)
+
     def stats(self) -> Stats:
         """See MemoryManager.stats; `spec.frame_bytes` turns frames into bytes."""
         return self.manager.stats()

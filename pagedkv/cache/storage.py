@@ -20,6 +20,9 @@ from pagedkv.kernels import quant
 from pagedkv.kernels.args import KVLayer
 from pagedkv.spec import KVSpec
 
+_AT_ONCE: Final = 1024
+"""Frames copied in one go: indexing makes a copy of them."""
+
 POISON: Final = 0xFF
 """A byte that makes NaN of every float dtype, of scales too. Frames nobody has written are filled with it at PAGEDKV_DEBUG >= 2."""
 
@@ -76,6 +79,20 @@ class Storage:
             view = typed.as_strided(shape, strides, (index * spec.layer_bytes + offset) // size)
             parts[name] = _apart(view[..., 0] if is_scale else view)
         return KVLayer(**parts)
+
+    def resized(self, num_frames: int) -> Storage:
+        """The same geometry with `num_frames` frames of nothing. Raises: as the constructor."""
+        return Storage(self.spec, num_frames, self.device)
+
+    def take_over(self, old: Storage, used: torch.Tensor, moves: torch.Tensor) -> None:
+        """Fill this pool with what `old` holds: frames `used` (int64 [n]) as they are, and moves[:, 0] as moves[:, 1] (int64 [M, 2]).
+
+        Both pools exist meanwhile; what nobody holds is not touched, so it costs no memory. Modifies: the bytes of these frames
+        """
+        for sources, targets in ((used, used), (moves[:, 0], moves[:, 1])):
+            for at in range(0, len(sources), _AT_ONCE):
+                here = slice(at, at + _AT_ONCE)
+                self.frames[targets[here].to(self.device)] = old.frames[sources[here].to(self.device)]
 
     def poison(self, frames: torch.Tensor) -> None:
         """Fill `frames` (int64 [n]) with NaN, so that a read of what nobody wrote shows.

@@ -125,6 +125,12 @@ class EventLog:
             history.pop()  # nothing was published under it
         history.append((int(s.reg[LOGGED]) + 1, tenant))
 
+    def renumber(self, s: State, moves: I32) -> None:
+        """Published frames are about to move, source to target (int32 [M, 2]). Nothing becomes findable or ceases to be."""
+        if len(s.log):
+            self._fold(s, int(s.reg[LOGGED]))
+            self._held |= {target: self._held.pop(source) for source, target in moves.tolist() if source in self._held}
+
     def events(self, s: State, since: int) -> list[Event]:
         """What happened after event `since`. O(events). Raises: EventsLost, InvalidRequest for a number that was not given out."""
         newest = int(s.reg[LOGGED])

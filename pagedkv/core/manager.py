@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pagedkv import debug
 from pagedkv.core import frames, spaces, steps
+from pagedkv.core import resize as sizes
 from pagedkv.core import state as st
 from pagedkv.core.arguments import asid_row, count_row, frame_row, token_row
 from pagedkv.core.check import Known, check_state
@@ -71,8 +72,7 @@ class MemoryManager(Observed, Tenants):
         if match not in ("page", "token"):
             raise InvalidRequest(f"match is {match!r}; it is 'page' or 'token'")
         self.num_frames, self.block_size, self.policy = num_frames, block_size, chosen(policy)
-        self.max_pinned = int(max_pinned * num_frames)
-        self.reserve = int(np.ceil(watermark * num_frames))
+        self._shares = watermark, max_pinned
         self._watch(observe or Observe())
         by_token, events = match == "token", self._watched.events
         self.state = st.new_state(num_frames, block_size, publishing=prefix_cache, by_token=by_token, events=events)
@@ -308,6 +308,34 @@ class MemoryManager(Observed, Tenants):
         if count < 0:
             raise InvalidRequest(f"evict {count} frames: give 0 or more")
         return int(steps.evict_frames(self.state, count))
+
+    @exclusive
+    def resize(self, num_frames: int) -> I32:
+        """Make the pool larger or smaller. Smaller: cached frames are evicted until the rest fits, then what lies beyond the end moves.
+
+        Returns: int32 [M, 2]: source and target of each frame that moved; copy its bytes before the next plan. Sources lie beyond the new
+                 end, targets below it; no target is a source. Spaces, plans under way and what prompts find are what they were.
+        Raises:  OutOfFrames if what is mapped does not fit; PlanConflict or InvalidRequest where a frame would move that a plan, an
+                 epoch or a pin names. Nothing was changed then.
+        """
+        sizes.refuse(self.state, num_frames)
+        old = self.state
+        self.state, moves = sizes.resized(old, num_frames)
+        self._log.renumber(old, moves)
+        self.num_frames = num_frames
+        if debug.level() >= 3:
+            self.check()
+        return moves
+
+    @property
+    def reserve(self) -> int:
+        """Frames that `admits` keeps free."""
+        return int(np.ceil(self._shares[0] * self.num_frames))
+
+    @property
+    def max_pinned(self) -> int:
+        """Frames that pins may hold."""
+        return int(self._shares[1] * self.num_frames)
 
     @property
     def available(self) -> int:

@@ -49,6 +49,36 @@ def assert_holds(cache: PagedKVCache, space: AddressSpace) -> None:
             assert torch.equal(cache[layer].v[frame, offset], -expected)
 
 
+@pytest.mark.parametrize("num_frames", [16, 64])
+def test_every_position_reads_back_after_a_resize(cache: PagedKVCache, num_frames: int) -> None:
+    first, second, third = cache.open(), cache.open(), cache.open()
+    for turn in range(20):
+        for space in (first, second, third):
+            extend(cache, space, [space.asid, turn])
+    third.release()
+    fork = first.fork()
+    first.truncate(8)
+    fork.truncate(22)
+    second.truncate(14)
+    with pytest.raises(OutOfFrames):
+        cache.resize(3)
+    with pytest.raises(InvalidRequest):
+        cache.resize(0)
+    moving = [frame for space in (first, fork, second) for frame in space.pages.tolist() if frame >= num_frames]
+    assert bool(moving) == (num_frames == 16)
+    cache.resize(num_frames)
+    cache.check()
+    assert cache.num_frames == num_frames == cache[0].k.shape[0]
+    for space in (first, fork, second):
+        assert_holds(cache, space)
+        extend(cache, space, [5, 6, 7])
+        assert_holds(cache, space)
+    fork.release()
+    found = cache.open([first.asid, 0, first.asid, 1, first.asid, 2, first.asid, 3, 0])
+    assert len(found) == 8
+    assert_holds(cache, found)
+
+
 def test_every_position_reads_back_through_forks_and_copies(cache: PagedKVCache) -> None:
     root = cache.open()
     extend(cache, root, [1, 2, 3, 4, 5, 6])

@@ -98,6 +98,14 @@ class Oracle:
             if step is upto:
                 return
 
+    def move(self, moves: list[list[int]]) -> None:
+        """Copy whole frames, source to target; nothing is left at the source."""
+        for source, target in moves:
+            for offset in range(self.size):
+                self.memory.pop(target * self.size + offset, None)
+                if (held := self.memory.pop(source * self.size + offset, None)) is not None:
+                    self.memory[target * self.size + offset] = held
+
     # -- what must be true ----------------------------------------------------------------------------------------------------------
 
     def verify(self) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagedkv.core import MemoryManager, Observe
+from pagedkv.core import state as st
 from pagedkv.core.policies import POLICIES
 from pagedkv.errors import DoubleRelease, InvalidRequest, OutOfFrames, PlanConflict, StaleHandle
 from tests.core.oracle import Believed, Follower, Oracle, Outstanding, everything, names_by_frame
@@ -43,7 +44,7 @@ class Machine(RuleBasedStateMachine):
         idle = [b for b in self.oracle.spaces if not settled or not any(b in p.owners for p in self.oracle.plans)]
         return data.draw(some.sampled_from(idle or self.oracle.spaces))
 
-    def refused(self, error: type[Exception], call: object) -> None:
+    def refused(self, error: type[Exception] | tuple[type[Exception], ...], call: object) -> None:
         before = everything(self.mm)
         with pytest.raises(error):
             call()  # type: ignore[operator]
@@ -249,6 +250,32 @@ class Machine(RuleBasedStateMachine):
     def evict(self, count: int) -> None:
         evictable = self.mm.stats().evictable
         assert self.mm.evict(count) == min(count, evictable)
+
+    @rule(num_frames=some.integers(3, 16))
+    def resize(self, num_frames: int) -> None:
+        """Larger always; smaller if no frame has to move that somebody names, and if the rest fits."""
+        state = self.mm.state
+        status, named = state.frames["status"], [frame for pinned in self.oracle.pins for frame in pinned.frames]
+        used = np.flatnonzero(status != st.FREE)
+        beyond = used[used >= num_frames]
+        fixed = self.oracle.plans or self.oracle.epochs or any(frame >= num_frames for frame in named)
+        protected = sum(quota[2] for quota in self.oracle.quotas.values())
+        if protected > num_frames or (len(beyond) and (fixed or len(used) - self.mm.stats().evictable > num_frames)):
+            self.refused((PlanConflict, InvalidRequest, OutOfFrames), lambda: self.mm.resize(num_frames))
+            return
+        known, generations = self.known(), state.frames["generation"]
+        moves = self.mm.resize(num_frames).tolist()
+        self.oracle.move(moves)
+        for source, target in moves:
+            if (name := self.named.get((source, int(generations[source])))) is not None:
+                self.named[target, self.generation(target)] = name
+        self.named = {(frame, at): name for (frame, at), name in self.named.items() if frame < num_frames}
+        assert self.mm.num_frames == len(self.mm.state.frames) == num_frames
+        assert set(self.known()) <= set(known)
+        assert len(used) > num_frames or len(self.known()) == len(known)  # what fits stays findable
+
+    def known(self) -> list[bytes]:
+        return list(names_by_frame(self.mm).values())
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data())
