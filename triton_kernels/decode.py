@@ -23,7 +23,7 @@ from pagedkv.kernels.triton.form import form_of, pools_of
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.plan import bounds, first_unit, line
 from pagedkv.kernels.triton.tile import LN2, load_query, of_head, query_rows, settled, store_parts, walk, with_sink
-from pagedkv.kernels.triton.tuning import target, tuning
+from pagedkv.kernels.triton.tuning import Tuning, target, tuning
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
@@ -134,28 +134,33 @@ def merge_kernel(
     fold(part_out, part_lse, slot * num_rows + row, num_rows, pieces, sinks + h if FORM.sinks else None, out, lse, FORM.Dv, WIDTH)
 
 
-MOST_ROWS, MOST_DRAFTS = 64, 16
-"""Of a tile, and new tokens of a sequence that this kernel takes; longer ones are prefill's."""
+MOST_DRAFTS = 16
+"""New tokens of a sequence that this kernel takes at most; with many heads fewer, so that they fit a tile. Longer ones are prefill's."""
+
+
+def tuned_for(call: AttentionCall) -> Tuning:
+    """By the machine and the heads alone, never by the batch."""
+    head_bytes = (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
+    return tuning("decode", target(call.q.device), head_bytes, max(call.q.shape[2], call.out.shape[2]))
 
 
 def most_queries(call: AttentionCall) -> int:
-    """Sequences with at most so many new tokens are decoded; it depends on the heads alone, never on the batch."""
-    return max(1, min(MOST_DRAFTS, MOST_ROWS // (call.q.shape[1] // call.k.shape[2])))
+    """Sequences with at most so many new tokens are decoded."""
+    return max(1, min(MOST_DRAFTS, tuned_for(call).M // (call.q.shape[1] // call.k.shape[2])))
 
 
 def paged_decode(call: AttentionCall) -> None:
     """Attend from the sequences with at most `most_queries` new tokens. Modifies: their rows of call.out and call.lse."""
     B, K, Dv = call.seq_lens.shape[0], call.k.shape[2], call.out.shape[2]
-    max_queries, on = most_queries(call), target(call.q.device)
+    max_queries, tuned = most_queries(call), tuned_for(call)
     if call.split_tokens is None:  # else one shape of tile for all batches: no bit may depend on the batch
         max_queries = min(max_queries, call.max_seqlen_q)
-    G, head_bytes = call.q.shape[1] // K, (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
-    tuned = tuning("decode", on, head_bytes, max(call.q.shape[2], Dv))
-    form = form_of(call, M=max(16, min(MOST_ROWS, triton.next_power_of_2(G * max_queries))), N=tuned.N)
+    rows = triton.next_power_of_2(call.q.shape[1] // K * max_queries)
+    form = form_of(call, M=max(16, min(tuned.M, rows)), N=tuned.N)
 
     heads, unit = K * form.head_tiles, call.split_tokens or form.N
     units_per_sequence = max(1, -(-call.max_seqlen_k // unit))
-    programs = max(1, min(on.processors * tuned.programs // heads, B * units_per_sequence))
+    programs = max(1, min(target(call.q.device).processors * tuned.programs // heads, B * units_per_sequence))
     slots = B * units_per_sequence if form.split else programs + B if programs > 1 else 0
     part_out = call.q.new_empty((slots, heads, form.M, Dv), dtype=torch.float32)
     part_lse = call.q.new_empty((slots, heads, form.M), dtype=torch.float32)
@@ -166,7 +171,7 @@ def paged_decode(call: AttentionCall) -> None:
         call.q, call.out, call.lse, part_out, part_lse, *pools_of(call),
         call.block_table, call.block_table.stride(0), call.rows, call.seq_lens, call.cu_seqlens_q, B, max_queries, unit, units_per_sequence,
         call.scale, call.softcap, window, call.sinks, call.alibi_slopes, call.tree_mask, tree_stride, *call.q.stride()[:2], *steps,
-        **shape, num_warps=tuned.num_warps, num_stages=tuned.stages,
+        **shape, num_warps=8 if form.M == 64 else tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
     if slots:
         merge_kernel[B * max_queries, call.q.shape[1]](

@@ -46,9 +46,13 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, acc):
-    """acc + a @ b in float32; float32 operands are multiplied as float32, not as TF32."""
-    return tl.dot(number(a), number(b), acc, input_precision="ieee")
+def product(a, b, acc, FORM: tl.constexpr):
+    """acc + a @ b in float32; float32 operands are multiplied to float32's precision, not TF32's."""
+    if FORM.dtype == tl.float32:
+        acc = tl.dot(number(a), number(b), acc, input_precision=FORM.float32_products)
+    else:
+        acc = tl.dot(number(a), number(b), acc)
+    return acc
 
 
 @triton.jit

@@ -56,6 +56,7 @@ class Form:
     v_scale: int = 0
     v_in_k: bool = False
     native_fp8: bool = True
+    float32_products: str = "ieee"
     split: bool = False
 
     @cached_property
@@ -117,14 +118,14 @@ def form_of(call: AttentionCall, M: int, N: int) -> Form:
     K, S = call.k.shape[2], call.k.shape[1]
     G, D, Dv = call.q.shape[1] // K, call.q.shape[2], call.out.shape[2]
     kind = KINDS.get(call.k.dtype, "")
-    heads = min(G, M)
+    heads, on = min(G, M), tuning.target(call.q.device)
     return Form(
         dtype=DTYPES[call.q.dtype], kind=kind, S=S, G=G, D=D, Dv=Dv, M=M, N=N, heads=heads,
         whole_pages=S % N == 0 and (call.split_tokens or N) % N == 0,
         causal=call.causal, window=call.window is not None, softcap=call.softcap != 0, sinks=call.sinks is not None,
         alibi=call.alibi_slopes is not None, tree=call.tree_mask is not None,
         k_scale=_scale_kind(call.k_scale), v_scale=_scale_kind(call.v_scale),
-        v_in_k=_v_in_k(call, kind), native_fp8=tuning.target(call.q.device).native_fp8, split=call.split_tokens is not None,
+        v_in_k=_v_in_k(call, kind), native_fp8=on.native_fp8, float32_products=on.float32_products, split=call.split_tokens is not None,
     )  # fmt: skip
 
 

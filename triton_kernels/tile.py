@@ -145,9 +145,9 @@ def walk(q_parts, first, end, table_row, pool, rows, options, FORM: tl.constexpr
         frame = frame.to(tl.int64)
 
         k0, k1 = parts(k, frame * k_frame + slot * k_slot, present, FORM.K0, FORM.K1, FORM.k_limit, FORM)
-        s = product(q0, tl.trans(k0), tl.zeros([FORM.M, FORM.N], tl.float32))
+        s = product(q0, tl.trans(k0), tl.zeros([FORM.M, FORM.N], tl.float32), FORM)
         if FORM.kind == "int4" or FORM.K1 > 0:
-            s = product(q1, tl.trans(k1), s)
+            s = product(q1, tl.trans(k1), s, FORM)
         if FORM.k_scale == 2:
             s = s * tl.load(k_scale + frame * ks_frame + slot * ks_slot, mask=present, other=0.0)[None, :]
         s = scored(s, t, rows[0], slopes, scale, softcap, FORM)
@@ -165,12 +165,12 @@ def walk(q_parts, first, end, table_row, pool, rows, options, FORM: tl.constexpr
             p = p * tl.load(v_scale + frame * vs_frame + slot * vs_slot, mask=present, other=0.0)[None, :]
         p = rounded(p, FORM.dtype)
         if FORM.v_in_k:
-            acc0 = product(p, k0, acc0)
+            acc0 = product(p, k0, acc0, FORM)
         else:
             v0, v1 = parts(v, frame * v_frame + slot * v_slot, present, FORM.V0, FORM.V1, FORM.v_limit, FORM)
-            acc0 = product(p, v0, acc0)
+            acc0 = product(p, v0, acc0, FORM)
             if FORM.kind == "int4" or FORM.V1 > 0:
-                acc1 = product(p, v1, acc1)
+                acc1 = product(p, v1, acc1, FORM)
     value_scale = FORM.factor * 1.0
     if FORM.v_scale == 1:
         value_scale = value_scale * tl.load(v_scale)

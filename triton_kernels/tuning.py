@@ -23,7 +23,7 @@ INTERPRETER: Final = "interpreter"
 
 @dataclass(frozen=True)
 class Tuning:
-    """N: keys of a tile.   M: rows of a tile (prefill).   stages: tiles in flight.   programs: of one launch, per processor (decode)."""
+    """N: keys of a tile.   M: rows of a tile, at most.   stages: tiles in flight.   programs: of one launch, per processor (decode)."""
 
     N: int = 64
     M: int = 64
@@ -51,6 +51,11 @@ class Target:
         return self.arch.startswith("sm_") and int(self.arch[3:]) >= 89
 
     @property
+    def float32_products(self) -> str:
+        """How tensor cores multiply float32 without losing it: NVIDIA's in three passes of TF32, AMD's have an instruction."""
+        return "tf32x3" if self.arch.startswith("sm_") else "ieee"
+
+    @property
     def shared(self) -> int:
         """Bytes of shared memory that a program may use."""
         return SHARED_BYTES.get(self.arch, 64 << 10 if self.arch.startswith("gfx") else 99 << 10)
@@ -76,13 +81,17 @@ def tuning(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
 
 def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     if on.arch == INTERPRETER:  # small tiles: cases with few keys shall have several
-        return Tuning(N=32, M=32, programs=1)
-    wide, stages = widest > 256, 2 if on.arch.startswith("gfx") else 3
-    resident = 2 if kernel == "decode" and not wide else 1
-    N, room = 32 if wide else 64, on.shared * 4 // 5 // resident  # the rest is for q, p and the layouts between
+        return Tuning(N=32, M=64 if kernel == "decode" else 32, programs=1)
+    amd, decode, wide = on.arch.startswith("gfx"), kernel == "decode", widest > 256
+    stages, resident = 2 if amd else 3, 2 if decode and not wide else 1
+    N, room = 32 if wide or amd else 64, on.shared * 4 // 5 // resident  # the rest is for q, p and the layouts between
     while N > 16 and (stages - 1) * N * head_bytes > room:
         N //= 2
-    if kernel == "decode" and stages * N * head_bytes <= room:  # latency times bandwidth: an H200 wants 30 KB and more in flight
+    if decode and not amd and stages * N * head_bytes <= room:  # latency times bandwidth: an H200 wants 30 KB and more in flight
         stages += 1
-    rows = 64 if wide or on.shared < 128 << 10 else 128
-    return Tuning(N=N, M=rows, num_warps=8 if wide or rows == 128 else 4, stages=stages, programs=resident)
+    if wide:  # an output of 512 columns fills the registers: few rows, and V from the columns of K that are there already (MLA)
+        return Tuning(N=16 if amd else N, M=16 if amd else 32, num_warps=4 if amd else 8, stages=stages, programs=resident)
+    if decode:
+        return Tuning(N=N, M=64, num_warps=8 if widest > 128 else 4, stages=stages, programs=resident)
+    large_tiles = on.arch in ("sm_90", "sm_100")  # products from shared memory, asynchronous: registers are left for the output
+    return Tuning(N=32 if widest > 128 or on.shared < 128 << 10 else N, M=128 if widest <= 128 or large_tiles else 64, num_warps=8, stages=stages)
