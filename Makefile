@@ -21,7 +21,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check bench docs clean FORCE
+.PHONY: help demo test test-all check bench gpu gpu-sanitize docs clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -44,6 +44,12 @@ check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built stric
 
 bench: $(STAMPS)/dev ## the microbenchmarks; results are appended to bench/results
 	@$(BIN)/python -m pagedkv.bench
+
+gpu: ## on a machine with a GPU and without network: tests, benchmarks, tuning, by the Python that has torch there; into gpu-results/
+	@$(PYTHON) scripts/gpu.py
+
+gpu-sanitize: ## the same machine: the cases under compute-sanitizer
+	@$(PYTHON) scripts/gpu.py sanitize-memcheck sanitize-racecheck
 
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)

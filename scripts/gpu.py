@@ -3,7 +3,8 @@
     python scripts/gpu.py [--out FOLDER] [--minutes N] [stage ...]
 
 Needs no network: pagedkv is installed editable, without build isolation or dependencies, into the Python that runs this, which must have
-torch >= 2.8 (with CUDA), numpy, numba, pybind11, setuptools, pytest and, for their kernels, triton and CuPy. Each stage writes
+torch >= 2.8 (with CUDA), numpy, numba, pybind11 and setuptools, and for their kernels triton and CuPy; stages that want pytest or
+rich say so where they are missing. Each stage writes
 FOLDER/<stage>.log as it goes, and one line to FOLDER/summary.txt when it ends; a stage that fails or runs out of time stops no other.
 Correctness comes before speed: the first stages are short and say whether the kernels run at all. This file knows names of commands only.
 """
@@ -34,17 +35,18 @@ class Stage(NamedTuple):
 STAGES = (
     Stage("install", ("-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index", "--editable", "."), 5),
     Stage("doctor", ("-m", "pagedkv", "doctor"), 1),
-    Stage("smoke", (*PYTEST, "-x", "tests/kernels/test_conformance.py", "-k", "default or kv_lens=17"), 4),
+    Stage("cases", ("-m", "tests.kernels.by_hand", "--cases", "small"), 5),
     Stage("bench-quick", ("-m", "pagedkv.bench.gpu_attention", "--quick", "--out", "{out}"), 3),
     Stage("graphs", (*PYTEST, "tests/kernels/test_on_gpu.py"), 6),
-    Stage("grid", (*PYTEST, "tests/kernels"), 20),
+    Stage("grid", ("-m", "tests.kernels.by_hand", "--cases", "grid", "large"), 15),
+    Stage("laws", (*PYTEST, "tests/kernels"), 20),
     Stage("bench", ("-m", "pagedkv.bench.gpu_attention", "--out", "{out}"), 8),
     Stage("tune", ("-m", "pagedkv.bench.tune", "--out", "{out}"), 8),
 )
 """In the order of what is worth most when time is short."""
 
 SANITIZE = tuple(
-    Stage(f"sanitize-{tool}", (*PYTEST, "tests/kernels/test_conformance.py", "-k", "triton and default"), 20, ("compute-sanitizer", "--tool", tool))
+    Stage(f"sanitize-{tool}", ("-m", "tests.kernels.by_hand", "--cases", "small"), 25, ("compute-sanitizer", "--tool", tool))
     for tool in ("memcheck", "racecheck")
 )
 """`make gpu-sanitize`: slow, and a run of its own."""

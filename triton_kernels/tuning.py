@@ -82,16 +82,18 @@ def tuning(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
 def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     if on.arch == INTERPRETER:  # small tiles: cases with few keys shall have several
         return Tuning(N=32, M=64 if kernel == "decode" else 32, programs=1)
-    amd, decode, wide = on.arch.startswith("gfx"), kernel == "decode", widest > 256
+    amd, decode, wide, float32 = on.arch.startswith("gfx"), kernel == "decode", widest > 256, head_bytes > 4 * widest
     stages, resident = 2 if amd else 3, 2 if decode and not wide else 1
-    N, room = 32 if wide or amd else 64, on.shared * 4 // 5 // resident  # the rest is for q, p and the layouts between
+    if wide:  # an output of 512 columns fills the registers: few rows, and V from the columns of K that are there already (MLA)
+        M, num_warps = (16, 4) if amd else (32, 8)
+    elif decode:
+        M, num_warps = (32, 4) if float32 else (64, 8 if widest > 128 else 4)
+    else:  # sm_90 and sm_100 multiply from shared memory and leave the registers to the output
+        M, num_warps = 32 if float32 else 128 if widest <= 128 or on.arch in ("sm_90", "sm_100") else 64, 4 if float32 else 8
+    N = 16 if wide and amd else 32 if wide or amd or float32 or (not decode and (widest > 128 or on.shared < 128 << 10)) else 64
+    room = on.shared * 4 // 5 // resident - (0 if decode else M * widest * (4 if float32 else 2))  # beside q; the rest is for p and scales
     while N > 16 and (stages - 1) * N * head_bytes > room:
         N //= 2
     if decode and not amd and stages * N * head_bytes <= room:  # latency times bandwidth: an H200 wants 30 KB and more in flight
         stages += 1
-    if wide:  # an output of 512 columns fills the registers: few rows, and V from the columns of K that are there already (MLA)
-        return Tuning(N=16 if amd else N, M=16 if amd else 32, num_warps=4 if amd else 8, stages=stages, programs=resident)
-    if decode:
-        return Tuning(N=N, M=64, num_warps=8 if widest > 128 else 4, stages=stages, programs=resident)
-    large_tiles = on.arch in ("sm_90", "sm_100")  # products from shared memory, asynchronous: registers are left for the output
-    return Tuning(N=32 if widest > 128 or on.shared < 128 << 10 else N, M=128 if widest <= 128 or large_tiles else 64, num_warps=8, stages=stages)
+    return Tuning(N=N, M=M, num_warps=num_warps, stages=stages, programs=resident)

@@ -1,9 +1,9 @@
 """What the compiler makes of the Triton kernels, without a GPU: `python -m tests.kernels.compiled < jobs.json`, a process of its own.
 
-A job is (name of a launch below, architecture, and a tuning to try, or not). The host wrapper runs as it would on that machine, on CPU tensors of a plausible call; each
-launch it makes is caught, specialised as Triton's launcher does, and compiled by ptxas or LLVM. Printed is one report a launch: registers,
-spills, shared memory, and the instructions that tell whether loads are wide and tensor cores are used. Never run by pytest in its own
-process: there the kernels may have been imported for the interpreter.
+A job is (name of a launch below, architecture, and a tuning to try, or not). The host wrapper runs as it would on that machine, on CPU
+tensors of a plausible call; each launch is caught, specialised as Triton's launcher does, and compiled by ptxas or LLVM. Printed is
+a report of each launch: registers, spills, shared memory, and the instructions that tell whether loads are wide and tensor cores are used.
+Never run by pytest in its own process: there the kernels may have been imported for the interpreter.
 """
 
 from __future__ import annotations

@@ -106,9 +106,7 @@ def test_opcheck_finds_nothing(backend: str) -> None:
     torch.library.opcheck(torch.ops.pagedkv.paged_attention.default, (*call, backend))
     k = torch.randn(6, 2, 128, device="cuda", dtype=torch.bfloat16)
     pools = (layer.k, layer.v, None, None)
-    torch.library.opcheck(
-        torch.ops.pagedkv.write_kv.default, (k, k, *pools, batch.slots, batch.positions, None, None, False, backend)
-    )
+    torch.library.opcheck(torch.ops.pagedkv.write_kv.default, (k, k, *pools, batch.slots, batch.positions, None, None, False, backend))
 
 
 def test_a_pool_of_more_than_2_31_elements_is_addressed_whole(backend: str) -> None:

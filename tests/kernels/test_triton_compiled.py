@@ -1,5 +1,8 @@
-"""What the compiler makes of the Triton kernels stays within budget, for GPUs that are not here: registers, spills, shared memory, wide loads
-and tensor-core instructions, read from the machine code. A regression shows without a GPU in the room; speed does not."""
+"""What the compiler makes of the Triton kernels stays within budget, for GPUs that are not here.
+
+Registers, spills, shared memory, wide loads and tensor-core instructions are read from the machine code: a regression shows without a GPU
+in the room. Speed does not.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,16 @@ ROOT = Path(__file__).parents[2]
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 """What a program may use of each: more, and its launch fails."""
 
-SPILLS = 48
-"""Instructions that move registers to memory and back, at most: a few outside the loop do no harm, hundreds mean that a tile does not fit."""
+SPILLS = 64
+"""Instructions that move registers to memory and back, at most: a few beside the loop do no harm, hundreds: the tile is too large."""
 
-DEFAULT = [("decode", "sm_90"), ("decode", "gfx942"), ("decode, fp8_e4m3/tensor", "sm_80"), ("prefill, one chunk", "sm_90"), ("write", "sm_90")]
+DEFAULT = [
+    ("decode", "sm_90"),
+    ("decode", "gfx942"),
+    ("decode, fp8_e4m3/tensor", "sm_80"),
+    ("prefill, one chunk", "sm_90"),
+    ("write", "sm_90"),
+]
 ALL = [(name, arch) for arch in PROCESSORS for name in LAUNCHES]
 
 
@@ -35,7 +44,7 @@ def reports(jobs: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], list[dic
     """Compiled in one process of its own, where nothing is interpreted."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, "-m", "tests.kernels.compiled"]
-    run = subprocess.run(command, cwd=ROOT, env=env, input=json.dumps(jobs), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = subprocess.run(command, cwd=ROOT, env=env, input=json.dumps(jobs), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     return {(name, arch): launches for name, arch, launches in map(json.loads, run.stdout.splitlines())}
 

@@ -1,0 +1,61 @@
+"""The grid of cases without pytest: `python -m tests.kernels.by_hand --backend triton --device cuda [--cases small grid large]`.
+
+A line a case: how large its errors are against what is allowed, and what failed; the last line counts. For machines that have torch and
+the kernels' own needs, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import numpy as np
+
+from tests.cases import GRID, LARGE, SMALL, Case, moved
+from tests.kernels.oracle import allowed_error, oracle, same_precision
+
+
+def ratios(case: Case, backend: str, device: str) -> dict[str, float]:
+    """Error over allowed error of out and lse; inf where a query that sees nothing has something."""
+    from pagedkv import paged_attention
+
+    built = case.build()
+    exact, plain = oracle(built), same_precision(built)
+    q, layer, batch = (moved(x, device) for x in built[:3])
+    options = {name: moved(x, device) for name, x in built.options.items()}
+    result = paged_attention(q, layer, batch, return_lse=True, backend=backend, **options)
+    out, lse = (x.double().cpu().numpy()[: sum(case.q_lens)] for x in result)
+    right = exact.lse[: len(lse)]
+    seen = ~np.isneginf(right)
+    if (np.isneginf(lse) == seen).any() or (out[~seen] != 0).any():
+        return {"blind": np.inf}
+    low = plain.lse[: len(lse)][seen]
+    return {
+        "out": np.abs(out - exact.out[: len(out)]).max(initial=0.0) / allowed_error(case, exact.out, plain.out),
+        "lse": np.abs(lse[seen] - right[seen]).max(initial=0.0) / allowed_error(case, right[seen], low),
+    }
+
+
+def main() -> int:
+    """0 if every case keeps the contract."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cases", nargs="+", default=["small", "grid", "large"])
+    given = parser.parse_args()
+    sets, failed, count = {"small": SMALL, "grid": GRID, "large": LARGE}, 0, 0
+    for case in [case for name in given.cases for case in sets[name]]:
+        try:
+            found = ratios(case, given.backend, given.device)
+            worst = max(found.values(), default=0.0)
+            told = " ".join(f"{name} {value:.2f}" for name, value in found.items())
+        except Exception as why:
+            worst, told = np.inf, f"{type(why).__name__}: {why}"[:300]
+        count, failed = count + 1, failed + (not worst <= 1)
+        print("ok  " if worst <= 1 else "FAIL", f"{case}: {told}", flush=True)
+    print(f"{count} cases, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
