@@ -145,6 +145,7 @@ class Machine(RuleBasedStateMachine):
         for owner, tokens, keep in zip(step.owners, step.tokens, kept, strict=True):
             owner.tokens.extend(tokens[:keep])
         self.refused(PlanConflict, lambda: self.mm.commit(step.plan, flat))
+        self.refused(PlanConflict, lambda: self.mm.abort(step.plan))
 
     @precondition(lambda self: self.oracle.plans)
     @rule()
@@ -167,6 +168,8 @@ class Machine(RuleBasedStateMachine):
             return
         self.mm.abort(step.plan, copied=step.has_run)
         self.oracle.plans.remove(step)
+        self.refused(PlanConflict, lambda: self.mm.abort(step.plan))  # a completion that comes twice, or after the cancellation
+        self.refused(PlanConflict, lambda: self.mm.commit(step.plan, [0] * int(step.plan.cu_seqlens_q[-1])))
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data())
@@ -206,6 +209,33 @@ class Machine(RuleBasedStateMachine):
             return
         believed.space.punch(first, last)
         believed.holes |= set(range(first, last))
+
+    @precondition(lambda self: self.oracle.plans)
+    @rule(data=some.data())
+    def cancel(self, data: some.DataObject) -> None:
+        """A client goes away: its space is released, and what is planned for it comes back, newest first, run or not."""
+        believed = data.draw(some.sampled_from([owner for step in self.oracle.plans for owner in step.owners]))
+        if believed in self.oracle.spaces:
+            believed.space.release()
+            self.oracle.spaces.remove(believed)
+            self.dead.append(believed)
+        for step in [step for step in reversed(self.oracle.plans) if believed in step.owners]:
+            writers = [owner for owner, tokens in zip(step.owners, step.tokens, strict=True) if tokens]
+            newer = self.oracle.plans[self.oracle.plans.index(step) + 1 :]
+            if not any(owner in writers and tokens for p in newer for owner, tokens in zip(p.owners, p.tokens, strict=True)):
+                self.mm.abort(step.plan, copied=step.has_run)
+                self.oracle.plans.remove(step)
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data())
+    def slide(self, data: some.DataObject) -> None:
+        """What a sliding window does: all but the last pages are punched, and nobody keeps them."""
+        believed = self.pick(data)
+        full = len(believed.tokens) // self.mm.block_size
+        if not self.busy(believed):
+            believed.space.punch(0, max(0, full - 1))
+            believed.holes |= set(range(full - 1))
+            self.mm.evict(100)
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data())
@@ -287,7 +317,8 @@ class Machine(RuleBasedStateMachine):
             return
         self.oracle.run()  # a transfer reads what was stored
         frames = [frame for frame in believed.space.pages[:full].tolist() if frame >= 0]
-        self.oracle.hold(self.mm.pin(believed.space), frames)
+        deadline = data.draw(some.sampled_from([None, 1.0, 2.0]))
+        self.oracle.hold(self.mm.pin(believed.space, owner="disk", deadline=deadline), frames)
 
     @rule(data=some.data())
     def pin_a_frame(self, data: some.DataObject) -> None:
@@ -298,6 +329,12 @@ class Machine(RuleBasedStateMachine):
             return
         self.oracle.run()
         self.oracle.hold(self.mm.pin(np.array([frame])), prefix)
+
+    @rule(now=some.sampled_from([1.0, 1.5, 9.0]))
+    def look_for_overdue_pins(self, now: float) -> None:
+        late = {pinned.pin for pinned in self.oracle.pins if (pinned.pin.deadline or now) < now}
+        assert set(self.mm.overdue(now)) == late
+        assert all(pin.owner == "disk" for pin in late)
 
     @precondition(lambda self: self.oracle.pins)
     @rule(data=some.data())
