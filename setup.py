@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the folders that become `pagedkv.kernels.triton` and `pagedkv.bench`, and the optional C++ extension.
+"""What pyproject.toml cannot say: the folders that become packages elsewhere, and the optional C++ extension.
 
 The extension `pagedkv.kernels._cpu` is pybind11 over raw pointers and strides, built from csrc/cpu/*.cpp. It never links against torch, so
 one wheel serves every torch version, and it is optional: without pybind11 or a compiler the install succeeds, one line says what is missing
@@ -32,6 +32,7 @@ REMEDY = "The numba kernels serve instead, at a third of the speed. To have the 
 ELSEWHERE = {  # package: its folder. A top-level `triton_kernels` is another project's name, and `bench` would be anybody's
     "pagedkv.kernels.triton": "triton_kernels",
     "pagedkv.bench": "bench",
+    "pagedkv.kernels.cuda_sources": "csrc/cuda",  # no Python: texts for NVRTC
 }
 
 

@@ -9,11 +9,13 @@
 | PAGEDKV_KERNELS       | a name   | the backend used where the caller says "auto"                                             |
 | PAGEDKV_CPU_ISA       | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable           |
 | PAGEDKV_NUM_THREADS   | a number | threads of the `cpu` and `numba` backends, if not as many as torch's                      |
+| PAGEDKV_CACHE_DIR     | a folder | where compiled CUDA kernels are kept; by default pagedkv/ in the user's cache folder      |
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from pagedkv.errors import InvalidRequest
 
@@ -42,3 +44,9 @@ def forced_num_threads() -> int | None:
     if text is not None and (not text.isdecimal() or int(text) < 1):
         raise InvalidRequest(f"PAGEDKV_NUM_THREADS is {text!r}; it takes a number of threads, at least 1")
     return None if text is None else int(text)
+
+
+def cache_folder() -> Path:
+    """The value of PAGEDKV_CACHE_DIR, or pagedkv/ in the user's cache folder."""
+    own = os.environ.get("PAGEDKV_CACHE_DIR")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkv"

@@ -1,0 +1,210 @@
+// paged_attention: the new tokens of a batch attend to the cached tokens of their sequences; decode, drafts, chunks and prefill alike.
+//
+//     out[i,h,:] = sum_t softmax_t(scale * q[i,h,:] . K(b,t,h/G)) * V(b,t,h/G)        t seen by query i of sequence b
+//     K(b,t,k)   = k_pool[block_table[row(b), t / S], k, t % S, :]                     likewise V
+//
+// Grid      as many CTAs as fit on the GPU; each takes an equal share of the keys to be read, found by itself (plan.cuh).
+// A unit    ROWS rows, (query, head of the group) pairs of one sequence and kv head: all heads of a group share each byte of KV.
+// A CTA     WARPS_N teams of WARPS_M warps. A team takes every WARPS_N-th tile of keys, 16 rows a warp; teams do not wait for one another
+//           until the unit ends. Decode: four teams of one warp, and no barrier of the block between two keys.
+// Stages    each team's own, in shared memory: STAGES - 1 tiles are under way while one is computed (D = 128, bf16, 3 stages, 2 CTAs on an
+//           SM: 136 KB under way; latency x bandwidth of an H200 wants about 30).
+// Bytes     (D + Dv) * sizeof(kv) per token and kv head, 4 per token of table (from cache), the queries and results. Partial states of
+//           shared units: 4 * (Dv + 2) per row, at most two per CTA.
+// Merging   the last CTA to arrive at a shared unit (a ticket) merges its partial states: no second launch.
+// Tuned     nowhere: no GPU has run this yet. docs/cuda-kernels.md says what was proven without one.
+//
+// Never read: slots >= seq_lens[b], table entries beyond the last page, punched pages. They may hold NaN and absurd numbers.
+#include "merge.cuh"
+#include "params.h"
+#include "plan.cuh"
+#include "scores.cuh"
+#include "shape.cuh"
+#include "stages.cuh"
+
+struct Place {  // of this thread
+    u32 base, thread, lane, team, team_thread, first_row;
+};
+
+// Row `x` of a unit is head x % G of query x / G. Rows past the last are zeros that may see all: nobody looks at what comes of them.
+DEVICE Row row_of(const AttentionParams& p, const Unit& unit, i32 group, i32 in_tile) {
+    const i32 x = unit.tile * ROWS + in_tile, query = x / group, old = unit.length - unit.queries;
+    Row row{old + query, 0, 0x7fffffff, old, nullptr, 0.0f};
+    if (query >= unit.queries) return row;
+    row.end = p.causal && !p.tree_mask && row.position + 1 < unit.length ? row.position + 1 : unit.length;
+    row.begin = p.window && row.position + 1 > p.window ? row.position + 1 - p.window : 0;
+    if (p.tree_mask) row.tree = p.tree_mask + (unit.first_query + query) * p.tree_row;
+    if (p.slopes) row.slope = ptx::read(p.slopes + unit.head * group + x % group) * LOG2_E;
+    return row;
+}
+
+// Queries into shared memory, four elements a time, in as many 16-bit pieces as they need.
+DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, const Place& me) {
+    constexpr int N = Elements::Q_PIECES;
+    for (u32 quad = me.thread; quad < ROWS * D / 4; quad += THREADS) {
+        const i32 in_tile = static_cast<i32>(quad / (D / 4)), column = static_cast<i32>(quad % (D / 4)) * 4;
+        const i32 x = unit.tile * ROWS + in_tile, query = x / group;
+        const u32 to = me.base + in_tile * Q_STRIDE + 2 * column;
+        const u8* from = static_cast<const u8*>(p.q) + (unit.first_query + query) * p.q_token + (unit.head * group + x % group) * p.q_head;
+        const bool there = query < unit.queries;
+        if constexpr (N == 1) {
+            u64 bits = 0;
+            const auto* at = reinterpret_cast<const u16*>(from) + column;
+            if (there && p.q_vectors) {
+                bits = ptx::read(reinterpret_cast<const u64*>(at));
+            } else if (there) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) bits |= static_cast<u64>(ptx::read(at + i)) << 16 * i;
+            }
+            ptx::shared_write(to, bits);
+        } else {
+            const auto* at = reinterpret_cast<const float*>(from) + column;
+            float f[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) f[i] = there ? ptx::read(at + i) : 0.0f;
+            u32 low[N], high[N];
+            split_pair<N, false>(low, f[0], f[1]);
+            split_pair<N, false>(high, f[2], f[3]);
+#pragma unroll
+            for (int i = 0; i < N; ++i) ptx::shared_write(to + i * Q_PIECE, static_cast<u64>(high[i]) << 32 | low[i]);
+        }
+    }
+}
+
+// This team's tiles of keys [from, to), as a pipeline: while one is computed, the next STAGES - 1 are on their way.
+DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2], i32 from, i32 to,
+                   const Place& me) {
+    const i32 first = from + static_cast<i32>(me.team) * TILE;
+    const i32 steps = first < to ? (to - first + STEP_TOKENS - 1) / STEP_TOKENS : 0;
+    const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES;
+    Tile tile;
+    look_up(tile, p, pages, first, to);
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) {
+        fetch(tile, p, pages, stages + s * STAGE_BYTES, me.team_thread);
+        look_up(tile, p, pages, first + (s + 1) * STEP_TOKENS, to);
+    }
+    u32 reading = 0, filling = STAGES - 1;
+    for (i32 step = 0; step < steps; ++step) {
+        ptx::copy_wait<STAGES - 2>();
+        sync_team(me.team);  // this tile has landed for all, and all have left the stage that is filled next
+        fetch(tile, p, pages, stages + filling * STAGE_BYTES, me.team_thread);
+        look_up(tile, p, pages, first + (step + STAGES) * STEP_TOKENS, to);
+        attend_tile(state, p, queries, rows, first + step * STEP_TOKENS, stages + reading * STAGE_BYTES, me.lane);
+        reading = reading + 1 == STAGES ? 0 : reading + 1;
+        filling = filling + 1 == STAGES ? 0 : filling + 1;
+    }
+    ptx::copy_wait<0>();
+}
+
+// Does `use(row, column, token, head)` for this thread's elements of the unit's rows that exist.
+template <class Use> DEVICE void for_elements(const Unit& unit, i32 group, const Place& me, Use use) {
+    const i32 left = unit.queries * group - unit.tile * ROWS, num_rows = left < ROWS ? left : ROWS;
+    for (u32 e = me.thread; e < static_cast<u32>(num_rows) * DV; e += THREADS) {
+        const i32 row = static_cast<i32>(e / DV), x = unit.tile * ROWS + row;
+        use(static_cast<u32>(row), e % DV, static_cast<i64>(unit.first_query) + x / group, unit.head * group + x % group);
+    }
+}
+
+// Counts this CTA in; true for the last of `expected`, which then sees what all the others stored.
+DEVICE bool arrive(const AttentionParams& p, i64 slot, i32 expected, const Place& me) {
+    ptx::fence();
+    ptx::sync_block();
+    if (me.thread == 0) {
+        const bool last = ptx::atomic_add(p.tickets + slot, 1) + 1 == static_cast<u32>(expected);
+        if (last) ptx::write(p.tickets + slot, 0u);
+        ptx::shared_write(me.base + LAST_AT, static_cast<u32>(last));
+    }
+    ptx::sync_block();
+    ptx::fence();
+    return ptx::shared_read<u32>(me.base + LAST_AT) != 0;
+}
+
+// Keys [from, to) for all rows of the unit: the teams' sums are in shared memory when it returns.
+DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2], i32 from, i32 to, const Place& me) {
+    State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}};
+    attend(state, p, pages, queries, rows, from, to, me);
+    ptx::sync_block();  // the stages become the sums' memory
+    store_team(me.base, state, me.team, me.first_row, me.lane);
+    ptx::sync_block();
+}
+
+// The chunks of a unit that this CTA does alone, folded from the left.
+DEVICE void fold_chunk(const AttentionParams& p, const Unit& unit, i32 group, bool first, bool last, float v_scale, const Place& me) {
+    float* total = Slot(p, ptx::block_index()).at;
+    const auto folded = [&](u32 row, u32 column, float o) {
+        const Partial chunk = load_teams(me.base, row, column);
+        if (first) return chunk;
+        const float m = ptx::shared_read<float>(me.base + TOTALS_AT + 4 * row), l = ptx::shared_read<float>(me.base + TOTALS_AT + 4 * (ROWS + row));
+        return fold({o, m, l}, chunk);
+    };
+    for_elements(unit, group, me, [&](u32 row, u32 column, i64 token, i32 head) {
+        float* at = total + row * DV + column;
+        const Partial x = folded(row, column, first ? 0.0f : ptx::read(at));
+        if (last) {
+            write_result(p, token, head, column, x, v_scale);
+        } else {
+            ptx::write(at, x.o);
+        }
+    });
+    Partial of_row{0.0f, 0.0f, 0.0f};
+    if (!last && me.thread < ROWS) of_row = folded(me.thread, 0, 0.0f);
+    ptx::sync_block();  // the sums' memory may become stages again
+    if (!last && me.thread < ROWS) {
+        ptx::shared_write(me.base + TOTALS_AT + 4 * me.thread, of_row.m);
+        ptx::shared_write(me.base + TOTALS_AT + 4 * (ROWS + me.thread), of_row.l);
+    }
+}
+
+// One piece of a shared unit is stored; the last CTA to do so merges all, in the order of keys.
+DEVICE void share_piece(const AttentionParams& p, const Plan<ROWS, STEP_TOKENS>& plan, i32 number, float v_scale, const Place& me) {
+    const Slot mine(p, plan.slot(number));
+    for_elements(plan.unit, plan.group, me, [&](u32 row, u32 column, i64, i32) { mine.store(row, column, load_teams(me.base, row, column)); });
+    const i32 pieces = plan.num_partials();
+    if (!arrive(p, plan.slot(0), pieces, me)) return;
+    for_elements(plan.unit, plan.group, me, [&](u32 row, u32 column, i64 token, i32 head) {
+        Partial all = Slot(p, plan.slot(0)).load(row, column);
+        for (i32 piece = 1; piece < pieces; ++piece) all = fold(all, Slot(p, plan.slot(piece)).load(row, column));
+        write_result(p, token, head, column, all, v_scale);
+    });
+}
+
+KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams p) {
+    Place me;
+    me.base = ptx::shared_base();
+    me.thread = ptx::thread_index();
+    me.lane = me.thread % 32;
+    me.team = me.thread / TEAM_THREADS;
+    me.team_thread = me.thread % TEAM_THREADS;
+    me.first_row = me.team_thread / 32 * 16;
+    const float v_scale = !TOKEN_SCALES && p.v_scale ? ptx::read(p.v_scale) : 1.0f;
+    Queries queries;
+    queries.at = me.base + me.first_row * Q_STRIDE;
+    queries.scale = !TOKEN_SCALES && p.k_scale ? p.scale * ptx::read(p.k_scale) : p.scale;
+
+    Plan<ROWS, STEP_TOKENS> plan(p);
+    for (; plan.more(); plan.advance()) {
+        const Unit& unit = plan.unit;
+        const i32 mine = plan.first_mine(), end = plan.end_mine();
+        if (mine >= end && !(unit.num_items == 0 && plan.starts_here())) continue;
+        load_queries(p, unit, plan.group, me);
+        ptx::sync_block();
+        keep_queries(queries, me.lane);
+        const i32 row = static_cast<i32>(me.first_row + me.lane / 4);
+        const Row rows[2] = {row_of(p, unit, plan.group, row), row_of(p, unit, plan.group, row + 8)};
+        const Pages pages = pages_of(p, unit.sequence, unit.head);
+
+        const bool alone = plan.num_partials() == 1;
+        for (i32 item = mine;;) {  // with split_tokens chunk by chunk, else all at once
+            const i32 next = p.split_tokens && item < end ? item + 1 : end;
+            attend_all(p, pages, queries, rows, plan.from_key(item), plan.to_key(next), me);
+            if (alone) {
+                fold_chunk(p, unit, plan.group, item == mine, next == end, v_scale, me);
+            } else {
+                share_piece(p, plan, p.split_tokens ? item : plan.my_partial(), v_scale, me);
+            }
+            item = next;
+            if (item >= end) break;
+        }
+    }
+}

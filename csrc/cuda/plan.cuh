@@ -1,0 +1,207 @@
+// Who does what, decided by every warp for itself: no plan is made on the host, none can be stale, and a decode is one launch.
+//
+// Work is laid out on a line: sequences, in each the tiles of ROWS query rows, in each the kv heads. Such a unit takes OVERHEAD + steps,
+// a step being STEP_TOKENS keys (or, with split_tokens, one chunk of so many keys). The line is cut into equal shares, one for each CTA:
+//
+//     |  unit 0      |  unit 1   |   unit 2                                         |  unit 3 ...
+//     |   CTA 0          |   CTA 1           |   CTA 2           |   CTA 3
+//
+// so a CTA begins and ends at most two units that others share. A unit done by several leaves partial states, merged by its last CTA.
+// Slots of partials and tickets follow from the line, with no counting:
+//     free cut      the unit's first CTA c: slot 2 c + 1; each later one: 2 c         num_slots = 2 CTAs
+//     split_tokens  place of the chunk on the line / width of a chunk                 chunks are at least that far apart
+// Cost: two passes over the sequences' lengths, 32 at a time; a pass over the row tiles of the lane's sequences.
+#pragma once
+
+#include "params.h"
+#include "ptx.cuh"
+
+constexpr int OVERHEAD = 2;  // what a unit costs beside its keys, in steps: queries in, result out
+
+struct Unit {
+    i32 sequence, tile, head;  // which
+    i32 first_query, queries, length;  // of the sequence
+    i32 begin_key, end_key;  // what the tile's rows may see at most
+    i64 place;  // on the line
+    i32 first_item, num_items;  // steps, or chunks (the first chunk has number first_item)
+    i32 weight;  // of an item
+    DEVICE_MEMBER i64 end_place() const { return place + OVERHEAD + static_cast<i64>(num_items) * weight; }
+    DEVICE_MEMBER i64 place_of(i32 item) const { return place + OVERHEAD + static_cast<i64>(item) * weight; }
+};
+
+struct Sequence {
+    i32 first_query, queries, length, num_tiles;  // num_tiles 0: not of this launch
+};
+
+template <int ROWS, int STEP_TOKENS> struct Plan {
+    const AttentionParams& p;
+    i32 group;  // G
+    i64 share, begin, end;  // of each CTA; of this one
+    Unit unit;
+    Sequence sequence;
+
+    DEVICE_MEMBER explicit Plan(const AttentionParams& params) : p(params) {
+        group = p.num_heads / p.num_kv_heads;
+        i64 total = 0;
+        const i32 lane = static_cast<i32>(ptx::thread_index() % 32);
+        for (i32 b = lane; b < p.num_sequences; b += 32) total += width_of(b);
+#pragma unroll
+        for (int bits = 16; bits; bits /= 2) total += ptx::shuffle_xor(total, bits);
+        share = (total + ptx::num_blocks() - 1) / ptx::num_blocks();
+        share = share ? share : 1;
+        begin = share * ptx::block_index();
+        end = begin + share < total ? begin + share : total;
+        if (begin < end) find(lane);
+    }
+
+    // Is there a unit that touches this CTA's share?
+    DEVICE_MEMBER bool more() const { return begin < end && unit.place < end; }
+
+    DEVICE_MEMBER void advance() {
+        const i64 place = unit.end_place();
+        if (unit.head + 1 < p.num_kv_heads) {
+            ++unit.head;
+            unit.place = place;
+            return;
+        }
+        if (unit.tile + 1 < sequence.num_tiles) {
+            fill(unit.sequence, unit.tile + 1, place);
+            return;
+        }
+        i32 b = unit.sequence;
+        unit.place = place;
+        if (place >= end) return;
+        do sequence = load(++b);
+        while (!sequence.num_tiles);  // the line goes on, so there is one
+        fill(b, 0, place);
+    }
+
+    // The items of the current unit that are this CTA's.
+    DEVICE_MEMBER i32 first_mine() const { return whole_units() ? (starts_here() ? 0 : unit.num_items) : item_at(begin); }
+    DEVICE_MEMBER i32 end_mine() const { return whole_units() ? (starts_here() ? unit.num_items : 0) : item_at(end_of_share()); }
+
+    // A unit that sees no key has no items: whose is it?
+    DEVICE_MEMBER bool starts_here() const { return unit.place >= begin; }
+
+    // How many partial states the unit leaves, and where they lie.
+    DEVICE_MEMBER i32 num_partials() const {
+        if (unit.num_items <= 1 || whole_units()) return 1;
+        if (p.split_tokens) return unit.num_items;
+        return static_cast<i32>(owner(unit.num_items - 1) - owner(0)) + 1;
+    }
+    DEVICE_MEMBER i64 slot(i32 partial) const {
+        if (p.split_tokens) return unit.place_of(partial) / unit.weight;
+        const i64 first = owner(0);
+        return partial ? 2 * (first + partial) : 2 * first + 1;
+    }
+    DEVICE_MEMBER i32 my_partial() const { return static_cast<i32>(ptx::block_index() - owner(0)); }  // of a free cut
+
+    // Keys [from, to) of item i (of items [i, last) of a free cut).
+    DEVICE_MEMBER i32 from_key(i32 i) const {
+        if (!p.split_tokens) return unit.begin_key + i * STEP_TOKENS;
+        const i32 cut = (unit.first_item + i) * p.split_tokens;
+        return cut > unit.begin_key ? cut : unit.begin_key;
+    }
+    DEVICE_MEMBER i32 to_key(i32 last) const {
+        const i32 cut = p.split_tokens ? (unit.first_item + last) * p.split_tokens : unit.begin_key + last * STEP_TOKENS;
+        return last == unit.num_items || cut > unit.end_key ? unit.end_key : cut;
+    }
+
+private:
+    DEVICE_MEMBER bool whole_units() const { return p.split_tokens && !p.spread; }
+    DEVICE_MEMBER i64 end_of_share() const { return begin + share; }
+    DEVICE_MEMBER i64 owner(i32 item) const { return unit.place_of(item) / share; }
+    DEVICE_MEMBER i32 item_at(i64 place) const {  // the first that begins at `place` or later
+        const i64 past = place - unit.place - OVERHEAD;
+        if (past <= 0) return 0;
+        const i64 item = (past + unit.weight - 1) / unit.weight;
+        return item < unit.num_items ? static_cast<i32>(item) : unit.num_items;
+    }
+
+    DEVICE_MEMBER Sequence load(i32 b) const {
+        Sequence s;
+        s.first_query = ptx::read(p.cu_seqlens_q + b);
+        s.queries = ptx::read(p.cu_seqlens_q + b + 1) - s.first_query;
+        s.length = s.queries ? ptx::read(p.seq_lens + b) : 0;
+        const i64 rows = static_cast<i64>(s.queries) * group;
+        s.num_tiles = rows < p.min_rows || rows > p.max_rows ? 0 : static_cast<i32>((rows + ROWS - 1) / ROWS);
+        return s;
+    }
+
+    // What the rows of a tile may see, and in how many items.
+    DEVICE_MEMBER void see(Unit& u, const Sequence& s, i32 tile) const {
+        const i32 old = s.length - s.queries;
+        const i32 first = tile * ROWS / group, last_row = tile * ROWS + ROWS - 1;
+        const i32 last = last_row / group < s.queries ? last_row / group : s.queries - 1;
+        u.end_key = p.causal && !p.tree_mask && old + last + 1 < s.length ? old + last + 1 : s.length;
+        u.begin_key = p.window && old + first + 1 > p.window ? old + first + 1 - p.window : 0;
+        if (u.end_key <= u.begin_key) {
+            u.begin_key = u.end_key = u.first_item = u.num_items = 0;
+            u.weight = 1;
+        } else if (p.split_tokens) {
+            u.first_item = u.begin_key / p.split_tokens;
+            u.num_items = (u.end_key - 1) / p.split_tokens + 1 - u.first_item;
+            u.weight = (p.split_tokens + STEP_TOKENS - 1) / STEP_TOKENS;
+        } else {
+            u.begin_key = u.begin_key / 16 * 16;  // tiles of keys that do not straddle pages; what is left of the window is masked
+            u.first_item = 0;
+            u.num_items = (u.end_key - u.begin_key + STEP_TOKENS - 1) / STEP_TOKENS;
+            u.weight = 1;
+        }
+    }
+
+    DEVICE_MEMBER i64 width_of(i32 b) const {
+        const Sequence s = load(b);
+        i64 width = 0;
+        for (i32 tile = 0; tile < s.num_tiles; ++tile) {
+            Unit u;
+            u.place = 0;
+            see(u, s, tile);
+            width += u.end_place();
+        }
+        return width * p.num_kv_heads;
+    }
+
+    DEVICE_MEMBER void fill(i32 b, i32 tile, i64 place) {
+        unit.sequence = b;
+        unit.tile = tile;
+        unit.head = 0;
+        unit.first_query = sequence.first_query;
+        unit.queries = sequence.queries;
+        unit.length = sequence.length;
+        unit.place = place;
+        see(unit, sequence, tile);
+    }
+
+    // The unit in which this CTA's share begins.
+    DEVICE_MEMBER void find(i32 lane) {
+        i64 before = 0;
+        for (i32 base = 0;; base += 32) {  // begin < total: it ends
+            const i64 width = base + lane < p.num_sequences ? width_of(base + lane) : 0;
+            i64 upto = width;
+#pragma unroll
+            for (int by = 1; by < 32; by *= 2) {
+                const i64 left = ptx::shuffle_up(upto, by);
+                upto += lane >= by ? left : 0;
+            }
+            const u32 found = ptx::ballot(before + upto > begin);
+            if (!found) {
+                before += ptx::shuffle(upto, 31);
+                continue;
+            }
+            i32 hit = 0;
+            while (!(found >> hit & 1)) ++hit;
+            before += ptx::shuffle(upto - width, hit);
+            sequence = load(base + hit);
+            fill(base + hit, 0, before);
+            break;
+        }
+        while (unit.place + (unit.end_place() - unit.place) * p.num_kv_heads <= begin) {
+            const i64 place = unit.place + (unit.end_place() - unit.place) * p.num_kv_heads;
+            fill(unit.sequence, unit.tile + 1, place);
+        }
+        const i64 width = unit.end_place() - unit.place;
+        unit.head = static_cast<i32>((begin - unit.place) / width);
+        unit.place += unit.head * width;
+    }
+};

@@ -1,0 +1,168 @@
+// The machine, one function per instruction: everything in csrc/cuda that is PTX stands here, and nothing else does.
+//
+// Two halves declare the same functions. This one is inline PTX, and includes no header at all: a kernel compiles in milliseconds, with
+// NVRTC or nvcc, and 16-bit floats are plain bits in u16 and u32. The other one, csrc/simt/ptx_twin.hpp, runs on a host: it is chosen
+// with -DSIMT_HOST, so the emulator executes the very text of the kernels.
+//
+// Shared memory is addressed by 32-bit numbers (the .shared window), global memory by pointers. sm_80 and later.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+struct alignas(16) Words4 {
+    u32 x, y, z, w;
+};
+
+#define MINUS_INFINITY ptx::as_float(0xff800000u)
+
+#ifdef SIMT_HOST
+#include "ptx_twin.hpp"
+#else
+
+#define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+
+namespace ptx {
+
+// Where a thread is, and waiting for others.
+
+DEVICE u32 thread_index() { return threadIdx.x; }
+DEVICE u32 block_index() { return blockIdx.x; }
+DEVICE u32 num_blocks() { return gridDim.x; }
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+DEVICE void sync_team(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void fence() { __threadfence(); }
+DEVICE u32 atomic_add(u32* at, u32 value) { return atomicAdd(at, value); }
+
+// Exchange between the 32 lanes of a warp; all of them take part.
+
+template <class T> DEVICE T shuffle(T x, u32 lane) { return __shfl_sync(~0u, x, lane); }
+template <class T> DEVICE T shuffle_xor(T x, u32 bits) { return __shfl_xor_sync(~0u, x, bits); }
+template <class T> DEVICE T shuffle_up(T x, u32 by) { return __shfl_up_sync(~0u, x, by); }
+DEVICE u32 ballot(bool x) { return __ballot_sync(~0u, x); }
+
+// Memory.
+
+template <class T> DEVICE T read(const T* at) { return *at; }
+template <class T> DEVICE T read_cached_nowhere(const T* at) { return __ldcg(at); }  // what another CTA wrote
+template <class T> DEVICE void write(T* at, T x) { *at = x; }
+
+DEVICE u32 shared_base() {
+    extern __shared__ __align__(128) u8 shared[];
+    return static_cast<u32>(__cvta_generic_to_shared(shared));
+}
+DEVICE void shared_write(u32 at, u16 x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(x) : "memory"); }
+DEVICE void shared_write(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
+DEVICE void shared_write(u32 at, u64 x) { asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(x) : "memory"); }
+DEVICE void shared_write(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
+template <class T> DEVICE T shared_read(u32 at);
+template <> DEVICE_MEMBER u16 shared_read<u16>(u32 at) {
+    u16 x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at) : "memory");
+    return x;
+}
+template <> DEVICE_MEMBER u32 shared_read<u32>(u32 at) {
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+    return x;
+}
+template <> DEVICE_MEMBER u64 shared_read<u64>(u32 at) {
+    u64 x;
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(x) : "r"(at) : "memory");
+    return x;
+}
+template <> DEVICE_MEMBER float shared_read<float>(u32 at) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+    return x;
+}
+template <> DEVICE_MEMBER Words4 shared_read<Words4>(u32 at) {
+    Words4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+    return x;
+}
+
+// Copies of BYTES (16, 8 or 4) from global to shared memory that run by themselves; zeros land where not `present`, and nothing is read.
+
+template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool present) {
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(present ? BYTES : 0) : "memory");
+    }
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// Tensor cores. Four 8 x 8 matrices of 16-bit elements, lane l giving the address of row l % 8 of matrix l / 8; and D += A B of 16 x 8 x 16.
+
+DEVICE void load_matrices(u32 (&m)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(at) : "memory");
+}
+DEVICE void load_matrices_transposed(u32 (&m)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(at) : "memory");
+}
+template <bool HALF> DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if constexpr (HALF) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+// Numbers. `low` is the element with the lower index, in the lower half of the word.
+
+template <bool HALF> DEVICE u32 pack(float low, float high) {
+    u32 x;
+    if constexpr (HALF) {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    }
+    return x;
+}
+template <bool HALF> DEVICE u32 fused2(u32 a, u32 b, u32 c) {
+    u32 x;
+    if constexpr (HALF) {
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    } else {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    }
+    return x;
+}
+DEVICE u32 permute(u32 a, u32 b, u32 bytes) { return __byte_perm(a, b, bytes); }
+DEVICE float half_to_float(u16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+DEVICE float as_float(u32 x) { return __uint_as_float(x); }
+DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
+DEVICE float exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float log2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float tanh(float x) { return tanhf(x); }
+DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEVICE float times(float a, float b) { return __fmul_rn(a, b); }  // never contracted: bits do not depend on what stands beside it
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+
+}  // namespace ptx
+#endif

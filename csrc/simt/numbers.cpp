@@ -1,0 +1,82 @@
+// 16-bit floats, by integer arithmetic and one table; and the product of two fragments as the PTX manual lays them out.
+#include <array>
+#include <cmath>
+#include <cstring>
+
+#include "machine.hpp"
+
+namespace simt {
+
+namespace {
+
+// Value of a 16-bit float with `mantissa` bits after the point and an exponent bias: sign, exponent, fraction.
+float value_of(uint32_t bits, int mantissa, int bias) {
+    const uint32_t exponent_bits = 15 - mantissa, fraction = bits & ((1u << mantissa) - 1);
+    const int exponent = static_cast<int>(bits >> mantissa & ((1u << exponent_bits) - 1));
+    const float sign = bits >> 15 ? -1.0f : 1.0f;
+    if (exponent == (1 << exponent_bits) - 1) return fraction ? NAN : sign * INFINITY;
+    const int whole = exponent ? 1 << mantissa : 0;
+    return sign * std::ldexp(static_cast<float>(whole + static_cast<int>(fraction)), (exponent ? exponent : 1) - bias - mantissa);
+}
+
+using Table = std::array<float, 1 << 16>;
+
+const Table& halves() {
+    static const Table table = [] {
+        Table t;
+        for (uint32_t bits = 0; bits < t.size(); ++bits) t[bits] = value_of(bits, 10, 15);
+        return t;
+    }();
+    return table;
+}
+
+}  // namespace
+
+float to_float(uint16_t bits, bool half) {
+    if (half) return halves()[bits];
+    const uint32_t word = static_cast<uint32_t>(bits) << 16;
+    float x;
+    std::memcpy(&x, &word, sizeof x);
+    return x;
+}
+
+uint16_t from_float(float x, bool half) {
+    uint32_t word;
+    std::memcpy(&word, &x, sizeof x);
+    const uint32_t sign = word >> 16 & 0x8000;
+    if (x != x) return static_cast<uint16_t>(sign | (half ? 0x7e00 : 0x7fc0));
+    if (!half) return static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+    const float magnitude = std::fabs(x);
+    if (magnitude == 0.0f) return static_cast<uint16_t>(sign);
+    if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00);
+    int exponent = 0;
+    std::frexp(magnitude, &exponent);
+    const int step = std::max(exponent - 11, -24);  // 2 ** step is the unit in the last place
+    const auto units = static_cast<uint32_t>(std::nearbyint(std::ldexp(magnitude, -step)));  // ties to even
+    return static_cast<uint16_t>(sign | (units + (static_cast<uint32_t>(step + 24) << 10)));  // a carry goes into the exponent, as it must
+}
+
+// A lane is 4 * group + place. A: row group (+ 8), columns 2 place, 2 place + 1 (+ 8). B: rows 2 place ..., column group. D: as A's first.
+void multiply_fragments(Operands* const (&lanes)[32]) {
+    const bool half = lanes[0]->half;
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const int group = lane / 4, place = lane % 4;
+        const Operands& mine = *lanes[lane];
+        for (int i = 0; i < 8; ++i) {
+            a[group + 8 * (i / 2 % 2)][2 * place + i % 2 + 8 * (i / 4)] = to_float(static_cast<uint16_t>(mine.a[i / 2] >> 16 * (i % 2)), half);
+        }
+        for (int i = 0; i < 4; ++i) b[2 * place + i % 2 + 8 * (i / 2)][group] = to_float(static_cast<uint16_t>(mine.b[i / 2] >> 16 * (i % 2)), half);
+    }
+    float d[16][8] = {};
+    for (int row = 0; row < 16; ++row) {
+        for (int k = 0; k < 16; ++k) {
+            for (int column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
+        }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        for (int i = 0; i < 4; ++i) lanes[lane]->d[i] += d[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2];
+    }
+}
+
+}  // namespace simt

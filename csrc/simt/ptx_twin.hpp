@@ -1,0 +1,98 @@
+// The host's half of csrc/cuda/ptx.cuh: the same functions, in terms of the emulator. It knows no kernel.
+//
+// 16-bit floats are converted by integer arithmetic written here once more, round to nearest even, so that a mistake in a kernel's bit
+// tricks does not meet the same mistake on the other side.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "simt.hpp"
+
+#define DEVICE static inline
+#define DEVICE_MEMBER inline
+#define __grid_constant__
+#define KERNEL(threads, blocks)                                                                    \
+    static_assert((threads) % 32 == 0 && (blocks) > 0, "whole warps");                             \
+    extern "C" void
+
+namespace ptx {
+
+DEVICE u32 thread_index() { return simt::thread_index(); }
+DEVICE u32 block_index() { return simt::block_index(); }
+DEVICE u32 num_blocks() { return simt::num_blocks(); }
+DEVICE void sync_block() { simt::sync_block(); }
+DEVICE void sync_warp() { simt::sync_warp(~0u); }
+DEVICE void sync_team(u32 id, u32 threads) { simt::sync_team(id, threads); }
+DEVICE void fence() {}
+DEVICE u32 atomic_add(u32* at, u32 value) { return simt::atomic_add(at, value); }
+
+template <class T> DEVICE u64 bits_of(T x) {
+    u64 bits = 0;
+    std::memcpy(&bits, &x, sizeof x);
+    return bits;
+}
+template <class T> DEVICE T from_bits(u64 bits) {
+    T x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+template <class T> DEVICE T shuffle(T x, u32 lane) { return from_bits<T>(simt::shuffle(~0u, bits_of(x), lane & 31)); }
+template <class T> DEVICE T shuffle_xor(T x, u32 bits) { return shuffle(x, (simt::thread_index() & 31) ^ bits); }
+template <class T> DEVICE T shuffle_up(T x, u32 by) {
+    const u32 lane = simt::thread_index() & 31;
+    return shuffle(x, lane >= by ? lane - by : lane);
+}
+DEVICE u32 ballot(bool x) { return simt::ballot(~0u, x); }
+
+template <class T> DEVICE T read(const T* at) {
+    T x;
+    simt::global_read(&x, at, sizeof x);
+    return x;
+}
+template <class T> DEVICE T read_cached_nowhere(const T* at) { return read(at); }
+template <class T> DEVICE void write(T* at, T x) { simt::global_write(at, &x, sizeof x); }
+
+DEVICE u32 shared_base() { return 0; }
+template <class T> DEVICE void shared_write(u32 at, T x) { simt::shared_write(at, &x, sizeof x); }
+template <class T> DEVICE T shared_read(u32 at) {
+    T x;
+    simt::shared_read(&x, at, sizeof x);
+    return x;
+}
+template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool present) { simt::copy_async(to, from, BYTES, present); }
+DEVICE void copy_commit() { simt::copy_commit(); }
+template <int PENDING> DEVICE void copy_wait() { simt::copy_wait(PENDING); }
+
+DEVICE void load_matrices(u32 (&m)[4], u32 at) { simt::load_matrices(m, at, false); }
+DEVICE void load_matrices_transposed(u32 (&m)[4], u32 at) { simt::load_matrices(m, at, true); }
+template <bool HALF> DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { simt::multiply_add(d, a, b0, b1, HALF); }
+
+template <bool HALF> DEVICE u32 pack(float low, float high) {
+    return simt::from_float(low, HALF) | static_cast<u32>(simt::from_float(high, HALF)) << 16;
+}
+template <bool HALF> DEVICE u32 fused2(u32 a, u32 b, u32 c) {
+    float r[2];
+    for (int i = 0; i < 2; ++i) {  // exact in double, but for one rounding that can only matter in the last place of a tie
+        const auto at = [&](u32 x) { return static_cast<double>(simt::to_float(static_cast<u16>(x >> 16 * i), HALF)); };
+        r[i] = static_cast<float>(at(a) * at(b) + at(c));
+    }
+    return pack<HALF>(r[0], r[1]);
+}
+DEVICE u32 permute(u32 a, u32 b, u32 bytes) {
+    const u64 both = a | static_cast<u64>(b) << 32;
+    u32 x = 0;
+    for (int i = 0; i < 4; ++i) x |= static_cast<u32>(both >> 8 * (bytes >> 4 * i & 7) & 0xff) << 8 * i;
+    return x;
+}
+DEVICE float half_to_float(u16 x) { return simt::to_float(x, true); }
+DEVICE float as_float(u32 x) { return from_bits<float>(x); }
+DEVICE u32 as_bits(float x) { return static_cast<u32>(bits_of(x)); }
+DEVICE float exp2(float x) { return ::exp2f(x); }
+DEVICE float log2(float x) { return ::log2f(x); }
+DEVICE float tanh(float x) { return ::tanhf(x); }
+DEVICE float fused(float a, float b, float c) { return ::fmaf(a, b, c); }
+DEVICE float times(float a, float b) { return a * b; }
+DEVICE float larger(float a, float b) { return ::fmaxf(a, b); }
+
+}  // namespace ptx

@@ -1,0 +1,53 @@
+// A CUDA grid on one host thread: what a kernel may ask of it. It knows nothing of attention.
+//
+// Blocks run one after another in random order. A CUDA thread is a fiber; of those that can run, a random one runs until it must wait.
+// Everything that is left undefined on a device is made to hurt here, at the line that leaves it so:
+//
+//     shared memory     NaN until written. Every access is checked: inside the block's memory, aligned, written before; and ordered by a
+//                       barrier or a wait after the last access of another thread that conflicts with it (vector clocks, see clocks.hpp).
+//     copy_async        nothing lands before the wait of the thread that copies; what was there is poisoned at once.
+//     collectives       a warp meets for shuffles, votes, matrices: all lanes of the mask or a fault that says where each one waits.
+//     barriers          named, with counts; when nobody can run, a fault names who waits for what.
+//     global memory     only inside registered allocations, aligned.
+//
+// A fault ends the launch; its text is what `simt_launch` returns. Not shown: the memory model between blocks, bank conflicts, speed.
+#pragma once
+
+#include <cstdint>
+
+namespace simt {
+
+uint32_t thread_index();
+uint32_t block_index();
+uint32_t num_blocks();
+
+void sync_block();
+void sync_team(uint32_t id, uint32_t threads);
+void sync_warp(uint32_t mask);
+uint64_t shuffle(uint32_t mask, uint64_t value, uint32_t source);
+uint32_t ballot(uint32_t mask, bool vote);
+
+void global_read(void* to, const void* from, uint32_t bytes);
+void global_write(void* to, const void* from, uint32_t bytes);
+uint32_t atomic_add(uint32_t* at, uint32_t value);
+
+void shared_read(void* to, uint32_t from, uint32_t bytes);
+void shared_write(uint32_t to, const void* from, uint32_t bytes);
+void copy_async(uint32_t to, const void* from, uint32_t bytes, bool present);
+void copy_commit();
+void copy_wait(uint32_t pending);
+
+void load_matrices(uint32_t (&m)[4], uint32_t at, bool transposed);
+void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool half);
+
+float to_float(uint16_t bits, bool half);      // of float16, or bfloat16
+uint16_t from_float(float x, bool half);       // round to nearest even
+
+}  // namespace simt
+
+extern "C" {
+void simt_allow(const void* start, uint64_t bytes);  // an allocation of the device
+void simt_forbid_all();
+// Runs kernel(params) on a grid; returns nullptr, or the fault.
+const char* simt_launch(void (*kernel)(const void*), const void* params, uint32_t blocks, uint32_t threads, uint32_t shared_bytes, uint64_t seed);
+}

@@ -1,0 +1,67 @@
+"""The CUDA C++ kernels of csrc/cuda, seen from Python: what they cannot do, and where a call goes.
+
+docs/cuda-kernels.md tells how they work. This file imports no CuPy: that is found missing, or found, when someone asks. Specialisations are
+compiled at first use and kept on disk (cuda_driver.py); what a launch is made of is cuda_launch.py's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from pagedkv.kernels import cuda_launch, reference
+
+if TYPE_CHECKING:
+    from pagedkv.kernels.args import AttentionCall
+    from pagedkv.kernels.registry import Case
+
+FLOATS: Final = ("float32", "bfloat16", "float16")
+
+
+def objections(case: Case) -> list[str]:
+    """Why these kernels cannot serve `case`: of this machine, then of the case."""
+    return [*machine_objections(), *case_objections(case)]
+
+
+def case_objections(case: Case) -> list[str]:
+    """What the kernels cannot do on any machine."""
+    if case.op != "paged_attention":
+        return []  # the reference's, until they have their own kernels
+    found = []
+    if case.dtype not in (None, *FLOATS):
+        found.append(f"q is {case.dtype}; it takes {', '.join(FLOATS)}")
+    largest = cuda_launch.LARGEST_HEAD_DIM.get(case.dtype or "", 256)
+    for name, dim in (("head_dim", case.head_dim), ("head_dim_v", case.head_dim_v)):
+        if dim is not None and (dim % 16 or not 0 < dim <= largest):
+            found.append(f"{name} is {dim}; it takes multiples of 16 up to {largest}" + (" in float32" if largest < 256 else ""))
+    return found
+
+
+@cache
+def machine_objections() -> tuple[str, ...]:
+    """What this machine lacks."""
+    found = []
+    if importlib.util.find_spec("cupy") is None:
+        found.append("CuPy is not installed; install pagedkv[cuda13], or [cuda12] for a driver older than 580")
+    if torch.version.cuda is None:
+        found.append(f"torch {torch.__version__} is built without CUDA; install a build with it")
+    elif not torch.cuda.is_available():
+        found.append("torch finds no CUDA device or driver")
+    elif torch.cuda.get_device_capability() < (8, 0):
+        found.append("the GPU is {}.{}; the kernels need compute capability 8.0".format(*torch.cuda.get_device_capability()))
+    return tuple(found)
+
+
+def paged_attention(call: AttentionCall) -> None:
+    """Attend. Modifies: call.out, call.lse."""
+    from pagedkv.kernels import cuda_driver
+
+    cuda_launch.attend(call, cuda_driver.driver(call.q.device))
+
+
+write_kv = reference.write_kv
+merge_states = reference.merge_states
+copy_frames = reference.copy_frames

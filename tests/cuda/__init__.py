@@ -1,0 +1,1 @@
+"""The CUDA kernels, proven on a host."""

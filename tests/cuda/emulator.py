@@ -1,0 +1,141 @@
+"""csrc/cuda on the host: the same sources, compiled by g++ against csrc/simt, behind the same `Machine` that drives a GPU.
+
+What is compiled is kept in a folder of the user's cache, by a hash of all sources and options; so a second run compiles nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedkv.kernels import cuda_launch
+from tests.cases import Built
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from pagedkv.kernels.args import AttentionCall
+    from pagedkv.kernels.cuda_launch import Shape
+
+CSRC = Path(__file__).parents[2] / "csrc"
+SIMT = sorted((CSRC / "simt").glob("*.cpp"))
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off", "-march=native")
+ENTRY = """
+#include "{source}"
+extern "C" const unsigned shared_bytes = SHARED_BYTES;
+extern "C" void enter(const void* params) {{ {kernel}(*static_cast<const {params}*>(params)); }}
+"""
+COMPILER = shutil.which("g++")
+
+
+class Fault(Exception):
+    """What the emulator found wrong with a kernel."""
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkv" / "simt"
+
+
+def compiled(name: str, sources: Mapping[str, str], flags: tuple[str, ...], inputs: tuple[Path, ...] = ()) -> Path:
+    """A file made by g++ from `sources` (by name; those ending .cpp are compiled) and objects; once for equal texts."""
+    assert COMPILER
+    digest = hashlib.sha256(repr((sorted(sources.items()), flags, [path.name for path in inputs])).encode()).hexdigest()[:32]
+    target = cache_folder() / f"{name}-{digest}{'.o' if '-c' in flags else '.so' if '-shared' in flags else ''}"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            for file, text in sources.items():
+                (Path(work) / file).write_text(text)
+            units = [file for file in sources if file.endswith(".cpp")]
+            command = [COMPILER, *flags, "-I.", *units, *map(str, inputs), "-o", target.name]
+            run = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout}"
+            (Path(work) / target.name).replace(target)
+    return target
+
+
+def texts(folder: str, *suffixes: str) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted((CSRC / folder).iterdir()) if path.suffix in suffixes}
+
+
+def runtime() -> tuple[Path, ...]:
+    """The emulator itself, an object per source."""
+    headers = texts("simt", ".hpp")
+    return tuple(compiled(path.stem, headers | {path.name: path.read_text()}, (*FLAGS, "-c")) for path in SIMT)
+
+
+class Emulator:
+    """A GPU of a few SMs. `sources` replaces texts of csrc/cuda, to plant faults; seed decides the order of blocks and threads."""
+
+    def __init__(self, num_sms: int = 3, *, seed: int = 0, shared: tuple[int, int] = (227 << 10, 228 << 10)) -> None:
+        self.num_sms, self.seed = num_sms, seed
+        self.shared_per_block, self.shared_per_sm = shared
+        self.sources: dict[str, str] = texts("cuda", ".cuh", ".h") | {"ptx_twin.hpp": texts("simt", ".hpp")["ptx_twin.hpp"]}
+        self.memory: list[Tensor] = []
+        self.launches: list[Shape] = []
+
+    def build(self, shape: Shape) -> ctypes.CDLL:
+        """The kernel of that shape, with an emulator of its own."""
+        entry = ENTRY.format(source="paged_attention.cuh", kernel="paged_attention", params="AttentionParams")
+        macros = tuple(f"-D{name}={value}" for name, value in shape.macros.items())
+        headers = self.sources | {"simt.hpp": texts("simt", ".hpp")["simt.hpp"]}
+        path = compiled("attention", headers | {"entry.cpp": entry}, (*FLAGS, "-DSIMT_HOST", *macros, "-shared"), runtime())
+        library = ctypes.CDLL(str(path))
+        library.simt_launch.restype = ctypes.c_char_p
+        library.simt_launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, *[ctypes.c_uint32] * 3, ctypes.c_uint64]
+        library.simt_allow.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+        return library
+
+    def workspace(self, slots: int, floats: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Poisoned, and just as long as it must be."""
+        pair = (torch.full((slots * floats,), torch.nan), torch.zeros(slots, dtype=torch.int32))
+        self.memory += pair
+        self.tickets = pair[1]
+        return pair
+
+    def launch(self, shape: Shape, blocks: int, params: bytes) -> None:
+        """Run it, block by block. Raises: Fault."""
+        self.launches.append(shape)
+        library = self.build(shape)
+        assert ctypes.c_uint.in_dll(library, "shared_bytes").value == shape.shared_bytes
+        library.simt_forbid_all()
+        for tensor in self.memory:
+            storage = tensor.untyped_storage()
+            library.simt_allow(storage.data_ptr(), storage.nbytes())
+        fault = library.simt_launch(
+            ctypes.cast(library.enter, ctypes.c_void_p), params, blocks, shape.threads, shape.shared_bytes, self.seed
+        )
+        if fault:
+            raise Fault(fault.decode())
+        assert not self.tickets.any(), "tickets are left as they were found"
+
+    def attend(self, call: AttentionCall) -> None:
+        """`paged_attention` of the backend, on this machine. Raises: Fault."""
+        self.memory = [x for name in call.__slots__ if isinstance(x := getattr(call, name), torch.Tensor)]
+        cuda_launch.attend(call, self)
+
+
+def call_of(built: Built, **changes: object) -> AttentionCall:
+    """The flat call of a case; `changes` override its options."""
+    from pagedkv.kernels.args import AttentionCall
+    from pagedkv.kernels.quant import head_dim
+
+    q, layer, batch = built[:3]
+    options = {"sinks": None, "alibi_slopes": None, "tree_mask": None} | built.options | changes
+    out = torch.full((*q.shape[:2], head_dim(layer.v)), torch.nan, dtype=q.dtype)
+    lse = torch.full(q.shape[:2], torch.nan)
+    tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
+    order = ("causal", "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "split_tokens")
+    pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
+    scale = options.get("scale") or q.shape[2] ** -0.5
+    return AttentionCall(q, *pool, *tables, scale, *(options[name] for name in order), out, lse)  # type: ignore[arg-type]

@@ -1,0 +1,46 @@
+"""The attention kernel keeps the contract: on the shared grid of cases, memory poisoned, in the emulator."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from pagedkv.kernels import cuda, registry
+from tests.cases import GRID, LARGE, SMALL, Case
+from tests.cuda.emulator import COMPILER, Emulator, call_of
+from tests.kernels.oracle import allowed_error, oracle, same_precision
+
+pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
+
+
+def served(case: Case) -> bool:
+    """Would the registry, on a machine with a GPU, give this case to the kernel?"""
+    return not cuda.case_objections(registry.Case(dtype=case.dtype, head_dim=case.dims[0], head_dim_v=case.dims[1]))
+
+
+SERVED = [case for case in (*SMALL, *GRID, *LARGE) if served(case)]
+SAMPLE = random.Random(0).sample([case for case in (*SMALL, *GRID) if served(case) and sum(case.kv_lens) < 3000], 12)
+
+
+def check(case: Case, machine: Emulator) -> None:
+    built = case.build()
+    call = call_of(built)
+    machine.attend(call)
+    exact, plain, rows = oracle(built), same_precision(built), sum(case.q_lens)
+    out, lse = call.out.double().numpy(), call.lse.double().numpy()
+    assert np.isnan(out[rows:]).all(), "rows of padding are written"
+    blind = np.isneginf(exact.lse[:rows])
+    assert (np.isneginf(lse[:rows]) == blind).all()
+    assert (out[:rows][blind] == 0).all()
+    for name, got, want, low in (("out", out, exact.out, plain.out), ("lse", lse, exact.lse, plain.lse)):
+        finite = np.isfinite(want[:rows])
+        error = np.abs(got[:rows][finite] - want[:rows][finite]).max(initial=0.0)
+        allowed = allowed_error(case, want[:rows], low[:rows])
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in SAMPLE else [pytest.mark.slow]) for case in SERVED], ids=str)
+def test_out_and_lse_are_as_right_as_plain_torch(case: Case) -> None:
+    check(case, Emulator())

@@ -1,0 +1,121 @@
+"""Every kernel compiles for every architecture, within its budget of registers and shared memory, and is made of the right instructions."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedkv.kernels import cuda_driver
+from pagedkv.kernels.cuda_launch import CLASSES, KINDS, RowClass, Shape, shape_for
+
+ARCHITECTURES = {
+    "sm_80": (163, 164),
+    "sm_86": (99, 100),
+    "sm_89": (99, 100),
+    "sm_90": (227, 228),
+    "sm_100": (227, 228),
+    "sm_120": (99, 100),
+}
+"""KiB of shared memory: of a CTA at most, and of an SM."""
+
+TYPICAL = ("bfloat16", "bfloat16", (128, 128), CLASSES[0], 0)
+Wish = tuple[str, str, tuple[int, int], RowClass, int]
+VARIANTS: list[Wish] = [
+    TYPICAL,
+    *(("bfloat16", kv, (128, 128), CLASSES[0], scales) for kv in ("fp8_e4m3", "fp8_e5m2", "int8", "int4") for scales in (0, 1)),
+    ("float16", "float16", (128, 128), CLASSES[0], 0),
+    ("float16", "fp8_e4m3", (128, 128), CLASSES[0], 1),
+    ("float32", "float32", (128, 128), CLASSES[0], 0),
+    ("float32", "int8", (128, 128), CLASSES[0], 1),
+    *(("bfloat16", "bfloat16", dims, CLASSES[0], 0) for dims in ((64, 64), (80, 80), (96, 96), (192, 192), (256, 256), (192, 128))),
+    *(("bfloat16", kv, dims, rows, 0) for kv in ("bfloat16", "fp8_e4m3") for dims in ((128, 128), (256, 256)) for rows in CLASSES[1:]),
+    *((kind, kind, (128, 128), CLASSES[2], 0) for kind in ("float16", "float32")),
+    ("float32", "int8", (128, 128), CLASSES[2], 1),
+]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="NVRTC is called through CuPy, which is not installed")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nvrtc() -> None:
+    from cupy.cuda import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except (RuntimeError, OSError, ImportError) as why:
+        pytest.skip(f"no NVRTC library here (pip install nvidia-cuda-nvrtc): {why}")
+
+
+def shape_of(wish: Wish, arch: str) -> Shape:
+    q, kv, dims, row_class, scales = wish
+    per_block, per_sm = (kib << 10 for kib in ARCHITECTURES[arch])
+    return shape_for((KINDS[q], KINDS[kv]), dims, row_class, (8 if kv == "int4" and dims[0] == 80 else 16, scales), (per_block, per_sm))
+
+
+def name(value: object) -> str:
+    return (
+        "-".join(map(str, value[:2])) + f" {value[2][0]}/{value[2][1]} rows>={value[3].least} scales={value[4]}"
+        if isinstance(value, tuple)
+        else str(value)
+    )
+
+
+QUICK = [(TYPICAL, arch) for arch in ARCHITECTURES] + [(wish, "sm_90") for wish in VARIANTS[1::4]]
+REST = [(wish, arch) for wish in VARIANTS for arch in ARCHITECTURES if (wish, arch) not in QUICK]
+
+
+@pytest.mark.parametrize(("wish", "arch"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.slow) for x in REST)], ids=name)
+def test_it_compiles_within_its_budget(wish: Wish, arch: str) -> None:
+    shape = shape_of(wish, arch)
+    _, log = cuda_driver.compile_cubin("paged_attention", shape.macros, arch)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, "local memory is used"
+    registers = int(re.search(r"Used (\d+) registers", log)[1])  # type: ignore[index]
+    assert shape.blocks * shape.threads * -(-registers // 8) * 8 <= 1 << 16, (
+        f"{registers} registers: {shape.blocks} CTAs do not fit on an SM"
+    )
+    assert "warning" not in log
+
+
+def disassembled(cubin: bytes, folder: Path) -> str:
+    tools = [*Path(sys.prefix).glob("lib/python*/site-packages/nvidia/cu13/bin/nvdisasm")]
+    tool = str(tools[0]) if tools else shutil.which("nvdisasm")
+    if tool is None:
+        pytest.skip("no nvdisasm here (pip install nvidia-cuda-nvdisasm)")
+    (folder / "kernel.cubin").write_bytes(cubin)
+    return subprocess.run([tool, "-c", str(folder / "kernel.cubin")], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_keys_are_copied_16_bytes_at_a_time_and_multiplied_by_tensor_cores(arch: str, tmp_path: Path) -> None:
+    shape = shape_of(TYPICAL, arch)
+    sass = disassembled(cuda_driver.compile_cubin("paged_attention", shape.macros, arch).cubin, tmp_path)
+    copies = re.findall(r"LDGSTS\S*", sass)
+    assert copies
+    assert all(".128" in copy for copy in copies), set(copies)
+    assert len(re.findall(r"HMMA\.16816\.F32\.BF16", sass)) >= shape.tile // 8 * (8 + 8)
+    assert "LDSM.16.MT88.4" in sass, "values are transposed on the way to registers"
+    assert not re.findall(r"\b(?:LDL|STL)\b", sass), "local memory is used"
+
+
+def test_what_is_compiled_is_found_again_whatever_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+    shape = shape_of(TYPICAL, "sm_90")
+    first = cuda_driver.cached_cubin("paged_attention", shape.macros, "sm_90")
+    assert [path.name[:22] for path in (tmp_path / "cubins").iterdir()] == ["paged_attention-sm_90-"]
+    monkeypatch.setattr(cuda_driver, "compile_cubin", None)
+    assert cuda_driver.cached_cubin("paged_attention", shape.macros, "sm_90") == first
+    with pytest.raises(TypeError):  # other macros are another kernel
+        cuda_driver.cached_cubin("paged_attention", shape.macros | {"STAGES": 2}, "sm_90")
+
+
+def test_a_source_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = shape_of(TYPICAL, "sm_90")
+    with pytest.raises(Exception, match="NVRTC") as refused:
+        cuda_driver.compile_cubin("paged_attention", shape.macros | {"TILE": 8}, "sm_90")
+    assert "whole fragments" in "\n".join(refused.value.__notes__)
