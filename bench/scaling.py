@@ -1,4 +1,4 @@
-"""What a decode step costs as the pool grows, and as contexts grow: `pagedkv bench manager --plot FILE`. Both lines should be flat.
+"""What a decode step costs as the pool grows, and as contexts grow: `pagedkv bench manager --plot FILE`. The lines should be nearly flat.
 
 All points are measured in turn, round by round. The step is plan + commit for 64 sequences, prefix cache on; in a full pool every frame
 that a step takes is evicted for it.
@@ -89,7 +89,7 @@ def _for_everybody(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     head, begin, rest = text.partition("<svg ")
     attributes, end, body = rest.partition(">")
-    title = "<title>The cost of a decode step against the size of the pool and the length of contexts: flat lines</title>"
+    title = "<title>The cost of a decode step against the size of the pool and the length of contexts</title>"
     style = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(1) hue-rotate(180deg) } }</style>"
     path.write_text(f"{head}{begin}{attributes}{end}\n {title}\n {style}{body}", encoding="utf-8")
 
