@@ -11,7 +11,6 @@ knows the public call; cells.py knows what a cell is.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import torch
 from pagedkv import KVLayer, PagedBatch, paged_attention
 from pagedkv.bench import record
 from pagedkv.bench.cells import Cell
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
 
 BASE: Final = Cell(batch=32, context=4096, device="cuda")
@@ -255,6 +255,34 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
+def run(backends: list[str], repetitions: int, *, quick: bool, out: Path | None) -> None:
+    """Measure, print, and append rows to the file `out` (and bench/results of a checkout); a plot beside it. Raises: InvalidRequest."""
+    if not torch.cuda.is_available():
+        raise InvalidRequest("torch finds no GPU on this machine: leave out --device cuda, or run where there is one")
+    about, every = provenance(), []
+    for cell in QUICK if quick else CELLS:
+        began = time.monotonic()
+        rows = [row | about for row in measure(cell, backends, repetitions, peers=not quick)]
+        every += rows
+        print(f"{cell}  ({time.monotonic() - began:.0f} s)", flush=True)
+        for row in rows:
+            musts = [must for must in MUSTS if must.cell == cell and row["who"] in backends and row["us"]]
+            print(told(row, musts), flush=True)
+        home = record.results()
+        for path in filter(None, (out, home and home / "gpu-attention.jsonl")):
+            record.append(rows, path)
+    if out:
+        draw(every, out.with_suffix(".svg"))
+
+
+def told(row: dict[str, Any], musts: list[Must]) -> str:
+    """A line of print."""
+    if not row["us"]:
+        return f"  {row['who']:12} –: {row.get('why_not')}"
+    figures = f"{row['us']:9.1f} us {row['GB_per_s']:8.0f} GB/s {row['of_ceiling'] or 0:6.3f} of the ceiling"
+    return f"  {row['who']:12} {figures}" + "".join(f"   {m.what} {m.limit}: {'holds' if m.holds(row) else 'MISSED'}" for m in musts)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="pagedkv.bench.gpu_attention", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three cells, no peers")
@@ -262,24 +290,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--out", type=Path, help="a folder for rows and plot")
     given = parser.parse_args(argv)
-    about, every = provenance(), []
-    for cell in QUICK if given.quick else CELLS:
-        began = time.monotonic()
-        rows = [row | about for row in measure(cell, given.backends, given.repetitions, peers=not given.quick)]
-        every += rows
-        print(f"{cell}  ({time.monotonic() - began:.0f} s)", flush=True)
-        for row in rows:
-            figures = (
-                f"{row['us']:9.1f} us {row['GB_per_s']:8.0f} GB/s {row['of_ceiling'] or 0:6.3f}" if row["us"] else f"–: {row['why_not']}"
-            )
-            musts = [must for must in MUSTS if must.cell == cell and row["who"] in given.backends and row["us"]]
-            told = "".join(f"   {must.what} {must.limit}: {'holds' if must.holds(row) else 'MISSED'}" for must in musts)
-            print(f"  {row['who']:12} {figures}{told}", flush=True)
-        for folder in filter(None, (given.out, record.results())):
-            with (folder / "gpu-attention.jsonl").open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-    if given.out:
-        draw(every, given.out / "gpu-attention.svg")
+    run(given.backends, given.repetitions, quick=given.quick, out=given.out and given.out / "gpu-attention.jsonl")
 
 
 if __name__ == "__main__":

@@ -161,8 +161,15 @@ def bench_attention(
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects on stdout; the tables go to stderr.")] = False,
     record: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the rows there, not to bench/results of a checkout.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline.")] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="cpu; or cuda: decode on a GPU, in cells of its own.")] = "cpu",
 ) -> None:
     """Our kernels, torch SDPA and vLLM against the speed of memory. An axis that is given makes a grid of its own."""
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
+    if device == "cuda":
+        from pagedkv.bench import gpu_attention
+
+        return gpu_attention.run(kernels or ["triton"], repetitions, quick=not full, out=record)
     from pagedkv.bench.attention import Asked  # torch
     from pagedkv.cli.bench_attention import Choice, Shown, run
 
