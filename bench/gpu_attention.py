@@ -286,7 +286,7 @@ def told(row: dict[str, Any], musts: list[Must]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="pagedkv.bench.gpu_attention", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three cells, no peers")
-    parser.add_argument("--backends", nargs="+", default=["triton"], help="names in the registry")
+    parser.add_argument("--backends", nargs="+", default=["triton", "cuda"], help="names in the registry")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--out", type=Path, help="a folder for rows and plot")
     given = parser.parse_args(argv)

@@ -169,7 +169,8 @@ def bench_attention(
     if device == "cuda":
         from pagedkv.bench import gpu_attention
 
-        return gpu_attention.run(kernels or ["triton"], repetitions, quick=not full, out=record)
+        gpu_attention.run(kernels or ["triton", "cuda"], repetitions, quick=not full, out=record)
+        return
     from pagedkv.bench.attention import Asked  # torch
     from pagedkv.cli.bench_attention import Choice, Shown, run
 
