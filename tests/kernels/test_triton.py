@@ -24,8 +24,9 @@ import pytest
 import torch
 
 from pagedkv import KernelUnavailable, copy_frames, explain, paged_attention, write_kv
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import reference, registry
-from pagedkv.kernels.args import RotaryTable
+from pagedkv.kernels.args import AttentionCall, RotaryTable
 from tests.cases import GRID, SMALL, Case, empty_layer
 from tests.kernels.conftest import Runner
 from tests.kernels.oracle import allowed_error, oracle, same_precision
@@ -52,7 +53,7 @@ def interpreted(module: str) -> Any:
             del os.environ["TRITON_INTERPRET"]
 
 
-tuning, decode, prefill, backend = (interpreted(name) for name in ("tuning", "decode", "prefill", "backend"))
+tuning, decode, prefill, backend, cascade = (interpreted(name) for name in ("tuning", "decode", "prefill", "backend", "cascade"))
 INTERPRETER = Runner("triton", "cpu")
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"), pytest.mark.usefixtures("interpreting")]
 
@@ -225,6 +226,35 @@ def test_how_many_new_tokens_are_decoded_depends_on_the_heads_alone(heads: tuple
     H, K = heads
     call = SimpleNamespace(q=torch.empty(1, H, 64), k=torch.empty(1, 16, K, 64), v=torch.empty(1, 16, K, 64), out=torch.empty(1, H, 64))
     assert decode.most_queries(call) == most
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(q_lens=(1, 3, 1, 2), kv_lens=(70, 80, 49, 66), heads=(4, 2), sinks=True, padding=2, rows=True),
+        Case(q_lens=(4, 4, 4), kv_lens=(60, 100, 52), heads=(2, 1), mask="tree", kv="int8/token_head", softcap=20.0),
+    ],
+    ids=str,
+)
+def test_a_shared_prefix_attended_to_apart_gives_what_one_pass_gives(case: Case) -> None:
+    built, shared = case.build(), 48
+    batch = built.batch
+    rows = torch.arange(len(case.q_lens)) if batch.rows is None else batch.rows.long()
+    batch.block_table[rows, : shared // 16] = batch.block_table[rows[0], : shared // 16]
+    out, lse = INTERPRETER.attend(built)
+    o, tables = built.options, (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
+    rule = (64**-0.5, o["causal"], None, o["softcap"], o.get("sinks"), None, o.get("tree_mask"), None)
+    room = torch.full_like(out, 7.0), torch.full_like(lse, 7.0)
+    call = AttentionCall(built.q, *vars(built.layer).values(), *tables, *rule, *room)
+    cascade.cascade_attention(call, shared)
+    T = sum(case.q_lens)
+    assert (call.out[:T] - out[:T]).abs().max() <= 2e-6
+    assert (call.lse[:T] - lse[:T]).abs().max() <= 1e-5
+    assert (call.out[T:] == 7).all()
+    with pytest.raises(InvalidRequest, match="cannot be attended to apart with window"):
+        cascade.cascade_attention(replace(call, window=5), shared)
+    with pytest.raises(InvalidRequest, match="shared_tokens is 50; it must be a multiple of block_size=16"):
+        cascade.cascade_attention(call, 50)
 
 
 @pytest.mark.parametrize("kv", ["", "fp8_e4m3", "int4"])

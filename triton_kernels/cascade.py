@@ -1,0 +1,74 @@
+"""A prefix that all sequences of a batch share is read once for all of them: attention in two levels, merged by their LSEs.
+
+    level 1   all new tokens of the batch, as the queries of one sequence, attend to the prefix: its keys are read once for each tile of
+              M rows (M / G tokens), not once for each sequence; keys are split where tokens are few (prefill.py)
+    level 2   each sequence attends to what it has behind the prefix, as ever; sinks, causality and tree mask belong here
+    merge     out = sum of e^(lse_i - lse) out_i over the two
+
+Bytes     shared * (D + Dv) * sizeof(kv) * ceil(T * G / M), instead of * B; and two outputs of T * H * Dv.
+Worth it  when B * shared is much more than what is behind it: a system prompt, many samples of one prompt, beams.
+Tuned     not on any GPU yet.
+
+Windows and ALiBi look at distances, which differ between the tokens of a tile: with them there is no such path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.triton import backend
+from pagedkv.kernels.triton.merge import merge_states
+from pagedkv.kernels.triton.prefill import paged_prefill
+
+if TYPE_CHECKING:
+    from pagedkv.kernels.args import AttentionCall
+
+
+def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
+    """Attend, where the first `shared_tokens` of all sequences lie in the same frames and all new tokens lie behind them.
+
+    shared_tokens: a multiple of block_size; a host int, so the engine that forked or matched the prefix says it, and no device is asked.
+    Modifies: call.out, call.lse.
+    Raises:   InvalidRequest for windows, ALiBi, `split_tokens`, or a prefix that does not end with a page.
+    """
+    for name in ("window", "alibi_slopes", "split_tokens"):
+        if getattr(call, name) is not None:
+            raise InvalidRequest(f"a shared prefix cannot be attended to apart with {name}: call paged_attention")
+    S, T = call.k.shape[1], call.q.shape[0]
+    if shared_tokens % S or not 0 < shared_tokens <= call.max_seqlen_k:
+        raise InvalidRequest(f"shared_tokens is {shared_tokens}; it must be a multiple of block_size={S}, up to {call.max_seqlen_k}")
+    starts, row = call.cu_seqlens_q, 0 if call.rows is None else call.rows[:1].long()
+    prefix = replace(
+        call,
+        block_table=call.block_table[row].view(1, -1),
+        rows=None,
+        seq_lens=torch.full((1,), shared_tokens, dtype=torch.int32, device=call.q.device),
+        cu_seqlens_q=torch.stack((starts[0], starts[-1])),
+        max_seqlen_q=T,
+        max_seqlen_k=shared_tokens,
+        causal=False,
+        sinks=None,
+        tree_mask=None,
+        out=torch.empty_like(call.out),
+        lse=torch.empty_like(call.lse),
+    )
+    behind = replace(
+        call,
+        block_table=call.block_table[:, shared_tokens // S :],
+        seq_lens=call.seq_lens - shared_tokens,
+        max_seqlen_k=call.max_seqlen_k - shared_tokens,
+        out=torch.empty_like(call.out),
+        lse=torch.empty_like(call.lse),
+    )
+    if not T or not call.max_seqlen_q:
+        return
+    paged_prefill(prefix, decoded=0)
+    backend.paged_attention(behind)
+    out, lse = merge_states(prefix.out, prefix.lse, behind.out, behind.lse)
+    ours = torch.arange(T, device=call.q.device) < starts[-1]  # rows past the last sequence are padding, not to be written
+    call.out.copy_(torch.where(ours[:, None, None], out, call.out))
+    call.lse.copy_(torch.where(ours[:, None], lse, call.lse))
