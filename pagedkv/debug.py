@@ -5,7 +5,7 @@
 | PAGEDKV_DEBUG         | 0        | no checks beyond those that keep the tables sound (the default)                           |
 |                       | 1        | arguments of kernels and plans are checked                                                |
 |                       | 2        | and frames are filled with NaN when unmapped, planned slots are proven distinct           |
-|                       | 3        | and `check()` proves the invariants I1-I9 after every commit                              |
+|                       | 3        | and `check()` proves the invariants I1-I9 after every commit; errors tell who had it last |
 | PAGEDKV_KERNELS       | a name   | the backend used where the caller says "auto"                                             |
 | PAGEDKV_CPU_ISA       | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable           |
 | PAGEDKV_NUM_THREADS   | a number | threads of the `cpu` and `numba` backends, if not as many as torch's                      |

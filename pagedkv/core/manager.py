@@ -6,7 +6,6 @@ refused.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +19,7 @@ from pagedkv.core.arguments import asid_row, count_row, frame_row, token_row
 from pagedkv.core.check import Known, check_state
 from pagedkv.core.misses import Miss, explain
 from pagedkv.core.observation import Observe, Observed
-from pagedkv.core.ownership import exclusive
+from pagedkv.core.ownership import Owned, exclusive
 from pagedkv.core.pins import Pin
 from pagedkv.core.plan import Plan
 from pagedkv.core.policies import Policy, Priority, chosen, install, retention
@@ -31,13 +30,13 @@ from pagedkv.core.space import AddressSpace
 from pagedkv.core.state import I32
 from pagedkv.core.stats import Stats, gather, mean_run, pending
 from pagedkv.core.tenants import Tenants
-from pagedkv.errors import DoubleRelease, InvalidRequest, PlanConflict, StaleHandle
+from pagedkv.errors import DoubleRelease, InvalidRequest, InvariantViolation, PlanConflict, StaleHandle
 
 Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
-class MemoryManager(Observed, Tenants):
+class MemoryManager(Owned, Observed, Tenants):
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
     policy:       which cached frames are given up first: "lru", "2q", "lfu", "cost", "priority", or an object of pagedkv.core.policies.
@@ -81,7 +80,7 @@ class MemoryManager(Observed, Tenants):
         self._accounts: dict[bytes, int] = {}  # of the tenants that have quotas
         self._pins: dict[int, Pin] = {}
         self._plans: set[Plan] = set()  # those not settled yet
-        self._entered = threading.Lock()
+        self._unowned()
 
     # -- spaces ------------------------------------------------------------------------------------------------------------------
 
@@ -365,7 +364,14 @@ class MemoryManager(Observed, Tenants):
         Raises: InvariantViolation naming the law and the first frame or space that breaks it
         """
         seeds = {root.number: root.seed for root in self._roots.known.values()}
-        check_state(self.state, level, Known(self.policy, seeds, self._plans))
+        try:
+            check_state(self.state, level, Known(self.policy, seeds, self._plans))
+        except InvariantViolation as broken:
+            if self._owners is None:
+                raise
+            told = self._owners.of_frame(broken.frame) if broken.frame is not None else ""
+            told += self._owners.of_space(broken.asid) if broken.asid is not None else ""
+            raise InvariantViolation(f"{broken}{told}", law=broken.law, frame=broken.frame, asid=broken.asid) from None
 
     def __repr__(self) -> str:
         now = self.stats()
@@ -402,7 +408,9 @@ class MemoryManager(Observed, Tenants):
         if space.manager is not self:
             raise InvalidRequest(f"{space.asid} is an address space of another manager; use the one that opened it")
         if self.is_stale(space):
-            raise StaleHandle(f"address space {space.asid} was released (generation {space.generation} of it); open or fork a new one")
+            raise StaleHandle(
+                f"address space {space.asid} was released (generation {space.generation} of it); open or fork a new one{self._told(space)}"
+            )
         return space.asid
 
     def _asids(self, batch: Spaces) -> I32:
@@ -419,8 +427,14 @@ class MemoryManager(Observed, Tenants):
 
     def _releasable(self, space: AddressSpace) -> int:
         if space.manager is self and self.is_stale(space):
-            raise DoubleRelease(f"address space {space.asid} was released already; drop the handle after the first release()")
+            raise DoubleRelease(
+                f"address space {space.asid} was released already; drop the handle after the first release(){self._told(space)}"
+            )
         return self._asid(space)
+
+    def _told(self, space: AddressSpace) -> str:
+        """Who had it last, if anybody writes that down."""
+        return self._owners.of_space(space.asid) if self._owners else ""
 
     def _close(self, asid: int) -> None:
         if self._reuse:

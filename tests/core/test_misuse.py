@@ -1,0 +1,202 @@
+"""Misuse is caught at the call, with numbers and a remedy, and nothing is changed; at level 3 the error says who had it last."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from pagedkv.core import AddressSpace, MemoryManager, Plan
+from pagedkv.errors import ConcurrentUse, DoubleRelease, InvalidRequest, InvariantViolation, OutOfFrames, PlanConflict, StaleHandle
+from tests.core.oracle import everything, grown
+
+
+@dataclass
+class Scene:
+    """A manager with six tokens in `space`, a stranger of another manager, a released space, a plan of three tokens."""
+
+    mm: MemoryManager
+    space: AddressSpace
+    stranger: AddressSpace
+    gone: AddressSpace
+    plan: Plan
+    settled: Plan
+
+
+@pytest.fixture
+def scene() -> Scene:
+    mm = MemoryManager(num_frames=16, block_size=4)
+    space, gone = grown(mm, [1] * 6), grown(mm, [2] * 3)
+    settled = mm.plan([gone], [1])
+    mm.commit(settled, [2])
+    gone.release()
+    busy = mm.open()
+    return Scene(mm, space, MemoryManager(4, 4).open(), gone, mm.plan([busy], [3]), settled)
+
+
+MISUSES: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
+    "double release": (lambda s: s.gone.release(), DoubleRelease, r"space 1 was released already; drop the handle"),
+    "stale handle, planned": (
+        lambda s: s.mm.plan([s.gone], [1]),
+        StaleHandle,
+        r"space 1 was released \(generation \d+ of it\); open or fork",
+    ),
+    "stale handle, forked": (lambda s: s.gone.fork(), StaleHandle, "open or fork a new one"),
+    "stale handle, read": (lambda s: s.gone.pages, StaleHandle, "open or fork a new one"),
+    "stale handle, measured": (lambda s: len(s.gone), StaleHandle, "open or fork a new one"),
+    "stale handle, pinned": (lambda s: s.mm.pin(s.gone), StaleHandle, "open or fork a new one"),
+    "stale number": (lambda s: s.mm.plan(np.array([9]), [1]), StaleHandle, "space 9, which is not open; open or fork one"),
+    "foreign handle": (lambda s: s.mm.plan([s.stranger], [1]), InvalidRequest, "of another manager; use the one that opened it"),
+    "foreign handle, released": (lambda s: s.mm.release(s.stranger), InvalidRequest, "of another manager; use the one that opened it"),
+    "foreign plan": (lambda s: s.stranger.manager.abort(s.plan), InvalidRequest, "made by another manager; give it back to that one"),
+    "plan settled twice": (lambda s: s.mm.commit(s.settled, [1]), PlanConflict, "was committed already; make a new one"),
+    "read before computed": (lambda s: s.mm.commit(s.plan, [1, 1, 1, 1]), InvalidRequest, r"4 token ids and counts \[3\]"),
+    "kept more than planned": (lambda s: s.mm.commit(s.plan, [1] * 4, [4]), InvalidRequest, "than the 3 planned"),
+    "named twice": (lambda s: s.mm.plan([s.space, s.space], [1, 1]), InvalidRequest, "names address space 0 twice; add its counts up"),
+    "negative count": (lambda s: s.mm.plan([s.space], [-1]), InvalidRequest, "asks for -1 tokens of address space 0; give 0 or more"),
+    "too many": (lambda s: s.mm.plan([s.space], [99]), OutOfFrames, r"needs \d+ frames; \d+ are free.*or raise num_frames"),
+    "unknown tokens cut off": (lambda s: s.space.truncate(7), InvalidRequest, "truncate to 7: the space holds 6 tokens; give 0 up to that"),
+    "unwritten page punched": (lambda s: s.space.punch(1, 2), InvalidRequest, "has 1 full pages; give 0 <= first <= last <= 1"),
+    "frame of nobody pinned": (
+        lambda s: s.mm.pin(np.array([15])),
+        InvalidRequest,
+        "frame 15: it is not published.*pin the space that maps it",
+    ),
+    "epoch not opened": (lambda s: s.mm.advance(4), InvalidRequest, r"epoch 4: the newest one is -1; retire\(epoch\) opens one"),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_caught_at_the_call(scene: Scene, misuse: str) -> None:
+    act, error, told = MISUSES[misuse]
+    before = everything(scene.mm)
+    with pytest.raises(error, match=told):
+        act(scene)
+    assert everything(scene.mm) == before
+    scene.mm.check()
+
+
+def test_what_is_planned_cannot_be_found_before_it_is_computed(scene: Scene) -> None:
+    first = scene.mm.open([8] * 9)
+    plan = scene.mm.plan([first], [9])
+    assert len(scene.mm.open([8] * 9)) == 0
+    scene.mm.commit(plan, [8] * 9)
+    assert len(scene.mm.open([8] * 9)) == 8
+
+
+def test_a_table_that_lets_two_write_into_one_frame_is_seen(scene: Scene) -> None:
+    """The slots of a plan are of private frames; whoever writes into the table breaks I3."""
+    child = scene.space.fork()
+    scene.mm.plan([child], [1])
+    s = scene.mm.state
+    s.table[child.asid, 1] = s.table[scene.space.asid, 1]
+    s.frames["refs"][s.table[scene.space.asid, 1]] = 2
+    with pytest.raises(InvariantViolation, match="I3 broken: frame 1 of space"):
+        scene.mm.check()
+
+
+# -- threads ------------------------------------------------------------------------------------------------------------------------
+
+
+def in_a_thread(act: Callable[[], object]) -> BaseException | None:
+    """What `act` raised in a thread named intruder."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="intruder")
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def test_an_owned_manager_refuses_other_threads_at_whatever_moment(scene: Scene) -> None:
+    scene.mm.own()
+    before = everything(scene.mm)
+    error = in_a_thread(lambda: scene.mm.open([1]))
+    assert isinstance(error, ConcurrentUse)
+    assert "open was called from thread 'intruder'; thread 'MainThread' owns the manager. Call own()" in str(error)
+    assert everything(scene.mm) == before
+
+
+def test_work_is_handed_over_by_owning_anew(scene: Scene) -> None:
+    scene.mm.own()
+
+    def take_over() -> None:
+        scene.mm.own()
+        scene.mm.open([1])
+
+    assert in_a_thread(take_over) is None
+    with pytest.raises(ConcurrentUse, match="thread 'intruder' owns the manager"):
+        scene.mm.open([1])
+    scene.mm.own()
+    scene.mm.open([1])
+
+
+def test_nobody_owns_a_manager_unless_asked_for(scene: Scene) -> None:
+    assert in_a_thread(lambda: scene.mm.open([1])) is None
+    scene.mm.own()
+    scene.mm.disown()
+    assert in_a_thread(lambda: scene.mm.open([1])) is None
+
+
+def test_a_manager_is_not_taken_over_in_the_middle_of_a_call(scene: Scene) -> None:
+    scene.mm._entered.acquire()  # as if a call were under way
+    assert isinstance(in_a_thread(scene.mm.own), ConcurrentUse)
+    scene.mm._entered.release()
+
+
+# -- level 3 ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.strict
+def test_a_stale_handle_names_who_opened_and_who_released_it() -> None:
+    mm = MemoryManager(16, 4)
+
+    def the_frontend() -> AddressSpace:
+        return mm.open([1])
+
+    def the_timeout(space: AddressSpace) -> None:
+        space.release()
+
+    space = the_frontend()
+    the_timeout(space)
+    with pytest.raises(DoubleRelease, match=r"last open at test_misuse.py:\d+ in the_frontend.*last release at .*in the_timeout <"):
+        space.release()
+    mm.open([2])  # its number goes to another one
+    with pytest.raises(StaleHandle, match="in the_timeout"):
+        mm.plan([space], [1])
+
+
+@pytest.mark.strict
+def test_a_broken_law_names_who_had_the_frame_last() -> None:
+    mm = MemoryManager(16, 4)
+
+    def the_scheduler() -> None:
+        space = mm.open()
+        mm.plan([space], [5])
+
+    the_scheduler()
+    mm.state.frames["refs"][1] = 7
+    with pytest.raises(InvariantViolation, match=r"I3 broken.*Frame 1: last plan of space 0 at .*in the_scheduler") as broken:
+        mm.check()
+    assert (broken.value.law, broken.value.frame) == ("I3", 1)
+
+
+@pytest.mark.strict
+def test_the_first_caller_owns_a_manager_that_is_being_debugged() -> None:
+    mm = MemoryManager(16, 4)
+    assert in_a_thread(lambda: mm.open([1])) is None
+    with pytest.raises(ConcurrentUse, match="'intruder' owns"):
+        mm.open([1])
+
+
+def test_nothing_is_written_down_below_level_3(scene: Scene) -> None:
+    assert scene.mm._owners is None

@@ -1,0 +1,1 @@
+"""pagedkv inside other systems."""

@@ -1,0 +1,69 @@
+"""The text that a scraper gets: every figure of stats(), once."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import fields
+
+import pytest
+
+from pagedkv.core import MemoryManager, Stats
+from tests.core.oracle import grown
+
+client = pytest.importorskip("prometheus_client", reason="the metrics extra is not installed")
+from pagedkv.integrations import prometheus  # noqa: E402
+
+DERIVED = {"slots_mapped"}
+"""mapped x block_size."""
+
+
+@pytest.fixture
+def mm() -> MemoryManager:
+    mm = MemoryManager(num_frames=16, block_size=4)
+    parent = grown(mm, [1] * 9)
+    child = parent.fork()
+    mm.commit(mm.plan([child], [1]), [2])
+    grown(mm, [3] * 6).release()
+    mm.evict(1)
+    mm.open([3] * 6)
+    mm.open([1] * 6)
+    return mm
+
+
+def scraped(mm: MemoryManager) -> dict[str, float]:
+    registry = client.CollectorRegistry()
+    prometheus.register(mm, pool="gpu0", registry=registry)
+    lines = client.generate_latest(registry).decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+def test_a_scrape_shows_what_stats_says(mm: MemoryManager) -> None:
+    now, shown = mm.stats(), scraped(mm)
+    for state in ("free", "mapped", "cached", "retired"):
+        assert shown[f'pagedkv_frames{{pool="gpu0",state="{state}"}}'] == getattr(now, state)
+    assert sum(value for name, value in shown.items() if name.startswith("pagedkv_frames{")) == now.num_frames
+    assert shown['pagedkv_copies_total{pool="gpu0"}'] == now.copies == 1
+    assert shown['pagedkv_evictions_total{pool="gpu0"}'] == now.evictions == 1
+    assert shown['pagedkv_matched_tokens_total{pool="gpu0"}'] == now.tokens_matched > 0
+    assert shown['pagedkv_missed_tokens_total{pool="gpu0",reason="evicted"}'] == now.missed_evicted == 4
+    assert shown['pagedkv_missed_tokens_total{pool="gpu0",reason="below_one_page"}'] == now.below_one_page > 0
+
+
+def test_every_figure_of_stats_is_shown_or_derived() -> None:
+    told = {field for field, _ in [*prometheus.GAUGES.values(), *prometheus.COUNTERS.values()]}
+    shown = told | set(prometheus.FRAME_STATES) | set(prometheus.MISSES.values())
+    assert {field.name for field in fields(Stats)} - shown == DERIVED
+
+
+def test_a_scrape_follows_the_manager(mm: MemoryManager) -> None:
+    before = scraped(mm)['pagedkv_frames{pool="gpu0",state="free"}']
+    mm.plan([mm.open()], [4])
+    assert scraped(mm)['pagedkv_frames{pool="gpu0",state="free"}'] == before - 1
+
+
+def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pagedkv.integrations.prometheus")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match=r"install pagedkv\[metrics\]"):
+        importlib.import_module("pagedkv.integrations.prometheus")
