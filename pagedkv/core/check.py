@@ -133,7 +133,7 @@ def _check_spaces(s: State) -> None:
             require(frame not in written, "I6", f"frame {frame} is written by two plans' spaces")
             written.add(frame)
             mine = s.frames["refs"][frame] == 1 and not s.frames["published"][frame]
-            require(mine, "I3", f"frame {frame} of space {asid} is to be written while shared or published")
+            require(mine, "I3", f"frame {frame} of space {asid} is to be written while shared or published", frame=frame)
     none(refs != s.frames["refs"], "I2", "refs differ from the page-table entries that name the frame")
     spare = s.spaces["spare"][: s.reg[st.NUM_SPARE]]
     require(sorted(spare) == np.flatnonzero(s.spaces["status"] == st.UNUSED).tolist(), "I8", "the spare rows are not the unused ones")

@@ -19,7 +19,7 @@ from pagedkv.core.arguments import asid_row, count_row, frame_row, token_row
 from pagedkv.core.check import Known, check_state
 from pagedkv.core.misses import Miss, explain
 from pagedkv.core.observation import Observe, Observed
-from pagedkv.core.ownership import Owned, exclusive
+from pagedkv.core.ownership import exclusive
 from pagedkv.core.pins import Pin
 from pagedkv.core.plan import Plan
 from pagedkv.core.policies import Policy, Priority, chosen, install, retention
@@ -36,7 +36,7 @@ Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
-class MemoryManager(Owned, Observed, Tenants):
+class MemoryManager(Observed, Tenants):
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
     policy:       which cached frames are given up first: "lru", "2q", "lfu", "cost", "priority", or an object of pagedkv.core.policies.

@@ -54,7 +54,8 @@ class Owned:
                 f"MemoryManager.{verb} was called from thread {threading.current_thread().name!r}; thread {self._owner_name!r} owns the "
                 "manager. Call own() in the new thread when work was handed over to it, or disown() if a lock of yours sees to it."
             )
-        self.own()
+        if not self._entered.locked():  # else the caller is refused at once, like any second one
+            self.own()
 
 
 Self = TypeVar("Self", bound=Owned)

@@ -5,13 +5,12 @@ A tenant has an account of its own from its first quota on. All others share acc
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 
 from pagedkv.core import state as st
-from pagedkv.core.ownership import exclusive
+from pagedkv.core.ownership import Owned, exclusive
 from pagedkv.core.roots import Roots
 from pagedkv.core.state import State
 from pagedkv.errors import InvalidRequest
@@ -39,14 +38,13 @@ class Usage:
         return self.tokens_asked - self.tokens_matched
 
 
-class Tenants:
+class Tenants(Owned):
     """What of MemoryManager knows tenants by name."""
 
     state: State
     num_frames: int
     _roots: Roots
     _accounts: dict[bytes, int]
-    _entered: threading.Lock
 
     @exclusive
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:

@@ -50,6 +50,10 @@ MISSES: Final = {
 """reason: field of Stats."""
 
 
+TENANT_FRAMES: Final = ("used", "unique", "shared", "cached", "evictable", "protected")
+"""Fields of Usage; its limits are configuration, and may be none."""
+
+
 class Collector:
     """What prometheus-client asks at each scrape. `pool` tells several managers of one process apart."""
 
@@ -68,6 +72,7 @@ class Collector:
         for name, (field, told) in COUNTERS.items():
             yield self._one(CounterMetricFamily, name, told, getattr(now, field))
         yield self._misses(now)
+        yield from self._tenants(now)
 
     def _one(self, family: Any, name: str, told: str, value: float) -> Any:
         metric = family(f"pagedkv_{name}", told, labels=["pool"])
@@ -80,6 +85,30 @@ class Collector:
         for reason, field in MISSES.items():
             missed.add_metric([self._pool, reason], getattr(now, field))
         return missed
+
+    def _tenants(self, now: Stats) -> Iterator[Any]:
+        """Of the tenants that have quotas. A name that is no text is shown in hexadecimal."""
+        held = GaugeMetricFamily(
+            "pagedkv_tenant_frames", "Frames of a tenant that has a quota, by kind.", labels=["pool", "tenant", "kind"]
+        )
+        told = "Prompt tokens of a tenant that has a quota."
+        tokens = CounterMetricFamily("pagedkv_tenant_tokens", told, labels=["pool", "tenant", "kind"])
+        gone = CounterMetricFamily("pagedkv_tenant_evictions", "Frames of a tenant that were evicted.", labels=["pool", "tenant"])
+        for tenant, usage in now.tenants.items():
+            name = tenant.decode() if _is_text(tenant) else tenant.hex()
+            for kind in TENANT_FRAMES:
+                held.add_metric([self._pool, name, kind], getattr(usage, kind))
+            tokens.add_metric([self._pool, name, "asked"], usage.tokens_asked)
+            tokens.add_metric([self._pool, name, "matched"], usage.tokens_matched)
+            gone.add_metric([self._pool, name], usage.evictions)
+        yield from (held, tokens, gone)
+
+
+def _is_text(name: bytes) -> bool:
+    try:
+        return name.decode().isprintable()
+    except UnicodeDecodeError:
+        return False
 
 
 def register(manager: MemoryManager, *, pool: str = "default", registry: Any = REGISTRY) -> Collector:

@@ -27,7 +27,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Scene:
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setenv("PAGEDKV_DEBUG", "1")
     mm = MemoryManager(num_frames=16, block_size=4)
     space, gone = grown(mm, [1] * 6), grown(mm, [2] * 3)
     settled = mm.plan([gone], [1])

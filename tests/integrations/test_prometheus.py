@@ -14,8 +14,8 @@ from tests.core.oracle import grown
 client = pytest.importorskip("prometheus_client", reason="the metrics extra is not installed")
 from pagedkv.integrations import prometheus  # noqa: E402
 
-DERIVED = {"slots_mapped"}
-"""mapped x block_size."""
+DERIVED = {"slots_mapped", "tenants"}
+"""mapped x block_size; and what has metrics of its own."""
 
 
 @pytest.fixture
@@ -54,6 +54,27 @@ def test_every_figure_of_stats_is_shown_or_derived() -> None:
     told = {field for field, _ in [*prometheus.GAUGES.values(), *prometheus.COUNTERS.values()]}
     shown = told | set(prometheus.FRAME_STATES) | set(prometheus.MISSES.values())
     assert {field.name for field in fields(Stats)} - shown == DERIVED
+
+
+def test_tenants_with_quotas_are_shown_by_name() -> None:
+    mm = MemoryManager(num_frames=16, block_size=4)
+    mm.set_quota(b"acme", hard=8, protected=2)
+    mm.set_quota(b"\xff\x01", hard=8)
+    space = grown(mm, [1] * 9, b"acme")
+    space.fork()
+    mm.open([1] * 9, tenant=b"acme")
+    shown = scraped(mm)
+    label = 'pool="gpu0",tenant="acme"'
+    assert {kind: shown[f'pagedkv_tenant_frames{{kind="{kind}",{label}}}'] for kind in prometheus.TENANT_FRAMES} == {
+        "used": 3,
+        "unique": 0,
+        "shared": 3,
+        "cached": 0,
+        "evictable": 0,
+        "protected": 2,
+    }
+    assert shown[f'pagedkv_tenant_tokens_total{{kind="matched",{label}}}'] == 8
+    assert shown['pagedkv_tenant_evictions_total{pool="gpu0",tenant="ff01"}'] == 0
 
 
 def test_a_scrape_follows_the_manager(mm: MemoryManager) -> None:
