@@ -1,22 +1,26 @@
 """The CUDA C++ kernels of csrc/cuda, seen from Python: what they cannot do, and where a call goes.
 
 docs/cuda-kernels.md tells how they work. This file imports no CuPy: that is found missing, or found, when someone asks. Specialisations are
-compiled at first use and kept on disk (cuda_driver.py); what a launch is made of is cuda_launch.py's.
+compiled at first use and kept on disk (cuda_driver.py); what a launch is made of is cuda_launch.py's. Attention is all they do: the other
+three operations are Triton's kernels, and an objection where Triton is missing.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
-from pagedkv.kernels import cuda_launch, reference
+from pagedkv.kernels import cuda_launch
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.args import AttentionCall
-    from pagedkv.kernels.registry import Case
+    from torch import Tensor
+
+    from pagedkv.kernels.args import AttentionCall, WriteCall
+    from pagedkv.kernels.registry import Backend, Case
 
 FLOATS: Final = ("float32", "bfloat16", "float16")
 
@@ -29,7 +33,8 @@ def objections(case: Case) -> list[str]:
 def case_objections(case: Case) -> list[str]:
     """What the kernels cannot do on any machine."""
     if case.op != "paged_attention":
-        return []  # the reference's, until they have their own kernels
+        missing = importlib.util.find_spec("triton") is None
+        return [f"its {case.op} is Triton's, which is not installed: pip install 'pagedkv[triton]'"] if missing else []
     found = []
     if case.dtype not in (None, *FLOATS):
         found.append(f"q is {case.dtype}; it takes {', '.join(FLOATS)}")
@@ -62,6 +67,20 @@ def paged_attention(call: AttentionCall) -> None:
     cuda_launch.attend(call, cuda_driver.driver(call.q.device))
 
 
-write_kv = reference.write_kv
-merge_states = reference.merge_states
-copy_frames = reference.copy_frames
+def write_kv(call: WriteCall) -> None:
+    """Store each new token's K and V at its slot: Triton's kernel. Modifies: call.k, call.v, and per-(token, head) scales."""
+    _triton().write_kv(call)
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Out and lse over the keys of both: Triton's kernel."""
+    return _triton().merge_states(out_a, lse_a, out_b, lse_b)
+
+
+def copy_frames(storage: Tensor, copies: Tensor) -> None:
+    """`storage[dst] = storage[src]` for each row of `copies`, every source read first: Triton's kernel."""
+    _triton().copy_frames(storage, copies)
+
+
+def _triton() -> Backend:
+    return cast("Backend", importlib.import_module("pagedkv.kernels.triton.backend"))

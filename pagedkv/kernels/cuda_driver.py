@@ -103,15 +103,17 @@ class Driver:
         self.shared_per_block = asked(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
         self.shared_per_sm = asked(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor)
         self._functions: dict[Shape, int] = {}
-        self._tickets: dict[tuple[int, int], list[Tensor]] = {}
+        self._tickets: dict[int, list[Tensor]] = {}
 
     def workspace(self, slots: int, floats: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Partial states: torch's, and its again when the launch has run. Tickets: one set for each stream, which launches leave at zero.
 
-        Outgrown tickets are kept: a captured graph may hold their address.
+        Outgrown tickets are kept, for launches that still run. A captured launch has its own, set to zero by the graph at each replay.
         """
         partials = torch.empty(slots * floats, dtype=torch.float32, device=like.device)
-        sets = self._tickets.setdefault((torch.cuda.current_stream(self.device).cuda_stream, torch.cuda.is_current_stream_capturing()), [])
+        if torch.cuda.is_current_stream_capturing():
+            return partials, torch.zeros(slots, dtype=torch.int32, device=like.device)
+        sets = self._tickets.setdefault(torch.cuda.current_stream(self.device).cuda_stream, [])
         if not sets or sets[-1].numel() < slots:
             sets.append(torch.zeros(max(4096, 2 * slots), dtype=torch.int32, device=like.device))
         return partials, sets[-1]

@@ -1,0 +1,102 @@
+"""What Python adds to the kernel: shapes that fit, workspaces long enough, launches that follow from host integers, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedkv import KernelUnavailable
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import cuda, registry
+from pagedkv.kernels.cuda_launch import CLASSES, KINDS, shape_for
+from tests.cases import Case
+from tests.cuda.emulator import COMPILER, Emulator, call_of
+
+H200, AD102 = (227 << 10, 228 << 10), (99 << 10, 100 << 10)
+BF16 = (KINDS["bfloat16"], KINDS["bfloat16"])
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
+
+
+def results(case: Case, machine: Emulator, rows: slice = slice(None), **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
+    call = call_of(case.build(), **changes)
+    machine.attend(call)
+    return call.out[rows], call.lse[rows]
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_sms", [1, 2, 7, 40])
+def test_with_split_tokens_no_bit_depends_on_how_many_ctas_share_the_work(num_sms: int) -> None:
+    """On 40 SMs each chunk is another CTA's and the last merges; on 1, one CTA folds all chunks of a unit."""
+    case = Case(q_lens=(1, 3, 1), kv_lens=(400, 250, 77), heads=(8, 2), dtype="bfloat16", sinks=True, split_tokens=64)
+    out, lse = results(case, Emulator(num_sms, seed=num_sms))
+    expected_out, expected_lse = results(case, Emulator(3))
+    assert torch.equal(out, expected_out)
+    assert torch.equal(lse, expected_lse)
+
+
+@needs_compiler
+def test_with_split_tokens_no_bit_depends_on_the_rest_of_the_batch() -> None:
+    case = Case(q_lens=(1, 1, 40, 1), kv_lens=(300, 90, 64, 200), heads=(4, 2), dtype="float16", kv="int8/token_head", split_tokens=50)
+    built = case.build()
+    together = call_of(built)
+    Emulator(2).attend(together)
+    last = {name: getattr(built.batch, name)[-1:] for name in ("block_table", "seq_lens")}
+    alone = built._replace(
+        q=built.q[-1:],
+        batch=type(built.batch)(**vars(built.batch) | last | {"cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32), "max_seqlen_q": 1}),
+    )
+    single = call_of(alone)
+    Emulator(9).attend(single)
+    assert torch.equal(together.out[-1:], single.out)
+    assert torch.equal(together.lse[-1:], single.lse)
+
+
+@needs_compiler
+def test_a_decode_is_one_launch_and_long_queries_take_one_for_each_class() -> None:
+    machine = Emulator()
+    results(Case(dtype="bfloat16"), machine)
+    assert [shape.rows for shape in machine.launches] == [16]
+    machine.launches.clear()
+    results(Case(q_lens=(40, 1), kv_lens=(64, 16), dtype="bfloat16"), machine)
+    assert [shape.rows for shape in machine.launches] == [16, 32, 64]
+
+
+@pytest.mark.parametrize("row_class", CLASSES)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("shared", [H200, AD102])
+def test_shapes_fit_the_sm(dims: tuple[int, int], shared: tuple[int, int], row_class: object) -> None:
+    shape = shape_for(BF16, dims, row_class, (16, 0), shared)  # type: ignore[arg-type]
+    assert shape.shared_bytes <= shared[0]
+    assert shape.blocks * (shape.shared_bytes + 1024) <= shared[1]
+    assert shape.stages >= 2
+
+
+def test_what_cannot_fit_says_so() -> None:
+    with pytest.raises(InvalidRequest, match="more shared memory than the 20000 bytes"):
+        shape_for(BF16, (256, 256), CLASSES[0], (16, 0), (20000, 20000))
+
+
+def test_rows_that_begin_at_odd_addresses_are_refused_with_a_remedy() -> None:
+    call = call_of(Case(dims=(64, 64), kv="fp8_e4m3", dtype="bfloat16").build())
+    pool = torch.zeros(call.k.numel() + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)[1:].view(call.k.shape)
+    odd = type(call)(*(pool if name == "k" else getattr(call, name) for name in call.__slots__))
+    with pytest.raises(InvalidRequest, match="no multiple of 4 bytes; align the strides"):
+        Emulator().attend(odd)
+
+
+def test_every_missing_part_is_named() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has what the others lack")
+    with pytest.raises(KernelUnavailable, match="torch (finds no CUDA device|.* is built without CUDA)"):
+        registry.resolve(registry.Case(device="cuda"), "cuda")
+    case = registry.Case(device="cuda", dtype="float32", head_dim=200, head_dim_v=192)
+    assert cuda.case_objections(case) == [
+        "head_dim is 200; it takes multiples of 16 up to 128 in float32",
+        "head_dim_v is 192; it takes multiples of 16 up to 128 in float32",
+    ]
+
+
+def test_what_is_triton_s_is_refused_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
+    assert "its write_kv is Triton's, which is not installed" in cuda.case_objections(registry.Case("write_kv", "cuda"))[0]
+    assert cuda.case_objections(registry.Case(device="cuda")) == []
