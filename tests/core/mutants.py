@@ -30,6 +30,7 @@ class Fault(NamedTuple):
 
 
 IDENTITY, MACHINE, STEPS = "test_identity.py", "test_machine.py", "test_steps.py"
+ORDER, TENANTS, RESIZE, EVENTS = "test_order.py", "test_tenants.py", "test_resize.py", "test_events.py"
 
 FAULTS = (
     Fault(
@@ -166,5 +167,54 @@ FAULTS = (
         "        if planned > 0 and s.spaces[asids[i]].length != starts[i]:\n",
         "        if False:\n",
         STEPS,
+    ),
+    Fault(
+        "what is cached behind a mapped page outlives its prefix: a floor stops at the page before",
+        "eviction.py",
+        "        parent = records[parent].parent\n",
+        "        parent = -1\n",
+        ORDER,
+    ),
+    Fault(
+        "the fence of a prefix falls last: it is not renewed when a tail is split behind it",
+        "steps.py",
+        "        spaces.touch_prefix(s, s.frames[source].parent)",
+        "        pass",
+        ORDER,
+    ),
+    Fault(
+        "a tenant holds no more than its hard quota: nobody looks",
+        "quotas.py",
+        "        if need > 0 and hard >= 0 and used + need - evictable > hard:\n",
+        "        if False:\n",
+        TENANTS,
+    ),
+    Fault(
+        "a protected share is not evicted by another's burst: it is",
+        "quotas.py",
+        "max(need, used + need - reg[register(account, PROTECTED)])",
+        "max(need, used + need)",
+        TENANTS,
+    ),
+    Fault(
+        "what a tenant takes is charged to it: it is not",
+        "frames.py",
+        "    count(records, reg, frame, USED, 1)\n",
+        "",
+        TENANTS,
+    ),
+    Fault(
+        "a frame that moves is named by its new number: its children keep the old one",
+        "resize.py",
+        "    _redirect_parents(s.frames, fresh.frames, into)\n",
+        "",
+        RESIZE,
+    ),
+    Fault(
+        "the log tells what ceases to be cached: it does not",
+        "index.py",
+        "        log_removed(s.log, s.reg, frame)\n",
+        "        pass\n",
+        EVENTS,
     ),
 )
