@@ -4,6 +4,7 @@
 compiled functions over it, by noun: frames, index (of prefixes), spaces (page tables), steps (plan and commit).
 """
 
+from pagedkv.core.groups import Group
 from pagedkv.core.manager import MemoryManager
 from pagedkv.core.observation import Observe
 from pagedkv.core.pins import Pin
@@ -11,4 +12,4 @@ from pagedkv.core.plan import Plan
 from pagedkv.core.space import AddressSpace
 from pagedkv.core.stats import Stats
 
-__all__ = ["AddressSpace", "MemoryManager", "Observe", "Pin", "Plan", "Stats"]
+__all__ = ["AddressSpace", "Group", "MemoryManager", "Observe", "Pin", "Plan", "Stats"]

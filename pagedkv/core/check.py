@@ -17,6 +17,7 @@ from pagedkv.core.broken import none, require
 from pagedkv.core.check_accounts import check_accounts
 from pagedkv.core.check_index import check_index
 from pagedkv.core.check_policy import check_pins, check_policy
+from pagedkv.core.groups import Group
 from pagedkv.core.plan import Plan
 from pagedkv.core.policies import Policy
 from pagedkv.core.state import State
@@ -31,6 +32,7 @@ class Known(NamedTuple):
     """root: print of its empty prefix."""
     plans: Collection[Plan]
     """Not settled yet."""
+    groups: tuple[Group, ...]
 
 
 def check_state(s: State, level: int, known: Known) -> None:
@@ -38,6 +40,8 @@ def check_state(s: State, level: int, known: Known) -> None:
     if level not in (1, 2, 3):
         raise InvalidRequest(f"check level is {level}; it is 1 (counters), 2 (frames) or 3 (everything)")
     _check_counters(s)
+    due = [[group.window or 0, group.sinks] for group in known.groups]
+    require(s.groups.tolist() == due, "I9", f"the windows and sinks of the groups are {s.groups.tolist()}, not {due}")
     if level >= 2:
         _check_frames(s)
     if level >= 3:
@@ -136,20 +140,26 @@ def _check_spaces(s: State) -> None:
             require(mine, "I3", f"frame {frame} of space {asid} is to be written while shared or published", frame=frame)
     none(refs != s.frames["refs"], "I2", "refs differ from the page-table entries that name the frame")
     spare = s.spaces["spare"][: s.reg[st.NUM_SPARE]]
-    require(sorted(spare) == np.flatnonzero(s.spaces["status"] == st.UNUSED).tolist(), "I8", "the spare rows are not the unused ones")
+    unused = np.flatnonzero(s.spaces["status"] == st.UNUSED)
+    require(sorted(spare) == unused[unused % len(s.groups) == 0].tolist(), "I8", "the spare rows are not the unused ones")
 
 
 def _check_plans(s: State, plans: Collection[Plan]) -> None:
     """Each row has the plans, tokens and advice that somebody gave it, and each frame the pins."""
     planned, tokens = np.zeros(len(s.spaces), np.int64), np.zeros(len(s.spaces), np.int64)
     for plan in plans:
-        np.add.at(planned, plan.rows, 1)
-        np.add.at(tokens, plan.rows, plan.counts)
+        for group in range(len(s.groups)):
+            np.add.at(planned, plan.rows + group, 1)
+            np.add.at(tokens, plan.rows + group, plan.counts)
     status, used = s.spaces["status"], s.spaces["status"] != st.UNUSED
     none(used & (s.spaces["outstanding"] != planned), "I6", "the plans of a row are counted wrongly", places="space")
     due = s.spaces["length"] + tokens
     none(used & (s.spaces["planned"] != due), "I6", "tokens are planned by nobody, or by somebody and not counted", places="space")
-    none(~np.isin(status, (st.UNUSED, st.OPEN, st.CLOSING, st.HELD)), "I8", "a row has a status that is none", places="space")
+    leads = np.arange(len(status)) % len(s.groups) == 0
+    led = np.where(np.repeat(status[leads], len(s.groups)) == st.UNUSED, st.UNUSED, st.FOLLOWING)
+    legal = np.where(leads, np.isin(status, (st.UNUSED, st.OPEN, st.CLOSING, st.HELD)), status == led)
+    none(~legal, "I8", "a row has a status that is none", places="space")
+    none(~leads & (s.spaces["complete"] > 0), "I4", "the published pages of a space are counted in the row of group 0", places="space")
     none((status == st.CLOSING) & (planned == 0), "I8", "a released row waits for a plan that is none", places="space")
     none((status == st.HELD) & ((planned > 0) | (s.spaces["complete"] > 0)), "I8", "a pin's row is planned on", places="space")
     none(s.spaces["stamp"] > s.reg[st.TICK], "I6", "a row was named by a plan that was not made yet", places="space")
@@ -184,7 +194,7 @@ def _check_lists(s: State) -> list[list[int]]:
     require(waiting == s.reg[st.CACHED_FENCED], "I7", f"{waiting} cached frames are fenced, the counter says {s.reg[st.CACHED_FENCED]}")
     require(not lists[st.FENCED] or s.reg[st.EPOCH] > s.reg[st.PASSED], "I7", "frames are fenced and no epoch is open")
     held_rows = s.spaces["status"] == st.HELD
-    require(s.spaces["num_pages"][held_rows].sum() == s.reg[st.PINNED], "I7", "the pages of pins are counted wrongly")
+    require(s.spaces["num_pages"][held_rows].sum() * len(s.groups) == s.reg[st.PINNED], "I7", "the pages of pins are counted wrongly")
     return lists
 
 

@@ -21,16 +21,22 @@ def check_index(s: State, seeds: dict[int, int]) -> None:
     require(s.reg[st.PUBLISHING] in (0, 1), "I4", f"the switch of the prefix cache is {s.reg[st.PUBLISHING]}")
     found = _check_buckets(s)
     require(s.reg[st.PUBLISHING] or not found, "I4", f"frame {found[:1]} is published, and nothing is to be")
-    identities = Counter((int(s.frames["parent"][f]), int(s.frames["parent_generation"][f]), s.tokens[f].tobytes()) for f in found)
+    identities = Counter(_identity(s, frame) for frame in found)
     for frame in found:
-        identity = int(s.frames["parent"][frame]), int(s.frames["parent_generation"][frame]), s.tokens[frame].tobytes()
-        require(identities[identity] == 1, "I4", f"frame {frame} has the identity of another published frame", frame=frame)
+        require(identities[_identity(s, frame)] == 1, "I4", f"frame {frame} has the identity of another published frame", frame=frame)
     _check_roots(s, found)
     _check_prints(s, np.array(found, np.int64), seeds)
     for asid in np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING)).tolist():
         _check_chain(s, asid, seeds)
     if len(s.kin):
         _check_kin(s, found)
+
+
+def _identity(s: State, frame: int) -> tuple[int, int, int, bytes]:
+    """The tokens of a companion are those of its leader."""
+    number = int(s.frames["published"][frame])
+    held = s.tokens[frame].tobytes() if number == 1 else b""
+    return number, int(s.frames["parent"][frame]), int(s.frames["parent_generation"][frame]), held
 
 
 def _check_buckets(s: State) -> list[int]:
@@ -47,7 +53,8 @@ def _check_buckets(s: State) -> list[int]:
             frame = int(s.frames["chain"][frame])
         require(frame == st.NOBODY, "I4", f"the chain of bucket {bucket} ends in {frame}")
     times = np.bincount(np.array(found, np.int64), minlength=len(s.frames))
-    none(times != s.frames["published"], "I4", "the index and the published frames differ")
+    none(times != (s.frames["published"] != 0), "I4", "the index and the published frames differ")
+    none(s.frames["published"] > len(s.groups), "I4", "a frame is published for a group that is none")
     return found
 
 
@@ -65,7 +72,7 @@ def _check_roots(s: State, found: list[int]) -> None:
         else:
             lost = not _lives(s, parent, frame) and s.frames["status"][frame] == st.CACHED
             require(not lost, "I9", f"cached frame {frame} lost its prefix {parent}", frame=frame)
-    np.add.at(counted, s.spaces["root"][s.spaces["status"] != st.UNUSED], 1)
+    np.add.at(counted, s.spaces["root"][:: len(s.groups)][s.spaces["status"][:: len(s.groups)] != st.UNUSED], 1)
     none(counted != s.roots[:, 0], "I4", "a root is counted wrongly", places="root")
 
 
@@ -87,7 +94,9 @@ def _check_prints(s: State, found: I64, seeds: dict[int, int]) -> None:
         root = int(-2 - parents[place])
         require(root in seeds, "I4", f"frame {found[place]} is a first page under root {root}, which nobody has", frame=int(found[place]))
         before[place] = seeds[root]
+    group = s.frames["published"][found].astype(np.uint64) - np.uint64(1)
     prints = hashed(int(s.reg[st.KEY]), before, s.tokens[found])
+    prints = np.where(group > 0, before ^ (group * np.uint64(0x9E3779B9) & np.uint64(0xFFFFFFFF)), prints)
     broken = (prints != s.frames["print"][found]) & (alive | (parents < 0))
     none(np.isin(np.arange(len(s.frames)), found[broken]), "I4", "a print is not that of the frame's prefix and tokens")
 

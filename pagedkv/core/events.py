@@ -202,7 +202,7 @@ class EventLog:
         """Name what is published from the arrays themselves: all but pages that lost their prefix, which nobody can find."""
         self._seen = newest
         self._held, self._copies, self._said = {}, Counter(), {}
-        for frame in _prefixes_first(s, np.flatnonzero(s.frames["published"]).tolist()):
+        for frame in _prefixes_first(s, np.flatnonzero(s.frames["published"] == 1).tolist()):
             parent = int(s.frames["parent"][frame])
             if parent < 0 or _is_page_before(s, parent, frame):
                 self._store(frame, self._name(newest, parent, s.tokens[frame]))

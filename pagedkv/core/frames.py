@@ -55,9 +55,31 @@ def vacate(records: Records, reg: I64, frame: int) -> None:
 
 
 @compiled
+def _disband(s: State, leader: int) -> None:
+    """Nobody can find the companions of `leader` any more. Those that were not given up before it had lost the prefix with it (holes)."""
+    for group in range(1, len(s.groups)):
+        frame = index.find_companion(s, leader, group)
+        if frame < 0:
+            continue
+        index.remove(s, frame)
+        if s.frames[frame].status == CACHED:
+            s.reg[NUM_CACHED] -= 1
+            if s.frames[frame].pins == 0:
+                delist(s.frames, s.reg, frame)
+                vacate(s.frames, s.reg, frame)
+                runs.put(s.chunks, s.reg, frame, 1)
+            else:
+                s.reg[CACHED_FENCED] -= s.frames[frame].place == FENCED
+                s.frames[frame].status = RETIRED
+                s.reg[NUM_RETIRED] += 1
+
+
+@compiled
 def free(s: State, frame: int) -> None:
     """Nobody maps, keeps or reads `frame` any more."""
     if s.frames[frame].published:
+        if len(s.groups) > 1 and s.frames[frame].published == 1:
+            _disband(s, frame)
         index.remove(s, frame)
     vacate(s.frames, s.reg, frame)
     runs.put(s.chunks, s.reg, frame, 1)
@@ -117,6 +139,13 @@ def share(records: Records, reg: I64, frame: int) -> None:
     elif records[frame].status == RETIRED:
         reg[NUM_RETIRED] -= 1
     records[frame].status = MAPPED
+
+
+@inlined
+def use(s: State, frame: int) -> None:
+    """`frame` was matched: one more page-table entry names it."""
+    share(s.frames, s.reg, frame)
+    s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
 
 
 @compiled

@@ -74,7 +74,7 @@ def find(s: State, parent: int, mark: int, tokens: I32) -> int:
     frame = s.bucket[mark & (len(s.bucket) - 1)]
     while frame >= 0:
         record = s.frames[frame]
-        if record.print == mark and record.parent == parent and record.parent_generation == generation:
+        if record.print == mark and record.parent == parent and record.parent_generation == generation and record.published == 1:
             different = np.int32(0)
             for i in range(len(tokens)):
                 different |= s.tokens[frame, i] ^ tokens[i]
@@ -104,6 +104,38 @@ def insert(s: State, frame: int, parent: int, mark: int) -> None:
         log_stored(s.log, s.reg, frame, parent, s.tokens[frame])
 
 
+@inlined
+def print_of_companion(leader_print: int, group: int) -> int:
+    """The print of the page of `group` whose leader has that print."""
+    return leader_print ^ ((group * 0x9E3779B9) & 0xFFFFFFFF)
+
+
+@inlined
+def find_companion(s: State, leader: int, group: int) -> int:
+    """The published frame of `group` whose leader is the published frame `leader`; -1 if there is none. Exact without comparing tokens."""
+    mark = print_of_companion(np.int64(s.frames[leader].print), group)
+    frame = s.bucket[mark & (len(s.bucket) - 1)]
+    while frame >= 0:
+        record = s.frames[frame]
+        if record.parent == leader and record.parent_generation == s.frames[leader].generation and record.published == 1 + group:
+            return frame
+        frame = record.chain
+    return -1
+
+
+@inlined
+def insert_companion(s: State, frame: int, leader: int, group: int) -> None:
+    """Publish `frame` as the companion of `leader` in `group`. The caller has made sure that there is none."""
+    mark = print_of_companion(np.int64(s.frames[leader].print), group)
+    bucket = mark & (len(s.bucket) - 1)
+    s.frames[frame].parent = leader
+    s.frames[frame].parent_generation = s.frames[leader].generation
+    s.frames[frame].print = mark
+    s.frames[frame].chain = s.bucket[bucket]
+    s.bucket[bucket] = frame
+    s.frames[frame].published = 1 + group
+
+
 @compiled
 def remove(s: State, frame: int) -> None:
     """Make the published `frame` unfindable."""
@@ -112,16 +144,20 @@ def remove(s: State, frame: int) -> None:
     if here == frame:
         s.bucket[bucket] = s.frames[frame].chain
     else:
-        while s.frames[here].chain != frame:
+        for _ in range(len(s.frames)):  # were the index broken, check() would name the frame, and nobody hang here
+            if here < 0 or s.frames[here].chain == frame:
+                break
             here = s.frames[here].chain
-        s.frames[here].chain = s.frames[frame].chain
+        if here >= 0:
+            s.frames[here].chain = s.frames[frame].chain
+    leads = s.frames[frame].published == 1
     s.frames[frame].published = 0
     parent = s.frames[frame].parent
     if len(s.kin) and (parent < 0 or (s.frames[parent].published and s.frames[parent].generation == s.frames[frame].parent_generation)):
         _disown(s.kin, s.roots, frame, parent)  # else the page before is gone, and the list of its successors with it
     if parent < 0:
         s.roots[-2 - parent, 0] -= 1
-    if len(s.log):
+    if len(s.log) and leads:
         log_removed(s.log, s.reg, frame)
 
 
@@ -170,6 +206,8 @@ def find_part(s: State, parent: int, tokens: I32) -> tuple[int, int]:
 @compiled
 def remember(s: State, frame: int) -> None:
     """`frame` is about to be evicted: keep its print, until one with the same place needs it."""
+    if s.frames[frame].published > 1:
+        return  # a companion is missed with its page
     mark = np.int64(s.frames[frame].print)
     s.ghosts[mark & (len(s.ghosts) - 1)] = (mark >> 2) + 1
 

@@ -17,6 +17,7 @@ from pagedkv.core import resize as sizes
 from pagedkv.core import state as st
 from pagedkv.core.arguments import asid_row, count_row, frame_row, token_row
 from pagedkv.core.check import Known, check_state
+from pagedkv.core.groups import Group, blind_group, group_rows
 from pagedkv.core.misses import Miss, explain
 from pagedkv.core.observation import Observe, Observed
 from pagedkv.core.ownership import exclusive
@@ -45,6 +46,7 @@ class MemoryManager(Observed, Tenants):
     watermark:    share of the pool that `admits` keeps free for the sequences that run already.
     max_pinned:   share of the pool that `pin` may hold.
     observe:      what to watch, see Observe; nothing by default.
+    groups:       the layers that have page tables of their own over the one pool, see Group; one, which sees all, by default.
     Raises:       InvalidRequest for a pool that cannot be.
     """
 
@@ -59,6 +61,7 @@ class MemoryManager(Observed, Tenants):
         watermark: float = 0.0,
         max_pinned: float = 0.5,
         observe: Observe | None = None,
+        groups: Sequence[Group] = (Group(),),
     ) -> None:
         if not 1 <= num_frames < 2**31:
             raise InvalidRequest(f"num_frames is {num_frames}; a pool has at least 1 and fewer than 2**31 frames")
@@ -73,8 +76,15 @@ class MemoryManager(Observed, Tenants):
         self.num_frames, self.block_size, self.policy = num_frames, block_size, chosen(policy)
         self._shares = watermark, max_pinned
         self._watch(observe or Observe())
-        by_token, events = match == "token", self._watched.events
-        self.state = st.new_state(num_frames, block_size, publishing=prefix_cache, by_token=by_token, events=events)
+        self.groups = tuple(groups)
+        self.state = st.new_state(
+            num_frames,
+            group_rows(self.groups, prefix_cache=prefix_cache, by_token=match == "token"),
+            block_size=block_size,
+            publishing=prefix_cache,
+            by_token=match == "token",
+            events=self._watched.events,
+        )
         install(self.policy, self.state.reg)
         self._roots = Roots()
         self._accounts: dict[bytes, int] = {}  # of the tenants that have quotas
@@ -129,8 +139,14 @@ class MemoryManager(Observed, Tenants):
         if not 0 <= length <= held:
             raise InvalidRequest(f"truncate to {length}: the space holds {held} tokens; give 0 up to that")
         page, offset = divmod(length, self.block_size)
-        if offset and self.state.table[asid, page] == st.HOLE:
+        if offset and (self.state.table[asid : asid + len(self.groups), page] == st.HOLE).any():
             raise InvalidRequest(f"truncate to {length}: page {page} was punched and cannot be written again; truncate to its start or end")
+        blind = blind_group(self.state, asid, length) if length < held else -1
+        if blind >= 0:
+            raise InvalidRequest(
+                f"truncate to {length}: group {blind} sees {self.groups[blind].window} positions back, and some of these pages were given "
+                f"back at length {held}; truncate to 0, or open the prompt again"
+            )
         spaces.truncate_space(self.state, asid, length)
 
     @exclusive
@@ -165,7 +181,7 @@ class MemoryManager(Observed, Tenants):
         if made[0] != steps.OK:
             refuse_plan(self.state, (made[0], made[1]), asids, wanted, self._accounts)
         _, _, slots, positions, splits, seq_lens, cu_seqlens_q, starts = made
-        plan = Plan(slots, positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, wanted, splits, self)
+        plan = Plan(slots[0], positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, wanted, slots, splits, self)
         self._plans.add(plan)
         return plan
 
@@ -219,12 +235,12 @@ class MemoryManager(Observed, Tenants):
         """
         if isinstance(what, AddressSpace):
             asid = self._asid(what)
-            num_frames = int(self.state.spaces["length"][asid]) // self.block_size
+            num_frames = int(self.state.spaces["length"][asid]) // self.block_size * len(self.groups)
         else:
             stranger, closure = spaces.prefix_closure(self.state, frame_row(what, self.num_frames))
             if stranger >= 0:
                 raise InvalidRequest(f"pin of frame {stranger}: it is not published under a whole prefix; pin the space that maps it")
-            num_frames = len(closure)
+            num_frames = len(closure) * len(self.groups)
         held = int(self.state.reg[st.PINNED])
         if held + num_frames > self.max_pinned:
             raise InvalidRequest(
@@ -365,7 +381,7 @@ class MemoryManager(Observed, Tenants):
         """
         seeds = {root.number: root.seed for root in self._roots.known.values()}
         try:
-            check_state(self.state, level, Known(self.policy, seeds, self._plans))
+            check_state(self.state, level, Known(self.policy, seeds, self._plans, self.groups))
         except InvariantViolation as broken:
             if self._owners is None:
                 raise
@@ -390,10 +406,12 @@ class MemoryManager(Observed, Tenants):
         """Committed tokens of `space`."""
         return int(self.state.spaces["length"][self._asid(space)])
 
-    def pages_of(self, space: AddressSpace) -> I32:
-        """See AddressSpace.pages."""
+    def pages_of(self, space: AddressSpace, group: int = 0) -> I32:
+        """See AddressSpace.pages and pages_in."""
         asid = self._asid(space)
-        return self.state.table[asid, : self.state.spaces["num_pages"][asid]].copy()
+        if not 0 <= group < len(self.groups):
+            raise InvalidRequest(f"pages of group {group}: this manager has {len(self.groups)}; they are numbered from 0")
+        return self.state.table[asid + group, : self.state.spaces["num_pages"][asid]].copy()
 
     def tokens_of(self, space: AddressSpace) -> I32:
         """See AddressSpace.token_ids."""

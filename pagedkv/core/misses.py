@@ -36,14 +36,14 @@ def explain(s: State, roots: Roots, tenant: bytes, ids: I32) -> Miss:
     found = np.empty(whole, np.int32)
     pages, evicted = 0, False
     if tenant in roots.known:
-        pages, evicted, _ = spaces.probe(s, *roots.known[tenant], ids, found)
+        pages, evicted = spaces.known(s, *roots.known[tenant], ids, found)
     if whole == 0:
         reason = "below one page"
     elif pages == whole:
         reason = "nothing missed"
     elif evicted:
         reason = "evicted"
-    elif any(spaces.probe(s, *root, ids, found)[0] > pages for name, root in roots.known.items() if name != tenant):
+    elif any(spaces.known(s, *root, ids, found)[0] > pages for name, root in roots.known.items() if name != tenant):
         reason = OTHER_ROOT
     else:
         reason = "never published"

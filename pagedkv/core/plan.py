@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pagedkv.core.state import I32, I64
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GroupPlan:
+    """The part of a plan that differs between layer groups.
+
+    Shapes: rows int32 [B] of the page table, slots int64 [T], copies int32 [C, 2] (`Plan.copies` are those of all groups)
+    """
+
+    rows: I32
+    slots: I64
+    copies: I32
 
 
 @dataclass(eq=False, slots=True)
@@ -27,8 +41,10 @@ class Plan:
     """int64 [B]: KV length before the step."""
     counts: I64
     """int64 [B]: new tokens of each sequence."""
+    group_slots: I64 = field(repr=False)
+    """int64 [G, T]: the slots of each layer group; those of the first are `slots`."""
     splits: I32 = field(repr=False)
-    """int32 [C, 4]: source, target and asid of each copy, and 1 if the prefix of the source is pinned with it."""
+    """int32 [C, 4]: source, target and row of each copy, and 1 if the prefix of the source is pinned with it."""
     manager: object = field(repr=False)
     """The MemoryManager that made it, and alone may settle it."""
     settled: str = ""
@@ -38,6 +54,11 @@ class Plan:
     def copies(self) -> I32:
         """int32 [C, 2]: source and target frames."""
         return self.splits[:, :2]
+
+    def group(self, number: int) -> GroupPlan:
+        """What the layers of one group read and write; positions and lengths are those of all."""
+        mine = (self.splits[:, 2] - number) % len(self.group_slots) == 0
+        return GroupPlan(self.rows + np.int32(number), self.group_slots[number], self.splits[mine, :2])
 
     @property
     def num_tokens(self) -> int:

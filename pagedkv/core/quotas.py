@@ -27,7 +27,10 @@ def measure(s: State, asids: I32, counts: I64, split: U8) -> int:
     _begin(s)
     for i in range(len(asids)):
         pages = (s.spaces[asids[i]].planned + counts[i] + size - 1) // size
-        reg[register(of_space(s, asids[i]), NEED)] += pages - s.spaces[asids[i]].num_pages + split[i]
+        copies = 0
+        for group in range(len(s.groups)):
+            copies += split[i * len(s.groups) + group]
+        reg[register(of_space(s, asids[i]), NEED)] += (pages - s.spaces[asids[i]].num_pages) * len(s.groups) + copies
     for account in range(number_of(reg)):
         used, need = reg[register(account, USED)], reg[register(account, NEED)]
         evictable, hard = reg[register(account, EVICTABLE)], reg[register(account, HARD)]

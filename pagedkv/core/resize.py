@@ -89,7 +89,7 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     into[num_frames:] = NOBODY
     into[sources] = targets
     same = min(num_frames, len(s.frames))
-    fresh = new_state(num_frames, s.tokens.shape[1], publishing=True, by_token=len(s.kin) > 0)
+    fresh = new_state(num_frames, s.groups, block_size=s.tokens.shape[1], publishing=True, by_token=len(s.kin) > 0)
     for name in ("frames", "tokens", "kin"):
         old, new = getattr(s, name), getattr(fresh, name)
         if len(old):

@@ -33,6 +33,10 @@ class AddressSpace:
         """int32 [num_pages]: the frame of each page, -1 for a hole. A copy."""
         return self.manager.pages_of(self)
 
+    def pages_in(self, group: int) -> I32:
+        """int32 [num_pages]: the same for another layer group than the first; -1 also where no query will look again. A copy."""
+        return self.manager.pages_of(self, group)
+
     @property
     def runs(self) -> I32:
         """int32 [R, 2]: first frame and length of each run of neighbouring frames, in order of pages: what one copy can move."""

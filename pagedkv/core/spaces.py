@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagedkv.core import frames, index, runs
+from pagedkv.core import frames, groups, index, runs
 from pagedkv.core.accounts import register
 from pagedkv.core.compiled import allocating, compiled, inlined
 from pagedkv.core.state import (
@@ -26,6 +26,7 @@ from pagedkv.core.state import (
     CHUNK_FRAMES,
     CLOSING,
     DEDUPLICATED,
+    FOLLOWING,
     HELD,
     HOLE,
     I32,
@@ -47,20 +48,27 @@ from pagedkv.core.state import (
 
 @compiled
 def _new_row(s: State, root: int, seed: int) -> int:
+    """A row for each group; names the first."""
     s.reg[NUM_SPARE] -= 1
     asid = s.spaces[s.reg[NUM_SPARE]].spare
-    s.spaces[asid].status = OPEN
-    s.spaces[asid].root = root
-    s.spaces[asid].seed = seed
-    s.spaces[asid].wish = 0
+    for row in range(asid, asid + len(s.groups)):
+        s.spaces[row].status = OPEN if row == asid else FOLLOWING
+        s.spaces[row].root = root
+        s.spaces[row].seed = seed
+        s.spaces[row].wish = 0
+        s.spaces[row].complete = 0
+        s.spaces[row].outstanding = 0
+        s.spaces[row].first_hole = NO_HOLE
+        _set_length(s, row, 0, 0)
     s.roots[root, 0] += 1
-    s.spaces[asid].length = 0
-    s.spaces[asid].planned = 0
-    s.spaces[asid].num_pages = 0
-    s.spaces[asid].complete = 0
-    s.spaces[asid].outstanding = 0
-    s.spaces[asid].first_hole = NO_HOLE
     return asid
+
+
+@inlined
+def _set_length(s: State, row: int, length: int, num_pages: int) -> None:
+    s.spaces[row].length = length
+    s.spaces[row].planned = length
+    s.spaces[row].num_pages = num_pages
 
 
 @compiled
@@ -70,22 +78,21 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> tup
     O(pages matched).
     """
     asid = _new_row(s, root, seed)
-    s.spaces[asid].wish = wish
     size = s.tokens.shape[1]
-    pages, gone, parent = probe(s, root, seed, token_ids, s.table[asid])
+    pages, gone = known(s, root, seed, token_ids, s.table[asid])
+    parent = s.table[asid, pages - 1] if pages else index.root_parent(root)
+    groups.map_companions(s, asid, pages)
     for page in range(pages):
-        _use(s, s.table[asid, page])
-    s.spaces[asid].num_pages = pages
-    s.spaces[asid].complete = pages
-    matched = pages * size
+        frames.use(s, s.table[asid, page])
+    held, matched = pages, pages * size
     asked = max(0, (len(token_ids) - 1) // size * size)
     if len(s.kin):
         asked = max(0, len(token_ids) - 1)
         frame, common = index.find_part(s, parent, token_ids[matched:asked])
         if frame >= 0:  # others see this page: the first write copies it
-            _use(s, frame)
+            frames.use(s, frame)
             s.table[asid, pages] = frame
-            s.spaces[asid].num_pages = pages + 1
+            held += 1
             matched += common
     s.reg[ASKED] += asked
     s.reg[BELOW_PAGE] += max(0, len(token_ids) - 1) - asked
@@ -94,23 +101,27 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> tup
         s.reg[register(s.roots[root, 2], ASKED_BY)] += asked
         s.reg[register(s.roots[root, 2], MATCHED_BY)] += matched
     s.reg[MISSED_EVICTED if gone else MISSED_NEW] += asked - matched
-    s.spaces[asid].length = matched
-    s.spaces[asid].planned = matched
+    for row in range(asid, asid + len(s.groups)):
+        s.spaces[row].wish = wish
+        _set_length(s, row, matched, held)
+    s.spaces[asid].complete = pages
     return asid, int(s.spaces[asid].generation)
 
 
-@inlined
-def _use(s: State, frame: int) -> None:
-    frames.share(s.frames, s.reg, frame)
-    s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
-
-
 @compiled
-def probe(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool, int]:
-    """(pages, whether the next one was evicted not long ago, frame of the last): the longest published prefix, short of the last token.
+def known(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool]:
+    """(pages, whether the next one was evicted not long ago): the longest published prefix that no group lacks, short of the last token.
 
     Its frames are written into `found`, one for each whole page of `token_ids`; nothing else is changed.
     """
+    leaders, gone = _known_leaders(s, root, seed, token_ids, found)
+    pages = groups.covered(s, found, leaders)
+    found[pages:leaders] = HOLE
+    return pages, gone or pages < leaders  # companions were published with their leaders
+
+
+@compiled
+def _known_leaders(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool]:
     size = s.tokens.shape[1]
     parent, mark, whole = index.root_parent(root), seed, max(0, (len(token_ids) - 1) // size)
     for first in range(0, whole, index.AHEAD):
@@ -126,38 +137,41 @@ def probe(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[i
             frame = index.find(s, parent, mark, token_ids[page * size : (page + 1) * size])
             if frame < 0:
                 found[page:last] = HOLE  # the row is as it was
-                return page, index.remembers(s.ghosts, mark), parent
+                return page, index.remembers(s.ghosts, mark)
             found[page] = frame
             parent = frame
-    return whole, False, parent
+    return whole, False
 
 
 @compiled
 def fork_space(s: State, asid: int) -> int:
     """A new row that shares every frame of `asid`, which has no outstanding plan. O(pages)."""
     child = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
-    s.spaces[child].wish = s.spaces[asid].wish
-    for page in range(s.spaces[asid].num_pages):
-        frame = s.table[asid, page]
-        s.table[child, page] = frame
-        if frame != HOLE:
-            s.frames[frame].refs += 1  # it is mapped already
-    s.spaces[child].num_pages = s.spaces[asid].num_pages
-    s.spaces[child].complete = s.spaces[asid].complete
-    s.spaces[child].first_hole = s.spaces[asid].first_hole
-    s.spaces[child].length = s.spaces[asid].length
-    s.spaces[child].planned = s.spaces[asid].length
+    for group in range(len(s.groups)):
+        row, new = asid + group, child + group
+        for page in range(s.spaces[row].num_pages):
+            frame = s.table[row, page]
+            s.table[new, page] = frame
+            if frame != HOLE:
+                s.frames[frame].refs += 1  # it is mapped already
+        s.spaces[new].wish = s.spaces[row].wish
+        s.spaces[new].complete = s.spaces[row].complete
+        s.spaces[new].first_hole = s.spaces[row].first_hole
+        _set_length(s, new, s.spaces[row].length, s.spaces[row].num_pages)
     return child
 
 
 @inlined
-def keeps(s: State, asid: int, page: int) -> bool:
-    """Whether the frame of `page` may stay cached when the space lets go of it: its prefix is mapped, or certain to be there."""
+def keeps(s: State, asid: int, group: int, page: int) -> bool:
+    """Whether the frame of `page` may stay cached when the space lets go of it: its prefix is mapped, or certain to be there.
+
+    A companion's prefix is its leader and what is before that; a hole in its own row says nothing.
+    """
     if page < s.spaces[asid].first_hole:
         return True
-    frame = s.table[asid, page]
+    frame = s.table[asid + group, page]
     # behind a hole. No successor was ever left cached: none of ours can be orphaned, and the walk to the root is saved
-    return s.frames[frame].floor > 0 and s.frames[frame].published == 1 and index.reaches_root(s, frame)
+    return s.frames[frame].floor > 0 and s.frames[frame].published > 0 and index.reaches_root(s, frame)
 
 
 @compiled
@@ -170,30 +184,38 @@ def touch_prefix(s: State, parent: int) -> None:
 
 
 @inlined
-def _unmap(s: State, asid: int, page: int) -> None:
-    frame = s.table[asid, page]
+def _unmap(s: State, asid: int, group: int, page: int) -> None:
+    frame = s.table[asid + group, page]
     if frame == HOLE:
         return
-    keep = keeps(s, asid, page)
+    keep = keeps(s, asid, group, page)
     parent = s.frames[frame].parent
     if frames.let_go(s.frames, s.reg, frame, keep, page * s.tokens.shape[1], s.spaces[asid].wish):
         frames.free(s, frame)
-    s.table[asid, page] = HOLE
+    s.table[asid + group, page] = HOLE
     if keep and page > s.spaces[asid].first_hole and s.frames[frame].status == CACHED:
         touch_prefix(s, parent)
 
 
 @compiled
 def drop_tail(s: State, asid: int, num_pages: int) -> None:
-    """Unmap the pages of `asid` from `num_pages` on, last one first."""
-    first_hole, wish, size = s.spaces[asid].first_hole, s.spaces[asid].wish, s.tokens.shape[1]
+    """Unmap the pages of `asid` from `num_pages` on: companions before their leaders, in each row the last one first."""
+    for group in range(len(s.groups) - 1, -1, -1):
+        _drop_row(s, asid, group, num_pages)
+    for row in range(asid, asid + len(s.groups)):
+        s.spaces[row].num_pages = min(s.spaces[row].num_pages, num_pages)
+
+
+@inlined
+def _drop_row(s: State, asid: int, group: int, num_pages: int) -> None:
+    first_hole, wish, size, row = s.spaces[asid].first_hole, s.spaces[asid].wish, s.tokens.shape[1], asid + group
     first = count = 0  # frames in a row, to be put back together
-    for page in range(s.spaces[asid].num_pages - 1, num_pages - 1, -1):
-        frame = s.table[asid, page]
+    for page in range(s.spaces[row].num_pages - 1, num_pages - 1, -1):
+        frame = s.table[row, page]
         if frame == HOLE or page > first_hole:
-            _unmap(s, asid, page)
+            _unmap(s, asid, group, page)
             continue
-        s.table[asid, page] = HOLE
+        s.table[row, page] = HOLE
         if not frames.let_go(s.frames, s.reg, frame, True, page * size, wish):
             continue
         if s.frames[frame].published:
@@ -206,27 +228,45 @@ def drop_tail(s: State, asid: int, num_pages: int) -> None:
         first, count = frame, count + 1
     if count > 0:
         runs.put(s.chunks, s.reg, first, count)
-    s.spaces[asid].num_pages = min(s.spaces[asid].num_pages, num_pages)
 
 
 @compiled
 def truncate_space(s: State, asid: int, length: int) -> None:
-    """Forget the tokens of `asid` from `length` on; no plan is outstanding."""
+    """Forget the tokens of `asid` from `length` on; no plan is outstanding, and no window sees what was given back."""
     size = s.tokens.shape[1]
-    drop_tail(s, asid, (length + size - 1) // size)
-    s.spaces[asid].length = length
-    s.spaces[asid].planned = length
-    s.spaces[asid].complete = min(s.spaces[asid].complete, length // size)
-    if s.spaces[asid].first_hole >= s.spaces[asid].num_pages:
-        s.spaces[asid].first_hole = NO_HOLE
+    pages = (length + size - 1) // size
+    drop_tail(s, asid, pages)
+    for row in range(asid, asid + len(s.groups)):
+        _set_length(s, row, length, pages)
+        s.spaces[row].complete = min(s.spaces[row].complete, length // size)
+        if s.spaces[row].first_hole >= pages:
+            s.spaces[row].first_hole = NO_HOLE
 
 
 @compiled
 def punch_space(s: State, asid: int, first: int, last: int) -> None:
     """Unmap the pages first .. last-1 of `asid`, leaving holes. They are full and committed."""
     for page in range(last - 1, first - 1, -1):
-        _unmap(s, asid, page)
-    s.spaces[asid].first_hole = min(s.spaces[asid].first_hole, first)
+        for group in range(len(s.groups) - 1, -1, -1):
+            _unmap(s, asid, group, page)
+    for row in range(asid, asid + len(s.groups)):
+        s.spaces[row].first_hole = min(s.spaces[row].first_hole, first)
+
+
+@compiled
+def slide(s: State, asid: int, before: int) -> None:
+    """Give back what no query will see again, now that `asid` holds more than `before` committed tokens: pages behind the windows."""
+    for group in range(len(s.groups) - 1, -1, -1):
+        row = asid + group
+        if s.groups[group, 0] > 0:
+            first = groups.sink_pages(s, group)
+            if s.spaces[row].first_hole != NO_HOLE:  # what is before was given back then
+                first = max(first, groups.first_seen(s, group, before))
+            last = min(groups.first_seen(s, group, s.spaces[row].length), s.spaces[row].num_pages)
+            for page in range(last - 1, first - 1, -1):
+                _unmap(s, asid, group, page)
+            if first < last:
+                s.spaces[row].first_hole = min(s.spaces[row].first_hole, first)
 
 
 @compiled
@@ -237,7 +277,8 @@ def close_space(s: State, asid: int) -> None:
         return
     drop_tail(s, asid, 0)
     s.roots[s.spaces[asid].root, 0] -= 1
-    s.spaces[asid].status = UNUSED
+    for row in range(asid, asid + len(s.groups)):
+        s.spaces[row].status = UNUSED
     s.spaces[s.reg[NUM_SPARE]].spare = asid
     s.reg[NUM_SPARE] += 1
 
@@ -245,10 +286,11 @@ def close_space(s: State, asid: int) -> None:
 @compiled
 def count_use(s: State, asid: int) -> None:
     """Every page of `asid` counts as matched once more."""
-    for page in range(s.spaces[asid].num_pages):
-        frame = s.table[asid, page]
-        if frame != HOLE:
-            s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
+    for row in range(asid, asid + len(s.groups)):
+        for page in range(s.spaces[row].num_pages):
+            frame = s.table[row, page]
+            if frame != HOLE:
+                s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
 
 
 @compiled
@@ -286,6 +328,8 @@ def publish_pages(s: State, asid: int) -> None:
                 frame = known
             else:
                 index.insert(s, frame, parent, mark)
+        if len(s.groups) > 1 and not groups.publish_companions(s, asid, page):
+            return
         s.spaces[asid].complete = page + 1
         parent = frame
 
@@ -293,25 +337,26 @@ def publish_pages(s: State, asid: int) -> None:
 @compiled
 def pin_space(s: State, asid: int) -> int:
     """A HELD row that maps the committed full pages of `asid`. O(pages)."""
-    row = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
-    s.spaces[row].status = HELD
+    held = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
     pages = s.spaces[asid].length // s.tokens.shape[1]
-    s.spaces[row].first_hole = s.spaces[asid].first_hole if s.spaces[asid].first_hole < pages else NO_HOLE
-    for page in range(pages):
-        frame = s.table[asid, page]
-        s.table[row, page] = frame
-        if frame != HOLE:
-            frames.share(s.frames, s.reg, frame)
-    _hold(s, row, pages)
-    return row
+    for group in range(len(s.groups)):
+        row = asid + group
+        s.spaces[held + group].first_hole = s.spaces[row].first_hole if s.spaces[row].first_hole < pages else NO_HOLE
+        for page in range(pages):
+            frame = s.table[row, page]
+            s.table[held + group, page] = frame
+            if frame != HOLE:
+                frames.share(s.frames, s.reg, frame)
+    _hold(s, held, pages)
+    return held
 
 
-@compiled
-def _hold(s: State, row: int, pages: int) -> None:
-    s.spaces[row].num_pages = pages
-    s.spaces[row].length = pages * s.tokens.shape[1]
-    s.spaces[row].planned = s.spaces[row].length
-    s.reg[PINNED] += pages
+@inlined
+def _hold(s: State, asid: int, pages: int) -> None:
+    s.spaces[asid].status = HELD
+    for row in range(asid, asid + len(s.groups)):
+        _set_length(s, row, pages * s.tokens.shape[1], pages)
+    s.reg[PINNED] += pages * len(s.groups)
 
 
 @allocating
@@ -338,10 +383,12 @@ def prefix_closure(s: State, wanted: I32) -> tuple[int, I32]:
 def pin_frames(s: State, closure: I32) -> int:
     """A HELD row that maps `closure`, prefixes first. The table is wide enough."""
     row = _new_row(s, 0, 0)
-    s.spaces[row].status = HELD
     for page in range(len(closure)):
         frames.share(s.frames, s.reg, closure[page])
         s.table[row, page] = closure[page]
+        for group in range(1, len(s.groups)):
+            s.table[row + group, page] = HOLE
+            s.spaces[row + group].first_hole = 0
     _hold(s, row, len(closure))
     return row
 
@@ -349,5 +396,5 @@ def pin_frames(s: State, closure: I32) -> int:
 @compiled
 def unpin_row(s: State, row: int) -> None:
     """Unmap what a HELD row protects, and give the row back."""
-    s.reg[PINNED] -= s.spaces[row].num_pages
+    s.reg[PINNED] -= s.spaces[row].num_pages * len(s.groups)
     close_space(s, row)

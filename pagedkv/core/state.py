@@ -32,6 +32,7 @@ RETIRED: Final = 3
 UNUSED: Final = 0
 OPEN: Final = 1
 HELD: Final = 3  # the frames of a user's pin
+FOLLOWING: Final = 4  # the row of another group than the first, whose row says what it may do
 CLOSING: Final = 2  # released while a plan is outstanding: its frames go back when the last one is settled
 
 HOLE: Final = -1  # a punched page
@@ -98,13 +99,13 @@ FRAME: Final = np.dtype(
         ("account", np.uint16),  # who is charged for it; of a free one, who was
         ("pins", np.uint16),  # copies under way that read it, and 1 if it is fenced
         ("status", np.uint8),
-        ("published", np.uint8),  # 1 if the index finds it
+        ("published", np.uint8),  # 1 if the index finds it; a page of group g: 1 + g
         ("uses", np.uint8),  # times it was matched since it was taken; stays at 255
         ("place", np.uint8),  # the list it is on, or NOWHERE
         ("rank", np.uint8),  # the list it was ranked for when it was dropped
         ("floor", np.uint8),  # 1 + the highest list that a successor of it was put on, 0 for none (I9)
         ("generation", np.uint32),  # bumped when taken (I8)
-        ("parent", np.int32),  # of a published frame: the frame of the page before, or root_parent(root)
+        ("parent", np.int32),  # of a published frame: the frame of the page before, or root_parent(root); of a companion: its leader
         ("parent_generation", np.uint32),
         ("print", np.uint32),  # of a published frame: keyed hash of its whole prefix
         ("chain", np.int32),  # next published frame in the same bucket
@@ -164,6 +165,7 @@ class State(NamedTuple):
     kin: I32  # [F, 3] first successor, next and previous successor of the same page, newest first; [0, 3] unless matching by token
     reg: I64  # [NUM_REGISTERS], and ACCOUNT more for each account
     log: I32  # [E, 3 + S] the last events (events.py); [0, 3 + S] if nobody wants them
+    groups: I64  # [layer groups, 2] window (0: sees all) and sinks
 
 
 def list_registers(reg: I64) -> I64:
@@ -190,11 +192,16 @@ def with_account(state: State) -> State:
     return state._replace(reg=np.concatenate([state.reg, *blocks]))
 
 
-def _unused_spaces(first: int, count: int) -> Records:
+def _unused_spaces(first: int, count: int, num_groups: int) -> Records:
     records = np.zeros(count, SPACE).view(np.recarray)
     records["first_hole"] = NO_HOLE
-    records["spare"] = np.arange(first + count - 1, first - 1, -1)
+    records["spare"][: count // num_groups] = _leading(first, count, num_groups)
     return records
+
+
+def _leading(first: int, count: int, num_groups: int) -> I32:
+    """The rows of group 0 among `count` rows from `first` on, last one first."""
+    return np.arange(first + count - num_groups, first - 1, -num_groups, dtype=np.int32)
 
 
 def _unused_roots(count: int) -> I32:
@@ -231,11 +238,11 @@ def _free_chunks(num_frames: int, reg: I64) -> Records:
     return chunks
 
 
-def new_state(num_frames: int, block_size: int, *, publishing: bool, by_token: bool = False, events: int = 0) -> State:
+def new_state(num_frames: int, groups: I64, *, block_size: int, publishing: bool, by_token: bool = False, events: int = 0) -> State:
     """A pool of free frames and an empty page table. O(num_frames), a few ns each."""
-    rows = width = 16  # of the table, which grows
+    rows, width = 16 * len(groups), 16  # of the table, which grows
     reg = np.zeros(NUM_REGISTERS, np.int64)
-    reg[NUM_FREE], reg[NUM_SPARE] = num_frames, rows
+    reg[NUM_FREE], reg[NUM_SPARE] = num_frames, 16
     list_registers(reg)[:, :2] = NOBODY
     reg[KEY] = secrets.randbits(63)
     reg[PUBLISHING] = publishing
@@ -248,21 +255,23 @@ def new_state(num_frames: int, block_size: int, *, publishing: bool, by_token: b
         chunks=_free_chunks(num_frames, reg),
         bucket=np.full(_power_of_two(23 * num_frames // 32), NOBODY, np.int32),
         ghosts=np.zeros(_power_of_two(num_frames // 4), np.int32),
-        spaces=_unused_spaces(0, rows),
+        spaces=_unused_spaces(0, rows, len(groups)),
         table=np.full((rows, width), HOLE, np.int32),
         roots=_unused_roots(16),
         kin=np.full((num_frames if by_token else 0, 3), NOBODY, np.int32),
         reg=reg,
         log=np.zeros((events, 3 + block_size), np.int32),
+        groups=groups,
     )
 
 
 def with_more_rows(state: State) -> State:
     """The same state with room for twice as many spaces. The old table is left as it was, for plans that hold it."""
     old, height = len(state.spaces), int(state.reg[NUM_SPARE])
-    spaces = np.concatenate([state.spaces, _unused_spaces(old, old)]).view(np.recarray)
-    spaces["spare"][height : height + old] = np.arange(2 * old - 1, old - 1, -1)
-    state.reg[NUM_SPARE] += old
+    more = old // len(state.groups)
+    spaces = np.concatenate([state.spaces, _unused_spaces(old, old, len(state.groups))]).view(np.recarray)
+    spaces["spare"][height : height + more] = _leading(old, old, len(state.groups))
+    state.reg[NUM_SPARE] += more
     return state._replace(
         spaces=spaces,
         table=np.concatenate([state.table, np.full_like(state.table, HOLE)]),

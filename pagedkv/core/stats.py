@@ -66,7 +66,7 @@ def gather(s: State, missed_other_root: int, tenants: dict[bytes, Usage]) -> Sta
         spaces=len(rows),
         tokens=int(s.spaces["length"][rows].sum()),
         slots_mapped=mapped * size,
-        slots_wasted=_wasted(s, rows),
+        slots_wasted=_wasted(s, (rows[:, None] + np.arange(len(s.groups))).reshape(-1)),
         tenants=tenants,
         **count,
     )

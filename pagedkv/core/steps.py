@@ -38,21 +38,22 @@ MOST_TOKENS: Final = 2**31 - 1  # in a sequence and in a step: their lengths are
 
 @inlined
 def _choose_copies(s: State, asids: I32, counts: I64, split: U8, copied: I32) -> int:
-    """Set split[i] where writing at `planned` would write into a frame that others see (I3); returns how many.
+    """Set split[i * G + g] where writing at `planned` would write into a frame that others see (I3); returns how many.
 
     Others see what is shared, what is published, and what an earlier plan copies from and might be given back by abort. Tails are taken
-    as if copied in turn, so k writers of a tail with r owners cost min(k, r - 1). `copied` [B] is scratch.
+    as if copied in turn, so k writers of a tail with r owners cost min(k, r - 1). `copied` [B * G] is scratch.
     """
-    size = s.tokens.shape[1]
+    size, num_groups = s.tokens.shape[1], len(s.groups)
     copies = 0
     for i in range(len(asids)):
         if counts[i] and s.spaces[asids[i]].planned < s.spaces[asids[i]].num_pages * size:
-            tail = s.table[asids[i], s.spaces[asids[i]].num_pages - 1]
-            if s.frames[tail].refs > 1 or s.frames[tail].published or s.frames[tail].pins > 0:
-                s.frames[tail].refs -= 1
-                copied[copies] = tail
-                split[i] = 1
-                copies += 1
+            for group in range(num_groups):
+                tail = s.table[asids[i] + group, s.spaces[asids[i]].num_pages - 1]
+                if s.frames[tail].refs > 1 or s.frames[tail].published or s.frames[tail].pins > 0:
+                    s.frames[tail].refs -= 1
+                    copied[copies] = tail
+                    split[i * num_groups + group] = 1
+                    copies += 1
     for tail in copied[:copies]:
         s.frames[tail].refs += 1
     return copies
@@ -60,7 +61,7 @@ def _choose_copies(s: State, asids: I32, counts: I64, split: U8, copied: I32) ->
 
 @compiled
 def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tuple[int, int, int, int]:
-    """(code, where: frames needed if OK, copies, tokens) of a plan; split [B] is set where a tail must be copied; scratch [B]."""
+    """(code, where: frames needed if OK, copies, tokens) of a plan; split [B * G] is set where a tail must be copied; scratch [B * G]."""
     size = s.tokens.shape[1]
     s.reg[TICK] += 1
     needed = width = tokens = 0
@@ -78,7 +79,7 @@ def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tupl
         pages = int(s.spaces[asid].num_pages)
         if s.spaces[asid].planned + counts[i] > pages * size:  # most steps of decoding are spared the division
             more = (s.spaces[asid].planned + counts[i] + size - 1) // size - pages
-            needed += more
+            needed += more * len(s.groups)
             pages += more
         width = max(width, pages)
         tokens += counts[i]
@@ -97,11 +98,11 @@ def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tupl
 
 
 @compiled
-def _split_tail(s: State, asid: int) -> tuple[int, int, int]:
+def _split_tail(s: State, asid: int, group: int) -> tuple[int, int, int]:
     """Give `asid` a tail of its own; the old one is pinned until the plan is settled. Returns (source, target, 1 if so is its prefix)."""
     page = s.spaces[asid].num_pages - 1
-    source = s.table[asid, page]
-    keep = spaces.keeps(s, asid, page)
+    source = s.table[asid + group, page]
+    keep = spaces.keeps(s, asid, group, page)
     chained = keep and page > s.spaces[asid].first_hole  # the prefix is not mapped here, and must not go before the source
     frames.pin(s, source)
     if chained:
@@ -112,11 +113,12 @@ def _split_tail(s: State, asid: int) -> tuple[int, int, int]:
     frames.drop(s, source, keep, page, s.spaces[asid].wish)
     if chained:
         spaces.touch_prefix(s, s.frames[source].parent)  # pinned with it, but its fence must not fall first
-    target, _ = runs.take(s.chunks, s.reg, s.table[asid, page - 1] if page > 0 else -1, 1)
+    target, _ = runs.take(s.chunks, s.reg, s.table[asid + group, page - 1] if page > 0 else -1, 1)
     frames.claim(s.frames, s.reg, target, of_space(s, asid))
-    for i in range(s.spaces[asid].planned % s.tokens.shape[1]):
-        s.tokens[target, i] = s.tokens[source, i]
-    s.table[asid, page] = target
+    if group == 0:  # which knows the tokens
+        for i in range(s.spaces[asid].planned - page * s.tokens.shape[1]):
+            s.tokens[target, i] = s.tokens[source, i]
+    s.table[asid + group, page] = target
     return source, target, 1 if chained else 0
 
 
@@ -131,17 +133,17 @@ def _unpin_source(s: State, source: int, chained: int) -> None:
 
 @allocating
 def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I32, I32, I32, I64]:
-    """(code, where, slots [T], positions [T], copies [C, 4], seq_lens [B], cu_seqlens_q [B + 1], starts [B]).
+    """(code, where, slots [G, T], positions [T], copies [C, 4], seq_lens [B], cu_seqlens_q [B + 1], starts [B]).
 
-    A copy is source, target, asid, and 1 if the prefix of the source is pinned with it.
+    A copy is source, target, row, and 1 if the prefix of the source is pinned with it.
     """
     batch = len(asids)
-    split = np.zeros(batch, np.uint8)
-    seq_lens = np.empty(batch, np.int32)
-    code, where, num_copies, num_tokens = _measure(s, asids, counts, split, seq_lens)
-    slots = np.empty(num_tokens, np.int64)
+    split = np.zeros(batch * len(s.groups), np.uint8)
+    code, where, num_copies, num_tokens = _measure(s, asids, counts, split, np.empty(batch * len(s.groups), np.int32))
+    slots = np.empty((len(s.groups), num_tokens), np.int64)
     positions = np.empty(num_tokens, np.int64)
     copies = np.empty((num_copies, 4), np.int32)
+    seq_lens = np.empty(batch, np.int32)
     cu_seqlens = np.zeros(batch + 1, np.int32)
     starts = np.empty(batch, np.int64)
     if code == OK:
@@ -150,56 +152,67 @@ def plan_step(s: State, asids: I32, counts: I64) -> tuple[int, int, I64, I64, I3
         else:
             frames.reclaim(s, where)
         _split_tails(s, asids, split, copies)
-        _map_tokens(s, asids, counts, (slots, positions), (starts, seq_lens, cu_seqlens))
+        _map_tokens(s, asids, counts, slots, (positions, starts, seq_lens, cu_seqlens))
     return code, where, slots, positions, copies, seq_lens, cu_seqlens, starts
 
 
 @compiled
 def _split_tails(s: State, asids: I32, split: U8, copies: I32) -> None:
-    c = 0
+    """Companions before their leaders, so that their sources go before those of their leaders (I9)."""
+    c, num_groups = 0, len(s.groups)
     for i in range(len(asids)):
-        if split[i]:
-            copies[c, 0], copies[c, 1], copies[c, 3] = _split_tail(s, asids[i])
-            copies[c, 2] = asids[i]
-            c += 1
+        for group in range(num_groups - 1, -1, -1):
+            if split[i * num_groups + group]:
+                copies[c, 0], copies[c, 1], copies[c, 3] = _split_tail(s, asids[i], group)
+                copies[c, 2] = asids[i] + group
+                c += 1
     s.reg[COPIES] += c
 
 
 @compiled
-def _map_tokens(s: State, asids: I32, counts: I64, places: tuple[I64, I64], lengths: tuple[I64, I32, I32]) -> None:
+def _map_tokens(s: State, asids: I32, counts: I64, slots: I64, told: tuple[I64, I64, I32, I32]) -> None:
     """Map frames for the new tokens of each space, and write down where and of what positions they are. There are enough frames."""
-    size = s.tokens.shape[1]
-    slots, positions = places
-    starts, seq_lens, cu_seqlens = lengths
+    positions, starts, seq_lens, cu_seqlens = told
     t = 0
     for i in range(len(asids)):
-        asid, start = asids[i], s.spaces[asids[i]].planned
-        page, end = int(s.spaces[asid].num_pages), start + counts[i]
-        account = of_space(s, asid)
-        frame = count = 0  # the rest of a run
-        position, first = start, page * size  # what is before `first` goes into the tail (I5)
-        while position < end:
-            if position == first:
-                if count == 0:
-                    last = s.table[asid, page - 1] if page > 0 else -1
-                    frame, count = runs.take(s.chunks, s.reg, last, (end - first + size - 1) // size)
-                frames.claim(s.frames, s.reg, frame, account)
-                s.table[asid, page] = frame
-                frame, count = frame + 1, count - 1
-                page += 1
-                first += size
-            shift = np.int64(s.table[asid, page - 1] - page + 1) * size  # from a position of this page to its slot
-            last = min(end, first)
-            for at in range(position, last):
-                positions[t] = at
-                slots[t] = at + shift
-                t += 1
-            position = last
-        s.spaces[asid].num_pages = page
-        s.spaces[asid].planned = end
-        s.spaces[asid].outstanding += 1
+        start = s.spaces[asids[i]].planned
+        end = start + counts[i]
+        for group in range(len(s.groups)):
+            row = asids[i] + group
+            _map_row(s, row, start, slots[group, t : t + counts[i]])
+            s.spaces[row].planned = end
+            s.spaces[row].outstanding += 1
+        for position in range(start, end):
+            positions[t] = position
+            t += 1
         starts[i], seq_lens[i], cu_seqlens[i + 1] = start, end, t
     frames.note_peak(s.frames, s.reg)
+
+
+@inlined
+def _map_row(s: State, row: int, start: int, slots: I64) -> None:
+    """Frames for the tokens from position `start` on, whose slots are written down."""
+    size, page = s.tokens.shape[1], int(s.spaces[row].num_pages)
+    t, left = 0, page * size - start  # so many go into the tail (I5)
+    frame = run = 0  # the rest of a run
+    account = of_space(s, row)
+    while t < len(slots):
+        if left == 0:
+            if run == 0:
+                last = s.table[row, page - 1] if page > 0 else -1
+                frame, run = runs.take(s.chunks, s.reg, last, (len(slots) - t + size - 1) // size)
+            frames.claim(s.frames, s.reg, frame, account)
+            s.table[row, page] = frame
+            frame, run = frame + 1, run - 1
+            page += 1
+            left = size
+        first = np.int64(s.table[row, page - 1] + 1) * size - left
+        count = min(left, len(slots) - t)
+        for i in range(count):
+            slots[t + i] = first + i
+        t += count
+        left -= count
+    s.spaces[row].num_pages = page
 
 
 @compiled
@@ -239,18 +252,26 @@ def commit_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32,
             return NOT_NEWEST, i
     for c in range(len(copies)):
         _unpin_source(s, copies[c, 0], copies[c, 3])
-    t = 0
+    t, sliding = 0, False
+    for group in range(len(s.groups)):
+        sliding |= s.groups[group, 0] > 0
     for i in range(len(asids)):
         asid = asids[i]
         _store(s, asid, starts[i], token_ids[t : t + accepted[i]])
         t += accepted[i]
-        s.spaces[asid].length += accepted[i]
-        if accepted[i] < cu_seqlens[i + 1] - cu_seqlens[i]:
-            s.spaces[asid].planned = s.spaces[asid].length
-            spaces.drop_tail(s, asid, (s.spaces[asid].length + size - 1) // size)
-        s.spaces[asid].outstanding -= 1
-        if s.spaces[asid].status == CLOSING or s.spaces[asid].length >= (s.spaces[asid].complete + 1) * size:
+        length = s.spaces[asid].length + accepted[i]
+        cut = accepted[i] < cu_seqlens[i + 1] - cu_seqlens[i]
+        for row in range(asid, asid + len(s.groups)):
+            s.spaces[row].length = length
+            s.spaces[row].outstanding -= 1
+            if cut:
+                s.spaces[row].planned = length
+        if cut:
+            spaces.drop_tail(s, asid, (length + size - 1) // size)
+        if s.spaces[asid].status == CLOSING or length >= (s.spaces[asid].complete + 1) * size:
             _settle(s, asid)
+        if sliding and s.spaces[asid].status == OPEN and accepted[i]:
+            spaces.slide(s, asid, starts[i])
     return OK, 0
 
 
@@ -267,18 +288,20 @@ def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, 
             return NOT_NEWEST, i
     for i in range(len(asids)):
         if cu_seqlens[i + 1] > cu_seqlens[i]:
-            s.spaces[asids[i]].planned = starts[i]
+            for row in range(asids[i], asids[i] + len(s.groups)):
+                s.spaces[row].planned = starts[i]
             spaces.drop_tail(s, asids[i], (starts[i] + size - 1) // size)
     for c in range(len(copies)):
-        source, target, asid = copies[c, 0], copies[c, 1], copies[c, 2]
+        source, target, row = copies[c, 0], copies[c, 1], copies[c, 2]
         if not copied:
-            page = s.spaces[asid].num_pages - 1
+            page = s.spaces[row].num_pages - 1
             frames.share(s.frames, s.reg, source)
-            s.table[asid, page] = source
+            s.table[row, page] = source
             frames.drop(s, target, False, page, 0)
         _unpin_source(s, source, copies[c, 3])
     for asid in asids:
-        s.spaces[asid].outstanding -= 1
+        for row in range(asid, asid + len(s.groups)):
+            s.spaces[row].outstanding -= 1
         _settle(s, asid)
     return OK, 0
 

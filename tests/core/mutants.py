@@ -29,18 +29,18 @@ class Fault(NamedTuple):
         return text.replace(self.old, self.new)
 
 
-IDENTITY, MACHINE, STEPS = "test_identity.py", "test_machine.py", "test_steps.py"
+IDENTITY, MACHINE, STEPS, GROUPS = "test_identity.py", "test_machine.py", "test_steps.py", "test_groups.py"
 ORDER, TENANTS, RESIZE, EVENTS = "test_order.py", "test_tenants.py", "test_resize.py", "test_events.py"
 
 FAULTS = (
     Fault(
         "a prefix is findable only once it was computed: published at plan",
         "steps.py",
-        "        s.spaces[asid].planned = end\n",
-        "        s.spaces[asid].planned = end\n"
-        "        held, s.spaces[asid].length = s.spaces[asid].length, end\n"
+        "        for position in range(start, end):\n",
+        "        asid, s.spaces[asids[i]].length = asids[i], end\n"
         "        spaces.publish_pages(s, asid)\n"
-        "        s.spaces[asid].length = held\n",
+        "        s.spaces[asid].length = start\n"
+        "        for position in range(start, end):\n",
     ),
     Fault(
         "tenants cannot see each other's pages: no salt",
@@ -51,8 +51,8 @@ FAULTS = (
     Fault(
         "an evicted parent cannot be taken for its successor: generations are not compared",
         "index.py",
-        " and record.parent_generation == generation:",
-        ":",
+        " and record.parent_generation == generation and record.published == 1:",
+        " and record.published == 1:",
         IDENTITY,
     ),
     Fault(
@@ -78,15 +78,43 @@ FAULTS = (
     Fault(
         "no suffix is orphaned: pages behind a hole are always kept",
         "spaces.py",
-        "    return s.frames[frame].floor > 0 and s.frames[frame].published == 1 and index.reaches_root(s, frame)\n",
+        "    return s.frames[frame].floor > 0 and s.frames[frame].published > 0 and index.reaches_root(s, frame)\n",
         "    return True\n",
         IDENTITY,
     ),
     Fault(
+        "windows move on committed tokens: they move on planned ones",
+        "spaces.py",
+        "groups.first_seen(s, group, s.spaces[row].length), s.spaces[row].num_pages)",
+        "groups.first_seen(s, group, s.spaces[row].planned), s.spaces[row].num_pages)",
+        GROUPS,
+    ),
+    Fault(
+        "the first tokens stay where a window has sinks: they are given back",
+        "groups.py",
+        "    return (s.groups[group, 1] + size - 1) // size\n",
+        "    return 0\n",
+        GROUPS,
+    ),
+    Fault(
+        "a page goes after its companions: leaders are dropped first",
+        "spaces.py",
+        "    for group in range(len(s.groups) - 1, -1, -1):\n        _drop_row",
+        "    for group in range(len(s.groups)):\n        _drop_row",
+        GROUPS,
+    ),
+    Fault(
+        "all groups are served or none: one is counted",
+        "steps.py",
+        "            needed += more * len(s.groups)\n",
+        "            needed += more\n",
+        GROUPS,
+    ),
+    Fault(
         "tails are evicted first: pages are dropped from the front",
         "spaces.py",
-        "    for page in range(s.spaces[asid].num_pages - 1, num_pages - 1, -1):\n",
-        "    for page in range(num_pages, s.spaces[asid].num_pages):\n",
+        "    for page in range(s.spaces[row].num_pages - 1, num_pages - 1, -1):\n",
+        "    for page in range(num_pages, s.spaces[row].num_pages):\n",
     ),
     Fault(
         "a dropped frame waits for its epoch: it is free at once",
@@ -136,7 +164,7 @@ FAULTS = (
     Fault(
         "frames of rejected drafts come back: they are kept",
         "steps.py",
-        "            spaces.drop_tail(s, asid, (s.spaces[asid].length + size - 1) // size)\n",
+        "            spaces.drop_tail(s, asid, (length + size - 1) // size)\n",
         "            pass\n",
         STEPS,
     ),

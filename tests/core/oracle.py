@@ -1,7 +1,8 @@
 """The oracle: what the memory manager promises, as plain dicts. Slow, obviously right, and sharing no code with what it judges.
 
 It keeps what an engine believes (the tokens of each space, the plans under way) and what memory holds: `memory[slot]` is the whole prefix
-whose KV was stored there, so one wrong, lost or stale frame shows as one wrong position. Frames nobody owns are forgotten, like poison.
+whose KV was stored there, and by the layers of which group, so one wrong, lost or stale frame shows as one wrong position. Frames nobody
+owns are forgotten, like poison.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pagedkv.core import state as st
 from pagedkv.core.events import AllBlocksCleared, BlockStored, Event
 from pagedkv.errors import EventsLost, OutOfFrames, QuotaExceeded
 
-Prefix = tuple[bytes, tuple[int, ...]]
+Prefix = tuple[bytes, tuple[int, ...], int]
+"""Tenant, tokens up to this one, layer group."""
 
 
 @dataclass(eq=False)
@@ -30,6 +32,8 @@ class Believed:
     tokens: list[int]
     holes: set[int] = field(default_factory=set)
     released: bool = False
+    behind: list[set[int]] = field(default_factory=list)
+    """Pages that were given back behind the window, for each group."""
 
 
 @dataclass(eq=False)
@@ -57,6 +61,7 @@ class Oracle:
 
     def __init__(self, mm: MemoryManager) -> None:
         self.mm, self.size = mm, mm.block_size
+        self.groups = range(len(mm.groups))
         self.spaces: list[Believed] = []
         self.plans: list[Outstanding] = []
         self.memory: dict[int, Prefix] = {}
@@ -90,10 +95,11 @@ class Oracle:
                         self.memory.pop(target * self.size + offset, None)
                         if source * self.size + offset in self.memory:
                             self.memory[target * self.size + offset] = self.memory[source * self.size + offset]
-                slots = iter(step.plan.slots.tolist())
-                for owner, before, new in zip(step.owners, step.starts, step.tokens, strict=True):
-                    for count in range(1, len(new) + 1):
-                        self.memory[next(slots)] = (owner.tenant, (*before, *new[:count]))
+                for group in self.groups:
+                    slots = iter(step.plan.group(group).slots.tolist())
+                    for owner, before, new in zip(step.owners, step.starts, step.tokens, strict=True):
+                        for count in range(1, len(new) + 1):
+                            self.memory[next(slots)] = (owner.tenant, (*before, *new[:count]), group)
                 step.has_run = True
             if step is upto:
                 return
@@ -115,19 +121,9 @@ class Oracle:
             for offset in range(self.size):
                 self.memory.pop(frame * self.size + offset, None)
         for believed in self.spaces:
-            space, pages = believed.space, believed.space.pages.tolist()
-            assert len(space) == len(believed.tokens)
-            assert {page for page, frame in enumerate(pages) if frame < 0} == believed.holes
-            read = space.token_ids.tolist()
-            for position, token in enumerate(believed.tokens):
-                page, offset = divmod(position, self.size)
-                if page in believed.holes:
-                    assert read[position] == -1
-                    continue
-                assert read[position] == token
-                held = self.memory.get(pages[page] * self.size + offset)
-                if self.was_run(believed, position):
-                    assert held == (believed.tenant, tuple(believed.tokens[: position + 1])), f"position {position} of {space}"
+            assert len(believed.space) == len(believed.tokens)
+            for group in self.groups:
+                self.verify_group(believed, group)
         for relied in [*self.epochs.values(), *(pinned.frames for pinned in self.pins)]:
             assert self.generations(list(relied)) == relied, "a frame that somebody reads was taken"
             assert not (self.mm.state.frames["status"][list(relied)] == st.FREE).any(), "a frame that somebody reads is free"
@@ -143,28 +139,81 @@ class Oracle:
         assert now.spaces == len({id(b) for b in self.spaces} | {id(o) for p in self.plans for o in p.owners})
         assert self.mm.available == now.free + now.evictable
 
-    def was_run(self, believed: Believed, position: int) -> bool:
+    def verify_group(self, believed: Believed, group: int) -> None:
+        """Every position that the layers of `group` may still look at reads back what they stored; the rest was given back."""
+        space, pages, holes = believed.space, believed.space.pages_in(group).tolist(), self.holes(believed, group)
+        assert {page for page, frame in enumerate(pages) if frame < 0} == holes
+        read = space.token_ids.tolist()
+        for position, token in enumerate(believed.tokens):
+            page, offset = divmod(position, self.size)
+            if group == 0:
+                assert read[position] == (-1 if page in holes else token)
+            if page in holes:
+                continue
+            held = self.memory.get(pages[page] * self.size + offset)
+            if self.was_run(pages[page]):
+                assert held == (believed.tenant, tuple(believed.tokens[: position + 1]), group), f"position {position} of {space}"
+
+    def was_run(self, frame: int) -> bool:
         """A shared tail that an outstanding plan copies holds its bytes only once the copy was made."""
-        page = position // self.size
-        targets = {int(t) for p in self.plans if not p.has_run for t in p.plan.splits[:, 1]}
-        return believed.space.pages[page] not in targets
+        return frame not in {int(t) for p in self.plans if not p.has_run for t in p.plan.splits[:, 1]}
+
+    # -- windows ------------------------------------------------------------------------------------------------------------------------
+
+    def unseen(self, group: int, length: int) -> set[int]:
+        """The pages in which no query at position `length` or later sees anything."""
+        seen = self.mm.groups[group]
+        if seen.window is None:
+            return set()
+        positions = {p for p in range(length) if p > length - seen.window or p < seen.sinks}
+        seen_pages = {p // self.size for p in positions} | ({length // self.size} if length % self.size else set())
+        return set(range(-(-length // self.size))) - seen_pages
+
+    def holes(self, believed: Believed, group: int) -> set[int]:
+        """Pages that were punched, or given back behind the window."""
+        return believed.holes | (believed.behind[group] if believed.behind else set())
+
+    def opened(self, space: AddressSpace, tenant: bytes, tokens: list[int]) -> Believed:
+        """A space that has just been opened and maps `tokens`. The group that leads maps all of them."""
+        behind = [self.unseen(group, len(tokens)) if group else set[int]() for group in self.groups]
+        return Believed(space, tenant, tokens, behind=behind)
+
+    def keep(self, believed: Believed, tokens: list[int]) -> None:
+        """`tokens` were committed: windows move on. A page that a punched one hides is left until release."""
+        before = len(believed.tokens)
+        believed.tokens.extend(tokens)
+        for group in self.groups if tokens else ():
+            now = self.unseen(group, len(believed.tokens))
+            if self.holes(believed, group):
+                kept = set(range(-(-before // self.size))) - self.unseen(group, before)
+                now &= kept | set(range(-(-before // self.size), -(-len(believed.tokens) // self.size)))
+            believed.behind[group] |= now
+
+    def blind(self, believed: Believed, length: int) -> bool:
+        """Whether a query at position `length` would see a page that is no longer there."""
+        return any(
+            self.mm.groups[group].window is not None
+            and self.holes(believed, group) & (set(range(-(-length // self.size))) - self.unseen(group, length))
+            for group in self.groups
+        )
 
     def needed(self, owners: list[Believed], counts: list[int]) -> Counter[int]:
         """Frames a plan takes, for each account, counted over dicts: new pages, and copies of tails that somebody else sees then."""
-        refs = Counter(int(f) for b in self.everyone() for f in self.table(b) if f >= 0)
+        refs = Counter(int(f) for b in self.everyone() for group in self.groups for f in self.table(b, group) if f >= 0)
         refs += Counter(frame for pinned in self.pins for frame in pinned.frames)
         sources = {int(f) for p in self.plans for f in p.plan.splits[:, 0]}  # what abort may give back
         total: Counter[int] = Counter()
         for owner, count in zip(owners, counts, strict=True):
             length = self.planned_length(owner)
-            pages = self.table(owner)
             account = self.mm._accounts.get(owner.tenant, 0)
-            total[account] += -(-(length + count) // self.size) - len(pages)
-            if count and length % self.size:
-                tail = int(pages[-1])
-                if refs[tail] > 1 or self.mm.state.frames["published"][tail] or tail in sources:
-                    refs[tail] -= 1
-                    total[account] += 1
+            for group in self.groups:
+                pages = self.table(owner, group)
+                total[account] += -(-(length + count) // self.size) - len(pages)
+                if count and length % self.size:
+                    tail = int(pages[-1])
+                    if refs[tail] > 1 or self.mm.state.frames["published"][tail] or tail in sources:
+                        refs[tail] -= 1
+                        total[account] += 1
         return total
 
     def held(self) -> list[tuple[int, int]]:
@@ -197,10 +246,10 @@ class Oracle:
         """Open spaces and released ones that a plan still holds."""
         return list({id(b): b for b in [*self.spaces, *(o for p in self.plans for o in p.owners)]}.values())
 
-    def table(self, believed: Believed) -> list[int]:
+    def table(self, believed: Believed, group: int = 0) -> list[int]:
         """The page table row, released or not."""
-        state, asid = self.mm.state, believed.space.asid
-        return state.table[asid, : state.spaces["num_pages"][asid]].tolist()
+        state, row = self.mm.state, believed.space.asid + group
+        return state.table[row, : state.spaces["num_pages"][row]].tolist()
 
     def planned_length(self, believed: Believed) -> int:
         """Committed and outstanding tokens."""
@@ -221,16 +270,24 @@ class Oracle:
     def longest_known(self, tenant: bytes, tokens: list[int]) -> int:
         """How many tokens of `tokens` open() must find: a walk over a dict of all published frames."""
         frames, known = self.mm.state.frames, {}
+        companions: set[tuple[int, int]] = set()
         for frame in np.flatnonzero(frames["published"]).tolist():
-            parent = int(frames["parent"][frame])
+            parent, group = int(frames["parent"][frame]), int(frames["published"][frame]) - 1
             if parent < 0 or frames["generation"][parent] == frames["parent_generation"][frame]:
-                known[parent, tuple(self.mm.state.tokens[frame].tolist())] = frame
+                if group:
+                    companions.add((parent, group))
+                else:
+                    known[parent, tuple(self.mm.state.tokens[frame].tolist())] = frame
         at = -2 - self.mm._roots.known[tenant].number if tenant in self.mm._roots.known else None
-        found, last = 0, at
+        found, last, leaders = 0, at, []
         while at is not None and found + self.size < len(tokens):
             at = known.get((at, tuple(tokens[found : found + self.size])))
             found += self.size if at is not None else 0
             last = at if at is not None else last
+            leaders += [at] if at is not None else []
+        while any((leaders[p], g) not in companions for g in self.groups[1:] for p in set(range(len(leaders))) - self.unseen(g, found)):
+            leaders.pop()
+            found -= self.size
         if not len(self.mm.state.kin) or last is None:
             return found
         rest = tokens[found:-1]
@@ -279,7 +336,7 @@ def names_by_frame(mm: MemoryManager) -> dict[tuple[int, int], bytes]:
     """(frame, generation): its name, of those that can be found; walks from each to its root, over the arrays."""
     frames, tenants = mm.state.frames, {root.number: name for name, root in mm._roots.known.items()}
     names: dict[tuple[int, int], bytes] = {}
-    for found in np.flatnonzero(frames["published"]).tolist():
+    for found in np.flatnonzero(frames["published"] == 1).tolist():
         frame, prefix = found, list[int]()
         while frame >= 0:
             prefix = mm.state.tokens[frame].tolist() + prefix

@@ -201,7 +201,20 @@ def seen(mm: MemoryManager, array: np.ndarray, place: object, change: int) -> bo
 def test_every_field_is_corrupted_or_excused(busy: MemoryManager) -> None:
     fields = {(name, field) for name in ("frames", "chunks", "spaces") for field in getattr(busy.state, name).dtype.names}
     assert fields == {*RECORDS, *FREE} - {("state", "ghosts"), ("state", "log")}
-    assert set(State._fields) == {"frames", "chunks", "spaces", "tokens", "bucket", "table", "roots", "kin", "reg", "ghosts", "log"}
+    assert set(State._fields) == {
+        "frames",
+        "chunks",
+        "spaces",
+        "tokens",
+        "bucket",
+        "table",
+        "roots",
+        "kin",
+        "reg",
+        "ghosts",
+        "log",
+        "groups",
+    }
     source = "".join(path.read_text().replace("st.", "") for path in Path(st.__file__).parent.glob("*.py"))
     used = {value for name, value in vars(st).items() if f"reg[{name}]" in source}
     assert used <= {*REGISTERS, *FREE_REGISTERS}
@@ -256,6 +269,10 @@ def test_a_root_counted_wrongly_or_with_wrong_successors_is_seen(busy: MemoryMan
 def test_a_wrong_link_between_successors_is_seen(busy: MemoryManager) -> None:
     s = busy.state
     assert all(seen(busy, s.kin, (frame, link), 1) for frame in later_links(s) for link in range(3))
+
+
+def test_a_wrong_window_is_seen(busy: MemoryManager) -> None:
+    assert all(seen(busy, busy.state.groups, (0, column), 1) for column in range(2))
 
 
 def test_the_frame_that_breaks_the_law_is_named(busy: MemoryManager) -> None:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagedkv.core import MemoryManager, Observe
+from pagedkv.core import AddressSpace, Group, MemoryManager, Observe
 from pagedkv.core import state as st
 from pagedkv.core.policies import POLICIES
 from pagedkv.errors import DoubleRelease, InvalidRequest, OutOfFrames, PlanConflict, StaleHandle
@@ -17,6 +17,20 @@ from tests.core.oracle import Believed, Follower, Oracle, Outstanding, everythin
 TOKENS = some.sampled_from([0, 0, 0, 1])  # two words, one of them rare, so that prefixes meet
 TENANTS = some.sampled_from([b"", b"acme", b"umbra"])
 LIMITS = some.sampled_from([None, None, 3, 6, 9])
+
+
+GROUPS = [
+    (Group(),),
+    (Group(),),
+    (Group(window=4),),
+    (Group(), Group(window=5, sinks=2)),
+    (Group(), Group(window=1), Group()),
+]
+
+
+def copied(parent: Believed, child: AddressSpace) -> Believed:
+    """What is believed of a fork."""
+    return Believed(child, parent.tenant, list(parent.tokens), set(parent.holes), behind=[set(behind) for behind in parent.behind])
 
 
 class Machine(RuleBasedStateMachine):
@@ -29,10 +43,15 @@ class Machine(RuleBasedStateMachine):
         policy=some.sampled_from(sorted(POLICIES)),
         match=some.sampled_from(["page", "token"]),
         events=some.sampled_from([3, 1000]),
+        groups=some.sampled_from(GROUPS),
     )
-    def build(self, block_size: int, num_frames: int, prefix_cache: bool, policy: str, match: str, events: int) -> None:
+    def build(
+        self, block_size: int, num_frames: int, prefix_cache: bool, policy: str, match: str, events: int, groups: tuple[Group, ...]
+    ) -> None:
         watch = Observe(events=events)
-        self.mm = MemoryManager(num_frames, block_size, prefix_cache=prefix_cache, policy=policy, match=match, observe=watch)
+        match = match if len(groups) == 1 else "page"
+        num_frames *= len(groups)
+        self.mm = MemoryManager(num_frames, block_size, prefix_cache=prefix_cache, policy=policy, match=match, observe=watch, groups=groups)
         self.reader = Follower(self.mm, since=0)
         self.named: dict[tuple[int, int], bytes] = {}
         self.epoch = 2**31 - 4  # marks are kept modulo 2**31
@@ -63,7 +82,7 @@ class Machine(RuleBasedStateMachine):
         space = self.mm.open(tokens, tenant=tenant)
         assert len(space) == expected
         assert len(space) == 0 or self.prefix_cache
-        self.oracle.spaces.append(Believed(space, tenant, tokens[: len(space)]))
+        self.oracle.spaces.append(self.oracle.opened(space, tenant, tokens[: len(space)]))
 
     @rule(tokens=some.lists(TOKENS, min_size=5, max_size=17), tenant=TENANTS)
     def prefill(self, tokens: list[int], tenant: bytes) -> None:
@@ -88,7 +107,7 @@ class Machine(RuleBasedStateMachine):
             self.mm.commit(step.plan, [token for new in step.tokens for token in new])
             self.oracle.plans.remove(step)
             for owner, tokens in zip(step.owners, step.tokens, strict=True):
-                owner.tokens.extend(tokens)
+                self.oracle.keep(owner, tokens)
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data(), late=some.booleans())
@@ -143,7 +162,7 @@ class Machine(RuleBasedStateMachine):
         self.mm.commit(step.plan, [token for t, k in zip(step.tokens, kept, strict=True) for token in t[:k]], kept)
         self.oracle.plans.remove(step)
         for owner, tokens, keep in zip(step.owners, step.tokens, kept, strict=True):
-            owner.tokens.extend(tokens[:keep])
+            self.oracle.keep(owner, tokens[:keep])
         self.refused(PlanConflict, lambda: self.mm.commit(step.plan, flat))
         self.refused(PlanConflict, lambda: self.mm.abort(step.plan))
 
@@ -180,7 +199,7 @@ class Machine(RuleBasedStateMachine):
             return
         child = parent.space.fork()
         assert child.pages.tolist() == parent.space.pages.tolist()
-        self.oracle.spaces.append(Believed(child, parent.tenant, list(parent.tokens), set(parent.holes)))
+        self.oracle.spaces.append(copied(parent, child))
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data())
@@ -190,12 +209,16 @@ class Machine(RuleBasedStateMachine):
         if self.busy(believed):
             self.refused(PlanConflict, lambda: believed.space.truncate(length))
             return
-        if length % self.mm.block_size and length // self.mm.block_size in believed.holes:
+        if length % self.mm.block_size and any(length // self.mm.block_size in self.oracle.holes(believed, g) for g in self.oracle.groups):
             self.refused(InvalidRequest, lambda: believed.space.truncate(length))  # a hole cannot be written into
+            return
+        if length < len(believed.tokens) and self.oracle.blind(believed, length):
+            self.refused(InvalidRequest, lambda: believed.space.truncate(length))
             return
         believed.space.truncate(length)
         del believed.tokens[length:]
         believed.holes = {page for page in believed.holes if page < -(-length // self.mm.block_size)}
+        believed.behind = [{page for page in behind if page < -(-length // self.mm.block_size)} for behind in believed.behind]
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data())
@@ -312,11 +335,11 @@ class Machine(RuleBasedStateMachine):
     def pin_a_space(self, data: some.DataObject) -> None:
         believed = self.pick(data, settled=False)
         full = len(believed.tokens) // self.mm.block_size
-        if self.mm.stats().pinned + full > self.mm.max_pinned:
+        if self.mm.stats().pinned + full * len(self.mm.groups) > self.mm.max_pinned:
             self.refused(InvalidRequest, lambda: self.mm.pin(believed.space))
             return
         self.oracle.run()  # a transfer reads what was stored
-        frames = [frame for frame in believed.space.pages[:full].tolist() if frame >= 0]
+        frames = [frame for group in self.oracle.groups for frame in believed.space.pages_in(group)[:full].tolist() if frame >= 0]
         deadline = data.draw(some.sampled_from([None, 1.0, 2.0]))
         self.oracle.hold(self.mm.pin(believed.space, owner="disk", deadline=deadline), frames)
 
@@ -324,7 +347,7 @@ class Machine(RuleBasedStateMachine):
     def pin_a_frame(self, data: some.DataObject) -> None:
         frame = data.draw(some.integers(0, self.mm.num_frames - 1))
         prefix = self.oracle.prefix_of(frame)
-        if prefix is None or self.mm.stats().pinned + len(prefix) > self.mm.max_pinned:
+        if prefix is None or self.mm.stats().pinned + len(prefix) * len(self.mm.groups) > self.mm.max_pinned:
             self.refused(InvalidRequest, lambda: self.mm.pin(np.array([frame])))
             return
         self.oracle.run()

@@ -1,0 +1,143 @@
+"""Layer groups: layers that see different windows keep page tables of their own over one pool of equal frames.
+
+A space takes one row of the page table for each group, next to one another: row `asid` is that of group 0, which leads, and row asid + g
+that of group g. All rows are equally long; a windowed one has holes where no query will look again.
+
+    group 0   |--- 0 ---|--- 1 ---|--- 2 ---|--- 3 ---|      its pages form the chain of the prefix index
+    group 1   |-- sink -|  hole   |--- 2 ---|--- 3 ---|      each page has the page of group 0 at the same place as its leader
+
+A companion, the page of another group, is found by way of its leader: its identity is (leader, its generation, group), which is exact,
+since the leader's is, and compares no tokens. In the index it is one more successor of its leader, so I9 holds for it as for any page:
+it is given up before its leader; and given up itself, it orphans nobody.
+
+This file knows which pages a window needs, and companions in the index; it must not know plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from pagedkv.core import frames, index
+from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.state import DEDUPLICATED, HOLE, I32, I64, State
+from pagedkv.errors import InvalidRequest
+
+MOST_GROUPS: Final = 64  # `published` is a byte
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that see the same: `window` positions back, a query's own included (None for all), and the first `sinks` tokens always."""
+
+    window: int | None = None
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise InvalidRequest(f"window is {self.window}; a query sees its own position at least, and None means all")
+        if self.sinks < 0 or (self.sinks and self.window is None):
+            raise InvalidRequest(f"sinks is {self.sinks} under a window of {self.window}; give 0 or more, and a window where more than 0")
+
+
+def group_rows(groups: tuple[Group, ...], *, prefix_cache: bool, by_token: bool) -> I64:
+    """int64 [G, 2]: window (0 for none) and sinks of each. Raises: InvalidRequest for groups that cannot share a pool."""
+    if not 1 <= len(groups) <= MOST_GROUPS:
+        raise InvalidRequest(f"{len(groups)} layer groups; give 1 to {MOST_GROUPS}")
+    if len(groups) > 1 and by_token:
+        raise InvalidRequest("match='token' works with one layer group; use match='page'")
+    if len(groups) > 1 and prefix_cache and groups[0].window is not None:
+        raise InvalidRequest("group 0 leads the prefix cache and keeps all pages: give a group without window first, or prefix_cache=False")
+    return np.array([(group.window or 0, group.sinks) for group in groups], np.int64)
+
+
+@inlined
+def first_seen(s: State, group: int, length: int) -> int:
+    """The first page, but for the sinks, that a query at position `length` or later sees."""
+    window = s.groups[group, 0]
+    return max(0, length + 1 - window) // s.tokens.shape[1] if window > 0 else 0
+
+
+@inlined
+def sink_pages(s: State, group: int) -> int:
+    """Leading pages that are never given back."""
+    size = s.tokens.shape[1]
+    return (s.groups[group, 1] + size - 1) // size
+
+
+@inlined
+def is_seen(s: State, group: int, page: int, length: int) -> bool:
+    """Whether a query at position `length` or later sees `page`."""
+    return page >= first_seen(s, group, length) or page < sink_pages(s, group)
+
+
+@compiled
+def covered(s: State, leaders: I32, pages: int) -> int:
+    """The most pages, of the first `pages` in `leaders`, after which every group has all that the next query sees."""
+    size = s.tokens.shape[1]
+    group = 1
+    while group < len(s.groups):
+        best = unbroken = sinks = 0
+        for page in range(pages):
+            there = index.find_companion(s, leaders[page], group) >= 0
+            unbroken = unbroken + 1 if there else 0
+            sinks += there and sinks == page
+            if page + 1 - unbroken <= first_seen(s, group, (page + 1) * size) and sinks >= min(page + 1, sink_pages(s, group)):
+                best = page + 1
+        if best < pages and group > 1:
+            group = 1  # the groups before may see other pages now
+        else:
+            group += 1
+        pages = best
+    return pages
+
+
+@compiled
+def map_companions(s: State, asid: int, pages: int) -> None:
+    """Map, in the rows of the other groups, what the next query after `pages` pages sees; the rest are holes."""
+    for group in range(1, len(s.groups)):
+        row = asid + group
+        for page in range(pages):
+            s.table[row, page] = HOLE
+            if is_seen(s, group, page, pages * s.tokens.shape[1]):
+                frame = index.find_companion(s, s.table[asid, page], group)
+                frames.use(s, frame)
+                s.table[row, page] = frame
+            else:
+                s.spaces[row].first_hole = min(s.spaces[row].first_hole, page)
+
+
+@compiled
+def publish_companions(s: State, asid: int, page: int) -> bool:
+    """Publish the companions of `page`, whose leader is. Equal ones are shared as in publish_pages; False if a plan forbids it."""
+    leader = s.table[asid, page]
+    for group in range(1, len(s.groups)):
+        row = asid + group
+        frame = s.table[row, page]
+        if frame == HOLE or s.frames[frame].published:
+            continue
+        known = index.find_companion(s, leader, group)
+        if known >= 0 and s.spaces[asid].outstanding > 0:
+            return False
+        if known >= 0:
+            frames.share(s.frames, s.reg, known)
+            s.table[row, page] = known
+            frames.drop(s, frame, False, page, 0)
+            s.reg[DEDUPLICATED] += 1
+        else:
+            index.insert_companion(s, frame, leader, group)
+    return True
+
+
+@compiled
+def blind_group(s: State, asid: int, length: int) -> int:
+    """The group in which a query at position `length` would see a page that the space has given back; -1 if there is none."""
+    size = s.tokens.shape[1]
+    for group in range(len(s.groups)):
+        if s.groups[group, 0] > 0:
+            for page in range((length + size - 1) // size):
+                if s.table[asid + group, page] == HOLE and is_seen(s, group, page, length):
+                    return group
+    return -1
