@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from pagedkv.core import MemoryManager
+from pagedkv.core import MemoryManager, Observe
+from pagedkv.core.policies import POLICIES
 from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict
 from tests.core.oracle import everything, grown
 
@@ -58,3 +60,98 @@ def test_what_was_evicted_is_remembered_by_a_pool_of_another_size() -> None:
     for num_frames in (5000, 600):
         mm.resize(num_frames)
         assert mm.why([1, 2, 3, 4, 5]).reason == "evicted"
+
+
+def test_a_pool_grows_under_open_spaces(mm: MemoryManager) -> None:
+    space = grown(mm, list(range(30)))
+    pages = space.pages.tolist()
+    assert mm.resize(500).tolist() == []
+    mm.check()
+    assert (mm.available, space.pages.tolist()) == (500 - 8, pages)
+    assert len(mm.open(list(range(30)))) == 28
+    mm.commit(mm.plan([space], [1000]), [7] * 1000)
+    mm.check()
+
+
+def test_what_is_mapped_moves_below_the_end_and_says_so(mm: MemoryManager) -> None:
+    first, second = grown(mm, [1] * 40), grown(mm, list(range(22)))
+    old = second.pages
+    first.release()
+    mm.evict(10)
+    moves = mm.resize(6)
+    mm.check()
+    assert moves[:, 0].tolist() == sorted(old[old >= 6].tolist())
+    assert second.pages.tolist() == [dict(moves.tolist()).get(frame, frame) for frame in old.tolist()]
+    assert second.token_ids.tolist() == list(range(22))
+    assert len(second.runs) == 1
+    assert len(mm.open(list(range(22)))) == 20
+
+
+def test_what_is_cached_stays_known_as_far_as_it_fits(mm: MemoryManager) -> None:
+    for prompt in range(4):
+        grown(mm, [prompt] * 17).release()
+    mm.resize(6)
+    mm.check()
+    assert mm.stats().cached == 6
+    assert [len(mm.open([prompt] * 17)) for prompt in (3, 2)] == [16, 8]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lists_and_successors_survive_a_move(policy: str) -> None:
+    mm = MemoryManager(100, 2, policy=policy, match="token")
+    mm.set_quota(b"a", soft=20)
+    rng = np.random.default_rng(0)
+    for turn in range(60):
+        grown(mm, rng.integers(0, 2, 11).tolist(), tenant=b"ab"[turn % 2 : turn % 2 + 1]).release()
+    for size in (60, 90, 40, 7, 64, 65):
+        mm.resize(size)
+        mm.check()
+        grown(mm, rng.integers(0, 2, 9).tolist(), tenant=b"a").release()
+        mm.check()
+
+
+def test_a_page_whose_prefix_went_beyond_the_end_is_nobodys_successor() -> None:
+    mm = MemoryManager(16, 1)
+    blocker = grown(mm, [9] * 8)
+    space = grown(mm, [1, 2, 3, 4])
+    space.punch(0, 2)  # the prefix is evicted, its successors stay mapped
+    mm.evict(16)
+    blocker.release()
+    mm.evict(16)
+    mm.resize(4)
+    mm.check()
+    grown(mm, [1, 2])
+    assert len(mm.open([1, 2, 3, 4])) == 2
+
+
+def test_protected_shares_must_fit(mm: MemoryManager) -> None:
+    mm.set_quota(b"t", protected=9)
+    with pytest.raises(InvalidRequest, match="quotas protect 9"):
+        mm.resize(8)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**31, 1.5])
+def test_sizes_that_cannot_be_are_refused(mm: MemoryManager, size: int) -> None:
+    with pytest.raises(InvalidRequest, match="at least 1"):
+        mm.resize(size)
+
+
+def test_shares_of_the_pool_follow_its_size() -> None:
+    mm = MemoryManager(10, 1, watermark=0.2, max_pinned=0.5)
+    mm.resize(100)
+    assert (mm.max_pinned, mm.reserve, mm.num_frames) == (50, 20, 100)
+
+
+def test_events_follow_a_move() -> None:
+    mm = MemoryManager(32, 4, observe=Observe(events=256))
+    blocker = grown(mm, [9] * 40)
+    grown(mm, [1] * 9).release()
+    blocker.release()
+    mm.evict(8)
+    mm.resize(4)
+    stored = {block for event in mm.snapshot().blocks for block in event.block_hashes}
+    newest = mm.snapshot().sequence
+    mm.evict(4)
+    removed = {block for event in mm.events(newest) for block in event.block_hashes}
+    assert removed == stored
+    assert stored

@@ -1,0 +1,88 @@
+"""The law of a resized cache: every slot that is mapped or cached holds what was written there, wherever it has moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
+from pagedkv.core import AddressSpace
+from pagedkv.errors import InvalidRequest, OutOfFrames
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, block_size=4, dtype="float32")
+
+
+def store(cache: PagedKVCache, space: AddressSpace, ids: list[int]) -> None:
+    """Each key and value of a token tells the token, its position and its layer."""
+    batch = cache.plan([space], [len(ids)])
+    for layer in range(len(cache)):
+        told = torch.tensor(ids) * 1000.0 + batch.args.positions + layer / 2
+        k = told[:, None, None].expand(len(ids), 2, 64).contiguous()
+        write_kv(k, -k, cache[layer], batch.args)
+    cache.commit(batch, ids)
+
+
+def read(cache: PagedKVCache, space: AddressSpace) -> None:
+    pages, ids = torch.from_numpy(space.pages).long(), torch.from_numpy(space.token_ids)
+    for layer in range(len(cache)):
+        told = ids * 1000.0 + torch.arange(len(ids)) + layer / 2
+        k, v = (view[pages].reshape(-1, 2, 64)[: len(ids)] for view in (cache[layer].k, cache[layer].v))
+        assert (k == told[:, None, None]).all()
+        assert (v == -told[:, None, None]).all()
+
+
+@pytest.mark.parametrize("sizes", [(9, 30), (300,), (10, 9, 64, 12)])
+def test_every_slot_holds_its_token_after_moves(sizes: tuple[int, ...]) -> None:
+    cache = PagedKVCache(SPEC, num_frames=24)
+    gone, kept, cached = cache.open(tenant=b"gone"), cache.open(), cache.open()
+    store(cache, gone, list(range(30)))
+    store(cache, cached, list(range(100, 109)))
+    store(cache, kept, list(range(50, 73)))
+    gone.release()
+    cached.release()
+    fork = kept.fork()
+    for size in sizes:
+        cache.resize(size)
+        cache.check()
+        assert cache.num_frames == cache.storage.num_frames == size
+        read(cache, kept)
+        read(cache, fork)
+        found = cache.open(list(range(100, 109)))
+        assert len(found) == 8
+        read(cache, found)
+        found.release()
+    store(cache, fork, [1, 2, 3])
+    read(cache, fork)
+    read(cache, kept)
+
+
+def test_attention_after_a_move_is_attention_before() -> None:
+    cache = PagedKVCache(SPEC, num_frames=24)
+    blocker, space = cache.open(), cache.open()
+    store(cache, blocker, list(range(40)))
+    store(cache, space, list(range(10)))
+    q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(0))
+
+    def attend() -> torch.Tensor:
+        batch = cache.plan([space], [1])
+        write_kv(torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), cache[1], batch.args)
+        out = paged_attention(q, cache[1], batch.args)
+        cache.abort(batch)
+        return out
+
+    before = attend()
+    blocker.release()
+    cache.resize(4)
+    assert torch.equal(attend(), before)
+
+
+def test_a_refused_resize_leaves_the_bytes_where_they_are() -> None:
+    cache = PagedKVCache(SPEC, num_frames=8)
+    space = cache.open()
+    store(cache, space, list(range(20)))
+    storage = cache.storage
+    for size, error in ((4, OutOfFrames), (0, InvalidRequest), (2**30, InvalidRequest)):
+        with pytest.raises(error):
+            cache.resize(size)
+    assert cache.storage is storage
+    read(cache, space)
