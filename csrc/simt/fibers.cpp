@@ -44,6 +44,9 @@ void fiber_begins() {
 
 void Fiber::prepare(void (*entry)()) {
     if (!stack_) stack_.reset(new char[STACK]);
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(stack_.get(), STACK);  // the frames of a fiber that was left behind are gone
+#endif
     bottom_ = stack_.get();
     size_ = STACK;
 #ifdef SIMT_OWN_SWITCH

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 CSRC = Path(__file__).parents[2] / "csrc"
 SIMT = sorted((CSRC / "simt").glob("*.cpp"))
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off", "-march=native")
+if SANITIZERS := os.environ.get("SIMT_SANITIZE"):  # set by tests/cuda/test_sanitizers.py, whose Python has their libraries loaded
+    FLAGS = (*FLAGS, "-g1", f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all")
 ENTRY = """
 #include "{source}"
 extern "C" const unsigned shared_bytes = SHARED_BYTES;
