@@ -123,7 +123,8 @@ def paged_prefill(call: AttentionCall, decoded: int) -> None:
     (T, H, Dv), B, K, on = call.out.shape, call.seq_lens.shape[0], call.k.shape[2], target(call.q.device)
     head_bytes = (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
     tuned = tuning("prefill", on, head_bytes, max(call.q.shape[2], Dv))
-    form = form_of(call, M=tuned.M, N=tuned.N)
+    crowded = call.tree_mask is not None or call.k.element_size() == 1  # more to hold beside the scores: pointers, converted keys
+    form = form_of(call, M=tuned.M, N=min(tuned.N, 32) if crowded else tuned.N)
     heads, tiles = K * form.head_tiles, T // form.queries + B
     splits = 1 if call.split_tokens else num_splits(-(-T // form.queries) * heads, on.processors, -(-call.max_seqlen_k // form.N))
     slots = T * H * splits if splits > 1 else 0
