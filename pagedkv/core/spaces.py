@@ -112,7 +112,7 @@ def open_space(s: State, root: int, seed: int, wish: int, token_ids: I32) -> tup
 def known(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool]:
     """(pages, whether the next one was evicted not long ago): the longest published prefix that no group lacks, short of the last token.
 
-    Its frames are written into `found`, one for each whole page of `token_ids`; nothing else is changed.
+    Its frames are written into `found`, which is as long as a known prefix can be; nothing else is changed.
     """
     leaders, gone = _known_leaders(s, root, seed, token_ids, found)
     pages = groups.covered(s, found, leaders)
@@ -123,7 +123,8 @@ def known(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[i
 @compiled
 def _known_leaders(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool]:
     size = s.tokens.shape[1]
-    parent, mark, whole = index.root_parent(root), seed, max(0, (len(token_ids) - 1) // size)
+    parent, mark = index.root_parent(root), seed
+    whole = min(max(0, (len(token_ids) - 1) // size), len(found))  # a row is as wide as the pool at least: no known prefix is longer
     for first in range(0, whole, index.AHEAD):
         last = min(first + index.AHEAD, whole)
         for page in range(first, last):

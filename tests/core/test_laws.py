@@ -54,6 +54,22 @@ def test_one_token_is_always_left_to_compute(mm: MemoryManager) -> None:
     assert len(mm.open([1, 2, 3, 4, 5, 6, 7, 8])) == 4
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_prompt_longer_than_the_pool_reaches_into_no_other_table(prefix_cache: bool) -> None:
+    """It has more pages than a row of the table is wide; the rows behind are those of others, the last one ends the memory."""
+    mm = MemoryManager(8, 1, prefix_cache=prefix_cache)
+    first, second = grown(mm, [1, 2, 3]), grown(mm, [4, 5])
+    before = [first.pages.tolist(), second.pages.tolist()]
+    for _ in range(14):  # all rows there are
+        longest = mm.open([1, 2, 3, *range(4, 200)])
+        assert len(longest) == (3 if prefix_cache else 0)
+        assert [first.pages.tolist(), second.pages.tolist()] == before
+        assert (mm.state.table[longest.asid :] < mm.num_frames).all()
+        assert (mm.state.table >= st.HOLE).all()
+        mm.check()
+    assert mm.why([1, 2, 3, *range(4, 200)]).reason == "never published"
+
+
 def test_tenants_cannot_see_each_others_pages(mm: MemoryManager) -> None:
     grown(mm, [1, 2, 3, 4, 5], tenant=b"a")
     assert len(mm.open([1, 2, 3, 4, 5], tenant=b"b")) == 0
