@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("PAGEDKV_DEBUG", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-
-for layer in ("core", "kernels"):
-    folder = Path(__file__).parents[1] / "pagedkv" / layer
-    newest = max(path.stat().st_mtime for path in folder.glob("*.py"))
-    for compiled in (*folder.glob("__pycache__/*.nbi"), *folder.glob("__pycache__/*.nbc")):
-        if compiled.exists() and compiled.stat().st_mtime < newest:  # numba sees changes of the function's own file only,
-            compiled.unlink(missing_ok=True)  # not of those it calls
 
 
 @pytest.fixture(autouse=True)

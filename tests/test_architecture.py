@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 # --- the laws -------------------------------------------------------------------------------------------------------------------------
 
-FREE = {"errors", "spec", "debug"}
+FREE = {"errors", "spec", "debug", "machine_code"}
 """Integers and names only; every layer may import them, they import one another and the standard library."""
 
 ARROWS = {
@@ -52,7 +52,7 @@ THIRD_PARTY = {
     "kernels": {"numpy", "numba", "torch", "triton", "cupy", "cuda"},
     "free": set(),
 }
-"""All that these layers may import from outside. "free" stands for errors, spec and debug."""
+"""All that these layers may import from outside. "free" stands for errors, spec, debug and machine_code."""
 
 EXTRAS_AT_HOME = ("pagedkv.integrations", "pagedkv.kernels.triton", "pagedkv.kernels.cuda")
 """Modules that are imported only after someone found their extra installed."""

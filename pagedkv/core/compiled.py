@@ -10,12 +10,17 @@ An integer divided by 0 gives 0 (`error_model`): looking for it costs more than 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numba
 import numba.extending
 from numba.core.cgutils import get_item_pointer, ir
 from numba.np.arrayobj import make_array
+
+from pagedkv.machine_code import forget_stale
+
+forget_stale(Path(__file__).parent)
 
 compiled = numba.njit(cache=True, _nrt=False, error_model="numpy")  # type: ignore[call-overload]  # `_nrt` is not in its annotations
 """For functions that allocate nothing."""

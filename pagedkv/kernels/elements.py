@@ -8,11 +8,16 @@ and NaN stays NaN. `_exp` and `_tanh` are written out because calls of a library
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
+
+from pagedkv.machine_code import forget_stale
+
+forget_stale(Path(__file__).parent)
 
 F32, BF16, F16, E4M3, E5M2, I8, I4 = range(7)  # the order of quant.DTYPES
 
