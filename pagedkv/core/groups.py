@@ -36,6 +36,8 @@ class Group:
     sinks: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.window, int | None) or not isinstance(self.sinks, int) or max(self.window or 0, self.sinks) >= 2**31:
+            raise InvalidRequest(f"window is {self.window!r}, sinks {self.sinks!r}; give numbers of positions, fewer than 2**31")
         if self.window is not None and self.window < 1:
             raise InvalidRequest(f"window is {self.window}; a query sees its own position at least, and None means all")
         if self.sinks < 0 or (self.sinks and self.window is None):

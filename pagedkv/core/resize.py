@@ -61,12 +61,12 @@ def refuse(s: State, num_frames: int) -> None:
     beyond = s.frames[num_frames:]
     if not (beyond["status"] != FREE).any() and len(s.frames) - int(s.reg[NUM_FREE]) <= num_frames:
         return  # nothing moves
-    plans = int(s.spaces["outstanding"].sum())
+    plans = int(s.spaces["outstanding"][:: len(s.groups)].sum())
     if plans:
         raise PlanConflict(f"resize to {num_frames} frames: {plans} plans name frames that would move; commit or abort them first")
     if s.reg[EPOCH] > s.reg[PASSED]:
         raise PlanConflict(f"resize to {num_frames} frames: what epoch {s.reg[EPOCH]} may read would move; advance() to it first")
-    held = _named_by(s, s.spaces["status"] == HELD)
+    held = _named_by(s, np.repeat(s.spaces["status"][:: len(s.groups)] == HELD, len(s.groups)))  # the row that leads tells
     pinned = held[held >= num_frames]
     if len(pinned):
         raise InvalidRequest(

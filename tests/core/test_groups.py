@@ -197,6 +197,9 @@ def test_the_table_grows_by_whole_spaces() -> None:
     ("bad", "why"),
     [
         (lambda: Group(window=0), "sees its own position"),
+        (lambda: Group(window=2.5), "give numbers of positions"),  # type: ignore[arg-type]
+        (lambda: Group(window=2**31), "fewer than"),
+        (lambda: Group(window=2, sinks=2**63 - 1), "fewer than"),
         (lambda: Group(sinks=4), "give 0 or more, and a window"),
         (lambda: Group(window=4, sinks=-1), "give 0 or more"),
         (lambda: MemoryManager(4, 4, groups=()), "0 layer groups"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv.core import MemoryManager, Observe
+from pagedkv.core import Group, MemoryManager, Observe
 from pagedkv.core.policies import POLICIES
 from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict
 from tests.core.oracle import everything, grown
@@ -38,6 +38,42 @@ def test_a_smaller_pool_refuses_to_move_what_somebody_reads() -> None:
     assert (moves[:, 1] < 22).all()
     assert max(second.pages) < 22
     mm.check(3)
+
+
+def test_a_smaller_pool_moves_no_pinned_page_of_any_group() -> None:
+    """The page of group 0 stays where it is; that of group 1 lies beyond the new end."""
+    mm = MemoryManager(40, 4, groups=(Group(), Group()))
+    before, kept = grown(mm, list(range(24))), grown(mm, list(range(100, 108)))
+    before.release()
+    leaders, companions = kept.pages.tolist(), kept.pages_in(1).tolist()
+    assert max(leaders) < min(companions)
+    pin = mm.pin(kept)
+    unchanged = everything(mm)
+    with pytest.raises(InvalidRequest, match="2 beyond the new end are pinned"):
+        mm.resize(min(companions))
+    assert everything(mm) == unchanged
+    mm.unpin(pin)
+    plan = mm.plan([kept], [1])
+    with pytest.raises(PlanConflict, match="1 plans name frames"):
+        mm.resize(min(companions))
+    mm.abort(plan)
+    assert len(mm.resize(min(companions))) == 2
+    mm.check()
+
+
+def test_pages_that_lost_different_prefixes_may_hold_the_same_tokens_in_a_smaller_pool() -> None:
+    mm = MemoryManager(40, 2)
+    filler = grown(mm, list(range(1000, 1040)))
+    one, two = grown(mm, [1, 2, 9, 9]), grown(mm, [3, 4, 9, 9])
+    assert min(*one.pages, *two.pages) >= 20
+    for space in (one, two):
+        space.punch(0, 1)
+    filler.release()
+    mm.evict(40)
+    mm.resize(20)
+    mm.check()
+    assert len(mm.open([1, 2, 9, 9, 0])) == len(mm.open([3, 4, 9, 9, 0])) == 0
+    assert [space.token_ids.tolist()[2:] for space in (one, two)] == [[9, 9], [9, 9]]
 
 
 def test_a_pool_that_shrank_and_grew_finds_what_it_kept() -> None:
