@@ -337,6 +337,8 @@ class MemoryManager(Observed, Tenants):
         old = self.state
         self.state, moves = sizes.resized(old, num_frames)
         self._log.renumber(old, moves)
+        if self._owners:
+            self._owners.renumber(moves, num_frames)
         self.num_frames = num_frames
         if debug.level() >= 3:
             self.check()

@@ -12,7 +12,7 @@ from typing import Final
 
 from pagedkv.core.plan import Plan
 from pagedkv.core.space import AddressSpace
-from pagedkv.core.state import HOLE, UNUSED, State
+from pagedkv.core.state import HOLE, I32, UNUSED, State
 
 _CORE: Final = str(Path(__file__).parent)
 _DEPTH: Final = 4
@@ -44,9 +44,15 @@ class Owners:
                 self._spaces[asid] = {ended: at for ended, at in self._spaces.get(asid, {}).items() if ended in _ENDED}
             self._spaces.setdefault(asid, {})[verb] = where
             if s.spaces["status"][asid] != UNUSED:
-                for frame in s.table[asid, : s.spaces["num_pages"][asid]].tolist():
+                for frame in s.table[asid : asid + len(s.groups), : s.spaces["num_pages"][asid]].reshape(-1).tolist():
                     if frame != HOLE:
                         self._frames[frame] = f"{verb} of space {asid} at {where}"
+
+    def renumber(self, moves: I32, num_frames: int) -> None:
+        """Frames moved, source to target (int32 [M, 2]), into a pool of `num_frames`."""
+        moved = {target: self._frames.get(source) for source, target in moves.tolist()}
+        held = {frame: told for frame, told in self._frames.items() if frame < num_frames and frame not in moved}
+        self._frames = held | {frame: told for frame, told in moved.items() if told}
 
     def of_space(self, asid: int) -> str:
         """A sentence to append to an error; "" if nothing is known."""

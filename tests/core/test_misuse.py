@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pagedkv.core import AddressSpace, MemoryManager, Plan
+from pagedkv.core import AddressSpace, Group, MemoryManager, Plan
 from pagedkv.errors import ConcurrentUse, DoubleRelease, InvalidRequest, InvariantViolation, OutOfFrames, PlanConflict, StaleHandle
 from tests.core.oracle import everything, grown
 
@@ -189,6 +189,28 @@ def test_a_broken_law_names_who_had_the_frame_last() -> None:
     with pytest.raises(InvariantViolation, match=r"I3 broken.*Frame 1: last plan of space 0 at .*in the_scheduler") as broken:
         mm.check()
     assert (broken.value.law, broken.value.frame) == ("I3", 1)
+
+
+@pytest.mark.strict
+def test_who_had_a_frame_is_known_in_every_group_and_after_it_moved() -> None:
+    mm = MemoryManager(16, 4, groups=(Group(), Group()))
+
+    def the_one_before() -> AddressSpace:
+        return grown(mm, [9] * 12)
+
+    def the_scheduler() -> AddressSpace:
+        return grown(mm, [1] * 8)
+
+    before, space = the_one_before(), the_scheduler()
+    before.release()
+    mm.evict(6)
+    frames = [*space.pages.tolist(), *space.pages_in(1).tolist()]
+    assert all("in the_scheduler" in mm._owners.of_frame(frame) for frame in frames)
+    assert len(mm.resize(4)) == 4
+    moved = [*space.pages.tolist(), *space.pages_in(1).tolist()]
+    assert sorted(moved) == [0, 1, 2, 3]
+    assert all("in the_scheduler" in mm._owners.of_frame(frame) for frame in moved)
+    assert not any(mm._owners.of_frame(frame) for frame in frames)
 
 
 @pytest.mark.strict
