@@ -138,6 +138,7 @@ def share(records: Records, reg: I64, frame: int) -> None:
         note_peak(records, reg)
     elif records[frame].status == RETIRED:
         reg[NUM_RETIRED] -= 1
+        note_peak(records, reg)
     records[frame].status = MAPPED
 
 

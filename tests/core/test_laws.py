@@ -70,6 +70,18 @@ def test_a_prompt_longer_than_the_pool_reaches_into_no_other_table(prefix_cache:
     assert mm.why([1, 2, 3, *range(4, 200)]).reason == "never published"
 
 
+def test_a_retired_page_that_is_found_again_counts_among_the_most_ever_mapped(mm: MemoryManager) -> None:
+    space = grown(mm, list(range(8)))
+    mm.retire(1)
+    space.punch(0, 1)
+    space.release()
+    assert mm.stats().retired == 1  # behind the hole
+    grown(mm, list(range(100, 108)))
+    assert len(mm.open(list(range(9)))) == 8
+    assert mm.stats().peak_mapped == mm.stats().mapped == 4
+    mm.check()
+
+
 def test_tenants_cannot_see_each_others_pages(mm: MemoryManager) -> None:
     grown(mm, [1, 2, 3, 4, 5], tenant=b"a")
     assert len(mm.open([1, 2, 3, 4, 5], tenant=b"b")) == 0
