@@ -102,10 +102,10 @@ def _for_blocks(policy: str | Policy) -> Policy:
     return Cost(max(1, found.scale // BLOCK_TOKENS)) if isinstance(found, Cost) else found
 
 
-def _estimate(size: int, requests: Sequence[I32]) -> Replayed:
+def _estimate(size: int, requests: Sequence[I32], frames: int) -> Replayed:
     """One pass of a smaller pool, whose own hits do not matter."""
     longest = max(len(ids) for ids in requests)
-    mm = MemoryManager(max(1, -(-size // 4), longest), 1, observe=Observe(reuse=FOLLOWED))
+    mm = MemoryManager(max(1, -(-frames // 4), longest), 1, observe=Observe(reuse=FOLLOWED))
     late, before = len(requests) // 2, np.zeros(0, np.int64)
     reuse = mm._reuse
     assert reuse is not None
@@ -130,7 +130,7 @@ def _estimate(size: int, requests: Sequence[I32]) -> Replayed:
 def _run(policy: str | Policy, size: int, requests: Sequence[I32], frames: int) -> Replayed:
     evictions = None
     if policy == ESTIMATE:
-        return _estimate(size, requests)
+        return _estimate(size, requests, frames)
     if isinstance(policy, str):
         name, hits = policy, list(_optimal(frames, requests))
     else:
