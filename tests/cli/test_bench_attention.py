@@ -138,5 +138,6 @@ def test_a_small_decode_is_timed_beside_the_others(benchmark, backend):
         pytest.skip(why)
     ours = pool.Pool(cell)
     run = attention._attention(cell, ours, backend)()
-    benchmark.pedantic(run, rounds=3, warmup_rounds=1)
-    assert benchmark.stats.stats.rounds == 3
+    out = benchmark.pedantic(run, rounds=3, warmup_rounds=1)  # one call beside other workers, where nothing can be measured
+    assert out.isfinite().all()
+    assert benchmark.disabled or benchmark.stats.stats.rounds == 3
