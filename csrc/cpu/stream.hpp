@@ -95,16 +95,7 @@ INLINE vf over_keys(vf x, const F& f) {
 }
 
 // e^x for x <= 88; 0 below -104, which is less than any float; NaN stays NaN.
-INLINE vf small_exponential(vf x) {
-    vf t = max(all(-126.0f), x) * all(1.44269504f), n = rounded(t);
-    vf f = fma(max(all(-126.0f), x), all(1.44269504f), all(0.0f) - n);
-    vf p = fma(all(1.5403530e-4f), f, all(1.3333558e-3f));
-    p = fma(p, f, all(9.6181291e-3f));
-    p = fma(p, f, all(5.5504109e-2f));
-    p = fma(p, f, all(2.4022651e-1f));
-    p = fma(p, f, all(6.9314718e-1f));
-    return times_two_to(fma(p, f, all(1.0f)), n);
-}
+INLINE vf small_exponential(vf x) { return exponential_from(-126.0f, x); }
 
 // 16 scores of R rows times 16 / R keys, R times: keys 0 .. 15 of a block.
 template <class C, int R>

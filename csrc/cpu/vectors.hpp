@@ -85,19 +85,21 @@ INLINE float sum_of(vf x) {
 }
 #endif
 
-// e^x for x <= 88; 0 below -87, where the result is subnormal. Taylor of 2^f, |f| <= 1/2: relative error 2e-7.
+// e^x = 2^n 2^f for lowest <= x <= 88; x counts as lowest where it is less. Taylor of 2^f, |f| <= 1/2: relative error 2e-7.
 // max(a, x) is x if x is NaN, on every instruction set: NaN in, NaN out.
-INLINE vf exponential(vf x) {
-    vf t = max(all(-87.0f), x) * all(1.44269504f), n = rounded(t);
-    vf f = fma(max(all(-87.0f), x), all(1.44269504f), all(0.0f) - n);
+INLINE vf exponential_from(float lowest, vf x) {
+    vf t = max(all(lowest), x), n = rounded(t * all(1.44269504f));
+    vf f = fma(t, all(1.44269504f), all(0.0f) - n);
     vf p = fma(all(1.5403530e-4f), f, all(1.3333558e-3f));
     p = fma(p, f, all(9.6181291e-3f));
     p = fma(p, f, all(5.5504109e-2f));
     p = fma(p, f, all(2.4022651e-1f));
     p = fma(p, f, all(6.9314718e-1f));
-    p = fma(p, f, all(1.0f));
-    return where_less(x, all(-87.0f), all(0.0f), times_two_to(p, n));
+    return times_two_to(fma(p, f, all(1.0f)), n);
 }
+
+// e^x for x <= 88; 0 below -87, where the result is subnormal.
+INLINE vf exponential(vf x) { return where_less(x, all(-87.0f), all(0.0f), exponential_from(-87.0f, x)); }
 
 // tanh x: its series near 0, where (1 - e) / (1 + e) would cancel.
 INLINE vf hyperbolic_tangent(vf x) {
