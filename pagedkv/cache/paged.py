@@ -120,12 +120,12 @@ class PagedKVCache:
         `cache[layer]` is a new view afterwards: fetch it again, and capture CUDA graphs anew.
         Raises: as MemoryManager.resize, and InvalidRequest if the memory cannot be had; nothing was changed then
         """
-        larger = self.storage.resized(num_frames) if num_frames >= 1 else self.storage  # that size the manager refuses
+        other = Storage(self.spec, num_frames, self.device) if num_frames >= 1 else self.storage  # that size the manager refuses
         moves = torch.from_numpy(self.manager.resize(num_frames).astype(np.int64))
         used = np.flatnonzero(self.manager.state.frames["status"] != FREE)
         stayed = np.setdiff1d(used[used < self.storage.num_frames], moves[:, 1].numpy())
-        larger.take_over(self.storage, torch.from_numpy(stayed), moves)
-        self.storage = larger
+        other.take_over(self.storage, torch.from_numpy(stayed), moves)
+        self.storage = other
         self._seen = self.manager.state.frames["generation"].copy()
         self._clean = np.zeros(num_frames, bool)
 

@@ -80,10 +80,6 @@ class Storage:
             parts[name] = _apart(view[..., 0] if is_scale else view)
         return KVLayer(**parts)
 
-    def resized(self, num_frames: int) -> Storage:
-        """The same geometry with `num_frames` frames of nothing. Raises: as the constructor."""
-        return Storage(self.spec, num_frames, self.device)
-
     def take_over(self, old: Storage, used: torch.Tensor, moves: torch.Tensor) -> None:
         """Fill this pool with what `old` holds: frames `used` (int64 [n]) as they are, and moves[:, 0] as moves[:, 1] (int64 [M, 2]).
 
