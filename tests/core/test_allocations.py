@@ -14,11 +14,12 @@ from pagedkv.core import MemoryManager
 
 BATCH, STEPS = 64, 1000
 
+pytestmark = pytest.mark.many_steps
+
 
 @pytest.fixture
-def thousand_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def thousand_steps() -> Callable[[], None]:
     """plan + commit of a decode step, a thousand times; pages fill, are published, and those of the last time are evicted on the way."""
-    monkeypatch.setenv("PAGEDKV_DEBUG", "1")  # a proof after each step is no steady state
     mm = MemoryManager(num_frames=BATCH * STEPS // 16 + 4 * BATCH, block_size=16)
     spaces = [mm.open() for _ in range(BATCH)]
     asids, ones = np.array([space.asid for space in spaces], np.int32), np.ones(BATCH, np.int64)

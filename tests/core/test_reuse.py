@@ -18,10 +18,7 @@ MEAN_ERROR, WORST_ERROR = 0.02, 0.1
 """Of hit rates, 2,048 pages followed of 16,384. Measured with 24 keys on the trace below: 0.012 in the mean, 0.059 at worst."""
 
 
-@pytest.fixture(autouse=True)
-def _unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of commits: a proof after each would take minutes."""
-    monkeypatch.setenv("PAGEDKV_DEBUG", "1")
+pytestmark = pytest.mark.many_steps
 
 
 def conversations(seed: int, turns: int, users: int) -> list[I32]:

@@ -9,11 +9,7 @@ import pytest
 
 from pagedkv.bench.scaling import CONTEXT, FREE, FULL, Point, measure
 
-
-@pytest.fixture(autouse=True)
-def _unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proof of everything after each commit costs what the pool is large."""
-    monkeypatch.setenv("PAGEDKV_DEBUG", "1")
+pytestmark = pytest.mark.many_steps
 
 
 @pytest.mark.parametrize(("line", "small", "large"), [(FREE, 1_000, 1_000_000), (FULL, 1_000, 300_000), (CONTEXT, 16, 16_384)])
