@@ -1,9 +1,13 @@
-"""Arguments: what callers give, as contiguous int32 arrays, or a refusal in words."""
+"""Arguments: what callers give, as ints, bytes and contiguous int32 arrays, or a refusal in words.
+
+Whatever counts as an int to Python (`__index__`: numpy's and torch's too) is one here, but for bools: nobody means a number by True.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from operator import index
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +16,41 @@ from pagedkv.core.state import I32, I64
 from pagedkv.errors import InvalidRequest
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
+
+def whole(value: Any, what: str, least: int = 0, end: int = 2**63) -> int:
+    """`value` as an int of `least` to `end` - 1; `what` names it where it is refused."""
+    try:
+        number = least - 1 if isinstance(value, bool | np.bool_) else index(value)
+    except TypeError:
+        number = least - 1
+    if not least <= number < end:
+        raise InvalidRequest(f"{what} is {value!r}; give an int of {least} or more, below {end if end < 2**31 else _power(end)}")
+    return number
+
+
+def _power(end: int) -> str:
+    return f"2**{end.bit_length() - 1}" if end & (end - 1) == 0 else str(end)
+
+
+def real(value: Any, what: str) -> float:
+    """`value` as a float that is a number; `what` names it where it is refused."""
+    if isinstance(value, str | bytes | bool | np.bool_):
+        raise InvalidRequest(f"{what} is {value!r}; give a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if number != number:
+        raise InvalidRequest(f"{what} is {value!r}; give a number")
+    return number
+
+
+def tenant_name(tenant: Any) -> bytes:
+    """A tenant's name, which is bytes."""
+    if type(tenant) is not bytes:
+        raise InvalidRequest(f"tenant is {tenant!r}; a tenant's name is bytes, such as b'acme' or a digest")
+    return tenant
 
 
 def token_row(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:
@@ -46,7 +85,10 @@ def count_row(counts: Sequence[int] | npt.NDArray[np.integer], batch: int) -> I6
     """int64 [B]: a number of tokens for each of `batch` spaces. A copy: the plan keeps it."""
     if type(counts) is np.ndarray and counts.dtype is _INT64 and counts.shape == (batch,):
         return cast(I64, counts.copy())
-    given = np.asarray(counts)
+    try:
+        given = np.asarray(counts)
+    except ValueError:
+        raise InvalidRequest(f"counts are no row of numbers; give one int for each of the {batch} spaces") from None
     if given.shape != (batch,) or (batch and not np.issubdtype(given.dtype, np.integer)):
         raise InvalidRequest(f"there are {batch} spaces, and counts of shape {list(given.shape)} and {given.dtype}; give one int for each")
     if given.dtype == np.uint64 and batch and given.max() >= 2**63:
@@ -56,7 +98,10 @@ def count_row(counts: Sequence[int] | npt.NDArray[np.integer], batch: int) -> I6
 
 def frame_row(frames: npt.NDArray[np.integer], num_frames: int) -> I32:
     """int32 [n]: numbers of frames in a pool of `num_frames`."""
-    wanted = np.asarray(frames)
+    try:
+        wanted = np.asarray(frames)
+    except ValueError:
+        raise InvalidRequest("frames are no row of numbers; give one row of frame numbers") from None
     numbers = wanted.ndim == 1 and (len(wanted) == 0 or np.issubdtype(wanted.dtype, np.integer))
     if not numbers or (len(wanted) and not 0 <= wanted.min() <= wanted.max() < num_frames):
         raise InvalidRequest(f"frames of shape {list(wanted.shape)}; give one row of frame numbers, 0 to {num_frames - 1}")

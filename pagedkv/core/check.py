@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedkv.core import state as st
+from pagedkv.core.arguments import whole
 from pagedkv.core.broken import none, require
 from pagedkv.core.check_accounts import check_accounts
 from pagedkv.core.check_index import check_index
@@ -21,7 +22,6 @@ from pagedkv.core.groups import Group
 from pagedkv.core.plan import Plan
 from pagedkv.core.policies import Policy
 from pagedkv.core.state import State
-from pagedkv.errors import InvalidRequest
 
 
 class Known(NamedTuple):
@@ -37,8 +37,7 @@ class Known(NamedTuple):
 
 def check_state(s: State, level: int, known: Known) -> None:
     """Raise InvariantViolation at the first broken law. O(frames + pages) at level 3."""
-    if level not in (1, 2, 3):
-        raise InvalidRequest(f"check level is {level}; it is 1 (counters), 2 (frames) or 3 (everything)")
+    level = whole(level, "level of check (1: counters, 2: frames, 3: everything)", 1, 4)
     _check_counters(s)
     due = [[group.window or 0, group.sinks] for group in known.groups]
     require(s.groups.tolist() == due, "I9", f"the windows and sinks of the groups are {s.groups.tolist()}, not {due}")
@@ -193,8 +192,9 @@ def _check_lists(s: State) -> list[list[int]]:
     waiting = int((s.frames["status"][lists[st.FENCED]] == st.CACHED).sum())
     require(waiting == s.reg[st.CACHED_FENCED], "I7", f"{waiting} cached frames are fenced, the counter says {s.reg[st.CACHED_FENCED]}")
     require(not lists[st.FENCED] or s.reg[st.EPOCH] > s.reg[st.PASSED], "I7", "frames are fenced and no epoch is open")
-    held_rows = s.spaces["status"] == st.HELD
-    require(s.spaces["num_pages"][held_rows].sum() * len(s.groups) == s.reg[st.PINNED], "I7", "the pages of pins are counted wrongly")
+    held_rows = np.repeat(s.spaces["status"][:: len(s.groups)] == st.HELD, len(s.groups))  # the row that leads tells
+    there = (np.arange(s.table.shape[1]) < s.spaces["num_pages"][held_rows, None]) & (s.table[held_rows] != st.HOLE)
+    require(there.sum() == s.reg[st.PINNED], "I7", "the frames of pins are counted wrongly")
     return lists
 
 

@@ -30,7 +30,8 @@ def check_accounts(s: State) -> None:
         total = int(blocks[:, part].sum())
         require(total == s.reg[whole], "I1", f"{name}: the accounts add up to {total}, the pool says {s.reg[whole]}")
     require(blocks[:, st.PROTECTED].sum() <= len(s.frames), "I1", "more frames are protected than there are")
-    for asid in np.flatnonzero(s.spaces["status"] == st.OPEN):
+    opened = np.repeat(s.spaces["status"][:: len(s.groups)] == st.OPEN, len(s.groups))  # the row that leads tells
+    for asid in np.flatnonzero(opened):
         pages = s.table[asid, : s.spaces["num_pages"][asid]]
         alien = pages[(pages >= 0) & (owner[pages] != s.roots[s.spaces["root"][asid], 2])]
         require(not len(alien), "I1", f"space {asid} maps frame {alien[:1]}, which is charged to another account")

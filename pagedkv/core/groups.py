@@ -15,12 +15,14 @@ This file knows which pages a window needs, and companions in the index; it must
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from pagedkv.core import frames, index
+from pagedkv.core.arguments import whole
 from pagedkv.core.compiled import compiled, inlined
 from pagedkv.core.state import DEDUPLICATED, HOLE, I32, I64, State
 from pagedkv.errors import InvalidRequest
@@ -36,12 +38,18 @@ class Group:
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int | None) or not isinstance(self.sinks, int) or max(self.window or 0, self.sinks) >= 2**31:
-            raise InvalidRequest(f"window is {self.window!r}, sinks {self.sinks!r}; give numbers of positions, fewer than 2**31")
-        if self.window is not None and self.window < 1:
-            raise InvalidRequest(f"window is {self.window}; a query sees its own position at least, and None means all")
-        if self.sinks < 0 or (self.sinks and self.window is None):
-            raise InvalidRequest(f"sinks is {self.sinks} under a window of {self.window}; give 0 or more, and a window where more than 0")
+        if self.window is not None:  # a query sees its own position at least
+            object.__setattr__(self, "window", whole(self.window, "window", 1, 2**31))
+        object.__setattr__(self, "sinks", whole(self.sinks, "sinks", 0, 2**31))
+        if self.sinks and self.window is None:
+            raise InvalidRequest(f"sinks is {self.sinks} without a window; give a window where sinks are more than 0")
+
+
+def group_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """`groups`, which a caller gave."""
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Group) for group in groups):
+        raise InvalidRequest(f"groups is {groups!r}; give a list of Groups")
+    return tuple(groups)
 
 
 def group_rows(groups: tuple[Group, ...], *, prefix_cache: bool, by_token: bool) -> I64:

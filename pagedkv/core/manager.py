@@ -15,9 +15,9 @@ from pagedkv import debug
 from pagedkv.core import frames, spaces, steps
 from pagedkv.core import resize as sizes
 from pagedkv.core import state as st
-from pagedkv.core.arguments import asid_row, count_row, frame_row, token_row
+from pagedkv.core.arguments import asid_row, count_row, frame_row, real, tenant_name, token_row, whole
 from pagedkv.core.check import Known, check_state
-from pagedkv.core.groups import Group, blind_group, group_rows
+from pagedkv.core.groups import Group, blind_group, group_rows, group_tuple
 from pagedkv.core.misses import Miss, explain
 from pagedkv.core.observation import Observe, Observed
 from pagedkv.core.ownership import exclusive
@@ -63,28 +63,25 @@ class MemoryManager(Observed, Tenants):
         observe: Observe | None = None,
         groups: Sequence[Group] = (Group(),),
     ) -> None:
-        if not 1 <= num_frames < 2**31:
-            raise InvalidRequest(f"num_frames is {num_frames}; a pool has at least 1 and fewer than 2**31 frames")
-        if block_size < 1:
-            raise InvalidRequest(f"block_size is {block_size}; a frame holds at least one token")
-        if not 0.0 <= watermark < 1.0:
+        self.num_frames = whole(num_frames, "num_frames", 1, 2**31)
+        self.block_size = whole(block_size, "block_size", 1, 2**31)
+        self.policy, self._shares = chosen(policy), (real(watermark, "watermark"), real(max_pinned, "max_pinned"))
+        if not 0.0 <= self._shares[0] < 1.0:
             raise InvalidRequest(f"watermark is {watermark}; it is the share of the pool to keep free, from 0 to less than 1")
-        if not 0.0 <= max_pinned <= 1.0:
+        if not 0.0 <= self._shares[1] <= 1.0:
             raise InvalidRequest(f"max_pinned is {max_pinned}; it is the share of the pool that pins may hold, from 0 to 1")
         if match not in ("page", "token"):
             raise InvalidRequest(f"match is {match!r}; it is 'page' or 'token'")
-        self.num_frames, self.block_size, self.policy = num_frames, block_size, chosen(policy)
-        self._shares = watermark, max_pinned
-        self._watch(observe or Observe())
-        self.groups = tuple(groups)
-        self.state = st.new_state(
-            num_frames,
-            group_rows(self.groups, prefix_cache=prefix_cache, by_token=match == "token"),
-            block_size=block_size,
-            publishing=prefix_cache,
-            by_token=match == "token",
-            events=self._watched.events,
-        )
+        self._watch(observe)
+        self.groups = group_tuple(groups)
+        rows = group_rows(self.groups, prefix_cache=prefix_cache, by_token=match == "token")
+        by_token, events = match == "token", self._watched.events
+        try:
+            self.state = st.new_state(
+                self.num_frames, rows, block_size=self.block_size, publishing=prefix_cache, by_token=by_token, events=events
+            )
+        except (MemoryError, ValueError) as error:
+            raise InvalidRequest(f"{num_frames} frames of {block_size} tokens and {events} events: no memory for them ({error})") from None
         install(self.policy, self.state.reg)
         self._roots = Roots()
         self._accounts: dict[bytes, int] = {}  # of the tenants that have quotas
@@ -109,7 +106,7 @@ class MemoryManager(Observed, Tenants):
         tenants are different (put an adapter's or image's digest into `tenant` too). `priority`, `half_life`: see advise(retain=).
         Raises: InvalidRequest if the ids are not one row of int32 numbers, or a priority was given that the policy does not know
         """
-        ids = token_row(token_ids)
+        ids, tenant = token_row(token_ids), tenant_name(tenant)
         wish = self._retention(priority, half_life) if priority != 1.0 else 0
         self._make_room(pages=len(ids) // self.block_size + 1)
         root, self.state = self._roots.of(tenant, self.state)
@@ -121,7 +118,7 @@ class MemoryManager(Observed, Tenants):
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
         """Why `open` finds no more of `token_ids` than it does: see misses.Miss. An operator's question: it looks at all tenants."""
-        return explain(self.state, self._roots, tenant, token_row(token_ids))
+        return explain(self.state, self._roots, tenant_name(tenant), token_row(token_ids))
 
     @exclusive
     def fork(self, space: AddressSpace) -> AddressSpace:
@@ -136,7 +133,7 @@ class MemoryManager(Observed, Tenants):
         """See AddressSpace.truncate."""
         asid = self._settled(space, "truncate")
         held = int(self.state.spaces["length"][asid])
-        if not 0 <= length <= held:
+        if (length := whole(length, "length")) > held:
             raise InvalidRequest(f"truncate to {length}: the space holds {held} tokens; give 0 up to that")
         page, offset = divmod(length, self.block_size)
         if offset and (self.state.table[asid : asid + len(self.groups), page] == st.HOLE).any():
@@ -154,7 +151,8 @@ class MemoryManager(Observed, Tenants):
         """See AddressSpace.punch."""
         asid = self._settled(space, "punch")
         full = int(self.state.spaces["length"][asid]) // self.block_size
-        if not 0 <= first <= last <= full:
+        first, last = whole(first, "first page"), whole(last, "last page")
+        if not first <= last <= full:
             raise InvalidRequest(f"punch pages {first} to {last}: the space has {full} full pages; give 0 <= first <= last <= {full}")
         if first < last:
             spaces.punch_space(self.state, asid, first, last)
@@ -233,20 +231,25 @@ class MemoryManager(Observed, Tenants):
         Whoever writes to one of them copies it first. O(pages). Frames held by several pins count for each under the cap.
         Raises: InvalidRequest beyond `max_pinned`, or for frames that no prompt could find; StaleHandle
         """
+        deadline = None if deadline is None else real(deadline, "deadline")
         if isinstance(what, AddressSpace):
             asid = self._asid(what)
-            num_frames = int(self.state.spaces["length"][asid]) // self.block_size * len(self.groups)
+            pages = int(self.state.spaces["length"][asid]) // self.block_size
+            num_frames = int(spaces.frames_in(self.state, asid, pages))
         else:
-            stranger, closure = spaces.prefix_closure(self.state, frame_row(what, self.num_frames))
+            wanted = frame_row(what, self.num_frames)
+            if not len(wanted):
+                raise InvalidRequest("pin of no frames; name at least one, or pin the space that maps them")
+            stranger, closure = spaces.prefix_closure(self.state, wanted)
             if stranger >= 0:
                 raise InvalidRequest(f"pin of frame {stranger}: it is not published under a whole prefix; pin the space that maps it")
-            num_frames = len(closure) * len(self.groups)
+            pages = num_frames = len(closure)
         held = int(self.state.reg[st.PINNED])
         if held + num_frames > self.max_pinned:
             raise InvalidRequest(
                 f"pin of {num_frames} frames: pins hold {held} of at most {self.max_pinned}; unpin some, or raise max_pinned"
             )
-        self._make_room(pages=num_frames)
+        self._make_room(pages=pages)
         row = spaces.pin_space(self.state, asid) if isinstance(what, AddressSpace) else spaces.pin_frames(self.state, closure)
         self._pins[row] = Pin(row, int(self.state.spaces["generation"][row]), num_frames, owner, deadline)
         return self._pins[row]
@@ -254,6 +257,8 @@ class MemoryManager(Observed, Tenants):
     @exclusive
     def unpin(self, pin: Pin) -> None:
         """Let go of what `pin` holds. Raises: DoubleRelease the second time."""
+        if not isinstance(pin, Pin):
+            raise InvalidRequest(f"unpin of {pin!r}; give the handle that pin() returned")
         if self._pins.get(pin.asid) != pin:
             raise DoubleRelease(f"pin {pin.asid} of {pin.owner or 'nobody named'} was given back already; drop the handle after unpin()")
         del self._pins[pin.asid]
@@ -262,6 +267,7 @@ class MemoryManager(Observed, Tenants):
 
     def overdue(self, now: float) -> list[Pin]:
         """The pins whose deadline, on the caller's clock, is before `now`. Nothing is unpinned: the transfer may still be writing."""
+        now = real(now, "now")
         return [pin for pin in self._pins.values() if pin.deadline is not None and pin.deadline < now]
 
     @exclusive
@@ -272,14 +278,14 @@ class MemoryManager(Observed, Tenants):
         advance(n) when it sees that step n has finished.
         Raises: InvalidRequest unless `epoch` is newer than the last one; DoubleRelease, and then nothing was changed
         """
-        reg = self.state.reg
+        reg, epoch = self.state.reg, whole(epoch, "epoch")
         newest = int(reg[st.EPOCH])
         if epoch <= newest:
             raise InvalidRequest(f"retire under epoch {epoch}: epoch {newest} was opened already; give a larger number")
         oldest = int(reg[st.PASSED]) if newest > reg[st.PASSED] else epoch - 1
         if epoch - oldest >= 2**30:
             raise InvalidRequest(f"retire under epoch {epoch}: {oldest} passed and later ones have not; number epochs by steps")
-        for space in batch:
+        for space in self._handles(batch):
             self._releasable(space)
         if len({space.asid for space in batch}) < len(batch):
             raise DoubleRelease("retire names an address space twice")
@@ -293,7 +299,7 @@ class MemoryManager(Observed, Tenants):
 
         Raises: InvalidRequest for an epoch that was not opened
         """
-        newest = int(self.state.reg[st.EPOCH])
+        newest, epoch = int(self.state.reg[st.EPOCH]), whole(epoch, "epoch", -1)
         if epoch > newest:
             raise InvalidRequest(f"advance to epoch {epoch}: the newest one is {newest}; retire(epoch) opens one")
         return int(frames.pass_epoch(self.state, epoch))
@@ -308,9 +314,11 @@ class MemoryManager(Observed, Tenants):
         """
         asid = self._asid(space)
         wishes = {"DONTNEED": st.DONTNEED - st.NORMAL, "COLD": st.COLD - st.NORMAL, "WILLNEED": 0}
-        if advice not in wishes:
+        if not isinstance(advice, str) or advice not in wishes:
             raise InvalidRequest(f"advice is {advice!r}; it is one of {', '.join(wishes)}")
-        wish = self._retention(*retain) if retain else wishes[advice]
+        if retain is not None and not (isinstance(retain, tuple | list) and len(retain) == 2):
+            raise InvalidRequest(f"retain is {retain!r}; give (priority, half_life)")
+        wish = self._retention(*retain) if retain is not None else wishes[advice]
         if advice == "WILLNEED":
             spaces.count_use(self.state, asid)
         self.state.spaces["wish"][asid] = wish
@@ -320,9 +328,7 @@ class MemoryManager(Observed, Tenants):
     @exclusive
     def evict(self, count: int) -> int:
         """Free up to `count` cached frames, in the policy's order; returns how many."""
-        if count < 0:
-            raise InvalidRequest(f"evict {count} frames: give 0 or more")
-        return int(steps.evict_frames(self.state, count))
+        return int(steps.evict_frames(self.state, whole(count, "count")))
 
     @exclusive
     def resize(self, num_frames: int) -> I32:
@@ -333,6 +339,7 @@ class MemoryManager(Observed, Tenants):
         Raises:  OutOfFrames if what is mapped does not fit; PlanConflict or InvalidRequest where a frame would move that a plan, an
                  epoch or a pin names. Nothing was changed then.
         """
+        num_frames = whole(num_frames, "num_frames", 1, 2**31)
         sizes.refuse(self.state, num_frames)
         old = self.state
         self.state, moves = sizes.resized(old, num_frames)
@@ -366,7 +373,7 @@ class MemoryManager(Observed, Tenants):
 
     def admits(self, num_frames: int) -> bool:
         """Whether a new sequence may take `num_frames` frames and leave the watermark's share to those that run."""
-        return num_frames + self.reserve <= self.available
+        return whole(num_frames, "num_frames") + self.reserve <= self.available
 
     def stats(self) -> Stats:
         """The counters, and how full the mapped frames are. O(open spaces); O(frames x tenants) where tenants have quotas."""
@@ -411,7 +418,7 @@ class MemoryManager(Observed, Tenants):
     def pages_of(self, space: AddressSpace, group: int = 0) -> I32:
         """See AddressSpace.pages and pages_in."""
         asid = self._asid(space)
-        if not 0 <= group < len(self.groups):
+        if (group := whole(group, "group")) >= len(self.groups):
             raise InvalidRequest(f"pages of group {group}: this manager has {len(self.groups)}; they are numbered from 0")
         return self.state.table[asid + group, : self.state.spaces["num_pages"][asid]].copy()
 
@@ -425,6 +432,8 @@ class MemoryManager(Observed, Tenants):
     # -- inside ----------------------------------------------------------------------------------------------------------------------
 
     def _asid(self, space: AddressSpace) -> int:
+        if not isinstance(space, AddressSpace):
+            raise InvalidRequest(f"{space!r} is no AddressSpace; give what open() or fork() returned")
         if space.manager is not self:
             raise InvalidRequest(f"{space.asid} is an address space of another manager; use the one that opened it")
         if self.is_stale(space):
@@ -436,8 +445,7 @@ class MemoryManager(Observed, Tenants):
     def _asids(self, batch: Spaces) -> I32:
         if isinstance(batch, np.ndarray):
             return asid_row(batch)
-        if not all(isinstance(space, AddressSpace) for space in batch):
-            raise InvalidRequest("the batch holds something that is no AddressSpace; give AddressSpaces, or a numpy array of asids")
+        self._handles(batch)
         asids = np.fromiter([space.asid for space in batch], np.int32, len(batch))
         ours = all(space.manager is self for space in batch)
         if not ours or (self.state.spaces["generation"][asids] != [space.generation for space in batch]).any():
@@ -445,8 +453,16 @@ class MemoryManager(Observed, Tenants):
                 self._asid(space)  # raises at the first that is stale or foreign
         return asids
 
+    @staticmethod
+    def _handles(batch: Sequence[AddressSpace]) -> Sequence[AddressSpace]:
+        if not isinstance(batch, Sequence) or not all(isinstance(space, AddressSpace) for space in batch):
+            raise InvalidRequest(
+                "the batch is, or holds, something that is no AddressSpace; give a list of them, or (to plan) a numpy array of asids"
+            )
+        return batch
+
     def _releasable(self, space: AddressSpace) -> int:
-        if space.manager is self and self.is_stale(space):
+        if isinstance(space, AddressSpace) and space.manager is self and self.is_stale(space):
             raise DoubleRelease(
                 f"address space {space.asid} was released already; drop the handle after the first release(){self._told(space)}"
             )
@@ -465,7 +481,7 @@ class MemoryManager(Observed, Tenants):
     def _retention(self, priority: float, half_life: float) -> int:
         if not isinstance(self.policy, Priority):
             raise InvalidRequest(f"priority {priority} under policy {self.policy.name!r}, which knows none; use policy='priority'")
-        return retention(priority, half_life)
+        return retention(real(priority, "priority"), real(half_life, "half_life"))
 
     def _settled(self, space: AddressSpace, verb: str) -> int:
         asid = self._asid(space)
@@ -475,6 +491,8 @@ class MemoryManager(Observed, Tenants):
         return asid
 
     def _unsettled(self, plan: Plan, verb: str) -> None:
+        if not isinstance(plan, Plan):
+            raise InvalidRequest(f"{verb} of {plan!r}; give what plan() returned")
         if plan.manager is not self:
             raise InvalidRequest(f"{verb}: this plan was made by another manager; give it back to that one")
         if plan.settled:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagedkv.core import misses
+from pagedkv.core.arguments import whole
 from pagedkv.core.events import Event, EventLog, Snapshot
 from pagedkv.core.reuse import Reuse
 from pagedkv.core.roots import Root, Roots
@@ -31,8 +32,8 @@ class Observe:
     other_roots: bool = False
 
     def __post_init__(self) -> None:
-        if self.events < 0 or self.reuse < 0:
-            raise InvalidRequest(f"Observe(events={self.events}, reuse={self.reuse}): give how many to keep, or 0 for none")
+        for name in ("events", "reuse"):
+            object.__setattr__(self, name, whole(getattr(self, name), f"Observe.{name}", 0, 2**31))
 
 
 class Observed:
@@ -42,9 +43,11 @@ class Observed:
     state: State
     _roots: Roots
 
-    def _watch(self, watch: Observe) -> None:
+    def _watch(self, observe: Observe | None) -> None:
         """Begin. The log itself is a part of the state."""
-        self._watched = watch
+        if not isinstance(observe, Observe | None):
+            raise InvalidRequest(f"observe is {observe!r}; give an Observe, such as Observe(events=65536)")
+        self._watched = watch = observe or Observe()
         self._watching = watch != Observe()
         self._log = EventLog()
         self._reuse = Reuse(watch.reuse, self.num_frames) if watch.reuse else None
@@ -65,7 +68,7 @@ class Observed:
 
         Raises: EventsLost if some of them are gone: begin again from `snapshot()`; InvalidRequest if the manager keeps no events
         """
-        return self._kept().events(self.state, since)
+        return self._kept().events(self.state, whole(since, "since"))
 
     def snapshot(self) -> Snapshot:
         """Every page that can be found, and the number of the event to go on from. O(published frames).
@@ -87,8 +90,9 @@ class Observed:
         """
         if self._reuse is None:
             raise InvalidRequest("this manager follows no pages; make it with observe=Observe(reuse=N), the number to follow, such as 8192")
-        wanted = sizes if sizes is not None else [max(1, self.num_frames * times // 8) for times in (1, 2, 4, 8, 16, 32)]
-        if min(wanted, default=1) < 1 or max(wanted, default=1) > self._reuse.reach:
+        given = [whole(size, "size", 1) for size in sizes] if sizes is not None else None
+        wanted = given if given is not None else [max(1, self.num_frames * times // 8) for times in (1, 2, 4, 8, 16, 32)]
+        if max(wanted, default=1) > self._reuse.reach:
             raise InvalidRequest(f"hit_curve({list(wanted)}): give sizes of 1 to {self._reuse.reach} frames, or follow more pages")
         counts = self._reuse.counts()
         return {size: self._reuse.hit_rate(size, counts) for size in wanted}

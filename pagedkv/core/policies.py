@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 
 from pagedkv.core import eviction
 from pagedkv.core import state as st
+from pagedkv.core.arguments import whole
 from pagedkv.core.state import I64
 from pagedkv.errors import InvalidRequest
 
@@ -123,9 +124,10 @@ POLICIES: dict[str, type[LRU] | type[TwoQueues] | type[LFU] | type[Cost] | type[
 
 def chosen(policy: str | Policy) -> Policy:
     """The policy of that name with its defaults, or the object itself."""
-    if not isinstance(policy, str):
-        return policy
-    if policy not in POLICIES:
+    if all(hasattr(policy, name) for name in ("name", "rule", "inflation", "scale", "bonuses")) and not isinstance(policy, type):
+        whole(policy.scale, "scale of the policy", 1)  # type: ignore[union-attr]
+        return policy  # type: ignore[return-value]
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise InvalidRequest(f"policy is {policy!r}; it is one of {', '.join(POLICIES)}, or an object of pagedkv.core.policies")
     return POLICIES[policy]()
 
@@ -142,4 +144,4 @@ def retention(priority: float, half_life: float) -> int:
     """How many lists above NORMAL a page of that priority is put: 2^k - 1 >= half_life x log2(priority)."""
     if not (1 <= priority < math.inf and 0 < half_life < math.inf):
         raise InvalidRequest(f"retain=({priority}, {half_life}); give a priority of at least 1 and a half-life of more than 0 plans")
-    return min(st.NUM_LISTS - st.NORMAL - 1, math.ceil(math.log2(half_life * math.log2(priority) + 1)))
+    return math.ceil(min(st.NUM_LISTS - st.NORMAL - 1, math.log2(half_life * math.log2(priority) + 1)))

@@ -50,11 +50,9 @@ _Number = TypeVar("_Number", np.int32, np.int64)
 def refuse(s: State, num_frames: int) -> None:
     """Raise what speaks against a pool of `num_frames` frames now; nothing is changed.
 
-    Raises: InvalidRequest for a size that cannot be, if quotas protect more, or where a pinned frame would have to move;
+    Raises: InvalidRequest if quotas protect more, or where a pinned frame would have to move;
             PlanConflict where one would that a plan or an epoch under way names; OutOfFrames if what is mapped does not fit
     """
-    if not isinstance(num_frames, (int, np.integer)) or not 1 <= num_frames < 2**31:
-        raise InvalidRequest(f"resize to {num_frames} frames; a pool has at least 1 and fewer than 2**31")
     protected = int(account_registers(s.reg)[:, PROTECTED].sum())
     if protected > num_frames:
         raise InvalidRequest(f"resize to {num_frames} frames: quotas protect {protected}; lower them first")

@@ -357,7 +357,17 @@ def _hold(s: State, asid: int, pages: int) -> None:
     s.spaces[asid].status = HELD
     for row in range(asid, asid + len(s.groups)):
         _set_length(s, row, pages * s.tokens.shape[1], pages)
-    s.reg[PINNED] += pages * len(s.groups)
+    s.reg[PINNED] += frames_in(s, asid, pages)
+
+
+@compiled
+def frames_in(s: State, asid: int, pages: int) -> int:
+    """How many frames the first `pages` pages of a space have, in all groups: holes are none."""
+    count = 0
+    for row in range(asid, asid + len(s.groups)):
+        for page in range(pages):
+            count += s.table[row, page] != HOLE
+    return count
 
 
 @allocating
@@ -382,8 +392,8 @@ def prefix_closure(s: State, wanted: I32) -> tuple[int, I32]:
 
 @compiled
 def pin_frames(s: State, closure: I32) -> int:
-    """A HELD row that maps `closure`, prefixes first. The table is wide enough."""
-    row = _new_row(s, 0, 0)
+    """A HELD row that maps `closure`, prefixes first and at least one, under the root of the first. The table is wide enough."""
+    row = _new_row(s, -2 - s.frames[closure[0]].parent, 0)
     for page in range(len(closure)):
         frames.share(s.frames, s.reg, closure[page])
         s.table[row, page] = closure[page]
@@ -397,5 +407,5 @@ def pin_frames(s: State, closure: I32) -> int:
 @compiled
 def unpin_row(s: State, row: int) -> None:
     """Unmap what a HELD row protects, and give the row back."""
-    s.reg[PINNED] -= s.spaces[row].num_pages * len(s.groups)
+    s.reg[PINNED] -= frames_in(s, row, s.spaces[row].num_pages)
     close_space(s, row)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagedkv.core import state as st
+from pagedkv.core.arguments import tenant_name, whole
 from pagedkv.core.ownership import Owned, exclusive
 from pagedkv.core.roots import Roots
 from pagedkv.core.state import State
@@ -55,12 +56,9 @@ class Tenants(Owned):
         protected: so many frames of it are not evicted for others.
         Raises: InvalidRequest for numbers that cannot be, or a first quota of a tenant that holds frames already
         """
-        if not (isinstance(protected, int) and 0 <= protected <= self.num_frames) or any(
-            limit is not None and not (isinstance(limit, int) and limit >= 0) for limit in (hard, soft)
-        ):
-            raise InvalidRequest(
-                f"quota hard={hard}, soft={soft}, protected={protected}; give frames, and protect {self.num_frames} at most"
-            )
+        tenant, protected = tenant_name(tenant), whole(protected, "protected", 0, self.num_frames + 1)
+        hard = None if hard is None else whole(hard, "hard")
+        soft = None if soft is None else whole(soft, "soft")
         if hard is not None and protected > hard:
             raise InvalidRequest(f"quota protects {protected} frames of {tenant!r} and allows {hard}; protect no more than is allowed")
         mine = self._accounts.get(tenant)
@@ -96,7 +94,7 @@ class Tenants(Owned):
 
     def usage(self, tenant: bytes) -> Usage:
         """What `tenant` holds and may hold. O(frames). Raises: InvalidRequest for a tenant without a quota."""
-        if tenant not in self._accounts:
+        if tenant_name(tenant) not in self._accounts:
             raise InvalidRequest(f"tenant {tenant!r} has no quota, so nothing is charged to it; set_quota(tenant) gives it an account")
         return _usage(self.state, self._accounts[tenant])
 

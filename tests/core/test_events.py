@@ -181,12 +181,12 @@ def test_a_manager_that_keeps_no_events_says_how_to_keep_them() -> None:
     assert mm.state.log.nbytes == 0
 
 
-@pytest.mark.parametrize("since", [-1, 1])
-def test_a_number_that_was_not_given_out_is_refused(since: int) -> None:
-    with pytest.raises(InvalidRequest, match="newest one has number 0"):
+@pytest.mark.parametrize(("since", "why"), [(-1, "int of 0 or more"), (1, "newest one has number 0")])
+def test_a_number_that_was_not_given_out_is_refused(since: int, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
         watched().events(since)
 
 
 def test_a_negative_number_of_events_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="events=-1"):
+    with pytest.raises(InvalidRequest, match="events is -1"):
         Observe(events=-1)

@@ -7,7 +7,7 @@ import pytest
 
 from pagedkv.core import Group, MemoryManager
 from pagedkv.core import state as st
-from pagedkv.errors import InvalidRequest, OutOfFrames, StaleHandle
+from pagedkv.errors import InvalidRequest, InvariantViolation, OutOfFrames, StaleHandle
 from tests.core.oracle import everything, grown
 
 PROMPT = list(range(100, 130))
@@ -174,6 +174,30 @@ def test_a_pin_keeps_every_group(two: MemoryManager) -> None:
     two.check()
 
 
+def test_a_pin_counts_the_frames_that_it_holds_and_no_holes(two: MemoryManager) -> None:
+    space = grown(two, PROMPT)
+    held = [frame for group in range(2) for frame in space.pages_in(group)[:7].tolist() if frame >= 0]
+    pin = two.pin(space)
+    assert pin.num_frames == two.stats().pinned == len(held) == 10
+    two.check()
+    two.unpin(pin)
+    by_frame = two.pin(space.pages[2:3])
+    assert by_frame.num_frames == two.stats().pinned == 3
+    two.check()
+    two.unpin(by_frame)
+    assert two.stats().pinned == 0
+
+
+def test_check_sees_a_companion_charged_to_another_tenant(two: MemoryManager) -> None:
+    two.set_quota(b"t")
+    space, other = grown(two, [1, 2], tenant=b"t"), grown(two, [3, 4], tenant=b"other")
+    pages = [space.pages_in(1)[0], other.pages_in(1)[0]]
+    two.check()
+    two.state.frames["account"][pages] = two.state.frames["account"][pages[::-1]]
+    with pytest.raises(InvariantViolation, match="charged to another account"):
+        two.check()
+
+
 def test_the_row_of_another_group_is_no_space(two: MemoryManager) -> None:
     space = two.open()
     with pytest.raises(StaleHandle, match="not open"):
@@ -196,12 +220,12 @@ def test_the_table_grows_by_whole_spaces() -> None:
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (lambda: Group(window=0), "sees its own position"),
-        (lambda: Group(window=2.5), "give numbers of positions"),  # type: ignore[arg-type]
-        (lambda: Group(window=2**31), "fewer than"),
-        (lambda: Group(window=2, sinks=2**63 - 1), "fewer than"),
-        (lambda: Group(sinks=4), "give 0 or more, and a window"),
-        (lambda: Group(window=4, sinks=-1), "give 0 or more"),
+        (lambda: Group(window=0), "int of 1 or more"),
+        (lambda: Group(window=2.5), "window is 2.5; give an int"),  # type: ignore[arg-type]
+        (lambda: Group(window=2**31), r"below 2\*\*31"),
+        (lambda: Group(window=2, sinks=2**63 - 1), r"below 2\*\*31"),
+        (lambda: Group(sinks=4), "give a window"),
+        (lambda: Group(window=4, sinks=-1), "int of 0 or more"),
         (lambda: MemoryManager(4, 4, groups=()), "0 layer groups"),
         (lambda: MemoryManager(4, 4, groups=(Group(window=4), Group())), "group 0 leads"),
         (lambda: MemoryManager(4, 4, groups=(Group(), Group()), match="token"), "match='page'"),

@@ -335,11 +335,11 @@ class Machine(RuleBasedStateMachine):
     def pin_a_space(self, data: some.DataObject) -> None:
         believed = self.pick(data, settled=False)
         full = len(believed.tokens) // self.mm.block_size
-        if self.mm.stats().pinned + full * len(self.mm.groups) > self.mm.max_pinned:
+        frames = [frame for group in self.oracle.groups for frame in believed.space.pages_in(group)[:full].tolist() if frame >= 0]
+        if self.mm.stats().pinned + len(frames) > self.mm.max_pinned:
             self.refused(InvalidRequest, lambda: self.mm.pin(believed.space))
             return
         self.oracle.run()  # a transfer reads what was stored
-        frames = [frame for group in self.oracle.groups for frame in believed.space.pages_in(group)[:full].tolist() if frame >= 0]
         deadline = data.draw(some.sampled_from([None, 1.0, 2.0]))
         self.oracle.hold(self.mm.pin(believed.space, owner="disk", deadline=deadline), frames)
 
@@ -347,7 +347,7 @@ class Machine(RuleBasedStateMachine):
     def pin_a_frame(self, data: some.DataObject) -> None:
         frame = data.draw(some.integers(0, self.mm.num_frames - 1))
         prefix = self.oracle.prefix_of(frame)
-        if prefix is None or self.mm.stats().pinned + len(prefix) * len(self.mm.groups) > self.mm.max_pinned:
+        if prefix is None or self.mm.stats().pinned + len(prefix) > self.mm.max_pinned:
             self.refused(InvalidRequest, lambda: self.mm.pin(np.array([frame])))
             return
         self.oracle.run()

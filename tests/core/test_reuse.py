@@ -122,7 +122,7 @@ def test_the_sample_never_grows() -> None:
 def test_a_manager_that_follows_no_pages_says_how_to() -> None:
     with pytest.raises(InvalidRequest, match=r"observe=Observe\(reuse=N\)"):
         MemoryManager(4, 4).hit_curve()
-    with pytest.raises(InvalidRequest, match="reuse=-1"):
+    with pytest.raises(InvalidRequest, match="reuse is -1"):
         Observe(reuse=-1)
 
 

@@ -142,9 +142,9 @@ def test_quotas_can_be_changed_and_lifted(mm: MemoryManager) -> None:
 @pytest.mark.parametrize(
     ("quota", "match"),
     [
-        ({"hard": -1}, "give frames"),
-        ({"soft": 1.5}, "give frames"),
-        ({"protected": 17}, "protect 16 at most"),
+        ({"hard": -1}, "hard is -1; give an int of 0 or more"),
+        ({"soft": 1.5}, "soft is 1.5; give an int"),
+        ({"protected": 17}, "protected is 17; give an int of 0 or more, below 17"),
         ({"hard": 3, "protected": 4}, "protect no more than is allowed"),
         ({"protected": 7}, "at most 6 are left"),
     ],
@@ -163,6 +163,22 @@ def test_a_first_quota_comes_before_the_first_frame(mm: MemoryManager) -> None:
         mm.set_quota(b"t", hard=3)
     mm.evict(1)
     mm.set_quota(b"t", hard=3)
+
+
+def test_a_pin_of_frames_is_charged_to_whom_they_belong(mm: MemoryManager) -> None:
+    """Root 0 is that of the first tenant, who has nothing to do with it."""
+    filled(mm, b"first", 1)
+    mm.evict(1)
+    space = grown(mm, [1] * 8, tenant=b"second")
+    pin = mm.pin(space.pages)
+    mm.check()
+    mm.set_quota(b"first", hard=3)
+    with pytest.raises(InvalidRequest, match="before its first prompt"):
+        mm.set_quota(b"second", hard=3)
+    space.release()
+    mm.unpin(pin)
+    mm.evict(2)
+    mm.set_quota(b"second", hard=3)
 
 
 def test_an_unknown_tenant_is_named(mm: MemoryManager) -> None:

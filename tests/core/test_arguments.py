@@ -1,0 +1,149 @@
+"""Arguments: every public call takes what is an int to Python, and refuses the rest with a sentence, nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedkv.core import AddressSpace, Group, MemoryManager, Observe
+from pagedkv.core.policies import LRU, Cost
+from pagedkv.errors import InvalidRequest
+from tests.core.oracle import everything, grown
+
+Call = Callable[[MemoryManager, AddressSpace], Any]
+
+
+def made() -> tuple[MemoryManager, AddressSpace]:
+    mm = MemoryManager(16, 4, policy="priority", observe=Observe(events=8, reuse=8))
+    return mm, grown(mm, [1] * 9)
+
+
+WRONG: dict[str, Call] = {
+    "MemoryManager of a bool": lambda m, a: MemoryManager(True, 4),
+    "MemoryManager of text": lambda m, a: MemoryManager("8", 4),  # type: ignore[arg-type]
+    "MemoryManager of half a frame": lambda m, a: MemoryManager(8.5, 4),  # type: ignore[arg-type]
+    "MemoryManager of more than int32": lambda m, a: MemoryManager(2**31, 4),
+    "MemoryManager of what no memory holds": lambda m, a: MemoryManager(2**31 - 1, 2**31 - 1),
+    "block_size 0": lambda m, a: MemoryManager(8, 0),
+    "block_size of more than int32": lambda m, a: MemoryManager(1, 2**31),
+    "watermark of text": lambda m, a: MemoryManager(8, 4, watermark="0.1"),  # type: ignore[arg-type]
+    "watermark NaN": lambda m, a: MemoryManager(8, 4, watermark=float("nan")),
+    "max_pinned above 1": lambda m, a: MemoryManager(8, 4, max_pinned=1.5),
+    "policy of no name": lambda m, a: MemoryManager(8, 4, policy=7),  # type: ignore[arg-type]
+    "policy that is a class": lambda m, a: MemoryManager(8, 4, policy=LRU),  # type: ignore[arg-type]
+    "policy of scale 0": lambda m, a: MemoryManager(8, 4, policy=Cost(scale=0)),
+    "observe of a number": lambda m, a: MemoryManager(8, 4, observe=8),  # type: ignore[arg-type]
+    "groups that is one": lambda m, a: MemoryManager(8, 4, groups=Group()),  # type: ignore[arg-type]
+    "groups of numbers": lambda m, a: MemoryManager(8, 4, groups=[8]),  # type: ignore[list-item]
+    "Observe of half an event": lambda m, a: Observe(events=1.5),  # type: ignore[arg-type]
+    "Observe of a bool": lambda m, a: Observe(reuse=True),
+    "Group with a bool": lambda m, a: Group(window=True),
+    "open for a tenant of text": lambda m, a: m.open(tenant="a"),  # type: ignore[arg-type]
+    "open for nobody": lambda m, a: m.open(tenant=None),  # type: ignore[arg-type]
+    "open of text": lambda m, a: m.open("abc"),  # type: ignore[arg-type]
+    "open of nothing": lambda m, a: m.open(None),  # type: ignore[arg-type]
+    "open of a generator": lambda m, a: m.open(i for i in range(3)),  # type: ignore[arg-type]
+    "open of rows of unequal length": lambda m, a: m.open([[1], [1, 2]]),  # type: ignore[list-item]
+    "open with a priority of text": lambda m, a: m.open(priority="high"),  # type: ignore[arg-type]
+    "open with a priority of NaN": lambda m, a: m.open(priority=float("nan")),
+    "why for a tenant of text": lambda m, a: m.why([1], tenant="a"),  # type: ignore[arg-type]
+    "fork of a number": lambda m, a: m.fork(a.asid),  # type: ignore[arg-type]
+    "release of nothing": lambda m, a: m.release(None),  # type: ignore[arg-type]
+    "truncate to half a token": lambda m, a: a.truncate(1.5),  # type: ignore[arg-type]
+    "truncate to True": lambda m, a: a.truncate(True),
+    "truncate below 0": lambda m, a: a.truncate(-1),
+    "punch of text": lambda m, a: a.punch("0", 1),  # type: ignore[arg-type]
+    "punch backwards": lambda m, a: a.punch(1, 0),
+    "pages in half a group": lambda m, a: a.pages_in(0.5),  # type: ignore[arg-type]
+    "plan of one space": lambda m, a: m.plan(a, [1]),  # type: ignore[arg-type]
+    "plan of a number": lambda m, a: m.plan([a.asid], [1]),  # type: ignore[list-item]
+    "plan of a generator": lambda m, a: m.plan((s for s in [a]), [1]),  # type: ignore[arg-type]
+    "plan of bools": lambda m, a: m.plan([a], [True]),
+    "plan of half a token": lambda m, a: m.plan([a], [0.5]),  # type: ignore[list-item]
+    "plan of nothing": lambda m, a: m.plan([a], None),  # type: ignore[arg-type]
+    "plan of rows of unequal length": lambda m, a: m.plan([a], [[1], [1, 2]]),  # type: ignore[list-item]
+    "plan of a count beyond int64": lambda m, a: m.plan([a], [2**70]),
+    "commit of no plan": lambda m, a: m.commit(None, []),  # type: ignore[arg-type]
+    "abort of a space": lambda m, a: m.abort(a),  # type: ignore[arg-type]
+    "pin of a number": lambda m, a: m.pin(3),  # type: ignore[arg-type]
+    "pin of no frames": lambda m, a: m.pin(np.array([], np.int32)),
+    "pin of bools": lambda m, a: m.pin(np.array([True])),  # type: ignore[arg-type]
+    "pin of rows of unequal length": lambda m, a: m.pin([[1], [1, 2]]),  # type: ignore[arg-type]
+    "pin until text": lambda m, a: m.pin(a, deadline="noon"),  # type: ignore[arg-type]
+    "unpin of a number": lambda m, a: m.unpin(0),  # type: ignore[arg-type]
+    "overdue at text": lambda m, a: m.overdue("noon"),  # type: ignore[arg-type]
+    "retire under text": lambda m, a: m.retire("1"),  # type: ignore[arg-type]
+    "retire under more than int64": lambda m, a: m.retire(2**63),
+    "retire of one space": lambda m, a: m.retire(1, a),  # type: ignore[arg-type]
+    "retire of numbers": lambda m, a: m.retire(1, [0]),  # type: ignore[list-item]
+    "advance to text": lambda m, a: m.advance("1"),  # type: ignore[arg-type]
+    "advance far below 0": lambda m, a: m.advance(-(2**70)),
+    "advice of a list": lambda m, a: m.advise(a, ["COLD"]),  # type: ignore[arg-type]
+    "advice on a number": lambda m, a: m.advise(3),  # type: ignore[arg-type]
+    "retain of a number": lambda m, a: m.advise(a, retain=2.0),  # type: ignore[arg-type]
+    "retain of nothing": lambda m, a: m.advise(a, retain=()),  # type: ignore[arg-type]
+    "evict half a frame": lambda m, a: m.evict(1.5),  # type: ignore[arg-type]
+    "evict True": lambda m, a: m.evict(True),
+    "evict -1": lambda m, a: m.evict(-1),
+    "resize to True": lambda m, a: m.resize(True),
+    "resize to text": lambda m, a: m.resize("8"),  # type: ignore[arg-type]
+    "admits -1": lambda m, a: m.admits(-1),
+    "admits half a frame": lambda m, a: m.admits(0.5),  # type: ignore[arg-type]
+    "check at level 4": lambda m, a: m.check(4),
+    "check at text": lambda m, a: m.check("all"),  # type: ignore[arg-type]
+    "events since True": lambda m, a: m.events(True),
+    "events since text": lambda m, a: m.events("0"),  # type: ignore[arg-type]
+    "hit_curve of half a frame": lambda m, a: m.hit_curve([0.5]),  # type: ignore[list-item]
+    "hit_curve of no frame": lambda m, a: m.hit_curve([0]),
+    "quota of a tenant of text": lambda m, a: m.set_quota("t"),  # type: ignore[arg-type]
+    "quota of True": lambda m, a: m.set_quota(b"t", hard=True),
+    "quota of half a frame": lambda m, a: m.set_quota(b"t", soft=1.5),  # type: ignore[arg-type]
+    "quota beyond int64": lambda m, a: m.set_quota(b"t", hard=2**63),
+    "usage of a tenant of text": lambda m, a: m.usage("t"),  # type: ignore[arg-type]
+    "usage of a list": lambda m, a: m.usage([]),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("call", WRONG)
+def test_what_makes_no_sense_is_refused_by_name_and_changes_nothing(call: str) -> None:
+    mm, space = made()
+    before = everything(mm)
+    with pytest.raises(InvalidRequest, match=r"give|it is|name|no memory"):
+        WRONG[call](mm, space)
+    assert everything(mm) == before
+    mm.check()
+
+
+class Two:
+    """An int to Python, and to nobody else."""
+
+    def __index__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("two", [np.int64(2), np.uint8(2), np.array(2), Two()], ids=["int64", "uint8", "0-d array", "__index__"])
+def test_whatever_counts_as_an_int_is_one(two: Any) -> None:
+    mm = MemoryManager(np.int64(16), two, observe=Observe(events=two, reuse=two), groups=(Group(), Group(window=two, sinks=two)))
+    assert (mm.num_frames, mm.block_size, mm.groups[1]) == (16, 2, Group(window=2, sinks=2))
+    mm.set_quota(b"t", hard=two, soft=two, protected=two)
+    space = grown(mm, [1] * 7)
+    space.punch(two, two)
+    space.truncate(np.int64(7))
+    assert len(space.pages_in(np.int64(1))) == 4
+    mm.retire(two, [space])
+    assert mm.advance(two) > 0
+    assert mm.admits(two)
+    assert mm.evict(two) == 2
+    assert len(mm.resize(np.int32(8))) >= 0
+    mm.check(two)
+    mm.check()
+
+
+def test_the_longest_retention_there_can_be_is_the_last_list() -> None:
+    mm, space = made()
+    mm.advise(space, retain=(1e308, 1e308))
+    space.release()
+    mm.check()
