@@ -28,3 +28,4 @@ def warm_up() -> None:
     twin = mm.open([1, 2, 3])
     mm.unpin(mm.pin(twin.pages))
     mm.evict(1)
+    mm.resize(16)

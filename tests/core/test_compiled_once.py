@@ -17,7 +17,17 @@ with event.install_recorder("numba:compile") as seen:
 print(len(seen.buffer) and sorted({kept.data["dispatcher"].py_func.__name__ for _, kept in seen.buffer}))
 """
 WARM = "from pagedkv.core.warm import warm_up as live" + SEEN
-LIVE = "from tests.core.walks import Walk\nwalk = Walk(seed=9)\ndef live():\n    for _ in range(400): walk.step()\n" + SEEN
+LIVE = (
+    """
+from tests.core.walks import WORLDS, Walk
+walks = [Walk(9, world) for world in WORLDS.values()]
+def live():
+    for walk in walks:
+        for _ in range(400):
+            walk.step()
+"""
+    + SEEN
+)
 
 
 def run(program: str, **env: str) -> str:

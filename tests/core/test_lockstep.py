@@ -9,28 +9,33 @@ from pathlib import Path
 
 import pytest
 
+from pagedkv.core.policies import POLICIES
+from tests.core.walks import WORLDS
+
 ROOT = Path(__file__).parents[2]
 
 
-def digests(seed: int, steps: int, policy: str, *, compiled: bool) -> subprocess.Popen[str]:
-    program = f"from tests.core.walks import main; main({seed}, {steps}, {policy!r})"
+def digests(seed: int, steps: int, policy: str, world: str, *, compiled: bool) -> subprocess.Popen[str]:
+    world = f"replace(WORLDS[{world!r}], policy={policy!r})"
+    program = f"from dataclasses import replace; from tests.core.walks import WORLDS, main; main({seed}, {steps}, {world})"
     env = os.environ | {"NUMBA_DISABLE_JIT": "0" if compiled else "1", "PAGEDKV_DEBUG": "0", "PYTHONWARNINGS": "ignore"}
     return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
 
-def test_both_ways_hold_the_same_after_every_call() -> None:
-    in_lockstep(seed=1, steps=1500, policy="2q")
+@pytest.mark.parametrize(("world", "policy", "seed"), [("quotas", "2q", 1), ("groups", "priority", 2)])  # an odd seed: match="token"
+def test_both_ways_hold_the_same_after_every_call(world: str, policy: str, seed: int) -> None:
+    in_lockstep(seed, 1000, policy, world)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lru", "2q", "lfu", "cost", "priority"])
-@pytest.mark.parametrize("seed", [2, 3])
-def test_both_ways_hold_the_same_under_every_policy(seed: int, policy: str) -> None:
-    in_lockstep(seed, 10_000, policy)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_both_ways_hold_the_same_in_every_world_under_every_policy(policy: str, world: str) -> None:
+    in_lockstep(3 + len(world) % 2, 6000, policy, world)
 
 
-def in_lockstep(seed: int, steps: int, policy: str) -> None:
-    runs = [digests(seed, steps, policy, compiled=compiled) for compiled in (True, False)]
+def in_lockstep(seed: int, steps: int, policy: str, world: str) -> None:
+    runs = [digests(seed, steps, policy, world, compiled=compiled) for compiled in (True, False)]
     fast, slow = (run.communicate(timeout=600)[0].splitlines() for run in runs)
     assert [run.returncode for run in runs] == [0, 0]
     assert len(fast) == steps + 1

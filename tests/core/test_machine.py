@@ -16,15 +16,17 @@ from tests.core.oracle import Believed, Follower, Oracle, Outstanding, everythin
 
 TOKENS = some.sampled_from([0, 0, 0, 1])  # two words, one of them rare, so that prefixes meet
 TENANTS = some.sampled_from([b"", b"acme", b"umbra"])
-LIMITS = some.sampled_from([None, None, 3, 6, 9])
-
-
+LIMITS = some.sampled_from([None, None, 3, 6, 9])  # in tenths of the pool
+POOLS = some.one_of(some.integers(4, 14), some.integers(4, 14), some.integers(15, 48))  # frames for each group
 GROUPS = [
     (Group(),),
     (Group(),),
     (Group(window=4),),
+    (Group(window=3, sinks=2),),
     (Group(), Group(window=5, sinks=2)),
     (Group(), Group(window=1), Group()),
+    (Group(), Group(window=2, sinks=5), Group(window=9), Group(window=3)),
+    (Group(window=3), Group()),  # without a prefix cache
 ]
 
 
@@ -38,19 +40,20 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         block_size=some.sampled_from([1, 3, 4]),
-        num_frames=some.integers(4, 14),
+        num_frames=POOLS,
         prefix_cache=some.sampled_from([True, True, False]),
         policy=some.sampled_from(sorted(POLICIES)),
         match=some.sampled_from(["page", "token"]),
-        events=some.sampled_from([3, 1000]),
+        watch=some.sampled_from([Observe(events=3), Observe(events=50, reuse=16), Observe(events=1000, other_roots=True)]),
         groups=some.sampled_from(GROUPS),
     )
     def build(
-        self, block_size: int, num_frames: int, prefix_cache: bool, policy: str, match: str, events: int, groups: tuple[Group, ...]
+        self, block_size: int, num_frames: int, prefix_cache: bool, policy: str, match: str, watch: Observe, groups: tuple[Group, ...]
     ) -> None:
-        watch = Observe(events=events)
         match = match if len(groups) == 1 else "page"
+        prefix_cache = prefix_cache and (len(groups) == 1 or groups[0].window is None)
         num_frames *= len(groups)
+        self.first_size = num_frames
         self.mm = MemoryManager(num_frames, block_size, prefix_cache=prefix_cache, policy=policy, match=match, observe=watch, groups=groups)
         self.reader = Follower(self.mm, since=0)
         self.named: dict[tuple[int, int], bytes] = {}
@@ -91,6 +94,18 @@ class Machine(RuleBasedStateMachine):
         believed = self.oracle.spaces[-1]
         self.make_plan([believed], [tokens[len(believed.tokens) :]])
         self.settle_everything()
+
+    @rule(length=some.integers(17, 80), rare=some.integers(0, 80), tenant=TENANTS)
+    def prefill_a_long_prompt(self, length: int, rare: int, tenant: bytes) -> None:
+        """Wider than the page table was, or longer than the pool."""
+        self.prefill([int(at == rare) for at in range(length)], tenant)
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data(), more=some.integers(0, 4), tenant=TENANTS)
+    def open_what_no_pool_could_hold(self, data: some.DataObject, more: int, tenant: bytes) -> None:
+        """It begins with what is known, and does not end before every frame and every column of the table is full."""
+        known = self.pick(data, settled=False).tokens
+        self.open(known + [1] * (max(self.mm.num_frames, self.mm.state.table.shape[1]) * self.mm.block_size + more), tenant)
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data(), length=some.integers(1, 3))
@@ -289,6 +304,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tenant=some.sampled_from([b"acme", b"umbra"]), hard=LIMITS, soft=LIMITS, protected=some.sampled_from([0, 0, 2, 4]))
     def set_quota(self, tenant: bytes, hard: int | None, soft: int | None, protected: int) -> None:
+        unit = max(1, self.mm.num_frames // 10)
+        hard, soft, protected = hard and hard * unit, soft and soft * unit, protected * unit
         account = self.mm._accounts.get(tenant)
         root = self.mm._roots.known.get(tenant)
         held = account is None and root is not None and self.mm.state.roots[root.number, 0] > 0
@@ -304,9 +321,10 @@ class Machine(RuleBasedStateMachine):
         evictable = self.mm.stats().evictable
         assert self.mm.evict(count) == min(count, evictable)
 
-    @rule(num_frames=some.integers(3, 16))
-    def resize(self, num_frames: int) -> None:
+    @rule(eighths=some.integers(1, 12))
+    def resize(self, eighths: int) -> None:
         """Larger always; smaller if no frame has to move that somebody names, and if the rest fits."""
+        num_frames = -(-self.first_size * eighths // 8)
         state = self.mm.state
         status, named = state.frames["status"], [frame for pinned in self.oracle.pins for frame in pinned.frames]
         used = np.flatnonzero(status != st.FREE)

@@ -20,13 +20,24 @@ PROOFS = ("test_laws.py", IDENTITY, STEPS, MACHINE)
 QUICK = ("published at plan", "generations are not compared", "the hash is believed", "is free at once", "not pinned", "any order")
 
 CONFTEST = """
+import signal
 from pathlib import Path
 import pagedkv
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 assert Path(pagedkv.__file__).parents[1] == Path(__file__).parents[1], "the fault is in this copy"
 settings.register_profile(
     "mutant", derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False)
 settings.load_profile("mutant")
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):  # what is broken may hang
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"{item.name} hangs"))
+    signal.alarm(100)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
 """
 
 

@@ -116,6 +116,17 @@ def test_a_failed_plan_changes_nothing(mm: MemoryManager) -> None:
     assert everything(mm) == before
 
 
+def test_a_plan_whose_copies_do_not_fit_changes_nothing() -> None:
+    mm = MemoryManager(num_frames=2, block_size=4)
+    parent = grown(mm, [1, 2, 3, 4, 5])
+    child = parent.fork()  # every frame is mapped, and the tail has two owners
+    before = everything(mm)
+    for batch, short_of in (([child], "needs 1 frames"), ([parent, child], "needs 1 frames")):
+        with pytest.raises(OutOfFrames, match=short_of):
+            mm.plan(batch, [1] * len(batch))
+        assert everything(mm) == before
+
+
 def test_a_cut_commit_gives_back_the_frames_of_rejected_drafts(mm: MemoryManager) -> None:
     space = grown(mm, [1, 2, 3])
     plan = mm.plan([space], [9])
