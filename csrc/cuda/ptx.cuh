@@ -24,6 +24,11 @@ struct alignas(16) Words4 {
 #include "ptx_twin.hpp"
 #else
 
+#ifdef __CUDA_ARCH__
+#define CUDA_ARCH __CUDA_ARCH__
+#else
+#define CUDA_ARCH 0
+#endif
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
@@ -62,6 +67,9 @@ DEVICE void shared_write(u32 at, u16 x) { asm volatile("st.shared.u16 [%0], %1;"
 DEVICE void shared_write(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
 DEVICE void shared_write(u32 at, u64 x) { asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(x) : "memory"); }
 DEVICE void shared_write(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
+DEVICE void shared_write(u32 at, const Words4& x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
 template <class T> DEVICE T shared_read(u32 at);
 template <> DEVICE_MEMBER u16 shared_read<u16>(u32 at) {
     u16 x;
@@ -162,7 +170,24 @@ DEVICE float log2(float x) {
 DEVICE float tanh(float x) { return tanhf(x); }
 DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float times(float a, float b) { return __fmul_rn(a, b); }  // never contracted: bits do not depend on what stands beside it
+DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE i32 to_integer(float x) { return __float2int_rn(x); }  // half to even; NaN is 0
+
+// Two floats as bytes of an 8-bit float, what is too large as the largest. The instruction came with sm_89.
+constexpr bool CONVERTS_FP8 = CUDA_ARCH >= 890;
+template <bool E5M2> DEVICE u32 pack_bytes(float low, float high) {
+    u16 x = 0;
+#if CUDA_ARCH >= 890
+    if constexpr (E5M2) {
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(x) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(x) : "f"(high), "f"(low));
+    }
+#endif
+    return x;
+}
 
 }  // namespace ptx
 #endif

@@ -56,6 +56,24 @@ uint16_t from_float(float x, bool half) {
     return static_cast<uint16_t>(sign | (units + (static_cast<uint32_t>(step + 24) << 10)));  // a carry goes into the exponent, as it must
 }
 
+uint32_t nearest_byte(float x, bool e5m2) {
+    if (x != x) return 0x7f;
+    const int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
+    const uint32_t largest = e5m2 ? 0x7b : 0x7e;
+    const auto value = [&](uint32_t code) {
+        const int exponent = static_cast<int>(code >> mantissa), fraction = static_cast<int>(code & ((1u << mantissa) - 1));
+        return std::ldexp(static_cast<double>((exponent ? 1 << mantissa : 0) + fraction), (exponent ? exponent : 1) - bias - mantissa);
+    };
+    const double magnitude = std::fabs(static_cast<double>(x));
+    uint32_t code = 0;
+    while (code < largest && value(code + 1) <= magnitude) ++code;  // the codes are in the order of their values
+    if (code < largest) {
+        const double below = magnitude - value(code), above = value(code + 1) - magnitude;
+        code += above < below || (above == below && code % 2 == 1);
+    }
+    return code | (std::signbit(x) ? 0x80u : 0u);
+}
+
 // A lane is 4 * group + place. A: row group (+ 8), columns 2 place, 2 place + 1 (+ 8). B: rows 2 place ..., column group. D: as A's first.
 void multiply_fragments(Operands* const (&lanes)[32]) {
     const bool half = lanes[0]->half;

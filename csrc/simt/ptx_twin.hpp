@@ -12,6 +12,9 @@
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
 #define __grid_constant__
+#ifndef SIMT_ARCH
+#define SIMT_ARCH 900  // what differs between architectures is what this one has
+#endif
 #define KERNEL(threads, blocks)                                                                    \
     static_assert((threads) % 32 == 0 && (blocks) > 0, "whole warps");                             \
     extern "C" void
@@ -93,6 +96,12 @@ DEVICE float log2(float x) { return ::log2f(x); }
 DEVICE float tanh(float x) { return ::tanhf(x); }
 DEVICE float fused(float a, float b, float c) { return ::fmaf(a, b, c); }
 DEVICE float times(float a, float b) { return a * b; }
+DEVICE float plus(float a, float b) { return a + b; }
+DEVICE float divide(float a, float b) { return a / b; }
+DEVICE i32 to_integer(float x) { return x != x ? 0 : static_cast<i32>(::lrintf(::fmaxf(::fminf(x, 2147483520.0f), -2147483648.0f))); }
+
+constexpr bool CONVERTS_FP8 = SIMT_ARCH >= 890;
+template <bool E5M2> DEVICE u32 pack_bytes(float low, float high) { return simt::nearest_byte(low, E5M2) | simt::nearest_byte(high, E5M2) << 8; }
 DEVICE float larger(float a, float b) { return ::fmaxf(a, b); }
 
 }  // namespace ptx

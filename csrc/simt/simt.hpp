@@ -42,6 +42,7 @@ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 
 float to_float(uint16_t bits, bool half);      // of float16, or bfloat16
 uint16_t from_float(float x, bool half);       // round to nearest even
+uint32_t nearest_byte(float x, bool e5m2);     // of the 8-bit floats, saturating; a tie goes to the even one
 
 }  // namespace simt
 

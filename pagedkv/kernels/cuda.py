@@ -1,8 +1,8 @@
 """The CUDA C++ kernels of csrc/cuda, seen from Python: what they cannot do, and where a call goes.
 
 docs/cuda-kernels.md tells how they work. This file imports no CuPy: that is found missing, or found, when someone asks. Specialisations are
-compiled at first use and kept on disk (cuda_driver.py); what a launch is made of is cuda_launch.py's. Attention is all they do: the other
-three operations are Triton's kernels, and an objection where Triton is missing.
+compiled at first use and kept on disk (cuda_driver.py); what a launch is made of is cuda_launch.py's for attention, cuda_moves.py's for
+the other three operations.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from functools import cache
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from pagedkv.kernels import cuda_launch
+from pagedkv.kernels import cuda_launch, cuda_moves
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.kernels.args import AttentionCall, WriteCall
-    from pagedkv.kernels.registry import Backend, Case
+    from pagedkv.kernels.registry import Case
 
 FLOATS: Final = ("float32", "bfloat16", "float16")
 
@@ -32,16 +32,17 @@ def objections(case: Case) -> list[str]:
 
 def case_objections(case: Case) -> list[str]:
     """What the kernels cannot do on any machine."""
-    if case.op != "paged_attention":
-        missing = importlib.util.find_spec("triton") is None
-        return [f"its {case.op} is Triton's, which is not installed: pip install 'pagedkv[triton]'"] if missing else []
     found = []
     if case.dtype not in (None, *FLOATS):
-        found.append(f"q is {case.dtype}; it takes {', '.join(FLOATS)}")
-    largest = cuda_launch.LARGEST_HEAD_DIM.get(case.dtype or "", 256)
+        of = {"paged_attention": "q", "write_kv": "k"}.get(case.op, "out")
+        found.append(f"{of} is {case.dtype}; it takes {', '.join(FLOATS)}")
     for name, dim in (("head_dim", case.head_dim), ("head_dim_v", case.head_dim_v)):
-        if dim is not None and (dim % 16 or not 0 < dim <= largest):
-            found.append(f"{name} is {dim}; it takes multiples of 16 up to {largest}" + (" in float32" if largest < 256 else ""))
+        if case.op == "paged_attention":
+            largest = cuda_launch.LARGEST_HEAD_DIM.get(case.dtype or "", 256)
+            if dim is not None and (dim % 16 or not 0 < dim <= largest):
+                found.append(f"{name} is {dim}; it takes multiples of 16 up to {largest}" + (" in float32" if largest < 256 else ""))
+        elif dim is not None and dim > cuda_moves.LARGEST_HEAD_DIM:
+            found.append(f"{name} is {dim}; it takes up to {cuda_moves.LARGEST_HEAD_DIM}")
     return found
 
 
@@ -68,19 +69,21 @@ def paged_attention(call: AttentionCall) -> None:
 
 
 def write_kv(call: WriteCall) -> None:
-    """Store each new token's K and V at its slot: Triton's kernel. Modifies: call.k, call.v, and per-(token, head) scales."""
-    _triton().write_kv(call)
+    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
+    from pagedkv.kernels import cuda_driver
+
+    cuda_moves.write_kv(call, cuda_driver.driver(call.k.device))
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Out and lse over the keys of both: Triton's kernel."""
-    return _triton().merge_states(out_a, lse_a, out_b, lse_b)
+    """Out and lse over the keys of both."""
+    from pagedkv.kernels import cuda_driver
+
+    return cuda_moves.merge_states(out_a, lse_a, out_b, lse_b, cuda_driver.driver(out_a.device))
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
-    """`storage[dst] = storage[src]` for each row of `copies`, every source read first: Triton's kernel."""
-    _triton().copy_frames(storage, copies)
+    """`storage[dst] = storage[src]` for each row of `copies`, every source read first. Modifies: the destination frames."""
+    from pagedkv.kernels import cuda_driver
 
-
-def _triton() -> Backend:
-    return cast("Backend", importlib.import_module("pagedkv.kernels.triton.backend"))
+    cuda_moves.copy_frames(storage, copies, cuda_driver.driver(storage.device))

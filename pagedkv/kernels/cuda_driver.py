@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pagedkv.kernels.cuda_launch import Shape
+    from pagedkv.kernels.cuda_launch import Specialisation
 
 OPTIONS: Final = ("-std=c++17", "--ptxas-options=-v")
-KERNEL: Final = "paged_attention"
 _HOMES: Final = (Path(__file__).parent / "cuda_sources", Path(__file__).parents[2] / "csrc/cuda")
 """In a wheel, and in a checkout."""
 
@@ -102,7 +101,7 @@ class Driver:
         self.num_sms = asked(runtime.cudaDevAttrMultiProcessorCount)
         self.shared_per_block = asked(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
         self.shared_per_sm = asked(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor)
-        self._functions: dict[Shape, int] = {}
+        self._functions: dict[Specialisation, int] = {}
         self._tickets: dict[int, list[Tensor]] = {}
 
     def workspace(self, slots: int, floats: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +117,11 @@ class Driver:
             sets.append(torch.zeros(max(4096, 2 * slots), dtype=torch.int32, device=like.device))
         return partials, sets[-1]
 
-    def launch(self, shape: Shape, blocks: int, params: bytes) -> None:
+    def room(self, size: int, like: Tensor) -> Tensor:
+        """torch's, and its again when the launches so far have run."""
+        return torch.empty(size, dtype=torch.uint8, device=like.device)
+
+    def launch(self, shape: Specialisation, blocks: int, params: bytes) -> None:
         """Run the kernel of that shape on torch's current stream."""
         from cupy.cuda import driver
 
@@ -130,12 +133,12 @@ class Driver:
         stream = torch.cuda.current_stream(self.device).cuda_stream
         driver.launchKernel(function, blocks, 1, 1, shape.threads, 1, 1, shape.shared_bytes, stream, ctypes.addressof(pointers), 0)
 
-    def _load(self, shape: Shape) -> int:
+    def _load(self, shape: Specialisation) -> int:
         from cupy.cuda import driver
 
         with torch.cuda.device(self.device):
-            module = driver.moduleLoadData(cached_cubin(KERNEL, shape.macros, self.arch))  # for as long as the process lives
-            function: Any = driver.moduleGetFunction(module, KERNEL)
+            module = driver.moduleLoadData(cached_cubin(shape.kernel, shape.macros, self.arch))  # for as long as the process lives
+            function: Any = driver.moduleGetFunction(module, shape.kernel)
             driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shape.shared_bytes)
         return int(function)
 

@@ -74,6 +74,8 @@ class Shape:
     token_scales: int
     blocks: int
 
+    kernel = "paged_attention"
+
     @property
     def macros(self) -> dict[str, int]:
         """What the compiler is told."""
@@ -104,6 +106,19 @@ class Shape:
         return dim * BITS[self.kv_kind] // 8
 
 
+class Specialisation(Protocol):
+    """A kernel of csrc/cuda, compiled for one purpose: equal ones are one. kernel: its name, and of its file."""
+
+    @property
+    def kernel(self) -> str: ...  # noqa: D102
+    @property
+    def macros(self) -> dict[str, int]: ...  # noqa: D102
+    @property
+    def threads(self) -> int: ...  # noqa: D102
+    @property
+    def shared_bytes(self) -> int: ...  # noqa: D102
+
+
 class Machine(Protocol):
     """What runs a launch."""
 
@@ -114,7 +129,10 @@ class Machine(Protocol):
     def workspace(self, slots: int, floats: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Float32 [>= slots * floats], any content, and int32 [>= slots] of zeros, which launches leave zero; on the device of `like`."""
 
-    def launch(self, shape: Shape, blocks: int, params: bytes) -> None:
+    def room(self, size: int, like: Tensor) -> Tensor:
+        """uint8 [size], any content, on the device of `like`; free again for others when it is dropped and the launches so far have run."""
+
+    def launch(self, shape: Specialisation, blocks: int, params: bytes) -> None:
         """Run the kernel of that shape, on the current stream."""
 
 
@@ -174,7 +192,7 @@ def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowC
     rows, sinks, slopes = (x if x is None else x.contiguous() for x in (call.rows, call.sinks, call.alibi_slopes))
     tables = (call.block_table, rows, call.seq_lens, call.cu_seqlens_q)
     q_token, q_head = (stride * size for stride in q.stride()[:2])
-    strides = (*(x * stored for x in (*k.stride()[:3], *v.stride()[:3])), *_scale_strides(scales[0]), *_scale_strides(scales[1]))
+    strides = (*(x * stored for x in (*k.stride()[:3], *v.stride()[:3])), *scale_strides(scales[0]), *scale_strides(scales[1]))
     rules = (call.causal, call.window or 0, call.split_tokens or 0, spread, row_class.least, row_class.most)
     params = LAYOUT.pack(
         *(0 if x is None else x.data_ptr() for x in (q, k, v, *scales, *tables, sinks, slopes, tree, out, call.lse, partials, tickets)),
@@ -194,7 +212,7 @@ def _scales(call: AttentionCall) -> tuple[tuple[Tensor | None, Tensor | None], i
     return (k_scale, v_scale), 1
 
 
-def _scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
+def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
     """In elements; one scale for all is one whose strides are 0."""
     if scale is None or not scale.dim():
         return (0, 0, 0)

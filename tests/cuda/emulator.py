@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedkv.kernels import cuda_launch
+from pagedkv.kernels import cuda_launch, cuda_moves
 from tests.cases import Built
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pagedkv.kernels.args import AttentionCall
-    from pagedkv.kernels.cuda_launch import Shape
+    from pagedkv.kernels.args import AttentionCall, WriteCall
+    from pagedkv.kernels.cuda_launch import Specialisation
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SIMT = sorted((CSRC / "simt").glob("*.cpp"))
@@ -33,10 +33,12 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unkn
 if SANITIZERS := os.environ.get("SIMT_SANITIZE"):  # set by tests/cuda/test_sanitizers.py, whose Python has their libraries loaded
     FLAGS = (*FLAGS, "-g1", f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all")
 ENTRY = """
-#include "{source}"
-extern "C" const unsigned shared_bytes = SHARED_BYTES;
+#include "{kernel}.cuh"
+extern "C" const unsigned shared_bytes = {shared};
+extern "C" const unsigned params_bytes = sizeof({params});
 extern "C" void enter(const void* params) {{ {kernel}(*static_cast<const {params}*>(params)); }}
 """
+PARAMS = {"paged_attention": "AttentionParams", "write_kv": "WriteParams", "merge_states": "MergeParams", "copy_frames": "CopyParams"}
 COMPILER = shutil.which("g++")
 
 
@@ -77,21 +79,30 @@ def runtime() -> tuple[Path, ...]:
 
 
 class Emulator:
-    """A GPU of a few SMs. `sources` replaces texts of csrc/cuda, to plant faults; seed decides the order of blocks and threads."""
+    """A GPU of a few SMs. `sources` replaces texts of csrc/cuda, to plant faults; seed decides the order of blocks and threads.
 
-    def __init__(self, num_sms: int = 3, *, seed: int = 0, shared: tuple[int, int] = (227 << 10, 228 << 10)) -> None:
-        self.num_sms, self.seed = num_sms, seed
+    arch: what `CUDA_ARCH` is.
+    """
+
+    def __init__(self, num_sms: int = 3, *, seed: int = 0, shared: tuple[int, int] = (227 << 10, 228 << 10), arch: int = 900) -> None:
+        self.num_sms, self.seed, self.arch = num_sms, seed, arch
         self.shared_per_block, self.shared_per_sm = shared
         self.sources: dict[str, str] = texts("cuda", ".cuh", ".h") | {"ptx_twin.hpp": texts("simt", ".hpp")["ptx_twin.hpp"]}
         self.memory: list[Tensor] = []
-        self.launches: list[Shape] = []
+        self.tickets = torch.zeros(1, dtype=torch.int32)
+        self.launches: list[Specialisation] = []
 
-    def build(self, shape: Shape) -> ctypes.CDLL:
+    def build(self, shape: Specialisation) -> ctypes.CDLL:
         """The kernel of that shape, with an emulator of its own."""
-        entry = ENTRY.format(source="paged_attention.cuh", kernel="paged_attention", params="AttentionParams")
+        entry = ENTRY.format(
+            kernel=shape.kernel,
+            params=PARAMS[shape.kernel],
+            shared="SHARED_BYTES" if shape.kernel == "paged_attention" else shape.shared_bytes,
+        )
         macros = tuple(f"-D{name}={value}" for name, value in shape.macros.items())
         headers = self.sources | {"simt.hpp": texts("simt", ".hpp")["simt.hpp"]}
-        path = compiled("attention", headers | {"entry.cpp": entry}, (*FLAGS, "-DSIMT_HOST", *macros, "-shared"), runtime())
+        flags = (*FLAGS, "-DSIMT_HOST", f"-DSIMT_ARCH={self.arch}", *macros, "-shared")
+        path = compiled(shape.kernel, headers | {"entry.cpp": entry}, flags, runtime())
         library = ctypes.CDLL(str(path))
         library.simt_launch.restype = ctypes.c_char_p
         library.simt_launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, *[ctypes.c_uint32] * 3, ctypes.c_uint64]
@@ -105,11 +116,18 @@ class Emulator:
         self.tickets = pair[1]
         return pair
 
-    def launch(self, shape: Shape, blocks: int, params: bytes) -> None:
+    def room(self, size: int, like: Tensor) -> Tensor:
+        """Poisoned, too."""
+        room = torch.full((size,), 0xA5, dtype=torch.uint8)
+        self.memory.append(room)
+        return room
+
+    def launch(self, shape: Specialisation, blocks: int, params: bytes) -> None:
         """Run it, block by block. Raises: Fault."""
         self.launches.append(shape)
         library = self.build(shape)
         assert ctypes.c_uint.in_dll(library, "shared_bytes").value == shape.shared_bytes
+        assert ctypes.c_uint.in_dll(library, "params_bytes").value == len(params)
         library.simt_forbid_all()
         for tensor in self.memory:
             storage = tensor.untyped_storage()
@@ -123,8 +141,26 @@ class Emulator:
 
     def attend(self, call: AttentionCall) -> None:
         """`paged_attention` of the backend, on this machine. Raises: Fault."""
-        self.memory = [x for name in call.__slots__ if isinstance(x := getattr(call, name), torch.Tensor)]
+        self._may_touch(*(getattr(call, name) for name in call.__slots__))
         cuda_launch.attend(call, self)
+
+    def write_kv(self, call: WriteCall) -> None:
+        """`write_kv` of the backend. Raises: Fault."""
+        self._may_touch(*(getattr(call, name) for name in call.__slots__))
+        cuda_moves.write_kv(call, self)
+
+    def merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+        """`merge_states` of the backend. Raises: Fault."""
+        self._may_touch(out_a, lse_a, out_b, lse_b)
+        return cuda_moves.merge_states(out_a, lse_a, out_b, lse_b, self)
+
+    def copy_frames(self, storage: Tensor, copies: Tensor) -> None:
+        """`copy_frames` of the backend. Raises: Fault."""
+        self._may_touch(storage, copies)
+        cuda_moves.copy_frames(storage, copies, self)
+
+    def _may_touch(self, *arguments: object) -> None:
+        self.memory = [x for x in arguments if isinstance(x, torch.Tensor)]
 
 
 def call_of(built: Built, **changes: object) -> AttentionCall:

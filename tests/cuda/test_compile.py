@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from pagedkv.kernels import cuda_driver
-from pagedkv.kernels.cuda_launch import CLASSES, KINDS, RowClass, Shape, shape_for
+from pagedkv.kernels.cuda_launch import CLASSES, KINDS, RowClass, Shape, Specialisation, shape_for
+from pagedkv.kernels.cuda_moves import CopyShape, MergeShape, WriteShape
+
+BF16 = KINDS["bfloat16"]
 
 ARCHITECTURES = {
     "sm_80": (163, 164),
@@ -80,6 +83,42 @@ def test_it_compiles_within_its_budget(wish: Wish, arch: str) -> None:
         f"{registers} registers: {shape.blocks} CTAs do not fit on an SM"
     )
     assert "warning" not in log
+
+
+MOVES: dict[str, tuple[Specialisation, int]] = {
+    "write_kv bfloat16": (WriteShape(BF16, BF16, BF16, 128, 128, 0, 0, 0, 0), 40),
+    "write_kv bfloat16 rope": (WriteShape(BF16, BF16, BF16, 128, 128, 0, 0, 1, 64), 48),
+    "write_kv fp8_e4m3 token_head rope": (WriteShape(KINDS["fp8_e4m3"], BF16, BF16, 128, 128, 2, 2, 1, 64), 48),
+    "write_kv int8 token_head": (WriteShape(KINDS["int8"], BF16, BF16, 128, 128, 2, 2, 0, 0), 40),
+    "write_kv int4 tensor, float32": (WriteShape(KINDS["int4"], KINDS["float32"], KINDS["float32"], 256, 256, 1, 1, 2, 128), 56),
+    "write_kv mla": (WriteShape(KINDS["fp8_e5m2"], BF16, BF16, 576, 512, 2, 2, 1, 32), 72),
+    "merge_states bfloat16": (MergeShape(BF16, 128), 40),
+    "copy_frames": (CopyShape(16, 32 << 10), 48),
+    "copy_frames, odd": (CopyShape(1, 32 << 10), 48),
+}
+"""Each with the registers that a thread may take."""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("move", MOVES)
+def test_what_moves_rows_compiles_within_its_budget(move: str, arch: str) -> None:
+    shape, budget = MOVES[move]
+    _, log = cuda_driver.compile_cubin(shape.kernel, shape.macros, arch)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, "local memory is used"
+    assert int(re.search(r"Used (\d+) registers", log)[1]) <= budget  # type: ignore[index]
+    assert "warning" not in log
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_rows_move_16_bytes_at_a_time_and_8_bit_floats_are_converted_by_instruction(arch: str, tmp_path: Path) -> None:
+    shape = MOVES["copy_frames"][0]
+    sass = disassembled(cuda_driver.compile_cubin(shape.kernel, shape.macros, arch).cubin, tmp_path)
+    assert re.findall(r"LDGSTS\S*128", sass)
+    assert re.findall(r"STG\S*128", sass)
+    shape = MOVES["write_kv fp8_e4m3 token_head rope"][0]
+    sass = disassembled(cuda_driver.compile_cubin(shape.kernel, shape.macros, arch).cubin, tmp_path)
+    assert bool(re.findall(r"F2FP\S*E4M3", sass)) == (arch >= "sm_89" or len(arch) > 5)
+    assert re.findall(r"LDG\S*64", sass), "four new elements are one load"
 
 
 def disassembled(cubin: bytes, folder: Path) -> str:

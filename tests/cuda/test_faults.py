@@ -5,11 +5,15 @@ Each mistake replaces a text that must stand in the sources exactly once, so a t
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import pytest
+import torch
 
-from tests.cases import Case
+from pagedkv.kernels import reference
+from pagedkv.kernels.args import WriteCall
+from tests.cases import Case, empty_layer
 from tests.cuda.emulator import COMPILER, Emulator, Fault
 from tests.cuda.test_attention import check
 
@@ -66,11 +70,67 @@ def test_without_a_mistake_they_pass(case: Case) -> None:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_caught(mistake: str) -> None:
-    file, old, new = MISTAKES[mistake]
-    machine = Emulator(8)
+    machine = planted(MISTAKES[mistake], Emulator(8))
+    assert any(catches(case, machine) for case in CASES)
+
+
+MOVING = {
+    "a token without a slot is stored": Planted("write_kv.cuh", "v.there = slot >= 0;", "v.there = true;"),
+    "the wrong place in a frame": Planted("write_kv.cuh", "at = slot - frame * size;", "at = size - 1 - (slot - frame * size);"),
+    "the largest of half a vector": Planted("write_kv.cuh", "bits = LANES / 2;", "bits = LANES / 4;"),
+    "every lane stores a scale of its own": Planted(
+        "write_kv.cuh", "scale = ptx::divide(ptx::as_float(largest), QMAX);", "scale = lane + 1.0f;"
+    ),
+    "turned by the angle of another token": Planted(
+        "write_kv.cuh", "ptx::read(p.positions + token * p.positions_step)", "ptx::read(p.positions)"
+    ),
+    "turned the wrong way": Planted("write_kv.cuh", "first ? -across : across", "first ? across : -across"),
+    "past the end of a row": Planted(
+        "write_kv.cuh", "if (v.there && column < DIM) store_quad(v.to, column, DIM,", "if (v.there) store_quad(v.to, column, 4096,"
+    ),
+    "a frame is stored while it is read": Planted("copy_frames.cuh", "ptx::sync_block();  // the run of every", "// the run of every"),
+    "stored before it came": Planted("copy_frames.cuh", "ptx::copy_wait<0>();", ""),
+    "past the end of a frame": Planted("copy_frames.cuh", "if (within < p.frame_words) use", "use"),
+    "what saw nothing is looked at": Planted("merge_states.cuh", "if (w_b != 0.0f) y", "y"),
+    "one weight for both": Planted("merge_states.cuh", "w_b = has_b ? e_b / sum : 0.0f", "w_b = w_a"),
+}
+
+
+def moves_right(machine: Emulator) -> bool:
+    """Is what the three kernels leave what the reference leaves?"""
+    case, draw = Case(kv="int8/token_head", dims=(80, 80), layout="HND"), torch.Generator().manual_seed(0)
+    k, angles = torch.randn(7, 2, 80, generator=draw), torch.rand(7, 16, generator=draw) * 6
+    layers = [empty_layer(case, 4) for _ in range(2)]
+    for layer, write in zip(layers, (machine.write_kv, reference.write_kv), strict=True):
+        slots = torch.tensor([37, -1, 0, 63, 16, -5, 2])
+        write(WriteCall(k, k, layer.k, layer.v, layer.k_scale, layer.v_scale, slots, torch.arange(7), angles.cos(), angles.sin(), False))
+    pools = [torch.arange(6 * 160, dtype=torch.int32).view(6, 160) for _ in range(2)]
+    for pool, copy in zip(pools, (machine.copy_frames, reference.copy_frames), strict=True):
+        copy(pool, torch.tensor([[0, 1], [1, 2], [2, 0], [4, 5]], dtype=torch.int32))
+    a, b, lse = torch.randn(5, 2, 64, generator=draw), torch.randn(5, 2, 64, generator=draw), torch.randn(5, 2, generator=draw)
+    nothing = torch.where(torch.arange(5)[:, None] % 2 == 0, -torch.inf, lse + 1)
+    b[0] = torch.nan
+    merged = [merge(a, lse, b, nothing)[0] for merge in (machine.merge_states, reference.merge_states)]
+    stored = all(torch.equal(getattr(layers[0], name).view(torch.int8), getattr(layers[1], name).view(torch.int8)) for name in ("k", "v"))
+    return stored and torch.equal(*pools) and torch.allclose(*merged, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_mistake_they_move_right() -> None:
+    assert moves_right(Emulator())
+
+
+@pytest.mark.parametrize("mistake", MOVING)
+def test_a_planted_mistake_in_what_moves_rows_is_caught(mistake: str) -> None:
+    machine = planted(MOVING[mistake], Emulator())
+    with contextlib.suppress(Fault):
+        assert not moves_right(machine)
+
+
+def planted(mistake: Planted, machine: Emulator) -> Emulator:
+    file, old, new = mistake
     assert machine.sources[file].count(old) == 1, "the text to replace must stand in the source exactly once"
     machine.sources[file] = machine.sources[file].replace(old, new)
-    assert any(catches(case, machine) for case in CASES)
+    return machine
 
 
 def catches(case: Case, machine: Emulator) -> bool:

@@ -94,9 +94,3 @@ def test_every_missing_part_is_named() -> None:
         "head_dim is 200; it takes multiples of 16 up to 128 in float32",
         "head_dim_v is 192; it takes multiples of 16 up to 128 in float32",
     ]
-
-
-def test_what_is_triton_s_is_refused_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
-    assert "its write_kv is Triton's, which is not installed" in cuda.case_objections(registry.Case("write_kv", "cuda"))[0]
-    assert cuda.case_objections(registry.Case(device="cuda")) == []

@@ -1,0 +1,186 @@
+"""From checked calls of write_kv, merge_states and copy_frames to launches of csrc/cuda: the kernels that move rows and frames.
+
+This file knows geometry and the layouts of `WriteParams`, `MergeParams` and `CopyParams` in csrc/cuda/params.h. It knows no CUDA: what runs
+a launch is a `Machine` (cuda_launch.py).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from pagedkv.kernels import quant, reference
+from pagedkv.kernels.cuda_launch import KINDS, scale_strides
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pagedkv.kernels.args import WriteCall
+    from pagedkv.kernels.cuda_launch import Machine
+
+WRITE_LAYOUT: Final = struct.Struct("@10Q20q9i4x")
+COPY_LAYOUT: Final = struct.Struct("@4Q4q3i4x")
+MERGE_LAYOUT: Final = struct.Struct("@6Q8q3i4x")
+
+LARGEST_HEAD_DIM: Final = 1024
+"""A vector's elements stay in the registers of a warp."""
+
+ROW_WARPS: Final = 4
+FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _macros(shape: object) -> dict[str, int]:
+    return {name.upper(): getattr(shape, name) for name in type(shape).__slots__}  # type: ignore[attr-defined]
+
+
+def _vectors(head_dim: int) -> int:
+    """Vectors of a CTA: `LANES_OF` in csrc/cuda/rows.cuh."""
+    return ROW_WARPS * (1 if head_dim > 64 else 2 if head_dim > 32 else 4)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteShape:
+    """One specialisation of csrc/cuda/write_kv.cuh, whose head says what the fields mean."""
+
+    kv_kind: int
+    k_new_kind: int
+    v_new_kind: int
+    head_dim: int
+    head_dim_v: int
+    k_scale: int
+    v_scale: int
+    rope: int
+    rope_pairs: int
+
+    kernel = "write_kv"
+    threads = 32 * ROW_WARPS
+    shared_bytes = 0
+    macros = property(_macros)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeShape:
+    """One specialisation of csrc/cuda/merge_states.cuh."""
+
+    q_kind: int
+    head_dim_v: int
+
+    kernel = "merge_states"
+    threads = 32 * ROW_WARPS
+    shared_bytes = 0
+    macros = property(_macros)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyShape:
+    """One specialisation of csrc/cuda/copy_frames.cuh: bytes of an access. Its shared memory is the caller's choice."""
+
+    word: int
+    shared_bytes: int
+
+    kernel = "copy_frames"
+    threads = 128
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """What the compiler is told."""
+        return {"WORD": self.word}
+
+    @property
+    def place(self) -> int:
+        """Bytes of a word in shared memory."""
+        return max(self.word, 2)
+
+
+def write_kv(call: WriteCall, machine: Machine) -> None:
+    """Store each new token's K, turned if there are angles, and V. Modifies: call.k, call.v at the slots, and per-(token, head) scales."""
+    T, K, D = call.k_new.shape
+    Dv = call.v_new.shape[2]
+    if not T or not K:
+        return
+    v_new = call.v_new if call.v_new.dtype in FLOATS else call.v_new.float()
+    half = 0 if call.cos is None else call.cos.shape[1]
+    kinds = [KINDS[quant.NAMES[x.dtype]] for x in (call.k, call.k_new, v_new)]
+    rope = 0 if not half else 2 if call.interleaved else 1
+    shape = WriteShape(kinds[0], kinds[1], kinds[2], D, Dv, _kind(call.k_scale), _kind(call.v_scale), rope, half)
+    blocks = -(-T * K // _vectors(max(D, Dv)))
+    # K and V are stored at once, unless rows of one lie in rows of the other (MLA): then K first, as everywhere
+    parts = ((0, 1), (1, 1)) if _overlap(call.k, call.v) else ((0, 2),)
+    tables = (call.slots, call.positions, call.cos, call.sin)
+    pointers = (call.k_new, v_new, call.k, call.v, call.k_scale, call.v_scale, *tables)
+    strides = [stride * x.element_size() for x in (call.k_new, v_new) for stride in x.stride()[:2]]
+    strides += [stride * x.element_size() for x in (call.k, call.v) for stride in x.stride()[:3]]
+    strides += [*scale_strides(call.k_scale), *scale_strides(call.v_scale), *(0 if x is None else x.stride(0) for x in tables)]
+    quads = [_aligned(x, 4 * x.element_size()) for x in (call.k_new, v_new)]
+    quads += [_aligned(x, 2 if x.dtype == torch.uint8 else 4 * x.element_size()) for x in (call.k, call.v)]
+    for first, count in parts:
+        addresses = (0 if x is None else x.data_ptr() for x in pointers)
+        machine.launch(shape, blocks * count, WRITE_LAYOUT.pack(*addresses, *strides, T, K, call.k.shape[1], first, count, *quads))
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, machine: Machine) -> tuple[Tensor, Tensor]:
+    """Out of `out_a`'s dtype and lse over the keys of both."""
+    T, H, Dv = out_a.shape
+    out_a, out_b = (x if x.stride(2) == 1 or Dv == 1 else x.contiguous() for x in (out_a, out_b))
+    out, lse = machine.room(T * H * Dv * out_a.element_size(), out_a).view(out_a.dtype), machine.room(T * H * 4, lse_a).view(torch.float32)
+    out, lse = out.view(T, H, Dv), lse.view(T, H)
+    if T and H and Dv:
+        size = out.element_size()
+        strides = [stride * size for x in (out_a, out_b) for stride in x.stride()[:2]] + [s for x in (lse_a, lse_b) for s in x.stride()]
+        quads = Dv % 4 == 0 and all(_aligned(x, 4 * size) for x in (out_a, out_b, out))
+        addresses = (x.data_ptr() for x in (out_a, out_b, lse_a, lse_b, out, lse))
+        params = MERGE_LAYOUT.pack(*addresses, *strides, T * H, H, quads)
+        machine.launch(MergeShape(KINDS[quant.NAMES[out_a.dtype]], Dv), -(-T * H // _vectors(Dv)), params)
+    return out, lse
+
+
+RUN: Final = 32 << 10
+"""Shared memory of a CTA that copies, unless the copies are very many: several CTAs then share an SM."""
+
+
+def copy_frames(storage: Tensor, copies: Tensor, machine: Machine) -> None:
+    """`storage[dst] = storage[src]` for each row of `copies`, every source read first. Modifies: the destination frames."""
+    C = len(copies)
+    if not C or not storage.numel():
+        return
+    if not storage[0].is_contiguous():
+        return reference.copy_frames(storage, copies)  # a view across frames: no engine's pool, and torch's indexing knows how
+    size = storage.element_size()
+    frame_bytes, stride = storage[0].numel() * size, storage.stride(0) * size if storage.shape[0] > 1 else 0
+    word = min(16, (bits := storage.data_ptr() | frame_bytes | stride) & -bits)
+    small, large = CopyShape(word, RUN), CopyShape(word, min(machine.shared_per_block, 96 << 10))
+    numbers, addresses = (copies[:, 0].data_ptr(), copies[:, 1].data_ptr()), (storage.data_ptr(),) * 2
+    words, step = frame_bytes // word, copies.stride(0)
+    for shape, least in ((small, 5), (large, 3)):  # runs of at least so many words (2 to the power of it), if frames are that long
+        whole = (words - 1).bit_length()
+        width = min((shape.shared_bytes // shape.place // C).bit_length() - 1, whole, 10)
+        if width >= min(least, whole):
+            params = COPY_LAYOUT.pack(*addresses, *numbers, stride, stride, words, step, C, width, C)
+            return machine.launch(shape, -(-words >> width), params)
+    room = machine.room(C * frame_bytes, storage)
+    at_once = small.shared_bytes // small.place >> 5
+    for ends, by, strides in (
+        ((addresses[0], room.data_ptr()), (numbers[0], 0), (stride, frame_bytes)),
+        ((room.data_ptr(), addresses[0]), (0, numbers[1]), (frame_bytes, stride)),
+    ):
+        machine.launch(small, -(-words >> 5), COPY_LAYOUT.pack(*ends, *by, *strides, words, step, C, 5, at_once))
+    return None
+
+
+def _kind(scale: Tensor | None) -> int:
+    return 0 if scale is None else 1 if scale.dim() == 0 else 2
+
+
+def _aligned(x: Tensor, size: int) -> bool:
+    """Does every row along the last dim begin at a multiple of `size` bytes?"""
+    strides = (stride * x.element_size() for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1)
+    return not any(at % size for at in (x.data_ptr(), *strides))
+
+
+def _overlap(k: Tensor, v: Tensor) -> bool:
+    """Do rows of V lie in rows of K?"""
+    apart, size = v.data_ptr() - k.data_ptr(), k.element_size()
+    return -v.shape[3] * size < apart < k.shape[3] * size

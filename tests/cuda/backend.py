@@ -1,0 +1,32 @@
+"""The backend `cuda` as a module of the registry, on the emulator: what runs is csrc/cuda, through the Python that launches it on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagedkv.kernels import cuda, registry
+from tests.cuda.emulator import Emulator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pagedkv.kernels.args import AttentionCall, WriteCall
+
+machine = Emulator()
+KERNEL = registry.Kernel("cuda-emulated", where=("cpu",), objections=cuda.case_objections, module=__name__)
+
+
+def paged_attention(call: AttentionCall) -> None:
+    machine.attend(call)
+
+
+def write_kv(call: WriteCall) -> None:
+    machine.write_kv(call)
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return machine.merge_states(out_a, lse_a, out_b, lse_b)
+
+
+def copy_frames(storage: Tensor, copies: Tensor) -> None:
+    machine.copy_frames(storage, copies)
