@@ -4,7 +4,8 @@
 //
 // Walk      page by page, K of all heads, then V of all heads, each in blocks of 16 keys: the order of addresses in a pool laid out
 //           [frame][K, V][head][slot][D]. Every load asks for the line that lies AHEAD bytes later in the same walk, through heads and into
-//           the next frames, in the order of addresses; that is all that hides latency (asking for every other line halves the speed).
+//           the next frames, in the order of addresses; that is all that hides latency (asking for every other line halves the speed). And
+//           for the one AGAIN bytes later: a processor with its hands full drops what it is asked for, and a tenth of the speed with it.
 // Rows      R = 4 (or 1, 2) query rows of a kv head make a pass; a key is loaded once for R rows. 16 / R keys at once fill 16 accumulators,
 //           and one tree of additions turns them into a vector of 16 scores, lane r * T + t, T = 16 / R. Scores stay in that form: maxima,
 //           exponentials and sums are taken for R rows at a time. Rows are padded to whole passes: the last is repeated, then dropped.
@@ -78,10 +79,15 @@ struct Ahead {
     }
 };
 
-// Lines to ask for beside the loads of a block: a step from key to key, and from span to span.
-struct Ask {
-    const char* at;
+// Lines to ask for beside the loads of a block, twice: a step from key to key, and from span to span.
+template <bool ASKS>
+struct Asking {
+    const char *far, *near;
     int64_t key, span;
+    INLINE void line(int64_t offset) const {
+        if constexpr (ASKS) __builtin_prefetch(far + offset), __builtin_prefetch(near + offset);
+    }
+    INLINE void move(int64_t bytes) { far += bytes, near += bytes; }
 };
 
 // The maximum (or the sum) over the T lanes of each row, in all of them.
@@ -98,18 +104,19 @@ INLINE vf over_keys(vf x, const F& f) {
 INLINE vf small_exponential(vf x) { return exponential_from(-126.0f, x); }
 
 // 16 scores of R rows times 16 / R keys, R times: keys 0 .. 15 of a block.
-template <class C, int R>
+template <class C, int R, class Ask>
 INLINE void score_block(const char* keys, int64_t stride, const typename C::Operand* q, int64_t spans, Ask ask, float* s) {
     constexpr int T = BLOCK / R;
-    for (int64_t b = 0; b < R; b++, keys += T * stride, ask.at += T * ask.key * (ask.span > C::BYTES ? spans : 1)) {
+    for (int64_t b = 0; b < R; b++, keys += T * stride, ask.move(T * ask.key * (ask.span > C::BYTES ? spans : 1))) {
         typename C::Sum sums[16] = {};
         const typename C::Operand* rows = q;
-        const char *at = keys, *asked = ask.at;
-        for (int64_t c = 0; c < spans; c++, at += C::BYTES, asked += ask.span, rows += C::KEYS * R) {
+        const char* at = keys;
+        Ask now = ask;
+        for (int64_t c = 0; c < spans; c++, at += C::BYTES, now.move(ask.span), rows += C::KEYS * R) {
             unroll<T>(EACH(t) {
                 typename C::Operand k[C::KEYS];
                 C::key(at + t / 4 * (4 * stride) + t % 4 * stride, k);
-                __builtin_prefetch(asked + t / 4 * (4 * ask.key) + t % 4 * ask.key);
+                now.line(t / 4 * (4 * ask.key) + t % 4 * ask.key);
                 unroll<C::KEYS * R>(EACH(i) { sums[i % R * T + t] = C::dot(rows[i], k[i / R], sums[i % R * T + t]); });
             });
         }
@@ -118,7 +125,7 @@ INLINE void score_block(const char* keys, int64_t stride, const typename C::Oper
 }
 
 // o += weights . values of a block, for SPANS spans of columns and R rows.
-template <class C, int R, int SPANS>
+template <class C, int R, int SPANS, class Ask>
 INLINE void weigh_spans(vf* o, const char* values, int64_t stride, const char* weights, const float* units, Ask ask) {
     constexpr int N = SPANS * C::VALUES, T = BLOCK / R;
     typename C::Sum sums[N * R];
@@ -126,14 +133,13 @@ INLINE void weigh_spans(vf* o, const char* values, int64_t stride, const char* w
         if constexpr (C::INTEGER) sums[i] = typename C::Sum{};
         else sums[i] = o[i];
     });
-    for (int64_t b = 0; b < R; b++, weights += 64, values += T * stride, ask.at += T * ask.key) {
+    for (int64_t b = 0; b < R; b++, weights += 64, values += T * stride, ask.move(T * ask.key)) {
         unroll<T / C::STEP>(EACH(i) {
             const char *x = values + i * C::STEP * stride, *y = x + stride;
             typename C::Operand v[N];
             unroll<SPANS>(EACH(c) {
                 C::value(x + c * C::BYTES, y + c * C::BYTES, v + c * C::VALUES);
-                __builtin_prefetch(ask.at + i * C::STEP * ask.key + c * C::BYTES);
-                if constexpr (C::STEP == 2) __builtin_prefetch(ask.at + (i * C::STEP + 1) * ask.key + c * C::BYTES);
+                unroll<C::STEP>(EACH(j) { ask.line((i * C::STEP + j) * ask.key + c * C::BYTES); });
             });
             unroll<R>(EACH(r) {
                 typename C::Operand w = C::weight(weights + (r * T + i * C::STEP) * (4 / C::STEP));
@@ -148,13 +154,13 @@ INLINE void weigh_spans(vf* o, const char* values, int64_t stride, const char* w
 }
 
 // The same for all columns: as many spans at once as there are accumulators for.
-template <class C, int R>
+template <class C, int R, class Ask>
 INLINE void weigh_block(vf* o, int64_t spans, const char* values, int64_t stride, const char* weights, const float* units, Ask ask) {
     constexpr int SPANS = (R == 1 ? 8 : 16 / R) / C::VALUES;
     bool dense = ask.key == C::BYTES;
     const auto some = [&](auto N) __attribute__((always_inline)) {
-        for (; spans >= N.value; spans -= N.value, o += N.value * C::VALUES * R, values += N.value * C::BYTES, ask.at += N.value * ask.span)
-            weigh_spans<C, R, N.value>(o, values, stride, weights, units, Ask{ask.at, dense ? N.value * C::BYTES : ask.key, 0});
+        for (; spans >= N.value; spans -= N.value, o += N.value * C::VALUES * R, values += N.value * C::BYTES, ask.move(N.value * ask.span))
+            weigh_spans<C, R, N.value>(o, values, stride, weights, units, Ask{ask.far, ask.near, dense ? N.value * C::BYTES : ask.key, 0});
     };
     some(Index<SPANS>{});
     if constexpr (SPANS > 2) some(Index<SPANS / 2>{});
@@ -216,14 +222,15 @@ struct Stream {
         for (int64_t i = 0; i < all_passes; i++) m[i] = all(NOTHING), l[i] = all(0.0f);
         Runs runs = all_runs;
         runs.from = from, runs.end = end;
-        Ahead ahead(runs, u.k0, u.k1);
-        for (int64_t bytes = 0; bytes < AHEAD; bytes += BLOCK * a.k.stride[1]) ahead.step();
+        Ahead far(runs, u.k0, u.k1), near = far;
+        for (int64_t bytes = 0; bytes < AHEAD; bytes += BLOCK * a.k.stride[1]) far.step();
+        for (int64_t bytes = 0; bytes < AGAIN; bytes += BLOCK * a.k.stride[1]) near.step();
         for (Run run; runs.next(run);) {
             for (int64_t h = u.k0; h < u.k1; h++) {
-                keys(run, h, ahead);
+                keys(run, h, far, near);
                 for (int64_t p = 0; p < passes; p++) weights(run, h, p);
             }
-            for (int64_t h = u.k0; h < u.k1; h++) values(run, h, ahead);
+            for (int64_t h = u.k0; h < u.k1; h++) values(run, h, far, near);
         }
         leave(state);
     }
@@ -237,18 +244,25 @@ struct Stream {
         return staging;
     }
 
-    void keys(const Run& run, int64_t h, Ahead& ahead) {
+    // f(what a pass asks for): only the first asks.
+    template <class F>
+    INLINE void by_passes(const Ahead& far, const Ahead& near, int64_t key, int64_t span, const F& f) const {
+        f(Asking<true>{far.now(), near.now(), key, span}, 0);
+        if constexpr (R == 4)
+            for (int64_t p = 1; p < passes; p++) f(Asking<false>{nullptr, nullptr, key, span}, p);
+    }
+
+    void keys(const Run& run, int64_t h, Ahead& far, Ahead& near) {
         int64_t bytes = k_spans * C::BYTES;
         bool dense = a.k.stride[1] == bytes;
-        for (int64_t block = 0; block < run.blocks; block++, ahead.step()) {
-            Ask ask{ahead.now(), dense ? C::BYTES : a.k.stride[1], dense ? T * C::BYTES : C::BYTES};
+        for (int64_t block = 0; block < run.blocks; block++, far.step(), near.step()) {
             int64_t stride = a.k.stride[1];
             const char* at = whole(run.k + h * a.k.stride[2] + block * BLOCK * stride, run.n - block * BLOCK, bytes, stride);
-            for (int64_t p = 0; p < passes; p++) {
+            const auto score = [&](auto ask, int64_t p) __attribute__((always_inline)) {
                 const Operand* rows = q + pass_of(h, p) * R * k_spans * C::KEYS;
                 score_block<C, R>(at, stride, rows, k_spans, ask, scores_of(h, p) + block * BLOCK * R);
-                ask.at = at;  // asked once
-            }
+            };
+            by_passes(far, near, dense ? C::BYTES : a.k.stride[1], dense ? T * C::BYTES : C::BYTES, score);
         }
     }
 
@@ -336,21 +350,19 @@ struct Stream {
         }
     }
 
-    void values(const Run& run, int64_t h, Ahead& ahead) {
+    void values(const Run& run, int64_t h, Ahead& far, Ahead& near) {
         int64_t bytes = v_spans * C::BYTES;
         bool dense = a.v.stride[1] == bytes;
-        for (int64_t block = 0; block < run.blocks; block++, ahead.step()) {
-            const char* asked = ahead.now();
+        for (int64_t block = 0; block < run.blocks; block++, far.step(), near.step()) {
             int64_t stride = a.v.stride[1];
             const char* at = whole(run.v + h * a.v.stride[2] + block * BLOCK * stride, run.n - block * BLOCK, bytes, stride);
-            for (int64_t p = 0; p < passes; p++) {
+            const auto weigh = [&](auto ask, int64_t p) __attribute__((always_inline)) {
                 vf* sums = o + pass_of(h, p) * R * v_spans * C::VALUES;
                 const char* w = reinterpret_cast<const char*>(scores_of(h, p) + block * BLOCK * R);
                 const float* unit = reinterpret_cast<const float*>(units + pass_of(h, p));
-                Ask ask{asked, dense ? C::BYTES : a.v.stride[1], dense ? BLOCK * C::BYTES : C::BYTES};
                 weigh_block<C, R>(sums, v_spans, at, stride, w, unit, ask);
-                asked = at;  // asked once
-            }
+            };
+            by_passes(far, near, dense ? C::BYTES : a.v.stride[1], dense ? BLOCK * C::BYTES : C::BYTES, weigh);
         }
     }
 
