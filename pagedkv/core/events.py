@@ -10,6 +10,9 @@ reads too seldom for the ring is told so (EventsLost) and begins again from a sn
 A page that was published, lost its prefix (punched, then evicted) and is still mapped keeps its name for as long as the fold was not lost.
 Where it has a twin, which was computed anew and published, the name is stored once and removed with the last of the two.
 
+Each layer group has events of its own: the page of a group is stored after its leader, under the same name, and removed before it. So a
+reader knows of every page in which groups it is; what a prompt would match follows from the windows, as in groups.covered.
+
 It knows frames, roots and digests; who sends the events, and how, is the engine's business.
 """
 
@@ -28,15 +31,16 @@ from pagedkv.errors import EventsLost, InvalidRequest
 
 STORED: Final = 1
 REMOVED: Final = 2
-HEAD: Final = 3  # columns before the tokens: kind, frame, parent
+CLEARED: Final = 3
+HEAD: Final = 3  # columns before the tokens: kind + 4 x group, frame, parent (of a companion: its leader)
 
 
 @inlined
-def log_stored(log: I32, reg: I64, frame: int, parent: int, tokens: I32) -> None:
-    """`frame`, which holds `tokens` (int32 [S]), was published after `parent`."""
+def log_stored(log: I32, reg: I64, page: tuple[int, int, int], tokens: I32) -> None:
+    """`page`, (frame, parent, group), which holds `tokens` (int32 [S]), was published."""
     reg[LOGGED] += 1
     row = reg[LOGGED] % len(log)
-    log[row, 0], log[row, 1], log[row, 2] = STORED, frame, parent
+    log[row, 0], log[row, 1], log[row, 2] = STORED + 4 * page[2], page[0], page[1]
     for i in range(len(tokens)):
         log[row, HEAD + i] = tokens[i]
 
@@ -49,11 +53,20 @@ def log_removed(log: I32, reg: I64, frame: int) -> None:
     log[row, 0], log[row, 1], log[row, 2] = REMOVED, frame, 0
 
 
+@inlined
+def log_cleared(log: I32, reg: I64) -> None:
+    """Nothing is published any more."""
+    reg[LOGGED] += 1
+    row = reg[LOGGED] % len(log)
+    log[row, 0], log[row, 1], log[row, 2] = CLEARED, 0, 0
+
+
 @dataclass(frozen=True, slots=True)
 class BlockStored:
     """A page became findable. The names are those that vLLM and SGLang publish; digests are 32 bytes.
 
-    parent_block_hash is None for a first page. `tenant` is what `open` was told; adapters and images are part of it.
+    parent_block_hash is None for a first page. `tenant` is what `open` was told; adapters and images are part of it. `group`: of which
+    layer group; the others of a page follow group 0.
     """
 
     sequence: int
@@ -62,19 +75,21 @@ class BlockStored:
     token_ids: tuple[int, ...]
     block_size: int
     tenant: bytes
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A page is not findable any more."""
+    """A page is not findable any more in one layer group."""
 
     sequence: int
     block_hashes: tuple[bytes, ...]
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing that was said before holds: the blocks that follow are all there are. Only a snapshot says this."""
+    """Nothing that was said before holds: everything was forgotten, or, before a snapshot, the blocks that follow are all there are."""
 
     sequence: int
 
@@ -96,11 +111,12 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A published frame: its digest, that of the page before, its root."""
+    """A published frame: its digest, that of the page before, its root, its layer group."""
 
     digest: bytes
     before: bytes | None
     tenant: bytes
+    group: int = 0
 
 
 class EventLog:
@@ -109,7 +125,7 @@ class EventLog:
     def __init__(self) -> None:
         self._seen = 0  # the last event folded
         self._held: dict[int, _Named] = {}  # published frame: its name, as of event `_seen`
-        self._copies: Counter[bytes] = Counter()  # how many of these frames have that name
+        self._copies: Counter[tuple[bytes, int]] = Counter()  # how many of these frames have that name and group
         self._said: dict[int, _Named | None] = {}  # event in the ring: what it is about, None if it tells a reader nothing
         self._tenants: dict[int, list[tuple[int, bytes]]] = {}  # root: (from which event on, whose)
 
@@ -147,10 +163,11 @@ class EventLog:
         """All that can be found now. O(published frames)."""
         newest = int(s.reg[LOGGED])
         self._fold(s, newest)
-        blocks: dict[bytes, BlockStored] = {}
+        blocks: dict[tuple[bytes, int], BlockStored] = {}
         for frame in _prefixes_first(s, list(self._held)):
             named = self._held[frame]
-            blocks.setdefault(named.digest, _stored(newest, named, s.tokens[frame]))
+            knows = int(s.frames["parent"][frame]) if named.group else frame  # its leader has the tokens
+            blocks.setdefault((named.digest, named.group), _stored(newest, named, s.tokens[knows]))
         return Snapshot(newest, tuple(blocks.values()))
 
     def _fold(self, s: State, newest: int) -> None:
@@ -159,15 +176,22 @@ class EventLog:
             self._rebuild(s, newest)
         for number in range(self._seen + 1, newest + 1):
             kind, frame, parent = s.log[number % len(s.log), :HEAD].tolist()
-            if kind == STORED:
-                self._said[number] = self._store(frame, self._name(number, parent, s.log[number % len(s.log), HEAD:]))
-            else:
+            if kind % 4 == STORED:
+                self._said[number] = self._store(frame, self._name(number, (parent, kind // 4), s.log[number % len(s.log), HEAD:]))
+            elif kind == REMOVED:
                 self._said[number] = self._remove(frame)
+            else:
+                self._held, self._copies, self._said[number] = {}, Counter(), None
             self._said.pop(number - len(s.log), None)
         self._seen = newest
 
-    def _name(self, number: int, parent: int, tokens: I32) -> _Named | None:
-        """The name of a page published at event `number`; None if the page before has none (only after the fold was lost)."""
+    def _name(self, number: int, place: tuple[int, int], tokens: I32) -> _Named | None:
+        """The name of a page published at event `number` at `place`, (parent, group); None if the page before has none (only after the fold
+        was lost)."""
+        parent, group = place
+        if group:
+            leader = self._held.get(parent)
+            return _Named(leader.digest, leader.before, leader.tenant, group) if leader else None
         if parent >= 0:
             before = self._held.get(parent)
             return _Named(page_digest(before.digest, tokens), before.digest, before.tenant) if before else None
@@ -178,34 +202,35 @@ class EventLog:
         if named is None:
             return None
         self._held[frame] = named
-        self._copies[named.digest] += 1
-        return named if self._copies[named.digest] == 1 else None
+        self._copies[named.digest, named.group] += 1
+        return named if self._copies[named.digest, named.group] == 1 else None
 
     def _remove(self, frame: int) -> _Named | None:
         named = self._held.pop(frame, None)
         if named is None:
             return None
-        self._copies[named.digest] -= 1
-        if self._copies[named.digest] > 0:
+        self._copies[named.digest, named.group] -= 1
+        if self._copies[named.digest, named.group] > 0:
             return None
-        del self._copies[named.digest]
+        del self._copies[named.digest, named.group]
         return named
 
     def _render(self, s: State, number: int) -> Event | None:
-        named = self._said[number]
+        row, named = s.log[number % len(s.log)], self._said[number]
+        if row[0] == CLEARED:
+            return AllBlocksCleared(number)
         if named is None:
             return None
-        row = s.log[number % len(s.log)]
-        return _stored(number, named, row[HEAD:]) if row[0] == STORED else BlockRemoved(number, (named.digest,))
+        return _stored(number, named, row[HEAD:]) if row[0] % 4 == STORED else BlockRemoved(number, (named.digest,), named.group)
 
     def _rebuild(self, s: State, newest: int) -> None:
         """Name what is published from the arrays themselves: all but pages that lost their prefix, which nobody can find."""
         self._seen = newest
         self._held, self._copies, self._said = {}, Counter(), {}
-        for frame in _prefixes_first(s, np.flatnonzero(s.frames["published"] == 1).tolist()):
-            parent = int(s.frames["parent"][frame])
+        for frame in _prefixes_first(s, np.flatnonzero(s.frames["published"]).tolist()):
+            parent, group = int(s.frames["parent"][frame]), int(s.frames["published"][frame]) - 1
             if parent < 0 or _is_page_before(s, parent, frame):
-                self._store(frame, self._name(newest, parent, s.tokens[frame]))
+                self._store(frame, self._name(newest, (parent, group), s.tokens[frame]))
 
 
 def _is_page_before(s: State, parent: int, frame: int) -> bool:
@@ -229,7 +254,7 @@ def _prefixes_first(s: State, frames: list[int]) -> list[int]:
 
 
 def _stored(number: int, named: _Named, tokens: I32) -> BlockStored:
-    return BlockStored(number, (named.digest,), named.before, tuple(tokens.tolist()), len(tokens), named.tenant)
+    return BlockStored(number, (named.digest,), named.before, tuple(tokens.tolist()), len(tokens), named.tenant, named.group)
 
 
 def as_map(event: Event, *, medium: str = "GPU") -> dict[str, Any]:
@@ -245,14 +270,18 @@ def as_map(event: Event, *, medium: str = "GPU") -> dict[str, Any]:
             "medium": medium,
             "lora_name": None,
             "extra_keys": [[event.tenant]] * len(event.block_hashes) if event.tenant else None,
+            "group_idx": event.group,
         }
     if isinstance(event, BlockRemoved):
-        return {"type": "BlockRemoved", "block_hashes": list(event.block_hashes), "medium": medium}
+        return {"type": "BlockRemoved", "block_hashes": list(event.block_hashes), "medium": medium, "group_idx": event.group}
     return {"type": "AllBlocksCleared"}
 
 
 def as_array(event: Event, *, medium: str = "GPU") -> list[Any]:
-    """The form of SGLang's events, and of vLLM's older ones: an array with the type first, digests cut to 64 signed bits."""
+    """The form of SGLang's events, and of vLLM's older ones: an array with the type first, digests cut to 64 signed bits.
+
+    It has no word for layer groups: a reader that takes a block for gone when it is removed from one of them is never too hopeful.
+    """
     if isinstance(event, BlockStored):
         parent = None if event.parent_block_hash is None else _short(event.parent_block_hash)
         hashes = [_short(digest) for digest in event.block_hashes]

@@ -29,6 +29,9 @@ from pagedkv.errors import InvalidRequest
 
 MOST_GROUPS: Final = 64  # `published` is a byte
 
+_UNBROKEN: Final = 2  # scratch of `covered`: from which page on nothing is lacking,
+_SINKS: Final = 3  # and how many leading pages are there
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -53,14 +56,14 @@ def group_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def group_rows(groups: tuple[Group, ...], *, prefix_cache: bool, by_token: bool) -> I64:
-    """int64 [G, 2]: window (0 for none) and sinks of each. Raises: InvalidRequest for groups that cannot share a pool."""
+    """int64 [G, 4]: window (0 for none) and sinks of each, and scratch. Raises: InvalidRequest for groups that cannot share a pool."""
     if not 1 <= len(groups) <= MOST_GROUPS:
         raise InvalidRequest(f"{len(groups)} layer groups; give 1 to {MOST_GROUPS}")
     if len(groups) > 1 and by_token:
         raise InvalidRequest("match='token' works with one layer group; use match='page'")
     if len(groups) > 1 and prefix_cache and groups[0].window is not None:
         raise InvalidRequest("group 0 leads the prefix cache and keeps all pages: give a group without window first, or prefix_cache=False")
-    return np.array([(group.window or 0, group.sinks) for group in groups], np.int64)
+    return np.array([(group.window or 0, group.sinks, 0, 0) for group in groups], np.int64)
 
 
 @inlined
@@ -85,23 +88,37 @@ def is_seen(s: State, group: int, page: int, length: int) -> bool:
 
 @compiled
 def covered(s: State, leaders: I32, pages: int) -> int:
-    """The most pages, of the first `pages` in `leaders`, after which every group has all that the next query sees."""
-    size = s.tokens.shape[1]
+    """The most pages, of the first `pages` in `leaders`, after which every group has all that the next query sees.
+
+    From the end, so that only what is seen there is looked up, and each page of a group once: O(groups x pages) at worst.
+    """
+    for group in range(1, len(s.groups)):
+        s.groups[group, _UNBROKEN], s.groups[group, _SINKS] = pages, 0
     group = 1
     while group < len(s.groups):
-        best = unbroken = sinks = 0
-        for page in range(pages):
-            there = index.find_companion(s, leaders[page], group) >= 0
-            unbroken = unbroken + 1 if there else 0
-            sinks += there and sinks == page
-            if page + 1 - unbroken <= first_seen(s, group, (page + 1) * size) and sinks >= min(page + 1, sink_pages(s, group)):
-                best = page + 1
-        if best < pages and group > 1:
-            group = 1  # the groups before may see other pages now
-        else:
+        lacking = _lacking(s, leaders, group, pages)
+        if lacking < 0:
             group += 1
-        pages = best
+        else:
+            pages, group = lacking, 1  # it is seen from behind: end before it, where the groups before may see other pages
     return pages
+
+
+@inlined
+def _lacking(s: State, leaders: I32, group: int, pages: int) -> int:
+    """A page without companion that the query after `pages` pages sees, the last one outside the sinks; -1 if there is none."""
+    page = min(s.groups[group, _UNBROKEN], pages)  # from here on they are there
+    first = first_seen(s, group, pages * s.tokens.shape[1])
+    while page > first:
+        if index.find_companion(s, leaders[page - 1], group) < 0:
+            return page - 1
+        page -= 1
+        s.groups[group, _UNBROKEN] = page
+    while s.groups[group, _SINKS] < min(pages, sink_pages(s, group)):
+        if index.find_companion(s, leaders[s.groups[group, _SINKS]], group) < 0:
+            return int(s.groups[group, _SINKS])
+        s.groups[group, _SINKS] += 1
+    return -1
 
 
 @compiled

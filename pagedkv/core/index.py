@@ -101,7 +101,7 @@ def insert(s: State, frame: int, parent: int, mark: int) -> None:
     if len(s.kin):
         _adopt(s.kin, s.roots, frame, parent)
     if len(s.log):
-        log_stored(s.log, s.reg, frame, parent, s.tokens[frame])
+        log_stored(s.log, s.reg, (frame, parent, 0), s.tokens[frame])
 
 
 @inlined
@@ -134,6 +134,8 @@ def insert_companion(s: State, frame: int, leader: int, group: int) -> None:
     s.frames[frame].chain = s.bucket[bucket]
     s.bucket[bucket] = frame
     s.frames[frame].published = 1 + group
+    if len(s.log):
+        log_stored(s.log, s.reg, (frame, leader, group), s.tokens[leader])
 
 
 @compiled
@@ -150,14 +152,13 @@ def remove(s: State, frame: int) -> None:
             here = s.frames[here].chain
         if here >= 0:
             s.frames[here].chain = s.frames[frame].chain
-    leads = s.frames[frame].published == 1
     s.frames[frame].published = 0
     parent = s.frames[frame].parent
     if len(s.kin) and (parent < 0 or (s.frames[parent].published and s.frames[parent].generation == s.frames[frame].parent_generation)):
         _disown(s.kin, s.roots, frame, parent)  # else the page before is gone, and the list of its successors with it
     if parent < 0:
         s.roots[-2 - parent, 0] -= 1
-    if len(s.log) and leads:
+    if len(s.log):
         log_removed(s.log, s.reg, frame)
 
 

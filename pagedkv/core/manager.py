@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import debug
-from pagedkv.core import frames, spaces, steps
+from pagedkv.core import forgetting, frames, spaces, steps
 from pagedkv.core import resize as sizes
 from pagedkv.core import state as st
 from pagedkv.core.arguments import asid_row, count_row, frame_row, real, tenant_name, token_row, whole
@@ -30,7 +30,7 @@ from pagedkv.core.roots import Roots
 from pagedkv.core.space import AddressSpace
 from pagedkv.core.state import I32
 from pagedkv.core.stats import Stats, gather, mean_run, pending
-from pagedkv.core.tenants import Tenants
+from pagedkv.core.tenants import Tenants, room
 from pagedkv.errors import DoubleRelease, InvalidRequest, InvariantViolation, PlanConflict, StaleHandle
 
 Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -72,9 +72,9 @@ class MemoryManager(Observed, Tenants):
             raise InvalidRequest(f"max_pinned is {max_pinned}; it is the share of the pool that pins may hold, from 0 to 1")
         if match not in ("page", "token"):
             raise InvalidRequest(f"match is {match!r}; it is 'page' or 'token'")
-        self._watch(observe)
         self.groups = group_tuple(groups)
         rows = group_rows(self.groups, prefix_cache=prefix_cache, by_token=match == "token")
+        self._watch(observe)
         by_token, events = match == "token", self._watched.events
         try:
             self.state = st.new_state(
@@ -331,6 +331,24 @@ class MemoryManager(Observed, Tenants):
         return int(steps.evict_frames(self.state, whole(count, "count")))
 
     @exclusive
+    def forget(self) -> int:
+        """No prompt finds anything that was computed so far, as after an update of the weights. Returns how many cached frames that freed.
+
+        Who runs goes on, plans under way included, and publishes nothing any more (a space truncated to 0 begins anew); what an epoch or
+        a plan still reads is free when that has ended. Readers of events are told AllBlocksCleared. O(frames).
+        Raises: InvalidRequest while there are pins, which promise that what they hold stays; nothing was changed then
+        """
+        if self._pins:
+            held, owner = int(self.state.reg[st.PINNED]), next(iter(self._pins.values())).owner
+            raise InvalidRequest(
+                f"forget() while {len(self._pins)} pins hold {held} frames, the first for {owner or 'nobody named'}; unpin them first"
+            )
+        freed = int(forgetting.forget(self.state))
+        if debug.level() >= 3:
+            self.check()
+        return freed
+
+    @exclusive
     def resize(self, num_frames: int) -> I32:
         """Make the pool larger or smaller. Smaller: cached frames are evicted until the rest fits, then what lies beyond the end moves.
 
@@ -363,7 +381,7 @@ class MemoryManager(Observed, Tenants):
 
     @property
     def available(self) -> int:
-        """Frames a plan could take now: free or evictable."""
+        """Frames a plan could take now: free or evictable. With quotas see `available_to`."""
         return int(self.state.reg[st.NUM_FREE] + self.state.reg[st.NUM_EVICTABLE])
 
     @property
@@ -371,9 +389,14 @@ class MemoryManager(Observed, Tenants):
         """Frames that will be available once the plans and epochs under way have ended: a reason to wait rather than to preempt."""
         return pending(self.state)
 
-    def admits(self, num_frames: int) -> bool:
-        """Whether a new sequence may take `num_frames` frames and leave the watermark's share to those that run."""
-        return whole(num_frames, "num_frames") + self.reserve <= self.available
+    def available_to(self, tenant: bytes = b"") -> int:
+        """Frames a plan for spaces of `tenant` alone could take now: what its hard quota and the protected shares of others leave."""
+        return max(0, min(room(self.state, self._accounts.get(tenant_name(tenant), 0))))
+
+    def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
+        """Whether a new sequence of `tenant` may take `num_frames` frames and leave the watermark's share to those that run."""
+        pool, quota = room(self.state, self._accounts.get(tenant_name(tenant), 0))
+        return whole(num_frames, "num_frames") <= min(pool - self.reserve, quota)
 
     def stats(self) -> Stats:
         """The counters, and how full the mapped frames are. O(open spaces); O(frames x tenants) where tenants have quotas."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pagedkv.core import misses
 from pagedkv.core.arguments import whole
 from pagedkv.core.events import Event, EventLog, Snapshot
+from pagedkv.core.groups import Group
 from pagedkv.core.reuse import Reuse
 from pagedkv.core.roots import Root, Roots
 from pagedkv.core.state import I32, State
@@ -40,6 +41,7 @@ class Observed:
     """The observing methods of MemoryManager."""
 
     num_frames: int
+    groups: tuple[Group, ...]
     state: State
     _roots: Roots
 
@@ -50,7 +52,7 @@ class Observed:
         self._watched = watch = observe or Observe()
         self._watching = watch != Observe()
         self._log = EventLog()
-        self._reuse = Reuse(watch.reuse, self.num_frames) if watch.reuse else None
+        self._reuse = Reuse(watch.reuse, -(-self.num_frames // len(self.groups))) if watch.reuse else None
         self._missed_other_root = 0
 
     def _opened(self, tenant: bytes, root: Root, ids: I32, asid: int) -> None:
@@ -85,14 +87,16 @@ class Observed:
     def hit_curve(self, sizes: Sequence[int] | None = None) -> dict[int, float]:
         """pool size in frames: what share of the whole pages asked for so far an LRU pool of that size would have matched. An estimate.
 
-        sizes: by default an eighth of this pool to four times as many. O(sample).
+        sizes: by default an eighth of this pool to four times as many. O(sample). With layer groups a page counts a frame in each of them,
+        windowed or not: what was given back behind a window stays cached, and is no more than that.
         Raises: InvalidRequest if the manager follows no pages, or for a size that the sample does not reach
         """
         if self._reuse is None:
             raise InvalidRequest("this manager follows no pages; make it with observe=Observe(reuse=N), the number to follow, such as 8192")
         given = [whole(size, "size", 1) for size in sizes] if sizes is not None else None
         wanted = given if given is not None else [max(1, self.num_frames * times // 8) for times in (1, 2, 4, 8, 16, 32)]
-        if max(wanted, default=1) > self._reuse.reach:
-            raise InvalidRequest(f"hit_curve({list(wanted)}): give sizes of 1 to {self._reuse.reach} frames, or follow more pages")
+        reach = self._reuse.reach * len(self.groups)
+        if max(wanted, default=1) > reach:
+            raise InvalidRequest(f"hit_curve({list(wanted)}): give sizes of 1 to {reach} frames, or follow more pages")
         counts = self._reuse.counts()
-        return {size: self._reuse.hit_rate(size, counts) for size in wanted}
+        return {size: self._reuse.hit_rate(size // len(self.groups), counts) for size in wanted}

@@ -42,6 +42,10 @@ class AddressSpace:
         """int32 [R, 2]: first frame and length of each run of neighbouring frames, in order of pages: what one copy can move."""
         return runs_in(self.pages)
 
+    def runs_in(self, group: int) -> I32:
+        """int32 [R, 2]: the same for another layer group than the first."""
+        return runs_in(self.pages_in(group))
+
     @property
     def token_ids(self) -> I32:
         """int32 [len]: the committed tokens, read back from the frames; -1 where a page was punched. A copy."""

@@ -56,6 +56,7 @@ def _new_row(s: State, root: int, seed: int) -> int:
         s.spaces[row].root = root
         s.spaces[row].seed = seed
         s.spaces[row].wish = 0
+        s.spaces[row].silent = 0
         s.spaces[row].complete = 0
         s.spaces[row].outstanding = 0
         s.spaces[row].first_hole = NO_HOLE
@@ -157,6 +158,7 @@ def fork_space(s: State, asid: int) -> int:
                 s.frames[frame].refs += 1  # it is mapped already
         s.spaces[new].wish = s.spaces[row].wish
         s.spaces[new].complete = s.spaces[row].complete
+        s.spaces[new].silent = s.spaces[row].silent
         s.spaces[new].first_hole = s.spaces[row].first_hole
         _set_length(s, new, s.spaces[row].length, s.spaces[row].num_pages)
     return child
@@ -237,6 +239,8 @@ def truncate_space(s: State, asid: int, length: int) -> None:
     size = s.tokens.shape[1]
     pages = (length + size - 1) // size
     drop_tail(s, asid, pages)
+    if length == 0:
+        s.spaces[asid].silent = 0  # nothing old is left
     for row in range(asid, asid + len(s.groups)):
         _set_length(s, row, length, pages)
         s.spaces[row].complete = min(s.spaces[row].complete, length // size)
@@ -301,7 +305,7 @@ def publish_pages(s: State, asid: int) -> None:
     So an identity has one frame, a prefix is one chain, and prompts that were computed twice at the same time share afterwards; but
     not while a plan of the space is outstanding.
     """
-    if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE:
+    if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE or s.spaces[asid].silent:
         return
     parent, mark = index.root_parent(s.spaces[asid].root), int(s.spaces[asid].seed)
     complete, full = int(s.spaces[asid].complete), s.spaces[asid].length // s.tokens.shape[1]

@@ -66,7 +66,7 @@ def gather(s: State, missed_other_root: int, tenants: dict[bytes, Usage]) -> Sta
         spaces=len(rows),
         tokens=int(s.spaces["length"][rows].sum()),
         slots_mapped=mapped * size,
-        slots_wasted=_wasted(s, (rows[:, None] + np.arange(len(s.groups))).reshape(-1)),
+        slots_wasted=_wasted(s, _all_groups(s, rows)),
         tenants=tenants,
         **count,
     )
@@ -90,9 +90,14 @@ _COUNTERS = {
 }
 
 
+def _all_groups(s: State, rows: I64) -> I64:
+    """The rows of all groups of the spaces whose first ones are `rows`."""
+    return (rows[:, None] + np.arange(len(s.groups))).reshape(-1)
+
+
 def mean_run(s: State) -> float:
-    """Frames in a row, in the mean over all open spaces: pages / runs; 0 if there is no page. O(pages)."""
-    rows = np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))
+    """Frames in a row, in the mean over all groups of all open spaces: pages / runs; 0 if there is no page. O(pages)."""
+    rows = _all_groups(s, np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING)))
     found = [runs_in(s.table[row, : s.spaces["num_pages"][row]])[:, 1] for row in rows]
     num_runs = sum(map(len, found))
     return float(sum(lengths.sum() for lengths in found) / num_runs) if num_runs else 0.0

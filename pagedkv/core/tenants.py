@@ -103,6 +103,21 @@ class Tenants(Owned):
         return {tenant: _usage(self.state, account) for tenant, account in self._accounts.items()}
 
 
+def room(s: State, account: int) -> tuple[int, int]:
+    """(what the pool leaves to `account`, what its hard quota does), in frames: a plan of it can be had as long as neither is exceeded.
+
+    All that is free and its own evictable frames; of others what is above their protected shares (quotas.py).
+    """
+    free, evictable = int(s.reg[st.NUM_FREE]), int(s.reg[st.NUM_EVICTABLE])
+    blocks = st.account_registers(s.reg)
+    if not len(blocks):
+        return free + evictable, free + evictable
+    spare = np.minimum(blocks[:, st.EVICTABLE], np.maximum(0, blocks[:, st.USED] - blocks[:, st.PROTECTED]))
+    mine = blocks[account]
+    pool = free + int(spare.sum() - spare[account] + mine[st.EVICTABLE])
+    return pool, int(mine[st.HARD] - mine[st.USED] + mine[st.EVICTABLE]) if mine[st.HARD] >= 0 else pool
+
+
 def _usage(s: State, account: int) -> Usage:
     figures = st.account_registers(s.reg)[account]
     own = s.frames["account"] == account

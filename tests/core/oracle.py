@@ -353,13 +353,15 @@ class Follower:
     """A router's view: from a snapshot, or from the beginning, it follows events and holds names."""
 
     def __init__(self, mm: MemoryManager, since: int | None = None) -> None:
-        self.mm, self.names = mm, set[bytes]()
+        self.mm, self.names, self.companions = mm, set[bytes](), set[tuple[bytes, int]]()
         self.since = since if since is not None else self.begin_again()
 
     def begin_again(self) -> int:
         """Take a snapshot."""
         now = self.mm.snapshot()
-        self.names, self.since = {name for block in now.blocks for name in block.block_hashes}, now.sequence
+        for event in now.as_events():
+            self.follow(event)
+        self.since = now.sequence
         return now.sequence
 
     def catch_up(self) -> None:
@@ -375,7 +377,13 @@ class Follower:
     def follow(self, event: Event) -> None:
         """One event: strict, so that one that was sent twice or not at all is seen."""
         if isinstance(event, AllBlocksCleared):
-            self.names = set()
+            self.names, self.companions = set(), set()
+        elif event.group:
+            pages = {(name, event.group) for name in event.block_hashes}
+            stored = isinstance(event, BlockStored)
+            assert set(event.block_hashes) <= self.names, "a companion without its leader"
+            assert not self.companions & pages if stored else pages <= self.companions, "a companion stored twice, or removed and not there"
+            self.companions = self.companions | pages if stored else self.companions - pages
         elif isinstance(event, BlockStored):
             assert not self.names & set(event.block_hashes), "stored twice"
             assert event.parent_block_hash is None or event.parent_block_hash in self.names, "stored before its prefix"

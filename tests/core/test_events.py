@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from pagedkv.core import MemoryManager, Observe
+from pagedkv.core import Group, MemoryManager, Observe
 from pagedkv.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, as_array, as_map
 from pagedkv.errors import EventsLost, InvalidRequest
 from tests.core.oracle import Follower, content_digest, findable, grown
@@ -141,8 +141,67 @@ def test_a_page_that_was_known_already_is_not_stored_again() -> None:
     assert [type(event) for event in mm.events(0)] == [BlockStored]
 
 
+def predicted(reader: Follower, tokens: list[int], groups: tuple[Group, ...], size: int) -> int:
+    """What a router that knows the groups, and nothing but events, says that `open` will match."""
+    names = [content_digest(b"", tokens[: end * size], size) for end in range(1, (len(tokens) - 1) // size + 1)]
+    known = next((page for page, name in enumerate(names) if name not in reader.names), len(names))
+    for pages in range(known, 0, -1):
+        first = [max(0, pages * size + 1 - group.window) // size if group.window else 0 for group in groups]
+        sinks = [-(-group.sinks // size) for group in groups]
+        seen = [(p, g) for g in range(1, len(groups)) for p in range(pages) if p >= first[g] or p < sinks[g]]
+        if all((names[page], group) in reader.companions for page, group in seen):
+            return pages * size
+    return 0
+
+
+@pytest.mark.parametrize("groups", [(Group(), Group()), (Group(), Group(window=5, sinks=2)), (Group(), Group(window=3), Group(window=9))])
+@pytest.mark.parametrize("events", [7, 4000])
+def test_a_router_that_follows_the_events_of_all_groups_knows_what_a_prompt_will_match(groups: tuple[Group, ...], events: int) -> None:
+    mm, rng = MemoryManager(60, 2, groups=groups, observe=Observe(events=events)), np.random.default_rng(1)
+    reader, matched = Follower(mm, since=0), 0
+    for turn in range(150):
+        grown(mm, rng.integers(0, 2, rng.integers(1, 14)).tolist()).release()
+        mm.evict(int(rng.integers(0, 9)))
+        if turn % 3 == 0:
+            reader.catch_up()
+            prompt = rng.integers(0, 2, 13).tolist()
+            expected = predicted(reader, prompt, groups, 2)
+            space = mm.open(prompt)
+            assert len(space) == expected
+            matched += expected
+            space.release()
+    assert matched > 50
+
+
+def test_an_evicted_companion_is_removed_before_its_leader() -> None:
+    mm = MemoryManager(16, 4, groups=(Group(), Group()), observe=Observe(events=16))
+    grown(mm, [1] * 9).release()
+    assert [(type(event), event.group) for event in mm.events(0)] == [(BlockStored, g) for g in (0, 1, 0, 1)]  # type: ignore[union-attr]
+    assert mm.evict(2) == 2
+    assert [(type(event), event.group) for event in mm.events(4)] == [(BlockRemoved, 1)] * 2  # type: ignore[union-attr]
+    assert len(mm.open([1] * 9)) == 0
+    assert Follower(mm).names == findable(mm)
+
+
+def test_all_that_is_forgotten_is_one_event() -> None:
+    mm = watched()
+    grown(mm, [1] * 9).release()
+    kept = grown(mm, [2] * 9)
+    reader = Follower(mm, since=0)
+    mm.forget()
+    assert mm.events(4) == [AllBlocksCleared(5)]
+    grown(mm, [1] * 9).release()
+    mm.commit(mm.plan([kept], [8]), [2] * 8)
+    reader.catch_up()
+    assert reader.names == findable(mm) == {content_digest(b"", [1] * 4), content_digest(b"", [1] * 8)}
+    kept.release()
+    mm.evict(16)
+    reader.catch_up()
+    assert reader.names == set()
+
+
 EVENTS: list[Event] = [
-    BlockStored(1, (bytes(range(32)),), bytes([255] * 32), (1, 2), 2, b"acme"),
+    BlockStored(1, (bytes(range(32)),), bytes([255] * 32), (1, 2), 2, b"acme", 3),
     BlockRemoved(2, (bytes(range(32)),)),
     AllBlocksCleared(3),
 ]
@@ -160,8 +219,9 @@ def test_the_form_of_vllm_is_a_map_with_its_type_inside() -> None:
         "medium": "GPU",
         "lora_name": None,
         "extra_keys": [[b"acme"]],
+        "group_idx": 3,
     }
-    assert removed == {"type": "BlockRemoved", "block_hashes": [bytes(range(32))], "medium": "GPU"}
+    assert removed == {"type": "BlockRemoved", "block_hashes": [bytes(range(32))], "medium": "GPU", "group_idx": 0}
     assert cleared == {"type": "AllBlocksCleared"}
 
 

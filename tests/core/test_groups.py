@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
-from pagedkv.core import Group, MemoryManager
+from pagedkv.core import Group, MemoryManager, Observe, index
 from pagedkv.core import state as st
+from pagedkv.core.groups import covered
 from pagedkv.errors import InvalidRequest, InvariantViolation, OutOfFrames, StaleHandle
 from tests.core.oracle import everything, grown
 
@@ -196,6 +199,42 @@ def test_check_sees_a_companion_charged_to_another_tenant(two: MemoryManager) ->
     two.state.frames["account"][pages] = two.state.frames["account"][pages[::-1]]
     with pytest.raises(InvariantViolation, match="charged to another account"):
         two.check()
+
+
+def test_a_match_that_is_cut_at_every_page_costs_the_pages_and_not_their_square() -> None:
+    """Two groups see one page each, and lack it in turn: no length suits both."""
+
+    def seconds(pages: int) -> float:
+        mm = MemoryManager(4 * pages, 1, groups=(Group(), Group(window=2), Group(window=2)))
+        space = grown(mm, list(range(pages + 1)))
+        leaders = space.pages[:pages].copy()
+        for page in range(pages):
+            index.remove(mm.state, index.find_companion(mm.state, leaders[page], 1 + page % 2))
+        times = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            assert covered(mm.state, leaders, pages) == 0
+            times.append(time.perf_counter() - begun)
+        return min(times)
+
+    assert seconds(4000) < 9 * seconds(1000)  # 4, and 16 if each cut began anew
+
+
+def test_runs_and_their_mean_know_every_group(two: MemoryManager) -> None:
+    space = grown(two, PROMPT)
+    assert space.runs.tolist() == [[0, 8]]
+    assert space.runs_in(1)[:, 1].tolist() == [1, 3]  # the sink, and the window
+    assert two.mean_run() == (8 + 1 + 3) / 3
+
+
+def test_the_curve_of_hits_counts_a_frame_in_each_group() -> None:
+    one, many = (MemoryManager(64, 2, groups=(Group(),) * n, observe=Observe(reuse=512)) for n in (1, 4))
+    for turn in range(40):
+        for mm in (one, many):
+            grown(mm, [turn % 7] * 8).release()
+    few = one.hit_curve([2, 8, 16, 64])
+    assert {4 * size: rate for size, rate in few.items()} == many.hit_curve([8, 32, 64, 256])
+    assert len(set(few.values())) > 1
 
 
 def test_the_row_of_another_group_is_no_space(two: MemoryManager) -> None:

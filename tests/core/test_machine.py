@@ -321,6 +321,17 @@ class Machine(RuleBasedStateMachine):
         evictable = self.mm.stats().evictable
         assert self.mm.evict(count) == min(count, evictable)
 
+    @rule()
+    def forget(self) -> None:
+        """The weights were updated."""
+        if self.oracle.pins:
+            self.refused(InvalidRequest, self.mm.forget)
+            return
+        now = self.mm.stats()
+        assert self.mm.forget() == now.evictable
+        assert self.mm.stats().free == now.free + now.evictable
+        assert not self.mm.state.frames["published"].any()
+
     @rule(eighths=some.integers(1, 12))
     def resize(self, eighths: int) -> None:
         """Larger always; smaller if no frame has to move that somebody names, and if the rest fits."""
@@ -426,7 +437,8 @@ class Machine(RuleBasedStateMachine):
         published = self.mm.state.frames["published"]
         orphans = {name for (frame, at), name in self.named.items() if published[frame] and self.generation(frame) == at}
         assert set(found.values()) <= self.reader.names <= orphans  # those that lost their prefix are not removed before they go
-        assert {name for block in self.mm.snapshot().blocks for name in block.block_hashes} == self.reader.names
+        fresh = Follower(self.mm)
+        assert (fresh.names, fresh.companions) == (self.reader.names, self.reader.companions)
 
     def generation(self, frame: int) -> int:
         return int(self.mm.state.frames["generation"][frame])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagedkv.core import MemoryManager
@@ -179,6 +181,44 @@ def test_a_pin_of_frames_is_charged_to_whom_they_belong(mm: MemoryManager) -> No
     mm.unpin(pin)
     mm.evict(2)
     mm.set_quota(b"second", hard=3)
+
+
+def test_what_is_available_to_a_tenant_is_what_a_plan_of_it_can_have_and_no_more() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        mm, held = MemoryManager(24, 1, watermark=0.1), []
+        mm.set_quota(b"a", hard=int(rng.integers(4, 20)), protected=int(rng.integers(0, 5)))
+        mm.set_quota(b"b", soft=3, protected=int(rng.integers(0, 9)))
+        for turn in range(12):
+            tenant = (b"a", b"b", b"", b"c")[int(rng.integers(4))]
+            with contextlib.suppress(OutOfFrames):
+                held.append(grown(mm, [turn] * int(rng.integers(1, 5)), tenant=tenant))
+            if held and rng.integers(2):
+                held.pop(0).release()
+        for tenant in (b"a", b"b", b"", b"c"):
+            most, space = mm.available_to(tenant), mm.open(tenant=tenant)
+            with pytest.raises(OutOfFrames):
+                mm.plan([space], [most + 1])
+            plan = mm.plan([space], [most])
+            mm.abort(plan)
+            space.release()
+            mm.check()
+
+
+def test_admission_counts_what_a_tenant_may_have() -> None:
+    mm = MemoryManager(20, 4, watermark=0.1)
+    mm.set_quota(b"small", hard=4)
+    mm.set_quota(b"calm", protected=6)
+    filled(mm, b"calm", 6)
+    assert (mm.available, mm.available_to(), mm.available_to(b"small"), mm.available_to(b"calm")) == (20, 14, 4, 20)
+    assert mm.admits(4, tenant=b"small")
+    assert not mm.admits(5, tenant=b"small")
+    assert mm.admits(12)
+    assert not mm.admits(13)
+    assert mm.admits(18, tenant=b"calm")
+    assert not mm.admits(19, tenant=b"calm")
+    grown(mm, [7] * 16, tenant=b"small")
+    assert mm.available_to(b"small") == 0
 
 
 def test_an_unknown_tenant_is_named(mm: MemoryManager) -> None:

@@ -1,0 +1,131 @@
+"""The laws of forgetting: after forget() nothing computed before is found, and nobody who runs notices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedkv.core import Group, MemoryManager
+from pagedkv.errors import InvalidRequest
+from tests.core.oracle import everything, grown
+
+GROUPS = [(Group(),), (Group(), Group(window=8, sinks=2))]
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_what_is_cached_is_free_and_what_runs_goes_on(groups: tuple[Group, ...]) -> None:
+    mm = MemoryManager(64, 4, groups=groups)
+    grown(mm, [1] * 17).release()
+    running = grown(mm, [2] * 17)
+    pages, cached = running.pages.tolist(), mm.stats().cached
+    assert mm.forget() == cached > 0
+    mm.check()
+    assert mm.stats().cached == 0
+    assert running.pages.tolist() == pages
+    assert len(mm.open([1] * 17)) == len(mm.open([2] * 17)) == 0
+    mm.commit(mm.plan([running], [9]), [2] * 9)
+    assert running.token_ids.tolist() == [2] * 26
+    mm.check()
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_what_mixes_old_and_new_is_never_found(groups: tuple[Group, ...]) -> None:
+    """A space that ran through it holds pages of the old weights: it, its forks, and what was under way."""
+    mm = MemoryManager(64, 4, groups=groups)
+    running = grown(mm, [3] * 10)
+    plan = mm.plan([running], [6])
+    mm.forget()
+    mm.commit(plan, [3] * 6)
+    child = running.fork()
+    mm.commit(mm.plan([running, child], [8, 9]), [3] * 8 + [4] * 9)
+    assert len(mm.open([3] * 24)) == 0
+    child.release()
+    running.release()
+    assert mm.stats().cached == 0
+    mm.check()
+
+
+def test_what_begins_afterwards_is_found() -> None:
+    mm = MemoryManager(32, 4)
+    old, anew = grown(mm, [1] * 9), grown(mm, [2] * 9)
+    mm.forget()
+    anew.truncate(0)
+    mm.commit(mm.plan([anew], [9]), [2] * 9)
+    fresh = grown(mm, [1] * 9)
+    assert len(mm.open([1] * 9)) == len(mm.open([2] * 9)) == 8
+    assert not set(fresh.pages.tolist()) & set(old.pages.tolist())
+    mm.check()
+
+
+def test_what_an_epoch_still_reads_is_not_free_before_it_has_passed() -> None:
+    mm = MemoryManager(32, 4)
+    space = grown(mm, [1] * 9)
+    frames = space.pages[:2]
+    mm.retire(1, [space])
+    assert mm.forget() == 0
+    assert (mm.pending, mm.stats().cached) == (3, 0)
+    other = mm.open()
+    assert not set(frames.tolist()) & set(other.pages.tolist())
+    assert mm.advance(1) == 3
+    assert mm.stats().free == 32
+    mm.check()
+
+
+def test_the_source_of_a_copy_survives_until_its_plan_is_settled() -> None:
+    mm = MemoryManager(32, 4)
+    parent = grown(mm, [1] * 8)
+    child = parent.fork()
+    child.truncate(7)
+    plan = mm.plan([child], [1])
+    parent.release()
+    source = int(plan.copies[0, 0])
+    mm.forget()
+    assert mm.stats().retired == 1
+    mm.abort(plan)
+    assert child.pages.tolist()[1] == source
+    mm.check()
+
+
+def test_forgetting_is_refused_while_something_is_pinned_and_changes_nothing() -> None:
+    mm = MemoryManager(32, 4)
+    space = grown(mm, [1] * 9)
+    pin = mm.pin(space, owner="sender")
+    before = everything(mm)
+    with pytest.raises(InvalidRequest, match="1 pins hold 2 frames, the first for sender; unpin them first"):
+        mm.forget()
+    assert everything(mm) == before
+    mm.unpin(pin)
+    mm.forget()
+    assert len(mm.open([1] * 9)) == 0
+
+
+@pytest.mark.parametrize("match", ["page", "token"])
+def test_tenants_get_back_what_was_cached_for_them(match: str) -> None:
+    mm = MemoryManager(32, 4, match=match)
+    mm.set_quota(b"t", hard=8)
+    grown(mm, [1] * 9, tenant=b"t").release()
+    grown(mm, [1] * 9, tenant=b"u").release()
+    mm.forget()
+    assert (mm.usage(b"t").used, mm.usage(b"t").evictable, mm.stats().free) == (0, 0, 32)
+    mm.check()
+    assert len(grown(mm, [1] * 9, tenant=b"t")) == 9
+    assert len(mm.open([1] * 7, tenant=b"t")) == (6 if match == "token" else 4)
+    mm.check()
+
+
+def test_a_forgotten_page_is_missed_as_one_that_was_given_up() -> None:
+    mm = MemoryManager(32, 4)
+    grown(mm, [1] * 9).release()
+    mm.forget()
+    assert mm.why([1] * 9).reason == "evicted"
+
+
+def test_frames_that_an_engine_numbers_itself_are_found_by_nobody_after_a_resize() -> None:
+    mm = MemoryManager(32, 4)
+    running = grown(mm, np.arange(20).tolist())
+    mm.forget()
+    mm.resize(8)
+    mm.resize(64)
+    mm.check()
+    assert len(mm.open(range(20))) == 0
+    assert running.token_ids.tolist() == list(range(20))
