@@ -321,9 +321,11 @@ class Machine(RuleBasedStateMachine):
         evictable = self.mm.stats().evictable
         assert self.mm.evict(count) == min(count, evictable)
 
-    @rule()
-    def forget(self) -> None:
+    @rule(seldom=some.sampled_from([False, False, False, True]))
+    def forget(self, seldom: bool) -> None:
         """The weights were updated."""
+        if not seldom:
+            return
         if self.oracle.pins:
             self.refused(InvalidRequest, self.mm.forget)
             return
