@@ -2,7 +2,9 @@
 
     room[c] = storage[copies[c, 0]]   then   storage[copies[c, 1]] = room[c]        two launches of one kernel, in order on the stream
 
-Grid      (copies, runs of BLOCK bytes of a frame). A program moves one run.
+Grid      (copies, runs of BLOCK words of a frame). A program moves one run.
+Words     A frame that is one run of memory, as a pool's is, is a run of bytes. Any other (a view across layers, every second head) is a
+          box: its dims are merged where their strides allow, and an element's place is found by dividing through their sizes.
 Bytes     4 * frame_bytes per copy. The way through `room` costs twice the traffic of a direct copy: chains and cycles of frames need it,
           and whether there are any only the device knows. A step copies a frame a forked sequence, not more.
 Tuned     not on any GPU yet.
@@ -10,42 +12,77 @@ Tuned     not on any GPU yet.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import triton
 import triton.language as tl
 
-from pagedkv.kernels import reference
-
 if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 8192
+WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What elements are moved as, by their bytes."""
 
 
 @triton.jit
-def copy_kernel(source, target, from_frame, to_frame, source_bytes, target_bytes, frame_bytes, stride, BLOCK: tl.constexpr):
-    """One run. from_frame, to_frame: where the numbers of frames are, `stride` apart; None: frame c is number c."""
+def places(at, sizes, strides):
+    """Where the words `at` of a box lie, its last dim the fastest."""
+    where = at * 0
+    for i in tl.static_range(len(sizes) - 1):
+        d: tl.constexpr = len(sizes) - 1 - i
+        where += at % sizes[d] * strides[d]
+        at = at // sizes[d]
+    return where + at * strides[0]
+
+
+@triton.jit
+def copy_kernel(pool, room, copies, copy_stride, frame_stride, sizes, strides, count, OUT: tl.constexpr, BLOCK: tl.constexpr):
+    """One run of copy c between its frame and its place in `room`: out of the pool, to there; or back. copies: the column of frames."""
     c = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    read = c if from_frame is None else tl.load(from_frame + c * stride).to(tl.int64)
-    write = c if to_frame is None else tl.load(to_frame + c * stride).to(tl.int64)
-    run = tl.load(source + read * source_bytes + at, mask=at < frame_bytes, other=0)
-    tl.store(target + write * target_bytes + at, run, mask=at < frame_bytes)
+    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = pool + tl.load(copies + c * copy_stride).to(tl.int64) * frame_stride + places(at, sizes, strides)
+    beside = room + c * count + at
+    if OUT:
+        tl.store(beside, tl.load(inside, mask=at < count, other=0), mask=at < count)
+    else:
+        tl.store(inside, tl.load(beside, mask=at < count, other=0), mask=at < count)
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
     """`storage[dst] = storage[src]` for each row of `copies`. Modifies: the destination frames."""
     if not len(copies) or not storage.numel():
         return
-    if not storage[0].is_contiguous():
-        return reference.copy_frames(storage, copies)  # a view across frames: no engine's pool, and torch's indexing knows how
-    size = storage.element_size()
-    frame_bytes, stride_bytes, C = storage[0].numel() * size, storage.stride(0) * size, len(copies)
-    words = storage.as_strided((storage.shape[0], storage[0].numel()), (storage.stride(0), 1)).view(torch.uint8)
-    room = words.new_empty((C, frame_bytes))
-    grid, step = (C, triton.cdiv(frame_bytes, BLOCK)), copies.stride(0)
-    copy_kernel[grid](words, room, copies[:, 0], None, stride_bytes, frame_bytes, frame_bytes, step, BLOCK=BLOCK)
-    copy_kernel[grid](room, words, None, copies[:, 1], frame_bytes, stride_bytes, frame_bytes, step, BLOCK=BLOCK)
-    return None
+    words = _words(storage)
+    sizes, strides = _box(words)
+    count = words[0].numel()
+    room = words.new_empty((len(copies), count))
+    for out, column in ((True, copies[:, 0]), (False, copies[:, 1])):
+        copy_kernel[len(copies), triton.cdiv(count, BLOCK)](
+            words, room, column, copies.stride(0), words.stride(0), sizes, strides, count, OUT=out, BLOCK=BLOCK
+        )
+
+
+def _words(storage: Tensor) -> Tensor:
+    """[F, ...]: bytes where frames are runs of memory, else integers as large as the elements."""
+    if storage[0].is_contiguous():
+        runs = storage.as_strided((len(storage), storage[0].numel()), (storage.stride(0), 1))
+        return runs.view(torch.uint8)
+    if storage.is_complex():
+        storage = torch.view_as_real(storage)
+    return storage.view(WORDS[storage.element_size()])
+
+
+def _box(words: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of a frame's dims: those of one element left out, neighbours merged where one steps over the whole of the other."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(words.shape[1:], words.stride()[1:], strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    dims = dims or [(1, 1)]
+    return tuple(size for size, _ in dims), tuple(stride for _, stride in dims)

@@ -34,6 +34,7 @@ class Form:
     whole_pages:      a tile of N keys lies in one page, so one frame addresses it.
     k_scale, v_scale: 0 none, 1 one for all, 2 per (token, head).
     v_in_k:           V is the first part of K in the same memory (MLA): it is read once.
+    one_launch:       decode's partials are merged by the last program that has one, not by a second launch.
     """
 
     dtype: Any
@@ -58,6 +59,7 @@ class Form:
     native_fp8: bool = True
     float32_products: str = "ieee"
     split: bool = False
+    one_launch: bool = False
 
     @cached_property
     def factor(self) -> float:
@@ -93,6 +95,11 @@ class Form:
     def V1(self) -> int:
         """As K1."""
         return _widths(self.Dv, self.kind)[1]
+
+    @cached_property
+    def second(self) -> int:
+        """Columns of the second part of an output; where there is none, of something as small as it can be."""
+        return self.V0 if self.kind == "int4" else max(self.V1, 16)
 
     @cached_property
     def k_limit(self) -> int:
@@ -143,12 +150,28 @@ def as_stored(pool: Tensor) -> Tensor:
     return pool.view(torch.uint8) if pool.element_size() == 1 else pool
 
 
-def pools_of(call: AttentionCall) -> tuple[Any, ...]:
-    """k, v, their scales, and all strides in elements, in the order of the kernels' arguments."""
+def pool_of(call: AttentionCall) -> tuple[Any, ...]:
+    """k, v, their scales, and the strides of frames, slots and heads of each: one argument of a kernel."""
     return (
         as_stored(call.k), as_stored(call.v), call.k_scale, call.v_scale,
         *call.k.stride()[:3], *call.v.stride()[:3], *scale_strides(call.k_scale), *scale_strides(call.v_scale),
     )  # fmt: skip
+
+
+def tables_of(call: AttentionCall) -> tuple[Any, ...]:
+    """Page table, the stride of its rows, which row is whose, lengths, and where queries begin."""
+    return call.block_table, call.block_table.stride(0), call.rows, call.seq_lens, call.cu_seqlens_q
+
+
+def rules_of(call: AttentionCall) -> tuple[Any, ...]:
+    """scale, soft cap, window, sinks, slopes, tree mask and its stride. What an argument does not use is None or 0."""
+    tree_stride = 0 if call.tree_mask is None else call.tree_mask.stride(0)
+    return call.scale, call.softcap, call.window or 0, call.sinks, call.alibi_slopes, call.tree_mask, tree_stride
+
+
+def steps_of(call: AttentionCall) -> tuple[int, ...]:
+    """Strides of tokens and heads: of q, of out; and of tokens in lse."""
+    return *call.q.stride()[:2], *call.out.stride()[:2], call.lse.stride(0)
 
 
 def scale_strides(scale: Tensor | None) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexp
     """Rows `row`, row + stride, ... of the partials (`part_lse` of base 2) become the row at `out`, and the natural LSE at `lse`."""
     c = tl.arange(0, WIDTH)
     top, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
-    acc = tl.zeros([WIDTH], tl.float32)
+    acc = tl.full([WIDTH], 0.0, tl.float32)
     for first in range(0, parts, 16):
         j = first + tl.arange(0, 16)
         rows = row + j * stride

@@ -56,3 +56,13 @@ def bounds(ends, unit_index):
     before = ends <= unit_index
     b = tl.sum(before.to(tl.int32), 0)
     return b, tl.max(tl.where(before, ends, 0), 0), tl.min(tl.where(before, 2147483647, ends), 0)
+
+
+@triton.jit
+def pieces_of(b, begin, end, share, units_per_sequence, FORM: tl.constexpr):
+    """The slot of the first piece of sequence b, whose units are begin..end of the line, and how many pieces there are, slot after slot."""
+    if FORM.split:
+        slot, pieces = b.to(tl.int64) * units_per_sequence, end - begin
+    else:
+        slot, pieces = (begin // share + b).to(tl.int64), (end - 1) // share - begin // share + 1
+    return slot, pieces

@@ -22,25 +22,24 @@ import torch
 import triton
 import triton.language as tl
 
-from pagedkv.kernels.triton.form import form_of, pools_of
+from pagedkv.kernels.triton.form import form_of, pool_of, rules_of, steps_of, tables_of
 from pagedkv.kernels.triton.merge import fold
-from pagedkv.kernels.triton.tile import LN2, load_query, of_head, query_rows, settled, store_parts, walk, with_sink
+from pagedkv.kernels.triton.tile import finish, load_query, query_rows, settled, store_parts, walk
 from pagedkv.kernels.triton.tuning import target, tuning
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "decoded"])  # these change from step to step
 def prefill_kernel(
-    q, out, lse, part_out, part_lse,
-    k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head, ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head,
-    table, table_stride, table_rows, seq_lens, cu_seqlens_q, num_sequences, decoded,
-    scale, softcap, window, sinks, slopes, tree, tree_stride, q_token, q_head, out_token, out_head, lse_token, H,
+    q, out, lse, part_out, part_lse, pool, tables, rules, steps, num_sequences, decoded, H,
     FORM: tl.constexpr, BATCH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of queries, one kv head (and tile of its query heads), one split of the keys."""
     tile, h, z = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    table, table_stride, table_rows, seq_lens, cu_seqlens_q = tables
+    window, slopes, tree_stride = rules[2], rules[4], rules[6]
     kv_head, head_tile = h // FORM.head_tiles, h % FORM.head_tiles
     index = tl.arange(0, BATCH)
     starts = tl.load(cu_seqlens_q + index, mask=index < num_sequences, other=0)
@@ -51,7 +50,7 @@ def prefill_kernel(
     first_query = (tile - begin // FORM.queries - b) * FORM.queries
     if (first_query >= num_new) | (num_new <= decoded):
         return
-    query, head, ok = query_rows(head_tile, first_query, num_new, FORM)
+    query, head, ok = query_rows(head_tile, first_query, num_new, FORM.M, FORM)
     head += kv_head * FORM.G
     token = (begin + query).to(tl.int64)
     rows = (n - num_new + query, ok, token * tree_stride, n - num_new, num_new)
@@ -67,46 +66,26 @@ def prefill_kernel(
         share = tl.cdiv(tl.maximum(last - first, 0), FORM.N * SPLITS) * FORM.N
         first += z * share
         last = tl.minimum(last, first + share)
-    table += (tl.load(table_rows + b) if table_rows is not None else b).to(tl.int64) * table_stride
-    pool = (
-        k,
-        v,
-        k_scale,
-        v_scale,
-        k_frame,
-        k_slot,
-        k_head,
-        v_frame,
-        v_slot,
-        v_head,
-        ks_frame,
-        ks_slot,
-        ks_head,
-        vs_frame,
-        vs_slot,
-        vs_head,
-    )
-    q_parts = load_query(q, token * q_token + head.to(tl.int64) * q_head, ok, FORM)
-    acc0, acc1, m, l = walk(q_parts, first, last, table, of_head(pool, kv_head, FORM), rows, (scale, softcap, window, slopes, tree), FORM)
+    row_of_table = table + (tl.load(table_rows + b) if table_rows is not None else b).to(tl.int64) * table_stride
+    q_parts = load_query(q, token * steps[0] + head.to(tl.int64) * steps[1], ok, FORM)
+    acc0, acc1, m, l = walk(q_parts, first, last, row_of_table, pool, kv_head, rows, slopes, rules, FORM)
     acc0, acc1, lse2 = settled(acc0, acc1, m, l)
     if SPLITS > 1:
         row = (token * H + head) * SPLITS + z
         store_parts(part_out, row * FORM.Dv, ok, acc0, acc1, FORM)
         tl.store(part_lse + row, lse2, mask=ok)
     else:
-        if FORM.sinks:
-            acc0, acc1, lse2 = with_sink(acc0, acc1, lse2, sinks, head, ok)
-        store_parts(out, token * out_token + head.to(tl.int64) * out_head, ok, acc0, acc1, FORM)
-        tl.store(lse + token * lse_token + head, lse2 * LN2, mask=ok)
+        finish(out, lse, acc0, acc1, lse2, token, head, ok, rules[3], steps, FORM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "decoded"])
 def merge_splits_kernel(
-    out, lse, part_out, part_lse, cu_seqlens_q, num_sequences, decoded, sinks, out_token, out_head, lse_token,
+    out, lse, part_out, part_lse, cu_seqlens_q, sinks, steps, num_sequences, decoded,
     FORM: tl.constexpr, BATCH: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program: the splits of one (token, head)."""
     token, h, H = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    _, _, out_token, out_head, lse_token = steps
     index = tl.arange(0, BATCH)
     starts = tl.load(cu_seqlens_q + index, mask=index < num_sequences, other=2147483647)
     b = tl.sum((starts <= token).to(tl.int32), 0) - 1
@@ -129,18 +108,15 @@ def paged_prefill(call: AttentionCall, decoded: int) -> None:
     splits = 1 if call.split_tokens else num_splits(-(-T // form.queries) * heads, on.processors, -(-call.max_seqlen_k // form.N))
     slots = T * H * splits if splits > 1 else 0
     part_out, part_lse = (call.q.new_empty(size, dtype=torch.float32) for size in (slots * Dv, slots))
-    steps = (call.out.stride(0), call.out.stride(1), call.lse.stride(0))
-    tree_stride = 0 if call.tree_mask is None else call.tree_mask.stride(0)
     shape = {"FORM": form, "BATCH": triton.next_power_of_2(B), "SPLITS": splits}
+    steps = steps_of(call)
     prefill_kernel[tiles, heads, splits](
-        call.q, call.out, call.lse, part_out, part_lse, *pools_of(call),
-        call.block_table, call.block_table.stride(0), call.rows, call.seq_lens, call.cu_seqlens_q, B, decoded,
-        call.scale, call.softcap, call.window or 0, call.sinks, call.alibi_slopes, call.tree_mask, tree_stride,
-        *call.q.stride()[:2], *steps, H, **shape, num_warps=tuned.num_warps, num_stages=tuned.stages,
+        call.q, call.out, call.lse, part_out, part_lse, pool_of(call), tables_of(call), rules_of(call), steps, B, decoded, H,
+        **shape, num_warps=tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[T, H](
-            call.out, call.lse, part_out, part_lse, call.cu_seqlens_q, B, decoded, call.sinks, *steps,
+            call.out, call.lse, part_out, part_lse, call.cu_seqlens_q, call.sinks, steps, B, decoded,
             **shape, WIDTH=triton.next_power_of_2(Dv), num_warps=1,
         )  # fmt: skip
 

@@ -37,9 +37,9 @@ def tanh(x):
 
 
 @triton.jit
-def query_rows(head_tile, first_query, num_queries, FORM: tl.constexpr):
-    """query, head (within the group), and whether the row exists: int32, int32 and bool [M]."""
-    r = tl.arange(0, FORM.M)
+def query_rows(head_tile, first_query, num_queries, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """query, head (within the group), and whether the row exists, of the tile's first ROWS rows: int32, int32 and bool [ROWS]."""
+    r = tl.arange(0, ROWS)
     query = first_query + r // FORM.heads
     head = head_tile * FORM.heads + r % FORM.heads
     ok = (r < FORM.queries * FORM.heads) & (query < num_queries) & (head < FORM.G)
@@ -66,18 +66,6 @@ def store_parts(to, row, ok, first, second, FORM: tl.constexpr):
     if FORM.kind == "int4" or FORM.V1 > 0:
         c = part_columns(1, FORM.V0, FORM.V1, FORM)
         tl.store(to + row[:, None] + c[None, :], rounded(second, to.dtype.element_ty), mask=ok[:, None] & (c < FORM.Dv)[None, :])
-
-
-@triton.jit
-def of_head(pool, kv_head, FORM: tl.constexpr):
-    """The pool as one kv head sees it: pointers moved to the head, and the strides of frames and slots."""
-    k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head, ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head = pool
-    wide = kv_head.to(tl.int64)
-    if FORM.k_scale == 2:
-        k_scale = k_scale + wide * ks_head
-    if FORM.v_scale == 2:
-        v_scale = v_scale + wide * vs_head
-    return k + wide * k_head, v + wide * v_head, k_scale, v_scale, k_frame, k_slot, v_frame, v_slot, ks_frame, ks_slot, vs_frame, vs_slot
 
 
 @triton.jit
@@ -111,24 +99,30 @@ def scored(s, t, position, slopes, scale, softcap, FORM: tl.constexpr):
 
 
 @triton.jit
-def walk(q_parts, first, end, table_row, pool, rows, options, FORM: tl.constexpr):
-    """The state (acc0 [M, V0], acc1 [M, V1], m [M], l [M]) of a tile's rows over the keys first..end of one sequence.
+def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, FORM: tl.constexpr):
+    """The state (acc0 [M, V0], acc1 [M, V1], m [M], l [M]) of a tile's rows over the keys first..end of one sequence and one kv head.
 
-    q_parts: as `load_query`      table_row: pointer to the sequence's row      pool: of one kv head, (k, v, k_scale, v_scale, strides)
-    rows: (position, ok, tree_row, position of the first new token, number of new ones)      options: (scale, softcap, window, slopes, tree)
+    q_parts: as `load_query`      table_row: pointer to the sequence's row      pool, rules: as in form.py      slopes: of the rows
+    rows: (position, ok, tree_row, position of the first new token, number of new ones)
     """
     q0, q1 = q_parts
-    k, v, k_scale, v_scale, k_frame, k_slot, v_frame, v_slot, ks_frame, ks_slot, vs_frame, vs_slot = pool
-    scale, softcap, window, slopes, tree = options
+    k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head, ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head = pool
+    scale, softcap, window, _, _, tree, _ = rules
+    wide = kv_head.to(tl.int64)
+    k, v = k + wide * k_head, v + wide * v_head
+    if FORM.k_scale == 2:
+        k_scale = k_scale + wide * ks_head
+    if FORM.v_scale == 2:
+        v_scale = v_scale + wide * vs_head
     if FORM.k_scale == 1:
         scale = scale * tl.load(k_scale)
     scale = scale * FORM.factor
     if not (FORM.softcap or FORM.alibi):
         scale = scale * LOG2E
     m = tl.full([FORM.M], float("-inf"), tl.float32)
-    l = tl.zeros([FORM.M], tl.float32)
-    acc0 = tl.zeros([FORM.M, FORM.V0], tl.float32)
-    acc1 = tl.zeros([FORM.M, FORM.V0 if FORM.kind == "int4" else max(FORM.V1, 16)], tl.float32)
+    l = tl.full([FORM.M], 0.0, tl.float32)
+    acc0 = tl.full([FORM.M, FORM.V0], 0.0, tl.float32)
+    acc1 = tl.full([FORM.M, FORM.second], 0.0, tl.float32)
     n = tl.arange(0, FORM.N)
     if FORM.whole_pages:
         ahead = tl.load(table_row + first // FORM.S, mask=first < end, other=-1)
@@ -145,7 +139,7 @@ def walk(q_parts, first, end, table_row, pool, rows, options, FORM: tl.constexpr
         frame = frame.to(tl.int64)
 
         k0, k1 = parts(k, frame * k_frame + slot * k_slot, present, FORM.K0, FORM.K1, FORM.k_limit, FORM)
-        s = product(q0, tl.trans(k0), tl.zeros([FORM.M, FORM.N], tl.float32), FORM)
+        s = product(q0, tl.trans(k0), tl.full([FORM.M, FORM.N], 0.0, tl.float32), FORM)
         if FORM.kind == "int4" or FORM.K1 > 0:
             s = product(q1, tl.trans(k1), s, FORM)
         if FORM.k_scale == 2:
@@ -194,3 +188,13 @@ def with_sink(acc0, acc1, lse, sinks, head, ok):
     whole = safe + tl.log2(tl.exp2(lse - safe) + tl.exp2(sink - safe))
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, whole))[:, None]
     return acc0 * weight, acc1 * weight, whole
+
+
+@triton.jit
+def finish(out, lse, acc0, acc1, lse2, token, head, ok, sinks, steps, FORM: tl.constexpr):
+    """The settled state of rows over all of their keys, to its place: sinks take part now, the LSE becomes natural."""
+    _, _, out_token, out_head, lse_token = steps
+    if FORM.sinks:
+        acc0, acc1, lse2 = with_sink(acc0, acc1, lse2, sinks, head, ok)
+    store_parts(out, token * out_token + head.to(tl.int64) * out_head, ok, acc0, acc1, FORM)
+    tl.store(lse + token * lse_token + head, lse2 * LN2, mask=ok)

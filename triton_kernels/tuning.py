@@ -23,13 +23,18 @@ INTERPRETER: Final = "interpreter"
 
 @dataclass(frozen=True)
 class Tuning:
-    """N: keys of a tile.   M: rows of a tile, at most.   stages: tiles in flight.   programs: of one launch, per processor (decode)."""
+    """N: keys of a tile.   M: rows of a tile, at most.   stages: tiles in flight.
+
+    programs:   of one launch, per processor (decode).
+    one_launch: the last program of a row merges its partials, not a second launch (decode; not on AMD, see there).
+    """
 
     N: int = 64
     M: int = 64
     num_warps: int = 4
     stages: int = 3
     programs: int = 2
+    one_launch: bool = False
 
 
 @cache

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
+PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
 
 
 def call_of(**changes: Any) -> Any:
@@ -126,62 +126,61 @@ LAUNCHES |= {
 }
 
 
-def caught(name: str, arch: str) -> list[tuple[Any, list[Any], dict[str, Any]]]:
-    """(kernel, its arguments, options) of each launch that the host code of `name` makes on `arch`."""
+class NoGpu:
+    """What Triton asks of a driver in order to compile, answered for a GPU that is not here."""
+
+    def __init__(self, arch: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.arch = arch
+        self.target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> str:
+        """A key of Triton's caches of compiled kernels."""
+        return self.arch
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+def made(name: str, arch: str) -> list[tuple[str, Any]]:
+    """(kernel, what Triton's launcher made of it) for each launch of the host code of `name` on `arch`; nothing runs."""
     import triton
+    from triton.runtime import driver
 
     from pagedkv.kernels.triton import tuning
 
-    launches: list[tuple[Any, list[Any], dict[str, Any]]] = []
+    launches: list[tuple[str, Any]] = []
+    launch = triton.JITFunction.run
 
-    def catch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {key: kwargs.pop(key) for key in [*kwargs] if key not in kernel.arg_names}
-        bound = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        launches.append((kernel, [bound[key] for key in kernel.arg_names], options))
+    def compiled_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert len(grid) <= 3
+        assert all(isinstance(size, int) and 0 < size < (2**31 if i == 0 else 2**16) for i, size in enumerate(grid)), grid
+        launches.append((kernel.__name__, launch(kernel, *args, grid=grid, warmup=True, **kwargs)))
 
+    driver.set_active(NoGpu(arch))
     tuning.target = lambda device: tuning.Target(arch, PROCESSORS[arch])  # type: ignore[assignment]
     for module in [m for key, m in sys.modules.items() if key.startswith("pagedkv.kernels.triton.")]:
         if hasattr(module, "target"):
             module.target = tuning.target
-    triton.JITFunction.run = catch
-    LAUNCHES[name]()
+    triton.JITFunction.run = compiled_only
+    try:
+        LAUNCHES[name]()
+    finally:
+        triton.JITFunction.run = launch
     return launches
-
-
-def compiled(kernel: Any, args: list[Any], options: dict[str, Any], arch: str) -> Any:
-    """Specialised as the launcher does: None and 1 are constants, multiples of 16 and pointers are known to be such."""
-    import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int32: "i32", torch.bool: "i1"}
-    types |= {torch.int64: "i64", torch.int8: "i8"}
-    signature, constants, attributes = {}, {}, {}
-    for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=True)):
-        if isinstance(value, torch.Tensor):
-            signature[name], attributes[(i,)] = "*" + types[value.dtype], [["tt.divisibility", 16]]
-        elif kernel.params[i].is_constexpr or value is None or (value == 1 and isinstance(value, int)):
-            signature[name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i64" if abs(value) >= 1 << 31 else "i32"
-            if value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    nvidia = arch.startswith("sm_")
-    target = GPUTarget("cuda", int(arch[3:]), 32) if nvidia else GPUTarget("hip", arch, 64)
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
 
 
 def report(name: str, arch: str) -> list[dict[str, Any]]:
     """One dict a launch."""
     found = []
-    for kernel, args, options in caught(name, arch):
-        made = compiled(kernel, args, options, arch)
-        told = nvidia(made.asm["cubin"]) if arch.startswith("sm_") else amd(made.asm["amdgcn"])
-        loops = made.asm["ttgir"].count("scf.for")
-        found.append({"kernel": kernel.__name__, "shared": made.metadata.shared, "loops": loops, **told})
+    for kernel, one in made(name, arch):
+        told = nvidia(one.asm["cubin"]) if arch.startswith("sm_") else amd(one.asm["amdgcn"])
+        loops = one.asm["ttgir"].count("scf.for")
+        found.append({"kernel": kernel, "shared": one.metadata.shared, "loops": loops, **told})
     return found
 
 

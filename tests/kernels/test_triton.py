@@ -55,6 +55,8 @@ def interpreted(module: str) -> Any:
 
 tuning, decode, prefill, backend, cascade = (interpreted(name) for name in ("tuning", "decode", "prefill", "backend", "cascade"))
 INTERPRETER = Runner("triton", "cpu")
+PAIRS = torch.tensor([[1, 2], [2, 3], [3, 1], [5, 0]], dtype=torch.int32)
+"""Copies of frames: a cycle, and one more."""
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"), pytest.mark.usefixtures("interpreting")]
 
 _DRAFTS = Case(q_lens=(1, 4, 3), kv_lens=(70, 4, 33))
@@ -123,6 +125,32 @@ def test_however_many_programs_share_the_keys_the_result_is_the_same(programs: i
     out, lse = INTERPRETER.attend(built)
     assert np.abs(out.double().numpy() - exact.out).max() <= 2e-6
     assert np.abs(lse.double().numpy() - exact.lse).max() <= 1e-5
+
+
+@pytest.fixture
+def one_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The tuning says that a program merges, not a second launch: which there must not be then."""
+    rule = tuning._by_rule
+    monkeypatch.setattr(tuning, "_by_rule", lambda *of: replace(rule(*of), one_launch=True))
+    monkeypatch.setattr(decode, "merge_kernel", None)
+    tuning.tuning.cache_clear()
+    yield
+    tuning.tuning.cache_clear()
+
+
+@pytest.mark.usefixtures("one_launch")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(q_lens=(1, 2, 0, 1, 1), kv_lens=(200, 33, 7, 64, 0), heads=(2, 1), window=150, sinks=True),
+        Case(q_lens=(1, 4, 3), kv_lens=(300, 4, 133), heads=(28, 4), dims=(80, 80), block_size=5, dtype="bfloat16", padding=2, rows=True),
+        Case(q_lens=(2, 1), kv_lens=(140, 99), heads=(64, 1), dims=(96, 96), dtype="float16", kv="int4/token_head", split_tokens=32),
+        Case(q_lens=(1, 33), kv_lens=(260, 50), heads=(4, 1), dims=(192, 128), layout="HND", mask="tree", sinks=True, punched=True),
+    ],
+    ids=str,
+)
+def test_merged_by_the_last_program_of_a_row_the_result_is_as_good(case: Case) -> None:
+    keeps_the_contract(case)
 
 
 @pytest.mark.parametrize("b", range(4))
@@ -215,10 +243,31 @@ def test_merging_is_the_references() -> None:
 def test_copies_read_every_source_before_one_destination_is_written(dtype: torch.dtype) -> None:
     storage = torch.arange(8).repeat_interleave(5).view(8, 5).to(dtype)
     gaps = storage.repeat(1, 2)[:, :5]  # frames of a larger pool
-    pairs = torch.tensor([[1, 2], [2, 3], [3, 1], [5, 0]], dtype=torch.int32)  # a cycle, and one more
     for pool in (storage, gaps):
-        copy_frames(pool, pairs, backend="triton")
+        copy_frames(pool, PAIRS, backend="triton")
         assert pool.float().tolist() == [[f] * 5 for f in (5, 3, 1, 2, 4, 5, 6, 7)]
+
+
+STRIDED = {
+    "a layer": lambda pool: pool[:, 1],
+    "every second element": lambda pool: pool[..., ::2],
+    "heads and slots exchanged": lambda pool: pool.transpose(1, 3),
+    "one of each": lambda pool: pool[:, :, 1::2, :, 3],
+    "some of each dim": lambda pool: pool[:, ::2, ::3, 1:3, 1::4],
+    "frames innermost": lambda pool: pool.permute(4, 3, 2, 1, 0),
+    "an element a frame": lambda pool: pool[:, 0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.complex128], ids=str)
+@pytest.mark.parametrize("view", STRIDED)
+def test_frames_that_are_no_run_of_memory_are_copied_by_the_kernel_and_nothing_beside_them(view: str, dtype: torch.dtype) -> None:
+    drawn = torch.randint(0, 1000, (8, 3, 4, 6, 10), generator=torch.Generator().manual_seed(0)).to(dtype)
+    ours, right = drawn.clone(), drawn.clone()
+    copy_frames(STRIDED[view](ours), PAIRS, backend="triton")
+    copy_frames(STRIDED[view](right), PAIRS, backend="reference")
+    assert torch.equal(ours.view(torch.uint8), right.view(torch.uint8))
+    assert not torch.equal(ours.view(torch.uint8), drawn.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("heads", "most"), [((32, 32), 16), ((32, 8), 16), ((28, 4), 9), ((64, 2), 2), ((128, 1), 1)])
