@@ -4,25 +4,34 @@
 // A tensor is a tuple (address, stride, stride, ...), strides in bytes; an absent one is ().
 #include <pybind11/pybind11.h>
 
+#include <cstring>
+
+#include "calls.hpp"
+#include "isas.hpp"
 #include "schedule.hpp"
 #include "team.hpp"
 
 namespace py = pybind11;
 
 namespace pagedkv {
-namespace {
 
-// Best first.
-const Isa* const SETS[] = {
+const Isa* const ISAS[] = {
 #if defined(__x86_64__)
     &avx512_bf16_isa, &avx512_isa, &avx2_isa,
 #endif
-    &portable_isa,
+    &portable_isa, nullptr,
 };
 
-const Isa& isa_named(const std::string& name) {
-    for (const Isa* isa : SETS)
-        if (name == isa->name && isa->supported()) return *isa;
+const Isa* isa_named(const char* name) {
+    for (const Isa* const* isa = ISAS; name && *isa; isa++)
+        if (!std::strcmp(name, (*isa)->name) && (*isa)->supported()) return *isa;
+    return nullptr;
+}
+
+namespace {
+
+const Isa& named(const std::string& name) {
+    if (const Isa* isa = isa_named(name.c_str())) return *isa;
     throw py::value_error("this processor has no " + name);
 }
 
@@ -36,27 +45,9 @@ View view(const py::tuple& tensor) {
 
 py::tuple sets() {
     py::list names;
-    for (const Isa* isa : SETS)
-        if (isa->supported()) names.append(isa->name);
+    for (const Isa* const* isa = ISAS; *isa; isa++)
+        if ((*isa)->supported()) names.append((*isa)->name);
     return py::tuple(names);
-}
-
-// sizes: B H K D Dv S q_type kv_type causal window split_tokens
-void attention(const std::string& isa, int threads, const py::tuple& sizes, float scale, float softcap, const py::tuple& t) {
-    const auto size = [&](size_t i) { return sizes[i].cast<int64_t>(); };
-    const auto tensor = [&](size_t i) { return view(t[i].cast<py::tuple>()); };
-    Attention a{};
-    a.B = size(0), a.H = size(1), a.K = size(2), a.D = size(3), a.Dv = size(4), a.S = size(5);
-    a.q_type = static_cast<Dtype>(size(6)), a.kv_type = static_cast<Dtype>(size(7));
-    a.causal = size(8) != 0, a.window = size(9), a.split_tokens = size(10);
-    a.scale = scale, a.softcap = softcap;
-    a.q = tensor(0), a.k = tensor(1), a.v = tensor(2), a.k_scale = tensor(3), a.v_scale = tensor(4);
-    a.table = tensor(5), a.rows = tensor(6);
-    a.seq_lens = reinterpret_cast<const int32_t*>(tensor(7).data), a.cu_seqlens_q = reinterpret_cast<const int32_t*>(tensor(8).data);
-    a.sinks = tensor(9), a.slopes = tensor(10), a.tree = tensor(11), a.out = tensor(12), a.lse = tensor(13);
-    const Isa& set = isa_named(isa);
-    py::gil_scoped_release released;
-    run_attention(set, a, threads);
 }
 
 // sizes: T K D S new_type kv_type scale_per_token_head half interleaved; angles: cos sin positions, () where half is 0
@@ -72,7 +63,7 @@ void write(const std::string& isa, int threads, const py::tuple& sizes, const py
     w.half = size(7), w.interleaved = size(8) != 0;
     const auto angle = [&](size_t i) { return view(angles[i].cast<py::tuple>()); };
     if (w.half) w.cos = angle(0), w.sin = angle(1), w.positions = angle(2);
-    const Isa& set = isa_named(isa);
+    const Isa& set = named(isa);
     int64_t tokens = size(0);
     py::gil_scoped_release released;
     run_write(set, w, tokens, threads);
@@ -85,7 +76,7 @@ void copy(const py::tuple& storage, int64_t bytes, const py::tuple& copies, int6
 }
 
 uint64_t read(const std::string& isa, int threads, uintptr_t base, uintptr_t offsets, int64_t count, int64_t bytes) {
-    const Isa& set = isa_named(isa);
+    const Isa& set = named(isa);
     py::gil_scoped_release released;
     return run_read(set, reinterpret_cast<const char*>(base), reinterpret_cast<const int64_t*>(offsets), count, bytes, threads);
 }
@@ -97,7 +88,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.doc() = "CPU kernels over raw pointers and strides; see pagedkv/kernels/cpu.py.";
     m.def("sets", pagedkv::sets, "Names of the instruction sets that were compiled and that this processor has, best first.");
     m.def("runtime", pagedkv::team_runtime, "Where threads come from: \"OpenMP\" (the process's own runtime) or \"threads\".");
-    m.def("attention", pagedkv::attention);
+    if (PyModule_AddFunctions(m.ptr(), pagedkv::call_methods)) throw py::error_already_set();
     m.def("write", pagedkv::write);
     m.def("copy", pagedkv::copy);
     m.def("read", pagedkv::read, "Load and xor `count` runs of `bytes`: the ceiling that benchmarks compare with.");

@@ -38,6 +38,8 @@ def attention(call: AttentionCall) -> None:
         raise InvalidRequest(f"out is {named(call.out, ('T', 'H', 'Dv'))} {_dtype(call.out)}; it must be {wanted}")
     _no_overlap(out=call.out)
     _one_device(call, call.q.device)
+    if tuple(call.lse.shape) != (T, H) or call.lse.dtype != torch.float32:
+        raise InvalidRequest(f"lse is {named(call.lse, 'TH')} {_dtype(call.lse)}; it must be float32 [T={T}, H={H}]")
     if debug.level() >= 1:
         _table_values(call)
 

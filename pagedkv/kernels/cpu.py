@@ -7,8 +7,9 @@ set is compiled and the best that this processor has is used, unless PAGEDKV_CPU
 
 from __future__ import annotations
 
+from operator import attrgetter
 from types import ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -16,21 +17,25 @@ from torch import Tensor
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant, reference
+from pagedkv.kernels.args import AttentionCall
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.args import AttentionCall, WriteCall
+    from pagedkv.kernels.args import WriteCall
     from pagedkv.kernels.registry import Case
 
-_cpu: ModuleType | None
+_cpu: Any  # None without the extension
 try:
     from pagedkv.kernels import _cpu  # type: ignore[attr-defined, no-redef]
 
     _missing = ""
+    _cpu.meet(torch.Tensor, torch.float32, torch.get_num_threads, True)
 except ImportError as why:
     _cpu, _missing = None, str(why)
 
 CODES: Final = {name: code for code, name in enumerate(quant.DTYPES)}
 """The extension's number of a dtype: its place in quant.DTYPES, in the order of `Dtype` in csrc/cpu/contract.hpp."""
+
+_FIELDS: Final = attrgetter(*AttentionCall.__slots__)
 
 FLOATS: Final = ("float32", "bfloat16", "float16")
 
@@ -67,16 +72,7 @@ def num_threads() -> int:
 
 def paged_attention(call: AttentionCall) -> None:
     """Attend. Modifies: call.out, call.lse."""
-    q, k, v = call.q, call.k, call.v
-    K, D, Dv, S = k.shape[2], q.shape[2], call.out.shape[2], k.shape[1]
-    dtypes = (CODES[quant.NAMES[q.dtype]], CODES[quant.NAMES[k.dtype]])
-    rules = (int(call.causal), call.window or 0, call.split_tokens or 0)
-    sizes = (call.seq_lens.shape[0], q.shape[1], K, D, Dv, S, *dtypes, *rules)
-    pools = (view(q), view(k), view(v), scales(call.k_scale), scales(call.v_scale))
-    tables = (view(call.block_table), view(call.rows), view(call.seq_lens), view(call.cu_seqlens_q))
-    options = (view(call.sinks), view(call.alibi_slopes), view(call.tree_mask))
-    tensors = (*pools, *tables, *options, view(call.out), view(call.lse))
-    _extension().attention(isa(), num_threads(), sizes, call.scale, call.softcap, tensors)
+    _extension().attention(*_FIELDS(call), isa(), num_threads())
 
 
 def write_kv(call: WriteCall) -> None:
@@ -117,4 +113,4 @@ def scales(x: Tensor | None) -> tuple[int, ...]:
 
 def _extension() -> ModuleType:
     assert _cpu is not None, "the registry asks objections() first"
-    return _cpu
+    return cast(ModuleType, _cpu)

@@ -1,4 +1,5 @@
-"""The only entry points of the kernel layer. Every call goes: public function -> torch operator -> checks -> registry -> the kernel chosen.
+"""The only entry points of the kernel layer. A call goes: public function -> torch operator -> checks -> registry -> the kernel chosen; or,
+if one like it went there before and nothing of torch watches, straight to the kernel (known.py).
 
 The operators take flat tensors (`torch.ops.pagedkv.*`), so torch.compile sees one opaque node whose outputs have known shapes and whose
 mutations are declared. They are made with Library.define / impl / register_fake: `torch.library.custom_op` costs several times more.
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from pagedkv.kernels import checks, quant, registry
+from pagedkv.kernels import checks, cpu, known, quant, registry
 from pagedkv.kernels.args import AttentionCall, KVLayer, PagedBatch, RotaryTable, WriteCall
 from pagedkv.spec import KVSpec
 
@@ -90,6 +91,15 @@ def paged_attention(
     Modifies: out, if given, and returns it.
     Raises:   InvalidRequest; KernelUnavailable.
     """
+    if known.unwatched(q_THD, layer.k, layer.v):
+        results: Tensor | tuple[Tensor, Tensor] | None = known.again(
+            q_THD, layer.k, layer.v, layer.k_scale, layer.v_scale,
+            batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k,
+            scale, causal, window, softcap, sinks, alibi_slopes, tree_mask, split_tokens,
+            out, return_lse or None, backend, registry.KERNELS,
+        )  # fmt: skip
+        if results is not None:
+            return results
     pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
     tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
     scale = max(1, q_THD.shape[-1]) ** -0.5 if scale is None else scale
@@ -185,9 +195,14 @@ def _paged_attention(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _paged_attention_out(*args: Any) -> None:
+    if known.again(*args, registry.KERNELS) is not None:
+        return
     call = AttentionCall(*args[:-1])
     checks.attention(call)
-    registry.resolve(_attention_case(call), args[-1]).load().paged_attention(call)
+    kernel = registry.resolve(_attention_case(call), args[-1])
+    kernel.load().paged_attention(call)
+    if kernel.module == cpu.__name__:
+        known.remember(*args, registry.KERNELS)
 
 
 def _write_kv(*args: Any) -> None:

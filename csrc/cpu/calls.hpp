@@ -1,0 +1,10 @@
+// A call as Python hands it over, and calls that are known: of what kind they are was checked when the first of them came.
+#pragma once
+
+#include <Python.h>
+
+namespace pagedkv {
+
+extern PyMethodDef call_methods[];  // attention, again, remember: see calls.cpp
+
+}  // namespace pagedkv
