@@ -359,8 +359,8 @@ class Follower:
     def begin_again(self) -> int:
         """Take a snapshot."""
         now = self.mm.snapshot()
-        for event in now.as_events():
-            self.follow(event)
+        pages = [(name, block.group) for block in now.blocks for name in block.block_hashes]
+        self.names, self.companions = {name for name, group in pages if not group}, {page for page in pages if page[1]}
         self.since = now.sequence
         return now.sequence
 
