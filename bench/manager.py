@@ -22,7 +22,7 @@ import numpy as np
 
 from pagedkv.bench import peers
 from pagedkv.bench.peers import BATCH, BLOCK, GROWTH, PAGES, POOL, timed
-from pagedkv.core import AddressSpace, MemoryManager
+from pagedkv.core import AddressSpace, Group, MemoryManager
 from pagedkv.errors import InvalidRequest
 
 OURS: Final = "pagedkv"
@@ -88,9 +88,9 @@ def prompt(seed: int, pages: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 30_000, pages * BLOCK + 1).astype(np.int32)
 
 
-def grown(mm: MemoryManager, ids: np.ndarray) -> AddressSpace:
+def grown(mm: MemoryManager, ids: np.ndarray, tenant: bytes = b"") -> AddressSpace:
     """A space that holds `ids`, nothing of them matched."""
-    space = mm.open()
+    space = mm.open(tenant=tenant)
     mm.commit(mm.plan([space], [len(ids)]), ids)
     return space
 
@@ -107,8 +107,10 @@ def decode(batch: int, mm: MemoryManager, *, context: int = 1, growth: int = GRO
     """plan + commit of a step in which each of `batch` sequences of staggered lengths grows by one token; prefix cache on.
 
     They start again when they have grown by `growth` tokens. evicting: the pages that they leave cached are freed then, untimed.
+    The tenants that have quotas take turns.
     """
-    spaces = [grown(mm, prompt(i, -(-context // BLOCK) + 1)[: context + i % BLOCK]) for i in range(batch)]
+    tenants = list(mm.stats().tenants) or [b""]
+    spaces = [grown(mm, prompt(i, -(-context // BLOCK) + 1)[: context + i % BLOCK], tenants[i % len(tenants)]) for i in range(batch)]
     asids, ones = np.array([space.asid for space in spaces], np.int32), np.ones(batch, np.int64)
     ids = np.arange(batch, dtype=np.int32)
 
@@ -123,6 +125,13 @@ def decode(batch: int, mm: MemoryManager, *, context: int = 1, growth: int = GRO
         return timed(lambda: mm.commit(mm.plan(asids, ones), ids))
 
     return run
+
+
+def with_quotas(mm: MemoryManager) -> MemoryManager:
+    """Three tenants, each of which may hold half of the pool and is sure of a quarter."""
+    for tenant in (b"a", b"b", b"c"):
+        mm.set_quota(tenant, hard=mm.num_frames // 2, soft=mm.num_frames // 3, protected=mm.num_frames // 4)
+    return mm
 
 
 def allocate_and_release(batch: int, num_frames: int) -> Callable[[], float]:
@@ -189,11 +198,15 @@ def held(num_frames: int, pages: int) -> Callable[[], float]:
     return lambda: size
 
 
+TWO: Final = (Group(), Group(window=128, sinks=4))
+
 CASES: Final = (
     Case("decode step, 256 sequences", "us", 30, 1, lambda: decode(256, MemoryManager(20_000, BLOCK)), "decode 256"),
     Case("decode step, 1,024 sequences", "us", 80, 1, lambda: decode(1024, MemoryManager(40_000, BLOCK)), "decode 1024"),
     Case("the same, pool of 1e6 frames", "us", 80, 1, lambda: decode(1024, MemoryManager(1_000_000, BLOCK))),
     Case("the same, context of 500 tokens", "us", 80, 1, lambda: decode(1024, MemoryManager(100_000, BLOCK), context=500)),
+    Case("the same, two layer groups", "us", None, 1, lambda: decode(1024, MemoryManager(80_000, BLOCK, groups=TWO))),
+    Case("the same, three tenants with quotas", "us", None, 1, lambda: decode(1024, with_quotas(MemoryManager(40_000, BLOCK)))),
     Case("get and free a block, by 1,000", "ns", 30, BATCH, lambda: allocate_and_release(BATCH, POOL), peers.ALLOCATE),
     Case("match a block, pool of 1e5", "ns", 100, PAGES, lambda: match(PAGES, POOL), peers.MATCH),
     Case("publish a block, pool of 1e5", "ns", 150, PAGES, lambda: publish(PAGES, POOL), peers.PUBLISH),

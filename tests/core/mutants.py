@@ -267,13 +267,6 @@ FAULTS = (
         GROUPS,
     ),
     Fault(
-        "a companion is that of its leader: of whatever was there before",
-        "index.py",
-        "record.parent == leader and record.parent_generation == s.frames[leader].generation and record.published == 1 + group",
-        "record.parent == leader and record.published == 1 + group",
-        GROUPS,
-    ),
-    Fault(
         "no query sees a page that was given back: a sequence is truncated to where it would",
         "groups.py",
         "                if s.table[asid + group, page] == HOLE and is_seen(s, group, page, length):\n",
@@ -285,14 +278,14 @@ FAULTS = (
         "quotas.py",
         "* len(s.groups) + copies\n",
         "* len(s.groups)\n",
-        MACHINE,
+        TENANTS,
     ),
     Fault(
         "a quota counts the pages of all groups: those of one",
         "quotas.py",
         "* len(s.groups) + copies\n",
         " + copies\n",
-        MACHINE,
+        TENANTS,
     ),
     Fault(
         "who is over the soft quota yields first: the policy alone decides",

@@ -33,7 +33,7 @@ settings.load_profile("mutant")
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):  # what is broken may hang
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"{item.name} hangs"))
-    signal.alarm(100)
+    signal.alarm(100 if 'machine' in item.nodeid else 20)
     try:
         return (yield)
     finally:

@@ -85,7 +85,7 @@ def test_a_plan_goes_back_to_its_own_manager(mm: MemoryManager) -> None:
 @pytest.mark.parametrize("batch", [np.array([[0]]), np.array([0.0]), np.array([2**32]), [0], [None]])
 def test_what_is_no_row_of_spaces_is_refused(mm: MemoryManager, batch: Any) -> None:
     mm.open()
-    with pytest.raises(InvalidRequest, match="AddressSpaces|does not fit"):
+    with pytest.raises(InvalidRequest, match="AddressSpace|does not fit"):
         mm.plan(batch, [1])
 
 

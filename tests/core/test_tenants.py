@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.core import MemoryManager
+from pagedkv.core import Group, MemoryManager
 from pagedkv.core import state as st
 from pagedkv.core.policies import POLICIES
 from pagedkv.errors import InvalidRequest, InvariantViolation, OutOfFrames, QuotaExceeded
@@ -73,6 +73,24 @@ def test_beyond_its_hard_quota_a_plan_is_refused_by_name_and_nothing_is_changed(
     assert (over.value.tenant, over.value.quota, over.value.used, over.value.shortfall) == (b"small", 4, 4, 1)
     assert everything(mm) == before
     mm.plan([other, running], [4, 4])
+    mm.check()
+
+
+@pytest.mark.parametrize("groups", [(Group(),), (Group(), Group(window=4))])
+def test_a_hard_quota_counts_the_copies_and_the_pages_of_all_groups(groups: tuple[Group, ...]) -> None:
+    mm = MemoryManager(num_frames=16, block_size=4, groups=groups)
+    mm.set_quota(b"t", hard=len(groups))
+    parent = grown(mm, [1, 2], tenant=b"t")
+    child = parent.fork()
+    before = everything(mm)
+    for space, count in ((child, 1), (parent, 3)):  # a copy of the tail that both see; a copy, and a page more
+        with pytest.raises(QuotaExceeded) as over:
+            mm.plan([space], [count])
+        assert over.value.needed == len(groups) * (1 + (count > 2))
+        assert everything(mm) == before
+    mm.set_quota(b"t", hard=3 * len(groups))
+    assert mm.plan([child], [3]).num_tokens == 3
+    assert mm.usage(b"t").used == 3 * len(groups)
     mm.check()
 
 
