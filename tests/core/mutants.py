@@ -262,8 +262,8 @@ FAULTS = (
     Fault(
         "a match has every page that a window sees: companions are taken for granted",
         "groups.py",
-        "        pages = best\n    return pages\n",
-        "    return pages\n",
+        "        lacking = _lacking(s, leaders, group, pages)\n",
+        "        lacking = -1\n",
         GROUPS,
     ),
     Fault(

@@ -226,6 +226,11 @@ class Walk:
     def evict(self) -> None:
         self.mm.evict(self.below(4))
 
+    def forget(self) -> None:
+        """The weights were updated, which is rare; refused while anything is pinned."""
+        if self.below(16) == 0:
+            self.unless(InvalidRequest, self.mm.forget)
+
     # -- the pool ---------------------------------------------------------------------------------------------------------------------
 
     def limit(self) -> None:
@@ -274,7 +279,7 @@ class Walk:
 
 OFTEN = (Walk.open, Walk.decode, Walk.decode, Walk.decode, Walk.prefill, Walk.prefill, Walk.plan, Walk.settle, Walk.settle, Walk.release)
 SOMETIMES = (Walk.fork, Walk.truncate, Walk.punch, Walk.cancel, Walk.complete_again, Walk.pin, Walk.unpin)
-RARELY = (Walk.retire, Walk.advance, Walk.advise, Walk.evict, Walk.limit, Walk.resize)
+RARELY = (Walk.retire, Walk.advance, Walk.advise, Walk.evict, Walk.limit, Walk.resize, Walk.forget)
 MOVES = (*OFTEN, *OFTEN, *SOMETIMES, *RARELY, Walk.fork, Walk.truncate, Walk.advance)
 
 
