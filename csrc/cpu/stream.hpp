@@ -65,27 +65,27 @@ struct Ahead {
         return v ? run.v + h * a.v.stride[2] + block * BLOCK * a.v.stride[1] : run.k + h * a.k.stride[2] + block * BLOCK * a.k.stride[1];
     }
     INLINE void step() {
-        if (++block < run.blocks) return;
-        block = 0;
-        if (++h < k1) return;
-        h = k0, v = !v;
-        if (!v && runs.next(run)) ask_for_scales();
-    }
-    void ask_for_scales() const {
-        const Attention& a = *runs.a;
-        for (int64_t i = k0; run.k_scale && i < k1; i++) {
-            __builtin_prefetch(run.k_scale + i * a.k_scale.stride[2]), __builtin_prefetch(run.v_scale + i * a.v_scale.stride[2]);
+        if (++block == run.blocks) {
+            block = 0;
+            if (++h == k1) {
+                h = k0, v = !v;
+                if (!v) runs.next(run);
+            }
         }
+        if (!run.k_scale) return;
+        const View& scale = v ? runs.a->v_scale : runs.a->k_scale;
+        __builtin_prefetch((v ? run.v_scale : run.k_scale) + h * scale.stride[2] + block * BLOCK * scale.stride[1]);
     }
 };
 
-// Lines to ask for beside the loads of a block, twice: a step from key to key, and from span to span.
-template <bool ASKS>
+// Lines to ask for beside the loads of a block: a step from key to key, and from span to span. Loads of half a line ask in turn.
+template <int TIMES>
 struct Asking {
     const char *far, *near;
     int64_t key, span;
-    INLINE void line(int64_t offset) const {
-        if constexpr (ASKS) __builtin_prefetch(far + offset), __builtin_prefetch(near + offset);
+    INLINE void line(int64_t offset, int i) const {
+        if constexpr (TIMES == 1) __builtin_prefetch((i % 2 ? near : far) + offset);
+        if constexpr (TIMES == 2) __builtin_prefetch(far + offset), __builtin_prefetch(near + offset);
     }
     INLINE void move(int64_t bytes) { far += bytes, near += bytes; }
 };
@@ -116,8 +116,8 @@ INLINE void score_block(const char* keys, int64_t stride, const typename C::Oper
             unroll<T>(EACH(t) {
                 typename C::Operand k[C::KEYS];
                 C::key(at + t / 4 * (4 * stride) + t % 4 * stride, k);
-                now.line(t / 4 * (4 * ask.key) + t % 4 * ask.key);
-                unroll<C::KEYS * R>(EACH(i) { sums[i % R * T + t] = C::dot(rows[i], k[i / R], sums[i % R * T + t]); });
+                now.line(t / 4 * (4 * ask.key) + t % 4 * ask.key, t);
+                unroll<C::KEYS * R>(EACH(i) { sums[i % R * T + t] = C::dot_key(rows[i], k[i / R], sums[i % R * T + t]); });
             });
         }
         store(s + 16 * b, C::totals(sums));
@@ -135,11 +135,11 @@ INLINE void weigh_spans(vf* o, const char* values, int64_t stride, const char* w
     });
     for (int64_t b = 0; b < R; b++, weights += 64, values += T * stride, ask.move(T * ask.key)) {
         unroll<T / C::STEP>(EACH(i) {
-            const char *x = values + i * C::STEP * stride, *y = x + stride;
+            const char* rows = values + i * C::STEP * stride;
             typename C::Operand v[N];
             unroll<SPANS>(EACH(c) {
-                C::value(x + c * C::BYTES, y + c * C::BYTES, v + c * C::VALUES);
-                unroll<C::STEP>(EACH(j) { ask.line((i * C::STEP + j) * ask.key + c * C::BYTES); });
+                C::value(rows + c * C::BYTES, stride, v + c * C::VALUES);
+                unroll<C::STEP>(EACH(j) { ask.line((i * C::STEP + j) * ask.key + c * C::BYTES, i * C::STEP + j + c); });
             });
             unroll<R>(EACH(r) {
                 typename C::Operand w = C::weight(weights + (r * T + i * C::STEP) * (4 / C::STEP));
@@ -177,7 +177,7 @@ struct Stream {
     int64_t G, rows_per_head, passes, k_spans, v_spans, first_new, position;
     Runs all_runs;
     Operand* q;                                                // [pass][span][KEYS][R]
-    vf *o, *m, *l, *factors, *units;                           // [pass][operand][R], and [pass] each
+    vf *o, *m, *l, *factors, *offsets, *units;                 // [pass][operand][R], [pass] each, [pass][TILE / BLOCK]
     float* scores;                                             // [pass][TILE / T] vectors, then weights in their place
     char *staging, *natural;                                   // BLOCK keys; a row of floats
     bool plain;
@@ -193,7 +193,8 @@ struct Stream {
         o = reinterpret_cast<vf*>(take(all_passes * R * a.Dv * 4));
         q = reinterpret_cast<Operand*>(take(all_passes * R * a.D * C::Q_BYTES));
         m = reinterpret_cast<vf*>(take(all_passes * 64)), l = reinterpret_cast<vf*>(take(all_passes * 64));
-        factors = reinterpret_cast<vf*>(take(all_passes * 64)), units = reinterpret_cast<vf*>(take(all_passes * 64));
+        factors = reinterpret_cast<vf*>(take(all_passes * 64)), offsets = reinterpret_cast<vf*>(take(all_passes * 64));
+        units = reinterpret_cast<vf*>(take(all_passes * 64 * (TILE / BLOCK)));
         scores = reinterpret_cast<float*>(take(all_passes * R * TILE * 4));
         staging = take(BLOCK * 4 * (a.D > a.Dv ? a.D : a.Dv)), natural = take(4 * a.D);
         plain = !a.softcap && !a.slopes.data && !a.tree.data;
@@ -210,9 +211,13 @@ struct Stream {
         to_floats(a.q_type, a.q.data + token_of(r) * a.q.stride[0] + (h * G + known(r) % G) * a.q.stride[1], row, a.D, a.D);
         int64_t pass = pass_of(h, r / R);
         float factor = C::factor(row, a.D);
-        for (int64_t t = 0; t < T; t++) reinterpret_cast<float*>(factors + pass)[r % R * T + t] = factor * a.scale;
         Operand* to = q + pass * R * k_spans * C::KEYS + r % R;
-        for (int64_t c = 0; c < k_spans; c++) C::query(row + c * C::SPAN, factor, to + c * C::KEYS * R, R);
+        float sum = 0.0f;
+        for (int64_t c = 0; c < k_spans; c++) sum += C::query(row + c * C::SPAN, factor, to + c * C::KEYS * R, R);
+        for (int64_t t = 0; t < T; t++) {
+            reinterpret_cast<float*>(factors + pass)[r % R * T + t] = factor * a.scale;
+            reinterpret_cast<float*>(offsets + pass)[r % R * T + t] = factor * a.scale * C::BIAS * sum;
+        }
     }
 
     // The state over keys [from, end).
@@ -247,9 +252,9 @@ struct Stream {
     // f(what a pass asks for): only the first asks.
     template <class F>
     INLINE void by_passes(const Ahead& far, const Ahead& near, int64_t key, int64_t span, const F& f) const {
-        f(Asking<true>{far.now(), near.now(), key, span}, 0);
+        f(Asking<C::BYTES / 32>{far.now(), near.now(), key, span}, 0);
         if constexpr (R == 4)
-            for (int64_t p = 1; p < passes; p++) f(Asking<false>{nullptr, nullptr, key, span}, p);
+            for (int64_t p = 1; p < passes; p++) f(Asking<0>{nullptr, nullptr, key, span}, p);
     }
 
     void keys(const Run& run, int64_t h, Ahead& far, Ahead& near) {
@@ -266,6 +271,7 @@ struct Stream {
         }
     }
 
+    vf* units_of(int64_t pass) const { return units + pass * (TILE / BLOCK); }
     float* scores_of(int64_t h, int64_t p) const { return scores + pass_of(h, p) * R * TILE; }
 
     // Scores become weights exp(s - m), as C wants them, in place.
@@ -278,22 +284,23 @@ struct Stream {
         highest = over_keys<T>(highest, [](vf x, vf y) __attribute__((always_inline)) { return max(x, y); });
         if (_mm512_cmp_ps_mask(highest, m[pass] + all(REACH), _CMP_GT_OQ)) move_origin(pass, highest);
         vf origin = max(m[pass], all(-3e38f)), sum = l[pass];
-        for (int64_t i = 0; i < n; i++) {
-            vf e = small_exponential(load(s + 16 * i) - origin);
-            sum = sum + e;
-            if (a.v_scale.data) e = e * per_key(run.v_scale + h * a.v_scale.stride[2], a.v_scale.stride[1], i * T, run.n);
-            if constexpr (C::INTEGER) store(s + 16 * i, e);
-            else C::put_weights(reinterpret_cast<char*>(s + 16 * i), e);
+        alignas(64) float room[TILE];
+        const float* scales = scales_of(a.v_scale, run.v_scale, h, run, room);
+        for (int64_t block = 0; block < run.blocks; block++, s += 16 * R) {
+            vf e[R], most = all(1e-30f);
+            unroll<R>(EACH(i) {
+                e[i] = small_exponential(load(s + 16 * i) - origin), sum = sum + e[i];
+                if (scales) e[i] = e[i] * repeat(scales + block * BLOCK + i * T);
+                if constexpr (C::INTEGER) most = max(most, e[i]);
+            });
+            if constexpr (C::INTEGER) {
+                most = over_keys<T>(most, [](vf x, vf y) __attribute__((always_inline)) { return max(x, y); });
+                units_of(pass)[block] = most * all(C::VALUE_UNIT / C::LIMIT), most = all(C::LIMIT) / most;
+                unroll<R>(EACH(i) { e[i] = e[i] * most; });
+            }
+            unroll<R>(EACH(i) { C::put_weights(reinterpret_cast<char*>(s + 16 * i), e[i]); });
         }
         l[pass] = sum;
-        if constexpr (C::INTEGER) {
-            vf most = load(s);
-            for (int64_t i = 1; i < n; i++) most = max(most, _mm512_abs_ps(load(s + 16 * i)));
-            most = max(over_keys<T>(_mm512_abs_ps(most), [](vf x, vf y) __attribute__((always_inline)) { return max(x, y); }), all(1e-30f));
-            units[pass] = most * all(1.0f / C::LIMIT);
-            vf one = all(C::LIMIT) / most;
-            for (int64_t i = 0; i < n; i++) C::put_weights(reinterpret_cast<char*>(s + 16 * i), load(s + 16 * i) * one);
-        }
     }
 
     // Rows whose maximum is out of reach of their origin take it as the new one, and what they have summed shrinks.
@@ -306,14 +313,19 @@ struct Stream {
         for (int64_t i = 0; i < v_spans * C::SPAN / 16; i++, at += R) unroll<R>(EACH(r) { at[r] = at[r] * all(shrink[r * T]); });
     }
 
-    // What belongs to keys t .. t + T - 1 (of n), a float each, for every row.
-    INLINE vf per_key(const char* from, int64_t stride, int64_t t, int64_t n) const {
-        alignas(64) float x[16];
-        if (stride == 0) return all(*reinterpret_cast<const float*>(from));  // one for all
-        if (stride == 4 && t + T <= n) return repeat(reinterpret_cast<const float*>(from) + t);
-        for (int64_t i = 0; i < T; i++) x[i] = t + i < n ? *reinterpret_cast<const float*>(from + (t + i) * stride) : 0.0f;
-        return repeat(x);
+    // The scales of a run's keys, whole blocks of them: where they lie, or in `room`; null if there are none.
+    INLINE const float* scales_of(const View& view, const char* of_head_0, int64_t h, const Run& run, float* room) const {
+        if (!view.data) return nullptr;
+        const char* from = of_head_0 + h * view.stride[2];
+        if (view.stride[1] == 4 && run.n % BLOCK == 0) return reinterpret_cast<const float*>(from);
+        gather_scales(from, view.stride[1], run, room);
+        return room;
     }
+    __attribute__((noinline)) static void gather_scales(const char* from, int64_t stride, const Run& run, float* room) {
+        for (int64_t t = 0; t < run.n; t++) room[t] = *reinterpret_cast<const float*>(from + t * stride);
+        for (int64_t t = run.n; t < run.blocks * BLOCK; t++) room[t] = 0.0f;
+    }
+    // What belongs to T keys, a float each, for every row.
     static INLINE vf repeat(const float* x) {
         if constexpr (T == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(x));
         else if constexpr (T == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(x));
@@ -322,10 +334,13 @@ struct Stream {
 
     // Dot products become scores: scales, soft cap, ALiBi and masks.
     INLINE void shape(const Run& run, int64_t h, int64_t p, float* s) const {
-        vf factor = factors[pass_of(h, p)];
+        vf factor = factors[pass_of(h, p)], offset = offsets[pass_of(h, p)];
+        alignas(64) float room[TILE];
+        const float* scales = scales_of(a.k_scale, run.k_scale, h, run, room);
         for (int64_t i = 0; i < run.blocks * R; i++) {
             vf x = load(s + 16 * i) * factor;
-            if (a.k_scale.data) x = x * per_key(run.k_scale + h * a.k_scale.stride[2], a.k_scale.stride[1], i * T, run.n);
+            if constexpr (C::BIAS != 0.0f) x = x + offset;
+            if (scales) x = x * repeat(scales + i * T);
             store(s + 16 * i, x);
         }
         int64_t first = position + p * R / G, last = position + known(p * R + R - 1) / G;  // positions of the pass's rows
@@ -359,7 +374,7 @@ struct Stream {
             const auto weigh = [&](auto ask, int64_t p) __attribute__((always_inline)) {
                 vf* sums = o + pass_of(h, p) * R * v_spans * C::VALUES;
                 const char* w = reinterpret_cast<const char*>(scores_of(h, p) + block * BLOCK * R);
-                const float* unit = reinterpret_cast<const float*>(units + pass_of(h, p));
+                const float* unit = reinterpret_cast<const float*>(units_of(pass_of(h, p)) + block);
                 weigh_block<C, R>(sums, v_spans, at, stride, w, unit, ask);
             };
             by_passes(far, near, dense ? C::BYTES : a.v.stride[1], dense ? BLOCK * C::BYTES : C::BYTES, weigh);
@@ -394,8 +409,8 @@ INLINE bool with_stream(const Attention& a, const F& f) {
     if (a.q_type == Dtype::bf16 && a.kv_type == Dtype::bf16 && fits(32)) return f(Pairs<Dtype::bf16>{}), true;
     if (a.q_type == Dtype::bf16 && a.kv_type == Dtype::e4m3 && fits(64)) return f(Pairs<Dtype::e4m3>{}), true;
     if (a.q_type == Dtype::bf16 && a.kv_type == Dtype::e5m2 && fits(64)) return f(Pairs<Dtype::e5m2>{}), true;
-    if (a.q_type != Dtype::f32 && a.kv_type == Dtype::i8 && fits(64) && a.D <= 512) return f(Words<Dtype::i8>{}), true;
-    if (a.q_type != Dtype::f32 && a.kv_type == Dtype::i4 && fits(64) && a.D <= 512) return f(Words<Dtype::i4>{}), true;
+    if (a.q_type != Dtype::f32 && a.kv_type == Dtype::i8 && fits(64) && a.D <= 512) return f(Words{}), true;
+    if (a.q_type != Dtype::f32 && a.kv_type == Dtype::i4 && fits(64) && a.D <= 512) return f(Nibbles{}), true;
 #else
     if (a.q_type == Dtype::bf16 && a.kv_type == Dtype::bf16 && fits(16)) return f(Widened<Dtype::bf16>{}), true;
 #endif
