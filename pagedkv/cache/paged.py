@@ -5,6 +5,9 @@
     cache.commit(batch, token_ids)                the tokens are real: later prompts find them
 
 It adds no rule to those of core: it keeps bytes and integers in step, and nothing else.
+
+Layers with different windows are groups: a list of KVSpecs, one for each, the first of them without a window, and `layer_groups`, which
+says of each layer of the model in which group it is. Then `batch[layer]` stands for `batch.args`. See core/groups.py.
 """
 
 from __future__ import annotations
@@ -20,14 +23,17 @@ from pagedkv import debug
 from pagedkv.cache import batch as packing
 from pagedkv.cache.batch import PlannedBatch
 from pagedkv.cache.mirror import DeviceMirror
-from pagedkv.cache.storage import Storage
+from pagedkv.cache.storage import Storage, groups_of_layers
+from pagedkv.core.arguments import whole
+from pagedkv.core.groups import Group
 from pagedkv.core.manager import Counts, MemoryManager, Spaces
+from pagedkv.core.plan import Plan
 from pagedkv.core.space import AddressSpace
 from pagedkv.core.state import FREE
 from pagedkv.core.stats import Stats
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
-from pagedkv.kernels.args import KVLayer
+from pagedkv.kernels.args import KVLayer, PagedBatch
 from pagedkv.kernels.ops import copy_frames
 from pagedkv.spec import KVSpec
 
@@ -35,6 +41,8 @@ from pagedkv.spec import KVSpec
 class PagedKVCache:
     """The KV cache of one model: `cache[layer]` for the kernels, `plan` and `commit` for the loop.
 
+    `spec` is the geometry, or that of each layer group: what lies behind a group's window is given back (KVSpec.window). A frame is as
+    large as the largest group needs, so groups of as many layers each waste nothing.
     Give `num_frames`, or `memory` ("40GiB", bytes) to fill. `kernels` names a backend or "auto"; the choice is made here, once, and
     shown in the repr. `backend` is what to hand to the kernels' calls: the name if one was forced, else None, so that a call that the
     chosen kernel objects to (for a soft cap, say) goes to the next. Further options go to MemoryManager.
@@ -43,8 +51,9 @@ class PagedKVCache:
 
     def __init__(
         self,
-        spec: KVSpec,
+        spec: KVSpec | Sequence[KVSpec],
         *,
+        layer_groups: Sequence[int] | None = None,
         num_frames: int | None = None,
         memory: str | int | None = None,
         device: torch.device | str = "cpu",
@@ -53,15 +62,19 @@ class PagedKVCache:
     ) -> None:
         if (num_frames is None) == (memory is None):
             raise InvalidRequest(f"num_frames is {num_frames} and memory is {memory}; give one of them")
-        frames = num_frames if memory is None else spec.frames_in(memory)
-        if isinstance(frames, bool) or not isinstance(frames, (int, np.integer)):
-            raise InvalidRequest(f"num_frames is {frames!r}; it must be an int")
-        self.spec, self.device = spec, torch.device(device)
-        self.manager = MemoryManager(frames, spec.block_size, **manager_options)
-        self.kernel = registry.choose(spec, self.device.type, kernels)
+        self.specs = (spec,) if isinstance(spec, KVSpec) else tuple(spec)
+        self.layer_groups = groups_of_layers(self.specs, layer_groups)
+        self.spec, self.device = self.specs[0], torch.device(device)
+        largest = max(self.specs, key=lambda spec: spec.frame_bytes)
+        frames = whole(num_frames if memory is None else largest.frames_in(memory), "num_frames", 1, 2**31)
+        manager_options.setdefault("groups", [Group(window=spec.window) for spec in self.specs])
+        self.manager = MemoryManager(frames, self.spec.block_size, **manager_options)
+        if len(self.manager.groups) != len(self.specs):
+            raise InvalidRequest(f"{len(self.manager.groups)} groups and {len(self.specs)} specs; give a KVSpec for each group")
+        self.kernel = registry.choose(self.spec, self.device.type, kernels)
         forced = kernels not in (None, registry.AUTO) or debug.forced_backend() is not None
         self.backend = self.kernel.name if forced else None
-        self.storage = Storage(spec, frames, self.device)
+        self.storage = Storage(self.specs, frames, self.device, layer_groups=self.layer_groups)
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
         self._watched = debug.level() >= 2  # from birth or not at all: later nobody knows which frames hold something
         self._seen = self.manager.state.frames["generation"].copy()  # at the last look,
@@ -76,7 +89,19 @@ class PagedKVCache:
         return self.storage.layers[layer]
 
     def __len__(self) -> int:
-        return self.spec.num_layers
+        return len(self.layer_groups)
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of a frame: what the largest group needs."""
+        return self.storage.frame_bytes
+
+    def frames_for(self, num_tokens: int, at_once: int | None = None) -> int:
+        """The most frames that a sequence holds until it has `num_tokens` tokens, planned `at_once` at most (None: all of them)."""
+        chunk = num_tokens if at_once is None else min(at_once, num_tokens)
+        most = [num_tokens if spec.window is None else min(num_tokens, spec.window - 1 + chunk) for spec in self.specs]
+        pages = self.spec.pages
+        return sum(pages(num_tokens) if tokens == num_tokens else min(pages(num_tokens), pages(tokens) + 1) for tokens in most)
 
     def open(self, token_ids: Sequence[int] | npt.NDArray[np.integer] = (), *, tenant: bytes = b"") -> AddressSpace:
         """See MemoryManager.open."""
@@ -95,12 +120,16 @@ class PagedKVCache:
             if len(plan.splits):
                 copies = torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device)
                 copy_frames(self.storage.frames, copies, backend=self.backend)
-            if self._mirror is None:
-                return PlannedBatch(plan, packing.on_cpu(plan))
-            return PlannedBatch(plan, packing.on_device(plan, self._mirror, self.spec.block_size))
+            parts = [self._packed(plan, group) for group in range(len(self.specs))]
+            return PlannedBatch(plan, parts[0], tuple(parts[1:]), self.layer_groups if parts[1:] else ())
         except BaseException:  # nobody has the plan: nobody else could abort it
             self.manager.abort(plan)
             raise
+
+    def _packed(self, plan: Plan, group: int) -> PagedBatch:
+        if self._mirror is None:
+            return packing.on_cpu(plan, group)
+        return packing.on_device(plan, self._mirror, self.spec.block_size, group)
 
     def commit(self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None) -> None:
         """The KV of `token_ids` has been written where `batch` said. See MemoryManager.commit."""
@@ -114,13 +143,18 @@ class PagedKVCache:
         """See MemoryManager.set_quota; frames, of which `spec.frames_in("2GiB")` gives the number."""
         self.manager.set_quota(tenant, hard=hard, soft=soft, protected=protected)
 
+    def forget(self) -> int:
+        """See MemoryManager.forget."""
+        return self.manager.forget()
+
     def resize(self, num_frames: int) -> None:
         """Make the pool larger or smaller; what it holds stays. See MemoryManager.resize. Both pools exist for as long as this takes.
 
         `cache[layer]` is a new view afterwards: fetch it again, and capture CUDA graphs anew.
         Raises: as MemoryManager.resize, and InvalidRequest if the memory cannot be had; nothing was changed then
         """
-        other = Storage(self.spec, num_frames, self.device) if num_frames >= 1 else self.storage  # that size the manager refuses
+        num_frames = whole(num_frames, "num_frames", 1, 2**31)
+        other = Storage(self.specs, num_frames, self.device, layer_groups=self.layer_groups)
         moves = torch.from_numpy(self.manager.resize(num_frames).astype(np.int64))
         used = np.flatnonzero(self.manager.state.frames["status"] != FREE)
         stayed = np.setdiff1d(used[used < self.storage.num_frames], moves[:, 1].numpy())
@@ -147,4 +181,5 @@ class PagedKVCache:
 
     def __repr__(self) -> str:
         gib = self.storage.bytes.numel() / 2**30
-        return f"PagedKVCache({self.spec}, {gib:.2f} GiB on {self.device}, kernels={self.kernel.name!r}, {self.manager!r})"
+        specs = self.spec if len(self.specs) == 1 else list(self.specs)
+        return f"PagedKVCache({specs}, {gib:.2f} GiB on {self.device}, kernels={self.kernel.name!r}, {self.manager!r})"

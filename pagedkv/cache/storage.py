@@ -1,7 +1,8 @@
 """Storage: the bytes of the pool. One allocation; a frame is one contiguous run of it, so copying or sending a frame is one memcpy.
 
     frames      uint8 [F, frame_bytes]
-    layer l     |K of all heads [K, S, D]|V of all heads [K, S, Dv]|k_scale [K, S]|v_scale [K, S]|   at l * layer_bytes of each frame
+    layer l     |K of all heads [K, S, D]|V of all heads [K, S, Dv]|k_scale [K, S]|v_scale [K, S]|   at i * layer_bytes of each frame
+                where l is the i-th layer of its group. A frame belongs to one group at a time and is as large as the largest needs.
 
 Heads are outermost in a frame (HND): one head's page is one run, and a layer's slice is one stream in the order a decode step reads it.
 The views are strided, `[F, S, K, D]`, and own nothing. This file knows geometry and bytes, never who uses a frame.
@@ -10,6 +11,7 @@ The views are strided, `[F, S, K, D]`, and own nothing. This file knows geometry
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -46,28 +48,56 @@ def _apart(view: torch.Tensor) -> torch.Tensor:
     return from_dlpack(view.view(torch.uint8)).view(view.dtype) if as_bytes else from_dlpack(view)
 
 
+def groups_of_layers(specs: tuple[KVSpec, ...], given: Sequence[int] | None) -> tuple[int, ...]:
+    """The group of each layer."""
+    if not specs or not all(isinstance(spec, KVSpec) for spec in specs):
+        raise InvalidRequest(f"spec is {list(specs)}; give a KVSpec, or one for each layer group")
+    if len({spec.block_size for spec in specs}) > 1:
+        raise InvalidRequest(f"block sizes {[spec.block_size for spec in specs]}: groups share one pool of equal frames; give one size")
+    layers = tuple(given) if given is not None else tuple(group for group, spec in enumerate(specs) for _ in range(spec.num_layers))
+    counts = [layers.count(group) for group in range(len(specs))]
+    if counts != [spec.num_layers for spec in specs] or sum(counts) != len(layers):
+        raise InvalidRequest(
+            f"layer_groups gives the {len(specs)} groups {counts} of {len(layers)} layers, their specs have "
+            f"{[spec.num_layers for spec in specs]}; name the group of each layer"
+        )
+    return layers
+
+
 class Storage:
     """The pool's bytes and a typed view of each layer.
 
+    spec: the geometry, or that of each layer group; then `layer_groups[l]` is the group of layer l, None for one group after the other.
     Shapes: frames uint8 [F, frame_bytes]; layers[l].k [F, S, K, D] (D/2 for int4), v [F, S, K, Dv], scales float32 [F, S, K] or None
-    Raises: InvalidRequest if the memory cannot be had
+    Raises: InvalidRequest if the memory cannot be had, or the groups and their layers do not fit together
     """
 
-    def __init__(self, spec: KVSpec, num_frames: int, device: torch.device | str = "cpu") -> None:
-        self.spec, self.num_frames, self.device = spec, num_frames, torch.device(device)
-        num_bytes = num_frames * spec.frame_bytes
+    def __init__(
+        self,
+        spec: KVSpec | Sequence[KVSpec],
+        num_frames: int,
+        device: torch.device | str = "cpu",
+        *,
+        layer_groups: Sequence[int] | None = None,
+    ) -> None:
+        self.specs = (spec,) if isinstance(spec, KVSpec) else tuple(spec)
+        self.layer_groups = groups_of_layers(self.specs, layer_groups)
+        self.num_frames, self.device = num_frames, torch.device(device)
+        self.frame_bytes = max(spec.frame_bytes for spec in self.specs)
+        num_bytes = num_frames * self.frame_bytes
         try:
             self.bytes = _allocate(num_bytes, self.device)
         except (OSError, RuntimeError, OverflowError, ValueError) as error:
             raise InvalidRequest(
-                f"{num_frames} frames of {spec.frame_bytes} bytes are {num_bytes} bytes, and {self.device} has not as much ({error}); "
+                f"{num_frames} frames of {self.frame_bytes} bytes are {num_bytes} bytes, and {self.device} has not as much ({error}); "
                 "give fewer frames"
             ) from error
-        self.frames = self.bytes.view(num_frames, spec.frame_bytes)
-        self.layers = [self._layer(index) for index in range(spec.num_layers)]
+        self.frames = self.bytes.view(num_frames, self.frame_bytes)
+        order = [self.layer_groups[:layer].count(group) for layer, group in enumerate(self.layer_groups)]
+        self.layers = [self._layer(self.specs[group], index) for group, index in zip(self.layer_groups, order, strict=True)]
 
-    def _layer(self, index: int) -> KVLayer:
-        spec, parts = self.spec, {}
+    def _layer(self, spec: KVSpec, index: int) -> KVLayer:
+        parts = {}
         packed = 2 if spec.stored_dtype == "int4" else 1
         for name, (offset, _) in spec.regions().items():
             is_scale = name.endswith("_scale")
@@ -75,7 +105,7 @@ class Storage:
             dim = 1 if is_scale else (spec.head_dim if name == "k" else spec.value_dim) // packed
             typed, size = self.bytes.view(dtype), dtype.itemsize
             shape = (self.num_frames, spec.block_size, spec.num_kv_heads, dim)
-            strides = (spec.frame_bytes // size, dim, spec.block_size * dim, 1)
+            strides = (self.frame_bytes // size, dim, spec.block_size * dim, 1)
             view = typed.as_strided(shape, strides, (index * spec.layer_bytes + offset) // size)
             parts[name] = _apart(view[..., 0] if is_scale else view)
         return KVLayer(**parts)

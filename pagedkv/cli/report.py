@@ -53,7 +53,7 @@ def table(requests: list[Request], engine: Engine) -> Table:
         "first token": _first_token([c.ttft_s * 1e3 for c in completions]),
         "speed": _speed(requests),
         "frames at peak": f"{stats.peak_mapped:,} of {stats.num_frames:,}, each of {spec.block_size} tokens",
-        "bytes at peak": f"{size(stats.peak_mapped * spec.frame_bytes)} of {size(stats.num_frames * spec.frame_bytes)}",
+        "bytes at peak": f"{size(stats.peak_mapped * engine.cache.frame_bytes)} of {size(stats.num_frames * engine.cache.frame_bytes)}",
         "prefix hits": f"{stats.tokens_matched:,} of {stats.tokens_asked:,} tokens looked for ({stats.hit_rate:.0%})",
         "waste": f"{engine.meter.waste:.1%} of allocated slots held no token",
         "kernel": f"{engine.cache.kernel.name}, {spec.stored_dtype}, {engine.cache.device}",

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.errors import CheckpointError
@@ -125,7 +125,7 @@ class ModelConfig:
         return _model_config(_Fields(_text_part(values, where), where))
 
     def spec(self, *, block_size: int = 16, kv_dtype: str | None = None, dtype: str | None = None) -> KVSpec:
-        """The geometry of this model's KV cache: one group of all layers, for windows are arguments of the kernels.
+        """The geometry of this model's KV cache: one group of all layers, whose windows are arguments of the kernels only.
 
         dtype: what the model computes in; None for what the checkpoint was saved in.
         """
@@ -137,6 +137,25 @@ class ModelConfig:
             dtype=dtype or self.dtype,
             kv_dtype=kv_dtype,
         )
+
+    def layer_groups(self) -> tuple[int, ...]:
+        """The layer group of each layer, for `PagedKVCache(config.specs(), layer_groups=config.layer_groups())`."""
+        places = {layer: number for number, (_, layers) in enumerate(self._groups()) for layer in layers}
+        return tuple(places[layer] for layer in range(self.num_layers))
+
+    def specs(self, *, block_size: int = 16, kv_dtype: str | None = None, dtype: str | None = None) -> tuple[KVSpec, ...]:
+        """The same as `spec`, of groups that give back what lies behind their windows; those without a window come first."""
+        whole = self.spec(block_size=block_size, kv_dtype=kv_dtype, dtype=dtype)
+        return tuple(replace(whole, num_layers=len(layers), window=window) for window, layers in self._groups())
+
+    def _groups(self) -> list[tuple[int | None, list[int]]]:
+        """(window, layers) of each group. All are as large as the smallest kind, but for the last of a kind: a frame serves any of them."""
+        kinds: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(self.windows):
+            kinds.setdefault(window, []).append(layer)
+        size = min(map(len, kinds.values()))
+        ordered = sorted(kinds.items(), key=lambda kind: kind[0] or 0)
+        return [(window, layers[at : at + size]) for window, layers in ordered for at in range(0, len(layers), size)]
 
 
 def read_json(path: Path) -> dict[str, Any]:

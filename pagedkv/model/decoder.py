@@ -5,7 +5,7 @@ For each layer, with x [T, hidden] the stream and N, N', M, M' norms (N', M' onl
 
     q, k, v = split(N(x) Wqkv^T + b)            [T, H, D], [T, K, D], [T, K, D]
     q, k    = rotate(norm(q)), rotate(norm(k))  at batch.positions; the norms only where the family has them
-    pool[batch.slots] = k, v                    write_kv
+    pool[batch.slots] = k, v                    write_kv; batch is that of the layer's group, if there are several
     a       = paged_attention(q, pool, batch)   reads this step's keys too: that is why they are written first
     x       = x + N'(a Wout^T + b)
     g, u    = split(M(x) Wgu^T + b)             [T, intermediate] twice
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.args import PagedBatch
 from pagedkv.kernels.ops import paged_attention, write_kv
 from pagedkv.model.config import ModelConfig
 from pagedkv.model.rope import Rotary, rotate
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pagedkv.kernels.args import KVLayer, PagedBatch
+    from pagedkv.kernels.args import KVLayer
     from pagedkv.model.weights import LayerWeights
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,6 +43,12 @@ class Layers(Protocol):
     """Whatever gives layer i of the pool: a `PagedKVCache`, or a list."""
 
     def __getitem__(self, layer: int, /) -> KVLayer: ...
+
+
+class Batches(Protocol):
+    """Whatever gives the batch of layer i: a `PlannedBatch`, whose layers may be of several groups."""
+
+    def __getitem__(self, layer: int, /) -> PagedBatch: ...
 
 
 class Decoder:
@@ -68,22 +75,23 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, batch: PagedBatch, layers: Layers, *, logits_of: Tensor | None = None, backend: str | None = None
+        self, token_ids: Tensor, batch: PagedBatch | Batches, layers: Layers, *, logits_of: Tensor | None = None, backend: str | None = None
     ) -> Tensor:
         """Store the keys and values of `token_ids` and return the logits of what follows.
 
         Shapes:   token_ids int64 [T], below V; logits_of int64 [N], indices into the T tokens, None for all; returns float32 [N, V]
         Modifies: the pool behind `layers`, at batch.slots
         """
-        tables = {rope: rotary.tables(batch.positions, self.dtype) for rope, rotary in self._rotary.items()}
+        batches = [batch if isinstance(batch, PagedBatch) else batch[i] for i in range(self.config.num_layers)]
+        tables = {rope: rotary.tables(batches[0].positions, self.dtype) for rope, rotary in self._rotary.items()}
         x = F.embedding(token_ids, self.weights.embedding) * self._embedding_scale
         for i, weights in enumerate(self.weights.layers):
             q, k, v = self._queries_keys_values(x, weights, tables[self.config.ropes[i]])
-            write_kv(k, v, layers[i], batch, backend=backend)
+            write_kv(k, v, layers[i], batches[i], backend=backend)
             attended = paged_attention(
                 q,
                 layers[i],
-                batch,
+                batches[i],
                 scale=self.config.attention_scale,
                 window=self.config.windows[i],
                 softcap=self.config.attention_softcap,

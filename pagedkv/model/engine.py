@@ -80,12 +80,15 @@ class Engine:
         device: str = "cpu",
         block_size: int = 16,
         kv_dtype: str | None = None,
+        grouped: bool = False,
         limits: Limits | None = None,
         **cache_options: Any,
     ) -> Engine:
         """An engine for a Hugging Face folder; None for the bundled checkpoint.
 
         dtype: what is computed in; None for what the checkpoint was saved in. kv_dtype: what is cached, if not the same.
+        grouped: whether layers with different windows get page tables of their own (ModelConfig.specs), so that frames behind a window are
+        given back; for the hybrids among the families (Gemma 2 and 3).
         cache_options: those of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without a size the pool holds
         32768 tokens, or 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
@@ -94,11 +97,15 @@ class Engine:
         decoder = Decoder.load(path, dtype=dtype, device=device)
         tokenizer = Tokenizer.load(path)
         name = str(decoder.dtype).removeprefix("torch.")
-        spec = decoder.config.spec(block_size=block_size, kv_dtype=kv_dtype, dtype=name)
+        config = decoder.config
+        specs = config.specs(block_size=block_size, kv_dtype=kv_dtype, dtype=name)
+        if not grouped:
+            specs = (config.spec(block_size=block_size, kv_dtype=kv_dtype, dtype=name),)
         if cache_options.get("num_frames") is None and cache_options.get("memory") is None:
-            cache_options["num_frames"] = min(spec.pages(DEFAULT_TOKENS), spec.frames_in(DEFAULT_MEMORY))
+            largest = max(specs, key=lambda spec: spec.frame_bytes)
+            cache_options["num_frames"] = min(len(specs) * largest.pages(DEFAULT_TOKENS), largest.frames_in(DEFAULT_MEMORY))
         cache_options.setdefault("watermark", 0.01)
-        cache = PagedKVCache(spec, device=device, **cache_options)
+        cache = PagedKVCache(specs, layer_groups=config.layer_groups() if grouped else None, device=device, **cache_options)
         warm_up()  # last: bad input is refused without waiting for it
         return cls(decoder, tokenizer, cache, limits=limits)
 
@@ -202,7 +209,7 @@ class Engine:
         device = self.decoder.device
         return self.decoder.forward(
             torch.tensor(token_ids, device=device),
-            batch.args,
+            batch,
             self.cache,
             logits_of=torch.tensor(last, dtype=torch.int64, device=device),
             backend=self.cache.backend,
@@ -310,20 +317,24 @@ class Engine:
 
     def _demand_same_geometry(self) -> None:
         """Raises: InvalidRequest if the cache was not made for keys and values of this decoder"""
-        decoder, spec = self.decoder, self.cache.spec
+        decoder, cache = self.decoder, self.cache
         name = str(decoder.dtype).removeprefix("torch.")
-        wanted = decoder.config.spec(block_size=spec.block_size, dtype=name)
-        for what, need, have in (
-            ("num_layers", wanted.num_layers, spec.num_layers),
-            ("num_kv_heads", wanted.num_kv_heads, spec.num_kv_heads),
-            ("head_dim", wanted.head_dim, spec.head_dim),
-            ("head_dim_v", wanted.value_dim, spec.value_dim),
-            ("dtype", wanted.dtype, spec.dtype),
-            ("device", decoder.device.type, self.cache.device.type),
-        ):
+        wanted = decoder.config.spec(block_size=cache.spec.block_size, dtype=name)
+        facts = [("num_layers", wanted.num_layers, len(cache)), ("device", decoder.device.type, cache.device.type)]
+        for spec in cache.specs:
+            facts += [
+                ("num_kv_heads", wanted.num_kv_heads, spec.num_kv_heads),
+                ("head_dim", wanted.head_dim, spec.head_dim),
+                ("head_dim_v", wanted.value_dim, spec.value_dim),
+                ("dtype", wanted.dtype, spec.dtype),
+            ]
+        for layer, sees in enumerate(decoder.config.windows) if len(cache) == wanted.num_layers else ():
+            kept = cache.specs[cache.layer_groups[layer]].window
+            facts.append((f"window of layer {layer}", sees, sees if kept is None or (sees or kept + 1) <= kept else kept))
+        for what, need, have in facts:
             if need != have:
                 raise InvalidRequest(
-                    f"the cache was made for {what} {have}, the decoder has {need}; make its KVSpec by decoder.config.spec()"
+                    f"the cache was made for {what} {have}, the decoder has {need}; make its KVSpec by decoder.config.spec(), or by specs()"
                 )
 
     def _measure(self) -> None:
@@ -348,8 +359,8 @@ class Engine:
                 f"the prompt has {len(ids)} tokens, the model ends at {config.max_position_embeddings}; shorten the prompt"
             )
         longest = min(len(ids) + params.max_tokens, config.max_position_embeddings) - 1  # the last token is never read
-        if spec.pages(longest) > frames:
+        if (taken := self.cache.frames_for(longest, self.scheduler.limits.max_batch_tokens)) > frames:
             raise InvalidRequest(
-                f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {spec.pages(longest)} frames of "
+                f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {taken} frames of "
                 f"{spec.block_size} tokens, the pool has {frames}; raise num_frames or memory, or lower max_tokens"
             )

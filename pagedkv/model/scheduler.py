@@ -172,5 +172,5 @@ class Scheduler:
 
     def _unmapped(self, sequence: Sequence) -> int:
         """Frames that the rest of what is known of `sequence` will take: promised, and not yet planned."""
-        pages = self.cache.spec.pages
-        return pages(len(sequence.tokens)) - pages(len(sequence.tokens) - sequence.remaining)
+        needed, at_once = self.cache.frames_for, self.limits.max_batch_tokens
+        return needed(len(sequence.tokens), at_once) - needed(len(sequence.tokens) - sequence.remaining, at_once)
