@@ -5,6 +5,6 @@
 
 namespace pagedkv {
 
-extern PyMethodDef call_methods[];  // attention, again, remember: see calls.cpp
+extern PyMethodDef call_methods[];  // see calls.cpp
 
 }  // namespace pagedkv

@@ -28,7 +28,6 @@ try:
     from pagedkv.kernels import _cpu  # type: ignore[attr-defined, no-redef]
 
     _missing = ""
-    _cpu.meet(torch.Tensor, torch.float32, torch.get_num_threads, True)
 except ImportError as why:
     _cpu, _missing = None, str(why)
 

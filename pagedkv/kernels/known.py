@@ -4,51 +4,61 @@ What `checks` looks at without PAGEDKV_DEBUG, and what `registry` chooses by, is
 strides of its tensors, its options, the registry and the PAGEDKV_* variables. csrc/cpu/calls.cpp remembers the signatures that were found
 good and compares them whole; a call that differs in anything goes through the checks. With PAGEDKV_DEBUG >= 1 nothing is remembered.
 
-    public function, nobody watches   ->  again(...)  ->  results                      a few microseconds, no dispatcher of torch
-    else, or not known                ->  torch operator  ->  again(...), or checks, choice, kernel, remember(...)
+    public function  ->  at_once(...)  ->  results                           a few microseconds, and no dispatcher of torch
+    watched, or not known  ->  torch operator  ->  again(...), or checks, choice, kernel, remember(...)
 
-Knows nothing of what a good call is. Where the extension was not built, nothing is ever known.
+torch's dispatcher must have a call where a graph is made of it (compile, export, trace), where a mode or a transform takes operators for
+its own (fake tensors, functorch, torch functions), the profiler wants a name, or where autograd must hear that there is no derivative.
+Tensors of a subclass are never known. This file knows who watches, and nothing of what a good call is. Without the extension, or with a
+torch that does not tell who watches, every call goes through the operator.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
-from torch.autograd import profiler
 
 from pagedkv import debug
 from pagedkv.kernels import cpu
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-again: Any = cpu._cpu.again if cpu._cpu is not None else lambda *args: None
+def _nothing(*args: Any) -> None:
+    """Without the extension no call is known."""
+
+
+def _watchers() -> tuple[Any, ...]:
+    """Functions without arguments, all in C: each says something truthy while its part of torch watches. () if this torch lacks one."""
+    modes = ("_len_torch_dispatch_stack", "_len_torch_function_stack", "_functorch.peek_interpreter_stack")
+    try:
+        return tuple(attrgetter(name)(torch._C) for name in (*modes, "_is_tracing", "_autograd._profiler_enabled"))
+    except AttributeError:
+        return ()
+
+
+_WATCHERS: Final = _watchers()
+
+
+def meet(*, by_table: bool = True) -> None:
+    """Tell the extension what tensors are. by_table: describe them by DLPack's functions where torch has them, else by attributes."""
+    cpu._cpu.meet(torch.Tensor, torch.float32, torch.get_num_threads, torch.is_grad_enabled, _WATCHERS, by_table)
+
+
+if cpu._cpu is not None:
+    meet()
+
+again: Final[Any] = _nothing if cpu._cpu is None else cpu._cpu.again
 """The results of a call of the operator's arguments and the registry, or None if its signature is not known.
 
 out: None makes one, and it is returned. lse: None is not wanted; True makes one, and (out, lse) is returned.
 """
+
+at_once: Final[Any] = cpu._cpu.at_once if cpu._cpu is not None and _WATCHERS else _nothing
+"""As `again`; None also if something watches that the dispatcher tells. Not while Dynamo traces, which cannot look inside."""
 
 
 def remember(*args: Any) -> None:
     """The arguments of `again`, after a call of the C++ kernels that was checked and went well."""
     if cpu._cpu is not None and debug.level() == 0:
         cpu._cpu.remember(*args, cpu.isa(), debug.forced_num_threads() or 0)
-
-
-def unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether torch's dispatcher would have nothing to do with a call but to hand it on.
-
-    It has to where a graph is made (compile, export, trace), where a mode or transform takes operators for its own (fake tensors,
-    functorch, torch functions), where the profiler wants a name, or where autograd should say that there is no derivative. Subclasses of
-    Tensor are refused by `again` itself.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or profiler._is_profiler_enabled
-        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-    )

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from pagedkv.kernels import checks, cpu, known, quant, registry
 from pagedkv.kernels.args import AttentionCall, KVLayer, PagedBatch, RotaryTable, WriteCall
+from pagedkv.kernels.known import at_once
 from pagedkv.spec import KVSpec
 
 if TYPE_CHECKING:
@@ -91,8 +93,8 @@ def paged_attention(
     Modifies: out, if given, and returns it.
     Raises:   InvalidRequest; KernelUnavailable.
     """
-    if known.unwatched(q_THD, layer.k, layer.v):
-        results: Tensor | tuple[Tensor, Tensor] | None = known.again(
+    if not is_dynamo_compiling():
+        results: Tensor | tuple[Tensor, Tensor] | None = at_once(
             q_THD, layer.k, layer.v, layer.k_scale, layer.v_scale,
             batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k,
             scale, causal, window, softcap, sinks, alibi_slopes, tree_mask, split_tokens,
