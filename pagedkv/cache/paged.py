@@ -13,6 +13,7 @@ says of each layer of the model in which group it is. Then `batch[layer]` stands
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,10 @@ import torch
 
 from pagedkv import debug
 from pagedkv.cache import batch as packing
+from pagedkv.cache import snapshots
 from pagedkv.cache.batch import PlannedBatch
 from pagedkv.cache.mirror import DeviceMirror
+from pagedkv.cache.snapshots import Restored
 from pagedkv.cache.storage import Storage, groups_of_layers
 from pagedkv.core.arguments import whole
 from pagedkv.core.groups import Group
@@ -162,6 +165,23 @@ class PagedKVCache:
         self.storage = other
         self._seen = self.manager.state.frames["generation"].copy()
         self._clean = np.zeros(num_frames, bool)
+
+    def snapshot(self, folder: str | Path, *, model: str = "") -> int:
+        """Write what prompts can find to `folder`, bytes and tokens, so that `restore` finds it after a restart; returns how many pages.
+
+        model: a name for the weights (a checkpoint's digest, say), which the one who restores must know. Pages that a layer group has given
+        up are left out, with those behind them. The one that was there before is valid until this one is whole. O(bytes).
+        Raises: OSError if the disk does
+        """
+        return snapshots.save(self, Path(folder), model)
+
+    def restore(self, folder: str | Path, *, model: str = "") -> Restored:
+        """Make what `snapshot` wrote findable again, as far as it is whole and frames are free; nothing is evicted for it.
+
+        A page whose digest does not fit its bytes, tokens, prefix or tenant is a miss, and so are those behind it; a snapshot of another
+        model or layout is refused as a whole. Nothing that lies on the disk raises: see Restored.
+        """
+        return snapshots.load(self, Path(folder), model)
 
     def stats(self) -> Stats:
         """See MemoryManager.stats; `spec.frame_bytes` turns frames into bytes."""

@@ -1,0 +1,245 @@
+"""Snapshots: what is restored is what was there, bit by bit; whatever is damaged is a miss, never garbage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagedkv import KVSpec, PagedKVCache
+from pagedkv.cache import snapshots
+from pagedkv.core import AddressSpace
+
+SPEC = KVSpec(2, 2, 64, block_size=4, dtype="float32")
+LOCAL = replace(SPEC, window=6)
+KINDS: dict[str, Callable[..., PagedKVCache]] = {
+    "one group": lambda n=64: PagedKVCache(SPEC, num_frames=n),
+    "int8": lambda n=64: PagedKVCache(replace(SPEC, kv_dtype="int8"), num_frames=n),
+    "two groups": lambda n=64: PagedKVCache([SPEC, LOCAL], num_frames=2 * n),
+}
+PROMPTS = [(b"", [1] * 21), (b"", [1] * 8 + [2] * 9), (b"acme", [1] * 13), (b"", list(range(40)))]
+
+
+def page_bytes(tenant: bytes, prefix: list[int], group: int, num_bytes: int) -> torch.Tensor:
+    """f(tenant, tokens up to the end of the page, group): what the frame of a page holds."""
+    seed = hash((tenant, tuple(prefix), group)) % 2**31
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def prefill(cache: PagedKVCache, tenant: bytes, tokens: list[int]) -> AddressSpace:
+    space = cache.open(tokens, tenant=tenant)
+    held = len(space)
+    batch = cache.plan([space], [len(tokens) - held])
+    for group in range(len(cache.specs)):
+        for page, frame in enumerate(space.pages_in(group).tolist()):
+            if page >= held // 4:
+                cache.storage.frames[frame] = page_bytes(tenant, tokens[: 4 * page + 4], group, cache.frame_bytes)
+    cache.commit(batch, tokens[held:])
+    return space
+
+
+def assert_holds(cache: PagedKVCache, tenant: bytes, tokens: list[int]) -> int:
+    """Whatever is found of `tokens` has the bytes that were computed for it. Returns how many tokens are."""
+    space = cache.open([*tokens, 7], tenant=tenant)
+    for group in range(len(cache.specs)):
+        for page, frame in enumerate(space.pages_in(group).tolist()):
+            if frame >= 0:
+                assert torch.equal(cache.storage.frames[frame], page_bytes(tenant, tokens[: 4 * page + 4], group, cache.frame_bytes))
+    found = len(space)
+    space.release()
+    return found
+
+
+def filled(kind: str = "one group") -> PagedKVCache:
+    cache = KINDS[kind]()
+    for tenant, tokens in PROMPTS[:-1]:
+        prefill(cache, tenant, tokens).release()
+    prefill(cache, *PROMPTS[-1])  # and this one runs
+    return cache
+
+
+def pages_of(cache: PagedKVCache) -> int:
+    return int((cache.manager.state.frames["published"] == 1).sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_restored_is_what_was_there(kind: str, tmp_path: Path) -> None:
+    old, new = filled(kind), KINDS[kind]()
+    assert old.snapshot(tmp_path) == pages_of(old) == 5 + 2 + 3 + 10
+    assert new.restore(tmp_path) == snapshots.Restored(pages=20)
+    new.check()
+    assert (new.stats().mapped, new.stats().cached) == (0, 20 * len(new.specs))
+    for tenant, tokens in PROMPTS:
+        assert assert_holds(new, tenant, tokens) == len(tokens) // 4 * 4
+    assert assert_holds(new, b"umbra", [1] * 21) == 0
+
+
+def test_a_snapshot_leaves_the_cache_as_it_was_and_can_be_taken_again(tmp_path: Path) -> None:
+    cache = filled()
+    before = cache.stats()
+    cache.snapshot(tmp_path)
+    assert cache.stats() == before
+    cache.manager.evict(4)
+    cache.snapshot(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["manifest.json", *(entry["name"] for entry in manifest["files"])])
+    assert KINDS["one group"]().restore(tmp_path).pages == pages_of(cache) == 16
+
+
+def test_many_files_are_one_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "FILE_BYTES", 3 * SPEC.frame_bytes)
+    filled().snapshot(tmp_path)
+    assert len(list(tmp_path.glob("frames-*"))) == 7
+    new = KINDS["one group"]()
+    assert new.restore(tmp_path).pages == 20
+    for tenant, tokens in PROMPTS:
+        assert assert_holds(new, tenant, tokens) == len(tokens) // 4 * 4
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_bit_is_a_miss_and_never_garbage(seed: int, tmp_path: Path) -> None:
+    filled("two groups" if seed % 4 == 0 else "one group").snapshot(tmp_path)
+    [path] = tmp_path.glob("frames-*")
+    rng, data = np.random.default_rng(seed), bytearray(path.read_bytes())
+    at = int(rng.integers(len(data))) if seed % 2 else int(rng.integers(2048))  # anywhere, or in header, tokens and order
+    data[at] ^= 1 << int(rng.integers(8))
+    path.write_bytes(data)
+    new = KINDS["two groups" if seed % 4 == 0 else "one group"]()
+    done = new.restore(tmp_path)
+    assert done.pages + done.bad == 20
+    assert (done.refused, done.left) == ("", 0)
+    new.check()
+    for tenant, tokens in PROMPTS:
+        assert_holds(new, tenant, tokens)
+
+
+@pytest.mark.parametrize("name", ["token_ids", "parent", "tenant", "frames", "digest"])
+def test_every_part_of_a_page_is_under_its_digest(name: str, tmp_path: Path) -> None:
+    filled().snapshot(tmp_path)
+    [path] = tmp_path.glob("frames-*")
+    tensors = load_file(path)
+    chained = next(at for at in range(20) if int(tensors["parent"][at]) >= 0 and int((tensors["parent"] == at).sum()))
+    tensors[name][chained] = tensors[name][chained] + 1 if name != "tenant" else 1 - tensors[name][chained]
+    save_file(tensors, path)
+    new = KINDS["one group"]()
+    done = new.restore(tmp_path)
+    assert 0 < done.bad < 20
+    assert done.pages == 20 - done.bad
+    for tenant, tokens in PROMPTS:
+        assert_holds(new, tenant, tokens)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 0.5, 0.999])
+def test_a_truncated_file_is_a_miss(keep: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "FILE_BYTES", 8 * SPEC.frame_bytes)
+    filled().snapshot(tmp_path)
+    path = sorted(tmp_path.glob("frames-*"))[1]
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep if keep > 1 else keep * len(data))])
+    new = KINDS["one group"]()
+    done = new.restore(tmp_path)
+    assert done.bad >= 8
+    assert done.pages >= 8
+    for tenant, tokens in PROMPTS:
+        assert_holds(new, tenant, tokens)
+    path.unlink()
+    assert KINDS["one group"]().restore(tmp_path) == done
+
+
+OTHERS: dict[str, tuple[PagedKVCache, str]] = {
+    "another dtype": (PagedKVCache(replace(SPEC, dtype="bfloat16"), num_frames=64), "specs"),
+    "another block size": (PagedKVCache(replace(SPEC, block_size=8), num_frames=64), "specs"),
+    "a window": (PagedKVCache(LOCAL, num_frames=64), "specs, groups"),
+    "another order of layers": (PagedKVCache([SPEC, LOCAL], layer_groups=[1, 0, 1, 0], num_frames=64), "specs, layer_groups, groups"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_snapshot_of_another_layout_is_refused_as_a_whole(other: str, tmp_path: Path) -> None:
+    filled().snapshot(tmp_path)
+    cache, why = OTHERS[other]
+    done = cache.restore(tmp_path)
+    assert (done.pages, cache.stats().cached) == (0, 0)
+    assert done.refused.endswith(f"made for another {why}")
+
+
+def test_a_snapshot_of_another_model_is_refused(tmp_path: Path) -> None:
+    filled().snapshot(tmp_path, model="gemma")
+    assert KINDS["one group"]().restore(tmp_path).refused.endswith("another model")
+    assert KINDS["one group"]().restore(tmp_path, model="gemma").pages == 20
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"fingerprint": 3, "tenants": [], "files": []}', '{"tenants": 3}'])
+def test_a_folder_without_snapshot_is_a_miss(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    done = KINDS["one group"]().restore(tmp_path)
+    assert done.pages == 0
+    assert done.refused
+
+
+def test_a_crash_while_writing_leaves_the_snapshot_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled()
+    cache.snapshot(tmp_path)
+    write = snapshots._write
+    for survived in range(2):  # the file of frames, then the manifest
+        written = [0]
+
+        def breaking(path: Path, fill: Any, survived: int = survived, written: list[int] = written) -> None:
+            written[0] += 1
+            if written[0] > survived:
+                path.with_name(f"{path.name}.part").write_bytes(b"half")
+                raise OSError("no space left")
+            write(path, fill)
+
+        monkeypatch.setattr(snapshots, "_write", breaking)
+        with pytest.raises(OSError, match="no space"):
+            cache.snapshot(tmp_path)
+        assert KINDS["one group"]().restore(tmp_path).pages == 20
+    monkeypatch.setattr(snapshots, "_write", write)
+    cache.snapshot(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2  # what the crashes left is gone
+
+
+def test_a_smaller_pool_takes_what_fits_and_evicts_nothing(tmp_path: Path) -> None:
+    filled().snapshot(tmp_path)
+    small = KINDS["one group"](12)
+    mine = prefill(small, b"", [50] * 9)
+    mine.release()
+    done = small.restore(tmp_path)
+    assert (done.pages + done.left, done.bad) == (20, 0)
+    assert 8 <= done.pages <= 10
+    assert small.stats().evictions == 0
+    assert assert_holds(small, b"", [50] * 8) == 8
+    for tenant, tokens in PROMPTS:
+        assert_holds(small, tenant, tokens)
+    small.check()
+
+
+def test_restoring_into_a_cache_that_knows_it_already_changes_no_byte(tmp_path: Path) -> None:
+    cache = filled()
+    cache.snapshot(tmp_path)
+    frames = cache.stats()
+    assert cache.restore(tmp_path).pages == 20
+    assert (cache.stats().cached, cache.stats().mapped) == (frames.cached, frames.mapped)
+    for tenant, tokens in PROMPTS:
+        assert assert_holds(cache, tenant, tokens) == len(tokens) // 4 * 4
+
+
+def test_a_page_that_a_group_has_given_up_is_left_out_with_those_behind_it(tmp_path: Path) -> None:
+    cache = KINDS["two groups"]()
+    prefill(cache, b"", list(range(24)))
+    assert cache.manager.evict(2) == 2  # of the group with a window, whose other pages are cached or mapped
+    kept = cache.snapshot(tmp_path)
+    assert kept < 6
+    new = KINDS["two groups"]()
+    assert new.restore(tmp_path).pages == kept
+    assert assert_holds(new, b"", list(range(24))) == 4 * kept
+    new.check()
