@@ -45,11 +45,11 @@ check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built stric
 bench: $(STAMPS)/dev ## the microbenchmarks; results are appended to bench/results
 	@$(BIN)/python -m pagedkv.bench
 
-gpu: ## on a machine with a GPU and without network: tests, benchmarks, tuning, by the Python that has torch there; into gpu-results/
-	@$(PYTHON) scripts/gpu.py
+gpu: ## on a machine with a GPU and without network: tests, benchmarks, tuning, by the Python that has torch there; into gpu-results/ (STAGES='--minutes 9 --rest')
+	@$(PYTHON) scripts/gpu.py $(STAGES)
 
 gpu-sanitize: ## the same machine: the cases under compute-sanitizer
-	@$(PYTHON) scripts/gpu.py sanitize-memcheck sanitize-racecheck
+	@$(PYTHON) scripts/gpu.py sanitize-triton-memcheck sanitize-cuda-memcheck sanitize-triton-racecheck sanitize-cuda-racecheck
 
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)

@@ -1,11 +1,11 @@
 """The kernels on a GPU against the speed of its memory: `python -m pagedkv.bench.gpu_attention`.
 
-Time is a CUDA graph's: one graph of `calls` calls, each with its own page tables into a pool much larger than the second cache, replayed
-and timed with events; the median of replays, divided by `calls`. Variants take turns, replay by replay. Frames are in random order. Bytes
-are those of keys and values, nothing else. The **ceiling** is a kernel that reads as many bytes and does nothing with them, in the same
-turns. Peers are measured where they can be imported, and otherwise reported with the reason: torch SDPA on contiguous keys, FlashAttention,
-FlashInfer. Rows go to FOLDER/gpu-attention.jsonl and, from a checkout, to bench/results; a plot beside them where matplotlib is. This file
-knows the public call; cells.py knows what a cell is.
+Time is a CUDA graph's: one graph of `calls` calls, each with its own page tables into a pool much larger than the second cache. A graph is
+replayed twice in a row and the second replay timed with events, so that its launch hides behind the first; the median of such times,
+divided by `calls`. Variants and cells of one group take turns. Frames are in random order. Bytes are those of keys and values, nothing
+else. The **ceiling** is a kernel that reads as many bytes and does nothing with them, in the same turns. Peers (gpu_peers.py) are measured
+where they can be imported, and otherwise reported with the reason. Rows go to FOLDER/gpu-attention.jsonl and, from a checkout, to
+bench/results, group by group; a plot beside them where matplotlib is. This file knows the public call; cells.py knows what a cell is.
 """
 
 from __future__ import annotations
@@ -13,103 +13,74 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
-from pagedkv import KVLayer, PagedBatch, paged_attention
+from pagedkv import paged_attention
 from pagedkv.bench import record
 from pagedkv.bench.cells import Cell
+from pagedkv.bench.gpu_peers import PEERS
+from pagedkv.bench.gpu_pool import GpuPool, Step
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
 
-BASE: Final = Cell(batch=32, context=4096, device="cuda")
-ROTATED_BYTES: Final = 512 << 20
-"""What the calls of one graph read together, at least: several times the second cache of any GPU."""
+Name = TypeVar("Name", bound=Hashable)
 
-CELLS: Final = (
-    BASE,
-    replace(BASE, batch=8, context=32768),
-    replace(BASE, batch=8),
-    replace(BASE, batch=1, context=32768),
-    replace(BASE, batch=1, context=1024),
-    replace(BASE, batch=1, context=4096),
-    replace(BASE, block_size=128),
-    replace(BASE, lengths="zipf"),
-    replace(BASE, kv="fp8_e4m3"),
-    replace(BASE, kv="int8"),
-    replace(BASE, kv="int4"),
-    replace(BASE, head_dim=64),
-    replace(BASE, heads=28, kv_heads=4),
-    replace(BASE, heads=32, kv_heads=32, batch=8),
-    replace(BASE, batch=128, context=1024),
+BASE: Final = Cell(batch=32, context=4096, device="cuda")
+LONG: Final = replace(BASE, batch=8, context=32768)
+MIDDLE: Final = replace(BASE, batch=8)
+ONE_LONG: Final = replace(BASE, batch=1, context=32768)
+ONE: Final = replace(BASE, batch=1, context=1024)
+LARGE_PAGES: Final = replace(BASE, block_size=128)
+RAGGED: Final = replace(BASE, lengths="zipf")
+FP8: Final = replace(BASE, kv="fp8_e4m3")
+
+QUICK: Final = ((BASE, LARGE_PAGES, RAGGED, FP8), (MIDDLE,), (ONE,))
+GROUPS: Final = (
+    (BASE, LARGE_PAGES, RAGGED, FP8, replace(BASE, kv="int8"), replace(BASE, kv="int4")),
+    *((cell,) for cell in (LONG, MIDDLE, ONE_LONG, ONE, replace(BASE, batch=1))),
+    *((cell,) for cell in (replace(BASE, head_dim=64), replace(BASE, heads=28, kv_heads=4), replace(BASE, kv_heads=32, batch=8))),
+    (replace(BASE, batch=128, context=1024),),
 )
-QUICK: Final = (CELLS[0], CELLS[2], CELLS[4])
+"""Cells of a group are measured in turn: their ratios are of one moment."""
 
 
 @dataclass(frozen=True)
 class Must:
-    """A promise of an H200: `what` of `cell` is at least, or at most, `limit`."""
+    """A promise: `what` of `cell` ("us", "of_ceiling", or "ratio", its time over that of `twin`) is at least, or at most, `limit`.
+
+    everywhere: it is no promise of an H200 alone.
+    """
 
     cell: Cell
     what: str
     limit: float
+    twin: Cell | None = None
+    everywhere: bool = False
 
-    def holds(self, row: dict[str, Any]) -> bool:
-        value: float = row[self.what]
-        return value >= self.limit if self.what == "of_ceiling" else value <= self.limit
+    def told(self, found: float) -> str:
+        """Whether it holds, in a line."""
+        holds = found >= self.limit if self.what == "of_ceiling" else found <= self.limit
+        beside = f" to {self.twin}" if self.twin else ""
+        return f"{self.what}{beside} {found:.3g}, must be {'>=' if self.what == 'of_ceiling' else '<='} {self.limit:.3g}: " + (
+            "holds" if holds else "MISSED"
+        )
 
 
 MUSTS: Final = (
-    Must(CELLS[0], "of_ceiling", 0.85),
-    Must(CELLS[1], "of_ceiling", 0.85),
-    Must(CELLS[2], "us", 44),
-    Must(CELLS[3], "us", 44),
-    Must(CELLS[4], "us", 10),
+    Must(BASE, "of_ceiling", 0.85),
+    Must(LONG, "of_ceiling", 0.85),
+    Must(MIDDLE, "us", 44),
+    Must(ONE_LONG, "us", 44),
+    Must(ONE, "us", 10),
+    Must(BASE, "ratio", 1.08, LARGE_PAGES, everywhere=True),
+    Must(RAGGED, "ratio", 1.10, BASE, everywhere=True),
+    Must(FP8, "ratio", 1 / 1.5, BASE, everywhere=True),
 )
-
-
-class GpuPool:
-    """One layer of a pool as pagedkv.cache lays it out, and steps that read it: other frames each time, in random order."""
-
-    def __init__(self, cell: Cell, device: str = "cuda") -> None:
-        spec, self.cell, self.device = cell.spec(), cell, device
-        self.pages = [-(-n // cell.block_size) for n in cell.lens()]
-        self.frame_bytes = spec.frame_bytes
-        self.kv_bytes = sum(self.pages) * spec.frame_bytes
-        self.calls = max(4, min(128, -(-ROTATED_BYTES // self.kv_bytes)))
-        self.num_frames = max(sum(self.pages) * min(self.calls, 4), -(-2 * ROTATED_BYTES // spec.frame_bytes))
-        self.bytes = torch.randint(0, 56, (self.num_frames * spec.frame_bytes,), dtype=torch.uint8, device=device)  # finite in any dtype
-        self.layer = KVLayer(**{name: self._view(name, offset) for name, (offset, _) in spec.regions().items()})
-
-    def _view(self, name: str, offset: int) -> torch.Tensor:
-        spec, is_scale = self.cell.spec(), name.endswith("_scale")
-        dtype = torch.float32 if is_scale else quant.DTYPES[spec.stored_dtype]
-        dim = 1 if is_scale else spec.head_dim // (2 if spec.stored_dtype == "int4" else 1)
-        shape = (self.num_frames, spec.block_size, spec.num_kv_heads, dim)
-        strides = (self.frame_bytes // dtype.itemsize, dim, spec.block_size * dim, 1)
-        view = self.bytes.view(dtype).as_strided(shape, strides, offset // dtype.itemsize)
-        if is_scale:
-            view.fill_(0.01)
-        return view[..., 0] if is_scale else view
-
-    def batch(self) -> PagedBatch:
-        """A decode step over frames drawn at random."""
-        B, table = self.cell.batch, torch.full((self.cell.batch, max(self.pages)), -1, dtype=torch.int32)
-        frames = iter(torch.randperm(self.num_frames)[: sum(self.pages)].int().split(self.pages))
-        for row, (count, drawn) in enumerate(zip(self.pages, frames, strict=True)):
-            table[row, :count] = drawn
-        none = torch.zeros(B, dtype=torch.int64, device=self.device)
-        lens = torch.tensor(self.cell.lens(), dtype=torch.int32, device=self.device)
-        starts = torch.arange(B + 1, dtype=torch.int32, device=self.device)
-        return PagedBatch(table.to(self.device), lens, starts, none, none, max_seqlen_q=1, max_seqlen_k=max(self.cell.lens()))
-
-
-Step = Callable[[], object]
-"""Launches one call; a graph holds several, each made for its own tables."""
 
 
 def ours(backend: str, pool: GpuPool, **options: Any) -> list[Step]:
@@ -128,56 +99,6 @@ def ceiling(pool: GpuPool) -> list[Step]:
     return [lambda at=at: read(whole[at : at + words]) for at in starts]
 
 
-def sdpa(pool: GpuPool) -> list[Step]:
-    cell = pool.cell
-    if cell.kv or cell.lengths != "uniform":
-        raise ValueError("it has neither quantised keys nor ragged batches")
-    dtype = quant.DTYPES[cell.dtype]
-    q = torch.randn(cell.batch, cell.heads, 1, cell.head_dim, device="cuda", dtype=dtype)
-    size = (min(pool.calls, 8), 2, cell.batch, cell.kv_heads, cell.context, cell.head_dim)
-    kv = torch.randn(size, device="cuda", dtype=dtype)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return [lambda i=i: attend(q, kv[i % len(kv), 0], kv[i % len(kv), 1], enable_gqa=True) for i in range(pool.calls)]
-
-
-def flash_attention(pool: GpuPool) -> list[Step]:
-    from flash_attn import flash_attn_with_kvcache
-
-    cell = pool.cell
-    if cell.kv or cell.block_size % 256:
-        raise ValueError("FlashAttention 2 takes pages of 256 tokens and keys of q's dtype")
-    q = torch.randn(cell.batch, 1, cell.heads, cell.head_dim, device="cuda", dtype=quant.DTYPES[cell.dtype])
-    k, v = (x.contiguous() for x in (pool.layer.k, pool.layer.v))
-    batches = [pool.batch() for _ in range(pool.calls)]
-    return [
-        lambda b=b: flash_attn_with_kvcache(q, k, v, cache_seqlens=b.seq_lens, block_table=b.block_table.clamp(0), causal=True)
-        for b in batches
-    ]
-
-
-def flashinfer(pool: GpuPool) -> list[Step]:
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
-    cell, dtype = pool.cell, quant.DTYPES[pool.cell.dtype]
-    if cell.kv:
-        raise ValueError("not with scales per token and head")
-    q = torch.randn(cell.batch, cell.heads, cell.head_dim, device="cuda", dtype=dtype)
-    kv = torch.stack([pool.layer.k.transpose(1, 2), pool.layer.v.transpose(1, 2)], 1)  # HND
-    counts = torch.tensor([0, *pool.pages], dtype=torch.int32).cumsum(0).int()
-    last = torch.tensor([(n - 1) % cell.block_size + 1 for n in cell.lens()], dtype=torch.int32)
-    steps: list[Step] = []
-    for _ in range(min(pool.calls, 8)):  # each has a workspace and a plan of its own
-        table = pool.batch().block_table
-        indices = torch.cat([table[b, :count] for b, count in enumerate(pool.pages)])
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(128 << 20, dtype=torch.uint8, device="cuda"), "HND")
-        wrapper.plan(counts, indices, last, cell.heads, cell.kv_heads, cell.head_dim, cell.block_size, q_data_type=dtype)
-        steps.append(lambda wrapper=wrapper: wrapper.run(q, kv))
-    return steps
-
-
-PEERS: Final = {"sdpa": sdpa, "flash-attn": flash_attention, "flashinfer": flashinfer}
-
-
 def graph_of(steps: list[Step]) -> torch.cuda.CUDAGraph:
     """All steps in one graph, after one warm run of each."""
     side = torch.cuda.Stream()
@@ -194,18 +115,20 @@ def graph_of(steps: list[Step]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def in_turn(variants: dict[str, list[Step]], repetitions: int) -> tuple[dict[str, float], dict[str, str]]:
+def in_turn(variants: dict[Name, list[Step]], repetitions: int) -> tuple[dict[Name, float], dict[Name, str]]:
     """Median microseconds of a call of each variant, replays taking turns; and why a variant has none."""
-    graphs, refused = {}, {}
+    graphs: dict[Name, torch.cuda.CUDAGraph] = {}
+    refused: dict[Name, str] = {}
     for name, steps in variants.items():
         try:
             graphs[name] = graph_of(steps)
         except Exception as why:
-            refused[name] = f"{type(why).__name__}: {why}".splitlines()[0]
-    times: dict[str, list[float]] = {name: [] for name in graphs}
+            refused[name] = _said(why)
+    times: dict[Name, list[float]] = {name: [] for name in graphs}
     for turn in range(repetitions + 2):
         for name, graph in graphs.items():
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()  # the device is busy while the host launches the one that counts
             began.record()
             graph.replay()
             ended.record()
@@ -215,23 +138,60 @@ def in_turn(variants: dict[str, list[Step]], repetitions: int) -> tuple[dict[str
     return {name: statistics.median(some) for name, some in times.items()}, refused
 
 
-def measure(cell: Cell, backends: list[str], repetitions: int, peers: bool = True) -> list[dict[str, Any]]:
-    """A row for each variant of `cell`."""
-    pool, refused = GpuPool(cell), {}
-    variants: dict[str, list[Step]] = {"ceiling": ceiling(pool)} | {name: ours(name, pool) for name in backends}
-    for name, make in PEERS.items() if peers else ():
+def _said(why: Exception) -> str:
+    return f"{type(why).__name__}: {why}".splitlines()[0][:300]
+
+
+def variants_of(cell: Cell, backends: list[str], *, peers: bool) -> tuple[GpuPool | None, dict[str, list[Step]], dict[str, str]]:
+    """The pool of a cell, who is measured on it, and why others are not."""
+    found: dict[str, list[Step]] = {}
+    refused: dict[str, str] = {}
+    try:
+        pool = GpuPool(cell)
+    except torch.OutOfMemoryError as why:
+        return None, {}, {"pool": _said(why)}
+    makers: dict[str, Callable[[GpuPool], list[Step]]] = {"ceiling": ceiling}
+    makers |= {name: lambda pool, name=name: ours(name, pool) for name in backends}  # type: ignore[misc]
+    for name, make in (makers | (PEERS if peers else {})).items():
         try:
-            variants[name] = make(pool)
-        except Exception as why:
-            refused[name] = f"{type(why).__name__}: {why}".splitlines()[0]
+            found[name] = make(pool)
+        except Exception as why:  # of code that is not ours, and of memory that is too small for it
+            refused[name] = _said(why)
+    return pool, found, refused
+
+
+def measure(cells: tuple[Cell, ...], backends: list[str], repetitions: int, *, peers: bool = True) -> list[dict[str, Any]]:
+    """A row for each variant of each of the cells, all in turn."""
+    pools, variants, refused = {}, {}, {}
+    for cell in cells:
+        pools[cell], found, why_not = variants_of(cell, backends, peers=peers)
+        variants |= {(cell, who): steps for who, steps in found.items()}
+        refused |= {(cell, who): why for who, why in why_not.items()}
     medians, broken = in_turn(variants, repetitions)
-    top = medians.get("ceiling")
-    rows = [
-        {"who": who, "us": round(us, 2), "GB_per_s": round(pool.kv_bytes / us / 1e3, 1), "of_ceiling": round(top / us, 3) if top else None}
-        for who, us in medians.items()
-    ]
-    rows += [{"who": who, "us": None, "why_not": why} for who, why in (refused | broken).items()]
-    return [{"case": str(cell), "cell": asdict(cell), "kv_bytes": pool.kv_bytes, "calls": pool.calls} | row for row in rows]
+    rows = []
+    for cell, pool in pools.items():
+        about = {"case": str(cell), "cell": asdict(cell), "kv_bytes": pool and pool.kv_bytes, "calls": pool and pool.calls}
+        top = medians.get((cell, "ceiling"))
+        for (of, who), us in medians.items():
+            if of == cell and pool:
+                figures = {"us": round(us, 2), "GB_per_s": round(pool.kv_bytes / us / 1e3, 1), "of_ceiling": top and round(top / us, 3)}
+                rows.append(about | {"who": who} | figures)
+        rows += [about | {"who": who, "us": None, "why_not": why} for (of, who), why in (refused | broken).items() if of == cell]
+    return rows
+
+
+def promises(rows: list[dict[str, Any]], backends: list[str], gpu: str) -> list[str]:
+    """What became of the promises about these rows: a line for each and each backend."""
+    times = {(row["case"], row["who"]): row for row in rows if row["us"]}
+    lines = []
+    for must in (must for must in MUSTS if must.everywhere or "H200" in gpu):
+        for who in backends:
+            row, twin = times.get((str(must.cell), who)), times.get((str(must.twin), who))
+            if row and (must.twin is None or twin):
+                found = row["us"] / twin["us"] if must.twin and twin else row[must.what]
+                if found is not None:
+                    lines.append(f"{who}, {must.cell}: {must.told(found)}")
+    return lines
 
 
 def provenance() -> dict[str, Any]:
@@ -255,42 +215,58 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def run(backends: list[str], repetitions: int, *, quick: bool, out: Path | None) -> None:
-    """Measure, print, and append rows to the file `out` (and bench/results of a checkout); a plot beside it. Raises: InvalidRequest."""
+@dataclass(frozen=True)
+class Asked:
+    """backends: names in the registry.   quick: few cells.   peers: measure them, too.   out: the file of rows; a plot beside it."""
+
+    backends: list[str]
+    repetitions: int = 20
+    quick: bool = False
+    peers: bool = True
+    out: Path | None = None
+
+
+def require_gpu() -> None:
+    """Raises: InvalidRequest if torch finds none."""
     if not torch.cuda.is_available():
         raise InvalidRequest("torch finds no GPU on this machine: leave out --device cuda, or run where there is one")
-    about, every = provenance(), []
-    for cell in QUICK if quick else CELLS:
+
+
+def run(asked: Asked) -> None:
+    """Measure, print, and append rows to the file `out` (and bench/results of a checkout); a plot beside it. Raises: InvalidRequest."""
+    require_gpu()
+    about, every, home = provenance(), [], record.results()
+    for group in QUICK if asked.quick else GROUPS:
         began = time.monotonic()
-        rows = [row | about for row in measure(cell, backends, repetitions, peers=not quick)]
+        rows = [row | about for row in measure(group, asked.backends, asked.repetitions, peers=asked.peers)]
         every += rows
-        print(f"{cell}  ({time.monotonic() - began:.0f} s)", flush=True)
-        for row in rows:
-            musts = [must for must in MUSTS if must.cell == cell and row["who"] in backends and row["us"]]
-            print(told(row, musts), flush=True)
-        home = record.results()
-        for path in filter(None, (out, home and home / "gpu-attention.jsonl")):
+        for path in filter(None, (asked.out, home and home / "gpu-attention.jsonl")):
             record.append(rows, path)
-    if out:
-        draw(every, out.with_suffix(".svg"))
+        for case in dict.fromkeys(row["case"] for row in rows):
+            print(case, *(told(row) for row in rows if row["case"] == case), sep="\n")
+        print(*promises(rows, asked.backends, about["gpu"]), f"({time.monotonic() - began:.0f} s)", sep="\n", flush=True)
+    if asked.out:
+        draw(every, asked.out.with_suffix(".svg"))
+    print("", *promises(every, asked.backends, about["gpu"]), sep="\n", flush=True)
 
 
-def told(row: dict[str, Any], musts: list[Must]) -> str:
+def told(row: dict[str, Any]) -> str:
     """A line of print."""
     if not row["us"]:
         return f"  {row['who']:12} –: {row.get('why_not')}"
-    figures = f"{row['us']:9.1f} us {row['GB_per_s']:8.0f} GB/s {row['of_ceiling'] or 0:6.3f} of the ceiling"
-    return f"  {row['who']:12} {figures}" + "".join(f"   {m.what} {m.limit}: {'holds' if m.holds(row) else 'MISSED'}" for m in musts)
+    return f"  {row['who']:12} {row['us']:9.1f} us {row['GB_per_s']:8.0f} GB/s {row['of_ceiling'] or 0:6.3f} of the ceiling"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="pagedkv.bench.gpu_attention", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three cells, no peers")
+    parser.add_argument("--quick", action="store_true", help="few cells")
+    parser.add_argument("--no-peers", action="store_true", help="our kernels and the ceiling alone")
     parser.add_argument("--backends", nargs="+", default=["triton", "cuda"], help="names in the registry")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--out", type=Path, help="a folder for rows and plot")
     given = parser.parse_args(argv)
-    run(given.backends, given.repetitions, quick=given.quick, out=given.out and given.out / "gpu-attention.jsonl")
+    out = given.out and given.out / "gpu-attention.jsonl"
+    run(Asked(given.backends, given.repetitions, given.quick, not given.no_peers, out))
 
 
 if __name__ == "__main__":

@@ -178,7 +178,10 @@ def paged_decode(call: AttentionCall) -> None:
     if call.split_tokens is None:  # else one shape of tile for all batches: no bit may depend on the batch
         max_queries = min(max_queries, call.max_seqlen_q)
     rows = triton.next_power_of_2(call.q.shape[1] // K * max_queries)
-    form = replace(form_of(call, M=max(16, min(tuned.M, rows)), N=tuned.N), one_launch=tuned.one_launch)
+    M = max(16, min(tuned.M, rows))
+    crowded = M == 64 and call.tree_mask is not None  # a pointer into the mask for each score
+    form = replace(form_of(call, M=M, N=min(tuned.N, 32) if crowded else tuned.N), one_launch=tuned.one_launch)
+    many_warps = M == 64 or (M == 32 and form.dtype == tl.float32)  # or accumulators spill
 
     heads, unit = K * form.head_tiles, call.split_tokens or form.N
     units_per_sequence = max(1, -(-call.max_seqlen_k // unit))
@@ -193,7 +196,7 @@ def paged_decode(call: AttentionCall) -> None:
     decode_kernel[programs, heads](
         call.q, call.out, call.lse, part_out, part_lse, arrived, pool_of(call), *tuples, *bounds,
         **shape, ROWS=rows, AT_ONCE=max(1, min(16, 8192 // (rows * form.V0))),
-        num_warps=8 if form.M == 64 else tuned.num_warps, num_stages=tuned.stages,
+        num_warps=8 if many_warps else tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
     if slots and not form.one_launch:
         merge_kernel[B * max_queries, call.q.shape[1]](

@@ -1,7 +1,10 @@
 """How large tiles are and how many are in flight, per architecture: data (tuning.json), never found out in a serving step.
 
-tuning.json: {architecture: {kernel: {bytes of a stored head of K and V, rounded up to a power of two: {field: value}}}}. What an entry does
-not say, and architectures that have no entry, get what shared memory allows: the rule of `_by_rule`. This file launches nothing.
+tuning.json: {architecture: {"source": where the numbers come from, kernel: {size: {field: value}}}}; a size is "B/W": the bytes of a stored
+head of K and of V together, rounded up to a power of two, and the elements of the wider of the two, likewise. `python -m
+pagedkv.bench.tune` fills it on a GPU. What an entry does not say, and what has none, follows the rule of `_by_rule`: from shared memory,
+registers and the latency that loads in flight must hide. Where the source is "rule", the entries are the rule's: reasoned, not measured.
+This file launches nothing.
 """
 
 from __future__ import annotations
@@ -77,25 +80,34 @@ def target(device: torch.device) -> Target:
     return Target(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
 
 
+def size_key(head_bytes: int, widest: int) -> str:
+    """What tuning.json calls a size."""
+    return f"{triton.next_power_of_2(head_bytes)}/{triton.next_power_of_2(widest)}"
+
+
 @lru_cache(maxsize=1024)
 def tuning(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     """For `kernel`. head_bytes: of K and V of one token and kv head, as stored; widest: elements of the wider of the two."""
-    found = _table().get(on.arch, {}).get(kernel, {}).get(str(triton.next_power_of_2(head_bytes)), {})
+    found = _table().get(on.arch, {}).get(kernel, {}).get(size_key(head_bytes, widest), {})
     return replace(_by_rule(kernel, on, head_bytes, widest), **found)
 
 
 def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     if on.arch == INTERPRETER:  # small tiles: cases with few keys shall have several
         return Tuning(N=32, M=64 if kernel == "decode" else 32, programs=1)
-    amd, decode, wide, float32 = on.arch.startswith("gfx"), kernel == "decode", widest > 256, head_bytes > 4 * widest
+    amd, decode, wide = on.arch.startswith("gfx"), kernel == "decode", widest > 256
+    float32, one_byte = head_bytes > 4 * widest, head_bytes <= 2 * widest
     stages, resident = 2 if amd else 3, 2 if decode and not wide else 1
     if wide:  # an output of 512 columns fills the registers: few rows, and V from the columns of K that are there already (MLA)
         M, num_warps = (16, 4) if amd else (32, 8)
     elif decode:
         M, num_warps = (32, 4) if float32 else (64, 8 if widest > 128 else 4)
-    else:  # sm_90 and sm_100 multiply from shared memory and leave the registers to the output
-        M, num_warps = 32 if float32 else 128 if widest <= 128 or on.arch in ("sm_90", "sm_100") else 64, 4 if float32 else 8
-    N = 16 if wide and amd else 32 if wide or amd or float32 or (not decode and (widest > 128 or on.shared < 128 << 10)) else 64
+    else:  # sm_90 and sm_100 multiply from shared memory and leave the registers to the output; three products of TF32 need twice the warps
+        M, num_warps = 32 if float32 else 128 if widest <= 128 or on.arch in ("sm_90", "sm_100") else 64, 4 if float32 and amd else 8
+    if wide and (amd or one_byte):  # converted keys lie in registers, beside that output
+        N = 16
+    else:
+        N = 32 if wide or amd or float32 or (not decode and (widest > 128 or on.shared < 128 << 10)) else 64
     room = on.shared * 4 // 5 // resident - (0 if decode else M * widest * (4 if float32 else 2))  # beside q; the rest is for p and scales
     while N > 16 and (stages - 1) * N * head_bytes > room:
         N //= 2

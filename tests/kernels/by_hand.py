@@ -1,4 +1,4 @@
-"""The grid of cases without pytest: `python -m tests.kernels.by_hand --backend triton --device cuda [--cases small grid large]`.
+"""The grid of cases without pytest: `python -m tests.kernels.by_hand --backend triton --device cuda [--cases small grid large] [--jobs N]`.
 
 A line a case: how large its errors are against what is allowed, and what failed; the last line counts. For machines that have torch and
 the kernels' own needs, and nothing else.
@@ -7,7 +7,10 @@ the kernels' own needs, and nothing else.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -36,23 +39,34 @@ def ratios(case: Case, backend: str, device: str) -> dict[str, float]:
     }
 
 
+def judged(job: tuple[Case, str, str]) -> tuple[bool, str]:
+    """Whether the case keeps the contract, and what to print."""
+    case, backend, device = job
+    try:
+        found = ratios(case, backend, device)
+        worst = max(found.values(), default=0.0)
+        told = " ".join(f"{name} {value:.2f}" for name, value in found.items())
+    except Exception as why:
+        worst, told = np.inf, f"{type(why).__name__}: {why}"[:300]
+    good = bool(worst <= 1)
+    return good, f"{'ok  ' if good else 'FAIL'} {case}: {told}"
+
+
 def main() -> int:
     """0 if every case keeps the contract."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--cases", nargs="+", default=["small", "grid", "large"])
+    parser.add_argument("--cases", nargs="+", default=["small", "grid", "large"], choices=["small", "grid", "large"])
+    parser.add_argument("--jobs", type=int, default=1, help="processes: most of the time goes into compilers and the oracle")
     given = parser.parse_args()
-    sets, failed, count = {"small": SMALL, "grid": GRID, "large": LARGE}, 0, 0
-    for case in [case for name in given.cases for case in sets[name]]:
-        try:
-            found = ratios(case, given.backend, given.device)
-            worst = max(found.values(), default=0.0)
-            told = " ".join(f"{name} {value:.2f}" for name, value in found.items())
-        except Exception as why:
-            worst, told = np.inf, f"{type(why).__name__}: {why}"[:300]
-        count, failed = count + 1, failed + (not worst <= 1)
-        print("ok  " if worst <= 1 else "FAIL", f"{case}: {told}", flush=True)
+    sets = {"small": SMALL, "grid": GRID, "large": LARGE}
+    jobs = [(case, given.backend, given.device) for name in given.cases for case in sets[name]]
+    count = failed = 0
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) if given.jobs > 1 else nullcontext() as pool:
+        for good, line in pool.map(judged, jobs) if pool else map(judged, jobs):
+            count, failed = count + 1, failed + (not good)
+            print(line, flush=True)
     print(f"{count} cases, {failed} failed")
     return 1 if failed else 0
 

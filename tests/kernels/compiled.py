@@ -71,6 +71,7 @@ LAUNCHES: dict[str, Any] = {
     "decode, float32": lambda: attention(dtype="float32"),
     "decode, every option": lambda: attention(q_len=4, **EVERYTHING),
     "decode, split": lambda: attention(split_tokens=1024),
+    "decode, window": lambda: attention(window=1024, sinks=True),
     **{
         f"decode, {kv}": (lambda kv=kv: attention(kv=kv))
         for kv in QUANTISED
@@ -117,12 +118,21 @@ def copy() -> None:
     copy_frames(torch.empty(8, 1 << 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.int32))
 
 
+def ceiling() -> None:
+    import torch
+
+    from pagedkv.bench.gpu_ceiling import read
+
+    read(torch.empty(1 << 20, dtype=torch.int64))
+
+
 LAUNCHES |= {
     "write": write,
     "write, turned": lambda: write(rope=True),
     **{f"write, {kv}": (lambda kv=kv: write(kv)) for kv in QUANTISED},
     "merge": merge,
     "copy": copy,
+    "ceiling": ceiling,
 }
 
 
@@ -227,6 +237,8 @@ def main() -> None:
     by_rule = tuning._by_rule
     for name, arch, *tried in json.load(sys.stdin):
         tuning._by_rule = lambda *of, tried=tried: replace(by_rule(*of), **(tried[0] if tried else {}))
+        if tried:
+            tuning._table = dict  # what is tried is not overruled
         tuning.tuning.cache_clear()
         print(json.dumps([name, arch, report(name, arch), *tried]), flush=True)
 
