@@ -19,6 +19,8 @@ What is done for each frame of a step is inlined: a call passes the 80 words of 
 
 from __future__ import annotations
 
+import numpy as np
+
 from pagedkv.core import index, runs
 from pagedkv.core.accounts import count
 from pagedkv.core.compiled import compiled, inlined
@@ -103,7 +105,7 @@ def evict(s: State, account: int) -> int:
 def reclaim(s: State, wanted: int) -> None:
     """Evict until `wanted` frames are free, where nobody has a quota. The caller has made sure that there are enough."""
     while s.reg[NUM_FREE] < wanted:
-        evict(s, 0)
+        evict(s, np.int64(0))
 
 
 @inlined

@@ -48,7 +48,7 @@ def print_of(key: int, before: int, tokens: I32) -> int:
         product = (np.uint64(np.int64(tokens[i]) & _LOW) ^ place) * _MULTIPLIER
         mixed += product ^ (product >> _SHIFT)
     mixed = (mixed ^ np.uint64(np.int64(before) & _LOW)) * _MULTIPLIER
-    return int(((mixed ^ (mixed >> _SHIFT)) * _MULTIPLIER) >> _SHIFT)
+    return np.int64(((mixed ^ (mixed >> _SHIFT)) * _MULTIPLIER) >> _SHIFT)  # int() is unsigned to numba: with a signed seed it makes floats
 
 
 @inlined

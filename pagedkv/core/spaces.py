@@ -280,7 +280,7 @@ def close_space(s: State, asid: int) -> None:
     if s.spaces[asid].outstanding > 0:
         s.spaces[asid].status = CLOSING
         return
-    drop_tail(s, asid, 0)
+    drop_tail(s, asid, np.int64(0))  # a constant would be compiled for itself
     s.roots[s.spaces[asid].root, 0] -= 1
     for row in range(asid, asid + len(s.groups)):
         s.spaces[row].status = UNUSED

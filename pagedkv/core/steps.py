@@ -256,7 +256,7 @@ def commit_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32,
     for group in range(len(s.groups)):
         sliding |= s.groups[group, 0] > 0
     for i in range(len(asids)):
-        asid = asids[i]
+        asid = np.int64(asids[i])  # one type, so what it is handed to is compiled once
         _store(s, asid, starts[i], token_ids[t : t + accepted[i]])
         t += accepted[i]
         length = s.spaces[asid].length + accepted[i]
@@ -290,7 +290,7 @@ def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, 
         if cu_seqlens[i + 1] > cu_seqlens[i]:
             for row in range(asids[i], asids[i] + len(s.groups)):
                 s.spaces[row].planned = starts[i]
-            spaces.drop_tail(s, asids[i], (starts[i] + size - 1) // size)
+            spaces.drop_tail(s, np.int64(asids[i]), (starts[i] + size - 1) // size)
     for c in range(len(copies)):
         source, target, row = copies[c, 0], copies[c, 1], copies[c, 2]
         if not copied:
@@ -299,7 +299,8 @@ def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, 
             s.table[row, page] = source
             frames.drop(s, target, False, page, 0)
         _unpin_source(s, source, copies[c, 3])
-    for asid in asids:
+    for i in range(len(asids)):
+        asid = np.int64(asids[i])
         for row in range(asid, asid + len(s.groups)):
             s.spaces[row].outstanding -= 1
         _settle(s, asid)
@@ -312,6 +313,6 @@ def evict_frames(s: State, count: int) -> int:
     done = 0
     if len(s.reg) > NUM_REGISTERS:
         return quotas.evict_frames(s, count)
-    while done < count and frames.evict(s, 0) >= 0:
+    while done < count and frames.evict(s, np.int64(0)) >= 0:
         done += 1
     return done

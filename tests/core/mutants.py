@@ -346,7 +346,7 @@ FAULTS = (
     Fault(
         "a plan that is given up returns its frames: it keeps them",
         "steps.py",
-        "            spaces.drop_tail(s, asids[i], (starts[i] + size - 1) // size)\n",
+        "            spaces.drop_tail(s, np.int64(asids[i]), (starts[i] + size - 1) // size)\n",
         "            pass\n",
         STEPS,
     ),

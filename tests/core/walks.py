@@ -14,7 +14,7 @@ import numpy as np
 
 from pagedkv.core import AddressSpace, Group, MemoryManager, Observe, Pin, Plan
 from pagedkv.core import state as st
-from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict
+from pagedkv.errors import EventsLost, InvalidRequest, OutOfFrames, PlanConflict
 
 WORDS, TENANTS = 3, (b"", b"a", b"b")
 KEY = 0x5EED  # of the hash: else drawn for each process
@@ -58,6 +58,7 @@ class Walk:
         )
         self.mm.state.reg[st.KEY] = KEY
         self.epoch, self.refused, self.conflicts = FIRST_EPOCH, 0, 0
+        self.heard = 0  # of the events
         self.mm.retire(self.epoch)
         self.spaces: list[AddressSpace] = []
         self.plans: list[tuple[Plan, list[AddressSpace]]] = []
@@ -228,8 +229,20 @@ class Walk:
 
     def forget(self) -> None:
         """The weights were updated, which is rare; refused while anything is pinned."""
-        if self.below(16) == 0:
+        if self.affords() and self.below(8) == 0:
             self.unless(InvalidRequest, self.mm.forget)
+
+    def affords(self) -> bool:
+        """Whether to do what takes O(frames): the rarer, the larger the pool."""
+        return self.below(self.world.num_frames) < 128
+
+    def listen(self) -> None:
+        """A router reads what happened, or begins again."""
+        if self.affords():
+            try:
+                self.heard = max([self.heard, *(event.sequence for event in self.mm.events(self.heard))])
+            except EventsLost:
+                self.heard = self.mm.snapshot().sequence
 
     # -- the pool ---------------------------------------------------------------------------------------------------------------------
 
@@ -242,6 +255,8 @@ class Walk:
 
     def resize(self) -> None:
         """To half as many frames or half as many again; refused where frames would move that somebody names, or do not fit."""
+        if not self.affords():
+            return
         if self.below(2):
             self.calm()
         wanted = self.world.num_frames // 2 + self.below(self.world.num_frames)
@@ -279,7 +294,7 @@ class Walk:
 
 OFTEN = (Walk.open, Walk.decode, Walk.decode, Walk.decode, Walk.prefill, Walk.prefill, Walk.plan, Walk.settle, Walk.settle, Walk.release)
 SOMETIMES = (Walk.fork, Walk.truncate, Walk.punch, Walk.cancel, Walk.complete_again, Walk.pin, Walk.unpin)
-RARELY = (Walk.retire, Walk.advance, Walk.advise, Walk.evict, Walk.limit, Walk.resize, Walk.forget)
+RARELY = (Walk.retire, Walk.advance, Walk.advise, Walk.evict, Walk.limit, Walk.resize, Walk.forget, Walk.listen)
 MOVES = (*OFTEN, *OFTEN, *SOMETIMES, *RARELY, Walk.fork, Walk.truncate, Walk.advance)
 
 
