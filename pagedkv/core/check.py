@@ -181,7 +181,7 @@ def _check_lists(s: State) -> list[list[int]]:
         frame, behind = oldest, st.NOBODY
         while frame != st.NOBODY and len(held) <= length:
             require(s.frames["older"][frame] == behind, "I7", f"list {number} is cut at frame {frame}")
-            require(s.frames["place"][frame] == number, "I7", f"frame {frame} on list {number} believes to be elsewhere")
+            require(s.frames["place"][frame] == 1 + number, "I7", f"frame {frame} on list {number} believes to be elsewhere")
             held.append(frame)
             behind, frame = frame, int(s.frames["newer"][frame])
         require(newest == behind and len(held) == length, "I7", f"list {number} does not close")
@@ -205,7 +205,7 @@ def _check_lists(s: State) -> list[list[int]]:
 def _check_order(s: State, lists: list[list[int]]) -> None:
     """Whatever comes, a page is given up before its prefix: the three conditions of eviction.py, or the prefix cannot go yet."""
     place = {frame: i for held in lists for i, frame in enumerate(held)}
-    number, mark, fenced = s.frames["place"], s.frames["mark"], st.FENCED
+    number, mark, fenced = s.frames["place"], s.frames["mark"], st.AMONG_FENCED
     for held in lists:
         for frame in held:
             parent = int(s.frames["parent"][frame])

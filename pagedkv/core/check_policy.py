@@ -50,7 +50,7 @@ def _check_list(s: State, number: int, frame: int, now: int) -> None:
 
 def check_pins(s: State, splits: list[np.ndarray]) -> None:
     """A frame is pinned by the plans that copy from it, or from what comes after it, and by a fence. `splits`: of the outstanding plans."""
-    due = (s.frames["place"] == st.FENCED).astype(np.int64)
+    due = (s.frames["place"] == st.AMONG_FENCED).astype(np.int64)
     for source, chained in (copy for rows in splits for copy in rows[:, [0, 3]].tolist()):
         due[source] += 1
         parent = int(s.frames["parent"][source])

@@ -63,7 +63,7 @@ def enter(records: Records, reg: I64, frame: int, number: int) -> None:
     newest = reg[base + NEWEST]
     records[frame].older = newest
     records[frame].newer = NOBODY
-    records[frame].place = number
+    records[frame].place = 1 + number
     if newest == NOBODY:
         reg[base + OLDEST] = frame
     else:
@@ -75,7 +75,7 @@ def enter(records: Records, reg: I64, frame: int, number: int) -> None:
 @inlined
 def leave(records: Records, reg: I64, frame: int) -> None:
     """Take `frame` off the list it is on."""
-    base = list_base(records[frame].account, records[frame].place)
+    base = list_base(records[frame].account, int(records[frame].place) - 1)
     older, newer = records[frame].older, records[frame].newer
     if older == NOBODY:
         reg[base + OLDEST] = newer

@@ -13,7 +13,7 @@ from pagedkv.core.compiled import compiled
 from pagedkv.core.events import log_cleared
 from pagedkv.core.eviction import delist
 from pagedkv.core.frames import vacate
-from pagedkv.core.state import CACHED, CACHED_FENCED, FENCED, NOBODY, NUM_CACHED, NUM_RETIRED, RETIRED, UNUSED, State
+from pagedkv.core.state import AMONG_FENCED, CACHED, CACHED_FENCED, NOBODY, NUM_CACHED, NUM_RETIRED, RETIRED, UNUSED, State
 
 
 @compiled
@@ -48,7 +48,7 @@ def _let_go(s: State, frame: int) -> int:
         return 0
     s.reg[NUM_CACHED] -= 1
     if s.frames[frame].pins > 0:
-        s.reg[CACHED_FENCED] -= s.frames[frame].place == FENCED
+        s.reg[CACHED_FENCED] -= s.frames[frame].place == AMONG_FENCED
         s.frames[frame].status = RETIRED
         s.reg[NUM_RETIRED] += 1
         return 0

@@ -26,6 +26,7 @@ from pagedkv.core.accounts import count
 from pagedkv.core.compiled import compiled, inlined
 from pagedkv.core.eviction import MASK, OLDEST, delist, enlist, enter, leave, raise_floor, rank, victim
 from pagedkv.core.state import (
+    AMONG_FENCED,
     CACHED,
     CACHED_FENCED,
     EPOCH,
@@ -71,7 +72,7 @@ def _disband(s: State, leader: int) -> None:
                 vacate(s.frames, s.reg, frame)
                 runs.put(s.chunks, s.reg, frame, 1)
             else:
-                s.reg[CACHED_FENCED] -= s.frames[frame].place == FENCED
+                s.reg[CACHED_FENCED] -= s.frames[frame].place == AMONG_FENCED
                 s.frames[frame].status = RETIRED
                 s.reg[NUM_RETIRED] += 1
 
@@ -134,7 +135,7 @@ def share(records: Records, reg: I64, frame: int) -> None:
     if records[frame].status == CACHED:
         if records[frame].pins == 0:
             delist(records, reg, frame)
-        elif records[frame].place == FENCED:
+        elif records[frame].place == AMONG_FENCED:
             reg[CACHED_FENCED] -= 1
         reg[NUM_CACHED] -= 1
         note_peak(records, reg)
@@ -153,7 +154,7 @@ def use(s: State, frame: int) -> None:
 
 @compiled
 def _fence(records: Records, reg: I64, frame: int) -> None:
-    if records[frame].place == FENCED:
+    if records[frame].place == AMONG_FENCED:
         leave(records, reg, frame)
     else:
         records[frame].pins += 1
@@ -201,7 +202,7 @@ def touch(s: State, frame: int) -> None:
     if s.frames[frame].pins == 0:
         delist(s.frames, s.reg, frame)
     if s.reg[EPOCH] > s.reg[PASSED]:
-        s.reg[CACHED_FENCED] += s.frames[frame].place != FENCED
+        s.reg[CACHED_FENCED] += s.frames[frame].place != AMONG_FENCED
         _fence(s.frames, s.reg, frame)
     if s.frames[frame].pins == 0:
         enlist(s.frames, s.reg, frame)

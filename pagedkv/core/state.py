@@ -45,7 +45,10 @@ COLD: Final = 1
 NORMAL: Final = 2  # and upwards: what this means is the policy's business
 NUM_LISTS: Final = 32
 FENCED: Final = 32
-NOWHERE: Final = 255
+
+# where a frame stands: 1 + its list. A pool is made of zeros that the system hands out when they are first touched: 0 must mean nowhere
+NOWHERE: Final = 0
+AMONG_FENCED: Final = 1 + FENCED
 
 # reg: scalars
 NUM_FREE: Final = 0
@@ -101,7 +104,7 @@ FRAME: Final = np.dtype(
         ("status", np.uint8),
         ("published", np.uint8),  # 1 if the index finds it; a page of group g: 1 + g
         ("uses", np.uint8),  # times it was matched since it was taken; stays at 255
-        ("place", np.uint8),  # the list it is on, or NOWHERE
+        ("place", np.uint8),  # 1 + the list it is on, or NOWHERE
         ("rank", np.uint8),  # the list it was ranked for when it was dropped
         ("floor", np.uint8),  # 1 + the highest list that a successor of it was put on, 0 for none (I9)
         ("generation", np.uint32),  # bumped when taken (I8)
@@ -240,7 +243,7 @@ def _free_chunks(num_frames: int, reg: I64) -> Records:
 
 
 def new_state(num_frames: int, groups: I64, *, block_size: int, publishing: bool, by_token: bool = False, events: int = 0) -> State:
-    """A pool of free frames and an empty page table. O(num_frames), a few ns each."""
+    """A pool of free frames and an empty page table. O(num_frames), but for zeros, which cost when they are first touched."""
     rows, width = 16 * len(groups), 16  # of the table, which grows
     reg = np.zeros(NUM_REGISTERS, np.int64)
     reg[NUM_FREE], reg[NUM_SPARE] = num_frames, 16
@@ -248,10 +251,8 @@ def new_state(num_frames: int, groups: I64, *, block_size: int, publishing: bool
     reg[KEY] = secrets.randbits(63)
     reg[PUBLISHING] = publishing
     reg[EPOCH] = reg[PASSED] = -1
-    frames = np.zeros(num_frames, FRAME).view(np.recarray)
-    frames["place"] = NOWHERE
     return State(
-        frames=frames,
+        frames=np.zeros(num_frames, FRAME).view(np.recarray),
         tokens=_on_lines(num_frames, block_size),
         chunks=_free_chunks(num_frames, reg),
         bucket=np.full(_power_of_two(23 * num_frames // 32), NOBODY, np.int32),

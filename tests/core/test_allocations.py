@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import resource
 import sys
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,3 +85,17 @@ def test_there_is_no_object_for_a_frame() -> None:
 
     objects(8)
     assert abs(objects(100_000) - objects(1000)) < 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what this process holds where Linux tells it")
+def test_a_pool_takes_no_memory_for_frames_that_nobody_has_used() -> None:
+    """So that a million of them are made in a few ms in a process that has just begun, too."""
+
+    def held() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = held()
+    mm = MemoryManager(1_000_000, 16)
+    made = held() - before
+    assert sum(array.nbytes for array in mm.state) > 100e6
+    assert made < 16e6

@@ -78,7 +78,7 @@ def listed(s: State) -> np.ndarray:
 
 
 def evictable(s: State) -> np.ndarray:
-    return np.flatnonzero(s.frames["place"] < st.NUM_LISTS)
+    return np.flatnonzero((s.frames["place"] != st.NOWHERE) & (s.frames["place"] != st.AMONG_FENCED))
 
 
 def floored(s: State) -> np.ndarray:
