@@ -27,7 +27,12 @@
 #include "schedule.hpp"
 #include "tensors.hpp"
 
+#if defined(__APPLE__)
+#include <crt_externs.h>
+#define environ (*_NSGetEnviron())
+#else
 extern char** environ;
+#endif
 
 namespace pagedkv {
 namespace {
@@ -217,8 +222,9 @@ bool unwatched(PyObject* const* x) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers); i++)
         if (says_yes(PyObject_CallNoArgs(PyTuple_GET_ITEM(watchers, i)))) return false;
     if (!says_yes(PyObject_CallNoArgs(grad_enabled))) return true;
-    return !says_yes(PyObject_GetAttr(x[Q], wants_gradient)) && !says_yes(PyObject_GetAttr(x[K], wants_gradient)) &&
-           !says_yes(PyObject_GetAttr(x[V], wants_gradient));
+    for (int i : {Q, K, V, K_SCALE, V_SCALE, SINKS, SLOPES, OUT})
+        if (x[i] != Py_None && says_yes(PyObject_GetAttr(x[i], wants_gradient))) return false;
+    return true;
 }
 
 PyObject* again(PyObject*, PyObject* const* x, Py_ssize_t count) {

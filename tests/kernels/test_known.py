@@ -228,9 +228,14 @@ def test_autograd_hears_of_a_known_call_whose_arguments_want_gradients(monkeypat
     wanting = built._replace(q=built.q.clone().requires_grad_())
     assert torch.equal(attend(wanting).detach(), attend(built))
     assert len(asked) == 1
+    slopes = torch.zeros(6)
+    attend(built, alibi_slopes=slopes), attend(built, alibi_slopes=slopes)
+    assert len(asked) == 2
+    attend(built, alibi_slopes=slopes.clone().requires_grad_())
+    assert len(asked) == 3
     with torch.no_grad():
         attend(wanting)
-    assert len(asked) == 1
+    assert len(asked) == 3
 
 
 def test_a_subclass_of_tensor_gets_the_call_handed_to_it() -> None:
