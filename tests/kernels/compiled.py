@@ -40,7 +40,7 @@ def call_of(**changes: Any) -> Any:
     k = pool(g["D"])
     v = k[..., : g["Dv"]] if g["mla"] else pool(g["Dv"])
     scale = {"": None, "tensor": torch.ones(()), "token_head": torch.ones(4, g["K"], g["S"]).transpose(1, 2)}[g["kv"].partition("/")[2]]
-    ints = {"table": torch.zeros(B, g["n"] // g["S"], dtype=torch.int32), "lens": torch.full((B,), g["n"], dtype=torch.int32)}
+    ints = {"table": torch.zeros(B, 8192, dtype=torch.int32), "lens": torch.full((B,), g["n"], dtype=torch.int32)}
     starts = torch.arange(B + 1, dtype=torch.int32) * g["q_len"]
     heads = torch.ones(g["H"])
     q, out, lse = torch.empty(T, g["H"], g["D"], dtype=dtype), torch.empty(T, g["H"], g["Dv"], dtype=dtype), torch.empty(T, g["H"])
@@ -78,6 +78,7 @@ LAUNCHES: dict[str, Any] = {
     },
     "decode, mla": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True),
     "decode, mla fp8": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, kv="fp8_e4m3/token_head"),
+    "decode, other steps": lambda: [attention(B=B, n=n) for B, n in ((9, 1040), (16, 17), (12, 4096), (15, 50000))],
     "drafts": lambda: attention(q_len=8),
     "prefill": lambda: attention(q_len=1024),
     "prefill, one chunk": lambda: attention(B=1, q_len=64, n=32768),
@@ -190,8 +191,12 @@ def report(name: str, arch: str) -> list[dict[str, Any]]:
     for kernel, one in made(name, arch):
         told = nvidia(one.asm["cubin"]) if arch.startswith("sm_") else amd(one.asm["amdgcn"])
         loops = one.asm["ttgir"].count("scf.for")
-        found.append({"kernel": kernel, "shared": one.metadata.shared, "loops": loops, **told})
+        found.append({"kernel": kernel, "hash": one.hash, "shared": one.metadata.shared, "loops": loops, **told})
     return found
+
+
+MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "UTCMMA", "QGMMA", "OMMA")
+"""Instructions of tensor cores."""
 
 
 def nvidia(cubin: bytes) -> dict[str, Any]:
@@ -213,7 +218,8 @@ def nvidia(cubin: bytes) -> dict[str, Any]:
         "wide": sum((op.startswith(("LDGSTS", "LDG")) and ".128" in op) or op.startswith("UBLKCP") for op in operations),
         "async": sum(op.startswith("LDGSTS") for op in operations),
         "narrow_async": sum(op.startswith("LDGSTS") and ".128" not in op for op in operations),
-        "mma": sum(op.startswith(("HMMA", "HGMMA", "UTCHMMA", "UTCMMA", "QGMMA", "OMMA")) for op in operations),
+        "mma": sum(op.startswith(MATRIX) for op in operations),
+        "cores": sorted({op.partition(".")[0] for op in operations if op.startswith(MATRIX)}),
         "instructions": len(operations),
     }
 

@@ -24,8 +24,9 @@ import torch
 from pagedkv import KernelUnavailable, copy_frames, explain, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import reference, registry
-from pagedkv.kernels.args import AttentionCall, RotaryTable
+from pagedkv.kernels.args import AttentionCall, RotaryTable, WriteCall
 from tests.cases import GRID, SMALL, Case, empty_layer
+from tests.kernels.compiled import call_of
 from tests.kernels.conftest import Runner
 from tests.kernels.oracle import allowed_error, oracle, same_precision
 from tests.kernels.test_write import SLOTS, batch_of, stored
@@ -303,6 +304,49 @@ def test_a_shared_prefix_attended_to_apart_gives_what_one_pass_gives(case: Case)
         cascade.cascade_attention(replace(call, window=5), shared)
     with pytest.raises(InvalidRequest, match="shared_tokens is 50; it must be a multiple of block_size=16"):
         cascade.cascade_attention(call, 50)
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels are not run, and whoever reads a tensor on the host is caught: on a GPU it would wait, and in a captured graph it may not."""
+    launched: list[str] = []
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        launched.append(self.fn.__name__)
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the host has read a tensor")
+
+    monkeypatch.setattr("triton.runtime.interpreter.GridExecutor.__call__", launch)
+    for name in "item tolist numpy cpu __bool__ __int__ __float__ __index__ nonzero unique equal".split():
+        monkeypatch.setattr(torch.Tensor, name, read)
+    monkeypatch.setattr(torch, "equal", read)
+    return launched
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernels"),
+    [
+        ({}, "decode_kernel merge_kernel"),
+        ({"split_tokens": 256, "window": 300}, "decode_kernel merge_kernel"),
+        ({"B": 1, "q_len": 64}, "prefill_kernel"),
+        ({"q_len": 64, "tree": True, "sinks": True}, "decode_kernel merge_kernel prefill_kernel"),
+        ({"kv": "int4/token_head", "q_len": 4, "alibi": True, "softcap": 3.0}, "decode_kernel merge_kernel"),
+    ],
+    ids=str,
+)
+def test_the_host_reads_no_tensor_to_launch(changes: dict[str, Any], kernels: str, unreadable: list[str]) -> None:
+    call = call_of(H=8, K=2, **changes)
+    backend.paged_attention(call)
+    assert unreadable == kernels.split()
+    if not {"window", "alibi", "split_tokens"} & {*changes}:
+        cascade.cascade_attention(call, 1024)
+        assert unreadable[-1] == "merge_states_kernel"
+    new, ints = torch.empty(8, 2, 128), torch.zeros(8, dtype=torch.int64)
+    angles = torch.zeros(64, 32), torch.zeros(64, 32)
+    backend.write_kv(WriteCall(new, new, call.k, call.v, call.k_scale, call.v_scale, ints, ints, *angles, False))
+    backend.copy_frames(call.k, PAIRS)
+    assert unreadable[-3:] == ["write_kernel", "copy_kernel", "copy_kernel"]
 
 
 def test_without_the_interpreter_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
