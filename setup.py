@@ -3,16 +3,25 @@
 The extension `pagedkv.kernels._cpu` is pybind11 over raw pointers and strides, built from csrc/cpu/*.cpp. It never links against torch, so
 one wheel serves every torch version, and it is optional: without pybind11 or a compiler the install succeeds, one line says what is missing
 and what serves instead (pip shows the line with -v; `pagedkv doctor` says the same at run time).
+
+Where nvcc is found, a wheel also carries the most used CUDA kernels as machine code (pagedkv/kernels/cuda_cubins); all others, and all of
+them in a wheel built without nvcc, are compiled at first use.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import BaseError, CCompilerError
 
 SOURCES = sorted(path.as_posix() for path in Path("csrc/cpu").glob("*.cpp"))
@@ -78,10 +87,42 @@ class OptionalBuild(build_ext):
         self.compiler._compile = with_own_flags
 
 
+class WithCubins(build_py):
+    """Compiles CUDA kernels ahead where nvcc is. An editable install compiles each at first use: its sources change."""
+
+    def run(self) -> None:
+        """Copy the packages, then compile."""
+        super().run()
+        nvcc = shutil.which("nvcc")
+        if nvcc and not self.editable_mode:
+            build_cubins(nvcc, Path(self.build_lib) / "pagedkv/kernels/cuda_cubins")
+
+
+def build_cubins(nvcc: str, folder: Path) -> None:
+    """The most used kernels for each architecture, into `folder`. What nvcc refuses (an architecture it has no longer) is left to NVRTC."""
+    sys.path.insert(0, str(Path(__file__).parent.resolve()))
+    from pagedkv.kernels import cuda_compile, cuda_shapes
+
+    wishes = [(arch, shape) for arch, shared in cuda_compile.ARCHITECTURES.items() for shape in cuda_shapes.common(shared)]
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def build(wish: tuple[str, cuda_shapes.Specialisation]) -> bool:
+        arch, shape = wish
+        target = folder / f"{cuda_compile.key(shape.kernel, shape.macros, arch)}.cubin"
+        macros = [f"-D{name}={value}" for name, value in shape.macros.items()]
+        options = ["-cubin", f"-arch={arch}", *cuda_compile.OPTIONS, *macros]
+        command = [nvcc, *options, "-x", "cu", f"csrc/cuda/{shape.kernel}.cuh", "-o", str(target)]
+        return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = sum(pool.map(build, wishes))
+    say(f"{built} of {len(wishes)} CUDA kernels were compiled by {nvcc}; the others are compiled at first use.")
+
+
 if __name__ == "__main__":
     setup(
         packages=[*find_packages(include=["pagedkv*"]), *ELSEWHERE],
         package_dir=ELSEWHERE,
         ext_modules=extensions(),
-        cmdclass={"build_ext": OptionalBuild},
+        cmdclass={"build_ext": OptionalBuild, "build_py": WithCubins},
     )

@@ -1,8 +1,8 @@
 """The CUDA C++ kernels of csrc/cuda, seen from Python: what they cannot do, and where a call goes.
 
-docs/cuda-kernels.md tells how they work. This file imports no CuPy: that is found missing, or found, when someone asks. Specialisations are
-compiled at first use and kept on disk (cuda_driver.py); what a launch is made of is cuda_launch.py's for attention, cuda_moves.py's for
-the other three operations.
+docs/cuda-kernels.md tells how they work. This file imports no CuPy: that is found missing, or found, when someone asks. Specialisations
+(cuda_shapes.py) are compiled at first use and kept on disk (cuda_compile.py), and run by cuda_driver.py; what a launch is made of is
+cuda_launch.py's for attention, cuda_moves.py's for the other three operations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from pagedkv.kernels import cuda_launch, cuda_moves
+from pagedkv.kernels import cuda_launch, cuda_moves, cuda_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,11 +38,11 @@ def case_objections(case: Case) -> list[str]:
         found.append(f"{of} is {case.dtype}; it takes {', '.join(FLOATS)}")
     for name, dim in (("head_dim", case.head_dim), ("head_dim_v", case.head_dim_v)):
         if case.op == "paged_attention":
-            largest = cuda_launch.LARGEST_HEAD_DIM.get(case.dtype or "", 256)
+            largest = cuda_shapes.LARGEST_HEAD_DIM.get(case.dtype or "", 256)
             if dim is not None and (dim % 16 or not 0 < dim <= largest):
                 found.append(f"{name} is {dim}; it takes multiples of 16 up to {largest}" + (" in float32" if largest < 256 else ""))
-        elif dim is not None and dim > cuda_moves.LARGEST_HEAD_DIM:
-            found.append(f"{name} is {dim}; it takes up to {cuda_moves.LARGEST_HEAD_DIM}")
+        elif dim is not None and dim > cuda_shapes.LONGEST_ROW:
+            found.append(f"{name} is {dim}; it takes up to {cuda_shapes.LONGEST_ROW}")
     return found
 
 

@@ -1,94 +1,50 @@
-"""Compiling and launching on NVIDIA GPUs: NVRTC, a folder of compiled kernels, and CuPy's view of the driver.
+"""One GPU: kernels loaded in this process, memory that outlives launches, and the launch itself, through CuPy's view of the driver.
 
-    source + options + NVRTC version + architecture  --sha256-->  <cache>/cubins/<key>.cubin  -->  a module of this process
+What this file asks of CUDA is `Cuda`, six functions of cupy.cuda.driver, and three of torch (`Torch`): the tests put recorders there. No
+launch attribute is needed, so cuda.core is not: a decode is one launch, so there is no second one to start early, and no kernel forms a
+cluster. This file knows no attention.
 
-Nothing is keyed by time, path or torch's version, and files appear complete or not at all (written aside, then renamed), so processes share
-the folder without locks. No nvcc and no CUDA header is needed: the sources include none. This file knows no attention.
+    on a launch    nothing is allocated but torch's memory of the current stream, nothing waits, nothing reads the device back: it is
+                   captured in a CUDA graph as it is. What is loaded on the way would not be: that is refused, with the remedy.
+    contexts       the device's primary context, torch's. A thread that has none, or another device's, is given it for the launch.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import tempfile
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import torch
 
-from pagedkv import debug
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import cuda_compile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
-    from pagedkv.kernels.cuda_launch import Specialisation
+    from pagedkv.kernels.cuda_shapes import Specialisation
 
-OPTIONS: Final = ("-std=c++17", "--ptxas-options=-v")
-_HOMES: Final = (Path(__file__).parent / "cuda_sources", Path(__file__).parents[2] / "csrc/cuda")
-"""In a wheel, and in a checkout."""
-
-
-class Compiled(NamedTuple):
-    """A cubin, and what the compiler said of it (registers, spills); no log if it was on disk."""
-
-    cubin: bytes
-    log: str
+CARVEOUT: Final = 100
+"""Percent of an SM's memory that is shared, as a wish: nothing here lives from the first cache."""
 
 
-@cache
-def sources() -> Mapping[str, str]:
-    """The texts of csrc/cuda by name."""
-    home = next(path for path in _HOMES if path.is_dir())
-    return {path.name: path.read_text() for path in sorted(home.iterdir()) if path.suffix in (".cuh", ".h")}
+class Cuda(Protocol):
+    """The functions of cupy.cuda.driver that are used here; all raise CUDADriverError."""
+
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: int
+    CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: int
+
+    def ctxGetCurrent(self) -> int: ...  # noqa: D102
+    def ctxSetCurrent(self, context: int) -> None: ...  # noqa: D102
+    def moduleLoadData(self, cubin: bytes) -> int: ...  # noqa: D102
+    def moduleGetFunction(self, module: int, name: str) -> int: ...  # noqa: D102
+    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None: ...  # noqa: D102
+    def launchKernel(self, function: int, *arguments: int) -> None: ...  # noqa: D102
 
 
-def compile_cubin(kernel: str, macros: Mapping[str, int], arch: str) -> Compiled:
-    """`kernel`.cuh with -D `macros` for an architecture such as "sm_90". Needs NVRTC, no GPU. Raises: NVRTCError, with its log."""
-    from cupy.cuda import nvrtc
-
-    texts = sources()
-    options = [f"-arch={arch}", *OPTIONS, *(f"-D{name}={value}" for name, value in macros.items())]
-    headers = [name for name in texts if name != f"{kernel}.cuh"]
-    program = nvrtc.createProgram(
-        texts[f"{kernel}.cuh"], f"{kernel}.cuh", [texts[name].encode() for name in headers], [n.encode() for n in headers]
-    )
-    try:
-        nvrtc.compileProgram(program, options)
-        cubin = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes it for a string and drops the last byte, a 0
-        return Compiled(cubin, nvrtc.getProgramLog(program).rstrip("\0"))
-    except nvrtc.NVRTCError as why:
-        why.add_note(nvrtc.getProgramLog(program))
-        raise
-    finally:
-        nvrtc.destroyProgram(program)
-
-
-def cached_cubin(kernel: str, macros: Mapping[str, int], arch: str) -> bytes:
-    """As `compile_cubin`, from disk if it is there."""
-    from cupy.cuda import nvrtc
-
-    key = repr((kernel, sorted(macros.items()), arch, OPTIONS, nvrtc.getVersion(), sorted(sources().items())))
-    file = debug.cache_folder() / "cubins" / f"{kernel}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
-    try:
-        return file.read_bytes()
-    except OSError:
-        cubin = compile_cubin(kernel, macros, arch).cubin
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as aside:
-            aside.write(cubin)
-        os.replace(aside.name, file)
-    except OSError:
-        pass  # a folder that cannot be written costs time, not the result
-    return cubin
-
-
-class Driver:
-    """One GPU: kernels loaded in this process, and memory that outlives launches."""
+class Torch:
+    """What torch, and the runtime, know of a device."""
 
     def __init__(self, device: torch.device) -> None:
         from cupy.cuda import runtime
@@ -101,7 +57,31 @@ class Driver:
         self.num_sms = asked(runtime.cudaDevAttrMultiProcessorCount)
         self.shared_per_block = asked(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
         self.shared_per_sm = asked(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor)
-        self._functions: dict[Specialisation, int] = {}
+
+    def context(self, cuda: Cuda) -> int:
+        """Its primary context, current in this thread from here on: by cudaSetDevice, which torch leaves out where it can."""
+        from cupy.cuda import runtime
+
+        with torch.cuda.device(self.device):
+            runtime.setDevice(self.device.index)
+            return cuda.ctxGetCurrent()
+
+    def stream(self) -> int:
+        """The current one's handle."""
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def is_capturing(self) -> bool:
+        """Is it captured into a graph?"""
+        return torch.cuda.is_current_stream_capturing()
+
+
+class Driver:
+    """A `Machine` that is a GPU."""
+
+    def __init__(self, about: Torch, cuda: Cuda) -> None:
+        self.num_sms, self.shared_per_block, self.shared_per_sm = about.num_sms, about.shared_per_block, about.shared_per_sm
+        self._torch, self._cuda, self._context = about, cuda, about.context(cuda)
+        self._functions: dict[Specialisation, tuple[int, int, int]] = {}
         self._tickets: dict[int, list[Tensor]] = {}
 
     def workspace(self, slots: int, floats: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,9 +90,9 @@ class Driver:
         Outgrown tickets are kept, for launches that still run. A captured launch has its own, set to zero by the graph at each replay.
         """
         partials = torch.empty(slots * floats, dtype=torch.float32, device=like.device)
-        if torch.cuda.is_current_stream_capturing():
+        if self._torch.is_capturing():
             return partials, torch.zeros(slots, dtype=torch.int32, device=like.device)
-        sets = self._tickets.setdefault(torch.cuda.current_stream(self.device).cuda_stream, [])
+        sets = self._tickets.setdefault(self._torch.stream(), [])
         if not sets or sets[-1].numel() < slots:
             sets.append(torch.zeros(max(4096, 2 * slots), dtype=torch.int32, device=like.device))
         return partials, sets[-1]
@@ -122,30 +102,42 @@ class Driver:
         return torch.empty(size, dtype=torch.uint8, device=like.device)
 
     def launch(self, shape: Specialisation, blocks: int, params: bytes) -> None:
-        """Run the kernel of that shape on torch's current stream."""
-        from cupy.cuda import driver
+        """Run the kernel of that shape on torch's current stream of this device. Raises: InvalidRequest in a capture, if not loaded."""
+        cuda = self._cuda
+        before = cuda.ctxGetCurrent()
+        if before != self._context:
+            cuda.ctxSetCurrent(self._context)
+        try:
+            function, threads, shared = self._functions.get(shape) or self._load(shape)
+            buffer = ctypes.create_string_buffer(params, len(params))
+            pointers = ctypes.c_void_p(ctypes.addressof(buffer))  # an array of one; the driver copies what it points to before it returns
+            cuda.launchKernel(function, blocks, 1, 1, threads, 1, 1, shared, self._torch.stream(), ctypes.addressof(pointers), 0)
+        finally:
+            if before not in (0, self._context):
+                cuda.ctxSetCurrent(before)
 
-        function = self._functions.get(shape)
-        if function is None:
-            function = self._functions[shape] = self._load(shape)
-        buffer = ctypes.create_string_buffer(params, len(params))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))  # the driver copies what they point to before it returns
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        driver.launchKernel(function, blocks, 1, 1, shape.threads, 1, 1, shape.shared_bytes, stream, ctypes.addressof(pointers), 0)
-
-    def _load(self, shape: Specialisation) -> int:
-        from cupy.cuda import driver
-
-        with torch.cuda.device(self.device):
-            module = driver.moduleLoadData(cached_cubin(shape.kernel, shape.macros, self.arch))  # for as long as the process lives
-            function: Any = driver.moduleGetFunction(module, shape.kernel)
-            driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shape.shared_bytes)
-        return int(function)
+    def _load(self, shape: Specialisation) -> tuple[int, int, int]:
+        """The kernel's handle, for as long as the process lives; its threads, and its shared memory."""
+        if self._torch.is_capturing():
+            raise InvalidRequest(
+                f"the kernel {shape.kernel} for {shape.macros} is not loaded yet, and loading cannot be captured in a CUDA graph: "
+                f"run the same step once before capturing it"
+            )
+        cuda = self._cuda
+        module = cuda.moduleLoadData(cuda_compile.cubin_for(shape.kernel, shape.macros, self._torch.arch))
+        function = cuda.moduleGetFunction(module, shape.kernel)
+        if shape.shared_bytes:  # beyond 48 KB only on request
+            cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shape.shared_bytes)
+            cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CARVEOUT)
+        self._functions[shape] = loaded = (function, shape.threads, shape.shared_bytes)
+        return loaded
 
 
 @cache
 def _driver(index: int) -> Driver:
-    return Driver(torch.device("cuda", index))
+    from cupy.cuda import driver as cupy_driver
+
+    return Driver(Torch(torch.device("cuda", index)), cast("Cuda", cupy_driver))
 
 
 def driver(device: torch.device) -> Driver:

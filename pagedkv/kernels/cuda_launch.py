@@ -11,26 +11,18 @@ stays right.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
+from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, RowClass, Shape, Specialisation, shape_for
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.kernels.args import AttentionCall
-
-KINDS: Final = {"bfloat16": 0, "float16": 1, "float32": 2, "fp8_e4m3": 3, "fp8_e5m2": 4, "int8": 5, "int4": 6}
-"""`Kind` in csrc/cuda/elements.cuh."""
-
-BITS: Final = (16, 16, 32, 8, 8, 8, 4)
-LARGEST_HEAD_DIM: Final = {"float32": 128}
-"""Of K and of V, by the dtype of q; 256 for all others. Results stay in registers, and float32 operands are three each."""
 
 _POINTERS = "q k v k_scale v_scale block_table rows seq_lens cu_seqlens_q sinks slopes tree_mask out lse partials tickets"
 _STRIDES = (
@@ -43,80 +35,6 @@ PARAMS: Final = (*_POINTERS.split(), *_STRIDES.split(), *_INTEGERS.split(), *_FL
 """The fields of `AttentionParams`, in order."""
 
 LAYOUT: Final = struct.Struct(f"@{len(_POINTERS.split())}Q{len(_STRIDES.split())}q{len(_INTEGERS.split())}i{len(_FLOATS.split())}f4x")
-
-
-class RowClass(NamedTuple):
-    """Sequences of `least` to `most` query rows, and the warps that serve them: 16 rows each, and teams of these over the keys."""
-
-    least: int
-    most: int
-    warps_m: int
-    warps_n: int
-    tile: int
-
-
-CLASSES: Final = (RowClass(1, 16, 1, 4, 16), RowClass(17, 32, 2, 2, 32), RowClass(33, 2**31 - 1, 4, 1, 32))
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """One specialisation of the kernel: the -D of csrc/cuda/shape.cuh, which says what they mean."""
-
-    q_kind: int
-    kv_kind: int
-    head_dim: int
-    head_dim_v: int
-    warps_m: int
-    warps_n: int
-    tile: int
-    stages: int
-    copy: int
-    token_scales: int
-    blocks: int
-
-    kernel = "paged_attention"
-
-    @property
-    def macros(self) -> dict[str, int]:
-        """What the compiler is told."""
-        return {name.upper(): getattr(self, name) for name in self.__slots__}
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a CTA."""
-        return 16 * self.warps_m
-
-    @property
-    def threads(self) -> int:
-        """Of a CTA."""
-        return 32 * self.warps_m * self.warps_n
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a CTA: `SHARED_BYTES` in csrc/cuda/shape.cuh."""
-        rows = [-(-self.row_bytes(d) // 16) * 16 + 16 for d in (self.head_dim, self.head_dim_v)]
-        stage = self.tile * (sum(rows) + 8 * self.token_scales) + 16
-        queries = self.rows * (2 * self.head_dim + 16) * (3 if self.q_kind == KINDS["float32"] else 1)
-        stats = 8 * self.rows * (self.warps_n + 1) + 16
-        sums = 4 * self.rows * (self.head_dim_v + 8)
-        return -(-(queries + stats) // 128) * 128 + self.warps_n * max(self.stages * stage, sums)
-
-    def row_bytes(self, dim: int) -> int:
-        """One key, or value, of one head in the pool."""
-        return dim * BITS[self.kv_kind] // 8
-
-
-class Specialisation(Protocol):
-    """A kernel of csrc/cuda, compiled for one purpose: equal ones are one. kernel: its name, and of its file."""
-
-    @property
-    def kernel(self) -> str: ...  # noqa: D102
-    @property
-    def macros(self) -> dict[str, int]: ...  # noqa: D102
-    @property
-    def threads(self) -> int: ...  # noqa: D102
-    @property
-    def shared_bytes(self) -> int: ...  # noqa: D102
 
 
 class Machine(Protocol):
@@ -134,33 +52,6 @@ class Machine(Protocol):
 
     def launch(self, shape: Specialisation, blocks: int, params: bytes) -> None:
         """Run the kernel of that shape, on the current stream."""
-
-
-_FITS: Final = ((2, 4), (2, 3), (1, 4), (1, 3), (1, 2))
-"""(CTAs on an SM, stages), best first. Two CTAs hide each other's beginnings and ends."""
-
-RESERVED: Final = 1024
-"""Bytes of shared memory that the driver takes for each CTA."""
-
-
-@lru_cache(maxsize=1024)
-def shape_for(kinds: tuple[int, int], dims: tuple[int, int], row_class: RowClass, keys: tuple[int, int], shared: tuple[int, int]) -> Shape:
-    """The specialisation for (Q, KV) kinds and (D, Dv); keys: bytes of a copy and TOKEN_SCALES; shared: bytes per CTA and per SM.
-
-    Raises: InvalidRequest if not even two stages fit.
-    """
-    narrow = max(dims) > 128 or kinds[0] == KINDS["float32"]  # registers for the scores of 16 keys only
-    tile = 16 if narrow else row_class.tile
-    warps = (row_class.warps_m, row_class.warps_n)
-    while True:
-        for blocks, stages in _FITS:
-            shape = Shape(*kinds, *dims, *warps, tile, stages, *keys, blocks)
-            if shape.shared_bytes <= shared[0] and blocks * (shape.shared_bytes + RESERVED) <= shared[1]:
-                return shape
-        if warps == (1, 1):
-            break
-        warps = (warps[0], warps[1] // 2) if warps[1] > 1 else (warps[0] // 2, 1)  # fewer teams, then fewer rows
-    raise InvalidRequest(f"head dims {dims} need more shared memory than the {shared[0]} bytes of this GPU; use backend='reference'")
 
 
 def attend(call: AttentionCall, machine: Machine) -> None:
@@ -190,17 +81,24 @@ def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowC
     size, stored = q.element_size(), k.element_size()
     tree = tree.contiguous() if tree is not None and tree.stride(1) != 1 else tree
     rows, sinks, slopes = (x if x is None else x.contiguous() for x in (call.rows, call.sinks, call.alibi_slopes))
-    tables = (call.block_table, rows, call.seq_lens, call.cu_seqlens_q)
-    q_token, q_head = (stride * size for stride in q.stride()[:2])
-    strides = (*(x * stored for x in (*k.stride()[:3], *v.stride()[:3])), *scale_strides(scales[0]), *scale_strides(scales[1]))
-    rules = (call.causal, call.window or 0, call.split_tokens or 0, spread, row_class.least, row_class.most)
+    q_at, q_token, q_head = q.data_ptr(), q.stride(0) * size, q.stride(1) * size
+    k_frame, k_slot, k_head, _ = k.stride()
+    v_frame, v_slot, v_head, _ = v.stride()
     params = LAYOUT.pack(
-        *(0 if x is None else x.data_ptr() for x in (q, k, v, *scales, *tables, sinks, slopes, tree, out, call.lse, partials, tickets)),
-        *(q_token, q_head, *strides, call.block_table.stride(0), 0 if tree is None else tree.stride(0)),
-        *(out.stride(0) * size, out.stride(1) * size, slots, B, H, K, k.shape[1], *rules),
-        *((q.data_ptr() | q_token | q_head) % (4 * size) == 0, call.scale, call.softcap),
+        *(q_at, k.data_ptr(), v.data_ptr(), _address(scales[0]), _address(scales[1]), call.block_table.data_ptr(), _address(rows)),
+        *(call.seq_lens.data_ptr(), call.cu_seqlens_q.data_ptr(), _address(sinks), _address(slopes), _address(tree), out.data_ptr()),
+        *(call.lse.data_ptr(), partials.data_ptr(), tickets.data_ptr()),
+        *(q_token, q_head, k_frame * stored, k_slot * stored, k_head * stored, v_frame * stored, v_slot * stored, v_head * stored),
+        *(*scale_strides(scales[0]), *scale_strides(scales[1]), call.block_table.stride(0), 0 if tree is None else tree.stride(0)),
+        *(out.stride(0) * size, out.stride(1) * size, slots),
+        *(B, H, K, k.shape[1], call.causal, call.window or 0, call.split_tokens or 0, spread, row_class.least, row_class.most),
+        *((q_at | q_token | q_head) % (4 * size) == 0, call.scale, call.softcap),
     )
     machine.launch(shape, blocks, params)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _scales(call: AttentionCall) -> tuple[tuple[Tensor | None, Tensor | None], int]:
@@ -224,10 +122,11 @@ def _copy_bytes(call: AttentionCall) -> int:
     """The largest copy (16, 8 or 4 bytes) that every row of K and V is a multiple of, and begins at one. Raises: InvalidRequest."""
     bits = 0
     for pool in (call.k, call.v):
-        size = pool.element_size()
-        bits |= pool.data_ptr() | pool.shape[3] * size
-        for stride in pool.stride()[:3]:
-            bits |= stride * size
+        size, shape, strides = pool.element_size(), pool.shape, pool.stride()
+        bits |= pool.data_ptr() | shape[3] * size
+        for count, stride in zip(shape[:3], strides[:3], strict=True):
+            if count > 1:
+                bits |= stride * size
     copy = min(16, bits & -bits)
     if copy < 4:
         raise InvalidRequest(

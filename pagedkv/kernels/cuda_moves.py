@@ -7,13 +7,13 @@ a launch is a `Machine` (cuda_launch.py).
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from pagedkv.kernels import quant, reference
-from pagedkv.kernels.cuda_launch import KINDS, scale_strides
+from pagedkv.kernels.cuda_launch import scale_strides
+from pagedkv.kernels.cuda_shapes import COPY_RUN, KINDS, CopyShape, MergeShape, WriteShape, vectors_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,74 +25,7 @@ WRITE_LAYOUT: Final = struct.Struct("@10Q20q9i4x")
 COPY_LAYOUT: Final = struct.Struct("@4Q4q3i4x")
 MERGE_LAYOUT: Final = struct.Struct("@6Q8q3i4x")
 
-LARGEST_HEAD_DIM: Final = 1024
-"""A vector's elements stay in the registers of a warp."""
-
-ROW_WARPS: Final = 4
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def _macros(shape: object) -> dict[str, int]:
-    return {name.upper(): getattr(shape, name) for name in type(shape).__slots__}  # type: ignore[attr-defined]
-
-
-def _vectors(head_dim: int) -> int:
-    """Vectors of a CTA: `LANES_OF` in csrc/cuda/rows.cuh."""
-    return ROW_WARPS * (1 if head_dim > 64 else 2 if head_dim > 32 else 4)
-
-
-@dataclass(frozen=True, slots=True)
-class WriteShape:
-    """One specialisation of csrc/cuda/write_kv.cuh, whose head says what the fields mean."""
-
-    kv_kind: int
-    k_new_kind: int
-    v_new_kind: int
-    head_dim: int
-    head_dim_v: int
-    k_scale: int
-    v_scale: int
-    rope: int
-    rope_pairs: int
-
-    kernel = "write_kv"
-    threads = 32 * ROW_WARPS
-    shared_bytes = 0
-    macros = property(_macros)
-
-
-@dataclass(frozen=True, slots=True)
-class MergeShape:
-    """One specialisation of csrc/cuda/merge_states.cuh."""
-
-    q_kind: int
-    head_dim_v: int
-
-    kernel = "merge_states"
-    threads = 32 * ROW_WARPS
-    shared_bytes = 0
-    macros = property(_macros)
-
-
-@dataclass(frozen=True, slots=True)
-class CopyShape:
-    """One specialisation of csrc/cuda/copy_frames.cuh: bytes of an access. Its shared memory is the caller's choice."""
-
-    word: int
-    shared_bytes: int
-
-    kernel = "copy_frames"
-    threads = 128
-
-    @property
-    def macros(self) -> dict[str, int]:
-        """What the compiler is told."""
-        return {"WORD": self.word}
-
-    @property
-    def place(self) -> int:
-        """Bytes of a word in shared memory."""
-        return max(self.word, 2)
 
 
 def write_kv(call: WriteCall, machine: Machine) -> None:
@@ -106,7 +39,7 @@ def write_kv(call: WriteCall, machine: Machine) -> None:
     kinds = [KINDS[quant.NAMES[x.dtype]] for x in (call.k, call.k_new, v_new)]
     rope = 0 if not half else 2 if call.interleaved else 1
     shape = WriteShape(kinds[0], kinds[1], kinds[2], D, Dv, _kind(call.k_scale), _kind(call.v_scale), rope, half)
-    blocks = -(-T * K // _vectors(max(D, Dv)))
+    blocks = -(-T * K // vectors_of(max(D, Dv)))
     # K and V are stored at once, unless rows of one lie in rows of the other (MLA): then K first, as everywhere
     parts = ((0, 1), (1, 1)) if _overlap(call.k, call.v) else ((0, 2),)
     tables = (call.slots, call.positions, call.cos, call.sin)
@@ -133,12 +66,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, mac
         quads = Dv % 4 == 0 and all(_aligned(x, 4 * size) for x in (out_a, out_b, out))
         addresses = (x.data_ptr() for x in (out_a, out_b, lse_a, lse_b, out, lse))
         params = MERGE_LAYOUT.pack(*addresses, *strides, T * H, H, quads)
-        machine.launch(MergeShape(KINDS[quant.NAMES[out_a.dtype]], Dv), -(-T * H // _vectors(Dv)), params)
+        machine.launch(MergeShape(KINDS[quant.NAMES[out_a.dtype]], Dv), -(-T * H // vectors_of(Dv)), params)
     return out, lse
-
-
-RUN: Final = 32 << 10
-"""Shared memory of a CTA that copies, unless the copies are very many: several CTAs then share an SM."""
 
 
 def copy_frames(storage: Tensor, copies: Tensor, machine: Machine) -> None:
@@ -151,7 +80,7 @@ def copy_frames(storage: Tensor, copies: Tensor, machine: Machine) -> None:
     size = storage.element_size()
     frame_bytes, stride = storage[0].numel() * size, storage.stride(0) * size if storage.shape[0] > 1 else 0
     word = min(16, (bits := storage.data_ptr() | frame_bytes | stride) & -bits)
-    small, large = CopyShape(word, RUN), CopyShape(word, min(machine.shared_per_block, 96 << 10))
+    small, large = CopyShape(word, COPY_RUN), CopyShape(word, min(machine.shared_per_block, 96 << 10))
     numbers, addresses = (copies[:, 0].data_ptr(), copies[:, 1].data_ptr()), (storage.data_ptr(),) * 2
     words, step = frame_bytes // word, copies.stride(0)
     for shape, least in ((small, 5), (large, 3)):  # runs of at least so many words (2 to the power of it), if frames are that long

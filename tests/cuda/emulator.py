@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.kernels.args import AttentionCall, WriteCall
-    from pagedkv.kernels.cuda_launch import Specialisation
+    from pagedkv.kernels.cuda_shapes import Specialisation
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SIMT = sorted((CSRC / "simt").glob("*.cpp"))

@@ -11,21 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv.kernels import cuda_driver
-from pagedkv.kernels.cuda_launch import CLASSES, KINDS, RowClass, Shape, Specialisation, shape_for
-from pagedkv.kernels.cuda_moves import CopyShape, MergeShape, WriteShape
+from pagedkv.kernels import cuda_compile
+from pagedkv.kernels.cuda_compile import ARCHITECTURES
+from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, CopyShape, MergeShape, RowClass, Shape, Specialisation, WriteShape, shape_for
 
 BF16 = KINDS["bfloat16"]
-
-ARCHITECTURES = {
-    "sm_80": (163, 164),
-    "sm_86": (99, 100),
-    "sm_89": (99, 100),
-    "sm_90": (227, 228),
-    "sm_100": (227, 228),
-    "sm_120": (99, 100),
-}
-"""KiB of shared memory: of a CTA at most, and of an SM."""
 
 TYPICAL = ("bfloat16", "bfloat16", (128, 128), CLASSES[0], 0)
 Wish = tuple[str, str, tuple[int, int], RowClass, int]
@@ -57,8 +47,7 @@ def _nvrtc() -> None:
 
 def shape_of(wish: Wish, arch: str) -> Shape:
     q, kv, dims, row_class, scales = wish
-    per_block, per_sm = (kib << 10 for kib in ARCHITECTURES[arch])
-    return shape_for((KINDS[q], KINDS[kv]), dims, row_class, (8 if kv == "int4" and dims[0] == 80 else 16, scales), (per_block, per_sm))
+    return shape_for((KINDS[q], KINDS[kv]), dims, row_class, (8 if kv == "int4" and dims[0] == 80 else 16, scales), ARCHITECTURES[arch])
 
 
 def name(value: object) -> str:
@@ -76,7 +65,7 @@ REST = [(wish, arch) for wish in VARIANTS for arch in ARCHITECTURES if (wish, ar
 @pytest.mark.parametrize(("wish", "arch"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.slow) for x in REST)], ids=name)
 def test_it_compiles_within_its_budget(wish: Wish, arch: str) -> None:
     shape = shape_of(wish, arch)
-    _, log = cuda_driver.compile_cubin("paged_attention", shape.macros, arch)
+    _, log = cuda_compile.compile_cubin("paged_attention", shape.macros, arch)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, "local memory is used"
     registers = int(re.search(r"Used (\d+) registers", log)[1])  # type: ignore[index]
     assert shape.blocks * shape.threads * -(-registers // 8) * 8 <= 1 << 16, (
@@ -103,7 +92,7 @@ MOVES: dict[str, tuple[Specialisation, int]] = {
 @pytest.mark.parametrize("move", MOVES)
 def test_what_moves_rows_compiles_within_its_budget(move: str, arch: str) -> None:
     shape, budget = MOVES[move]
-    _, log = cuda_driver.compile_cubin(shape.kernel, shape.macros, arch)
+    _, log = cuda_compile.compile_cubin(shape.kernel, shape.macros, arch)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, "local memory is used"
     assert int(re.search(r"Used (\d+) registers", log)[1]) <= budget  # type: ignore[index]
     assert "warning" not in log
@@ -112,11 +101,11 @@ def test_what_moves_rows_compiles_within_its_budget(move: str, arch: str) -> Non
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_rows_move_16_bytes_at_a_time_and_8_bit_floats_are_converted_by_instruction(arch: str, tmp_path: Path) -> None:
     shape = MOVES["copy_frames"][0]
-    sass = disassembled(cuda_driver.compile_cubin(shape.kernel, shape.macros, arch).cubin, tmp_path)
+    sass = disassembled(cuda_compile.compile_cubin(shape.kernel, shape.macros, arch).cubin, tmp_path)
     assert re.findall(r"LDGSTS\S*128", sass)
     assert re.findall(r"STG\S*128", sass)
     shape = MOVES["write_kv fp8_e4m3 token_head rope"][0]
-    sass = disassembled(cuda_driver.compile_cubin(shape.kernel, shape.macros, arch).cubin, tmp_path)
+    sass = disassembled(cuda_compile.compile_cubin(shape.kernel, shape.macros, arch).cubin, tmp_path)
     assert bool(re.findall(r"F2FP\S*E4M3", sass)) == (arch >= "sm_89" or len(arch) > 5)
     assert re.findall(r"LDG\S*64", sass), "four new elements are one load"
 
@@ -133,7 +122,7 @@ def disassembled(cubin: bytes, folder: Path) -> str:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_keys_are_copied_16_bytes_at_a_time_and_multiplied_by_tensor_cores(arch: str, tmp_path: Path) -> None:
     shape = shape_of(TYPICAL, arch)
-    sass = disassembled(cuda_driver.compile_cubin("paged_attention", shape.macros, arch).cubin, tmp_path)
+    sass = disassembled(cuda_compile.compile_cubin("paged_attention", shape.macros, arch).cubin, tmp_path)
     copies = re.findall(r"LDGSTS\S*", sass)
     assert copies
     assert all(".128" in copy for copy in copies), set(copies)
@@ -142,19 +131,8 @@ def test_keys_are_copied_16_bytes_at_a_time_and_multiplied_by_tensor_cores(arch:
     assert not re.findall(r"\b(?:LDL|STL)\b", sass), "local memory is used"
 
 
-def test_what_is_compiled_is_found_again_whatever_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
-    shape = shape_of(TYPICAL, "sm_90")
-    first = cuda_driver.cached_cubin("paged_attention", shape.macros, "sm_90")
-    assert [path.name[:22] for path in (tmp_path / "cubins").iterdir()] == ["paged_attention-sm_90-"]
-    monkeypatch.setattr(cuda_driver, "compile_cubin", None)
-    assert cuda_driver.cached_cubin("paged_attention", shape.macros, "sm_90") == first
-    with pytest.raises(TypeError):  # other macros are another kernel
-        cuda_driver.cached_cubin("paged_attention", shape.macros | {"STAGES": 2}, "sm_90")
-
-
 def test_a_source_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_of(TYPICAL, "sm_90")
     with pytest.raises(Exception, match="NVRTC") as refused:
-        cuda_driver.compile_cubin("paged_attention", shape.macros | {"TILE": 8}, "sm_90")
+        cuda_compile.compile_cubin("paged_attention", shape.macros | {"TILE": 8}, "sm_90")
     assert "whole fragments" in "\n".join(refused.value.__notes__)

@@ -8,7 +8,7 @@ import torch
 from pagedkv import KernelUnavailable
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cuda, registry
-from pagedkv.kernels.cuda_launch import CLASSES, KINDS, shape_for
+from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, shape_for
 from tests.cases import Case
 from tests.cuda.emulator import COMPILER, Emulator, call_of
 

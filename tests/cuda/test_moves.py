@@ -9,7 +9,7 @@ import torch
 
 import pagedkv
 from pagedkv import copy_frames, merge_states, write_kv
-from pagedkv.kernels import cuda_moves, reference, registry
+from pagedkv.kernels import cuda_shapes, reference, registry
 from pagedkv.kernels.args import RotaryTable
 from tests.cases import Case, as_bytes, empty_layer
 from tests.cuda import backend
@@ -178,4 +178,4 @@ def test_a_vector_longer_than_a_warp_holds_is_refused_with_the_limit() -> None:
     from pagedkv.kernels import cuda
 
     case = registry.Case("write_kv", "cuda", dtype="float16", head_dim=2048, head_dim_v=64)
-    assert cuda.case_objections(case) == [f"head_dim is 2048; it takes up to {cuda_moves.LARGEST_HEAD_DIM}"]
+    assert cuda.case_objections(case) == [f"head_dim is 2048; it takes up to {cuda_shapes.LONGEST_ROW}"]

@@ -1,0 +1,221 @@
+"""Compiled kernels on disk: what names them, and what happens to folders that are damaged, shared, closed or filled by a build."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagedkv.kernels import cuda_compile, cuda_launch, cuda_moves, cuda_shapes
+from pagedkv.kernels.args import WriteCall
+from pagedkv.kernels.cuda_compile import Compiled, cubin_for, key, nearest
+from tests.cases import Case
+from tests.cuda.emulator import Emulator, call_of
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+MACROS = {"Q_KIND": 0, "HEAD_DIM_V": 64}
+
+
+class Compiler:
+    """Stands for NVRTC, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from cupy.cuda import nvrtc
+
+        self.calls: list[tuple[str, str]] = []
+        self.version, self.archs = (13, 0), (80, 86, 89, 90, 100, 120)
+        monkeypatch.setattr(cuda_compile, "compile_cubin", self.compile)
+        monkeypatch.setattr(nvrtc, "getVersion", lambda: self.version)
+        monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: self.archs)
+
+    def compile(self, kernel: str, macros: dict[str, int], arch: str) -> Compiled:
+        self.calls.append((kernel, arch))
+        return Compiled(f"{kernel} {arch} {sorted(macros.items())}".encode() * 100, "")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cuda_compile, "PREBUILT", tmp_path / "none")
+    return tmp_path / "cache" / "cubins"
+
+
+@pytest.fixture
+def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    return Compiler(monkeypatch)
+
+
+def test_what_was_compiled_is_found_again(compiler: Compiler, folder: Path) -> None:
+    first = cubin_for("merge_states", MACROS, "sm_90")
+    assert cubin_for("merge_states", dict(reversed(MACROS.items())), "sm_90") == first
+    assert compiler.calls == [("merge_states", "sm_90")]
+    assert [path.name[:19] for path in folder.iterdir()] == ["merge_states-sm_90-"]
+
+
+def test_whatever_changes_the_code_changes_the_name(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {key("merge_states", MACROS, "sm_90", (13, 0))}
+    names |= {key("write_kv", MACROS, "sm_90", (13, 0)), key("merge_states", MACROS | {"HEAD_DIM_V": 80}, "sm_90", (13, 0))}
+    names |= {
+        key("merge_states", MACROS, "sm_80", (13, 0)),
+        key("merge_states", MACROS, "sm_90", (13, 1)),
+        key("merge_states", MACROS, "sm_90"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_compile, "OPTIONS", (*cuda_compile.OPTIONS, "-G"))
+        names.add(key("merge_states", MACROS, "sm_90", (13, 0)))
+    texts = dict(cuda_compile.sources())
+    for name in texts:  # of an included file, too
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_compile, "sources", lambda name=name: texts | {name: texts[name] + " "})
+            names.add(key("merge_states", MACROS, "sm_90", (13, 0)))
+    assert len(names) == 7 + len(texts)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "a bit", "another file's"])
+def test_a_damaged_file_is_made_anew(damage: str, compiler: Compiler, folder: Path) -> None:
+    right = cubin_for("merge_states", MACROS, "sm_90")
+    file = next(folder.iterdir())
+    content = file.read_bytes()
+    flipped = bytes([*content[:-1], content[-1] ^ 1])
+    file.write_bytes({"cut": content[:-7], "empty": b"", "a bit": flipped, "another file's": b"\x7fELF" * 50}[damage])
+    assert cubin_for("merge_states", MACROS, "sm_90") == right
+    assert len(compiler.calls) == 2
+    assert file.read_bytes() == content
+
+
+def test_writers_at_the_same_time_leave_one_whole_file(compiler: Compiler, folder: Path) -> None:
+    found, gate = [], threading.Barrier(8)
+
+    def one() -> None:
+        gate.wait()
+        found.append(cubin_for("merge_states", MACROS, "sm_90"))
+
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert len(found) == 8
+    assert len(list(folder.iterdir())) == 1, "nothing written aside is left"
+    assert cuda_compile._read(next(folder.iterdir())) == found[0]
+
+
+def test_a_folder_that_cannot_be_written_costs_time_and_not_the_result(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "file"))  # even root cannot make a folder in a file
+    assert cubin_for("merge_states", MACROS, "sm_90") == cubin_for("merge_states", MACROS, "sm_90")
+    assert len(compiler.calls) == 2
+
+
+def test_a_file_that_cannot_be_put_in_place_leaves_nothing(compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*paths: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert cubin_for("merge_states", MACROS, "sm_90")
+    assert list(folder.iterdir()) == []
+
+
+def test_code_built_with_the_wheel_is_taken_before_anything_is_compiled(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{key('merge_states', MACROS, 'sm_90')}.cubin").write_bytes(b"built for 90")
+    (tmp_path / f"{key('merge_states', MACROS, 'sm_100')}.cubin").write_bytes(b"built for 100")
+    monkeypatch.setattr(cuda_compile, "PREBUILT", tmp_path)
+    assert cubin_for("merge_states", MACROS, "sm_90") == b"built for 90"
+    assert cubin_for("merge_states", MACROS, "sm_103") == b"built for 100"
+    assert compiler.calls == []
+    cubin_for("merge_states", MACROS, "sm_120")
+    cubin_for("merge_states", MACROS | {"HEAD_DIM_V": 80}, "sm_90")
+    assert compiler.calls == [("merge_states", "sm_120"), ("merge_states", "sm_90")]
+
+
+def test_a_gpu_newer_than_nvrtc_runs_the_code_of_the_latest_of_its_kind(compiler: Compiler) -> None:
+    cubin_for("merge_states", MACROS, "sm_121")
+    assert compiler.calls == [("merge_states", "sm_120")]
+    known = tuple(cuda_compile.ARCHITECTURES)
+    assert [nearest(arch, known) for arch in ("sm_80", "sm_87", "sm_90", "sm_103", "sm_70", "sm_110")] == [
+        *("sm_80", "sm_86", "sm_90", "sm_100", "sm_70", "sm_110")
+    ]
+
+
+def test_a_kernel_is_read_from_disk_within_20_ms(folder: Path) -> None:
+    """A real one, once compiled; what is left of a load is the driver's."""
+    first = cubin_for("merge_states", MACROS, "sm_90")
+    took = []
+    for _ in range(9):
+        began = time.perf_counter()
+        assert cubin_for("merge_states", MACROS, "sm_90") == first
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[4] < 0.020
+
+
+def test_naming_code_needs_no_torch() -> None:
+    """setup.py names and builds cubins where only setuptools is."""
+    say = "import sys; from pagedkv.kernels import cuda_compile, cuda_shapes; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", say], check=True, stdout=subprocess.PIPE, text=True)
+    assert run.stdout.split() == ["False", "False"]
+
+
+def test_a_build_with_nvcc_leaves_what_is_looked_for(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real compiler's part is to compile: here it writes down its arguments, and refuses one architecture."""
+    spec = importlib.util.spec_from_file_location("setup_of_pagedkv", ROOT / "setup.py")
+    assert spec
+    assert spec.loader
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(
+        '#!/bin/sh\nfor last; do :; done\ncase "$*" in *sm_120*) exit 1;; esac\ntest -f csrc/cuda/ptx.cuh && printf "%s" "$*" > "$last"\n'
+    )
+    nvcc.chmod(0o755)
+    monkeypatch.chdir(ROOT)
+    setup.build_cubins(str(nvcc), tmp_path / "built")
+    monkeypatch.setattr(cuda_compile, "PREBUILT", tmp_path / "built")
+    for arch, shared in cuda_compile.ARCHITECTURES.items():
+        for shape in cuda_shapes.common(shared):
+            code = cubin_for(shape.kernel, shape.macros, arch).decode()
+            if arch != "sm_120":
+                assert code.startswith(f"-cubin -arch={arch} -std=c++17 ")
+                assert all(f" -D{name}={value} " in code for name, value in shape.macros.items())
+                assert f"csrc/cuda/{shape.kernel}.cuh" in code
+    assert {arch for _, arch in compiler.calls} == {"sm_120"}
+
+
+def test_the_wheel_s_most_used_kernels_are_those_that_calls_ask_for() -> None:
+    """A decode, a prefill and a write of a model with 128 dims launch nothing else."""
+    machine = Asked()
+    for dtype, kv in (("bfloat16", ""), ("bfloat16", "fp8_e4m3/token_head")):
+        built = Case(q_lens=(40, 1), kv_lens=(64, 16), dims=(128, 128), dtype=dtype, kv=kv, layout="HND").build()
+        cuda_launch.attend(call_of(built), machine)
+        k, layer = torch.zeros(41, 2, 128, dtype=torch.bfloat16), built.layer
+        scales = (layer.k_scale, layer.v_scale)
+        cuda_moves.write_kv(WriteCall(k, k, layer.k, layer.v, *scales, built.batch.slots, None, None, None, False), machine)
+    state = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.zeros(4, 2)
+    cuda_moves.merge_states(*state, *state, machine)
+    cuda_moves.copy_frames(torch.zeros(8, 1024), torch.tensor([[0, 1]], dtype=torch.int32), machine)
+    assert set(machine.shapes) <= set(cuda_shapes.common((machine.shared_per_block, machine.shared_per_sm)))
+    assert len(set(machine.shapes)) == 3 * 2 + 2 + 2
+
+
+class Asked(Emulator):
+    """Runs nothing."""
+
+    def launch(self, shape: cuda_shapes.Specialisation, blocks: int, params: bytes) -> None:
+        self.launches.append(shape)
+
+    @property
+    def shapes(self) -> list[cuda_shapes.Specialisation]:
+        return self.launches
