@@ -21,14 +21,15 @@ DEVICE Partial fold(const Partial& a, const Partial& b) {
 }
 
 // What the teams have summed, put into shared memory...
-DEVICE void store_team(u32 base, const State& state, u32 team, u32 first_row, u32 lane) {
+DEVICE void store_team(u32 base, const State& state, u32 team, u32 first_row, u32 part) {
+    const u32 lane = ptx::thread_index() % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const u32 row = first_row + (lane >> 2) + 8 * r;
         float l = state.l[r];
         l += ptx::shuffle_xor(l, 1);
         l += ptx::shuffle_xor(l, 2);
-        if ((lane & 3) == 0) {
+        if ((lane & 3) == 0 && part == 0) {
             ptx::shared_write(base + TEAM_STATS_AT + 4 * (team * ROWS + row), state.m[r]);
             ptx::shared_write(base + TEAM_STATS_AT + 4 * ((WARPS_N + team) * ROWS + row), l);
         }
@@ -37,8 +38,8 @@ DEVICE void store_team(u32 base, const State& state, u32 team, u32 first_row, u3
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const u32 column = column_of(n, c, lane);
-                if (VALUE_TILES * 8 == DV || column < DV) {
-                    ptx::shared_write(base + STAGES_AT + team * SUM_BYTES + row * SUM_STRIDE + 4 * column, state.o[n][2 * r + c]);
+                if (VALUE_TILES * 8 == DV_PART || column < DV_PART) {
+                    ptx::shared_write(base + STAGES_AT + team * SUM_BYTES + row * SUM_STRIDE + 4 * (part * DV_PART + column), state.o[n][2 * r + c]);
                 }
             }
         }

@@ -5,7 +5,7 @@
 //
 // Grid      as many CTAs as fit on the GPU; each takes an equal share of the keys to be read, found by itself (plan.cuh).
 // A unit    ROWS rows, (query, head of the group) pairs of one sequence and kv head: all heads of a group share each byte of KV.
-// A CTA     WARPS_N teams of WARPS_M warps. A team takes every WARPS_N-th tile of keys, 16 rows a warp; teams do not wait for one another
+// A CTA     WARPS_N teams of WARPS_M (x WARPS_D, for wide heads) warps. A team takes every WARPS_N-th tile of keys, 16 rows a warp; teams do not wait for one another
 //           until the unit ends. Decode: four teams of one warp, and no barrier of the block between two keys.
 // Stages    each team's own, in shared memory: STAGES - 1 tiles are under way while one is computed (D = 128, bf16, 3 stages, 2 CTAs on an
 //           SM: 136 KB under way; latency x bandwidth of an H200 wants about 30).
@@ -24,6 +24,7 @@
 
 struct Place {  // of this thread
     u32 base, thread, lane, team, team_thread, first_row;
+    u32 part;  // of WARPS_D
 };
 
 // Row `x` of a unit is head x % G of query x / G. Rows past the last are zeros that may see all: nobody looks at what comes of them.
@@ -77,6 +78,7 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
     const i32 first = from + static_cast<i32>(me.team) * TILE;
     const i32 steps = first < to ? (to - first + STEP_TOKENS - 1) / STEP_TOKENS : 0;
     const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES;
+    const Sharing sharing{me.team, me.part, me.base + SCORES_AT + me.team * SCORES_BYTES + me.first_row / 16 * (SCORES_BYTES / WARPS_M)};
     Tile tile;
     look_up(tile, p, pages, first, to);
 #pragma unroll
@@ -90,7 +92,7 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
         sync_team(me.team);  // this tile has landed for all, and all have left the stage that is filled next
         fetch(tile, p, pages, stages + filling * STAGE_BYTES, me.team_thread);
         look_up(tile, p, pages, first + (step + STAGES) * STEP_TOKENS, to);
-        attend_tile(state, p, queries, rows, first + step * STEP_TOKENS, stages + reading * STAGE_BYTES, me.lane);
+        attend_tile(state, p, queries, rows, first + step * STEP_TOKENS, stages + reading * STAGE_BYTES, sharing);
         reading = reading + 1 == STAGES ? 0 : reading + 1;
         filling = filling + 1 == STAGES ? 0 : filling + 1;
     }
@@ -125,7 +127,7 @@ DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queri
     State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}};
     attend(state, p, pages, queries, rows, from, to, me);
     ptx::sync_block();  // the stages become the sums' memory
-    store_team(me.base, state, me.team, me.first_row, me.lane);
+    store_team(me.base, state, me.team, me.first_row, me.part);
     ptx::sync_block();
 }
 
@@ -176,10 +178,11 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     me.lane = me.thread % 32;
     me.team = me.thread / TEAM_THREADS;
     me.team_thread = me.thread % TEAM_THREADS;
-    me.first_row = me.team_thread / 32 * 16;
+    me.first_row = me.team_thread / 32 % WARPS_M * 16;
+    me.part = me.team_thread / 32 / WARPS_M;
     const float v_scale = !TOKEN_SCALES && p.v_scale ? ptx::read(p.v_scale) : 1.0f;
     Queries queries;
-    queries.at = me.base + me.first_row * Q_STRIDE;
+    queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
     queries.scale = !TOKEN_SCALES && p.k_scale ? p.scale * ptx::read(p.k_scale) : p.scale;
 
     Plan<ROWS, STEP_TOKENS> plan(p);

@@ -4,8 +4,12 @@
 //     WARPS_M WARPS_N     warps over query rows, 16 each, x teams over keys         TILE     keys a team takes at a time
 //     STAGES              tiles in shared memory, of each team                      COPY     bytes of one asynchronous copy: 16, 8, 4
 //     TOKEN_SCALES        1: a scale per (token, head) travels with the keys        BLOCKS   CTAs that share an SM
+//     WARPS_D             warps that share 16 rows: each multiplies its part of D, and has its part of the columns of V, so that results of
+//                         512 columns fit into registers. 1 for most dims, 4 beyond 256
+//     V_IN_K              1: V is the first part of K in the same memory (MLA), read once
 //
-//     shared memory   [ queries: pieces x ROWS x D ][ m, l of teams, of totals ][ team 0: stage 0, 1, ... ][ team 1: ... ] ...
+//     shared memory   [ queries: pieces x ROWS x D ][ m, l of teams, of totals ][ scores ][ team 0: stage 0, 1, ... ][ team 1: ... ] ...
+//     scores          parts of sums over D, exchanged by the WARPS_D warps; the barrier of the next tile keeps its writers from its readers
 //     a stage         [ TILE rows of K ][ TILE rows of V ][ scales ][ which keys are there ]
 // Rows are 16 bytes longer than their elements: eight rows then begin in eight different groups of banks, so neither ldmatrix nor loads of
 // quads conflict. After the last key the stages' memory holds the teams' sums instead.
@@ -16,14 +20,15 @@
 using Elements = Operands<Q_KIND, KV_KIND>;
 
 constexpr int D = HEAD_DIM, DV = HEAD_DIM_V;
-constexpr int TEAM_THREADS = 32 * WARPS_M, THREADS = TEAM_THREADS * WARPS_N;
+constexpr int D_PART = D / WARPS_D, DV_PART = DV / WARPS_D;
+constexpr int TEAM_THREADS = 32 * WARPS_M * WARPS_D, THREADS = TEAM_THREADS * WARPS_N;
 constexpr int ROWS = 16 * WARPS_M, STEP_TOKENS = TILE * WARPS_N;
 constexpr int ENTRIES = (TILE + 31) / 32;  // keys of a tile that one lane looks up
 
 constexpr int KV_BITS = BITS_OF<KV_KIND>;
 constexpr int K_ROW = D * KV_BITS / 8, V_ROW = DV * KV_BITS / 8;
-constexpr int K_STRIDE = (K_ROW + 15) / 16 * 16 + 16, V_STRIDE = (V_ROW + 15) / 16 * 16 + 16;
-constexpr int V_IN_STAGE = TILE * K_STRIDE, SCALES_IN_STAGE = V_IN_STAGE + TILE * V_STRIDE;
+constexpr int K_STRIDE = (K_ROW + 15) / 16 * 16 + 16, V_STRIDE = V_IN_K ? K_STRIDE : (V_ROW + 15) / 16 * 16 + 16;
+constexpr int V_IN_STAGE = V_IN_K ? 0 : TILE * K_STRIDE, SCALES_IN_STAGE = TILE * (K_STRIDE + (V_IN_K ? 0 : V_STRIDE));
 constexpr int PRESENT_IN_STAGE = SCALES_IN_STAGE + (TOKEN_SCALES ? 8 * TILE : 0);
 constexpr int STAGE_BYTES = PRESENT_IN_STAGE + 16;
 
@@ -31,16 +36,17 @@ constexpr int Q_STRIDE = 2 * D + 16, Q_PIECE = ROWS * Q_STRIDE;
 constexpr int TEAM_STATS_AT = Elements::Q_PIECES * Q_PIECE;  // [WARPS_N][ROWS] of m, then of l
 constexpr int TOTALS_AT = TEAM_STATS_AT + 8 * WARPS_N * ROWS;  // [ROWS] of m, then of l
 constexpr int LAST_AT = TOTALS_AT + 8 * ROWS;
-constexpr int STAGES_AT = (LAST_AT + 16 + 127) / 128 * 128;
+constexpr int SCORES_AT = LAST_AT + 16, SCORES_BYTES = WARPS_D > 1 ? 4 * WARPS_M * WARPS_D * 16 * TILE : 0;  // of a team
+constexpr int STAGES_AT = (SCORES_AT + WARPS_N * SCORES_BYTES + 127) / 128 * 128;
 constexpr int SUM_STRIDE = 4 * (DV + 8), SUM_BYTES = ROWS * SUM_STRIDE;
 constexpr int STAGES_BYTES = STAGES * STAGE_BYTES;
 constexpr int SHARED_BYTES = STAGES_AT + WARPS_N * (STAGES_BYTES > SUM_BYTES ? STAGES_BYTES : SUM_BYTES);
 
-constexpr int VALUE_TILES = Elements::LDMATRIX ? DV / 8 : (DV + 31) / 32 * 4;  // of 8 columns
-constexpr bool KEEP_QUERIES = D <= 128 && TILE == 16 && Elements::Q_PIECES == 1;  // in registers, if they fit
-constexpr int KEYS_AHEAD = KEEP_QUERIES ? D / 16 : KV_KIND == F32 ? 1 : 2;  // steps along D whose operands are loaded together
+constexpr int VALUE_TILES = Elements::LDMATRIX ? DV_PART / 8 : (DV_PART + 31) / 32 * 4;  // of 8 columns
+constexpr bool KEEP_QUERIES = D_PART <= 128 && TILE == 16 && Elements::Q_PIECES == 1;  // in registers, if they fit
+constexpr int KEYS_AHEAD = KEEP_QUERIES ? D_PART / 16 : KV_KIND == F32 ? 1 : 2;  // steps along D whose operands are loaded together
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
-static_assert(D % 16 == 0 && DV % 16 == 0 && TILE % 16 == 0, "whole fragments");
+static_assert(D % (16 * WARPS_D) == 0 && DV % (16 * WARPS_D) == 0 && TILE % 16 == 0, "whole fragments");
 static_assert(K_ROW % COPY == 0 && V_ROW % COPY == 0, "whole copies");
 static_assert(ROWS <= THREADS && STAGES >= 2 && TILE <= 64, "a thread for each row; a stage to read and one to fill");

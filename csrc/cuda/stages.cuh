@@ -84,13 +84,13 @@ DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages
         }
     }
     copy_rows<K_ROW, K_STRIDE>(stage, pages.k, k_offset, team_thread);
-    copy_rows<V_ROW, V_STRIDE>(stage + V_IN_STAGE, pages.v, v_offset, team_thread);
+    if constexpr (!V_IN_K) copy_rows<V_ROW, V_STRIDE>(stage + V_IN_STAGE, pages.v, v_offset, team_thread);
     ptx::copy_commit();
 }
 
 // The warps that share a stage wait for one another; a team of one warp needs no barrier of the block.
 DEVICE void sync_team(u32 team) {
-    if constexpr (WARPS_M == 1) {
+    if constexpr (TEAM_THREADS == 32) {
         ptx::sync_warp();
     } else {
         ptx::sync_team(1 + team, TEAM_THREADS);

@@ -38,12 +38,19 @@ def case_objections(case: Case) -> list[str]:
         found.append(f"{of} is {case.dtype}; it takes {', '.join(FLOATS)}")
     for name, dim in (("head_dim", case.head_dim), ("head_dim_v", case.head_dim_v)):
         if case.op == "paged_attention":
-            largest = cuda_shapes.LARGEST_HEAD_DIM.get(case.dtype or "", 256)
-            if dim is not None and (dim % 16 or not 0 < dim <= largest):
-                found.append(f"{name} is {dim}; it takes multiples of 16 up to {largest}" + (" in float32" if largest < 256 else ""))
+            found += _dim_objections(name, dim, case)
         elif dim is not None and dim > cuda_shapes.LONGEST_ROW:
             found.append(f"{name} is {dim}; it takes up to {cuda_shapes.LONGEST_ROW}")
     return found
+
+
+def _dim_objections(name: str, dim: int | None, case: Case) -> list[str]:
+    """What attention has against a head dim: fragments of the tensor cores have 16 columns, and warps share wide heads equally."""
+    dims = (case.head_dim or dim or 16, case.head_dim_v or dim or 16)
+    unit = 16 * cuda_shapes.parts_of(dims, (cuda_shapes.KINDS.get(case.dtype or "", 0), 0))
+    if dim is None or (dim % unit == 0 and 0 < dim <= cuda_shapes.LARGEST_HEAD_DIM):
+        return []
+    return [f"{name} is {dim}; with head dims {dims[0]}/{dims[1]} it takes multiples of {unit} up to {cuda_shapes.LARGEST_HEAD_DIM}"]
 
 
 @cache

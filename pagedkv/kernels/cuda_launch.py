@@ -60,7 +60,7 @@ def attend(call: AttentionCall, machine: Machine) -> None:
     kinds = (KINDS[quant.NAMES[call.q.dtype]], KINDS[quant.NAMES[call.k.dtype]])
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
     scales, token_scales = _scales(call)
-    keys = (_copy_bytes(call), token_scales)
+    keys = (_copy_bytes(call), token_scales, int(_v_in_k(call)))
     rows = call.max_seqlen_q * group
     for row_class in CLASSES:
         if group <= row_class.most and rows >= row_class.least and call.q.shape[0]:
@@ -116,6 +116,12 @@ def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
         return (0, 0, 0)
     frame, slot, head = scale.stride()
     return (frame, slot, head)
+
+
+def _v_in_k(call: AttentionCall) -> bool:
+    """Is V the first part of K in the same memory, as in MLA?"""
+    k, v = call.k, call.v
+    return k.data_ptr() == v.data_ptr() and v.shape[3] <= k.shape[3] and k.stride()[:3] == v.stride()[:3]
 
 
 def _copy_bytes(call: AttentionCall) -> int:

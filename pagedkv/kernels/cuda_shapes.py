@@ -16,8 +16,16 @@ KINDS: Final = {"bfloat16": 0, "float16": 1, "float32": 2, "fp8_e4m3": 3, "fp8_e
 """`Kind` in csrc/cuda/elements.cuh."""
 
 BITS: Final = (16, 16, 32, 8, 8, 8, 4)
-LARGEST_HEAD_DIM: Final = {"float32": 128}
-"""Of K and of V, by the dtype of q; 256 for all others. Results stay in registers, and float32 operands are three each."""
+LARGEST_HEAD_DIM: Final = 576
+"""Of K and of V in attention: results stay in registers."""
+
+
+def parts_of(dims: tuple[int, int], kinds: tuple[int, int]) -> int:
+    """Warps that share 16 rows (`WARPS_D`): as many as it takes for results, and float32 operands of three pieces each, to fit."""
+    wide = max(dims)
+    if kinds[0] == KINDS["float32"]:
+        wide *= 2
+    return 1 if wide <= 256 else 2 if wide <= 512 and kinds[0] == KINDS["float32"] else 4
 
 
 class RowClass(NamedTuple):
@@ -48,6 +56,8 @@ class Shape:
     copy: int
     token_scales: int
     blocks: int
+    warps_d: int
+    v_in_k: int
 
     kernel = "paged_attention"
 
@@ -64,17 +74,18 @@ class Shape:
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return 32 * self.warps_m * self.warps_n
+        return 32 * self.warps_m * self.warps_d * self.warps_n
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: `SHARED_BYTES` in csrc/cuda/shape.cuh."""
         rows = [-(-self.row_bytes(d) // 16) * 16 + 16 for d in (self.head_dim, self.head_dim_v)]
-        stage = self.tile * (sum(rows) + 8 * self.token_scales) + 16
+        stage = self.tile * (sum(rows[: 2 - self.v_in_k]) + 8 * self.token_scales) + 16
         queries = self.rows * (2 * self.head_dim + 16) * (3 if self.q_kind == KINDS["float32"] else 1)
         stats = 8 * self.rows * (self.warps_n + 1) + 16
+        scores = self.warps_n * 4 * self.warps_m * self.warps_d * 16 * self.tile if self.warps_d > 1 else 0
         sums = 4 * self.rows * (self.head_dim_v + 8)
-        return -(-(queries + stats) // 128) * 128 + self.warps_n * max(self.stages * stage, sums)
+        return -(-(queries + stats + scores) // 128) * 128 + self.warps_n * max(self.stages * stage, sums)
 
     def row_bytes(self, dim: int) -> int:
         """One key, or value, of one head in the pool."""
@@ -97,23 +108,34 @@ class Specialisation(Protocol):
 _FITS: Final = ((2, 4), (2, 3), (1, 4), (1, 3), (1, 2))
 """(CTAs on an SM, stages), best first. Two CTAs hide each other's beginnings and ends."""
 
+MOST_WARPS, MOST_THREADS = 8, 256
+"""Of a CTA, and of an SM: each may then have 255 registers."""
+
 RESERVED: Final = 1024
 """Bytes of shared memory that the driver takes for each CTA."""
 
 
 @lru_cache(maxsize=1024)
-def shape_for(kinds: tuple[int, int], dims: tuple[int, int], row_class: RowClass, keys: tuple[int, int], shared: tuple[int, int]) -> Shape:
-    """The specialisation for (Q, KV) kinds and (D, Dv); keys: bytes of a copy and TOKEN_SCALES; shared: bytes per CTA and per SM.
+def shape_for(
+    kinds: tuple[int, int], dims: tuple[int, int], row_class: RowClass, keys: tuple[int, int, int], shared: tuple[int, int]
+) -> Shape:
+    """The specialisation for (Q, KV) kinds and (D, Dv); keys: bytes of a copy, TOKEN_SCALES, V_IN_K; shared: bytes per CTA and per SM.
 
     Raises: InvalidRequest if not even two stages fit.
     """
     narrow = max(dims) > 128 or kinds[0] == KINDS["float32"]  # registers for the scores of 16 keys only
     tile = 16 if narrow else row_class.tile
-    warps = (row_class.warps_m, row_class.warps_n)
+    parts = parts_of(dims, kinds)
+    warps_m = min(row_class.warps_m, MOST_WARPS // parts)
+    warps = (warps_m, min(row_class.warps_n, MOST_WARPS // parts // warps_m))
     while True:
         for blocks, stages in _FITS:
-            shape = Shape(*kinds, *dims, *warps, tile, stages, *keys, blocks)
-            if shape.shared_bytes <= shared[0] and blocks * (shape.shared_bytes + RESERVED) <= shared[1]:
+            shape = Shape(*kinds, *dims, *warps, tile, stages, *keys[:2], blocks, parts, keys[2])
+            if (
+                blocks * shape.threads <= MOST_THREADS
+                and shape.shared_bytes <= shared[0]
+                and blocks * (shape.shared_bytes + RESERVED) <= shared[1]
+            ):
                 return shape
         if warps == (1, 1):
             break
@@ -201,6 +223,6 @@ def common(shared: tuple[int, int]) -> list[Specialisation]:
     found: list[Specialisation] = []
     for q, kv, dim in _COMMON:
         kinds, scaled = (KINDS[q], KINDS[kv]), int(q != kv)
-        found += [shape_for(kinds, (dim, dim), rows, (16, scaled), shared) for rows in CLASSES]
+        found += [shape_for(kinds, (dim, dim), rows, (16, scaled, 0), shared) for rows in CLASSES]
         found += [WriteShape(kinds[1], kinds[0], kinds[0], dim, dim, 2 * scaled, 2 * scaled, 0, 0), MergeShape(kinds[0], dim)]
     return [*dict.fromkeys(found), CopyShape(16, COPY_RUN)]

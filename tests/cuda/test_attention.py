@@ -20,8 +20,14 @@ def served(case: Case) -> bool:
     return not cuda.case_objections(registry.Case(dtype=case.dtype, head_dim=case.dims[0], head_dim_v=case.dims[1]))
 
 
+def test_every_case_of_the_shared_grid_is_served() -> None:
+    assert all(served(case) for case in (*SMALL, *GRID, *LARGE))
+
+
 SERVED = [case for case in (*SMALL, *GRID, *LARGE) if served(case)]
 SAMPLE = random.Random(0).sample([case for case in (*SMALL, *GRID) if served(case) and sum(case.kv_lens) < 3000], 12)
+"""Of every kind of heads: wide latent ones are among them."""
+assert any(case.layout == "mla" for case in SAMPLE)
 
 
 def check(case: Case, machine: Emulator) -> None:

@@ -30,6 +30,10 @@ VARIANTS: list[Wish] = [
     *(("bfloat16", kv, dims, rows, 0) for kv in ("bfloat16", "fp8_e4m3") for dims in ((128, 128), (256, 256)) for rows in CLASSES[1:]),
     *((kind, kind, (128, 128), CLASSES[2], 0) for kind in ("float16", "float32")),
     ("float32", "int8", (128, 128), CLASSES[2], 1),
+    *(("bfloat16", kv, (576, 512), rows, scales) for kv, scales in (("bfloat16", 0), ("fp8_e4m3", 1)) for rows in CLASSES),
+    ("float16", "float16", (320, 256), CLASSES[0], 0),
+    ("float32", "float32", (256, 256), CLASSES[0], 0),
+    ("float32", "int8", (192, 192), CLASSES[2], 1),
 ]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="NVRTC is called through CuPy, which is not installed")
@@ -47,7 +51,9 @@ def _nvrtc() -> None:
 
 def shape_of(wish: Wish, arch: str) -> Shape:
     q, kv, dims, row_class, scales = wish
-    return shape_for((KINDS[q], KINDS[kv]), dims, row_class, (8 if kv == "int4" and dims[0] == 80 else 16, scales), ARCHITECTURES[arch])
+    copy = 8 if kv == "int4" and dims[0] == 80 else 16
+    keys = (copy, scales, int(dims == (576, 512)))
+    return shape_for((KINDS[q], KINDS[kv]), dims, row_class, keys, ARCHITECTURES[arch])
 
 
 def name(value: object) -> str:

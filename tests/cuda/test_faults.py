@@ -52,6 +52,9 @@ MISTAKES = {
     "teams are merged with one weight": Planted("merge.cuh", "all = team ? fold(all, one) : one;", "all = one;"),
     "pieces share a slot": Planted("plan.cuh", "2 * (first + partial)", "2 * first + 2"),
     "a share begins one item late": Planted("plan.cuh", "(past + unit.weight - 1) / unit.weight", "(past + unit.weight) / unit.weight"),
+    "parts of a score are added before they are there": Planted("scores.cuh", "sync_team(sharing.team);", ""),
+    "every warp sums the same part of D": Planted("scores.cuh", "stage + sharing.part * (D_PART * KV_BITS / 8)", "stage"),
+    "every warp has the same columns": Planted("merge.cuh", "4 * (part * DV_PART + column)", "4 * column"),
     "a team waits for threads of others": Planted(
         "stages.cuh", "ptx::sync_team(1 + team, TEAM_THREADS)", "ptx::sync_team(1 + team, 2 * TEAM_THREADS)"
     ),
@@ -60,6 +63,7 @@ CASES = (
     Case((1, 1, 1), (700, 40, 333), heads=(8, 2), dtype="bfloat16", window=600, punched=True, layout="HND", padding=3),
     Case((40, 1), (400, 9), heads=(4, 2), dtype="bfloat16", window=64),
     Case((1,) * 8, (90,) * 8, heads=(4, 2), dtype="bfloat16", split_tokens=40),
+    Case((2,), (200,), heads=(8, 1), dims=(576, 512), dtype="bfloat16", layout="mla"),
 )
 
 

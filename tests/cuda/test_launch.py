@@ -62,10 +62,10 @@ def test_a_decode_is_one_launch_and_long_queries_take_one_for_each_class() -> No
 
 
 @pytest.mark.parametrize("row_class", CLASSES)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (576, 512)])
 @pytest.mark.parametrize("shared", [H200, AD102])
 def test_shapes_fit_the_sm(dims: tuple[int, int], shared: tuple[int, int], row_class: object) -> None:
-    shape = shape_for(BF16, dims, row_class, (16, 0), shared)  # type: ignore[arg-type]
+    shape = shape_for(BF16, dims, row_class, (16, 0, 0), shared)  # type: ignore[arg-type]
     assert shape.shared_bytes <= shared[0]
     assert shape.blocks * (shape.shared_bytes + 1024) <= shared[1]
     assert shape.stages >= 2
@@ -73,7 +73,7 @@ def test_shapes_fit_the_sm(dims: tuple[int, int], shared: tuple[int, int], row_c
 
 def test_what_cannot_fit_says_so() -> None:
     with pytest.raises(InvalidRequest, match="more shared memory than the 20000 bytes"):
-        shape_for(BF16, (256, 256), CLASSES[0], (16, 0), (20000, 20000))
+        shape_for(BF16, (256, 256), CLASSES[0], (16, 0, 0), (20000, 20000))
 
 
 def test_rows_that_begin_at_odd_addresses_are_refused_with_a_remedy() -> None:
@@ -89,8 +89,10 @@ def test_every_missing_part_is_named() -> None:
         pytest.skip("this machine has what the others lack")
     with pytest.raises(KernelUnavailable, match="torch (finds no CUDA device|.* is built without CUDA)"):
         registry.resolve(registry.Case(device="cuda"), "cuda")
-    case = registry.Case(device="cuda", dtype="float32", head_dim=200, head_dim_v=192)
-    assert cuda.case_objections(case) == [
-        "head_dim is 200; it takes multiples of 16 up to 128 in float32",
-        "head_dim_v is 192; it takes multiples of 16 up to 128 in float32",
-    ]
+    for dims, dtype, why in (
+        ((200, 192), "bfloat16", ["head_dim is 200; with head dims 200/192 it takes multiples of 16 up to 576"]),
+        ((192, 208), "float32", ["head_dim_v is 208; with head dims 192/208 it takes multiples of 32 up to 576"]),
+        ((640, 512), "bfloat16", ["head_dim is 640; with head dims 640/512 it takes multiples of 64 up to 576"]),
+        ((576, 512), "bfloat16", []),
+    ):
+        assert cuda.case_objections(registry.Case(device="cuda", dtype=dtype, head_dim=dims[0], head_dim_v=dims[1])) == why
