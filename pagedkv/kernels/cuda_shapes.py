@@ -22,10 +22,9 @@ LARGEST_HEAD_DIM: Final = 576
 
 def parts_of(dims: tuple[int, int], kinds: tuple[int, int]) -> int:
     """Warps that share 16 rows (`WARPS_D`): as many as it takes for results, and float32 operands of three pieces each, to fit."""
-    wide = max(dims)
     if kinds[0] == KINDS["float32"]:
-        wide *= 2
-    return 1 if wide <= 256 else 2 if wide <= 512 and kinds[0] == KINDS["float32"] else 4
+        return 1 if max(dims) <= 128 else 2 if max(dims) <= 192 else 4
+    return 1 if max(dims) <= 256 else 4
 
 
 class RowClass(NamedTuple):
