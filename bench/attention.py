@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from pagedkv import explain, paged_attention, write_kv
 from pagedkv.bench.cells import Cell
 from pagedkv.bench.clock import Step, Timing, in_turn
-from pagedkv.bench.pool import Pool
+from pagedkv.bench.pool import Pool, region_of
 from pagedkv.bench.vllm_peer import Vllm
 from pagedkv.kernels import cpu, quant, registry
 from pagedkv.kernels.args import AttentionCall
@@ -125,9 +125,11 @@ def _that_fit(group: list[Cell]) -> Iterator[list[Cell]]:
 
 def _measure_group(cells: list[Cell], asked: Asked, vllm: Vllm | str) -> Iterator[Row]:
     rows, steps = [Row(cell) for cell in cells], {}
+    fit = [size for size in map(Pool.bytes_of, cells) if size <= memory() // 3]
+    region = region_of(max(fit)) if fit else None
     with _threads(cells[0].threads):
         for i, row in enumerate(rows):
-            for who, step in _variants(row.cell, asked, vllm).items():
+            for who, step in _variants(row.cell, region, asked, vllm).items():
                 if isinstance(step, str):
                     row.refused[who] = step
                 else:
@@ -137,11 +139,11 @@ def _measure_group(cells: list[Cell], asked: Asked, vllm: Vllm | str) -> Iterato
     yield from rows
 
 
-def _variants(cell: Cell, asked: Asked, vllm: Vllm | str) -> dict[str, Step | str]:
+def _variants(cell: Cell, region: torch.Tensor | None, asked: Asked, vllm: Vllm | str) -> dict[str, Step | str]:
     """Who can be measured on the cell, and why the others cannot."""
-    if Pool.bytes_of(cell) > memory() // 3:
+    if region is None or Pool.bytes_of(cell) > len(region):
         return dict.fromkeys((*asked.kernels, CEILING), "its pool is larger than a third of this machine's memory")
-    pool = Pool(cell)
+    pool = Pool(cell, region)
     kernels: dict[str, Step | str] = {name: _not_here(name, cell) or KINDS[cell.kind](cell, pool, name) for name in asked.kernels}
     if cell.kind == "call":
         return {"cpu": kernels["cpu"], DIRECT: _no_extension() or _direct(cell, pool)} if "cpu" in kernels else {}

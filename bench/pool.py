@@ -1,5 +1,7 @@
 """Cold memory for benchmarks: a pool of one layer, larger than any cache, and steps that use other frames of it each time.
 
+Pools that are compared lie in one region, each a view of the same bytes: a machine's memory is not the same everywhere (what of it the host
+of a virtual machine backs with huge pages, say), and a region for each would be measured with it.
 Knows a cell's geometry and the layout of pagedkv.cache (K of all heads, then V), no kernel and no clock.
 """
 
@@ -19,25 +21,32 @@ POOL_BYTES: Final = 384 << 20
 NOISE: Final = 1 << 16
 
 
+def region_of(size: int) -> torch.Tensor:
+    """uint8 [size] on huge pages: noise that is a moderate number in every dtype, also as a scale; no NaN, nothing denormal."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    region = torch.frombuffer(memory, dtype=torch.uint8)
+    noise = torch.randint(0x30, 0x40, (NOISE,), dtype=torch.uint8)
+    for part in region.split(NOISE):
+        part.copy_(noise[: len(part)])
+    return region
+
+
 class Pool:
-    """A pool of one layer on huge pages.
+    """A pool of one layer, in a region of its own or in one that others use too.
 
     num_frames is that of a step, or as many as POOL_BYTES hold; a step of fewer uses others each time, a larger one a new permutation.
     """
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, region: torch.Tensor | None = None) -> None:
         spec, self.cell = cell.spec(), cell
         self.frame_bytes = spec.frame_bytes
         self.pages = [-(-n // cell.block_size) for n in cell.lens()]
-        self.num_frames = max(sum(self.pages), POOL_BYTES // self.frame_bytes)
-        region = mmap.mmap(-1, self.num_frames * self.frame_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            region.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = torch.frombuffer(region, dtype=torch.uint8)
-        views = {name: self._view(name, offset) for name, (offset, _) in spec.regions().items()}
-        self.layer = KVLayer(**views)
-        for name, view in views.items():
-            self._fill(view, scale=name.endswith("_scale"))
+        size = self.bytes_of(cell)
+        self.num_frames = size // self.frame_bytes
+        self.bytes = (region_of(size) if region is None else region)[:size]
+        self.layer = KVLayer(**{name: self._view(name, offset) for name, (offset, _) in spec.regions().items()})
 
     @staticmethod
     def bytes_of(cell: Cell) -> int:
@@ -54,15 +63,6 @@ class Pool:
         strides = (self.frame_bytes // dtype.itemsize, dim, cell.block_size * dim, 1)
         view = self.bytes.view(dtype).as_strided(shape, strides, offset // dtype.itemsize)
         return view[..., 0] if is_scale else view
-
-    def _fill(self, view: torch.Tensor, *, scale: bool) -> None:
-        """Finite noise, the same in each frame: what the numbers are costs nothing, denormal ones and NaN might."""
-        if scale:
-            view.fill_(0.01)
-            return
-        frame = view[0].numel()
-        noise = torch.randn(frame).to(view.dtype) if view.element_size() > 1 else torch.randint(0, 120, (frame,)).to(torch.uint8)
-        (view if view.element_size() > 1 else view.view(torch.uint8)).copy_(noise.view(view.shape[1:]))
 
     def draw(self) -> torch.Tensor:
         """int64 [pages of all sequences]: distinct frames; ascending from a random one if the cell wants its pages in order."""

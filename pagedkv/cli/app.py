@@ -155,6 +155,7 @@ def bench_attention(
     context: Annotated[list[int] | None, typer.Option(metavar="N", help="Tokens of a sequence.", rich_help_panel=_CELLS)] = None,
     batch: Annotated[list[int] | None, typer.Option(metavar="N", help="Sequences.", rich_help_panel=_CELLS)] = None,
     threads: Annotated[list[int] | None, typer.Option(metavar="N", help="As is: 1, and 2 where there are.", rich_help_panel=_CELLS)] = None,
+    part: Annotated[str, typer.Option(metavar="I/N", help="Of the grid cut into N, only part I.", rich_help_panel=_CELLS)] = "1/1",
     kernels: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Ours to compare; all that run on a CPU.")] = None,
     repetitions: Annotated[int, typer.Option(metavar="N", min=1, help="Of each, in turn.")] = 15,
     vllm_python: Annotated[Path | None, typer.Option(metavar="PATH", help="The Python of an environment with vLLM.")] = None,
@@ -175,7 +176,7 @@ def bench_attention(
     from pagedkv.cli.bench_attention import Choice, Shown, run
 
     axes = {"dtype": dtype, "kv": kv, "heads": heads, "head_dim": head_dim, "block_size": block_size, "context": context, "batch": batch}
-    choice = Choice(full, kind or [], {name: values or [] for name, values in axes.items()}, threads or [])
+    choice = Choice(full, kind or [], {name: values or [] for name, values in axes.items()}, threads or [], part)
     names = tuple(kernels or ("cpu", "numba", "reference"))
     run(choice, Asked(names, repetitions, vllm_python), Shown(as_json, record, plot))
 

@@ -31,9 +31,19 @@ class Choice:
     kinds: Sequence[str]
     axes: dict[str, Sequence[Any]]
     threads: Sequence[int]
+    part: str = "1/1"
 
     def cells(self) -> list[Any]:
-        """Those to measure. Raises: InvalidRequest for a shape that cannot be."""
+        """Those to measure: of N parts of whole groups, the one that is asked for. Raises: InvalidRequest for a shape that cannot be."""
+        one, of = _numbers(self.part, f"--part is {self.part!r}; give which of how many, such as 2/6")
+        if one > of:
+            raise InvalidRequest(f"--part is {self.part!r}, but of {of} parts the last is {of}/{of}")
+        every = self._all_cells()
+        groups = list(dict.fromkeys(cell.group() for cell in every))
+        chosen = set(groups[one - 1 :: of])
+        return [cell for cell in every if cell.group() in chosen]
+
+    def _all_cells(self) -> list[Any]:
         threads = self.threads or range(1, min(2, torch.get_num_threads()) + 1)
         given = {name: values for name, values in self.axes.items() if values}
         if not given:
@@ -51,9 +61,18 @@ class Choice:
 
 
 def _heads(text: str) -> tuple[int, int]:
+    wrong = f"--heads is {text!r}; give query heads / kv heads, such as 32/8"
+    heads, kv_heads = _numbers(text, wrong)
+    if heads % kv_heads:
+        raise InvalidRequest(wrong)
+    return heads, kv_heads
+
+
+def _numbers(text: str, wrong: str) -> tuple[int, int]:
+    """Two positive numbers with a slash between them."""
     parts = text.split("/")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts) or int(parts[0]) % int(parts[1]):
-        raise InvalidRequest(f"--heads is {text!r}; give query heads / kv heads, such as 32/8")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise InvalidRequest(wrong)
     return int(parts[0]), int(parts[1])
 
 
@@ -72,7 +91,7 @@ def run(choice: Choice, asked: Any, shown: Shown) -> None:
         raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
     cells = choice.cells()
     if not cells:
-        raise InvalidRequest("no cell of the grid is of that kind; decode, prefill, write and call exist")
+        raise InvalidRequest("no cell of the grid is of that kind (decode, prefill, write and call exist) and in that part")
     about, console = record.provenance(), Console(highlight=False, stderr=shown.as_json)
     folder = record.results()
     keep = shown.keep or (folder / "attention.jsonl" if folder else None)

@@ -14,6 +14,7 @@ from pagedkv.bench import attention, cells, clock, musts, pool
 from pagedkv.bench.attention import CEILING, DIRECT, PRODUCT, SDPA, VLLM, Row
 from pagedkv.bench.cells import Cell
 from pagedkv.bench.clock import Timing
+from pagedkv.cli import bench_attention
 
 TINY = ["--batch", "2", "--context", "64", "--threads", "1", "--repetitions", "3"]
 
@@ -57,7 +58,12 @@ def test_a_plot_is_drawn_where_it_is_told(command, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [(["--heads", "32"], "--heads is '32'; give query heads / kv heads"), (["--kind", "decod"], "no cell of the grid is of that kind")],
+    [
+        (["--heads", "32"], "--heads is '32'; give query heads / kv heads"),
+        (["--kind", "decod"], "no cell of the grid is of that kind"),
+        (["--part", "2"], "--part is '2'; give which of how many"),
+        (["--part", "4/3"], "--part is '4/3', but of 3 parts the last is 3/3"),
+    ],
 )
 def test_a_wrong_option_is_one_line(options, text, command):
     status, _, told = command("bench", "attention", *options, "--record", "/dev/null")
@@ -75,6 +81,26 @@ def test_a_step_reads_other_frames_each_time_and_the_lengths_add_up():
         batch = ours.batch(frames)
         q = torch.randn(cell.batch, 32, 128).bfloat16()
         assert paged_attention(q, ours.layer, batch, backend="reference").isfinite().all()
+
+
+def test_pools_in_one_region_are_the_same_bytes_each_in_its_own_type():
+    region = pool.region_of(max(map(pool.Pool.bytes_of, cells.quick([1]))))
+    for cell in (Cell(batch=1, context=100, dtype=dtype, kv=kv) for dtype, kv in cells._TYPES):
+        ours = pool.Pool(cell, region)
+        assert ours.bytes.data_ptr() == ours.layer.k.data_ptr() == region.data_ptr()
+        assert len(ours.bytes) == ours.num_frames * ours.frame_bytes <= len(region)
+        q = torch.randn(1, 32, 128).to(torch.bfloat16 if cell.kv else ours.layer.k.dtype)
+        assert paged_attention(q, ours.layer, ours.batch(ours.draw()), backend="reference").isfinite().all()
+
+
+def test_the_parts_of_a_grid_are_its_groups_each_once():
+    def choice(part: str) -> list[Cell]:
+        return bench_attention.Choice(True, [], {}, [1, 2], part).cells()
+
+    whole, parts = choice("1/1"), [choice(f"{i}/5") for i in range(1, 6)]
+    assert sorted(map(str, whole)) == sorted(str(cell) for part in parts for cell in part)
+    groups = [{cell.group() for cell in part} for part in parts]
+    assert sum(map(len, groups)) == len(set().union(*groups))
 
 
 def test_pages_in_order_ascend():
