@@ -176,7 +176,7 @@ struct Words {
         key(p, a), key(p + stride, b);
         unroll<2>(EACH(i) { to[2 * i] = _mm512_unpacklo_epi16(a[i], b[i]), to[2 * i + 1] = _mm512_unpackhi_epi16(a[i], b[i]); });
     }
-    static INLINE vi dot(vi a, vi b, vi sum) {  // gcc 12 copies the sum of the intrinsic to and fro: a third of all instructions
+    static INLINE vi dot(vi a, vi b, vi sum) {  // gcc 12 copies the sum of the intrinsic back and forth: a third of all instructions
         asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
         return sum;
     }
