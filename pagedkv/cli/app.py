@@ -101,7 +101,7 @@ def replay_trace(
     num_frames: Annotated[list[int] | None, typer.Option(metavar="N", help="Frames of 512 tokens; again for more pools.")] = None,
     memory: Annotated[list[str] | None, typer.Option(metavar="SIZE", help="Instead: pools of that size, such as 40GiB.")] = None,
     bytes_per_token: Annotated[int, typer.Option(metavar="N", help="For --memory; as is, Llama 3.1 8B in bfloat16.")] = 131072,
-    policy: Annotated[list[str] | None, typer.Option(metavar="NAME", help="lru, 2q, lfu, cost, priority, belady, all.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(metavar="NAME", help="lru, 2q, lfu, cost, priority, belady, estimate, all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, no more.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw hit rate against pool size.")] = None,
 ) -> None:

@@ -72,9 +72,12 @@ def _draw(rows: list[Row], path: Path) -> None:
     """Hit rate against pool size, a line for each policy."""
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for policy in dict.fromkeys(row["policy"] for row in rows):
+    for number, policy in enumerate(dict.fromkeys(row["policy"] for row in rows)):  # the first ones widest: equal lines stay visible
+        size = max(2, 10 - number)
         points = [(row["num_frames"], row["hit_rate"]) for row in rows if row["policy"] == policy]
-        axes.plot(*zip(*points, strict=True), marker="o", linestyle=_STYLES.get(policy, "-"), label=policy)
+        axes.plot(
+            *zip(*points, strict=True), marker="o", markersize=size, linewidth=size / 3, linestyle=_STYLES.get(policy, "-"), label=policy
+        )
     axes.set(xscale="log", xlabel=f"frames of {BLOCK_TOKENS} tokens", ylabel="hit rate", ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Warming up: numba compiles each function of core at its first call, once per machine, which takes some ten seconds.
+"""Warming up: numba compiles each function of core at its first call, once per machine, which takes some forty seconds.
 
 Afterwards it is loaded from disk. A server does this before it listens, so that no request waits for it.
 """
