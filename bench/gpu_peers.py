@@ -97,27 +97,27 @@ PAGE: Final = 128
 
 def flex(pool: GpuPool, compile: Callable[[Any], Any] = torch.compile) -> list[Step]:
     from torch.nn.attention.experimental._paged_attention import PagedAttention
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_mask
 
     _no_quantised_keys(pool)
     cell, device = pool.cell, pool.device
-    lens = torch.tensor(cell.lens(), device=device)
-    pages = [-(-n // PAGE) for n in cell.lens()]
-    num_pages = sum(pages) * pool.calls
+    if any(n % PAGE for n in cell.lens()):
+        raise ValueError(f"a page of {PAGE} that is not full needs a mask of each call's own tables, each of them compiled")
+    pages = torch.tensor([n // PAGE for n in cell.lens()], dtype=torch.int32, device=device)
+    num_pages, most = int(pages.sum()) * pool.calls, int(pages.max())
     q = _query(pool, cell.batch, cell.heads, 1, cell.head_dim)
     k, v = (_query(pool, 1, cell.kv_heads, num_pages * PAGE, cell.head_dim) for _ in range(2))
-
-    def visible(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return key < lens[b]
-
-    logical = create_block_mask(visible, cell.batch, None, 1, max(pages) * PAGE, device=device, BLOCK_SIZE=(PAGE, PAGE))
+    full, none = pages.view(-1, 1, 1), torch.zeros_like(pages).view(-1, 1, 1)
+    order = torch.arange(most, dtype=torch.int32, device=device).expand(cell.batch, 1, 1, most).contiguous()
+    logical = BlockMask.from_kv_blocks(none, order, full, order, (PAGE, PAGE), noop_mask, seq_lengths=(1, most * PAGE))
     attend, steps = compile(flex_attention), []
     for _ in range(pool.calls):
         tables = PagedAttention(num_pages, PAGE, cell.batch, device=device)
         random.shuffle(tables.empty_pages)
-        for b in range(cell.batch):
-            tables.reserve(torch.tensor([b], device=device), lens[b : b + 1])
+        for b, n in enumerate(cell.lens()):
+            tables.reserve(torch.tensor([b], device=device), torch.tensor([n], device=device))
         mask = tables.convert_logical_block_mask(logical)
+        mask.mask_mod = noop_mask  # as all pages are full it is not asked; as a function of the tables, each would be compiled
         steps.append(lambda mask=mask: attend(q, k, v, block_mask=mask, enable_gqa=True))
     return steps
 

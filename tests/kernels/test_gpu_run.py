@@ -128,11 +128,14 @@ def test_without_a_gpu_benchmark_and_search_say_so() -> None:
             main([])
 
 
+@pytest.mark.slow
 def test_torchs_paged_attention_is_asked_for_what_ours_computes() -> None:
     """A peer that computes something else would be no peer: its steps against plain attention over the pages it was given."""
     given: list[tuple[Any, ...]] = []
 
     def watch(attend: Any) -> Any:
+        attend = torch.compile(attend)  # uncompiled, torch looks at the mask's function and not at its blocks
+
         def watched(q: Any, k: Any, v: Any, *, block_mask: Any, enable_gqa: bool) -> Any:
             out = attend(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)
             given.append((q, k, v, block_mask, out))
@@ -140,20 +143,22 @@ def test_torchs_paged_attention_is_asked_for_what_ours_computes() -> None:
 
         return watched
 
-    cell = replace(TINY, context=200, lengths="zipf")
+    cell = replace(TINY, context=256)
     pool = gpu_pool.GpuPool(cell, "cpu")
     pool.calls = 2
     for step in gpu_peers.flex(pool, compile=watch):
         step()
     for q, k, v, mask, out in given:
         for b, n in enumerate(cell.lens()):
-            full, part = int(mask.full_kv_num_blocks[b, 0, 0]), int(mask.kv_num_blocks[b, 0, 0])
-            assert full + part == -(-n // gpu_peers.PAGE)
-            pages = [*mask.full_kv_indices[b, 0, 0, :full].tolist(), *mask.kv_indices[b, 0, 0, :part].tolist()]
-            at = torch.cat([torch.arange(gpu_peers.PAGE) + page * gpu_peers.PAGE for page in pages])[:n]
+            assert int(mask.full_kv_num_blocks[b, 0, 0]) == n // gpu_peers.PAGE
+            pages = mask.full_kv_indices[b, 0, 0, : n // gpu_peers.PAGE].tolist()
+            at = torch.cat([torch.arange(gpu_peers.PAGE) + page * gpu_peers.PAGE for page in pages])
             right = torch.nn.functional.scaled_dot_product_attention(q[b], k[0, :, at], v[0, :, at], enable_gqa=True)
             assert (out[b] - right).abs().max() <= 2**-6
     assert len(given) == 2
+    assert not torch.equal(given[0][3].full_kv_indices, given[1][3].full_kv_indices)
+    with pytest.raises(ValueError, match="a page of 128 that is not full"):
+        gpu_peers.flex(gpu_pool.GpuPool(TINY, "cpu"))
 
 
 @pytest.mark.usefixtures("no_gpu", "said_to_have_one")
