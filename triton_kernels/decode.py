@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels.triton.elements import part_columns
-from pagedkv.kernels.triton.form import form_of, pool_of, rules_of, steps_of, tables_of
+from pagedkv.kernels.triton.form import form_of, head_bytes, pool_of, rules_of, steps_of, tables_of
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.plan import bounds, first_unit, line, pieces_of
 from pagedkv.kernels.triton.tile import finish, load_query, query_rows, settled, store_parts, walk
@@ -162,8 +162,7 @@ MOST_DRAFTS = 16
 
 def tuned_for(call: AttentionCall) -> Tuning:
     """By the machine and the heads alone, never by the batch."""
-    head_bytes = (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
-    return tuning("decode", target(call.q.device), head_bytes, max(call.q.shape[2], call.out.shape[2]))
+    return tuning("decode", target(call.q.device), head_bytes(call), max(call.q.shape[2], call.out.shape[2]))
 
 
 def most_queries(call: AttentionCall) -> int:

@@ -136,6 +136,13 @@ def form_of(call: AttentionCall, M: int, N: int) -> Form:
     )  # fmt: skip
 
 
+def head_bytes(call: AttentionCall) -> int:
+    """Of K and V of one token and kv head: as stored, but for a float32 query, whose keys become float32 whatever they were."""
+    if call.q.dtype == torch.float32:
+        return (call.q.shape[2] + call.out.shape[2]) * 4
+    return (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
+
+
 def _scale_kind(scale: Tensor | None) -> int:
     return 0 if scale is None else 1 if scale.dim() == 0 else 2
 

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagedkv.kernels.triton.form import form_of, pool_of, rules_of, steps_of, tables_of
+from pagedkv.kernels.triton.form import form_of, head_bytes, pool_of, rules_of, steps_of, tables_of
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.tile import finish, load_query, query_rows, settled, store_parts, walk
 from pagedkv.kernels.triton.tuning import target, tuning
@@ -100,8 +100,7 @@ def merge_splits_kernel(
 def paged_prefill(call: AttentionCall, decoded: int) -> None:
     """Attend from the sequences with more than `decoded` new tokens. Modifies: their rows of call.out and call.lse."""
     (T, H, Dv), B, K, on = call.out.shape, call.seq_lens.shape[0], call.k.shape[2], target(call.q.device)
-    head_bytes = (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
-    tuned = tuning("prefill", on, head_bytes, max(call.q.shape[2], Dv))
+    tuned = tuning("prefill", on, head_bytes(call), max(call.q.shape[2], Dv))
     crowded = call.tree_mask is not None or call.k.element_size() == 1  # more to hold beside the scores: pointers, converted keys
     form = form_of(call, M=tuned.M, N=min(tuned.N, 32) if crowded else tuned.N)
     heads, tiles = K * form.head_tiles, T // form.queries + B

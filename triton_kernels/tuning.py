@@ -100,10 +100,12 @@ def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     stages, resident = 2 if amd else 3, 2 if decode and not wide else 1
     if wide:  # an output of 512 columns fills the registers: few rows, and V from the columns of K that are there already (MLA)
         M, num_warps = (16, 4) if amd else (32, 8)
+    elif float32:  # three products of TF32 for each: few rows, and in prefill twice the warps
+        M, num_warps = 32 if widest <= 128 else 16, 4 if decode or amd else 8
     elif decode:
-        M, num_warps = (32, 4) if float32 else (64, 8 if widest > 128 else 4)
-    else:  # sm_90 and sm_100 multiply from shared memory and leave the registers to the output; three products of TF32 need twice the warps
-        M, num_warps = 32 if float32 else 128 if widest <= 128 or on.arch in ("sm_90", "sm_100") else 64, 4 if float32 and amd else 8
+        M, num_warps = 64, 8 if widest > 128 else 4
+    else:  # sm_90 and sm_100 multiply from shared memory and leave the registers to the output
+        M, num_warps = 128 if widest <= 128 or on.arch in ("sm_90", "sm_100") else 64, 8
     if wide and (amd or one_byte):  # converted keys lie in registers, beside that output
         N = 16
     else:

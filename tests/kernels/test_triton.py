@@ -273,7 +273,9 @@ def test_frames_that_are_no_run_of_memory_are_copied_by_the_kernel_and_nothing_b
 @pytest.mark.parametrize(("heads", "most"), [((32, 32), 16), ((32, 8), 16), ((28, 4), 9), ((64, 2), 2), ((128, 1), 1)])
 def test_how_many_new_tokens_are_decoded_depends_on_the_heads_alone(heads: tuple[int, int], most: int) -> None:
     H, K = heads
-    call = SimpleNamespace(q=torch.empty(1, H, 64), k=torch.empty(1, 16, K, 64), v=torch.empty(1, 16, K, 64), out=torch.empty(1, H, 64))
+    call = SimpleNamespace(
+        q=torch.empty(1, H, 64, dtype=torch.bfloat16), k=torch.empty(1, 16, K, 64), v=torch.empty(1, 16, K, 64), out=torch.empty(1, H, 64)
+    )
     assert decode.most_queries(call) == most
 
 
