@@ -41,7 +41,9 @@ def draw(rows: Iterable[Row], path: Path, caption: str) -> None:
         axes.set_title(f"{count} thread{'s' if count > 1 else ''}")
     panels[0][0].set_ylabel("GFLOP/s")
     handles = {label: handle for axes in panels[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=len(handles), frameon=False, fontsize=9)
+    figure.legend(
+        handles.values(), handles.keys(), loc="lower center", ncols=len(handles), frameon=False, fontsize=9 if len(threads) > 1 else 7.5
+    )
     figure.suptitle(caption, fontsize=9)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=110)
