@@ -74,6 +74,9 @@ class PagedKVCache:
         self.manager = MemoryManager(frames, self.spec.block_size, **manager_options)
         if len(self.manager.groups) != len(self.specs):
             raise InvalidRequest(f"{len(self.manager.groups)} groups and {len(self.specs)} specs; give a KVSpec for each group")
+        windows, due = [group.window for group in self.manager.groups], [spec.window for spec in self.specs]
+        if windows != due:
+            raise InvalidRequest(f"groups have windows {windows} and their specs {due}; give each Group the window of its KVSpec")
         self.kernel = registry.choose(self.spec, self.device.type, kernels)
         forced = kernels not in (None, registry.AUTO) or debug.forced_backend() is not None
         self.backend = self.kernel.name if forced else None

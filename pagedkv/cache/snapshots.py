@@ -21,6 +21,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -31,11 +32,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pagedkv.core.digests import page_digest, root_digest
+from pagedkv.core.groups import Group
 from pagedkv.core.pages import Page, findable_pages
+from pagedkv.core.state import PUBLISHING
 from pagedkv.errors import OutOfFrames
 
 if TYPE_CHECKING:
     from pagedkv.cache.paged import PagedKVCache
+    from pagedkv.core.manager import MemoryManager
     from pagedkv.core.space import AddressSpace
 
 FORMAT: Final = 1
@@ -138,17 +142,33 @@ def load(cache: PagedKVCache, folder: Path, model: str) -> Restored:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         there, tenants = manifest["fingerprint"], [bytes.fromhex(tenant) for tenant in manifest["tenants"]]
         files = [(folder / Path(entry["name"]).name, int(entry["pages"])) for entry in manifest["files"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return Restored(refused=f"{folder} holds no snapshot that can be read ({error!r})")
     here = fingerprint(cache, model)
     if there != here:
         wrong = [name for name in here if not isinstance(there, dict) or there.get(name) != here[name]]
         return Restored(refused=f"the snapshot in {folder} was made for another {', '.join(wrong)}")
+    if not cache.manager.state.reg[PUBLISHING]:
+        return Restored(refused="this cache finds no prefixes (prefix_cache=False)")
     restoring = _Restoring(cache, tenants, _Seal(here))
+    with _holding_all(cache.manager):
+        try:
+            return restoring.run(files)
+        finally:
+            restoring.stand_nowhere()
+
+
+@contextmanager
+def _holding_all(manager: MemoryManager) -> Iterator[None]:
+    """A single group gives nothing back behind its window meanwhile: a space with a hole publishes no more."""
+    groups, rows = manager.groups, manager.state.groups
+    if len(groups) == 1:
+        manager.groups, rows[:] = (Group(),), 0
     try:
-        return restoring.run(files)
+        yield
     finally:
-        restoring.stand_nowhere()
+        if len(groups) == 1:
+            manager.groups, rows[:, :2] = groups, (groups[0].window or 0, groups[0].sinks)
 
 
 Row = dict[str, torch.Tensor]
@@ -226,7 +246,7 @@ class _Restoring:
         """Add `page` to the space, whose frames hold the bytes of `frames` (uint8 [G, frame_bytes]); nothing is evicted for it."""
         cache, space = self.cache, self.space
         assert space is not None
-        if cache.stats().free < len(cache.specs):
+        if cache.manager.free_to(page.tenant) < len(cache.specs):
             return False
         try:
             batch = cache.plan([space], [len(page.token_ids)])

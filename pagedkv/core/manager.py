@@ -259,8 +259,11 @@ class MemoryManager(Observed, Tenants):
         """Let go of what `pin` holds. Raises: DoubleRelease the second time."""
         if not isinstance(pin, Pin):
             raise InvalidRequest(f"unpin of {pin!r}; give the handle that pin() returned")
-        if self._pins.get(pin.asid) != pin:
-            raise DoubleRelease(f"pin {pin.asid} of {pin.owner or 'nobody named'} was given back already; drop the handle after unpin()")
+        if self._pins.get(pin.asid) is not pin:  # an equal one may be that of another manager
+            raise DoubleRelease(
+                f"pin {pin.asid} of {pin.owner or 'nobody named'} was given back already, or made by another manager; "
+                "give each to the manager that made it, and drop the handle after unpin()"
+            )
         del self._pins[pin.asid]
         self.state.spaces["generation"][pin.asid] += 1
         spaces.unpin_row(self.state, pin.asid)

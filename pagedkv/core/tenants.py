@@ -92,6 +92,14 @@ class Tenants(Owned):
         if self._accounts:
             self.state.roots[number, 2] = self._accounts.get(tenant, 0)
 
+    def free_to(self, tenant: bytes = b"") -> int:
+        """Frames a plan for spaces of `tenant` alone could take now without evicting anything, its own included."""
+        free, account = int(self.state.reg[st.NUM_FREE]), self._accounts.get(tenant_name(tenant), 0)
+        if account:
+            mine = st.account_registers(self.state.reg)[account]
+            free = min(free, max(0, int(mine[st.HARD] - mine[st.USED]))) if mine[st.HARD] >= 0 else free
+        return free
+
     def usage(self, tenant: bytes) -> Usage:
         """What `tenant` holds and may hold. O(frames). Raises: InvalidRequest for a tenant without a quota."""
         if tenant_name(tenant) not in self._accounts:

@@ -148,3 +148,8 @@ def test_groups_that_do_not_fit_together_are_refused(specs: list[KVSpec], layers
     if len(specs) == 2:
         with pytest.raises(InvalidRequest, match="a KVSpec for each group"):
             PagedKVCache(FULL, groups=[Group(), Group()], num_frames=4)
+
+
+def test_groups_and_specs_have_the_same_windows() -> None:
+    with pytest.raises(InvalidRequest, match=r"windows \[3\] and their specs \[None\]; give each Group the window of its KVSpec"):
+        PagedKVCache(KVSpec(1, 1, 64), num_frames=8, groups=[Group(window=3)])

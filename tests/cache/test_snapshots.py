@@ -176,7 +176,21 @@ def test_a_snapshot_of_another_model_is_refused(tmp_path: Path) -> None:
     assert KINDS["one group"]().restore(tmp_path, model="gemma").pages == 20
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"fingerprint": 3, "tenants": [], "files": []}', '{"tenants": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"fingerprint": 3, "tenants": [], "files": []}',
+        '{"tenants": 3}',
+        "[" * 100_000,
+        '{"fingerprint": 3, "tenants": [], "files": [{"name": "a", "pages": 1e999}]}',
+    ],
+    ids=range(9),
+)
 def test_a_folder_without_snapshot_is_a_miss(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "manifest.json").write_text(text)
@@ -243,3 +257,36 @@ def test_a_page_that_a_group_has_given_up_is_left_out_with_those_behind_it(tmp_p
     assert new.restore(tmp_path).pages == kept
     assert assert_holds(new, b"", list(range(24))) == 4 * kept
     new.check()
+
+
+@pytest.mark.strict
+def test_a_window_hides_nothing_of_what_is_restored(tmp_path: Path) -> None:
+    """A space that has given pages back publishes no more: restoring page by page must not."""
+    old, new = PagedKVCache(LOCAL, num_frames=64), PagedKVCache(LOCAL, num_frames=64)
+    tokens = list(range(101))
+    prefill(old, b"", tokens)
+    kept = old.snapshot(tmp_path)
+    assert kept == 25
+    assert new.restore(tmp_path) == snapshots.Restored(pages=kept)
+    assert assert_holds(new, b"", tokens) == 4 * kept
+    space = prefill(new, b"", tokens)
+    assert space.pages[:20].tolist() == [-1] * 20  # windows are what they were
+    new.check()
+
+
+def test_restoring_evicts_nothing_for_a_hard_quota_either(tmp_path: Path) -> None:
+    old, new = KINDS["one group"](), KINDS["one group"]()
+    for word in range(8):
+        prefill(old, b"acme", [word] * 5).release()
+    old.snapshot(tmp_path)
+    new.set_quota(b"acme", hard=3)
+    prefill(new, b"acme", [50] * 4).release()
+    assert new.restore(tmp_path) == snapshots.Restored(pages=2, left=6)
+    assert new.stats().evictions == 0
+    assert sum(assert_holds(new, b"acme", [word] * 4) for word in (*range(8), 50)) == 12
+
+
+def test_a_cache_that_finds_no_prefixes_refuses_a_snapshot(tmp_path: Path) -> None:
+    filled().snapshot(tmp_path)
+    cache = PagedKVCache(SPEC, num_frames=64, prefix_cache=False)
+    assert cache.restore(tmp_path) == snapshots.Restored(refused="this cache finds no prefixes (prefix_cache=False)")

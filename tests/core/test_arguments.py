@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pagedkv.core import AddressSpace, Group, MemoryManager, Observe
+from pagedkv.core.arguments import frame_row, token_row
 from pagedkv.core.policies import LRU, Cost
 from pagedkv.errors import InvalidRequest
 from tests.core.oracle import everything, grown
@@ -147,3 +148,16 @@ def test_the_longest_retention_there_can_be_is_the_last_list() -> None:
     mm.advise(space, retain=(1e308, 1e308))
     space.release()
     mm.check()
+
+
+def test_tokens_that_may_not_be_written_compile_nothing_anew() -> None:
+    """To numba they are another type, which would stop a server for seconds at its first such prompt."""
+    ids = np.frombuffer(np.arange(9, dtype=np.int32).tobytes(), np.int32)
+    frames = np.array([0, 1], np.int32)
+    frames.setflags(write=False)
+    assert not ids.flags.writeable
+    assert token_row(ids).flags.carray
+    assert token_row(ids[::2]).flags.carray
+    assert frame_row(frames, 2).flags.carray
+    kept = np.arange(9, dtype=np.int32)
+    assert token_row(kept) is kept

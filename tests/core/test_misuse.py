@@ -99,6 +99,16 @@ def test_a_table_that_lets_two_write_into_one_frame_is_seen(scene: Scene) -> Non
         scene.mm.check()
 
 
+def test_a_pin_of_another_manager_is_refused_even_if_it_looks_like_one_of_ours() -> None:
+    ours, theirs = MemoryManager(16, 4), MemoryManager(16, 4)
+    mine, other = (mm.pin(grown(mm, [1] * 9)) for mm in (ours, theirs))
+    assert mine == other
+    with pytest.raises(DoubleRelease, match="made by another manager"):
+        ours.unpin(other)
+    assert ours.stats().pinned == 2
+    ours.unpin(mine)
+
+
 # -- threads ------------------------------------------------------------------------------------------------------------------------
 
 
