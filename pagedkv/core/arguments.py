@@ -65,7 +65,7 @@ def token_row(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:
         raise InvalidRequest(f"token ids of shape {list(ids.shape)} and dtype {ids.dtype}; give one row of integers")
     if len(ids) and ids.dtype != np.int32 and (ids.min() < -(2**31) or ids.max() >= 2**31):
         raise InvalidRequest("a token id does not fit int32")
-    return np.require(ids, np.int32, "CAW")  # what may not be written is another type to numba, and compiles everything anew
+    return np.require(ids, np.int32, ("C", "A", "W"))  # what may not be written is another type to numba, and compiles everything anew
 
 
 def asid_row(asids: npt.NDArray[np.integer]) -> I32:
@@ -105,4 +105,4 @@ def frame_row(frames: npt.NDArray[np.integer], num_frames: int) -> I32:
     numbers = wanted.ndim == 1 and (len(wanted) == 0 or np.issubdtype(wanted.dtype, np.integer))
     if not numbers or (len(wanted) and not 0 <= wanted.min() <= wanted.max() < num_frames):
         raise InvalidRequest(f"frames of shape {list(wanted.shape)}; give one row of frame numbers, 0 to {num_frames - 1}")
-    return np.require(wanted, np.int32, "CAW")  # see token_row
+    return np.require(wanted, np.int32, ("C", "A", "W"))  # see token_row
