@@ -48,7 +48,8 @@ def print_of(key: int, before: int, tokens: I32) -> int:
         product = (np.uint64(np.int64(tokens[i]) & _LOW) ^ place) * _MULTIPLIER
         mixed += product ^ (product >> _SHIFT)
     mixed = (mixed ^ np.uint64(np.int64(before) & _LOW)) * _MULTIPLIER
-    return np.int64(((mixed ^ (mixed >> _SHIFT)) * _MULTIPLIER) >> _SHIFT)  # int() is unsigned to numba: with a signed seed it makes floats
+    # int() of it would be unsigned to numba, which makes floats of it beside a signed seed
+    return np.int64(((mixed ^ (mixed >> _SHIFT)) * _MULTIPLIER) >> _SHIFT)  # type: ignore[return-value]
 
 
 @inlined
