@@ -104,6 +104,7 @@ class PagedKVCache:
 
     def frames_for(self, num_tokens: int, at_once: int | None = None) -> int:
         """The most frames that a sequence holds until it has `num_tokens` tokens, planned `at_once` at most (None: all of them)."""
+        num_tokens = whole(num_tokens, "num_tokens")
         chunk = num_tokens if at_once is None else min(at_once, num_tokens)
         most = [num_tokens if spec.window is None else min(num_tokens, spec.window - 1 + chunk) for spec in self.specs]
         pages = self.spec.pages
@@ -139,11 +140,11 @@ class PagedKVCache:
 
     def commit(self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None) -> None:
         """The KV of `token_ids` has been written where `batch` said. See MemoryManager.commit."""
-        self.manager.commit(batch.plan, token_ids, counts)
+        self.manager.commit(_plan_of(batch, "commit"), token_ids, counts)
 
     def abort(self, batch: PlannedBatch) -> None:
         """Nothing comes of the batch, whether its kernels have run or not. See MemoryManager.abort."""
-        self.manager.abort(batch.plan, copied=True)
+        self.manager.abort(_plan_of(batch, "abort"), copied=True)
 
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
         """See MemoryManager.set_quota; frames, of which `spec.frames_in("2GiB")` gives the number."""
@@ -206,3 +207,9 @@ class PagedKVCache:
         gib = self.storage.bytes.numel() / 2**30
         specs = self.spec if len(self.specs) == 1 else list(self.specs)
         return f"PagedKVCache({specs}, {gib:.2f} GiB on {self.device}, kernels={self.kernel.name!r}, {self.manager!r})"
+
+
+def _plan_of(batch: PlannedBatch, verb: str) -> Plan:
+    if not isinstance(batch, PlannedBatch):
+        raise InvalidRequest(f"{verb} of {batch!r}; give what plan() of this cache returned")
+    return batch.plan

@@ -144,6 +144,8 @@ def load(cache: PagedKVCache, folder: Path, model: str) -> Restored:
         files = [(folder / Path(entry["name"]).name, int(entry["pages"])) for entry in manifest["files"]]
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return Restored(refused=f"{folder} holds no snapshot that can be read ({error!r})")
+    if any(pages < 0 for _, pages in files):
+        return Restored(refused=f"{folder} holds no snapshot that can be read (a file of fewer than no pages)")
     here = fingerprint(cache, model)
     if there != here:
         wrong = [name for name in here if not isinstance(there, dict) or there.get(name) != here[name]]
@@ -188,9 +190,9 @@ class _Restoring:
         """Page by page, in order."""
         number = 0
         for path, count in files:
-            for row in _rows(path, count, self._shapes(count)):
-                self._page(number, row)
-                number += 1
+            for at, row in enumerate(_rows(path, count, self._shapes(count))):
+                self._page(number + at, row)
+            number += count
         return Restored(len(self.found), number - len(self.found) - len(self.left), len(self.left))
 
     def stand_nowhere(self) -> None:
@@ -209,10 +211,8 @@ class _Restoring:
             "digest": (torch.uint8, (count, 32)),
         }
 
-    def _page(self, number: int, row: Row | None) -> None:
+    def _page(self, number: int, row: Row) -> None:
         """One page more can be found, or is left, or, if it is neither, bad."""
-        if row is None:
-            return
         parent, tenant = int(row["parent"]), int(row["tenant"])
         if parent in self.left:
             self.left.add(number)
@@ -258,12 +258,12 @@ class _Restoring:
         return True
 
 
-def _rows(path: Path, count: int, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[Row | None]:
-    """The pages of a file; None for each if it cannot be read or holds something else."""
+def _rows(path: Path, count: int, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[Row]:
+    """The `count` pages of a file; none of them if it cannot be read or holds something else."""
     try:
         tensors = load_file(path)
         whole = all(name in tensors and (tensors[name].dtype, tuple(tensors[name].shape)) == due for name, due in shapes.items())
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, OverflowError, MemoryError):  # whatever a damaged header brings
-        whole = False
-    for at in range(count):
-        yield {name: tensors[name][at] for name in shapes} if whole else None
+        return
+    for at in range(count if whole else 0):
+        yield {name: tensors[name][at] for name in shapes}

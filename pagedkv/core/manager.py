@@ -107,7 +107,7 @@ class MemoryManager(Observed, Tenants):
         Raises: InvalidRequest if the ids are not one row of int32 numbers, or a priority was given that the policy does not know
         """
         ids, tenant = token_row(token_ids), tenant_name(tenant)
-        wish = self._retention(priority, half_life) if priority != 1.0 else 0
+        wish = self._retention(priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
         self._make_room(pages=len(ids) // self.block_size + 1)
         root, self.state = self._roots.of(tenant, self.state)
         self._charge_root(tenant, root.number)
@@ -506,7 +506,8 @@ class MemoryManager(Observed, Tenants):
 
     def _retention(self, priority: float, half_life: float) -> int:
         if not isinstance(self.policy, Priority):
-            raise InvalidRequest(f"priority {priority} under policy {self.policy.name!r}, which knows none; use policy='priority'")
+            wish = f"priority {priority} with half-life {half_life}"
+            raise InvalidRequest(f"{wish} under policy {self.policy.name!r}, which knows none; use policy='priority'")
         return retention(real(priority, "priority"), real(half_life, "half_life"))
 
     def _settled(self, space: AddressSpace, verb: str) -> int:
@@ -527,7 +528,8 @@ class MemoryManager(Observed, Tenants):
     def _make_room(self, pages: int = 0) -> None:
         if self.state.reg[st.NUM_SPARE] == 0:
             if 2 * len(self.state.spaces) > st.MAX_SPACES:
-                raise InvalidRequest(f"{len(self.state.spaces)} spaces and pins are open, the most that there can be; release some")
+                most = len(self.state.spaces) // len(self.groups)
+                raise InvalidRequest(f"{most} spaces and pins are open, the most that there can be; release some")
             self.state = st.with_more_rows(self.state)
         pages = min(pages, self.num_frames)  # a longer prefix cannot be known
         if pages > self.state.table.shape[1]:

@@ -196,6 +196,18 @@ def test_an_aborted_plan_leaves_what_was_there(cache: PagedKVCache) -> None:
     assert_holds(cache, twin)
 
 
+def test_what_is_no_batch_of_the_cache_is_named_where_it_is_given(cache: PagedKVCache) -> None:
+    batch = cache.plan([cache.open()], [2])
+    for wrong in (None, batch.plan):
+        with pytest.raises(InvalidRequest, match="give what plan\\(\\) of this cache returned"):
+            cache.commit(wrong, [1, 2])  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="give what plan\\(\\) of this cache returned"):
+            cache.abort(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="num_tokens is -5"):
+        cache.frames_for(-5)
+    cache.commit(batch, [1, 2])
+
+
 def test_the_packed_batch_is_the_plan(cache: PagedKVCache) -> None:
     """The path of a GPU, taken on the CPU: the same numbers arrive, and the mirror is told only what has changed."""
     mirror = DeviceMirror(torch.device("cpu"))

@@ -199,6 +199,18 @@ def test_a_folder_without_snapshot_is_a_miss(text: str | None, tmp_path: Path) -
     assert done.refused
 
 
+@pytest.mark.parametrize("pages", [-1, 10**15])
+def test_a_manifest_that_counts_other_pages_than_there_are_is_a_miss_at_once(pages: int, tmp_path: Path) -> None:
+    filled().snapshot(tmp_path)
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][0]["pages"] = pages
+    path.write_text(json.dumps(manifest))
+    done = KINDS["one group"]().restore(tmp_path)
+    assert (done.pages, done.bad) == (0, max(0, pages))
+    assert bool(done.refused) == (pages < 0)
+
+
 def test_a_crash_while_writing_leaves_the_snapshot_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled()
     cache.snapshot(tmp_path)

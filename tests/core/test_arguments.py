@@ -49,6 +49,7 @@ WRONG: dict[str, Call] = {
     "open of a generator": lambda m, a: m.open(i for i in range(3)),  # type: ignore[arg-type]
     "open of rows of unequal length": lambda m, a: m.open([[1], [1, 2]]),  # type: ignore[list-item]
     "open with a priority of text": lambda m, a: m.open(priority="high"),  # type: ignore[arg-type]
+    "open with a half-life of text": lambda m, a: m.open(half_life="long"),  # type: ignore[arg-type]
     "open with a priority of NaN": lambda m, a: m.open(priority=float("nan")),
     "why for a tenant of text": lambda m, a: m.why([1], tenant="a"),  # type: ignore[arg-type]
     "fork of a number": lambda m, a: m.fork(a.asid),  # type: ignore[arg-type]
