@@ -29,3 +29,4 @@ def warm_up() -> None:
     mm.unpin(mm.pin(twin.pages))
     mm.evict(1)
     mm.resize(16)
+    mm.forget()
