@@ -99,11 +99,15 @@ class WithCubins(build_py):
 
 
 def build_cubins(nvcc: str, folder: Path) -> None:
-    """The most used kernels for each architecture, into `folder`. What nvcc refuses (an architecture it has no longer) is left to NVRTC."""
+    """The most used kernels of each architecture (or PAGEDKV_CUDA_ARCHS), into `folder`. What nvcc has no longer is left to NVRTC."""
     sys.path.insert(0, str(Path(__file__).parent.resolve()))
+    from pagedkv import debug
     from pagedkv.kernels import cuda_compile, cuda_shapes
 
-    wishes = [(arch, shape) for arch, shared in cuda_compile.ARCHITECTURES.items() for shape in cuda_shapes.common(shared)]
+    sizes = cuda_compile.ARCHITECTURES
+    wishes = [(arch, shape) for arch in debug.cuda_architectures(sizes) for shape in cuda_shapes.common(sizes[arch])]
+    if not wishes:
+        return
     folder.mkdir(parents=True, exist_ok=True)
 
     def build(wish: tuple[str, cuda_shapes.Specialisation]) -> bool:

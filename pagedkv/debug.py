@@ -10,11 +10,13 @@
 | PAGEDKV_CPU_ISA       | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable           |
 | PAGEDKV_NUM_THREADS   | a number | threads of the `cpu` and `numba` backends, if not as many as torch's                      |
 | PAGEDKV_CACHE_DIR     | a folder | where compiled CUDA kernels are kept; by default pagedkv/ in the user's cache folder      |
+| PAGEDKV_CUDA_ARCHS    | names    | what the build of a wheel compiles CUDA kernels for, as sm_90,sm_100; none for nothing    |
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from pagedkv.errors import InvalidRequest
@@ -50,3 +52,12 @@ def cache_folder() -> Path:
     """The value of PAGEDKV_CACHE_DIR, or pagedkv/ in the user's cache folder."""
     own = os.environ.get("PAGEDKV_CACHE_DIR")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkv"
+
+
+def cuda_architectures(known: Collection[str]) -> list[str]:
+    """Those of `known` that PAGEDKV_CUDA_ARCHS names: all where it is not set, and what it names else is an InvalidRequest."""
+    text = os.environ.get("PAGEDKV_CUDA_ARCHS")
+    wanted = [] if text == "none" else [name.strip() for name in text.split(",")] if text else list(known)
+    if unknown := sorted(set(wanted) - set(known)):
+        raise InvalidRequest(f"PAGEDKV_CUDA_ARCHS is {text!r}; {unknown[0]!r} is not one of {', '.join(known)}; say none for nothing")
+    return wanted

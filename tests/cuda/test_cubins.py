@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cuda_compile, cuda_launch, cuda_moves, cuda_shapes
 from pagedkv.kernels.args import WriteCall
 from pagedkv.kernels.cuda_compile import Compiled, cubin_for, key, nearest
@@ -169,13 +171,18 @@ def test_naming_code_needs_no_torch() -> None:
     assert run.stdout.split() == ["False", "False"]
 
 
-def test_a_build_with_nvcc_leaves_what_is_looked_for(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real compiler's part is to compile: here it writes down its arguments, and refuses one architecture."""
+def setup_py() -> ModuleType:
     spec = importlib.util.spec_from_file_location("setup_of_pagedkv", ROOT / "setup.py")
     assert spec
     assert spec.loader
     setup = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(setup)
+    return setup
+
+
+def test_a_build_with_nvcc_leaves_what_is_looked_for(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real compiler's part is to compile: here it writes down its arguments, and refuses one architecture."""
+    setup = setup_py()
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(
         '#!/bin/sh\nfor last; do :; done\ncase "$*" in *sm_120*) exit 1;; esac\ntest -f csrc/cuda/ptx.cuh && printf "%s" "$*" > "$last"\n'
@@ -192,6 +199,20 @@ def test_a_build_with_nvcc_leaves_what_is_looked_for(compiler: Compiler, tmp_pat
                 assert all(f" -D{name}={value} " in code for name, value in shape.macros.items())
                 assert f"csrc/cuda/{shape.kernel}.cuh" in code
     assert {arch for _, arch in compiler.calls} == {"sm_120"}
+
+
+def test_a_build_compiles_for_the_architectures_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text('#!/bin/sh\nfor last; do :; done\nprintf "%s" "$*" > "$last"\n')
+    nvcc.chmod(0o755)
+    monkeypatch.chdir(ROOT)
+    for value, found in (("sm_90, sm_120", {"sm_90", "sm_120"}), ("none", set())):
+        monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", value)
+        setup_py().build_cubins(str(nvcc), tmp_path / value)
+        assert {cubin.read_text().split()[1].removeprefix("-arch=") for cubin in (tmp_path / value).glob("*")} == found
+    monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", "sm_90,sm_13")
+    with pytest.raises(InvalidRequest, match="'sm_13' is not one of sm_80, "):
+        setup_py().build_cubins(str(nvcc), tmp_path / "strange")
 
 
 def test_the_wheel_s_most_used_kernels_are_those_that_calls_ask_for() -> None:
