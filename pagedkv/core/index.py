@@ -60,11 +60,23 @@ def prefetch_bucket(s: State, mark: int) -> None:
 
 @inlined
 def prefetch_candidate(s: State, mark: int) -> None:
-    """A page of this print is going to be compared; its bucket has arrived."""
+    """A page of this print is going to be looked up; its bucket has arrived."""
     frame = s.bucket[mark & (len(s.bucket) - 1)]
     if frame >= 0:
         prefetch(s.frames, frame)
         prefetch(s.frames, frame + 1)  # its record may lie across two lines
+
+
+@inlined
+def prefetch_next(s: State, mark: int) -> None:
+    """A page of this print is going to be compared; the first candidate's record has arrived: is it that, or the one after it?"""
+    frame = s.bucket[mark & (len(s.bucket) - 1)]
+    if frame >= 0 and s.frames[frame].print != mark:
+        frame = s.frames[frame].chain
+        if frame >= 0:
+            prefetch(s.frames, frame)
+            prefetch(s.frames, frame + 1)
+    if frame >= 0:
         prefetch(s.tokens, frame)
 
 

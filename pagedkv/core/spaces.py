@@ -17,7 +17,7 @@ import numpy as np
 
 from pagedkv.core import frames, groups, index, runs
 from pagedkv.core.accounts import register
-from pagedkv.core.compiled import allocating, compiled, inlined
+from pagedkv.core.compiled import allocating, compiled, inlined, prefetch
 from pagedkv.core.state import (
     ASKED,
     ASKED_BY,
@@ -134,6 +134,8 @@ def _known_leaders(s: State, root: int, seed: int, token_ids: I32, found: I32) -
             found[page] = mark - 2**31  # fits
         for page in range(first, last):
             index.prefetch_candidate(s, int(found[page]) + 2**31)
+        for page in range(first, last):
+            index.prefetch_next(s, int(found[page]) + 2**31)
         for page in range(first, last):
             mark = int(found[page]) + 2**31
             frame = index.find(s, parent, mark, token_ids[page * size : (page + 1) * size])
@@ -312,12 +314,17 @@ def publish_pages(s: State, asid: int) -> None:
     if complete > 0:
         parent = s.table[asid, complete - 1]
         mark = int(s.frames[parent].print)
-    for page in range(complete, full):  # hashed first, as in probe
+    for page in range(complete, full):  # hashed first, as in open
         frame = s.table[asid, page]
         if not s.frames[frame].published:
             s.frames[frame].print = index.print_of(s.reg[KEY], mark, s.tokens[frame])
             index.prefetch_bucket(s, s.frames[frame].print)
+            prefetch(s.ghosts, np.int64(s.frames[frame].print) & (len(s.ghosts) - 1))
         mark = int(s.frames[frame].print)
+    for page in range(complete + 1, full):  # of one page alone nothing would have arrived
+        index.prefetch_candidate(s, int(s.frames[s.table[asid, page]].print))
+    for page in range(complete + 1, full):
+        index.prefetch_next(s, int(s.frames[s.table[asid, page]].print))
     for page in range(complete, full):
         frame = s.table[asid, page]
         if not s.frames[frame].published:
