@@ -327,7 +327,7 @@ FAULTS = (
         "resize.py",
         "(list_registers(reg), *(block[: 4 * NUM_LISTS].reshape(NUM_LISTS, 4) for block in account_registers(reg)))",
         "(list_registers(reg),)",
-        MACHINE,
+        RESIZE,
     ),
     Fault(
         "a smaller pool has room for what is mapped: nobody counts",

@@ -191,3 +191,28 @@ def test_events_follow_a_move() -> None:
     removed = {block for event in mm.events(newest) for block in event.block_hashes}
     assert removed == stored
     assert stored
+
+
+def test_a_frame_that_moves_is_another_than_its_place_held() -> None:
+    mm = MemoryManager(8, 4)
+    before, kept = mm.open(), mm.open()
+    for space, tokens in ((before, range(16)), (kept, range(100, 108))):
+        mm.commit(mm.plan([space], [len(tokens)]), list(tokens))
+    places, generations = before.pages.copy(), mm.state.frames["generation"].copy()
+    before.release()
+    mm.evict(4)
+    assert set(mm.resize(4)[:, 1]) <= set(places)
+    assert (mm.state.frames["generation"][kept.pages] > generations[kept.pages]).all()
+
+
+def test_the_lists_of_every_tenant_follow_a_move() -> None:
+    mm = MemoryManager(16, 4)
+    for tenant in (b"a", b"b"):
+        mm.set_quota(tenant, hard=12)
+    spaces = [mm.open(tenant=b"a"), mm.open(tenant=b"b")]
+    for space, count in zip(spaces, (32, 8), strict=True):
+        mm.commit(mm.plan([space], [count]), list(range(count)))
+        space.release()
+    assert len(mm.resize(8)) == 2  # those of b
+    mm.check()
+    assert len(mm.open(list(range(9)), tenant=b"b")) == 8
