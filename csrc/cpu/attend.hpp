@@ -17,7 +17,6 @@
 //
 // Never read: slots past seq_lens, table entries past the last page, slots of punched pages.
 
-constexpr int64_t AT_ONCE = 32;    // keys decoded at a time
 // Keys that make a tile: smaller pages are joined until there are as many. Two pages at once break the stream of addresses (0.78 of the
 // ceiling becomes 0.55); but decoding is bound by arithmetic, and larger tiles save some.
 constexpr int64_t ENOUGH = 16, ENOUGH_DECODED = 64;
@@ -65,7 +64,7 @@ struct Walk {
     int64_t k_bytes, v_bytes;                       // of one key's vector of one head, as stored
     const int32_t* pages;
     State state;
-    float *lanes, *scores, *scratch, *packed;       // sums of exp [rows, LANES]; [rows, TILE]; [AT_ONCE, padded], twice
+    float *lanes, *scores, *scratch, *packed;       // sums of exp [rows, LANES]; [rows, TILE]; vectors decoded; vectors packed
     Element* q;
     float k_scales[TILE], v_scales[TILE];           // of one head's keys
     bool direct_k, direct_v, plain, many;           // many rows: their products are those of matrices
@@ -81,14 +80,14 @@ struct Walk {
         float* at = reinterpret_cast<float*>(memory);
         lanes = at, at += room.rows * MAX_LANES;
         scores = at, at += room.rows * TILE;
-        scratch = at, at += AT_ONCE * (room.Dp > room.Dvp ? room.Dp : room.Dvp);
-        packed = at, at += AT_ONCE * (room.Dp > room.Dvp ? room.Dp : room.Dvp);
+        scratch = at, at += room.decoded;
+        packed = at, at += room.packed;
         q = reinterpret_cast<Element*>(at);
         many = LANES == 16 && rows_per_head >= MANY;
         direct_k = a.kv_type == M::STORED && a.D == room.Dp;
         direct_v = a.kv_type == M::STORED && a.Dv == room.Dvp;
         k_bytes = stored_bytes(a.D), v_bytes = stored_bytes(a.Dv);
-        plain = !a.softcap && !a.slopes.data && !a.tree.data && !a.k_scale.data;
+        plain = !a.softcap && !a.slopes.data && !a.tree.data && !a.k_scale.data && !a.v_scale.data;
         for (int64_t h = u.k0; h < u.k1; h++)
             for (int64_t r = 0; r < rows_per_head; r++) M::take_row(a.q_type, q_row(h, r), q + row_of(h, r) * room.Dp, a.D, room.Dp);
     }
@@ -158,7 +157,8 @@ struct Walk {
         return true;
     }
 
-    // Where `count` vectors lie, as the arithmetic can read them: in the pool (dim 0), or decoded into `scratch`. `known` are not padding.
+    // Where `count` vectors lie, as the arithmetic can read them: in the pool (dim 0), or decoded into `scratch`, while what lies at `later`
+    // (if not null) is asked for. `known` are not padding.
     INLINE void readable(const char* const* from, int64_t offset, int64_t count, int64_t known, int64_t dim, int64_t padded, int64_t bytes,
                          const char* const* later, const Element** to) const {
         if (!dim) {
@@ -168,7 +168,7 @@ struct Walk {
         Element* decoded = reinterpret_cast<Element*>(scratch);
         with_type(a.kv_type, EACH(type) {
             for (int64_t i = 0; i < known; i++) {
-                for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(later[i] + byte);
+                for (int64_t byte = 0; later && byte < bytes; byte += 64) __builtin_prefetch(later[i] + byte);
                 M::template decode<static_cast<Dtype>(type.value)>(from[i] + offset, decoded + i * padded, dim, padded);
             }
         });
@@ -191,20 +191,15 @@ struct Walk {
     }
 
     void keys(const Tile& tile, const Tile& next, int64_t h) {
+#if defined(PAGEDKV_AVX512)
+        if (many) return keys_packed(tile, h);
+#endif
         const Element* at[AT_ONCE];
         const char* later[TILE + 16];
         look_ahead(tile, next, false, h, later);
         for (int64_t t = 0; t < tile.padded; t += AT_ONCE) {
             int64_t count = tile.padded - t < AT_ONCE ? tile.padded - t : AT_ONCE, known = tile.n - t < count ? tile.n - t : count;
             readable(tile.k + t, h * a.k.stride[2], count, known, direct_k ? 0 : a.D, room.Dp, k_bytes, later + t, at);
-#if defined(PAGEDKV_AVX512)
-            if (many) {
-                pack_keys<M>(at, count, room.Dp, reinterpret_cast<vi*>(packed));
-                score_packed<M>(q + row_of(h, 0) * room.Dp, rows_per_head, room.Dp, reinterpret_cast<vi*>(packed), count,
-                                scores + row_of(h, 0) * TILE + t);
-                continue;
-            }
-#endif
             for (int64_t r = 0; r < rows_per_head; r += ROWS) {
                 const Element* rows = q + row_of(h, r) * room.Dp;
                 float* s = scores + row_of(h, r) * TILE + t;
@@ -216,13 +211,44 @@ struct Walk {
         }
     }
 
+#if defined(PAGEDKV_AVX512)
+
+    // Keys of 32 a panel. While one is multiplied, the next one is asked for, and the values of these keys.
+    void keys_packed(const Tile& tile, int64_t h) {
+        const Element* at[AT_ONCE];
+        const auto panel = [&](int64_t t) { return tile.padded - t < AT_ONCE ? tile.padded - t : AT_ONCE; };
+        for (int64_t t = 0, after; t < tile.padded; t = after) {
+            int64_t count = panel(t), known = tile.n - t < count ? tile.n - t : count;
+            after = t + AT_ONCE;
+            readable(tile.k + t, h * a.k.stride[2], count, known, direct_k ? 0 : a.D, room.Dp, k_bytes, nullptr, at);
+            pack_keys<M>(at, count, room.Dp, reinterpret_cast<vi*>(packed));
+            Soon soon[2] = {{tile.v + t, h * a.v.stride[2], count, v_bytes}, {tile.k + after, h * a.k.stride[2], panel(after), k_bytes}};
+            if (after >= tile.padded) soon[1] = {tile.k, (h + 1) * a.k.stride[2], h + 1 < u.k1 ? panel(0) : 0, k_bytes};
+            score_packed<M>(q + row_of(h, 0) * room.Dp, rows_per_head, room.Dp, reinterpret_cast<vi*>(packed), count,
+                            scores + row_of(h, 0) * TILE + t, soon);
+        }
+    }
+
+    // All keys of the tile, 32 columns a panel: o passes through once for TILE keys. Meanwhile the next tile's first keys are asked for.
+    void values_packed(const Tile& tile, const Tile& next, int64_t h) {
+        const Element* at[TILE];
+        readable(tile.v, h * a.v.stride[2], tile.padded, tile.n, direct_v ? 0 : a.Dv, room.Dvp, v_bytes, nullptr, at);
+        int64_t cells = (tile.n + Cells<M>::WIDE - 1) / Cells<M>::WIDE;
+        Soon keys{next.k, u.k0 * a.k.stride[2], h + 1 == u.k1 ? (next.n < AT_ONCE ? next.n : AT_ONCE) : 0, k_bytes};
+        for (int64_t d = 0; d < room.Dvp; d += 32) {
+            pack_values<M>(at, cells, d, reinterpret_cast<vi*>(packed));
+            weigh_packed<M>(state.o + row_of(h, 0) * room.Dvp + d, rows_per_head, room.Dvp, reinterpret_cast<vi*>(packed), cells,
+                            M::weights_from(scores + row_of(h, 0) * TILE, 0), keys);
+        }
+    }
+
+#endif
+
     // Dot products become scores: scale, soft cap, ALiBi and masks.
-    INLINE void shape(const Tile& tile, int64_t h, int64_t r, float* s) const {
+    INLINE void shape(const Tile& tile, int64_t h, int64_t r, int64_t low, int64_t high, float* s) const {
         vf scale = all(a.scale);
         for (int64_t t = 0; t < tile.padded; t += LANES) store(s + t, load(s + t) * scale);
         if (!plain) shape_rarely(tile, h, r, s);
-        int64_t low, high;
-        visible(tile, r, low, high);
         for (int64_t t = 0; t < low; t++) s[t] = NOTHING;
         for (int64_t t = high; t < tile.padded; t++) s[t] = NOTHING;
     }
@@ -255,46 +281,63 @@ struct Walk {
 
     // Scores become weights exp(s - m), in place; o and l of the row shrink if m grows, which soon becomes rare.
     INLINE void weights(const Tile& tile, int64_t h, int64_t r) {
-        int64_t row = row_of(h, r);
-        float *s = scores + row * TILE, *o = state.o + row * room.Dvp, *l = lanes + row * LANES;
-        shape(tile, h, r, s);
+        int64_t row = row_of(h, r), low, high;
+        visible(tile, r, low, high);
+        float* s = scores + row * TILE;
+        if (plain && low == 0 && high == TILE) return all_weights(row, s);
+        shape(tile, h, r, low, high, s);
         vf highest = load(s);
         for (int64_t t = LANES; t < tile.padded; t += LANES) highest = max(highest, load(s + t));
-        float top = largest(highest), old = state.m[row];
-        if (top > old) {
-            vf shrink = all(__builtin_expf(old - top));
-            if (old != NOTHING) {
-                for (int64_t d = 0; d < room.Dvp; d += LANES) store(o + d, load(o + d) * shrink);
-                store(l, load(l) * shrink);
-            }
-            state.m[row] = top;
-        }
-        vf origin = all(state.m[row] == NOTHING ? 0.0f : state.m[row]), sum = load(l);
+        vf origin = grow(row, largest(highest)), sum = load(lanes + row * LANES);
         for (int64_t t = 0; t < tile.padded; t += LANES) {
             vf p = exponential(load(s + t) - origin);
             sum = sum + p;
             if (a.v_scale.data) p = p * load(v_scales + t);
             M::put_weights(s, t, p);
         }
-        store(l, sum);
+        store(lanes + row * LANES, sum);
+    }
+
+    // The same where a whole tile is seen and scores are only scaled, most of a prefill: they are read and written once.
+    INLINE void all_weights(int64_t row, float* s) {
+        constexpr int N = TILE / LANES;
+        vf x[N], scale = all(a.scale);
+        unroll<N>(EACH(i) { x[i] = load(s + i * LANES) * scale; });
+        vf highest = max(x[0], x[1]);
+        unroll<N - 2>(EACH(i) { highest = max(highest, x[i + 2]); });
+        vf origin = grow(row, largest(highest)), sum = load(lanes + row * LANES);
+        unroll<N>(EACH(i) {
+            vf p = exponential(x[i] - origin);
+            sum = sum + p;
+            M::put_weights(s, i * LANES, p);
+        });
+        store(lanes + row * LANES, sum);
+    }
+
+    // What is taken off the row's scores now that `top` is among them.
+    INLINE vf grow(int64_t row, float top) {
+        float *o = state.o + row * room.Dvp, *l = lanes + row * LANES, old = state.m[row];
+        if (top > old) {
+            vf shrink = exponential(all(old - top));
+            if (old != NOTHING) {
+                for (int64_t d = 0; d < room.Dvp; d += LANES) store(o + d, load(o + d) * shrink);
+                store(l, load(l) * shrink);
+            }
+            state.m[row] = top;
+        }
+        return all(state.m[row] == NOTHING ? 0.0f : state.m[row]);
     }
 
     void values(const Tile& tile, const Tile& next, int64_t h) {
+#if defined(PAGEDKV_AVX512)
+        if (many) return values_packed(tile, next, h);
+#endif
         const Element* at[AT_ONCE];
         const char* later[TILE + 16];
         look_ahead(tile, next, true, h, later);
         for (int64_t t = 0; t < tile.n; t += AT_ONCE) {
             int64_t count = tile.padded - t < AT_ONCE ? tile.padded - t : AT_ONCE, known = tile.n - t < count ? tile.n - t : count;
             readable(tile.v + t, h * a.v.stride[2], count, known, direct_v ? 0 : a.Dv, room.Dvp, v_bytes, later + t, at);
-#if defined(PAGEDKV_AVX512)
-            if (many) {
-                int64_t cells = (known + Cells<M>::WIDE - 1) / Cells<M>::WIDE;
-                pack_values<M>(at, cells, room.Dvp, reinterpret_cast<vi*>(packed));
-                weigh_packed<M>(state.o + row_of(h, 0) * room.Dvp, rows_per_head, room.Dvp, reinterpret_cast<vi*>(packed), cells,
-                                M::weights_from(scores + row_of(h, 0) * TILE, t));
-                continue;
-            }
-#endif
             for (int64_t r = 0; r < rows_per_head; r += ROWS) {
                 float *o = state.o + row_of(h, r) * room.Dvp, *p = M::weights_from(scores + row_of(h, r) * TILE, t);
                 with_rows(rows_per_head - r, r == 0 && direct_v, [&](auto R, auto first) __attribute__((always_inline)) {

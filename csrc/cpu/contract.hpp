@@ -37,14 +37,16 @@ struct Unit {
     int64_t group;                     // units of one group hold the same rows; the last to arrive merges their states
 };
 
-// Sizes of a state of online softmax, in floats, and of the rest of a thread's room, in bytes. Rows are [kv head][query][head of group].
+// Sizes of a state of online softmax, of decoded and of packed vectors, in floats, and of all of a thread's room, in bytes. Rows are
+// [kv head][query][head of group].
 //
 //     state    o [rows, Dv padded], m [rows], l [rows]        o = sum of exp(s - m) v, l = sum of exp(s - m)
 struct Room {
-    int64_t rows, Dp, Dvp, state_floats, bytes;
+    int64_t rows, Dp, Dvp, state_floats, decoded, packed, bytes;
 };
 
 constexpr int64_t TILE = 128;          // keys whose scores exist at a time
+constexpr int64_t AT_ONCE = 32;        // keys decoded or packed at a time; columns of values packed at a time
 constexpr int64_t PADDING = 32;        // head dims are padded to a multiple of it inside a unit
 constexpr int64_t MAX_LANES = 16;
 

@@ -1,12 +1,16 @@
-// packed: many query rows of one kv head against 32 keys at a time, as two small matrix products. What Walk does for a prefill on AVX-512.
+// packed: many query rows of one kv head against a tile of keys, as two small matrix products. What Walk does for a prefill on AVX-512.
 //
 // Included by each AVX-512 source inside its own anonymous namespace. A cell is what one lane multiplies: a float, or two bfloat16.
 //
-//     keys      [cell of D][key]: 16 x 16 cells are transposed once (64 shuffles) and serve every row
-//     values    [cell of keys][column]: two rows of bfloat16 interleaved, or rows of floats as they are; columns in the order of modes.hpp
+//     keys      [cell of D][32 keys]: 16 x 16 cells are transposed once (64 shuffles) and serve every row
+//     values    [cell of keys][32 columns]: two rows of bfloat16 interleaved, or rows of floats; columns in the order of modes.hpp
 //     products  8 rows x 32 keys (or columns) in 16 accumulators: for every cell 2 loads, 8 broadcasts, 16 vdpbf16ps or FMA
 //
-// Bytes: with 128 rows a head, packing adds a tenth to the time of the products.
+// A panel of keys or values is 16 KB and stays in the first cache while all rows pass; q, o and scores of 128 rows are 64 KB each and lie in the
+// second. Keys of 128 are multiplied with values at once, so o passes through once for every 128 keys.
+// Bytes: with 128 rows a head, packing takes a twentieth of the time. What is packed next is asked for during the products (`Soon`): packing
+// took a seventh without that.
+// Tuned: 2 cores, Zen 5, where FMA of one core peak at 242 GFLOP/s: the products reach 225, float32 prefills 200. docs/cpu-kernels.md.
 
 template <class M>
 struct Cells {
@@ -44,19 +48,29 @@ void pack_keys(const typename M::Element* const* at, int64_t count, int64_t dim,
         for (int64_t d = 0; d < dim; d += 16 * Cells<M>::WIDE) transpose(at + 16 * half, d, to + 2 * (d / Cells<M>::WIDE) + half);
 }
 
+// `to` becomes [cell][32 columns from d on].
 template <class M>
-void pack_values(const typename M::Element* const* at, int64_t cells, int64_t dim, vi* to) {
+void pack_values(const typename M::Element* const* at, int64_t cells, int64_t d, vi* to) {
     for (int64_t t = 0; t < cells; t++) {
         if constexpr (Cells<M>::WIDE == 1) {
-            for (int64_t d = 0; d < dim; d += 16) *to++ = _mm512_loadu_si512(at[t] + d);
+            *to++ = _mm512_loadu_si512(at[t] + d), *to++ = _mm512_loadu_si512(at[t] + d + 16);
         } else {
-            for (int64_t d = 0; d < dim; d += 32) {
-                vi x = _mm512_loadu_si512(at[2 * t] + d), y = _mm512_loadu_si512(at[2 * t + 1] + d);
-                *to++ = _mm512_unpacklo_epi16(x, y), *to++ = _mm512_unpackhi_epi16(x, y);
-            }
+            vi x = _mm512_loadu_si512(at[2 * t] + d), y = _mm512_loadu_si512(at[2 * t + 1] + d);
+            *to++ = _mm512_unpacklo_epi16(x, y), *to++ = _mm512_unpackhi_epi16(x, y);
         }
     }
 }
+
+// Vectors that are read soon, asked for a few at a time while products run: the hardware fetches nothing by itself here.
+struct Soon {
+    const char* const* at;
+    int64_t offset, count, bytes, next = 0;
+    INLINE void ask(int64_t vectors) {
+        int64_t end = next + vectors < count ? next + vectors : count;
+        for (; next < end; next++)
+            for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(at[next] + offset + byte);
+    }
+};
 
 // Two columns of vectors times R rows: sums[2 * r + i] += a[r][cell] * b[cell][i], for `cells` cells.
 template <class M, int R>
@@ -82,25 +96,25 @@ INLINE void by_rows(int64_t rows, const F& f) {
 // s[r][0 .. count) = q[r] . k for all rows; s has rows of TILE.
 template <class M>
 __attribute__((noinline)) void score_packed(const typename M::Element* q, int64_t rows, int64_t dim, const vi* keys, int64_t count,
-                                            float* s) {
+                                            float* s, Soon* soon) {
     by_rows(rows, [&](auto R, int64_t r) __attribute__((always_inline)) {
         vf sums[2 * R.value] = {};
-        int64_t row_bytes = dim * static_cast<int64_t>(sizeof(*q));
+        int64_t row_bytes = dim * static_cast<int64_t>(sizeof(*q)), vectors = R.value * 32 / rows + 1;
+        soon[0].ask(vectors), soon[1].ask(vectors);
         product<M, R.value>(reinterpret_cast<const char*>(q) + r * row_bytes, row_bytes, keys, 2, dim / Cells<M>::WIDE, sums);
         unroll<R.value>(EACH(i) { store(s + (r + i) * TILE, sums[2 * i]); });
         if (count > 16) unroll<R.value>(EACH(i) { store(s + (r + i) * TILE + 16, sums[2 * i + 1]); });
     });
 }
 
-// o[r] += p[r] . v for all rows and columns; p has rows of TILE floats, whatever it holds.
+// o[r] += p[r] . v for all rows and 32 columns; o has rows of dim, p has rows of TILE floats, whatever it holds.
 template <class M>
-__attribute__((noinline)) void weigh_packed(float* o, int64_t rows, int64_t dim, const vi* values, int64_t cells, const float* p) {
-    for (int64_t d = 0; d < dim; d += 32) {
-        by_rows(rows, [&](auto R, int64_t r) __attribute__((always_inline)) {
-            vf sums[2 * R.value];
-            unroll<2 * R.value>(EACH(i) { sums[i] = load(o + (r + i / 2) * dim + d + i % 2 * 16); });
-            product<M, R.value>(reinterpret_cast<const char*>(p + r * TILE), 4 * TILE, values + d / 16, dim / 16, cells, sums);
-            unroll<2 * R.value>(EACH(i) { store(o + (r + i / 2) * dim + d + i % 2 * 16, sums[i]); });
-        });
-    }
+__attribute__((noinline)) void weigh_packed(float* o, int64_t rows, int64_t dim, const vi* values, int64_t cells, const float* p, Soon& soon) {
+    by_rows(rows, [&](auto R, int64_t r) __attribute__((always_inline)) {
+        vf sums[2 * R.value];
+        unroll<2 * R.value>(EACH(i) { sums[i] = load(o + (r + i / 2) * dim + i % 2 * 16); });
+        soon.ask(1);
+        product<M, R.value>(reinterpret_cast<const char*>(p + r * TILE), 4 * TILE, values, 2, cells, sums);
+        unroll<2 * R.value>(EACH(i) { store(o + (r + i / 2) * dim + i % 2 * 16, sums[i]); });
+    });
 }

@@ -33,8 +33,9 @@ Room room_of(const Attention& a, const Unit& u) {
     room.rows = (u.k1 - u.k0) * (u.i1 - u.i0) * (a.H / a.K);
     room.Dp = round_up(a.D, PADDING), room.Dvp = round_up(a.Dv, PADDING);
     room.state_floats = round_up(room.rows * (room.Dvp + 2), 16);
-    int64_t decoded = 65 * std::max(room.Dp, room.Dvp), padded = (u.k1 - u.k0) * round_up((u.i1 - u.i0) * (a.H / a.K), 4);
-    room.bytes = 4 * round_up(2 * room.state_floats + padded * (4 * MAX_LANES + TILE + room.Dp + room.Dvp) + decoded, 16);
+    room.decoded = std::max(AT_ONCE * room.Dp, TILE * room.Dvp), room.packed = AT_ONCE * std::max(room.Dp, TILE);
+    int64_t padded = (u.k1 - u.k0) * round_up((u.i1 - u.i0) * (a.H / a.K), 4), vectors = room.decoded + room.packed + room.Dp;
+    room.bytes = 4 * round_up(2 * room.state_floats + padded * (4 * MAX_LANES + TILE + room.Dp + room.Dvp) + vectors, 16);
     return room;
 }
 
