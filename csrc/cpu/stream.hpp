@@ -72,9 +72,9 @@ struct Ahead {
                 if (!v) runs.next(run);
             }
         }
-        if (!run.k_scale) return;
-        const View& scale = v ? runs.a->v_scale : runs.a->k_scale;
-        __builtin_prefetch((v ? run.v_scale : run.k_scale) + h * scale.stride[2] + block * BLOCK * scale.stride[1]);
+        if (!run.k_scale || v) return;  // both kinds are wanted with the keys: a value's scale is part of its weight
+        __builtin_prefetch(run.k_scale + h * runs.a->k_scale.stride[2] + block * BLOCK * runs.a->k_scale.stride[1]);
+        __builtin_prefetch(run.v_scale + h * runs.a->v_scale.stride[2] + block * BLOCK * runs.a->v_scale.stride[1]);
     }
 };
 
