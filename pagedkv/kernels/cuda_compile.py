@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 OPTIONS: Final = ("-std=c++17", "--ptxas-options=-v")
+NVRTC_ONLY: Final = ("--device-as-default-execution-space",)
+"""NVRTC 13.0 takes a generic lambda inside a kernel for a function of the host, and refuses it; later ones do not."""
 ARCHITECTURES: Final = {
     "sm_80": (163 << 10, 164 << 10),
     "sm_86": (99 << 10, 100 << 10),
@@ -56,7 +58,7 @@ def sources() -> Mapping[str, str]:
 
 def key(kernel: str, macros: Mapping[str, int], arch: str, version: tuple[int, int] | None = None) -> str:
     """The name of a cubin: equal for equal code. version: of NVRTC; None for what was built with the wheel."""
-    text = repr((kernel, sorted(macros.items()), arch, OPTIONS, version, sorted(sources().items())))
+    text = repr((kernel, sorted(macros.items()), arch, (*OPTIONS, *(NVRTC_ONLY if version else ())), version, sorted(sources().items())))
     return f"{kernel}-{arch}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
@@ -72,7 +74,7 @@ def compile_cubin(kernel: str, macros: Mapping[str, int], arch: str) -> Compiled
     from cupy.cuda import nvrtc
 
     texts = sources()
-    options = [f"-arch={arch}", *OPTIONS, *(f"-D{name}={value}" for name, value in macros.items())]
+    options = [f"-arch={arch}", *OPTIONS, *NVRTC_ONLY, *(f"-D{name}={value}" for name, value in macros.items())]
     headers = [name for name in texts if name != f"{kernel}.cuh"]
     program = nvrtc.createProgram(
         texts[f"{kernel}.cuh"], f"{kernel}.cuh", [texts[name].encode() for name in headers], [n.encode() for n in headers]
