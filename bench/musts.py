@@ -1,6 +1,7 @@
 """What the kernels promise, as ratios of one run: each promise, what was wanted, and the worst that was found.
 
-Knows rows of attention.py; prints and measures nothing. A promise about which the run holds no cell is not in the list.
+Knows rows of attention.py; prints and measures nothing. A promise about which the run holds no cell is not in the list. A ratio counts if
+both its timings are clean (clock.py): a disturbed one says what else ran on the machine. How many were left out is said.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ OURS: Final = "cpu"
 
 @dataclass(frozen=True)
 class Promise:
-    """`found` is the worst of `cells` cells, at `where`; a promise of microseconds is kept from below, one of ratios from above."""
+    """`found` is the worst of `cells` clean cells, at `where`; a promise of microseconds is kept from below, one of ratios from above.
+
+    unclean: cells that were left out. Where no cell is clean, `cells` is 0 and `found` the worst of these.
+    """
 
     text: str
     wanted: float
@@ -25,6 +29,7 @@ class Promise:
     where: str
     cells: int
     unit: str = "x"
+    unclean: int = 0
 
     @property
     def kept(self) -> bool:
@@ -39,7 +44,16 @@ Ratio = Callable[[Row], "float | None"]
 def promises(rows: Iterable[Row]) -> list[Promise]:
     """Those about which something was measured."""
     every = {row.cell: row for row in rows}
-    return list(_all(every))
+    clean = {promise.text: promise for promise in _all({cell: _undisturbed(row) for cell, row in every.items()})}
+    return [_beside_unclean(clean.get(promise.text), promise) for promise in _all(every)]
+
+
+def _undisturbed(row: Row) -> Row:
+    return replace(row, timings={who: timing for who, timing in row.timings.items() if timing.clean})
+
+
+def _beside_unclean(clean: Promise | None, every: Promise) -> Promise:
+    return replace(clean, unclean=every.cells - clean.cells) if clean else replace(every, cells=0, unclean=every.cells)
 
 
 def _all(rows: dict[Cell, Row]) -> Iterator[Promise]:

@@ -129,7 +129,9 @@ def _promises(console: Console, found: list[Any], caption: str) -> None:
         table.add_column(name, justify="right" if name in ("wanted", "worst", "of cells") else "left")
     for promise in found:
         bound = f"{'<=' if promise.unit == 'us' else '>='} {promise.wanted:g}{' us' if promise.unit == 'us' else ''}"
-        table.add_row(promise.text, bound, f"{promise.found:.2f}", "" if promise.kept else "missed", str(promise.cells), promise.where)
+        judged = ("" if promise.kept else "missed") if promise.cells else "unclean"
+        cells = f"{promise.cells}{f' (+ {promise.unclean} unclean)' if promise.unclean else ''}"
+        table.add_row(promise.text, bound, f"{promise.found:.2f}", judged, cells, promise.where)
     console.print(table)
 
 

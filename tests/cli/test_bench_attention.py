@@ -141,6 +141,16 @@ def test_promises_compare_within_a_run_and_name_the_worst():
     assert "bfloat16 prefill / vLLM" not in found  # nothing measured, nothing said
 
 
+def test_a_disturbed_cell_is_counted_and_not_believed():
+    rows = rows_of(cpu=2e-3, ceiling=1e-3, vllm=6e-3)
+    rows[0].timings["cpu"] = Timing(2e-3, 1e-3, clean=0, repetitions=9)
+    found = {promise.text: promise for promise in musts.promises(rows)}
+    ceiling, vllm = found["bfloat16 decode / ceiling, 1 thr"], found["bfloat16 decode / vLLM"]
+    assert (ceiling.found, ceiling.kept, ceiling.cells, ceiling.unclean) == (pytest.approx(0.8), True, 1, 1)
+    assert (vllm.found, vllm.cells, vllm.unclean) == (pytest.approx(3.0), 0, 1)  # there is no other: shown, and said to be unclean
+    assert found["block 16 / block 128"].cells == 0  # its twin is disturbed
+
+
 def test_turns_are_interleaved_and_disturbed_repetitions_do_not_count():
     # two to warm up, then of a: disturbed, clean, clean; of b: three clean
     order, clock_says = [], iter([(7.0, True)] * 4 + [(5.0, False), (0.1, True), (0.2, True), (0.2, True), (0.4, True), (0.3, True)])
