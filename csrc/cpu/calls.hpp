@@ -5,6 +5,6 @@
 
 namespace pagedkv {
 
-extern PyMethodDef call_methods[];  // see calls.cpp
+extern PyMethodDef call_methods[], move_methods[];  // see calls.cpp, moves.cpp
 
 }  // namespace pagedkv

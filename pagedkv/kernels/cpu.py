@@ -1,4 +1,4 @@
-"""The C++ kernels of csrc/cpu, seen from Python: what they cannot do, and a call's tensors as addresses and strides.
+"""The C++ kernels of csrc/cpu, seen from Python: what they cannot do, and which of them runs.
 
 This file knows the extension's argument order and nothing of how it computes; docs/cpu-kernels.md tells that. One source per instruction
 set is compiled and the best that this processor has is used, unless PAGEDKV_CPU_ISA names another. Threads are as many as torch's
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import quant, reference
-from pagedkv.kernels.args import AttentionCall
+from pagedkv.kernels import reference
+from pagedkv.kernels.args import AttentionCall, WriteCall
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.args import WriteCall
     from pagedkv.kernels.registry import Case
 
 _cpu: Any  # None without the extension
@@ -31,10 +30,8 @@ try:
 except ImportError as why:
     _cpu, _missing = None, str(why)
 
-CODES: Final = {name: code for code, name in enumerate(quant.DTYPES)}
-"""The extension's number of a dtype: its place in quant.DTYPES, in the order of `Dtype` in csrc/cpu/contract.hpp."""
-
 _FIELDS: Final = attrgetter(*AttentionCall.__slots__)
+_WRITE_FIELDS: Final = attrgetter(*WriteCall.__slots__)
 
 FLOATS: Final = ("float32", "bfloat16", "float16")
 
@@ -76,38 +73,23 @@ def paged_attention(call: AttentionCall) -> None:
 
 def write_kv(call: WriteCall) -> None:
     """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
-    slots, S, K = view(call.slots), call.k.shape[1], call.k.shape[2]
-    half = 0 if call.cos is None else call.cos.shape[1]
-    angles = (view(call.cos), view(call.sin), view(call.positions)) if half else ()
-    for new, pool, scale, turns in ((call.k_new, call.k, call.k_scale, half), (call.v_new, call.v, call.v_scale, 0)):
-        dtypes = (CODES[quant.NAMES[new.dtype]], CODES[quant.NAMES[pool.dtype]])
-        sizes = (new.shape[0], K, new.shape[2], S, *dtypes, int(scale is not None and scale.dim() == 3), turns, int(call.interleaved))
-        _extension().write(isa(), num_threads(), sizes, view(new), view(pool), scales(scale), slots, angles)
+    _extension().write(*_WRITE_FIELDS(call), isa(), num_threads())
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
     """`storage[dst] = storage[src]` for each row of `copies`, every source read first; memcpy where a frame is one run of bytes."""
-    if not len(storage) or not storage[0].is_contiguous() or (len(copies) and copies.stride(1) != 1):
+    if not are_runs(storage, copies):
         return reference.copy_frames(storage, copies)
-    size = storage.element_size()
-    _extension().copy(view(storage), storage[0].numel() * size, view(copies), len(copies), num_threads())
+    _extension().copy(storage.unsqueeze(-1).flatten(1).view(torch.uint8), copies, num_threads())
     return None
 
 
+def are_runs(storage: Tensor, copies: Tensor) -> bool:
+    """Whether each frame is one run of bytes, and each pair of `copies` two numbers in a row."""
+    return len(storage) > 0 and storage[0].is_contiguous() and not (len(copies) and copies.stride(1) != 1)
+
+
 merge_states = reference.merge_states  # a few vectors per row: torch does it as fast as its calls allow
-
-
-def view(x: Tensor | None) -> tuple[int, ...]:
-    """Address, and strides in bytes without that of the last dim if there are several; () for None."""
-    if x is None:
-        return ()
-    size = x.element_size()
-    return (x.data_ptr(), *[stride * size for stride in x.stride()[:3]])
-
-
-def scales(x: Tensor | None) -> tuple[int, ...]:
-    """As `view`; one scale for all is one whose strides are 0."""
-    return (x.data_ptr(), 0, 0, 0) if x is not None and x.dim() == 0 else view(x)
 
 
 def _extension() -> ModuleType:

@@ -42,23 +42,41 @@ _WATCHERS: Final = _watchers()
 
 def meet(*, by_table: bool = True) -> None:
     """Tell the extension what tensors are. by_table: describe them by DLPack's functions where torch has them, else by attributes."""
-    cpu._cpu.meet(torch.Tensor, torch.float32, torch.get_num_threads, torch.is_grad_enabled, _WATCHERS, by_table)
+    cpu._cpu.meet(torch.Tensor, torch.float32, by_table, torch.get_num_threads, torch.is_grad_enabled, _WATCHERS)
 
 
 if cpu._cpu is not None:
     meet()
 
-again: Final[Any] = _nothing if cpu._cpu is None else cpu._cpu.again
+again: Final[Any] = getattr(cpu._cpu, "again", _nothing)
 """The results of a call of the operator's arguments and the registry, or None if its signature is not known.
 
 out: None makes one, and it is returned. lse: None is not wanted; True makes one, and (out, lse) is returned.
 """
 
-at_once: Final[Any] = cpu._cpu.at_once if cpu._cpu is not None and _WATCHERS else _nothing
+at_once: Final[Any] = getattr(cpu._cpu if _WATCHERS else None, "at_once", _nothing)
 """As `again`; None also if something watches that the dispatcher tells. Not while Dynamo traces, which cannot look inside."""
+
+write_again: Final[Any] = getattr(cpu._cpu, "write_again", _nothing)
+write_at_once: Final[Any] = getattr(cpu._cpu if _WATCHERS else None, "write_at_once", _nothing)
+copy_again: Final[Any] = getattr(cpu._cpu, "copy_again", _nothing)
+copy_at_once: Final[Any] = getattr(cpu._cpu if _WATCHERS else None, "copy_at_once", _nothing)
+"""The same for the operators that only write: True where it was done. Which frames are copied is looked at each time."""
 
 
 def remember(*args: Any) -> None:
     """The arguments of `again`, after a call of the C++ kernels that was checked and went well."""
     if cpu._cpu is not None and debug.level() == 0:
         cpu._cpu.remember(*args, cpu.isa(), debug.forced_num_threads() or 0)
+
+
+def remember_write(*args: Any) -> None:
+    """The arguments of `write_again`, likewise."""
+    if cpu._cpu is not None and debug.level() == 0:
+        cpu._cpu.remember_write(*args, cpu.isa(), debug.forced_num_threads() or 0)
+
+
+def remember_copy(*args: Any) -> None:
+    """The arguments of `copy_again`, likewise, of frames that are runs of bytes."""
+    if cpu._cpu is not None and debug.level() == 0:
+        cpu._cpu.remember_copy(*args, cpu.isa(), debug.forced_num_threads() or 0)

@@ -127,6 +127,8 @@ def write_kv(
     """
     layers = (layer.k, layer.v, layer.k_scale, layer.v_scale)
     angles = (None, None, None, False) if rope is None else (batch.positions, rope.cos, rope.sin, rope.interleaved)
+    if not is_dynamo_compiling() and known.write_at_once(k_TKD, v_TKD, *layers, batch.slots, *angles, backend, registry.KERNELS):
+        return
     torch.ops.pagedkv.write_kv.default(k_TKD, v_TKD, *layers, batch.slots, *angles, backend or registry.AUTO)
 
 
@@ -149,7 +151,8 @@ def copy_frames(storage: Tensor, copies: Tensor, *, backend: str | None = None) 
     Modifies: the destination frames.
     Raises:   InvalidRequest; KernelUnavailable.
     """
-    torch.ops.pagedkv.copy_frames.default(storage, copies, backend or registry.AUTO)
+    if is_dynamo_compiling() or not known.copy_at_once(storage, copies, backend, registry.KERNELS):
+        torch.ops.pagedkv.copy_frames.default(storage, copies, backend or registry.AUTO)
 
 
 @dataclass(frozen=True, repr=False)
@@ -208,11 +211,17 @@ def _paged_attention_out(*args: Any) -> None:
 
 
 def _write_kv(*args: Any) -> None:
+    if known.write_again(*args, registry.KERNELS):
+        return
     call = WriteCall(*args[:-1])
     checks.write(call)
     features = _scales(call) | ({"rope"} if call.cos is not None else set())
-    case = registry.Case("write_kv", call.k.device.type, quant.NAMES[call.k_new.dtype], features=features, **_geometry(call.k, call.v))
-    registry.resolve(case, args[-1]).load().write_kv(call)
+    widest = max(call.k_new.dtype, call.v_new.dtype, key=lambda dtype: dtype.itemsize)
+    case = registry.Case("write_kv", call.k.device.type, quant.NAMES[widest], features=features, **_geometry(call.k, call.v))
+    kernel = registry.resolve(case, args[-1])
+    kernel.load().write_kv(call)
+    if kernel.module == cpu.__name__:
+        known.remember_write(*args, registry.KERNELS)
 
 
 def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,8 +231,13 @@ def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) ->
 
 
 def _copy_frames(storage: Tensor, copies: Tensor, backend: str) -> None:
+    if known.copy_again(storage, copies, backend, registry.KERNELS):
+        return
     checks.copies(storage, copies)
-    registry.resolve(registry.Case("copy_frames", storage.device.type), backend).load().copy_frames(storage, copies)
+    kernel = registry.resolve(registry.Case("copy_frames", storage.device.type), backend)
+    kernel.load().copy_frames(storage, copies)
+    if kernel.module == cpu.__name__ and cpu.are_runs(storage, copies):
+        known.remember_copy(storage, copies, backend, registry.KERNELS)
 
 
 def _attention_case(call: AttentionCall) -> Case:

@@ -1,0 +1,123 @@
+// See known.hpp.
+#include "known.hpp"
+
+#include <memory>
+#include <vector>
+
+#if defined(__APPLE__)
+#include <crt_externs.h>
+#define environ (*_NSGetEnviron())
+#else
+extern char** environ;
+#endif
+
+namespace pagedkv {
+namespace {
+
+constexpr uint64_t PLACES = 256;
+
+struct Known {
+    std::vector<int64_t> words;
+    std::string variables;
+    PyObject* registry;  // kept alive, so its address stays its own
+    const Isa* isa;
+    int threads;
+    bool is(const Signature& s, PyObject* asked) const {
+        return registry == asked && words.size() == static_cast<size_t>(s.count) && variables.size() == s.length &&
+               !std::memcmp(words.data(), s.words, 8 * words.size()) && !std::memcmp(variables.data(), s.variables, s.length);
+    }
+};
+
+std::unique_ptr<Known> known[PLACES];
+PyObject *watchers = nullptr, *num_threads = nullptr, *grad_enabled = nullptr, *wants_gradient = nullptr;
+
+std::unique_ptr<Known>& place_of(const Signature& s) {
+    uint64_t h = 0;
+    for (int i = 0; i < s.count; i++) h = (h ^ static_cast<uint64_t>(s.words[i])) * 0x9e3779b97f4a7c15u, h ^= h >> 29;
+    return known[h % PLACES];
+}
+
+int torch_threads() {
+    PyObject* count = PyObject_CallNoArgs(num_threads);
+    int threads = count ? static_cast<int>(PyLong_AsLong(count)) : -1;
+    Py_XDECREF(count);
+    return threads;
+}
+
+// The answer to a question; yes, with no exception set, also if asking failed.
+bool says_yes(PyObject* x) {
+    int yes = x ? PyObject_IsTrue(x) : -1;
+    Py_XDECREF(x);
+    if (yes < 0) PyErr_Clear();
+    return yes != 0;
+}
+
+}  // namespace
+
+bool Signature::put_choice(PyObject* backend) {
+    bool automatic = backend == Py_None || (PyUnicode_Check(backend) && !PyUnicode_CompareWithASCIIString(backend, "auto"));
+    if (!automatic && (!PyUnicode_Check(backend) || PyUnicode_CompareWithASCIIString(backend, "cpu"))) return false;
+    put(int64_t{automatic});
+    for (char** variable = environ; variable && *variable; variable++) {
+        if (std::strncmp(*variable, "PAGEDKV_", 8)) continue;
+        size_t size = std::strlen(*variable) + 1;
+        if (length + size > sizeof variables) return false;
+        std::memcpy(variables + length, *variable, size), length += size;
+    }
+    return true;
+}
+
+Server server_of(const Signature& s, PyObject* registry) {
+    const Known* found = place_of(s).get();
+    if (!found || !found->is(s, registry)) return {nullptr, 0};
+    Server server{found->isa, found->threads};  // not `found`, which another thread may replace meanwhile
+    if (!server.threads) server.threads = torch_threads();
+    return server;
+}
+
+void keep(const Signature& s, PyObject* registry, const Isa* isa, int threads) {
+    std::unique_ptr<Known>& place = place_of(s);
+    if (place) Py_DECREF(place->registry);
+    place.reset(new Known{{s.words, s.words + s.count}, {s.variables, s.length}, Py_NewRef(registry), isa, threads});
+}
+
+bool nobody_watches(PyObject* const* wanting, int count) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers); i++)
+        if (says_yes(PyObject_CallNoArgs(PyTuple_GET_ITEM(watchers, i)))) return false;
+    if (!says_yes(PyObject_CallNoArgs(grad_enabled))) return true;
+    for (int i = 0; i < count; i++)
+        if (wanting[i] != Py_None && says_yes(PyObject_GetAttr(wanting[i], wants_gradient))) return false;
+    return true;
+}
+
+bool whole(PyObject* x, int64_t& to) { return PyLong_CheckExact(x) && ((to = PyLong_AsLongLong(x)) != -1 || !PyErr_Occurred()); }
+
+bool number(PyObject* x, double& to) {
+    if (PyFloat_CheckExact(x)) return to = PyFloat_AS_DOUBLE(x), true;
+    return PyLong_CheckExact(x) && ((to = PyLong_AsDouble(x)) != -1.0 || !PyErr_Occurred());
+}
+
+bool optional(PyObject* x, int64_t& to) { return x == Py_None ? (to = 0, true) : whole(x, to) && to > 0; }
+
+PyObject* refused(const char* text) { return PyErr_SetString(PyExc_TypeError, text), nullptr; }
+
+Dtype dtype_of(const Tensor& t) {
+    if (t.code == 2) return t.bits == 32 ? Dtype::f32 : Dtype::f16;
+    return t.code == 4 ? Dtype::bf16 : t.code == 10 ? Dtype::e4m3 : t.code == 12 ? Dtype::e5m2 : t.code == 0 ? Dtype::i8 : Dtype::i4;
+}
+
+View view_of(const Tensor& t) {
+    View v;
+    v.data = t.address();
+    for (int d = 0; d < t.dims && d < 3; d++) v.stride[d] = t.strides[d] * t.bytes();
+    return v;
+}
+
+PyObject* meet(PyObject*, PyObject* const* x, Py_ssize_t count) {
+    if (count != 3 || !PyTuple_Check(x[2])) return refused("meet takes get_num_threads, is_grad_enabled and a tuple");
+    wants_gradient = PyUnicode_InternFromString("requires_grad");
+    num_threads = Py_NewRef(x[0]), grad_enabled = Py_NewRef(x[1]), watchers = Py_NewRef(x[2]);
+    Py_RETURN_NONE;
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,82 @@
+// The memory of calls that were checked, by signature; and what calls.cpp and moves.cpp ask of Python.
+//
+// Whether a call keeps the contract and which kernel serves it depend on its **signature** alone, as long as PAGEDKV_DEBUG does not ask for
+// values to be looked at: dtype, device, shape and strides of each tensor, options, backend, the registry and the PAGEDKV_* variables. So
+// Python checks the first call of a signature and has it remembered; all that follow are computed at once. What differs in anything is not
+// known and goes Python's way. Signatures are compared whole: a hash only says where to look. One to a place: the later forgets the earlier.
+//
+// All this is written for caches that are cold, as they are after each kernel: what counts is how many lines of memory a call touches.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <string>
+
+#include "contract.hpp"
+#include "tensors.hpp"
+
+namespace pagedkv {
+
+enum class Op : int64_t { attention, write, copy };
+
+struct Signature {
+    static constexpr int ROOM = 192;  // 14 tensors of 1 + 2 * MOST_DIMS words, and what follows them
+    int64_t words[ROOM];
+    int count = 0;
+    char variables[512];
+    size_t length = 0;
+    explicit Signature(Op op) { put(static_cast<int64_t>(op)); }
+    void put(int64_t x) { words[count++] = x; }
+    void put(double x) { std::memcpy(words + count++, &x, sizeof x); }
+    void put(const Tensor& t) {
+        put(int64_t{t.code} | int64_t{t.bits} << 8 | int64_t{t.dims} << 16 | int64_t{t.device_type} << 24 | int64_t{t.device_id} << 40);
+        for (int i = 0; i < t.dims; i++) put(t.shape[i]), put(t.strides[i]);
+    }
+    bool put_choice(PyObject* backend);  // and the variables; false if there is no saying what it chooses
+};
+
+struct Server {
+    const Isa* isa;  // null if the signature is not known
+    int threads;
+};
+
+Server server_of(const Signature& s, PyObject* registry);
+void keep(const Signature& s, PyObject* registry, const Isa* isa, int threads);  // threads 0: as many as torch's at each call
+
+// Does something of torch's want to see operators, or does one of these (null, None or a tensor) want a gradient?
+bool nobody_watches(PyObject* const* wanting, int count);
+
+// Arguments of the plain types that torch hands over unchanged; false otherwise, and an exception may be set.
+bool whole(PyObject* x, int64_t& to);
+bool number(PyObject* x, double& to);
+bool optional(PyObject* x, int64_t& to);  // a positive number; 0 for None
+
+PyObject* refused(const char* text);  // null, and a TypeError
+
+Dtype dtype_of(const Tensor& t);
+View view_of(const Tensor& t);  // of its first three dims
+
+// Runs `work` without the interpreter's lock. False with an exception set where memory or threads ran out.
+template <class F>
+bool released(const F& work) {
+    std::string why;
+    PyThreadState* held = PyEval_SaveThread();
+    try {
+        work();
+    } catch (const std::exception& failure) {
+        why = failure.what();
+    }
+    PyEval_RestoreThread(held);
+    if (!why.empty()) PyErr_SetString(PyExc_RuntimeError, why.c_str());
+    return why.empty();
+}
+
+typedef PyObject* (*Fast)(PyObject* self, PyObject* const* arguments, Py_ssize_t count);
+inline PyCFunction fast(Fast function) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)); }
+
+PyObject* meet(PyObject* self, PyObject* const* arguments, Py_ssize_t count);  // torch.get_num_threads, torch.is_grad_enabled, watchers
+
+}  // namespace pagedkv
