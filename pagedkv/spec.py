@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from operator import index
+from typing import Any, Final
 
 from pagedkv.errors import InvalidRequest
 
@@ -35,8 +36,8 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2
 
 def parse_bytes(text: str | int) -> int:
     """Bytes named by `"40GiB"`, `"512 MB"`, `"1.5g"` or an int."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
+    if not isinstance(text, str | bool) and hasattr(text, "__index__"):
+        return index(text)
     if not isinstance(text, str):
         raise InvalidRequest(f"{text!r} is not an amount of memory; give an int of bytes, or text like '2GiB', '512MB' or '1.5g'")
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
@@ -46,6 +47,17 @@ def parse_bytes(text: str | int) -> int:
     if amount >= 2**63:
         raise InvalidRequest(f"{text!r} is more memory than any machine has; write an amount like '2GiB', '512MB' or '1.5g'")
     return int(amount)
+
+
+def _count(value: Any, name: str) -> int:
+    """`value` as an int of at least 1: whatever counts as one to Python (numpy's and torch's too), but for bools."""
+    try:
+        number = 0 if isinstance(value, bool) or type(value).__name__ == "bool" else index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise InvalidRequest(f"KVSpec.{name} is {value!r}; it must be an int of at least 1")
+    return number
 
 
 def _padded(num_bytes: int) -> int:
@@ -75,13 +87,12 @@ class KVSpec:
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "head_dim_v", "window"):
             value = getattr(self, name)
-            optional = name in ("head_dim_v", "window") and value is None
-            if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise InvalidRequest(f"KVSpec.{name} is {value!r}; it must be an int of at least 1")
-        if self.dtype not in COMPUTE_DTYPES:
+            if value is not None or name not in ("head_dim_v", "window"):
+                object.__setattr__(self, name, _count(value, name))
+        if not isinstance(self.dtype, str) or self.dtype not in COMPUTE_DTYPES:
             raise InvalidRequest(f"KVSpec.dtype is {self.dtype!r}; it must be one of {', '.join(COMPUTE_DTYPES)}")
         stored = [name for name in BITS if name == self.dtype or name not in COMPUTE_DTYPES]
-        if self.kv_dtype is not None and self.kv_dtype not in stored:
+        if self.kv_dtype is not None and (not isinstance(self.kv_dtype, str) or self.kv_dtype not in stored):
             raise InvalidRequest(
                 f"KVSpec.kv_dtype is {self.kv_dtype!r}; it must be None or, with dtype {self.dtype}, one of {', '.join(stored)}"
             )

@@ -26,7 +26,7 @@ from pagedkv.cache import snapshots
 from pagedkv.cache.batch import PlannedBatch
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.snapshots import Restored
-from pagedkv.cache.storage import Storage, groups_of_layers
+from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
 from pagedkv.core.arguments import whole
 from pagedkv.core.groups import Group
 from pagedkv.core.manager import Counts, MemoryManager, Spaces
@@ -65,9 +65,9 @@ class PagedKVCache:
     ) -> None:
         if (num_frames is None) == (memory is None):
             raise InvalidRequest(f"num_frames is {num_frames} and memory is {memory}; give one of them")
-        self.specs = (spec,) if isinstance(spec, KVSpec) else tuple(spec)
+        self.specs = specs_of(spec)
         self.layer_groups = groups_of_layers(self.specs, layer_groups)
-        self.spec, self.device = self.specs[0], torch.device(device)
+        self.spec, self.device = self.specs[0], _device(device)
         largest = max(self.specs, key=lambda spec: spec.frame_bytes)
         frames = whole(num_frames if memory is None else largest.frames_in(memory), "num_frames", 1, 2**31)
         manager_options.setdefault("groups", [Group(window=spec.window) for spec in self.specs])
@@ -177,7 +177,7 @@ class PagedKVCache:
         up are left out, with those behind them. The one that was there before is valid until this one is whole. O(bytes).
         Raises: OSError if the disk does
         """
-        return snapshots.save(self, Path(folder), model)
+        return snapshots.save(self, _folder(folder), _name(model))
 
     def restore(self, folder: str | Path, *, model: str = "") -> Restored:
         """Make what `snapshot` wrote findable again, as far as it is whole and frames are free; nothing is evicted for it.
@@ -185,7 +185,7 @@ class PagedKVCache:
         A page whose digest does not fit its bytes, tokens, prefix or tenant is a miss, and so are those behind it; a snapshot of another
         model or layout is refused as a whole. Nothing that lies on the disk raises: see Restored.
         """
-        return snapshots.load(self, Path(folder), model)
+        return snapshots.load(self, _folder(folder), _name(model))
 
     def stats(self) -> Stats:
         """See MemoryManager.stats; `spec.frame_bytes` turns frames into bytes."""
@@ -207,6 +207,27 @@ class PagedKVCache:
         gib = self.storage.bytes.numel() / 2**30
         specs = self.spec if len(self.specs) == 1 else list(self.specs)
         return f"PagedKVCache({specs}, {gib:.2f} GiB on {self.device}, kernels={self.kernel.name!r}, {self.manager!r})"
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as why:
+        told = str(why).splitlines()[0]
+        raise InvalidRequest(f"device is {device!r}, which torch does not know ({told}); give 'cpu' or 'cuda'") from None
+
+
+def _folder(folder: str | Path) -> Path:
+    try:
+        return Path(folder)
+    except TypeError:
+        raise InvalidRequest(f"folder is {folder!r}; give a path") from None
+
+
+def _name(model: str) -> str:
+    if not isinstance(model, str):
+        raise InvalidRequest(f"model is {model!r}; give text that names the weights, such as the digest of a checkpoint")
+    return model
 
 
 def _plan_of(batch: PlannedBatch, verb: str) -> Plan:

@@ -153,7 +153,7 @@ def load(cache: PagedKVCache, folder: Path, model: str) -> Restored:
     if not cache.manager.state.reg[PUBLISHING]:
         return Restored(refused="this cache finds no prefixes (prefix_cache=False)")
     restoring = _Restoring(cache, tenants, _Seal(here))
-    with _holding_all(cache.manager):
+    with _holding_all(cache.manager), cache.manager.unasked():
         try:
             return restoring.run(files)
         finally:

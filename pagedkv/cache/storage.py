@@ -48,12 +48,21 @@ def _apart(view: torch.Tensor) -> torch.Tensor:
     return from_dlpack(view.view(torch.uint8)).view(view.dtype) if as_bytes else from_dlpack(view)
 
 
+def specs_of(given: KVSpec | Sequence[KVSpec]) -> tuple[KVSpec, ...]:
+    """The geometry of each layer group, of which there may be one."""
+    if isinstance(given, KVSpec):
+        return (given,)
+    if not isinstance(given, Sequence) or not given or not all(isinstance(spec, KVSpec) for spec in given):
+        raise InvalidRequest(f"spec is {given!r}; give a KVSpec, or a list with one for each layer group")
+    return tuple(given)
+
+
 def groups_of_layers(specs: tuple[KVSpec, ...], given: Sequence[int] | None) -> tuple[int, ...]:
     """The group of each layer."""
-    if not specs or not all(isinstance(spec, KVSpec) for spec in specs):
-        raise InvalidRequest(f"spec is {list(specs)}; give a KVSpec, or one for each layer group")
     if len({spec.block_size for spec in specs}) > 1:
         raise InvalidRequest(f"block sizes {[spec.block_size for spec in specs]}: groups share one pool of equal frames; give one size")
+    if given is not None and not isinstance(given, Sequence):
+        raise InvalidRequest(f"layer_groups is {given!r}; give a list: the group of each layer")
     layers = tuple(given) if given is not None else tuple(group for group, spec in enumerate(specs) for _ in range(spec.num_layers))
     counts = [layers.count(group) for group in range(len(specs))]
     if counts != [spec.num_layers for spec in specs] or sum(counts) != len(layers):
@@ -80,7 +89,7 @@ class Storage:
         *,
         layer_groups: Sequence[int] | None = None,
     ) -> None:
-        self.specs = (spec,) if isinstance(spec, KVSpec) else tuple(spec)
+        self.specs = specs_of(spec)
         self.layer_groups = groups_of_layers(self.specs, layer_groups)
         self.num_frames, self.device = num_frames, torch.device(device)
         self.frame_bytes = max(spec.frame_bytes for spec in self.specs)

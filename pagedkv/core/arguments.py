@@ -46,6 +46,13 @@ def real(value: Any, what: str) -> float:
     return number
 
 
+def flag(value: Any, what: str) -> bool:
+    """`value` as a bool; `what` names it where it is refused."""
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidRequest(f"{what} is {value!r}; give True or False")
+    return bool(value)
+
+
 def tenant_name(tenant: Any) -> bytes:
     """A tenant's name, which is bytes."""
     if type(tenant) is not bytes:

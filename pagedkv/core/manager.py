@@ -15,7 +15,7 @@ from pagedkv import debug
 from pagedkv.core import forgetting, frames, spaces, steps
 from pagedkv.core import resize as sizes
 from pagedkv.core import state as st
-from pagedkv.core.arguments import asid_row, count_row, frame_row, real, tenant_name, token_row, whole
+from pagedkv.core.arguments import asid_row, count_row, flag, frame_row, real, tenant_name, token_row, whole
 from pagedkv.core.check import Known, check_state
 from pagedkv.core.groups import Group, blind_group, group_rows, group_tuple
 from pagedkv.core.misses import Miss, explain
@@ -70,12 +70,12 @@ class MemoryManager(Observed, Tenants):
             raise InvalidRequest(f"watermark is {watermark}; it is the share of the pool to keep free, from 0 to less than 1")
         if not 0.0 <= self._shares[1] <= 1.0:
             raise InvalidRequest(f"max_pinned is {max_pinned}; it is the share of the pool that pins may hold, from 0 to 1")
-        if match not in ("page", "token"):
+        if not isinstance(match, str) or match not in ("page", "token"):
             raise InvalidRequest(f"match is {match!r}; it is 'page' or 'token'")
         self.groups = group_tuple(groups)
-        rows = group_rows(self.groups, prefix_cache=prefix_cache, by_token=match == "token")
         self._watch(observe)
-        by_token, events = match == "token", self._watched.events
+        prefix_cache, by_token, events = flag(prefix_cache, "prefix_cache"), match == "token", self._watched.events
+        rows = group_rows(self.groups, prefix_cache=prefix_cache, by_token=by_token)
         try:
             self.state = st.new_state(
                 self.num_frames, rows, block_size=self.block_size, publishing=prefix_cache, by_token=by_token, events=events
@@ -107,6 +107,7 @@ class MemoryManager(Observed, Tenants):
         Raises: InvalidRequest if the ids are not one row of int32 numbers, or a priority was given that the policy does not know
         """
         ids, tenant = token_row(token_ids), tenant_name(tenant)
+        priority, half_life = real(priority, "priority"), real(half_life, "half_life")
         wish = self._retention(priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
         self._make_room(pages=len(ids) // self.block_size + 1)
         root, self.state = self._roots.of(tenant, self.state)
@@ -216,7 +217,7 @@ class MemoryManager(Observed, Tenants):
         Raises: PlanConflict if it was settled already or is not the newest of its spaces
         """
         self._unsettled(plan, "abort")
-        code, where = steps.abort_step(self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, copied)
+        code, where = steps.abort_step(self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, flag(copied, "copied"))
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
         plan.settled = "aborted"
@@ -265,7 +266,7 @@ class MemoryManager(Observed, Tenants):
                 "give each to the manager that made it, and drop the handle after unpin()"
             )
         del self._pins[pin.asid]
-        self.state.spaces["generation"][pin.asid] += 1
+        self._outdate(pin.asid)
         spaces.unpin_row(self.state, pin.asid)
 
     def overdue(self, now: float) -> list[Pin]:
@@ -305,6 +306,8 @@ class MemoryManager(Observed, Tenants):
         newest, epoch = int(self.state.reg[st.EPOCH]), whole(epoch, "epoch", -1)
         if epoch > newest:
             raise InvalidRequest(f"advance to epoch {epoch}: the newest one is {newest}; retire(epoch) opens one")
+        if epoch <= self.state.reg[st.PASSED]:
+            return 0  # marks are kept modulo 2**31: one that passed long ago could be taken for one to come
         return int(frames.pass_epoch(self.state, epoch))
 
     @exclusive
@@ -321,7 +324,9 @@ class MemoryManager(Observed, Tenants):
             raise InvalidRequest(f"advice is {advice!r}; it is one of {', '.join(wishes)}")
         if retain is not None and not (isinstance(retain, tuple | list) and len(retain) == 2):
             raise InvalidRequest(f"retain is {retain!r}; give (priority, half_life)")
-        wish = self._retention(*retain) if retain is not None else wishes[advice]
+        wish = wishes[advice]
+        if retain is not None:
+            wish = self._retention(real(retain[0], "priority"), real(retain[1], "half_life"))
         if advice == "WILLNEED":
             spaces.count_use(self.state, asid)
         self.state.spaces["wish"][asid] = wish
@@ -402,7 +407,7 @@ class MemoryManager(Observed, Tenants):
         return whole(num_frames, "num_frames") <= min(pool - self.reserve, quota)
 
     def stats(self) -> Stats:
-        """The counters, and how full the mapped frames are. O(open spaces); O(frames x tenants) where tenants have quotas."""
+        """The counters, and how full the mapped frames are. O(open spaces), and O(frames) where tenants have quotas."""
         return gather(self.state, self._missed_other_root, self.usages())
 
     def mean_run(self) -> float:
@@ -434,7 +439,11 @@ class MemoryManager(Observed, Tenants):
     # -- what handles ask ----------------------------------------------------------------------------------------------------------
 
     def is_stale(self, space: AddressSpace) -> bool:
-        """Whether `space` was released (I8)."""
+        """Whether `space` was released (I8). Raises: InvalidRequest if it is none, or another manager's."""
+        if not isinstance(space, AddressSpace):
+            raise InvalidRequest(f"{space!r} is no AddressSpace; give what open() or fork() returned")
+        if space.manager is not self:
+            raise InvalidRequest(f"{space.asid} is an address space of another manager; use the one that opened it")
         return bool(self.state.spaces["generation"][space.asid] != space.generation)
 
     def length_of(self, space: AddressSpace) -> int:
@@ -458,10 +467,6 @@ class MemoryManager(Observed, Tenants):
     # -- inside ----------------------------------------------------------------------------------------------------------------------
 
     def _asid(self, space: AddressSpace) -> int:
-        if not isinstance(space, AddressSpace):
-            raise InvalidRequest(f"{space!r} is no AddressSpace; give what open() or fork() returned")
-        if space.manager is not self:
-            raise InvalidRequest(f"{space.asid} is an address space of another manager; use the one that opened it")
         if self.is_stale(space):
             raise StaleHandle(
                 f"address space {space.asid} was released (generation {space.generation} of it); open or fork a new one{self._told(space)}"
@@ -488,11 +493,11 @@ class MemoryManager(Observed, Tenants):
         return batch
 
     def _releasable(self, space: AddressSpace) -> int:
-        if isinstance(space, AddressSpace) and space.manager is self and self.is_stale(space):
+        if self.is_stale(space):
             raise DoubleRelease(
                 f"address space {space.asid} was released already; drop the handle after the first release(){self._told(space)}"
             )
-        return self._asid(space)
+        return space.asid
 
     def _told(self, space: AddressSpace) -> str:
         """Who had it last, if anybody writes that down."""
@@ -501,14 +506,18 @@ class MemoryManager(Observed, Tenants):
     def _close(self, asid: int) -> None:
         if self._reuse:
             let_go(self.state, self._reuse.sample, asid)
-        self.state.spaces["generation"][asid] += 1
+        self._outdate(asid)
         spaces.close_space(self.state, asid)
+
+    def _outdate(self, asid: int) -> None:
+        """Handles of the row are stale now."""
+        self.state.spaces["generation"][asid : asid + 1] += 1  # of one number numpy would warn when it wraps around
 
     def _retention(self, priority: float, half_life: float) -> int:
         if not isinstance(self.policy, Priority):
             wish = f"priority {priority} with half-life {half_life}"
             raise InvalidRequest(f"{wish} under policy {self.policy.name!r}, which knows none; use policy='priority'")
-        return retention(real(priority, "priority"), real(half_life, "half_life"))
+        return retention(priority, half_life)
 
     def _settled(self, space: AddressSpace, verb: str) -> int:
         asid = self._asid(space)

@@ -5,16 +5,19 @@ It is the part of MemoryManager that only looks; it knows the log of events, the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pagedkv.core import misses
-from pagedkv.core.arguments import whole
+from pagedkv.core.arguments import flag, whole
 from pagedkv.core.events import Event, EventLog, Snapshot
 from pagedkv.core.groups import Group
+from pagedkv.core.ownership import Owned, exclusive
 from pagedkv.core.reuse import Reuse
 from pagedkv.core.roots import Root, Roots
 from pagedkv.core.state import I32, State
+from pagedkv.core.stats import asking
 from pagedkv.errors import InvalidRequest
 
 
@@ -33,11 +36,12 @@ class Observe:
     other_roots: bool = False
 
     def __post_init__(self) -> None:
+        flag(self.other_roots, "Observe.other_roots")
         for name in ("events", "reuse"):
             object.__setattr__(self, name, whole(getattr(self, name), f"Observe.{name}", 0, 2**31))
 
 
-class Observed:
+class Observed(Owned):
     """The observing methods of MemoryManager."""
 
     num_frames: int
@@ -65,6 +69,19 @@ class Observed:
             unit = 1 if len(self.state.kin) else self.state.tokens.shape[1]
             self._missed_other_root += (len(ids) - 1) // unit * unit - int(self.state.spaces["length"][asid])
 
+    @contextmanager
+    def unasked(self) -> Iterator[None]:
+        """What is opened meanwhile is no prompt (a snapshot that is restored): it counts in no figure of what was asked for and found."""
+        kept, told = self.state.reg[asking(self.state.reg)].copy(), self._missed_other_root
+        seen = self._reuse.counts() if self._reuse else None
+        try:
+            yield
+        finally:
+            self.state.reg[asking(self.state.reg)], self._missed_other_root = kept, told
+            if self._reuse and seen is not None:
+                self._reuse.set_counts(seen)
+
+    @exclusive
     def events(self, since: int) -> list[Event]:
         """What became findable or ceased to be after event number `since` (0: from the beginning). O(events), sha256 for each stored block.
 
@@ -72,6 +89,7 @@ class Observed:
         """
         return self._kept().events(self.state, whole(since, "since"))
 
+    @exclusive
     def snapshot(self) -> Snapshot:
         """Every page that can be found, and the number of the event to go on from. O(published frames).
 
@@ -87,16 +105,22 @@ class Observed:
     def hit_curve(self, sizes: Sequence[int] | None = None) -> dict[int, float]:
         """pool size in frames: what share of the whole pages asked for so far an LRU pool of that size would have matched. An estimate.
 
-        sizes: by default an eighth of this pool to four times as many. O(sample). With layer groups a page counts a frame in each of them,
-        windowed or not: what was given back behind a window stays cached, and is no more than that.
+        sizes: by default an eighth of this pool to four times as many; once it has grown, no more than the sample reaches. O(sample). With
+        layer groups a page counts a frame in each of them, windowed or not: what was given back behind a window stays cached, and is no
+        more than that.
         Raises: InvalidRequest if the manager follows no pages, or for a size that the sample does not reach
         """
         if self._reuse is None:
             raise InvalidRequest("this manager follows no pages; make it with observe=Observe(reuse=N), the number to follow, such as 8192")
-        given = [whole(size, "size", 1) for size in sizes] if sizes is not None else None
-        wanted = given if given is not None else [max(1, self.num_frames * times // 8) for times in (1, 2, 4, 8, 16, 32)]
         reach = self._reuse.reach * len(self.groups)
+        if sizes is None:
+            pool = min(self.num_frames, reach // 4)
+            sizes = [max(1, pool * times // 8) for times in (1, 2, 4, 8, 16, 32)]
+        try:
+            wanted = [whole(size, "size", 1) for size in sizes]
+        except TypeError:
+            raise InvalidRequest(f"hit_curve({sizes!r}); give a list of sizes, in frames") from None
         if max(wanted, default=1) > reach:
-            raise InvalidRequest(f"hit_curve({list(wanted)}): give sizes of 1 to {reach} frames, or follow more pages")
+            raise InvalidRequest(f"hit_curve({wanted}): give sizes of 1 to {reach} frames, or follow more pages")
         counts = self._reuse.counts()
         return {size: self._reuse.hit_rate(size // len(self.groups), counts) for size in wanted}

@@ -1,6 +1,7 @@
 """Ownership: one thread calls a manager. A second one that comes in meanwhile is refused, as half of the arrays may be between two laws.
+That holds for what changes something, the fold of the events included; figures (`stats`, lengths) may be read by anybody.
 
-Whoever wants more says `own()`: then every call from another thread is refused, at whatever moment it comes, until that thread says
+Whoever wants more says `own()`: then every such call from another thread is refused, at whatever moment it comes, until that thread says
 `own()` itself (the work was handed over) or the owner `disown()`. At PAGEDKV_DEBUG=3 the first caller owns the manager unasked.
 """
 

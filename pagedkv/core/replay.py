@@ -59,16 +59,27 @@ def read_trace(path: str | Path) -> list[I32]:
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                ids = np.array(json.loads(line)["hash_ids"], np.int64)
-                well_formed = ids.ndim == 1 and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < 2**31))
-            except (ValueError, KeyError, TypeError, OverflowError):
-                well_formed = False
-            if not well_formed:
-                raise InvalidRequest(f'{path}, line {number}: not a request; each line is an object like {{"hash_ids": [0, 1, 2]}}')
-            requests.append(ids.astype(np.int32))
+                requests.append(_hash_ids(line))
+            except (ValueError, RecursionError) as why:
+                raise InvalidRequest(
+                    f'{path}, line {number}: not a request ({why}); each line is an object like {{"hash_ids": [0, 1, 2]}}'
+                ) from None
     if not requests:
         raise InvalidRequest(f"{path} holds no request")
     return requests
+
+
+def _hash_ids(line: str) -> I32:
+    """int32 [n]: those of one request. Raises: ValueError that says what is wrong"""
+    if not line.strip():
+        raise ValueError("an empty line")
+    request = json.loads(line)
+    if not isinstance(request, dict) or not isinstance(request.get("hash_ids"), list):
+        raise ValueError("no object with a list of hash_ids")
+    for one in request["hash_ids"]:
+        if type(one) is not int or not 0 <= one < 2**31:
+            raise ValueError(f"hash id {json.dumps(one)[:40]}; they are ints of 0 or more, below 2**31")
+    return np.array(request["hash_ids"], np.int32)
 
 
 def unbounded(requests: Sequence[I32]) -> int:

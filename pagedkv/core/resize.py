@@ -136,7 +136,7 @@ def _renamed(names: npt.NDArray[_Number], into: I32) -> npt.NDArray[_Number]:
 
 def _redirect_parents(old: Records, new: Records, into: I32) -> None:
     """Let published frames name the page before them by its new number; a page that is gone by one that matches nothing."""
-    new["parent"][new["published"] == 0] = NOBODY
+    new["parent"][(new["published"] == 0) & (new["pins"] == 0)] = NOBODY  # a plan may have pinned a prefix that was forgotten meanwhile
     children = np.flatnonzero(new["parent"] >= 0)
     parents = new["parent"][children]
     here = (old["generation"][parents] == new["parent_generation"][children]) & (old["status"][parents] != FREE)

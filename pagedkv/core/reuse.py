@@ -193,6 +193,11 @@ class Reuse:
         reg = self.sample.reg
         return np.concatenate([self.sample.hits, reg[[ASKED, SAMPLED]]])
 
+    def set_counts(self, counts: I64) -> None:
+        """As if nothing had been asked since they were taken; what is in the sample stays."""
+        self.sample.hits[:] = counts[:-2]
+        self.sample.reg[[ASKED, SAMPLED]] = counts[-2:]
+
     @property
     def reach(self) -> int:
         """The largest pool that the sample can tell about, in frames."""

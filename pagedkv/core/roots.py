@@ -22,15 +22,16 @@ class Roots:
     def __init__(self) -> None:
         self.known: dict[bytes, Root] = {}
         self._kept = 8  # sweep the unused ones when there are more
+        self._spare: list[int] = []  # numbers given back; all below `len(known) + len(_spare)` are known or spare
 
     def of(self, tenant: bytes, state: State) -> tuple[Root, State]:
         """The root of `tenant`, made if need be, and the state with room for it. O(1) amortised."""
         if tenant not in self.known:
             if len(self.known) >= self._kept:
-                self.known = {name: root for name, root in self.known.items() if state.roots[root.number, 0]}
+                unused = [name for name, root in self.known.items() if not state.roots[root.number, 0]]
+                self._spare += [self.known.pop(name).number for name in unused]
                 self._kept = 2 * len(self.known) + 8
-            taken = {root.number for root in self.known.values()}
-            number = next(number for number in range(len(taken) + 1) if number not in taken)
+            number = self._spare.pop() if self._spare else len(self.known)
             if number >= len(state.roots):
                 state = st.with_more_roots(state)
             key = int(state.reg[st.KEY]).to_bytes(8, "little")

@@ -111,8 +111,9 @@ def _begin(chunks: Records, reg: I64) -> int:
 
 def runs_in(pages: I32) -> I32:
     """int32 [R, 2]: the first frame and the length of each run of frames that follow one another in `pages` (int32 [P]); holes are none."""
-    begins = np.flatnonzero((pages != HOLE) & (np.diff(pages, prepend=np.int32(-2)) != 1))
-    ends = np.flatnonzero((pages != HOLE) & (np.diff(pages, append=np.int32(-2)) != 1))
+    named = np.where(pages == HOLE, np.int32(-3), pages)  # neither -1 nor -2: frame 0 follows no hole
+    begins = np.flatnonzero((pages != HOLE) & (np.diff(named, prepend=np.int32(-3)) != 1))
+    ends = np.flatnonzero((pages != HOLE) & (np.diff(named, append=np.int32(-3)) != 1))
     return np.stack([pages[begins], ends - begins + 1], axis=1).astype(np.int32)
 
 

@@ -52,7 +52,7 @@ class Stats:
 
 
 def gather(s: State, missed_other_root: int, tenants: dict[bytes, Usage]) -> Stats:
-    """The figures of this moment. O(open spaces)."""
+    """The figures of this moment. O(open spaces), and once more for each whose last page is further inside another space."""
     rows = np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))
     count = {name: int(s.reg[register]) for name, register in _COUNTERS.items()}
     count["missed_new"] -= missed_other_root
@@ -90,6 +90,13 @@ _COUNTERS = {
 }
 
 
+def asking(reg: I64) -> I64:
+    """int64 [n]: where in `reg` stands what prompts asked for and found, of all and of each account."""
+    accounts = st.NUM_REGISTERS + st.ACCOUNT * np.arange((len(reg) - st.NUM_REGISTERS) // st.ACCOUNT)
+    everybody = [st.ASKED, st.MATCHED, st.MISSED_EVICTED, st.MISSED_NEW, st.BELOW_PAGE]
+    return np.concatenate([np.array(everybody), accounts + st.ASKED_BY, accounts + st.MATCHED_BY])
+
+
 def _all_groups(s: State, rows: I64) -> I64:
     """The rows of all groups of the spaces whose first ones are `rows`."""
     return (rows[:, None] + np.arange(len(s.groups))).reshape(-1)
@@ -116,11 +123,12 @@ def _wasted(s: State, rows: I64) -> int:
     wasted: int = int((s.spaces["num_pages"][rows] - used).sum()) * size
     rows, length, used = rows[used > 0], length[used > 0], used[used > 0]
     tails, fill = s.table[rows, used - 1], length - (used - 1) * size
-    frames, owner = np.unique(tails, return_inverse=True)
+    frames, first, owner, times = np.unique(tails, return_index=True, return_inverse=True, return_counts=True)
     fullest = np.zeros(len(frames), np.int64)
     np.maximum.at(fullest, owner, fill)
-    for i in np.flatnonzero((s.frames["refs"][frames] > 1) & (fullest < size)):  # the tail of one may be further inside another
-        row, page = np.nonzero(s.table[rows] == frames[i])
-        fullest[i] = np.minimum(size, length[row] - page * size).max()
+    for i in np.flatnonzero((s.frames["refs"][frames] > times) & (fullest < size)):  # the tail of one is further inside another,
+        page = used[first[i]] - 1  # at the same place
+        others = s.table[rows, page] == frames[i]
+        fullest[i] = min(size, int(length[others].max()) - page * size)
     wasted += int((size - fullest[frames >= 0]).sum())
     return wasted

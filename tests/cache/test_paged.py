@@ -281,6 +281,14 @@ def test_sizes_and_kernels_that_cannot_be_are_refused() -> None:
         PagedKVCache(SPEC, memory=2e6)  # type: ignore[arg-type]
     with pytest.raises((InvalidRequest, KernelUnavailable), match="quantum"):
         PagedKVCache(SPEC, num_frames=1, kernels="quantum")
+    for device in ("foo", 1.5, None):
+        with pytest.raises(InvalidRequest, match=f"device is {device!r}.*give 'cpu' or 'cuda'"):
+            PagedKVCache(SPEC, num_frames=1, device=device)  # type: ignore[arg-type]
+    for spec in (None, 3, [], [SPEC, None]):
+        with pytest.raises(InvalidRequest, match="spec is .*; give a KVSpec"):
+            PagedKVCache(spec, num_frames=1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="layer_groups is 0; give a list"):
+        PagedKVCache(SPEC, num_frames=1, layer_groups=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["4", "-1", "yes", ""])

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.cache import snapshots
-from pagedkv.core import AddressSpace
+from pagedkv.core import AddressSpace, Observe
+from pagedkv.errors import InvalidRequest
 
 SPEC = KVSpec(2, 2, 64, block_size=4, dtype="float32")
 LOCAL = replace(SPEC, window=6)
@@ -302,3 +303,28 @@ def test_a_cache_that_finds_no_prefixes_refuses_a_snapshot(tmp_path: Path) -> No
     filled().snapshot(tmp_path)
     cache = PagedKVCache(SPEC, num_frames=64, prefix_cache=False)
     assert cache.restore(tmp_path) == snapshots.Restored(refused="this cache finds no prefixes (prefix_cache=False)")
+
+
+def test_a_restore_counts_in_no_figure_of_what_prompts_found(tmp_path: Path) -> None:
+    filled().snapshot(tmp_path)
+    new = PagedKVCache(SPEC, num_frames=64, observe=Observe(reuse=64, events=64, other_roots=True))
+    new.set_quota(b"acme", hard=32)
+    prefill(new, b"acme", [1] * 9)
+    before, curve = new.stats(), new.manager.hit_curve()
+    assert new.restore(tmp_path).pages == pages_of(new)
+    after = new.stats()
+    for name in ("tokens_asked", "tokens_matched", "missed_new", "missed_evicted", "missed_other_root", "below_one_page", "hit_rate"):
+        assert getattr(after, name) == getattr(before, name), name
+    assert after.tenants[b"acme"].tokens_asked == before.tenants[b"acme"].tokens_asked
+    assert new.manager.hit_curve() == curve
+    new.check()
+
+
+@pytest.mark.parametrize("verb", ["snapshot", "restore"])
+def test_a_folder_and_a_model_are_named_by_text(verb: str, tmp_path: Path) -> None:
+    call = getattr(filled(), verb)
+    with pytest.raises(InvalidRequest, match=r"model is b'x'; give text"):
+        call(tmp_path, model=b"x")
+    with pytest.raises(InvalidRequest, match="folder is 7; give a path"):
+        call(7)
+    assert not list(tmp_path.iterdir())

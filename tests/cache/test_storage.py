@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,3 +145,17 @@ def test_every_stored_dtype_has_a_layout() -> None:
     for name in BITS:
         dtype = name if name in COMPUTE_DTYPES else "bfloat16"
         assert Storage(KVSpec(1, 1, 64, dtype=dtype, kv_dtype=name), num_frames=1).layers[0].k.shape[:3] == (1, 16, 1)
+
+
+def test_a_spec_takes_whatever_counts_as_an_int_and_nothing_else() -> None:
+    """Geometry often comes out of an array or a checkpoint's tensor."""
+    spec = KVSpec(np.int64(2), np.uint8(2), torch.tensor(64), head_dim_v=np.int32(32), block_size=np.int64(4), window=np.int16(9))
+    assert spec == KVSpec(2, 2, 64, head_dim_v=32, block_size=4, window=9)
+    assert all(type(value) is not np.int64 for value in vars(spec).values())
+    assert parse_bytes(np.int64(2**33)) == 2**33
+    for wrong in (0, -1, True, np.True_, 2.0, "2", None, np.array([1, 2])):
+        with pytest.raises(InvalidRequest, match="KVSpec.num_layers is .*; it must be an int of at least 1"):
+            KVSpec(wrong, 2, 64)  # type: ignore[arg-type]
+    for wrong in (["int8"], 8):
+        with pytest.raises(InvalidRequest, match="must be"):
+            KVSpec(2, 2, 64, kv_dtype=wrong)  # type: ignore[arg-type]

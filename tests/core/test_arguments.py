@@ -100,6 +100,14 @@ WRONG: dict[str, Call] = {
     "events since text": lambda m, a: m.events("0"),  # type: ignore[arg-type]
     "hit_curve of half a frame": lambda m, a: m.hit_curve([0.5]),  # type: ignore[list-item]
     "hit_curve of no frame": lambda m, a: m.hit_curve([0]),
+    "hit_curve of one size": lambda m, a: m.hit_curve(8),  # type: ignore[arg-type]
+    "is_stale of text": lambda m, a: m.is_stale("a"),  # type: ignore[arg-type]
+    "is_stale of another's": lambda m, a: m.is_stale(MemoryManager(8, 4).open()),
+    "prefix_cache of text": lambda m, a: MemoryManager(8, 4, prefix_cache="no"),  # type: ignore[arg-type]
+    "prefix_cache of nothing": lambda m, a: MemoryManager(8, 4, prefix_cache=None),  # type: ignore[arg-type]
+    "match of an array": lambda m, a: MemoryManager(8, 4, match=np.array([])),  # type: ignore[arg-type]
+    "Observe of other roots, perhaps": lambda m, a: Observe(other_roots="yes"),  # type: ignore[arg-type]
+    "open with a priority of an array": lambda m, a: m.open(priority=np.array([])),  # type: ignore[arg-type]
     "quota of a tenant of text": lambda m, a: m.set_quota("t"),  # type: ignore[arg-type]
     "quota of True": lambda m, a: m.set_quota(b"t", hard=True),
     "quota of half a frame": lambda m, a: m.set_quota(b"t", soft=1.5),  # type: ignore[arg-type]
@@ -113,10 +121,22 @@ WRONG: dict[str, Call] = {
 def test_what_makes_no_sense_is_refused_by_name_and_changes_nothing(call: str) -> None:
     mm, space = made()
     before = everything(mm)
-    with pytest.raises(InvalidRequest, match=r"give|it is|name|no memory"):
+    with pytest.raises(InvalidRequest, match=r"give|it is|name|no memory|use the one"):
         WRONG[call](mm, space)
     assert everything(mm) == before
     mm.check()
+
+
+@pytest.mark.parametrize("perhaps", [1, None, "yes", [1]])
+def test_whether_copies_were_made_is_said_with_a_bool(perhaps: Any) -> None:
+    """Another type would be compiled for itself, in the middle of a service."""
+    mm, space = made()
+    plan = mm.plan([space.fork()], [1])
+    before = everything(mm)
+    with pytest.raises(InvalidRequest, match="copied is .*; give True or False"):
+        mm.abort(plan, copied=perhaps)
+    assert everything(mm) == before
+    mm.abort(plan, copied=np.True_)  # type: ignore[arg-type]
 
 
 class Two:

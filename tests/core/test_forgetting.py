@@ -115,9 +115,9 @@ def test_tenants_get_back_what_was_cached_for_them(match: str) -> None:
 
 def test_a_forgotten_page_is_missed_as_one_that_was_given_up() -> None:
     mm = MemoryManager(32, 4)
-    grown(mm, [1] * 9).release()
+    grown(mm, [1] * 5).release()  # one page: of two, the second might be remembered in the place of the first
     mm.forget()
-    assert mm.why([1] * 9).reason == "evicted"
+    assert mm.why([1] * 5).reason == "evicted"
 
 
 def test_frames_that_an_engine_numbers_itself_are_found_by_nobody_after_a_resize() -> None:

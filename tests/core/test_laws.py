@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -159,6 +160,19 @@ def test_a_frame_that_is_a_tail_to_one_and_full_to_another_wastes_nothing(prefix
     whole = grown(mm, [1, 2, 3, 4, 5, 6, 7, 8])
     whole.fork().truncate(1)
     assert mm.stats().slots_wasted == 0
+
+
+def test_waste_is_counted_once_however_long_those_are_who_share(mm: MemoryManager) -> None:
+    whole = grown(mm, [1] * 10)
+    short = whole.fork()
+    short.truncate(5)  # its tail is a page within `whole`
+    shorter = short.fork()
+    shorter.truncate(3)
+    assert mm.stats().slots_wasted == 2
+    whole.release()
+    assert mm.stats().slots_wasted == 3
+    short.release()
+    assert mm.stats().slots_wasted == 1
 
 
 def test_a_second_thread_is_refused(mm: MemoryManager) -> None:
@@ -336,6 +350,28 @@ def test_a_cached_frame_is_found_but_not_evicted_before_the_epoch_has_passed(mm:
     assert mm.evict(16) == 0  # dropped again under epoch 2
     mm.advance(2)
     assert mm.evict(16) == 2
+
+
+@pytest.mark.parametrize("apart", [1, 2**30, 2**31, 2**32 + 7, 2**40])
+def test_a_completion_that_comes_twice_lets_go_of_nothing_newer(mm: MemoryManager, apart: int) -> None:
+    """However epochs are numbered, by nanoseconds for instance: marks are kept modulo 2**31."""
+    mm.retire(5)
+    mm.advance(5)
+    mm.retire(5 + apart, [grown(mm, [1] * 3)])
+    assert (mm.advance(5), mm.advance(-1), mm.pending) == (0, 0, 1)
+    mm.check()
+    assert mm.advance(5 + apart) == 1
+
+
+def test_handles_are_told_apart_when_generations_wrap_around(mm: MemoryManager) -> None:
+    mm.state.spaces["generation"][:] = 2**32 - 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        old = grown(mm, [1] * 5)
+        mm.unpin(mm.pin(old))
+        old.release()
+    assert mm.open().generation == 0
+    assert mm.is_stale(old)
 
 
 def test_two_calls_a_step_fence_overlapping_steps(mm: MemoryManager) -> None:

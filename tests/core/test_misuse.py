@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pagedkv.core import AddressSpace, Group, MemoryManager, Plan
+from pagedkv.core import AddressSpace, Group, MemoryManager, Observe, Plan
 from pagedkv.errors import ConcurrentUse, DoubleRelease, InvalidRequest, InvariantViolation, OutOfFrames, PlanConflict, StaleHandle
 from tests.core.oracle import everything, grown
 
@@ -135,6 +135,16 @@ def test_an_owned_manager_refuses_other_threads_at_whatever_moment(scene: Scene)
     assert isinstance(error, ConcurrentUse)
     assert "open was called from thread 'intruder'; thread 'MainThread' owns the manager. Call own()" in str(error)
     assert everything(scene.mm) == before
+
+
+def test_events_are_read_by_the_owner_and_figures_by_anybody() -> None:
+    """Reading events moves the fold on: two readers at once would name pages wrongly."""
+    mm = MemoryManager(8, 4, observe=Observe(events=8))
+    mm.own()
+    for read in (lambda: mm.events(0), mm.snapshot):
+        assert isinstance(in_a_thread(read), ConcurrentUse)
+    for ask in (mm.stats, mm.check, lambda: mm.admits(1), lambda: mm.why([1] * 9)):
+        assert in_a_thread(ask) is None
 
 
 def test_work_is_handed_over_by_owning_anew(scene: Scene) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -82,11 +83,27 @@ def test_a_trace_is_read_from_json_lines(tmp_path: Path) -> None:
     assert replay(path)[0]["hit_rate"] == 2 / 5
 
 
-@pytest.mark.parametrize("line", ["nonsense", "{}", '{"hash_ids": 3}', '{"hash_ids": [-1]}', '{"hash_ids": [4294967296]}', "[]"])
-def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "why"),
+    {
+        "nonsense": "Expecting value",
+        '{"hash_ids": [0, 1': "Expecting ',' delimiter",
+        "\n": "an empty line",
+        "{}": "no object with a list of hash_ids",
+        "[]": "no object with a list of hash_ids",
+        '{"hash_ids": 3}': "no object with a list of hash_ids",
+        '{"hash_ids": [-1]}': "hash id -1; they are ints of 0 or more",
+        '{"hash_ids": [4294967296]}': "hash id 4294967296; they are",
+        '{"hash_ids": [0, 1.5]}': "hash id 1.5",
+        '{"hash_ids": [true]}': "hash id true",
+        '{"hash_ids": [null]}': "hash id null",
+        '{"hash_ids": ["7"]}': 'hash id "7"',
+    }.items(),
+)
+def test_a_line_that_is_no_request_is_named_with_what_is_wrong(tmp_path: Path, line: str, why: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"hash_ids": [0]}\n' + line)
-    with pytest.raises(InvalidRequest, match="line 2"):
+    with pytest.raises(InvalidRequest, match=f"line 2: not a request .{re.escape(why)}"):
         replay(path)
 
 

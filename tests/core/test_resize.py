@@ -205,6 +205,24 @@ def test_a_frame_that_moves_is_another_than_its_place_held() -> None:
     assert (mm.state.frames["generation"][kept.pages] > generations[kept.pages]).all()
 
 
+def test_a_prefix_that_a_plan_pinned_is_let_go_though_it_was_forgotten_and_the_pool_has_grown() -> None:
+    mm, prompt = MemoryManager(32, 4), list(range(21))
+    whole = grown(mm, prompt)
+    space = mm.open([*prompt[:17], 0])
+    whole.release()
+    space.punch(0, 1)
+    space.truncate(14)
+    plan = mm.plan([space], [1])  # copies page 3, which stays cached: the pages before it are pinned with it
+    assert plan.splits[:, 3].tolist() == [1]
+    mm.forget()
+    mm.resize(64)
+    mm.check()
+    mm.commit(plan, [5])
+    mm.check()
+    space.release()
+    assert (mm.stats().free, mm.pending) == (64, 0)
+
+
 def test_the_lists_of_every_tenant_follow_a_move() -> None:
     mm = MemoryManager(16, 4)
     for tenant in (b"a", b"b"):

@@ -113,6 +113,14 @@ def test_a_curve_never_falls_and_ends_where_the_sample_does() -> None:
         mm.hit_curve([257])
 
 
+def test_the_curve_of_a_pool_that_has_grown_goes_as_far_as_the_sample() -> None:
+    mm = MemoryManager(64, 1, observe=Observe(reuse=32))
+    mm.resize(1000)
+    assert list(mm.hit_curve()) == [8, 16, 32, 64, 128, 256]
+    mm.resize(16)
+    assert list(mm.hit_curve()) == [2, 4, 8, 16, 32, 64]
+
+
 def test_the_sample_never_grows() -> None:
     reuse = curve(conversations(3, turns=2000, users=900), followed=100, reach=100, key=9)
     assert reuse.sample.reg[reuse_module.HELD] == 100

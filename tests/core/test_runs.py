@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as some
 
-from pagedkv.core import AddressSpace, MemoryManager, runs
+from pagedkv.core import AddressSpace, Group, MemoryManager, runs
 from pagedkv.core import state as st
 from tests.core.oracle import grown
 
@@ -77,6 +77,34 @@ def test_runs_are_listed_without_holes(mm: MemoryManager) -> None:
     assert mm.mean_run() == 1.5
     space.release()
     assert mm.mean_run() == 0.0
+
+
+@settings(deadline=None)
+@given(some.lists(some.integers(-1, 9), max_size=12))
+@example([-1, 0])
+@example([5, -1, 0, 1])
+def test_runs_are_the_frames_that_follow_one_another_and_holes_end_them(pages: list[int]) -> None:
+    found, before = [], -1
+    for frame in pages:
+        if frame >= 0 and before >= 0 and frame == before + 1:
+            found[-1][1] += 1
+        elif frame >= 0:
+            found.append([frame, 1])
+        before = frame
+    assert runs.runs_in(np.array(pages, np.int32)).tolist() == found
+
+
+def test_frame_0_behind_a_hole_begins_a_run() -> None:
+    mm = MemoryManager(4, 1, groups=(Group(window=3),), prefix_cache=False)
+    first, space = mm.open(), mm.open()
+    grow(mm, [first])
+    grow(mm, [space])
+    first.release()
+    while space.pages[-2:].tolist() != [0, 1]:
+        grow(mm, [space])
+    assert space.pages[-3] == -1
+    assert space.runs[:, 1].sum() == (space.pages >= 0).sum()
+    assert mm.mean_run() > 0
 
 
 @pytest.mark.parametrize("num_frames", [1, 15, 16, 63, 64, 65, 128, 200])
