@@ -72,7 +72,12 @@ def refuse(s: State, num_frames: int) -> None:
         )
     rooted = len(s.frames) - int(s.reg[NUM_FREE] + s.reg[NUM_EVICTABLE])
     if rooted > num_frames:
-        raise OutOfFrames(rooted, num_frames, pending=pending(s))
+        short = OutOfFrames(rooted, num_frames, pending=pending(s))
+        short.args = (
+            f"resize to {num_frames} frames: {rooted} are mapped, or wait for what is under way ({pending(s)}), and cannot be evicted; "
+            f"give at least {rooted}, or release sequences that hold {rooted - num_frames}",
+        )
+        raise short
 
 
 def resized(s: State, num_frames: int) -> tuple[State, I32]:
