@@ -14,13 +14,17 @@ from pagedkv.bench.attention import CEILING, DIRECT, SDPA, VLLM, Row
 from pagedkv.bench.cells import Cell
 
 OURS: Final = "cpu"
+SMALL, PERMUTED = "block 16 / block 128", "permuted pages / pages in order"
+LAID: Final[dict[str, dict[str, object]]] = {SMALL: {"block_size": 128}, PERMUTED: {"pages": "in order"}}
+"""Promises about how pages lie, and the cell that theirs is compared with."""
 
 
 @dataclass(frozen=True)
 class Promise:
     """`found` is the worst of `cells` clean cells, at `where`; a promise of microseconds is kept from below, one of ratios from above.
 
-    unclean: cells that were left out. Where no cell is clean, `cells` is 0 and `found` the worst of these.
+    unclean: cells that were left out. Where no cell is clean, `cells` is 0 and `found` the worst of these. bare: of a promise about how
+    pages lie, the same ratio of the bare reads of these cells: what memory itself grants.
     """
 
     text: str
@@ -30,6 +34,7 @@ class Promise:
     cells: int
     unit: str = "x"
     unclean: int = 0
+    bare: float | None = None
 
     @property
     def kept(self) -> bool:
@@ -45,7 +50,7 @@ def promises(rows: Iterable[Row]) -> list[Promise]:
     """Those about which something was measured."""
     every = {row.cell: row for row in rows}
     clean = {promise.text: promise for promise in _all({cell: _undisturbed(row) for cell, row in every.items()})}
-    return [_beside_unclean(clean.get(promise.text), promise) for promise in _all(every)]
+    return [_beside_bare(_beside_unclean(clean.get(promise.text), promise), every) for promise in _all(every)]
 
 
 def _undisturbed(row: Row) -> Row:
@@ -54,6 +59,13 @@ def _undisturbed(row: Row) -> Row:
 
 def _beside_unclean(clean: Promise | None, every: Promise) -> Promise:
     return replace(clean, unclean=every.cells - clean.cells) if clean else replace(every, cells=0, unclean=every.cells)
+
+
+def _beside_bare(promise: Promise, rows: dict[Cell, Row]) -> Promise:
+    if promise.text not in LAID:
+        return promise
+    row = next(row for cell, row in rows.items() if str(cell) == promise.where)
+    return replace(promise, bare=_faster(row, rows[replace(row.cell, **LAID[promise.text])], CEILING))
 
 
 def _all(rows: dict[Cell, Row]) -> Iterator[Promise]:
@@ -75,9 +87,9 @@ def _all(rows: dict[Cell, Row]) -> Iterator[Promise]:
     for kv, wanted in (("fp8_e4m3", 1.5), ("int8", 1.5), ("int4", 2.0)):
         yield from check(f"{kv} decode / ours in bfloat16", wanted, _long(kv=kv), beside(_faster, kv=""))
     yield from check("fp8 decode / vLLM's fp8", 2.5, _long(kv="fp8_e4m3"), lambda row: row.over(OURS, VLLM))
-    yield from check("block 16 / block 128", 0.95, _long(block_size=16), beside(_faster, block_size=128))
+    yield from check(SMALL, 0.95, _long(block_size=16), beside(_faster, **LAID[SMALL]))
     yield from check("ragged (Zipf) / uniform", 0.90, _long(lengths="zipf"), beside(_by_bytes, lengths="uniform"))
-    yield from check("permuted pages / pages in order", 0.97, _long(), beside(_faster, pages="in order"))
+    yield from check(PERMUTED, 0.97, _long(), beside(_faster, **LAID[PERMUTED]))
     yield from check("1k x 1 above bytes / ceiling", 10, lambda c: (c.kind, c.batch, c.context) == ("decode", 1, 1024), _above, "us")
     for dtype, vllm in (("bfloat16", 1.5), ("float32", 1.0)):
         which = _of_kind("prefill", dtype)
@@ -102,8 +114,8 @@ def _of_kind(kind: str, dtype: str | None = None) -> Which:
     return lambda cell: cell.kind == kind and dtype in (None, cell.dtype)
 
 
-def _faster(row: Row, twin: Row) -> float | None:
-    ours, theirs = row.seconds(OURS), twin.seconds(OURS)
+def _faster(row: Row, twin: Row, who: str = OURS) -> float | None:
+    ours, theirs = row.seconds(who), twin.seconds(who)
     return None if ours is None or theirs is None else theirs / ours
 
 

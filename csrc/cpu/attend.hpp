@@ -23,6 +23,7 @@ constexpr int64_t ENOUGH = 16, ENOUGH_DECODED = 64;
 constexpr int64_t MANY = 32;       // rows of several queries that are worth packing keys for; below, memory binds
 constexpr int64_t AHEAD = 8192;    // bytes between a load and the line it asks for; 4 and 12 KB are 8 % slower
 constexpr int64_t AGAIN = 4096;    // where a stream asks a second time
+constexpr int64_t AHEAD_ONCE = 10240;  // where a stream of quantised keys asks, once
 constexpr float NOTHING = -__builtin_inff();
 
 struct State {

@@ -6,7 +6,7 @@
 //     Widened   float32: 16 elements an operand            float32, float16, and bfloat16 where there is no vdpbf16ps
 //     Pairs     bfloat16, two products and a sum: 32       bfloat16; fp8 through a table of 128 magnitudes (every fp8 is a bfloat16)
 //     Words     int16, two products and a sum, VNNI: 32    int8; q and weights are rounded to 15 bits and a scale per row
-//     Nibbles   bytes, four products and a sum, VNNI: 64   int4; q is rounded to 7 bits, weights to 8
+//     Nibbles   bytes, four products and a sum, VNNI: 64   int4; q is rounded to 7 bits, weights to 8; four rows take keys ACROSS
 //
 // A kind says: SPAN elements of a key are BYTES bytes and make KEYS operands; SPAN elements of STEP values (one key, or two or four
 // neighbours interleaved) make VALUES operands. The order of elements inside a span is the kind's own: q is laid out alike (`query`), and
@@ -44,12 +44,29 @@ INLINE void four_in_order(vf a, vf b, vf c, vf d, vf* to) {
     to[2] = _mm512_shuffle_f32x4(AB, CD, 0x88), to[3] = _mm512_shuffle_f32x4(AB, CD, 0xdd);
 }
 
+// Bytes 0 .. 31 of 16 keys as eight columns: lane t of to[j] holds bytes 4j .. 4j + 3 of key t.
+INLINE void columns_of_keys(const char* keys, int64_t stride, vi* to) {
+    vi x[8];
+    unroll<8>(EACH(i) {
+        const char* at = keys + (i / 4 * 8 + i % 4) * stride;
+        __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+        x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(key), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + 4 * stride)), 1);
+    });
+    unroll<2>(EACH(i) {
+        vi *y = x + 4 * i, a = _mm512_unpacklo_epi32(y[0], y[1]), b = _mm512_unpackhi_epi32(y[0], y[1]);
+        vi c = _mm512_unpacklo_epi32(y[2], y[3]), d = _mm512_unpackhi_epi32(y[2], y[3]);
+        y[0] = _mm512_unpacklo_epi64(a, c), y[1] = _mm512_unpackhi_epi64(a, c);
+        y[2] = _mm512_unpacklo_epi64(b, d), y[3] = _mm512_unpackhi_epi64(b, d);
+    });
+    unroll<4>(EACH(j) { to[j] = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), to[4 + j] = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd); });
+}
+
 template <Dtype KV>
 struct Widened {
     typedef vf Operand;
     typedef vf Sum;
     static constexpr int SPAN = 16, BYTES = KV == Dtype::f32 ? 64 : 32, KEYS = 1, STEP = 1, VALUES = 1, Q_BYTES = 4;
-    static constexpr bool INTEGER = false;
+    static constexpr bool INTEGER = false, ACROSS = false, QUANTISED = false;
     static constexpr float BIAS = 0.0f;
     static INLINE vf widen(const char* p) {
         if constexpr (KV == Dtype::f32) return _mm512_loadu_ps(reinterpret_cast<const float*>(p));
@@ -98,7 +115,7 @@ template <Dtype KV>
 struct Pairs {
     typedef vi Operand;
     typedef vf Sum;
-    static constexpr bool FP8 = KV != Dtype::bf16, INTEGER = false;
+    static constexpr bool FP8 = KV != Dtype::bf16, INTEGER = false, ACROSS = false, QUANTISED = FP8;
     static constexpr float BIAS = 0.0f;
     static constexpr int SPAN = FP8 ? 64 : 32, BYTES = 64, KEYS = FP8 ? 2 : 1, STEP = 2, VALUES = FP8 ? 4 : 2, Q_BYTES = 2;
     // 64 fp8 as bfloat16: 0-7 16-23 32-39 48-55, then 8-15 24-31 40-47 56-63.
@@ -154,6 +171,12 @@ INLINE float unit_of(const float* x, int64_t n, float limit) {
     return bits_to_float(bits) < 1e-30f ? 1.0f : bits_to_float(bits) / limit;
 }
 
+// sum + unsigned bytes of 16 keys . the four signed bytes of one cell of q
+INLINE vi dot_cell(vi keys, const int32_t* cell, vi sum) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(keys), "m"(*cell));
+    return sum;
+}
+
 INLINE vf integers_to_floats(const vi* sums) {
     return _mm512_cvtepi32_ps(total_of_each(sums, [](vi a, vi b) __attribute__((always_inline)) { return _mm512_add_epi32(a, b); }));
 }
@@ -164,7 +187,7 @@ INLINE vf integers_to_floats(const vi* sums) {
 struct Words {
     typedef vi Operand;
     typedef vi Sum;
-    static constexpr bool INTEGER = true;
+    static constexpr bool INTEGER = true, ACROSS = false, QUANTISED = true;
     static constexpr int SPAN = 64, BYTES = 64, KEYS = 2, STEP = 2, VALUES = 4, Q_BYTES = 2;
     static constexpr float LIMIT = 32767.0f, VALUE_UNIT = 1.0f, BIAS = 0.0f;
     static INLINE void key(const char* p, vi* to) {
@@ -210,13 +233,22 @@ struct FourKeys {
 template <int FROM>
 alignas(64) constexpr FourKeys<FROM> FOUR_KEYS{};
 
+// Bytes 0 2 4 .. 62, then 1 3 5 .. 63.
+struct EvenOdd {
+    uint8_t from[64];
+    constexpr EvenOdd() : from() {
+        for (int i = 0; i < 64; i++) from[i] = static_cast<uint8_t>(i % 32 * 2 + i / 32);
+    }
+};
+alignas(64) constexpr EvenOdd EVEN_ODD{};
+
 // int4: stored + 8, element 2i in the low half of byte i. Keys are multiplied as they are stored, 8 times the sum of q is taken off after;
 // values as 16 times themselves. q keeps 7 bits of a row's largest magnitude, and weights 8 bits of the largest of 16 keys: small beside
 // what int4 itself has rounded away (4 bits of a key's largest magnitude).
 struct Nibbles {
     typedef vi Operand;
     typedef vi Sum;
-    static constexpr bool INTEGER = true;
+    static constexpr bool INTEGER = true, ACROSS = true, QUANTISED = true;
     static constexpr int SPAN = 64, BYTES = 32, KEYS = 1, STEP = 4, VALUES = 4, Q_BYTES = 1;
     static constexpr float LIMIT = 255.0f, VALUE_UNIT = 1.0f / 16, BIAS = -8.0f;
     // Even elements, then odd ones.
@@ -254,20 +286,28 @@ struct Nibbles {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(p)));
     }
     static INLINE float factor(const float* q, int64_t n) { return unit_of(q, n, 127.0f); }
+    // The bytes of even elements, then those of odd ones.
     static INLINE float query(const float* q, float factor, vi* to, int64_t) {
         vf one = all(1.0f / factor);
         alignas(64) int8_t bytes[64];
-        float sum = 0.0f;
+        vi sum = vi{};
         unroll<4>(EACH(i) {
             vi rounded = _mm512_cvtps_epi32(load(q + 16 * i) * one);
             _mm_store_si128(reinterpret_cast<__m128i*>(bytes + 16 * i), _mm512_cvtepi32_epi8(rounded));
-            sum += sum_of(_mm512_cvtepi32_ps(rounded));
+            sum = _mm512_add_epi32(sum, rounded);
         });
-        alignas(64) int8_t ordered[64];
-        for (int i = 0; i < 64; i++) ordered[i] = bytes[i % 32 * 2 + i / 32];
-        to[0] = _mm512_load_si512(ordered);
-        return sum;
+        to[0] = _mm512_permutexvar_epi8(_mm512_load_si512(EVEN_ODD.from), _mm512_load_si512(bytes));
+        return sum_of(_mm512_cvtepi32_ps(sum));
     }
+    // Across, a column is multiplied as its lower four bits and as 16 times its upper ones: cells [column][lower, upper][4 rows].
+    static INLINE void cells(vi span, int32_t* to) {
+        _mm512_i32scatter_epi32(to, _mm512_setr_epi32(0, 8, 16, 24, 32, 40, 48, 56, 4, 12, 20, 28, 36, 44, 52, 60), span, 4);
+    }
+    static INLINE void across(vi column, const int32_t* cells, vi* sums) {
+        vi lower = _mm512_and_si512(column, _mm512_set1_epi8(15)), upper = _mm512_and_si512(column, _mm512_set1_epi8(static_cast<char>(0xf0)));
+        unroll<8>(EACH(i) { sums[i] = dot_cell(i < 4 ? lower : upper, cells + i, sums[i]); });
+    }
+    static INLINE vf across_total(vi lower, vi upper) { return _mm512_cvtepi32_ps(_mm512_add_epi32(lower, _mm512_srai_epi32(upper, 4))); }
     static INLINE void columns(const vf* o, int64_t stride, float* to) {
         for (int half = 0; half < 2; half++, o += 2 * stride, to += 32) {
             vi lower = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

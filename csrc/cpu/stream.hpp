@@ -6,9 +6,11 @@
 //           [frame][K, V][head][slot][D]. Every load asks for the line that lies AHEAD bytes later in the same walk, through heads and into
 //           the next frames, in the order of addresses; that is all that hides latency (asking for every other line halves the speed). And
 //           for the one AGAIN bytes later: a processor with its hands full drops what it is asked for, and a tenth of the speed with it.
+//           Its hands are less full with quantised keys, which arithmetic holds up: they are asked for once, AHEAD_ONCE bytes before.
 // Rows      R = 4 (or 1, 2) query rows of a kv head make a pass; a key is loaded once for R rows. 16 / R keys at once fill 16 accumulators,
 //           and one tree of additions turns them into a vector of 16 scores, lane r * T + t, T = 16 / R. Scores stay in that form: maxima,
 //           exponentials and sums are taken for R rows at a time. Rows are padded to whole passes: the last is repeated, then dropped.
+//           int4 keys are turned on their side instead (`score_across`): a lane is a key, and there is no tree.
 // Origin    m follows a row's maximum only when that is 8 above it: p <= e^8 harms no float, and o is rarely rescaled.
 // Memory    per pass, all in vectors: q [span][operand][R], o [operand][R], m, l, factors, scores [128 / T].
 // Elements  any kind of operands.hpp; scales per key multiply scores and weights.
@@ -56,20 +58,21 @@ struct Ahead {
     Runs runs;
     Run run;
     int64_t k0, k1, h, block;
+    const char *head, *now;  // the head's first block, and the block
     bool v;
     Ahead(const Runs& all, int64_t k0, int64_t k1) : runs(all), k0(k0), k1(k1), h(k0), block(0), v(false) {
         if (!runs.next(run)) run = {0, 0, 1, nullptr, nullptr};
-    }
-    INLINE const char* now() const {
-        const Attention& a = *runs.a;
-        return v ? run.v + h * a.v.stride[2] + block * BLOCK * a.v.stride[1] : run.k + h * a.k.stride[2] + block * BLOCK * a.k.stride[1];
+        now = head = run.k + k0 * runs.a->k.stride[2];
     }
     INLINE void step() {
+        const View& view = v ? runs.a->v : runs.a->k;
+        now += BLOCK * view.stride[1];
         if (++block == run.blocks) {
-            block = 0;
+            block = 0, now = head += view.stride[2];
             if (++h == k1) {
                 h = k0, v = !v;
                 if (!v) runs.next(run);
+                now = head = v ? run.v + k0 * runs.a->v.stride[2] : run.k + k0 * runs.a->k.stride[2];
             }
         }
         if (!run.k_scale || v) return;  // both kinds are wanted with the keys: a value's scale is part of its weight
@@ -78,14 +81,19 @@ struct Ahead {
     }
 };
 
+template <class C>
+constexpr int64_t AHEAD_OF = C::QUANTISED ? AHEAD_ONCE : AHEAD;
+
 // Lines to ask for beside the loads of a block: a step from key to key, and from span to span. Loads of half a line ask in turn.
-template <int TIMES>
+template <int TIMES, bool ONCE>
 struct Asking {
     const char *far, *near;
     int64_t key, span;
     INLINE void line(int64_t offset, int i) const {
-        if constexpr (TIMES == 1) __builtin_prefetch((i % 2 ? near : far) + offset);
-        if constexpr (TIMES == 2) __builtin_prefetch(far + offset), __builtin_prefetch(near + offset);
+        if constexpr (TIMES > 0) {
+            if (TIMES == 2 || i % 2 == 0) __builtin_prefetch(far + offset);
+            if (!ONCE && (TIMES == 2 || i % 2)) __builtin_prefetch(near + offset);
+        }
     }
     INLINE void move(int64_t bytes) { far += bytes, near += bytes; }
 };
@@ -103,25 +111,56 @@ INLINE vf over_keys(vf x, const F& f) {
 // e^x for x <= 88; 0 below -104, which is less than any float; NaN stays NaN.
 INLINE vf small_exponential(vf x) { return exponential_from(-126.0f, x); }
 
+// f(turn) for each span: `spans` is a number, or a constant; then turn is 0 1 0 1 ..
+template <class F>
+INLINE void each_span(int64_t spans, const F& f) {
+    for (int64_t c = 0; c < spans; c++) f(0);
+}
+template <int N, class F>
+INLINE void each_span(Index<N>, const F& f) {
+    unroll<N>(EACH(c) { f(c % 2); });
+}
+
 // 16 scores of R rows times 16 / R keys, R times: keys 0 .. 15 of a block.
-template <class C, int R, class Ask>
-INLINE void score_block(const char* keys, int64_t stride, const typename C::Operand* q, int64_t spans, Ask ask, float* s) {
+template <class C, int R, class Ask, class Count>
+INLINE void score_block(const char* keys, int64_t stride, const typename C::Operand* q, Count spans, Ask ask, float* s) {
     constexpr int T = BLOCK / R;
     for (int64_t b = 0; b < R; b++, keys += T * stride, ask.move(T * ask.key * (ask.span > C::BYTES ? spans : 1))) {
         typename C::Sum sums[16] = {};
         const typename C::Operand* rows = q;
         const char* at = keys;
         Ask now = ask;
-        for (int64_t c = 0; c < spans; c++, at += C::BYTES, now.move(ask.span), rows += C::KEYS * R) {
+        each_span(spans, [&](int turn) __attribute__((always_inline)) {
             unroll<T>(EACH(t) {
                 typename C::Operand k[C::KEYS];
                 C::key(at + t / 4 * (4 * stride) + t % 4 * stride, k);
-                now.line(t / 4 * (4 * ask.key) + t % 4 * ask.key, t);
+                now.line(t / 4 * (4 * ask.key) + t % 4 * ask.key, t + turn);
                 unroll<C::KEYS * R>(EACH(i) { sums[i % R * T + t] = C::dot_key(rows[i], k[i / R], sums[i % R * T + t]); });
             });
-        }
+            at += C::BYTES, now.move(ask.span), rows += C::KEYS * R;
+        });
         store(s + 16 * b, C::totals(sums));
     }
+}
+
+// The same of four rows, keys turned on their side: a cell of q is multiplied with those of 16 keys, and no tree of additions is needed.
+template <class C, class Ask, class Count>
+INLINE void score_across(const char* keys, int64_t stride, const int32_t* cells, Count spans, Ask ask, float* s) {
+    vi sums[8] = {};
+    each_span(spans, [&](int turn) __attribute__((always_inline)) {
+        vi columns[8];
+        columns_of_keys(keys, stride, columns);
+        unroll<8>(EACH(j) {
+            ask.line(2 * j * ask.key, turn), ask.line((2 * j + 1) * ask.key, turn + 1);
+            C::across(columns[j], cells, sums);
+            cells += 8;
+        });
+        keys += C::BYTES, ask.move(ask.span);
+    });
+    vf rows[4], quads[4];
+    unroll<4>(EACH(r) { rows[r] = C::across_total(sums[r], sums[4 + r]); });
+    four_in_order(rows[0], rows[1], rows[2], rows[3], quads);
+    unroll<4>(EACH(i) { store(s + 16 * i, quads[i]); });
 }
 
 // o += weights . values of a block, for SPANS spans of columns and R rows.
@@ -171,6 +210,7 @@ template <class C, int R>
 struct Stream {
     typedef typename C::Operand Operand;
     static constexpr int T = BLOCK / R;
+    static constexpr bool ACROSS = C::ACROSS && R == 4;
     const Attention& a;
     const Unit& u;
     const Room& room;
@@ -213,7 +253,15 @@ struct Stream {
         float factor = C::factor(row, a.D);
         Operand* to = q + pass * R * k_spans * C::KEYS + r % R;
         float sum = 0.0f;
-        for (int64_t c = 0; c < k_spans; c++) sum += C::query(row + c * C::SPAN, factor, to + c * C::KEYS * R, R);
+        for (int64_t c = 0; c < k_spans; c++) {
+            if constexpr (ACROSS) {
+                Operand span;
+                sum += C::query(row + c * C::SPAN, factor, &span, 1);
+                C::cells(span, reinterpret_cast<int32_t*>(to - r % R + c * R) + r % R);
+            } else {
+                sum += C::query(row + c * C::SPAN, factor, to + c * C::KEYS * R, R);
+            }
+        }
         for (int64_t t = 0; t < T; t++) {
             reinterpret_cast<float*>(factors + pass)[r % R * T + t] = factor * a.scale;
             reinterpret_cast<float*>(offsets + pass)[r % R * T + t] = factor * a.scale * C::BIAS * sum;
@@ -228,8 +276,8 @@ struct Stream {
         Runs runs = all_runs;
         runs.from = from, runs.end = end;
         Ahead far(runs, u.k0, u.k1), near = far;
-        for (int64_t bytes = 0; bytes < AHEAD; bytes += BLOCK * a.k.stride[1]) far.step();
-        for (int64_t bytes = 0; bytes < AGAIN; bytes += BLOCK * a.k.stride[1]) near.step();
+        for (int64_t bytes = 0; bytes < AHEAD_OF<C>; bytes += BLOCK * a.k.stride[1]) far.step();
+        for (int64_t bytes = 0; !C::QUANTISED && bytes < AGAIN; bytes += BLOCK * a.k.stride[1]) near.step();
         for (Run run; runs.next(run);) {
             for (int64_t h = u.k0; h < u.k1; h++) {
                 keys(run, h, far, near);
@@ -249,25 +297,39 @@ struct Stream {
         return staging;
     }
 
+    static INLINE void step(Ahead& far, Ahead& near) {
+        far.step();
+        if constexpr (!C::QUANTISED) near.step();
+    }
+
     // f(what a pass asks for): only the first asks.
     template <class F>
     INLINE void by_passes(const Ahead& far, const Ahead& near, int64_t key, int64_t span, const F& f) const {
-        f(Asking<C::BYTES / 32>{far.now(), near.now(), key, span}, 0);
+        f(Asking<C::BYTES / 32, C::QUANTISED>{far.now, near.now, key, span}, 0);
         if constexpr (R == 4)
-            for (int64_t p = 1; p < passes; p++) f(Asking<0>{nullptr, nullptr, key, span}, p);
+            for (int64_t p = 1; p < passes; p++) f(Asking<0, true>{nullptr, nullptr, key, span}, p);
     }
 
     void keys(const Run& run, int64_t h, Ahead& far, Ahead& near) {
-        int64_t bytes = k_spans * C::BYTES;
-        bool dense = a.k.stride[1] == bytes;
-        for (int64_t block = 0; block < run.blocks; block++, far.step(), near.step()) {
-            int64_t stride = a.k.stride[1];
-            const char* at = whole(run.k + h * a.k.stride[2] + block * BLOCK * stride, run.n - block * BLOCK, bytes, stride);
+        if (k_spans == 128 / C::SPAN) keys_of(Index<128 / C::SPAN>{}, run, h, far, near);  // the common head dimension
+        else keys_of(k_spans, run, h, far, near);
+    }
+
+    template <class Count>
+    INLINE void keys_of(const Count spans, const Run& run, int64_t h, Ahead& far, Ahead& near) {
+        const int64_t bytes = spans * C::BYTES, stride = a.k.stride[1];
+        const bool dense = stride == bytes;
+        const char* from = run.k + h * a.k.stride[2];
+        for (int64_t block = 0; block < run.blocks; block++, from += BLOCK * stride, step(far, near)) {
+            int64_t key = stride;
+            const char* at = whole(from, run.n - block * BLOCK, bytes, key);
             const auto score = [&](auto ask, int64_t p) __attribute__((always_inline)) {
-                const Operand* rows = q + pass_of(h, p) * R * k_spans * C::KEYS;
-                score_block<C, R>(at, stride, rows, k_spans, ask, scores_of(h, p) + block * BLOCK * R);
+                const Operand* rows = q + pass_of(h, p) * R * spans * C::KEYS;
+                float* s = scores_of(h, p) + block * BLOCK * R;
+                if constexpr (ACROSS) score_across<C>(at, key, reinterpret_cast<const int32_t*>(rows), spans, ask, s);
+                else score_block<C, R>(at, key, rows, spans, ask, s);
             };
-            by_passes(far, near, dense ? C::BYTES : a.k.stride[1], dense ? T * C::BYTES : C::BYTES, score);
+            by_passes(far, near, dense ? C::BYTES : stride, dense ? (ACROSS ? BLOCK : T) * C::BYTES : C::BYTES, score);
         }
     }
 
@@ -366,18 +428,19 @@ struct Stream {
     }
 
     void values(const Run& run, int64_t h, Ahead& far, Ahead& near) {
-        int64_t bytes = v_spans * C::BYTES;
-        bool dense = a.v.stride[1] == bytes;
-        for (int64_t block = 0; block < run.blocks; block++, far.step(), near.step()) {
-            int64_t stride = a.v.stride[1];
-            const char* at = whole(run.v + h * a.v.stride[2] + block * BLOCK * stride, run.n - block * BLOCK, bytes, stride);
+        const int64_t bytes = v_spans * C::BYTES, spans = v_spans, stride = a.v.stride[1];
+        const bool dense = stride == bytes;
+        const char* from = run.v + h * a.v.stride[2];
+        for (int64_t block = 0; block < run.blocks; block++, from += BLOCK * stride, step(far, near)) {
+            int64_t value = stride;
+            const char* at = whole(from, run.n - block * BLOCK, bytes, value);
             const auto weigh = [&](auto ask, int64_t p) __attribute__((always_inline)) {
-                vf* sums = o + pass_of(h, p) * R * v_spans * C::VALUES;
+                vf* sums = o + pass_of(h, p) * R * spans * C::VALUES;
                 const char* w = reinterpret_cast<const char*>(scores_of(h, p) + block * BLOCK * R);
                 const float* unit = reinterpret_cast<const float*>(units_of(pass_of(h, p)) + block);
-                weigh_block<C, R>(sums, v_spans, at, stride, w, unit, ask);
+                weigh_block<C, R>(sums, spans, at, value, w, unit, ask);
             };
-            by_passes(far, near, dense ? C::BYTES : a.v.stride[1], dense ? BLOCK * C::BYTES : C::BYTES, weigh);
+            by_passes(far, near, dense ? C::BYTES : stride, dense ? BLOCK * C::BYTES : C::BYTES, weigh);
         }
     }
 

@@ -131,7 +131,8 @@ def _promises(console: Console, found: list[Any], caption: str) -> None:
         bound = f"{'<=' if promise.unit == 'us' else '>='} {promise.wanted:g}{' us' if promise.unit == 'us' else ''}"
         judged = ("" if promise.kept else "missed") if promise.cells else "unclean"
         cells = f"{promise.cells}{f' (+ {promise.unclean} unclean)' if promise.unclean else ''}"
-        table.add_row(promise.text, bound, f"{promise.found:.2f}", judged, cells, promise.where)
+        found_here = f"{promise.found:.2f}" + (f"; bare reads {promise.bare:.2f}" if promise.bare else "")
+        table.add_row(promise.text, bound, found_here, judged, cells, promise.where)
     console.print(table)
 
 
