@@ -25,6 +25,7 @@
 struct Place {  // of this thread
     u32 base, thread, lane, team, team_thread, first_row;
     u32 part;  // of WARPS_D
+    u32 phases;  // of the team's stages: what their mbarriers are waited for next
 };
 
 // Row `x` of a unit is head x % G of query x / G. Rows past the last are zeros that may see all: nobody looks at what comes of them.
@@ -74,29 +75,29 @@ DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, 
 
 // This team's tiles of keys [from, to), as a pipeline: while one is computed, the next STAGES - 1 are on their way.
 DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2], i32 from, i32 to,
-                   const Place& me) {
+                   Place& me) {
     const i32 first = from + static_cast<i32>(me.team) * TILE;
     const i32 steps = first < to ? (to - first + STEP_TOKENS - 1) / STEP_TOKENS : 0;
-    const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES;
+    const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES, barriers = me.base + BARRIERS_AT + me.team * 8 * STAGES;
     const Sharing sharing{me.team, me.part, me.base + SCORES_AT + me.team * SCORES_BYTES + me.first_row / 16 * (SCORES_BYTES / WARPS_M)};
     Tile tile;
     look_up(tile, p, pages, first, to);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
-        fetch(tile, p, pages, stages + s * STAGE_BYTES, me.team_thread);
+        fetch(tile, p, pages, stages + s * STAGE_BYTES, barriers + 8 * s, me.team_thread);
         look_up(tile, p, pages, first + (s + 1) * STEP_TOKENS, to);
     }
     u32 reading = 0, filling = STAGES - 1;
     for (i32 step = 0; step < steps; ++step) {
-        ptx::copy_wait<STAGES - 2>();
+        wait_for_tile(barriers, me.phases, reading);
         sync_team(me.team);  // this tile has landed for all, and all have left the stage that is filled next
-        fetch(tile, p, pages, stages + filling * STAGE_BYTES, me.team_thread);
+        fetch(tile, p, pages, stages + filling * STAGE_BYTES, barriers + 8 * filling, me.team_thread);
         look_up(tile, p, pages, first + (step + STAGES) * STEP_TOKENS, to);
         attend_tile(state, p, queries, rows, first + step * STEP_TOKENS, stages + reading * STAGE_BYTES, sharing);
         reading = reading + 1 == STAGES ? 0 : reading + 1;
         filling = filling + 1 == STAGES ? 0 : filling + 1;
     }
-    ptx::copy_wait<0>();
+    if constexpr (!BULK || TOKEN_SCALES) ptx::copy_wait<0>();
 }
 
 // Does `use(row, column, token, head)` for this thread's elements of the unit's rows that exist.
@@ -123,7 +124,7 @@ DEVICE bool arrive(const AttentionParams& p, i64 slot, i32 expected, const Place
 }
 
 // Keys [from, to) for all rows of the unit: the teams' sums are in shared memory when it returns.
-DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2], i32 from, i32 to, const Place& me) {
+DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2], i32 from, i32 to, Place& me) {
     State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}};
     attend(state, p, pages, queries, rows, from, to, me);
     ptx::sync_block();  // the stages become the sums' memory
@@ -180,6 +181,8 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     me.team_thread = me.thread % TEAM_THREADS;
     me.first_row = me.team_thread / 32 % WARPS_M * 16;
     me.part = me.team_thread / 32 / WARPS_M;
+    me.phases = 0;
+    init_barriers(me.base, me.thread);
     const float v_scale = !TOKEN_SCALES && p.v_scale ? ptx::read(p.v_scale) : 1.0f;
     Queries queries;
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);

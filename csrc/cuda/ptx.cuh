@@ -109,6 +109,32 @@ template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool prese
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
+// Copies of `bytes`, a multiple of 16, from global to shared memory by one instruction: both begin at multiples of 16. They land through the
+// async proxy, and count themselves off at an mbarrier, a word of 8 bytes in shared memory: its phase ends when `arrivals` have arrived and as
+// many bytes have landed as were expected. sm_90 and later.
+
+constexpr bool COPIES_BULK = CUDA_ARCH == 0 || CUDA_ARCH >= 900;  // 0: nvcc's pass for the host
+DEVICE void barrier_init(u32 at, u32 arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory"); }
+DEVICE void fence_barrier_init() {  // what this thread has initialised is seen by copies; by threads after a barrier
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // loads and stores so far come before copies
+DEVICE void barrier_arrive_expecting(u32 at, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+DEVICE void barrier_wait(u32 at, u32 parity) {  // of the phase that is waited for: phases are 0, 1, 0, 1, ...
+    u32 over;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(over) : "r"(at), "r"(parity) : "memory");
+    } while (!over);
+}
+DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
 // Tensor cores. Four 8 x 8 matrices of 16-bit elements, lane l giving the address of row l % 8 of matrix l / 8; and D += A B of 16 x 8 x 16.
 
 DEVICE void load_matrices(u32 (&m)[4], u32 at) {
@@ -149,6 +175,7 @@ template <bool HALF> DEVICE u32 fused2(u32 a, u32 b, u32 c) {
     }
     return x;
 }
+DEVICE u32 count_bits(u32 x) { return static_cast<u32>(__popc(x)); }
 DEVICE u32 permute(u32 a, u32 b, u32 bytes) { return __byte_perm(a, b, bytes); }
 DEVICE float half_to_float(u16 x) {
     float y;

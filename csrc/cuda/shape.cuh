@@ -7,12 +7,14 @@
 //     WARPS_D             warps that share 16 rows: each multiplies its part of D, and has its part of the columns of V, so that results of
 //                         512 columns fit into registers. 1 for most dims, 4 beyond 256
 //     V_IN_K              1: V is the first part of K in the same memory (MLA), read once
+//     BULK                1: a row is one bulk copy that counts itself off at its stage's mbarrier (sm_90 and later, COPY 16); 0: many copies
 //
-//     shared memory   [ queries: pieces x ROWS x D ][ m, l of teams, of totals ][ scores ][ team 0: stage 0, 1, ... ][ team 1: ... ] ...
+//     shared memory   [ queries: pieces x ROWS x D ][ m, l of teams, of totals ][ scores ][ mbarriers ][ team 0: stage 0, 1, ... ][ team 1: ... ] ...
 //     scores          parts of sums over D, exchanged by the WARPS_D warps; the barrier of the next tile keeps its writers from its readers
 //     a stage         [ TILE rows of K ][ TILE rows of V ][ scales ][ which keys are there ]
 // Rows are 16 bytes longer than their elements: eight rows then begin in eight different groups of banks, so neither ldmatrix nor loads of
-// quads conflict. After the last key the stages' memory holds the teams' sums instead.
+// quads conflict. A bulk copy lays bytes down as they lie in the pool, so it is a row each: a page at once would put every row's column into
+// the same banks. After the last key the stages' memory holds the teams' sums instead; mbarriers stay, and their phases go on.
 #pragma once
 
 #include "elements.cuh"
@@ -21,7 +23,7 @@ using Elements = Operands<Q_KIND, KV_KIND>;
 
 constexpr int D = HEAD_DIM, DV = HEAD_DIM_V;
 constexpr int D_PART = D / WARPS_D, DV_PART = DV / WARPS_D;
-constexpr int TEAM_THREADS = 32 * WARPS_M * WARPS_D, THREADS = TEAM_THREADS * WARPS_N;
+constexpr int TEAM_WARPS = WARPS_M * WARPS_D, TEAM_THREADS = 32 * TEAM_WARPS, THREADS = TEAM_THREADS * WARPS_N;
 constexpr int ROWS = 16 * WARPS_M, STEP_TOKENS = TILE * WARPS_N;
 constexpr int ENTRIES = (TILE + 31) / 32;  // keys of a tile that one lane looks up
 
@@ -37,7 +39,8 @@ constexpr int TEAM_STATS_AT = Elements::Q_PIECES * Q_PIECE;  // [WARPS_N][ROWS] 
 constexpr int TOTALS_AT = TEAM_STATS_AT + 8 * WARPS_N * ROWS;  // [ROWS] of m, then of l
 constexpr int LAST_AT = TOTALS_AT + 8 * ROWS;
 constexpr int SCORES_AT = LAST_AT + 16, SCORES_BYTES = WARPS_D > 1 ? 4 * WARPS_M * WARPS_D * 16 * TILE : 0;  // of a team
-constexpr int STAGES_AT = (SCORES_AT + WARPS_N * SCORES_BYTES + 127) / 128 * 128;
+constexpr int BARRIERS_AT = SCORES_AT + WARPS_N * SCORES_BYTES, NUM_BARRIERS = BULK ? WARPS_N * STAGES : 0;  // 8 bytes for each stage
+constexpr int STAGES_AT = (BARRIERS_AT + 8 * NUM_BARRIERS + 127) / 128 * 128;
 constexpr int SUM_STRIDE = 4 * (DV + 8), SUM_BYTES = ROWS * SUM_STRIDE;
 constexpr int STAGES_BYTES = STAGES * STAGE_BYTES;
 constexpr int SHARED_BYTES = STAGES_AT + WARPS_N * (STAGES_BYTES > SUM_BYTES ? STAGES_BYTES : SUM_BYTES);
@@ -49,4 +52,5 @@ constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
 static_assert(D % (16 * WARPS_D) == 0 && DV % (16 * WARPS_D) == 0 && TILE % 16 == 0, "whole fragments");
 static_assert(K_ROW % COPY == 0 && V_ROW % COPY == 0, "whole copies");
+static_assert(!BULK || (ptx::COPIES_BULK && COPY == 16 && 32 % TEAM_WARPS == 0), "bulk copies are of 16 bytes, from sm_90 on");
 static_assert(ROWS <= THREADS && STAGES >= 2 && TILE <= 64, "a thread for each row; a stage to read and one to fill");

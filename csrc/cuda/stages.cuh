@@ -3,6 +3,10 @@
 // A lane looks up the frames of the keys `lane`, `lane + 32` of the tile after the next, so that the table's latency passes while earlier
 // tiles are computed. Then it turns them into byte offsets, and the lanes shuffle those to whoever copies a piece of that row. A key past
 // the end, or of a punched page (-1), is not read: zeros land instead, and a bit says so.
+//
+// BULK: a lane per key copies its two rows with an instruction each. Who waits at a stage's mbarrier sees what landed; a fence of the copying
+// lane, after the barrier of the team, keeps what was read and written there before (zeros, sums) apart from it. Tiles past the last are not
+// fetched at all, so every phase of an mbarrier is waited for exactly once: its parity is a bit that flips.
 #pragma once
 
 #include "params.h"
@@ -60,9 +64,42 @@ template <int ROW_BYTES, int STRIDE> DEVICE void copy_rows(u32 to, const u8* poo
     }
 }
 
-// Starts the copies of a tile into a stage; they are one group, whatever is in it.
-DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
+template <int ROW_BYTES> DEVICE void clear_row(u32 at) {
+#pragma unroll 4
+    for (int byte = 0; byte < ROW_BYTES; byte += 16) ptx::shared_write(at + byte, Words4{0, 0, 0, 0});
+}
+
+// The rows of a tile, a bulk copy each; warps of the team take turns. Where no key is, zeros are written, for the team's next barrier to show.
+DEVICE void copy_rows_bulk(const Pages& pages, const i64 (&k_offset)[ENTRIES], const i64 (&v_offset)[ENTRIES], u32 stage, u32 barrier, u32 team_thread) {
     const u32 lane = team_thread % 32;
+    const bool mine = lane % TEAM_WARPS == team_thread / 32;
+    u32 rows = 0;
+#pragma unroll
+    for (int e = 0; e < ENTRIES; ++e) rows += ptx::count_bits(ptx::ballot(mine && k_offset[e] >= 0));
+    if (lane == 0) ptx::barrier_arrive_expecting(barrier, rows * (K_ROW + (V_IN_K ? 0 : V_ROW)));
+    ptx::fence_async();
+    ptx::sync_warp();
+#pragma unroll
+    for (int e = 0; e < ENTRIES; ++e) {
+        const u32 row = 32 * e + lane, k_at = stage + row * K_STRIDE, v_at = stage + V_IN_STAGE + row * V_STRIDE;
+        if (!mine || row >= TILE) continue;
+        if (k_offset[e] >= 0) {
+            ptx::copy_bulk(k_at, pages.k + k_offset[e], K_ROW, barrier);
+            if constexpr (!V_IN_K) ptx::copy_bulk(v_at, pages.v + v_offset[e], V_ROW, barrier);
+        } else {
+            clear_row<K_ROW>(k_at);
+            if constexpr (!V_IN_K) clear_row<V_ROW>(v_at);
+        }
+    }
+}
+
+// Starts the copies of a tile into a stage. Those that are no bulk copies are one group, whatever is in it.
+DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 barrier, u32 team_thread) {
+    const u32 lane = team_thread % 32;
+    if (BULK && tile.first_key >= tile.end_key) {
+        if constexpr (TOKEN_SCALES) ptx::copy_commit();
+        return;
+    }
     i64 k_offset[ENTRIES], v_offset[ENTRIES];
 #pragma unroll
     for (int e = 0; e < ENTRIES; ++e) {
@@ -83,9 +120,32 @@ DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages
             }
         }
     }
-    copy_rows<K_ROW, K_STRIDE>(stage, pages.k, k_offset, team_thread);
-    if constexpr (!V_IN_K) copy_rows<V_ROW, V_STRIDE>(stage + V_IN_STAGE, pages.v, v_offset, team_thread);
-    ptx::copy_commit();
+    if constexpr (BULK) {
+        copy_rows_bulk(pages, k_offset, v_offset, stage, barrier, team_thread);
+    } else {
+        copy_rows<K_ROW, K_STRIDE>(stage, pages.k, k_offset, team_thread);
+        if constexpr (!V_IN_K) copy_rows<V_ROW, V_STRIDE>(stage + V_IN_STAGE, pages.v, v_offset, team_thread);
+    }
+    if constexpr (!BULK || TOKEN_SCALES) ptx::copy_commit();
+}
+
+// Until the oldest tile under way has landed for this thread; for the team, after its barrier. `phases` has a bit for each stage.
+DEVICE void wait_for_tile(u32 barriers, u32& phases, u32 stage) {
+    if constexpr (!BULK || TOKEN_SCALES) ptx::copy_wait<STAGES - 2>();
+    if constexpr (BULK) {
+        ptx::barrier_wait(barriers + 8 * stage, phases >> stage & 1);
+        phases ^= 1u << stage;
+    }
+}
+
+// The mbarrier of each stage of each team: a phase of it takes an arrival of each of the team's warps. Nobody copies before a barrier of the block.
+DEVICE void init_barriers(u32 base, u32 thread) {
+    if constexpr (BULK) {
+        if (thread < NUM_BARRIERS) {
+            ptx::barrier_init(base + BARRIERS_AT + 8 * thread, TEAM_WARPS);
+            ptx::fence_barrier_init();
+        }
+    }
 }
 
 // The warps that share a stage wait for one another; a team of one warp needs no barrier of the block.

@@ -30,6 +30,7 @@ void Machine::run_block(uint32_t index, uint32_t shared_bytes) {
     clocks.begin_block(static_cast<uint32_t>(threads.size()), shared_bytes);
     for (auto& warp : meetings) warp.clear();
     for (auto& barrier : barriers) barrier = {};
+    mbarriers.clear();
     runnable.resize(threads.size());
     std::iota(runnable.begin(), runnable.end(), 0u);
     for (auto& thread : threads) {
@@ -44,6 +45,9 @@ void Machine::run_block(uint32_t index, uint32_t shared_bytes) {
     runnable[pick] = runnable.back();
     runnable.pop_back();
     host.switch_to(threads[current]->fiber);  // comes back when the block is done, or on a fault
+    for (const Mbarrier& barrier : mbarriers) {
+        if (fault.empty() && !barrier.under_way.empty()) fault = "block " + std::to_string(block) + " ends with bulk copies that nobody waited for";
+    }
 }
 
 void Machine::next(Thread& from) {
@@ -54,6 +58,11 @@ void Machine::next(Thread& from) {
             if (threads[i]->done) continue;
             fault += " thread " + std::to_string(i) + " waits for " + threads[i]->waits_for + ";";
             ++told;
+        }
+        for (const Mbarrier& barrier : mbarriers) {
+            if (barrier.waiting.empty()) continue;
+            fault += " the mbarrier at " + std::to_string(barrier.at) + " misses " + std::to_string(barrier.pending) + " arrivals and ";
+            fault += std::to_string(barrier.missing) + " bytes;";
         }
         fault += " " + std::to_string(num_done) + " threads have ended";
         return from.fiber.switch_to(host);
@@ -75,6 +84,12 @@ void Machine::wait(std::string why) {
 void Machine::wake(uint32_t thread) {
     threads[thread]->waits_for.clear();
     runnable.push_back(thread);
+}
+
+void Machine::object(const Clash& clash) {
+    if (!clash.what) return;
+    const std::string other = clash.other < threads.size() ? "thread " + std::to_string(clash.other) : "an mbarrier's copies";
+    stop(std::string(clash.what) + (clash.other == current ? "" : " " + other));
 }
 
 void Machine::stop(const std::string& what) {

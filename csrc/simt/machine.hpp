@@ -20,6 +20,8 @@ struct Operands {  // of multiply_add, one lane's
 };
 
 void multiply_fragments(Operands* const (&lanes)[32]);
+void check_global(const void* at, uint32_t bytes, const char* what);  // a fault unless it may be touched, at a multiple of `bytes`
+void check_shared(uint32_t at, uint32_t bytes, const char* what);
 
 struct Copy {
     uint32_t to;
@@ -47,10 +49,26 @@ struct Barrier {
     std::vector<uint32_t> arrived;
 };
 
+struct Bulk {  // a copy that counts itself off
+    uint32_t to;
+    const void* from;
+    uint32_t bytes;
+};
+
+struct Mbarrier {
+    uint32_t at, arrivals, pending, parity = 0;  // parity: of the phase that is not over
+    int64_t missing = 0;  // bytes expected and not landed
+    uint32_t owner;       // who initialised it
+    bool fenced = false;
+    std::vector<Bulk> under_way;
+    std::vector<uint32_t> waiting;
+};
+
 struct Machine {
     std::vector<std::unique_ptr<Thread>> threads;
     std::vector<std::vector<Meeting>> meetings;  // of each warp
     Barrier barriers[16];
+    std::vector<Mbarrier> mbarriers;
     std::vector<uint32_t> runnable;
     std::vector<unsigned char> shared;
     Clocks clocks;
@@ -65,6 +83,7 @@ struct Machine {
     void run_block(uint32_t index, uint32_t shared_bytes);
     void wait(std::string why);                         // until wake()
     void wake(uint32_t thread);
+    void object(const Clash& clash);                    // a fault, if it is one
     [[noreturn]] void stop(const std::string& what);    // a fault of the current thread
     void leave();                                       // the current thread runs no more
     void next(Thread& from);

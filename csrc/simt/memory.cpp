@@ -15,6 +15,8 @@ struct Allocation {
 std::vector<Allocation> allowed;
 size_t last_hit = 0;
 
+}  // namespace
+
 void check_global(const void* at, uint32_t bytes, const char* what) {
     const auto* p = static_cast<const char*>(at);
     const auto inside = [&](const Allocation& a) { return p >= a.start && p + bytes <= a.start + a.bytes; };
@@ -28,16 +30,13 @@ void check_global(const void* at, uint32_t bytes, const char* what) {
 
 void check_shared(uint32_t at, uint32_t bytes, const char* what) {
     if (at % bytes) machine.stop(std::string(what) + " " + std::to_string(bytes) + " bytes of shared memory at " + std::to_string(at) + ", which is no multiple of that");
+    for (const Mbarrier& barrier : machine.mbarriers) {
+        if (at < barrier.at + 8 && barrier.at < at + bytes) machine.stop(std::string(what) + " shared memory at " + std::to_string(at) + ", where an mbarrier is");
+    }
     if (at + bytes > machine.shared.size()) {
         machine.stop(std::string(what) + " shared memory at " + std::to_string(at) + "; the block has " + std::to_string(machine.shared.size()) + " bytes");
     }
 }
-
-void object(const Clash& clash) {
-    if (clash.what) machine.stop(std::string(clash.what) + (clash.other == machine.current ? "" : " thread " + std::to_string(clash.other)));
-}
-
-}  // namespace
 
 void global_read(void* to, const void* from, uint32_t bytes) {
     check_global(from, bytes, "reads");
@@ -58,20 +57,20 @@ uint32_t atomic_add(uint32_t* at, uint32_t value) {
 
 void shared_read(void* to, uint32_t from, uint32_t bytes) {
     check_shared(from, bytes, "reads");
-    object(machine.clocks.read(machine.current, from, bytes));
+    machine.object(machine.clocks.read(machine.current, from, bytes));
     std::memcpy(to, &machine.shared[from], bytes);
 }
 
 void shared_write(uint32_t to, const void* from, uint32_t bytes) {
     check_shared(to, bytes, "writes");
-    object(machine.clocks.write(machine.current, to, bytes, State::WRITTEN));
+    machine.object(machine.clocks.write(machine.current, to, bytes, State::WRITTEN));
     std::memcpy(&machine.shared[to], from, bytes);
 }
 
 void copy_async(uint32_t to, const void* from, uint32_t bytes, bool present) {
     check_shared(to, bytes, "copies to");
     if (present) check_global(from, bytes, "copies");
-    object(machine.clocks.write(machine.current, to, bytes, State::IN_FLIGHT));
+    machine.object(machine.clocks.write(machine.current, to, bytes, State::IN_FLIGHT));
     std::memset(&machine.shared[to], 0xff, bytes);
     machine.threads[machine.current]->open.push_back({to, from, bytes, present});
 }
@@ -86,7 +85,7 @@ void copy_wait(uint32_t pending) {
     Thread& self = *machine.threads[machine.current];
     while (self.groups.size() > pending) {
         for (const Copy& copy : self.groups.front()) {
-            object(machine.clocks.write(machine.current, copy.to, copy.bytes, State::WRITTEN));
+            machine.object(machine.clocks.write(machine.current, copy.to, copy.bytes, State::WRITTEN));
             if (copy.present) {
                 std::memcpy(&machine.shared[copy.to], copy.from, copy.bytes);
             } else {

@@ -6,6 +6,8 @@
 //     shared memory     NaN until written. Every access is checked: inside the block's memory, aligned, written before; and ordered by a
 //                       barrier or a wait after the last access of another thread that conflicts with it (vector clocks, see clocks.hpp).
 //     copy_async        nothing lands before the wait of the thread that copies; what was there is poisoned at once.
+//     copy_bulk         nothing lands before somebody waits at its mbarrier and all have arrived; then copies land in random order until as many
+//                       bytes have as were expected. Seen by those who waited. What the block touched there before must be fenced.
 //     collectives       a warp meets for shuffles, votes, matrices: all lanes of the mask or a fault that says where each one waits.
 //     barriers          named, with counts; when nobody can run, a fault names who waits for what.
 //     global memory     only inside registered allocations, aligned.
@@ -36,6 +38,12 @@ void shared_write(uint32_t to, const void* from, uint32_t bytes);
 void copy_async(uint32_t to, const void* from, uint32_t bytes, bool present);
 void copy_commit();
 void copy_wait(uint32_t pending);
+
+void barrier_init(uint32_t at, uint32_t arrivals);
+void fence_async(bool of_barriers);
+void barrier_arrive(uint32_t at, uint32_t expected_bytes);
+void barrier_wait(uint32_t at, uint32_t parity);
+void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 
 void load_matrices(uint32_t (&m)[4], uint32_t at, bool transposed);
 void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool half);

@@ -170,7 +170,7 @@ def bench_attention(
     if device == "cuda":
         from pagedkv.bench import gpu_attention
 
-        gpu_attention.run(gpu_attention.Asked(kernels or ["triton", "cuda"], repetitions, quick=not full, out=record))
+        gpu_attention.run(gpu_attention.Asked(kernels or ["triton", "cuda", "cuda-bulk"], repetitions, quick=not full, out=record))
         return
     from pagedkv.bench.attention import Asked  # torch
     from pagedkv.cli.bench_attention import Choice, Shown, run

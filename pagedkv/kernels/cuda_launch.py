@@ -11,13 +11,13 @@ stays right.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
-from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, RowClass, Shape, Specialisation, shape_for
+from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, Keys, RowClass, Shape, Specialisation, shape_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,15 @@ PARAMS: Final = (*_POINTERS.split(), *_STRIDES.split(), *_INTEGERS.split(), *_FL
 LAYOUT: Final = struct.Struct(f"@{len(_POINTERS.split())}Q{len(_STRIDES.split())}q{len(_INTEGERS.split())}i{len(_FLOATS.split())}f4x")
 
 
+class Ways(NamedTuple):
+    """What may be done in more than one way, with equal results. bulk: rows are copied in bulk where they may be (sm_90 and later)."""
+
+    bulk: bool = False
+
+
+PLAIN: Final = Ways()
+
+
 class Machine(Protocol):
     """What runs a launch."""
 
@@ -54,13 +63,14 @@ class Machine(Protocol):
         """Run the kernel of that shape, on the current stream."""
 
 
-def attend(call: AttentionCall, machine: Machine) -> None:
+def attend(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> None:
     """Launch what serves `call`. Modifies: call.out, call.lse (which must be contiguous)."""
     group = call.q.shape[1] // call.k.shape[2]
     kinds = (KINDS[quant.NAMES[call.q.dtype]], KINDS[quant.NAMES[call.k.dtype]])
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
     scales, token_scales = _scales(call)
-    keys = (_copy_bytes(call), token_scales, int(_v_in_k(call)))
+    copy = _copy_bytes(call)
+    keys = Keys(copy, token_scales, int(_v_in_k(call)), int(ways.bulk and copy == 16))
     rows = call.max_seqlen_q * group
     for row_class in CLASSES:
         if group <= row_class.most and rows >= row_class.least and call.q.shape[0]:

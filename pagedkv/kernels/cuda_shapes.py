@@ -27,6 +27,15 @@ def parts_of(dims: tuple[int, int], kinds: tuple[int, int]) -> int:
     return 1 if max(dims) <= 256 else 4
 
 
+class Keys(NamedTuple):
+    """How a call's keys lie, and are copied: bytes of a copy, `TOKEN_SCALES`, `V_IN_K` and `BULK`."""
+
+    copy: int = 16
+    token_scales: int = 0
+    v_in_k: int = 0
+    bulk: int = 0
+
+
 class RowClass(NamedTuple):
     """Sequences of `least` to `most` query rows, and the warps that serve them: 16 rows each, and teams of these over the keys."""
 
@@ -57,6 +66,7 @@ class Shape:
     blocks: int
     warps_d: int
     v_in_k: int
+    bulk: int
 
     kernel = "paged_attention"
 
@@ -83,8 +93,9 @@ class Shape:
         queries = self.rows * (2 * self.head_dim + 16) * (3 if self.q_kind == KINDS["float32"] else 1)
         stats = 8 * self.rows * (self.warps_n + 1) + 16
         scores = self.warps_n * 4 * self.warps_m * self.warps_d * 16 * self.tile if self.warps_d > 1 else 0
+        barriers = 8 * self.warps_n * self.stages * self.bulk
         sums = 4 * self.rows * (self.head_dim_v + 8)
-        return -(-(queries + stats + scores) // 128) * 128 + self.warps_n * max(self.stages * stage, sums)
+        return -(-(queries + stats + scores + barriers) // 128) * 128 + self.warps_n * max(self.stages * stage, sums)
 
     def row_bytes(self, dim: int) -> int:
         """One key, or value, of one head in the pool."""
@@ -115,10 +126,8 @@ RESERVED: Final = 1024
 
 
 @lru_cache(maxsize=1024)
-def shape_for(
-    kinds: tuple[int, int], dims: tuple[int, int], row_class: RowClass, keys: tuple[int, int, int], shared: tuple[int, int]
-) -> Shape:
-    """The specialisation for (Q, KV) kinds and (D, Dv); keys: bytes of a copy, TOKEN_SCALES, V_IN_K; shared: bytes per CTA and per SM.
+def shape_for(kinds: tuple[int, int], dims: tuple[int, int], row_class: RowClass, keys: Keys, shared: tuple[int, int]) -> Shape:
+    """The specialisation for (Q, KV) kinds and (D, Dv); shared: bytes per CTA and per SM.
 
     Raises: InvalidRequest if not even two stages fit.
     """
@@ -129,7 +138,7 @@ def shape_for(
     warps = (warps_m, min(row_class.warps_n, MOST_WARPS // parts // warps_m))
     while True:
         for blocks, stages in _FITS:
-            shape = Shape(*kinds, *dims, *warps, tile, stages, *keys[:2], blocks, parts, keys[2])
+            shape = Shape(*kinds, *dims, *warps, tile, stages, *keys[:2], blocks, parts, *keys[2:])
             if (
                 blocks * shape.threads <= MOST_THREADS
                 and shape.shared_bytes <= shared[0]
@@ -222,6 +231,6 @@ def common(shared: tuple[int, int]) -> list[Specialisation]:
     found: list[Specialisation] = []
     for q, kv, dim in _COMMON:
         kinds, scaled = (KINDS[q], KINDS[kv]), int(q != kv)
-        found += [shape_for(kinds, (dim, dim), rows, (16, scaled, 0), shared) for rows in CLASSES]
+        found += [shape_for(kinds, (dim, dim), rows, Keys(token_scales=scaled), shared) for rows in CLASSES]
         found += [WriteShape(kinds[1], kinds[0], kinds[0], dim, dim, 2 * scaled, 2 * scaled, 0, 0), MergeShape(kinds[0], dim)]
     return [*dict.fromkeys(found), CopyShape(16, COPY_RUN)]

@@ -84,6 +84,8 @@ class Emulator:
     arch: what `CUDA_ARCH` is.
     """
 
+    ways = cuda_launch.Ways()
+
     def __init__(self, num_sms: int = 3, *, seed: int = 0, shared: tuple[int, int] = (227 << 10, 228 << 10), arch: int = 900) -> None:
         self.num_sms, self.seed, self.arch = num_sms, seed, arch
         self.shared_per_block, self.shared_per_sm = shared
@@ -142,7 +144,7 @@ class Emulator:
     def attend(self, call: AttentionCall) -> None:
         """`paged_attention` of the backend, on this machine. Raises: Fault."""
         self._may_touch(*(getattr(call, name) for name in call.__slots__))
-        cuda_launch.attend(call, self)
+        cuda_launch.attend(call, self, self.ways)
 
     def write_kv(self, call: WriteCall) -> None:
         """`write_kv` of the backend. Raises: Fault."""

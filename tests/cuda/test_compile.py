@@ -13,7 +13,7 @@ import pytest
 
 from pagedkv.kernels import cuda_compile
 from pagedkv.kernels.cuda_compile import ARCHITECTURES
-from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, CopyShape, MergeShape, RowClass, Shape, Specialisation, WriteShape, shape_for
+from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, CopyShape, Keys, MergeShape, RowClass, Shape, Specialisation, WriteShape, shape_for
 
 BF16 = KINDS["bfloat16"]
 
@@ -49,10 +49,10 @@ def _nvrtc() -> None:
         pytest.skip(f"no NVRTC library here (pip install nvidia-cuda-nvrtc): {why}")
 
 
-def shape_of(wish: Wish, arch: str) -> Shape:
+def shape_of(wish: Wish, arch: str, bulk: int = 0) -> Shape:
     q, kv, dims, row_class, scales = wish
     copy = 8 if kv == "int4" and dims[0] == 80 else 16
-    keys = (copy, scales, int(dims == (576, 512)))
+    keys = Keys(copy, scales, int(dims == (576, 512)), bulk)
     return shape_for((KINDS[q], KINDS[kv]), dims, row_class, keys, ARCHITECTURES[arch])
 
 
@@ -75,9 +75,18 @@ def test_what_is_not_marked_is_code_for_the_gpu(monkeypatch: pytest.MonkeyPatch)
     assert cuda_compile.compile_cubin("bare", {}, "sm_90").cubin.startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize(("wish", "arch"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.slow) for x in REST)], ids=name)
-def test_it_compiles_within_its_budget(wish: Wish, arch: str) -> None:
-    shape = shape_of(wish, arch)
+BULK_ARCHS = ("sm_90", "sm_100", "sm_120")
+JOBS = [
+    *((*job, 0) for job in QUICK),
+    *((TYPICAL, arch, 1) for arch in BULK_ARCHS),
+    *(pytest.param(*job, 0, marks=pytest.mark.slow) for job in REST),
+    *(pytest.param(wish, arch, 1, marks=pytest.mark.slow) for wish in VARIANTS[1:] for arch in BULK_ARCHS),
+]
+
+
+@pytest.mark.parametrize(("wish", "arch", "bulk"), JOBS, ids=name)
+def test_it_compiles_within_its_budget(wish: Wish, arch: str, bulk: int) -> None:
+    shape = shape_of(wish, arch, bulk)
     _, log = cuda_compile.compile_cubin("paged_attention", shape.macros, arch)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, "local memory is used"
     registers = int(re.search(r"Used (\d+) registers", log)[1])  # type: ignore[index]
@@ -142,6 +151,22 @@ def test_keys_are_copied_16_bytes_at_a_time_and_multiplied_by_tensor_cores(arch:
     assert len(re.findall(r"HMMA\.16816\.F32\.BF16", sass)) >= shape.tile // 8 * (8 + 8)
     assert "LDSM.16.MT88.4" in sass, "values are transposed on the way to registers"
     assert not re.findall(r"\b(?:LDL|STL)\b", sass), "local memory is used"
+
+
+@pytest.mark.parametrize("arch", BULK_ARCHS)
+def test_in_bulk_a_row_is_one_copy_that_an_mbarrier_counts(arch: str, tmp_path: Path) -> None:
+    sass = disassembled(cuda_compile.compile_cubin("paged_attention", shape_of(TYPICAL, arch, 1).macros, arch).cubin, tmp_path)
+    assert re.findall(r"UBLKCP\S*", sass)
+    assert {"ARRIVE", "PHASECHK"} <= set(re.findall(r"SYNCS\.(\w+)", sass))
+    assert "FENCE.VIEW.ASYNC" in sass
+    assert "LDGSTS" not in sass, "nothing is left to copies of 16 bytes"
+    assert not re.findall(r"\b(?:LDL|STL)\b", sass), "local memory is used"
+
+
+def test_bulk_copies_are_refused_where_the_gpu_has_none() -> None:
+    with pytest.raises(Exception, match="NVRTC") as refused:
+        cuda_compile.compile_cubin("paged_attention", shape_of(TYPICAL, "sm_89", 1).macros, "sm_89")
+    assert "from sm_90 on" in "\n".join(refused.value.__notes__)
 
 
 def test_a_source_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import torch
 
 from pagedkv import KernelUnavailable
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import cuda, registry
-from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, shape_for
+from pagedkv.kernels import cuda, cuda_bulk, cuda_driver, registry
+from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, Keys, shape_for
 from tests.cases import Case
 from tests.cuda.emulator import COMPILER, Emulator, call_of
 
@@ -65,15 +65,37 @@ def test_a_decode_is_one_launch_and_long_queries_take_one_for_each_class() -> No
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (576, 512)])
 @pytest.mark.parametrize("shared", [H200, AD102])
 def test_shapes_fit_the_sm(dims: tuple[int, int], shared: tuple[int, int], row_class: object) -> None:
-    shape = shape_for(BF16, dims, row_class, (16, 0, 0), shared)  # type: ignore[arg-type]
+    shape = shape_for(BF16, dims, row_class, Keys(), shared)  # type: ignore[arg-type]
     assert shape.shared_bytes <= shared[0]
     assert shape.blocks * (shape.shared_bytes + 1024) <= shared[1]
     assert shape.stages >= 2
 
 
+@needs_compiler
+def test_bulk_copies_are_a_candidate_of_their_own_that_is_only_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = registry.Case(device="cuda", dtype="bfloat16", head_dim=128)
+    cuda_bulk._too_old.cache_clear()
+    monkeypatch.setattr(cuda, "machine_objections", tuple)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert cuda.objections(case) == []
+    assert cuda_bulk.objections(case) == ["the GPU is 8.9; bulk copies need compute capability 9.0"]
+    cuda_bulk._too_old.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert cuda_bulk.objections(case) == []
+    cuda_bulk._too_old.cache_clear()
+    order = [kernel.name for kernel in registry.KERNELS]
+    assert order.index("cuda") < order.index("cuda-bulk"), "auto finds the measured one first"
+    machine, call = Emulator(), call_of(Case(dtype="bfloat16").build())
+    monkeypatch.setattr(cuda_driver, "driver", lambda device: machine)
+    machine._may_touch(*(getattr(call, name) for name in call.__slots__))
+    cuda_bulk.paged_attention(call)
+    assert [shape.bulk for shape in machine.launches] == [1]
+
+
 def test_what_cannot_fit_says_so() -> None:
     with pytest.raises(InvalidRequest, match="more shared memory than the 20000 bytes"):
-        shape_for(BF16, (256, 256), CLASSES[0], (16, 0, 0), (20000, 20000))
+        shape_for(BF16, (256, 256), CLASSES[0], Keys(), (20000, 20000))
 
 
 def test_rows_that_begin_at_odd_addresses_are_refused_with_a_remedy() -> None:
