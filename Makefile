@@ -49,7 +49,7 @@ gpu: ## on a machine with a GPU and without network: tests, benchmarks, tuning, 
 	@$(PYTHON) scripts/gpu.py $(STAGES)
 
 gpu-sanitize: ## the same machine: the cases under compute-sanitizer
-	@$(PYTHON) scripts/gpu.py sanitize-triton-memcheck sanitize-cuda-memcheck sanitize-triton-racecheck sanitize-cuda-racecheck sanitize-cuda-bulk-memcheck sanitize-cuda-bulk-racecheck
+	@$(PYTHON) scripts/gpu.py sanitize-triton-memcheck sanitize-cuda-memcheck sanitize-triton-racecheck sanitize-cuda-racecheck sanitize-cuda-bulk-memcheck sanitize-cuda-bulk-racecheck sanitize-cuda-pieces-memcheck
 
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)

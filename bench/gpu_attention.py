@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="pagedkv.bench.gpu_attention", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few cells")
     parser.add_argument("--no-peers", action="store_true", help="our kernels and the ceiling alone")
-    parser.add_argument("--backends", nargs="+", default=["triton", "cuda", "cuda-bulk"], help="names in the registry")
+    parser.add_argument("--backends", nargs="+", default=["triton", "cuda", "cuda-bulk", "cuda-pieces"], help="names in the registry")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--out", type=Path, help="a folder for rows and plot")
     given = parser.parse_args(argv)

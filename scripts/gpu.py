@@ -59,12 +59,14 @@ STAGES = (
     Stage("doctor", ("-m", "pagedkv", "doctor"), 1),
     Stage("cases", _cases("triton", "small"), 4),
     Stage("cases-cuda", _cases("cuda", "small"), 4),
-    Stage("cases-cuda-bulk", _cases("cuda-bulk", "small"), 4),
     Stage("bench-quick", ("-m", "pagedkv.bench.gpu_attention", "--quick", "--no-peers", "--out", "{out}"), 3),
     Stage("graphs", (*PYTEST, "tests/kernels/test_on_gpu.py"), 6),
+    Stage("cases-cuda-bulk", _cases("cuda-bulk", "small"), 4),
+    Stage("cases-cuda-pieces", _cases("cuda-pieces", "small"), 4),
     Stage("grid", _cases("triton", "grid", "large"), 8),
     Stage("grid-cuda", _cases("cuda", "grid", "large"), 8),
     Stage("grid-cuda-bulk", _cases("cuda-bulk", "grid", "large"), 8),
+    Stage("grid-cuda-pieces", _cases("cuda-pieces", "grid", "large"), 8),
     Stage("bench", ("-m", "pagedkv.bench.gpu_attention", "--out", "{out}"), 9),
     Stage("tune", ("-m", "pagedkv.bench.tune", "--out", "{out}"), 9),
     Stage("laws", (*PYTEST, *SPREAD, "tests/kernels"), 15),
@@ -75,7 +77,7 @@ SANITIZE = tuple(
     Stage(
         f"sanitize-{backend}-{tool}", _cases(backend, "small", jobs="1"), 15, ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
     )
-    for backend in ("triton", "cuda", "cuda-bulk")
+    for backend in ("triton", "cuda", "cuda-bulk", "cuda-pieces")
     for tool in ("memcheck", "racecheck")
 )
 """`make gpu-sanitize`: slow, and a run of its own."""

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "params.h"
+#include "plan.cuh"
 #include "scores.cuh"
 #include "shape.cuh"
 
@@ -80,7 +81,7 @@ struct Slot {  // of a partial state in global memory
 DEVICE void write_result(const AttentionParams& p, i64 token, i32 head, u32 column, const Partial& x, float scale) {
     Partial all = x;
     if (p.sinks) all = fold(x, {0.0f, ptx::read(p.sinks + head) * LOG2_E, 1.0f});
-    const bool blind = !(all.l > 0.0f);
+    const bool blind = all.l == 0.0f;  // a sum that is no number stays none
     const float o = blind ? 0.0f : all.o / all.l * scale;
     u8* at = static_cast<u8*>(p.out) + token * p.out_token + head * p.out_head;
     if constexpr (Q_KIND == F32) {
@@ -89,4 +90,26 @@ DEVICE void write_result(const AttentionParams& p, i64 token, i32 head, u32 colu
         ptx::write(reinterpret_cast<u16*>(at) + column, static_cast<u16>(ptx::pack<Q_KIND == F16>(o, o)));
     }
     if (column == 0) ptx::write(p.lse + token * p.num_heads + head, blind ? MINUS_INFINITY : (all.m + ptx::log2(all.l)) * LN_2);
+}
+
+// Of all values, if there is one for all.
+DEVICE float value_scale(const AttentionParams& p) { return !TOKEN_SCALES && p.v_scale ? ptx::read(p.v_scale) : 1.0f; }
+
+// Does `use(row, column, token, head)` for this thread's elements of the unit's rows that exist.
+template <class Use> DEVICE void for_elements(const Unit& unit, i32 group, u32 thread, Use use) {
+    const i32 left = unit.queries * group - unit.tile * ROWS, num_rows = left < ROWS ? left : ROWS;
+    for (u32 e = thread; e < static_cast<u32>(num_rows) * DV; e += THREADS) {
+        const i32 row = static_cast<i32>(e / DV), x = unit.tile * ROWS + row;
+        use(static_cast<u32>(row), e % DV, static_cast<i64>(unit.first_query) + x / group, unit.head * group + x % group);
+    }
+}
+
+// All pieces of a shared unit, in the order of keys.
+DEVICE void merge_unit(const AttentionParams& p, const Plan<ROWS, STEP_TOKENS>& plan, float v_scale, u32 thread) {
+    const i32 pieces = plan.num_partials();
+    for_elements(plan.unit, plan.group, thread, [&](u32 row, u32 column, i64 token, i32 head) {
+        Partial all = Slot(p, plan.slot(0)).load(row, column);
+        for (i32 piece = 1; piece < pieces; ++piece) all = fold(all, Slot(p, plan.slot(piece)).load(row, column));
+        write_result(p, token, head, column, all, v_scale);
+    });
 }

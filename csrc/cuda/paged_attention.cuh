@@ -11,7 +11,8 @@
 //           SM: 136 KB under way; latency x bandwidth of an H200 wants about 30).
 // Bytes     (D + Dv) * sizeof(kv) per token and kv head, 4 per token of table (from cache), the queries and results. Partial states of
 //           shared units: 4 * (Dv + 2) per row, at most two per CTA.
-// Merging   the last CTA to arrive at a shared unit (a ticket) merges its partial states: no second launch.
+// Merging   the last CTA to arrive at a shared unit (a ticket) merges its partial states: no second launch. With SECOND_LAUNCH merge_pieces.cuh
+//           does, in one that begins while this one runs.
 // Tuned     nowhere: no GPU has run this yet. docs/cuda-kernels.md says what was proven without one.
 //
 // Never read: slots >= seq_lens[b], table entries beyond the last page, punched pages. They may hold NaN and absurd numbers.
@@ -82,31 +83,20 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
     const Sharing sharing{me.team, me.part, me.base + SCORES_AT + me.team * SCORES_BYTES + me.first_row / 16 * (SCORES_BYTES / WARPS_M)};
     Tile tile;
     look_up(tile, p, pages, first, to);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) {
-        fetch(tile, p, pages, stages + s * STAGE_BYTES, barriers + 8 * s, me.team_thread);
-        look_up(tile, p, pages, first + (s + 1) * STEP_TOKENS, to);
-    }
-    u32 reading = 0, filling = STAGES - 1;
-    for (i32 step = 0; step < steps; ++step) {
-        wait_for_tile(barriers, me.phases, reading);
-        sync_team(me.team);  // this tile has landed for all, and all have left the stage that is filled next
+    u32 reading = 0, filling = 0;
+    for (i32 step = 1 - STAGES; step < steps; ++step) {  // the first STAGES - 1 only fetch: the same code, once in the kernel
+        if (step >= 0) {
+            wait_for_tile(barriers, me.phases, reading);
+            sync_team(me.team);  // this tile has landed for all, and all have left the stage that is filled next
+        }
         fetch(tile, p, pages, stages + filling * STAGE_BYTES, barriers + 8 * filling, me.team_thread);
+        filling = filling + 1 == STAGES ? 0 : filling + 1;
         look_up(tile, p, pages, first + (step + STAGES) * STEP_TOKENS, to);
+        if (step < 0) continue;
         attend_tile(state, p, queries, rows, first + step * STEP_TOKENS, stages + reading * STAGE_BYTES, sharing);
         reading = reading + 1 == STAGES ? 0 : reading + 1;
-        filling = filling + 1 == STAGES ? 0 : filling + 1;
     }
     if constexpr (!BULK || TOKEN_SCALES) ptx::copy_wait<0>();
-}
-
-// Does `use(row, column, token, head)` for this thread's elements of the unit's rows that exist.
-template <class Use> DEVICE void for_elements(const Unit& unit, i32 group, const Place& me, Use use) {
-    const i32 left = unit.queries * group - unit.tile * ROWS, num_rows = left < ROWS ? left : ROWS;
-    for (u32 e = me.thread; e < static_cast<u32>(num_rows) * DV; e += THREADS) {
-        const i32 row = static_cast<i32>(e / DV), x = unit.tile * ROWS + row;
-        use(static_cast<u32>(row), e % DV, static_cast<i64>(unit.first_query) + x / group, unit.head * group + x % group);
-    }
 }
 
 // Counts this CTA in; true for the last of `expected`, which then sees what all the others stored.
@@ -141,7 +131,7 @@ DEVICE void fold_chunk(const AttentionParams& p, const Unit& unit, i32 group, bo
         const float m = ptx::shared_read<float>(me.base + TOTALS_AT + 4 * row), l = ptx::shared_read<float>(me.base + TOTALS_AT + 4 * (ROWS + row));
         return fold({o, m, l}, chunk);
     };
-    for_elements(unit, group, me, [&](u32 row, u32 column, i64 token, i32 head) {
+    for_elements(unit, group, me.thread, [&](u32 row, u32 column, i64 token, i32 head) {
         float* at = total + row * DV + column;
         const Partial x = folded(row, column, first ? 0.0f : ptx::read(at));
         if (last) {
@@ -159,17 +149,15 @@ DEVICE void fold_chunk(const AttentionParams& p, const Unit& unit, i32 group, bo
     }
 }
 
-// One piece of a shared unit is stored; the last CTA to do so merges all, in the order of keys.
+// One piece of a shared unit is stored; the last CTA to do so merges all, or merge_pieces does when all CTAs have.
 DEVICE void share_piece(const AttentionParams& p, const Plan<ROWS, STEP_TOKENS>& plan, i32 number, float v_scale, const Place& me) {
     const Slot mine(p, plan.slot(number));
-    for_elements(plan.unit, plan.group, me, [&](u32 row, u32 column, i64, i32) { mine.store(row, column, load_teams(me.base, row, column)); });
-    const i32 pieces = plan.num_partials();
-    if (!arrive(p, plan.slot(0), pieces, me)) return;
-    for_elements(plan.unit, plan.group, me, [&](u32 row, u32 column, i64 token, i32 head) {
-        Partial all = Slot(p, plan.slot(0)).load(row, column);
-        for (i32 piece = 1; piece < pieces; ++piece) all = fold(all, Slot(p, plan.slot(piece)).load(row, column));
-        write_result(p, token, head, column, all, v_scale);
-    });
+    for_elements(plan.unit, plan.group, me.thread, [&](u32 row, u32 column, i64, i32) { mine.store(row, column, load_teams(me.base, row, column)); });
+    if constexpr (SECOND_LAUNCH) {
+        ptx::sync_block();  // the stages take the sums' memory back
+    } else if (arrive(p, plan.slot(0), plan.num_partials(), me)) {
+        merge_unit(p, plan, v_scale, me.thread);
+    }
 }
 
 KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams p) {
@@ -183,11 +171,12 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     me.part = me.team_thread / 32 / WARPS_M;
     me.phases = 0;
     init_barriers(me.base, me.thread);
-    const float v_scale = !TOKEN_SCALES && p.v_scale ? ptx::read(p.v_scale) : 1.0f;
+    const float v_scale = value_scale(p);
     Queries queries;
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
     queries.scale = !TOKEN_SCALES && p.k_scale ? p.scale * ptx::read(p.k_scale) : p.scale;
 
+    if constexpr (SECOND_LAUNCH) ptx::let_next_grid_begin();  // all CTAs run at once: none of the next takes the place of one of these
     Plan<ROWS, STEP_TOKENS> plan(p);
     for (; plan.more(); plan.advance()) {
         const Unit& unit = plan.unit;

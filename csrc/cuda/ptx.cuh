@@ -46,6 +46,16 @@ DEVICE void sync_team(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"
 DEVICE void fence() { __threadfence(); }
 DEVICE u32 atomic_add(u32* at, u32 value) { return atomicAdd(at, value); }
 
+// Two launches of which the second begins early (programmatic dependent launch, sm_90 and later; nothing happens without it): the first says when
+// it may, the second waits until all of the first is done and can be seen.
+
+DEVICE void let_next_grid_begin() {
+    if constexpr (CUDA_ARCH >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+DEVICE void wait_for_last_grid() {
+    if constexpr (CUDA_ARCH >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Exchange between the 32 lanes of a warp; all of them take part.
 
 template <class T> DEVICE T shuffle(T x, u32 lane) { return __shfl_sync(~0u, x, lane); }
@@ -173,6 +183,11 @@ template <bool HALF> DEVICE u32 fused2(u32 a, u32 b, u32 c) {
     } else {
         asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
     }
+    return x;
+}
+DEVICE u32 at_least2(u32 a, u32 b) {  // of two float16 each: all bits of the halves in which a >= b
+    u32 x;
+    asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
     return x;
 }
 DEVICE u32 count_bits(u32 x) { return static_cast<u32>(__popc(x)); }

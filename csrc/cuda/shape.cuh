@@ -8,6 +8,7 @@
 //                         512 columns fit into registers. 1 for most dims, 4 beyond 256
 //     V_IN_K              1: V is the first part of K in the same memory (MLA), read once
 //     BULK                1: a row is one bulk copy that counts itself off at its stage's mbarrier (sm_90 and later, COPY 16); 0: many copies
+//     SECOND_LAUNCH       1: partial states are merged by merge_pieces.cuh, in a launch that begins early; 0: by the last CTA to arrive
 //
 //     shared memory   [ queries: pieces x ROWS x D ][ m, l of teams, of totals ][ scores ][ mbarriers ][ team 0: stage 0, 1, ... ][ team 1: ... ] ...
 //     scores          parts of sums over D, exchanged by the WARPS_D warps; the barrier of the next tile keeps its writers from its readers

@@ -20,6 +20,7 @@ static void thread_body() {
     machine.kernel(machine.params);
     Thread& self = *machine.threads[machine.current];
     if (!self.open.empty() || !self.groups.empty()) machine.stop("ends with asynchronous copies that nobody waited for");
+    if (!machine.early.empty() && !self.waited) machine.stop("ends without having waited for the grid before");
     machine.leave();
 }
 
@@ -35,7 +36,7 @@ void Machine::run_block(uint32_t index, uint32_t shared_bytes) {
     std::iota(runnable.begin(), runnable.end(), 0u);
     for (auto& thread : threads) {
         thread->waits_for.clear();
-        thread->done = false;
+        thread->done = thread->waited = false;
         thread->open.clear();
         thread->groups.clear();
         thread->fiber.prepare(thread_body);
@@ -242,9 +243,11 @@ const char* simt_launch(void (*kernel)(const void*), const void* params, uint32_
     std::vector<uint32_t> order(blocks);
     std::iota(order.begin(), order.end(), 0u);
     for (uint32_t i = blocks; i > 1; --i) std::swap(order[i - 1], order[machine.draw(i)]);
+    machine.wrote.clear();
     for (uint32_t block : order) {
         machine.run_block(block, shared_bytes);
-        if (!machine.fault.empty()) return machine.fault.c_str();
+        if (!machine.fault.empty()) break;
     }
-    return nullptr;
+    machine.early.clear();
+    return machine.fault.empty() ? nullptr : machine.fault.c_str();
 }

@@ -40,6 +40,7 @@ struct Thread {
     Fiber fiber;
     std::string waits_for;  // empty: it can run, or is done
     bool done = false;
+    bool waited = false;  // for the grid before
     std::vector<Copy> open;                // issued, not committed
     std::deque<std::vector<Copy>> groups;  // committed, oldest first
 };
@@ -64,11 +65,17 @@ struct Mbarrier {
     std::vector<uint32_t> waiting;
 };
 
+struct Run {  // of bytes in global memory
+    const char* start;
+    uint64_t bytes;
+};
+
 struct Machine {
     std::vector<std::unique_ptr<Thread>> threads;
     std::vector<std::vector<Meeting>> meetings;  // of each warp
     Barrier barriers[16];
     std::vector<Mbarrier> mbarriers;
+    std::vector<Run> wrote, early;  // by this launch; by the one before, which may still run
     std::vector<uint32_t> runnable;
     std::vector<unsigned char> shared;
     Clocks clocks;

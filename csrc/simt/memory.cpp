@@ -21,6 +21,10 @@ void check_global(const void* at, uint32_t bytes, const char* what) {
     const auto* p = static_cast<const char*>(at);
     const auto inside = [&](const Allocation& a) { return p >= a.start && p + bytes <= a.start + a.bytes; };
     if (reinterpret_cast<uintptr_t>(at) % bytes) machine.stop(std::string(what) + " " + std::to_string(bytes) + " bytes of global memory at an address that is no multiple of that");
+    for (const Run& run : machine.early) {
+        if (machine.threads[machine.current]->waited || p + bytes <= run.start || run.start + run.bytes <= p) continue;
+        machine.stop(std::string(what) + " what the grid before may not have written yet, and has not waited for it");
+    }
     if (last_hit < allowed.size() && inside(allowed[last_hit])) return;
     for (last_hit = 0; last_hit < allowed.size(); ++last_hit) {
         if (inside(allowed[last_hit])) return;
@@ -38,6 +42,18 @@ void check_shared(uint32_t at, uint32_t bytes, const char* what) {
     }
 }
 
+void wait_for_last_grid() { machine.threads[machine.current]->waited = true; }
+
+static void note(void* at, uint64_t bytes) {
+    const auto* start = static_cast<const char*>(at);
+    auto& wrote = machine.wrote;
+    if (!wrote.empty() && wrote.back().start + wrote.back().bytes == start) {
+        wrote.back().bytes += bytes;
+    } else {
+        wrote.push_back({start, bytes});
+    }
+}
+
 void global_read(void* to, const void* from, uint32_t bytes) {
     check_global(from, bytes, "reads");
     std::memcpy(to, from, bytes);
@@ -45,11 +61,13 @@ void global_read(void* to, const void* from, uint32_t bytes) {
 
 void global_write(void* to, const void* from, uint32_t bytes) {
     check_global(to, bytes, "writes");
+    note(to, bytes);
     std::memcpy(to, from, bytes);
 }
 
 uint32_t atomic_add(uint32_t* at, uint32_t value) {
     check_global(at, 4, "adds to");
+    note(at, 4);
     const uint32_t old = *at;
     *at = old + value;
     return old;
@@ -100,3 +118,12 @@ void copy_wait(uint32_t pending) {
 
 void simt_allow(const void* start, uint64_t bytes) { simt::allowed.push_back({static_cast<const char*>(start), bytes}); }
 void simt_forbid_all() { simt::allowed.clear(); }
+
+bool simt_wrote(uint64_t number, const void** start, uint64_t* bytes) {
+    const auto& wrote = simt::machine.wrote;
+    if (number >= wrote.size()) return false;
+    *start = wrote[number].start;
+    *bytes = wrote[number].bytes;
+    return true;
+}
+void simt_begin_early(const void* start, uint64_t bytes) { simt::machine.early.push_back({static_cast<const char*>(start), bytes}); }

@@ -28,6 +28,8 @@ DEVICE void sync_block() { simt::sync_block(); }
 DEVICE void sync_warp() { simt::sync_warp(~0u); }
 DEVICE void sync_team(u32 id, u32 threads) { simt::sync_team(id, threads); }
 DEVICE void fence() {}
+DEVICE void let_next_grid_begin() {}
+DEVICE void wait_for_last_grid() { simt::wait_for_last_grid(); }
 DEVICE u32 atomic_add(u32* at, u32 value) { return simt::atomic_add(at, value); }
 
 template <class T> DEVICE u64 bits_of(T x) {
@@ -89,6 +91,14 @@ template <bool HALF> DEVICE u32 fused2(u32 a, u32 b, u32 c) {
         r[i] = static_cast<float>(at(a) * at(b) + at(c));
     }
     return pack<HALF>(r[0], r[1]);
+}
+DEVICE u32 at_least2(u32 a, u32 b) {
+    u32 x = 0;
+    for (int i = 0; i < 2; ++i) {
+        const auto at = [&](u32 y) { return simt::to_float(static_cast<u16>(y >> 16 * i), true); };
+        x |= at(a) >= at(b) ? 0xffffu << 16 * i : 0;
+    }
+    return x;
 }
 DEVICE u32 count_bits(u32 x) { return static_cast<u32>(__builtin_popcount(x)); }
 DEVICE u32 permute(u32 a, u32 b, u32 bytes) {

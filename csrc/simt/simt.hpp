@@ -11,6 +11,8 @@
 //     collectives       a warp meets for shuffles, votes, matrices: all lanes of the mask or a fault that says where each one waits.
 //     barriers          named, with counts; when nobody can run, a fault names who waits for what.
 //     global memory     only inside registered allocations, aligned.
+//     grids             run one after another; what the one before wrote may not be touched before wait_for_last_grid if this one begins early,
+//                       and all threads of that one must have waited when they end.
 //
 // A fault ends the launch; its text is what `simt_launch` returns. Not shown: the memory model between blocks, bank conflicts, speed.
 #pragma once
@@ -29,6 +31,7 @@ void sync_warp(uint32_t mask);
 uint64_t shuffle(uint32_t mask, uint64_t value, uint32_t source);
 uint32_t ballot(uint32_t mask, bool vote);
 
+void wait_for_last_grid();
 void global_read(void* to, const void* from, uint32_t bytes);
 void global_write(void* to, const void* from, uint32_t bytes);
 uint32_t atomic_add(uint32_t* at, uint32_t value);
@@ -57,6 +60,10 @@ uint32_t nearest_byte(float x, bool e5m2);     // of the 8-bit floats, saturatin
 extern "C" {
 void simt_allow(const void* start, uint64_t bytes);  // an allocation of the device
 void simt_forbid_all();
+// What the launch wrote, run by run; false past the last.
+bool simt_wrote(uint64_t number, const void** start, uint64_t* bytes);
+// The next launch begins early, after one that wrote these bytes (and others of further calls).
+void simt_begin_early(const void* start, uint64_t bytes);
 // Runs kernel(params) on a grid; returns nullptr, or the fault.
 const char* simt_launch(void (*kernel)(const void*), const void* params, uint32_t blocks, uint32_t threads, uint32_t shared_bytes, uint64_t seed);
 }

@@ -170,7 +170,9 @@ def bench_attention(
     if device == "cuda":
         from pagedkv.bench import gpu_attention
 
-        gpu_attention.run(gpu_attention.Asked(kernels or ["triton", "cuda", "cuda-bulk"], repetitions, quick=not full, out=record))
+        gpu_attention.run(
+            gpu_attention.Asked(kernels or ["triton", "cuda", "cuda-bulk", "cuda-pieces"], repetitions, quick=not full, out=record)
+        )
         return
     from pagedkv.bench.attention import Asked  # torch
     from pagedkv.cli.bench_attention import Choice, Shown, run

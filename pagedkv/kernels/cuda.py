@@ -68,6 +68,14 @@ def machine_objections() -> tuple[str, ...]:
     return tuple(found)
 
 
+@cache
+def too_old(what_needs: str) -> tuple[str, ...]:
+    """An objection to GPUs before compute capability 9.0."""
+    if not torch.cuda.is_available() or (capability := torch.cuda.get_device_capability()) >= (9, 0):
+        return ()
+    return ("the GPU is {}.{}; {} compute capability 9.0".format(*capability, what_needs),)
+
+
 def paged_attention(call: AttentionCall) -> None:
     """Attend. Modifies: call.out, call.lse."""
     from pagedkv.kernels import cuda_driver

@@ -6,10 +6,7 @@ A candidate of its own, so that it can be forced and measured beside `cuda`, who
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Final
-
-import torch
 
 from pagedkv.kernels import cuda, cuda_launch
 from pagedkv.kernels.cuda import copy_frames, merge_states, write_kv
@@ -25,14 +22,7 @@ WAYS: Final = cuda_launch.Ways(bulk=True)
 
 def objections(case: Case) -> list[str]:
     """Why these kernels cannot serve `case`: all that `cuda` objects to, and GPUs without bulk copies."""
-    return [*cuda.objections(case), *_too_old()]
-
-
-@cache
-def _too_old() -> tuple[str, ...]:
-    if not torch.cuda.is_available() or (capability := torch.cuda.get_device_capability()) >= (9, 0):
-        return ()
-    return ("the GPU is {}.{}; bulk copies need compute capability 9.0".format(*capability),)
+    return [*cuda.objections(case), *cuda.too_old("bulk copies need")]
 
 
 def paged_attention(call: AttentionCall) -> None:

@@ -1,7 +1,7 @@
 """One GPU: kernels loaded in this process, memory that outlives launches, and the launch itself, through CuPy's view of the driver.
 
-What this file asks of CUDA is `Cuda`, six functions of cupy.cuda.driver, and three of torch (`Torch`): the tests put recorders there. No
-launch attribute is needed, so cuda.core is not: a decode is one launch, so there is no second one to start early, and no kernel forms a
+What this file asks of CUDA is `Cuda`, six functions of cupy.cuda.driver, one that CuPy lacks (cuda_early.py), and three of torch (`Torch`):
+the tests put recorders there. That one sets the only launch attribute there is a use for, so cuda.core is not needed; no kernel forms a
 cluster. This file knows no attention.
 
     on a launch    nothing is allocated but torch's memory of the current stream, nothing waits, nothing reads the device back: it is
@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import cuda_compile
+from pagedkv.kernels import cuda_compile, cuda_early
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from pagedkv.kernels.cuda_shapes import Specialisation
@@ -78,7 +80,8 @@ class Torch:
 class Driver:
     """A `Machine` that is a GPU."""
 
-    def __init__(self, about: Torch, cuda: Cuda) -> None:
+    def __init__(self, about: Torch, cuda: Cuda, launch_early: Callable[..., None] = cuda_early.launch_early) -> None:
+        self._early = launch_early
         self.num_sms, self.shared_per_block, self.shared_per_sm = about.num_sms, about.shared_per_block, about.shared_per_sm
         self._torch, self._cuda, self._context = about, cuda, about.context(cuda)
         self._functions: dict[Specialisation, tuple[int, int, int]] = {}
@@ -101,8 +104,11 @@ class Driver:
         """torch's, and its again when the launches so far have run."""
         return torch.empty(size, dtype=torch.uint8, device=like.device)
 
-    def launch(self, shape: Specialisation, blocks: int, params: bytes) -> None:
-        """Run the kernel of that shape on torch's current stream of this device. Raises: InvalidRequest in a capture, if not loaded."""
+    def launch(self, shape: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
+        """Run the kernel of that shape on torch's current stream of this device. Raises: InvalidRequest in a capture, if not loaded.
+
+        early: it may begin before the launch before it has ended, which it then waits for by itself.
+        """
         cuda = self._cuda
         before = cuda.ctxGetCurrent()
         if before != self._context:
@@ -111,7 +117,8 @@ class Driver:
             function, threads, shared = self._functions.get(shape) or self._load(shape)
             buffer = ctypes.create_string_buffer(params, len(params))
             pointers = ctypes.c_void_p(ctypes.addressof(buffer))  # an array of one; the driver copies what it points to before it returns
-            cuda.launchKernel(function, blocks, 1, 1, threads, 1, 1, shared, self._torch.stream(), ctypes.addressof(pointers), 0)
+            run = self._early if early else cuda.launchKernel
+            run(function, blocks, 1, 1, threads, 1, 1, shared, self._torch.stream(), ctypes.addressof(pointers), 0)
         finally:
             if before not in (0, self._context):
                 cuda.ctxSetCurrent(before)

@@ -17,7 +17,7 @@ import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
-from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, Keys, RowClass, Shape, Specialisation, shape_for
+from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, Keys, PiecesShape, RowClass, Shape, Specialisation, shape_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,9 +38,14 @@ LAYOUT: Final = struct.Struct(f"@{len(_POINTERS.split())}Q{len(_STRIDES.split())
 
 
 class Ways(NamedTuple):
-    """What may be done in more than one way, with equal results. bulk: rows are copied in bulk where they may be (sm_90 and later)."""
+    """What may be done in more than one way, with equal results; on sm_90 and later only.
+
+    bulk:          rows are copied in bulk where they may be.
+    second_launch: partial results are merged by a second launch that begins early, not by the last CTA to arrive.
+    """
 
     bulk: bool = False
+    second_launch: bool = False
 
 
 PLAIN: Final = Ways()
@@ -59,8 +64,8 @@ class Machine(Protocol):
     def room(self, size: int, like: Tensor) -> Tensor:
         """uint8 [size], any content, on the device of `like`; free again for others when it is dropped and the launches so far have run."""
 
-    def launch(self, shape: Specialisation, blocks: int, params: bytes) -> None:
-        """Run the kernel of that shape, on the current stream."""
+    def launch(self, shape: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
+        """Run the kernel of that shape, on the current stream. early: it may begin before the launch before it has ended."""
 
 
 def attend(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> None:
@@ -70,7 +75,7 @@ def attend(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> None:
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
     scales, token_scales = _scales(call)
     copy = _copy_bytes(call)
-    keys = Keys(copy, token_scales, int(_v_in_k(call)), int(ways.bulk and copy == 16))
+    keys = Keys(copy, token_scales, int(_v_in_k(call)), int(ways.bulk and copy == 16), int(ways.second_launch))
     rows = call.max_seqlen_q * group
     for row_class in CLASSES:
         if group <= row_class.most and rows >= row_class.least and call.q.shape[0]:
@@ -105,6 +110,8 @@ def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowC
         *((q_at | q_token | q_head) % (4 * size) == 0, call.scale, call.softcap),
     )
     machine.launch(shape, blocks, params)
+    if shape.second_launch and (spread or not call.split_tokens):  # else no unit is anybody's but one CTA's
+        machine.launch(PiecesShape(shape), blocks, params, early=True)
 
 
 def _address(x: Tensor | None) -> int:

@@ -28,12 +28,13 @@ def parts_of(dims: tuple[int, int], kinds: tuple[int, int]) -> int:
 
 
 class Keys(NamedTuple):
-    """How a call's keys lie, and are copied: bytes of a copy, `TOKEN_SCALES`, `V_IN_K` and `BULK`."""
+    """How a call's keys lie and are copied, and pieces merged: bytes of a copy, `TOKEN_SCALES`, `V_IN_K`, `BULK`, `SECOND_LAUNCH`."""
 
     copy: int = 16
     token_scales: int = 0
     v_in_k: int = 0
     bulk: int = 0
+    second_launch: int = 0
 
 
 class RowClass(NamedTuple):
@@ -67,6 +68,7 @@ class Shape:
     warps_d: int
     v_in_k: int
     bulk: int
+    second_launch: int
 
     kernel = "paged_attention"
 
@@ -100,6 +102,26 @@ class Shape:
     def row_bytes(self, dim: int) -> int:
         """One key, or value, of one head in the pool."""
         return dim * BITS[self.kv_kind] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesShape:
+    """The specialisation of csrc/cuda/merge_pieces.cuh that merges what an attention kernel of shape `of` leaves."""
+
+    of: Shape
+
+    kernel = "merge_pieces"
+    shared_bytes = 0
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """What the compiler is told."""
+        return self.of.macros
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return self.of.threads
 
 
 class Specialisation(Protocol):

@@ -123,12 +123,17 @@ def _cuda_bulk_objections(case: Case) -> list[str]:
     return importlib.import_module("pagedkv.kernels.cuda_bulk").objections(case)  # type: ignore[no-any-return]
 
 
+def _cuda_pieces_objections(case: Case) -> list[str]:
+    return importlib.import_module("pagedkv.kernels.cuda_pieces").objections(case)  # type: ignore[no-any-return]
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu", where=("cpu",), objections=_cpu_objections, module="pagedkv.kernels.cpu"),
     Kernel("numba", where=("cpu",), objections=_numba_objections, module="pagedkv.kernels.numba"),
     Kernel("triton", where=("cuda", "cpu"), objections=_triton_objections, module="pagedkv.kernels.triton.backend"),
     Kernel("cuda", where=("cuda",), objections=_cuda_objections, module="pagedkv.kernels.cuda"),  # first, once a GPU has shown it faster
-    Kernel("cuda-bulk", where=("cuda",), objections=_cuda_bulk_objections, module="pagedkv.kernels.cuda_bulk"),  # to be measured beside it
+    Kernel("cuda-bulk", where=("cuda",), objections=_cuda_bulk_objections, module="pagedkv.kernels.cuda_bulk"),  # to be measured beside it,
+    Kernel("cuda-pieces", where=("cuda",), objections=_cuda_pieces_objections, module="pagedkv.kernels.cuda_pieces"),  # and this
     Kernel("reference", where=None, objections=no_objections, module="pagedkv.kernels.reference"),
 )
 """In the order of preference."""

@@ -38,7 +38,13 @@ extern "C" const unsigned shared_bytes = {shared};
 extern "C" const unsigned params_bytes = sizeof({params});
 extern "C" void enter(const void* params) {{ {kernel}(*static_cast<const {params}*>(params)); }}
 """
-PARAMS = {"paged_attention": "AttentionParams", "write_kv": "WriteParams", "merge_states": "MergeParams", "copy_frames": "CopyParams"}
+PARAMS = {
+    "paged_attention": "AttentionParams",
+    "merge_pieces": "AttentionParams",
+    "write_kv": "WriteParams",
+    "merge_states": "MergeParams",
+    "copy_frames": "CopyParams",
+}
 COMPILER = shutil.which("g++")
 
 
@@ -78,6 +84,20 @@ def runtime() -> tuple[Path, ...]:
     return tuple(compiled(path.stem, headers | {path.name: path.read_text()}, (*FLAGS, "-c")) for path in SIMT)
 
 
+def wrote(library: ctypes.CDLL) -> list[tuple[int, int]]:
+    """Where the last launch wrote, and how many bytes: runs that do not touch."""
+    start, size, found = ctypes.c_void_p(), ctypes.c_uint64(), []
+    while library.simt_wrote(len(found), ctypes.byref(start), ctypes.byref(size)):
+        found.append((start.value or 0, size.value))
+    runs: list[tuple[int, int]] = []
+    for at, count in sorted(found):
+        if runs and at <= sum(runs[-1]):
+            runs[-1] = (runs[-1][0], max(sum(runs[-1]), at + count) - runs[-1][0])
+        else:
+            runs.append((at, count))
+    return runs
+
+
 class Emulator:
     """A GPU of a few SMs. `sources` replaces texts of csrc/cuda, to plant faults; seed decides the order of blocks and threads.
 
@@ -93,6 +113,7 @@ class Emulator:
         self.memory: list[Tensor] = []
         self.tickets = torch.zeros(1, dtype=torch.int32)
         self.launches: list[Specialisation] = []
+        self.wrote: list[tuple[int, int]] = []
 
     def build(self, shape: Specialisation) -> ctypes.CDLL:
         """The kernel of that shape, with an emulator of its own."""
@@ -108,7 +129,9 @@ class Emulator:
         library = ctypes.CDLL(str(path))
         library.simt_launch.restype = ctypes.c_char_p
         library.simt_launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, *[ctypes.c_uint32] * 3, ctypes.c_uint64]
-        library.simt_allow.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+        library.simt_allow.argtypes = library.simt_begin_early.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+        library.simt_wrote.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
+        library.simt_wrote.restype = ctypes.c_bool
         return library
 
     def workspace(self, slots: int, floats: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,10 +147,12 @@ class Emulator:
         self.memory.append(room)
         return room
 
-    def launch(self, shape: Specialisation, blocks: int, params: bytes) -> None:
-        """Run it, block by block. Raises: Fault."""
+    def launch(self, shape: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
+        """Run it, block by block; early: what the launch before wrote is not there before it is waited for. Raises: Fault."""
         self.launches.append(shape)
         library = self.build(shape)
+        for start, size in self.wrote if early else ():
+            library.simt_begin_early(start, size)
         assert ctypes.c_uint.in_dll(library, "shared_bytes").value == shape.shared_bytes
         assert ctypes.c_uint.in_dll(library, "params_bytes").value == len(params)
         library.simt_forbid_all()
@@ -139,6 +164,7 @@ class Emulator:
         )
         if fault:
             raise Fault(fault.decode())
+        self.wrote = wrote(library)
         assert not self.tickets.any(), "tickets are left as they were found"
 
     def attend(self, call: AttentionCall) -> None:

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from pagedkv.kernels import cuda, registry
 from tests.cases import GRID, LARGE, SMALL, Case
@@ -50,3 +51,34 @@ def check(case: Case, machine: Emulator) -> None:
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in SAMPLE else [pytest.mark.slow]) for case in SERVED], ids=str)
 def test_out_and_lse_are_as_right_as_plain_torch(case: Case) -> None:
     check(case, Emulator())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kv", ["fp8_e4m3", "fp8_e5m2"])
+def test_every_code_of_8_bits_is_its_number_and_what_is_none_stays_none(kv: str, dtype: str) -> None:
+    """A value that is alone is the result, so it shows how each code is read: as torch reads it, infinities and what is no number too."""
+    built = Case(q_lens=(1, 1), kv_lens=(1, 1), heads=(1, 1), dims=(128, 128), kv=kv, dtype=dtype).build()
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(built.layer.v.dtype)
+    frames = built.batch.block_table[: len(codes), 0].long()
+    built.layer.k.view(torch.uint8).zero_()
+    built.layer.v[frames, 0, 0] = codes
+    call = call_of(built)
+    Emulator().attend(call)
+    scale = 1.0 if built.layer.v_scale is None else float(built.layer.v_scale)
+    out, expected = call.out[:2, 0].float(), (codes.float() * scale).to(call.out.dtype).float()
+    finite = codes.float().isfinite()
+    assert not finite.all()
+    assert torch.equal(out.isfinite(), expected.isfinite())
+    assert torch.equal(out[expected.isfinite()], expected[expected.isfinite()])
+
+
+@pytest.mark.parametrize("kv", ["", "fp8_e4m3"])
+def test_a_key_that_is_no_number_makes_its_sequence_none_and_no_other(kv: str) -> None:
+    built = Case(q_lens=(1, 1), kv_lens=(40, 40), heads=(2, 1), dims=(64, 64), kv=kv, dtype="bfloat16").build()
+    built.layer.k.view(torch.uint8 if kv else torch.int16)[built.batch.block_table[0, 0], 3, 0, 5] = 0x7F if kv else 0x7FC0
+    call = call_of(built)
+    Emulator().attend(call)
+    assert call.out[0].isnan().all()
+    assert call.lse[0].isnan().all()
+    assert call.out[1].isfinite().all()
+    assert call.lse[1].isfinite().all()

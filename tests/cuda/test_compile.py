@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 import shutil
@@ -13,7 +14,19 @@ import pytest
 
 from pagedkv.kernels import cuda_compile
 from pagedkv.kernels.cuda_compile import ARCHITECTURES
-from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, CopyShape, Keys, MergeShape, RowClass, Shape, Specialisation, WriteShape, shape_for
+from pagedkv.kernels.cuda_shapes import (
+    CLASSES,
+    KINDS,
+    CopyShape,
+    Keys,
+    MergeShape,
+    PiecesShape,
+    RowClass,
+    Shape,
+    Specialisation,
+    WriteShape,
+    shape_for,
+)
 
 BF16 = KINDS["bfloat16"]
 
@@ -96,6 +109,10 @@ def test_it_compiles_within_its_budget(wish: Wish, arch: str, bulk: int) -> None
     assert "warning" not in log
 
 
+def pieces_of(wish: Wish, arch: str) -> PiecesShape:
+    return PiecesShape(dataclasses.replace(shape_of(wish, arch), second_launch=1))
+
+
 MOVES: dict[str, tuple[Specialisation, int]] = {
     "write_kv bfloat16": (WriteShape(BF16, BF16, BF16, 128, 128, 0, 0, 0, 0), 40),
     "write_kv bfloat16 rope": (WriteShape(BF16, BF16, BF16, 128, 128, 0, 0, 1, 64), 48),
@@ -104,6 +121,8 @@ MOVES: dict[str, tuple[Specialisation, int]] = {
     "write_kv int4 tensor, float32": (WriteShape(KINDS["int4"], KINDS["float32"], KINDS["float32"], 256, 256, 1, 1, 2, 128), 56),
     "write_kv mla": (WriteShape(KINDS["fp8_e5m2"], BF16, BF16, 576, 512, 2, 2, 1, 32), 72),
     "merge_states bfloat16": (MergeShape(BF16, 128), 40),
+    "merge_pieces bfloat16": (pieces_of(TYPICAL, "sm_90"), 80),
+    "merge_pieces mla": (pieces_of(("bfloat16", "fp8_e4m3", (576, 512), CLASSES[0], 1), "sm_90"), 80),
     "copy_frames": (CopyShape(16, 32 << 10), 48),
     "copy_frames, odd": (CopyShape(1, 32 << 10), 48),
 }
@@ -161,6 +180,14 @@ def test_in_bulk_a_row_is_one_copy_that_an_mbarrier_counts(arch: str, tmp_path: 
     assert "FENCE.VIEW.ASYNC" in sass
     assert "LDGSTS" not in sass, "nothing is left to copies of 16 bytes"
     assert not re.findall(r"\b(?:LDL|STL)\b", sass), "local memory is used"
+
+
+@pytest.mark.parametrize("arch", ["sm_89", *BULK_ARCHS])
+def test_a_second_launch_waits_for_the_first_which_lets_it_begin(arch: str, tmp_path: Path) -> None:
+    shape = pieces_of(TYPICAL, arch)
+    for kernel, instruction in (("paged_attention", "PREEXIT"), ("merge_pieces", "ACQBULK")):
+        sass = disassembled(cuda_compile.compile_cubin(kernel, shape.macros, arch).cubin, tmp_path)
+        assert (instruction in sass) == (arch in BULK_ARCHS)
 
 
 def test_bulk_copies_are_refused_where_the_gpu_has_none() -> None:

@@ -16,18 +16,24 @@ import pytest
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import cuda_compile, cuda_launch, cuda_moves
+from pagedkv.kernels import cuda_compile, cuda_early, cuda_launch, cuda_moves
 from pagedkv.kernels.cuda_driver import Driver
 from pagedkv.kernels.cuda_launch import LAYOUT, PARAMS
 from pagedkv.kernels.cuda_moves import COPY_LAYOUT, MERGE_LAYOUT, WRITE_LAYOUT
 from pagedkv.kernels.cuda_shapes import CopyShape
 from tests.cases import Case
-from tests.cuda.emulator import COMPILER, Emulator, call_of
+from tests.cuda.emulator import COMPILER, Emulator, call_of, compiled
 
 if TYPE_CHECKING:
     from pagedkv.kernels.cuda_shapes import Specialisation
 
-LAYOUTS = {"paged_attention": LAYOUT, "write_kv": WRITE_LAYOUT, "merge_states": MERGE_LAYOUT, "copy_frames": COPY_LAYOUT}
+LAYOUTS = {
+    "paged_attention": LAYOUT,
+    "merge_pieces": LAYOUT,
+    "write_kv": WRITE_LAYOUT,
+    "merge_states": MERGE_LAYOUT,
+    "copy_frames": COPY_LAYOUT,
+}
 TORCH_CONTEXT, OTHER_CONTEXT = 7000, 7001
 
 
@@ -44,7 +50,8 @@ class Recorder:
         self.allowed_shared: dict[int, int] = {}
         self.current, self.capturing, self.stream_handle = TORCH_CONTEXT, False, 0x5000
         self.emulator, self.run = emulator, emulator is not None
-        self.driver = Driver(self, self)  # type: ignore[arg-type]
+        self.driver = Driver(self, self, self.launch_early)  # type: ignore[arg-type]
+        self.early: list[int] = []
         load = self.driver._load
         monkeypatch.setattr(self.driver, "_load", lambda shape: (self.loaded.append(shape), load(shape))[1])
         monkeypatch.setattr(cuda_compile, "cubin_for", lambda kernel, macros, arch: f"{kernel} {arch}".encode())
@@ -80,6 +87,10 @@ class Recorder:
         if attribute == self.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
             assert value <= self.shared_per_block
             self.allowed_shared[function] = value
+
+    def launch_early(self, function: int, *arguments: int) -> None:
+        self.early.append(len(self.launches))
+        self.launchKernel(function, *arguments)
 
     def launchKernel(self, function: int, *arguments: int) -> None:
         grid, block, (shared, stream, pointers, extra) = arguments[:3], arguments[3:6], arguments[6:]
@@ -265,6 +276,59 @@ def test_a_launch_costs_the_host_little(monkeypatch: pytest.MonkeyPatch) -> None
         took.append(time.perf_counter() - began)
     print(f"attend: {sorted(took)[100] * 1e6:.1f} us")
     assert sorted(took)[20] < 60e-6
+
+
+def test_pieces_are_merged_by_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    for split_tokens in (None, 16):  # 16: one unit, so that its chunks are shared
+        built = Case(q_lens=(1,), kv_lens=(64,), heads=(2, 1), dtype="bfloat16", split_tokens=split_tokens).build()
+        cuda_launch.attend(call_of(built), recorder.driver, cuda_launch.Ways(second_launch=True))
+    assert [shape.kernel for shape in recorder.loaded] == ["paged_attention", "merge_pieces"]
+    assert recorder.early == [1, 3]
+    first, second = recorder.launches[:2]
+    assert first[1:3] == second[1:3], "the same CTAs make the same plan"
+    assert second[3] == 0
+
+
+HEADER = """
+#include <cstddef>
+typedef struct {
+    int id;
+    char pad[8 - sizeof(int)];
+    union { char pad[64]; int programmaticStreamSerializationAllowed; } value;
+} CUlaunchAttribute;
+typedef struct {
+    unsigned int gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
+    void* hStream;
+    CUlaunchAttribute* attrs;
+    unsigned int numAttrs;
+} CUlaunchConfig;
+extern "C" size_t seen[15] = {};
+extern "C" int cuLaunchKernelEx(const CUlaunchConfig* c, void* function, void** params, void** extra) {
+    const size_t all[] = {c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ, c->sharedMemBytes,
+        (size_t)c->hStream, c->numAttrs, (size_t)c->attrs->id, (size_t)c->attrs->value.programmaticStreamSerializationAllowed,
+        (size_t)function, (size_t)params, (size_t)extra, sizeof(CUlaunchConfig) * 1000 + sizeof(CUlaunchAttribute)};
+    for (int i = 0; i < 15; ++i) seen[i] = all[i];
+    return (int)c->gridDimZ - 1;
+}
+"""
+"""The driver's side of the launch, as its header lays it out; a grid of a z that is not 1 is an error."""
+
+
+@pytest.mark.skipif(not COMPILER or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy")
+def test_the_driver_is_told_that_a_launch_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import driver
+
+    library = ctypes.CDLL(str(compiled("driver", {"driver.cpp": HEADER}, ("-O1", "-fPIC", "-shared"))))
+    monkeypatch.setattr(cuda_early, "library", lambda: library)
+    cuda_early.launch_early(0x123456789AB, 7, 1, 1, 128, 1, 1, 4096, 0x23456789ABC, 0x3456789ABCD, 0)
+    attributes, sizes = (1, cuda_early.MAY_BEGIN_EARLY, 1), ctypes.sizeof(cuda_early.Config) * 1000 + ctypes.sizeof(cuda_early.Attribute)
+    expected = [7, 1, 1, 128, 1, 1, 4096, 0x23456789ABC, *attributes, 0x123456789AB, 0x3456789ABCD, 0, sizes]
+    assert list((ctypes.c_size_t * 15).in_dll(library, "seen")) == expected
+    raised: list[int] = []
+    monkeypatch.setattr(driver, "check_status", raised.append)
+    cuda_early.launch_early(1, 7, 1, 2, 128, 1, 1, 0, 0, 0, 0)
+    assert raised == [1], "what the driver answers is looked at"
 
 
 def test_moves_are_launched_through_the_same_seam(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ MISTAKES = {
     "a team does not wait for its lanes": Planted("paged_attention.cuh", "sync_team(me.team);  //", "//"),
     "nobody waits for the copies": Planted("stages.cuh", "ptx::copy_wait<STAGES - 2>();", "{}"),
     "one copy too few is waited for": Planted("stages.cuh", "copy_wait<STAGES - 2>", "copy_wait<STAGES - 1>"),
-    "a stage is read that was not written": Planted("paged_attention.cuh", "u32 reading = 0,", "u32 reading = STAGES - 1,"),
-    "a stage is filled while it is read": Planted("paged_attention.cuh", "filling = STAGES - 1;", "filling = STAGES - 2;"),
+    "a stage is read that was not written": Planted("paged_attention.cuh", "u32 reading = 0,", "u32 reading = 1,"),
+    "a stage is filled while it is read": Planted("paged_attention.cuh", "filling + 1 == STAGES ? 0", "filling + 2 >= STAGES ? 0"),
     "stages become sums too early": Planted("paged_attention.cuh", "ptx::sync_block();  // the stages become", "// the stages become"),
     "sums become stages too early": Planted("paged_attention.cuh", "ptx::sync_block();  // the sums' memory", "// the sums' memory"),
     "nobody waits to hear who is last": Planted("paged_attention.cuh", "ptx::sync_block();\n    ptx::fence();", "ptx::fence();"),
@@ -91,7 +91,7 @@ BULK = {
         "stages.cuh", "if (lane == 0) ptx::barrier_arrive_expecting(", "if (lane == 33) ptx::barrier_arrive_expecting("
     ),
     "every lane arrives": Planted("stages.cuh", "if (lane == 0) ptx::barrier_arrive_expecting(", "ptx::barrier_arrive_expecting("),
-    "a stage is copied to while it is read": Planted("paged_attention.cuh", "filling = STAGES - 1;", "filling = STAGES - 2;"),
+    "a stage is copied to while it is read": Planted("paged_attention.cuh", "filling + 1 == STAGES ? 0", "filling + 2 >= STAGES ? 0"),
     "copies are not fenced from what was there": Planted("stages.cuh", "    ptx::fence_async();\n", ""),
     "mbarriers are not shown to copies": Planted("stages.cuh", "            ptx::fence_barrier_init();\n", ""),
     "mbarriers lie where sums will": Planted("shape.cuh", "(BARRIERS_AT + 8 * NUM_BARRIERS + 127)", "(BARRIERS_AT + 127)"),
@@ -130,6 +130,43 @@ def test_copied_in_bulk_or_piece_by_piece_the_bits_are_the_same(case: Case) -> N
         machine.attend(call)
         results.append((call.out.float().nan_to_num(7.0), call.lse.nan_to_num(7.0, neginf=9.0)))
         assert {shape.bulk for shape in machine.launches} == {int(machine.ways.bulk)}
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+PIECES = {
+    "nobody waits for the first launch": Planted("merge_pieces.cuh", "ptx::wait_for_last_grid();", ""),
+    "one thread waits for all": Planted(
+        "merge_pieces.cuh", "ptx::wait_for_last_grid();", "if (ptx::thread_index() == 0) ptx::wait_for_last_grid();"
+    ),
+    "a piece is left out": Planted("merge.cuh", "for (i32 piece = 1;", "for (i32 piece = 2;"),
+    "what one CTA did alone is merged": Planted("merge_pieces.cuh", " && plan.num_partials() > 1", ""),
+    "no unit is merged": Planted("merge_pieces.cuh", "plan.num_partials() > 1", "plan.num_partials() > 9999"),
+    "sums become stages while they are stored": Planted(
+        "paged_attention.cuh", "ptx::sync_block();  // the stages take the sums' memory back\n    } else", "} else"
+    ),
+}
+
+
+def in_pieces() -> Emulator:
+    machine = Emulator(8)
+    machine.ways = Ways(second_launch=True)
+    return machine
+
+
+@pytest.mark.parametrize("mistake", PIECES)
+def test_a_planted_mistake_in_merging_pieces_is_caught(mistake: str) -> None:
+    machine = planted(PIECES[mistake], in_pieces())
+    assert any(catches(case, machine) for case in (*CASES, Case((1,) * 2, (333,) * 2, heads=(4, 2), dtype="bfloat16", split_tokens=40)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pieces_merged_by_a_second_launch_or_by_the_last_to_arrive_have_the_same_bits(case: Case) -> None:
+    results = []
+    for machine in (in_pieces(), Emulator(8)):
+        call = call_of(case.build())
+        machine.attend(call)
+        results.append((call.out.float().nan_to_num(7.0), call.lse.nan_to_num(7.0, neginf=9.0)))
+        assert machine.ways.second_launch or "merge_pieces" not in [shape.kernel for shape in machine.launches]
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 

@@ -74,16 +74,16 @@ def test_shapes_fit_the_sm(dims: tuple[int, int], shared: tuple[int, int], row_c
 @needs_compiler
 def test_bulk_copies_are_a_candidate_of_their_own_that_is_only_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     case = registry.Case(device="cuda", dtype="bfloat16", head_dim=128)
-    cuda_bulk._too_old.cache_clear()
+    cuda.too_old.cache_clear()
     monkeypatch.setattr(cuda, "machine_objections", tuple)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     assert cuda.objections(case) == []
     assert cuda_bulk.objections(case) == ["the GPU is 8.9; bulk copies need compute capability 9.0"]
-    cuda_bulk._too_old.cache_clear()
+    cuda.too_old.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert cuda_bulk.objections(case) == []
-    cuda_bulk._too_old.cache_clear()
+    cuda.too_old.cache_clear()
     order = [kernel.name for kernel in registry.KERNELS]
     assert order.index("cuda") < order.index("cuda-bulk"), "auto finds the measured one first"
     machine, call = Emulator(), call_of(Case(dtype="bfloat16").build())
