@@ -83,7 +83,7 @@ REST = [(wish, arch) for wish in VARIANTS for arch in ARCHITECTURES if (wish, ar
 
 def test_what_is_not_marked_is_code_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVRTC 13.0 takes a generic lambda for a function of the host, and refuses it, as every NVRTC does a plain function."""
-    plain = "int one() { return 1; }\nextern \"C\" __global__ void bare(int* to) { *to = one(); }\n"
+    plain = 'int one() { return 1; }\nextern "C" __global__ void bare(int* to) { *to = one(); }\n'
     monkeypatch.setattr(cuda_compile, "sources", lambda: {"bare.cuh": plain})
     assert cuda_compile.compile_cubin("bare", {}, "sm_90").cubin.startswith(b"\x7fELF")
 
