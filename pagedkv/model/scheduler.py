@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagedkv.errors import InvalidRequest, OutOfFrames
+from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from pagedkv.model.request import Completion, Request, StopStrings
 from pagedkv.model.sampler import skip
 
@@ -103,10 +103,11 @@ class Scheduler:
         while work:
             try:
                 return work, self.cache.plan([s.space for s, _ in work if s.space is not None], [count for _, count in work])
-            except OutOfFrames:
-                if len(self.running) == 1:
+            except OutOfFrames as why:  # at a quota only the tenant's own sequences make room
+                blamed = [s for s in self.running if not isinstance(why, QuotaExceeded) or s.completion.request.tenant == why.tenant]
+                if len(blamed) == 1:
                     raise
-                self.preempt(self.running[-1])
+                self.preempt(blamed[-1])
                 work = self._choose(admit=False)
         return [], None
 
@@ -156,10 +157,12 @@ class Scheduler:
         manager, everyone = self.cache.manager, (*self.running, sequence)
         if self.running and (sum(len(s.heads) for s in everyone) > self.limits.max_sequences or manager.available <= self._refused_at):
             return False
-        space = self.cache.open(sequence.tokens, tenant=sequence.completion.request.tenant)
+        tenant = sequence.completion.request.tenant
+        space = self.cache.open(sequence.tokens, tenant=tenant)
         sequence.space = space
-        wanted = sum(self._unmapped(s) + len(s.heads) - 1 for s in everyone)  # a tail of its own for each sample yet to be born
-        if self.running and not manager.admits(wanted):
+        own = sum(self._wanted(s) for s in everyone if s.completion.request.tenant == tenant)
+        fits = sum(map(self._wanted, everyone)) <= manager.available - manager.reserve and manager.admits(own, tenant=tenant)
+        if self.running and not fits:
             sequence.space = None
             space.release()
             self._refused_at = manager.available
@@ -170,7 +173,8 @@ class Scheduler:
         sequence.admitted = True
         return True
 
-    def _unmapped(self, sequence: Sequence) -> int:
-        """Frames that the rest of what is known of `sequence` will take: promised, and not yet planned."""
+    def _wanted(self, sequence: Sequence) -> int:
+        """Frames that the rest of what is known of `sequence` will take, promised and not yet planned, and a tail for each sample to come."""
         needed, at_once = self.cache.frames_for, self.limits.max_batch_tokens
-        return needed(len(sequence.tokens), at_once) - needed(len(sequence.tokens) - sequence.remaining, at_once)
+        unmapped = needed(len(sequence.tokens), at_once) - needed(len(sequence.tokens) - sequence.remaining, at_once)
+        return unmapped + len(sequence.heads) - 1

@@ -53,7 +53,8 @@ def test_one_heads_page_is_one_contiguous_run(spec: KVSpec) -> None:
     layer = Storage(spec, num_frames=2).layers[0]
     for pool in (layer.k, layer.v):
         assert pool[1, :, 0].is_contiguous()
-        assert pool.stride(2) == pool.shape[1] * pool.stride(1)  # the next head follows at once
+        heads = pool[1].transpose(0, 1)  # of a single one torch 2.8 gives the stride as 1
+        assert heads.is_contiguous()  # the next head follows at once
     assert layer.k.data_ptr() % 64 == 0
     assert layer.v.data_ptr() % 64 == 0
 

@@ -86,6 +86,21 @@ def test_a_pool_too_small_for_all_costs_time_and_no_token(num_frames: int, check
     assert idle(engine)
 
 
+def test_a_tenant_at_its_quota_preempts_its_own_sequences_and_nobody_elses(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine, params = build(checkpoint("llama")), SamplingParams(max_tokens=NUM_TOKENS)
+    engine.cache.set_quota(b"small", hard=17)  # its three sequences want 28
+    engine.cache.set_quota(b"", hard=1)  # nobody's, and no measure for others
+    preempted: list[bytes] = []
+    preempt = engine.scheduler.preempt
+    engine.scheduler.preempt = lambda s: (preempted.append(s.completion.request.tenant), preempt(s))  # type: ignore[assignment, func-returns-value]
+    requests = [engine.submit(prompt_of(n), params, tenant=tenant) for n in LENGTHS for tenant in (b"small", b"large")]
+    while engine.has_work:
+        engine.step()
+    assert outputs(requests) == [tokens for tokens in expected("llama", checkpoint("llama")) for _ in range(2)]
+    assert set(preempted) == {b"small"}
+    assert idle(engine)
+
+
 def test_forty_prompts_through_a_pool_that_holds_three(checkpoint: Callable[[str], Checkpoint]) -> None:
     prompts = [prompt_of(40 + 3 * i, seed=i) for i in range(40)]
     params = SamplingParams(max_tokens=30)
