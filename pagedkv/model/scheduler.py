@@ -174,7 +174,7 @@ class Scheduler:
         return True
 
     def _wanted(self, sequence: Sequence) -> int:
-        """Frames that the rest of what is known of `sequence` will take, promised and not yet planned, and a tail for each sample to come."""
+        """Frames that what is left of `sequence` will take, promised and not yet planned, and a tail for each sample to come."""
         needed, at_once = self.cache.frames_for, self.limits.max_batch_tokens
         unmapped = needed(len(sequence.tokens), at_once) - needed(len(sequence.tokens) - sequence.remaining, at_once)
         return unmapped + len(sequence.heads) - 1
