@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cuda_launch, cuda_moves, cuda_shapes
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ FLOATS: Final = ("float32", "bfloat16", "float16")
 
 
 def objections(case: Case) -> list[str]:
-    """Why these kernels cannot serve `case`: of this machine, then of the case."""
-    return [*machine_objections(), *case_objections(case)]
+    """Why these kernels cannot serve `case`: of this machine, of the case, and of the case on this machine's GPU."""
+    found = [*machine_objections(), *case_objections(case)]
+    return found or room_objections(case, shared_memory())
 
 
 def case_objections(case: Case) -> list[str]:
@@ -51,6 +53,30 @@ def _dim_objections(name: str, dim: int | None, case: Case) -> list[str]:
     if dim is None or (dim % unit == 0 and 0 < dim <= cuda_shapes.LARGEST_HEAD_DIM):
         return []
     return [f"{name} is {dim}; with head dims {dims[0]}/{dims[1]} it takes multiples of {unit} up to {cuda_shapes.LARGEST_HEAD_DIM}"]
+
+
+def room_objections(case: Case, shared: tuple[int, int]) -> list[str]:
+    """Whether attention, as far as `case` is known, fits into so much shared memory: of a CTA, of an SM."""
+    if case.op != "paged_attention" or case.dtype is None or case.kv_dtype not in cuda_shapes.KINDS or case.head_dim is None:
+        return []
+    kinds = (cuda_shapes.KINDS[case.dtype], cuda_shapes.KINDS[case.kv_dtype])
+    keys = cuda_shapes.Keys(token_scales=int("token_head_scale" in case.features), v_in_k=1)  # at best V needs no room of its own
+    try:
+        for rows in cuda_shapes.CLASSES:
+            cuda_shapes.shape_for(kinds, (case.head_dim, case.head_dim_v or case.head_dim), rows, keys, shared)
+    except InvalidRequest as why:
+        return [str(why)]
+    return []
+
+
+@cache
+def shared_memory() -> tuple[int, int]:
+    """Bytes of it that a CTA may have, and that an SM has; without a torch that tells, no limit."""
+    about = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    return (
+        getattr(about, "shared_memory_per_block_optin", 1 << 30),
+        getattr(about, "shared_memory_per_multiprocessor", 1 << 30),
+    )
 
 
 @cache

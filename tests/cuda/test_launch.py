@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -76,6 +78,7 @@ def test_bulk_copies_are_a_candidate_of_their_own_that_is_only_taken_by_name(mon
     case = registry.Case(device="cuda", dtype="bfloat16", head_dim=128)
     cuda.too_old.cache_clear()
     monkeypatch.setattr(cuda, "machine_objections", tuple)
+    monkeypatch.setattr(cuda, "shared_memory", lambda: H200)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     assert cuda.objections(case) == []
@@ -96,6 +99,24 @@ def test_bulk_copies_are_a_candidate_of_their_own_that_is_only_taken_by_name(mon
 def test_what_cannot_fit_says_so() -> None:
     with pytest.raises(InvalidRequest, match="more shared memory than the 20000 bytes"):
         shape_for(BF16, (256, 256), CLASSES[0], Keys(), (20000, 20000))
+
+
+def test_heads_that_do_not_fit_the_gpu_are_an_objection_and_no_surprise_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = registry.Case(device="cuda", dtype="float32", kv_dtype="float32", head_dim=576, head_dim_v=512)
+    assert cuda.room_objections(wide, H200) == []
+    assert cuda.room_objections(wide._replace(dtype="bfloat16", kv_dtype="bfloat16"), AD102) == []
+    assert cuda.room_objections(wide._replace(kv_dtype=None), AD102) == [], "not known yet"
+    about = SimpleNamespace(shared_memory_per_block_optin=AD102[0], shared_memory_per_multiprocessor=AD102[1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: about)
+    monkeypatch.setattr(cuda, "machine_objections", tuple)
+    cuda.shared_memory.cache_clear()
+    try:
+        assert len(found := cuda.objections(wide)) == 1
+        assert "head dims (576, 512) need more shared memory than the 101376 bytes of this GPU" in found[0]
+        assert cuda.objections(wide._replace(head_dim=128, head_dim_v=128)) == []
+    finally:
+        cuda.shared_memory.cache_clear()
 
 
 def test_rows_that_begin_at_odd_addresses_are_refused_with_a_remedy() -> None:
