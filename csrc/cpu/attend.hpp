@@ -214,6 +214,12 @@ struct Walk {
 
 #if defined(PAGEDKV_AVX512)
 
+    // How many rows see no key of the tile from the t-th on.
+    int64_t rows_before(const Tile& tile, int64_t t) const {
+        int64_t rows = a.causal && !a.tree.data ? (tile.first + t - position) * G : 0;
+        return rows < 0 ? 0 : rows < rows_per_head ? rows : rows_per_head;
+    }
+
     // Keys of 32 a panel. While one is multiplied, the next one is asked for, and the values of these keys.
     void keys_packed(const Tile& tile, int64_t h) {
         const Element* at[AT_ONCE];
@@ -225,8 +231,9 @@ struct Walk {
             pack_keys<M>(at, count, room.Dp, reinterpret_cast<vi*>(packed));
             Soon soon[2] = {{tile.v + t, h * a.v.stride[2], count, v_bytes}, {tile.k + after, h * a.k.stride[2], panel(after), k_bytes}};
             if (after >= tile.padded) soon[1] = {tile.k, (h + 1) * a.k.stride[2], h + 1 < u.k1 ? panel(0) : 0, k_bytes};
-            score_packed<M>(q + row_of(h, 0) * room.Dp, rows_per_head, room.Dp, reinterpret_cast<vi*>(packed), count,
-                            scores + row_of(h, 0) * TILE + t, soon);
+            int64_t blind = rows_before(tile, t) / 8 * 8, row = row_of(h, blind);
+            score_packed<M>(q + row * room.Dp, rows_per_head - blind, room.Dp, reinterpret_cast<vi*>(packed), count, scores + row * TILE + t,
+                            soon);
         }
     }
 
@@ -234,12 +241,16 @@ struct Walk {
     void values_packed(const Tile& tile, const Tile& next, int64_t h) {
         const Element* at[TILE];
         readable(tile.v, h * a.v.stride[2], tile.padded, tile.n, direct_v ? 0 : a.Dv, room.Dvp, v_bytes, nullptr, at);
-        int64_t cells = (tile.n + Cells<M>::WIDE - 1) / Cells<M>::WIDE;
+        const auto cells_for = [&](int64_t r) {  // as many as row r sees
+            int64_t low, high;
+            visible(tile, r, low, high);
+            return (high + Cells<M>::WIDE - 1) / Cells<M>::WIDE;
+        };
         Soon keys{next.k, u.k0 * a.k.stride[2], h + 1 == u.k1 ? (next.n < AT_ONCE ? next.n : AT_ONCE) : 0, k_bytes};
         for (int64_t d = 0; d < room.Dvp; d += 32) {
-            pack_values<M>(at, cells, d, reinterpret_cast<vi*>(packed));
-            weigh_packed<M>(state.o + row_of(h, 0) * room.Dvp + d, rows_per_head, room.Dvp, reinterpret_cast<vi*>(packed), cells,
-                            M::weights_from(scores + row_of(h, 0) * TILE, 0), keys);
+            pack_values<M>(at, cells_for(rows_per_head - 1), d, reinterpret_cast<vi*>(packed));
+            weigh_packed<M>(state.o + row_of(h, 0) * room.Dvp + d, rows_per_head, room.Dvp, reinterpret_cast<vi*>(packed), cells_for,
+                            scores + row_of(h, 0) * TILE, keys);
         }
     }
 
@@ -359,8 +370,8 @@ inline void finish(const Attention& a, const Unit& u, const Room& room, State s)
             float m = s.m[row], l = s.l[row], keep = 1.0f;
             if (a.sinks.data) {  // a logit that takes part and carries no value
                 float sink = *reinterpret_cast<const float*>(a.sinks.data + head * a.sinks.stride[0]), top = sink > m ? sink : m;
-                keep = m == NOTHING ? 0.0f : __builtin_expf(m - top);
-                l = l * keep + (sink == NOTHING ? 0.0f : __builtin_expf(sink - top));
+                const auto share = [&](float x) { return x == NOTHING ? 0.0f : x == top ? 1.0f : __builtin_expf(x - top); };  // also of infinity
+                keep = share(m), l = l * keep + share(sink);
                 m = top;
             }
             char* out = a.out.data + token * a.out.stride[0] + head * a.out.stride[1];

@@ -6,11 +6,12 @@
 //     values    [cell of keys][32 columns]: two rows of bfloat16 interleaved, or rows of floats; columns in the order of modes.hpp
 //     products  8 rows x 32 keys (or columns) in 16 accumulators: for every cell 2 loads, 8 broadcasts, 16 vdpbf16ps or FMA
 //
-// A panel of keys or values is 16 KB and stays in the first cache while all rows pass; q, o and scores of 128 rows are 64 KB each and lie in the
-// second. Keys of 128 are multiplied with values at once, so o passes through once for every 128 keys.
-// Bytes: with 128 rows a head, packing takes a twentieth of the time. What is packed next is asked for during the products (`Soon`): packing
-// took a seventh without that.
-// Tuned: 2 cores, Zen 5, where FMA of one core peak at 242 GFLOP/s: the products reach 225, float32 prefills 200. docs/cpu-kernels.md.
+// A panel of keys or values is 16 KB and stays in the first cache while all rows pass; q, o and scores of 256 rows are 128 KB each and lie in
+// the second. Weights of 128 keys are multiplied with their values at once, so o passes through once for every 128 keys. Rows that see
+// nothing of a panel are left out.
+// Bytes: with 128 rows a head, packing takes a twentieth of the time, with 256 half of that. What is packed next is asked for during the
+// products (`Soon`): packing took a seventh without that.
+// Tuned: 2 cores, Zen 5, where FMA of one core peak at 242 GFLOP/s: the products reach 225, float32 prefills 210. docs/cpu-kernels.md.
 
 template <class M>
 struct Cells {
@@ -107,11 +108,14 @@ __attribute__((noinline)) void score_packed(const typename M::Element* q, int64_
     });
 }
 
-// o[r] += p[r] . v for all rows and 32 columns; o has rows of dim, p has rows of TILE floats, whatever it holds.
-template <class M>
-__attribute__((noinline)) void weigh_packed(float* o, int64_t rows, int64_t dim, const vi* values, int64_t cells, const float* p, Soon& soon) {
+// o[r] += p[r] . v for all rows, 32 columns and the first cells_for(r) cells, as many as for row r - 1 or more; o has rows of dim, p has rows
+// of TILE floats, whatever it holds.
+template <class M, class F>
+__attribute__((noinline)) void weigh_packed(float* o, int64_t rows, int64_t dim, const vi* values, const F& cells_for, const float* p,
+                                            Soon& soon) {
     by_rows(rows, [&](auto R, int64_t r) __attribute__((always_inline)) {
         vf sums[2 * R.value];
+        int64_t cells = cells_for(r + R.value - 1);
         unroll<2 * R.value>(EACH(i) { sums[i] = load(o + (r + i / 2) * dim + i % 2 * 16); });
         soon.ask(1);
         product<M, R.value>(reinterpret_cast<const char*>(p + r * TILE), 4 * TILE, values, 2, cells, sums);

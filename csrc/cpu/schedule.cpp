@@ -1,6 +1,6 @@
 // From a call to units of work, and from units to threads.
 //
-//     sequence -> tiles of queries (up to 128 rows of one kv head) -> groups of kv heads (up to 128 rows) -> runs of chunks of keys
+//     sequence -> tiles of queries (up to 256 rows of one kv head) -> groups of kv heads (up to 128 rows) -> runs of chunks of keys
 //
 // A decode step's tile is one query with all kv heads, so that a unit walks whole frames. Keys are cut only where there are too few units
 // to keep every thread busy to the end: then a unit leaves partial states, and the last of its group to arrive folds them, in the order of
@@ -22,7 +22,8 @@
 namespace pagedkv {
 namespace {
 
-constexpr int64_t ROWS_PER_HEAD = 128, ROWS_PER_UNIT = 128;
+constexpr int64_t ROWS_PER_UNIT = 128;
+constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;          // q, o and scores of the rows of a tile stay in the second cache
 constexpr int64_t UNITS_PER_THREAD = 8, LEAST_CHUNK = 256;  // keys
 constexpr int64_t BYTES_PER_THREAD = 128 << 10;             // a thread more is not worth waking for less
 
@@ -76,7 +77,7 @@ Span span_of(const Attention& a, int64_t b, int64_t i0, int64_t i1) {
 
 // All units that hold whole rows; keys are not cut yet.
 void whole_units(const Attention& a, Plan& plan) {
-    int64_t G = a.H / a.K, per_tile = std::max<int64_t>(1, ROWS_PER_HEAD / G);
+    int64_t G = a.H / a.K, per_tile = std::max<int64_t>(1, (a.D + a.Dv > MANY_DIMS ? MOST_ROWS / 2 : MOST_ROWS) / G);
     for (int64_t b = 0; b < a.B; b++) {
         int64_t m = a.cu_seqlens_q[b + 1] - a.cu_seqlens_q[b], tiles = (m + per_tile - 1) / per_tile;
         for (int64_t tile = tiles - 1; tile >= 0; tile--) {

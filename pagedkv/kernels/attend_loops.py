@@ -298,8 +298,8 @@ def _finish(c: Any, b: int, rows: Any, state: int) -> None:
                     sink = _floats(c[SINKS] + head * c[SINKS + 1], 1)[0]
                     top = sink if sink > m else m
                     if top > -np.inf:
-                        factor = np.float32(math.exp(m - top))
-                        l = l * factor + np.float32(math.exp(sink - top))
+                        factor = np.float32(1) if m == top else np.float32(math.exp(m - top))  # also of infinity
+                        l = l * factor + (np.float32(1) if sink == top else np.float32(math.exp(sink - top)))
                         m = top
                 lse = -np.inf if l == 0 else m + math.log(l)
                 _store(c[Q_KIND], o, dv, np.float32(0) if l == 0 else factor / l, c[OUT] + (start + i) * c[OUT + 1] + head * c[OUT + 2])

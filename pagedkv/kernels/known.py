@@ -1,7 +1,7 @@
 """Calls that need no second check: one of the same signature was checked before, and the C++ kernels can serve it at once.
 
 What `checks` looks at without PAGEDKV_DEBUG, and what `registry` chooses by, is the **signature** of a call: dtypes, devices, shapes and
-strides of its tensors, its options, the registry and the PAGEDKV_* variables. csrc/cpu/calls.cpp remembers the signatures that were found
+strides of its tensors, its options, the registry and the PAGEDKV_* variables. csrc/cpu/known.hpp remembers the signatures that were found
 good and compares them whole; a call that differs in anything goes through the checks. With PAGEDKV_DEBUG >= 1 nothing is remembered.
 
     public function  ->  at_once(...)  ->  results                           a few microseconds, and no dispatcher of torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -42,6 +43,19 @@ def test_each_instruction_set_keeps_the_contract(case: Case) -> None:
     assert np.abs(lse[seen] - right).max(initial=0.0) <= allowed_error(case, right, low)
 
 
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("backend", ["cpu", "numba"])
+def test_a_sink_of_infinity_takes_everything_and_one_of_minus_infinity_nothing(backend: str) -> None:
+    built = Case(q_lens=(1, 3), kv_lens=(40, 3), heads=(4, 2)).build()
+    out, lse = Runner(backend, "cpu").attend(built, sinks=torch.tensor([torch.inf, -torch.inf, 0.0, torch.inf]))
+    plain, plain_lse = Runner(backend, "cpu").attend(built)
+    assert (out[:, [0, 3]] == 0).all()
+    assert (lse[:, [0, 3]] == torch.inf).all()
+    assert torch.equal(out[:, 1], plain[:, 1])
+    assert torch.equal(lse[:, 1], plain_lse[:, 1])
+    assert (out[:, 2].abs() < plain[:, 2].abs()).all()
+
+
 def test_an_unknown_instruction_set_is_answered_with_those_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDKV_CPU_ISA", "avx1024")
     with pytest.raises(InvalidRequest, match="PAGEDKV_CPU_ISA is 'avx1024'; this processor and build have: .*portable"):
@@ -58,6 +72,30 @@ print(KERNELS[0].refuse(Case())[0])
 """
     run = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
     assert run.stdout.startswith("the extension is not built: ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of the process in /proc")
+def test_calls_on_several_threads_start_none_beside_torchs_own() -> None:
+    code = """
+import os
+import torch
+from pagedkv.kernels import cpu
+from tests.cases import Case
+from tests.kernels.conftest import Runner
+torch.set_num_threads(3)
+if cpu._cpu.runtime() == "OpenMP":
+    big = torch.randn(1 << 22)
+    big.exp_()
+    before = len(os.listdir("/proc/self/task"))
+    built = Case(q_lens=(1, 1), kv_lens=(9000, 9000), heads=(8, 8)).build()
+    Runner("cpu", "cpu").attend(built)
+    big.exp_()
+    assert len(os.listdir("/proc/self/task")) == before, before
+print("none")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    run = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    assert run.stdout == "none\n"
 
 
 def test_threads_are_torchs_own_where_it_has_openmp() -> None:
