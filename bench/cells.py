@@ -38,7 +38,7 @@ class Cell:
     def __str__(self) -> str:
         """What matters of it, short."""
         size = {
-            "decode": f"{self.batch} x {self.context:,}",
+            "decode": f"{self.batch} x {self.context:,}" + (f", {self.new} rows" if self.new > 1 else ""),
             "prefill": f"{self.new:,} of {self.context:,}",
             "write": f"{self.new:,} tokens",
             "call": "one call",

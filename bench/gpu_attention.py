@@ -38,11 +38,13 @@ ONE: Final = replace(BASE, batch=1, context=1024)
 LARGE_PAGES: Final = replace(BASE, block_size=128)
 RAGGED: Final = replace(BASE, lengths="zipf")
 FP8: Final = replace(BASE, kv="fp8_e4m3")
+DRAFTS: Final = replace(BASE, new=8)
+ONE_4K: Final = replace(BASE, batch=1)
 
 QUICK: Final = ((BASE, LARGE_PAGES, RAGGED, FP8), (MIDDLE,), (ONE,))
 GROUPS: Final = (
-    (BASE, LARGE_PAGES, RAGGED, FP8, replace(BASE, kv="int8"), replace(BASE, kv="int4")),
-    *((cell,) for cell in (LONG, MIDDLE, ONE_LONG, ONE, replace(BASE, batch=1))),
+    (BASE, LARGE_PAGES, RAGGED, FP8, DRAFTS, replace(BASE, kv="int8"), replace(BASE, kv="int4")),
+    *((cell,) for cell in (LONG, MIDDLE, ONE_LONG, ONE, ONE_4K)),
     *((cell,) for cell in (replace(BASE, head_dim=64), replace(BASE, heads=28, kv_heads=4), replace(BASE, kv_heads=32, batch=8))),
     (replace(BASE, batch=128, context=1024),),
 )
@@ -54,6 +56,7 @@ class Must:
     """A promise: `what` of `cell` ("us", "of_ceiling", or "ratio", its time over that of `twin`) is at least, or at most, `limit`.
 
     everywhere: it is no promise of an H200 alone.
+    by:         the backends that make it, as their names begin; all where it is empty.
     """
 
     cell: Cell
@@ -61,6 +64,7 @@ class Must:
     limit: float
     twin: Cell | None = None
     everywhere: bool = False
+    by: str = ""
 
     def told(self, found: float) -> str:
         """Whether it holds, in a line."""
@@ -80,12 +84,24 @@ MUSTS: Final = (
     Must(BASE, "ratio", 1.08, LARGE_PAGES, everywhere=True),
     Must(RAGGED, "ratio", 1.10, BASE, everywhere=True),
     Must(FP8, "ratio", 1 / 1.5, BASE, everywhere=True),
+    Must(BASE, "of_ceiling", 0.90, by="cuda"),
+    Must(LONG, "of_ceiling", 0.90, by="cuda"),
+    Must(MIDDLE, "us", 41, by="cuda"),
+    Must(ONE_LONG, "us", 41, by="cuda"),
+    Must(ONE, "us", 8, by="cuda"),
+    Must(ONE_4K, "us", 11, by="cuda"),
+    Must(BASE, "ratio", 1.05, LARGE_PAGES, everywhere=True, by="cuda"),
+    Must(RAGGED, "ratio", 1.05, BASE, everywhere=True, by="cuda"),
+    Must(FP8, "ratio", 1 / 1.6, BASE, everywhere=True, by="cuda"),
+    Must(DRAFTS, "ratio", 1.15, BASE, everywhere=True, by="cuda"),
 )
+FIXED_SPLIT, OF_FREE = 512, 1.05
+"""Keys of a chunk of the batch-invariant variant, ` split` after the backend's name; its time over the free split's is at most so much."""
 
 
 def ours(backend: str, pool: GpuPool, **options: Any) -> list[Step]:
     cell = pool.cell
-    q = torch.randn(cell.batch, cell.heads, cell.head_dim, device=pool.device).to(quant.DTYPES[cell.dtype])
+    q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim, device=pool.device).to(quant.DTYPES[cell.dtype])
     batches = [pool.batch() for _ in range(pool.calls)]
     return [lambda batch=batch: paged_attention(q, pool.layer, batch, backend=backend, **options) for batch in batches]
 
@@ -152,7 +168,9 @@ def variants_of(cell: Cell, backends: list[str], *, peers: bool) -> tuple[GpuPoo
         return None, {}, {"pool": _said(why)}
     makers: dict[str, Callable[[GpuPool], list[Step]]] = {"ceiling": ceiling}
     makers |= {name: lambda pool, name=name: ours(name, pool) for name in backends}  # type: ignore[misc]
-    for name, make in (makers | (PEERS if peers else {})).items():
+    if cell == BASE:
+        makers |= {f"{name} split": lambda pool, name=name: ours(name, pool, split_tokens=FIXED_SPLIT) for name in backends}  # type: ignore[misc]
+    for name, make in (makers | (PEERS if peers and cell.new == 1 else {})).items():
         try:
             found[name] = make(pool)
         except Exception as why:  # of code that is not ours, and of memory that is too small for it
@@ -185,12 +203,31 @@ def promises(rows: list[dict[str, Any]], backends: list[str], gpu: str) -> list[
     times = {(row["case"], row["who"]): row for row in rows if row["us"]}
     lines = []
     for must in (must for must in MUSTS if must.everywhere or "H200" in gpu):
-        for who in backends:
+        for who in (name for name in backends if name.startswith(must.by)):
             row, twin = times.get((str(must.cell), who)), times.get((str(must.twin), who))
             if row and (must.twin is None or twin):
                 found = row["us"] / twin["us"] if must.twin and twin else row[must.what]
                 if found is not None:
                     lines.append(f"{who}, {must.cell}: {must.told(found)}")
+    return lines + invariants(times, backends) + means(times, backends)
+
+
+def invariants(times: dict[tuple[str, str], dict[str, Any]], backends: list[str]) -> list[str]:
+    """What a fixed split costs, a line for each backend that was measured with one."""
+    case = str(BASE)
+    pairs = [(who, times.get((case, who)), times.get((case, f"{who} split"))) for who in backends]
+    must = Must(BASE, "ratio", OF_FREE)
+    return [f"{who}, {case}, split at {FIXED_SPLIT}: {must.told(split['us'] / free['us'])}" for who, free, split in pairs if free and split]
+
+
+def means(times: dict[tuple[str, str], dict[str, Any]], backends: list[str]) -> list[str]:
+    """How often as fast as each peer a backend is: the geometric mean over the cells where both were measured."""
+    lines = []
+    for who in backends:
+        for peer in PEERS:
+            ratios = [times[case, peer]["us"] / row["us"] for (case, name), row in times.items() if name == who and (case, peer) in times]
+            if ratios:
+                lines.append(f"{who}: {statistics.geometric_mean(ratios):.3g} times as fast as {peer} over {len(ratios)} cells")
     return lines
 
 

@@ -52,12 +52,12 @@ class GpuPool:
         return view[..., 0] if is_scale else view
 
     def batch(self) -> PagedBatch:
-        """A decode step over frames drawn at random."""
+        """A decode step over frames drawn at random; `new` tokens of each sequence, as when drafts are verified."""
         B, table = self.cell.batch, torch.full((self.cell.batch, max(self.pages)), -1, dtype=torch.int32)
         frames = iter(torch.randperm(self.num_frames)[: sum(self.pages)].int().split(self.pages))
         for row, (count, drawn) in enumerate(zip(self.pages, frames, strict=True)):
             table[row, :count] = drawn
-        none = torch.zeros(B, dtype=torch.int64, device=self.device)
+        none = torch.zeros(B * self.cell.new, dtype=torch.int64, device=self.device)
         lens = torch.tensor(self.cell.lens(), dtype=torch.int32, device=self.device)
-        starts = torch.arange(B + 1, dtype=torch.int32, device=self.device)
-        return PagedBatch(table.to(self.device), lens, starts, none, none, max_seqlen_q=1, max_seqlen_k=max(self.cell.lens()))
+        starts = torch.arange(B + 1, dtype=torch.int32, device=self.device) * self.cell.new
+        return PagedBatch(table.to(self.device), lens, starts, none, none, max_seqlen_q=self.cell.new, max_seqlen_k=max(self.cell.lens()))

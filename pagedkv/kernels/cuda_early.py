@@ -9,6 +9,7 @@ It knows the layout of these two and no kernel.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Final
 
 MAY_BEGIN_EARLY: Final = 6
@@ -44,6 +45,7 @@ def launch_early(function: int, *arguments: int) -> None:
     driver.check_status(launch(ctypes.byref(config), ctypes.c_void_p(function), ctypes.c_void_p(pointers), ctypes.c_void_p(extra)))
 
 
+@cache
 def library() -> ctypes.CDLL:
     """The driver, which CuPy has loaded already."""
     return ctypes.CDLL("libcuda.so.1")

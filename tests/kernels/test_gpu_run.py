@@ -104,8 +104,14 @@ def test_the_benchmark_measures_ours_and_peers_and_says_which_promises_hold(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ragged = replace(TINY, lengths="zipf")
-    monkeypatch.setattr(gpu_attention, "GROUPS", ((TINY, ragged),))
-    musts = (gpu_attention.Must(TINY, "us", 1e9), gpu_attention.Must(ragged, "ratio", 0.1, TINY, everywhere=True))
+    drafts = replace(TINY, new=3)
+    monkeypatch.setattr(gpu_attention, "BASE", TINY)
+    monkeypatch.setattr(gpu_attention, "GROUPS", ((TINY, ragged, drafts),))
+    musts = (
+        gpu_attention.Must(TINY, "us", 1e9),
+        gpu_attention.Must(TINY, "us", 2e9, by="cuda"),
+        gpu_attention.Must(ragged, "ratio", 0.1, TINY, everywhere=True),
+    )
     monkeypatch.setattr(gpu_attention, "MUSTS", (*musts, gpu_attention.Must(TINY, "of_ceiling", 0.0)))
     gpu_attention.main(["--backends", "triton", "cuda", "--repetitions", "1", "--out", str(tmp_path)])
     rows = [json.loads(line) for line in (tmp_path / "gpu-attention.jsonl").read_text().splitlines()]
@@ -115,9 +121,14 @@ def test_the_benchmark_measures_ours_and_peers_and_says_which_promises_hold(
     assert "flashinfer" in by_case[str(TINY), "flashinfer"]["why_not"]
     assert by_case[str(TINY), "cuda"]["why_not"]
     assert "ragged" in by_case[str(ragged), "sdpa"]["why_not"]
+    assert by_case[str(drafts), "triton"]["us"] > 0
+    assert (str(drafts), "sdpa") not in by_case, "peers decode one token"
     assert (tmp_path / "gpu-attention.svg").exists()
     told = capsys.readouterr().out
     assert f"triton, {TINY}: us" in told
+    assert f"triton, {TINY}, split at 512: ratio" in told
+    assert "triton: 1 times as fast as sdpa over 1 cells" in told
+    assert "2e+09" not in told, "a promise of another backend"
     assert "MISSED" in told
     assert "holds" in told
 
