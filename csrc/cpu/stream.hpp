@@ -311,8 +311,9 @@ struct Stream {
     }
 
     void keys(const Run& run, int64_t h, Ahead& far, Ahead& near) {
-        if (k_spans == 128 / C::SPAN) keys_of(Index<128 / C::SPAN>{}, run, h, far, near);  // the common head dimension
-        else keys_of(k_spans, run, h, far, near);
+        if constexpr (C::QUANTISED)  // unrolled for the common head dimension; more spans than two are slower so: float32 by 6 %
+            if (k_spans == 128 / C::SPAN) return keys_of(Index<128 / C::SPAN>{}, run, h, far, near);
+        keys_of(k_spans, run, h, far, near);
     }
 
     template <class Count>
