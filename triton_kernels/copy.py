@@ -2,7 +2,7 @@
 
     room[c] = storage[copies[c, 0]]   then   storage[copies[c, 1]] = room[c]        two launches of one kernel, in order on the stream
 
-Grid      (copies, runs of BLOCK words of a frame). A program moves one run.
+Grid      (copies * runs of BLOCK words of a frame), in one dim: the others end at 65535. A program moves one run.
 Words     A frame that is one run of memory, as a pool's is, is a run of bytes. Any other (a view across layers, every second head) is a
           box: its dims are merged where their strides allow, and an element's place is found by dividing through their sizes.
 Bytes     4 * frame_bytes per copy. The way through `room` costs twice the traffic of a direct copy: chains and cycles of frames need it,
@@ -40,8 +40,9 @@ def places(at, sizes, strides):
 @triton.jit
 def copy_kernel(pool, room, copies, copy_stride, frame_stride, sizes, strides, count, OUT: tl.constexpr, BLOCK: tl.constexpr):
     """One run of copy c between its frame and its place in `room`: out of the pool, to there; or back. copies: the column of frames."""
-    c = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    runs = tl.cdiv(count, BLOCK)
+    c, run = (tl.program_id(0) // runs).to(tl.int64), (tl.program_id(0) % runs).to(tl.int64)
+    at = run * BLOCK + tl.arange(0, BLOCK)
     inside = pool + tl.load(copies + c * copy_stride).to(tl.int64) * frame_stride + places(at, sizes, strides)
     beside = room + c * count + at
     if OUT:
@@ -59,7 +60,7 @@ def copy_frames(storage: Tensor, copies: Tensor) -> None:
     count = words[0].numel()
     room = words.new_empty((len(copies), count))
     for out, column in ((True, copies[:, 0]), (False, copies[:, 1])):
-        copy_kernel[len(copies), triton.cdiv(count, BLOCK)](
+        copy_kernel[(len(copies) * triton.cdiv(count, BLOCK),)](
             words, room, column, copies.stride(0), words.stride(0), sizes, strides, count, OUT=out, BLOCK=BLOCK
         )
 

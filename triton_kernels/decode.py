@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels.triton.elements import part_columns
-from pagedkv.kernels.triton.form import form_of, head_bytes, pool_of, rules_of, steps_of, tables_of
+from pagedkv.kernels.triton.form import FARTHEST, form_of, head_bytes, keys_of, pool_of, rules_of, steps_of, tables_of
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.plan import bounds, first_unit, line, pieces_of
 from pagedkv.kernels.triton.tile import finish, load_query, query_rows, settled, store_parts, walk
@@ -60,7 +60,7 @@ def decode_kernel(
             tl.store(part_lse + row, lse2, mask=ok)
             if FORM.one_launch:
                 tl.debug_barrier()  # the whole program has stored before one of its threads says so
-                before = tl.atomic_add(arrived + b * tl.num_programs(1) + h, 1, sem="acq_rel")
+                before = tl.atomic_add(arrived + b.to(tl.int64) * tl.num_programs(1) + h, 1, sem="acq_rel")
                 if before == pieces - 1:
                     parts = (part_out, part_lse, first_slot, pieces)
                     merge_rows(out, lse, parts, b, h, tables[4], rules[3], steps, ROWS, AT_ONCE, FORM)
@@ -178,11 +178,10 @@ def paged_decode(call: AttentionCall) -> None:
         max_queries = min(max_queries, call.max_seqlen_q)
     rows = triton.next_power_of_2(call.q.shape[1] // K * max_queries)
     M = max(16, min(tuned.M, rows))
-    crowded = M == 64 and call.tree_mask is not None  # a pointer into the mask for each score
-    form = replace(form_of(call, M=M, N=min(tuned.N, 32) if crowded else tuned.N), one_launch=tuned.one_launch)
+    form = replace(form_of(call, M=M, N=keys_of(call, M, tuned.N)), one_launch=tuned.one_launch)
     many_warps = M == 64 or (M == 32 and form.dtype == tl.float32)  # or accumulators spill
 
-    heads, unit = K * form.head_tiles, call.split_tokens or form.N
+    heads, unit = K * form.head_tiles, min(call.split_tokens or form.N, FARTHEST)
     units_per_sequence = max(1, -(-call.max_seqlen_k // unit))
     programs = max(1, min(target(call.q.device).processors * tuned.programs // heads, B * units_per_sequence))
     slots = B * units_per_sequence if form.split else programs + B if programs > 1 else 0

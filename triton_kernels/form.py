@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
 
 DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+FARTHEST: Final = 2**31 - 1
+"""Positions and lengths are int32: a window, or a `split_tokens`, beyond them all is as good as this one, and no kernel of its own."""
 KINDS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8", torch.uint8: "int4"}
 
 
@@ -126,14 +128,24 @@ def form_of(call: AttentionCall, M: int, N: int) -> Form:
     G, D, Dv = call.q.shape[1] // K, call.q.shape[2], call.out.shape[2]
     kind = KINDS.get(call.k.dtype, "")
     heads, on = min(G, M), tuning.target(call.q.device)
+    exact = "ieee" if max(D, Dv) > 256 else on.float32_products  # three products of TF32 of heads so wide fit no processor of 99 KiB
     return Form(
         dtype=DTYPES[call.q.dtype], kind=kind, S=S, G=G, D=D, Dv=Dv, M=M, N=N, heads=heads,
         whole_pages=S % N == 0 and (call.split_tokens or N) % N == 0,
         causal=call.causal, window=call.window is not None, softcap=call.softcap != 0, sinks=call.sinks is not None,
         alibi=call.alibi_slopes is not None, tree=call.tree_mask is not None,
         k_scale=_scale_kind(call.k_scale), v_scale=_scale_kind(call.v_scale),
-        v_in_k=_v_in_k(call, kind), native_fp8=on.native_fp8, float32_products=on.float32_products, split=call.split_tokens is not None,
+        v_in_k=_v_in_k(call, kind), native_fp8=on.native_fp8, float32_products=exact, split=call.split_tokens is not None,
     )  # fmt: skip
+
+
+def keys_of(call: AttentionCall, M: int, most: int) -> int:
+    """Keys of a tile of M rows: fewer than `most` where more than scores and outputs is held, so that nothing spills."""
+    one_byte = call.k.element_size() == 1
+    if M >= 64 and one_byte and tuning.target(call.q.device).arch.startswith("gfx"):  # e4m3 is converted by its bits
+        return min(most, 16)
+    crowded = (M > 16 and call.tree_mask is not None) or (M > 64 and one_byte)  # a pointer into the mask for each score; converted keys
+    return min(most, 32) if crowded else most
 
 
 def head_bytes(call: AttentionCall) -> int:
@@ -167,13 +179,19 @@ def pool_of(call: AttentionCall) -> tuple[Any, ...]:
 
 def tables_of(call: AttentionCall) -> tuple[Any, ...]:
     """Page table, the stride of its rows, which row is whose, lengths, and where queries begin."""
-    return call.block_table, call.block_table.stride(0), call.rows, call.seq_lens, call.cu_seqlens_q
+    return call.block_table, call.block_table.stride(0), _run(call.rows), call.seq_lens, call.cu_seqlens_q
 
 
 def rules_of(call: AttentionCall) -> tuple[Any, ...]:
     """scale, soft cap, window, sinks, slopes, tree mask and its stride. What an argument does not use is None or 0."""
-    tree_stride = 0 if call.tree_mask is None else call.tree_mask.stride(0)
-    return call.scale, call.softcap, call.window or 0, call.sinks, call.alibi_slopes, call.tree_mask, tree_stride
+    tree = call.tree_mask if call.tree_mask is None or call.tree_mask.stride(1) == 1 else call.tree_mask.contiguous()
+    window = min(call.window or 0, FARTHEST)
+    return call.scale, call.softcap, window, _run(call.sinks), _run(call.alibi_slopes), tree, 0 if tree is None else tree.stride(0)
+
+
+def _run(x: Tensor | None) -> Tensor | None:
+    """With stride 1, as kernels step through what has an element a head or a sequence. A graph copies it again at each replay."""
+    return x if x is None else x.contiguous()
 
 
 def steps_of(call: AttentionCall) -> tuple[int, ...]:

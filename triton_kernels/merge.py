@@ -36,7 +36,7 @@ def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexp
     acc = tl.full([WIDTH], 0.0, tl.float32)
     for first in range(0, parts, 16):
         j = first + tl.arange(0, 16)
-        rows = row + j * stride
+        rows = row + j.to(tl.int64) * stride
         one = tl.load(part_lse + rows, mask=j < parts, other=float("-inf"))
         value = tl.load(part_out + rows[:, None] * Dv + c[None, :], mask=(j < parts)[:, None] & (c < Dv)[None, :], other=0.0)
         higher = tl.maximum(top, tl.max(one, 0))

@@ -32,7 +32,7 @@ def line(seq_lens, cu_seqlens_q, num_sequences, max_queries, window, unit, progr
     there = b < num_sequences
     n = tl.load(seq_lens + b, mask=there, other=0)
     m = tl.load(cu_seqlens_q + b + 1, mask=there, other=0) - tl.load(cu_seqlens_q + b, mask=there, other=0)
-    units = tl.maximum((n + unit - 1) // unit - first_unit(n, m, window, unit, FORM), 1)
+    units = tl.maximum((n - 1) // unit + 1 - first_unit(n, m, window, unit, FORM), 1)
     units = tl.where((m > 0) & (m <= max_queries), units, 0)
     ends = tl.cumsum(units, 0)
     total, longest = tl.sum(units, 0), tl.max(units, 0)

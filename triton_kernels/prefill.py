@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagedkv.kernels.triton.form import form_of, head_bytes, pool_of, rules_of, steps_of, tables_of
+from pagedkv.kernels.triton.form import form_of, head_bytes, keys_of, pool_of, rules_of, steps_of, tables_of
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.tile import finish, load_query, query_rows, settled, store_parts, walk
 from pagedkv.kernels.triton.tuning import target, tuning
@@ -101,21 +101,21 @@ def paged_prefill(call: AttentionCall, decoded: int) -> None:
     """Attend from the sequences with more than `decoded` new tokens. Modifies: their rows of call.out and call.lse."""
     (T, H, Dv), B, K, on = call.out.shape, call.seq_lens.shape[0], call.k.shape[2], target(call.q.device)
     tuned = tuning("prefill", on, head_bytes(call), max(call.q.shape[2], Dv))
-    crowded = call.tree_mask is not None or call.k.element_size() == 1  # more to hold beside the scores: pointers, converted keys
-    form = form_of(call, M=tuned.M, N=min(tuned.N, 32) if crowded else tuned.N)
+    M = tuned.M if call.tree_mask is None else min(tuned.M, 64)  # see keys_of
+    form = form_of(call, M=M, N=keys_of(call, M, tuned.N))
     heads, tiles = K * form.head_tiles, T // form.queries + B
     splits = 1 if call.split_tokens else num_splits(-(-T // form.queries) * heads, on.processors, -(-call.max_seqlen_k // form.N))
     slots = T * H * splits if splits > 1 else 0
     part_out, part_lse = (call.q.new_empty(size, dtype=torch.float32) for size in (slots * Dv, slots))
     shape = {"FORM": form, "BATCH": triton.next_power_of_2(B), "SPLITS": splits}
-    steps = steps_of(call)
+    rules, steps = rules_of(call), steps_of(call)
     prefill_kernel[tiles, heads, splits](
-        call.q, call.out, call.lse, part_out, part_lse, pool_of(call), tables_of(call), rules_of(call), steps, B, decoded, H,
+        call.q, call.out, call.lse, part_out, part_lse, pool_of(call), tables_of(call), rules, steps, B, decoded, H,
         **shape, num_warps=tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[T, H](
-            call.out, call.lse, part_out, part_lse, call.cu_seqlens_q, call.sinks, steps, B, decoded,
+            call.out, call.lse, part_out, part_lse, call.cu_seqlens_q, rules[3], steps, B, decoded,
             **shape, WIDTH=triton.next_power_of_2(Dv), num_warps=1,
         )  # fmt: skip
 

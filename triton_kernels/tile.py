@@ -11,8 +11,9 @@
     never read         a key at or past `end`, a key of a punched page (-1), a table entry past the last page: every load is masked,
                        and a masked value is 0, so that 0 * NaN cannot happen
 
-Offsets of frames are 64-bit. Logarithms have base 2 in here; what leaves the kernels is natural. Scales of keys multiply scores, scales of
-values multiply p (or the sum, if there is one for all): elements are never scaled. This file knows one sequence and one kv head at a time.
+Products with strides are 64-bit, each of them. Logarithms have base 2 in here; what leaves the kernels is natural. Scales of keys multiply
+scores, scales of values multiply p (or the sum, if there is one for all): elements are never scaled. This file knows one sequence and one
+kv head at a time.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, FOR
             ahead = tl.load(table_row + (start + FORM.N) // FORM.S, mask=start + FORM.N < end, other=-1)
         else:
             ahead = tl.load(table_row + (t + FORM.N) // FORM.S, mask=t + FORM.N < end, other=-1)
-        slot = start % FORM.S + n if FORM.whole_pages else t % FORM.S
+        slot = (start % FORM.S + n if FORM.whole_pages else t % FORM.S).to(tl.int64)
         present = t < tl.where(frame >= 0, end, 0)
         frame = frame.to(tl.int64)
 

@@ -29,7 +29,8 @@ class Tuning:
     """N: keys of a tile.   M: rows of a tile, at most.   stages: tiles in flight.
 
     programs:   of one launch, per processor (decode).
-    one_launch: the last program of a row merges its partials, not a second launch (decode; not on AMD, see there).
+    one_launch: the last program of a row merges its partials, not a second launch (decode). Never on AMD, whatever a table says: a barrier
+                there waits for shared memory only, so a ticket could be seen before the partials of other waves are.
     """
 
     N: int = 64
@@ -89,7 +90,8 @@ def size_key(head_bytes: int, widest: int) -> str:
 def tuning(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     """For `kernel`. head_bytes: of K and V of one token and kv head, as stored; widest: elements of the wider of the two."""
     found = _table().get(on.arch, {}).get(kernel, {}).get(size_key(head_bytes, widest), {})
-    return replace(_by_rule(kernel, on, head_bytes, widest), **found)
+    tuned = replace(_by_rule(kernel, on, head_bytes, widest), **found)
+    return replace(tuned, one_launch=tuned.one_launch and not on.arch.startswith("gfx"))
 
 
 def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
@@ -99,14 +101,16 @@ def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     float32, one_byte = head_bytes > 4 * widest, head_bytes <= 2 * widest
     stages, resident = 2 if amd else 3, 2 if decode and not wide else 1
     if wide:  # an output of 512 columns fills the registers: few rows, and V from the columns of K that are there already (MLA)
-        M, num_warps = (16, 4) if amd else (32, 8)
+        M, num_warps = 16 if amd or float32 else 32, 4 if amd else 8
     elif float32:  # three products of TF32 for each: few rows, and in prefill twice the warps
         M, num_warps = 32 if widest <= 128 else 16, 4 if decode or amd else 8
     elif decode:
         M, num_warps = 64, 8 if widest > 128 else 4
     else:  # sm_90 and sm_100 multiply from shared memory and leave the registers to the output
         M, num_warps = 128 if widest <= 128 or on.arch in ("sm_90", "sm_100") else 64, 8
-    if wide and (amd or one_byte):  # converted keys lie in registers, beside that output
+    if wide and float32:
+        stages = 2
+    if wide and (amd or one_byte or float32):  # converted keys lie in registers, beside that output
         N = 16
     else:
         N = 32 if wide or amd or float32 or (not decode and (widest > 128 or on.shared < 128 << 10)) else 64

@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.kernels.addresses import products
+
 PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
 
 
@@ -58,6 +60,18 @@ def attention(**changes: Any) -> None:
     paged_attention(call_of(**changes))
 
 
+def one_launch() -> None:
+    """Decode whose rows are merged by the last program that has a part of one, as a table made by measuring may want it."""
+    from pagedkv.kernels.triton import decode
+
+    real = decode.tuning
+    decode.tuning = lambda *of: replace(real(*of), one_launch=not of[1].arch.startswith("gfx"))  # type: ignore[assignment]
+    try:
+        attention()
+    finally:
+        decode.tuning = real
+
+
 QUANTISED = ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "int4/token_head")
 EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True, "alibi": True, "tree": True}
 LAUNCHES: dict[str, Any] = {
@@ -76,10 +90,15 @@ LAUNCHES: dict[str, Any] = {
         f"decode, {kv}": (lambda kv=kv: attention(kv=kv))
         for kv in QUANTISED
     },
+    "decode, one of everything": lambda: attention(B=1, H=1, K=1, D=64, Dv=64, S=2, n=1, window=1),  # what is 1 becomes a constant
+    "decode, far bounds": lambda: attention(window=2**40, split_tokens=2**40),
+    "decode, one launch": one_launch,
     "decode, mla": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True),
     "decode, mla fp8": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, kv="fp8_e4m3/token_head"),
+    "decode, mla float32": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, dtype="float32"),
     "decode, other steps": lambda: [attention(B=B, n=n) for B, n in ((9, 1040), (16, 17), (12, 4096), (15, 50000))],
     "drafts": lambda: attention(q_len=8),
+    "drafts, every option": lambda: attention(q_len=8, **EVERYTHING),
     "prefill": lambda: attention(q_len=1024),
     "prefill, one chunk": lambda: attention(B=1, q_len=64, n=32768),
     "prefill, head 64": lambda: attention(q_len=1024, D=64, Dv=64),
@@ -117,7 +136,7 @@ def copy() -> None:
 
     from pagedkv.kernels.triton.backend import copy_frames
 
-    copy_frames(torch.empty(8, 1 << 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.int32))
+    copy_frames(torch.empty(2, 1 << 30, dtype=torch.uint8), torch.zeros(1, 2, dtype=torch.int32))  # more runs than a grid's second dim has
 
 
 def ceiling() -> None:
@@ -192,8 +211,17 @@ def report(name: str, arch: str) -> list[dict[str, Any]]:
     for kernel, one in made(name, arch):
         told = nvidia(one.asm["cubin"]) if arch.startswith("sm_") else amd(one.asm["amdgcn"])
         loops = one.asm["ttgir"].count("scf.for")
-        found.append({"kernel": kernel, "hash": one.hash, "shared": one.metadata.shared, "loops": loops, **told})
+        wide, narrow = products(one.asm["ttir"])
+        about = {"kernel": kernel, "hash": one.hash, "shared": one.metadata.shared, "loops": loops, "products": wide, "narrow": narrow}
+        found.append(about | told | ({"order": order(one.asm["ptx"])} if "ptx" in one.asm else {}))
     return found
+
+
+def order(ptx: str) -> str:
+    """Of stores, barriers, tickets that release and acquire, and others: their letters ("s", "b", "t", "?"), in the order of the text."""
+    ticket, other = r"atom\.global\.(?:gpu\.acq_rel|acq_rel\.gpu)", r"\batom\.|(?<![.\w])red\.|ld\.global\.nc"
+    found = re.findall(rf"(st\.global)|(bar(?:rier)?\.sync)|({ticket})|({other})", ptx)
+    return "".join("sbt?"[next(i for i, text in enumerate(one) if text)] for one in found)
 
 
 MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "UTCMMA", "QGMMA", "OMMA")

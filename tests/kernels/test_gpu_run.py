@@ -212,11 +212,14 @@ def test_the_table_is_what_kernels_are_sized_by(monkeypatch: pytest.MonkeyPatch)
         assert tuning.tuning("decode", on, 520, 128) != replace(plain, **fields)  # a larger head is another size
         assert tuning.tuning("decode", tuning.Target("sm_80", 108), *size).programs == 2
         assert tuning.tuning("prefill", on, *size) == tuning._by_rule("prefill", on, *size)
+        assert tuning.tuning("decode", on, *size).one_launch
+    with tune.table({"gfx942": {"source": "measured", "decode": {tuning.size_key(*size): fields}}}):
+        assert not tuning.tuning("decode", tuning.Target("gfx942", 304), *size).one_launch, "see Tuning"
     assert tuning.tuning("decode", on, *size) == plain
 
 
 def test_entries_that_nobody_measured_are_the_rules_and_say_so() -> None:
-    """And those of AMD merge by a second launch: see plan.py and decode.py."""
+    """And those of AMD merge by a second launch."""
     kept, rule = tuning._table(), tune.reasoned()
     assert set(kept) >= set(tune.REASONED)
     for arch, entry in kept.items():

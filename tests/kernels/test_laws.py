@@ -114,29 +114,61 @@ def test_the_default_scale_is_one_over_the_root_of_head_dim(runner: Runner) -> N
     assert not torch.allclose(runner.attend(built)[0], runner.attend(built, scale=0.5)[0])
 
 
-def test_a_pool_of_more_than_2_31_elements_is_addressed_whole(tmp_path: Path, runner: Runner) -> None:
+@pytest.mark.parametrize("outermost", ["frames", "slots"])
+def test_a_pool_of_more_than_2_31_elements_is_addressed_whole(outermost: str, tmp_path: Path, runner: Runner) -> None:
+    """By 64-bit products of frames and of slots: the last slot lies beyond 2^31, whichever of the two is the outer dim of the memory."""
     if runner.device != "cpu":
         pytest.skip("the sparse file stands in for memory on the CPU only")
-    S, K, D = 256, 8, 128
-    F = 2**31 // (S * K * D) + 2
-    pool = torch.from_file(str(tmp_path / "pool"), shared=True, size=F * S * K * D, dtype=torch.float16).view(
-        F, S, K, D
-    )  # sparse: no bytes yet
+    S, K, D = 8, 8, 128
+    F = 2**32 // (S * K * D) + 2
+    sparse = torch.from_file(str(tmp_path / "pool"), shared=True, size=F * S * K * D, dtype=torch.float16)  # no bytes yet
+    pool = sparse.view(F, S, K, D) if outermost == "frames" else sparse.view(S, F, K, D).transpose(0, 1)
     layer = KVLayer(pool, pool)
-    last, n = F - 1, 5
-    kv, q = torch.randn(n, K, D).half(), torch.randn(1, K, D).half()
+    kv, q = torch.randn(S, K, D).half(), torch.randn(20, K, D).half()
 
-    def batch(frame: int) -> PagedBatch:
-        ints = (torch.tensor(x, dtype=torch.int32) for x in ([[frame]], [n], [0, 1]))
-        return PagedBatch(*ints, slots=torch.arange(n) + frame * S, positions=torch.arange(n), max_seqlen_q=1, max_seqlen_k=n)
+    def batch(frame: int, queries: int) -> PagedBatch:
+        ints = (torch.tensor(x, dtype=torch.int32) for x in ([[frame]], [S], [0, queries]))
+        slots, positions = torch.arange(S) + frame * S, torch.arange(S)
+        return PagedBatch(*ints, slots=slots, positions=positions, max_seqlen_q=queries, max_seqlen_k=S)
 
-    write_kv(kv, kv, layer, batch(last), backend=runner.backend)
-    copy_frames(pool, torch.tensor([[last, 0]], dtype=torch.int32))
+    write_kv(kv, kv, layer, batch(F - 1, 1), backend=runner.backend)
+    copy_frames(pool, torch.tensor([[F - 1, 0]], dtype=torch.int32), backend=runner.backend)
 
-    assert torch.equal(pool[0, :n], kv)
-    out = [paged_attention(q, layer, batch(frame), backend=runner.backend) for frame in (0, last)]
-    assert torch.equal(*out)
-    assert (out[0] - attend_plainly(q, kv)).abs().max() < 2e-3  # half precision, values near 1
+    assert torch.equal(pool[0], kv)
+    assert torch.equal(pool[F - 1], kv)
+    for queries in (1, 20):  # decode; and prefill, where that is another kernel
+        out = [paged_attention(q[:queries], layer, batch(f, queries), causal=False, backend=runner.backend) for f in (0, F - 1)]
+        assert torch.equal(*out)
+        assert (out[0] - attend_plainly(q[:queries], kv)).abs().max() < 2e-3  # half precision, values near 1
+
+
+def test_small_tensors_of_any_stride_are_read_where_they_are(runner: Runner) -> None:
+    """Rows of a table, sinks, slopes and masks that are columns of something larger."""
+    case = Case(q_lens=(1, 4, 20), kv_lens=(70, 33, 90), heads=(4, 2), mask="tree", sinks=True, alibi=True, rows=True, window=60)
+    built = case.build()
+    strided = {name: _every_second(built.options[name]) for name in ("sinks", "alibi_slopes", "tree_mask")}
+    assert built.batch.rows is not None
+    batch = replace(built.batch, rows=_every_second(built.batch.rows))
+    for split_tokens in (None, 32):
+        plain = runner.attend(built, split_tokens=split_tokens)
+        other = runner.attend(built._replace(batch=batch), split_tokens=split_tokens, **strided)
+        assert torch.equal(plain[0], other[0])
+        assert torch.equal(plain[1], other[1])
+
+
+def _every_second(x: Tensor) -> Tensor:
+    """Equal to `x`, with something else between its elements."""
+    wide = torch.stack([x, torch.ones_like(x)], -1).flatten(-2)[..., ::2]
+    assert not wide.is_contiguous()
+    return wide
+
+
+@pytest.mark.parametrize("beyond", [2**31 - 1, 2**40])
+def test_a_window_or_a_split_beyond_every_length_is_as_good_as_any(beyond: int, runner: Runner) -> None:
+    built = replace(MIXED, window=None).build()
+    assert torch.equal(runner.attend(built, window=1000)[0], runner.attend(built, window=beyond)[0])
+    one = runner.attend(built, split_tokens=1000, window=90)
+    assert torch.equal(one[0], runner.attend(built, split_tokens=beyond, window=90)[0])
 
 
 def attend_plainly(q: Tensor, kv: Tensor) -> Tensor:
