@@ -141,7 +141,7 @@ DEVICE void wait_for_tile(u32 barriers, u32& phases, u32 stage) {
 // The mbarrier of each stage of each team: a phase of it takes an arrival of each of the team's warps. Nobody copies before a barrier of the block.
 DEVICE void init_barriers(u32 base, u32 thread) {
     if constexpr (BULK) {
-        if (thread < NUM_BARRIERS) {
+        if (static_cast<int>(thread) < NUM_BARRIERS) {
             ptx::barrier_init(base + BARRIERS_AT + 8 * thread, TEAM_WARPS);
             ptx::fence_barrier_init();
         }
