@@ -102,8 +102,7 @@ FIXED_SPLIT, OF_FREE = 512, 1.05
 def ours(backend: str, pool: GpuPool, **options: Any) -> list[Step]:
     cell = pool.cell
     q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim, device=pool.device).to(quant.DTYPES[cell.dtype])
-    batches = [pool.batch() for _ in range(pool.calls)]
-    return [lambda batch=batch: paged_attention(q, pool.layer, batch, backend=backend, **options) for batch in batches]
+    return [lambda batch=batch: paged_attention(q, pool.layer, batch, backend=backend, **options) for batch in pool.batches()]
 
 
 def ceiling(pool: GpuPool) -> list[Step]:
@@ -155,7 +154,9 @@ def in_turn(variants: dict[Name, list[Step]], repetitions: int) -> tuple[dict[Na
 
 
 def _said(why: Exception) -> str:
-    return f"{type(why).__name__}: {why}".splitlines()[0][:300]
+    """The first line of an error, and the first of what a compiler said of it."""
+    told = [f"{type(why).__name__}: {why}", *getattr(why, "__notes__", ())]
+    return "; ".join(text.strip().splitlines()[0][:300] for text in told if text.strip())
 
 
 def variants_of(cell: Cell, backends: list[str], *, peers: bool) -> tuple[GpuPool | None, dict[str, list[Step]], dict[str, str]]:

@@ -4,6 +4,7 @@
     flash-attn-3   FlashAttention 3 (`flash_attn_interface`), our pages
     flash-attn     FlashAttention 2, whose pages have 256 tokens
     flashinfer     its paged decode, our pages; planned before, on the host, which is not measured
+    vllm           vLLM's Triton kernel (`unified_attention`), our pages; its keys are split as its own backend would
     flex           torch's PagedAttention, compiled, in pages of 128
 
 A peer raises ValueError with the reason where it has no such thing; whoever measures reports that. Every call of a peer reads other
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 import torch
 
+from pagedkv import PagedBatch
 from pagedkv.bench.gpu_pool import GpuPool, Step
 from pagedkv.kernels import quant
 
@@ -64,8 +66,7 @@ def flash_attention_2(pool: GpuPool) -> list[Step]:
 def _paged(pool: GpuPool) -> tuple[Any, ...]:
     """A query [B, 1, H, D]; keys and values [F, S, K, D], contiguous; and lengths and page table of each call, no entry negative."""
     cell = pool.cell
-    batches = [pool.batch() for _ in range(pool.calls)]
-    tables = [(batch.seq_lens, batch.block_table.clamp(0)) for batch in batches]
+    tables = [(batch.seq_lens, batch.block_table.clamp(0)) for batch in pool.batches()]
     return _query(pool, cell.batch, 1, cell.heads, cell.head_dim), pool.layer.k.contiguous(), pool.layer.v.contiguous(), tables
 
 
@@ -81,14 +82,41 @@ def flashinfer(pool: GpuPool) -> list[Step]:
     room = torch.empty(256 << 20, dtype=torch.uint8, device=pool.device)  # of partial results: calls follow one another
     tensor_cores = cell.heads >= 4 * cell.kv_heads
     steps: list[Step] = []
-    for _ in range(pool.calls):  # each has a plan of its own
-        table = pool.batch().block_table
+    for batch in pool.batches():  # each has a plan of its own
+        table = batch.block_table
         indices = torch.cat([table[b, :count] for b, count in enumerate(pool.pages)])
         wrapper = BatchDecodeWithPagedKVCacheWrapper(room, "HND", use_tensor_cores=tensor_cores)
         sizes = (cell.heads, cell.kv_heads, cell.head_dim, cell.block_size)
         wrapper.plan(counts.to(pool.device), indices, last.to(pool.device), *sizes, q_data_type=q.dtype, kv_data_type=q.dtype)
         steps.append(lambda wrapper=wrapper: wrapper.run(q, kv))
     return steps
+
+
+SEGMENTS: Final = 16
+"""Parts into which vLLM's Triton backend cuts the keys of a decode step of few sequences (NUM_PAR_SOFTMAX_SEGMENTS there)."""
+
+
+def vllm(pool: GpuPool) -> list[Step]:
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    _no_quantised_keys(pool)
+    cell = pool.cell
+    q = _query(pool, cell.batch, cell.heads, cell.head_dim)
+    k, v, out = pool.layer.k.contiguous(), pool.layer.v.contiguous(), torch.empty_like(q)
+    wide = (128 // cell.kv_heads, cell.heads, SEGMENTS)  # it cuts keys for no more sequences than that
+    partial = torch.empty(*wide, 1 << (cell.head_dim - 1).bit_length(), dtype=torch.float32, device=pool.device)
+    most, sums = (torch.empty(wide, dtype=torch.float32, device=pool.device) for _ in range(2))
+    split = {"seq_threshold_3D": wide[0], "num_par_softmax_segments": SEGMENTS}
+    split |= {"softmax_segm_output": partial, "softmax_segm_max": most, "softmax_segm_expsum": sums}
+    options = {"softmax_scale": cell.head_dim**-0.5, "causal": True, "window_size": (-1, -1), "softcap": 0.0} | split
+    options |= {"q_descale": None, "k_descale": None, "v_descale": None}
+
+    def call(batch: PagedBatch) -> Step:
+        table = batch.block_table.clamp(0)
+        lens = {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": 1, "seqused_k": batch.seq_lens, "max_seqlen_k": batch.max_seqlen_k}
+        return lambda: unified_attention(q, k, v, out, **lens, block_table=table, **options)
+
+    return [call(batch) for batch in pool.batches()]
 
 
 PAGE: Final = 128
@@ -127,5 +155,6 @@ PEERS: Final[dict[str, Callable[[GpuPool], list[Step]]]] = {
     "flash-attn-3": flash_attention_3,
     "flash-attn": flash_attention_2,
     "flashinfer": flashinfer,
+    "vllm": vllm,
     "flex": flex,
 }

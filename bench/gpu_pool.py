@@ -51,11 +51,16 @@ class GpuPool:
             view.fill_(0.01)
         return view[..., 0] if is_scale else view
 
-    def batch(self) -> PagedBatch:
-        """A decode step over frames drawn at random; `new` tokens of each sequence, as when drafts are verified."""
+    def batches(self) -> list[PagedBatch]:
+        """A decode step for each call: frames in random order, and no frame read by two calls as long as the pool has others."""
+        calls = min(self.calls, self.num_frames // sum(self.pages))
+        order = torch.randperm(self.num_frames).int()[: calls * sum(self.pages)].view(calls, -1)
+        return [self._batch(order[call % calls]) for call in range(self.calls)]
+
+    def _batch(self, frames: torch.Tensor) -> PagedBatch:
+        """`new` tokens of each sequence, as when drafts are verified, over frames in this order."""
         B, table = self.cell.batch, torch.full((self.cell.batch, max(self.pages)), -1, dtype=torch.int32)
-        frames = iter(torch.randperm(self.num_frames)[: sum(self.pages)].int().split(self.pages))
-        for row, (count, drawn) in enumerate(zip(self.pages, frames, strict=True)):
+        for row, (count, drawn) in enumerate(zip(self.pages, frames.split(self.pages), strict=True)):
             table[row, :count] = drawn
         none = torch.zeros(B * self.cell.new, dtype=torch.int64, device=self.device)
         lens = torch.tensor(self.cell.lens(), dtype=torch.int32, device=self.device)

@@ -50,7 +50,7 @@ def prefill_steps(pool: GpuPool, tokens: int = 2048) -> list[Step]:
     """One chunk of `tokens` new tokens at the end of one sequence."""
     cell = pool.cell
     q = torch.randn(tokens, cell.heads, cell.head_dim, device=pool.device).to(quant.DTYPES[cell.dtype])
-    step = pool.batch()
+    step = pool.batches()[0]
     lens, starts = step.seq_lens[:1], torch.tensor([0, tokens], dtype=torch.int32, device=pool.device)
     none = torch.zeros(tokens, dtype=torch.int64, device=pool.device)
     batch = PagedBatch(step.block_table[:1], lens, starts, none, none, max_seqlen_q=tokens, max_seqlen_k=cell.context)

@@ -40,18 +40,24 @@ print(f"{at.name}, {at.multi_processor_count} processors, {at.total_memory >> 30
 
 
 class Stage(NamedTuple):
-    """name: of the stage, its log and its results. arguments: of Python. minutes: at most. vital: the others are no use without it."""
+    """name: of the stage, its log and its results. arguments: of Python. minutes: at most. vital: the others are no use without it.
+    env: variables of its own."""
 
     name: str
     arguments: tuple[str, ...]
     minutes: float
     tool: tuple[str, ...] = ()
     vital: bool = False
+    env: tuple[tuple[str, str], ...] = ()
 
 
 def _cases(backend: str, *cases: str, jobs: str = JOBS) -> tuple[str, ...]:
     return "-m", "tests.kernels.by_hand", "--backend", backend, "--jobs", jobs, "--cases", *cases
 
+
+BENCH = ("-m", "pagedkv.bench.gpu_attention", "--out", "{out}")
+SETTLED = ("--backends", "triton", "cuda")
+"""What others are compared with. The variants of cuda are measured apart: an error on a GPU ends the process, with all that it holds."""
 
 STAGES = (
     Stage("machine", ("-c", MACHINE), 1, vital=True),
@@ -59,15 +65,18 @@ STAGES = (
     Stage("doctor", ("-m", "pagedkv", "doctor"), 1),
     Stage("cases", _cases("triton", "small"), 4),
     Stage("cases-cuda", _cases("cuda", "small"), 4),
-    Stage("bench-quick", ("-m", "pagedkv.bench.gpu_attention", "--quick", "--no-peers", "--out", "{out}"), 3),
-    Stage("graphs", (*PYTEST, "tests/kernels/test_on_gpu.py"), 6),
+    Stage("moves", (*PYTEST, "tests/kernels/test_on_gpu.py", "-k", "on_the_gpu"), 3),
+    Stage("bench-quick", (*BENCH, *SETTLED, "--quick", "--no-peers"), 3),
+    Stage("graphs", (*PYTEST, "tests/kernels/test_on_gpu.py", "-k", "not (bulk or pieces or on_the_gpu)"), 6),
     Stage("cases-cuda-bulk", _cases("cuda-bulk", "small"), 4),
     Stage("cases-cuda-pieces", _cases("cuda-pieces", "small"), 4),
     Stage("grid", _cases("triton", "grid", "large"), 8),
     Stage("grid-cuda", _cases("cuda", "grid", "large"), 8),
     Stage("grid-cuda-bulk", _cases("cuda-bulk", "grid", "large"), 8),
     Stage("grid-cuda-pieces", _cases("cuda-pieces", "grid", "large"), 8),
-    Stage("bench", ("-m", "pagedkv.bench.gpu_attention", "--out", "{out}"), 9),
+    Stage("bench", (*BENCH, *SETTLED), 9),
+    Stage("graphs-variants", (*PYTEST, "tests/kernels/test_on_gpu.py", "-k", "bulk or pieces"), 6),
+    Stage("bench-variants", (*BENCH, "--backends", "cuda", "cuda-bulk", "cuda-pieces", "--no-peers"), 9),
     Stage("tune", ("-m", "pagedkv.bench.tune", "--out", "{out}"), 9),
     Stage("laws", (*PYTEST, *SPREAD, "tests/kernels"), 15),
 )
@@ -75,7 +84,11 @@ STAGES = (
 
 SANITIZE = tuple(
     Stage(
-        f"sanitize-{backend}-{tool}", _cases(backend, "small", jobs="1"), 15, ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
+        f"sanitize-{backend}-{tool}",
+        _cases(backend, "small", jobs="1"),
+        15,
+        ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
+        env=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),) if tool == "memcheck" else (),  # inside a cached block nothing is out of bounds
     )
     for backend in ("triton", "cuda", "cuda-bulk", "cuda-pieces")
     for tool in ("memcheck", "racecheck")
@@ -89,7 +102,7 @@ def run(stage: Stage, out: Path, minutes: float) -> str:
     arguments = [argument.replace("{out}", str(out)) for argument in stage.arguments]
     unset = ("TRITON_INTERPRET", "PAGEDKV_KERNELS", "PAGEDKV_DEBUG")  # interpreted, forced or checked, nothing here would be true
     env = {name: value for name, value in os.environ.items() if name not in unset}
-    env |= {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"}
+    env |= {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"} | dict(stage.env)
     with log.open("w") as file:
         try:
             command = [*stage.tool, sys.executable, *arguments]

@@ -11,6 +11,7 @@ import json
 import operator
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,10 @@ def said_to_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_read_frames_of_their_own_and_run(kv: str) -> None:
     cell = replace(TINY, kv=kv, lengths="zipf")
     pool = gpu_pool.GpuPool(cell, "cpu")
-    step = pool.batch()
+    batches = pool.batches()
+    drawn = [set(batch.block_table[batch.block_table >= 0].tolist()) for batch in batches]
+    assert len(set.union(*drawn)) == sum(map(len, drawn))  # no call finds in a cache what another one read
+    step = batches[0]
     assert step.seq_lens.tolist() == cell.lens()
     assert pool.kv_bytes == 150 * 2 * 2 * 64 * {"": 16, "fp8_e4m3": 8, "int4": 4}[kv] // 8
     frames = step.block_table[step.block_table >= 0]
@@ -291,6 +295,54 @@ def test_cases_without_pytest_are_judged_as_with_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "argv", ["by_hand", "--backend", "reference", "--device", "cpu", "--cases", "small", "grid", "--jobs", "2"])
     assert by_hand.main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "4 cases, 0 failed"
-    monkeypatch.setattr(by_hand, "ratios", lambda *of: {"out": float("nan")})
+    monkeypatch.setattr(by_hand, "ratios", lambda *of: {"out": 0.5, "lse": float("nan")})
     monkeypatch.setattr(sys, "argv", ["by_hand", "--backend", "reference", "--device", "cpu", "--cases", "grid"])
     assert by_hand.main() == 1
+
+
+def test_after_an_error_of_the_gpu_the_rest_is_not_blamed_and_a_compilers_log_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> dict[str, float]:
+        why = RuntimeError("CUDA error: an illegal memory access was encountered")
+        why.add_note("paged_attention.cuh(7): error: of the compiler")
+        raise why
+
+    monkeypatch.setattr(by_hand, "_lost", [])
+    monkeypatch.setattr(by_hand, "ratios", broken)
+    good, told = by_hand.judged((SMALL[0], "cuda", "cuda"))
+    assert not good
+    assert told.endswith("of the compiler")
+    good, told = by_hand.judged((SMALL[1], "cuda", "cuda"))
+    assert not good
+    assert told.startswith("LOST")
+    assert str(SMALL[0]) in told
+    assert gpu_attention._said(KernelUnavailableWithNotes()) == "KernelUnavailableWithNotes: no; the compiler says why"
+
+
+class KernelUnavailableWithNotes(Exception):
+    def __init__(self) -> None:
+        super().__init__("no\nand more")
+        self.add_note("the compiler says why\nand where")
+
+
+def test_vllms_kernel_is_called_as_its_own_backend_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters as of vLLM 0.32, whatever it makes of them."""
+    seen: list[dict[str, Any]] = []
+
+    def unified_attention(q: Any, k: Any, v: Any, out: Any, cu_seqlens_q: Any, max_seqlen_q: int, seqused_k: Any, max_seqlen_k: int, softmax_scale: float, causal: bool, window_size: Any, block_table: Any, softcap: float, q_descale: Any, k_descale: Any, v_descale: Any, seq_threshold_3D: Any = None, num_par_softmax_segments: Any = None, softmax_segm_output: Any = None, softmax_segm_max: Any = None, softmax_segm_expsum: Any = None) -> None:  # fmt: skip  # noqa: E501
+        seen.append(locals())
+
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    module = types.ModuleType("vllm.v1.attention.ops.triton_unified_attention")
+    module.unified_attention = unified_attention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(gpu_pool, "ROTATED_BYTES", 1 << 18)
+    pool = gpu_pool.GpuPool(TINY, "cpu")
+    steps = gpu_peers.vllm(pool)
+    for step in steps:
+        step()
+    assert len(seen) == pool.calls
+    assert seen[0]["q"].shape == seen[0]["out"].shape == (TINY.batch, TINY.heads, TINY.head_dim)
+    assert seen[0]["k"].shape[1:] == (TINY.block_size, TINY.kv_heads, TINY.head_dim)
+    assert not torch.equal(seen[0]["block_table"], seen[1]["block_table"])
+    assert seen[0]["softmax_segm_output"].shape[1:] == (TINY.heads, seen[0]["num_par_softmax_segments"], 64)
