@@ -155,6 +155,8 @@ def shape_for(kinds: tuple[int, int], dims: tuple[int, int], row_class: RowClass
     """
     narrow = max(dims) > 128 or kinds[0] == KINDS["float32"]  # registers for the scores of 16 keys only
     tile = 16 if narrow else row_class.tile
+    if kinds[0] == KINDS["float32"] and row_class.least >= 33:
+        keys = keys._replace(bulk=0)  # a prefill in float32 is bound by arithmetic, and has no registers left for it
     parts = parts_of(dims, kinds)
     warps_m = min(row_class.warps_m, MOST_WARPS // parts)
     warps = (warps_m, min(row_class.warps_n, MOST_WARPS // parts // warps_m))
