@@ -1,6 +1,6 @@
 // States (o, m, l) over disjoint keys become one, always by the same sums: teams of a CTA, pieces of a unit, and the sink.
 //
-//     m = max(m_a, m_b)     w_x = 2^(m_x - m), 0 where m_x = -inf     o = o_a w_a + o_b w_b     l = l_a w_a + l_b w_b
+//     m = max(m_a, m_b)     w_x = 2^(m_x - m), 0 where m_x = -inf, 1 where m_x = m     o = o_a w_a + o_b w_b     l = l_a w_a + l_b w_b
 //
 // Each operation is spelled out (fused, times), so no compiler rounds one copy of this code differently from another: what one CTA folds
 // and what the last of several merges is equal bit by bit. Element e of a tile, row e / DV and column e % DV, is thread e % THREADS's.
@@ -15,9 +15,11 @@ struct Partial {
     float o, m, l;
 };
 
+// Of a state with maximum `m` beside one with `top`. Two infinities are equal: their difference is no number, their weight is 1.
+DEVICE float weight(float m, float top) { return m == MINUS_INFINITY ? 0.0f : m == top ? 1.0f : ptx::exp2(m - top); }
+
 DEVICE Partial fold(const Partial& a, const Partial& b) {
-    const float m = ptx::larger(a.m, b.m);
-    const float w_a = a.m == MINUS_INFINITY ? 0.0f : ptx::exp2(a.m - m), w_b = b.m == MINUS_INFINITY ? 0.0f : ptx::exp2(b.m - m);
+    const float m = ptx::larger(a.m, b.m), w_a = weight(a.m, m), w_b = weight(b.m, m);
     return {ptx::fused(a.o, w_a, ptx::times(b.o, w_b)), m, ptx::fused(a.l, w_a, ptx::times(b.l, w_b))};
 }
 
@@ -71,9 +73,12 @@ struct Slot {  // of a partial state in global memory
             ptx::write(at + ROWS * DV + ROWS + row, x.l);
         }
     }
-    DEVICE_MEMBER Partial load(u32 row, u32 column) const {
-        return {ptx::read_cached_nowhere(at + row * DV + column), ptx::read_cached_nowhere(at + ROWS * DV + row),
-                ptx::read_cached_nowhere(at + ROWS * DV + ROWS + row)};
+    DEVICE_MEMBER void load(u32 row, u32 column, Partial (&four)[4]) const {  // of columns from `column` on, a multiple of 4
+        const Words4 o = ptx::read_cached_nowhere(reinterpret_cast<const Words4*>(at + row * DV + column));
+        const float m = ptx::read_cached_nowhere(at + ROWS * DV + row), l = ptx::read_cached_nowhere(at + ROWS * DV + ROWS + row);
+        const u32 bits[4] = {o.x, o.y, o.z, o.w};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) four[c] = {ptx::as_float(bits[c]), m, l};
     }
 };
 
@@ -104,12 +109,31 @@ template <class Use> DEVICE void for_elements(const Unit& unit, i32 group, u32 t
     }
 }
 
-// All pieces of a shared unit, in the order of keys.
+// All pieces of a shared unit, in the order of keys. Nobody else works on the unit any more, so latency counts: a thread has four columns,
+// and the loads of several pieces are under way before the first is folded.
 DEVICE void merge_unit(const AttentionParams& p, const Plan<ROWS, STEP_TOKENS>& plan, float v_scale, u32 thread) {
-    const i32 pieces = plan.num_partials();
-    for_elements(plan.unit, plan.group, thread, [&](u32 row, u32 column, i64 token, i32 head) {
-        Partial all = Slot(p, plan.slot(0)).load(row, column);
-        for (i32 piece = 1; piece < pieces; ++piece) all = fold(all, Slot(p, plan.slot(piece)).load(row, column));
-        write_result(p, token, head, column, all, v_scale);
-    });
+    constexpr i32 QUADS = DV / 4, AT_ONCE = 4;
+    const Unit& unit = plan.unit;
+    const i32 pieces = plan.num_partials(), left = unit.queries * plan.group - unit.tile * ROWS, num_rows = left < ROWS ? left : ROWS;
+    const i64 first = plan.first_slot();
+    for (i32 quad = static_cast<i32>(thread); quad < num_rows * QUADS; quad += THREADS) {
+        const i32 row = quad / QUADS, column = quad % QUADS * 4, x = unit.tile * ROWS + row;
+        Partial all[4] = {};
+        for (i32 done = 0; done < pieces; done += AT_ONCE) {
+            Partial next[AT_ONCE][4];
+#pragma unroll
+            for (i32 i = 0; i < AT_ONCE; ++i) {
+                Slot(p, plan.slot(first, done + i < pieces ? done + i : pieces - 1)).load(row, column, next[i]);
+            }
+#pragma unroll
+            for (i32 i = 0; i < AT_ONCE; ++i) {
+                if (done + i >= pieces) break;
+#pragma unroll
+                for (i32 c = 0; c < 4; ++c) all[c] = done + i ? fold(all[c], next[i][c]) : next[i][c];
+            }
+        }
+        const i64 token = static_cast<i64>(unit.first_query) + x / plan.group;
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) write_result(p, token, unit.head * plan.group + x % plan.group, column + c, all[c], v_scale);
+    }
 }

@@ -151,11 +151,12 @@ DEVICE void fold_chunk(const AttentionParams& p, const Unit& unit, i32 group, bo
 
 // One piece of a shared unit is stored; the last CTA to do so merges all, or merge_pieces does when all CTAs have.
 DEVICE void share_piece(const AttentionParams& p, const Plan<ROWS, STEP_TOKENS>& plan, i32 number, float v_scale, const Place& me) {
-    const Slot mine(p, plan.slot(number));
+    const i64 first = plan.first_slot();
+    const Slot mine(p, plan.slot(first, number));
     for_elements(plan.unit, plan.group, me.thread, [&](u32 row, u32 column, i64, i32) { mine.store(row, column, load_teams(me.base, row, column)); });
     if constexpr (SECOND_LAUNCH) {
         ptx::sync_block();  // the stages take the sums' memory back
-    } else if (arrive(p, plan.slot(0), plan.num_partials(), me)) {
+    } else if (arrive(p, first, plan.num_partials(), me)) {
         merge_unit(p, plan, v_scale, me.thread);
     }
 }

@@ -89,11 +89,9 @@ template <int ROWS, int STEP_TOKENS> struct Plan {
         if (p.split_tokens) return unit.num_items;
         return static_cast<i32>(owner(unit.num_items - 1) - owner(0)) + 1;
     }
-    DEVICE_MEMBER i64 slot(i32 partial) const {
-        if (p.split_tokens) return unit.place_of(partial) / unit.weight;
-        const i64 first = owner(0);
-        return partial ? 2 * (first + partial) : 2 * first + 1;
-    }
+    // A division each: of the first slot, and of none of the others.
+    DEVICE_MEMBER i64 first_slot() const { return p.split_tokens ? unit.place_of(0) / unit.weight : 2 * owner(0) + 1; }
+    DEVICE_MEMBER i64 slot(i64 first, i32 partial) const { return p.split_tokens ? first + partial : first + 2 * partial - (partial > 0); }
     DEVICE_MEMBER i32 my_partial() const { return static_cast<i32>(ptx::block_index() - owner(0)); }  // of a free cut
 
     // Keys [from, to) of item i (of items [i, last) of a free cut).

@@ -66,8 +66,19 @@ DEVICE u32 ballot(bool x) { return __ballot_sync(~0u, x); }
 // Memory.
 
 template <class T> DEVICE T read(const T* at) { return *at; }
-template <class T> DEVICE T read_cached_nowhere(const T* at) { return __ldcg(at); }  // what another CTA wrote
 template <class T> DEVICE void write(T* at, T x) { *at = x; }
+
+// What another CTA wrote: not taken from this SM's cache, and never before a fence or a ticket that stands before it.
+DEVICE float read_cached_nowhere(const float* at) {
+    float x;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
+    return x;
+}
+DEVICE Words4 read_cached_nowhere(const Words4* at) {
+    Words4 x;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at) : "memory");
+    return x;
+}
 
 DEVICE u32 shared_base() {
     extern __shared__ __align__(128) u8 shared[];

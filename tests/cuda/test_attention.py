@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.kernels import cuda, registry
+from pagedkv.kernels import cuda, reference, registry
+from pagedkv.kernels.cuda_launch import Ways
 from tests.cases import GRID, LARGE, SMALL, Case
 from tests.cuda.emulator import COMPILER, Emulator, call_of
 from tests.kernels.oracle import allowed_error, oracle, same_precision
@@ -70,6 +71,23 @@ def test_every_code_of_8_bits_is_its_number_and_what_is_none_stays_none(kv: str,
     assert not finite.all()
     assert torch.equal(out.isfinite(), expected.isfinite())
     assert torch.equal(out[expected.isfinite()], expected[expected.isfinite()])
+
+
+@pytest.mark.parametrize("second_launch", [False, True])
+@pytest.mark.parametrize(("keys", "split_tokens"), [(0, None), (40, None), (400, None), (400, 64)])
+def test_a_sink_without_bound_takes_the_whole_weight(keys: int, split_tokens: int | None, second_launch: bool) -> None:
+    """One CTA, several, or chunks write the result: an infinite sink leaves zeros, one of -inf is none."""
+    built = Case(q_lens=(1,), kv_lens=(keys,), dims=(64, 64), dtype="bfloat16", sinks=True, split_tokens=split_tokens).build()
+    sinks = torch.tensor([torch.inf, -torch.inf, 0.5, torch.inf])
+    call, expected = call_of(built, sinks=sinks), call_of(built, sinks=sinks)
+    machine = Emulator(8)
+    machine.ways = Ways(second_launch=second_launch)
+    machine.attend(call)
+    reference.paged_attention(expected)
+    assert torch.equal(call.lse[0] == torch.inf, sinks == torch.inf)
+    assert (call.out[0, sinks == torch.inf] == 0).all()
+    assert torch.allclose(call.out, expected.out, rtol=2**-7, atol=2**-10)
+    assert torch.allclose(call.lse, expected.lse, atol=1e-3)
 
 
 @pytest.mark.parametrize("kv", ["", "fp8_e4m3"])

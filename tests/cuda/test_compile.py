@@ -121,8 +121,8 @@ MOVES: dict[str, tuple[Specialisation, int]] = {
     "write_kv int4 tensor, float32": (WriteShape(KINDS["int4"], KINDS["float32"], KINDS["float32"], 256, 256, 1, 1, 2, 128), 56),
     "write_kv mla": (WriteShape(KINDS["fp8_e5m2"], BF16, BF16, 576, 512, 2, 2, 1, 32), 72),
     "merge_states bfloat16": (MergeShape(BF16, 128), 40),
-    "merge_pieces bfloat16": (pieces_of(TYPICAL, "sm_90"), 80),
-    "merge_pieces mla": (pieces_of(("bfloat16", "fp8_e4m3", (576, 512), CLASSES[0], 1), "sm_90"), 80),
+    "merge_pieces bfloat16": (pieces_of(TYPICAL, "sm_90"), 96),
+    "merge_pieces mla": (pieces_of(("bfloat16", "fp8_e4m3", (576, 512), CLASSES[0], 1), "sm_90"), 96),
     "copy_frames": (CopyShape(16, 32 << 10), 48),
     "copy_frames, odd": (CopyShape(1, 32 << 10), 48),
 }
@@ -169,7 +169,23 @@ def test_keys_are_copied_16_bytes_at_a_time_and_multiplied_by_tensor_cores(arch:
     assert all(".128" in copy for copy in copies), set(copies)
     assert len(re.findall(r"HMMA\.16816\.F32\.BF16", sass)) >= shape.tile // 8 * (8 + 8)
     assert "LDSM.16.MT88.4" in sass, "values are transposed on the way to registers"
+    whole = re.findall(r"LDGSTS[^;]*", sass)
+    assert all(".ZFILL" in copy or re.search(r", !?U?P\d+ *$", copy) for copy in whole), (
+        "zeros land where no key is: a flag, or a predicate"
+    )
     assert not re.findall(r"\b(?:LDL|STL)\b", sass), "local memory is used"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_last_cta_to_arrive_sees_what_the_others_stored(arch: str, tmp_path: Path) -> None:
+    """The memory model between CTAs, of which the emulator knows nothing: a fence on each side of the ticket; partials come past the L1."""
+    sass = disassembled(cuda_compile.compile_cubin("paged_attention", shape_of(TYPICAL, arch).macros, arch).cubin, tmp_path)
+    order = [name.split(".")[0] for name in re.findall(r"\b(?:MEMBAR\.\w+\.GPU|ATOMG\S*ADD\S*|LDG\S*128\.STRONG\.GPU)", sass)]
+    assert order[:3] == ["MEMBAR", "ATOMG", "MEMBAR"]
+    assert order[3:] == ["LDG"] * 4, "four pieces are under way at once"
+    pieces = pieces_of(TYPICAL, arch)
+    sass = disassembled(cuda_compile.compile_cubin(pieces.kernel, pieces.macros, arch).cubin, tmp_path)
+    assert len(re.findall(r"LDG\S*128\.STRONG\.GPU", sass)) == 4
 
 
 @pytest.mark.parametrize("arch", BULK_ARCHS)

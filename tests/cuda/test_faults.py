@@ -51,7 +51,7 @@ MISTAKES = {
     "the window is forgotten": Planted("scores.cuh", "key >= row.begin && ", ""),
     "only half of the row's maximum": Planted("scores.cuh", "        m = ptx::larger(m, ptx::shuffle_xor(m, 2));\n", ""),
     "teams are merged with one weight": Planted("merge.cuh", "all = team ? fold(all, one) : one;", "all = one;"),
-    "pieces share a slot": Planted("plan.cuh", "2 * (first + partial)", "2 * first + 2"),
+    "pieces share a slot": Planted("plan.cuh", "first + 2 * partial - (partial > 0)", "first + (partial > 0)"),
     "a share begins one item late": Planted("plan.cuh", "(past + unit.weight - 1) / unit.weight", "(past + unit.weight) / unit.weight"),
     "parts of a score are added before they are there": Planted("scores.cuh", "sync_team(sharing.team);", ""),
     "every warp sums the same part of D": Planted("scores.cuh", "stage + sharing.part * (D_PART * KV_BITS / 8)", "stage"),
@@ -138,7 +138,13 @@ PIECES = {
     "one thread waits for all": Planted(
         "merge_pieces.cuh", "ptx::wait_for_last_grid();", "if (ptx::thread_index() == 0) ptx::wait_for_last_grid();"
     ),
-    "a piece is left out": Planted("merge.cuh", "for (i32 piece = 1;", "for (i32 piece = 2;"),
+    "a piece is left out": Planted(
+        "merge.cuh", "if (done + i >= pieces) break;", "if (done + i >= pieces) break;\nif (done + i == 1) continue;"
+    ),
+    "only the pieces that are loaded at once are merged": Planted(
+        "merge.cuh", "done < pieces; done += AT_ONCE", "done < AT_ONCE; done += AT_ONCE"
+    ),
+    "the last piece counts more than once": Planted("merge.cuh", "if (done + i >= pieces) break;", ""),
     "what one CTA did alone is merged": Planted("merge_pieces.cuh", " && plan.num_partials() > 1", ""),
     "no unit is merged": Planted("merge_pieces.cuh", "plan.num_partials() > 1", "plan.num_partials() > 9999"),
     "sums become stages while they are stored": Planted(

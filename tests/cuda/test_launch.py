@@ -13,6 +13,7 @@ from pagedkv.kernels import cuda, cuda_bulk, cuda_driver, registry
 from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, Keys, shape_for
 from tests.cases import Case
 from tests.cuda.emulator import COMPILER, Emulator, call_of
+from tests.cuda.test_attention import check
 
 H200, AD102 = (227 << 10, 228 << 10), (99 << 10, 100 << 10)
 BF16 = (KINDS["bfloat16"], KINDS["bfloat16"])
@@ -34,6 +35,29 @@ def test_with_split_tokens_no_bit_depends_on_how_many_ctas_share_the_work(num_sm
     expected_out, expected_lse = results(case, Emulator(3))
     assert torch.equal(out, expected_out)
     assert torch.equal(lse, expected_lse)
+
+
+@needs_compiler
+def test_chunks_of_the_last_unit_have_room_for_their_states() -> None:
+    """Slots follow from places on the line, on which a unit takes two more than its chunks: units * chunks are too few."""
+    check(Case((1,), (640,), heads=(8, 2), dtype="bfloat16", split_tokens=64), Emulator(40))
+
+
+@needs_compiler
+@pytest.mark.parametrize("moved", ["address", "stride"])
+@pytest.mark.parametrize("pool", ["k", "v"])
+def test_copies_are_as_small_as_the_odder_of_both_pools_wants(pool: str, moved: str) -> None:
+    call, expected = (call_of(Case(dims=(64, 64), dtype="bfloat16").build()) for _ in range(2))
+    old, machine = getattr(call, pool), Emulator()
+    wide = torch.full((old.numel() // 64 + 1, 68), torch.nan, dtype=old.dtype)
+    new = wide.view(-1)[4 : 4 + old.numel()].view(old.shape) if moved == "address" else wide[:-1, :64].view(old.shape)
+    new.copy_(old)
+    odd = type(call)(*(new if name == pool else getattr(call, name) for name in call.__slots__))
+    machine.attend(odd)
+    Emulator().attend(expected)
+    assert [shape.copy for shape in machine.launches] == [8]
+    assert torch.equal(odd.out, expected.out)
+    assert torch.equal(odd.lse, expected.lse)
 
 
 @needs_compiler
