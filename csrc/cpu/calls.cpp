@@ -28,6 +28,8 @@ enum { Q, K, V, K_SCALE, V_SCALE, TABLE, ROWS, SEQ_LENS, STARTS, MAX_Q, MAX_K, S
 constexpr int TENSORS[] = {Q, K, V, K_SCALE, V_SCALE, TABLE, ROWS, SEQ_LENS, STARTS, SINKS, SLOPES, TREE, OUT, LSE};
 constexpr Py_ssize_t OF_AGAIN = REGISTRY + 1, OF_REMEMBER = THREADS + 1, OF_ATTENTION = LSE + 1 + 2;
 
+constexpr int64_t FARTHEST = int64_t{1} << 32;  // no two places of a sequence are so far apart: lengths are int32; and sums of it fit
+
 struct Call {
     Tensor at[LSE + 1];
     bool has[LSE + 1] = {};
@@ -80,7 +82,8 @@ Attention attention_of(const Call& c) {
     Attention a{};
     a.B = c.at[SEQ_LENS].shape[0], a.H = c.at[Q].shape[1], a.K = c.at[K].shape[2], a.D = c.at[Q].shape[2], a.Dv = value_dim(c);
     a.S = c.at[K].shape[1], a.q_type = dtype_of(c.at[Q]), a.kv_type = dtype_of(c.at[K]);
-    a.causal = c.causal, a.window = c.window, a.split_tokens = c.split;
+    a.causal = c.causal, a.split_tokens = std::min(c.split, FARTHEST);
+    a.window = c.window < FARTHEST ? c.window : 0;
     a.scale = static_cast<float>(c.scale), a.softcap = static_cast<float>(c.softcap);
     a.q = view(c, Q), a.k = view(c, K), a.v = view(c, V), a.k_scale = view(c, K_SCALE), a.v_scale = view(c, V_SCALE);
     a.table = view(c, TABLE), a.rows = view(c, ROWS), a.sinks = view(c, SINKS), a.slopes = view(c, SLOPES), a.tree = view(c, TREE);

@@ -77,8 +77,9 @@ Server server_of(const Signature& s, PyObject* registry) {
 
 void keep(const Signature& s, PyObject* registry, const Isa* isa, int threads) {
     std::unique_ptr<Known>& place = place_of(s);
-    if (place) Py_DECREF(place->registry);
+    std::unique_ptr<Known> former = std::move(place);  // letting go of a registry may run anything: only when the place is in order
     place.reset(new Known{{s.words, s.words + s.count}, {s.variables, s.length}, Py_NewRef(registry), isa, threads});
+    if (former) Py_DECREF(former->registry);
 }
 
 bool nobody_watches(PyObject* const* wanting, int count) {

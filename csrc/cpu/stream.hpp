@@ -466,6 +466,7 @@ struct Stream {
 // f(kind of operands) if there is a stream for the call; false if Walk must serve.
 template <class F>
 INLINE bool with_stream(const Attention& a, const F& f) {
+    if (!a.k.stride[1] || !a.v.stride[1]) return false;  // one vector in all slots: what lies ahead is never reached
     const auto fits = [&](int64_t span) { return a.S >= BLOCK && a.D % span == 0 && a.Dv % span == 0; };
     if (a.q_type == Dtype::f32 && a.kv_type == Dtype::f32 && fits(16)) return f(Widened<Dtype::f32>{}), true;
     if (a.q_type == Dtype::f16 && a.kv_type == Dtype::f16 && fits(16)) return f(Widened<Dtype::f16>{}), true;

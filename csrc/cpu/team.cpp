@@ -18,19 +18,31 @@ typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flag
 
 #if defined(__linux__)
 
-int look(dl_phdr_info* library, size_t, void* found) {
-    const char* name = std::strrchr(library->dlpi_name, '/');
-    name = name ? name + 1 : library->dlpi_name;
-    if (std::strncmp(name, "libgomp", 7) && std::strncmp(name, "libomp", 6) && std::strncmp(name, "libiomp5", 8)) return 0;
+bool is_named(const char* path, const char* prefix) {
+    const char* name = std::strrchr(path, '/');
+    return !std::strncmp(name ? name + 1 : path, prefix, std::strlen(prefix));
+}
+
+// GOMP_parallel of a library, or of those it was linked with. LLVM's and Intel's runtimes offer GNU's entry too.
+int take(dl_phdr_info* library, void* found) {
     void* handle = dlopen(library->dlpi_name, RTLD_LAZY | RTLD_NOLOAD);
-    void* parallel = handle ? dlsym(handle, "GOMP_parallel") : nullptr;  // LLVM's and Intel's runtimes offer GNU's entry too
+    void* parallel = handle ? dlsym(handle, "GOMP_parallel") : nullptr;
     std::memcpy(found, &parallel, sizeof parallel);
     return parallel != nullptr;
 }
 
+int of_torch(dl_phdr_info* library, size_t, void* found) { return is_named(library->dlpi_name, "libtorch_cpu") ? take(library, found) : 0; }
+
+int of_any(dl_phdr_info* library, size_t, void* found) {
+    for (const char* name : {"libgomp", "libomp", "libiomp5"})
+        if (is_named(library->dlpi_name, name)) return take(library, found);
+    return 0;
+}
+
+// A process may hold several runtimes (scikit-learn brings its own): torch's is the one whose team is there already.
 Parallel find() {
     Parallel parallel = nullptr;
-    dl_iterate_phdr(look, &parallel);
+    if (!dl_iterate_phdr(of_torch, &parallel)) dl_iterate_phdr(of_any, &parallel);
     return parallel;
 }
 

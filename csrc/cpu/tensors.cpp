@@ -87,7 +87,9 @@ bool read_tensor(PyObject* x, Tensor& tensor, bool any_class) {
     if (!plain && !any_class) return false;
     bool described = plain && table ? table->describe(x, &tensor) == 0 : ask(x, tensor);
     if (!described) PyErr_Clear();
-    return described && tensor.dims <= MOST_DIMS && tensor.lanes == 1;
+    bool empty = false;
+    for (int i = 0; described && i < tensor.dims; i++) empty |= !tensor.shape[i];
+    return described && tensor.dims <= MOST_DIMS && tensor.lanes == 1 && (tensor.data || empty);
 }
 
 }  // namespace pagedkv

@@ -12,6 +12,7 @@ import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cpu, registry
+from pagedkv.kernels.args import KVLayer
 from pagedkv.kernels.registry import Case as Asked
 from tests.cases import GRID, SMALL, Case
 from tests.kernels.conftest import Runner
@@ -54,6 +55,25 @@ def test_a_sink_of_infinity_takes_everything_and_one_of_minus_infinity_nothing(b
     assert torch.equal(out[:, 1], plain[:, 1])
     assert torch.equal(lse[:, 1], plain_lse[:, 1])
     assert (out[:, 2].abs() < plain[:, 2].abs()).all()
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("mask", ["causal", "all", "tree"])
+def test_a_window_beyond_all_places_hides_nothing(mask: str) -> None:
+    case = Case(q_lens=(64, 1, 7), kv_lens=(300, 97, 3), mask=mask)
+    built = case.build()
+    for far in (2**31, 2**40, 2**63 - 1):
+        assert torch.equal(ON_CPU.attend(built, window=far)[0], ON_CPU.attend(built)[0])
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("backend", ["cpu", "numba"])
+def test_one_vector_may_lie_in_all_slots(backend: str) -> None:
+    built = Case(kv_lens=(97, 16, 33)).build()
+    k, v = (torch.randn(len(built.layer.k), 1, 2, 64).expand(-1, 16, -1, -1) for _ in range(2))
+    built = built._replace(layer=KVLayer(k, v))
+    want = Runner("reference", "cpu").attend(built)[0]
+    assert (Runner(backend, "cpu").attend(built)[0] - want).abs().max() < 1e-5
 
 
 def test_an_unknown_instruction_set_is_answered_with_those_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:

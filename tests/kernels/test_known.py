@@ -253,6 +253,13 @@ def test_a_subclass_of_tensor_gets_the_call_handed_to_it() -> None:
     assert any("pagedkv.paged_attention" in name for name in seen)
 
 
+def test_a_tensor_without_memory_of_its_own_is_the_dispatchers() -> None:
+    built = CASE.build()
+    attend(built), attend(built)
+    wrapped = torch._to_functional_tensor(built.q)  # a plain torch.Tensor to Python, and no address
+    assert torch.equal(torch._from_functional_tensor(attend(built._replace(q=wrapped))), attend(built))
+
+
 def test_what_is_no_checked_call_is_refused_by_the_extension() -> None:
     with pytest.raises(TypeError, match="again takes the arguments of the operator"):
         EXTENSION.again(1, 2)

@@ -45,7 +45,9 @@ MORE_SPILLS = {
     ("prefill, float32 over int4, head 256", "sm_90"): (32, "three products of TF32 of each nibble, beside 256 columns of float32"),
     ("prefill, float32 over int4, head 256", "sm_100"): (45, "as above"),
     ("prefill, float32 over int4, head 256", "sm_120"): (18, "as above"),
-    ("prefill, head 256", "sm_100"): (24, "accumulators of [64, 256] beside scores on their way through tensor memory"),
+    ("decode, every option", "sm_90"): (22, "a tree mask's words, slopes, bounds of windows and scales of each row beside a tile's scores"),
+    ("decode, every option", "sm_100"): (29, "as above"),
+    ("prefill, head 256", "sm_100"): (28, "accumulators of [64, 256] beside scores on their way through tensor memory"),
     ("prefill, head 256", "gfx950"): (64, "accumulators of [64, 256]; matrix instructions want them in vector registers"),
     ("prefill, fp8", "sm_120"): (32, "converted keys beside [128, 128] accumulators"),
 }
