@@ -1,17 +1,19 @@
 """One GPU: kernels loaded in this process, memory that outlives launches, and the launch itself, through CuPy's view of the driver.
 
-What this file asks of CUDA is `Cuda`, six functions of cupy.cuda.driver, one that CuPy lacks (cuda_early.py), and three of torch (`Torch`):
-the tests put recorders there. That one sets the only launch attribute there is a use for, so cuda.core is not needed; no kernel forms a
-cluster. This file knows no attention.
+What this file asks of CUDA is `Cuda`, six functions of cupy.cuda.driver, one that CuPy lacks (cuda_early.py), and four of torch and of the
+runtime (`Torch`): the tests put recorders there. That one sets the only launch attribute there is a use for, so cuda.core is not needed; no
+kernel forms a cluster. This file knows no attention.
 
     on a launch    nothing is allocated but torch's memory of the current stream, nothing waits, nothing reads the device back: it is
                    captured in a CUDA graph as it is. What is loaded on the way would not be: that is refused, with the remedy.
+    tickets        are of no allocator's pool and never given back: a stream has its own, and so has every launch in a graph (`Tickets`).
     contexts       the device's primary context, torch's. A thread that has none, or another device's, is given it for the launch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -29,6 +31,16 @@ if TYPE_CHECKING:
 
 CARVEOUT: Final = 100
 """Percent of an SM's memory that is shared, as a wish: nothing here lives from the first cache."""
+
+
+CHUNK: Final = 1 << 20
+"""Tickets that are taken from the device at once, 4 MB: those of 2000 captured decodes on 132 SMs."""
+
+RESERVE: Final = CHUNK // 4
+"""With fewer left for captures, a launch outside of them takes another chunk."""
+
+LINE: Final = 32
+"""Tickets in 128 bytes: no two launches count in one line of the second cache."""
 
 
 class Cuda(Protocol):
@@ -72,9 +84,74 @@ class Torch:
         """The current one's handle."""
         return torch.cuda.current_stream(self.device).cuda_stream
 
-    def is_capturing(self) -> bool:
-        """Is it captured into a graph?"""
-        return torch.cuda.is_current_stream_capturing()
+    def is_capturing(self, stream: int) -> bool:
+        """Is that stream captured into a graph? The default one cannot be."""
+        from cupy.cuda import runtime
+
+        return stream not in (0, runtime.streamLegacy) and bool(runtime.streamIsCapturing(stream))
+
+    def zeros(self, count: int) -> Tensor:
+        """int32 [count] of this device, not from torch's allocator and never given back; zero for all streams. Raises: CUDARuntimeError."""
+        from cupy.cuda import runtime
+
+        with torch.cuda.device(self.device), cuda_early.beside_captures():
+            runtime.setDevice(self.device.index)
+            stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
+            try:
+                at = runtime.malloc(4 * count)
+                runtime.memsetAsync(at, 0, 4 * count, stream)
+                runtime.streamSynchronize(stream)  # of this memory only: no other stream is waited for
+            finally:
+                runtime.streamDestroy(stream)
+        return torch.as_tensor(_Taken(at, count), device=self.device)
+
+
+class _Taken:
+    """Memory of the device as torch takes it from others."""
+
+    def __init__(self, at: int, count: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "<i4", "data": (at, False), "strides": None, "version": 2}
+
+
+class Tickets:
+    """Counters of one device that are zero between launches, for launches that may run at once.
+
+    Those that follow one another on a stream share a set. A graph may be replayed on any stream, and beside any other graph: each launch
+    that is captured has a set of its own for good, whatever becomes of the graph. None is torch's: what stays of its memory when the
+    graph's pool is looked at (torch.compile's trees of graphs do) would be taken for a leak.
+    """
+
+    def __init__(self, about: Torch) -> None:
+        self._torch, self._left, self._free = about, 0, torch.empty(0, dtype=torch.int32)
+        self._of_stream: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> Tensor | None:
+        """int32 [>= count] for a launch on the current stream; None in a capture, which can take no memory, when there are too few left."""
+        stream = self._torch.stream()
+        if self._torch.is_capturing(stream):
+            with self._lock:
+                return self._cut(count) if self._left >= count else None
+        found = self._of_stream.get(stream)
+        if found is not None and found.numel() >= count and self._left >= RESERVE:
+            return found
+        with self._lock:
+            if found is None or found.numel() < count:  # a set that is outgrown may still be counted in
+                self._provide(most := max(4096, 2 * count))
+                found = self._of_stream[stream] = self._cut(most)
+            self._provide(RESERVE)
+        return found
+
+    def _provide(self, count: int) -> None:
+        if self._left < count:
+            self._free = self._torch.zeros(max(CHUNK, 2 * count))
+            self._left = self._free.numel()
+
+    def _cut(self, count: int) -> Tensor:
+        length = -(-count // LINE) * LINE
+        cut, self._free = self._free[:length], self._free[length:]
+        self._left = self._free.numel()
+        return cut
 
 
 class Driver:
@@ -85,20 +162,16 @@ class Driver:
         self.num_sms, self.shared_per_block, self.shared_per_sm = about.num_sms, about.shared_per_block, about.shared_per_sm
         self._torch, self._cuda, self._context = about, cuda, about.context(cuda)
         self._functions: dict[Specialisation, tuple[int, int, int]] = {}
-        self._tickets: dict[int, list[Tensor]] = {}
+        self._tickets = Tickets(about)
 
-    def workspace(self, slots: int, floats: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Partial states: torch's, and its again when the launch has run. Tickets: one set for each stream, which launches leave at zero.
+    def workspace(self, floats: int, like: Tensor) -> Tensor:
+        """torch's, and its again when the launches so far have run; in a capture, the graph's."""
+        return torch.empty(floats, dtype=torch.float32, device=like.device)
 
-        Outgrown tickets are kept, for launches that still run. A captured launch has its own, set to zero by the graph at each replay.
-        """
-        partials = torch.empty(slots * floats, dtype=torch.float32, device=like.device)
-        if self._torch.is_capturing():
-            return partials, torch.zeros(slots, dtype=torch.int32, device=like.device)
-        sets = self._tickets.setdefault(self._torch.stream(), [])
-        if not sets or sets[-1].numel() < slots:
-            sets.append(torch.zeros(max(4096, 2 * slots), dtype=torch.int32, device=like.device))
-        return partials, sets[-1]
+    def tickets(self, count: int, like: Tensor) -> Tensor:
+        """Zeros for the next launch; where a capture finds none, they are torch's and the graph sets them to zero at each replay."""
+        taken = self._tickets.take(count)
+        return torch.zeros(count, dtype=torch.int32, device=like.device) if taken is None else taken
 
     def room(self, size: int, like: Tensor) -> Tensor:
         """torch's, and its again when the launches so far have run."""
@@ -125,7 +198,7 @@ class Driver:
 
     def _load(self, shape: Specialisation) -> tuple[int, int, int]:
         """The kernel's handle, for as long as the process lives; its threads, and its shared memory."""
-        if self._torch.is_capturing():
+        if self._torch.is_capturing(self._torch.stream()):
             raise InvalidRequest(
                 f"the kernel {shape.kernel} for {shape.macros} is not loaded yet, and loading cannot be captured in a CUDA graph: "
                 f"run the same step once before capturing it"

@@ -58,8 +58,11 @@ class Machine(Protocol):
     shared_per_block: int
     shared_per_sm: int
 
-    def workspace(self, slots: int, floats: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 [>= slots * floats], any content, and int32 [>= slots] of zeros, which launches leave zero; on the device of `like`."""
+    def workspace(self, floats: int, like: Tensor) -> Tensor:
+        """Float32 [>= floats], any content, on the device of `like`; as a room is, free again for others."""
+
+    def tickets(self, count: int, like: Tensor) -> Tensor:
+        """int32 [>= count] of zeros on the device of `like`, which the next launch alone uses, or launches in order; they leave zeros."""
 
     def room(self, size: int, like: Tensor) -> Tensor:
         """uint8 [size], any content, on the device of `like`; free again for others when it is dropped and the launches so far have run."""
@@ -91,7 +94,9 @@ def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowC
         chunks = -(-max(call.max_seqlen_k, 1) // call.split_tokens)
         spread = int(units < blocks and chunks > 1)
         slots = units * (chunks + 2) if spread else blocks
-    partials, tickets = machine.workspace(slots, shape.rows * (shape.head_dim_v + 2), call.q)
+    shared = bool(spread or not call.split_tokens)  # else no unit is anybody's but one CTA's
+    partials = machine.workspace(slots * shape.rows * (shape.head_dim_v + 2), call.q)
+    tickets = machine.tickets(slots, call.q) if shared and not shape.second_launch else None
     q, k, v, out, tree = call.q, call.k, call.v, call.out, call.tree_mask
     size, stored = q.element_size(), k.element_size()
     tree = tree.contiguous() if tree is not None and tree.stride(1) != 1 else tree
@@ -102,7 +107,7 @@ def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowC
     params = LAYOUT.pack(
         *(q_at, k.data_ptr(), v.data_ptr(), _address(scales[0]), _address(scales[1]), call.block_table.data_ptr(), _address(rows)),
         *(call.seq_lens.data_ptr(), call.cu_seqlens_q.data_ptr(), _address(sinks), _address(slopes), _address(tree), out.data_ptr()),
-        *(call.lse.data_ptr(), partials.data_ptr(), tickets.data_ptr()),
+        *(call.lse.data_ptr(), partials.data_ptr(), _address(tickets)),
         *(q_token, q_head, k_frame * stored, k_slot * stored, k_head * stored, v_frame * stored, v_slot * stored, v_head * stored),
         *(*scale_strides(scales[0]), *scale_strides(scales[1]), call.block_table.stride(0), 0 if tree is None else tree.stride(0)),
         *(out.stride(0) * size, out.stride(1) * size, slots),
@@ -110,7 +115,7 @@ def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowC
         *((q_at | q_token | q_head) % (4 * size) == 0, call.scale, call.softcap),
     )
     machine.launch(shape, blocks, params)
-    if shape.second_launch and (spread or not call.split_tokens):  # else no unit is anybody's but one CTA's
+    if shared and shape.second_launch:
         machine.launch(PiecesShape(shape), blocks, params, early=True)
 
 

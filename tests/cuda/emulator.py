@@ -111,7 +111,7 @@ class Emulator:
         self.shared_per_block, self.shared_per_sm = shared
         self.sources: dict[str, str] = texts("cuda", ".cuh", ".h") | {"ptx_twin.hpp": texts("simt", ".hpp")["ptx_twin.hpp"]}
         self.memory: list[Tensor] = []
-        self.tickets = torch.zeros(1, dtype=torch.int32)
+        self.counted = torch.zeros(1, dtype=torch.int32)
         self.launches: list[Specialisation] = []
         self.wrote: list[tuple[int, int]] = []
 
@@ -134,12 +134,17 @@ class Emulator:
         library.simt_wrote.restype = ctypes.c_bool
         return library
 
-    def workspace(self, slots: int, floats: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def workspace(self, floats: int, like: Tensor) -> Tensor:
         """Poisoned, and just as long as it must be."""
-        pair = (torch.full((slots * floats,), torch.nan), torch.zeros(slots, dtype=torch.int32))
-        self.memory += pair
-        self.tickets = pair[1]
-        return pair
+        partials = torch.full((floats,), torch.nan)
+        self.memory.append(partials)
+        return partials
+
+    def tickets(self, count: int, like: Tensor) -> Tensor:
+        """Just as many as there must be."""
+        self.counted = torch.zeros(count, dtype=torch.int32)
+        self.memory.append(self.counted)
+        return self.counted
 
     def room(self, size: int, like: Tensor) -> Tensor:
         """Poisoned, too."""
@@ -165,7 +170,7 @@ class Emulator:
         if fault:
             raise Fault(fault.decode())
         self.wrote = wrote(library)
-        assert not self.tickets.any(), "tickets are left as they were found"
+        assert not self.counted.any(), "tickets are left as they were found"
 
     def attend(self, call: AttentionCall) -> None:
         """`paged_attention` of the backend, on this machine. Raises: Fault."""

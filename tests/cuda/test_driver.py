@@ -6,8 +6,10 @@ the kernels expect.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
+import itertools
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cuda_compile, cuda_early, cuda_launch, cuda_moves
-from pagedkv.kernels.cuda_driver import Driver
+from pagedkv.kernels.cuda_driver import CHUNK, LINE, RESERVE, Driver, Torch
 from pagedkv.kernels.cuda_launch import LAYOUT, PARAMS
 from pagedkv.kernels.cuda_moves import COPY_LAYOUT, MERGE_LAYOUT, WRITE_LAYOUT
 from pagedkv.kernels.cuda_shapes import CopyShape
@@ -25,6 +27,8 @@ from tests.cases import Case
 from tests.cuda.emulator import COMPILER, Emulator, call_of, compiled
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pagedkv.kernels.cuda_shapes import Specialisation
 
 LAYOUTS = {
@@ -52,6 +56,8 @@ class Recorder:
         self.emulator, self.run = emulator, emulator is not None
         self.driver = Driver(self, self, self.launch_early)  # type: ignore[arg-type]
         self.early: list[int] = []
+        self.chunks: list[torch.Tensor] = []
+        self.counted: list[tuple[int, int]] = []
         load = self.driver._load
         monkeypatch.setattr(self.driver, "_load", lambda shape: (self.loaded.append(shape), load(shape))[1])
         monkeypatch.setattr(cuda_compile, "cubin_for", lambda kernel, macros, arch: f"{kernel} {arch}".encode())
@@ -62,8 +68,15 @@ class Recorder:
     def stream(self) -> int:
         return self.stream_handle
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self, stream: int) -> bool:
+        assert stream == self.stream_handle
         return self.capturing
+
+    def zeros(self, count: int) -> torch.Tensor:
+        assert not self.capturing, "a capture cannot take memory of the device"
+        chunk = torch.zeros(count + LINE, dtype=torch.int32)
+        self.chunks.append(chunk[-chunk.data_ptr() // 4 % LINE :][:count])  # it begins a line of the cache, as the device's does
+        return self.chunks[-1]
 
     def ctxGetCurrent(self) -> int:
         return self.current
@@ -73,6 +86,7 @@ class Recorder:
         self.current = context
 
     def moduleLoadData(self, cubin: bytes) -> int:
+        assert self.current == TORCH_CONTEXT, "what is loaded belongs to the current context"
         self.asked.append(("moduleLoadData", cubin))
         return 100 + len(self.loaded)
 
@@ -83,6 +97,7 @@ class Recorder:
         return len(self.loaded)
 
     def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
+        assert self.current == TORCH_CONTEXT
         self.asked.append(("funcSetAttribute", attribute, value))
         if attribute == self.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
             assert value <= self.shared_per_block
@@ -101,14 +116,18 @@ class Recorder:
         assert shared <= self.allowed_shared[function]
         assert (stream, extra) == (self.stream_handle, 0)
         self.launches.append((function, grid[0], block[0], shared))
+        shape = self.loaded[function - 1]
+        params = ctypes.string_at(ctypes.c_void_p.from_address(pointers).value or 0, LAYOUTS[shape.kernel].size)
+        if LAYOUTS[shape.kernel] is LAYOUT:
+            said = dict(zip(PARAMS, LAYOUT.unpack(params), strict=True))
+            if said["tickets"]:
+                assert not any(ctypes.string_at(said["tickets"], 4 * said["num_slots"])), "a launch begins with tickets that are zero"
+            self.counted.append((said["tickets"], said["num_slots"]))
         if self.run:
-            shape = self.loaded[function - 1]
             assert block[0] == shape.threads
             assert shared == shape.shared_bytes
-            at = ctypes.c_void_p.from_address(pointers).value
-            size = LAYOUTS[shape.kernel].size
             assert self.emulator
-            self.emulator.launch(shape, grid[0], ctypes.string_at(at, size))
+            self.emulator.launch(shape, grid[0], params)
 
 
 @pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
@@ -119,14 +138,9 @@ def test_a_call_is_launched_as_the_emulator_would_launch_it(split_tokens: int | 
     recorder, call, expected = Recorder(monkeypatch, emulator), call_of(case.build()), call_of(case.build())
     Emulator().attend(expected)
     emulator._may_touch(*(getattr(call, name) for name in call.__slots__))
-    workspace = recorder.driver.workspace
-
-    def shown(slots: int, floats: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = workspace(slots, floats, like)
-        emulator.memory += pair
-        return pair
-
-    monkeypatch.setattr(recorder.driver, "workspace", shown)
+    for name in ("workspace", "tickets"):
+        taken = getattr(recorder.driver, name)
+        monkeypatch.setattr(recorder.driver, name, lambda size, like, taken=taken: emulator.memory.append(got := taken(size, like)) or got)
     cuda_launch.attend(call, recorder.driver)
     assert len(recorder.launches) == 3
     assert torch.equal(call.out.view(torch.int16), expected.out.view(torch.int16))
@@ -164,34 +178,121 @@ def test_another_device_s_context_is_put_back_even_if_the_launch_fails(monkeypat
     assert recorder.current == OTHER_CONTEXT
 
 
+def apart(*taken: tuple[int, int]) -> bool:
+    """Do these (address, tickets) have no line of the cache in common?"""
+    lines = sorted((at // (4 * LINE), (at + 4 * count - 1) // (4 * LINE)) for at, count in taken)
+    return all(last < first for (_, last), (first, _) in itertools.pairwise(lines))
+
+
 def test_each_stream_has_tickets_of_its_own_and_outgrown_ones_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = (recorder := Recorder(monkeypatch)).driver
     like = torch.zeros(1)
-    first = driver.workspace(10, 4, like)[1]
-    assert driver.workspace(4096, 4, like)[1] is first
-    larger = driver.workspace(4097, 4, like)[1]
-    assert larger.numel() >= 4097
-    assert any(kept is first for kept in driver._tickets[recorder.stream_handle]), "a launch that still runs may count in it"
+    first = driver.tickets(10, like)
+    assert driver.tickets(4096, like) is first
+    larger = driver.tickets(4097, like)
+    assert driver.tickets(10, like) is larger
     recorder.stream_handle = 0x6000
-    assert driver.workspace(10, 4, like)[1].data_ptr() not in (first.data_ptr(), larger.data_ptr())
-    assert not driver.workspace(10, 4, like)[1].any()
+    other = driver.tickets(10, like)
+    assert apart((first.data_ptr(), 4096), (larger.data_ptr(), 4097), (other.data_ptr(), 10)), "a launch that still runs may count in it"
+    assert not torch.cat((first, larger, other)).any()
+    assert len(recorder.chunks) == 1
+    assert driver.tickets(3 * CHUNK, like).numel() >= 3 * CHUNK
+    assert len(recorder.chunks) == 2
 
 
-def test_a_captured_launch_shares_no_tickets_and_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_in_graphs_have_zeroed_tickets_of_their_own_and_record_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one stream and on two: graphs that were captured on the same one may be replayed side by side."""
+    recorder = Recorder(monkeypatch)
+    attend_nowhere(recorder)
+    asked, recorder.capturing = len(recorder.asked), True
+    built = Case(dtype="bfloat16").build()
+    monkeypatch.setattr(torch, "zeros", None)  # a node in the graph, and in the pool of whoever captures
+    for recorder.stream_handle in (0x5000, 0x5000, 0x6000):
+        cuda_launch.attend(call_of(built), recorder.driver)
+    assert len(recorder.launches) == 4
+    assert len(recorder.asked) == asked, "a capture sees one launch, and nothing else of the driver"
+    assert apart(*recorder.counted)
+    inside = [chunk.data_ptr() <= at < chunk.data_ptr() + 4 * chunk.numel() for at, _ in recorder.counted for chunk in recorder.chunks]
+    assert inside == [True] * 4
+
+
+def test_a_capture_that_finds_too_few_tickets_has_the_graph_zero_some_and_later_launches_provide(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, like = (recorder := Recorder(monkeypatch)).driver, torch.zeros(1)
+    monkeypatch.setattr(torch, "empty", lambda count, **options: torch.full((count,), -1, **options))
+    recorder.capturing = True
+    assert driver.tickets(10, like).tolist() == [0] * 10, "nothing was taken before the capture"
+    assert recorder.chunks == []
+    recorder.capturing = False
+    driver.tickets(10, like)
+    recorder.capturing = True
+    taken = [driver.tickets(CHUNK // 8 + 1, like) for _ in range(9)]
+    assert all(not tickets.any() and tickets.numel() > CHUNK // 8 for tickets in taken)
+    assert apart(*((tickets.data_ptr(), CHUNK // 8 + 1) for tickets in taken[:7]))
+    assert len({tickets.untyped_storage().data_ptr() for tickets in taken}) == 3, "seven of the chunk, and two of torch's"
+    recorder.capturing = False
+    mine = driver.tickets(10, like)
+    assert [chunk.numel() for chunk in recorder.chunks] == [CHUNK] * 2
+    assert driver.tickets(10, like) is mine
+    recorder.capturing = True
+    assert driver.tickets(RESERVE, like).untyped_storage().data_ptr() == recorder.chunks[1].untyped_storage().data_ptr()
+
+
+def test_what_is_not_loaded_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     recorder.capturing = True
     with pytest.raises(InvalidRequest, match=r"paged_attention .* is not loaded yet.* run the same step once before capturing it"):
         attend_nowhere(recorder)
-    recorder.capturing = False
-    attend_nowhere(recorder)
-    asked = len(recorder.asked)
-    recorder.capturing = True
-    attend_nowhere(recorder)
-    assert len(recorder.launches) == 2
-    assert len(recorder.asked) == asked, "a capture sees one launch, and nothing else of the driver"
-    like = torch.zeros(1)
-    one, two = (recorder.driver.workspace(10, 4, like)[1] for _ in range(2))
-    assert one.data_ptr() != two.data_ptr()
+    assert recorder.launches == []
+
+
+@pytest.mark.parametrize(
+    ("split_tokens", "second_launch", "some"), [(None, False, True), (16, False, True), (1 << 20, False, False), (None, True, False)]
+)
+def test_tickets_are_taken_where_ctas_share_units_and_the_last_one_merges(
+    split_tokens: int | None, second_launch: bool, some: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(monkeypatch)
+    built = Case(q_lens=(1,), kv_lens=(64,), heads=(2, 1), dtype="bfloat16", split_tokens=split_tokens).build()
+    cuda_launch.attend(call_of(built), recorder.driver, cuda_launch.Ways(second_launch=second_launch))
+    assert [bool(at) for at, _ in recorder.counted] == [some] * (1 + second_launch)
+    assert bool(recorder.chunks) == some
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+def test_tickets_are_zero_for_every_stream_and_taken_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import runtime
+
+    told: list[tuple[Any, ...]] = []
+    answers = {"streamCreateWithFlags": 0x77, "malloc": 0x4000}
+    for name in ("setDevice", "streamCreateWithFlags", "malloc", "memsetAsync", "streamSynchronize", "streamDestroy"):
+        monkeypatch.setattr(runtime, name, lambda *given, name=name: (told.append((name, *given)), answers.get(name))[1])
+
+    @contextlib.contextmanager
+    def beside_captures() -> Iterator[None]:
+        told.append(("relaxed",))
+        yield
+        told.append(("as before",))
+
+    monkeypatch.setattr(cuda_early, "beside_captures", beside_captures)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch, "as_tensor", lambda taken, device: (taken.__cuda_array_interface__, device))
+    about = object.__new__(Torch)
+    about.device = torch.device("cuda", 3)
+    interface, device = about.zeros(10)  # type: ignore[misc]
+    assert (interface["shape"], interface["typestr"], interface["data"], device) == ((10,), "<i4", (0x4000, False), about.device)
+    assert told == [
+        *(("relaxed",), ("setDevice", 3), ("streamCreateWithFlags", runtime.streamNonBlocking), ("malloc", 40)),
+        *(("memsetAsync", 0x4000, 0, 40, 0x77), ("streamSynchronize", 0x77), ("streamDestroy", 0x77), ("as before",)),
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+def test_a_stream_of_any_device_is_asked_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import runtime
+
+    monkeypatch.setattr(runtime, "streamIsCapturing", {0x5000: 0, 0x6000: 1}.__getitem__)  # CUDA may answer others with an error
+    about = object.__new__(Torch)
+    assert [about.is_capturing(stream) for stream in (0, runtime.streamLegacy, 0x5000, 0x6000)] == [False, False, False, True]
 
 
 def test_threads_that_launch_at_once_all_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,8 +412,15 @@ extern "C" int cuLaunchKernelEx(const CUlaunchConfig* c, void* function, void** 
     for (int i = 0; i < 15; ++i) seen[i] = all[i];
     return (int)c->gridDimZ - 1;
 }
+extern "C" int mode = 1;
+extern "C" int cuThreadExchangeStreamCaptureMode(int* wanted) {
+    const int before = mode;
+    mode = *wanted;
+    *wanted = before;
+    return 0;
+}
 """
-"""The driver's side of the launch, as its header lays it out; a grid of a z that is not 1 is an error."""
+"""The driver's side of the launch, as its header lays it out; a grid whose z is not 1 is an error. And a mode of capture."""
 
 
 @pytest.mark.skipif(not COMPILER or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy")
@@ -329,6 +437,11 @@ def test_the_driver_is_told_that_a_launch_may_begin_early(monkeypatch: pytest.Mo
     monkeypatch.setattr(driver, "check_status", raised.append)
     cuda_early.launch_early(1, 7, 1, 2, 128, 1, 1, 0, 0, 0, 0)
     assert raised == [1], "what the driver answers is looked at"
+    mode = ctypes.c_int.in_dll(library, "mode")
+    with contextlib.suppress(MemoryError), cuda_early.beside_captures():
+        assert mode.value == cuda_early.RELAXED
+        raise MemoryError
+    assert (mode.value, raised) == (1, [1, 0])
 
 
 def test_moves_are_launched_through_the_same_seam(monkeypatch: pytest.MonkeyPatch) -> None:
