@@ -49,8 +49,8 @@ def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexp
         logit = tl.load(sink) * LOG2E
         higher = tl.maximum(top, logit)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        fade = tl.exp2(top - safe)
-        acc, total, top = acc * fade, total * fade + tl.exp2(logit - safe), higher
+        fade, weight = tl.exp2(top - safe), tl.where(logit == float("inf"), 1.0, tl.exp2(logit - safe))  # inf - inf is no number
+        acc, total, top = acc * fade, total * fade + weight, higher
     total = tl.where(total == 0, 1.0, total)  # then top is -inf and acc is 0
     tl.store(out + c, rounded(acc / total, out.dtype.element_ty), mask=c < Dv)
     tl.store(lse, (top + tl.log2(total)) * LN2)

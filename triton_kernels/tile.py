@@ -186,7 +186,7 @@ def with_sink(acc0, acc1, lse, sinks, head, ok):
     sink = tl.load(sinks + head, mask=ok, other=0.0) * LOG2E
     top = tl.maximum(lse, sink)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    whole = safe + tl.log2(tl.exp2(lse - safe) + tl.exp2(sink - safe))
+    whole = safe + tl.log2(tl.exp2(lse - safe) + tl.where(sink == float("inf"), 1.0, tl.exp2(sink - safe)))  # inf - inf is no number
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, whole))[:, None]
     return acc0 * weight, acc1 * weight, whole
 

@@ -179,6 +179,18 @@ def test_bounds_that_are_too_high_change_nothing() -> None:
         assert (x - y).abs().max() <= 2e-6
 
 
+@pytest.mark.parametrize(("new", "keys"), [(1, 40), (1, 900), (24, 90), (24, 600)])
+def test_a_sink_without_bound_takes_the_whole_weight(new: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program or a fold of several writes the result: an infinite sink leaves zeros, one of -inf is none."""
+    monkeypatch.setattr(decode, "target", lambda device: tuning.Target(tuning.INTERPRETER, 5))
+    real = prefill.num_splits
+    monkeypatch.setattr(prefill, "num_splits", lambda programs, _, tiles: real(programs, 8, tiles))
+    built = Case(q_lens=(new,), kv_lens=(keys,), heads=(4, 2), sinks=True).build()
+    built.options["sinks"].copy_(torch.tensor([torch.inf, -torch.inf, 0.5, torch.inf]))
+    for x, right in zip(INTERPRETER.attend(built), Runner("reference", "cpu").attend(built), strict=True):
+        assert torch.allclose(x, right, rtol=1e-5, atol=1e-5)
+
+
 def test_keys_of_a_long_chunk_are_split_when_queries_are_too_few_to_fill_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(q_lens=(24, 1), kv_lens=(600, 90), heads=(2, 1), window=500, sinks=True)
     built = case.build()
