@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from pagedkv import KernelUnavailable
-from pagedkv.kernels import ops, registry
+from pagedkv.kernels import known, ops, registry
 from tests.cases import moved
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from tests.cases import Built
@@ -52,3 +54,19 @@ def runner(request: pytest.FixtureRequest) -> Runner:
     if runner.device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     return runner
+
+
+@pytest.fixture
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are not looked at, and the registry is another than any call has seen."""
+    monkeypatch.setattr(registry, "KERNELS", (*registry.KERNELS,))
+    monkeypatch.setenv("PAGEDKV_DEBUG", "0")
+    monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
+
+
+@pytest.fixture(params=["table", "attributes"])
+def way_to_read(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tensors described by DLPack's table, where torch has it, and by their attributes."""
+    known.meet(by_table=request.param == "table")
+    yield
+    known.meet()

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedkv import PagedKVError, paged_attention
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import checks, cpu, known, ops, reference, registry
+from pagedkv.kernels import checks, cpu, ops, reference, registry
 from tests.cases import SMALL, Case
 from tests.kernels.test_checks import CASE, WRONG_SHAPES, WRONG_VALUES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tests.cases import Built
 
@@ -26,22 +26,7 @@ if cpu._cpu is None:
     pytest.skip(registry.KERNELS[0].refuse(registry.Case())[0], allow_module_level=True)
 
 EXTENSION = cpu._cpu
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are not looked at, and the registry is another than any call has seen."""
-    monkeypatch.setattr(registry, "KERNELS", (*registry.KERNELS,))
-    monkeypatch.setenv("PAGEDKV_DEBUG", "0")
-    monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
-
-
-@pytest.fixture(params=["table", "attributes"])
-def way_to_read(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tensors described by DLPack's table, where torch has it, and by their attributes."""
-    known.meet(by_table=request.param == "table")
-    yield
-    known.meet()
+pytestmark = pytest.mark.usefixtures("nothing_known")
 
 
 @pytest.fixture

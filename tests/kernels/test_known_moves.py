@@ -17,31 +17,14 @@ from tests.kernels.test_known import Names
 from tests.kernels.test_write import SLOTS, batch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
 if cpu._cpu is None:
     pytest.skip(registry.KERNELS[0].refuse(registry.Case())[0], allow_module_level=True)
 
 EXTENSION = cpu._cpu
+pytestmark = pytest.mark.usefixtures("nothing_known")
 PAIRS = torch.tensor([[1, 2], [2, 3], [3, 1], [5, 0]], dtype=torch.int32)
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are not looked at, and the registry is another than any call has seen."""
-    monkeypatch.setattr(registry, "KERNELS", (*registry.KERNELS,))
-    monkeypatch.setenv("PAGEDKV_DEBUG", "0")
-    monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
-
-
-@pytest.fixture(params=["table", "attributes"])
-def way_to_read(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tensors described by DLPack's table, where torch has it, and by their attributes."""
-    known.meet(by_table=request.param == "table")
-    yield
-    known.meet()
 
 
 @pytest.fixture
