@@ -20,8 +20,6 @@
 namespace pagedkv {
 namespace {
 
-PyObject *fresh_name = nullptr, *dtype_name = nullptr, *float32 = nullptr;
-
 // The arguments, in the order of the operator (pagedkv/kernels/ops.py); `out` and `lse` may be absent from `again`.
 enum { Q, K, V, K_SCALE, V_SCALE, TABLE, ROWS, SEQ_LENS, STARTS, MAX_Q, MAX_K, SCALE, CAUSAL, WINDOW, SOFTCAP, SINKS, SLOPES, TREE, SPLIT,
        OUT, LSE, BACKEND, REGISTRY, ISA, THREADS };
@@ -100,18 +98,12 @@ View unwanted(const Attention& a, int64_t T) {
     return {reinterpret_cast<char*>(floats.data()), {a.H * 4, 4, 0}};
 }
 
-bool run(const Isa& isa, const Attention& a, int threads) {
-    return released([&] { run_attention(isa, a, threads); });
-}
-
-// q.new_empty(shape[, dtype=float32])
-PyObject* fresh(PyObject* q, PyObject* shape, bool is_lse) {
-    if (!shape) return nullptr;
-    PyObject* arguments[] = {q, shape, float32};
-    PyObject* keywords = is_lse ? PyTuple_Pack(1, dtype_name) : nullptr;
-    PyObject* made = is_lse && !keywords ? nullptr : PyObject_VectorcallMethod(fresh_name, arguments, 2, keywords);
-    Py_XDECREF(keywords), Py_DECREF(shape);
-    return made;
+bool run(const Isa& isa, const Call& c, int threads) {
+    Attention a = attention_of(c);
+    return released([&] {
+        if (!c.has[LSE]) a.lse = unwanted(a, c.at[Q].shape[0]);
+        run_attention(isa, a, threads);
+    });
 }
 
 bool unwatched(PyObject* const* x) {
@@ -135,10 +127,7 @@ PyObject* again(PyObject*, PyObject* const* x, Py_ssize_t count) {
         if (ready && !c.has[i] && result != Py_None) ready = c.has[i] = read_tensor(result, c.at[i], false);
     }
     if (!ready && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no plain tensor for the results");
-    Attention a{};
-    if (ready) a = attention_of(c);
-    if (ready && !c.has[LSE]) a.lse = unwanted(a, T);
-    PyObject* results = ready && run(*server.isa, a, server.threads) ? (lse == Py_None ? Py_NewRef(out) : PyTuple_Pack(2, out, lse)) : nullptr;
+    PyObject* results = ready && run(*server.isa, c, server.threads) ? (lse == Py_None ? Py_NewRef(out) : PyTuple_Pack(2, out, lse)) : nullptr;
     Py_XDECREF(out), Py_XDECREF(lse);
     return results;
 }
@@ -171,22 +160,13 @@ PyObject* attention(PyObject*, PyObject* const* x, Py_ssize_t count) {
     if (!take(x, c, true) || !c.has[OUT] || !c.has[LSE]) {
         return PyErr_Occurred() ? nullptr : refused("these are not the checked fields of an AttentionCall");
     }
-    return run(*isa, attention_of(c), static_cast<int>(threads)) ? Py_NewRef(Py_None) : nullptr;
-}
-
-// meet(torch.Tensor, torch.float32, by_table, torch.get_num_threads, torch.is_grad_enabled, watchers)
-PyObject* meet_all(PyObject* self, PyObject* const* x, Py_ssize_t count) {
-    if (count != 6) return refused("meet takes Tensor, float32, a bool, get_num_threads, is_grad_enabled and a tuple");
-    if (!meet_tensors(x[0], x[2] == Py_True)) return nullptr;
-    fresh_name = PyUnicode_InternFromString("new_empty"), dtype_name = PyUnicode_InternFromString("dtype");
-    float32 = Py_NewRef(x[1]);
-    return meet(self, x + 3, count - 3);
+    return run(*isa, c, static_cast<int>(threads)) ? Py_NewRef(Py_None) : nullptr;
 }
 
 }  // namespace
 
 PyMethodDef call_methods[] = {
-    {"meet", fast(meet_all), METH_FASTCALL, "What tensors are, whom to ask for them and for the number of threads, and who watches."},
+    {"meet", fast(meet), METH_FASTCALL, "What tensors are, whom to ask for them and for the number of threads, and who watches."},
     {"attention", fast(attention), METH_FASTCALL, "A checked call."},
     {"again", fast(again), METH_FASTCALL, "The results of a call whose signature is remembered, or None."},
     {"at_once", fast(at_once), METH_FASTCALL, "As again, unless one of those who watch says so."},

@@ -62,12 +62,20 @@ struct Write {
     bool interleaved;
 };
 
+struct States {
+    Dtype type;                        // of out
+    int64_t T, H, Dv;
+    View out_a, lse_a, out_b, lse_b;   // out [T, H, Dv], lse float32 [T, H]
+    char *out, *lse;                   // likewise, without gaps
+};
+
 struct Isa {
     const char* name;
     bool (*supported)();
     void (*attend)(const Attention&, const Unit&, const Room&, char* room);
     void (*merge)(const Attention&, const Unit& first, int64_t parts, const Room&, char* room);  // of consecutive partials
     void (*write)(const Write&, int64_t first, int64_t end);
+    void (*merge_states)(const States&, int64_t first, int64_t end);  // rows (token, head)
     uint64_t (*read)(const char* base, const int64_t* offsets, int64_t count, int64_t bytes);  // a benchmark's ceiling
 };
 

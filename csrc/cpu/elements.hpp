@@ -203,6 +203,12 @@ inline void from_floats(const float* from, float factor, Dtype type, char* to, i
     } else if (type == Dtype::bf16) {
         for (int64_t i = 0; i < n; i++) reinterpret_cast<u16*>(to)[i] = to_bf16(from[i] * factor);
     } else {
-        for (int64_t i = 0; i < n; i++) reinterpret_cast<u16*>(to)[i] = to_f16(from[i] * factor);
+        int64_t i = 0;
+#if defined(PAGEDKV_AVX512)
+        for (; i + 16 <= n; i += 16) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * i), _mm512_cvtps_ph(load(from + i) * all(factor), 0));
+#elif defined(PAGEDKV_AVX2)
+        for (; i + 8 <= n; i += 8) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * i), _mm256_cvtps_ph(load(from + i) * all(factor), 0));
+#endif
+        for (; i < n; i++) reinterpret_cast<u16*>(to)[i] = to_f16(from[i] * factor);
     }
 }

@@ -28,6 +28,7 @@ namespace {
 #include "stream.hpp"
 #endif
 #include "write.hpp"
+#include "merge.hpp"
 #include "probe.hpp"
 
 #if defined(PAGEDKV_BF16_DOT)
@@ -59,6 +60,6 @@ bool supported() { return PAGEDKV_SUPPORTED; }
 
 }  // namespace
 
-extern const Isa PAGEDKV_ISA = {PAGEDKV_NAME, supported, attend, merge, write_tokens, read_runs};
+extern const Isa PAGEDKV_ISA = {PAGEDKV_NAME, supported, attend, merge, write_tokens, merge_rows, read_runs};
 
 }  // namespace pagedkv

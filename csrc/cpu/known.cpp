@@ -29,7 +29,8 @@ struct Known {
 };
 
 std::unique_ptr<Known> known[PLACES];
-PyObject *watchers = nullptr, *num_threads = nullptr, *grad_enabled = nullptr, *wants_gradient = nullptr;
+PyObject *watchers = nullptr, *num_threads = nullptr, *grad_enabled = nullptr, *wants_gradient = nullptr, *is_negative = nullptr;
+PyObject *fresh_name = nullptr, *dtype_name = nullptr, *float32 = nullptr;
 
 std::unique_ptr<Known>& place_of(const Signature& s) {
     uint64_t h = 0;
@@ -75,19 +76,27 @@ Server server_of(const Signature& s, PyObject* registry) {
     return server;
 }
 
-void keep(const Signature& s, PyObject* registry, const Isa* isa, int threads) {
-    std::unique_ptr<Known>& place = place_of(s);
-    std::unique_ptr<Known> former = std::move(place);  // letting go of a registry may run anything: only when the place is in order
-    place.reset(new Known{{s.words, s.words + s.count}, {s.variables, s.length}, Py_NewRef(registry), isa, threads});
-    if (former) Py_DECREF(former->registry);
+void keep(const Signature& s, PyObject* registry, const Isa* isa, int threads) noexcept {
+    std::unique_ptr<Known> one;
+    try {
+        one.reset(new Known{{s.words, s.words + s.count}, {s.variables, s.length}, registry, isa, threads});
+    } catch (const std::bad_alloc&) {
+        return;
+    }
+    Py_INCREF(registry);
+    one.swap(place_of(s));
+    if (one) Py_DECREF(one->registry);  // which may run anything: only when the place is in order
 }
 
-bool nobody_watches(PyObject* const* wanting, int count) {
+bool nobody_watches(PyObject* const* floats, int count) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers); i++)
         if (says_yes(PyObject_CallNoArgs(PyTuple_GET_ITEM(watchers, i)))) return false;
-    if (!says_yes(PyObject_CallNoArgs(grad_enabled))) return true;
-    for (int i = 0; i < count; i++)
-        if (wanting[i] != Py_None && says_yes(PyObject_GetAttr(wanting[i], wants_gradient))) return false;
+    bool gradients = says_yes(PyObject_CallNoArgs(grad_enabled));
+    for (int i = 0; i < count; i++) {
+        if (floats[i] == Py_None) continue;
+        if (says_yes(PyObject_CallMethodNoArgs(floats[i], is_negative))) return false;
+        if (gradients && says_yes(PyObject_GetAttr(floats[i], wants_gradient))) return false;
+    }
     return true;
 }
 
@@ -114,10 +123,21 @@ View view_of(const Tensor& t) {
     return v;
 }
 
+PyObject* fresh(PyObject* like, PyObject* shape, bool is_float32) {
+    if (!shape) return nullptr;
+    PyObject* arguments[] = {like, shape, float32};
+    PyObject* keywords = is_float32 ? PyTuple_Pack(1, dtype_name) : nullptr;
+    PyObject* made = is_float32 && !keywords ? nullptr : PyObject_VectorcallMethod(fresh_name, arguments, 2, keywords);
+    Py_XDECREF(keywords), Py_DECREF(shape);
+    return made;
+}
+
 PyObject* meet(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    if (count != 3 || !PyTuple_Check(x[2])) return refused("meet takes get_num_threads, is_grad_enabled and a tuple");
-    wants_gradient = PyUnicode_InternFromString("requires_grad");
-    num_threads = Py_NewRef(x[0]), grad_enabled = Py_NewRef(x[1]), watchers = Py_NewRef(x[2]);
+    if (count != 6 || !PyTuple_Check(x[5])) return refused("meet takes Tensor, float32, a bool, get_num_threads, is_grad_enabled and a tuple");
+    if (!meet_tensors(x[0], x[2] == Py_True)) return nullptr;
+    fresh_name = PyUnicode_InternFromString("new_empty"), dtype_name = PyUnicode_InternFromString("dtype");
+    wants_gradient = PyUnicode_InternFromString("requires_grad"), is_negative = PyUnicode_InternFromString("is_neg");
+    float32 = Py_NewRef(x[1]), num_threads = Py_NewRef(x[3]), grad_enabled = Py_NewRef(x[4]), watchers = Py_NewRef(x[5]);
     Py_RETURN_NONE;
 }
 

@@ -20,7 +20,7 @@
 
 namespace pagedkv {
 
-enum class Op : int64_t { attention, write, copy };
+enum class Op : int64_t { attention, write, copy, merge };
 
 struct Signature {
     static constexpr int ROOM = 192;  // 14 tensors of 1 + 2 * MOST_DIMS words, and what follows them
@@ -44,10 +44,13 @@ struct Server {
 };
 
 Server server_of(const Signature& s, PyObject* registry);
-void keep(const Signature& s, PyObject* registry, const Isa* isa, int threads);  // threads 0: as many as torch's at each call
 
-// Does something of torch's want to see operators, or does one of these (null, None or a tensor) want a gradient?
-bool nobody_watches(PyObject* const* wanting, int count);
+// threads 0: as many as torch's at each call. Without memory for it, the signature stays unknown: the call that it was of went well.
+void keep(const Signature& s, PyObject* registry, const Isa* isa, int threads) noexcept;
+
+// False if something of torch's wants to see operators, or one of these (None or a tensor) wants a gradient or is a view whose numbers are
+// the negatives of those in memory (the imaginary part of a conjugate), which the dispatcher writes out before an operator sees it.
+bool nobody_watches(PyObject* const* floats, int count);
 
 // Arguments of the plain types that torch hands over unchanged; false otherwise, and an exception may be set.
 bool whole(PyObject* x, int64_t& to);
@@ -77,6 +80,9 @@ bool released(const F& work) {
 typedef PyObject* (*Fast)(PyObject* self, PyObject* const* arguments, Py_ssize_t count);
 inline PyCFunction fast(Fast function) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)); }
 
-PyObject* meet(PyObject* self, PyObject* const* arguments, Py_ssize_t count);  // torch.get_num_threads, torch.is_grad_enabled, watchers
+PyObject* fresh(PyObject* like, PyObject* shape, bool is_float32);  // like.new_empty(shape[, dtype=float32]); takes `shape`, null or not
+
+// meet(torch.Tensor, torch.float32, by_table, torch.get_num_threads, torch.is_grad_enabled, watchers)
+PyObject* meet(PyObject* self, PyObject* const* arguments, Py_ssize_t count);
 
 }  // namespace pagedkv

@@ -1,12 +1,17 @@
-// From Python objects to a Write and to copies of frames; known.hpp remembers those that were checked.
+// From Python objects to a Write, to copies of frames and to two States that become one; known.hpp remembers those that were checked.
 //
 //     write(the fields of a WriteCall, isa, threads)      a checked call                    copy(storage, copies, threads)
 //     write_again(those fields, backend, registry)        True, or None if it is not known  copy_again(storage, copies, backend, registry)
 //     write_at_once(the same)                             None also if something watches    copy_at_once(the same)
 //     remember_write(the same, isa, threads)                                                remember_copy(the same, isa, threads)
 //
+//     merge, merge_again, merge_at_once, remember_merge: likewise, of (out_a, lse_a, out_b, lse_b); they return the new (out, lse)
+//
 // Which frames are copied is looked at each time: a wrong one would be written anywhere.
 #include "calls.hpp"
+
+#include <algorithm>
+
 #include "isas.hpp"
 #include "known.hpp"
 #include "schedule.hpp"
@@ -17,7 +22,8 @@ namespace {
 // The arguments, in the order of the operator (pagedkv/kernels/ops.py).
 enum { K_NEW, V_NEW, K, V, K_SCALE, V_SCALE, SLOTS, POSITIONS, COS, SIN, INTERLEAVED };
 enum { STORAGE, COPIES };
-constexpr int OF_WRITE = INTERLEAVED + 1, OF_COPY = COPIES + 1;
+enum { OUT_A, LSE_A, OUT_B, LSE_B };
+constexpr int OF_WRITE = INTERLEAVED + 1, OF_COPY = COPIES + 1, OF_MERGE = LSE_B + 1;
 constexpr Py_ssize_t CHOICE = 2, SERVER = 2;  // backend and registry; isa and threads
 
 struct Moved {
@@ -31,12 +37,10 @@ bool take(PyObject* const* x, int tensors, Moved& m, bool any_class = false) {
         m.has[i] = x[i] != Py_None;
         if (m.has[i] && !read_tensor(x[i], m.at[i], any_class)) return false;
     }
-    if (tensors <= SIN) return m.has[STORAGE] && m.has[COPIES];
+    if (tensors <= SIN) return std::all_of(m.has, m.has + tensors, [](bool has) { return has; });
     if (!PyBool_Check(x[INTERLEAVED])) return false;
     m.interleaved = x[INTERLEAVED] == Py_True;
-    for (int i : {K_NEW, V_NEW, K, V, SLOTS})
-        if (!m.has[i]) return false;
-    return true;
+    return m.has[K_NEW] && m.has[V_NEW] && m.has[K] && m.has[V] && m.has[SLOTS];
 }
 
 bool sign(const Moved& m, int tensors, PyObject* backend, Signature& s) {
@@ -78,6 +82,24 @@ bool run_copy(const Moved& m, int threads) {
     for (int i = 1; i < storage.dims; i++) bytes *= storage.shape[i];
     View frames = view_of(storage), pairs = view_of(copies);
     return released([&] { run_copies(frames.data, frames.stride[0], bytes, pairs.data, pairs.stride[0], copies.shape[0], threads); });
+}
+
+// (out, lse), made like out_a. Null, with an exception set, if torch cannot make them or memory ran out.
+PyObject* merged(PyObject* const* x, const Moved& m, const Isa& isa, int threads, bool any_class) {
+    const int64_t* shape = m.at[OUT_A].shape;
+    PyObject* out = fresh(x[OUT_A], Py_BuildValue("(LLL)", shape[0], shape[1], shape[2]), false);
+    PyObject* lse = out ? fresh(x[LSE_A], Py_BuildValue("(LL)", shape[0], shape[1]), false) : nullptr;
+    Tensor new_out, new_lse;
+    bool well = lse && read_tensor(out, new_out, any_class) && read_tensor(lse, new_lse, any_class);
+    if (!well && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no plain tensor for the results");
+    if (well) {
+        States s{dtype_of(m.at[OUT_A]), shape[0], shape[1], shape[2], view(m, OUT_A), view(m, LSE_A), view(m, OUT_B), view(m, LSE_B),
+                 new_out.address(), new_lse.address()};
+        well = released([&] { run_merge(isa, s, threads); });
+    }
+    PyObject* results = well ? PyTuple_Pack(2, out, lse) : nullptr;
+    Py_XDECREF(out), Py_XDECREF(lse);
+    return results;
 }
 
 bool in_range(const Moved& m) {
@@ -168,6 +190,35 @@ PyObject* remember_copy(PyObject*, PyObject* const* x, Py_ssize_t count) {
     return remember(x, OF_COPY, OF_COPY, Op::copy);
 }
 
+PyObject* merge(PyObject*, PyObject* const* x, Py_ssize_t count) {
+    Moved m;
+    int64_t threads;
+    if (count != OF_MERGE + SERVER || !whole(x[OF_MERGE + 1], threads)) return refused("merge takes two states, a name and a number of threads");
+    const char* name = PyUnicode_AsUTF8(x[OF_MERGE]);
+    const Isa* isa = name ? isa_named(name) : nullptr;
+    if (!isa) return refused("this processor has no such instruction set");
+    if (!take(x, OF_MERGE, m, true)) return PyErr_Occurred() ? nullptr : refused("these are not two checked states");
+    return merged(x, m, *isa, static_cast<int>(threads), true);
+}
+
+PyObject* merge_again(PyObject*, PyObject* const* x, Py_ssize_t count) {
+    Moved m;
+    if (count != OF_MERGE + CHOICE) return refused("merge_again takes the arguments of the operator, None and the registry");
+    Server server = known_server(x, OF_MERGE, OF_MERGE, m, Op::merge);
+    if (!server.isa || server.threads < 1) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+    return merged(x, m, *server.isa, server.threads, false);
+}
+
+PyObject* merge_at_once(PyObject* self, PyObject* const* x, Py_ssize_t count) {
+    if (count != OF_MERGE + CHOICE) return refused("merge_at_once takes the arguments of the operator, None and the registry");
+    return nobody_watches(x, OF_MERGE) ? merge_again(self, x, count) : Py_NewRef(Py_None);
+}
+
+PyObject* remember_merge(PyObject*, PyObject* const* x, Py_ssize_t count) {
+    if (count != OF_MERGE + CHOICE + SERVER) return refused("remember_merge takes what merge_again does, a name and a number of threads");
+    return remember(x, OF_MERGE, OF_MERGE, Op::merge);
+}
+
 }  // namespace
 
 PyMethodDef move_methods[] = {
@@ -179,6 +230,10 @@ PyMethodDef move_methods[] = {
     {"copy_again", fast(copy_again), METH_FASTCALL, "True after copies whose signature is remembered, else None."},
     {"copy_at_once", fast(copy_at_once), METH_FASTCALL, "As copy_again, unless one of those who watch says so."},
     {"remember_copy", fast(remember_copy), METH_FASTCALL, "A signature that was checked, and what serves it."},
+    {"merge", fast(merge), METH_FASTCALL, "Two checked states as one: out and lse."},
+    {"merge_again", fast(merge_again), METH_FASTCALL, "Two states as one, if their signature is remembered, else None."},
+    {"merge_at_once", fast(merge_at_once), METH_FASTCALL, "As merge_again, unless one of those who watch says so."},
+    {"remember_merge", fast(remember_merge), METH_FASTCALL, "A signature that was checked, and what serves it."},
     {nullptr, nullptr, 0, nullptr},
 };
 

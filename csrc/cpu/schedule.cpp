@@ -177,6 +177,13 @@ void run_write(const Isa& isa, const Write& w, int64_t tokens, int threads) {
     run_evenly(tokens, threads, [&](int64_t first, int64_t end) { isa.write(w, first, end); });
 }
 
+void run_merge(const Isa& isa, const States& s, int threads) {
+    int64_t rows = s.T * s.H, bytes = rows * s.Dv * (s.type == Dtype::f32 ? 12 : 6);
+    if (!rows) return;
+    threads = static_cast<int>(std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, threads));
+    run_evenly(rows, threads, [&](int64_t first, int64_t end) { isa.merge_states(s, first, end); });
+}
+
 void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies, int64_t copies_stride, int64_t count, int threads) {
     const auto frame = [&](int64_t i, int side) { return reinterpret_cast<const int32_t*>(copies + i * copies_stride)[side]; };
     std::unordered_set<int32_t> written;

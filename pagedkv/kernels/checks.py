@@ -79,6 +79,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         if tuple(lse.shape) != (T, H) or lse.dtype != torch.float32:
             raise InvalidRequest(f"{name} is {named(lse, 'TH')} {_dtype(lse)}; it must be float32 [T={T}, H={H}], natural logarithm")
+    for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if x.device != out_a.device:
+            raise InvalidRequest(f"out_a is on {out_a.device} but {name} is on {x.device}: all tensors of a call live on one device")
 
 
 def copies(storage: Tensor, pairs: Tensor) -> None:

@@ -40,15 +40,16 @@ def objections(case: Case) -> list[str]:
     """Why these kernels cannot serve `case`."""
     if _cpu is None:
         return [f"the extension is not built: {_missing}; install a C++17 compiler and pagedkv again"]
-    if case.op in ("merge_states", "copy_frames"):
+    if case.op == "copy_frames":
         return []
     if case.dtype not in (None, *FLOATS):
-        return [f"{'q' if case.op == 'paged_attention' else 'k'} is {case.dtype}; it takes {', '.join(FLOATS)}"]
+        return [f"{_SUBJECTS[case.op]} is {case.dtype}; it takes {', '.join(FLOATS)}"]
     if case.op == "write_kv" and max(case.head_dim or 0, case.head_dim_v or 0) > _LARGEST_WRITE:
         return [f"head_dim is {max(case.head_dim or 0, case.head_dim_v or 0)}; write_kv takes at most {_LARGEST_WRITE}"]
     return []
 
 
+_SUBJECTS: Final = {"paged_attention": "q", "write_kv": "k", "merge_states": "out"}
 _LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in write.hpp
 
 
@@ -89,7 +90,10 @@ def are_runs(storage: Tensor, copies: Tensor) -> bool:
     return len(storage) > 0 and storage[0].is_contiguous() and not (len(copies) and copies.stride(1) != 1)
 
 
-merge_states = reference.merge_states  # a few vectors per row: torch does it as fast as its calls allow
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The state over the keys of both: out [T, H, Dv] of `out_a`'s dtype, lse float32 [T, H]."""
+    merged: tuple[Tensor, Tensor] = _extension().merge(out_a, lse_a, out_b, lse_b, isa(), num_threads())
+    return merged
 
 
 def _extension() -> ModuleType:

@@ -62,6 +62,9 @@ write_at_once: Final[Any] = getattr(cpu._cpu if _WATCHERS else None, "write_at_o
 copy_again: Final[Any] = getattr(cpu._cpu, "copy_again", _nothing)
 copy_at_once: Final[Any] = getattr(cpu._cpu if _WATCHERS else None, "copy_at_once", _nothing)
 """The same for the operators that only write: True where it was done. Which frames are copied is looked at each time."""
+merge_again: Final[Any] = getattr(cpu._cpu, "merge_again", _nothing)
+merge_at_once: Final[Any] = getattr(cpu._cpu if _WATCHERS else None, "merge_at_once", _nothing)
+"""The same for `merge_states`, whose operator has no backend: (out, lse), or None."""
 
 
 def remember(*args: Any) -> None:
@@ -80,3 +83,9 @@ def remember_copy(*args: Any) -> None:
     """The arguments of `copy_again`, likewise, of frames that are runs of bytes."""
     if cpu._cpu is not None and debug.level() == 0:
         cpu._cpu.remember_copy(*args, cpu.isa(), debug.forced_num_threads() or 0)
+
+
+def remember_merge(*args: Any) -> None:
+    """The arguments of `merge_again`, likewise."""
+    if cpu._cpu is not None and debug.level() == 0:
+        cpu._cpu.remember_merge(*args, cpu.isa(), debug.forced_num_threads() or 0)

@@ -136,9 +136,13 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     """The attention over the keys of both, from attention over disjoint halves (sinks belong to one half only).
 
     lse = ln(e^a + e^b), out = out_a e^(a - lse) + out_b e^(b - lse). Where lse_a is -inf, out_a is not looked at.
-    Shapes: out [T, H, Dv], lse float32 [T, H], natural logarithm; returns the same.
+    Shapes: out [T, H, Dv], lse float32 [T, H], natural logarithm, any strides; returns the same, contiguous.
     Raises: InvalidRequest.
     """
+    if not is_dynamo_compiling():
+        results: tuple[Tensor, Tensor] | None = known.merge_at_once(out_a, lse_a, out_b, lse_b, None, registry.KERNELS)
+        if results is not None:
+            return results
     merged: tuple[Tensor, Tensor] = torch.ops.pagedkv.merge_states.default(out_a, lse_a, out_b, lse_b)
     return merged
 
@@ -225,9 +229,17 @@ def _write_kv(*args: Any) -> None:
 
 
 def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    checks.merge(out_a, lse_a, out_b, lse_b)
+    states = (out_a, lse_a, out_b, lse_b)
+    again: tuple[Tensor, Tensor] | None = known.merge_again(*states, None, registry.KERNELS)
+    if again is not None:
+        return again
+    checks.merge(*states)
     case = registry.Case("merge_states", out_a.device.type, quant.NAMES[out_a.dtype], head_dim_v=out_a.shape[-1])
-    return registry.resolve(case).load().merge_states(out_a, lse_a, out_b, lse_b)
+    kernel = registry.resolve(case)
+    merged = kernel.load().merge_states(*states)
+    if kernel.module == cpu.__name__:
+        known.remember_merge(*states, None, registry.KERNELS)
+    return merged
 
 
 def _copy_frames(storage: Tensor, copies: Tensor, backend: str) -> None:
@@ -270,5 +282,5 @@ _LIBRARY.impl("copy_frames", _copy_frames, "CompositeExplicitAutograd")
 torch.library.register_fake("pagedkv::paged_attention", lambda *args: _results(args[0], args[2]), lib=_LIBRARY)
 torch.library.register_fake("pagedkv::paged_attention_out", _fake_nothing, lib=_LIBRARY)
 torch.library.register_fake("pagedkv::write_kv", _fake_nothing, lib=_LIBRARY)
-torch.library.register_fake("pagedkv::merge_states", lambda a, la, b, lb: (torch.empty_like(a), torch.empty_like(la)), lib=_LIBRARY)
+torch.library.register_fake("pagedkv::merge_states", lambda a, la, b, lb: (a.new_empty(a.shape), la.new_empty(la.shape)), lib=_LIBRARY)
 torch.library.register_fake("pagedkv::copy_frames", _fake_nothing, lib=_LIBRARY)

@@ -165,17 +165,16 @@ def _mask(call: AttentionCall, group: _Group, part: _Keys, scores: Tensor, where
 
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two states over disjoint keys become one. A state that saw nothing (-inf) has weight 0, and its `out` may hold anything."""
+    """Two states over disjoint keys become one. A state of weight 0 (lse -inf, or the other's inf) may hold anything; NaN stays NaN."""
     lse = torch.logaddexp(lse_a, lse_b)
-    safe = torch.where(lse == -torch.inf, 0.0, lse)
-    weigh_a, weigh_b = (lse_a - safe).exp()[..., None], (lse_b - safe).exp()[..., None]
-    return torch.where(weigh_a > 0, out_a * weigh_a, 0.0) + torch.where(weigh_b > 0, out_b * weigh_b, 0.0), lse
+    weigh_a, weigh_b = (torch.where(lse.isinf(), 0.0, x.sigmoid())[..., None] for x in (lse_a - lse_b, lse_b - lse_a))
+    return torch.where(weigh_a == 0, 0.0, out_a * weigh_a) + torch.where(weigh_b == 0, 0.0, out_b * weigh_b), lse
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """The state over the keys of both: out [T, H, Dv] of `out_a`'s dtype, lse float32 [T, H]."""
     out, lse = _merge(out_a.float(), lse_a, out_b.float(), lse_b)
-    return out.to(out_a.dtype), lse
+    return out.to(out_a.dtype).contiguous(), lse.contiguous()
 
 
 def write_kv(call: WriteCall) -> None:

@@ -175,6 +175,8 @@ def test_wrong_states_and_copies_are_named() -> None:
         merge_states(out, lse, out.half(), lse)
     with pytest.raises(InvalidRequest, match="out_a is int32; it must be float32, bfloat16, float16 or float64"):
         merge_states(out.int(), lse, out.int(), lse)
+    with pytest.raises(InvalidRequest, match="out_a is on cpu but lse_b is on meta: all tensors of a call live on one device"):
+        checks.merge(out, lse, out, lse.to("meta"))
     storage = torch.zeros(4, 64, dtype=torch.uint8)
     with pytest.raises(InvalidRequest, match=r"storage has strides \(0, 1\): several of its elements share memory"):
         copy_frames(storage[:1].expand(4, 64), torch.tensor([[0, 1]], dtype=INT32))

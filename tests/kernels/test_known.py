@@ -245,6 +245,20 @@ def test_a_tensor_without_memory_of_its_own_is_the_dispatchers() -> None:
     assert torch.equal(torch._from_functional_tensor(attend(built._replace(q=wrapped))), attend(built))
 
 
+@pytest.mark.usefixtures("way_to_read")
+def test_views_of_negated_memory_are_computed_with_what_they_say() -> None:
+    built = CASE.build()
+    want = attend(built)
+    for _ in range(2):
+        attend(built)
+        assert torch.equal(attend(built._replace(q=torch._neg_view(-built.q))), want)
+        slopes = torch.linspace(0, 1, 6)
+        imaginary = torch.complex(torch.zeros(6), -slopes).conj().imag
+        assert imaginary.is_neg()
+        attend(built, alibi_slopes=torch.stack([slopes, slopes], -1)[:, 1])  # known, of the same strides
+        assert torch.equal(attend(built, alibi_slopes=imaginary), attend(built, alibi_slopes=slopes))
+
+
 def test_what_is_no_checked_call_is_refused_by_the_extension() -> None:
     with pytest.raises(TypeError, match="again takes the arguments of the operator"):
         EXTENSION.again(1, 2)

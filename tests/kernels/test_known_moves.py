@@ -1,4 +1,4 @@
-"""Writes and copies like ones that were checked run at once, and store the same bytes; what differs is checked and refused as ever."""
+"""Writes, copies and merges like ones that were checked run at once, with the same bytes; what differs is checked and refused as ever."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pagedkv import copy_frames, write_kv
+from pagedkv import copy_frames, merge_states, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, known, ops, registry
 from pagedkv.kernels.args import RotaryTable
@@ -29,8 +29,9 @@ PAIRS = torch.tensor([[1, 2], [2, 3], [3, 1], [5, 0]], dtype=torch.int32)
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The writes and copies that were checked since."""
-    seen, write, copies = [], checks.write, checks.copies
+    """The writes, copies and merges that were checked since."""
+    seen, write, copies, merge = [], checks.write, checks.copies, checks.merge
+    monkeypatch.setattr(checks, "merge", lambda *args: (seen.append(args), merge(*args)))
     monkeypatch.setattr(checks, "write", lambda call: (seen.append(call), write(call)))
     monkeypatch.setattr(checks, "copies", lambda *args: (seen.append(args), copies(*args)))
     return seen
@@ -38,6 +39,10 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def fresh(dtype: torch.dtype = torch.float32, dims: tuple[int, int] = (64, 80)) -> tuple[Tensor, Tensor]:
     return torch.randn(7, 2, dims[0]).to(dtype), torch.randn(7, 2, dims[1]).to(dtype)
+
+
+def two_states(dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    return torch.randn(5, 3, 80).to(dtype), torch.randn(5, 3), torch.randn(5, 3, 80).to(dtype), torch.randn(5, 3)
 
 
 def bytes_of(layer: Any) -> list[Tensor]:
@@ -129,13 +134,83 @@ def test_copies_of_scattered_frames_are_never_remembered(checked: list[object]) 
     assert len(checked) == 2
 
 
-def test_whoever_watches_operators_sees_known_writes_and_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, batch, (k, v), storage = empty_layer(Case(dims=(64, 80)), 4), batch_of(SLOTS), fresh(), torch.arange(8)
+@pytest.mark.usefixtures("way_to_read")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_known_merge_is_not_checked_again_and_gives_the_same_bits(dtype: torch.dtype, checked: list[object]) -> None:
+    states = two_states(dtype)
+    first = merge_states(*states)
+    count = len(checked)
+    assert count
+    for again in (merge_states(*states), merge_states(*(x.clone() for x in states))):
+        assert all(torch.equal(one, other) and one.stride() == other.stride() for one, other in zip(first, again, strict=True))
+    assert len(checked) == count
+    other = merge_states(*states[2:], *states[:2])
+    assert len(checked) == count
+    assert not torch.equal(merge_states(states[0] * 2, *states[1:])[0], other[0])
+
+
+@pytest.mark.usefixtures("way_to_read")
+def test_a_merge_that_differs_is_checked_and_obeyed(checked: list[object]) -> None:
+    out_a, lse_a, out_b, lse_b = two_states()
+    want = merge_states(out_a, lse_a, out_b, lse_b)
+    turned = out_a.transpose(0, 2).contiguous().transpose(0, 2), lse_a.T.contiguous().T
+    for states in ((turned[0], lse_a, out_b, lse_b), (out_a, turned[1], out_b, lse_b), (*turned, out_b, lse_b)):
+        for known_now in (False, True):
+            count = len(checked)
+            out, lse = merge_states(*states)
+            assert len(checked) == count + (not known_now)
+            assert torch.equal(out, want[0])
+            assert torch.equal(lse, want[1])
+
+
+@pytest.mark.usefixtures("way_to_read")
+def test_what_is_wrong_with_a_merge_is_named_after_a_known_one_too() -> None:
+    out_a, lse_a, out_b, lse_b = two_states()
+    merge_states(out_a, lse_a, out_b, lse_b), merge_states(out_a, lse_a, out_b, lse_b)
+    for wrong, text in (
+        ((out_a, lse_a, out_b[:2], lse_b), "the two states must match"),
+        ((out_a, lse_a.double(), out_b, lse_b), "lse_a is .* float64; it must be float32"),
+        ((out_a, lse_a, out_b.half(), lse_b), "the two states must match"),
+    ):
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match=text):
+                merge_states(*wrong)
+
+
+def test_float64_states_are_merged_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    out_a, lse_a, out_b, lse_b = two_states()
+    want = merge_states(out_a, lse_a, out_b, lse_b)[0]
+    assert (merge_states(out_a.double(), lse_a, out_b.double(), lse_b)[0] - want).abs().max() < 1e-6
+    monkeypatch.setenv("PAGEDKV_KERNELS", "cpu")
+    with pytest.raises(Exception, match="out is float64; it takes float32, bfloat16, float16"):
+        merge_states(out_a.double(), lse_a, out_b.double(), lse_b)
+
+
+def test_views_of_negated_memory_are_computed_with_what_they_say() -> None:
+    """The imaginary part of a conjugate: its numbers are the negatives of those in memory, which the dispatcher writes out."""
+    layer, batch, (k, v) = empty_layer(Case(dims=(64, 80)), 4), batch_of(SLOTS), fresh()
+    states, at = two_states(), [slot for slot in SLOTS if slot >= 0]
+    plain = merge_states(*states)
     for _ in range(2):
-        write_kv(k, v, layer, batch), copy_frames(storage, PAIRS)
+        merge_states(*states), write_kv(k, v, layer, batch)
+        negative = torch._neg_view(-k)
+        assert negative.is_neg()
+        write_kv(negative, v, layer, batch)
+        assert torch.equal(layer.k.flatten(0, 1)[at], k[[slot >= 0 for slot in SLOTS]])
+        imaginary = torch.complex(torch.zeros_like(states[1]), -states[1]).conj().imag
+        assert imaginary.is_neg()
+        for other in ((states[0], imaginary, *states[2:]), (torch._neg_view(-states[0]), *states[1:])):
+            assert all(torch.equal(one, two) for one, two in zip(merge_states(*other), plain, strict=True))
+
+
+def test_whoever_watches_operators_sees_known_writes_copies_and_merges_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, batch, (k, v), storage = empty_layer(Case(dims=(64, 80)), 4), batch_of(SLOTS), fresh(), torch.arange(8)
+    states = two_states()
+    for _ in range(2):
+        write_kv(k, v, layer, batch), copy_frames(storage, PAIRS), merge_states(*states)
     with Names() as names:
-        write_kv(k, v, layer, batch), copy_frames(storage, PAIRS)
-    assert {name.split(".")[1] for name in names.seen if "pagedkv" in name} == {"write_kv", "copy_frames"}
+        write_kv(k, v, layer, batch), copy_frames(storage, PAIRS), merge_states(*states)
+    assert {name.split(".")[1] for name in names.seen if "pagedkv" in name} == {"write_kv", "copy_frames", "merge_states"}
     asked, own = [], known.write_again
     monkeypatch.setattr(ops.known, "write_again", lambda *args: (asked.append(args), own(*args))[1])  # what the operator asks
     write_kv(k, v, layer, batch)
@@ -156,8 +231,11 @@ def test_float64_is_refused_whichever_of_the_two_it_is(which: int) -> None:
 
 
 def test_what_is_no_checked_write_is_refused_by_the_extension() -> None:
-    for name in ("write", "write_again", "write_at_once", "remember_write", "copy", "copy_again", "copy_at_once", "remember_copy"):
-        with pytest.raises(TypeError, match="takes"):
-            getattr(EXTENSION, name)(1)
+    for of in ("write", "copy", "merge"):
+        for name in (of, f"{of}_again", f"{of}_at_once", f"remember_{of}"):
+            with pytest.raises(TypeError, match="takes"):
+                getattr(EXTENSION, name)(1)
+    with pytest.raises(TypeError, match="these are not two checked states"):
+        EXTENSION.merge(None, None, None, None, "portable", 1)
     with pytest.raises(TypeError, match="no such instruction set"):
         EXTENSION.remember_write(*[None] * 13, "avx1024", 1)
