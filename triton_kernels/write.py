@@ -78,7 +78,7 @@ def stored_as(x, scale, KIND: tl.constexpr, QMAX: tl.constexpr, pool):
         elif KIND == "e5m2":
             x = as_float8(x, 2, 15)
         else:
-            whole = (x + 12582912.0) - 12582912.0  # to an integer, half to even
+            whole = tl.where(x == x, (x + 12582912.0) - 12582912.0, 0.0)  # to an integer, half to even
             x = (whole + 8.0).to(tl.int32) if KIND == "int4" else whole.to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True)
     return x
 

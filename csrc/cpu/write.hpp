@@ -3,6 +3,8 @@
 //     x      = the vector, turned by the angles of its token's position if there are any (RoPE)
 //     stored = round(clamp(x / scale, -qmax, qmax))        scale = amax / qmax of the vector, or 1 where that is 0, if it is per (token, head)
 //
+// NaN is NaN in fp8 and 0 as an integer; a scale of a (token, head) is NaN if one of its numbers is.
+//
 // Included by each instruction set's source inside its own anonymous namespace. Unit: a run of tokens, every kv head of each.
 // Bytes: D * sizeof(new) read and D * sizeof(stored) written per token and kv head.
 
@@ -39,7 +41,7 @@ inline int64_t quantise_vectors(const float* x, int64_t n, Dtype type, float sca
         vf y = _mm512_min_ps(limit, _mm512_max_ps(lowest, load(x + i) / all(scale)));  // NaN stays NaN
         if (type == Dtype::e4m3) return _mm512_cvtepi32_epi8(sixteen_to_fp8(y, 3));
         if (type == Dtype::e5m2) return _mm512_cvtepi32_epi8(sixteen_to_fp8(y, 2));
-        return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(y));  // half to even
+        return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(y));  // half to even; NaN becomes -2^31, of which the last byte is 0
     };
     int64_t i = 0;
     for (; i + 32 <= n; i += 32) {
@@ -69,7 +71,10 @@ inline void quantise(const float* x, int64_t n, Dtype type, float scale, char* t
         y = y < -limit ? -limit : y;
         return y > limit ? limit : y;
     };
-    const auto nearest = [&](int64_t i) { return static_cast<int32_t>((clamped(i) + 12582912.0f) - 12582912.0f); };  // half to even
+    const auto nearest = [&](int64_t i) {  // half to even
+        float y = clamped(i);
+        return y == y ? static_cast<int32_t>((y + 12582912.0f) - 12582912.0f) : 0;
+    };
     if (type == Dtype::i8) {
         for (int64_t i = 0; i < n; i++) bytes[i] = static_cast<uint8_t>(nearest(i));
     } else if (type == Dtype::i4) {

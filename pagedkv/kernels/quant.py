@@ -2,7 +2,7 @@
 
     stored = round(clamp(x / scale, -qmax, qmax))        value = stored * scale        scale = amax / qmax, or 1 where that is 0
 
-int8 and int4 round half to even; fp8 rounds as torch's cast does, and saturates because it is clamped first. int4 keeps two elements in a
+int8 and int4 round half to even, and NaN, which they lack, is 0; fp8 rounds as torch's cast does, and saturates because it is clamped first. int4 keeps two elements in a
 byte: element 2i in the low nibble, 2i + 1 in the high one, each plus 8. This file knows nothing of pages, slots or attention.
 """
 
@@ -48,10 +48,13 @@ def encode(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
         return x.to(dtype)
     x = x.float() if scale is None else x.float() / scale[..., None]
     x = x.clamp(-QMAX[dtype], QMAX[dtype])
-    if dtype == torch.uint8:
-        nibbles = (x.round() + 8).to(torch.uint8)
-        return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
-    return (x.round() if dtype == torch.int8 else x).to(dtype)
+    if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return x.to(dtype)
+    x = x.round().nan_to_num(0.0)
+    if dtype == torch.int8:
+        return x.to(dtype)
+    nibbles = (x + 8).to(torch.uint8)
+    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
 
 def decode(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -51,8 +51,8 @@ def _turn(w: Any, token: int, x: Any) -> None:
 
 @njit
 def _nearest(x: float) -> Any:
-    """Half to even."""
-    return np.int32(np.rint(x))
+    """Half to even; NaN is 0."""
+    return np.int32(np.rint(x) if x == x else np.float32(0))
 
 
 @njit

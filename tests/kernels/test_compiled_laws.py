@@ -17,6 +17,7 @@ from pagedkv.kernels import cpu, numba
 from tests.cases import Case, empty_layer
 from tests.kernels.conftest import Runner
 from tests.kernels.oracle import allowed_error, oracle, same_precision
+from tests.kernels import test_write
 from tests.kernels.test_write import SLOTS, batch_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 EVERY_PART = Case(q_lens=(1, 33, 4, 1), kv_lens=(3000, 577, 700, 5), heads=(8, 2), dtype="bfloat16")
 """Enough keys to be cut, rows enough for several tiles."""
+
+test_nan_is_stored_as_nan_or_as_zero = test_write.test_nan_is_stored_as_nan_or_as_zero_by_integers_whose_scale_then_is_nan
 
 WAYS = [*(("cpu", isa) for isa in (cpu._cpu.sets() if cpu._cpu else ())), ("numba", "OpenMP"), ("numba", "Python threads")]
 

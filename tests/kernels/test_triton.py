@@ -26,10 +26,11 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import reference, registry
 from pagedkv.kernels.args import AttentionCall, RotaryTable, WriteCall
 from tests.cases import GRID, SMALL, Case, empty_layer
+from tests.kernels import test_write
 from tests.kernels.compiled import call_of
 from tests.kernels.conftest import Runner
 from tests.kernels.oracle import allowed_error, oracle, same_precision
-from tests.kernels.test_write import SLOTS, batch_of, stored
+from tests.kernels.test_write import SLOTS, batch_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -227,15 +228,9 @@ def test_what_is_written_has_the_bits_that_the_reference_writes(kv: str, dtype: 
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("kv", ["", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3/token_head", "int8/token_head"])
-def test_nan_is_stored_as_nan_or_its_scale_is(kv: str) -> None:
-    layer = empty_layer(Case(kv=kv, dtype="bfloat16"), 4)
-    k = torch.ones(1, 2, 64)
-    k[0, 1, 7] = torch.nan
-    write_kv(k, k, layer, batch_of([5]), backend="triton")
-    values = stored(layer, [5])[0][0]
-    assert values[1, 7].isnan()
-    assert (values[0] - 1).abs().max() <= 1e-6
+@pytest.mark.parametrize("kv", test_write.NAN_KINDS)
+def test_nan_is_stored_as_nan_or_as_zero(kv: str) -> None:
+    test_write.test_nan_is_stored_as_nan_or_as_zero_by_integers_whose_scale_then_is_nan(kv, INTERPRETER)
 
 
 def test_merging_is_the_references() -> None:

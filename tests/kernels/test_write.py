@@ -89,6 +89,28 @@ def test_what_is_too_large_saturates(kv: str, largest: float, runner: Runner) ->
     assert stored(layer, [0])[0][0, 0, :4].tolist() == [largest, -largest, largest, -largest]
 
 
+NAN_KINDS = ["", "fp8_e4m3", "fp8_e5m2/token_head", "int8/tensor", "int4/tensor", "int8/token_head", "int4/token_head"]
+
+
+@pytest.mark.parametrize("kv", NAN_KINDS)
+def test_nan_is_stored_as_nan_or_as_zero_by_integers_whose_scale_then_is_nan(kv: str, runner: Runner) -> None:
+    """One scale for all stays what it is: then NaN is 0, and what is beside it keeps its value."""
+    layer = moved(empty_layer(Case(kv=kv, dims=(70, 70)), 1), runner.device)
+    if kv.endswith("/tensor"):
+        layer.k_scale.fill_(1.0), layer.v_scale.fill_(1.0)
+    k, broken = torch.ones(1, 2, 70), [2, 3, 33, 68]  # of vectors and of what remains; lower and upper halves of bytes
+    k[0, 1, broken] = torch.nan
+    write_kv(k.to(runner.device), k.to(runner.device), layer, moved(batch_of([3]), runner.device), backend=runner.backend)
+    for values in stored(layer, [3]):
+        assert (values[0, 0] - 1).abs().max() <= 1e-6
+        others = [i for i in range(70) if i not in broken]
+        if kv.endswith("/token_head"):
+            assert values[0, 1].isnan().all()
+        else:
+            assert (values[0, 1, others] == 1).all()
+            assert (values[0, 1, broken] == 0).all() if "int" in kv else values[0, 1, broken].isnan().all()
+
+
 @pytest.mark.parametrize("kv", ["", "fp8_e4m3/tensor", "int8/token_head", "int4/token_head"])
 @pytest.mark.parametrize(("turned", "interleaved"), [(64, False), (64, True), (24, False), (2, True)])
 def test_a_key_turned_while_it_is_written_is_the_key_turned_before(kv: str, turned: int, interleaved: bool, runner: Runner) -> None:
