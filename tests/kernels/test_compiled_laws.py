@@ -15,9 +15,9 @@ import torch
 from pagedkv import KernelUnavailable, paged_attention, write_kv
 from pagedkv.kernels import cpu, numba
 from tests.cases import Case, empty_layer
+from tests.kernels import test_write
 from tests.kernels.conftest import Runner
 from tests.kernels.oracle import allowed_error, oracle, same_precision
-from tests.kernels import test_write
 from tests.kernels.test_write import SLOTS, batch_of
 
 if TYPE_CHECKING:
