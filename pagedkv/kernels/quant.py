@@ -2,8 +2,9 @@
 
     stored = round(clamp(x / scale, -qmax, qmax))        value = stored * scale        scale = amax / qmax, or 1 where that is 0
 
-int8 and int4 round half to even, and NaN, which they lack, is 0; fp8 rounds as torch's cast does, and saturates because it is clamped first. int4 keeps two elements in a
-byte: element 2i in the low nibble, 2i + 1 in the high one, each plus 8. This file knows nothing of pages, slots or attention.
+int8 and int4 round half to even, and NaN, which they lack, is 0; fp8 rounds as torch's cast does, and saturates because it is clamped
+first. int4 keeps two elements in a byte: element 2i in the low nibble, 2i + 1 in the high one, each plus 8. This file knows nothing of
+pages, slots or attention.
 """
 
 from __future__ import annotations

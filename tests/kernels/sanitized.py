@@ -1,8 +1,8 @@
 """What test_sanitizers.py runs in a process of its own: `python -m tests.kernels.sanitized EXTENSION grid|break`.
 
-`grid`: cases of every feature through each instruction set, on one and on three threads, writes, copies and merges, each as a first call and
-as a known one; results are compared with the reference, so that a build which computes nothing does not pass. `break`: one call that reads
-past a tensor.
+`grid`: cases of every feature through each instruction set, on one and on three threads, writes, copies and merges, each as a first call
+and as a known one; results are compared with the reference, so that a build which computes nothing does not pass. `break`: one call that
+reads past a tensor.
 """
 
 from __future__ import annotations
