@@ -24,7 +24,8 @@ namespace {
 
 constexpr int64_t ROWS_PER_UNIT = 128;
 constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;          // q, o and scores of the rows of a tile stay in the second cache
-constexpr int64_t UNITS_PER_THREAD = 8, LEAST_CHUNK = 256;  // keys
+constexpr int64_t UNITS_PER_THREAD = 4, LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that one thread folds
+constexpr int64_t RUNS_PER_THREAD = 8;                      // of a bare read
 constexpr int64_t BYTES_PER_THREAD = 128 << 10;             // a thread more is not worth waking for less
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -98,7 +99,7 @@ void whole_units(const Attention& a, Plan& plan) {
 int64_t parts_of(const Unit& u, const Span& span, const Plan& plan, int threads) {
     if (threads == 1) return 1;
     int64_t cost = (span.high - span.low) * (u.k1 - u.k0) * (u.i1 - u.i0);
-    int64_t target = std::max<int64_t>(1, plan.cost / (threads * UNITS_PER_THREAD));
+    int64_t most = threads * UNITS_PER_THREAD, target = std::max<int64_t>(1, (plan.cost + most - 1) / most);  // rounded up: no part too many
     return std::clamp<int64_t>((cost + target - 1) / target, 1, std::max<int64_t>(1, (span.high - span.low) / LEAST_CHUNK));
 }
 
@@ -108,6 +109,7 @@ void cut_keys(const Attention& a, Plan& plan, int threads) {
     for (Unit u : whole) {
         Span span = span_of(a, u.b, u.i0, u.i1);
         int64_t parts = parts_of(u, span, plan, threads);
+        if (whole.size() == 1 && parts > threads) parts -= parts % threads;  // the last would be computed by one thread alone
         if (a.split_tokens) u.chunk = a.split_tokens;
         else if (parts > 1) u.chunk = round_up((span.high - span.low + parts - 1) / parts, a.S <= LEAST_CHUNK ? a.S : 1);
         u.c0 = span.low / u.chunk, u.c1 = std::max(u.c0 + 1, (span.high + u.chunk - 1) / u.chunk);
@@ -205,7 +207,7 @@ uint64_t run_read(const Isa& isa, const char* base, const int64_t* offsets, int6
     std::atomic<uint64_t> sum{0};
     std::atomic<int64_t> next{0};
     run_team(threads, [&](int) {
-        int64_t runs = std::max<int64_t>(1, count / (threads * UNITS_PER_THREAD));
+        int64_t runs = std::max<int64_t>(1, count / (threads * RUNS_PER_THREAD));
         for (int64_t i; (i = next.fetch_add(runs)) < count;) sum ^= isa.read(base, offsets + i, std::min(runs, count - i), bytes);
     });
     return sum;
