@@ -5,7 +5,7 @@ replayed twice in a row and the second replay timed with events, so that its lau
 divided by `calls`. Variants and cells of one group take turns. Frames are in random order. Bytes are those of keys and values, nothing
 else. The **ceiling** is a kernel that reads as many bytes and does nothing with them, in the same turns. Peers (gpu_peers.py) are measured
 where they can be imported, and otherwise reported with the reason. Rows go to FOLDER/gpu-attention.jsonl and, from a checkout, to
-bench/results, group by group; a plot beside them where matplotlib is. This file knows the public call; cells.py knows what a cell is.
+bench/results, group by group; a plot of the run lies beside them. This file knows the public call; cells.py knows what a cell is.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ FP8: Final = replace(BASE, kv="fp8_e4m3")
 DRAFTS: Final = replace(BASE, new=8)
 ONE_4K: Final = replace(BASE, batch=1)
 
-QUICK: Final = ((BASE, LARGE_PAGES, RAGGED, FP8), (MIDDLE,), (ONE,))
+QUICK: Final = ((BASE, LARGE_PAGES, RAGGED, FP8, DRAFTS), *((cell,) for cell in (MIDDLE, ONE, LONG, ONE_LONG, ONE_4K)))
 GROUPS: Final = (
     (BASE, LARGE_PAGES, RAGGED, FP8, DRAFTS, replace(BASE, kv="int8"), replace(BASE, kv="int4")),
     *((cell,) for cell in (LONG, MIDDLE, ONE_LONG, ONE, ONE_4K)),
     *((cell,) for cell in (replace(BASE, head_dim=64), replace(BASE, heads=28, kv_heads=4), replace(BASE, kv_heads=32, batch=8))),
     (replace(BASE, batch=128, context=1024),),
 )
-"""Cells of a group are measured in turn: their ratios are of one moment."""
+"""Cells of a group are measured in turn: their ratios are of one moment. QUICK: those that a promise is about."""
 
 
 @dataclass(frozen=True)
@@ -239,10 +239,11 @@ def provenance() -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Share of the ceiling, a bar for each variant of each cell; nothing where matplotlib is missing."""
+    """Share of the ceiling, a bar for each variant of each cell; nothing but a word where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
+        print("no plot: matplotlib is missing; pip install 'pagedkv[plot]'")
         return
     shown = [row for row in rows if row["us"] and row["who"] != "ceiling" and row["of_ceiling"]]
     figure = Figure(figsize=(9, 0.28 * len(shown) + 1.5), layout="constrained")
@@ -255,13 +256,15 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """backends: names in the registry.   quick: few cells.   peers: measure them, too.   out: the file of rows; a plot beside it."""
+    """backends: names in the registry.   quick: the cells of promises.   peers: measure them, too.
+    out: files that rows are appended to; none: that of bench/results.   plot: where to draw; None: beside the rows."""
 
     backends: list[str]
     repetitions: int = 20
     quick: bool = False
     peers: bool = True
-    out: Path | None = None
+    out: tuple[Path, ...] = ()
+    plot: Path | None = None
 
 
 def require_gpu() -> None:
@@ -271,21 +274,27 @@ def require_gpu() -> None:
 
 
 def run(asked: Asked) -> None:
-    """Measure, print, and append rows to the file `out` (and bench/results of a checkout); a plot beside it. Raises: InvalidRequest."""
+    """Measure, print, append rows and draw what there is so far, group by group. Raises: InvalidRequest."""
     require_gpu()
-    about, every, home = provenance(), [], record.results()
+    about, every, kept = provenance(), [], asked.out or of_checkout()
     for group in QUICK if asked.quick else GROUPS:
         began = time.monotonic()
         rows = [row | about for row in measure(group, asked.backends, asked.repetitions, peers=asked.peers)]
         every += rows
-        for path in filter(None, (asked.out, home and home / "gpu-attention.jsonl")):
+        for path in kept or (None,):
             record.append(rows, path)
         for case in dict.fromkeys(row["case"] for row in rows):
             print(case, *(told(row) for row in rows if row["case"] == case), sep="\n")
         print(*promises(rows, asked.backends, about["gpu"]), f"({time.monotonic() - began:.0f} s)", sep="\n", flush=True)
-    if asked.out:
-        draw(every, asked.out.with_suffix(".svg"))
+        for picture in [asked.plot] if asked.plot else [path.with_suffix(".svg") for path in kept]:
+            draw(every, picture)
     print("", *promises(every, asked.backends, about["gpu"]), sep="\n", flush=True)
+
+
+def of_checkout() -> tuple[Path, ...]:
+    """The file of rows in bench/results; none where this is no checkout."""
+    folder = record.results()
+    return (folder / "gpu-attention.jsonl",) if folder else ()
 
 
 def told(row: dict[str, Any]) -> str:
@@ -301,9 +310,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--no-peers", action="store_true", help="our kernels and the ceiling alone")
     parser.add_argument("--backends", nargs="+", default=["triton", "cuda", "cuda-bulk", "cuda-pieces"], help="names in the registry")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="a folder for rows and plot")
+    parser.add_argument("--out", type=Path, help="a folder for rows and plot, beside bench/results")
     given = parser.parse_args(argv)
-    out = given.out and given.out / "gpu-attention.jsonl"
+    out = (given.out / "gpu-attention.jsonl", *of_checkout()) if given.out else ()
     run(Asked(given.backends, given.repetitions, given.quick, not given.no_peers, out))
 
 

@@ -40,8 +40,20 @@ ALONE: Final[dict[str, Any]] = {"batch": 1, "context": 8192}
 """The other cell by which decode is judged."""
 
 REASONED: Final = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
-SIZES: Final = ((256, 64), (512, 128), (1024, 256), (256, 128), (128, 64), (128, 128), (512, 64), (1024, 128), (2176, 576), (1088, 576))
-"""Bytes of a head of K and V, and the wider of the two: bfloat16 of 64, 128 and 256; fp8 and int4; float32; MLA in bfloat16 and fp8."""
+SIZES: Final = (
+    (256, 64),
+    (512, 128),
+    (1024, 256),
+    (256, 128),
+    (128, 64),
+    (128, 128),
+    (512, 64),
+    (1024, 128),
+    (2176, 576),
+    (1088, 576),
+    (544, 576),
+)
+"""Bytes of a head of K and V, and the wider of the two: bfloat16 of 64, 128 and 256; fp8 and int4; float32; MLA in bfloat16, fp8, int4."""
 
 RULE: Final = "rule"
 

@@ -66,7 +66,7 @@ STAGES = (
     Stage("cases", _cases("triton", "small"), 4),
     Stage("cases-cuda", _cases("cuda", "small"), 4),
     Stage("moves", (*PYTEST, "tests/kernels/test_on_gpu.py", "-k", "on_the_gpu"), 3),
-    Stage("bench-quick", (*BENCH, *SETTLED, "--quick", "--no-peers"), 3),
+    Stage("bench-quick", (*BENCH, *SETTLED, "--quick", "--no-peers"), 4),
     Stage("graphs", (*PYTEST, "tests/kernels/test_on_gpu.py", "-k", "not (bulk or pieces or on_the_gpu)"), 6),
     Stage("cases-cuda-bulk", _cases("cuda-bulk", "small"), 4),
     Stage("cases-cuda-pieces", _cases("cuda-pieces", "small"), 4),

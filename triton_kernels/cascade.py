@@ -31,10 +31,13 @@ if TYPE_CHECKING:
 def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
     """Attend, where the first `shared_tokens` of all sequences lie in the same frames and all new tokens lie behind them.
 
-    shared_tokens: a multiple of block_size; a host int, so the engine that forked or matched the prefix says it, and no device is asked.
+    shared_tokens: a multiple of block_size, 0 for no prefix; a host int: the engine that forked or matched the prefix says it, and no
+                   device is asked.
     Modifies: call.out, call.lse.
     Raises:   InvalidRequest for windows, ALiBi, `split_tokens`, or a prefix that does not end with a page.
     """
+    if not shared_tokens or not call.max_seqlen_q or not call.seq_lens.shape[0] or not call.q.shape[0]:
+        return backend.paged_attention(call)
     for name in ("window", "alibi_slopes", "split_tokens"):
         if getattr(call, name) is not None:
             raise InvalidRequest(f"a shared prefix cannot be attended to apart with {name}: call paged_attention")
@@ -64,8 +67,6 @@ def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
         out=torch.empty_like(call.out),
         lse=torch.empty_like(call.lse),
     )
-    if not T or not call.max_seqlen_q:
-        return
     paged_prefill(prefix, decoded=0)
     backend.paged_attention(behind)
     out, lse = merge_states(prefix.out, prefix.lse, behind.out, behind.lse)

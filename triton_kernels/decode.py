@@ -90,7 +90,7 @@ def piece(q, h, b, begin, end, unit, pool, tables, rules, steps, FORM: tl.conste
     skipped = first_unit(n, num_new, window, unit, FORM)
     first, last = (skipped + begin) * unit, tl.minimum(n, (skipped + end) * unit)
     if FORM.window and FORM.split:  # keys before every window: whole tiles of them are left out
-        first += tl.maximum(n - num_new - window + 1 - first, 0) // FORM.N * FORM.N
+        first += tl.maximum(tl.maximum(n - num_new - window + 1, 0) - first, 0) // FORM.N * FORM.N
     row_of_table = table + (tl.load(table_rows + b) if table_rows is not None else b).to(tl.int64) * table_stride
     q_parts = load_query(q, token * steps[0] + head.to(tl.int64) * steps[1], ok, FORM)
     acc0, acc1, m, l = walk(q_parts, first, last, row_of_table, pool, h // FORM.head_tiles, rows, slopes, rules, FORM)
@@ -207,4 +207,8 @@ def objections(case: Case) -> list[str]:
     """Why this kernel, and prefill's likewise, cannot serve `case`."""
     if case.dtype not in (None, "float32", "bfloat16", "float16"):
         return [f"q is {case.dtype}; it takes float32, bfloat16, float16"]
+    if (case.dtype, case.kv_dtype) == ("float32", "int4") and max(case.head_dim or 0, case.head_dim_v or 0) > 256 and case.device == "cuda":
+        shared = target(torch.device("cuda")).shared >> 10
+        if shared < 128 and torch.version.hip is None:
+            return [f"a float32 q over int4 heads wider than 256 needs 128 KiB of shared memory, this GPU has {shared}: take q in bfloat16"]
     return []

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
 
 DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-FARTHEST: Final = 2**31 - 1
-"""Positions and lengths are int32: a window, or a `split_tokens`, beyond them all is as good as this one, and no kernel of its own."""
+FARTHEST: Final = 2**30
+"""No sequence is so long: a wider window, or a longer `split_tokens`, is as good as this one. A position less it is int32 still."""
 KINDS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8", torch.uint8: "int4"}
 
 
@@ -144,7 +144,10 @@ def keys_of(call: AttentionCall, M: int, most: int) -> int:
     one_byte = call.k.element_size() == 1
     if M >= 64 and one_byte and tuning.target(call.q.device).arch.startswith("gfx"):  # e4m3 is converted by its bits
         return min(most, 16)
-    crowded = (M > 16 and call.tree_mask is not None) or (M > 64 and one_byte)  # a pointer into the mask for each score; converted keys
+    tree = (
+        call.tree_mask is not None or call.split_tokens is not None
+    )  # a neighbour's mask may change no bit: so always, where that is asked
+    crowded = (M > 16 and tree) or (M > 64 and one_byte)  # a pointer into the mask for each score; converted keys
     return min(most, 32) if crowded else most
 
 

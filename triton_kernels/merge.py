@@ -69,7 +69,8 @@ def merge_states_kernel(
     y = number(tl.load(out_b + token * b_token + h * b_head + c, mask=c < Dv, other=0.0)).to(tl.float32)
     top = tl.maximum(a, b)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    weigh_a, weigh_b = tl.exp(a - safe), tl.exp(b - safe)
+    weigh_a = tl.where(a == float("inf"), 1.0, tl.exp(a - safe))  # a state with an infinite sink; inf - inf is no number
+    weigh_b = tl.where(b == float("inf"), 1.0, tl.exp(b - safe))
     total = weigh_a + weigh_b
     total = tl.where(total == 0, 1.0, total)
     merged = tl.where(weigh_a > 0, x * (weigh_a / total), 0.0) + tl.where(weigh_b > 0, y * (weigh_b / total), 0.0)

@@ -101,7 +101,7 @@ def paged_prefill(call: AttentionCall, decoded: int) -> None:
     """Attend from the sequences with more than `decoded` new tokens. Modifies: their rows of call.out and call.lse."""
     (T, H, Dv), B, K, on = call.out.shape, call.seq_lens.shape[0], call.k.shape[2], target(call.q.device)
     tuned = tuning("prefill", on, head_bytes(call), max(call.q.shape[2], Dv))
-    M = tuned.M if call.tree_mask is None else min(tuned.M, 64)  # see keys_of
+    M = tuned.M if call.tree_mask is None and call.split_tokens is None else min(tuned.M, 64)  # see keys_of
     form = form_of(call, M=M, N=keys_of(call, M, tuned.N))
     heads, tiles = K * form.head_tiles, T // form.queries + B
     splits = 1 if call.split_tokens else num_splits(-(-T // form.queries) * heads, on.processors, -(-call.max_seqlen_k // form.N))

@@ -101,15 +101,15 @@ def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     float32, one_byte = head_bytes > 4 * widest, head_bytes <= 2 * widest
     stages, resident = 2 if amd else 3, 2 if decode and not wide else 1
     if wide:  # an output of 512 columns fills the registers: few rows, and V from the columns of K that are there already (MLA)
-        M, num_warps = 16 if amd or float32 else 32, 4 if amd else 8
+        M, num_warps = 16 if amd or float32 or head_bytes <= widest else 32, 4 if amd else 8  # int4: both nibbles of as many columns
     elif float32:  # three products of TF32 for each: few rows, and in prefill twice the warps
         M, num_warps = 32 if widest <= 128 else 16, 4 if decode or amd else 8
     elif decode:
         M, num_warps = 64, 8 if widest > 128 else 4
     else:  # sm_90 and sm_100 multiply from shared memory and leave the registers to the output
         M, num_warps = 128 if widest <= 128 or on.arch in ("sm_90", "sm_100") else 64, 8
-    if wide and float32:
-        stages = 2
+    if wide and float32:  # products without tensor cores take longer than any load
+        stages = 1
     if wide and (amd or one_byte or float32):  # converted keys lie in registers, beside that output
         N = 16
     else:
@@ -117,6 +117,10 @@ def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     room = on.shared * 4 // 5 // resident - (0 if decode else M * widest * (4 if float32 else 2))  # beside q; the rest is for p and scales
     while N > 16 and (stages - 1) * N * head_bytes > room:
         N //= 2
-    if decode and not amd and stages * N * head_bytes <= room:  # latency times bandwidth: an H200 wants 30 KB and more in flight
+    if (
+        decode and not amd and stages > 1 and stages * N * head_bytes <= room
+    ):  # latency times bandwidth: an H200 wants 30 KB and more in flight
         stages += 1
+    while stages > 2 and stages * N * head_bytes > on.shared:  # heads of 576/512 in bfloat16, V beside K
+        stages -= 1
     return Tuning(N=N, M=M, num_warps=num_warps, stages=stages, programs=resident)

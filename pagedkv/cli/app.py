@@ -161,26 +161,28 @@ def bench_attention(
     vllm_python: Annotated[Path | None, typer.Option(metavar="PATH", help="The Python of an environment with vLLM.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects on stdout; the tables go to stderr.")] = False,
     record: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the rows there, not to bench/results of a checkout.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline; of a GPU, shares of the ceiling.")] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu; or cuda: decode on a GPU, in cells of its own.")] = "cpu",
 ) -> None:
     """Our kernels, torch SDPA and vLLM against the speed of memory. An axis that is given makes a grid of its own."""
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
+    axes = {"dtype": dtype, "kv": kv, "heads": heads, "head_dim": head_dim, "block_size": block_size, "context": context, "batch": batch}
     if device == "cuda":
+        elsewhere = axes | {"kind": kind, "threads": threads, "part": part != "1/1", "vllm_python": vllm_python, "json": as_json}
+        if given := [f"--{name.replace('_', '-')}" for name, value in elsewhere.items() if value]:
+            raise typer.BadParameter(f"the cells of a GPU are its own: leave out {', '.join(given)}", param_hint="--device")
         from pagedkv.bench import gpu_attention
 
-        gpu_attention.run(
-            gpu_attention.Asked(kernels or ["triton", "cuda", "cuda-bulk", "cuda-pieces"], repetitions, quick=not full, out=record)
-        )
+        names = kernels or ["triton", "cuda", "cuda-bulk", "cuda-pieces"]
+        gpu_attention.run(gpu_attention.Asked(names, repetitions, not full, out=(record,) if record else (), plot=plot))
         return
     from pagedkv.bench.attention import Asked  # torch
     from pagedkv.cli.bench_attention import Choice, Shown, run
 
-    axes = {"dtype": dtype, "kv": kv, "heads": heads, "head_dim": head_dim, "block_size": block_size, "context": context, "batch": batch}
     choice = Choice(full, kind or [], {name: values or [] for name, values in axes.items()}, threads or [], part)
-    names = tuple(kernels or ("cpu", "numba", "reference"))
-    run(choice, Asked(names, repetitions, vllm_python), Shown(as_json, record, plot))
+    asked = Asked(tuple(kernels or ("cpu", "numba", "reference")), repetitions, vllm_python)
+    run(choice, asked, Shown(as_json, record, plot))
 
 
 def main(argv: list[str] | None = None) -> None:

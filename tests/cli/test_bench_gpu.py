@@ -16,3 +16,11 @@ def test_a_device_that_is_not_there_is_refused_with_the_remedy(device: str, told
         main(["bench", "attention", "--device", device])
     assert ended.value.code
     assert told in capsys.readouterr().err
+
+
+def test_an_axis_that_a_gpus_cells_do_not_have_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "attention", "--device", "cuda", "--head-dim", "64", "--json"])
+    assert ended.value.code
+    told = capsys.readouterr().err
+    assert "leave out --head-dim, --json" in " ".join(told.replace("│", " ").split())

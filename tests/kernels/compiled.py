@@ -95,7 +95,11 @@ LAUNCHES: dict[str, Any] = {
     "decode, one launch": one_launch,
     "decode, mla": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True),
     "decode, mla fp8": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, kv="fp8_e4m3/token_head"),
+    "decode, mla, V beside K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64),
+    "decode, mla int4": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, kv="int4/token_head"),
     "decode, mla float32": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, dtype="float32"),
+    "decode, mla float32, V beside K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, dtype="float32"),
+    "decode, mla float32 over int4": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, dtype="float32", kv="int4/token_head"),
     "decode, other steps": lambda: [attention(B=B, n=n) for B, n in ((9, 1040), (16, 17), (12, 4096), (15, 50000))],
     "drafts": lambda: attention(q_len=8),
     "drafts, every option": lambda: attention(q_len=8, **EVERYTHING),
@@ -108,6 +112,8 @@ LAUNCHES: dict[str, Any] = {
     "prefill, every option": lambda: attention(q_len=1024, **EVERYTHING),
     "prefill, fp8": lambda: attention(q_len=1024, kv="fp8_e4m3/token_head"),
     "prefill, mla": lambda: attention(q_len=1024, H=128, K=1, D=576, Dv=512, S=64, mla=True),
+    "prefill, mla, V beside K": lambda: attention(B=1, q_len=1024, H=128, K=1, D=576, Dv=512, S=64),
+    "prefill, mla int4": lambda: attention(B=1, q_len=1024, H=128, K=1, D=576, Dv=512, S=64, kv="int4/token_head"),
 }  # fmt: skip
 
 

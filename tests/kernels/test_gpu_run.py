@@ -137,6 +137,30 @@ def test_the_benchmark_measures_ours_and_peers_and_says_which_promises_hold(
     assert "holds" in told
 
 
+@pytest.mark.usefixtures("no_gpu", "said_to_have_one")
+def test_rows_and_a_plot_go_to_bench_results_or_where_the_caller_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_attention, "QUICK", ((TINY,), (replace(TINY, batch=2),)))
+    monkeypatch.setattr(gpu_attention, "PEERS", {})
+    checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
+    checkout.mkdir(), elsewhere.mkdir()
+    monkeypatch.setattr(record, "results", lambda: checkout)
+    asked = gpu_attention.Asked(["triton"], repetitions=1, quick=True)
+    gpu_attention.run(asked)
+    assert sorted(path.name for path in checkout.iterdir()) == ["gpu-attention.jsonl", "gpu-attention.svg"]
+    drawn = (checkout / "gpu-attention.svg").read_text()
+    gpu_attention.run(replace(asked, out=(elsewhere / "rows",), plot=elsewhere / "picture.svg"))
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["picture.svg", "rows"]
+    assert (checkout / "gpu-attention.svg").read_text() == drawn, "it was left alone"
+
+
+def test_the_quick_benchmark_looks_at_every_promise() -> None:
+    for cells in (gpu_attention.QUICK, gpu_attention.GROUPS):
+        group = {cell: i for i, part in enumerate(cells) for cell in part}
+        for must in gpu_attention.MUSTS:
+            assert must.cell in group
+            assert must.twin is None or group[must.twin] == group[must.cell], "a ratio is of one moment"
+
+
 def test_without_a_gpu_benchmark_and_search_say_so() -> None:
     for main in (gpu_attention.main, tune.main):
         with pytest.raises(gpu_attention.InvalidRequest, match="torch finds no GPU on this machine"):

@@ -70,9 +70,11 @@ SAMPLE = (
     *(replace(_DRAFTS, dtype="bfloat16", kv=kv, layout="HND") for kv in ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head")),
     replace(_DRAFTS, dtype="float16", kv="int4/token_head", dims=(96, 96), mask="all", window=64, split_tokens=100),
     Case(q_lens=(2, 1), kv_lens=(40, 9), heads=(16, 1), dims=(576, 512), layout="mla", dtype="bfloat16", kv="fp8_e4m3/token_head"),
+    Case(q_lens=(2, 1), kv_lens=(40, 9), heads=(16, 1), dims=(576, 512), dtype="bfloat16", kv="int4/token_head"),
     Case(q_lens=(1, 33), kv_lens=(130, 50), heads=(4, 1), dtype="bfloat16", sinks=True),
     Case(q_lens=(20,), kv_lens=(150,), heads=(2, 1), window=30, block_size=128, alibi=True),
     Case(q_lens=(17, 2, 40), kv_lens=(30, 2, 12), heads=(7, 1), mask="tree", kv="int4/tensor", punched=True, rows=True, padding=1),
+    Case(q_lens=(7, 40, 3), kv_lens=(132, 12, 2), mask="all", window=2**31 - 1, split_tokens=16),  # positions from -28 on, less a window
 )
 
 
@@ -172,6 +174,24 @@ def test_with_split_tokens_neither_the_batch_nor_its_kernels_change_a_bit(b: int
         assert torch.equal(x, whole[first:end])
 
 
+@pytest.mark.parametrize(("q_lens", "kv_lens"), [((8, 3, 1), (150, 70, 40)), ((40, 24, 1), (150, 70, 40))])
+def test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit(
+    q_lens: tuple[int, ...], kv_lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows whose own mask says what causality says. The tiles are those of a GPU, where a mask asks for smaller ones."""
+    on = tuning.Target("sm_90", 4)
+    for module in (tuning, decode, prefill):
+        monkeypatch.setattr(module, "target", lambda device: on)
+    built = Case(q_lens=q_lens, kv_lens=kv_lens, heads=(8, 1), split_tokens=128, dtype="bfloat16").build()
+    starts, widest = built.batch.cu_seqlens_q.tolist(), max(q_lens)
+    causal = torch.cat([torch.ones(m, widest).tril().bool() for m in q_lens])
+    causal[: starts[1]] = torch.rand(q_lens[0], widest) < 0.5
+    masked = INTERPRETER.attend(built, tree_mask=causal)
+    for x, y in zip(INTERPRETER.attend(built), masked, strict=True):
+        assert torch.equal(x[starts[1] :], y[starts[1] :])
+        assert not torch.equal(x[: starts[1]], y[: starts[1]])
+
+
 def test_bounds_that_are_too_high_change_nothing() -> None:
     """As in a captured graph: launched for the longest sequence there could be."""
     built = Case(q_lens=(1, 3), kv_lens=(70, 20), sinks=True).build()
@@ -239,6 +259,7 @@ def test_merging_is_the_references() -> None:
     lse_a, lse_b = torch.randn(3, 5, generator=draw), torch.randn(5, 3, generator=draw).T
     lse_a[0], lse_b[:2] = -torch.inf, -torch.inf
     out_a[0] = torch.nan  # a state that saw nothing may hold anything
+    lse_a[2, :2], out_a[2, :2], lse_b[2, 1:3], out_b[2, 1:3] = torch.inf, 0.0, torch.inf, 0.0  # an infinite sink takes the whole weight
     for ours, right in zip(
         backend.merge_states(out_a, lse_a, out_b, lse_b), reference.merge_states(out_a, lse_a, out_b, lse_b), strict=True
     ):
@@ -309,6 +330,8 @@ def test_a_shared_prefix_attended_to_apart_gives_what_one_pass_gives(case: Case)
     assert (call.out[:T] - out[:T]).abs().max() <= 2e-6
     assert (call.lse[:T] - lse[:T]).abs().max() <= 1e-5
     assert (call.out[T:] == 7).all()
+    cascade.cascade_attention(replace(call, out=room[0].zero_(), lse=room[1].zero_()), 0)
+    assert torch.equal(room[0][:T], out[:T]), "no prefix"
     with pytest.raises(InvalidRequest, match="cannot be attended to apart with window"):
         cascade.cascade_attention(replace(call, window=5), shared)
     with pytest.raises(InvalidRequest, match="shared_tokens is 50; it must be a multiple of block_size=16"):
@@ -368,6 +391,17 @@ def test_without_the_interpreter_the_reason_is_said(monkeypatch: pytest.MonkeyPa
 def test_float64_is_refused_with_the_reason() -> None:
     told = explain(registry.Case(dtype="float64")).objections["triton"]
     assert told == ["q is float64; it takes float32, bfloat16, float16"]
+
+
+@pytest.mark.parametrize(("arch", "refused"), [("sm_89", True), ("sm_90", False)])
+def test_nibbles_beside_float32_queries_are_refused_where_such_wide_heads_do_not_fit(
+    arch: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "target", lambda device: tuning.Target(arch, 1))
+    case = registry.Case(device="cuda", dtype="float32", kv_dtype="int4", head_dim=576, head_dim_v=512)
+    assert [why.partition(":")[2] for why in decode.objections(case)] == [" take q in bfloat16"] * refused
+    for served in (case._replace(dtype="bfloat16"), case._replace(kv_dtype="int8"), case._replace(head_dim=256, head_dim_v=256)):
+        assert not decode.objections(served)
 
 
 def test_where_triton_is_missing_the_backend_says_so_and_another_serves() -> None:
