@@ -140,6 +140,7 @@ def test_the_benchmark_measures_ours_and_peers_and_says_which_promises_hold(
 @pytest.mark.usefixtures("no_gpu", "said_to_have_one")
 def test_rows_and_a_plot_go_to_bench_results_or_where_the_caller_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_attention, "QUICK", ((TINY,), (replace(TINY, batch=2),)))
+    monkeypatch.setattr(gpu_pool, "ROTATED_BYTES", 1 << 12)
     monkeypatch.setattr(gpu_attention, "PEERS", {})
     checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
     checkout.mkdir(), elsewhere.mkdir()
