@@ -5,6 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-for command in (["-m", "pagedkv", "bench", "manager"], ["-m", "pagedkv", "bench", "attention"]):
+for command in (["-m", "pagedkv", "bench", "manager"], ["-m", "pagedkv", "bench", "attention"], ["-m", "pagedkv.bench.launch"]):
     print(f"\n{' '.join(command)}", flush=True)
     subprocess.run([sys.executable, *command], check=True)

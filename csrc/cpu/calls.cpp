@@ -2,7 +2,7 @@
 //
 //     again(q, k, v, ..., backend, registry)   ->  its results, or None if the signature is not known
 //     at_once(the same)                        ->  likewise, and None if something of torch's watches: pagedkv/kernels/known.py says what
-//     remember(the same, isa, threads)
+//     remember(the same, isa, threads, None)   or, if other kernels serve it, (..., "", 0, a callable that takes the call's fields)
 //
 // Python's own way through the same checks takes 25 us when warm and 150 when cold.
 //
@@ -22,9 +22,9 @@ namespace {
 
 // The arguments, in the order of the operator (pagedkv/kernels/ops.py); `out` and `lse` may be absent from `again`.
 enum { Q, K, V, K_SCALE, V_SCALE, TABLE, ROWS, SEQ_LENS, STARTS, MAX_Q, MAX_K, SCALE, CAUSAL, WINDOW, SOFTCAP, SINKS, SLOPES, TREE, SPLIT,
-       OUT, LSE, BACKEND, REGISTRY, ISA, THREADS };
+       OUT, LSE, BACKEND, REGISTRY, ISA, THREADS, SERVE };
 constexpr int TENSORS[] = {Q, K, V, K_SCALE, V_SCALE, TABLE, ROWS, SEQ_LENS, STARTS, SINKS, SLOPES, TREE, OUT, LSE};
-constexpr Py_ssize_t OF_AGAIN = REGISTRY + 1, OF_REMEMBER = THREADS + 1, OF_ATTENTION = LSE + 1 + 2;
+constexpr Py_ssize_t OF_AGAIN = REGISTRY + 1, OF_REMEMBER = SERVE + 1, OF_ATTENTION = LSE + 1 + 2;
 
 constexpr int64_t FARTHEST = int64_t{1} << 32;  // no two places of a sequence are so far apart: lengths are int32; and sums of it fit
 
@@ -106,6 +106,30 @@ bool run(const Isa& isa, const Call& c, int threads) {
     });
 }
 
+PyObject* results_of(PyObject* out, PyObject* lse) { return lse == Py_None ? Py_NewRef(out) : PyTuple_Pack(2, out, lse); }
+
+// Hands a call's fields to Python: `out` and `lse` are made, and its scale is a number.
+bool hand_over(PyObject* serve, PyObject* const* x, double scale, PyObject* out, PyObject* lse) {
+    PyObject* fields[LSE + 1];
+    std::copy(x, x + LSE + 1, fields);
+    fields[OUT] = out, fields[LSE] = lse, fields[SCALE] = PyFloat_FromDouble(scale);
+    PyObject* nothing = fields[SCALE] ? PyObject_Vectorcall(serve, fields, LSE + 1, nullptr) : nullptr;
+    bool well = nothing != nullptr;
+    Py_XDECREF(fields[SCALE]), Py_XDECREF(nothing);
+    return well;
+}
+
+// Computes with the kernels of this extension.
+bool compute(const Server& server, Call& c, PyObject* out, PyObject* lse) {
+    bool ready = server.threads > 0;
+    for (int i : {OUT, LSE}) {
+        PyObject* result = i == OUT ? out : lse;
+        if (ready && !c.has[i] && result != Py_None) ready = c.has[i] = read_tensor(result, c.at[i], false);
+    }
+    if (!ready && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no plain tensor for the results");
+    return ready && run(*server.isa, c, server.threads);
+}
+
 bool unwatched(PyObject* const* x) {
     PyObject* const wanting[] = {x[Q], x[K], x[V], x[K_SCALE], x[V_SCALE], x[SINKS], x[SLOPES], x[OUT]};
     return nobody_watches(wanting, 8);
@@ -117,18 +141,14 @@ PyObject* again(PyObject*, PyObject* const* x, Py_ssize_t count) {
     if (count != OF_AGAIN) return refused("again takes the arguments of the operator, and the registry");
     if (!take(x, c) || !sign(c, x[BACKEND], s)) return PyErr_Clear(), Py_NewRef(Py_None);
     Server server = server_of(s, x[REGISTRY]);
-    if (!server.isa) Py_RETURN_NONE;
+    if (!server.isa && !server.serve) Py_RETURN_NONE;
     int64_t T = c.at[Q].shape[0], H = c.at[Q].shape[1];
     PyObject* out = c.has[OUT] ? Py_NewRef(x[OUT]) : fresh(x[Q], Py_BuildValue("(LLL)", T, H, value_dim(c)), false);
-    PyObject* lse = x[LSE] == Py_True ? fresh(x[Q], Py_BuildValue("(LL)", T, H), true) : Py_NewRef(x[LSE]);
-    bool ready = out && lse && server.threads > 0;
-    for (int i : {OUT, LSE}) {
-        PyObject* result = i == OUT ? out : lse;
-        if (ready && !c.has[i] && result != Py_None) ready = c.has[i] = read_tensor(result, c.at[i], false);
-    }
-    if (!ready && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no plain tensor for the results");
-    PyObject* results = ready && run(*server.isa, c, server.threads) ? (lse == Py_None ? Py_NewRef(out) : PyTuple_Pack(2, out, lse)) : nullptr;
-    Py_XDECREF(out), Py_XDECREF(lse);
+    bool wanted = x[LSE] == Py_True || (server.serve && x[LSE] == Py_None);  // Python's kernels store it in any case
+    PyObject* lse = wanted ? fresh(x[Q], Py_BuildValue("(LL)", T, H), true) : Py_NewRef(x[LSE]);
+    bool well = out && lse && (server.serve ? hand_over(server.serve, x, c.scale, out, lse) : compute(server, c, out, lse));
+    PyObject* results = well ? results_of(out, x[LSE] == Py_None ? x[LSE] : lse) : nullptr;
+    Py_XDECREF(out), Py_XDECREF(lse), Py_XDECREF(server.serve);
     return results;
 }
 
@@ -142,11 +162,12 @@ PyObject* remember(PyObject*, PyObject* const* x, Py_ssize_t count) {
     Call c;
     Signature s(Op::attention);
     int64_t threads;
-    if (count != OF_REMEMBER || !whole(x[THREADS], threads)) return refused("remember takes what again does, a name and a number of threads");
-    const Isa* isa = isa_named(PyUnicode_AsUTF8(x[ISA]));
-    if (!isa) return refused("this processor has no such instruction set");
+    if (count != OF_REMEMBER || !whole(x[THREADS], threads)) return refused("remember takes what again does, a name, a number and a server");
+    PyObject* serve = x[SERVE] == Py_None ? nullptr : x[SERVE];
+    const Isa* isa = serve ? nullptr : isa_named(PyUnicode_AsUTF8(x[ISA]));
+    if (!isa && !serve) return refused("this processor has no such instruction set");
     if (!take(x, c) || !sign(c, x[BACKEND], s)) return PyErr_Clear(), Py_NewRef(Py_None);
-    keep(s, x[REGISTRY], isa, static_cast<int>(threads));
+    keep(s, x[REGISTRY], {isa, static_cast<int>(threads), serve});
     Py_RETURN_NONE;
 }
 

@@ -20,8 +20,7 @@ struct Known {
     std::vector<int64_t> words;
     std::string variables;
     PyObject* registry;  // kept alive, so its address stays its own
-    const Isa* isa;
-    int threads;
+    Server server;  // its `serve` is kept alive, too
     bool is(const Signature& s, PyObject* asked) const {
         return registry == asked && words.size() == static_cast<size_t>(s.count) && variables.size() == s.length &&
                !std::memcmp(words.data(), s.words, 8 * words.size()) && !std::memcmp(variables.data(), s.variables, s.length);
@@ -57,8 +56,13 @@ bool says_yes(PyObject* x) {
 
 bool Signature::put_choice(PyObject* backend) {
     bool automatic = backend == Py_None || (PyUnicode_Check(backend) && !PyUnicode_CompareWithASCIIString(backend, "auto"));
-    if (!automatic && (!PyUnicode_Check(backend) || PyUnicode_CompareWithASCIIString(backend, "cpu"))) return false;
     put(int64_t{automatic});
+    if (!automatic) {
+        Py_ssize_t size = 0;
+        const char* name = PyUnicode_Check(backend) ? PyUnicode_AsUTF8AndSize(backend, &size) : nullptr;
+        if (!name || static_cast<size_t>(size) >= sizeof variables) return false;
+        std::memcpy(variables, name, size + 1), length = size + 1;
+    }
     for (char** variable = environ; variable && *variable; variable++) {
         if (std::strncmp(*variable, "PAGEDKV_", 8)) continue;
         size_t size = std::strlen(*variable) + 1;
@@ -70,22 +74,23 @@ bool Signature::put_choice(PyObject* backend) {
 
 Server server_of(const Signature& s, PyObject* registry) {
     const Known* found = place_of(s).get();
-    if (!found || !found->is(s, registry)) return {nullptr, 0};
-    Server server{found->isa, found->threads};  // not `found`, which another thread may replace meanwhile
-    if (!server.threads) server.threads = torch_threads();
+    if (!found || !found->is(s, registry)) return {nullptr, 0, nullptr};
+    Server server = found->server;  // not `found`, which another thread may replace meanwhile
+    Py_XINCREF(server.serve);
+    if (server.isa && !server.threads) server.threads = torch_threads();
     return server;
 }
 
-void keep(const Signature& s, PyObject* registry, const Isa* isa, int threads) noexcept {
+void keep(const Signature& s, PyObject* registry, const Server& server) noexcept {
     std::unique_ptr<Known> one;
     try {
-        one.reset(new Known{{s.words, s.words + s.count}, {s.variables, s.length}, registry, isa, threads});
+        one.reset(new Known{{s.words, s.words + s.count}, {s.variables, s.length}, registry, server});
     } catch (const std::bad_alloc&) {
         return;
     }
-    Py_INCREF(registry);
+    Py_INCREF(registry), Py_XINCREF(server.serve);
     one.swap(place_of(s));
-    if (one) Py_DECREF(one->registry);  // which may run anything: only when the place is in order
+    if (one) Py_XDECREF(one->server.serve), Py_DECREF(one->registry);  // which may run anything: only when the place is in order
 }
 
 bool nobody_watches(PyObject* const* floats, int count) {

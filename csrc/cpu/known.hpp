@@ -39,14 +39,15 @@ struct Signature {
 };
 
 struct Server {
-    const Isa* isa;  // null if the signature is not known
+    const Isa* isa;  // null if the signature is not known, or `serve` serves it
     int threads;
+    PyObject* serve;  // takes a call's fields; owned by who asked. Null where these kernels serve
 };
 
 Server server_of(const Signature& s, PyObject* registry);
 
 // threads 0: as many as torch's at each call. Without memory for it, the signature stays unknown: the call that it was of went well.
-void keep(const Signature& s, PyObject* registry, const Isa* isa, int threads) noexcept;
+void keep(const Signature& s, PyObject* registry, const Server& server) noexcept;
 
 // False if something of torch's wants to see operators, or one of these (None or a tensor) wants a gradient or is a view whose numbers are
 // the negatives of those in memory (the imaginary part of a conjugate), which the dispatcher writes out before an operator sees it.

@@ -3,7 +3,9 @@
 //     write(the fields of a WriteCall, isa, threads)      a checked call                    copy(storage, copies, threads)
 //     write_again(those fields, backend, registry)        True, or None if it is not known  copy_again(storage, copies, backend, registry)
 //     write_at_once(the same)                             None also if something watches    copy_at_once(the same)
-//     remember_write(the same, isa, threads)                                                remember_copy(the same, isa, threads)
+//     remember_write(the same, isa, threads, None)                                          remember_copy(the same, isa, threads, None)
+//
+// Where other kernels serve writes, (..., "", 0, a callable that takes the fields) is remembered instead, as in calls.cpp.
 //
 //     merge, merge_again, merge_at_once, remember_merge: likewise, of (out_a, lse_a, out_b, lse_b); they return the new (out, lse)
 //
@@ -24,7 +26,7 @@ enum { K_NEW, V_NEW, K, V, K_SCALE, V_SCALE, SLOTS, POSITIONS, COS, SIN, INTERLE
 enum { STORAGE, COPIES };
 enum { OUT_A, LSE_A, OUT_B, LSE_B };
 constexpr int OF_WRITE = INTERLEAVED + 1, OF_COPY = COPIES + 1, OF_MERGE = LSE_B + 1;
-constexpr Py_ssize_t CHOICE = 2, SERVER = 2;  // backend and registry; isa and threads
+constexpr Py_ssize_t CHOICE = 2, SERVER = 2;  // backend and registry; isa and threads, and of who remembers a callable or None
 
 struct Moved {
     Tensor at[SIN + 1];
@@ -117,17 +119,18 @@ Server known_server(PyObject* const* x, int fields, int tensors, Moved& m, Op op
     Signature s(op);
     if (take(x, tensors, m) && sign(m, tensors, x[fields], s)) return server_of(s, x[fields + 1]);
     PyErr_Clear();
-    return {nullptr, 0};
+    return {nullptr, 0, nullptr};
 }
 
 PyObject* remember(PyObject* const* x, int fields, int tensors, Op op) {
     Moved m;
     Signature s(op);
     int64_t threads;
+    PyObject* serve = x[fields + CHOICE + SERVER] == Py_None ? nullptr : x[fields + CHOICE + SERVER];
     const char* name = PyUnicode_AsUTF8(x[fields + CHOICE]);
-    const Isa* isa = name ? isa_named(name) : nullptr;
-    if (!isa || !whole(x[fields + CHOICE + 1], threads)) return refused("this processor has no such instruction set");
-    if (take(x, tensors, m) && sign(m, tensors, x[fields], s)) keep(s, x[fields + 1], isa, static_cast<int>(threads));
+    const Isa* isa = name && !serve ? isa_named(name) : nullptr;
+    if ((!isa && !serve) || !whole(x[fields + CHOICE + 1], threads)) return refused("this processor has no such instruction set");
+    if (take(x, tensors, m) && sign(m, tensors, x[fields], s)) keep(s, x[fields + 1], {isa, static_cast<int>(threads), serve});
     PyErr_Clear();
     Py_RETURN_NONE;
 }
@@ -149,6 +152,12 @@ PyObject* write_again(PyObject*, PyObject* const* x, Py_ssize_t count) {
     Moved m;
     if (count != OF_WRITE + CHOICE) return refused("write_again takes the arguments of the operator, and the registry");
     Server server = known_server(x, OF_WRITE, SIN + 1, m, Op::write);
+    if (server.serve) {
+        PyObject* nothing = PyObject_Vectorcall(server.serve, x, OF_WRITE, nullptr);
+        bool well = nothing != nullptr;
+        Py_DECREF(server.serve), Py_XDECREF(nothing);
+        return done(well);
+    }
     if (!server.isa || server.threads < 1) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
     return done(run(m, *server.isa, server.threads));
 }
@@ -160,7 +169,7 @@ PyObject* write_at_once(PyObject* self, PyObject* const* x, Py_ssize_t count) {
 }
 
 PyObject* remember_write(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    if (count != OF_WRITE + CHOICE + SERVER) return refused("remember_write takes what write_again does, a name and a number of threads");
+    if (count != OF_WRITE + CHOICE + SERVER + 1) return refused("remember_write takes what write_again does, a name, a number and a server");
     return remember(x, OF_WRITE, SIN + 1, Op::write);
 }
 
@@ -186,7 +195,7 @@ PyObject* copy_at_once(PyObject* self, PyObject* const* x, Py_ssize_t count) {
 }
 
 PyObject* remember_copy(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    if (count != OF_COPY + CHOICE + SERVER) return refused("remember_copy takes what copy_again does, a name and a number of threads");
+    if (count != OF_COPY + CHOICE + SERVER + 1) return refused("remember_copy takes what copy_again does, a name, a number and a server");
     return remember(x, OF_COPY, OF_COPY, Op::copy);
 }
 
@@ -215,7 +224,7 @@ PyObject* merge_at_once(PyObject* self, PyObject* const* x, Py_ssize_t count) {
 }
 
 PyObject* remember_merge(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    if (count != OF_MERGE + CHOICE + SERVER) return refused("remember_merge takes what merge_again does, a name and a number of threads");
+    if (count != OF_MERGE + CHOICE + SERVER + 1) return refused("remember_merge takes what merge_again does, a name, a number and a server");
     return remember(x, OF_MERGE, OF_MERGE, Op::merge);
 }
 

@@ -109,11 +109,25 @@ def paged_attention(call: AttentionCall) -> None:
     cuda_launch.attend(call, cuda_driver.driver(call.q.device))
 
 
+def ready(call: AttentionCall) -> cuda_launch.Ready:
+    """What attends, given the fields of calls like this one (known.py)."""
+    from pagedkv.kernels import cuda_driver
+
+    return cuda_launch.ready(call, cuda_driver.driver(call.q.device))
+
+
 def write_kv(call: WriteCall) -> None:
     """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
     from pagedkv.kernels import cuda_driver
 
     cuda_moves.write_kv(call, cuda_driver.driver(call.k.device))
+
+
+def ready_write(call: WriteCall) -> cuda_moves.ReadyWrite:
+    """What writes, given the fields of calls like this one (known.py)."""
+    from pagedkv.kernels import cuda_driver
+
+    return cuda_moves.ready(call, cuda_driver.driver(call.k.device))
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

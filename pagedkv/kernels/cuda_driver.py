@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import torch
 
@@ -63,6 +63,10 @@ class Torch:
     def __init__(self, device: torch.device) -> None:
         from cupy.cuda import runtime
 
+        self._runtime = runtime
+        # an id is all that is wanted: torch.cuda.current_stream makes an object of it, for a microsecond or two
+        self._stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None) or _stream_of
+
         def asked(attribute: int) -> int:
             return int(runtime.deviceGetAttribute(attribute, device.index))
 
@@ -82,13 +86,11 @@ class Torch:
 
     def stream(self) -> int:
         """The current one's handle."""
-        return torch.cuda.current_stream(self.device).cuda_stream
+        return self._stream_of(self.device.index)
 
     def is_capturing(self, stream: int) -> bool:
         """Is that stream captured into a graph? The default one cannot be."""
-        from cupy.cuda import runtime
-
-        return stream not in (0, runtime.streamLegacy) and bool(runtime.streamIsCapturing(stream))
+        return stream not in (0, self._runtime.streamLegacy) and bool(self._runtime.streamIsCapturing(stream))
 
     def zeros(self, count: int) -> Tensor:
         """int32 [count] of this device, not from torch's allocator and never given back; zero for all streams. Raises: CUDARuntimeError."""
@@ -104,6 +106,10 @@ class Torch:
             finally:
                 runtime.streamDestroy(stream)
         return torch.as_tensor(_Taken(at, count), device=self.device)
+
+
+def _stream_of(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
 
 
 class _Taken:
@@ -161,6 +167,7 @@ class Driver:
         self._early = launch_early
         self.num_sms, self.shared_per_block, self.shared_per_sm = about.num_sms, about.shared_per_block, about.shared_per_sm
         self._torch, self._cuda, self._context = about, cuda, about.context(cuda)
+        self.ready: dict[Any, Any] = {}
         self._functions: dict[Specialisation, tuple[int, int, int]] = {}
         self._tickets = Tickets(about)
 
@@ -173,9 +180,9 @@ class Driver:
         taken = self._tickets.take(count)
         return torch.zeros(count, dtype=torch.int32, device=like.device) if taken is None else taken
 
-    def room(self, size: int, like: Tensor) -> Tensor:
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
         """torch's, and its again when the launches so far have run."""
-        return torch.empty(size, dtype=torch.uint8, device=like.device)
+        return torch.empty(shape, dtype=dtype, device=like.device)
 
     def launch(self, shape: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
         """Run the kernel of that shape on torch's current stream of this device. Raises: InvalidRequest in a capture, if not loaded.
@@ -188,8 +195,7 @@ class Driver:
             cuda.ctxSetCurrent(self._context)
         try:
             function, threads, shared = self._functions.get(shape) or self._load(shape)
-            buffer = ctypes.create_string_buffer(params, len(params))
-            pointers = ctypes.c_void_p(ctypes.addressof(buffer))  # an array of one; the driver copies what it points to before it returns
+            pointers = ctypes.c_char_p(params)  # an array of one, which keeps `params`; the driver copies them before it returns
             run = self._early if early else cuda.launchKernel
             run(function, blocks, 1, 1, threads, 1, 1, shared, self._torch.stream(), ctypes.addressof(pointers), 0)
         finally:

@@ -11,18 +11,21 @@ stays right.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from functools import lru_cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
+from pagedkv.kernels.args import AttentionCall
 from pagedkv.kernels.cuda_shapes import CLASSES, KINDS, Keys, PiecesShape, RowClass, Shape, Specialisation, shape_for
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable, Sequence
 
-    from pagedkv.kernels.args import AttentionCall
+    from torch import Tensor
 
 _POINTERS = "q k v k_scale v_scale block_table rows seq_lens cu_seqlens_q sinks slopes tree_mask out lse partials tickets"
 _STRIDES = (
@@ -35,6 +38,14 @@ PARAMS: Final = (*_POINTERS.split(), *_STRIDES.split(), *_INTEGERS.split(), *_FL
 """The fields of `AttentionParams`, in order."""
 
 LAYOUT: Final = struct.Struct(f"@{len(_POINTERS.split())}Q{len(_STRIDES.split())}q{len(_INTEGERS.split())}i{len(_FLOATS.split())}f4x")
+POINTERS: Final = struct.Struct(f"@{len(_POINTERS.split())}Q")
+REST: Final = struct.Struct(LAYOUT.format.replace(POINTERS.format[1:], ""))
+"""All of it; the pointers, and what follows them."""
+
+MOST_READY: Final = 1024
+"""Signatures that a machine remembers: those of a prefill differ from step to step."""
+
+_FIELDS: Final = attrgetter(*AttentionCall.__slots__)
 
 
 class Ways(NamedTuple):
@@ -57,6 +68,7 @@ class Machine(Protocol):
     num_sms: int
     shared_per_block: int
     shared_per_sm: int
+    ready: dict[Any, Any]  # what launches calls, by signature
 
     def workspace(self, floats: int, like: Tensor) -> Tensor:
         """Float32 [>= floats], any content, on the device of `like`; as a room is, free again for others."""
@@ -64,29 +76,106 @@ class Machine(Protocol):
     def tickets(self, count: int, like: Tensor) -> Tensor:
         """int32 [>= count] of zeros on the device of `like`, which the next launch alone uses, or launches in order; they leave zeros."""
 
-    def room(self, size: int, like: Tensor) -> Tensor:
-        """uint8 [size], any content, on the device of `like`; free again for others when it is dropped and the launches so far have run."""
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+        """Any content, on the device of `like`; free again for others when it is dropped and the launches so far have run."""
 
     def launch(self, shape: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
         """Run the kernel of that shape, on the current stream. early: it may begin before the launch before it has ended."""
 
 
+class Launch(NamedTuple):
+    """What one launch is, whatever its tensors hold and wherever they lie.
+
+    floats:  of the workspace          slots: tickets it counts in; 0: nobody does
+    rest:    the parameters after the pointers
+    merge:   what is launched after it, if anything is
+    """
+
+    shape: Shape
+    blocks: int
+    floats: int
+    slots: int
+    rest: bytes
+    merge: PiecesShape | None
+
+
+class Ready:
+    """Launches calls of one signature (known.py) on one machine; what follows from the signature is computed once.
+
+    Three things that decide are not in a signature: how addresses are aligned, whether K and V are one memory, and how many chunks
+    `split_tokens` may make of the longest sequence. They are looked at in each call; where they differ, all is computed anew. Pointers are
+    each call's own, so are workspace and tickets. Threads may share it.
+    """
+
+    def __init__(self, machine: Machine, ways: Ways = PLAIN) -> None:
+        self._machine, self._ways = machine, ways
+        self._last: tuple[tuple[int, ...], tuple[Launch, ...]] = ((), ())
+
+    def __call__(self, *fields: Any) -> None:
+        """Attend. fields: of an AttentionCall, in order. Modifies: out, lse."""
+        q, k, v, k_scale, v_scale, table, rows, seq_lens, starts, _, max_k, _, _, _, _, sinks, slopes, tree, split, out, lse = fields
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        now = (q_at & 15, (k_at | v_at) & 15, k_at == v_at, -(-max(max_k, 1) // split) if split else 0)
+        decided, launches = self._last  # both at once: another thread may replace them
+        if decided != now:
+            launches = launches_of(AttentionCall(*fields), self._machine, self._ways)
+            self._last = (now, launches)
+        if (k_scale is None) != (v_scale is None):
+            k_scale, v_scale = _both_scales(k_scale, v_scale, q)
+        rows, sinks, slopes = (x if x is None else x.contiguous() for x in (rows, sinks, slopes))
+        if tree is not None and tree.stride(1) != 1:
+            tree = tree.contiguous()
+        machine = self._machine
+        pointers = (q_at, k_at, v_at, *map(_address, (k_scale, v_scale, table, rows, seq_lens, starts, sinks, slopes, tree, out, lse)))
+        for shape, blocks, floats, slots, rest, merge in launches:
+            partials, tickets = machine.workspace(floats, q), machine.tickets(slots, q) if slots else None
+            params = POINTERS.pack(*pointers, partials.data_ptr(), _address(tickets)) + rest
+            machine.launch(shape, blocks, params)
+            if merge is not None:
+                machine.launch(merge, blocks, params, early=True)
+
+
 def attend(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> None:
     """Launch what serves `call`. Modifies: call.out, call.lse (which must be contiguous)."""
+    ready(call, machine, ways)(*_FIELDS(call))
+
+
+def ready(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> Ready:
+    """What launches calls of this one's signature: the same one for equal ones, as long as they are not too many."""
+    tensors = (call.q, call.k, call.v, call.k_scale, call.v_scale, call.block_table, call.seq_lens, call.tree_mask, call.out)
+    options = (ways, call.max_seqlen_q, call.scale, call.causal, call.window, call.softcap, call.split_tokens)
+    found: Ready = of_signature(machine, tensors, options, lambda: Ready(machine, ways))
+    return found
+
+
+def of_signature(machine: Machine, tensors: Sequence[Tensor | None], options: tuple[object, ...], make: Callable[[], Any]) -> Any:
+    """What `make` returned for tensors of the same dtypes, shapes and strides, and for equal options."""
+    signature = (options, *[None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
+    found = machine.ready.get(signature)
+    if found is None:
+        if len(machine.ready) >= MOST_READY:
+            machine.ready.clear()
+        found = machine.ready[signature] = make()
+    return found
+
+
+def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tuple[Launch, ...]:
+    """What serves calls like this one. Raises: InvalidRequest where rows are not aligned, or shared memory does not suffice."""
     group = call.q.shape[1] // call.k.shape[2]
     kinds = (KINDS[quant.NAMES[call.q.dtype]], KINDS[quant.NAMES[call.k.dtype]])
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
-    scales, token_scales = _scales(call)
-    copy = _copy_bytes(call)
+    copy, token_scales = _copy_bytes(call), int(any(scale is not None and scale.dim() for scale in (call.k_scale, call.v_scale)))
     keys = Keys(copy, token_scales, int(_v_in_k(call)), int(ways.bulk and copy == 16), int(ways.second_launch))
     rows = call.max_seqlen_q * group
-    for row_class in CLASSES:
-        if group <= row_class.most and rows >= row_class.least and call.q.shape[0]:
-            _launch(call, machine, shape_for(kinds, dims, row_class, keys, shared), row_class, scales)
+    return tuple(
+        _launch(call, machine, shape_for(kinds, dims, row_class, keys, shared), row_class)
+        for row_class in CLASSES
+        if group <= row_class.most and rows >= row_class.least and call.q.shape[0]
+    )
 
 
-def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowClass, scales: tuple[Tensor | None, Tensor | None]) -> None:
-    (T, H, _), K, B = call.q.shape, call.k.shape[2], call.seq_lens.shape[0]
+def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowClass) -> Launch:
+    (T, H, _), (_, S, K, _), B = call.q.shape, call.k.shape, call.seq_lens.shape[0]
     blocks = machine.num_sms * shape.blocks
     spread, slots = 0, 2 * blocks
     if call.split_tokens:
@@ -95,41 +184,30 @@ def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowC
         spread = int(units < blocks and chunks > 1)
         slots = units * (chunks + 2) if spread else blocks
     shared = bool(spread or not call.split_tokens)  # else no unit is anybody's but one CTA's
-    partials = machine.workspace(slots * shape.rows * (shape.head_dim_v + 2), call.q)
-    tickets = machine.tickets(slots, call.q) if shared and not shape.second_launch else None
-    q, k, v, out, tree = call.q, call.k, call.v, call.out, call.tree_mask
-    size, stored = q.element_size(), k.element_size()
-    tree = tree.contiguous() if tree is not None and tree.stride(1) != 1 else tree
-    rows, sinks, slopes = (x if x is None else x.contiguous() for x in (call.rows, call.sinks, call.alibi_slopes))
-    q_at, q_token, q_head = q.data_ptr(), q.stride(0) * size, q.stride(1) * size
-    k_frame, k_slot, k_head, _ = k.stride()
-    v_frame, v_slot, v_head, _ = v.stride()
-    params = LAYOUT.pack(
-        *(q_at, k.data_ptr(), v.data_ptr(), _address(scales[0]), _address(scales[1]), call.block_table.data_ptr(), _address(rows)),
-        *(call.seq_lens.data_ptr(), call.cu_seqlens_q.data_ptr(), _address(sinks), _address(slopes), _address(tree), out.data_ptr()),
-        *(call.lse.data_ptr(), partials.data_ptr(), _address(tickets)),
-        *(q_token, q_head, k_frame * stored, k_slot * stored, k_head * stored, v_frame * stored, v_slot * stored, v_head * stored),
-        *(*scale_strides(scales[0]), *scale_strides(scales[1]), call.block_table.stride(0), 0 if tree is None else tree.stride(0)),
-        *(out.stride(0) * size, out.stride(1) * size, slots),
-        *(B, H, K, k.shape[1], call.causal, call.window or 0, call.split_tokens or 0, spread, row_class.least, row_class.most),
-        *((q_at | q_token | q_head) % (4 * size) == 0, call.scale, call.softcap),
+    q, size = call.q, call.q.element_size()
+    q_token, q_head = q.stride(0) * size, q.stride(1) * size
+    pools = [stride * call.k.element_size() for pool in (call.k, call.v) for stride in pool.stride()[:3]]
+    tree_row = 0 if call.tree_mask is None else call.tree_mask.stride(0) if call.tree_mask.stride(1) == 1 else call.tree_mask.shape[1]
+    rest = REST.pack(
+        *(q_token, q_head, *pools, *scale_strides(call.k_scale), *scale_strides(call.v_scale), call.block_table.stride(0), tree_row),
+        *(call.out.stride(0) * size, call.out.stride(1) * size, slots),
+        *(B, H, K, S, call.causal, call.window or 0, call.split_tokens or 0, spread, row_class.least, row_class.most),
+        *((q.data_ptr() | q_token | q_head) % (4 * size) == 0, call.scale, call.softcap),
     )
-    machine.launch(shape, blocks, params)
-    if shared and shape.second_launch:
-        machine.launch(PiecesShape(shape), blocks, params, early=True)
+    merge = PiecesShape(shape) if shared and shape.second_launch else None
+    return Launch(shape, blocks, slots * shape.rows * (shape.head_dim_v + 2), slots if shared and not merge else 0, rest, merge)
 
 
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _scales(call: AttentionCall) -> tuple[tuple[Tensor | None, Tensor | None], int]:
-    """The scales as the kernel takes them, and whether they are per (token, head)."""
-    pair = (call.k_scale, call.v_scale)
-    if not any(scale is not None and scale.dim() for scale in pair):
-        return pair, 0
-    k_scale, v_scale = (torch.ones((), device=call.q.device) if scale is None else scale for scale in pair)
-    return (k_scale, v_scale), 1
+def _both_scales(k_scale: Tensor | None, v_scale: Tensor | None, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Of two of which one is None, as the kernel takes them: one per (token, head) needs another beside it."""
+    if not any(scale is not None and scale.dim() for scale in (k_scale, v_scale)):
+        return k_scale, v_scale
+    ones = torch.ones((), device=like.device)
+    return ones if k_scale is None else k_scale, ones if v_scale is None else v_scale
 
 
 def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
@@ -150,14 +228,20 @@ def _copy_bytes(call: AttentionCall) -> int:
     """The largest copy (16, 8 or 4 bytes) that every row of K and V is a multiple of, and begins at one. Raises: InvalidRequest."""
     bits = 0
     for pool in (call.k, call.v):
-        size, shape, strides = pool.element_size(), pool.shape, pool.stride()
-        bits |= pool.data_ptr() | shape[3] * size
-        for count, stride in zip(shape[:3], strides[:3], strict=True):
-            if count > 1:
-                bits |= stride * size
+        bits |= pool.data_ptr() | _steps(pool.shape, pool.stride(), pool.element_size())
     copy = min(16, bits & -bits)
     if copy < 4:
         raise InvalidRequest(
             "rows of layer.k and layer.v begin at addresses that are no multiple of 4 bytes; align the strides of the pool"
         )
     return copy
+
+
+@lru_cache(maxsize=1024)
+def _steps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int:
+    """The bits of all steps, in bytes, that there are from a row of a pool to another, and of a row's length."""
+    bits = shape[3] * size
+    for count, stride in zip(shape[:3], strides[:3], strict=True):
+        if count > 1:
+            bits |= stride * size
+    return bits

@@ -7,66 +7,104 @@ a launch is a `Machine` (cuda_launch.py).
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from pagedkv.kernels import quant, reference
-from pagedkv.kernels.cuda_launch import scale_strides
+from pagedkv.kernels.args import WriteCall
+from pagedkv.kernels.cuda_launch import of_signature, scale_strides
 from pagedkv.kernels.cuda_shapes import COPY_RUN, KINDS, CopyShape, MergeShape, WriteShape, vectors_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.args import WriteCall
     from pagedkv.kernels.cuda_launch import Machine
 
-WRITE_LAYOUT: Final = struct.Struct("@10Q20q9i4x")
+WRITE_POINTERS: Final = struct.Struct("@10Q")
+WRITE_REST: Final = struct.Struct("@20q9i4x")
+WRITE_LAYOUT: Final = struct.Struct("@10Q20q9i4x")  # both
 COPY_LAYOUT: Final = struct.Struct("@4Q4q3i4x")
 MERGE_LAYOUT: Final = struct.Struct("@6Q8q3i4x")
 
+_WRITE_FIELDS: Final = attrgetter(*WriteCall.__slots__)
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class ReadyWrite:
+    """Launches writes of one signature (known.py) on one machine, as `cuda_launch.Ready` does: pointers are each call's own.
+
+    Not in a signature: how addresses are aligned, and whether rows of V lie in rows of K.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._last: tuple[tuple[int, ...], list[tuple[WriteShape, int, bytes]]] = ((), [])
+
+    def __call__(self, *fields: Any) -> None:
+        """Store. fields: of a WriteCall, in order. Modifies: k, v and scales at the slots."""
+        k_new, v_new, k, v, *tables, _ = fields
+        if v_new.dtype not in FLOATS:
+            v_new = v_new.float()
+        k_from, v_from, k_at, v_at = k_new.data_ptr(), v_new.data_ptr(), k.data_ptr(), v.data_ptr()
+        now = (k_from & 15, v_from & 15, k_at & 15, v_at & 15, _overlap(k, v_at - k_at, v))
+        decided, launches = self._last  # both at once: another thread may replace them
+        if decided != now:
+            launches = writes_of(WriteCall(k_new, v_new, *fields[2:]))
+            self._last = (now, launches)
+        pointers = WRITE_POINTERS.pack(k_from, v_from, k_at, v_at, *[0 if x is None else x.data_ptr() for x in tables])
+        for shape, blocks, rest in launches:
+            self._machine.launch(shape, blocks, pointers + rest)
 
 
 def write_kv(call: WriteCall, machine: Machine) -> None:
     """Store each new token's K, turned if there are angles, and V. Modifies: call.k, call.v at the slots, and per-(token, head) scales."""
+    ready(call, machine)(*_WRITE_FIELDS(call))
+
+
+def ready(call: WriteCall, machine: Machine) -> ReadyWrite:
+    """What launches writes of this one's signature."""
+    *tensors, interleaved = _WRITE_FIELDS(call)
+    found: ReadyWrite = of_signature(machine, tensors, ("write", interleaved), lambda: ReadyWrite(machine))
+    return found
+
+
+def writes_of(call: WriteCall) -> list[tuple[WriteShape, int, bytes]]:
+    """What serves writes like this one: kernels, their CTAs, and the parameters after the pointers."""
     T, K, D = call.k_new.shape
     Dv = call.v_new.shape[2]
     if not T or not K:
-        return
-    v_new = call.v_new if call.v_new.dtype in FLOATS else call.v_new.float()
+        return []
     half = 0 if call.cos is None else call.cos.shape[1]
-    kinds = [KINDS[quant.NAMES[x.dtype]] for x in (call.k, call.k_new, v_new)]
+    kinds = [KINDS[quant.NAMES[x.dtype]] for x in (call.k, call.k_new, call.v_new)]
     rope = 0 if not half else 2 if call.interleaved else 1
     shape = WriteShape(kinds[0], kinds[1], kinds[2], D, Dv, _kind(call.k_scale), _kind(call.v_scale), rope, half)
     blocks = -(-T * K // vectors_of(max(D, Dv)))
     # K and V are stored at once, unless rows of one lie in rows of the other (MLA): then K first, as everywhere
-    parts = ((0, 1), (1, 1)) if _overlap(call.k, call.v) else ((0, 2),)
+    parts = ((0, 1), (1, 1)) if _overlap(call.k, call.v.data_ptr() - call.k.data_ptr(), call.v) else ((0, 2),)
     tables = (call.slots, call.positions, call.cos, call.sin)
-    pointers = (call.k_new, v_new, call.k, call.v, call.k_scale, call.v_scale, *tables)
-    strides = [stride * x.element_size() for x in (call.k_new, v_new) for stride in x.stride()[:2]]
+    strides = [stride * x.element_size() for x in (call.k_new, call.v_new) for stride in x.stride()[:2]]
     strides += [stride * x.element_size() for x in (call.k, call.v) for stride in x.stride()[:3]]
     strides += [*scale_strides(call.k_scale), *scale_strides(call.v_scale), *(0 if x is None else x.stride(0) for x in tables)]
-    quads = [_aligned(x, 4 * x.element_size()) for x in (call.k_new, v_new)]
+    quads = [_aligned(x, 4 * x.element_size()) for x in (call.k_new, call.v_new)]
     quads += [_aligned(x, 2 if x.dtype == torch.uint8 else 4 * x.element_size()) for x in (call.k, call.v)]
-    for first, count in parts:
-        addresses = (0 if x is None else x.data_ptr() for x in pointers)
-        machine.launch(shape, blocks * count, WRITE_LAYOUT.pack(*addresses, *strides, T, K, call.k.shape[1], first, count, *quads))
+    rests = (WRITE_REST.pack(*strides, T, K, call.k.shape[1], first, count, *quads) for first, count in parts)
+    return [(shape, blocks * count, rest) for (_, count), rest in zip(parts, rests, strict=True)]
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, machine: Machine) -> tuple[Tensor, Tensor]:
     """Out of `out_a`'s dtype and lse over the keys of both."""
     T, H, Dv = out_a.shape
     out_a, out_b = (x if x.stride(2) == 1 or Dv == 1 else x.contiguous() for x in (out_a, out_b))
-    out, lse = machine.room(T * H * Dv * out_a.element_size(), out_a).view(out_a.dtype), machine.room(T * H * 4, lse_a).view(torch.float32)
-    out, lse = out.view(T, H, Dv), lse.view(T, H)
+    out, lse = machine.room((T, H, Dv), out_a.dtype, out_a), machine.room((T, H), torch.float32, out_a)
     if T and H and Dv:
-        size = out.element_size()
-        strides = [stride * size for x in (out_a, out_b) for stride in x.stride()[:2]] + [s for x in (lse_a, lse_b) for s in x.stride()]
-        quads = Dv % 4 == 0 and all(_aligned(x, 4 * size) for x in (out_a, out_b, out))
-        addresses = (x.data_ptr() for x in (out_a, out_b, lse_a, lse_b, out, lse))
-        params = MERGE_LAYOUT.pack(*addresses, *strides, T * H, H, quads)
-        machine.launch(MergeShape(KINDS[quant.NAMES[out_a.dtype]], Dv), -(-T * H // vectors_of(Dv)), params)
+        size, addresses = out.element_size(), [x.data_ptr() for x in (out_a, out_b, lse_a, lse_b, out, lse)]
+        (a_token, a_head, _), (b_token, b_head, _) = out_a.stride(), out_b.stride()
+        bits = (a_token | a_head | b_token | b_head | Dv) * size | addresses[0] | addresses[1] | addresses[4]
+        steps = (a_token * size, a_head * size, b_token * size, b_head * size, *lse_a.stride(), *lse_b.stride())
+        params = MERGE_LAYOUT.pack(*addresses, *steps, T * H, H, bits % (4 * size) == 0)
+        machine.launch(MergeShape(KINDS[quant.NAMES[out.dtype]], Dv), -(-T * H // vectors_of(Dv)), params)
     return out, lse
 
 
@@ -89,7 +127,7 @@ def copy_frames(storage: Tensor, copies: Tensor, machine: Machine) -> None:
         if width >= min(least, whole):
             params = COPY_LAYOUT.pack(*addresses, *numbers, stride, stride, words, step, C, width, C)
             return machine.launch(shape, -(-words >> width), params)
-    room = machine.room(C * frame_bytes, storage)
+    room = machine.room((C * frame_bytes,), torch.uint8, storage)
     at_once = small.shared_bytes // small.place >> 5
     for ends, by, strides in (
         ((addresses[0], room.data_ptr()), (numbers[0], 0), (stride, frame_bytes)),
@@ -109,7 +147,7 @@ def _aligned(x: Tensor, size: int) -> bool:
     return not any(at % size for at in (x.data_ptr(), *strides))
 
 
-def _overlap(k: Tensor, v: Tensor) -> bool:
-    """Do rows of V lie in rows of K?"""
-    apart, size = v.data_ptr() - k.data_ptr(), k.element_size()
+def _overlap(k: Tensor, apart: int, v: Tensor) -> bool:
+    """Do rows of V, whose memory begins `apart` bytes after that of K, lie in rows of K?"""
+    size = k.element_size()
     return -v.shape[3] * size < apart < k.shape[3] * size

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pagedkv.kernels import cuda, cuda_launch
-from pagedkv.kernels.cuda import copy_frames, merge_states, write_kv
+from pagedkv.kernels.cuda import copy_frames, merge_states, ready_write, write_kv
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
     from pagedkv.kernels.registry import Case
 
-__all__ = ["copy_frames", "merge_states", "objections", "paged_attention", "write_kv"]
+__all__ = ["copy_frames", "merge_states", "objections", "paged_attention", "ready", "ready_write", "write_kv"]
 
 WAYS: Final = cuda_launch.Ways(second_launch=True)
 
@@ -30,3 +30,10 @@ def paged_attention(call: AttentionCall) -> None:
     from pagedkv.kernels import cuda_driver
 
     cuda_launch.attend(call, cuda_driver.driver(call.q.device), WAYS)
+
+
+def ready(call: AttentionCall) -> cuda_launch.Ready:
+    """What attends, given the fields of calls like this one (known.py)."""
+    from pagedkv.kernels import cuda_driver
+
+    return cuda_launch.ready(call, cuda_driver.driver(call.q.device), WAYS)

@@ -1,4 +1,4 @@
-"""Calls that need no second check: one of the same signature was checked before, and the C++ kernels can serve it at once.
+"""Calls that need no second check: one of the same signature was checked before, and the C++ kernels, or CUDA's, can serve it at once.
 
 What `checks` looks at without PAGEDKV_DEBUG, and what `registry` chooses by, is the **signature** of a call: dtypes, devices, shapes and
 strides of its tensors, its options, the registry and the PAGEDKV_* variables. csrc/cpu/known.hpp remembers the signatures that were found
@@ -16,12 +16,15 @@ torch that does not tell who watches, every call goes through the operator.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from pagedkv import debug
 from pagedkv.kernels import cpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def _nothing(*args: Any) -> None:
@@ -67,25 +70,29 @@ merge_at_once: Final[Any] = getattr(cpu._cpu if _WATCHERS else None, "merge_at_o
 """The same for `merge_states`, whose operator has no backend: (out, lse), or None."""
 
 
-def remember(*args: Any) -> None:
-    """The arguments of `again`, after a call of the C++ kernels that was checked and went well."""
+def remember(*args: Any, serve: Callable[..., None] | None = None) -> None:
+    """The arguments of `again`, after a call that was checked and went well. serve: takes a call's fields; None: the C++ kernels served."""
     if cpu._cpu is not None and debug.level() == 0:
-        cpu._cpu.remember(*args, cpu.isa(), debug.forced_num_threads() or 0)
+        cpu._cpu.remember(*args, *_server(serve))
 
 
-def remember_write(*args: Any) -> None:
+def remember_write(*args: Any, serve: Callable[..., None] | None = None) -> None:
     """The arguments of `write_again`, likewise."""
     if cpu._cpu is not None and debug.level() == 0:
-        cpu._cpu.remember_write(*args, cpu.isa(), debug.forced_num_threads() or 0)
+        cpu._cpu.remember_write(*args, *_server(serve))
 
 
 def remember_copy(*args: Any) -> None:
     """The arguments of `copy_again`, likewise, of frames that are runs of bytes."""
     if cpu._cpu is not None and debug.level() == 0:
-        cpu._cpu.remember_copy(*args, cpu.isa(), debug.forced_num_threads() or 0)
+        cpu._cpu.remember_copy(*args, *_server(None))
 
 
 def remember_merge(*args: Any) -> None:
     """The arguments of `merge_again`, likewise."""
     if cpu._cpu is not None and debug.level() == 0:
-        cpu._cpu.remember_merge(*args, cpu.isa(), debug.forced_num_threads() or 0)
+        cpu._cpu.remember_merge(*args, *_server(None))
+
+
+def _server(serve: Callable[..., None] | None) -> tuple[str, int, Callable[..., None] | None]:
+    return (cpu.isa(), debug.forced_num_threads() or 0, None) if serve is None else ("", 0, serve)

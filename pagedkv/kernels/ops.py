@@ -209,9 +209,11 @@ def _paged_attention_out(*args: Any) -> None:
     call = AttentionCall(*args[:-1])
     checks.attention(call)
     kernel = registry.resolve(_attention_case(call), args[-1])
-    kernel.load().paged_attention(call)
-    if kernel.module == cpu.__name__:
-        known.remember(*args, registry.KERNELS)
+    module = kernel.load()
+    module.paged_attention(call)
+    ready = getattr(module, "ready", None)
+    if ready or kernel.module == cpu.__name__:
+        known.remember(*args, registry.KERNELS, serve=ready and ready(call))
 
 
 def _write_kv(*args: Any) -> None:
@@ -223,9 +225,11 @@ def _write_kv(*args: Any) -> None:
     widest = max(call.k_new.dtype, call.v_new.dtype, key=lambda dtype: dtype.itemsize)
     case = registry.Case("write_kv", call.k.device.type, quant.NAMES[widest], features=features, **_geometry(call.k, call.v))
     kernel = registry.resolve(case, args[-1])
-    kernel.load().write_kv(call)
-    if kernel.module == cpu.__name__:
-        known.remember_write(*args, registry.KERNELS)
+    module = kernel.load()
+    module.write_kv(call)
+    ready = getattr(module, "ready_write", None)
+    if ready or kernel.module == cpu.__name__:
+        known.remember_write(*args, registry.KERNELS, serve=ready and ready(call))
 
 
 def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

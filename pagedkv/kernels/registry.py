@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """What the module of a kernel offers. Its arguments have been checked."""
+    """What the module of a kernel offers. Its arguments have been checked.
+
+    It may offer `ready(call)` and `ready_write(call)`, too: callables that take the fields of calls of the same signature (known.py).
+    """
 
     def paged_attention(self, call: AttentionCall) -> None:
         """Fill call.out and call.lse."""

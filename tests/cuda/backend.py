@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedkv.kernels import cuda, registry
+from pagedkv.kernels.args import AttentionCall, WriteCall
 from tests.cuda.emulator import Emulator
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable
 
-    from pagedkv.kernels.args import AttentionCall, WriteCall
+    from torch import Tensor
 
 machine = Emulator()
 KERNEL = registry.Kernel("cuda-emulated", where=("cpu",), objections=cuda.case_objections, module=__name__)
@@ -18,6 +19,14 @@ KERNEL = registry.Kernel("cuda-emulated", where=("cpu",), objections=cuda.case_o
 
 def paged_attention(call: AttentionCall) -> None:
     machine.attend(call)
+
+
+def ready(call: AttentionCall) -> Callable[..., None]:
+    return lambda *fields: machine.attend(AttentionCall(*fields))
+
+
+def ready_write(call: WriteCall) -> Callable[..., None]:
+    return lambda *fields: machine.write_kv(WriteCall(*fields))
 
 
 def write_kv(call: WriteCall) -> None:

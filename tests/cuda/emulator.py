@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -110,6 +110,7 @@ class Emulator:
         self.num_sms, self.seed, self.arch = num_sms, seed, arch
         self.shared_per_block, self.shared_per_sm = shared
         self.sources: dict[str, str] = texts("cuda", ".cuh", ".h") | {"ptx_twin.hpp": texts("simt", ".hpp")["ptx_twin.hpp"]}
+        self.ready: dict[Any, Any] = {}
         self.memory: list[Tensor] = []
         self.counted = torch.zeros(1, dtype=torch.int32)
         self.launches: list[Specialisation] = []
@@ -146,9 +147,10 @@ class Emulator:
         self.memory.append(self.counted)
         return self.counted
 
-    def room(self, size: int, like: Tensor) -> Tensor:
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
         """Poisoned, too."""
-        room = torch.full((size,), 0xA5, dtype=torch.uint8)
+        room = torch.empty(shape, dtype=dtype)
+        room.view(-1).view(torch.uint8).fill_(0xA5)
         self.memory.append(room)
         return room
 

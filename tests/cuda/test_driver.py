@@ -11,12 +11,13 @@ import ctypes
 import importlib.util
 import itertools
 import threading
-import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from pagedkv.bench import launch
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cuda_compile, cuda_early, cuda_launch, cuda_moves
 from pagedkv.kernels.cuda_driver import CHUNK, LINE, RESERVE, Driver, Torch
@@ -258,6 +259,27 @@ def test_tickets_are_taken_where_ctas_share_units_and_the_last_one_merges(
     assert bool(recorder.chunks) == some
 
 
+def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> Torch:
+    """What torch and the runtime know of a device that is not there."""
+    from cupy.cuda import runtime
+
+    monkeypatch.setattr(runtime, "deviceGetAttribute", lambda attribute, device: 1000 * device + attribute)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+    return Torch(torch.device("cuda", index))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+def test_what_is_asked_is_asked_of_the_device_itself_also_if_it_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import runtime
+
+    about = torch_of(3, monkeypatch)
+    assert (about.arch, about.num_sms) == ("sm_93", 3000 + runtime.cudaDevAttrMultiProcessorCount)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0x100 + index))
+    assert about.stream() == 0x103
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0x200 + index, raising=False)
+    assert torch_of(2, monkeypatch).stream() == 0x202
+
+
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 def test_tickets_are_zero_for_every_stream_and_taken_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     from cupy.cuda import runtime
@@ -291,7 +313,7 @@ def test_a_stream_of_any_device_is_asked_whether_it_is_captured(monkeypatch: pyt
     from cupy.cuda import runtime
 
     monkeypatch.setattr(runtime, "streamIsCapturing", {0x5000: 0, 0x6000: 1}.__getitem__)  # CUDA may answer others with an error
-    about = object.__new__(Torch)
+    about = torch_of(3, monkeypatch)
     assert [about.is_capturing(stream) for stream in (0, runtime.streamLegacy, 0x5000, 0x6000)] == [False, False, False, True]
 
 
@@ -364,19 +386,12 @@ def test_the_device_compiler_lays_params_out_as_python_packs_them(monkeypatch: p
         pytest.skip(f"no NVRTC library here: {why}")
 
 
-def test_a_launch_costs_the_host_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of Python between the checked call and the driver's own. The aim is 10 us; a busy test machine may take six times that."""
-    recorder, call = Recorder(monkeypatch), call_of(Case(dtype="bfloat16").build())
-    monkeypatch.setattr(recorder, "launchKernel", lambda *arguments: None)
-    for _ in range(50):
-        cuda_launch.attend(call, recorder.driver)
-    took = []
-    for _ in range(200):
-        began = time.perf_counter()
-        cuda_launch.attend(call, recorder.driver)
-        took.append(time.perf_counter() - began)
-    print(f"attend: {sorted(took)[100] * 1e6:.1f} us")
-    assert sorted(took)[20] < 60e-6
+def test_a_launch_costs_the_host_little() -> None:
+    """The limit is 10 us, which `python -m pagedkv.bench.launch` looks at; a busy test machine may take six times that."""
+    rows = launch.measured(repetitions=5)
+    print(*(f"{row['best']:.1f} us {row['what']}" for row in rows), sep="\n")
+    assert len(rows) == 8
+    assert all(0 < row["best"] < 6 * launch.LIMIT for row in rows)
 
 
 def test_pieces_are_merged_by_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ def test_what_is_no_checked_call_is_refused_by_the_extension() -> None:
     with pytest.raises(TypeError, match="attention takes a call's fields"):
         EXTENSION.attention(1, 2)
     with pytest.raises(TypeError, match="no such instruction set"):
-        EXTENSION.remember(*[None] * 23, "avx1024", 1)
+        EXTENSION.remember(*[None] * 23, "avx1024", 1, None)
 
 
 def test_results_of_a_wrong_shape_are_refused_by_the_operator() -> None:

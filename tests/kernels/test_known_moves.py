@@ -238,4 +238,4 @@ def test_what_is_no_checked_write_is_refused_by_the_extension() -> None:
     with pytest.raises(TypeError, match="these are not two checked states"):
         EXTENSION.merge(None, None, None, None, "portable", 1)
     with pytest.raises(TypeError, match="no such instruction set"):
-        EXTENSION.remember_write(*[None] * 13, "avx1024", 1)
+        EXTENSION.remember_write(*[None] * 13, "avx1024", 1, None)
