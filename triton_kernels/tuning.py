@@ -102,8 +102,8 @@ def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     stages, resident = 2 if amd else 3, 2 if decode and not wide else 1
     if wide:  # an output of 512 columns fills the registers: few rows, and V from the columns of K that are there already (MLA)
         M, num_warps = 16 if amd or float32 or head_bytes <= widest else 32, 4 if amd else 8  # int4: both nibbles of as many columns
-    elif float32:  # three products of TF32 for each: few rows, and in prefill twice the warps
-        M, num_warps = 32 if widest <= 128 else 16, 4 if decode or amd else 8
+    elif float32:  # three products of TF32 for each: few rows, and twice the warps in prefill and beside wide outputs
+        M, num_warps = 32 if widest <= 128 else 16, 4 if amd or (decode and widest <= 128) else 8
     elif decode:
         M, num_warps = 64, 8 if widest > 128 else 4
     else:  # sm_90 and sm_100 multiply from shared memory and leave the registers to the output

@@ -83,6 +83,8 @@ LAUNCHES: dict[str, Any] = {
     "decode, 192/128": lambda: attention(D=192),
     "decode, float16": lambda: attention(dtype="float16"),
     "decode, float32": lambda: attention(dtype="float32"),
+    "decode, float32, head 256": lambda: attention(dtype="float32", D=256, Dv=256),
+    "decode, float32 over fp8, head 256": lambda: attention(dtype="float32", D=256, Dv=256, kv="fp8_e4m3/token_head"),
     "decode, every option": lambda: attention(q_len=4, **EVERYTHING),
     "decode, split": lambda: attention(split_tokens=1024),
     "decode, window": lambda: attention(window=1024, sinks=True),

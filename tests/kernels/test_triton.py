@@ -393,6 +393,20 @@ def test_float64_is_refused_with_the_reason() -> None:
     assert told == ["q is float64; it takes float32, bfloat16, float16"]
 
 
+@pytest.mark.parametrize("arch", ["sm_87", "sm_103", "sm_121", "gfx90a", "gfx1100"])
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+@pytest.mark.parametrize(("head_bytes", "widest"), [(512, 128), (256, 128), (1024, 128), (1024, 256), (2176, 576)])
+def test_a_gpu_that_no_table_names_gets_tiles_that_fit_it(arch: str, kernel: str, head_bytes: int, widest: int) -> None:
+    on = tuning.Target(arch, 100)
+    tuned = tuning.tuning(kernel, on, head_bytes, widest)
+    assert arch not in tuning._table()
+    assert tuned == tuning._by_rule(kernel, on, head_bytes, widest)
+    tiles = tuned.stages - arch.startswith("gfx")  # AMD keeps one of them in registers
+    assert tuned.programs * tiles * tuned.N * head_bytes <= on.shared
+    assert tuned.N in (16, 32, 64)
+    assert tuned.M in (16, 32, 64, 128)
+
+
 @pytest.mark.parametrize(("arch", "refused"), [("sm_89", True), ("sm_90", False)])
 def test_nibbles_beside_float32_queries_are_refused_where_such_wide_heads_do_not_fit(
     arch: str, refused: bool, monkeypatch: pytest.MonkeyPatch
