@@ -48,5 +48,5 @@ def objections(case: Case) -> list[str]:
         return [f"{say} when the kernels were imported, and the tensors are on {case.device}: the interpreter is for the CPU"]
     if case.device == "cuda" and not IS_AMD and torch.cuda.get_device_capability() < (8, 0):
         return ["the GPU is sm_{}{}; Triton's tensor-core code needs sm_80".format(*torch.cuda.get_device_capability())]
-    own = {"paged_attention": decode.objections, "write_kv": write.objections, "merge_states": merge.objections}
-    return own[case.op](case) if case.op in own else []
+    serve = {"paged_attention": (decode, prefill), "write_kv": (write,), "merge_states": (merge,), "copy_frames": (copy,)}
+    return list(dict.fromkeys(why for kernel in serve[case.op] for why in kernel.objections(case)))

@@ -21,6 +21,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pagedkv.kernels.registry import Case
+
 BLOCK = 8192
 WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What elements are moved as, by their bytes."""
@@ -87,3 +89,8 @@ def _box(words: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
             dims.append((size, stride))
     dims = dims or [(1, 1)]
     return tuple(size for size, _ in dims), tuple(stride for _, stride in dims)
+
+
+def objections(case: Case) -> list[str]:
+    """Why this kernel cannot serve `case`: it moves whatever has frames."""
+    return []

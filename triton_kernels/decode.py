@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels.triton.elements import part_columns
-from pagedkv.kernels.triton.form import FARTHEST, form_of, head_bytes, keys_of, pool_of, rules_of, steps_of, tables_of
+from pagedkv.kernels.triton.form import FARTHEST, form_of, head_bytes, keys_of, no_form, pool_of, rules_of, steps_of, tables_of
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.plan import bounds, first_unit, line, pieces_of
 from pagedkv.kernels.triton.tile import finish, load_query, query_rows, settled, store_parts, walk
@@ -204,11 +204,5 @@ def paged_decode(call: AttentionCall) -> None:
 
 
 def objections(case: Case) -> list[str]:
-    """Why this kernel, and prefill's likewise, cannot serve `case`."""
-    if case.dtype not in (None, "float32", "bfloat16", "float16"):
-        return [f"q is {case.dtype}; it takes float32, bfloat16, float16"]
-    if (case.dtype, case.kv_dtype) == ("float32", "int4") and max(case.head_dim or 0, case.head_dim_v or 0) > 256 and case.device == "cuda":
-        shared = target(torch.device("cuda")).shared >> 10
-        if shared < 128 and torch.version.hip is None:
-            return [f"a float32 q over int4 heads wider than 256 needs 128 KiB of shared memory, this GPU has {shared}: take q in bfloat16"]
-    return []
+    """Why this kernel cannot serve `case`."""
+    return no_form(case)

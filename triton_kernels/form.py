@@ -19,6 +19,7 @@ from pagedkv.kernels.triton import tuning
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
+    from pagedkv.kernels.registry import Case
 
 DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 FARTHEST: Final = 2**30
@@ -137,6 +138,18 @@ def form_of(call: AttentionCall, M: int, N: int) -> Form:
         k_scale=_scale_kind(call.k_scale), v_scale=_scale_kind(call.v_scale),
         v_in_k=_v_in_k(call, kind), native_fp8=on.native_fp8, float32_products=exact, split=call.split_tokens is not None,
     )  # fmt: skip
+
+
+def no_form(case: Case) -> list[str]:
+    """Why no attention kernel can be compiled for `case`, or not launched on the GPU at hand."""
+    if case.dtype not in (None, "float32", "bfloat16", "float16"):
+        return [f"q is {case.dtype}; it takes float32, bfloat16, float16"]
+    if (case.dtype, case.kv_dtype) == ("float32", "int4") and max(case.head_dim or 0, case.head_dim_v or 0) > 256 and case.device == "cuda":
+        on = tuning.target(torch.device("cuda"))
+        if on.arch.startswith("sm_") and on.shared < 128 << 10:
+            room = f"needs 128 KiB of shared memory, {on.arch} has {on.shared >> 10}"
+            return [f"a float32 q over int4 heads wider than 256 {room}: take q in bfloat16"]
+    return []
 
 
 def keys_of(call: AttentionCall, M: int, most: int) -> int:

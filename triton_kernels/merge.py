@@ -4,7 +4,6 @@
 
 A part that saw nothing (-inf) weighs 0, whatever its out holds.
 
-
 Grid      one program per (token, query head).
 A program reads 16 LSEs and 16 rows of Dv at a time, so that their loads are in flight together, always in the order of keys.
 Bytes     (parts + 1) * Dv * 4 per token and head: small beside the keys that the parts are of.

@@ -22,13 +22,14 @@ import torch
 import triton
 import triton.language as tl
 
-from pagedkv.kernels.triton.form import form_of, head_bytes, keys_of, pool_of, rules_of, steps_of, tables_of
+from pagedkv.kernels.triton.form import form_of, head_bytes, keys_of, no_form, pool_of, rules_of, steps_of, tables_of
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.tile import finish, load_query, query_rows, settled, store_parts, walk
 from pagedkv.kernels.triton.tuning import target, tuning
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
+    from pagedkv.kernels.registry import Case
 
 
 @triton.jit(do_not_specialize=["num_sequences", "decoded"])  # these change from step to step
@@ -126,3 +127,8 @@ def num_splits(programs: int, processors: int, key_tiles: int) -> int:
     while splits < 16 and programs * splits * 2 <= processors and splits * 8 <= key_tiles:
         splits *= 2
     return splits
+
+
+def objections(case: Case) -> list[str]:
+    """Why this kernel cannot serve `case`."""
+    return no_form(case)

@@ -411,7 +411,7 @@ def test_a_gpu_that_no_table_names_gets_tiles_that_fit_it(arch: str, kernel: str
 def test_nibbles_beside_float32_queries_are_refused_where_such_wide_heads_do_not_fit(
     arch: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "target", lambda device: tuning.Target(arch, 1))
+    monkeypatch.setattr(tuning, "target", lambda device: tuning.Target(arch, 1))
     case = registry.Case(device="cuda", dtype="float32", kv_dtype="int4", head_dim=576, head_dim_v=512)
     assert [why.partition(":")[2] for why in decode.objections(case)] == [" take q in bfloat16"] * refused
     for served in (case._replace(dtype="bfloat16"), case._replace(kv_dtype="int8"), case._replace(head_dim=256, head_dim_v=256)):

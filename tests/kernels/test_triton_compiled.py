@@ -73,7 +73,7 @@ DEFAULT = [
     ("merge", "sm_90"),
 ]
 ALL = [(name, arch) for arch in PROCESSORS for name in LAUNCHES if (name, SHARED[arch]) != ("decode, mla float32 over int4", 99 << 10)]
-"""float32 over int4 that wide is refused where it does not fit: see decode.objections."""
+"""float32 over int4 that wide is refused where it does not fit: see form.no_form."""
 
 TENSOR_CORES = {"sm_80": "HMMA", "sm_86": "HMMA", "sm_89": "HMMA", "sm_90": "HMMA HGMMA", "sm_100": "HMMA UTCHMMA", "sm_120": "HMMA"}
 """What an architecture's own are called. Tiles of 16 rows are HMMA everywhere: the larger instructions take 64 rows and more."""
