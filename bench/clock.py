@@ -1,11 +1,13 @@
 """Taking turns: what is compared runs one after the other, repetition by repetition, and the median is over those that nobody disturbed.
 
-A `Step` prepares one repetition, untimed, and returns what is timed. On a CPU a repetition is clean if no involuntary context switch fell
-into it (getrusage). Another device brings a `Timer` of its own. Knows nothing of attention.
+Who runs next is drawn anew in each repetition: a call pays for whom it follows (a process of its own leaves cold caches and sleeping
+threads), and nobody shall always follow the same. A `Step` prepares one repetition, untimed, and returns what is timed. On a CPU a
+repetition is clean if no involuntary context switch fell into it (getrusage). Another device brings a `Timer` of its own. Knows nothing of attention.
 """
 
 from __future__ import annotations
 
+import random
 import resource
 import statistics
 import time
@@ -54,11 +56,13 @@ class Elsewhere:
 def in_turn(steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cpu) -> dict[Name, Timing]:
     """Each step `repetitions` times, in turn, after a warm-up."""
     taken: dict[Name, list[tuple[float, bool]]] = {name: [] for name in steps}
+    lots, order = random.Random(0), list(steps)
     for _ in range(repetitions + WARM_UP):
-        for name, prepare in steps.items():
+        lots.shuffle(order)
+        for name in order:
             before = taken[name]
             if len(before) < 3 + WARM_UP or sum(seconds for seconds, _ in before[WARM_UP:]) < SECONDS_EACH:
-                before.append(timer(prepare()))
+                before.append(timer(steps[name]()))
     return {name: _settle(all_runs[WARM_UP:]) for name, all_runs in taken.items()}
 
 

@@ -74,7 +74,11 @@ class Opened:
         )
 
 
+AWAKE = torch.zeros(1 << 16, dtype=torch.int8)
+
+
 def clocked(run: Any) -> dict[str, Any]:
+    AWAKE.add_(1)  # wakes the threads, as the layer before would have
     switches, began = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
     run()
     seconds = time.perf_counter() - began
