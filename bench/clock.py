@@ -2,7 +2,8 @@
 
 Who runs next is drawn anew in each repetition: a call pays for whom it follows (a process of its own leaves cold caches and sleeping
 threads), and nobody shall always follow the same. A `Step` prepares one repetition, untimed, and returns what is timed. On a CPU a
-repetition is clean if no involuntary context switch fell into it (getrusage). Another device brings a `Timer` of its own. Knows nothing of attention.
+repetition is clean if no involuntary context switch fell into it (getrusage). Another device brings a `Timer` of its own.
+Knows nothing of attention.
 """
 
 from __future__ import annotations
