@@ -2,12 +2,14 @@
 #include "team.hpp"
 
 #include <dlfcn.h>
+#include <pthread.h>
 #if defined(__linux__)
 #include <link.h>
 #endif
 
 #include <atomic>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -39,10 +41,15 @@ int of_any(dl_phdr_info* library, size_t, void* found) {
     return 0;
 }
 
-// A process may hold several runtimes (scikit-learn brings its own): torch's is the one whose team is there already.
+// A process may hold several runtimes (scikit-learn brings its own): torch's is the one whose team is there already. Its calls go where the
+// loader bound them: to the first runtime that was loaded for all to see, and only else to the one that it was linked with.
 Parallel find() {
     Parallel parallel = nullptr;
-    if (!dl_iterate_phdr(of_torch, &parallel)) dl_iterate_phdr(of_any, &parallel);
+    if (!dl_iterate_phdr(of_torch, &parallel)) {
+        dl_iterate_phdr(of_any, &parallel);
+    } else if (void* first = dlsym(RTLD_DEFAULT, "GOMP_parallel")) {
+        std::memcpy(&parallel, &first, sizeof parallel);
+    }
     return parallel;
 }
 
@@ -52,9 +59,12 @@ Parallel find() { return nullptr; }
 
 #endif
 
+std::atomic<bool> forked{false};
+const int told_of_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
 Parallel openmp() {
     static const Parallel once = find();
-    return once;
+    return forked ? nullptr : once;
 }
 
 struct Shared {
@@ -72,7 +82,11 @@ void run_team(int threads, const std::function<void(int)>& work) {
         return;
     }
     std::vector<std::thread> others;
-    for (int i = 1; i < threads; i++) others.emplace_back(work, i);
+    others.reserve(static_cast<size_t>(threads));
+    try {
+        for (int i = 1; i < threads; i++) others.emplace_back(work, i);
+    } catch (const std::system_error&) {
+    }  // no more threads to be had
     work(0);
     for (std::thread& other : others) other.join();
 }

@@ -7,6 +7,7 @@ set is compiled and the best that this processor has is used, unless PAGEDKV_CPU
 
 from __future__ import annotations
 
+import os
 from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -49,6 +50,7 @@ def objections(case: Case) -> list[str]:
     return []
 
 
+_IMPORTED_BY: Final = os.getpid()
 _SUBJECTS: Final = {"paged_attention": "q", "write_kv": "k", "merge_states": "out"}
 _LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in write.hpp
 
@@ -65,6 +67,11 @@ def isa() -> str:
 def num_threads() -> int:
     """PAGEDKV_NUM_THREADS, or as many as torch uses."""
     return debug.forced_num_threads() or torch.get_num_threads()
+
+
+def is_forked() -> bool:
+    """Was this process forked after it imported this? Then torch's team of threads stayed with the parent, and OpenMP waits for it forever."""
+    return os.getpid() != _IMPORTED_BY
 
 
 def paged_attention(call: AttentionCall) -> None:

@@ -5,7 +5,7 @@ the first call, some ten seconds once, and kept on disk beside them, or in numba
 
 Threads are as many as torch's (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS, and they are torch's: the team of the OpenMP runtime in
 this process is asked to run the compiled function (GOMP_parallel), so there is one team and none waits for another. Where no such runtime
-is found, Python threads run it: it does not hold the interpreter's lock.
+is found, and in a fork of the process that has the team, Python threads run it: it does not hold the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pagedkv.kernels import quant, reference
-from pagedkv.kernels.cpu import num_threads
+from pagedkv.kernels.cpu import is_forked, num_threads
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -132,7 +131,7 @@ def _run(function: Any, words: Words, threads: int) -> None:
     data = ctypes.c_void_p(words.ctypes.data)
     if threads == 1:
         function.ctypes(data)
-    elif (parallel := _openmp()) is not None:
+    elif not is_forked() and (parallel := _openmp()) is not None:
         parallel(ctypes.c_void_p(function.address), data, threads, 0)
     else:
         others = [threading.Thread(target=function.ctypes, args=(data,)) for _ in range(threads - 1)]
@@ -145,15 +144,16 @@ def _run(function: Any, words: Words, threads: int) -> None:
 
 @cache
 def _openmp() -> Any:
-    """GOMP_parallel of the OpenMP runtime that torch brought into this process (LLVM's and Intel's offer it too), or None."""
+    """GOMP_parallel (LLVM's and Intel's runtimes offer it too) where torch's calls of it go, else of any runtime in this process, or None.
+
+    The loader binds torch's calls to the first runtime that was loaded for all to see, and only else to the one that it was linked with.
+    """
     if not sys.platform.startswith("linux"):
         return None
-    libraries = {
-        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith((".so", "0")) or ".so" in line
-    }
-    ours = str(Path(torch.__file__).parent)
-    found = [path for path in libraries if Path(path).name.startswith(("libgomp", "libomp", "libiomp5"))]
-    for path in sorted(found, key=lambda path: not path.startswith(ours)):
+    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    names = ("libtorch_cpu", "libgomp", "libomp", "libiomp5")  # a symbol is looked for in those that a library was linked with, too
+    found = [path for name in names for path in sorted(libraries) if Path(path).name.startswith(name)]
+    for path in (None, *found):  # None: what all see
         parallel = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
         if parallel is not None:
             parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
