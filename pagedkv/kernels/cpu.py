@@ -70,7 +70,7 @@ def num_threads() -> int:
 
 
 def is_forked() -> bool:
-    """Was this process forked after it imported this? Then torch's team of threads stayed with the parent, and OpenMP waits for it forever."""
+    """Was this process forked after it imported this? Then OpenMP would wait forever for threads that stayed with the parent."""
     return os.getpid() != _IMPORTED_BY
 
 
