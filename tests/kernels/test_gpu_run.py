@@ -145,7 +145,7 @@ def test_rows_and_a_plot_go_to_bench_results_or_where_the_caller_says(monkeypatc
     checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
     checkout.mkdir(), elsewhere.mkdir()
     monkeypatch.setattr(record, "results", lambda: checkout)
-    asked = gpu_attention.Asked(["triton"], repetitions=1, quick=True)
+    asked = gpu_attention.Asked(["reference"], repetitions=1, quick=True)
     gpu_attention.run(asked)
     assert sorted(path.name for path in checkout.iterdir()) == ["gpu-attention.jsonl", "gpu-attention.svg"]
     drawn = (checkout / "gpu-attention.svg").read_text()

@@ -81,6 +81,18 @@ def test_with_split_tokens_the_rest_of_the_batch_changes_no_bit(b: int, split_to
     assert torch.equal(alone_lse, together_lse[rows])
 
 
+@pytest.mark.parametrize("q_lens", [(8, 3, 1), (40, 24, 1)])
+def test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit(q_lens: tuple[int, ...], runner: Runner) -> None:
+    """Of rows whose own mask says what causality says: one sequence verifies a tree, the others go on as ever."""
+    built = Case(q_lens=q_lens, kv_lens=(150, 70, 40), heads=(8, 1), dtype="bfloat16").build()
+    first = q_lens[0]
+    mask = torch.cat([torch.ones(m, first, dtype=torch.bool).tril() for m in q_lens])
+    mask[:first] = torch.rand(first, first) < 0.5
+    masked = runner.attend(built, split_tokens=128, tree_mask=mask)
+    for x, y in zip(runner.attend(built, split_tokens=128), masked, strict=True):
+        assert torch.equal(x[first:], y[first:])
+
+
 def only(built: Built, b: int) -> Built:
     """Sequence `b` of the batch, in a table of another width."""
     first, end = built.batch.cu_seqlens_q[b : b + 2].tolist()
@@ -169,6 +181,10 @@ def test_a_window_or_a_split_beyond_every_length_is_as_good_as_any(beyond: int, 
     assert torch.equal(runner.attend(built, window=1000)[0], runner.attend(built, window=beyond)[0])
     one = runner.attend(built, split_tokens=1000, window=90)
     assert torch.equal(one[0], runner.attend(built, split_tokens=beyond, window=90)[0])
+    for options in ({"split_tokens": 16}, {"split_tokens": 16, "causal": False}):
+        assert torch.equal(runner.attend(built, window=1000, **options)[0], runner.attend(built, window=beyond, **options)[0])
+    early = Case(q_lens=(40, 3), kv_lens=(12, 2), mask="all").build()  # some queries stand before the first token
+    assert torch.equal(runner.attend(early, window=1000)[0], runner.attend(early, window=beyond)[0])
 
 
 def attend_plainly(q: Tensor, kv: Tensor) -> Tensor:
