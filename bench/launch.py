@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Final
 from unittest.mock import patch
@@ -45,6 +46,9 @@ class Nothing:
 
     def is_capturing(self, stream: int) -> bool:
         return False
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def zeros(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32)

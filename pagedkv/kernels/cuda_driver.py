@@ -24,6 +24,7 @@ from pagedkv.kernels import cuda_compile, cuda_early
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -92,11 +93,15 @@ class Torch:
         """Is that stream captured into a graph? The default one cannot be."""
         return stream not in (0, self._runtime.streamLegacy) and bool(self._runtime.streamIsCapturing(stream))
 
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """Inside, what takes memory of the device breaks no capture of another thread."""
+        return cuda_early.beside_captures()
+
     def zeros(self, count: int) -> Tensor:
         """int32 [count] of this device, not from torch's allocator and never given back; zero for all streams. Raises: CUDARuntimeError."""
         from cupy.cuda import runtime
 
-        with torch.cuda.device(self.device), cuda_early.beside_captures():
+        with torch.cuda.device(self.device), self.beside_captures():
             runtime.setDevice(self.device.index)
             stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
             try:
@@ -210,8 +215,10 @@ class Driver:
                 f"run the same step once before capturing it"
             )
         cuda = self._cuda
-        module = cuda.moduleLoadData(cuda_compile.cubin_for(shape.kernel, shape.macros, self._torch.arch))
-        function = cuda.moduleGetFunction(module, shape.kernel)
+        cubin = cuda_compile.cubin_for(shape.kernel, shape.macros, self._torch.arch)
+        with self._torch.beside_captures():
+            module = cuda.moduleLoadData(cubin)
+            function = cuda.moduleGetFunction(module, shape.kernel)
         if shape.shared_bytes:  # beyond 48 KB only on request
             cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shape.shared_bytes)
             cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CARVEOUT)

@@ -42,6 +42,15 @@ POINTERS: Final = struct.Struct(f"@{len(_POINTERS.split())}Q")
 REST: Final = struct.Struct(LAYOUT.format.replace(POINTERS.format[1:], ""))
 """All of it; the pointers, and what follows them."""
 
+FARTHEST: Final = 1 << 30
+"""No sequence is so long: a wider window hides nothing, and a longer chunk holds all. Sums of it fit into 32 bits."""
+
+NO_CAP: Final = 1e30
+"""A soft cap from here on changes no bit of a score that float32 holds, and its product with log2(e) might not be one."""
+
+MOST_PARTIALS: Final = 1 << 30
+"""Bytes of partial states. Short chunks of long sequences would leave more: then one CTA folds all chunks of a unit, to the same bits."""
+
 MOST_READY: Final = 1024
 """Signatures that a machine remembers: those of a prefill differ from step to step."""
 
@@ -122,21 +131,23 @@ class Ready:
             self._last = (now, launches)
         if (k_scale is None) != (v_scale is None):
             k_scale, v_scale = _both_scales(k_scale, v_scale, q)
-        rows, sinks, slopes = (x if x is None else x.contiguous() for x in (rows, sinks, slopes))
-        if tree is not None and tree.stride(1) != 1:
-            tree = tree.contiguous()
         machine = self._machine
-        pointers = (q_at, k_at, v_at, *map(_address, (k_scale, v_scale, table, rows, seq_lens, starts, sinks, slopes, tree, out, lse)))
+        rows, sinks, slopes, into = (x if x is None or x.is_contiguous() else _dense(x, machine) for x in (rows, sinks, slopes, lse))
+        if tree is not None and tree.stride(1) != 1:
+            tree = _dense(tree, machine)
+        pointers = (q_at, k_at, v_at, *map(_address, (k_scale, v_scale, table, rows, seq_lens, starts, sinks, slopes, tree, out, into)))
         for shape, blocks, floats, slots, rest, merge in launches:
             partials, tickets = machine.workspace(floats, q), machine.tickets(slots, q) if slots else None
             params = POINTERS.pack(*pointers, partials.data_ptr(), _address(tickets)) + rest
             machine.launch(shape, blocks, params)
             if merge is not None:
                 machine.launch(merge, blocks, params, early=True)
+        if into is not lse:
+            lse.copy_(into)
 
 
 def attend(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> None:
-    """Launch what serves `call`. Modifies: call.out, call.lse (which must be contiguous)."""
+    """Launch what serves `call`. Modifies: call.out, call.lse."""
     ready(call, machine, ways)(*_FIELDS(call))
 
 
@@ -176,14 +187,14 @@ def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tu
 
 def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowClass) -> Launch:
     (T, H, _), (_, S, K, _), B = call.q.shape, call.k.shape, call.seq_lens.shape[0]
-    blocks = machine.num_sms * shape.blocks
-    spread, slots = 0, 2 * blocks
-    if call.split_tokens:
+    blocks, floats = machine.num_sms * shape.blocks, shape.rows * (shape.head_dim_v + 2)
+    spread, slots, split = 0, 2 * blocks, min(call.split_tokens or 0, FARTHEST)
+    if split:
         units = (T * (H // K) // shape.rows + B) * K
-        chunks = -(-max(call.max_seqlen_k, 1) // call.split_tokens)
-        spread = int(units < blocks and chunks > 1)
+        chunks = -(-max(call.max_seqlen_k, 1) // split)
+        spread = int(units < blocks and chunks > 1 and 4 * floats * units * (chunks + 2) <= MOST_PARTIALS)
         slots = units * (chunks + 2) if spread else blocks
-    shared = bool(spread or not call.split_tokens)  # else no unit is anybody's but one CTA's
+    shared = bool(spread or not split)  # else no unit is anybody's but one CTA's
     q, size = call.q, call.q.element_size()
     q_token, q_head = q.stride(0) * size, q.stride(1) * size
     pools = [stride * call.k.element_size() for pool in (call.k, call.v) for stride in pool.stride()[:3]]
@@ -191,11 +202,15 @@ def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowC
     rest = REST.pack(
         *(q_token, q_head, *pools, *scale_strides(call.k_scale), *scale_strides(call.v_scale), call.block_table.stride(0), tree_row),
         *(call.out.stride(0) * size, call.out.stride(1) * size, slots),
-        *(B, H, K, S, call.causal, call.window or 0, call.split_tokens or 0, spread, row_class.least, row_class.most),
-        *((q.data_ptr() | q_token | q_head) % (4 * size) == 0, call.scale, call.softcap),
+        *(B, H, K, S, call.causal, min(call.window or 0, FARTHEST), split, spread, row_class.least, row_class.most),
+        *((q.data_ptr() | q_token | q_head) % (4 * size) == 0, call.scale, call.softcap if call.softcap < NO_CAP else 0.0),
     )
     merge = PiecesShape(shape) if shared and shape.second_launch else None
-    return Launch(shape, blocks, slots * shape.rows * (shape.head_dim_v + 2), slots if shared and not merge else 0, rest, merge)
+    return Launch(shape, blocks, slots * floats, slots if shared and not merge else 0, rest, merge)
+
+
+def _dense(x: Tensor, machine: Machine) -> Tensor:
+    return machine.room(x.shape, x.dtype, x).copy_(x)
 
 
 def _address(x: Tensor | None) -> int:

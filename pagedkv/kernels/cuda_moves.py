@@ -28,6 +28,9 @@ WRITE_LAYOUT: Final = struct.Struct("@10Q20q9i4x")  # both
 COPY_LAYOUT: Final = struct.Struct("@4Q4q3i4x")
 MERGE_LAYOUT: Final = struct.Struct("@6Q8q3i4x")
 
+MOST_ROOM: Final = 64 << 20
+"""Bytes by way of which copies go that are too many for shared memory: they come where memory is short."""
+
 _WRITE_FIELDS: Final = attrgetter(*WriteCall.__slots__)
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -127,13 +130,16 @@ def copy_frames(storage: Tensor, copies: Tensor, machine: Machine) -> None:
         if width >= min(least, whole):
             params = COPY_LAYOUT.pack(*addresses, *numbers, stride, stride, words, step, C, width, C)
             return machine.launch(shape, -(-words >> width), params)
-    room = machine.room((C * frame_bytes,), torch.uint8, storage)
+    wide = min(words, max(32, MOST_ROOM // (C * word)))  # words of each frame that go by way of the room at a time
+    room = machine.room((C * wide * word,), torch.uint8, storage)
     at_once = small.shared_bytes // small.place >> 5
-    for ends, by, strides in (
-        ((addresses[0], room.data_ptr()), (numbers[0], 0), (stride, frame_bytes)),
-        ((room.data_ptr(), addresses[0]), (0, numbers[1]), (frame_bytes, stride)),
-    ):
-        machine.launch(small, -(-words >> 5), COPY_LAYOUT.pack(*ends, *by, *strides, words, step, C, 5, at_once))
+    for first in range(0, words, wide):
+        count, at = min(wide, words - first), addresses[0] + first * word
+        for ends, by, strides in (
+            ((at, room.data_ptr()), (numbers[0], 0), (stride, wide * word)),
+            ((room.data_ptr(), at), (0, numbers[1]), (wide * word, stride)),
+        ):
+            machine.launch(small, -(-count >> 5), COPY_LAYOUT.pack(*ends, *by, *strides, count, step, C, 5, at_once))
     return None
 
 

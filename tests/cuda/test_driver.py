@@ -57,6 +57,7 @@ class Recorder:
         self.emulator, self.run = emulator, emulator is not None
         self.driver = Driver(self, self, self.launch_early)  # type: ignore[arg-type]
         self.early: list[int] = []
+        self.beside = False
         self.chunks: list[torch.Tensor] = []
         self.counted: list[tuple[int, int]] = []
         load = self.driver._load
@@ -86,7 +87,14 @@ class Recorder:
         self.asked.append(("ctxSetCurrent", context))
         self.current = context
 
+    @contextlib.contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        self.beside = True
+        yield
+        self.beside = False
+
     def moduleLoadData(self, cubin: bytes) -> int:
+        assert self.beside, "another thread may be capturing"
         assert self.current == TORCH_CONTEXT, "what is loaded belongs to the current context"
         self.asked.append(("moduleLoadData", cubin))
         return 100 + len(self.loaded)
