@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pagedkv import explain, paged_attention, write_kv
 from pagedkv.bench.cells import Cell
-from pagedkv.bench.clock import Step, Timing, in_turn
+from pagedkv.bench.clock import Step, Timing, compare, in_turn
 from pagedkv.bench.pool import Pool, region_of
 from pagedkv.bench.vllm_peer import Vllm
 from pagedkv.kernels import cpu, quant, registry
@@ -77,9 +77,8 @@ class Row:
         return None if timing is None else timing.seconds / (CALLS if self.cell.kind == "call" else 1)
 
     def over(self, who: str, other: str) -> float | None:
-        """How many times as fast as `other` `who` is; None if one was not measured."""
-        ours, theirs = self.seconds(who), self.seconds(other)
-        return None if ours is None or theirs is None else theirs / ours
+        """How many times as fast as `other` `who` is, turn by turn; None if one was not measured."""
+        return compared(self.timings.get(who), self.timings.get(other), lambda ours, theirs: theirs / ours)
 
     def record(self) -> dict[str, Any]:
         """What is written down."""
@@ -95,6 +94,11 @@ class Row:
                 if bound in self.timings:
                     results[who][f"of_{bound}"] = round(self.over(who, bound) or 0.0, 3)
         return {"cell": asdict(self.cell), "isa": cpu.isa() if not _no_extension() else None, "results": results, "refused": self.refused}
+
+
+def compared(one: Timing | None, other: Timing | None, figure: Callable[[float, float], float]) -> float | None:
+    """As clock.compare; None if one was not measured."""
+    return None if one is None or other is None else compare(one, other, figure)
 
 
 def measure(cells: Iterable[Cell], asked: Asked) -> Iterator[Row]:

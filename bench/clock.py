@@ -28,12 +28,27 @@ SECONDS_EACH: Final = 1.5
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: the median of `clean` repetitions, or of all if fewer than LEAST_CLEAN (half of few) were clean: clean is 0."""
+    """Seconds: the median of `clean` repetitions, or of all if fewer than LEAST_CLEAN (half of few) were clean: clean is 0.
+
+    turns: those that counted, each at the number of its turn, None at the others.
+    """
 
     seconds: float
     best: float
     clean: int
     repetitions: int
+    turns: tuple[float | None, ...] = ()
+
+
+def compare(one: Timing, other: Timing, figure: Callable[[float, float], float]) -> float:
+    """The median over the turns in which both count of `figure`(seconds of one, of the other); of the medians, if these turns are too few.
+
+    The machine may be faster in one minute than in the next by a half: of one turn that is true of both.
+    """
+    both = [(a, b) for a, b in zip(one.turns, other.turns, strict=False) if a is not None and b is not None]
+    if not both or len(both) < _least(min(one.repetitions, other.repetitions)):
+        return figure(one.seconds, other.seconds)
+    return statistics.median(figure(a, b) for a, b in both)
 
 
 def on_this_cpu(run: Callable[[], object]) -> tuple[float, bool]:
@@ -67,8 +82,13 @@ def in_turn(steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cp
     return {name: _settle(all_runs[WARM_UP:]) for name, all_runs in taken.items()}
 
 
+def _least(repetitions: int) -> int:
+    return min(LEAST_CLEAN, -(-repetitions // 2))
+
+
 def _settle(runs: list[tuple[float, bool]]) -> Timing:
-    clean = [seconds for seconds, is_clean in runs if is_clean]
-    enough = len(clean) >= min(LEAST_CLEAN, -(-len(runs) // 2))
-    counted = clean if enough else [seconds for seconds, _ in runs]
-    return Timing(statistics.median(counted), min(counted), len(clean) if enough else 0, len(runs))
+    clean = sum(is_clean for _, is_clean in runs)
+    enough = clean >= _least(len(runs))
+    turns = tuple(seconds if is_clean or not enough else None for seconds, is_clean in runs)
+    counted = [seconds for seconds in turns if seconds is not None]
+    return Timing(statistics.median(counted), min(counted), clean if enough else 0, len(runs), turns)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pagedkv.bench.attention import CEILING, DIRECT, SDPA, VLLM, Row
+from pagedkv.bench.attention import CALLS, CEILING, DIRECT, SDPA, VLLM, Row, compared
 from pagedkv.bench.cells import Cell
 
 OURS: Final = "cpu"
@@ -115,8 +115,7 @@ def _of_kind(kind: str, dtype: str | None = None) -> Which:
 
 
 def _faster(row: Row, twin: Row, who: str = OURS) -> float | None:
-    ours, theirs = row.seconds(who), twin.seconds(who)
-    return None if ours is None or theirs is None else theirs / ours
+    return compared(row.timings.get(who), twin.timings.get(who), lambda ours, theirs: theirs / ours)
 
 
 def _by_bytes(row: Row, twin: Row) -> float | None:
@@ -125,10 +124,8 @@ def _by_bytes(row: Row, twin: Row) -> float | None:
 
 
 def _above(row: Row) -> float | None:
-    ours, ceiling = row.seconds(OURS), row.seconds(CEILING)
-    return None if ours is None or ceiling is None else (ours - ceiling) * 1e6
+    return compared(row.timings.get(OURS), row.timings.get(CEILING), lambda ours, ceiling: (ours - ceiling) * 1e6)
 
 
 def _added(row: Row) -> float | None:
-    through, direct = row.seconds(OURS), row.seconds(DIRECT)
-    return None if through is None or direct is None else (through - direct) * 1e6
+    return compared(row.timings.get(OURS), row.timings.get(DIRECT), lambda through, direct: (through - direct) * 1e6 / CALLS)

@@ -169,8 +169,18 @@ def test_turns_are_interleaved_and_disturbed_repetitions_do_not_count():
     timings = clock.in_turn(steps, 3, timer)
     turns = ["".join(order[i : i + 2]) for i in range(0, 10, 2)]
     assert set(turns) == {"ab", "ba"}  # nobody always follows the same
-    assert timings["a"] == Timing(seconds=pytest.approx(0.3), best=0.2, clean=2, repetitions=3)
-    assert timings["b"] == Timing(seconds=0.2, best=0.1, clean=3, repetitions=3)
+    assert timings["a"] == Timing(seconds=pytest.approx(0.3), best=0.2, clean=2, repetitions=3, turns=(None, 0.2, 0.4))
+    assert timings["b"] == Timing(seconds=0.2, best=0.1, clean=3, repetitions=3, turns=(0.1, 0.2, 0.3))
+
+
+def test_a_ratio_is_of_one_turn_not_of_two_medians():
+    slow_then_fast = Timing(4.0, 2.0, 5, 5, (4.0, 4.0, 4.0, 2.0, 2.0))
+    half_of_it = Timing(1.0, 1.0, 5, 5, (2.0, 2.0, 1.0, 1.0, 1.0))  # the machine changed while the third turn went on
+    rows = [Row(Cell(), {"cpu": slow_then_fast, CEILING: half_of_it})]
+    assert rows[0].over("cpu", CEILING) == pytest.approx(0.5)
+    assert rows[0].record()["results"]["cpu"]["of_ceiling"] == 0.5
+    disturbed = replace(half_of_it, turns=(None, None, 1.0, None, None), clean=1)
+    assert clock.compare(slow_then_fast, disturbed, lambda a, b: b / a) == pytest.approx(0.25)  # one turn is too few: of medians
 
 
 @pytest.mark.benchmark(group="small calls")
