@@ -101,7 +101,7 @@ def write_kv(call: WriteCall) -> None:
         _run(loops.write, words, threads)
 
 
-merge_states = reference.merge_states  # a few vectors per row: torch does it as fast as its calls allow
+merge_states = reference.merge_states  # torch's operations: little beside attention
 copy_frames = reference.copy_frames  # torch's indexing is a copy of whole rows; there is nothing to compile
 
 
