@@ -18,8 +18,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import Final
 
 from pagedkv.errors import InvalidRequest
+
+MOST_THREADS: Final = 4096
+"""An OpenMP runtime that gets no more threads ends the process."""
 
 
 def level() -> int:
@@ -41,10 +45,10 @@ def forced_cpu_isa() -> str | None:
 
 
 def forced_num_threads() -> int | None:
-    """The value of PAGEDKV_NUM_THREADS, or None; what is no positive number is an InvalidRequest at first use."""
+    """The value of PAGEDKV_NUM_THREADS, or None; what is no such number is an InvalidRequest at first use."""
     text = os.environ.get("PAGEDKV_NUM_THREADS") or None
-    if text is not None and (not text.isdecimal() or int(text) < 1):
-        raise InvalidRequest(f"PAGEDKV_NUM_THREADS is {text!r}; it takes a number of threads, at least 1")
+    if text is not None and (not text.isdecimal() or not 1 <= int(text) <= MOST_THREADS):
+        raise InvalidRequest(f"PAGEDKV_NUM_THREADS is {text!r}; it takes a number of threads, 1 to {MOST_THREADS}")
     return None if text is None else int(text)
 
 

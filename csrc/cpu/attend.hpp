@@ -118,6 +118,7 @@ struct Walk {
         }
         for (int64_t r = 0; r < room.rows; r++) {
             state.l[r] = sum_of(load(lanes + r * LANES));
+            if (state.l[r] != state.l[r]) state.m[r] = 0.0f;  // a NaN must not look like nothing
             M::put_columns_in_order(state.o + r * room.Dvp, room.Dvp);
         }
     }

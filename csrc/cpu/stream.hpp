@@ -108,6 +108,9 @@ INLINE vf over_keys(vf x, const F& f) {
     return x;
 }
 
+// The larger of two magnitudes, x's as it is: they are ordered as their bits are, NaN last, which `max` may lose.
+INLINE vf larger(vf x, vf y) { return (vf)_mm512_max_epi32((vi)x, (vi)magnitude(y)); }
+
 // e^x for x <= 88; 0 below -104, which is less than any float; NaN stays NaN.
 INLINE vf small_exponential(vf x) { return exponential_from(-126.0f, x); }
 
@@ -354,10 +357,10 @@ struct Stream {
             unroll<R>(EACH(i) {
                 e[i] = small_exponential(load(s + 16 * i) - origin), sum = sum + e[i];
                 if (scales) e[i] = e[i] * repeat(scales + block * BLOCK + i * T);
-                if constexpr (C::INTEGER) most = max(most, e[i]);
+                if constexpr (C::INTEGER) most = larger(most, e[i]);
             });
             if constexpr (C::INTEGER) {
-                most = over_keys<T>(most, [](vf x, vf y) __attribute__((always_inline)) { return max(x, y); });
+                most = over_keys<T>(most, [](vf x, vf y) __attribute__((always_inline)) { return larger(x, y); });
                 units_of(pass)[block] = most * all(C::VALUE_UNIT / C::LIMIT), most = all(C::LIMIT) / most;
                 unroll<R>(EACH(i) { e[i] = e[i] * most; });
             }

@@ -117,6 +117,7 @@ def test_values_are_looked_at_as_soon_as_debugging_asks_for_it(
         ("PAGEDKV_KERNELS", "fats", "there is no kernel 'fats'"),
         ("PAGEDKV_CPU_ISA", "avx1024", "PAGEDKV_CPU_ISA is 'avx1024'"),
         ("PAGEDKV_NUM_THREADS", "0", "PAGEDKV_NUM_THREADS is '0'"),
+        ("PAGEDKV_NUM_THREADS", "2147483648", "a number of threads, 1 to 4096"),
     ],
 )
 def test_a_variable_acts_between_two_calls(variable: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,6 +187,29 @@ def test_a_window_or_a_split_beyond_every_length_is_as_good_as_any(beyond: int, 
     assert torch.equal(runner.attend(early, window=1000)[0], runner.attend(early, window=beyond)[0])
 
 
+@pytest.mark.parametrize("split_tokens", [None, 16])
+@pytest.mark.parametrize("case", [Case(block_size=4), Case(), Case(q_lens=(40,), kv_lens=(97,))], ids=str)
+def test_what_is_no_number_in_a_query_is_not_hidden_by_cutting_keys(case: Case, split_tokens: int | None, runner: Runner) -> None:
+    built = case.build()
+    built.q[0, 0] = torch.nan
+    out, lse = runner.attend(built, split_tokens=split_tokens)
+    assert out[0, 0].isnan().all()
+    assert lse[0, 0].isnan()
+    assert not out[0, 1:].isnan().any()
+
+
+@pytest.mark.parametrize("kv", ["fp8_e4m3/token_head", "int8/token_head", "int4/token_head"])
+def test_a_value_whose_scale_is_no_number_is_not_hidden(kv: str, runner: Runner) -> None:
+    """`write_kv` stores such a scale for a vector that holds a NaN."""
+    built = Case(q_lens=(1,), kv_lens=(40,), heads=(4, 1), dtype="bfloat16", kv=kv).build()
+    table, scale = built.batch.block_table, built.layer.v_scale
+    assert scale is not None
+    for place in range(16, 32):  # each place of a block
+        scales = scale.clone()
+        scales[int(table[0, place // 16]), place % 16] = torch.nan
+        assert runner.attend(built._replace(layer=replace(built.layer, v_scale=scales)))[0].isnan().all(), place
+
+
 def attend_plainly(q: Tensor, kv: Tensor) -> Tensor:
     """One query per head over `kv` [n, K, D] as keys and values."""
     p = (torch.einsum("thd,nhd->thn", q.float(), kv.float()) * q.shape[-1] ** -0.5).softmax(-1)
