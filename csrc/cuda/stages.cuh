@@ -49,7 +49,7 @@ DEVICE void look_up(Tile& tile, const AttentionParams& p, const Pages& pages, i3
 // One tensor's rows of a tile: ROW_BYTES each, to rows STRIDE apart.
 template <int ROW_BYTES, int STRIDE> DEVICE void copy_rows(u32 to, const u8* pool, const i64 (&offset)[ENTRIES], u32 team_thread) {
     constexpr int PIECES = ROW_BYTES / COPY, ALL = TILE * PIECES;
-#pragma unroll 4
+#pragma unroll COPIES_AHEAD
     for (int first = 0; first < ALL; first += TEAM_THREADS) {
         const u32 piece = static_cast<u32>(first) + team_thread;
         const bool mine = ALL % TEAM_THREADS == 0 || piece < ALL;

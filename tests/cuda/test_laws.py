@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 test_merging_two_halves_equals_the_whole = shared.test_merging_two_halves_equals_the_whole
 test_moving_frames_changes_no_bit = shared.test_moving_frames_changes_no_bit
 test_with_split_tokens_the_rest_of_the_batch_changes_no_bit = shared.test_with_split_tokens_the_rest_of_the_batch_changes_no_bit
+test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit = shared.test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit
 test_out_is_filled_where_given_and_padding_is_left_alone = shared.test_out_is_filled_where_given_and_padding_is_left_alone
 test_the_default_scale_is_one_over_the_root_of_head_dim = shared.test_the_default_scale_is_one_over_the_root_of_head_dim
 test_a_pool_of_more_than_2_31_elements_is_addressed_whole = shared.test_a_pool_of_more_than_2_31_elements_is_addressed_whole
@@ -209,21 +210,6 @@ def test_an_infinite_state_leaves_zeros_and_what_is_no_number_stays_none() -> No
     assert torch.allclose(out, right, equal_nan=True)
     assert (out[:, (0, 1, 2, 5)] == 0).all()
     assert out[:, 3:5].isnan().all()
-
-
-@pytest.mark.parametrize(("q_lens", "kv_lens"), [((8, 3, 1), (150, 70, 40)), ((40, 24, 1), (150, 70, 40))])
-def test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
-    """Of rows whose own mask says what causality says."""
-    case = Case(q_lens=q_lens, kv_lens=kv_lens, heads=(8, 1), dims=(64, 64), split_tokens=32, dtype="bfloat16")
-    plain, first = call_of(case.build()), q_lens[0]
-    causal = torch.cat([torch.ones(m, max(q_lens)).tril().bool() for m in q_lens])
-    causal[:first] = torch.rand(first, max(q_lens)) < 0.5
-    masked = changed(plain, tree_mask=causal, out=plain.out.clone(), lse=plain.lse.clone())
-    for call in (plain, masked):
-        Emulator().attend(call)
-    assert torch.equal(plain.out[first:], masked.out[first:])
-    assert torch.equal(plain.lse[first:], masked.lse[first:])
-    assert not torch.equal(plain.out[:first], masked.out[:first])
 
 
 def test_the_widest_window_hides_nothing_from_queries_before_the_first_key() -> None:
