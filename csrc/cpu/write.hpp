@@ -131,8 +131,8 @@ inline void write_tokens(const Write& w, int64_t first, int64_t end) {
                 if (w.scale_per_token_head) {
                     uint32_t bits = 0;  // magnitudes are ordered as their bits are, NaN last: a maximum of integers becomes vectors
                     for (int64_t d = 0; d < w.D; d++) bits = (float_to_bits(x[d]) & 0x7fffffff) > bits ? float_to_bits(x[d]) & 0x7fffffff : bits;
-                    float amax = bits_to_float(bits);
-                    *stored_scale = amax == 0.0f ? 1.0f : amax / largest_magnitude(w.kv_type);
+                    float exact = bits_to_float(bits) / largest_magnitude(w.kv_type);
+                    *stored_scale = exact == 0.0f ? 1.0f : exact;
                 }
                 scale = *stored_scale;
             }

@@ -24,7 +24,7 @@ class KVLayer:
              dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8; or uint8 for int4, two elements in a byte:
              then the last dim is D/2, element 2i in the low and 2i+1 in the high nibble, each stored plus 8.
              k_scale, v_scale: None (scale 1), float32 [] (per tensor) or float32 [F, S, K] (per token and head);
-             value = stored * scale. Required (not None) for int8 and int4.
+             value = stored * scale, scale >= 0 (int4 values are weighed by unsigned integers). Required (not None) for int8 and int4.
     """
 
     k: Tensor

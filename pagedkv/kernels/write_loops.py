@@ -102,7 +102,8 @@ def _write_vector(w: Any, token: int, slot: int, h: int, x: Any) -> None:
             bits = np.uint32(0)  # magnitudes are ordered as their bits are, NaN last
             for i in range(n):
                 bits = max(bits, _as_bits(x[i]) & np.uint32(0x7FFFFFFF))
-            stored[0] = np.float32(1) if bits == 0 else _as_float(bits) / _QMAX[w[W_KIND]]
+            exact = _as_float(bits) / _QMAX[w[W_KIND]]
+            stored[0] = np.float32(1) if exact == 0 else exact
         scale = stored[0]
     _quantise(w[W_KIND], x, n, scale, to)
 

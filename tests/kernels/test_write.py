@@ -81,6 +81,17 @@ def test_a_vector_of_zeros_has_scale_one_and_others_amax_over_qmax(runner: Runne
     assert layer.k[0, 3, 1, 5] == -127
 
 
+def test_a_scale_that_rounds_to_zero_is_one(runner: Runner) -> None:
+    """Of a vector of subnormals; a zero in it divided by a scale of zero would be stored as NaN."""
+    layer = moved(empty_layer(Case(kv="fp8_e5m2/token_head"), 1), runner.device)
+    k = torch.zeros(1, 2, 64)
+    k[0, :, ::2] = 1e-42
+    write_kv(k.to(runner.device), k.to(runner.device), layer, moved(batch_of([3]), runner.device), backend=runner.backend)
+    assert layer.k_scale is not None
+    assert layer.k_scale[0, 3].tolist() == [1.0, 1.0]
+    assert (stored(layer, [3])[0] == 0).all()
+
+
 @pytest.mark.parametrize(("kv", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0), ("int8/tensor", 127.0), ("int4/tensor", 7.0)])
 def test_what_is_too_large_saturates(kv: str, largest: float, runner: Runner) -> None:
     layer = moved(empty_layer(Case(kv=kv), 1), runner.device)
