@@ -80,7 +80,9 @@ def test_a_planted_mistake_is_caught(mistake: str) -> None:
 
 
 BULK = {
-    "nobody waits at the mbarrier": Planted("stages.cuh", "ptx::barrier_wait(barriers + 8 * stage, phases >> stage & 1);", ""),
+    "nobody waits at the mbarrier": Planted(
+        "stages.cuh", "ptx::barrier_wait(barriers + 8 * stage, phases >> stage & 1);", "(void)barriers;"
+    ),
     "the phase before is waited for": Planted("stages.cuh", "phases >> stage & 1)", "~phases >> stage & 1)"),
     "the parity never flips": Planted("stages.cuh", "phases ^= 1u << stage;", ""),
     "another stage's mbarrier is waited at": Planted("stages.cuh", "barriers + 8 * stage, phases", "barriers, phases"),
@@ -200,7 +202,7 @@ MOVING = {
     "stored before it came": Planted("copy_frames.cuh", "ptx::copy_wait<0>();", ""),
     "past the end of a frame": Planted("copy_frames.cuh", "if (within < p.frame_words) use", "use"),
     "what saw nothing is looked at": Planted("merge_states.cuh", "if (w_b != 0.0f) y", "y"),
-    "one weight for both": Planted("merge_states.cuh", "w_b = has_b ? e_b / sum : 0.0f", "w_b = w_a"),
+    "one weight for both": Planted("merge_states.cuh", "w_b = has_b && !endless ? e_b / sum : 0.0f", "w_b = w_a"),
 }
 
 
