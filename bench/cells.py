@@ -93,7 +93,7 @@ def quick(threads: Iterable[int]) -> list[Cell]:
         replace(BASE, lengths="zipf"),
         replace(BASE, batch=1, context=1024),
         *_prefills(["bfloat16", "float32"], [(2048, 2048)]),
-        *_writes([("bfloat16", ""), ("bfloat16", "int8")]),
+        *_writes([("bfloat16", ""), ("bfloat16", "int8"), ("bfloat16", "fp8_e4m3")]),
         Cell("call", batch=1, context=16),
     ]
     return _by_threads(one, threads)

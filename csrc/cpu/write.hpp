@@ -19,17 +19,16 @@ inline float largest_magnitude(Dtype type) {
 
 #if defined(PAGEDKV_AVX512)
 
-// to_fp8 of 16 floats, each in 32 bits.
+// to_fp8 of 16 floats, each in 32 bits: a sum with 2^23 units of the last place that is kept rounds to it, half to even.
 INLINE __m512i sixteen_to_fp8(vf x, int mantissa) {
     int bias = mantissa == 3 ? 7 : 15;
     unsigned drop = 23 - static_cast<unsigned>(mantissa);
-    vf least = all(bits_to_float(static_cast<uint32_t>(1 - bias + 127) << 23)), a = magnitude(x);
-    vf shift = all(bits_to_float(static_cast<uint32_t>(1 - bias - mantissa + 23 + 127) << 23));
-    __m512i small = _mm512_sub_epi32((__m512i)(a + shift), (__m512i)shift), bits = (__m512i)a;
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, drop), _mm512_set1_epi32(1));
-    bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32((1 << (drop - 1)) - 1)));
-    __m512i code = _mm512_sub_epi32(_mm512_srli_epi32(bits, drop), _mm512_set1_epi32((127 - bias) << mantissa));
-    code = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, least, _CMP_LT_OQ), code, small);
+    vf a = magnitude(x);
+    __m512i least = _mm512_set1_epi32((1 - bias + 127) << 23);
+    __m512i exponent = _mm512_max_epi32(_mm512_and_si512((__m512i)a, _mm512_set1_epi32(0x7f800000)), least);
+    __m512i units = _mm512_add_epi32(exponent, _mm512_set1_epi32(static_cast<int>(drop << 23)));
+    __m512i places = _mm512_sub_epi32((__m512i)(a + (vf)units), units);
+    __m512i code = _mm512_add_epi32(places, _mm512_srli_epi32(_mm512_sub_epi32(exponent, least), drop));
     code = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), code, _mm512_set1_epi32(0x7f));
     return _mm512_or_si512(code, _mm512_and_si512(_mm512_srli_epi32((__m512i)x, 24), _mm512_set1_epi32(0x80)));
 }
@@ -103,12 +102,22 @@ inline void turn(const Write& w, int64_t token, float* x) {
     }
 }
 
+// Asks for the lines of a slot that will be written: arithmetic fills the processor's window, so their absence would show.
+inline void ask_for_slot(const Write& w, int64_t slot) {
+    if (slot < 0) return;
+    char* to = w.pool.data + slot / w.S * w.pool.stride[0] + slot % w.S * w.pool.stride[1];
+    int64_t bytes = w.kv_type == Dtype::i4 ? w.D / 2 : w.D;
+    for (int64_t h = 0; h < w.K; h++)
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(to + h * w.pool.stride[2] + line, 1);
+}
+
 inline void write_tokens(const Write& w, int64_t first, int64_t end) {
     bool quantised = w.kv_type != Dtype::f32 && w.kv_type != Dtype::bf16 && w.kv_type != Dtype::f16;
     int64_t size = w.new_type == Dtype::f32 ? 4 : 2;
     alignas(64) float x[4096];
     for (int64_t token = first; token < end; token++) {
         int64_t slot = *reinterpret_cast<const int64_t*>(w.slots + token * w.slots_stride);
+        if (quantised && token + 1 < end) ask_for_slot(w, *reinterpret_cast<const int64_t*>(w.slots + (token + 1) * w.slots_stride));
         if (slot < 0) continue;
         int64_t frame = slot / w.S, offset = slot % w.S;
         for (int64_t h = 0; h < w.K; h++) {

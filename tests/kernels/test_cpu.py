@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from pagedkv import write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cpu, registry
-from pagedkv.kernels.args import KVLayer
+from pagedkv.kernels.args import KVLayer, PagedBatch
 from pagedkv.kernels.registry import Case as Asked
 from tests.cases import GRID, SMALL, Case
 from tests.kernels.conftest import Runner
@@ -42,6 +43,27 @@ def test_each_instruction_set_keeps_the_contract(case: Case) -> None:
     assert (np.isneginf(lse) == ~seen).all()
     right, low = exact.lse[: len(lse)][seen], plain.lse[: len(lse)][seen]
     assert np.abs(lse[seen] - right).max(initial=0.0) <= allowed_error(case, right, low)
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)], ids=str)
+def test_every_bfloat16_and_every_tie_becomes_the_fp8_that_torch_says(dtype: torch.dtype, limit: float) -> None:
+    every = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    codes = codes[codes.isfinite()].unique()
+    ties = (codes[1:] + codes[:-1]) / 2
+    beside = [ties.nextafter(torch.tensor(far)) for far in (torch.inf, -torch.inf)]
+    x = torch.cat([every, ties, *beside])
+    new, one = torch.nn.functional.pad(x, (0, -len(x) % 128)).view(-1, 1, 128), torch.ones(())
+    T = len(new)
+    k = torch.zeros(T, 1, 1, 128, dtype=dtype)
+    ints = {name: torch.tensor(value, dtype=torch.int32) for name, value in (("cu_seqlens_q", [0, T]), ("seq_lens", [T]))}
+    tables = {"block_table": torch.zeros(1, T, dtype=torch.int32), "rows": None, "positions": torch.arange(T)}
+    batch = PagedBatch(**tables, **ints, slots=torch.arange(T), max_seqlen_q=T, max_seqlen_k=T)
+    write_kv(new, new, KVLayer(k, k.clone(), one, one), batch, backend="cpu")
+    stored, wanted = k.view(torch.uint8).flatten()[: len(x)], x.clamp(-limit, limit).to(dtype).view(torch.uint8)
+    assert torch.equal(stored[~x.isnan()], wanted[~x.isnan()])
+    assert stored.view(dtype).float()[x.isnan()].isnan().all()
 
 
 @pytest.mark.usefixtures("instruction_set")
