@@ -157,9 +157,7 @@ def keys_of(call: AttentionCall, M: int, most: int) -> int:
     one_byte = call.k.element_size() == 1
     if M >= 64 and one_byte and tuning.target(call.q.device).arch.startswith("gfx"):  # e4m3 is converted by its bits
         return min(most, 16)
-    tree = (
-        call.tree_mask is not None or call.split_tokens is not None
-    )  # a neighbour's mask may change no bit: so always, where that is asked
+    tree = call.tree_mask is not None or call.split_tokens is not None  # a split's bits do not depend on a neighbour's mask
     crowded = (M > 16 and tree) or (M > 64 and one_byte)  # a pointer into the mask for each score; converted keys
     return min(most, 32) if crowded else most
 

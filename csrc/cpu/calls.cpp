@@ -13,7 +13,6 @@
 #include <cmath>
 #include <vector>
 
-#include "isas.hpp"
 #include "known.hpp"
 #include "schedule.hpp"
 
@@ -164,8 +163,8 @@ PyObject* remember(PyObject*, PyObject* const* x, Py_ssize_t count) {
     int64_t threads;
     if (count != OF_REMEMBER || !whole(x[THREADS], threads)) return refused("remember takes what again does, a name, a number and a server");
     PyObject* serve = x[SERVE] == Py_None ? nullptr : x[SERVE];
-    const Isa* isa = serve ? nullptr : isa_named(PyUnicode_AsUTF8(x[ISA]));
-    if (!isa && !serve) return refused("this processor has no such instruction set");
+    const Isa* isa = serve ? nullptr : isa_of(x[ISA]);
+    if (!isa && !serve) return nullptr;
     if (!take(x, c) || !sign(c, x[BACKEND], s)) return PyErr_Clear(), Py_NewRef(Py_None);
     keep(s, x[REGISTRY], {isa, static_cast<int>(threads), serve});
     Py_RETURN_NONE;
@@ -176,8 +175,8 @@ PyObject* attention(PyObject*, PyObject* const* x, Py_ssize_t count) {
     Call c;
     int64_t threads;
     if (count != OF_ATTENTION || !whole(x[LSE + 2], threads)) return refused("attention takes a call's fields, a name and a number");
-    const Isa* isa = isa_named(PyUnicode_AsUTF8(x[LSE + 1]));
-    if (!isa) return refused("this processor has no such instruction set");
+    const Isa* isa = isa_of(x[LSE + 1]);
+    if (!isa) return nullptr;
     if (!take(x, c, true) || !c.has[OUT] || !c.has[LSE]) {
         return PyErr_Occurred() ? nullptr : refused("these are not the checked fields of an AttentionCall");
     }

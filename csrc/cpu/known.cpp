@@ -4,6 +4,8 @@
 #include <memory>
 #include <vector>
 
+#include "isas.hpp"
+
 #if defined(__APPLE__)
 #include <crt_externs.h>
 #define environ (*_NSGetEnviron())
@@ -115,6 +117,13 @@ bool number(PyObject* x, double& to) {
 bool optional(PyObject* x, int64_t& to) { return x == Py_None ? (to = 0, true) : whole(x, to) && to > 0; }
 
 PyObject* refused(const char* text) { return PyErr_SetString(PyExc_TypeError, text), nullptr; }
+
+const Isa* isa_of(PyObject* name) {
+    const char* text = PyUnicode_AsUTF8(name);
+    const Isa* isa = text ? isa_named(text) : nullptr;
+    if (!isa) refused("this processor has no such instruction set");
+    return isa;
+}
 
 Dtype dtype_of(const Tensor& t) {
     if (t.code == 2) return t.bits == 32 ? Dtype::f32 : Dtype::f16;

@@ -59,6 +59,7 @@ bool number(PyObject* x, double& to);
 bool optional(PyObject* x, int64_t& to);  // a positive number; 0 for None
 
 PyObject* refused(const char* text);  // null, and a TypeError
+const Isa* isa_of(PyObject* name);     // null, and a TypeError, if this processor has none of that name
 
 Dtype dtype_of(const Tensor& t);
 View view_of(const Tensor& t);  // of its first three dims

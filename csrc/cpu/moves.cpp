@@ -14,7 +14,6 @@
 
 #include <algorithm>
 
-#include "isas.hpp"
 #include "known.hpp"
 #include "schedule.hpp"
 
@@ -127,9 +126,9 @@ PyObject* remember(PyObject* const* x, int fields, int tensors, Op op) {
     Signature s(op);
     int64_t threads;
     PyObject* serve = x[fields + CHOICE + SERVER] == Py_None ? nullptr : x[fields + CHOICE + SERVER];
-    const char* name = PyUnicode_AsUTF8(x[fields + CHOICE]);
-    const Isa* isa = name && !serve ? isa_named(name) : nullptr;
-    if ((!isa && !serve) || !whole(x[fields + CHOICE + 1], threads)) return refused("this processor has no such instruction set");
+    if (!whole(x[fields + CHOICE + 1], threads)) return refused("a number of threads is an int");
+    const Isa* isa = serve ? nullptr : isa_of(x[fields + CHOICE]);
+    if (!isa && !serve) return nullptr;
     if (take(x, tensors, m) && sign(m, tensors, x[fields], s)) keep(s, x[fields + 1], {isa, static_cast<int>(threads), serve});
     PyErr_Clear();
     Py_RETURN_NONE;
@@ -141,9 +140,8 @@ PyObject* write(PyObject*, PyObject* const* x, Py_ssize_t count) {
     Moved m;
     int64_t threads;
     if (count != OF_WRITE + SERVER || !whole(x[OF_WRITE + 1], threads)) return refused("write takes a call's fields, a name and a number");
-    const char* name = PyUnicode_AsUTF8(x[OF_WRITE]);
-    const Isa* isa = name ? isa_named(name) : nullptr;
-    if (!isa) return refused("this processor has no such instruction set");
+    const Isa* isa = isa_of(x[OF_WRITE]);
+    if (!isa) return nullptr;
     if (!take(x, SIN + 1, m, true)) return PyErr_Occurred() ? nullptr : refused("these are not the checked fields of a WriteCall");
     return done(run(m, *isa, static_cast<int>(threads)));
 }
@@ -203,9 +201,8 @@ PyObject* merge(PyObject*, PyObject* const* x, Py_ssize_t count) {
     Moved m;
     int64_t threads;
     if (count != OF_MERGE + SERVER || !whole(x[OF_MERGE + 1], threads)) return refused("merge takes two states, a name and a number of threads");
-    const char* name = PyUnicode_AsUTF8(x[OF_MERGE]);
-    const Isa* isa = name ? isa_named(name) : nullptr;
-    if (!isa) return refused("this processor has no such instruction set");
+    const Isa* isa = isa_of(x[OF_MERGE]);
+    if (!isa) return nullptr;
     if (!take(x, OF_MERGE, m, true)) return PyErr_Occurred() ? nullptr : refused("these are not two checked states");
     return merged(x, m, *isa, static_cast<int>(threads), true);
 }

@@ -114,10 +114,11 @@ inline void ask_for_slot(const Write& w, int64_t slot) {
 inline void write_tokens(const Write& w, int64_t first, int64_t end) {
     bool quantised = w.kv_type != Dtype::f32 && w.kv_type != Dtype::bf16 && w.kv_type != Dtype::f16;
     int64_t size = w.new_type == Dtype::f32 ? 4 : 2;
+    const auto slot_of = [&](int64_t token) { return *reinterpret_cast<const int64_t*>(w.slots + token * w.slots_stride); };
     alignas(64) float x[4096];
     for (int64_t token = first; token < end; token++) {
-        int64_t slot = *reinterpret_cast<const int64_t*>(w.slots + token * w.slots_stride);
-        if (quantised && token + 1 < end) ask_for_slot(w, *reinterpret_cast<const int64_t*>(w.slots + (token + 1) * w.slots_stride));
+        int64_t slot = slot_of(token);
+        if (quantised && token + 1 < end) ask_for_slot(w, slot_of(token + 1));
         if (slot < 0) continue;
         int64_t frame = slot / w.S, offset = slot % w.S;
         for (int64_t h = 0; h < w.K; h++) {

@@ -70,27 +70,32 @@ merge_at_once: Final[Any] = getattr(cpu._cpu if _WATCHERS else None, "merge_at_o
 """The same for `merge_states`, whose operator has no backend: (out, lse), or None."""
 
 
+def remembers() -> bool:
+    """Are calls remembered at all?"""
+    return cpu._cpu is not None and debug.level() == 0
+
+
 def remember(*args: Any, serve: Callable[..., None] | None = None) -> None:
     """The arguments of `again`, after a call that was checked and went well. serve: takes a call's fields; None: the C++ kernels served."""
-    if cpu._cpu is not None and debug.level() == 0:
+    if remembers():
         cpu._cpu.remember(*args, *_server(serve))
 
 
 def remember_write(*args: Any, serve: Callable[..., None] | None = None) -> None:
     """The arguments of `write_again`, likewise."""
-    if cpu._cpu is not None and debug.level() == 0:
+    if remembers():
         cpu._cpu.remember_write(*args, *_server(serve))
 
 
 def remember_copy(*args: Any) -> None:
     """The arguments of `copy_again`, likewise, of frames that are runs of bytes."""
-    if cpu._cpu is not None and debug.level() == 0:
+    if remembers():
         cpu._cpu.remember_copy(*args, *_server(None))
 
 
 def remember_merge(*args: Any) -> None:
     """The arguments of `merge_again`, likewise."""
-    if cpu._cpu is not None and debug.level() == 0:
+    if remembers():
         cpu._cpu.remember_merge(*args, *_server(None))
 
 

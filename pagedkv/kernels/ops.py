@@ -21,7 +21,9 @@ from pagedkv.kernels.known import at_once
 from pagedkv.spec import KVSpec
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.registry import Case
+    from collections.abc import Callable
+
+    from pagedkv.kernels.registry import Case, Kernel
 
 _ATTENTION = (
     "Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor block_table, Tensor? rows, Tensor seq_lens, "
@@ -209,11 +211,8 @@ def _paged_attention_out(*args: Any) -> None:
     call = AttentionCall(*args[:-1])
     checks.attention(call)
     kernel = registry.resolve(_attention_case(call), args[-1])
-    module = kernel.load()
-    module.paged_attention(call)
-    ready = getattr(module, "ready", None)
-    if ready or kernel.module == cpu.__name__:
-        known.remember(*args, registry.KERNELS, serve=ready and ready(call))
+    kernel.load().paged_attention(call)
+    _remember(known.remember, args, kernel, call, "ready")
 
 
 def _write_kv(*args: Any) -> None:
@@ -225,11 +224,15 @@ def _write_kv(*args: Any) -> None:
     widest = max(call.k_new.dtype, call.v_new.dtype, key=lambda dtype: dtype.itemsize)
     case = registry.Case("write_kv", call.k.device.type, quant.NAMES[widest], features=features, **_geometry(call.k, call.v))
     kernel = registry.resolve(case, args[-1])
-    module = kernel.load()
-    module.write_kv(call)
-    ready = getattr(module, "ready_write", None)
-    if ready or kernel.module == cpu.__name__:
-        known.remember_write(*args, registry.KERNELS, serve=ready and ready(call))
+    kernel.load().write_kv(call)
+    _remember(known.remember_write, args, kernel, call, "ready_write")
+
+
+def _remember(remember: Callable[..., None], args: tuple[Any, ...], kernel: Kernel, call: AttentionCall | WriteCall, ready: str) -> None:
+    """Have a call that went well remembered, if the C++ kernels served it or a module that says what will serve the next: its `ready`."""
+    serving = getattr(kernel.load(), ready, None)
+    if known.remembers() and (serving or kernel.module == cpu.__name__):
+        remember(*args, registry.KERNELS, serve=serving and serving(call))
 
 
 def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
