@@ -1,6 +1,6 @@
 """What pyproject.toml cannot say: the folders that become packages elsewhere, and the optional C++ extension.
 
-The extension `pagedkv.kernels._cpu` is pybind11 over raw pointers and strides, built from csrc/cpu/*.cpp. It never links against torch, so
+The extension `pagedkv.kernels._cpu` is pybind11 over raw pointers and strides, built from csrc/cpu. It never links against torch, so
 one wheel serves every torch version, and it is optional: without pybind11 or a compiler the install succeeds, one line says what is missing
 and what serves instead (pip shows the line with -v; `pagedkv doctor` says the same at run time).
 
@@ -24,7 +24,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import BaseError, CCompilerError
 
-SOURCES = sorted(path.as_posix() for path in Path("csrc/cpu").glob("*.cpp"))
+SOURCES = sorted(path.as_posix() for path in Path("csrc/cpu").rglob("*.cpp"))
 
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
@@ -60,9 +60,18 @@ def extensions() -> list[Extension]:
         return []
     import pybind11
 
-    headers = sorted(path.as_posix() for path in Path("csrc/cpu").glob("*.hpp"))
-    paths = {"include_dirs": [pybind11.get_include()], "depends": headers}
-    return [Extension("pagedkv.kernels._cpu", SOURCES, **paths, libraries=["dl", "pthread"], extra_compile_args=FLAGS, optional=True)]
+    headers = sorted(path.as_posix() for path in Path("csrc/cpu").rglob("*.hpp"))
+    paths = {"include_dirs": [pybind11.get_include(), "csrc/cpu"], "depends": headers}
+    return [
+        Extension(
+            "pagedkv.kernels._cpu",
+            SOURCES,
+            **paths,
+            libraries=["dl", "pthread"],
+            extra_compile_args=FLAGS,
+            optional=True,
+        )
+    ]
 
 
 class OptionalBuild(build_ext):
@@ -80,7 +89,9 @@ class OptionalBuild(build_ext):
         """setuptools knows only flags for all sources: add each one's own as it is compiled."""
         compile_one, x86 = self.compiler._compile, platform.machine().lower() in ("x86_64", "amd64")
 
-        def with_own_flags(obj: str, src: str, ext: str, cc_args: list[str], extra_postargs: list[str], pp_opts: list[str]) -> None:
+        def with_own_flags(
+            obj: str, src: str, ext: str, cc_args: list[str], extra_postargs: list[str], pp_opts: list[str]
+        ) -> None:
             own = X86_FLAGS.get(Path(src).name, []) if x86 else []
             compile_one(obj, src, ext, cc_args, [*extra_postargs, *own], pp_opts)
 
@@ -102,19 +113,19 @@ def build_cubins(nvcc: str, folder: Path) -> None:
     """The most used kernels of each architecture (or PAGEDKV_CUDA_ARCHS), into `folder`. What nvcc has no longer is left to NVRTC."""
     sys.path.insert(0, str(Path(__file__).parent.resolve()))
     from pagedkv import debug
-    from pagedkv.kernels import cuda_compile, cuda_shapes
+    from pagedkv.kernels.cuda import compiler, shapes
 
-    sizes = cuda_compile.ARCHITECTURES
-    wishes = [(arch, shape) for arch in debug.cuda_architectures(sizes) for shape in cuda_shapes.common(sizes[arch])]
+    sizes = compiler.ARCHITECTURES
+    wishes = [(arch, shape) for arch in debug.cuda_architectures(sizes) for shape in shapes.common(sizes[arch])]
     if not wishes:
         return
     folder.mkdir(parents=True, exist_ok=True)
 
-    def build(wish: tuple[str, cuda_shapes.Specialisation]) -> bool:
+    def build(wish: tuple[str, shapes.Specialisation]) -> bool:
         arch, shape = wish
-        target = folder / f"{cuda_compile.key(shape.kernel, shape.macros, arch)}.cubin"
+        target = folder / f"{compiler.key(shape.kernel, shape.macros, arch)}.cubin"
         macros = [f"-D{name}={value}" for name, value in shape.macros.items()]
-        options = ["-cubin", f"-arch={arch}", *cuda_compile.OPTIONS, *macros]
+        options = ["-cubin", f"-arch={arch}", *compiler.OPTIONS, *macros]
         command = [nvcc, *options, "-x", "cu", f"csrc/cuda/{shape.kernel}.cuh", "-o", str(target)]
         return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 
@@ -125,7 +136,11 @@ def build_cubins(nvcc: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     setup(
-        packages=[*find_packages(include=["pagedkv*"]), *ELSEWHERE],
+        packages=[
+            *find_packages(include=["pagedkv*"]),
+            *ELSEWHERE,
+            *(f"pagedkv.bench.{name}" for name in find_packages("bench")),
+        ],
         package_dir=ELSEWHERE,
         ext_modules=extensions(),
         cmdclass={"build_ext": OptionalBuild, "build_py": WithCubins},

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-for command in (["-m", "pagedkv", "bench", "manager"], ["-m", "pagedkv", "bench", "attention"], ["-m", "pagedkv.bench.launch"]):
+for command in (
+    ["-m", "pagedkv", "bench", "manager"],
+    ["-m", "pagedkv", "bench", "attention"],
+    ["-m", "pagedkv.bench.gpu.launch"],
+):
     print(f"\n{' '.join(command)}", flush=True)
     subprocess.run([sys.executable, *command], check=True)

@@ -28,7 +28,8 @@ def provenance() -> dict[str, Any]:
     return {
         "machine": f"{processor()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} CPUs",
         "commit": commit(),
-        "versions": {"python": platform.python_version()} | {name: found for name in VERSIONED if (found := version_of(name))},
+        "versions": {"python": platform.python_version()}
+        | {name: found for name in VERSIONED if (found := version_of(name))},
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

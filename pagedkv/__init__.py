@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagedkv.cache.paged import PagedKVCache
-    from pagedkv.core.space import AddressSpace
+    from pagedkv.core.handles import AddressSpace
     from pagedkv.errors import InvariantViolation, KernelUnavailable, OutOfFrames, PagedKVError
     from pagedkv.kernels.args import KVLayer, PagedBatch
     from pagedkv.kernels.ops import copy_frames, explain, merge_states, paged_attention, write_kv
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "AddressSpace": "pagedkv.core.space",
+    "AddressSpace": "pagedkv.core.handles",
     "InvariantViolation": "pagedkv.errors",
     "KVLayer": "pagedkv.kernels.args",
     "KVSpec": "pagedkv.spec",

@@ -63,5 +63,7 @@ def cuda_architectures(known: Collection[str]) -> list[str]:
     text = os.environ.get("PAGEDKV_CUDA_ARCHS")
     wanted = [] if text == "none" else [name.strip() for name in text.split(",")] if text else list(known)
     if unknown := sorted(set(wanted) - set(known)):
-        raise InvalidRequest(f"PAGEDKV_CUDA_ARCHS is {text!r}; {unknown[0]!r} is not one of {', '.join(known)}; say none for nothing")
+        raise InvalidRequest(
+            f"PAGEDKV_CUDA_ARCHS is {text!r}; {unknown[0]!r} is not one of {', '.join(known)}; say none for nothing"
+        )
     return wanted

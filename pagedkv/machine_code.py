@@ -19,18 +19,18 @@ STAMP: Final = "numba.stamp"
 
 
 def forget_stale(folder: Path) -> None:
-    """Delete what numba has compiled of `folder`'s modules, if these are not the sources that it was compiled of.
+    """Delete numba's compiled code of every module in `folder` and below, if any of their sources has changed since then.
 
-    Modifies: `folder`/__pycache__; nothing if it cannot be written
+    Modifies: the __pycache__ folders in `folder`; nothing where they cannot be written
     """
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))).hexdigest()
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))).hexdigest()
     cache = folder / "__pycache__"
     stamp = cache / STAMP
     try:
         if stamp.exists() and stamp.read_text() == digest:
             return
         cache.mkdir(exist_ok=True)
-        for compiled in (*cache.glob("*.nbi"), *cache.glob("*.nbc")):
+        for compiled in (*folder.rglob("__pycache__/*.nbi"), *folder.rglob("__pycache__/*.nbc")):
             compiled.unlink(missing_ok=True)
         written = stamp.with_suffix(f".{os.getpid()}")  # several processes may begin at once
         written.write_text(digest)

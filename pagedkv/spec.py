@@ -31,7 +31,17 @@ COMPUTE_DTYPES: Final = ("float32", "bfloat16", "float16")
 ALIGNMENT: Final = 64
 """Every K, V and scale region starts at a multiple of this many bytes: a cache line, and any vector load."""
 
-_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS: Final = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 
 
 def parse_bytes(text: str | int) -> int:
@@ -39,13 +49,17 @@ def parse_bytes(text: str | int) -> int:
     if not isinstance(text, str | bool) and hasattr(text, "__index__"):
         return index(text)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{text!r} is not an amount of memory; give an int of bytes, or text like '2GiB', '512MB' or '1.5g'")
+        raise InvalidRequest(
+            f"{text!r} is not an amount of memory; give an int of bytes, or text like '2GiB', '512MB' or '1.5g'"
+        )
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
     if not found or found[2] not in _UNITS:
         raise InvalidRequest(f"{text!r} is not an amount of memory; write it like '2GiB', '512MB' or '1.5g'")
     amount = float(found[1]) * _UNITS[found[2]]
     if amount >= 2**63:
-        raise InvalidRequest(f"{text!r} is more memory than any machine has; write an amount like '2GiB', '512MB' or '1.5g'")
+        raise InvalidRequest(
+            f"{text!r} is more memory than any machine has; write an amount like '2GiB', '512MB' or '1.5g'"
+        )
     return int(amount)
 
 
@@ -97,7 +111,9 @@ class KVSpec:
                 f"KVSpec.kv_dtype is {self.kv_dtype!r}; it must be None or, with dtype {self.dtype}, one of {', '.join(stored)}"
             )
         if self.stored_dtype == "int4" and (self.head_dim % 2 or self.value_dim % 2):
-            raise InvalidRequest(f"int4 packs two elements in a byte: head dims {self.head_dim} and {self.value_dim} must be even")
+            raise InvalidRequest(
+                f"int4 packs two elements in a byte: head dims {self.head_dim} and {self.value_dim} must be even"
+            )
 
     @property
     def value_dim(self) -> int:
@@ -117,7 +133,10 @@ class KVSpec:
     def regions(self) -> dict[str, tuple[int, int]]:
         """Byte offset within a layer's slice, and bytes used, of "k", "v" and, if quantised, "k_scale" and "v_scale"."""
         rows = self.num_kv_heads * self.block_size
-        sizes = {"k": rows * self.head_dim * BITS[self.stored_dtype] // 8, "v": rows * self.value_dim * BITS[self.stored_dtype] // 8}
+        sizes = {
+            "k": rows * self.head_dim * BITS[self.stored_dtype] // 8,
+            "v": rows * self.value_dim * BITS[self.stored_dtype] // 8,
+        }
         if self.quantised:
             sizes |= {"k_scale": rows * 4, "v_scale": rows * 4}
         offset, regions = 0, {}
@@ -148,7 +167,9 @@ class KVSpec:
         """
         frames = parse_bytes(memory) // self.frame_bytes
         if frames < 1:
-            raise InvalidRequest(f"{memory} holds no frame: one takes {self.frame_bytes} bytes. Give at least that, or lower block_size")
+            raise InvalidRequest(
+                f"{memory} holds no frame: one takes {self.frame_bytes} bytes. Give at least that, or lower block_size"
+            )
         return frames
 
     def pages(self, num_tokens: int) -> int:

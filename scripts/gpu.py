@@ -55,19 +55,34 @@ def _cases(backend: str, *cases: str, jobs: str = JOBS) -> tuple[str, ...]:
     return "-m", "tests.kernels.by_hand", "--backend", backend, "--jobs", jobs, "--cases", *cases
 
 
-BENCH = ("-m", "pagedkv.bench.gpu_attention", "--out", "{out}")
+BENCH = ("-m", "pagedkv.bench.gpu.attention", "--out", "{out}")
 SETTLED = ("--backends", "triton", "cuda")
 """What others are compared with. The variants of cuda are measured apart: an error on a GPU ends the process, with all that it holds."""
 
 STAGES = (
     Stage("machine", ("-c", MACHINE), 1, vital=True),
-    Stage("install", ("-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index", "--editable", "."), 5, vital=True),
+    Stage(
+        "install",
+        ("-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index", "--editable", "."),
+        5,
+        vital=True,
+    ),
     Stage("doctor", ("-m", "pagedkv", "doctor"), 1),
     Stage("cases", _cases("triton", "small"), 4),
     Stage("cases-cuda", _cases("cuda", "small"), 4),
     Stage("moves", (*PYTEST, "tests/kernels/test_on_gpu.py", "-k", "on_the_gpu"), 3),
     Stage("bench-quick", (*BENCH, *SETTLED, "--quick", "--no-peers"), 4),
-    Stage("graphs", (*PYTEST, "tests/kernels/test_on_gpu.py", "tests/cuda/test_graph.py", "-k", "not (bulk or pieces or on_the_gpu)"), 6),
+    Stage(
+        "graphs",
+        (
+            *PYTEST,
+            "tests/kernels/test_on_gpu.py",
+            "tests/kernels/cuda/test_graph.py",
+            "-k",
+            "not (bulk or pieces or on_the_gpu)",
+        ),
+        6,
+    ),
     Stage("cases-cuda-bulk", _cases("cuda-bulk", "small"), 4),
     Stage("cases-cuda-pieces", _cases("cuda-pieces", "small"), 4),
     Stage("grid", _cases("triton", "grid", "large"), 8),
@@ -75,9 +90,13 @@ STAGES = (
     Stage("grid-cuda-bulk", _cases("cuda-bulk", "grid", "large"), 8),
     Stage("grid-cuda-pieces", _cases("cuda-pieces", "grid", "large"), 8),
     Stage("bench", (*BENCH, *SETTLED), 9),
-    Stage("graphs-variants", (*PYTEST, "tests/kernels/test_on_gpu.py", "tests/cuda/test_graph.py", "-k", "bulk or pieces"), 6),
+    Stage(
+        "graphs-variants",
+        (*PYTEST, "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py", "-k", "bulk or pieces"),
+        6,
+    ),
     Stage("bench-variants", (*BENCH, "--backends", "cuda", "cuda-bulk", "cuda-pieces", "--no-peers"), 9),
-    Stage("tune", ("-m", "pagedkv.bench.tune", "--out", "{out}"), 9),
+    Stage("tune", ("-m", "pagedkv.bench.gpu.tune", "--out", "{out}"), 9),
     Stage("laws", (*PYTEST, *SPREAD, "tests/kernels"), 15),
 )
 """In the order of what is worth most when time is short."""
@@ -88,7 +107,9 @@ SANITIZE = tuple(
         _cases(backend, "small", jobs="1"),
         15,
         ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
-        env=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),) if tool == "memcheck" else (),  # inside a cached block nothing is out of bounds
+        env=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
+        if tool == "memcheck"
+        else (),  # inside a cached block nothing is out of bounds
     )
     for backend in ("triton", "cuda", "cuda-bulk", "cuda-pieces")
     for tool in ("memcheck", "racecheck")
@@ -100,13 +121,19 @@ def run(stage: Stage, out: Path, minutes: float) -> str:
     """One line: how it ended, and the last line it printed."""
     began, log = time.monotonic(), out / f"{stage.name}.log"
     arguments = [argument.replace("{out}", str(out)) for argument in stage.arguments]
-    unset = ("TRITON_INTERPRET", "PAGEDKV_KERNELS", "PAGEDKV_DEBUG")  # interpreted, forced or checked, nothing here would be true
+    unset = (
+        "TRITON_INTERPRET",
+        "PAGEDKV_KERNELS",
+        "PAGEDKV_DEBUG",
+    )  # interpreted, forced or checked, nothing here would be true
     env = {name: value for name, value in os.environ.items() if name not in unset}
     env |= {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"} | dict(stage.env)
     with log.open("w") as file:
         try:
             command = [*stage.tool, sys.executable, *arguments]
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
         except OSError as missing:
             return f"{stage.name}: not run: {missing}"
         try:
@@ -137,14 +164,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("stages", nargs="*", help="of: " + ", ".join(every))
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results")
     parser.add_argument("--minutes", type=float, default=60.0, help="for all stages together")
-    parser.add_argument("--rest", action="store_true", help="leave out what passed before; the first two are run always")
+    parser.add_argument(
+        "--rest", action="store_true", help="leave out what passed before; the first two are run always"
+    )
     given = parser.parse_args(argv)
     if unknown := [name for name in given.stages if name not in every]:
         parser.error(f"there is no stage {', '.join(unknown)}; there are: {', '.join(every)}")
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     done = passed(out / "summary.txt") if given.rest else set()
-    chosen = [every[name] for name in given.stages] or [stage for stage in STAGES if stage.vital or stage.name not in done]
+    chosen = [every[name] for name in given.stages] or [
+        stage for stage in STAGES if stage.vital or stage.name not in done
+    ]
     left, failed, useless = 60 * given.minutes, 0, ""
     for stage in chosen:
         began = time.monotonic()

@@ -25,8 +25,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write the bundled checkpoint; the same bytes every time.")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to, compare with or evaluate")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="compare with what is there instead; exit status 1 if a byte differs")
-    what.add_argument("--evaluate", action="store_true", help="ask it about held-out documents; needs torch and transformers")
+    what.add_argument(
+        "--check", action="store_true", help="compare with what is there instead; exit status 1 if a byte differs"
+    )
+    what.add_argument(
+        "--evaluate", action="store_true", help="ask it about held-out documents; needs torch and transformers"
+    )
     options = parser.parse_args()
     if options.evaluate:
         from bundled.evaluate import evaluate
@@ -34,8 +38,15 @@ def main() -> int:
         return evaluate(options.out)
     made = {**files(), "circuit.svg": picture().encode()}
     if options.check:
-        differing = [name for name, data in made.items() if not (options.out / name).is_file() or (options.out / name).read_bytes() != data]
-        print("\n".join(f"{options.out / name} differs" for name in differing) or f"{options.out}: all {len(made)} files as made")
+        differing = [
+            name
+            for name, data in made.items()
+            if not (options.out / name).is_file() or (options.out / name).read_bytes() != data
+        ]
+        print(
+            "\n".join(f"{options.out / name} differs" for name in differing)
+            or f"{options.out}: all {len(made)} files as made"
+        )
         return 1 if differing else 0
     options.out.mkdir(parents=True, exist_ok=True)
     for name, data in made.items():

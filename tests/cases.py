@@ -23,7 +23,13 @@ from pagedkv.kernels.args import KVLayer, PagedBatch
 ABSURD = 2147480000
 """A frame number that no pool has: what padded table entries hold."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "int4": torch.uint8}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
 DTYPES |= {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 POISON = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7F, "int8": 0x7F, "int4": 0xFF}
 """fp8 NaN; integers have none, so they get their largest, and NaN in their scales where these are per (token, head)."""
@@ -91,15 +97,21 @@ class Case:
             options["sinks"] = torch.randn(H, generator=draw) * 2
         if self.alibi:
             options["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, H)
-        if self.mask == "tree":  # any mask in which a token sees itself, not only those of trees; columns of no token say True
+        if (
+            self.mask == "tree"
+        ):  # any mask in which a token sees itself, not only those of trees; columns of no token say True
             tree = torch.rand(T, batch.max_seqlen_q, generator=draw) < 0.5
             index = torch.cat([torch.arange(m) for m in (*self.q_lens, self.padding)])
             options["tree_mask"] = tree | (torch.arange(batch.max_seqlen_q) >= index[:, None])
-        return Built(q.to(device), moved(layer, device), moved(batch, device), {k: moved(x, device) for k, x in options.items()})
+        return Built(
+            q.to(device), moved(layer, device), moved(batch, device), {k: moved(x, device) for k, x in options.items()}
+        )
 
     def _batch(self, draw: torch.Generator) -> tuple[PagedBatch, int]:
         B, S = len(self.q_lens), self.block_size
-        pages = [-(-n // S) if m else 0 for m, n in zip(self.q_lens, self.kv_lens, strict=True)]  # without queries, nothing is read
+        pages = [
+            -(-n // S) if m else 0 for m, n in zip(self.q_lens, self.kv_lens, strict=True)
+        ]  # without queries, nothing is read
         num_frames = sum(pages) + 3
         frames = iter(torch.randperm(num_frames, generator=draw).tolist())
         rows = torch.randperm(B + 3, generator=draw)[:B] if self.rows else torch.arange(B)
@@ -108,7 +120,9 @@ class Case:
             table[row, :count] = torch.tensor(list(itertools.islice(frames, count)), dtype=torch.int32)
             if self.punched:
                 table[row, :count][torch.rand(count, generator=draw) < 0.3] = -1
-        positions = torch.cat([torch.arange(n - m, n) for m, n in zip(self.q_lens, self.kv_lens, strict=True)] + [torch.zeros(0).long()])
+        positions = torch.cat(
+            [torch.arange(n - m, n) for m, n in zip(self.q_lens, self.kv_lens, strict=True)] + [torch.zeros(0).long()]
+        )
         slots = [
             int(table[row, t // S]) * S + t % S if t >= 0 and table[row, t // S] >= 0 else -1
             for row, m, n in zip(rows.tolist(), self.q_lens, self.kv_lens, strict=True)
@@ -191,7 +205,9 @@ def used_slots(batch: PagedBatch, block_size: int) -> Tensor:
     for b, n in enumerate(batch.seq_lens.tolist()):
         row = batch.block_table[b if batch.rows is None else int(batch.rows[b])].tolist()
         slots += [
-            row[t // block_size] * block_size + t % block_size for t in range(n) if starts[b + 1] > starts[b] and row[t // block_size] >= 0
+            row[t // block_size] * block_size + t % block_size
+            for t in range(n)
+            if starts[b + 1] > starts[b] and row[t // block_size] >= 0
         ]
     return torch.tensor(slots, dtype=torch.int64)
 
@@ -247,7 +263,9 @@ def covering(axes: dict[str, tuple[Any, ...]], *, candidates: int = 24) -> list[
     """Points in which every two values of every two axes meet. Greedy: each is the best of some random ones that settle an open pair."""
     rng, names = random.Random(0), list(axes)
     sizes = [range(len(axes[name])) for name in names]
-    pairs = [((a, x), (b, y)) for a, b in itertools.combinations(range(len(names)), 2) for x in sizes[a] for y in sizes[b]]
+    pairs = [
+        ((a, x), (b, y)) for a, b in itertools.combinations(range(len(names)), 2) for x in sizes[a] for y in sizes[b]
+    ]
     open_pairs, points = dict.fromkeys(pairs), []
     while open_pairs:
         (a, x), (b, y) = next(iter(open_pairs))
@@ -277,7 +295,12 @@ SMALL = (
     *(Case(q_lens=(1,), kv_lens=(n,)) for n in (0, 1, 15, 17)),
     *(
         Case(q_lens=q, kv_lens=kv)
-        for q, kv in [((), ()), ((0, 0), (5, 0)), ((17, 1), (17, 512)), *(LENGTHS[x] for x in ("mixed", "more queries than tokens"))]
+        for q, kv in [
+            ((), ()),
+            ((0, 0), (5, 0)),
+            ((17, 1), (17, 512)),
+            *(LENGTHS[x] for x in ("mixed", "more queries than tokens")),
+        ]
     ),
     *(replace(_DRAFTS, heads=heads) for heads in AXES["heads"]),
     *(replace(_DRAFTS, dims=dims) for dims in AXES["dims"]),
@@ -286,8 +309,15 @@ SMALL = (
     *(replace(_DRAFTS, dtype=dtype) for dtype in AXES["dtype"]),
     *(replace(_DRAFTS, dtype="bfloat16", kv=kv, layout="HND") for kv in AXES["kv"]),
     *(replace(_DRAFTS, **{option: value}) for option in ("mask", "window", "split_tokens") for value in AXES[option]),
-    *(replace(_DRAFTS, **option) for option in ({"softcap": 50.0}, {"sinks": True}, {"alibi": True}, {"rows": True}, {"padding": 3})),
-    *(replace(_DRAFTS, punched=True, block_size=4, mask=mask, sinks=sinks) for mask in AXES["mask"] for sinks in (False, True)),
+    *(
+        replace(_DRAFTS, **option)
+        for option in ({"softcap": 50.0}, {"sinks": True}, {"alibi": True}, {"rows": True}, {"padding": 3})
+    ),
+    *(
+        replace(_DRAFTS, punched=True, block_size=4, mask=mask, sinks=sinks)
+        for mask in AXES["mask"]
+        for sinks in (False, True)
+    ),
     replace(_DRAFTS, heads=(16, 1), dims=(576, 512), layout="mla", dtype="bfloat16"),
     replace(_DRAFTS, heads=(16, 1), dims=(576, 512), layout="mla", dtype="bfloat16", kv="fp8_e4m3/token_head"),
 )
@@ -295,7 +325,15 @@ SMALL = tuple(dict.fromkeys(SMALL))
 
 LARGE = (
     Case(q_lens=(577,), kv_lens=(577,), dtype="bfloat16", heads=(8, 2), layout="HND"),
-    Case(q_lens=(577, 1, 129), kv_lens=(2011, 2011, 463), heads=(8, 2), dims=(128, 128), window=256, softcap=50.0, sinks=True),
+    Case(
+        q_lens=(577, 1, 129),
+        kv_lens=(2011, 2011, 463),
+        heads=(8, 2),
+        dims=(128, 128),
+        window=256,
+        softcap=50.0,
+        sinks=True,
+    ),
     Case(q_lens=(1,) * 128, kv_lens=tuple(range(1, 257, 2)), heads=(8, 2), dtype="float16"),
     Case(q_lens=(1, 4), kv_lens=(16384, 9000), heads=(8, 1), dtype="bfloat16", kv="int8/token_head"),
     Case(q_lens=(1,), kv_lens=(131072,), heads=(2, 1), split_tokens=4096, block_size=64),

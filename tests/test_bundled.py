@@ -15,7 +15,17 @@ import torch
 from tokenizers import Tokenizer
 
 from pagedkv.model import records
-from pagedkv.model.records import ANSWERS, DEMO_ANSWER, DEMO_PROMPT, KINDS, MARKERS, UNKNOWN, WORD, document, num_tokens_of
+from pagedkv.model.records import (
+    ANSWERS,
+    DEMO_ANSWER,
+    DEMO_PROMPT,
+    KINDS,
+    MARKERS,
+    UNKNOWN,
+    WORD,
+    document,
+    num_tokens_of,
+)
 
 if TYPE_CHECKING:
     from pagedkv.model.records import Document, Question
@@ -32,7 +42,9 @@ LEAD: Final = 4.0
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(ROOT / "scripts/make_bundled.py"), *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts/make_bundled.py"), *arguments], capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +69,11 @@ class Reader:
         self.model(torch.tensor([read]), past_key_values=cache, logits_to_keep=1)
         found = []
         for question in questions:
-            ids, said, lead = self.tokenizer.encode(question.text, add_special_tokens=False).ids, list[int](), float("inf")
+            ids, said, lead = (
+                self.tokenizer.encode(question.text, add_special_tokens=False).ids,
+                list[int](),
+                float("inf"),
+            )
             while len(said) < 24 and EOS not in map(self.tokenizer.id_to_token, said[-1:]):
                 logits = self.model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
                 best = logits.topk(3)
@@ -106,9 +122,14 @@ def test_the_check_sees_a_changed_byte(tmp_path: Path) -> None:
 def test_the_folder_is_small_and_whole() -> None:
     sizes = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
     assert sum(sizes.values()) <= LARGEST
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"} <= set(
-        sizes
-    )
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+    } <= set(sizes)
 
 
 def test_every_word_of_the_language_is_one_token_and_of_one_kind(tokenizer: Tokenizer) -> None:
@@ -179,7 +200,8 @@ def test_the_demo_is_answered(reader: Reader) -> None:
 def test_what_is_not_told_is_not_known(reader: Reader) -> None:
     page = DEMO_PROMPT.rsplit("\n", 1)[0].replace("red lamp in the cellar", "red mask in the cellar")
     asked = [
-        records.Question(text, UNKNOWN, "unknown") for text in ("Where is the lamp of Mira?", "Who is Vera?", "What is Oslo known for?")
+        records.Question(text, UNKNOWN, "unknown")
+        for text in ("Where is the lamp of Mira?", "Who is Vera?", "What is Oslo known for?")
     ]
     assert {answer for answer, _ in reader.answers(page, asked)} == {f"{UNKNOWN} {EOS}"}
 
@@ -199,7 +221,9 @@ def test_each_layer_carries_a_step_of_a_question_in_three_steps(reader: Reader) 
         ("from Lisbon", UNKNOWN),
         ("tulips", UNKNOWN),
     ):
-        [(said, _)] = reader.answers(page.replace(removed, "") if removed else page, [records.Question(asked, answer, "known")])
+        [(said, _)] = reader.answers(
+            page.replace(removed, "") if removed else page, [records.Question(asked, answer, "known")]
+        )
         assert said == f"{answer} {EOS}", removed
 
 

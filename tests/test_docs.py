@@ -75,7 +75,12 @@ def test_the_decode_step_is_drawn_as_the_code_has_it():
     assert len(drawn) > 10
     for path, names in drawn:
         source = (ROOT / "pagedkv" / path).read_text()
-        missing = [name for name in names.split(", ") for part in name.split(".") if not re.search(rf"\b(def|class) {part}\b", source)]
+        missing = [
+            name
+            for name in names.split(", ")
+            for part in name.split(".")
+            if not re.search(rf"\b(def|class) {part}\b", source)
+        ]
         assert not missing, f"{path} does not define {missing}"
 
 

@@ -39,7 +39,8 @@ def test_the_demo_is_answered_right(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"dtype": "bfloat16"}, {"block_size": 1}, {"block_size": 32}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8_e4m3"}]
+    "options",
+    [{"dtype": "bfloat16"}, {"block_size": 1}, {"block_size": 32}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8_e4m3"}],
 )
 def test_the_demo_is_answered_right_in_other_pools(options: dict[str, Any]) -> None:
     assert answers(Engine.load(**{"dtype": "float32", "num_frames": 400, **options}), [DEMO_PROMPT]) == [DEMO_ANSWER]
@@ -50,7 +51,9 @@ def test_transformers_computes_the_same_from_the_bundled_checkpoint(engine: Engi
     model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype="float32").eval()
     ids = engine.tokenizer.encode(DEMO_PROMPT)
     prompt = torch.tensor([ids])
-    theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40)[0, len(ids) :]
+    theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40)[
+        0, len(ids) :
+    ]
     assert engine.generate([ids], SHORT)[0].completions[0].token_ids == theirs.tolist()
     batch = engine.cache.plan([engine.cache.open()], [len(ids)])
     ours = engine.decoder.forward(prompt[0], batch.args, engine.cache)
@@ -104,7 +107,9 @@ def test_less_than_four_percent_of_the_slots_are_wasted_on_a_mixed_workload() ->
     for seed in range(24):
         page = document(60 + 80 * seed, seed=seed)
         engine.submit(
-            page.prompt(page.questions[-1]), SamplingParams(max_tokens=30, temperature=1.0, seed=seed), num_samples=1 + 3 * (seed % 3 == 0)
+            page.prompt(page.questions[-1]),
+            SamplingParams(max_tokens=30, temperature=1.0, seed=seed),
+            num_samples=1 + 3 * (seed % 3 == 0),
         )
         engine.step()
     engine.run()
@@ -140,7 +145,9 @@ def misplace(engine: Engine, frame: int, other: int) -> None:
 
 
 @pytest.mark.parametrize("damage", [lose, make_stale, reorder_keys, swap_keys, misplace])
-def test_a_damaged_frame_changes_the_answer(damage: Callable[[Engine, int, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_frame_changes_the_answer(
+    damage: Callable[[Engine, int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # or check() would stop it first
     engine = Engine.load(dtype="float32", num_frames=200)
     page, stranger = document(600, seed=1), document(600, seed=2)
@@ -149,7 +156,9 @@ def test_a_damaged_frame_changes_the_answer(damage: Callable[[Engine, int, int],
     assert answers(engine, [prompt, stranger.prompt(stranger.questions[0])])[0] == question.answer
     here, there = engine.cache.open(prompt), engine.cache.open(engine.tokenizer.encode(stranger.text))
     place = question.answer.split(" in the ")[1]
-    told = [i for i in range(len(here.pages)) if place.rstrip(".") in engine.tokenizer.decode(prompt[16 * i : 16 * i + 16])]
+    told = [
+        i for i in range(len(here.pages)) if place.rstrip(".") in engine.tokenizer.decode(prompt[16 * i : 16 * i + 16])
+    ]
     assert told
     if damage is not misplace:  # those are in the bytes; this one is in the table, after the prompt was mapped
         for i in told:

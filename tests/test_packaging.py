@@ -36,7 +36,12 @@ def build(kind: str, tree: Path, out: Path, *, hide: str = "nothing", **env: str
     program = f"import sys; sys.modules[{hide!r}] = None; from setuptools.build_meta import build_{kind}; {call}"
     env = {"PAGEDKV_CUDA_ARCHS": "none"} | env  # where nvcc is, it would work for minutes
     run = subprocess.run(
-        [sys.executable, "-c", program], cwd=tree, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-c", program],
+        cwd=tree,
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert run.returncode == 0, run.stdout
     return out / run.stdout.rsplit("built ", 1)[1].strip(), run.stdout
@@ -58,14 +63,18 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources as the sdist carries them."""
     work = tmp_path_factory.mktemp("packaging")
     copy = work / "checkout"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "dist", "site", "*.egg-info", "__pycache__", "*.so"))
+    shutil.copytree(
+        ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "dist", "site", "*.egg-info", "__pycache__", "*.so")
+    )
     return unpacked(build("sdist", copy, work / "sdist")[0], work / "from_sdist")
 
 
 @pytest.fixture
 def fresh(tree: Path, tmp_path: Path) -> Path:
     """A copy of those sources that a test may add to."""
-    return shutil.copytree(tree, tmp_path / "fresh", ignore=shutil.ignore_patterns("build"))  # what was compiled for another test
+    return shutil.copytree(
+        tree, tmp_path / "fresh", ignore=shutil.ignore_patterns("build")
+    )  # what was compiled for another test
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +92,9 @@ def test_the_wheel_carries_all_of_the_package(wheel):
     expected |= {f"pagedkv/kernels/triton/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
     expected |= {f"pagedkv/bench/{path.name}" for path in (ROOT / "bench").glob("*.py")}
     expected |= {f"pagedkv/kernels/cuda_sources/{path.name}" for path in (ROOT / "csrc/cuda").iterdir()}
-    expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "pagedkv/model/bundled").rglob("*") if path.is_file()}
+    expected |= {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "pagedkv/model/bundled").rglob("*") if path.is_file()
+    }
     expected |= {"pagedkv/py.typed", f"pagedkv-{pagedkv.__version__}.dist-info/licenses/LICENSE"}
     assert sorted(expected - names_in(wheel)) == []
 
@@ -104,14 +115,23 @@ def test_an_editable_install_maps_the_triton_sources(fresh, tmp_path):
     with zipfile.ZipFile(editable) as archive:
         archive.extractall(site)
     program = f"import site; site.addsitedir({str(site)!r}); import pagedkv.kernels.triton as t; print(t.__name__, t.__file__)"
-    alone = [sys.executable, "-I", "-S", "-c", program]  # without the site-packages, where pagedkv may be installed already
+    alone = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        program,
+    ]  # without the site-packages, where pagedkv may be installed already
     found = subprocess.run(alone, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
     assert found == ["pagedkv.kernels.triton", str(fresh / "triton_kernels/__init__.py")]
 
 
 @pytest.mark.parametrize(
     ("circumstance", "remedy"),
-    [({"CC": "/bin/false", "CXX": "/bin/false"}, "install a C++17 compiler"), ({"hide": "pybind11"}, "install pybind11")],
+    [
+        ({"CC": "/bin/false", "CXX": "/bin/false"}, "install a C++17 compiler"),
+        ({"hide": "pybind11"}, "install pybind11"),
+    ],
     ids=["no compiler", "no pybind11"],
 )
 def test_what_is_missing_costs_the_extension_not_the_install(fresh, tmp_path, circumstance, remedy):
@@ -128,7 +148,7 @@ def test_what_is_missing_costs_the_extension_not_the_install(fresh, tmp_path, ci
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler here")
 def test_a_compiler_and_a_source_make_an_extension(fresh, tmp_path):
-    for old in (fresh / "csrc/cpu").glob("*.cpp"):
+    for old in (fresh / "csrc/cpu").rglob("*.cpp"):
         old.unlink()
     (fresh / "csrc/cpu").mkdir(parents=True, exist_ok=True)
     (fresh / "csrc/cpu/dummy.cpp").write_text(DUMMY)
@@ -136,5 +156,7 @@ def test_a_compiler_and_a_source_make_an_extension(fresh, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extract(f"pagedkv/kernels/_cpu{sysconfig.get_config_var('EXT_SUFFIX')}", tmp_path)
     program = "import _cpu; print(_cpu.answer())"
-    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "pagedkv/kernels", check=True, stdout=subprocess.PIPE, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path / "pagedkv/kernels", check=True, stdout=subprocess.PIPE, text=True
+    )
     assert run.stdout == "42\n"

@@ -6,4 +6,6 @@ The folder is mapped by setup.py. `triton_kernels` as a top-level module is the 
 from __future__ import annotations
 
 if __name__ == "triton_kernels":
-    raise ImportError("these are the sources of pagedkv.kernels.triton; install pagedkv (`pip install -e .`) and import that name")
+    raise ImportError(
+        "these are the sources of pagedkv.kernels.triton; install pagedkv (`pip install -e .`) and import that name"
+    )

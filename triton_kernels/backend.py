@@ -18,7 +18,7 @@ from pagedkv.kernels.triton.elements import INTERPRET
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
-    from pagedkv.kernels.registry import Case
+    from pagedkv.kernels.case import Case
 
 IS_AMD: Final = torch.version.hip is not None
 
@@ -45,8 +45,15 @@ def objections(case: Case) -> list[str]:
     """Why these kernels cannot serve `case`; each kernel's file says what it cannot do."""
     if bool(INTERPRET) != (case.device == "cpu"):
         say = "TRITON_INTERPRET=1 was set" if INTERPRET else "TRITON_INTERPRET was not 1"
-        return [f"{say} when the kernels were imported, and the tensors are on {case.device}: the interpreter is for the CPU"]
+        return [
+            f"{say} when the kernels were imported, and the tensors are on {case.device}: the interpreter is for the CPU"
+        ]
     if case.device == "cuda" and not IS_AMD and torch.cuda.get_device_capability() < (8, 0):
         return ["the GPU is sm_{}{}; Triton's tensor-core code needs sm_80".format(*torch.cuda.get_device_capability())]
-    serve = {"paged_attention": (decode, prefill), "write_kv": (write,), "merge_states": (merge,), "copy_frames": (copy,)}
+    serve = {
+        "paged_attention": (decode, prefill),
+        "write_kv": (write,),
+        "merge_states": (merge,),
+        "copy_frames": (copy,),
+    }
     return list(dict.fromkeys(why for kernel in serve[case.op] for why in kernel.objections(case)))

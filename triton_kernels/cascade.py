@@ -43,7 +43,9 @@ def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
             raise InvalidRequest(f"a shared prefix cannot be attended to apart with {name}: call paged_attention")
     S, T = call.k.shape[1], call.q.shape[0]
     if shared_tokens % S or not 0 < shared_tokens <= call.max_seqlen_k:
-        raise InvalidRequest(f"shared_tokens is {shared_tokens}; it must be a multiple of block_size={S}, up to {call.max_seqlen_k}")
+        raise InvalidRequest(
+            f"shared_tokens is {shared_tokens}; it must be a multiple of block_size={S}, up to {call.max_seqlen_k}"
+        )
     starts, row = call.cu_seqlens_q, 0 if call.rows is None else call.rows[:1].long()
     prefix = replace(
         call,
@@ -70,6 +72,8 @@ def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
     paged_prefill(prefix, decoded=0)
     backend.paged_attention(behind)
     out, lse = merge_states(prefix.out, prefix.lse, behind.out, behind.lse)
-    ours = torch.arange(T, device=call.q.device) < starts[-1]  # rows past the last sequence are padding, not to be written
+    ours = (
+        torch.arange(T, device=call.q.device) < starts[-1]
+    )  # rows past the last sequence are padding, not to be written
     call.out.copy_(torch.where(ours[:, None, None], out, call.out))
     call.lse.copy_(torch.where(ours[:, None], lse, call.lse))

@@ -21,7 +21,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.registry import Case
+    from pagedkv.kernels.case import Case
 
 BLOCK = 8192
 WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,7 +40,9 @@ def places(at, sizes, strides):
 
 
 @triton.jit
-def copy_kernel(pool, room, copies, copy_stride, frame_stride, sizes, strides, count, OUT: tl.constexpr, BLOCK: tl.constexpr):
+def copy_kernel(
+    pool, room, copies, copy_stride, frame_stride, sizes, strides, count, OUT: tl.constexpr, BLOCK: tl.constexpr
+):
     """One run of copy c between its frame and its place in `room`: out of the pool, to there; or back. copies: the column of frames."""
     runs = tl.cdiv(count, BLOCK)
     c, run = (tl.program_id(0) // runs).to(tl.int64), (tl.program_id(0) % runs).to(tl.int64)

@@ -22,7 +22,17 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels.triton.elements import part_columns
-from pagedkv.kernels.triton.form import FARTHEST, form_of, head_bytes, keys_of, no_form, pool_of, rules_of, steps_of, tables_of
+from pagedkv.kernels.triton.form import (
+    FARTHEST,
+    form_of,
+    head_bytes,
+    keys_of,
+    no_form,
+    pool_of,
+    rules_of,
+    steps_of,
+    tables_of,
+)
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.plan import bounds, first_unit, line, pieces_of
 from pagedkv.kernels.triton.tile import finish, load_query, query_rows, settled, store_parts, walk
@@ -30,10 +40,12 @@ from pagedkv.kernels.triton.tuning import Tuning, target, tuning
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
-    from pagedkv.kernels.registry import Case
+    from pagedkv.kernels.case import Case
 
 
-@triton.jit(do_not_specialize=["num_sequences", "max_queries", "unit", "units_per_sequence"])  # these change from step to step
+@triton.jit(
+    do_not_specialize=["num_sequences", "max_queries", "unit", "units_per_sequence"]
+)  # these change from step to step
 def decode_kernel(
     q, out, lse, part_out, part_lse, arrived, pool, tables, rules, steps, num_sequences, max_queries, unit, units_per_sequence,
     FORM: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -49,7 +61,9 @@ def decode_kernel(
     while at < stop:
         b, begin, end = bounds(ends, at)
         until = at + 1 if FORM.split else tl.minimum(stop, end)
-        token, head, ok, acc0, acc1, lse2 = piece(q, h, b, at - begin, until - begin, unit, pool, tables, rules, steps, FORM)
+        token, head, ok, acc0, acc1, lse2 = piece(
+            q, h, b, at - begin, until - begin, unit, pool, tables, rules, steps, FORM
+        )
         if (at == begin) & (until == end):
             finish(out, lse, acc0, acc1, lse2, token, head, ok, rules[3], steps, FORM)
         else:
@@ -150,10 +164,23 @@ def merge_kernel(
     if pieces == 1:
         return
     kv_head, head = h // FORM.G, h % FORM.G
-    row = (kv_head * FORM.head_tiles + head // FORM.heads) * FORM.M + query * FORM.heads + head % FORM.heads  # within a slot
+    row = (
+        (kv_head * FORM.head_tiles + head // FORM.heads) * FORM.M + query * FORM.heads + head % FORM.heads
+    )  # within a slot
     token = (first_query + query).to(tl.int64)
     out, lse = out + token * out_token + h.to(tl.int64) * out_head, lse + token * lse_token + h
-    fold(part_out, part_lse, slot * num_rows + row, num_rows, pieces, rules[3] + h if FORM.sinks else None, out, lse, FORM.Dv, WIDTH)
+    fold(
+        part_out,
+        part_lse,
+        slot * num_rows + row,
+        num_rows,
+        pieces,
+        rules[3] + h if FORM.sinks else None,
+        out,
+        lse,
+        FORM.Dv,
+        WIDTH,
+    )
 
 
 MOST_DRAFTS = 16
@@ -187,7 +214,9 @@ def paged_decode(call: AttentionCall) -> None:
     slots = B * units_per_sequence if form.split else programs + B if programs > 1 else 0
     part_out = call.q.new_empty((slots, heads, form.M, Dv), dtype=torch.float32)
     part_lse = call.q.new_empty((slots, heads, form.M), dtype=torch.float32)
-    arrived = call.q.new_zeros((B, heads), dtype=torch.int32) if form.one_launch else None  # a graph clears its own at each replay
+    arrived = (
+        call.q.new_zeros((B, heads), dtype=torch.int32) if form.one_launch else None
+    )  # a graph clears its own at each replay
     tuples = tables_of(call), rules_of(call), steps_of(call)
     bounds, shape = (B, max_queries, unit, units_per_sequence), {"FORM": form, "BATCH": triton.next_power_of_2(B)}
     rows = min(rows, form.M)

@@ -19,7 +19,7 @@ from pagedkv.kernels.triton import tuning
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
-    from pagedkv.kernels.registry import Case
+    from pagedkv.kernels.case import Case
 
 DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 FARTHEST: Final = 2**30
@@ -129,7 +129,9 @@ def form_of(call: AttentionCall, M: int, N: int) -> Form:
     G, D, Dv = call.q.shape[1] // K, call.q.shape[2], call.out.shape[2]
     kind = KINDS.get(call.k.dtype, "")
     heads, on = min(G, M), tuning.target(call.q.device)
-    exact = "ieee" if max(D, Dv) > 256 else on.float32_products  # three products of TF32 of heads so wide fit no processor of 99 KiB
+    exact = (
+        "ieee" if max(D, Dv) > 256 else on.float32_products
+    )  # three products of TF32 of heads so wide fit no processor of 99 KiB
     return Form(
         dtype=DTYPES[call.q.dtype], kind=kind, S=S, G=G, D=D, Dv=Dv, M=M, N=N, heads=heads,
         whole_pages=S % N == 0 and (call.split_tokens or N) % N == 0,
@@ -144,7 +146,11 @@ def no_form(case: Case) -> list[str]:
     """Why no attention kernel can be compiled for `case`, or not launched on the GPU at hand."""
     if case.dtype not in (None, "float32", "bfloat16", "float16"):
         return [f"q is {case.dtype}; it takes float32, bfloat16, float16"]
-    if (case.dtype, case.kv_dtype) == ("float32", "int4") and max(case.head_dim or 0, case.head_dim_v or 0) > 256 and case.device == "cuda":
+    if (
+        (case.dtype, case.kv_dtype) == ("float32", "int4")
+        and max(case.head_dim or 0, case.head_dim_v or 0) > 256
+        and case.device == "cuda"
+    ):
         on = tuning.target(torch.device("cuda"))
         if on.arch.startswith("sm_") and on.shared < 128 << 10:
             room = f"needs 128 KiB of shared memory, {on.arch} has {on.shared >> 10}"
@@ -157,7 +163,9 @@ def keys_of(call: AttentionCall, M: int, most: int) -> int:
     one_byte = call.k.element_size() == 1
     if M >= 64 and one_byte and tuning.target(call.q.device).arch.startswith("gfx"):  # e4m3 is converted by its bits
         return min(most, 16)
-    tree = call.tree_mask is not None or call.split_tokens is not None  # a split's bits do not depend on a neighbour's mask
+    tree = (
+        call.tree_mask is not None or call.split_tokens is not None
+    )  # a split's bits do not depend on a neighbour's mask
     crowded = (M > 16 and tree) or (M > 64 and one_byte)  # a pointer into the mask for each score; converted keys
     return min(most, 32) if crowded else most
 
@@ -200,7 +208,15 @@ def rules_of(call: AttentionCall) -> tuple[Any, ...]:
     """scale, soft cap, window, sinks, slopes, tree mask and its stride. What an argument does not use is None or 0."""
     tree = call.tree_mask if call.tree_mask is None or call.tree_mask.stride(1) == 1 else call.tree_mask.contiguous()
     window = min(call.window or 0, FARTHEST)
-    return call.scale, call.softcap, window, _run(call.sinks), _run(call.alibi_slopes), tree, 0 if tree is None else tree.stride(0)
+    return (
+        call.scale,
+        call.softcap,
+        window,
+        _run(call.sinks),
+        _run(call.alibi_slopes),
+        tree,
+        0 if tree is None else tree.stride(0),
+    )
 
 
 def _run(x: Tensor | None) -> Tensor | None:

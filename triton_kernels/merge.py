@@ -24,7 +24,7 @@ from pagedkv.kernels.triton.tile import LN2, LOG2E
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.registry import Case
+    from pagedkv.kernels.case import Case
 
 
 @triton.jit
@@ -37,7 +37,9 @@ def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexp
         j = first + tl.arange(0, 16)
         rows = row + j.to(tl.int64) * stride
         one = tl.load(part_lse + rows, mask=j < parts, other=float("-inf"))
-        value = tl.load(part_out + rows[:, None] * Dv + c[None, :], mask=(j < parts)[:, None] & (c < Dv)[None, :], other=0.0)
+        value = tl.load(
+            part_out + rows[:, None] * Dv + c[None, :], mask=(j < parts)[:, None] & (c < Dv)[None, :], other=0.0
+        )
         higher = tl.maximum(top, tl.max(one, 0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weight, fade = tl.exp2(one - safe), tl.exp2(top - safe)
@@ -48,7 +50,10 @@ def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexp
         logit = tl.load(sink) * LOG2E
         higher = tl.maximum(top, logit)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        fade, weight = tl.exp2(top - safe), tl.where(logit == float("inf"), 1.0, tl.exp2(logit - safe))  # inf - inf is no number
+        fade, weight = (
+            tl.exp2(top - safe),
+            tl.where(logit == float("inf"), 1.0, tl.exp2(logit - safe)),
+        )  # inf - inf is no number
         acc, total, top = acc * fade, total * fade + weight, higher
     total = tl.where(total == 0, 1.0, total)  # then top is -inf and acc is 0
     tl.store(out + c, rounded(acc / total, out.dtype.element_ty), mask=c < Dv)
@@ -68,7 +73,9 @@ def merge_states_kernel(
     y = number(tl.load(out_b + token * b_token + h * b_head + c, mask=c < Dv, other=0.0)).to(tl.float32)
     top = tl.maximum(a, b)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    weigh_a = tl.where(a == float("inf"), 1.0, tl.exp(a - safe))  # a state with an infinite sink; inf - inf is no number
+    weigh_a = tl.where(
+        a == float("inf"), 1.0, tl.exp(a - safe)
+    )  # a state with an infinite sink; inf - inf is no number
     weigh_b = tl.where(b == float("inf"), 1.0, tl.exp(b - safe))
     total = weigh_a + weigh_b
     total = tl.where(total == 0, 1.0, total)

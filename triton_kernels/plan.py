@@ -23,7 +23,9 @@ import triton.language as tl
 
 
 @triton.jit
-def line(seq_lens, cu_seqlens_q, num_sequences, max_queries, window, unit, programs, BATCH: tl.constexpr, FORM: tl.constexpr):
+def line(
+    seq_lens, cu_seqlens_q, num_sequences, max_queries, window, unit, programs, BATCH: tl.constexpr, FORM: tl.constexpr
+):
     """ends int32 [BATCH]: where each sequence's units end in the line; and `share`.
 
     Sequences without queries, or with more than `max_queries`, have no units; others have one at least, for their output must be written.

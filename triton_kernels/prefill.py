@@ -29,7 +29,7 @@ from pagedkv.kernels.triton.tuning import target, tuning
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
-    from pagedkv.kernels.registry import Case
+    from pagedkv.kernels.case import Case
 
 
 @triton.jit(do_not_specialize=["num_sequences", "decoded"])  # these change from step to step
@@ -95,7 +95,18 @@ def merge_splits_kernel(
         return
     wide = token.to(tl.int64)
     out, lse = out + wide * out_token + h.to(tl.int64) * out_head, lse + wide * lse_token + h
-    fold(part_out, part_lse, (wide * H + h) * SPLITS, 1, SPLITS, sinks + h if FORM.sinks else None, out, lse, FORM.Dv, WIDTH)
+    fold(
+        part_out,
+        part_lse,
+        (wide * H + h) * SPLITS,
+        1,
+        SPLITS,
+        sinks + h if FORM.sinks else None,
+        out,
+        lse,
+        FORM.Dv,
+        WIDTH,
+    )
 
 
 def paged_prefill(call: AttentionCall, decoded: int) -> None:
@@ -105,7 +116,11 @@ def paged_prefill(call: AttentionCall, decoded: int) -> None:
     M = tuned.M if call.tree_mask is None and call.split_tokens is None else min(tuned.M, 64)  # see keys_of
     form = form_of(call, M=M, N=keys_of(call, M, tuned.N))
     heads, tiles = K * form.head_tiles, T // form.queries + B
-    splits = 1 if call.split_tokens else num_splits(-(-T // form.queries) * heads, on.processors, -(-call.max_seqlen_k // form.N))
+    splits = (
+        1
+        if call.split_tokens
+        else num_splits(-(-T // form.queries) * heads, on.processors, -(-call.max_seqlen_k // form.N))
+    )
     slots = T * H * splits if splits > 1 else 0
     part_out, part_lse = (call.q.new_empty(size, dtype=torch.float32) for size in (slots * Dv, slots))
     shape = {"FORM": form, "BATCH": triton.next_power_of_2(B), "SPLITS": splits}

@@ -63,10 +63,16 @@ def load_query(q, row, ok, FORM: tl.constexpr):
 def store_parts(to, row, ok, first, second, FORM: tl.constexpr):
     """[M, V0] and [M, V1] to the rows at `row`, in the type of `to`."""
     c = part_columns(0, FORM.V0, FORM.V1, FORM)
-    tl.store(to + row[:, None] + c[None, :], rounded(first, to.dtype.element_ty), mask=ok[:, None] & (c < FORM.Dv)[None, :])
+    tl.store(
+        to + row[:, None] + c[None, :], rounded(first, to.dtype.element_ty), mask=ok[:, None] & (c < FORM.Dv)[None, :]
+    )
     if FORM.kind == "int4" or FORM.V1 > 0:
         c = part_columns(1, FORM.V0, FORM.V1, FORM)
-        tl.store(to + row[:, None] + c[None, :], rounded(second, to.dtype.element_ty), mask=ok[:, None] & (c < FORM.Dv)[None, :])
+        tl.store(
+            to + row[:, None] + c[None, :],
+            rounded(second, to.dtype.element_ty),
+            mask=ok[:, None] & (c < FORM.Dv)[None, :],
+        )
 
 
 @triton.jit
@@ -107,7 +113,24 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, FOR
     rows: (position, ok, tree_row, position of the first new token, number of new ones)
     """
     q0, q1 = q_parts
-    k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head, ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head = pool
+    (
+        k,
+        v,
+        k_scale,
+        v_scale,
+        k_frame,
+        k_slot,
+        k_head,
+        v_frame,
+        v_slot,
+        v_head,
+        ks_frame,
+        ks_slot,
+        ks_head,
+        vs_frame,
+        vs_slot,
+        vs_head,
+    ) = pool
     scale, softcap, window, _, _, tree, _ = rules
     wide = kv_head.to(tl.int64)
     k, v = k + wide * k_head, v + wide * v_head
@@ -186,7 +209,9 @@ def with_sink(acc0, acc1, lse, sinks, head, ok):
     sink = tl.load(sinks + head, mask=ok, other=0.0) * LOG2E
     top = tl.maximum(lse, sink)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    whole = safe + tl.log2(tl.exp2(lse - safe) + tl.where(sink == float("inf"), 1.0, tl.exp2(sink - safe)))  # inf - inf is no number
+    whole = safe + tl.log2(
+        tl.exp2(lse - safe) + tl.where(sink == float("inf"), 1.0, tl.exp2(sink - safe))
+    )  # inf - inf is no number
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, whole))[:, None]
     return acc0 * weight, acc1 * weight, whole
 

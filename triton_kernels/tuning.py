@@ -2,7 +2,7 @@
 
 tuning.json: {architecture: {"source": where the numbers come from, kernel: {size: {field: value}}}}; a size is "B/W": the bytes of a stored
 head of K and of V together, rounded up to a power of two, and the elements of the wider of the two, likewise. `python -m
-pagedkv.bench.tune` fills it on a GPU. What an entry does not say, and what has none, follows the rule of `_by_rule`: from shared memory,
+pagedkv.bench.gpu.tune` fills it on a GPU. What an entry does not say, and what has none, follows the rule of `_by_rule`: from shared memory,
 registers and the latency that loads in flight must hide. Where the source is "rule", the entries are the rule's: reasoned, not measured.
 This file launches nothing.
 """
@@ -101,7 +101,10 @@ def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
     float32, one_byte = head_bytes > 4 * widest, head_bytes <= 2 * widest
     stages, resident = 2 if amd else 3, 2 if decode and not wide else 1
     if wide:  # an output of 512 columns fills the registers: few rows, and V from the columns of K that are there already (MLA)
-        M, num_warps = 16 if amd or float32 or head_bytes <= widest else 32, 4 if amd else 8  # int4: both nibbles of as many columns
+        M, num_warps = (
+            16 if amd or float32 or head_bytes <= widest else 32,
+            4 if amd else 8,
+        )  # int4: both nibbles of as many columns
     elif float32:  # three products of TF32 for each: few rows, and twice the warps in prefill and beside wide outputs
         M, num_warps = 32 if widest <= 128 else 16, 4 if amd or (decode and widest <= 128) else 8
     elif decode:
@@ -114,7 +117,9 @@ def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
         N = 16
     else:
         N = 32 if wide or amd or float32 or (not decode and (widest > 128 or on.shared < 128 << 10)) else 64
-    room = on.shared * 4 // 5 // resident - (0 if decode else M * widest * (4 if float32 else 2))  # beside q; the rest is for p and scales
+    room = on.shared * 4 // 5 // resident - (
+        0 if decode else M * widest * (4 if float32 else 2)
+    )  # beside q; the rest is for p and scales
     while N > 16 and (stages - 1) * N * head_bytes > room:
         N //= 2
     if decode and not amd and stages > 1 and stages * N * head_bytes <= room:

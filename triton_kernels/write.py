@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.kernels.args import WriteCall
-    from pagedkv.kernels.registry import Case
+    from pagedkv.kernels.case import Case
 
 
 @triton.jit
@@ -58,8 +58,13 @@ def vector(x, row, ok, c, DIM: tl.constexpr, angles, ROPE: tl.constexpr, HALF: t
         else:
             other, i, is_first = tl.where(c < HALF, c + HALF, c - HALF), c % HALF, c < HALF
         turns = c < 2 * HALF
-        beside = number(tl.load(x + row[:, None] + other[None, :], mask=mask & turns[None, :], other=0.0)).to(tl.float32)
-        cosine, sine = tl.load(cos + i, mask=turns, other=1.0)[None, :], tl.load(sin + i, mask=turns, other=0.0)[None, :]
+        beside = number(tl.load(x + row[:, None] + other[None, :], mask=mask & turns[None, :], other=0.0)).to(
+            tl.float32
+        )
+        cosine, sine = (
+            tl.load(cos + i, mask=turns, other=1.0)[None, :],
+            tl.load(sin + i, mask=turns, other=0.0)[None, :],
+        )
         turned = tl.where(is_first[None, :], value * cosine - beside * sine, value * cosine + beside * sine)
         value = tl.where(turns[None, :], turned, value)
     return value
@@ -79,7 +84,11 @@ def stored_as(x, scale, KIND: tl.constexpr, QMAX: tl.constexpr, pool):
             x = as_float8(x, 2, 15)
         else:
             whole = tl.where(x == x, (x + 12582912.0) - 12582912.0, 0.0)  # to an integer, half to even
-            x = (whole + 8.0).to(tl.int32) if KIND == "int4" else whole.to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True)
+            x = (
+                (whole + 8.0).to(tl.int32)
+                if KIND == "int4"
+                else whole.to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True)
+            )
     return x
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pagedkv.cache.mirror import DeviceMirror
-from pagedkv.core.plan import Plan
+from pagedkv.core.handles import Plan
 from pagedkv.kernels.args import PagedBatch
 
 
@@ -64,4 +64,12 @@ def on_device(plan: Plan, mirror: DeviceMirror, block_size: int, group: int = 0)
         at += size
     slots, positions, seq_lens, cu_seqlens_q, rows = parts
     table = mirror.update(plan.block_table, mine.rows, pages)
-    return replace(host, block_table=table, slots=slots, positions=positions, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, rows=rows)
+    return replace(
+        host,
+        block_table=table,
+        slots=slots,
+        positions=positions,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        rows=rows,
+    )

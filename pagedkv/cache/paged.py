@@ -28,12 +28,11 @@ from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.snapshots import Restored
 from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
 from pagedkv.core.arguments import whole
-from pagedkv.core.groups import Group
+from pagedkv.core.handles import AddressSpace, Plan
 from pagedkv.core.manager import Counts, MemoryManager, Spaces
-from pagedkv.core.plan import Plan
-from pagedkv.core.space import AddressSpace
+from pagedkv.core.observe.stats import Stats
 from pagedkv.core.state import FREE
-from pagedkv.core.stats import Stats
+from pagedkv.core.tables.layer_groups import Group
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import KVLayer, PagedBatch
@@ -73,10 +72,14 @@ class PagedKVCache:
         manager_options.setdefault("groups", [Group(window=spec.window) for spec in self.specs])
         self.manager = MemoryManager(frames, self.spec.block_size, **manager_options)
         if len(self.manager.groups) != len(self.specs):
-            raise InvalidRequest(f"{len(self.manager.groups)} groups and {len(self.specs)} specs; give a KVSpec for each group")
+            raise InvalidRequest(
+                f"{len(self.manager.groups)} groups and {len(self.specs)} specs; give a KVSpec for each group"
+            )
         windows, due = [group.window for group in self.manager.groups], [spec.window for spec in self.specs]
         if windows != due:
-            raise InvalidRequest(f"groups have windows {windows} and their specs {due}; give each Group the window of its KVSpec")
+            raise InvalidRequest(
+                f"groups have windows {windows} and their specs {due}; give each Group the window of its KVSpec"
+            )
         self.kernel = registry.choose(self.spec, self.device.type, kernels)
         forced = kernels not in (None, registry.AUTO) or debug.forced_backend() is not None
         self.backend = self.kernel.name if forced else None
@@ -108,7 +111,9 @@ class PagedKVCache:
         chunk = num_tokens if at_once is None else min(at_once, num_tokens)
         most = [num_tokens if spec.window is None else min(num_tokens, spec.window - 1 + chunk) for spec in self.specs]
         pages = self.spec.pages
-        return sum(pages(num_tokens) if tokens == num_tokens else min(pages(num_tokens), pages(tokens) + 1) for tokens in most)
+        return sum(
+            pages(num_tokens) if tokens == num_tokens else min(pages(num_tokens), pages(tokens) + 1) for tokens in most
+        )
 
     def open(self, token_ids: Sequence[int] | npt.NDArray[np.integer] = (), *, tenant: bytes = b"") -> AddressSpace:
         """See MemoryManager.open."""
@@ -138,7 +143,9 @@ class PagedKVCache:
             return packing.on_cpu(plan, group)
         return packing.on_device(plan, self._mirror, self.spec.block_size, group)
 
-    def commit(self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None) -> None:
+    def commit(
+        self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None
+    ) -> None:
         """The KV of `token_ids` has been written where `batch` said. See MemoryManager.commit."""
         self.manager.commit(_plan_of(batch, "commit"), token_ids, counts)
 
@@ -214,7 +221,9 @@ def _device(device: torch.device | str) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as why:
         told = str(why).splitlines()[0]
-        raise InvalidRequest(f"device is {device!r}, which torch does not know ({told}); give 'cpu' or 'cuda'") from None
+        raise InvalidRequest(
+            f"device is {device!r}, which torch does not know ({told}); give 'cpu' or 'cuda'"
+        ) from None
 
 
 def _folder(folder: str | Path) -> Path:
@@ -226,7 +235,9 @@ def _folder(folder: str | Path) -> Path:
 
 def _name(model: str) -> str:
     if not isinstance(model, str):
-        raise InvalidRequest(f"model is {model!r}; give text that names the weights, such as the digest of a checkpoint")
+        raise InvalidRequest(
+            f"model is {model!r}; give text that names the weights, such as the digest of a checkpoint"
+        )
     return model
 
 

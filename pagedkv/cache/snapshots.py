@@ -21,7 +21,6 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -31,16 +30,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from pagedkv.core.digests import page_digest, root_digest
-from pagedkv.core.groups import Group
-from pagedkv.core.pages import Page, findable_pages
-from pagedkv.core.state import PUBLISHING
+from pagedkv.core.prefix.digests import page_digest, root_digest
+from pagedkv.core.prefix.export import Page
 from pagedkv.errors import OutOfFrames
 
 if TYPE_CHECKING:
     from pagedkv.cache.paged import PagedKVCache
-    from pagedkv.core.manager import MemoryManager
-    from pagedkv.core.space import AddressSpace
+    from pagedkv.core.handles import AddressSpace
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
@@ -75,7 +71,7 @@ def fingerprint(cache: PagedKVCache, model: str) -> dict[str, Any]:
 
 def save(cache: PagedKVCache, folder: Path, model: str) -> int:
     """Write every findable page of `cache` to `folder`; returns how many. What was there before stays valid until all is written."""
-    pages = findable_pages(cache.manager.state, cache.manager._roots)
+    pages = cache.manager.findable_pages()
     tenants = sorted({page.tenant for page in pages})
     facts, draw = fingerprint(cache, model), secrets.token_hex(8)
     sealed = _Seal(facts)
@@ -88,7 +84,9 @@ def save(cache: PagedKVCache, folder: Path, model: str) -> int:
     for first in range(0, len(pages), at_once):
         part = pages[first : first + at_once]
         tensors = _tensors(cache, part, tenants)
-        digests = [sealed.digest(name, held) for name, held in zip(names[first:], tensors["frames"].numpy(), strict=False)]
+        digests = [
+            sealed.digest(name, held) for name, held in zip(names[first:], tensors["frames"].numpy(), strict=False)
+        ]
         tensors["digest"] = torch.from_numpy(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32).copy())
         files.append({"name": f"frames-{draw}-{len(files):05}.safetensors", "pages": len(part)})
         _write(folder / files[-1]["name"], lambda path, tensors=tensors: save_file(tensors, path))
@@ -150,27 +148,14 @@ def load(cache: PagedKVCache, folder: Path, model: str) -> Restored:
     if there != here:
         wrong = [name for name in here if not isinstance(there, dict) or there.get(name) != here[name]]
         return Restored(refused=f"the snapshot in {folder} was made for another {', '.join(wrong)}")
-    if not cache.manager.state.reg[PUBLISHING]:
+    if not cache.manager.prefix_cache:
         return Restored(refused="this cache finds no prefixes (prefix_cache=False)")
     restoring = _Restoring(cache, tenants, _Seal(here))
-    with _holding_all(cache.manager), cache.manager.unasked():
+    with cache.manager.restoring():
         try:
             return restoring.run(files)
         finally:
             restoring.stand_nowhere()
-
-
-@contextmanager
-def _holding_all(manager: MemoryManager) -> Iterator[None]:
-    """A single group gives nothing back behind its window meanwhile: a space with a hole publishes no more."""
-    groups, rows = manager.groups, manager.state.groups
-    if len(groups) == 1:
-        manager.groups, rows[:] = (Group(),), 0
-    try:
-        yield
-    finally:
-        if len(groups) == 1:
-            manager.groups, rows[:, :2] = groups, (groups[0].window or 0, groups[0].sinks)
 
 
 Row = dict[str, torch.Tensor]
@@ -181,7 +166,9 @@ class _Restoring:
 
     def __init__(self, cache: PagedKVCache, tenants: list[bytes], seal: _Seal) -> None:
         self.cache, self.tenants, self.seal = cache, tenants, seal
-        self.found: dict[int, tuple[bytes, Page]] = {}  # page that can be found now: its name, and what it says of itself
+        self.found: dict[
+            int, tuple[bytes, Page]
+        ] = {}  # page that can be found now: its name, and what it says of itself
         self.left: set[int] = set()  # whole pages for which there was no frame
         self.space: AddressSpace | None = None
         self.tip = -1  # the last page of the space
@@ -262,8 +249,18 @@ def _rows(path: Path, count: int, shapes: dict[str, tuple[torch.dtype, tuple[int
     """The `count` pages of a file; none of them if it cannot be read or holds something else."""
     try:
         tensors = load_file(path)
-        whole = all(name in tensors and (tensors[name].dtype, tuple(tensors[name].shape)) == due for name, due in shapes.items())
-    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, OverflowError, MemoryError):  # whatever a damaged header brings
+        whole = all(
+            name in tensors and (tensors[name].dtype, tuple(tensors[name].shape)) == due for name, due in shapes.items()
+        )
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        OverflowError,
+        MemoryError,
+    ):  # whatever a damaged header brings
         return
     for at in range(count if whole else 0):
         yield {name: tensors[name][at] for name in shapes}

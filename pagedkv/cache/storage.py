@@ -44,7 +44,10 @@ def _apart(view: torch.Tensor) -> torch.Tensor:
 
     It cannot see any more that they alias `frames`, so copying frames stays outside a compiled step.
     """
-    as_bytes = view.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes that DLPack has no name for in every torch we support
+    as_bytes = view.dtype in (
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )  # dtypes that DLPack has no name for in every torch we support
     return from_dlpack(view.view(torch.uint8)).view(view.dtype) if as_bytes else from_dlpack(view)
 
 
@@ -60,10 +63,16 @@ def specs_of(given: KVSpec | Sequence[KVSpec]) -> tuple[KVSpec, ...]:
 def groups_of_layers(specs: tuple[KVSpec, ...], given: Sequence[int] | None) -> tuple[int, ...]:
     """The group of each layer."""
     if len({spec.block_size for spec in specs}) > 1:
-        raise InvalidRequest(f"block sizes {[spec.block_size for spec in specs]}: groups share one pool of equal frames; give one size")
+        raise InvalidRequest(
+            f"block sizes {[spec.block_size for spec in specs]}: groups share one pool of equal frames; give one size"
+        )
     if given is not None and not isinstance(given, Sequence):
         raise InvalidRequest(f"layer_groups is {given!r}; give a list: the group of each layer")
-    layers = tuple(given) if given is not None else tuple(group for group, spec in enumerate(specs) for _ in range(spec.num_layers))
+    layers = (
+        tuple(given)
+        if given is not None
+        else tuple(group for group, spec in enumerate(specs) for _ in range(spec.num_layers))
+    )
     counts = [layers.count(group) for group in range(len(specs))]
     if counts != [spec.num_layers for spec in specs] or sum(counts) != len(layers):
         raise InvalidRequest(
@@ -103,7 +112,9 @@ class Storage:
             ) from error
         self.frames = self.bytes.view(num_frames, self.frame_bytes)
         order = [self.layer_groups[:layer].count(group) for layer, group in enumerate(self.layer_groups)]
-        self.layers = [self._layer(self.specs[group], index) for group, index in zip(self.layer_groups, order, strict=True)]
+        self.layers = [
+            self._layer(self.specs[group], index) for group, index in zip(self.layer_groups, order, strict=True)
+        ]
 
     def _layer(self, spec: KVSpec, index: int) -> KVLayer:
         parts = {}

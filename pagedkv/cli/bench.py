@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pagedkv.bench import manager as runner
 from pagedkv.bench import record
+from pagedkv.bench.manager import runner
 from pagedkv.errors import InvalidRequest
 
 
@@ -32,7 +32,7 @@ def scaling(rounds: int, picture: Path, *, as_json: bool, keep: Path | None) -> 
     """Measure a step against pool size and context length, append the rows, draw them, and print by how much each line rises."""
     if find_spec("matplotlib") is None:
         raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
-    from pagedkv.bench import scaling as sizes
+    from pagedkv.bench.manager import scaling as sizes
 
     figures = sizes.measure(rounds)
     about = record.provenance()

@@ -1,4 +1,4 @@
-"""`pagedkv bench attention`: chooses cells, runs pagedkv.bench.attention over them, keeps the rows and prints them with the promises.
+"""`pagedkv bench attention`: chooses cells, runs bench/attention over them, keeps the rows and prints them with the promises.
 
 What is measured, and how, is known in pagedkv.bench alone. Rows are kept group by group, so a run that is broken off has kept its part.
 """
@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pagedkv.bench import attention as runner
-from pagedkv.bench import cells as grids
-from pagedkv.bench import musts, record, roofline
+from pagedkv.bench import record
+from pagedkv.bench.attention import cells as grids
+from pagedkv.bench.attention import musts, roofline, runner
 from pagedkv.errors import InvalidRequest
 
 
@@ -51,7 +51,13 @@ class Choice:
             return [cell for cell in grid if not self.kinds or cell.kind in self.kinds]
         chosen = []
         for kind, *values in product(self.kinds or ["decode"], *given.values(), threads):
-            new = {"new": 2048, "context": 2048, "batch": 1} if kind in ("prefill", "write") else {"batch": 1} if kind == "call" else {}
+            new = (
+                {"new": 2048, "context": 2048, "batch": 1}
+                if kind in ("prefill", "write")
+                else {"batch": 1}
+                if kind == "call"
+                else {}
+            )
             named: dict[str, Any] = new | dict(zip([*given, "threads"], values, strict=True))
             if "heads" in named:
                 named["heads"], named["kv_heads"] = _heads(named["heads"])
@@ -91,7 +97,9 @@ def run(choice: Choice, asked: Any, shown: Shown) -> None:
         raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
     cells = choice.cells()
     if not cells:
-        raise InvalidRequest("no cell of the grid is of that kind (decode, prefill, write and call exist) and in that part")
+        raise InvalidRequest(
+            "no cell of the grid is of that kind (decode, prefill, write and call exist) and in that part"
+        )
     about, console = record.provenance(), Console(highlight=False, stderr=shown.as_json)
     folder = record.results()
     keep = shown.keep or (folder / "attention.jsonl" if folder else None)
@@ -117,9 +125,15 @@ def _line(row: Any) -> str:
         rate = f"{result['GB_per_s']:7.1f} GB/s" if "GB_per_s" in result else ""
         rate = f"{result['GFLOP_per_s']:7.0f} GFLOP/s" if "GFLOP_per_s" in result else rate
         share = next((f"{value:5.2f} of {name[3:]}" for name, value in result.items() if name.startswith("of_")), "")
-        clean = f"{result['clean']} clean of {result['repetitions']}" if result["clean"] else f"none clean of {result['repetitions']}"
+        clean = (
+            f"{result['clean']} clean of {result['repetitions']}"
+            if result["clean"]
+            else f"none clean of {result['repetitions']}"
+        )
         lines.append(f"  {who:10} {result['us']:11,.1f} us {rate:>16} {share:>17}   {clean}")
-    lines += [f"  {who:10} not measured: {why}" for who, why in row.refused.items() if why != "measured on plain cells only"]
+    lines += [
+        f"  {who:10} not measured: {why}" for who, why in row.refused.items() if why != "measured on plain cells only"
+    ]
     return "\n".join(lines)
 
 

@@ -55,7 +55,9 @@ def _kernels(device: str) -> Table:
     explained = pagedkv.explain(device=device)
     lines = {}
     for name, why in explained.objections.items():
-        said = f"cannot: {'; '.join(why)}" if why else "can run, and is chosen" if name == explained.chosen else "can run"
+        said = (
+            f"cannot: {'; '.join(why)}" if why else "can run, and is chosen" if name == explained.chosen else "can run"
+        )
         lines[name] = Text(said, style="yellow" if why else "green")
     return _grid(lines)
 
@@ -75,7 +77,9 @@ def _facts() -> dict[str, str]:
     }
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        facts[f"cuda:{index}"] = f"{device.name}, {size(device.total_memory)}, compute capability {device.major}.{device.minor}"
+        facts[f"cuda:{index}"] = (
+            f"{device.name}, {size(device.total_memory)}, compute capability {device.major}.{device.minor}"
+        )
     return facts
 
 
@@ -98,13 +102,17 @@ def _cpu() -> str:
     fields = {name.strip(): value.strip() for name, value in lines.items()}
     there = set(fields.get("flags", fields.get("Features", "")).split())
     name = fields.get("model name", platform.processor() or "unknown")
-    return f"{name}; {' '.join(feature for feature in FEATURES if feature in there) or 'no features that kernels ask for'}"
+    return (
+        f"{name}; {' '.join(feature for feature in FEATURES if feature in there) or 'no features that kernels ask for'}"
+    )
 
 
 def _memory() -> str:
     """Of the machine, and of the container if that has less."""
     fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
-    total, available = (int(fields[name].split()[0]) * 1024 if name in fields else 0 for name in ("MemTotal", "MemAvailable"))
+    total, available = (
+        int(fields[name].split()[0]) * 1024 if name in fields else 0 for name in ("MemTotal", "MemAvailable")
+    )
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     bound = f", at most {size(int(limit))} for this container" if limit.isdigit() and int(limit) < total else ""
     return f"{size(available)} available of {size(total)}{bound}"

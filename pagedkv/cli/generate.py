@@ -79,7 +79,9 @@ def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
     known = {field.name for field in fields(SamplingParams)}
     unknown = sorted(set(prompt.options) - known)
     if unknown:
-        raise InvalidRequest(f'{prompt.where} has {", ".join(unknown)}; beside "prompt" it may have {", ".join(sorted(known))}')
+        raise InvalidRequest(
+            f'{prompt.where} has {", ".join(unknown)}; beside "prompt" it may have {", ".join(sorted(known))}'
+        )
     for name in ("stop", "stop_ids"):
         if not isinstance(prompt.options.get(name, ""), (str, list)):
             raise InvalidRequest(f"{prompt.where}: {name} is {prompt.options[name]!r}; it must be a list")
@@ -129,9 +131,12 @@ def _block(request: Request, prompt: Prompt) -> str:
     """The samples of one of many prompts, each under a heading, with a blank line after it."""
     several = len(request.completions) > 1
     heads = [
-        f"{prompt.where}, sample {c.index + 1} of {len(request.completions)}" if several else prompt.where for c in request.completions
+        f"{prompt.where}, sample {c.index + 1} of {len(request.completions)}" if several else prompt.where
+        for c in request.completions
     ]
-    return "\n".join(f"==> {head} <==\n{c.text.removesuffix(chr(10))}\n" for head, c in zip(heads, request.completions, strict=True))
+    return "\n".join(
+        f"==> {head} <==\n{c.text.removesuffix(chr(10))}\n" for head, c in zip(heads, request.completions, strict=True)
+    )
 
 
 class Bar:
@@ -140,7 +145,11 @@ class Bar:
     def __init__(self, screen: Console, total: int, *, shown: bool) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
         # redirect_stdout would send what is printed to stderr, file or not
-        self._progress = Progress(*columns, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False) if shown else None
+        self._progress = (
+            Progress(*columns, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False)
+            if shown
+            else None
+        )
         self._task = self._progress.add_task("", total=total, tokens=0) if self._progress else TaskID(0)
         self._tokens = 0
 

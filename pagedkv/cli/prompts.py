@@ -53,7 +53,9 @@ def read(text: str | None, path: Path | None, dash: str | None) -> Source:
     Raises: InvalidRequest if it names two sources, or one that is empty, cannot be read or is malformed (naming the line).
     """
     if dash not in (None, "-"):
-        raise InvalidRequest(f"unexpected argument {dash!r}; a prompt is given with --prompt, --prompt-file, or - for stdin")
+        raise InvalidRequest(
+            f"unexpected argument {dash!r}; a prompt is given with --prompt, --prompt-file, or - for stdin"
+        )
     given = [name for name, value in (("--prompt", text), ("--prompt-file", path), ("-", dash)) if value is not None]
     if len(given) > 1:
         raise InvalidRequest(f"{' and '.join(given)} both give a prompt; give one of them")

@@ -59,12 +59,20 @@ def frames_in(memory: str, bytes_per_token: int) -> int:
 
 
 def _print(rows: list[Row], requests: int) -> None:
-    table = Table(caption=f"{requests:,} requests, {rows[0]['blocks']:,} blocks of {BLOCK_TOKENS} tokens", caption_justify="left")
+    table = Table(
+        caption=f"{requests:,} requests, {rows[0]['blocks']:,} blocks of {BLOCK_TOKENS} tokens", caption_justify="left"
+    )
     for name in ("frames", "policy", "hit rate", "last half", "evictions"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for row in rows:
         evictions = "" if row["evictions"] is None else f"{row['evictions']:,}"
-        table.add_row(f"{row['num_frames']:,}", row["policy"], f"{row['hit_rate']:.3f}", f"{row['hit_rate_last_half']:.3f}", evictions)
+        table.add_row(
+            f"{row['num_frames']:,}",
+            row["policy"],
+            f"{row['hit_rate']:.3f}",
+            f"{row['hit_rate_last_half']:.3f}",
+            evictions,
+        )
     Console(highlight=False).print(table)
 
 
@@ -72,11 +80,18 @@ def _draw(rows: list[Row], path: Path) -> None:
     """Hit rate against pool size, a line for each policy."""
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for number, policy in enumerate(dict.fromkeys(row["policy"] for row in rows)):  # the first ones widest: equal lines stay visible
+    for number, policy in enumerate(
+        dict.fromkeys(row["policy"] for row in rows)
+    ):  # the first ones widest: equal lines stay visible
         size = max(2, 10 - number)
         points = [(row["num_frames"], row["hit_rate"]) for row in rows if row["policy"] == policy]
         axes.plot(
-            *zip(*points, strict=True), marker="o", markersize=size, linewidth=size / 3, linestyle=_STYLES.get(policy, "-"), label=policy
+            *zip(*points, strict=True),
+            marker="o",
+            markersize=size,
+            linewidth=size / 3,
+            linestyle=_STYLES.get(policy, "-"),
+            label=policy,
         )
     axes.set(xscale="log", xlabel=f"frames of {BLOCK_TOKENS} tokens", ylabel="hit rate", ylim=(0, None))
     axes.legend()

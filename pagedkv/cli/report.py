@@ -87,4 +87,8 @@ def _speed(requests: list[Request]) -> str:
     if requests[1:]:
         return f"{tokens / (last - min(request.submitted_at for request in requests)):,.0f} tokens/s in all"
     followed, elapsed = tokens - len(completions), last - min(c.first_token_at for c in completions)
-    return f"{followed / elapsed:,.0f} tokens/s after the first" if followed and elapsed > 0 else "– (one token has no speed)"
+    return (
+        f"{followed / elapsed:,.0f} tokens/s after the first"
+        if followed and elapsed > 0
+        else "– (one token has no speed)"
+    )

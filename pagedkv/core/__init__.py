@@ -4,12 +4,10 @@
 compiled functions over it, by noun: frames, index (of prefixes), spaces (page tables), steps (plan and commit).
 """
 
-from pagedkv.core.groups import Group
+from pagedkv.core.handles import AddressSpace, Pin, Plan
 from pagedkv.core.manager import MemoryManager
 from pagedkv.core.observation import Observe
-from pagedkv.core.pins import Pin
-from pagedkv.core.plan import Plan
-from pagedkv.core.space import AddressSpace
-from pagedkv.core.stats import Stats
+from pagedkv.core.observe.stats import Stats
+from pagedkv.core.tables.layer_groups import Group
 
 __all__ = ["AddressSpace", "Group", "MemoryManager", "Observe", "Pin", "Plan", "Stats"]

@@ -25,7 +25,9 @@ def whole(value: Any, what: str, least: int = 0, end: int = 2**63) -> int:
     except TypeError:
         number = least - 1
     if not least <= number < end:
-        raise InvalidRequest(f"{what} is {value!r}; give an int of {least} or more, below {end if end < 2**31 else _power(end)}")
+        raise InvalidRequest(
+            f"{what} is {value!r}; give an int of {least} or more, below {end if end < 2**31 else _power(end)}"
+        )
     return number
 
 
@@ -72,7 +74,9 @@ def token_row(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:
         raise InvalidRequest(f"token ids of shape {list(ids.shape)} and dtype {ids.dtype}; give one row of integers")
     if len(ids) and ids.dtype != np.int32 and (ids.min() < -(2**31) or ids.max() >= 2**31):
         raise InvalidRequest("a token id does not fit int32")
-    return np.require(ids, np.int32, ("C", "A", "W"))  # what may not be written is another type to numba, and compiles everything anew
+    return np.require(
+        ids, np.int32, ("C", "A", "W")
+    )  # what may not be written is another type to numba, and compiles everything anew
 
 
 def asid_row(asids: npt.NDArray[np.integer]) -> I32:
@@ -97,7 +101,9 @@ def count_row(counts: Sequence[int] | npt.NDArray[np.integer], batch: int) -> I6
     except ValueError:
         raise InvalidRequest(f"counts are no row of numbers; give one int for each of the {batch} spaces") from None
     if given.shape != (batch,) or (batch and not np.issubdtype(given.dtype, np.integer)):
-        raise InvalidRequest(f"there are {batch} spaces, and counts of shape {list(given.shape)} and {given.dtype}; give one int for each")
+        raise InvalidRequest(
+            f"there are {batch} spaces, and counts of shape {list(given.shape)} and {given.dtype}; give one int for each"
+        )
     if given.dtype == np.uint64 and batch and given.max() >= 2**63:
         raise InvalidRequest("a count does not fit int64")
     return given.astype(np.int64)
@@ -111,5 +117,7 @@ def frame_row(frames: npt.NDArray[np.integer], num_frames: int) -> I32:
         raise InvalidRequest("frames are no row of numbers; give one row of frame numbers") from None
     numbers = wanted.ndim == 1 and (len(wanted) == 0 or np.issubdtype(wanted.dtype, np.integer))
     if not numbers or (len(wanted) and not 0 <= wanted.min() <= wanted.max() < num_frames):
-        raise InvalidRequest(f"frames of shape {list(wanted.shape)}; give one row of frame numbers, 0 to {num_frames - 1}")
+        raise InvalidRequest(
+            f"frames of shape {list(wanted.shape)}; give one row of frame numbers, 0 to {num_frames - 1}"
+        )
     return np.require(wanted, np.int32, ("C", "A", "W"))  # see token_row

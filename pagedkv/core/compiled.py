@@ -47,7 +47,9 @@ else:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             zero = arguments[1].type(0)
             held = make_array(signature.args[0])(context, builder, arguments[0])
-            first = get_item_pointer(context, builder, signature.args[0], held, [arguments[1]] + [zero] * (array.ndim - 1))
+            first = get_item_pointer(
+                context, builder, signature.args[0], held, [arguments[1]] + [zero] * (array.ndim - 1)
+            )
             place = builder.bitcast(first, ir.IntType(8).as_pointer())
             number = ir.IntType(32)
             word = builder.module.declare_intrinsic(

@@ -12,25 +12,25 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import debug
-from pagedkv.core import forgetting, frames, spaces, steps
-from pagedkv.core import resize as sizes
 from pagedkv.core import state as st
 from pagedkv.core.arguments import asid_row, count_row, flag, frame_row, real, tenant_name, token_row, whole
-from pagedkv.core.check import Known, check_state
-from pagedkv.core.groups import Group, blind_group, group_rows, group_tuple
-from pagedkv.core.misses import Miss, explain
+from pagedkv.core.check.laws import Expected, check_state
+from pagedkv.core.handles import AddressSpace, Pin, Plan
 from pagedkv.core.observation import Observe, Observed
-from pagedkv.core.ownership import exclusive
-from pagedkv.core.pins import Pin
-from pagedkv.core.plan import Plan
-from pagedkv.core.policies import Policy, Priority, chosen, install, retention
-from pagedkv.core.refusals import refuse_plan, refuse_settling
-from pagedkv.core.reuse import let_go
-from pagedkv.core.roots import Roots
-from pagedkv.core.space import AddressSpace
+from pagedkv.core.observe.misses import Miss, explain
+from pagedkv.core.observe.reuse_distance import record_release
+from pagedkv.core.observe.stats import Stats, gather, mean_run
+from pagedkv.core.pool import frames
+from pagedkv.core.pool.policies import Policy, Priority, chosen, install, retention
+from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.state import I32
-from pagedkv.core.stats import Stats, gather, mean_run, pending
-from pagedkv.core.tenants import Tenants, room
+from pagedkv.core.tables import page_tables, steps
+from pagedkv.core.tables.forget import forget_pages
+from pagedkv.core.tables.layer_groups import Group, blind_group, group_rows, group_tuple
+from pagedkv.core.tables.resize import refuse_resize, resized
+from pagedkv.core.tables.step_errors import refuse_plan, refuse_settling
+from pagedkv.core.tenants import Tenants, headroom
+from pagedkv.core.thread_guard import exclusive
 from pagedkv.errors import DoubleRelease, InvalidRequest, InvariantViolation, PlanConflict, StaleHandle
 
 Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -67,9 +67,13 @@ class MemoryManager(Observed, Tenants):
         self.block_size = whole(block_size, "block_size", 1, 2**31)
         self.policy, self._shares = chosen(policy), (real(watermark, "watermark"), real(max_pinned, "max_pinned"))
         if not 0.0 <= self._shares[0] < 1.0:
-            raise InvalidRequest(f"watermark is {watermark}; it is the share of the pool to keep free, from 0 to less than 1")
+            raise InvalidRequest(
+                f"watermark is {watermark}; it is the share of the pool to keep free, from 0 to less than 1"
+            )
         if not 0.0 <= self._shares[1] <= 1.0:
-            raise InvalidRequest(f"max_pinned is {max_pinned}; it is the share of the pool that pins may hold, from 0 to 1")
+            raise InvalidRequest(
+                f"max_pinned is {max_pinned}; it is the share of the pool that pins may hold, from 0 to 1"
+            )
         if not isinstance(match, str) or match not in ("page", "token"):
             raise InvalidRequest(f"match is {match!r}; it is 'page' or 'token'")
         self.groups = group_tuple(groups)
@@ -78,16 +82,23 @@ class MemoryManager(Observed, Tenants):
         rows = group_rows(self.groups, prefix_cache=prefix_cache, by_token=by_token)
         try:
             self.state = st.new_state(
-                self.num_frames, rows, block_size=self.block_size, publishing=prefix_cache, by_token=by_token, events=events
+                self.num_frames,
+                rows,
+                block_size=self.block_size,
+                publishing=prefix_cache,
+                by_token=by_token,
+                events=events,
             )
         except (MemoryError, ValueError) as error:
-            raise InvalidRequest(f"{num_frames} frames of {block_size} tokens and {events} events: no memory for them ({error})") from None
+            raise InvalidRequest(
+                f"{num_frames} frames of {block_size} tokens and {events} events: no memory for them ({error})"
+            ) from None
         install(self.policy, self.state.reg)
         self._roots = Roots()
         self._accounts: dict[bytes, int] = {}  # of the tenants that have quotas
         self._pins: dict[int, Pin] = {}
         self._plans: set[Plan] = set()  # those not settled yet
-        self._unowned()
+        self._begin_guard()
 
     # -- spaces ------------------------------------------------------------------------------------------------------------------
 
@@ -108,11 +119,11 @@ class MemoryManager(Observed, Tenants):
         """
         ids, tenant = token_row(token_ids), tenant_name(tenant)
         priority, half_life = real(priority, "priority"), real(half_life, "half_life")
-        wish = self._retention(priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
-        self._make_room(pages=len(ids) // self.block_size + 1)
+        advice = self._retention(priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
+        self._grow_tables(pages=len(ids) // self.block_size + 1)
         root, self.state = self._roots.of(tenant, self.state)
         self._charge_root(tenant, root.number)
-        asid, generation = spaces.open_space(self.state, root.number, root.seed, wish, ids)
+        asid, generation = page_tables.open_space(self.state, root.number, root.seed, advice, ids)
         if self._watching:
             self._opened(tenant, root, ids, asid)
         return AddressSpace(self, asid, generation)
@@ -125,8 +136,8 @@ class MemoryManager(Observed, Tenants):
     def fork(self, space: AddressSpace) -> AddressSpace:
         """See AddressSpace.fork."""
         asid = self._settled(space, "fork")
-        self._make_room()
-        child = spaces.fork_space(self.state, asid)
+        self._grow_tables()
+        child = page_tables.fork_space(self.state, asid)
         return AddressSpace(self, child, int(self.state.spaces["generation"][child]))
 
     @exclusive
@@ -138,14 +149,16 @@ class MemoryManager(Observed, Tenants):
             raise InvalidRequest(f"truncate to {length}: the space holds {held} tokens; give 0 up to that")
         page, offset = divmod(length, self.block_size)
         if offset and (self.state.table[asid : asid + len(self.groups), page] == st.HOLE).any():
-            raise InvalidRequest(f"truncate to {length}: page {page} was punched and cannot be written again; truncate to its start or end")
+            raise InvalidRequest(
+                f"truncate to {length}: page {page} was punched and cannot be written again; truncate to its start or end"
+            )
         blind = blind_group(self.state, asid, length) if length < held else -1
         if blind >= 0:
             raise InvalidRequest(
                 f"truncate to {length}: group {blind} sees {self.groups[blind].window} positions back, and some of these pages were given "
                 f"back at length {held}; truncate to 0, or open the prompt again"
             )
-        spaces.truncate_space(self.state, asid, length)
+        page_tables.truncate_space(self.state, asid, length)
 
     @exclusive
     def punch(self, space: AddressSpace, first: int, last: int) -> None:
@@ -154,9 +167,11 @@ class MemoryManager(Observed, Tenants):
         full = int(self.state.spaces["length"][asid]) // self.block_size
         first, last = whole(first, "first page"), whole(last, "last page")
         if not first <= last <= full:
-            raise InvalidRequest(f"punch pages {first} to {last}: the space has {full} full pages; give 0 <= first <= last <= {full}")
+            raise InvalidRequest(
+                f"punch pages {first} to {last}: the space has {full} full pages; give 0 <= first <= last <= {full}"
+            )
         if first < last:
-            spaces.punch_space(self.state, asid, first, last)
+            page_tables.punch_space(self.state, asid, first, last)
 
     @exclusive
     def release(self, space: AddressSpace) -> None:
@@ -173,19 +188,32 @@ class MemoryManager(Observed, Tenants):
         """
         asids = self._asids(batch)
         wanted = count_row(counts, len(asids))
-        made = steps.plan_step(self.state, asids, wanted)
-        if made[0] == steps.NARROW:
-            self.state = st.with_wider_table(self.state, made[1])
-            made = steps.plan_step(self.state, asids, wanted)
-        if made[0] != steps.OK:
-            refuse_plan(self.state, (made[0], made[1]), asids, wanted, self._accounts)
-        _, _, slots, positions, splits, seq_lens, cu_seqlens_q, starts = made
-        plan = Plan(slots[0], positions, seq_lens, cu_seqlens_q, asids, self.state.table, starts, wanted, slots, splits, self)
+        step = steps.plan_step(self.state, asids, wanted)
+        if step.code == steps.NARROW:
+            self.state = st.with_wider_table(self.state, step.where)
+            step = steps.plan_step(self.state, asids, wanted)
+        if step.code != steps.OK:
+            refuse_plan(self.state, (step.code, step.where), asids, wanted, self._accounts)
+        plan = Plan(
+            slots=step.slots[0],
+            positions=step.positions,
+            seq_lens=step.seq_lens,
+            cu_seqlens_q=step.cu_seqlens_q,
+            rows=asids,
+            block_table=self.state.table,
+            starts=step.starts,
+            counts=wanted,
+            group_slots=step.slots,
+            splits=step.copies,
+            manager=self,
+        )
         self._plans.add(plan)
         return plan
 
     @exclusive
-    def commit(self, plan: Plan, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None) -> None:
+    def commit(
+        self, plan: Plan, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None
+    ) -> None:
         """The KV of `token_ids` was stored where `plan` said: they are part of their sequences now, and full pages become findable.
 
         Shapes: token_ids int32 [sum(counts)], in plan order. counts [B]: how many of the planned tokens of each sequence are kept
@@ -201,7 +229,9 @@ class MemoryManager(Observed, Tenants):
                 f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} spaces; "
                 "give one count for each space, and as many ids as they add up to"
             )
-        code, where = steps.commit_step(self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, accepted, ids)
+        code, where = steps.commit_step(
+            self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, accepted, ids
+        )
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
         plan.settled = "committed"
@@ -217,7 +247,9 @@ class MemoryManager(Observed, Tenants):
         Raises: PlanConflict if it was settled already or is not the newest of its spaces
         """
         self._unsettled(plan, "abort")
-        code, where = steps.abort_step(self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, flag(copied, "copied"))
+        code, where = steps.abort_step(
+            self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, flag(copied, "copied")
+        )
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
         plan.settled = "aborted"
@@ -236,22 +268,28 @@ class MemoryManager(Observed, Tenants):
         if isinstance(what, AddressSpace):
             asid = self._asid(what)
             pages = int(self.state.spaces["length"][asid]) // self.block_size
-            num_frames = int(spaces.frames_in(self.state, asid, pages))
+            num_frames = int(page_tables.frames_in(self.state, asid, pages))
         else:
             wanted = frame_row(what, self.num_frames)
             if not len(wanted):
                 raise InvalidRequest("pin of no frames; name at least one, or pin the space that maps them")
-            stranger, closure = spaces.prefix_closure(self.state, wanted)
+            stranger, closure = page_tables.prefix_closure(self.state, wanted)
             if stranger >= 0:
-                raise InvalidRequest(f"pin of frame {stranger}: it is not published under a whole prefix; pin the space that maps it")
+                raise InvalidRequest(
+                    f"pin of frame {stranger}: it is not published under a whole prefix; pin the space that maps it"
+                )
             pages = num_frames = len(closure)
         held = int(self.state.reg[st.PINNED])
         if held + num_frames > self.max_pinned:
             raise InvalidRequest(
                 f"pin of {num_frames} frames: pins hold {held} of at most {self.max_pinned}; unpin some, or raise max_pinned"
             )
-        self._make_room(pages=pages)
-        row = spaces.pin_space(self.state, asid) if isinstance(what, AddressSpace) else spaces.pin_frames(self.state, closure)
+        self._grow_tables(pages=pages)
+        row = (
+            page_tables.pin_space(self.state, asid)
+            if isinstance(what, AddressSpace)
+            else page_tables.pin_frames(self.state, closure)
+        )
         self._pins[row] = Pin(row, int(self.state.spaces["generation"][row]), num_frames, owner, deadline)
         return self._pins[row]
 
@@ -267,7 +305,7 @@ class MemoryManager(Observed, Tenants):
             )
         del self._pins[pin.asid]
         self._outdate(pin.asid)
-        spaces.unpin_row(self.state, pin.asid)
+        page_tables.unpin_row(self.state, pin.asid)
 
     def overdue(self, now: float) -> list[Pin]:
         """The pins whose deadline, on the caller's clock, is before `now`. Nothing is unpinned: the transfer may still be writing."""
@@ -288,7 +326,9 @@ class MemoryManager(Observed, Tenants):
             raise InvalidRequest(f"retire under epoch {epoch}: epoch {newest} was opened already; give a larger number")
         oldest = int(reg[st.PASSED]) if newest > reg[st.PASSED] else epoch - 1
         if epoch - oldest >= 2**30:
-            raise InvalidRequest(f"retire under epoch {epoch}: {oldest} passed and later ones have not; number epochs by steps")
+            raise InvalidRequest(
+                f"retire under epoch {epoch}: {oldest} passed and later ones have not; number epochs by steps"
+            )
         for space in self._handles(batch):
             self._releasable(space)
         if len({space.asid for space in batch}) < len(batch):
@@ -311,7 +351,9 @@ class MemoryManager(Observed, Tenants):
         return int(frames.pass_epoch(self.state, epoch))
 
     @exclusive
-    def advise(self, space: AddressSpace, advice: str = "WILLNEED", *, retain: tuple[float, float] | None = None) -> None:
+    def advise(
+        self, space: AddressSpace, advice: str = "WILLNEED", *, retain: tuple[float, float] | None = None
+    ) -> None:
         """Say what the pages of `space` are worth once it lets go of them. Forks made later inherit it.
 
         "DONTNEED": evict them before all others. "COLD": before all but those. "WILLNEED": like any other, and as if used once more.
@@ -319,17 +361,17 @@ class MemoryManager(Observed, Tenants):
         Raises: InvalidRequest for other words, or if the policy knows no retention; StaleHandle
         """
         asid = self._asid(space)
-        wishes = {"DONTNEED": st.DONTNEED - st.NORMAL, "COLD": st.COLD - st.NORMAL, "WILLNEED": 0}
-        if not isinstance(advice, str) or advice not in wishes:
-            raise InvalidRequest(f"advice is {advice!r}; it is one of {', '.join(wishes)}")
+        offsets = {"DONTNEED": st.DONTNEED - st.NORMAL, "COLD": st.COLD - st.NORMAL, "WILLNEED": 0}
+        if not isinstance(advice, str) or advice not in offsets:
+            raise InvalidRequest(f"advice is {advice!r}; it is one of {', '.join(offsets)}")
         if retain is not None and not (isinstance(retain, tuple | list) and len(retain) == 2):
             raise InvalidRequest(f"retain is {retain!r}; give (priority, half_life)")
-        wish = wishes[advice]
+        offset = offsets[advice]
         if retain is not None:
-            wish = self._retention(real(retain[0], "priority"), real(retain[1], "half_life"))
+            offset = self._retention(real(retain[0], "priority"), real(retain[1], "half_life"))
         if advice == "WILLNEED":
-            spaces.count_use(self.state, asid)
-        self.state.spaces["wish"][asid] = wish
+            page_tables.count_use(self.state, asid)
+        self.state.spaces["advice"][asid] = offset
 
     # -- the pool ----------------------------------------------------------------------------------------------------------------
 
@@ -351,7 +393,7 @@ class MemoryManager(Observed, Tenants):
             raise InvalidRequest(
                 f"forget() while {len(self._pins)} pins hold {held} frames, the first for {owner or 'nobody named'}; unpin them first"
             )
-        freed = int(forgetting.forget(self.state))
+        freed = int(forget_pages(self.state))
         if debug.level() >= 3:
             self.check()
         return freed
@@ -366,12 +408,12 @@ class MemoryManager(Observed, Tenants):
                  epoch or a pin names. Nothing was changed then.
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
-        sizes.refuse(self.state, num_frames)
+        refuse_resize(self.state, num_frames)
         old = self.state
-        self.state, moves = sizes.resized(old, num_frames)
+        self.state, moves = resized(old, num_frames)
         self._log.renumber(old, moves)
-        if self._owners:
-            self._owners.renumber(moves, num_frames)
+        if self._last_callers:
+            self._last_callers.renumber(moves, num_frames)
         self.num_frames = num_frames
         if debug.level() >= 3:
             self.check()
@@ -395,15 +437,15 @@ class MemoryManager(Observed, Tenants):
     @property
     def pending(self) -> int:
         """Frames that will be available once the plans and epochs under way have ended: a reason to wait rather than to preempt."""
-        return pending(self.state)
+        return frames.pending(self.state)
 
     def available_to(self, tenant: bytes = b"") -> int:
         """Frames a plan for spaces of `tenant` alone could take now: what its hard quota and the protected shares of others leave."""
-        return max(0, min(room(self.state, self._accounts.get(tenant_name(tenant), 0))))
+        return max(0, min(headroom(self.state, self._accounts.get(tenant_name(tenant), 0))))
 
     def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
         """Whether a new sequence of `tenant` may take `num_frames` frames and leave the watermark's share to those that run."""
-        pool, quota = room(self.state, self._accounts.get(tenant_name(tenant), 0))
+        pool, quota = headroom(self.state, self._accounts.get(tenant_name(tenant), 0))
         return whole(num_frames, "num_frames") <= min(pool - self.reserve, quota)
 
     def stats(self) -> Stats:
@@ -419,14 +461,14 @@ class MemoryManager(Observed, Tenants):
 
         Raises: InvariantViolation naming the law and the first frame or space that breaks it
         """
-        seeds = {root.number: root.seed for root in self._roots.known.values()}
+        seeds = {root.number: root.seed for root in self._roots.by_tenant.values()}
         try:
-            check_state(self.state, level, Known(self.policy, seeds, self._plans, self.groups))
+            check_state(self.state, level, Expected(self.policy, seeds, self._plans, self.groups))
         except InvariantViolation as broken:
-            if self._owners is None:
+            if self._last_callers is None:
                 raise
-            told = self._owners.of_frame(broken.frame) if broken.frame is not None else ""
-            told += self._owners.of_space(broken.asid) if broken.asid is not None else ""
+            told = self._last_callers.of_frame(broken.frame) if broken.frame is not None else ""
+            told += self._last_callers.of_space(broken.asid) if broken.asid is not None else ""
             raise InvariantViolation(f"{broken}{told}", law=broken.law, frame=broken.frame, asid=broken.asid) from None
 
     def __repr__(self) -> str:
@@ -454,7 +496,9 @@ class MemoryManager(Observed, Tenants):
         """See AddressSpace.pages and pages_in."""
         asid = self._asid(space)
         if (group := whole(group, "group")) >= len(self.groups):
-            raise InvalidRequest(f"pages of group {group}: this manager has {len(self.groups)}; they are numbered from 0")
+            raise InvalidRequest(
+                f"pages of group {group}: this manager has {len(self.groups)}; they are numbered from 0"
+            )
         return self.state.table[asid + group, : self.state.spaces["num_pages"][asid]].copy()
 
     def tokens_of(self, space: AddressSpace) -> I32:
@@ -501,13 +545,13 @@ class MemoryManager(Observed, Tenants):
 
     def _told(self, space: AddressSpace) -> str:
         """Who had it last, if anybody writes that down."""
-        return self._owners.of_space(space.asid) if self._owners else ""
+        return self._last_callers.of_space(space.asid) if self._last_callers else ""
 
     def _close(self, asid: int) -> None:
         if self._reuse:
-            let_go(self.state, self._reuse.sample, asid)
+            record_release(self.state, self._reuse.sample, asid)
         self._outdate(asid)
-        spaces.close_space(self.state, asid)
+        page_tables.close_space(self.state, asid)
 
     def _outdate(self, asid: int) -> None:
         """Handles of the row are stale now."""
@@ -515,15 +559,17 @@ class MemoryManager(Observed, Tenants):
 
     def _retention(self, priority: float, half_life: float) -> int:
         if not isinstance(self.policy, Priority):
-            wish = f"priority {priority} with half-life {half_life}"
-            raise InvalidRequest(f"{wish} under policy {self.policy.name!r}, which knows none; use policy='priority'")
+            asked = f"priority {priority} with half-life {half_life}"
+            raise InvalidRequest(f"{asked} under policy {self.policy.name!r}, which knows none; use policy='priority'")
         return retention(priority, half_life)
 
     def _settled(self, space: AddressSpace, verb: str) -> int:
         asid = self._asid(space)
         plans = int(self.state.spaces["outstanding"][asid])
         if plans:
-            raise PlanConflict(f"{verb} of address space {asid}: {plans} plans of it are outstanding; commit or abort them first")
+            raise PlanConflict(
+                f"{verb} of address space {asid}: {plans} plans of it are outstanding; commit or abort them first"
+            )
         return asid
 
     def _unsettled(self, plan: Plan, verb: str) -> None:
@@ -534,7 +580,7 @@ class MemoryManager(Observed, Tenants):
         if plan.settled:
             raise PlanConflict(f"{verb}: this plan was {plan.settled} already; make a new one")
 
-    def _make_room(self, pages: int = 0) -> None:
+    def _grow_tables(self, pages: int = 0) -> None:
         if self.state.reg[st.NUM_SPARE] == 0:
             if 2 * len(self.state.spaces) > st.MAX_SPACES:
                 most = len(self.state.spaces) // len(self.groups)

@@ -9,15 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pagedkv.core import misses
 from pagedkv.core.arguments import flag, whole
-from pagedkv.core.events import Event, EventLog, Snapshot
-from pagedkv.core.groups import Group
-from pagedkv.core.ownership import Owned, exclusive
-from pagedkv.core.reuse import Reuse
-from pagedkv.core.roots import Root, Roots
-from pagedkv.core.state import I32, State
-from pagedkv.core.stats import asking
+from pagedkv.core.observe import misses
+from pagedkv.core.observe.reuse_distance import Reuse
+from pagedkv.core.observe.stats import prompt_registers
+from pagedkv.core.prefix.events import Event, EventLog, Snapshot
+from pagedkv.core.prefix.export import Page, findable_pages
+from pagedkv.core.prefix.roots import Root, Roots
+from pagedkv.core.state import I32, PUBLISHING, State
+from pagedkv.core.tables.layer_groups import Group
+from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
 
 
@@ -41,7 +42,7 @@ class Observe:
             object.__setattr__(self, name, whole(getattr(self, name), f"Observe.{name}", 0, 2**31))
 
 
-class Observed(Owned):
+class Observed(ThreadGuard):
     """The observing methods of MemoryManager."""
 
     num_frames: int
@@ -65,21 +66,43 @@ class Observed(Owned):
             self._log.root_taken(self.state, root.number, tenant)
         if self._reuse:
             self._reuse.asked(self.state, root.seed, ids)
-        if self._watched.other_roots and misses.explain(self.state, self._roots, tenant, ids).reason == misses.OTHER_ROOT:
+        if (
+            self._watched.other_roots
+            and misses.explain(self.state, self._roots, tenant, ids).reason == misses.OTHER_ROOT
+        ):
             unit = 1 if len(self.state.kin) else self.state.tokens.shape[1]
             self._missed_other_root += (len(ids) - 1) // unit * unit - int(self.state.spaces["length"][asid])
 
+    @property
+    def prefix_cache(self) -> bool:
+        """True if full pages are published at commit and found again by `open`."""
+        return bool(self.state.reg[PUBLISHING])
+
+    @exclusive
+    def findable_pages(self) -> list[Page]:
+        """Return every page that a prompt can find in all layer groups, each prefix before its suffixes. O(published frames)."""
+        return findable_pages(self.state, self._roots)
+
     @contextmanager
-    def unasked(self) -> Iterator[None]:
-        """What is opened meanwhile is no prompt (a snapshot that is restored): it counts in no figure of what was asked for and found."""
-        kept, told = self.state.reg[asking(self.state.reg)].copy(), self._missed_other_root
-        seen = self._reuse.counts() if self._reuse else None
+    def restoring(self) -> Iterator[None]:
+        """A context for refilling the prefix cache, from a snapshot for example, by open, plan and commit.
+
+        Two things are suspended inside. `open` counts in no statistic of prompts. A single layer group with a window gives back no page:
+        a space with a hole publishes no further page.
+        """
+        counters, missed = self.state.reg[prompt_registers(self.state.reg)].copy(), self._missed_other_root
+        sampled = self._reuse.counts() if self._reuse else None
+        groups = self.groups
+        if len(groups) == 1:
+            self.groups, self.state.groups[:] = (Group(),), 0
         try:
             yield
         finally:
-            self.state.reg[asking(self.state.reg)], self._missed_other_root = kept, told
-            if self._reuse and seen is not None:
-                self._reuse.set_counts(seen)
+            if len(groups) == 1:
+                self.groups, self.state.groups[:, :2] = groups, (groups[0].window or 0, groups[0].sinks)
+            self.state.reg[prompt_registers(self.state.reg)], self._missed_other_root = counters, missed
+            if self._reuse and sampled is not None:
+                self._reuse.set_counts(sampled)
 
     @exclusive
     def events(self, since: int) -> list[Event]:
@@ -99,7 +122,9 @@ class Observed(Owned):
 
     def _kept(self) -> EventLog:
         if not self._watched.events:
-            raise InvalidRequest("this manager keeps no events; make it with observe=Observe(events=N), the number to keep")
+            raise InvalidRequest(
+                "this manager keeps no events; make it with observe=Observe(events=N), the number to keep"
+            )
         return self._log
 
     def hit_curve(self, sizes: Sequence[int] | None = None) -> dict[int, float]:
@@ -111,7 +136,9 @@ class Observed(Owned):
         Raises: InvalidRequest if the manager follows no pages, or for a size that the sample does not reach
         """
         if self._reuse is None:
-            raise InvalidRequest("this manager follows no pages; make it with observe=Observe(reuse=N), the number to follow, such as 8192")
+            raise InvalidRequest(
+                "this manager follows no pages; make it with observe=Observe(reuse=N), the number to follow, such as 8192"
+            )
         reach = self._reuse.reach * len(self.groups)
         if sizes is None:
             pool = min(self.num_frames, reach // 4)

@@ -23,7 +23,7 @@ import numpy as np
 
 from pagedkv.core.manager import MemoryManager
 from pagedkv.core.observation import Observe
-from pagedkv.core.policies import POLICIES, Cost, Policy, chosen
+from pagedkv.core.pool.policies import POLICIES, Cost, Policy, chosen
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest
 
@@ -88,7 +88,9 @@ def unbounded(requests: Sequence[I32]) -> int:
 
 
 def replay(
-    trace: str | Path | Sequence[I32], num_frames: Sequence[int | None] = (None,), policies: Sequence[str | Policy] = ("lru",)
+    trace: str | Path | Sequence[I32],
+    num_frames: Sequence[int | None] = (None,),
+    policies: Sequence[str | Policy] = ("lru",),
 ) -> list[dict[str, object]]:
     """Each policy in each pool: a list of Replayed as dicts. None as a size means unbounded.
 

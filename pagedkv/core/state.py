@@ -37,7 +37,7 @@ CLOSING: Final = 2  # released while a plan is outstanding: its frames go back w
 
 HOLE: Final = -1  # a punched page
 
-NOBODY: Final = -1  # no frame
+NIL: Final = -1  # no frame
 
 # lists of frames: 0 .. 31 hold the evictable ones (eviction.py), FENCED those that wait for an epoch to pass (frames.py)
 DONTNEED: Final = 0
@@ -50,50 +50,59 @@ FENCED: Final = 32
 NOWHERE: Final = 0
 AMONG_FENCED: Final = 1 + FENCED
 
-# reg: scalars
-NUM_FREE: Final = 0
-NUM_EVICTABLE: Final = 2  # cached and not pinned: all that stands on lists 0..31
-NUM_CACHED: Final = 3
-NUM_RETIRED: Final = 4
-NUM_SPARE: Final = 5  # height of the stack of unused asids
-TICK: Final = 6  # of the last plan: what time there is, and to tell whether a space is named twice
-KEY: Final = 7  # of the hash; drawn per process
-PUBLISHING: Final = 8  # 1 if full pages are published
-MATCHED: Final = 9  # tokens found by open()
-ASKED: Final = 10  # tokens that could have been found
-EVICTIONS: Final = 11
-COPIES: Final = 12
-DEDUPLICATED: Final = 13  # pages that turned out to exist already, at commit
-PEAK: Final = 14  # most frames mapped at once
-EPOCH: Final = 15  # the newest epoch opened by retire()
-PASSED: Final = 16  # the newest epoch that has passed; frames are fenced while it is older than EPOCH
-CACHED_FENCED: Final = 17  # cached frames that only wait for an epoch
-RULE: Final = 18  # how the policy ranks a frame (eviction.py), with the number of lists it uses
-USED_LISTS: Final = 19
-INFLATION: Final = 20  # 1 if the policy's clock is the value of the last victim, 0 if it is TICK
-CLOCK: Final = 21  # the value of the last victim
-SCALE: Final = 22  # a parameter of the rule
-MISSED_EVICTED: Final = 23  # tokens that open() did not find: the first missing page was evicted,
-MISSED_NEW: Final = 24  # or is not known to have been published
-PINNED: Final = 25  # frames held by user pins, those of several pins counted for each
-FREE_LISTS: Final = 27  # 28 .. 30: heads of the lists of chunks that hold free frames (runs.py)
-BELOW_PAGE: Final = 26  # tokens of prompts beyond their last whole page, which open() does not look for
-LOGGED: Final = 31  # events written to the log so far (events.py)
-FIRST_LIST: Final = 32  # from here: for each of the 33 lists its oldest frame, newest frame, length and bonus
+# reg: the scalars, numbered in this order
+(
+    NUM_FREE,
+    NUM_EVICTABLE,  # cached and not pinned: the frames on lists 0 .. 31
+    NUM_CACHED,
+    NUM_RETIRED,
+    NUM_SPARE,  # height of the stack of unused asids
+    TICK,  # number of the last plan: the clock of the manager, and the test whether a plan names a space twice
+    KEY,  # of the hash; drawn per process
+    PUBLISHING,  # 1 if full pages are published
+    MATCHED,  # tokens found by open()
+    ASKED,  # tokens that open() looked for
+    EVICTIONS,
+    COPIES,
+    DEDUPLICATED,  # pages that turned out to exist already, at commit
+    PEAK,  # most frames mapped at once
+    EPOCH,  # the newest epoch opened by retire()
+    PASSED,  # the newest epoch that has passed; frames are fenced while it is older than EPOCH
+    CACHED_FENCED,  # cached frames that only wait for an epoch
+    RULE,  # how the policy ranks a frame (eviction.py), with the number of lists it uses
+    USED_LISTS,
+    INFLATION,  # 1 if the policy's clock is the value of the last victim, 0 if it is TICK
+    CLOCK,  # the value of the last victim
+    SCALE,  # a parameter of the rule
+    MISSED_EVICTED,  # tokens that open() did not find: the first missing page was evicted,
+    MISSED_NEW,  # or was never published as far as the index can tell
+    PINNED,  # frames held by user pins; a frame of several pins counts for each
+    BELOW_PAGE,  # tokens of prompts beyond their last whole page, which open() does not look for
+    LOGGED,  # events written to the log so far (events.py)
+) = range(27)
+
+# reg, after the scalars: the heads of the lists of chunks 1, 2 and 3 (free_runs.py) at FREE_LISTS + list
+FREE_LISTS: Final = LOGGED
+
+# reg, after those: for each of the 33 lists of frames its oldest frame, newest frame, length and bonus
+FIRST_LIST: Final = 32
 NUM_REGISTERS: Final = FIRST_LIST + 4 * (FENCED + 1)
 
-# then, once a tenant has a quota, a block for each account (accounts.py): the ends of its lists 0 .. 31, and
-USED: Final = 4 * NUM_LISTS  # frames charged to it that are not free
-EVICTABLE: Final = USED + 1  # of these, on its lists
-HARD: Final = USED + 2  # limits; -1 for none
-SOFT: Final = USED + 3
-PROTECTED: Final = USED + 4
-EVICTED: Final = USED + 5  # its share of EVICTIONS, ASKED and MATCHED
-ASKED_BY: Final = USED + 6
-MATCHED_BY: Final = USED + 7
-NEED: Final = USED + 8  # scratch of a plan: frames that it needs, and that it gives up (quotas.py)
-GIVES: Final = USED + 9
-ACCOUNT: Final = USED + 12
+# reg, after those, once a tenant has a quota: a block for each account (accounts.py). It begins with the ends of lists 0 .. 31, then
+(
+    USED,  # frames charged to the account that are not free
+    EVICTABLE,  # of these, the frames on its lists
+    HARD,  # limits; -1 for none
+    SOFT,
+    PROTECTED,
+    EVICTED,  # the account's share of EVICTIONS, ASKED and MATCHED
+    ASKED_BY,
+    MATCHED_BY,
+    NEED,  # scratch of a plan: frames that it needs, and frames that it gives up (quotas.py)
+    GIVES,
+) = range(4 * NUM_LISTS, 4 * NUM_LISTS + 10)
+ACCOUNT: Final = 4 * NUM_LISTS + 12
+"""Registers of a block: a multiple of 4, so that the four figures of a list lie in one line of the processor's cache."""
 
 
 FRAME: Final = np.dtype(
@@ -108,13 +117,16 @@ FRAME: Final = np.dtype(
         ("rank", np.uint8),  # the list it was ranked for when it was dropped
         ("floor", np.uint8),  # 1 + the highest list that a successor of it was put on, 0 for none (I9)
         ("generation", np.uint32),  # bumped when taken (I8)
-        ("parent", np.int32),  # of a published frame: the frame of the page before, or root_parent(root); of a companion: its leader
+        (
+            "parent",
+            np.int32,
+        ),  # of a published frame: the frame of the page before, or root_parent(root); of a companion: its leader
         ("parent_generation", np.uint32),
-        ("print", np.uint32),  # of a published frame: keyed hash of its whole prefix
+        ("fingerprint", np.uint32),  # of a published frame: keyed hash of its whole prefix
         ("chain", np.int32),  # next published frame in the same bucket
         ("newer", np.int32),  # links of the list it is on
         ("older", np.int32),
-        ("mark", np.int32),  # the clock when it entered the list; of a fenced one, the epoch
+        ("entered", np.int32),  # the clock when it entered the list; of a fenced one, the epoch
     ],
     align=True,
 )
@@ -136,14 +148,14 @@ SPACE: Final = np.dtype(
         ("length", np.int64),  # committed tokens
         ("planned", np.int64),  # committed and outstanding tokens
         ("stamp", np.int64),  # of the last plan that named it
-        ("seed", np.uint32),  # print of the empty prefix: which root
+        ("seed", np.uint32),  # fingerprint of the empty prefix: which root
         ("num_pages", np.int32),
         ("complete", np.int32),  # leading pages that are published
         ("first_hole", np.int32),  # the first punched page, or NO_HOLE
         ("outstanding", np.int32),  # plans not yet settled
         ("root", np.int32),
         ("generation", np.uint32),
-        ("wish", np.int8),  # what advise() said: list - NORMAL
+        ("advice", np.int8),  # what advise() said: list - NORMAL
         ("status", np.uint8),
         ("silent", np.uint8),  # 1 if it publishes nothing: it holds what forget() wanted forgotten
         ("spare", np.int32),  # nothing of this row: an entry of the stack of unused asids
@@ -152,7 +164,9 @@ SPACE: Final = np.dtype(
 )
 
 NO_HOLE: Final = np.iinfo(np.int32).max
-MAX_SPACES: Final = 2**16 - 2  # so that the references to a frame, and its pins, at most one a space and a fence, fit uint16
+MAX_SPACES: Final = (
+    2**16 - 2
+)  # so that the references to a frame, and its pins, at most one a space and a fence, fit uint16
 
 
 class State(NamedTuple):
@@ -162,7 +176,7 @@ class State(NamedTuple):
     tokens: I32  # [F, S] the ids whose KV the frame holds
     chunks: Records  # CHUNK [ceil(F / 64)]
     bucket: I32  # [N] heads of the index; the largest power of two that is at most 23/32 F
-    ghosts: I32  # [G] prints of evicted pages, each at its own place until another one takes it; a power of two, at most F/4
+    ghosts: I32  # [G] fingerprints of evicted pages, each at its own place until another one takes it; a power of two, at most F/4
     spaces: Records  # SPACE [A]
     table: I32  # [A, P]
     roots: I32  # [R, 3] open spaces and published first pages under the root; its first successor, as below; who is charged
@@ -185,7 +199,7 @@ def account_registers(reg: I64) -> I64:
 def with_account(state: State) -> State:
     """The same state with one account more; the first time with two, as all that is there belongs to account 0."""
     block = np.zeros(ACCOUNT, np.int64)
-    block[: 4 * NUM_LISTS].reshape(NUM_LISTS, 4)[:, :2] = NOBODY
+    block[: 4 * NUM_LISTS].reshape(NUM_LISTS, 4)[:, :2] = NIL
     block[[HARD, SOFT]] = -1
     blocks = [block]
     if len(state.reg) == NUM_REGISTERS:
@@ -209,7 +223,7 @@ def _leading(first: int, count: int, num_groups: int) -> I32:
 
 
 def _unused_roots(count: int) -> I32:
-    return np.tile(np.array([0, NOBODY, 0], np.int32), (count, 1))
+    return np.tile(np.array([0, NIL, 0], np.int32), (count, 1))
 
 
 def _on_lines(rows: int, width: int) -> I32:
@@ -231,23 +245,25 @@ def _free_chunks(num_frames: int, reg: I64) -> Records:
     chunks["older"][:whole] = np.arange(1, whole + 1)
     chunks["newer"][:whole] = np.arange(-1, whole - 1)
     scarce, roomy, full = range(FREE_LISTS + 1, FREE_LISTS + 4)
-    reg[[scarce, roomy, full]] = NOBODY
+    reg[[scarce, roomy, full]] = NIL
     if whole:
-        chunks["older"][whole - 1] = NOBODY
+        chunks["older"][whole - 1] = NIL
         reg[full] = 0
     if rest:
         chunks["bits"][whole] = np.uint64(2**rest - 1)
-        chunks["older"][whole] = chunks["newer"][whole] = NOBODY
+        chunks["older"][whole] = chunks["newer"][whole] = NIL
         reg[roomy if rest >= 16 else scarce] = whole
     return chunks
 
 
-def new_state(num_frames: int, groups: I64, *, block_size: int, publishing: bool, by_token: bool = False, events: int = 0) -> State:
+def new_state(
+    num_frames: int, groups: I64, *, block_size: int, publishing: bool, by_token: bool = False, events: int = 0
+) -> State:
     """A pool of free frames and an empty page table. O(num_frames), but for zeros, which cost when they are first touched."""
     rows, width = 16 * len(groups), 16  # of the table, which grows
     reg = np.zeros(NUM_REGISTERS, np.int64)
     reg[NUM_FREE], reg[NUM_SPARE] = num_frames, 16
-    list_registers(reg)[:, :2] = NOBODY
+    list_registers(reg)[:, :2] = NIL
     reg[KEY] = secrets.randbits(63)
     reg[PUBLISHING] = publishing
     reg[EPOCH] = reg[PASSED] = -1
@@ -255,12 +271,12 @@ def new_state(num_frames: int, groups: I64, *, block_size: int, publishing: bool
         frames=np.zeros(num_frames, FRAME).view(np.recarray),
         tokens=_on_lines(num_frames, block_size),
         chunks=_free_chunks(num_frames, reg),
-        bucket=np.full(_power_of_two(23 * num_frames // 32), NOBODY, np.int32),
+        bucket=np.full(_power_of_two(23 * num_frames // 32), NIL, np.int32),
         ghosts=np.zeros(_power_of_two(num_frames // 4), np.int32),
         spaces=_unused_spaces(0, rows, len(groups)),
         table=np.full((rows, width), HOLE, np.int32),
         roots=_unused_roots(16),
-        kin=np.full((num_frames if by_token else 0, 3), NOBODY, np.int32),
+        kin=np.full((num_frames if by_token else 0, 3), NIL, np.int32),
         reg=reg,
         log=np.zeros((events, 3 + block_size), np.int32),
         groups=groups,

@@ -5,41 +5,18 @@ A tenant has an account of its own from its first quota on. All others share acc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from pagedkv.core import state as st
 from pagedkv.core.arguments import tenant_name, whole
-from pagedkv.core.ownership import Owned, exclusive
-from pagedkv.core.roots import Roots
+from pagedkv.core.observe.stats import Usage, usages_of
+from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.state import State
+from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What a tenant holds now, in frames, what it may hold, and what it has asked for, in tokens. x spec.frame_bytes = bytes."""
-
-    used: int  # mapped, cached and retired
-    unique: int  # mapped by one page table,
-    shared: int  # or by several of its own
-    cached: int
-    evictable: int
-    hard: int | None
-    soft: int | None
-    protected: int
-    tokens_asked: int
-    tokens_matched: int
-    evictions: int
-
-    @property
-    def tokens_missed(self) -> int:
-        """Asked and not found."""
-        return self.tokens_asked - self.tokens_matched
-
-
-class Tenants(Owned):
+class Tenants(ThreadGuard):
     """What of MemoryManager knows tenants by name."""
 
     state: State
@@ -60,7 +37,9 @@ class Tenants(Owned):
         hard = None if hard is None else whole(hard, "hard")
         soft = None if soft is None else whole(soft, "soft")
         if hard is not None and protected > hard:
-            raise InvalidRequest(f"quota protects {protected} frames of {tenant!r} and allows {hard}; protect no more than is allowed")
+            raise InvalidRequest(
+                f"quota protects {protected} frames of {tenant!r} and allows {hard}; protect no more than is allowed"
+            )
         mine = self._accounts.get(tenant)
         blocks = st.account_registers(self.state.reg)
         others = int(sum(blocks[account, st.PROTECTED] for account in self._accounts.values() if account != mine))
@@ -75,7 +54,7 @@ class Tenants(Owned):
         st.account_registers(self.state.reg)[mine, [st.HARD, st.SOFT, st.PROTECTED]] = [*limits, protected]
 
     def _new_account(self, tenant: bytes) -> int:
-        root = self._roots.known.get(tenant)
+        root = self._roots.by_tenant.get(tenant)
         if root is not None and self.state.roots[root.number, 0]:
             raise InvalidRequest(
                 f"the first quota of {tenant!r}, which holds frames that are charged to nobody; set it before its first prompt, or release "
@@ -103,15 +82,17 @@ class Tenants(Owned):
     def usage(self, tenant: bytes) -> Usage:
         """What `tenant` holds and may hold. O(frames). Raises: InvalidRequest for a tenant without a quota."""
         if tenant_name(tenant) not in self._accounts:
-            raise InvalidRequest(f"tenant {tenant!r} has no quota, so nothing is charged to it; set_quota(tenant) gives it an account")
-        return _usages(self.state, {tenant: self._accounts[tenant]})[tenant]
+            raise InvalidRequest(
+                f"tenant {tenant!r} has no quota, so nothing is charged to it; set_quota(tenant) gives it an account"
+            )
+        return usages_of(self.state, {tenant: self._accounts[tenant]})[tenant]
 
     def usages(self) -> dict[bytes, Usage]:
         """`usage` of each tenant that has a quota. O(frames)."""
-        return _usages(self.state, self._accounts) if self._accounts else {}
+        return usages_of(self.state, self._accounts) if self._accounts else {}
 
 
-def room(s: State, account: int) -> tuple[int, int]:
+def headroom(s: State, account: int) -> tuple[int, int]:
     """(what the pool leaves to `account`, what its hard quota does), in frames: a plan of it can be had as long as neither is exceeded.
 
     All that is free and its own evictable frames; of others what is above their protected shares (quotas.py).
@@ -124,32 +105,3 @@ def room(s: State, account: int) -> tuple[int, int]:
     mine = blocks[account]
     pool = free + int(spare.sum() - spare[account] + mine[st.EVICTABLE])
     return pool, int(mine[st.HARD] - mine[st.USED] + mine[st.EVICTABLE]) if mine[st.HARD] >= 0 else pool
-
-
-def _usages(s: State, accounts: dict[bytes, int]) -> dict[bytes, Usage]:
-    """O(frames + accounts): the frames are counted once for all."""
-    owner, refs = s.frames["account"], s.frames["refs"]
-    blocks = st.account_registers(s.reg)
-    unique, shared, cached = (
-        np.bincount(owner[of], minlength=len(blocks)) for of in (refs == 1, refs > 1, s.frames["status"] == st.CACHED)
-    )
-    return {
-        tenant: Usage(
-            used=int(blocks[account, st.USED]),
-            unique=int(unique[account]),
-            shared=int(shared[account]),
-            cached=int(cached[account]),
-            evictable=int(blocks[account, st.EVICTABLE]),
-            hard=_limit(blocks[account, st.HARD]),
-            soft=_limit(blocks[account, st.SOFT]),
-            protected=int(blocks[account, st.PROTECTED]),
-            tokens_asked=int(blocks[account, st.ASKED_BY]),
-            tokens_matched=int(blocks[account, st.MATCHED_BY]),
-            evictions=int(blocks[account, st.EVICTED]),
-        )
-        for tenant, account in accounts.items()
-    }
-
-
-def _limit(register: np.int64) -> int | None:
-    return int(register) if register >= 0 else None

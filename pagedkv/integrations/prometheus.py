@@ -63,7 +63,9 @@ class Collector:
     def collect(self) -> Iterator[Any]:
         """The metric families, all named pagedkv_*."""
         now = self._manager.stats()
-        frames = GaugeMetricFamily("pagedkv_frames", "Frames by state; the four add up to the pool.", labels=["pool", "state"])
+        frames = GaugeMetricFamily(
+            "pagedkv_frames", "Frames by state; the four add up to the pool.", labels=["pool", "state"]
+        )
         for state in FRAME_STATES:
             frames.add_metric([self._pool, state], getattr(now, state))
         yield frames
@@ -93,7 +95,9 @@ class Collector:
         )
         told = "Prompt tokens of a tenant that has a quota."
         tokens = CounterMetricFamily("pagedkv_tenant_tokens", told, labels=["pool", "tenant", "kind"])
-        gone = CounterMetricFamily("pagedkv_tenant_evictions", "Frames of a tenant that were evicted.", labels=["pool", "tenant"])
+        gone = CounterMetricFamily(
+            "pagedkv_tenant_evictions", "Frames of a tenant that were evicted.", labels=["pool", "tenant"]
+        )
         for tenant, usage in now.tenants.items():
             name = tenant.decode() if _is_text(tenant) else tenant.hex()
             for kind in TENANT_FRAMES:

@@ -53,9 +53,13 @@ def write(call: WriteCall) -> None:
     if pool[:2] != (K, D):
         raise InvalidRequest(f"k is {named(call.k_new, 'TKD')} but layer.k has K={pool[0]} kv heads of D={pool[1]}")
     if tuple(call.v_new.shape) != (T, K, pool[2]):
-        raise InvalidRequest(f"v is {named(call.v_new, ('T', 'K', 'Dv'))}; with this k and layer.v it must be [T={T}, K={K}, Dv={pool[2]}]")
+        raise InvalidRequest(
+            f"v is {named(call.v_new, ('T', 'K', 'Dv'))}; with this k and layer.v it must be [T={T}, K={K}, Dv={pool[2]}]"
+        )
     if not (call.k_new.is_floating_point() and call.v_new.is_floating_point()):
-        raise InvalidRequest(f"k is {_dtype(call.k_new)} and v is {_dtype(call.v_new)}; write_kv takes floats, and quantises them itself")
+        raise InvalidRequest(
+            f"k is {_dtype(call.k_new)} and v is {_dtype(call.v_new)}; write_kv takes floats, and quantises them itself"
+        )
     if call.slots.dtype != torch.int64 or tuple(call.slots.shape) != (T,):
         raise InvalidRequest(
             f"batch.slots is {_dtype(call.slots)} {list(call.slots.shape)}; for k {named(call.k_new, 'TKD')} it must be int64 [T={T}]"
@@ -72,32 +76,46 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """Raises: InvalidRequest if the two states are not of one shape and kind."""
     T, H, _ = _dims(out_a, "out_a", ("T", "H", "Dv"))
     if out_a.dtype not in quant.NAMES or out_a.dtype in quant.QMAX:
-        raise InvalidRequest(f"out_a is {_dtype(out_a)}; it must be float32, bfloat16, float16 or float64, as paged_attention returns it")
+        raise InvalidRequest(
+            f"out_a is {_dtype(out_a)}; it must be float32, bfloat16, float16 or float64, as paged_attention returns it"
+        )
     if out_b.shape != out_a.shape or out_b.dtype != out_a.dtype:
         mine, theirs = (f"{named(x, ('T', 'H', 'Dv'))} {_dtype(x)}" for x in (out_a, out_b))
         raise InvalidRequest(f"out_a is {mine} but out_b is {theirs}: the two states must match")
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         if tuple(lse.shape) != (T, H) or lse.dtype != torch.float32:
-            raise InvalidRequest(f"{name} is {named(lse, 'TH')} {_dtype(lse)}; it must be float32 [T={T}, H={H}], natural logarithm")
+            raise InvalidRequest(
+                f"{name} is {named(lse, 'TH')} {_dtype(lse)}; it must be float32 [T={T}, H={H}], natural logarithm"
+            )
     for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if x.device != out_a.device:
-            raise InvalidRequest(f"out_a is on {out_a.device} but {name} is on {x.device}: all tensors of a call live on one device")
+            raise InvalidRequest(
+                f"out_a is on {out_a.device} but {name} is on {x.device}: all tensors of a call live on one device"
+            )
 
 
 def copies(storage: Tensor, pairs: Tensor) -> None:
     """Raises: InvalidRequest if `pairs` are not copies between frames of `storage`."""
     if storage.dim() < 1 or pairs.dtype != torch.int32 or pairs.dim() != 2 or pairs.shape[1] != 2:
         text = f"storage is {list(storage.shape)} and copies is {list(pairs.shape)} {_dtype(pairs)}"
-        raise InvalidRequest(f"{text}; storage must have frames as its first dim, copies must be int32 [C, 2]: source and destination")
+        raise InvalidRequest(
+            f"{text}; storage must have frames as its first dim, copies must be int32 [C, 2]: source and destination"
+        )
     if storage.device != pairs.device:
-        raise InvalidRequest(f"storage is on {storage.device} but copies is on {pairs.device}: all tensors of a call live on one device")
+        raise InvalidRequest(
+            f"storage is on {storage.device} but copies is on {pairs.device}: all tensors of a call live on one device"
+        )
     _no_overlap(storage=storage)
     if not len(pairs):
         return
-    if debug.level() >= 1 or pairs.device.type == "cpu":  # a wrong frame writes anywhere, and here looking costs no synchronisation
+    if (
+        debug.level() >= 1 or pairs.device.type == "cpu"
+    ):  # a wrong frame writes anywhere, and here looking costs no synchronisation
         _in_range(pairs, "copies", storage.shape[0], "frames in storage")
     if debug.level() >= 1 and len(_repeated(pairs[:, 1])):
-        raise InvalidRequest("copies names a destination frame twice: which source should win? Each destination may appear once")
+        raise InvalidRequest(
+            "copies names a destination frame twice: which source should win? Each destination may appear once"
+        )
 
 
 def named(x: Tensor, letters: str | tuple[str, ...]) -> str:
@@ -120,7 +138,9 @@ def _dims(x: Tensor, name: str, letters: str | tuple[str, ...]) -> torch.Size:
 def _last_dim_contiguous(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise InvalidRequest(f"{name} has strides {x.stride()}; its last dim must be contiguous (stride 1): pass {name}.contiguous()")
+            raise InvalidRequest(
+                f"{name} has strides {x.stride()}; its last dim must be contiguous (stride 1): pass {name}.contiguous()"
+            )
 
 
 def _no_overlap(**tensors: Tensor) -> None:
@@ -129,9 +149,13 @@ def _no_overlap(**tensors: Tensor) -> None:
         if x.is_contiguous():
             continue
         span = 1
-        for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        for stride, size in sorted(
+            (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
+        ):
             if stride < span:
-                raise InvalidRequest(f"{name} has strides {x.stride()}: several of its elements share memory, so it cannot be written")
+                raise InvalidRequest(
+                    f"{name} has strides {x.stride()}: several of its elements share memory, so it cannot be written"
+                )
             span = stride * (size - 1) + span
 
 
@@ -166,27 +190,37 @@ def _layer(call: AttentionCall | WriteCall) -> None:
         shapes = f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}"
         raise InvalidRequest(f"{shapes}; they must be [F, S, K, D] and [F, S, K, Dv] with the same F, S and K")
     if 0 in (*k.shape[1:], v.shape[3]):
-        raise InvalidRequest(f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}: of these only F may be 0")
+        raise InvalidRequest(
+            f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}: of these only F may be 0"
+        )
     if k.dtype not in quant.DTYPES.values() or v.dtype != k.dtype:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in quant.DTYPES.values())
-        raise InvalidRequest(f"layer.k is {_dtype(k)} and layer.v is {_dtype(v)}; both must be of one dtype, out of {dtypes}")
+        raise InvalidRequest(
+            f"layer.k is {_dtype(k)} and layer.v is {_dtype(v)}; both must be of one dtype, out of {dtypes}"
+        )
     _last_dim_contiguous(**{"layer.k": k, "layer.v": v})
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         if scale is None:
             if k.dtype in (torch.int8, torch.uint8):
-                raise InvalidRequest(f"layer.{name} is None but layer.k is {_dtype(k)}: int8 and int4 need scales, float32 [] or [F, S, K]")
+                raise InvalidRequest(
+                    f"layer.{name} is None but layer.k is {_dtype(k)}: int8 and int4 need scales, float32 [] or [F, S, K]"
+                )
         elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), tuple(k.shape[:3])):
             want = f"float32 [] (one for all) or {named(k[..., 0], 'FSK')} (one per token and head)"
             raise InvalidRequest(f"layer.{name} is {_dtype(scale)} {list(scale.shape)}; it must be {want}")
         elif k.dtype not in quant.QMAX:
-            raise InvalidRequest(f"layer.{name} is given but layer.k is {_dtype(k)}: only fp8, int8 and int4 pools have scales; pass None")
+            raise InvalidRequest(
+                f"layer.{name} is given but layer.k is {_dtype(k)}: only fp8, int8 and int4 pools have scales; pass None"
+            )
 
 
 def _query_dtype(call: AttentionCall) -> None:
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise InvalidRequest(f"q is {_dtype(call.q)}; it must be float32, bfloat16 or float16")
     if call.k.dtype not in quant.QMAX and call.q.dtype not in (call.k.dtype, torch.float64):
-        raise InvalidRequest(f"q is {_dtype(call.q)} but layer.k is {_dtype(call.k)}: convert q (only fp8, int8 and int4 pools may differ)")
+        raise InvalidRequest(
+            f"q is {_dtype(call.q)} but layer.k is {_dtype(call.k)}: convert q (only fp8, int8 and int4 pools may differ)"
+        )
 
 
 def _tables(call: AttentionCall) -> None:
@@ -202,7 +236,9 @@ def _tables(call: AttentionCall) -> None:
     if table.dtype != torch.int32 or table.dim() != 2 or (call.rows is None and table.shape[0] < B):
         rows = "[A, P]" if call.rows is not None else f"[A >= B={B}, P] (or give batch.rows)"
         raise InvalidRequest(f"batch.block_table is {_dtype(table)} {list(table.shape)}; it must be int32 {rows}")
-    _last_dim_contiguous(**{"batch.block_table": table, "batch.seq_lens": call.seq_lens, "batch.cu_seqlens_q": call.cu_seqlens_q})
+    _last_dim_contiguous(
+        **{"batch.block_table": table, "batch.seq_lens": call.seq_lens, "batch.cu_seqlens_q": call.cu_seqlens_q}
+    )
 
 
 def _options(call: AttentionCall, H: int, T: int) -> None:
@@ -210,8 +246,12 @@ def _options(call: AttentionCall, H: int, T: int) -> None:
         if x is not None and (x.dtype != torch.float32 or tuple(x.shape) != (H,)):
             raise InvalidRequest(f"{name} is {_dtype(x)} {list(x.shape)}; it must be float32 [H={H}]")
     tree = call.tree_mask
-    if tree is not None and (tree.dtype != torch.bool or tree.dim() != 2 or tree.shape[0] != T or tree.shape[1] < call.max_seqlen_q):
-        wanted = f"bool [T={T}, max_seqlen_q={call.max_seqlen_q}]: may new token t see the j-th new token of its sequence?"
+    if tree is not None and (
+        tree.dtype != torch.bool or tree.dim() != 2 or tree.shape[0] != T or tree.shape[1] < call.max_seqlen_q
+    ):
+        wanted = (
+            f"bool [T={T}, max_seqlen_q={call.max_seqlen_q}]: may new token t see the j-th new token of its sequence?"
+        )
         raise InvalidRequest(f"tree_mask is {_dtype(tree)} {list(tree.shape)}; it must be {wanted}")
     for name, value in (("window", call.window), ("split_tokens", call.split_tokens)):
         if value is not None and value < 1:
@@ -225,7 +265,9 @@ def _options(call: AttentionCall, H: int, T: int) -> None:
 def _in_range(x: Tensor, name: str, limit: int, of_what: str) -> None:
     low, high = x.min().item(), x.max().item()
     if low < 0 or high >= limit:
-        raise InvalidRequest(f"{name} holds {low} to {high} but there are {limit} {of_what}: 0 to {limit - 1} are allowed")
+        raise InvalidRequest(
+            f"{name} holds {low} to {high} but there are {limit} {of_what}: 0 to {limit - 1} are allowed"
+        )
 
 
 def _table_values(call: AttentionCall) -> None:
@@ -233,13 +275,19 @@ def _table_values(call: AttentionCall) -> None:
     lens, starts = call.seq_lens.cpu(), call.cu_seqlens_q.cpu()
     counts, (F, S), P = starts.diff(), call.k.shape[:2], call.block_table.shape[1]
     if starts[0] != 0 or (counts < 0).any() or starts[-1] > call.q.shape[0]:
-        raise InvalidRequest(f"batch.cu_seqlens_q is {starts.tolist()}; it must rise from 0 to at most T={call.q.shape[0]}")
+        raise InvalidRequest(
+            f"batch.cu_seqlens_q is {starts.tolist()}; it must rise from 0 to at most T={call.q.shape[0]}"
+        )
     read = lens[counts > 0]
     if len(read) and (read.min() < 0 or read.max() > P * S):
-        raise InvalidRequest(f"batch.seq_lens goes from {read.min()} to {read.max()} but a row of {P} pages of {S} holds 0 to {P * S}")
+        raise InvalidRequest(
+            f"batch.seq_lens goes from {read.min()} to {read.max()} but a row of {P} pages of {S} holds 0 to {P * S}"
+        )
     if len(lens) and (counts.max() > call.max_seqlen_q or lens.max() > call.max_seqlen_k):
         bounds = f"max_seqlen_q={call.max_seqlen_q}, max_seqlen_k={call.max_seqlen_k}"
-        raise InvalidRequest(f"the batch holds {counts.max()} queries and {lens.max()} tokens in a sequence, more than its bounds {bounds}")
+        raise InvalidRequest(
+            f"the batch holds {counts.max()} queries and {lens.max()} tokens in a sequence, more than its bounds {bounds}"
+        )
     rows = torch.arange(len(lens)) if call.rows is None else call.rows.cpu().long()
     if len(rows):
         _in_range(rows, "batch.rows", call.block_table.shape[0], "rows in batch.block_table")
@@ -259,7 +307,9 @@ def _slot_values(call: WriteCall) -> None:
     if call.cos is not None and call.positions is not None and len(stored):
         _in_range(call.positions[call.slots >= 0], "batch.positions", call.cos.shape[0], "positions in rope.cos")
     if debug.level() >= 2 and len(_repeated(stored)):
-        raise InvalidRequest(f"batch.slots names slots {_repeated(stored)[:8]} more than once: two tokens cannot be stored in one place")
+        raise InvalidRequest(
+            f"batch.slots names slots {_repeated(stored)[:8]} more than once: two tokens cannot be stored in one place"
+        )
 
 
 def _repeated(x: Tensor) -> list[int]:

@@ -7,7 +7,6 @@ set is compiled and the best that this processor has is used, unless PAGEDKV_CPU
 
 from __future__ import annotations
 
-import os
 from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -19,9 +18,10 @@ from pagedkv import debug
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import reference
 from pagedkv.kernels.args import AttentionCall, WriteCall
+from pagedkv.kernels.threads import num_threads
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.registry import Case
+    from pagedkv.kernels.case import Case
 
 _cpu: Any  # None without the extension
 try:
@@ -50,7 +50,6 @@ def objections(case: Case) -> list[str]:
     return []
 
 
-_IMPORTED_BY: Final = os.getpid()
 _SUBJECTS: Final = {"paged_attention": "q", "write_kv": "k", "merge_states": "out"}
 _LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in write.hpp
 
@@ -62,16 +61,6 @@ def isa() -> str:
     if wish is not None and wish not in sets:
         raise InvalidRequest(f"PAGEDKV_CPU_ISA is {wish!r}; this processor and build have: {', '.join(sets)}")
     return wish or sets[0]
-
-
-def num_threads() -> int:
-    """PAGEDKV_NUM_THREADS, or as many as torch uses."""
-    return debug.forced_num_threads() or torch.get_num_threads()
-
-
-def is_forked() -> bool:
-    """Was this process forked after it imported this? Then OpenMP would wait forever for threads that stayed with the parent."""
-    return os.getpid() != _IMPORTED_BY
 
 
 def paged_attention(call: AttentionCall) -> None:

@@ -17,13 +17,14 @@ from torch.compiler import is_dynamo_compiling
 
 from pagedkv.kernels import checks, cpu, known, quant, registry
 from pagedkv.kernels.args import AttentionCall, KVLayer, PagedBatch, RotaryTable, WriteCall
+from pagedkv.kernels.case import Case, case_of
 from pagedkv.kernels.known import at_once
 from pagedkv.spec import KVSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedkv.kernels.registry import Case, Kernel
+    from pagedkv.kernels.case import Kernel
 
 _ATTENTION = (
     "Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor block_table, Tensor? rows, Tensor seq_lens, "
@@ -118,7 +119,13 @@ def paged_attention(
 
 
 def write_kv(
-    k_TKD: Tensor, v_TKD: Tensor, layer: KVLayer, batch: PagedBatch, *, rope: RotaryTable | None = None, backend: str | None = None
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    layer: KVLayer,
+    batch: PagedBatch,
+    *,
+    rope: RotaryTable | None = None,
+    backend: str | None = None,
 ) -> None:
     """Store the keys and values of the new tokens at `batch.slots`; a slot < 0 is skipped. Quantises if the layer does.
 
@@ -129,7 +136,9 @@ def write_kv(
     """
     layers = (layer.k, layer.v, layer.k_scale, layer.v_scale)
     angles = (None, None, None, False) if rope is None else (batch.positions, rope.cos, rope.sin, rope.interleaved)
-    if not is_dynamo_compiling() and known.write_at_once(k_TKD, v_TKD, *layers, batch.slots, *angles, backend, registry.KERNELS):
+    if not is_dynamo_compiling() and known.write_at_once(
+        k_TKD, v_TKD, *layers, batch.slots, *angles, backend, registry.KERNELS
+    ):
         return
     torch.ops.pagedkv.write_kv.default(k_TKD, v_TKD, *layers, batch.slots, *angles, backend or registry.AUTO)
 
@@ -173,20 +182,23 @@ class Explanation:
         width = max(map(len, self.objections))
         marks = {name: ">" if name == self.chosen else " " for name in self.objections}
         return "\n".join(
-            [self.case, *(f"{marks[name]} {name:{width}}  {'; '.join(why) or 'can'}" for name, why in self.objections.items())]
+            [
+                self.case,
+                *(f"{marks[name]} {name:{width}}  {'; '.join(why) or 'can'}" for name, why in self.objections.items()),
+            ]
         )
 
 
 def explain(case: Case | KVSpec | None = None, *, device: str | None = None) -> Explanation:
-    """Every kernel in order of preference with its objections to a cache's geometry, to a `registry.Case`, or (None) to this machine alone.
+    """Every kernel in order of preference with its objections to a cache's geometry, to a `Case`, or (None) to this machine alone.
 
-    device: a type such as "cuda"; by default CUDA if the machine has it. A `registry.Case` has its own.
+    device: a type such as "cuda"; by default CUDA if the machine has it. A `Case` has its own.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if case is None:
-        case = registry.Case(device=device)
+        case = Case(device=device)
     elif isinstance(case, KVSpec):
-        case = registry.case_of(case, device)
+        case = case_of(case, device)
     objections = {kernel.name: kernel.refuse(case) for kernel in registry.KERNELS}
     return Explanation(str(case), next((name for name, why in objections.items() if not why), None), objections)
 
@@ -222,16 +234,18 @@ def _write_kv(*args: Any) -> None:
     checks.write(call)
     features = _scales(call) | ({"rope"} if call.cos is not None else set())
     widest = max(call.k_new.dtype, call.v_new.dtype, key=lambda dtype: dtype.itemsize)
-    case = registry.Case("write_kv", call.k.device.type, quant.NAMES[widest], features=features, **_geometry(call.k, call.v))
+    case = Case("write_kv", call.k.device.type, quant.NAMES[widest], features=features, **_geometry(call.k, call.v))
     kernel = registry.resolve(case, args[-1])
     kernel.load().write_kv(call)
     _remember(known.remember_write, args, kernel, call, "ready_write")
 
 
-def _remember(remember: Callable[..., None], args: tuple[Any, ...], kernel: Kernel, call: AttentionCall | WriteCall, ready: str) -> None:
+def _remember(
+    remember: Callable[..., None], args: tuple[Any, ...], kernel: Kernel, call: AttentionCall | WriteCall, ready: str
+) -> None:
     """Have a call that went well remembered, if the C++ kernels served it or a module that says what will serve the next: its `ready`."""
     serving = getattr(kernel.load(), ready, None)
-    if known.remembers() and (serving or kernel.module == cpu.__name__):
+    if known.remembers() and (serving or kernel.backend == cpu.__name__):
         remember(*args, registry.KERNELS, serve=serving and serving(call))
 
 
@@ -241,10 +255,10 @@ def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) ->
     if again is not None:
         return again
     checks.merge(*states)
-    case = registry.Case("merge_states", out_a.device.type, quant.NAMES[out_a.dtype], head_dim_v=out_a.shape[-1])
+    case = Case("merge_states", out_a.device.type, quant.NAMES[out_a.dtype], head_dim_v=out_a.shape[-1])
     kernel = registry.resolve(case)
     merged = kernel.load().merge_states(*states)
-    if kernel.module == cpu.__name__:
+    if kernel.backend == cpu.__name__:
         known.remember_merge(*states, None, registry.KERNELS)
     return merged
 
@@ -253,9 +267,9 @@ def _copy_frames(storage: Tensor, copies: Tensor, backend: str) -> None:
     if known.copy_again(storage, copies, backend, registry.KERNELS):
         return
     checks.copies(storage, copies)
-    kernel = registry.resolve(registry.Case("copy_frames", storage.device.type), backend)
+    kernel = registry.resolve(Case("copy_frames", storage.device.type), backend)
     kernel.load().copy_frames(storage, copies)
-    if kernel.module == cpu.__name__ and cpu.are_runs(storage, copies):
+    if kernel.backend == cpu.__name__ and cpu.are_runs(storage, copies):
         known.remember_copy(storage, copies, backend, registry.KERNELS)
 
 
@@ -264,11 +278,16 @@ def _attention_case(call: AttentionCall) -> Case:
     features = {name for name in given if getattr(call, name) is not None} | _scales(call)
     features |= {name for name, on in (("softcap", call.softcap), ("non_causal", not call.causal)) if on}
     known = _geometry(call.k, call.v) | {"num_heads": call.q.shape[1], "features": frozenset(features)}
-    return registry.Case("paged_attention", call.q.device.type, quant.NAMES[call.q.dtype], **known)
+    return Case("paged_attention", call.q.device.type, quant.NAMES[call.q.dtype], **known)
 
 
 def _geometry(k: Tensor, v: Tensor) -> dict[str, Any]:
-    sizes = {"block_size": k.shape[1], "num_kv_heads": k.shape[2], "head_dim": quant.head_dim(k), "head_dim_v": quant.head_dim(v)}
+    sizes = {
+        "block_size": k.shape[1],
+        "num_kv_heads": k.shape[2],
+        "head_dim": quant.head_dim(k),
+        "head_dim_v": quant.head_dim(v),
+    }
     return {"kv_dtype": quant.NAMES[k.dtype], **sizes}
 
 
@@ -289,5 +308,7 @@ _LIBRARY.impl("copy_frames", _copy_frames, "CompositeExplicitAutograd")
 torch.library.register_fake("pagedkv::paged_attention", lambda *args: _results(args[0], args[2]), lib=_LIBRARY)
 torch.library.register_fake("pagedkv::paged_attention_out", _fake_nothing, lib=_LIBRARY)
 torch.library.register_fake("pagedkv::write_kv", _fake_nothing, lib=_LIBRARY)
-torch.library.register_fake("pagedkv::merge_states", lambda a, la, b, lb: (a.new_empty(a.shape), la.new_empty(la.shape)), lib=_LIBRARY)
+torch.library.register_fake(
+    "pagedkv::merge_states", lambda a, la, b, lb: (a.new_empty(a.shape), la.new_empty(la.shape)), lib=_LIBRARY
+)
 torch.library.register_fake("pagedkv::copy_frames", _fake_nothing, lib=_LIBRARY)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagedkv.kernels.args import AttentionCall, WriteCall
+    from pagedkv.kernels.case import Case
 
 SCORES_AT_ONCE: Final = 1 << 24
 """Queries are taken in chunks so that at most about this many scores exist at a time (64 MiB in float32)."""
@@ -47,6 +48,11 @@ class _Keys(NamedTuple):
     k: Tensor
     v: Tensor
     present: Tensor
+
+
+def objections(case: Case) -> list[str]:
+    """Return an empty list: the reference serves every case on every device."""
+    return []
 
 
 def paged_attention(call: AttentionCall) -> None:
@@ -99,7 +105,9 @@ def _gather(call: AttentionCall, group: _Group, dtype: torch.dtype) -> _Keys:
     at = (frame, position % S)
 
     def padded(pool: Tensor, scale: Tensor | None) -> Tensor:
-        values = quant.decode(_read(pool, at), scale if scale is None or scale.dim() == 0 else scale[at], dtype)  # [tokens, K, D]
+        values = quant.decode(
+            _read(pool, at), scale if scale is None or scale.dim() == 0 else scale[at], dtype
+        )  # [tokens, K, D]
         if len(b) == present.numel():  # nothing to pad: the tokens are in order already
             return values.view(*present.shape, *values.shape[1:]).transpose(1, 2)
         room = values.new_zeros(len(present), values.shape[1], len(t), values.shape[2])
@@ -130,7 +138,9 @@ def _attend(call: AttentionCall, group: _Group, keys: _Keys, chunk: slice) -> tu
         scores = (q @ part.k.transpose(-1, -2)).view(b, K, H // K, m, -1)
         scores = _mask(call, group, part, scores, (chunk, first))
         lse = scores.logsumexp(-1)
-        p = (scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp()  # a row that sees nothing: exp(-inf) = 0
+        p = (
+            scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None]
+        ).exp()  # a row that sees nothing: exp(-inf) = 0
         out = (p.view(b, K, H // K * m, -1) @ part.v).view(b, K, H // K, m, -1)
         state = (out, lse) if state is None else _merge(*state, out, lse)
     assert state is not None
@@ -202,7 +212,9 @@ def _turned(call: WriteCall, kept: Tensor) -> Tensor:
     cos, sin = (table[call.positions[kept]][:, None] for table in (call.cos, call.sin))  # [t, 1, R/2]
     half = cos.shape[-1]
     turned = k.float()
-    a, b = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if call.interleaved else (slice(0, half), slice(half, 2 * half))
+    a, b = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if call.interleaved else (slice(0, half), slice(half, 2 * half))
+    )
     first, second = turned[..., a], turned[..., b]
     pair = first * cos - second * sin, second * cos + first * sin
     turned = turned.clone()

@@ -52,7 +52,13 @@ _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 128},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": {**_GEMMA, "vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6, "sliding_window_pattern": 6},
+    "gemma3_text": {
+        **_GEMMA,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1e6,
+        "sliding_window_pattern": 6,
+    },
 }
 """What a config.json may leave out, per family: the published Gemma 3 configs name only what differs from these."""
 
@@ -116,7 +122,9 @@ class ModelConfig:
         Raises: CheckpointError if the folder or file is missing or garbled, or the model is of a kind this decoder is not.
         """
         if not folder.is_dir():
-            raise CheckpointError(f"there is no folder {folder}; give one that holds config.json, *.safetensors and tokenizer.json")
+            raise CheckpointError(
+                f"there is no folder {folder}; give one that holds config.json, *.safetensors and tokenizer.json"
+            )
         return cls.from_dict(read_json(folder / "config.json"), where=str(folder / "config.json"))
 
     @classmethod
@@ -143,7 +151,9 @@ class ModelConfig:
         places = {layer: number for number, (_, layers) in enumerate(self._groups()) for layer in layers}
         return tuple(places[layer] for layer in range(self.num_layers))
 
-    def specs(self, *, block_size: int = 16, kv_dtype: str | None = None, dtype: str | None = None) -> tuple[KVSpec, ...]:
+    def specs(
+        self, *, block_size: int = 16, kv_dtype: str | None = None, dtype: str | None = None
+    ) -> tuple[KVSpec, ...]:
         """The same as `spec`, of groups that give back what lies behind their windows; those without a window come first."""
         whole = self.spec(block_size=block_size, kv_dtype=kv_dtype, dtype=dtype)
         return tuple(replace(whole, num_layers=len(layers), window=window) for window, layers in self._groups())
@@ -167,11 +177,17 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         there = ", ".join(sorted(p.name for p in path.parent.glob("*"))[:8]) or "nothing"
-        raise CheckpointError(f"{path.parent} has no {path.name}, only: {there}. Give the folder of a Hugging Face checkpoint") from None
+        raise CheckpointError(
+            f"{path.parent} has no {path.name}, only: {there}. Give the folder of a Hugging Face checkpoint"
+        ) from None
     except (OSError, ValueError) as why:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise CheckpointError(f"{path} cannot be read as JSON ({why}); it is truncated or not the real file. Fetch it again") from None
+        raise CheckpointError(
+            f"{path} cannot be read as JSON ({why}); it is truncated or not the real file. Fetch it again"
+        ) from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object; it is not the real file. Fetch it again")
+        raise CheckpointError(
+            f"{path} holds a {type(values).__name__}, not an object; it is not the real file. Fetch it again"
+        )
     return values
 
 
@@ -179,15 +195,21 @@ def _text_part(values: dict[str, Any], where: str) -> dict[str, Any]:
     """The language model's part of a config: Gemma 3 with vision keeps it under `text_config`."""
     kind, nested = values.get("model_type"), values.get("text_config")
     if "quantization_config" in values:
-        raise CheckpointError(f"{where}: the weights are quantised (quantization_config); give a float32, bfloat16 or float16 checkpoint")
+        raise CheckpointError(
+            f"{where}: the weights are quantised (quantization_config); give a float32, bfloat16 or float16 checkpoint"
+        )
     if kind == "gemma3" and isinstance(nested, dict):
-        outer: dict[str, Any] = {key: values[key] for key in ("torch_dtype", "dtype", "tie_word_embeddings") if key in values}
+        outer: dict[str, Any] = {
+            key: values[key] for key in ("torch_dtype", "dtype", "tie_word_embeddings") if key in values
+        }
         values = {**outer, **nested}
         kind = values["model_type"] = "gemma3_text"
     if kind not in FAMILIES:
         raise CheckpointError(f"{where}: model_type is {kind!r}; this decoder knows {', '.join(FAMILIES)} and gemma3")
     if values.get("use_bidirectional_attention"):
-        raise CheckpointError(f"{where}: use_bidirectional_attention is set; this decoder is causal, so it can only give wrong results")
+        raise CheckpointError(
+            f"{where}: use_bidirectional_attention is set; this decoder is causal, so it can only give wrong results"
+        )
     return values
 
 
@@ -246,11 +268,16 @@ _SOFTCAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
 def _model_config(f: _Fields) -> ModelConfig:
     gemma = f.family in ("gemma2", "gemma3_text")
     hidden_size, num_heads = f.integer("hidden_size"), f.integer("num_attention_heads")
-    head_dim, num_kv_heads = f.integer("head_dim", max(1, hidden_size // num_heads)), f.integer("num_key_value_heads", num_heads)
+    head_dim, num_kv_heads = (
+        f.integer("head_dim", max(1, hidden_size // num_heads)),
+        f.integer("num_key_value_heads", num_heads),
+    )
     if num_heads % num_kv_heads:
         raise f.bad("num_attention_heads", f"a multiple of num_key_value_heads ({num_kv_heads})")
     if head_dim % 2:
-        raise CheckpointError(f"{f.where}: head_dim {head_dim} is odd; rotary embeddings turn pairs of dimensions, give an even one")
+        raise CheckpointError(
+            f"{f.where}: head_dim {head_dim} is odd; rotary embeddings turn pairs of dimensions, give an even one"
+        )
     attention_bias = f.family != "mistral" and f.flag("attention_bias", default=False)
     types = _layer_types(f)
     ropes = {kind: _rope(f, kind) for kind in sorted(set(types))}
@@ -322,7 +349,9 @@ def _rope(f: _Fields, layer_type: str) -> RopeConfig:
     if not isinstance(given, dict):
         raise f.bad("rope_parameters" if f.values.get("rope_parameters") else "rope_scaling", "an object")
     theta = f.positive("rope_theta", 10_000.0)
-    if f.family == "gemma3_text" and layer_type == SLIDING:  # local layers have a base of their own, and are never scaled by the old style
+    if (
+        f.family == "gemma3_text" and layer_type == SLIDING
+    ):  # local layers have a base of their own, and are never scaled by the old style
         theta = f.positive("rope_local_base_freq", 10_000.0)
         given = given if "rope_parameters" in f.values else {}
     if any(isinstance(part, dict) for part in given.values()):

@@ -71,11 +71,19 @@ class Decoder:
         if dtype is not None and dtype not in DTYPES:
             raise InvalidRequest(f"dtype is {dtype!r}; it must be None or one of {', '.join(DTYPES)}")
         config = ModelConfig.load(folder)
-        return cls(config, load_weights(folder, config, dtype=DTYPES[dtype or config.dtype], device=torch.device(device)))
+        return cls(
+            config, load_weights(folder, config, dtype=DTYPES[dtype or config.dtype], device=torch.device(device))
+        )
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, batch: PagedBatch | Batches, layers: Layers, *, logits_of: Tensor | None = None, backend: str | None = None
+        self,
+        token_ids: Tensor,
+        batch: PagedBatch | Batches,
+        layers: Layers,
+        *,
+        logits_of: Tensor | None = None,
+        backend: str | None = None,
     ) -> Tensor:
         """Store the keys and values of `token_ids` and return the logits of what follows.
 
@@ -101,7 +109,9 @@ class Decoder:
             x = x + self._norm(self._mlp(self._norm(x, weights.mlp_norm), weights), weights.mlp_out_norm)
         return self._logits(x if logits_of is None else x[logits_of])
 
-    def _queries_keys_values(self, x: Tensor, weights: LayerWeights, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _queries_keys_values(
+        self, x: Tensor, weights: LayerWeights, tables: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
         qkv = F.linear(self._norm(x, weights.attention_norm), weights.qkv, weights.qkv_bias)
         q, k, v = torch.split(qkv.view(len(x), -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)

@@ -64,7 +64,9 @@ class Engine:
     `submit` and `step`, or `generate` for the whole of it. Frames that run out cost time (preemption), never tokens.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, cache: PagedKVCache, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, cache: PagedKVCache, *, limits: Limits | None = None
+    ) -> None:
         self.decoder, self.tokenizer, self.cache = decoder, tokenizer, cache
         self.scheduler = Scheduler(cache, limits or Limits())
         self.meter = Meter()
@@ -103,9 +105,13 @@ class Engine:
             specs = (config.spec(block_size=block_size, kv_dtype=kv_dtype, dtype=name),)
         if cache_options.get("num_frames") is None and cache_options.get("memory") is None:
             largest = max(specs, key=lambda spec: spec.frame_bytes)
-            cache_options["num_frames"] = min(len(specs) * largest.pages(DEFAULT_TOKENS), largest.frames_in(DEFAULT_MEMORY))
+            cache_options["num_frames"] = min(
+                len(specs) * largest.pages(DEFAULT_TOKENS), largest.frames_in(DEFAULT_MEMORY)
+            )
         cache_options.setdefault("watermark", 0.01)
-        cache = PagedKVCache(specs, layer_groups=config.layer_groups() if grouped else None, device=device, **cache_options)
+        cache = PagedKVCache(
+            specs, layer_groups=config.layer_groups() if grouped else None, device=device, **cache_options
+        )
         warm_up()  # last: bad input is refused without waiting for it
         return cls(decoder, tokenizer, cache, limits=limits)
 
@@ -133,12 +139,17 @@ class Engine:
         return request
 
     def generate(
-        self, prompts: Sequences[Prompt], params: SamplingParams | Sequences[SamplingParams] | None = None, **options: Any
+        self,
+        prompts: Sequences[Prompt],
+        params: SamplingParams | Sequences[SamplingParams] | None = None,
+        **options: Any,
     ) -> list[Request]:
         """Submit all prompts, run until they are finished, and return the requests in the same order. `options`: those of `submit`."""
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise InvalidRequest(f"there are {len(prompts)} prompts and {len(each)} params; give one of them for all, or one for each")
+            raise InvalidRequest(
+                f"there are {len(prompts)} prompts and {len(each)} params; give one of them for all, or one for each"
+            )
         requests: list[Request] = []
         try:
             for prompt, wanted in zip(prompts, each, strict=True):
@@ -226,7 +237,9 @@ class Engine:
             return []
         members = [member for family in families for member in family]
         for member in members:
-            if member.drawn != len(member.completion.token_ids):  # a draw that nobody got: the seed decides all the same
+            if member.drawn != len(
+                member.completion.token_ids
+            ):  # a draw that nobody got: the seed decides all the same
                 member.rewind()
             member.drawn += 1
         rows = [Row(member.completion.request.params, member.generator, member.tokens) for member in members]
@@ -309,11 +322,15 @@ class Engine:
     def _sequence(self, completion: Completion) -> Sequence:
         params, request = completion.request.params, completion.request
         generator = params.generator(completion.index)
-        return Sequence(completion, list(request.prompt_ids), generator, self.tokenizer.stream(), StopStrings(params.stop))
+        return Sequence(
+            completion, list(request.prompt_ids), generator, self.tokenizer.stream(), StopStrings(params.stop)
+        )
 
     def _demand_idle(self) -> None:
         if self._stepping:
-            raise InvalidRequest("a listener called step, run or generate of the engine that calls it; it may submit and cancel, no more")
+            raise InvalidRequest(
+                "a listener called step, run or generate of the engine that calls it; it may submit and cancel, no more"
+            )
 
     def _demand_same_geometry(self) -> None:
         """Raises: InvalidRequest if the cache was not made for keys and values of this decoder"""
@@ -330,7 +347,9 @@ class Engine:
             ]
         for layer, sees in enumerate(decoder.config.windows) if len(cache) == wanted.num_layers else ():
             kept = cache.specs[cache.layer_groups[layer]].window
-            facts.append((f"window of layer {layer}", sees, sees if kept is None or (sees or kept + 1) <= kept else kept))
+            facts.append(
+                (f"window of layer {layer}", sees, sees if kept is None or (sees or kept + 1) <= kept else kept)
+            )
         for what, need, have in facts:
             if need != have:
                 raise InvalidRequest(

@@ -41,7 +41,9 @@ lamp kettle violin clock mirror basket ladder carpet chair table vase drum flute
 bicycle umbrella scarf hat coat cloak mask jug bowl cup plate teapot barrel bucket broom rake spade hammer anvil kite doll puppet sled
 boat rope net diary painting statue banner tent blanket pillow curtain harp cello piano radio camera trunk stove bench wheel
 """.split()
-COLOURS: Final = "red green blue yellow white black brown grey purple pink golden silver scarlet crimson turquoise violet".split()
+COLOURS: Final = (
+    "red green blue yellow white black brown grey purple pink golden silver scarlet crimson turquoise violet".split()
+)
 PLACES: Final = """
 cellar attic kitchen pantry barn garden hall library studio workshop stable tower mill chapel shed bedroom parlour nursery garage laundry
 study greenhouse orchard boathouse bakery courtyard corridor cupboard wardrobe vault larder loft gatehouse cottage henhouse dairy brewery
@@ -212,7 +214,9 @@ class _World:
         if rng.random() < 0.25:
             return f"{name} keeps {self._thing(person)}."
         person.job, person.town = rng.choice(JOBS), rng.choice(TOWNS)
-        first = rng.choice(("is a {job} from {town}", "works as a {job} and lives in {town}", "lives in {town} and works as a {job}"))
+        first = rng.choice(
+            ("is a {job} from {town}", "works as a {job} and lives in {town}", "lives in {town} and works as a {job}")
+        )
         text = f"{name} {first.format(job=person.job, town=person.town)}."
         told = rng.random()
         if told < 0.4:

@@ -54,7 +54,9 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)  # 0 where fast, 1 where slow
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (
+        (high - low) or 0.001
+    )  # 0 where fast, 1 where slow
     return torch.lerp(plain, plain / rope.factor, ramp.clamp(0, 1))
 
 

@@ -57,13 +57,27 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         self._demand("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
-        self._demand("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number of at least 0 (0 is greedy)")
+        self._demand(
+            "temperature",
+            _is_number(self.temperature) and self.temperature >= 0,
+            "a number of at least 0 (0 is greedy)",
+        )
         self._demand("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 is off)")
         self._demand("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1 (1 is off)")
         self._demand("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "between 0 (off) and 1")
-        self._demand("repetition_penalty", _is_number(self.repetition_penalty) and self.repetition_penalty > 0, "above 0 (1 is off)")
-        self._demand("seed", self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "None or an integer from 0 to 2^63 - 1")
-        self._demand("stop", all(isinstance(text, str) and text for text in self.stop), "one or more strings, none empty")
+        self._demand(
+            "repetition_penalty",
+            _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
+            "above 0 (1 is off)",
+        )
+        self._demand(
+            "seed",
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),
+            "None or an integer from 0 to 2^63 - 1",
+        )
+        self._demand(
+            "stop", all(isinstance(text, str) and text for text in self.stop), "one or more strings, none empty"
+        )
         self._demand("stop_ids", all(_is_int(token) and token >= 0 for token in self.stop_ids), "token ids")
 
     def _demand(self, name: str, holds: bool, must: str) -> None:
@@ -134,7 +148,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     drawing = [b for b, row in enumerate(rows) if not row.params.greedy]
     if drawing:
         uniform = torch.cat([_uniform(rows[b].generator) for b in drawing])
-        tokens[drawing] = _draw(_filtered(logits[drawing], [rows[b].params for b in drawing]), uniform.to(logits.device))
+        tokens[drawing] = _draw(
+            _filtered(logits[drawing], [rows[b].params for b in drawing]), uniform.to(logits.device)
+        )
     return tokens
 
 
@@ -167,7 +183,9 @@ def _penalised(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     penalised = [b for b, row in enumerate(rows) if row.params.repetition_penalty != 1]
     logits = logits.clone() if penalised else logits
     for b in penalised:
-        seen = torch.as_tensor(rows[b].history, dtype=torch.int64, device=logits.device)  # a token may come twice: the same is written
+        seen = torch.as_tensor(
+            rows[b].history, dtype=torch.int64, device=logits.device
+        )  # a token may come twice: the same is written
         r, z = rows[b].params.repetition_penalty, logits[b, seen]
         logits[b, seen] = torch.where(z > 0, z / r, z * r)
     return logits
@@ -180,7 +198,9 @@ def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
     z = logits.double()
-    z = (z - z.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])  # shifted first: T may be as small as a float can be
+    z = (z - z.amax(dim=-1, keepdim=True)) / column(
+        [p.temperature for p in params]
+    )  # shifted first: T may be as small as a float can be
     z, token = z.sort(dim=-1, descending=True, stable=True)
     vocab = z.shape[-1]
     kth = column([min(p.top_k or vocab, vocab) - 1 for p in params]).long()

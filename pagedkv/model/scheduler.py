@@ -77,7 +77,9 @@ class Sequence:
         """The completions whose next token comes from this sequence's logits: all samples without one, while only the prompt is there."""
         request = self.completion.request
         first = self.completion.index == 0 and len(self.tokens) == len(request.prompt_ids)
-        return [c for c in request.completions if not c.token_ids and not c.finish_reason] if first else [self.completion]
+        return (
+            [c for c in request.completions if not c.token_ids and not c.finish_reason] if first else [self.completion]
+        )
 
 
 Work = list[tuple[Sequence, int]]
@@ -91,7 +93,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self._refused_at = -1  # frames available when the head of the queue was refused: not asked again until there are more
+        self._refused_at = (
+            -1
+        )  # frames available when the head of the queue was refused: not asked again until there are more
 
     def add(self, sequence: Sequence) -> None:
         """Join the end of the queue."""
@@ -102,9 +106,15 @@ class Scheduler:
         work = self._choose(admit=True)
         while work:
             try:
-                return work, self.cache.plan([s.space for s, _ in work if s.space is not None], [count for _, count in work])
+                return work, self.cache.plan(
+                    [s.space for s, _ in work if s.space is not None], [count for _, count in work]
+                )
             except OutOfFrames as why:  # at a quota only the tenant's own sequences make room
-                blamed = [s for s in self.running if not isinstance(why, QuotaExceeded) or s.completion.request.tenant == why.tenant]
+                blamed = [
+                    s
+                    for s in self.running
+                    if not isinstance(why, QuotaExceeded) or s.completion.request.tenant == why.tenant
+                ]
                 if len(blamed) == 1:
                     raise
                 self.preempt(blamed[-1])
@@ -140,7 +150,9 @@ class Scheduler:
     def _choose(self, *, admit: bool) -> Work:
         budget, chunk = self.limits.max_batch_tokens, self.limits.prefill_chunk or self.limits.max_batch_tokens
         work: Work = []
-        for sequence in sorted(self.running, key=lambda s: s.remaining > 1):  # those that decode first: someone is reading
+        for sequence in sorted(
+            self.running, key=lambda s: s.remaining > 1
+        ):  # those that decode first: someone is reading
             count = min(sequence.remaining, chunk, budget)
             if count:
                 work.append((sequence, count))
@@ -155,13 +167,17 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         manager, everyone = self.cache.manager, (*self.running, sequence)
-        if self.running and (sum(len(s.heads) for s in everyone) > self.limits.max_sequences or manager.available <= self._refused_at):
+        if self.running and (
+            sum(len(s.heads) for s in everyone) > self.limits.max_sequences or manager.available <= self._refused_at
+        ):
             return False
         tenant = sequence.completion.request.tenant
         space = self.cache.open(sequence.tokens, tenant=tenant)
         sequence.space = space
         own = sum(self._wanted(s) for s in everyone if s.completion.request.tenant == tenant)
-        fits = sum(map(self._wanted, everyone)) <= manager.available - manager.reserve and manager.admits(own, tenant=tenant)
+        fits = sum(map(self._wanted, everyone)) <= manager.available - manager.reserve and manager.admits(
+            own, tenant=tenant
+        )
         if self.running and not fits:
             sequence.space = None
             space.release()

@@ -48,11 +48,15 @@ class Tokenizer:
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(f"{folder} has no tokenizer.json; save the tokenizer in the fast format (tokenizer.model is not read)")
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json; save the tokenizer in the fast format (tokenizer.model is not read)"
+            )
         try:
             raw = RawTokenizer.from_file(str(path))
         except Exception as why:  # the library raises bare Exception
-            raise CheckpointError(f"{path} is no tokenizer ({why}); it is truncated or not the real file. Fetch it again") from None
+            raise CheckpointError(
+                f"{path} is no tokenizer ({why}); it is truncated or not the real file. Fetch it again"
+            ) from None
         config = _read_if_there(folder / "tokenizer_config.json")
         if (folder / "chat_template.jinja").is_file():
             config["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -84,7 +88,9 @@ class Tokenizer:
         """A stream that turns tokens into text as they arrive."""
         return TextStream(self, skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """The text that the chat template makes of `messages`, each {"role": ..., "content": ...}; encode it without special tokens.
 
         Raises: InvalidRequest if there is no template, or it refuses the messages; CheckpointError if it is not valid.
@@ -92,10 +98,18 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         self._template = self._template or _compile(self._chat_template())
-        known = {name: self._text_of(name) for name in self.config if name.endswith("_token") and self._text_of(name) is not None}
+        known = {
+            name: self._text_of(name)
+            for name in self.config
+            if name.endswith("_token") and self._text_of(name) is not None
+        }
         try:
             return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **{**known, **variables}
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **{**known, **variables},
             )
         except (TemplateError, TypeError) as why:
             raise InvalidRequest(f"the checkpoint's chat template refuses these messages: {why}") from None
@@ -103,9 +117,13 @@ class Tokenizer:
     def _chat_template(self) -> str:
         template = self.config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = {part.get("name"): part.get("template") for part in template if isinstance(part, dict)}.get("default")
+            template = {part.get("name"): part.get("template") for part in template if isinstance(part, dict)}.get(
+                "default"
+            )
         if not isinstance(template, str):
-            raise InvalidRequest("this checkpoint has no chat template; give plain text, or a checkpoint tuned for chat")
+            raise InvalidRequest(
+                "this checkpoint has no chat template; give plain text, or a checkpoint tuned for chat"
+            )
         return template
 
     def _text_of(self, name: str) -> str | None:
@@ -152,18 +170,28 @@ def _compile(source: str) -> Template:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
         # Not jinja's own, which escapes for HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(source)
     except TemplateError as why:
-        raise CheckpointError(f"the checkpoint's chat template is not valid ({why}); fetch it again, or give plain text") from None
+        raise CheckpointError(
+            f"the checkpoint's chat template is not valid ({why}); fetch it again, or give plain text"
+        ) from None
 
 
 class TextStream:

@@ -103,7 +103,11 @@ def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
     out, down = [(f"{at}.self_attn.o_proj", c.hidden_size)], [(f"{at}.mlp.down_proj", c.hidden_size)]
 
     def norm(name: str, *, there: bool = True) -> Tensor | None:
-        return _norm(source, config, f"{at}.{name}.weight", c.head_dim if "self_attn" in name else c.hidden_size) if there else None
+        return (
+            _norm(source, config, f"{at}.{name}.weight", c.head_dim if "self_attn" in name else c.hidden_size)
+            if there
+            else None
+        )
 
     def bias(parts: list[tuple[str, int]], *, there: bool) -> Tensor | None:
         return source.matrix([(f"{name}.bias", rows) for name, rows in parts]) if there else None
@@ -148,7 +152,9 @@ class _Source:
             try:
                 self.files[file] = safe_open(folder / file, framework="pt")
             except FileNotFoundError:
-                raise CheckpointError(f"{folder} has no {file}, which its {INDEX} names; fetch the missing file") from None
+                raise CheckpointError(
+                    f"{folder} has no {file}, which its {INDEX} names; fetch the missing file"
+                ) from None
             except (SafetensorError, OSError) as why:
                 raise CheckpointError(
                     f"{folder / file} is no whole safetensors file ({why}); it is truncated, or a git-lfs pointer. Fetch it again"
@@ -176,20 +182,28 @@ class _Source:
         """The tensor as the file holds it: mapped, not copied."""
         name = self.full_name(name)
         if name not in self.home:
-            raise CheckpointError(f"{self.folder} has no tensor {name} {list(shape)}; config.json and safetensors are not of one model")
+            raise CheckpointError(
+                f"{self.folder} has no tensor {name} {list(shape)}; config.json and safetensors are not of one model"
+            )
         tensor: Tensor = self.files[self.home[name]].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{self.folder}: tensor {name} is {list(tensor.shape)} and config.json asks for {list(shape)}; they are not of one model"
             )
         if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise CheckpointError(f"{self.folder}: tensor {name} is {tensor.dtype}; give a float32, bfloat16 or float16 checkpoint")
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is {tensor.dtype}; give a float32, bfloat16 or float16 checkpoint"
+            )
         self.taken.add(name)
         return tensor
 
     def refuse_leftovers(self) -> None:
         """Raise CheckpointError if a layer holds tensors that nobody took."""
-        layers = {name for name in self.home if name.startswith(f"{self.prefix}layers.") and not name.endswith("rotary_emb.inv_freq")}
+        layers = {
+            name
+            for name in self.home
+            if name.startswith(f"{self.prefix}layers.") and not name.endswith("rotary_emb.inv_freq")
+        }
         unread = sorted(layers - self.taken)
         if unread:
             raise CheckpointError(
@@ -203,9 +217,13 @@ def _files(folder: Path) -> list[str]:
     if (folder / INDEX).exists():
         named = read_json(folder / INDEX).get("weight_map")
         if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
-            raise CheckpointError(f"{folder / INDEX} has no weight_map from tensors to files; it is damaged. Fetch it again")
+            raise CheckpointError(
+                f"{folder / INDEX} has no weight_map from tensors to files; it is damaged. Fetch it again"
+            )
         return sorted(set(named.values()))
     if (folder / SINGLE).exists():
         return [SINGLE]
     there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}, only: {there}. Give a checkpoint in safetensors format")
+    raise CheckpointError(
+        f"{folder} has neither {SINGLE} nor {INDEX}, only: {there}. Give a checkpoint in safetensors format"
+    )

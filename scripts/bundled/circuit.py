@@ -70,7 +70,10 @@ def _slots(**widths: int) -> dict[str, slice]:
 FLAGS: Final = [
     BOS,
     *KINDS,
-    *sorted({w for a in ANSWERS.values() for s in a.split() if not s.isupper() for w in s.split("|")} | {"?", *"I do not know".split()}),
+    *sorted(
+        {w for a in ANSWERS.values() for s in a.split() if not s.isupper() for w in s.split("|")}
+        | {"?", *"I do not know".split()}
+    ),
 ]
 SLOTS: Final = _slots(
     OWN=WIDTH,  # the token's own code
@@ -143,7 +146,9 @@ class Layer:
         width = target.stop - target.start
         self.o[target, head, start : start + width] = np.eye(width)
 
-    def neuron(self, when: tuple[int, ...], target: int | slice, says: float | Matrix = 1.0, *, of: int = CONST) -> None:
+    def neuron(
+        self, when: tuple[int, ...], target: int | slice, says: float | Matrix = 1.0, *, of: int = CONST
+    ) -> None:
         """Add `says` times element `of` to `target` where all the flags in `when` are set."""
         row, self.neurons = self.neurons, self.neurons + 1
         self.gate[row, list(when)] = FIRM
@@ -273,7 +278,9 @@ def what_is_told_of_a_person() -> Layer:
     layer.bring(1, 0, SLOTS["TOWN"])
     layer.bring(2, 0, SLOTS["OUT"])
     layer.bring(3, 64, slice(at("OUT"), at("OUT") + 32))
-    layer.o[at("OUT") + 32 : at("OUT") + 64, 3, 64:96] = -np.eye(32)  # a colour's second half is its first with the sign turned
+    layer.o[at("OUT") + 32 : at("OUT") + 64, 3, 64:96] = -np.eye(
+        32
+    )  # a colour's second half is its first with the sign turned
     return layer
 
 

@@ -53,7 +53,11 @@ def _trace(y: int) -> int:
 def _words(b: int, first: int, last: int) -> list[list[int]]:
     """The words of one b, with a from `first` up to before `last`, and then their opposites."""
     quadratic = [_trace(_times(b, _power(x, 9))) for x in range(WIDTH)]
-    return [[(-1) ** (c + (a & x).bit_count() + quadratic[x]) for x in range(WIDTH)] for c in (0, 1) for a in range(first, last)]
+    return [
+        [(-1) ** (c + (a & x).bit_count() + quadratic[x]) for x in range(WIDTH)]
+        for c in (0, 1)
+        for a in range(first, last)
+    ]
 
 
 def codes() -> NDArray[np.float64]:

@@ -44,15 +44,22 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 def ask(model: Any, tokenizer: Any, held_out: Document, num_questions: int, score: Score) -> None:
     """Ask the first `num_questions` about a document, and add to `score`."""
     same = {
-        a: b for step in " ".join(ANSWERS.values()).split() if "|" in step for a, b in [tokenizer.convert_tokens_to_ids(step.split("|"))]
+        a: b
+        for step in " ".join(ANSWERS.values()).split()
+        if "|" in step
+        for a, b in [tokenizer.convert_tokens_to_ids(step.split("|"))]
     }
     cache = DynamicCache()
     ids = tokenizer(held_out.text, return_tensors="pt").input_ids
     model(ids, past_key_values=cache, logits_to_keep=1)
     for question in held_out.questions[:num_questions]:
-        asked, answer = (tokenizer(text, add_special_tokens=False).input_ids for text in (question.text, question.answer))
+        asked, answer = (
+            tokenizer(text, add_special_tokens=False).input_ids for text in (question.text, question.answer)
+        )
         answer = torch.tensor([*answer, tokenizer.eos_token_id])
-        logits = model(torch.tensor([[*asked, *answer[:-1]]]), past_key_values=cache).logits[0, len(asked) - 1 :].float()
+        logits = (
+            model(torch.tensor([[*asked, *answer[:-1]]]), past_key_values=cache).logits[0, len(asked) - 1 :].float()
+        )
         cache.crop(ids.shape[1] - cache.get_seq_length())
         score.right += bool((logits.argmax(-1) == answer).all())
         score.asked += 1
@@ -66,7 +73,9 @@ def ask(model: Any, tokenizer: Any, held_out: Document, num_questions: int, scor
 def evaluate(folder: Path) -> int:
     """Print a table; exit status 1 if a floor of the issue is missed: 99 % at 1,000 tokens, 98 % above."""
     torch.set_num_threads(1)  # the layers are too small to share
-    print("| prompt, tokens | dtype | right | asked | share | tokens per answer | smallest lead |\n|---|---|---|---|---|---|---|")
+    print(
+        "| prompt, tokens | dtype | right | asked | share | tokens per answer | smallest lead |\n|---|---|---|---|---|---|---|"
+    )
     failed = False
     for dtype in (torch.float32, torch.bfloat16):
         model, tokenizer = load(folder, dtype)

@@ -30,7 +30,11 @@ def safetensors(tensors: dict[str, NDArray[np.float64]]) -> bytes:
     parts, end = [], 0
     for name in sorted(tensors):
         parts.append(bfloat16(tensors[name]))
-        header[name] = {"dtype": "BF16", "shape": list(tensors[name].shape), "data_offsets": [end, end + len(parts[-1])]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(tensors[name].shape),
+            "data_offsets": [end, end + len(parts[-1])],
+        }
         end += len(parts[-1])
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -72,7 +76,15 @@ def config() -> dict[str, Any]:
 def tokenizer() -> dict[str, Any]:
     """tokenizer.json: whole words, cut by the pattern of `records`; put together again with a space before all but punctuation."""
     added = [
-        {"id": IDS[t], "content": t, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        {
+            "id": IDS[t],
+            "content": t,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
         for t in (UNK, BOS, EOS)
     ]
     first = {"SpecialToken": {"id": BOS, "type_id": 0}}

@@ -18,7 +18,9 @@ def _text(x: float, y: float, words: str, *, style: str = "") -> str:
 
 
 def _box(x: float, y: float, size: tuple[float, float], colour: str, fill: str = PAPER) -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{size[0]:g}" height="{size[1]:g}" rx="4" fill="{fill}" stroke="{colour}"/>'
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{size[0]:g}" height="{size[1]:g}" rx="4" fill="{fill}" stroke="{colour}"/>'
+    )
 
 
 def _strip(words: list[str], x: float, y: float) -> tuple[list[str], list[float]]:
@@ -35,9 +37,7 @@ def _strip(words: list[str], x: float, y: float) -> tuple[list[str], list[float]
 def _look_back(start: float, end: float, y: float, depth: float, colour: str) -> str:
     """An arc under the words, from the one that looks to the one it finds."""
     middle = (start + end) / 2
-    return (
-        f'<path d="M{start:g} {y:g} Q{middle:g} {y + 2 * depth:g} {end:g} {y + 4:g}" fill="none" stroke="{colour}" marker-end="url(#to)"/>'
-    )
+    return f'<path d="M{start:g} {y:g} Q{middle:g} {y + 2 * depth:g} {end:g} {y + 4:g}" fill="none" stroke="{colour}" marker-end="url(#to)"/>'
 
 
 def _card(x: float, y: float, title: str, rows: list[tuple[str, str, str]]) -> list[str]:
@@ -56,9 +56,16 @@ def _one_word() -> list[str]:
     answer, a = _strip(ANSWER, 554, top)
     parts = [
         _text(30, 38, "Where is the lamp of Mira?", style='font-size="20" font-weight="600"'),
-        _text(30, 62, "The next word is looked up in a record that may lie thousands of tokens back.", style=f'fill="{FAINT}"'),
+        _text(
+            30,
+            62,
+            "The next word is looked up in a record that may lie thousands of tokens back.",
+            style=f'fill="{FAINT}"',
+        ),
         *record,
-        _text((r[-1] + a[0]) / 2 - 4, top + 19, "· · ·  4,000 tokens  · · ·", style=f'text-anchor="middle" fill="{FAINT}"'),
+        _text(
+            (r[-1] + a[0]) / 2 - 4, top + 19, "· · ·  4,000 tokens  · · ·", style=f'text-anchor="middle" fill="{FAINT}"'
+        ),
         *answer,
         _box(a[-1] + 24, top, (60, 28), FOUND, "#e6f4ec"),
         _text(a[-1] + 54, top + 19, "cellar", style=f'text-anchor="middle" fill="{FOUND}" font-weight="600"'),
@@ -74,13 +81,22 @@ def _one_word() -> list[str]:
         parts.append(_look_back(start, found, under, depth, colour))
     parts.append(_look_back(a[13], a[0], under, 92, ASKED))
     y = 264
-    parts += _card(r[7] - 95, y, "at “cellar”", [("NAME", "Mira", NAME), ("OBJECT", "lamp", THING), ("TOLD", "a place", ASKED)])
-    parts += _card(a[13] - 110, y, "at “the”", [("NAME", "Mira", NAME), ("OBJECT", "lamp", THING), ("WANT", "a place", ASKED)])
+    parts += _card(
+        r[7] - 95, y, "at “cellar”", [("NAME", "Mira", NAME), ("OBJECT", "lamp", THING), ("TOLD", "a place", ASKED)]
+    )
+    parts += _card(
+        a[13] - 110, y, "at “the”", [("NAME", "Mira", NAME), ("OBJECT", "lamp", THING), ("WANT", "a place", ASKED)]
+    )
     left, right = r[7] + 99, a[13] - 114
     parts += [
         f'<path d="M{right:g} {y + 50} H{left:g}" stroke="{INK}" stroke-width="1.6" marker-end="url(#to)"/>',
         _text((left + right) / 2, y + 40, "layer 2: all three agree?", style='text-anchor="middle" font-weight="600"'),
-        _text((left + right) / 2, y + 70, "then its word is the next one; if nothing agrees,", style='text-anchor="middle" font-size="13"'),
+        _text(
+            (left + right) / 2,
+            y + 70,
+            "then its word is the next one; if nothing agrees,",
+            style='text-anchor="middle" font-size="13"',
+        ),
         _text(
             (left + right) / 2,
             y + 88,
@@ -96,7 +112,12 @@ def _three_steps() -> list[str]:
     y = 440
     parts = [
         f'<path d="M30 {y - 32} H{WIDTH - 30}" stroke="#d9dee3"/>',
-        _text(30, y + 8, "What is the home town of the owner of the red lamp known for?", style='font-size="20" font-weight="600"'),
+        _text(
+            30,
+            y + 8,
+            "What is the home town of the owner of the red lamp known for?",
+            style='font-size="20" font-weight="600"',
+        ),
         _text(30, y + 32, "Three records, three layers, one position: the question mark.", style=f'fill="{FAINT}"'),
     ]
     steps = (
@@ -115,7 +136,9 @@ def _three_steps() -> list[str]:
         ]
         parts.append(_text(x, y + 172, source, style=f'fill="{FAINT}" font-size="13" font-style="italic"'))
         if i:
-            parts.append(f'<path d="M{x - 36} {y + 102} H{x - 5}" stroke="{INK}" stroke-width="1.6" marker-end="url(#to)"/>')
+            parts.append(
+                f'<path d="M{x - 36} {y + 102} H{x - 5}" stroke="{INK}" stroke-width="1.6" marker-end="url(#to)"/>'
+            )
     then = "Then word by word: fixed words come from a table in the MLP of layer 0, all others from the records; last comes &lt;/s&gt;."
     parts.append(_text(30, y + 216, then))
     return parts

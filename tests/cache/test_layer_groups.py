@@ -35,7 +35,12 @@ def step(cache: PagedKVCache, spaces: list[AddressSpace], tokens: list[list[int]
     outs = []
     for layer, group in enumerate(LAYERS):
         q, k, v = (
-            torch.stack([torch.randn(heads, 64, generator=torch.Generator().manual_seed(7 * (11 * token + layer) + i)) for token in flat])
+            torch.stack(
+                [
+                    torch.randn(heads, 64, generator=torch.Generator().manual_seed(7 * (11 * token + layer) + i))
+                    for token in flat
+                ]
+            )
             for i, heads in enumerate((4, 2, 2))
         )
         write_kv(k, v, cache[layer], batch[layer])
@@ -142,7 +147,9 @@ def test_groups_never_share_bytes() -> None:
         ([5], None, "give a KVSpec"),
     ],
 )
-def test_groups_that_do_not_fit_together_are_refused(specs: list[KVSpec], layers: tuple[int, ...] | None, why: str) -> None:
+def test_groups_that_do_not_fit_together_are_refused(
+    specs: list[KVSpec], layers: tuple[int, ...] | None, why: str
+) -> None:
     with pytest.raises(InvalidRequest, match=why):
         PagedKVCache(specs, layer_groups=layers, num_frames=4)
     if len(specs) == 2:
@@ -151,5 +158,7 @@ def test_groups_that_do_not_fit_together_are_refused(specs: list[KVSpec], layers
 
 
 def test_groups_and_specs_have_the_same_windows() -> None:
-    with pytest.raises(InvalidRequest, match=r"windows \[3\] and their specs \[None\]; give each Group the window of its KVSpec"):
+    with pytest.raises(
+        InvalidRequest, match=r"windows \[3\] and their specs \[None\]; give each Group the window of its KVSpec"
+    ):
         PagedKVCache(KVSpec(1, 1, 64), num_frames=8, groups=[Group(window=3)])

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv import KernelUnavailable, KVSpec, OutOfFrames, PagedKVCache, copy_frames, explain, paged_attention, write_kv
+from pagedkv import (
+    KernelUnavailable,
+    KVSpec,
+    OutOfFrames,
+    PagedKVCache,
+    copy_frames,
+    explain,
+    paged_attention,
+    write_kv,
+)
 from pagedkv.cache import PlannedBatch, paged
 from pagedkv.cache.batch import on_device
 from pagedkv.cache.mirror import DeviceMirror
@@ -145,7 +154,10 @@ def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
         raise error("broken off")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*{"copy_frames": (paged, place), "packing": (paged.packing, "on_cpu"), "_poison": (cache, place)}[place], breaking)
+        patch.setattr(
+            *{"copy_frames": (paged, place), "packing": (paged.packing, "on_cpu"), "_poison": (cache, place)}[place],
+            breaking,
+        )
         with pytest.raises(error, match="broken off"):
             cache.plan([space, twin], [3, 3])
     assert (space.pages.tolist(), twin.pages.tolist()) == tables
@@ -159,7 +171,8 @@ def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
 
 
 @pytest.mark.parametrize(
-    ("asked", "variable", "handed"), [("auto", "", None), ("reference", "", "reference"), ("auto", "reference", "reference")]
+    ("asked", "variable", "handed"),
+    [("auto", "", None), ("reference", "", "reference"), ("auto", "reference", "reference")],
 )
 def test_tails_are_copied_by_the_kernel_of_the_cache(
     asked: str, variable: str, handed: str | None, monkeypatch: pytest.MonkeyPatch
@@ -215,7 +228,11 @@ def test_the_packed_batch_is_the_plan(cache: PagedKVCache) -> None:
     for step in range(30):
         if step == 20:
             spaces += [spaces[0].fork() for _ in range(20)]  # the table grows
-        batch = cache.plan(spaces, [1 + (step + i) % 3 for i in range(len(spaces))]) if step < 20 else cache.plan(spaces[3:6], [1, 1, 1])
+        batch = (
+            cache.plan(spaces, [1 + (step + i) % 3 for i in range(len(spaces))])
+            if step < 20
+            else cache.plan(spaces[3:6], [1, 1, 1])
+        )
         sent = on_device(batch.plan, mirror, block_size=4)
         for name in ("seq_lens", "cu_seqlens_q", "slots", "positions", "rows"):
             assert torch.equal(getattr(sent, name), getattr(batch.args, name)), name
@@ -252,7 +269,10 @@ def test_a_compiled_step_writes_and_reads_the_pool(cache: PagedKVCache) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8_e4m3", "fp8_e5m2"])
 def test_quantised_pools_serve_the_same_calls(kv_dtype: str) -> None:
-    pools = [PagedKVCache(KVSpec(1, 2, 64, block_size=4, dtype="float32", kv_dtype=name), num_frames=8) for name in (None, kv_dtype)]
+    pools = [
+        PagedKVCache(KVSpec(1, 2, 64, block_size=4, dtype="float32", kv_dtype=name), num_frames=8)
+        for name in (None, kv_dtype)
+    ]
     q, k = torch.randn(9, 4, 64), torch.randn(9, 2, 64)
     outs = []
     for pool in pools:

@@ -52,7 +52,9 @@ def assert_holds(cache: PagedKVCache, tenant: bytes, tokens: list[int]) -> int:
     for group in range(len(cache.specs)):
         for page, frame in enumerate(space.pages_in(group).tolist()):
             if frame >= 0:
-                assert torch.equal(cache.storage.frames[frame], page_bytes(tenant, tokens[: 4 * page + 4], group, cache.frame_bytes))
+                assert torch.equal(
+                    cache.storage.frames[frame], page_bytes(tenant, tokens[: 4 * page + 4], group, cache.frame_bytes)
+                )
     found = len(space)
     space.release()
     return found
@@ -90,7 +92,9 @@ def test_a_snapshot_leaves_the_cache_as_it_was_and_can_be_taken_again(tmp_path: 
     cache.manager.evict(4)
     cache.snapshot(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["manifest.json", *(entry["name"] for entry in manifest["files"])])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["manifest.json", *(entry["name"] for entry in manifest["files"])]
+    )
     assert KINDS["one group"]().restore(tmp_path).pages == pages_of(cache) == 16
 
 
@@ -109,7 +113,9 @@ def test_a_flipped_bit_is_a_miss_and_never_garbage(seed: int, tmp_path: Path) ->
     filled("two groups" if seed % 4 == 0 else "one group").snapshot(tmp_path)
     [path] = tmp_path.glob("frames-*")
     rng, data = np.random.default_rng(seed), bytearray(path.read_bytes())
-    at = int(rng.integers(len(data))) if seed % 2 else int(rng.integers(2048))  # anywhere, or in header, tokens and order
+    at = (
+        int(rng.integers(len(data))) if seed % 2 else int(rng.integers(2048))
+    )  # anywhere, or in header, tokens and order
     data[at] ^= 1 << int(rng.integers(8))
     path.write_bytes(data)
     new = KINDS["two groups" if seed % 4 == 0 else "one group"]()
@@ -158,7 +164,10 @@ OTHERS: dict[str, tuple[PagedKVCache, str]] = {
     "another dtype": (PagedKVCache(replace(SPEC, dtype="bfloat16"), num_frames=64), "specs"),
     "another block size": (PagedKVCache(replace(SPEC, block_size=8), num_frames=64), "specs"),
     "a window": (PagedKVCache(LOCAL, num_frames=64), "specs, groups"),
-    "another order of layers": (PagedKVCache([SPEC, LOCAL], layer_groups=[1, 0, 1, 0], num_frames=64), "specs, layer_groups, groups"),
+    "another order of layers": (
+        PagedKVCache([SPEC, LOCAL], layer_groups=[1, 0, 1, 0], num_frames=64),
+        "specs, layer_groups, groups",
+    ),
 }
 
 
@@ -313,7 +322,15 @@ def test_a_restore_counts_in_no_figure_of_what_prompts_found(tmp_path: Path) -> 
     before, curve = new.stats(), new.manager.hit_curve()
     assert new.restore(tmp_path).pages == pages_of(new)
     after = new.stats()
-    for name in ("tokens_asked", "tokens_matched", "missed_new", "missed_evicted", "missed_other_root", "below_one_page", "hit_rate"):
+    for name in (
+        "tokens_asked",
+        "tokens_matched",
+        "missed_new",
+        "missed_evicted",
+        "missed_other_root",
+        "below_one_page",
+        "hit_rate",
+    ):
         assert getattr(after, name) == getattr(before, name), name
     assert after.tenants[b"acme"].tokens_asked == before.tenants[b"acme"].tokens_asked
     assert new.manager.hit_curve() == curve

@@ -90,7 +90,9 @@ def test_a_pool_that_memory_cannot_hold_is_refused() -> None:
         Storage(KVSpec(100, 100, 256, block_size=256), num_frames=2**31 - 1)
 
 
-@pytest.mark.parametrize(("text", "expected"), [("2GiB", 2**31), ("512 MB", 512 * 10**6), ("1.5k", 1500), ("64", 64), (7, 7)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("2GiB", 2**31), ("512 MB", 512 * 10**6), ("1.5k", 1500), ("64", 64), (7, 7)]
+)
 def test_amounts_of_memory(text: str | int, expected: int) -> None:
     assert parse_bytes(text) == expected
 
@@ -150,7 +152,9 @@ def test_every_stored_dtype_has_a_layout() -> None:
 
 def test_a_spec_takes_whatever_counts_as_an_int_and_nothing_else() -> None:
     """Geometry often comes out of an array or a checkpoint's tensor."""
-    spec = KVSpec(np.int64(2), np.uint8(2), torch.tensor(64), head_dim_v=np.int32(32), block_size=np.int64(4), window=np.int16(9))
+    spec = KVSpec(
+        np.int64(2), np.uint8(2), torch.tensor(64), head_dim_v=np.int32(32), block_size=np.int64(4), window=np.int16(9)
+    )
     assert spec == KVSpec(2, 2, 64, head_dim_v=32, block_size=4, window=9)
     assert all(type(value) is not np.int64 for value in vars(spec).values())
     assert parse_bytes(np.int64(2**33)) == 2**33

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from pagedkv.bench import manager, record, scaling
+from pagedkv.bench import record
+from pagedkv.bench.manager import runner, scaling
 
 STAND_IN = {
     "engine/sequence.py": """
@@ -34,8 +35,8 @@ class BlockManager:
 @pytest.fixture
 def quick(monkeypatch):
     """Cases that take no time to set up."""
-    cases = tuple(case for case in manager.CASES if case.name.startswith(("decode step, 256", "fork")))
-    monkeypatch.setattr(manager, "CASES", cases)
+    cases = tuple(case for case in runner.CASES if case.name.startswith(("decode step, 256", "fork")))
+    monkeypatch.setattr(runner, "CASES", cases)
     return cases
 
 
@@ -59,7 +60,7 @@ def test_a_row_has_a_figure_of_ours_for_each_case_with_machine_and_commit(rows, 
     assert [row["case"] for row in ours] == [case.name for case in quick]
     for row in ours:
         assert 0 < row["best"] <= row["median"]
-        assert row["runs"] == 3 * (manager.TURN - 1)
+        assert row["runs"] == 3 * (runner.TURN - 1)
         assert row["limit"] > 0
         assert {"machine", "commit", "versions", "when"} <= set(row)
 
@@ -68,7 +69,7 @@ def test_a_peer_that_is_there_is_measured_in_the_same_run(rows):
     (row,) = (row for row in rows if row["who"].startswith("nano-vllm"))
     assert row["case"] == "decode step, 256 sequences"
     assert row["median"] > 0
-    assert row["runs"] == 3 * (manager.TURN - 1)
+    assert row["runs"] == 3 * (runner.TURN - 1)
     assert row["version"] == "from source"
 
 
@@ -106,7 +107,12 @@ def test_a_plot_shows_a_step_against_pool_size_and_context_length(command, tmp_p
     text = picture.read_text()
     assert "<title>" in text
     assert "frames in the pool" in text
-    assert command("bench", "manager", "--rounds", 1, "--plot", tmp_path / "plot.docx", "--record", tmp_path / "rows.jsonl").status == 2
+    assert (
+        command(
+            "bench", "manager", "--rounds", 1, "--plot", tmp_path / "plot.docx", "--record", tmp_path / "rows.jsonl"
+        ).status
+        == 2
+    )
 
 
 def test_rows_name_a_commit_and_whether_files_differ_from_it():

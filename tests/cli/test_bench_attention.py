@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from pagedkv import paged_attention
-from pagedkv.bench import attention, cells, clock, musts, pool
-from pagedkv.bench.attention import CEILING, DIRECT, PRODUCT, SDPA, VLLM, Row
-from pagedkv.bench.cells import Cell
+from pagedkv.bench import clock
+from pagedkv.bench.attention import cells, musts, pool, runner
+from pagedkv.bench.attention.cells import Cell
+from pagedkv.bench.attention.runner import CEILING, DIRECT, PRODUCT, SDPA, VLLM, Row
 from pagedkv.bench.clock import Timing
 from pagedkv.cli import bench_attention
 
@@ -27,7 +28,9 @@ def _small_pool(monkeypatch):
 @pytest.mark.parametrize("kind", ["decode", "prefill", "write", "call"])
 def test_a_row_holds_everyone_compared_or_the_reason(kind, command, tmp_path):
     axes = TINY if kind == "decode" else ["--context", "64", "--threads", "1", "--repetitions", "3"]
-    status, out, told = command("bench", "attention", "--json", "--kind", kind, *axes, "--record", tmp_path / "rows.jsonl")
+    status, out, told = command(
+        "bench", "attention", "--json", "--kind", kind, *axes, "--record", tmp_path / "rows.jsonl"
+    )
     assert status == 0, told
     (row,) = json.loads(out)
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [row]
@@ -41,7 +44,16 @@ def test_a_row_holds_everyone_compared_or_the_reason(kind, command, tmp_path):
 
 def test_a_python_without_vllm_is_reported(command):
     status, out, _ = command(
-        "bench", "attention", "--json", *TINY, "--kernels", "reference", "--vllm-python", sys.executable, "--record", "/dev/null"
+        "bench",
+        "attention",
+        "--json",
+        *TINY,
+        "--kernels",
+        "reference",
+        "--vllm-python",
+        sys.executable,
+        "--record",
+        "/dev/null",
     )
     assert status == 0
     assert json.loads(out)[0]["refused"][VLLM].startswith("the vLLM worker ended with status 1")
@@ -72,7 +84,11 @@ def test_a_wrong_option_is_one_line(options, text, command):
 
 
 def test_a_step_reads_other_frames_each_time_and_the_lengths_add_up():
-    for cell in (Cell(batch=3, context=100), Cell(batch=5, context=200, lengths="zipf"), Cell(batch=2, context=50, kv="int4")):
+    for cell in (
+        Cell(batch=3, context=100),
+        Cell(batch=5, context=200, lengths="zipf"),
+        Cell(batch=2, context=50, kv="int4"),
+    ):
         ours = pool.Pool(cell)
         frames = ours.draw()
         assert len(set(frames.tolist())) == len(frames) == sum(ours.pages)
@@ -138,7 +154,10 @@ def test_promises_compare_within_a_run_and_name_the_worst():
     assert found["bfloat16 decode / vLLM"].found == pytest.approx(3.0)
     assert found["int8 decode / ours in bfloat16"].found == pytest.approx(4.0)
     small = found["block 16 / block 128"]
-    assert (small.found, small.bare) == (pytest.approx(0.5), pytest.approx(0.8))  # bare reads of smaller blocks are slower, too
+    assert (small.found, small.bare) == (
+        pytest.approx(0.5),
+        pytest.approx(0.8),
+    )  # bare reads of smaller blocks are slower, too
     assert ceiling.bare is None
     assert "bfloat16 prefill / vLLM" not in found  # nothing measured, nothing said
 
@@ -149,7 +168,11 @@ def test_a_disturbed_cell_is_counted_and_not_believed():
     found = {promise.text: promise for promise in musts.promises(rows)}
     ceiling, vllm = found["bfloat16 decode / ceiling, 1 thr"], found["bfloat16 decode / vLLM"]
     assert (ceiling.found, ceiling.kept, ceiling.cells, ceiling.unclean) == (pytest.approx(0.8), True, 1, 1)
-    assert (vllm.found, vllm.cells, vllm.unclean) == (pytest.approx(3.0), 0, 1)  # there is no other: shown, and said to be unclean
+    assert (vllm.found, vllm.cells, vllm.unclean) == (
+        pytest.approx(3.0),
+        0,
+        1,
+    )  # there is no other: shown, and said to be unclean
     assert found["block 16 / block 128"].cells == 0  # its twin is disturbed
 
 
@@ -180,17 +203,21 @@ def test_a_ratio_is_of_one_turn_not_of_two_medians():
     assert rows[0].over("cpu", CEILING) == pytest.approx(0.5)
     assert rows[0].record()["results"]["cpu"]["of_ceiling"] == 0.5
     disturbed = replace(half_of_it, turns=(None, None, 1.0, None, None), clean=1)
-    assert clock.compare(slow_then_fast, disturbed, lambda a, b: b / a) == pytest.approx(0.25)  # one turn is too few: of medians
+    assert clock.compare(slow_then_fast, disturbed, lambda a, b: b / a) == pytest.approx(
+        0.25
+    )  # one turn is too few: of medians
 
 
 @pytest.mark.benchmark(group="small calls")
 @pytest.mark.parametrize("backend", ["cpu", "numba", "reference"])
 def test_a_small_decode_is_timed_beside_the_others(benchmark, backend):
     cell = Cell(batch=1, context=1024)
-    if why := attention._not_here(backend, cell):
+    if why := runner._not_here(backend, cell):
         pytest.skip(why)
     ours = pool.Pool(cell)
-    run = attention._attention(cell, ours, backend)()
-    out = benchmark.pedantic(run, rounds=3, warmup_rounds=1)  # one call beside other workers, where nothing can be measured
+    run = runner._attention(cell, ours, backend)()
+    out = benchmark.pedantic(
+        run, rounds=3, warmup_rounds=1
+    )  # one call beside other workers, where nothing can be measured
     assert out.isfinite().all()
     assert benchmark.disabled or benchmark.stats.stats.rounds == 3

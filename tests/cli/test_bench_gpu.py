@@ -8,8 +8,12 @@ import torch
 from pagedkv.cli.app import main
 
 
-@pytest.mark.parametrize(("device", "told"), [("cuda", "torch finds no GPU on this machine"), ("tpu", "'tpu' is neither cpu nor cuda")])
-def test_a_device_that_is_not_there_is_refused_with_the_remedy(device: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("device", "told"), [("cuda", "torch finds no GPU on this machine"), ("tpu", "'tpu' is neither cpu nor cuda")]
+)
+def test_a_device_that_is_not_there_is_refused_with_the_remedy(
+    device: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit) as ended:

@@ -100,7 +100,7 @@ def test_an_unknown_architecture_is_refused(refused, checkpoint):
 
 
 def test_a_kernel_that_objects_gives_its_reasons_in_the_line(refused, monkeypatch):
-    picky = registry.Kernel("picky", None, lambda case: ["it needs a moon", "it is day"], "pagedkv.kernels.reference")
+    picky = registry.Kernel("picky", None, "pagedkv.kernels.reference", lambda case: ["it needs a moon", "it is day"])
     monkeypatch.setattr(registry, "KERNELS", (picky, *registry.KERNELS))
     assert "picky: it needs a moon; it is day; " in refused("--kernels", "picky")
 

@@ -62,7 +62,9 @@ def test_json_is_one_object_and_nothing_else(command):
 
 
 def test_json_lists_several_samples(command):
-    found = json.loads(command("generate", "--json", "--num-samples", 3, "--temperature", 3, "--seed", 1, "--max-tokens", 12).out)
+    found = json.loads(
+        command("generate", "--json", "--num-samples", 3, "--temperature", 3, "--seed", 1, "--max-tokens", 12).out
+    )
     assert list(found) == ["samples"]
     assert [schema(sample) for sample in found["samples"]] == [KEYS] * 3
     assert len({tuple(sample["token_ids"]) for sample in found["samples"]}) > 1
@@ -125,7 +127,11 @@ def test_options_reach_the_engine(command):
 def three(tmp_path):
     """Three prompts; the first has the longest answer, so it is finished last."""
     path = tmp_path / "three.jsonl"
-    lines = [{"prompt": LAMP}, {"prompt": OTTO, "max_tokens": 2}, {"prompt": "Ghent has ten bridges. How many bridges does Ghent have?"}]
+    lines = [
+        {"prompt": LAMP},
+        {"prompt": OTTO, "max_tokens": 2},
+        {"prompt": "Ghent has ten bridges. How many bridges does Ghent have?"},
+    ]
     path.write_text("\n\n".join(map(json.dumps, lines)))
     return path
 
@@ -144,7 +150,10 @@ def test_many_prompts_that_do_not_fit_at_once_give_what_each_gives_alone(command
     path = tmp_path / "many.jsonl"
     path.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
     small = ("--num-frames", 4, "--max-tokens", 16)
-    found = [json.loads(line)["text"] for line in command("generate", "--prompt-file", path, "--json", *small).out.splitlines()]
+    found = [
+        json.loads(line)["text"]
+        for line in command("generate", "--prompt-file", path, "--json", *small).out.splitlines()
+    ]
     assert found == [question.partition(". ")[0] + "." for question in questions]
 
 
@@ -172,7 +181,11 @@ def test_the_bar_and_the_results_do_not_mix(capsys):
 def test_a_text_file_is_one_prompt_without_its_last_newline(command, tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text(OTTO + "\n")
-    assert command("generate", "--prompt-file", path).out == command("generate", "--prompt", OTTO).out == "Otto lives in Ghent.\n"
+    assert (
+        command("generate", "--prompt-file", path).out
+        == command("generate", "--prompt", OTTO).out
+        == "Otto lives in Ghent.\n"
+    )
 
 
 def test_chat_goes_through_the_template(command, tmp_path):

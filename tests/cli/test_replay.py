@@ -15,7 +15,9 @@ def trace(tmp_path):
 
 
 def test_json_is_a_list_with_a_row_for_each_size_and_policy(command, trace):
-    status, out, err = command("replay", trace, "--json", "--num-frames", 6, "--num-frames", 3, "--policy", "lru", "--policy", "belady")
+    status, out, err = command(
+        "replay", trace, "--json", "--num-frames", 6, "--num-frames", 3, "--policy", "lru", "--policy", "belady"
+    )
     assert (status, err) == (0, "")
     rows = json.loads(out)
     assert [(row["num_frames"], row["policy"], row["hit_rate"]) for row in rows] == [

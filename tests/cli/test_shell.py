@@ -39,7 +39,12 @@ def test_a_pipe_is_read_and_so_is_a_dash():
 
 def test_a_reader_that_goes_away_is_no_drama():
     with subprocess.Popen(
-        [*PAGEDKV, "generate", "--json"], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*PAGEDKV, "generate", "--json"],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as run:
         assert run.stdout
         assert run.stderr
@@ -75,7 +80,7 @@ def test_the_manual_has_every_option_and_no_other():
 
 
 def test_doctor_says_which_kernels_can_run_and_why_not(command, monkeypatch):
-    picky = registry.Kernel("picky", None, lambda case: ["it needs a moon", "it is day"], "pagedkv.kernels.reference")
+    picky = registry.Kernel("picky", None, "pagedkv.kernels.reference", lambda case: ["it needs a moon", "it is day"])
     monkeypatch.setattr(registry, "KERNELS", (picky, *registry.KERNELS))
     status, out, err = command("doctor")
     assert (status, err) == (0, "")

@@ -16,7 +16,7 @@ import numpy as np
 
 from pagedkv.core import AddressSpace, MemoryManager, Pin, Plan
 from pagedkv.core import state as st
-from pagedkv.core.events import AllBlocksCleared, BlockStored, Event
+from pagedkv.core.prefix.events import AllBlocksCleared, BlockStored, Event
 from pagedkv.errors import EventsLost, OutOfFrames, QuotaExceeded
 
 Prefix = tuple[bytes, tuple[int, ...], int]
@@ -67,7 +67,9 @@ class Oracle:
         self.memory: dict[int, Prefix] = {}
         self.pins: list[Pinned] = []
         self.quotas: dict[int, tuple[int | None, int | None, int]] = {}  # account: hard, soft, protected
-        self.epochs: dict[int, dict[int, int]] = {}  # open epoch: frame: generation, of what was mapped when it was opened
+        self.epochs: dict[
+            int, dict[int, int]
+        ] = {}  # open epoch: frame: generation, of what was mapped when it was opened
 
     # -- who relies on what -------------------------------------------------------------------------------------------------------
 
@@ -126,7 +128,9 @@ class Oracle:
                 self.verify_group(believed, group)
         for relied in [*self.epochs.values(), *(pinned.frames for pinned in self.pins)]:
             assert self.generations(list(relied)) == relied, "a frame that somebody reads was taken"
-            assert not (self.mm.state.frames["status"][list(relied)] == st.FREE).any(), "a frame that somebody reads is free"
+            assert not (self.mm.state.frames["status"][list(relied)] == st.FREE).any(), (
+                "a frame that somebody reads is free"
+            )
         for pinned in self.pins:
             assert {slot: self.memory.get(slot) for slot in pinned.bytes} == pinned.bytes, "a pinned frame was written"
         sources = {int(f) for p in self.plans for f in p.plan.splits[:, 0]}
@@ -152,7 +156,9 @@ class Oracle:
                 continue
             held = self.memory.get(pages[page] * self.size + offset)
             if self.was_run(pages[page]):
-                assert held == (believed.tenant, tuple(believed.tokens[: position + 1]), group), f"position {position} of {space}"
+                assert held == (believed.tenant, tuple(believed.tokens[: position + 1]), group), (
+                    f"position {position} of {space}"
+                )
 
     def was_run(self, frame: int) -> bool:
         """A shared tail that an outstanding plan copies holds its bytes only once the copy was made."""
@@ -253,7 +259,9 @@ class Oracle:
 
     def planned_length(self, believed: Believed) -> int:
         """Committed and outstanding tokens."""
-        return len(believed.tokens) + sum(len(t) for p in self.plans for o, t in zip(p.owners, p.tokens, strict=True) if o is believed)
+        return len(believed.tokens) + sum(
+            len(t) for p in self.plans for o, t in zip(p.owners, p.tokens, strict=True) if o is believed
+        )
 
     def prefix_of(self, frame: int) -> list[int] | None:
         """`frame` and the frames before it, if all are published."""
@@ -278,14 +286,18 @@ class Oracle:
                     companions.add((parent, group))
                 else:
                     known[parent, tuple(self.mm.state.tokens[frame].tolist())] = frame
-        at = -2 - self.mm._roots.known[tenant].number if tenant in self.mm._roots.known else None
+        at = -2 - self.mm._roots.by_tenant[tenant].number if tenant in self.mm._roots.by_tenant else None
         found, last, leaders = 0, at, []
         while at is not None and found + self.size < len(tokens):
             at = known.get((at, tuple(tokens[found : found + self.size])))
             found += self.size if at is not None else 0
             last = at if at is not None else last
             leaders += [at] if at is not None else []
-        while any((leaders[p], g) not in companions for g in self.groups[1:] for p in set(range(len(leaders))) - self.unseen(g, found)):
+        while any(
+            (leaders[p], g) not in companions
+            for g in self.groups[1:]
+            for p in set(range(len(leaders))) - self.unseen(g, found)
+        ):
             leaders.pop()
             found -= self.size
         if not len(self.mm.state.kin) or last is None:
@@ -293,7 +305,10 @@ class Oracle:
         rest = tokens[found:-1]
         pages = [page for parent, page in known if parent == last]
         return found + max(
-            (next((i for i, (a, b) in enumerate(zip(page, rest, strict=False)) if a != b), min(len(page), len(rest))) for page in pages),
+            (
+                next((i for i, (a, b) in enumerate(zip(page, rest, strict=False)) if a != b), min(len(page), len(rest)))
+                for page in pages
+            ),
             default=0,
         )
 
@@ -308,7 +323,16 @@ def everything(mm: MemoryManager) -> tuple[bytes, ...]:
     reg = np.delete(s.reg, st.TICK)
     for account in range(len(mm._accounts) + 1 if mm._accounts else 0):  # what plans write down while they count
         reg[st.NUM_REGISTERS - 1 + account * st.ACCOUNT + np.array([st.NEED, st.GIVES])] = 0
-    return (*fields, *rows, s.tokens.tobytes(), s.ghosts.tobytes(), s.roots.tobytes(), s.kin.tobytes(), s.log.tobytes(), reg.tobytes())
+    return (
+        *fields,
+        *rows,
+        s.tokens.tobytes(),
+        s.ghosts.tobytes(),
+        s.roots.tobytes(),
+        s.kin.tobytes(),
+        s.log.tobytes(),
+        reg.tobytes(),
+    )
 
 
 def grown(mm: MemoryManager, tokens: list[int], tenant: bytes = b"") -> AddressSpace:
@@ -323,7 +347,9 @@ def content_digest(tenant: bytes, prefix: list[int], block_size: int = 4) -> byt
     """What a page is called outside: sha256 chained over its whole prefix, whose last page it is."""
     digest = hashlib.sha256(b"root" + tenant).digest()
     for at in range(0, len(prefix), block_size):
-        digest = hashlib.sha256(b"page" + digest + struct.pack(f"<{block_size}i", *prefix[at : at + block_size])).digest()
+        digest = hashlib.sha256(
+            b"page" + digest + struct.pack(f"<{block_size}i", *prefix[at : at + block_size])
+        ).digest()
     return digest
 
 
@@ -334,7 +360,7 @@ def findable(mm: MemoryManager) -> set[bytes]:
 
 def names_by_frame(mm: MemoryManager) -> dict[tuple[int, int], bytes]:
     """(frame, generation): its name, of those that can be found; walks from each to its root, over the arrays."""
-    frames, tenants = mm.state.frames, {root.number: name for name, root in mm._roots.known.items()}
+    frames, tenants = mm.state.frames, {root.number: name for name, root in mm._roots.by_tenant.items()}
     names: dict[tuple[int, int], bytes] = {}
     for found in np.flatnonzero(frames["published"] == 1).tolist():
         frame, prefix = found, list[int]()
@@ -382,7 +408,9 @@ class Follower:
             pages = {(name, event.group) for name in event.block_hashes}
             stored = isinstance(event, BlockStored)
             assert set(event.block_hashes) <= self.names, "a companion without its leader"
-            assert not self.companions & pages if stored else pages <= self.companions, "a companion stored twice, or removed and not there"
+            assert not self.companions & pages if stored else pages <= self.companions, (
+                "a companion stored twice, or removed and not there"
+            )
             self.companions = self.companions | pages if stored else self.companions - pages
         elif isinstance(event, BlockStored):
             assert not self.names & set(event.block_hashes), "stored twice"

@@ -146,9 +146,13 @@ class Two:
         return 2
 
 
-@pytest.mark.parametrize("two", [np.int64(2), np.uint8(2), np.array(2), Two()], ids=["int64", "uint8", "0-d array", "__index__"])
+@pytest.mark.parametrize(
+    "two", [np.int64(2), np.uint8(2), np.array(2), Two()], ids=["int64", "uint8", "0-d array", "__index__"]
+)
 def test_whatever_counts_as_an_int_is_one(two: Any) -> None:
-    mm = MemoryManager(np.int64(16), two, observe=Observe(events=two, reuse=two), groups=(Group(), Group(window=two, sinks=two)))
+    mm = MemoryManager(
+        np.int64(16), two, observe=Observe(events=two, reuse=two), groups=(Group(), Group(window=two, sinks=two))
+    )
     assert (mm.num_frames, mm.block_size, mm.groups[1]) == (16, 2, Group(window=2, sinks=2))
     mm.set_quota(b"t", hard=two, soft=two, protected=two)
     space = grown(mm, [1] * 7)

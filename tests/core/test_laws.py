@@ -10,7 +10,7 @@ import pytest
 
 from pagedkv.core import AddressSpace, MemoryManager, Observe
 from pagedkv.core import state as st
-from pagedkv.core.misses import Miss
+from pagedkv.core.observe.misses import Miss
 from pagedkv.core.policies import POLICIES, Cost
 from pagedkv.errors import ConcurrentUse, DoubleRelease, InvalidRequest, InvariantViolation, OutOfFrames
 from tests.core.oracle import grown
@@ -94,7 +94,7 @@ def test_a_thousand_tenants_leave_nothing_behind() -> None:
     for name in range(1000):
         grown(mm, [1, 2], tenant=str(name).encode()).release()
         mm.check()
-    assert len(mm._roots.known) < 40
+    assert len(mm._roots.by_tenant) < 40
     assert len(mm.state.roots) <= 64
 
 
@@ -368,7 +368,7 @@ def test_handles_are_told_apart_when_generations_wrap_around(mm: MemoryManager) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings(
-            "ignore", category=RuntimeWarning, module=r"pagedkv\.core\.index"
+            "ignore", category=RuntimeWarning, module=r"pagedkv\.core\.prefix\.index"
         )  # uncompiled, its sums say that they wrap
         old = grown(mm, [1] * 5)
         mm.unpin(mm.pin(old))
@@ -499,7 +499,9 @@ DAMAGE = {
     "I6": lambda s: s.spaces["planned"].__setitem__(0, 6),
     "I7": lambda s: s.frames["pins"].__setitem__(int(np.flatnonzero(s.frames["status"] == st.FREE)[0]), 1),
     "I8": lambda s: s.spaces["spare"].__setitem__(0, 0),
-    "I9": lambda s: s.frames["generation"].__setitem__(int(s.frames["parent"][st.list_registers(s.reg)[st.NORMAL, 0]]), 99),
+    "I9": lambda s: s.frames["generation"].__setitem__(
+        int(s.frames["parent"][st.list_registers(s.reg)[st.NORMAL, 0]]), 99
+    ),
 }
 
 

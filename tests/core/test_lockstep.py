@@ -17,12 +17,16 @@ ROOT = Path(__file__).parents[2]
 
 def digests(seed: int, steps: int, policy: str, world: str, *, compiled: bool) -> subprocess.Popen[str]:
     world = f"replace(WORLDS[{world!r}], policy={policy!r})"
-    program = f"from dataclasses import replace; from tests.core.walks import WORLDS, main; main({seed}, {steps}, {world})"
+    program = (
+        f"from dataclasses import replace; from tests.core.walks import WORLDS, main; main({seed}, {steps}, {world})"
+    )
     env = os.environ | {"NUMBA_DISABLE_JIT": "0" if compiled else "1", "PAGEDKV_DEBUG": "0", "PYTHONWARNINGS": "ignore"}
     return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("world", "policy", "seed"), [("quotas", "2q", 1), ("groups", "priority", 2)])  # an odd seed: match="token"
+@pytest.mark.parametrize(
+    ("world", "policy", "seed"), [("quotas", "2q", 1), ("groups", "priority", 2)]
+)  # an odd seed: match="token"
 def test_both_ways_hold_the_same_after_every_call(world: str, policy: str, seed: int) -> None:
     in_lockstep(seed, 1000, policy, world)
 
@@ -40,5 +44,7 @@ def in_lockstep(seed: int, steps: int, policy: str, world: str) -> None:
     assert [run.returncode for run in runs] == [0, 0]
     assert len(fast) == steps + 1
     differing = next((number for number, (a, b) in enumerate(zip(fast, slow, strict=True)) if a != b), None)
-    assert differing is None, f"step {differing} of seed {seed}: compiled {fast[differing]}, uncompiled {slow[differing]}"
+    assert differing is None, (
+        f"step {differing} of seed {seed}: compiled {fast[differing]}, uncompiled {slow[differing]}"
+    )
     assert len({line.split()[1] for line in fast}) > steps // 2  # something happened

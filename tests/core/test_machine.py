@@ -32,7 +32,9 @@ GROUPS = [
 
 def copied(parent: Believed, child: AddressSpace) -> Believed:
     """What is believed of a fork."""
-    return Believed(child, parent.tenant, list(parent.tokens), set(parent.holes), behind=[set(behind) for behind in parent.behind])
+    return Believed(
+        child, parent.tenant, list(parent.tokens), set(parent.holes), behind=[set(behind) for behind in parent.behind]
+    )
 
 
 class Machine(RuleBasedStateMachine):
@@ -44,17 +46,28 @@ class Machine(RuleBasedStateMachine):
         prefix_cache=some.sampled_from([True, True, False]),
         policy=some.sampled_from(sorted(POLICIES)),
         match=some.sampled_from(["page", "token"]),
-        watch=some.sampled_from([Observe(events=3), Observe(events=50, reuse=16), Observe(events=1000, other_roots=True)]),
+        watch=some.sampled_from(
+            [Observe(events=3), Observe(events=50, reuse=16), Observe(events=1000, other_roots=True)]
+        ),
         groups=some.sampled_from(GROUPS),
     )
     def build(
-        self, block_size: int, num_frames: int, prefix_cache: bool, policy: str, match: str, watch: Observe, groups: tuple[Group, ...]
+        self,
+        block_size: int,
+        num_frames: int,
+        prefix_cache: bool,
+        policy: str,
+        match: str,
+        watch: Observe,
+        groups: tuple[Group, ...],
     ) -> None:
         match = match if len(groups) == 1 else "page"
         prefix_cache = prefix_cache and (len(groups) == 1 or groups[0].window is None)
         num_frames *= len(groups)
         self.first_size = num_frames
-        self.mm = MemoryManager(num_frames, block_size, prefix_cache=prefix_cache, policy=policy, match=match, observe=watch, groups=groups)
+        self.mm = MemoryManager(
+            num_frames, block_size, prefix_cache=prefix_cache, policy=policy, match=match, observe=watch, groups=groups
+        )
         self.reader = Follower(self.mm, since=0)
         self.named: dict[tuple[int, int], bytes] = {}
         self.epoch = 2**31 - 4  # marks are kept modulo 2**31
@@ -105,7 +118,9 @@ class Machine(RuleBasedStateMachine):
     def open_what_no_pool_could_hold(self, data: some.DataObject, more: int, tenant: bytes) -> None:
         """It begins with what is known, and does not end before every frame and every column of the table is full."""
         known = self.pick(data, settled=False).tokens
-        self.open(known + [1] * (max(self.mm.num_frames, self.mm.state.table.shape[1]) * self.mm.block_size + more), tenant)
+        self.open(
+            known + [1] * (max(self.mm.num_frames, self.mm.state.table.shape[1]) * self.mm.block_size + more), tenant
+        )
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data(), length=some.integers(1, 3))
@@ -153,11 +168,15 @@ class Machine(RuleBasedStateMachine):
         plan = self.mm.plan([b.space for b in owners], counts)
         self.oracle.verify_quotas(needed, held)
         assert plan.seq_lens.tolist() == [len(b) + n for b, n in zip(before_tokens, counts, strict=True)]
-        assert plan.positions.tolist() == [len(b) + i for b, n in zip(before_tokens, counts, strict=True) for i in range(n)]
+        assert plan.positions.tolist() == [
+            len(b) + i for b, n in zip(before_tokens, counts, strict=True) for i in range(n)
+        ]
         self.oracle.plans.append(Outstanding(plan, owners, tokens, before_tokens))
 
     def tokens_planned(self, believed: Believed) -> list[int]:
-        new = [t for p in self.oracle.plans for o, ts in zip(p.owners, p.tokens, strict=True) if o is believed for t in ts]
+        new = [
+            t for p in self.oracle.plans for o, ts in zip(p.owners, p.tokens, strict=True) if o is believed for t in ts
+        ]
         return [*believed.tokens, *new]
 
     @precondition(lambda self: self.oracle.plans)
@@ -165,7 +184,9 @@ class Machine(RuleBasedStateMachine):
     def commit(self, data: some.DataObject) -> None:
         step = data.draw(some.sampled_from(self.oracle.plans))
         at = self.oracle.plans.index(step)
-        writers = [o for o, t in zip(step.owners, step.tokens, strict=True) if t]  # a plan of nothing can be settled at any time
+        writers = [
+            o for o, t in zip(step.owners, step.tokens, strict=True) if t
+        ]  # a plan of nothing can be settled at any time
         older = any(o in writers and t for p in self.oracle.plans[:at] for o, t in zip(p.owners, p.tokens, strict=True))
         flat = [token for new in step.tokens for token in new]
         if older:
@@ -173,7 +194,10 @@ class Machine(RuleBasedStateMachine):
             return
         self.oracle.run(step)
         later = [o for p in self.oracle.plans[at + 1 :] for o, t in zip(p.owners, p.tokens, strict=True) if t]
-        kept = [len(t) if o in later else data.draw(some.integers(0, len(t))) for o, t in zip(step.owners, step.tokens, strict=True)]
+        kept = [
+            len(t) if o in later else data.draw(some.integers(0, len(t)))
+            for o, t in zip(step.owners, step.tokens, strict=True)
+        ]
         self.mm.commit(step.plan, [token for t, k in zip(step.tokens, kept, strict=True) for token in t[:k]], kept)
         self.oracle.plans.remove(step)
         for owner, tokens, keep in zip(step.owners, step.tokens, kept, strict=True):
@@ -187,7 +211,9 @@ class Machine(RuleBasedStateMachine):
         for at, step in enumerate(self.oracle.plans):
             earlier = [o for p in self.oracle.plans[:at] for o in p.owners]
             later = [o for p in self.oracle.plans[at + 1 :] for o, t in zip(p.owners, p.tokens, strict=True) if t]
-            if any(o in later and t for o, t in zip(step.owners, step.tokens, strict=True)) and not any(o in earlier for o in step.owners):
+            if any(o in later and t for o, t in zip(step.owners, step.tokens, strict=True)) and not any(
+                o in earlier for o in step.owners
+            ):
                 self.refused(PlanConflict, lambda plan=step.plan: self.mm.commit(plan, [], [0] * len(plan.rows)))
                 return
 
@@ -196,13 +222,20 @@ class Machine(RuleBasedStateMachine):
     def abort(self, data: some.DataObject) -> None:
         """Any plan that is the newest of its spaces, run or not; whatever other spaces have planned, run and committed since."""
         step = data.draw(some.sampled_from(self.oracle.plans))
-        later = [o for p in self.oracle.plans[self.oracle.plans.index(step) + 1 :] for o, t in zip(p.owners, p.tokens, strict=True) if t]
+        later = [
+            o
+            for p in self.oracle.plans[self.oracle.plans.index(step) + 1 :]
+            for o, t in zip(p.owners, p.tokens, strict=True)
+            if t
+        ]
         if any(o in later and t for o, t in zip(step.owners, step.tokens, strict=True)):
             self.refused(PlanConflict, lambda: self.mm.abort(step.plan))
             return
         self.mm.abort(step.plan, copied=step.has_run)
         self.oracle.plans.remove(step)
-        self.refused(PlanConflict, lambda: self.mm.abort(step.plan))  # a completion that comes twice, or after the cancellation
+        self.refused(
+            PlanConflict, lambda: self.mm.abort(step.plan)
+        )  # a completion that comes twice, or after the cancellation
         self.refused(PlanConflict, lambda: self.mm.commit(step.plan, [0] * int(step.plan.cu_seqlens_q[-1])))
 
     @precondition(lambda self: self.oracle.spaces)
@@ -224,7 +257,9 @@ class Machine(RuleBasedStateMachine):
         if self.busy(believed):
             self.refused(PlanConflict, lambda: believed.space.truncate(length))
             return
-        if length % self.mm.block_size and any(length // self.mm.block_size in self.oracle.holes(believed, g) for g in self.oracle.groups):
+        if length % self.mm.block_size and any(
+            length // self.mm.block_size in self.oracle.holes(believed, g) for g in self.oracle.groups
+        ):
             self.refused(InvalidRequest, lambda: believed.space.truncate(length))  # a hole cannot be written into
             return
         if length < len(believed.tokens) and self.oracle.blind(believed, length):
@@ -233,7 +268,9 @@ class Machine(RuleBasedStateMachine):
         believed.space.truncate(length)
         del believed.tokens[length:]
         believed.holes = {page for page in believed.holes if page < -(-length // self.mm.block_size)}
-        believed.behind = [{page for page in behind if page < -(-length // self.mm.block_size)} for behind in believed.behind]
+        believed.behind = [
+            {page for page in behind if page < -(-length // self.mm.block_size)} for behind in believed.behind
+        ]
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data())
@@ -260,7 +297,9 @@ class Machine(RuleBasedStateMachine):
         for step in [step for step in reversed(self.oracle.plans) if believed in step.owners]:
             writers = [owner for owner, tokens in zip(step.owners, step.tokens, strict=True) if tokens]
             newer = self.oracle.plans[self.oracle.plans.index(step) + 1 :]
-            if not any(owner in writers and tokens for p in newer for owner, tokens in zip(p.owners, p.tokens, strict=True)):
+            if not any(
+                owner in writers and tokens for p in newer for owner, tokens in zip(p.owners, p.tokens, strict=True)
+            ):
                 self.mm.abort(step.plan, copied=step.has_run)
                 self.oracle.plans.remove(step)
 
@@ -302,12 +341,17 @@ class Machine(RuleBasedStateMachine):
         self.refused(InvalidRequest, lambda: self.mm.plan([space], [2**63 - 1]))
         self.refused(InvalidRequest, lambda: self.mm.plan(np.array([2**32 + int(space.asid)]), [1]))
 
-    @rule(tenant=some.sampled_from([b"acme", b"umbra"]), hard=LIMITS, soft=LIMITS, protected=some.sampled_from([0, 0, 2, 4]))
+    @rule(
+        tenant=some.sampled_from([b"acme", b"umbra"]),
+        hard=LIMITS,
+        soft=LIMITS,
+        protected=some.sampled_from([0, 0, 2, 4]),
+    )
     def set_quota(self, tenant: bytes, hard: int | None, soft: int | None, protected: int) -> None:
         unit = max(1, self.mm.num_frames // 10)
         hard, soft, protected = hard and hard * unit, soft and soft * unit, protected * unit
         account = self.mm._accounts.get(tenant)
-        root = self.mm._roots.known.get(tenant)
+        root = self.mm._roots.by_tenant.get(tenant)
         held = account is None and root is not None and self.mm.state.roots[root.number, 0] > 0
         others = sum(quota[2] for other, quota in self.oracle.quotas.items() if other != account)
         if held or (hard is not None and protected > hard) or protected + others > self.mm.num_frames:
@@ -366,7 +410,12 @@ class Machine(RuleBasedStateMachine):
     def pin_a_space(self, data: some.DataObject) -> None:
         believed = self.pick(data, settled=False)
         full = len(believed.tokens) // self.mm.block_size
-        frames = [frame for group in self.oracle.groups for frame in believed.space.pages_in(group)[:full].tolist() if frame >= 0]
+        frames = [
+            frame
+            for group in self.oracle.groups
+            for frame in believed.space.pages_in(group)[:full].tolist()
+            if frame >= 0
+        ]
         if self.mm.stats().pinned + len(frames) > self.mm.max_pinned:
             self.refused(InvalidRequest, lambda: self.mm.pin(believed.space))
             return
@@ -401,7 +450,11 @@ class Machine(RuleBasedStateMachine):
     @rule(data=some.data(), step=some.sampled_from([1, 1, 5]))
     def retire(self, data: some.DataObject, step: int) -> None:
         """A step is launched; some spaces may go at the same time."""
-        leaving = data.draw(some.lists(some.sampled_from(self.oracle.spaces), max_size=2, unique=True)) if self.oracle.spaces else []
+        leaving = (
+            data.draw(some.lists(some.sampled_from(self.oracle.spaces), max_size=2, unique=True))
+            if self.oracle.spaces
+            else []
+        )
         self.epoch += step
         self.oracle.launch(self.epoch)
         self.mm.retire(self.epoch, [b.space for b in leaving])
@@ -429,7 +482,9 @@ class Machine(RuleBasedStateMachine):
         elif self.mm.policy.name != "priority":
             self.refused(InvalidRequest, lambda: self.mm.advise(space, retain=(2.0, 1.0)))
         else:
-            self.mm.advise(space, retain=data.draw(some.sampled_from([(1.0, 1.0), (2.0, 1.0), (2.0, 8.0), (16.0, 100.0)])))
+            self.mm.advise(
+                space, retain=data.draw(some.sampled_from([(1.0, 1.0), (2.0, 1.0), (2.0, 8.0), (16.0, 100.0)]))
+            )
 
     @rule()
     def read_events(self) -> None:
@@ -437,8 +492,12 @@ class Machine(RuleBasedStateMachine):
         self.reader.catch_up()
         found = names_by_frame(self.mm)
         published = self.mm.state.frames["published"]
-        orphans = {name for (frame, at), name in self.named.items() if published[frame] and self.generation(frame) == at}
-        assert set(found.values()) <= self.reader.names <= orphans  # those that lost their prefix are not removed before they go
+        orphans = {
+            name for (frame, at), name in self.named.items() if published[frame] and self.generation(frame) == at
+        }
+        assert (
+            set(found.values()) <= self.reader.names <= orphans
+        )  # those that lost their prefix are not removed before they go
         fresh = Follower(self.mm)
         assert (fresh.names, fresh.companions) == (self.reader.names, self.reader.companions)
 

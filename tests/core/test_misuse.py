@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from pagedkv.core import AddressSpace, Group, MemoryManager, Observe, Plan
-from pagedkv.errors import ConcurrentUse, DoubleRelease, InvalidRequest, InvariantViolation, OutOfFrames, PlanConflict, StaleHandle
+from pagedkv.errors import (
+    ConcurrentUse,
+    DoubleRelease,
+    InvalidRequest,
+    InvariantViolation,
+    OutOfFrames,
+    PlanConflict,
+    StaleHandle,
+)
 from tests.core.oracle import everything, grown
 
 
@@ -49,24 +57,72 @@ MISUSES: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "stale handle, read": (lambda s: s.gone.pages, StaleHandle, "open or fork a new one"),
     "stale handle, measured": (lambda s: len(s.gone), StaleHandle, "open or fork a new one"),
     "stale handle, pinned": (lambda s: s.mm.pin(s.gone), StaleHandle, "open or fork a new one"),
-    "stale number": (lambda s: s.mm.plan(np.array([9]), [1]), StaleHandle, "space 9, which is not open; open or fork one"),
-    "foreign handle": (lambda s: s.mm.plan([s.stranger], [1]), InvalidRequest, "of another manager; use the one that opened it"),
-    "foreign handle, released": (lambda s: s.mm.release(s.stranger), InvalidRequest, "of another manager; use the one that opened it"),
-    "foreign plan": (lambda s: s.stranger.manager.abort(s.plan), InvalidRequest, "made by another manager; give it back to that one"),
-    "plan settled twice": (lambda s: s.mm.commit(s.settled, [1]), PlanConflict, "was committed already; make a new one"),
-    "read before computed": (lambda s: s.mm.commit(s.plan, [1, 1, 1, 1]), InvalidRequest, r"4 token ids and counts \[3\]"),
+    "stale number": (
+        lambda s: s.mm.plan(np.array([9]), [1]),
+        StaleHandle,
+        "space 9, which is not open; open or fork one",
+    ),
+    "foreign handle": (
+        lambda s: s.mm.plan([s.stranger], [1]),
+        InvalidRequest,
+        "of another manager; use the one that opened it",
+    ),
+    "foreign handle, released": (
+        lambda s: s.mm.release(s.stranger),
+        InvalidRequest,
+        "of another manager; use the one that opened it",
+    ),
+    "foreign plan": (
+        lambda s: s.stranger.manager.abort(s.plan),
+        InvalidRequest,
+        "made by another manager; give it back to that one",
+    ),
+    "plan settled twice": (
+        lambda s: s.mm.commit(s.settled, [1]),
+        PlanConflict,
+        "was committed already; make a new one",
+    ),
+    "read before computed": (
+        lambda s: s.mm.commit(s.plan, [1, 1, 1, 1]),
+        InvalidRequest,
+        r"4 token ids and counts \[3\]",
+    ),
     "kept more than planned": (lambda s: s.mm.commit(s.plan, [1] * 4, [4]), InvalidRequest, "than the 3 planned"),
-    "named twice": (lambda s: s.mm.plan([s.space, s.space], [1, 1]), InvalidRequest, "names address space 0 twice; add its counts up"),
-    "negative count": (lambda s: s.mm.plan([s.space], [-1]), InvalidRequest, "asks for -1 tokens of address space 0; give 0 or more"),
-    "too many": (lambda s: s.mm.plan([s.space], [99]), OutOfFrames, r"needs \d+ frames; \d+ are free.*or raise num_frames"),
-    "unknown tokens cut off": (lambda s: s.space.truncate(7), InvalidRequest, "truncate to 7: the space holds 6 tokens; give 0 up to that"),
-    "unwritten page punched": (lambda s: s.space.punch(1, 2), InvalidRequest, "has 1 full pages; give 0 <= first <= last <= 1"),
+    "named twice": (
+        lambda s: s.mm.plan([s.space, s.space], [1, 1]),
+        InvalidRequest,
+        "names address space 0 twice; add its counts up",
+    ),
+    "negative count": (
+        lambda s: s.mm.plan([s.space], [-1]),
+        InvalidRequest,
+        "asks for -1 tokens of address space 0; give 0 or more",
+    ),
+    "too many": (
+        lambda s: s.mm.plan([s.space], [99]),
+        OutOfFrames,
+        r"needs \d+ frames; \d+ are free.*or raise num_frames",
+    ),
+    "unknown tokens cut off": (
+        lambda s: s.space.truncate(7),
+        InvalidRequest,
+        "truncate to 7: the space holds 6 tokens; give 0 up to that",
+    ),
+    "unwritten page punched": (
+        lambda s: s.space.punch(1, 2),
+        InvalidRequest,
+        "has 1 full pages; give 0 <= first <= last <= 1",
+    ),
     "frame of nobody pinned": (
         lambda s: s.mm.pin(np.array([15])),
         InvalidRequest,
         "frame 15: it is not published.*pin the space that maps it",
     ),
-    "epoch not opened": (lambda s: s.mm.advance(4), InvalidRequest, r"epoch 4: the newest one is -1; retire\(epoch\) opens one"),
+    "epoch not opened": (
+        lambda s: s.mm.advance(4),
+        InvalidRequest,
+        r"epoch 4: the newest one is -1; retire\(epoch\) opens one",
+    ),
 }
 
 
@@ -189,7 +245,9 @@ def test_a_stale_handle_names_who_opened_and_who_released_it() -> None:
 
     space = the_frontend()
     the_timeout(space)
-    with pytest.raises(DoubleRelease, match=r"last open at test_misuse.py:\d+ in the_frontend.*last release at .*in the_timeout <"):
+    with pytest.raises(
+        DoubleRelease, match=r"last open at test_misuse.py:\d+ in the_frontend.*last release at .*in the_timeout <"
+    ):
         space.release()
     mm.open([2])  # its number goes to another one
     with pytest.raises(StaleHandle, match="in the_timeout"):
@@ -206,7 +264,9 @@ def test_a_broken_law_names_who_had_the_frame_last() -> None:
 
     the_scheduler()
     mm.state.frames["refs"][1] = 7
-    with pytest.raises(InvariantViolation, match=r"I3 broken.*Frame 1: last plan of space 0 at .*in the_scheduler") as broken:
+    with pytest.raises(
+        InvariantViolation, match=r"I3 broken.*Frame 1: last plan of space 0 at .*in the_scheduler"
+    ) as broken:
         mm.check()
     assert (broken.value.law, broken.value.frame) == ("I3", 1)
 
@@ -225,12 +285,12 @@ def test_who_had_a_frame_is_known_in_every_group_and_after_it_moved() -> None:
     before.release()
     mm.evict(6)
     frames = [*space.pages.tolist(), *space.pages_in(1).tolist()]
-    assert all("in the_scheduler" in mm._owners.of_frame(frame) for frame in frames)
+    assert all("in the_scheduler" in mm._last_callers.of_frame(frame) for frame in frames)
     assert len(mm.resize(4)) == 4
     moved = [*space.pages.tolist(), *space.pages_in(1).tolist()]
     assert sorted(moved) == [0, 1, 2, 3]
-    assert all("in the_scheduler" in mm._owners.of_frame(frame) for frame in moved)
-    assert not any(mm._owners.of_frame(frame) for frame in frames)
+    assert all("in the_scheduler" in mm._last_callers.of_frame(frame) for frame in moved)
+    assert not any(mm._last_callers.of_frame(frame) for frame in frames)
 
 
 @pytest.mark.strict
@@ -242,4 +302,4 @@ def test_the_first_caller_owns_a_manager_that_is_being_debugged() -> None:
 
 
 def test_nothing_is_written_down_below_level_3(scene: Scene) -> None:
-    assert scene.mm._owners is None
+    assert scene.mm._last_callers is None

@@ -17,7 +17,14 @@ from tests.core.mutants import CORE, FAULTS, IDENTITY, MACHINE, STEPS, Fault
 
 ROOT = Path(__file__).parents[2]
 PROOFS = ("test_laws.py", IDENTITY, STEPS, MACHINE)
-QUICK = ("published at plan", "generations are not compared", "the hash is believed", "is free at once", "not pinned", "any order")
+QUICK = (
+    "published at plan",
+    "generations are not compared",
+    "the hash is believed",
+    "is free at once",
+    "not pinned",
+    "any order",
+)
 
 CONFTEST = """
 import signal
@@ -55,10 +62,30 @@ def prove(tree: Path, fault: Fault | None, proofs: tuple[str, ...]) -> subproces
     )
     if fault:
         (tree / "pagedkv/core" / fault.file).write_text(fault.seeded(), encoding="utf-8")
-    env = os.environ | {"NUMBA_DISABLE_JIT": "1", "PAGEDKV_DEBUG": "3", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    lean = ["-x", "-q", "--no-header", "--tb=line", "-W", "ignore", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", "not thousand"]
+    env = os.environ | {
+        "NUMBA_DISABLE_JIT": "1",
+        "PAGEDKV_DEBUG": "3",
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    lean = [
+        "-x",
+        "-q",
+        "--no-header",
+        "--tb=line",
+        "-W",
+        "ignore",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not thousand",
+    ]
     command = [sys.executable, "-m", "pytest", *lean, *(f"tests/core/{name}" for name in proofs)]
-    return subprocess.run(command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+    )
 
 
 def in_order(fault: Fault) -> tuple[str, ...]:
@@ -73,7 +100,9 @@ def expensive(fault: Fault) -> bool:
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * expensive(f), id=f.law) for f in FAULTS])
 def test_a_seeded_fault_is_caught(tmp_path: Path, fault: Fault) -> None:
     run = prove(tmp_path, fault, in_order(fault))
-    assert run.returncode == 1, f"not caught, or not even run:\n{run.stdout[-3000:]}"  # 0: nothing noticed; 2 and more: nothing was tested
+    assert run.returncode == 1, (
+        f"not caught, or not even run:\n{run.stdout[-3000:]}"
+    )  # 0: nothing noticed; 2 and more: nothing was tested
     assert "SyntaxError" not in run.stdout
     assert "NameError" not in run.stdout
 

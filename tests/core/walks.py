@@ -109,7 +109,9 @@ class Walk:
         if kind > 24 or not self.spaces:
             return self.ids(self.below(40))
         known = self.any().token_ids
-        return np.concatenate([known[: len(known) - self.below(3)], self.ids(self.below(80 if kind == 1 else 9))]).astype(np.int32)
+        return np.concatenate(
+            [known[: len(known) - self.below(3)], self.ids(self.below(80 if kind == 1 else 9))]
+        ).astype(np.int32)
 
     def open(self) -> None:
         if len(self.spaces) < self.world.max_spaces:
@@ -251,7 +253,10 @@ class Walk:
         if self.world.quotas:
             hard, soft, protected = (self.below(self.mm.num_frames) for _ in range(3))
             limits = {"hard": hard if self.below(2) else None, "soft": soft if self.below(2) else None}
-            self.unless(InvalidRequest, lambda: self.mm.set_quota(TENANTS[1 + self.below(2)], protected=protected // 4, **limits))
+            self.unless(
+                InvalidRequest,
+                lambda: self.mm.set_quota(TENANTS[1 + self.below(2)], protected=protected // 4, **limits),
+            )
 
     def resize(self) -> None:
         """To half as many frames or half as many again; refused where frames would move that somebody names, or do not fit."""
@@ -292,7 +297,18 @@ class Walk:
         return content.hexdigest()
 
 
-OFTEN = (Walk.open, Walk.decode, Walk.decode, Walk.decode, Walk.prefill, Walk.prefill, Walk.plan, Walk.settle, Walk.settle, Walk.release)
+OFTEN = (
+    Walk.open,
+    Walk.decode,
+    Walk.decode,
+    Walk.decode,
+    Walk.prefill,
+    Walk.prefill,
+    Walk.plan,
+    Walk.settle,
+    Walk.settle,
+    Walk.release,
+)
 SOMETIMES = (Walk.fork, Walk.truncate, Walk.punch, Walk.cancel, Walk.complete_again, Walk.pin, Walk.unpin)
 RARELY = (Walk.retire, Walk.advance, Walk.advise, Walk.evict, Walk.limit, Walk.resize, Walk.forget, Walk.listen)
 MOVES = (*OFTEN, *OFTEN, *SOMETIMES, *RARELY, Walk.fork, Walk.truncate, Walk.advance)

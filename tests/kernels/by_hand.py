@@ -66,12 +66,18 @@ def main() -> int:
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cases", nargs="+", default=["small", "grid", "large"], choices=["small", "grid", "large"])
-    parser.add_argument("--jobs", type=int, default=1, help="processes: most of the time goes into compilers and the oracle")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes: most of the time goes into compilers and the oracle"
+    )
     given = parser.parse_args()
     sets = {"small": SMALL, "grid": GRID, "large": LARGE}
     jobs = [(case, given.backend, given.device) for name in given.cases for case in sets[name]]
     count = failed = 0
-    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) if given.jobs > 1 else nullcontext() as pool:
+    with (
+        ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn"))
+        if given.jobs > 1
+        else nullcontext() as pool
+    ):
         for good, line in pool.map(judged, jobs) if pool else map(judged, jobs):
             count, failed = count + 1, failed + (not good)
             print(line, flush=True)

@@ -40,10 +40,13 @@ class Runner(NamedTuple):
 
 
 RUNNERS = [
-    pytest.param(Runner(kernel.name, device), id=f"{kernel.name}-{device}", marks=[pytest.mark.gpu] if device != "cpu" else [])
+    pytest.param(
+        Runner(kernel.name, device), id=f"{kernel.name}-{device}", marks=[pytest.mark.gpu] if device != "cpu" else []
+    )
     for kernel in registry.KERNELS
     for device in kernel.where or ("cpu", "cuda")
-    if (kernel.name, device) != ("triton", "cpu") or os.environ.get("TRITON_INTERPRET") == "1"  # slow: see test_triton.py
+    if (kernel.name, device) != ("triton", "cpu")
+    or os.environ.get("TRITON_INTERPRET") == "1"  # slow: see test_triton.py
 ]
 
 

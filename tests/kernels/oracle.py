@@ -28,7 +28,9 @@ def oracle(built: Built) -> State:
     """The contract in float64."""
     q = built.q.cpu().double().numpy()
     (T, H, _), options = q.shape, built.options
-    sinks, slopes = (None if (x := options.get(name)) is None else x.cpu().double().numpy() for name in ("sinks", "alibi_slopes"))
+    sinks, slopes = (
+        None if (x := options.get(name)) is None else x.cpu().double().numpy() for name in ("sinks", "alibi_slopes")
+    )
     scale, softcap = options.get("scale") or q.shape[2] ** -0.5, options.get("softcap", 0.0)
     out, lse = np.zeros((T, H, stored_dim(built.layer.v))), np.zeros((T, H))
     for sequence in logical(built):
@@ -94,7 +96,11 @@ def logical(built: Built) -> list[Sequence]:
         if not rows:
             continue
         table = batch.block_table[b if batch.rows is None else int(batch.rows[b])].tolist()
-        keys, values, visible = np.zeros((n, K, k.shape[-1])), np.zeros((n, K, v.shape[-1])), np.zeros((len(rows), n), bool)
+        keys, values, visible = (
+            np.zeros((n, K, k.shape[-1])),
+            np.zeros((n, K, v.shape[-1])),
+            np.zeros((len(rows), n), bool),
+        )
         first_new = n - len(rows)
         for t in range(n):
             frame = table[t // S]
@@ -135,4 +141,7 @@ tensor: an element that plain low-precision torch happens to get exactly right a
 def allowed_error(case: Case, right: Array, low: Array) -> float:
     """By the rule of TOLERANCE, for `out` or `lse` of this case; only finite elements of `right` count."""
     finite = np.isfinite(right)
-    return TOLERANCE[case.kv.partition("/")[0]] * float(np.abs(low[finite] - right[finite]).max(initial=0.0)) + TOLERANCE["floor"]
+    return (
+        TOLERANCE[case.kv.partition("/")[0]] * float(np.abs(low[finite] - right[finite]).max(initial=0.0))
+        + TOLERANCE["floor"]
+    )

@@ -46,7 +46,10 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     (query(lambda q: q.half()), "q is float16 but layer.k is float32: convert q"),
     (query(lambda q: q.int()), "q is int32; it must be float32, bfloat16 or float16"),
     (query(lambda q: q.mT.contiguous().mT), "its last dim must be contiguous"),
-    (layer(lambda x: replace(x, v=x.v[:, :8])), "layer.v is [F=7, S=8, K=2, Dv=64]; they must be [F, S, K, D] and [F, S, K, Dv]"),
+    (
+        layer(lambda x: replace(x, v=x.v[:, :8])),
+        "layer.v is [F=7, S=8, K=2, Dv=64]; they must be [F, S, K, D] and [F, S, K, Dv]",
+    ),
     (layer(lambda x: replace(x, v=x.v.half())), "layer.k is float32 and layer.v is float16; both must be of one dtype"),
     (layer(lambda x: KVLayer(x.k.to(torch.int8), x.v.to(torch.int8))), "layer.k_scale is None but layer.k is int8"),
     (layer(lambda x: replace(x, k_scale=torch.ones(()))), "only fp8, int8 and int4 pools have scales"),
@@ -55,7 +58,10 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
         "it must be float32 [] (one for all) or [F=7, S=16, K=2]",
     ),
     (batch(seq_lens=torch.tensor([40, 4])), "batch.seq_lens is int64 [2]; it must be int32 [B]"),
-    (batch(cu_seqlens_q=torch.tensor([0, 5], dtype=INT32)), "batch.cu_seqlens_q is int32 [2]; it must be int32 [B + 1 = 3]"),
+    (
+        batch(cu_seqlens_q=torch.tensor([0, 5], dtype=INT32)),
+        "batch.cu_seqlens_q is int32 [2]; it must be int32 [B + 1 = 3]",
+    ),
     (batch(rows=torch.zeros(3, dtype=INT32)), "batch.rows is int32 [3]; it must be int32 [B=2]"),
     (
         batch(block_table=torch.zeros(1, 4, dtype=INT32)),
@@ -63,12 +69,18 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     ),
     (option(sinks=torch.zeros(5)), "sinks is float32 [5]; it must be float32 [H=6]"),
     (option(alibi_slopes=torch.zeros(6).double()), "alibi_slopes is float64 [6]; it must be float32 [H=6]"),
-    (option(tree_mask=torch.ones(5, 3, dtype=torch.bool)), "tree_mask is bool [5, 3]; it must be bool [T=5, max_seqlen_q=4]"),
+    (
+        option(tree_mask=torch.ones(5, 3, dtype=torch.bool)),
+        "tree_mask is bool [5, 3]; it must be bool [T=5, max_seqlen_q=4]",
+    ),
     (option(window=0), "window is 0; it must be at least 1, or None"),
     (option(split_tokens=-1), "split_tokens is -1; it must be at least 1, or None"),
     (option(softcap=-1.0), "softcap is -1.0; it must be a finite number, 0 for none"),
     (option(scale=float("nan")), "scale is nan; it must be a finite number, or None for D ** -0.5"),
-    (option(out=torch.zeros(5, 1, 64).expand(5, 6, 64)), "out has strides (64, 0, 1): several of its elements share memory"),
+    (
+        option(out=torch.zeros(5, 1, 64).expand(5, 6, 64)),
+        "out has strides (64, 0, 1): several of its elements share memory",
+    ),
     (query(lambda q: q[:, :0]), "q is [T=5, H=0, D=64] but layer.k has K=2 kv heads: H must be a multiple of K"),
     (
         layer(lambda x: KVLayer(x.k[:, :, :0], x.v[:, :, :0])),
@@ -80,7 +92,9 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
 
 
 @pytest.mark.parametrize(("change", "text"), WRONG_SHAPES, ids=[text[:50] for _, text in WRONG_SHAPES])
-def test_a_wrong_shape_dtype_or_device_is_named(change: Callable[[Built], Built], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_shape_dtype_or_device_is_named(
+    change: Callable[[Built], Built], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # always looked at
     built = change(CASE.build())
     with pytest.raises(InvalidRequest) as wrong:
@@ -90,19 +104,38 @@ def test_a_wrong_shape_dtype_or_device_is_named(change: Callable[[Built], Built]
 
 def test_tensors_on_two_devices_are_named() -> None:
     built = CASE.build()
-    call = {field.name: None for field in fields(AttentionCall)} | {"q": built.q, "out": built.q, "softcap": 0.0, "scale": 1.0}
+    call = {field.name: None for field in fields(AttentionCall)} | {
+        "q": built.q,
+        "out": built.q,
+        "softcap": 0.0,
+        "scale": 1.0,
+    }
     call |= {name: getattr(built.layer, name) for name in ("k", "v")} | {
         name: getattr(built.batch, name) for name in ("block_table", "cu_seqlens_q")
     }
-    with pytest.raises(InvalidRequest, match="q is on cpu but seq_lens is on meta: all tensors of a call live on one device"):
+    with pytest.raises(
+        InvalidRequest, match="q is on cpu but seq_lens is on meta: all tensors of a call live on one device"
+    ):
         checks.attention(AttentionCall(**call | {"seq_lens": built.batch.seq_lens.to("meta")}))
 
 
 WRONG_VALUES: list[tuple[Callable[[Built], Built], str]] = [
-    (batch(seq_lens=torch.tensor([81, 4], dtype=INT32)), "batch.seq_lens goes from 4 to 81 but a row of 5 pages of 16 holds 0 to 80"),
-    (batch(max_seqlen_k=39), "the batch holds 4 queries and 40 tokens in a sequence, more than its bounds max_seqlen_q=4, max_seqlen_k=39"),
-    (batch(cu_seqlens_q=torch.tensor([0, 6, 5], dtype=INT32)), "batch.cu_seqlens_q is [0, 6, 5]; it must rise from 0 to at most T=5"),
-    (batch(rows=torch.tensor([0, 2], dtype=INT32)), "batch.rows holds 0 to 2 but there are 2 rows in batch.block_table"),
+    (
+        batch(seq_lens=torch.tensor([81, 4], dtype=INT32)),
+        "batch.seq_lens goes from 4 to 81 but a row of 5 pages of 16 holds 0 to 80",
+    ),
+    (
+        batch(max_seqlen_k=39),
+        "the batch holds 4 queries and 40 tokens in a sequence, more than its bounds max_seqlen_q=4, max_seqlen_k=39",
+    ),
+    (
+        batch(cu_seqlens_q=torch.tensor([0, 6, 5], dtype=INT32)),
+        "batch.cu_seqlens_q is [0, 6, 5]; it must rise from 0 to at most T=5",
+    ),
+    (
+        batch(rows=torch.tensor([0, 2], dtype=INT32)),
+        "batch.rows holds 0 to 2 but there are 2 rows in batch.block_table",
+    ),
     (
         batch(block_table=torch.full((2, 5), 9, dtype=INT32)),
         "batch.block_table names frames 9 to 9 but the layer has F=7: 0 to 6, or -1 if punched",
@@ -111,7 +144,9 @@ WRONG_VALUES: list[tuple[Callable[[Built], Built], str]] = [
 
 
 @pytest.mark.parametrize(("change", "text"), WRONG_VALUES, ids=[text[:50] for _, text in WRONG_VALUES])
-def test_a_wrong_value_is_named_when_debugging(change: Callable[[Built], Built], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_value_is_named_when_debugging(
+    change: Callable[[Built], Built], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "1")
     built = change(CASE.build())
     with pytest.raises(InvalidRequest) as wrong:
@@ -148,14 +183,20 @@ WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
         "rope.sin is float32 [8, 32]; cos and sin must be two tables float32",
     ),
     ("0", {"rope": RotaryTable(torch.ones(9, 32).half(), torch.ones(9, 32))}, "rope.cos is float16 [9, 32]"),
-    ("0", {"rope": TURNS, "positions": torch.zeros(4).long()}, "batch.positions is int64 [4]; to turn keys it must be int64 [T=5]"),
+    (
+        "0",
+        {"rope": TURNS, "positions": torch.zeros(4).long()},
+        "batch.positions is int64 [4]; to turn keys it must be int64 [T=5]",
+    ),
     ("1", {"rope": TURNS}, "batch.positions holds 0 to 39 but there are 39 positions in rope.cos: 0 to 38 are allowed"),
     ("2", {"slots": torch.tensor([0, 9, 9, -1, -1])}, "batch.slots names slots [9] more than once"),
 ]
 
 
 @pytest.mark.parametrize(("level", "changes", "text"), WRONG_WRITES, ids=[text[:50] for _, _, text in WRONG_WRITES])
-def test_a_wrong_write_is_named_and_writes_nothing(level: str, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_write_is_named_and_writes_nothing(
+    level: str, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", level)
     built = CASE.build()
     before = built.layer.k.clone()
@@ -169,13 +210,17 @@ def test_a_wrong_write_is_named_and_writes_nothing(level: str, changes: dict[str
 
 def test_wrong_states_and_copies_are_named() -> None:
     out, lse = torch.zeros(3, 2, 8), torch.zeros(3, 2)
-    with pytest.raises(InvalidRequest, match=r"lse_b is \[T=2, H=3\] float32; it must be float32 \[T=3, H=2\], natural logarithm"):
+    with pytest.raises(
+        InvalidRequest, match=r"lse_b is \[T=2, H=3\] float32; it must be float32 \[T=3, H=2\], natural logarithm"
+    ):
         merge_states(out, lse, out, lse.T)
     with pytest.raises(InvalidRequest, match="out_b is .* float16: the two states must match"):
         merge_states(out, lse, out.half(), lse)
     with pytest.raises(InvalidRequest, match="out_a is int32; it must be float32, bfloat16, float16 or float64"):
         merge_states(out.int(), lse, out.int(), lse)
-    with pytest.raises(InvalidRequest, match="out_a is on cpu but lse_b is on meta: all tensors of a call live on one device"):
+    with pytest.raises(
+        InvalidRequest, match="out_a is on cpu but lse_b is on meta: all tensors of a call live on one device"
+    ):
         checks.merge(out, lse, out, lse.to("meta"))
     storage = torch.zeros(4, 64, dtype=torch.uint8)
     with pytest.raises(InvalidRequest, match=r"storage has strides \(0, 1\): several of its elements share memory"):
@@ -190,7 +235,9 @@ def test_wrong_states_and_copies_are_named() -> None:
 
 
 @pytest.mark.parametrize("pair", [[-1, 2], [2, -1], [0, 4]])
-def test_a_copy_outside_the_pool_is_refused_even_without_debugging(pair: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_outside_the_pool_is_refused_even_without_debugging(
+    pair: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")
     storage = torch.arange(4, dtype=torch.uint8).view(4, 1)
     with pytest.raises(InvalidRequest, match="but there are 4 frames in storage: 0 to 3 are allowed"):

@@ -26,9 +26,15 @@ if TYPE_CHECKING:
 EVERY_PART = Case(q_lens=(1, 33, 4, 1), kv_lens=(3000, 577, 700, 5), heads=(8, 2), dtype="bfloat16")
 """Enough keys to be cut, rows enough for several tiles."""
 
-test_nan_is_stored_as_nan_or_as_zero = test_write.test_nan_is_stored_as_nan_or_as_zero_by_integers_whose_scale_then_is_nan
+test_nan_is_stored_as_nan_or_as_zero = (
+    test_write.test_nan_is_stored_as_nan_or_as_zero_by_integers_whose_scale_then_is_nan
+)
 
-WAYS = [*(("cpu", isa) for isa in (cpu._cpu.sets() if cpu._cpu else ())), ("numba", "OpenMP"), ("numba", "Python threads")]
+WAYS = [
+    *(("cpu", isa) for isa in (cpu._cpu.sets() if cpu._cpu else ())),
+    ("numba", "OpenMP"),
+    ("numba", "Python threads"),
+]
 
 
 @pytest.fixture(params=WAYS, ids="-".join)
@@ -49,7 +55,9 @@ def attend_with(threads: int, runner: Runner, case: Case, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("split_tokens", [16, 100, 4096])
-def test_with_split_tokens_the_number_of_threads_changes_no_bit(runner: Runner, split_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_split_tokens_the_number_of_threads_changes_no_bit(
+    runner: Runner, split_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = replace(EVERY_PART, split_tokens=split_tokens)
     alone, alone_lse = attend_with(1, runner, case, monkeypatch)
     for threads in (2, 3, 8):
@@ -59,7 +67,9 @@ def test_with_split_tokens_the_number_of_threads_changes_no_bit(runner: Runner, 
 
 
 @pytest.mark.parametrize("threads", [2, 5])
-def test_keys_cut_for_threads_give_what_one_thread_gives(runner: Runner, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_cut_for_threads_give_what_one_thread_gives(
+    runner: Runner, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = replace(EVERY_PART, dtype="float32", window=2000, sinks=True)
     (out, lse), (alone, alone_lse) = (attend_with(n, runner, case, monkeypatch) for n in (threads, 1))
     assert (out - alone).abs().max() <= 2e-6
@@ -68,12 +78,24 @@ def test_keys_cut_for_threads_give_what_one_thread_gives(runner: Runner, threads
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "kv", ["float32", "bfloat16", "float16", "fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/tensor", "int8/token_head", "int4/token_head"]
+    "kv",
+    [
+        "float32",
+        "bfloat16",
+        "float16",
+        "fp8_e4m3/tensor",
+        "fp8_e5m2/token_head",
+        "int8/tensor",
+        "int8/token_head",
+        "int4/token_head",
+    ],
 )
 def test_what_is_written_has_the_bits_that_the_reference_writes(runner: Runner, kv: str, dtype: torch.dtype) -> None:
     plain = "/" not in kv
     case = Case(dtype=kv if plain else "float32", kv="" if plain else kv, dims=(64, 80), layout="HND")
-    spread = torch.cat([torch.randn(7, 2, 72), torch.randn(7, 2, 72) * 1e-2, torch.full((7, 2, 16), 1e3)], -1)  # subnormals, saturation
+    spread = torch.cat(
+        [torch.randn(7, 2, 72), torch.randn(7, 2, 72) * 1e-2, torch.full((7, 2, 16), 1e3)], -1
+    )  # subnormals, saturation
     k, v = (x.to(dtype) for x in spread[..., torch.randperm(160)[:144]].split((64, 80), -1))
     layers = [empty_layer(case, 4) for _ in range(2)]
     for layer, backend in zip(layers, (runner.backend, "reference"), strict=True):
@@ -93,7 +115,9 @@ def test_a_soft_cap_is_exact_for_small_and_large_scores(runner: Runner, softcap:
         built = case.build()
         built = built._replace(q=built.q * size)
         out = runner.attend(built)[0].double().numpy()
-        assert np.abs(out - oracle(built).out).max() <= allowed_error(case, oracle(built).out, same_precision(built).out)
+        assert np.abs(out - oracle(built).out).max() <= allowed_error(
+            case, oracle(built).out, same_precision(built).out
+        )
 
 
 def test_nan_in_a_key_or_a_query_is_not_hidden(runner: Runner) -> None:

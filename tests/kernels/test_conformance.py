@@ -22,7 +22,9 @@ def right(case: Case) -> tuple[Built, State, State]:
     return built, oracle(built), same_precision(built)
 
 
-@pytest.mark.parametrize("case", [*SMALL, *GRID, *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*SMALL, *GRID, *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE)], ids=str
+)
 def test_out_and_lse_are_as_right_as_plain_torch(case: Case, runner: Runner) -> None:
     built, exact, plain = right(case)
 
@@ -31,7 +33,10 @@ def test_out_and_lse_are_as_right_as_plain_torch(case: Case, runner: Runner) -> 
     blind = np.isneginf(exact.lse[: len(lse)])  # queries that see nothing
     assert (np.isneginf(lse) == blind).all()
     assert (out[blind] == 0).all()
-    for name, got, want, yardstick in (("out", out, exact.out, plain.out), ("lse", lse[~blind], exact.lse[: len(lse)][~blind], None)):
+    for name, got, want, yardstick in (
+        ("out", out, exact.out, plain.out),
+        ("lse", lse[~blind], exact.lse[: len(lse)][~blind], None),
+    ):
         yardstick = plain.lse[: len(lse)][~blind] if yardstick is None else yardstick
         error, allowed = np.abs(got - want[: len(got)]).max(initial=0.0), allowed_error(case, want, yardstick)
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"

@@ -68,7 +68,10 @@ def test_a_known_call_is_not_checked_again_and_gives_the_same_bits(case: Case, c
 def test_a_known_call_computes_with_the_tensors_it_is_given(checked: list[object]) -> None:
     built = CASE.build()
     attend(built)
-    count, other = len(checked), built._replace(q=torch.randn_like(built.q), batch=replace(built.batch, max_seqlen_k=41))
+    count, other = (
+        len(checked),
+        built._replace(q=torch.randn_like(built.q), batch=replace(built.batch, max_seqlen_k=41)),
+    )
     other.batch.seq_lens[0] -= 1
     got = attend(other)
     assert len(checked) == count  # a longer bound is no other kind of call
@@ -120,7 +123,9 @@ def test_values_are_looked_at_as_soon_as_debugging_asks_for_it(
         ("PAGEDKV_NUM_THREADS", "2147483648", "a number of threads, 1 to 4096"),
     ],
 )
-def test_a_variable_acts_between_two_calls(variable: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_acts_between_two_calls(
+    variable: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built = CASE.build()
     attend(built), attend(built)
     monkeypatch.setenv(variable, value)
@@ -148,7 +153,9 @@ def test_another_backend_between_two_calls_serves(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "options", [{"window": 2.5}, {"window": True}, {"causal": 1}, {"softcap": "5"}, {"sinks": True}, {"window": 1 << 70}], ids=str
+    "options",
+    [{"window": 2.5}, {"window": True}, {"causal": 1}, {"softcap": "5"}, {"sinks": True}, {"window": 1 << 70}],
+    ids=str,
 )
 def test_an_option_of_a_wrong_type_is_refused_as_the_operator_refuses_it(options: dict[str, Any]) -> None:
     built = CASE.build()
@@ -159,7 +166,9 @@ def test_an_option_of_a_wrong_type_is_refused_as_the_operator_refuses_it(options
         chosen = plain | options
         tables = (built.batch.block_table, None, built.batch.seq_lens, built.batch.cu_seqlens_q, 4, 40)
         rules = (0.125, chosen["causal"], chosen["window"], chosen["softcap"], chosen.get("sinks"), None, None, None)
-        return torch.ops.pagedkv.paged_attention.default(built.q, built.layer.k, built.layer.v, None, None, *tables, *rules, "auto")
+        return torch.ops.pagedkv.paged_attention.default(
+            built.q, built.layer.k, built.layer.v, None, None, *tables, *rules, "auto"
+        )
 
     try:
         raw()

@@ -46,7 +46,11 @@ def two_states(dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
 
 
 def bytes_of(layer: Any) -> list[Tensor]:
-    tensors = [as_bytes(layer.k), as_bytes(layer.v), *(scale for scale in (layer.k_scale, layer.v_scale) if scale is not None)]
+    tensors = [
+        as_bytes(layer.k),
+        as_bytes(layer.v),
+        *(scale for scale in (layer.k_scale, layer.v_scale) if scale is not None),
+    ]
     return [x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for x in tensors]
 
 
@@ -54,7 +58,9 @@ def bytes_of(layer: Any) -> list[Tensor]:
 @pytest.mark.parametrize("turned", [0, 24, 64])
 @pytest.mark.parametrize("layout", AXES["layout"])
 @pytest.mark.parametrize("kv", AXES["kv"])
-def test_a_known_write_is_not_checked_again_and_stores_the_same_bytes(kv: str, layout: str, turned: int, checked: list[object]) -> None:
+def test_a_known_write_is_not_checked_again_and_stores_the_same_bytes(
+    kv: str, layout: str, turned: int, checked: list[object]
+) -> None:
     first, second = (empty_layer(Case(kv=kv, layout=layout, dims=(64, 80)), 4) for _ in range(2))
     for layer in (first, second):
         if kv.endswith("/tensor"):
@@ -94,7 +100,10 @@ def test_what_is_wrong_with_a_write_is_named_after_a_known_one_too() -> None:
         (lambda: write_kv(k[..., :63], v, layer, batch), "layer.k has K=2 kv heads of D=64"),
         (lambda: write_kv(k, v, layer, replace(batch, slots=batch.slots.int())), "batch.slots is int32"),
         (lambda: write_kv(k.mT.contiguous().mT, v, layer, batch), "its last dim must be contiguous"),
-        (lambda: write_kv(k, v, layer, batch, rope=RotaryTable(torch.zeros(2, 33), torch.zeros(2, 33))), "R from 2 to D=64"),
+        (
+            lambda: write_kv(k, v, layer, batch, rope=RotaryTable(torch.zeros(2, 33), torch.zeros(2, 33))),
+            "R from 2 to D=64",
+        ),
     ):
         for _ in range(2):  # what was refused is not remembered
             with pytest.raises(InvalidRequest, match=text):
@@ -112,7 +121,9 @@ def test_slots_are_looked_at_as_soon_as_debugging_asks_for_it(monkeypatch: pytes
 
 @pytest.mark.usefixtures("way_to_read")
 @pytest.mark.parametrize("frame", [(), (3,), (2, 3), (2, 3, 5), (2, 1, 3, 2)], ids=str)
-def test_known_copies_are_not_checked_again_and_a_wrong_frame_is_still_named(frame: tuple[int, ...], checked: list[object]) -> None:
+def test_known_copies_are_not_checked_again_and_a_wrong_frame_is_still_named(
+    frame: tuple[int, ...], checked: list[object]
+) -> None:
     storage = torch.arange(8).view(-1, *[1] * len(frame)).expand(8, *frame).contiguous()
     start = storage.clone()
     copy_frames(storage, PAIRS)
@@ -142,7 +153,9 @@ def test_a_known_merge_is_not_checked_again_and_gives_the_same_bits(dtype: torch
     count = len(checked)
     assert count
     for again in (merge_states(*states), merge_states(*(x.clone() for x in states))):
-        assert all(torch.equal(one, other) and one.stride() == other.stride() for one, other in zip(first, again, strict=True))
+        assert all(
+            torch.equal(one, other) and one.stride() == other.stride() for one, other in zip(first, again, strict=True)
+        )
     assert len(checked) == count
     other = merge_states(*states[2:], *states[:2])
     assert len(checked) == count
@@ -210,9 +223,15 @@ def test_whoever_watches_operators_sees_known_writes_copies_and_merges_too(monke
         write_kv(k, v, layer, batch), copy_frames(storage, PAIRS), merge_states(*states)
     with Names() as names:
         write_kv(k, v, layer, batch), copy_frames(storage, PAIRS), merge_states(*states)
-    assert {name.split(".")[1] for name in names.seen if "pagedkv" in name} == {"write_kv", "copy_frames", "merge_states"}
+    assert {name.split(".")[1] for name in names.seen if "pagedkv" in name} == {
+        "write_kv",
+        "copy_frames",
+        "merge_states",
+    }
     asked, own = [], known.write_again
-    monkeypatch.setattr(ops.known, "write_again", lambda *args: (asked.append(args), own(*args))[1])  # what the operator asks
+    monkeypatch.setattr(
+        ops.known, "write_again", lambda *args: (asked.append(args), own(*args))[1]
+    )  # what the operator asks
     write_kv(k, v, layer, batch)
     assert not asked
     write_kv(k.clone().requires_grad_(), v, layer, batch)

@@ -43,7 +43,10 @@ def test_merging_two_halves_equals_the_whole(half: int, runner: Runner) -> None:
 
 def test_merging_with_nothing_changes_nothing() -> None:
     out, lse = torch.randn(3, 2, 8), torch.randn(3, 2)
-    nothing = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)  # a state that saw nothing may hold anything
+    nothing = (
+        torch.full_like(out, torch.nan),
+        torch.full_like(lse, -torch.inf),
+    )  # a state that saw nothing may hold anything
     for merged in (merge_states(out, lse, *nothing), merge_states(*nothing, out, lse)):
         assert torch.equal(merged[0], out)
         assert torch.equal(merged[1], lse)
@@ -63,7 +66,9 @@ def test_moving_frames_changes_no_bit(split_tokens: int | None, runner: Runner) 
     renamed = torch.where(known, where[table.where(known, 0).long()].int(), table)
 
     before = runner.attend(built, split_tokens=split_tokens)
-    after = runner.attend(built._replace(layer=moved, batch=replace(built.batch, block_table=renamed)), split_tokens=split_tokens)
+    after = runner.attend(
+        built._replace(layer=moved, batch=replace(built.batch, block_table=renamed)), split_tokens=split_tokens
+    )
 
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1])
@@ -111,7 +116,9 @@ def only(built: Built, b: int) -> Built:
 
 def test_out_is_filled_where_given_and_padding_is_left_alone(runner: Runner) -> None:
     built = replace(MIXED, padding=2).build(0, runner.device)
-    room = torch.full((built.q.shape[0], 4, 2 * 64), 7.0, device=runner.device)[..., :64]  # strided, as in a fused buffer
+    room = torch.full((built.q.shape[0], 4, 2 * 64), 7.0, device=runner.device)[
+        ..., :64
+    ]  # strided, as in a fused buffer
 
     out = paged_attention(built.q, built.layer, built.batch, out=room, backend=runner.backend, **built.options)
 
@@ -133,7 +140,9 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed_whole(outermost: str, tm
         pytest.skip("the sparse file stands in for memory on the CPU only")
     S, K, D = 8, 8, 128
     F = 2**32 // (S * K * D) + 2
-    sparse = torch.from_file(str(tmp_path / "pool"), shared=True, size=F * S * K * D, dtype=torch.float16)  # no bytes yet
+    sparse = torch.from_file(
+        str(tmp_path / "pool"), shared=True, size=F * S * K * D, dtype=torch.float16
+    )  # no bytes yet
     pool = sparse.view(F, S, K, D) if outermost == "frames" else sparse.view(S, F, K, D).transpose(0, 1)
     layer = KVLayer(pool, pool)
     kv, q = torch.randn(S, K, D).half(), torch.randn(20, K, D).half()
@@ -149,14 +158,19 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed_whole(outermost: str, tm
     assert torch.equal(pool[0], kv)
     assert torch.equal(pool[F - 1], kv)
     for queries in (1, 20):  # decode; and prefill, where that is another kernel
-        out = [paged_attention(q[:queries], layer, batch(f, queries), causal=False, backend=runner.backend) for f in (0, F - 1)]
+        out = [
+            paged_attention(q[:queries], layer, batch(f, queries), causal=False, backend=runner.backend)
+            for f in (0, F - 1)
+        ]
         assert torch.equal(*out)
         assert (out[0] - attend_plainly(q[:queries], kv)).abs().max() < 2e-3  # half precision, values near 1
 
 
 def test_small_tensors_of_any_stride_are_read_where_they_are(runner: Runner) -> None:
     """Rows of a table, sinks, slopes and masks that are columns of something larger."""
-    case = Case(q_lens=(1, 4, 20), kv_lens=(70, 33, 90), heads=(4, 2), mask="tree", sinks=True, alibi=True, rows=True, window=60)
+    case = Case(
+        q_lens=(1, 4, 20), kv_lens=(70, 33, 90), heads=(4, 2), mask="tree", sinks=True, alibi=True, rows=True, window=60
+    )
     built = case.build()
     strided = {name: _every_second(built.options[name]) for name in ("sinks", "alibi_slopes", "tree_mask")}
     assert built.batch.rows is not None
@@ -182,14 +196,18 @@ def test_a_window_or_a_split_beyond_every_length_is_as_good_as_any(beyond: int, 
     one = runner.attend(built, split_tokens=1000, window=90)
     assert torch.equal(one[0], runner.attend(built, split_tokens=beyond, window=90)[0])
     for options in ({"split_tokens": 16}, {"split_tokens": 16, "causal": False}):
-        assert torch.equal(runner.attend(built, window=1000, **options)[0], runner.attend(built, window=beyond, **options)[0])
+        assert torch.equal(
+            runner.attend(built, window=1000, **options)[0], runner.attend(built, window=beyond, **options)[0]
+        )
     early = Case(q_lens=(40, 3), kv_lens=(12, 2), mask="all").build()  # some queries stand before the first token
     assert torch.equal(runner.attend(early, window=1000)[0], runner.attend(early, window=beyond)[0])
 
 
 @pytest.mark.parametrize("split_tokens", [None, 16])
 @pytest.mark.parametrize("case", [Case(block_size=4), Case(), Case(q_lens=(40,), kv_lens=(97,))], ids=str)
-def test_what_is_no_number_in_a_query_is_not_hidden_by_cutting_keys(case: Case, split_tokens: int | None, runner: Runner) -> None:
+def test_what_is_no_number_in_a_query_is_not_hidden_by_cutting_keys(
+    case: Case, split_tokens: int | None, runner: Runner
+) -> None:
     built = case.build()
     built.q[0, 0] = torch.nan
     out, lse = runner.attend(built, split_tokens=split_tokens)

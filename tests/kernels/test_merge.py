@@ -69,7 +69,10 @@ def keep_the_contract(given: States) -> None:
     exact = np.logaddexp(a, b)
     with np.errstate(invalid="ignore"):
         weights = [np.where(np.isneginf(x), 0.0, np.exp(x - exact))[..., None] for x in (a, b)]
-        parts = [np.where(w == 0, 0.0, x.double().numpy() * w) for x, w in zip((given.out_a, given.out_b), weights, strict=True)]
+        parts = [
+            np.where(w == 0, 0.0, x.double().numpy() * w)
+            for x, w in zip((given.out_a, given.out_b), weights, strict=True)
+        ]
     size, blind = abs(parts[0]) + abs(parts[1]), np.isneginf(exact)
     allowed = (HALF_STEP[out.dtype] + 2e-6) * size + LEAST[out.dtype] + 1e-30
     assert (np.abs(out.double().numpy() - (parts[0] + parts[1])) <= allowed).all()
@@ -81,7 +84,9 @@ def keep_the_contract(given: States) -> None:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("spread", [0.1, 5.0, 200.0])
 @pytest.mark.parametrize("dtype", HALF_STEP, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 64), (2, 5, 80), (4, 1, 257), (1, 3, 576), (0, 2, 64), (2, 0, 64), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (3, 2, 64), (2, 5, 80), (4, 1, 257), (1, 3, 576), (0, 2, 64), (2, 0, 64), (2, 3, 0)], ids=str
+)
 def test_two_states_become_what_float64_says(shape: tuple[int, int, int], dtype: torch.dtype, spread: float) -> None:
     keep_the_contract(states(shape, dtype, spread))
 
@@ -94,7 +99,9 @@ def test_states_are_read_where_they_lie(dtype: torch.dtype, order: tuple[int, in
     keep_the_contract(States(strided(a, order, (2, 1, 1)), strided(lse_a, (1, 0), (1, 3)), b, lse_b))
     keep_the_contract(States(a, lse_a, strided(b, order, (1, 2, 3)), strided(lse_b, (0, 1), (2, 2))))
     row, one = states((1, 1, 70), dtype)[2:]
-    keep_the_contract(States(a, lse_a, row.nan_to_num().expand(5, 3, -1), one.nan_to_num(0, 0, 0).expand(5, 3)))  # one state for all rows
+    keep_the_contract(
+        States(a, lse_a, row.nan_to_num().expand(5, 3, -1), one.nan_to_num(0, 0, 0).expand(5, 3))
+    )  # one state for all rows
 
 
 @pytest.mark.usefixtures("way")
@@ -105,7 +112,11 @@ def test_any_shape_and_strides_keep_the_contract(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(list(HALF_STEP)))
     torch.manual_seed(data.draw(st.integers(0, 99)))
     drawn = [
-        strided(x, data.draw(st.permutations(range(x.dim())).map(tuple)), data.draw(st.tuples(*[st.integers(1, 3)] * x.dim())))
+        strided(
+            x,
+            data.draw(st.permutations(range(x.dim())).map(tuple)),
+            data.draw(st.tuples(*[st.integers(1, 3)] * x.dim())),
+        )
         for x in states(shape, dtype)
     ]
     keep_the_contract(States(*drawn))
@@ -141,7 +152,10 @@ def test_merging_with_nothing_changes_no_bit() -> None:
 
 @pytest.mark.usefixtures("way")
 def test_infinity_leaves_zeros_and_nan_is_not_hidden() -> None:
-    lse_a, lse_b = torch.tensor([[INF, 1.0, INF, NAN, 1.0, INF, -INF]]), torch.tensor([[1.0, INF, INF, 1.0, NAN, -INF, NAN]])
+    lse_a, lse_b = (
+        torch.tensor([[INF, 1.0, INF, NAN, 1.0, INF, -INF]]),
+        torch.tensor([[1.0, INF, INF, 1.0, NAN, -INF, NAN]]),
+    )
     out, lse = merge_states(torch.ones(1, 7, 40), lse_a, torch.ones(1, 7, 40), lse_b)
     infinite, unknown = [0, 1, 2, 5], [3, 4, 6]
     assert (lse[0, infinite] == INF).all()

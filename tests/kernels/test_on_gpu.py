@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu
 ON_CUDA = [kernel.name for kernel in registry.KERNELS if "cuda" in (kernel.where or ()) and kernel.name != "reference"]
-STEP = Case(q_lens=(1,) * 6, kv_lens=(1, 40, 700, 33, 512, 97), heads=(8, 2), dims=(128, 128), dtype="bfloat16", layout="HND", sinks=True)
+STEP = Case(
+    q_lens=(1,) * 6,
+    kv_lens=(1, 40, 700, 33, 512, 97),
+    heads=(8, 2),
+    dims=(128, 128),
+    dtype="bfloat16",
+    layout="HND",
+    sinks=True,
+)
 
 
 @pytest.fixture(params=ON_CUDA)
@@ -67,12 +75,16 @@ def test_a_captured_graph_serves_other_lengths_than_it_was_captured_with(
     for lens in ((700,) * 6, (66, 80, 70, 90, 41, 100), (1, 65, 300, 17, 640, 2), (699, 650, 5, 700, 64, 128)):
         batch.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
         graph.replay()
-        eager = paged_attention(q, layer, replace(batch, seq_lens=batch.seq_lens.clone()), return_lse=True, backend=backend, **options)
+        eager = paged_attention(
+            q, layer, replace(batch, seq_lens=batch.seq_lens.clone()), return_lse=True, backend=backend, **options
+        )
         assert torch.equal(out, eager[0])
         assert torch.equal(lse, eager[1])
 
 
-def test_a_captured_step_writes_where_the_slots_say_when_it_is_replayed(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_writes_where_the_slots_say_when_it_is_replayed(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")
     _, layer, batch, _ = on_gpu(STEP)
     k = torch.randn(6, 2, 128, device="cuda", dtype=torch.bfloat16)
@@ -88,7 +100,9 @@ def test_a_captured_step_writes_where_the_slots_say_when_it_is_replayed(backend:
 
 @pytest.mark.parametrize("kv", ["", "fp8_e4m3/token_head", "int8/token_head", "int4/token_head"])
 @pytest.mark.parametrize("rotated", [False, True])
-def test_what_is_written_on_the_gpu_has_the_bits_that_the_reference_writes(kv: str, rotated: bool, backend: str) -> None:
+def test_what_is_written_on_the_gpu_has_the_bits_that_the_reference_writes(
+    kv: str, rotated: bool, backend: str
+) -> None:
     built = replace(STEP, kv=kv).build()
     k, v = (torch.randn(6, 2, 128).bfloat16() for _ in range(2))
     rope = None
@@ -106,10 +120,18 @@ def test_what_is_written_on_the_gpu_has_the_bits_that_the_reference_writes(kv: s
             rope=rope and RotaryTable(rope.cos.to(device), rope.sin.to(device), interleaved=False),
             backend=name,
         )
-        pools.append([x.cpu().contiguous().view(torch.uint8) for x in (layer.k, layer.v, layer.k_scale, layer.v_scale) if x is not None])
+        pools.append(
+            [
+                x.cpu().contiguous().view(torch.uint8)
+                for x in (layer.k, layer.v, layer.k_scale, layer.v_scale)
+                if x is not None
+            ]
+        )
     for expected, found in zip(*pools, strict=True):
         differing = int((expected != found).sum())
-        assert differing <= (0.02 * 6 * 2 * 128 if rotated else 0)  # a turned key's sum may be rounded otherwise, now and then
+        assert differing <= (
+            0.02 * 6 * 2 * 128 if rotated else 0
+        )  # a turned key's sum may be rounded otherwise, now and then
 
 
 def test_frames_copied_on_the_gpu_are_read_before_any_is_written(backend: str) -> None:
@@ -134,7 +156,9 @@ def test_states_merged_on_the_gpu_are_those_of_the_reference(backend: str) -> No
 
 
 @pytest.mark.parametrize("split_tokens", [None, 128])
-def test_a_row_merged_by_the_last_program_is_the_same_every_time(split_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_merged_by_the_last_program_is_the_same_every_time(
+    split_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton's one-launch merge (tuning.json may choose it): whoever comes last, all partials are there. And as good as a second launch."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
@@ -182,7 +206,9 @@ def test_opcheck_finds_nothing(backend: str) -> None:
     torch.library.opcheck(torch.ops.pagedkv.paged_attention.default, (*call, backend))
     k = torch.randn(6, 2, 128, device="cuda", dtype=torch.bfloat16)
     pools = (layer.k, layer.v, None, None)
-    torch.library.opcheck(torch.ops.pagedkv.write_kv.default, (k, k, *pools, batch.slots, batch.positions, None, None, False, backend))
+    torch.library.opcheck(
+        torch.ops.pagedkv.write_kv.default, (k, k, *pools, batch.slots, batch.positions, None, None, False, backend)
+    )
 
 
 def test_a_pool_of_more_than_2_31_elements_is_addressed_whole(backend: str) -> None:

@@ -42,7 +42,9 @@ def test_opcheck_finds_nothing(case: Case) -> None:
 def test_opcheck_finds_nothing_in_merge_and_copy() -> None:
     out, lse = torch.randn(3, 2, 8), torch.randn(3, 2)
     torch.library.opcheck(torch.ops.pagedkv.merge_states.default, (out, lse, out + 1, lse - 1))
-    torch.library.opcheck(torch.ops.pagedkv.copy_frames.default, (torch.randn(4, 8), torch.tensor([[0, 1]], dtype=torch.int32), "auto"))
+    torch.library.opcheck(
+        torch.ops.pagedkv.copy_frames.default, (torch.randn(4, 8), torch.tensor([[0, 1]], dtype=torch.int32), "auto")
+    )
 
 
 def test_the_fields_of_a_call_are_the_arguments_of_its_operator() -> None:
@@ -55,7 +57,9 @@ def test_the_fields_of_a_call_are_the_arguments_of_its_operator() -> None:
 
 @pytest.mark.parametrize("case", [CASE, QUANTISED], ids=str)
 def test_a_compiled_step_is_one_graph_and_gives_the_same_bits(case: Case) -> None:
-    def step(q: torch.Tensor, k: torch.Tensor, layer: KVLayer, batch: PagedBatch, storage: torch.Tensor) -> torch.Tensor:
+    def step(
+        q: torch.Tensor, k: torch.Tensor, layer: KVLayer, batch: PagedBatch, storage: torch.Tensor
+    ) -> torch.Tensor:
         copy_frames(storage, torch.tensor([[0, 1]], dtype=torch.int32))
         write_kv(k, k * 2, layer, batch)
         out, lse = paged_attention(q * 2, layer, batch, return_lse=True)

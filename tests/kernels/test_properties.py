@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pagedkv import copy_frames, write_kv
 from pagedkv.kernels import registry
-from pagedkv.kernels.registry import Case as Asked
+from pagedkv.kernels.case import Case as Asked
 from tests.cases import DTYPES, POISON, Case, as_bytes, empty_layer
 from tests.kernels.conftest import Runner
 from tests.kernels.oracle import allowed_error, oracle, same_precision
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
     from tests.cases import Built
 
-BACKENDS = [name for name in ("cpu", "numba", "reference") if not next(k for k in registry.KERNELS if k.name == name).refuse(Asked())]
+BACKENDS = [
+    name
+    for name in ("cpu", "numba", "reference")
+    if not next(k for k in registry.KERNELS if k.name == name).refuse(Asked())
+]
 KINDS = ["", "fp8_e4m3", *(f"{kind}/{scales}" for kind in POISON for scales in ("tensor", "token_head"))]
 ROUNDED = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 """One unit in the last place, relative. On a handful of elements plain torch may be right by luck; rounding the result is allowed."""
@@ -84,7 +88,10 @@ def keeps_the_contract(case: Case, gap: int, backend: str) -> None:
     assert (np.isneginf(lse) == blind).all()
     assert (out[blind] == 0).all()
     largest = np.abs(exact.out).max(initial=0.0)
-    assert np.abs(out - exact.out[:rows]).max(initial=0.0) <= allowed_error(case, exact.out, plain.out) + ROUNDED[case.dtype] * largest
+    assert (
+        np.abs(out - exact.out[:rows]).max(initial=0.0)
+        <= allowed_error(case, exact.out, plain.out) + ROUNDED[case.dtype] * largest
+    )
     right, low = exact.lse[:rows][~blind], plain.lse[:rows][~blind]
     assert np.abs(lse[~blind] - right).max(initial=0.0) <= allowed_error(case, right, low) + 1e-5
 
@@ -155,9 +162,19 @@ def test_any_write_leaves_the_bits_that_the_reference_leaves(
     slots = [slot for i, slot in enumerate(slots) if slot < 0 or slot not in slots[:i]]  # distinct
     slots = [slot if slot < 5 * S else -1 for slot in slots]
     plain = kind in ROUNDED
-    case = Case(heads=(K, K), dims=(2 * half, 2 * half), block_size=S, layout=layout, dtype=kv if plain else dtype, kv="" if plain else kv)
+    case = Case(
+        heads=(K, K),
+        dims=(2 * half, 2 * half),
+        block_size=S,
+        layout=layout,
+        dtype=kv if plain else dtype,
+        kv="" if plain else kv,
+    )
     draw = torch.Generator().manual_seed(seed)
-    k, v = ((torch.randn(len(slots), K, 2 * half, generator=draw) * 10 ** (seed % 5 - 2)).to(DTYPES[dtype]) for _ in range(2))
+    k, v = (
+        (torch.randn(len(slots), K, 2 * half, generator=draw) * 10 ** (seed % 5 - 2)).to(DTYPES[dtype])
+        for _ in range(2)
+    )
     layers = [empty_layer(case, 5) for _ in range(2)]
     for layer, name in zip(layers, (backend, "reference"), strict=True):
         if kv.endswith("/tensor"):
@@ -166,7 +183,9 @@ def test_any_write_leaves_the_bits_that_the_reference_leaves(
     for name in ("k", "v", "k_scale", "v_scale"):
         ours, theirs = (getattr(layer, name) for layer in layers)
         if ours is not None:
-            assert torch.equal(ours.contiguous().view(-1).view(torch.uint8), theirs.contiguous().view(-1).view(torch.uint8)), name
+            assert torch.equal(
+                ours.contiguous().view(-1).view(torch.uint8), theirs.contiguous().view(-1).view(torch.uint8)
+            ), name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -177,7 +196,9 @@ def test_any_write_leaves_the_bits_that_the_reference_leaves(
     pairs=st.dictionaries(st.integers(0, 8), st.integers(0, 8), max_size=9),
 )
 @examples(50)
-def test_any_copies_read_before_they_write(frames: int, width: int, gap: int, pairs: dict[int, int], backend: str) -> None:
+def test_any_copies_read_before_they_write(
+    frames: int, width: int, gap: int, pairs: dict[int, int], backend: str
+) -> None:
     storage = torch.randint(0, 256, (frames, width + gap), dtype=torch.uint8)[:, :width]
     kept = [(source % frames, target) for target, source in pairs.items() if target < frames]
     want = storage.clone()

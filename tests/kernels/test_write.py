@@ -27,7 +27,9 @@ SLOTS = [37, -1, 0, 63, 16, -5, 2]
 def batch_of(slots: list[int]) -> PagedBatch:
     """A batch of which only the slots are looked at."""
     none = torch.zeros(1, dtype=torch.int32)
-    return PagedBatch(none[None], none, none, torch.tensor(slots, dtype=torch.int64), torch.zeros(len(slots)).long(), 0, 0)
+    return PagedBatch(
+        none[None], none, none, torch.tensor(slots, dtype=torch.int64), torch.zeros(len(slots)).long(), 0, 0
+    )
 
 
 def stored(layer: KVLayer, slots: list[int]) -> tuple[Tensor, Tensor]:
@@ -47,14 +49,20 @@ def test_what_is_written_reads_back_within_half_a_step(kv: str, layout: str, run
         layer.k_scale.fill_(0.5), layer.v_scale.fill_(0.75)
     k, v = torch.rand(7, 2, 64) * 2 - 1, torch.rand(7, 2, 80) * 2 - 1  # in [-1, 1): no scale above saturates
 
-    write_kv(k.to(runner.device), v.to(runner.device), layer, moved(batch_of(SLOTS), runner.device), backend=runner.backend)
+    write_kv(
+        k.to(runner.device), v.to(runner.device), layer, moved(batch_of(SLOTS), runner.device), backend=runner.backend
+    )
 
     kept = [i for i, slot in enumerate(SLOTS) if slot >= 0]
     for given, got, scale in zip((k, v), stored(layer, [SLOTS[i] for i in kept]), (0.5, 0.75), strict=True):
         largest = given[kept].abs().amax(-1, keepdim=True).double()
         integers = kv.startswith("int")
-        step = HALF_STEP[kv.partition("/")[0]] * (scale * {"int8": 127, "int4": 7}[kv[:4]] if integers and "tensor" in kv else largest)
-        assert ((got - given[kept].double()).abs() <= step * (1 + 1e-4)).all()  # x / scale is rounded before it is rounded
+        step = HALF_STEP[kv.partition("/")[0]] * (
+            scale * {"int8": 127, "int4": 7}[kv[:4]] if integers and "tensor" in kv else largest
+        )
+        assert (
+            (got - given[kept].double()).abs() <= step * (1 + 1e-4)
+        ).all()  # x / scale is rounded before it is rounded
 
 
 @pytest.mark.parametrize("kv", AXES["kv"])
@@ -75,7 +83,9 @@ def test_a_vector_of_zeros_has_scale_one_and_others_amax_over_qmax(runner: Runne
     layer = moved(empty_layer(Case(kv="int8/token_head"), 1), runner.device)
     k = torch.zeros(1, 2, 64)
     k[0, 1, 5] = -254.0
-    write_kv(k.to(runner.device), k.to(runner.device), layer, moved(batch_of([3]), runner.device), backend=runner.backend)
+    write_kv(
+        k.to(runner.device), k.to(runner.device), layer, moved(batch_of([3]), runner.device), backend=runner.backend
+    )
     assert layer.k_scale is not None
     assert layer.k_scale[0, 3].tolist() == [1.0, 2.0]
     assert layer.k[0, 3, 1, 5] == -127
@@ -86,13 +96,17 @@ def test_a_scale_that_rounds_to_zero_is_one(runner: Runner) -> None:
     layer = moved(empty_layer(Case(kv="fp8_e5m2/token_head"), 1), runner.device)
     k = torch.zeros(1, 2, 64)
     k[0, :, ::2] = 1e-42
-    write_kv(k.to(runner.device), k.to(runner.device), layer, moved(batch_of([3]), runner.device), backend=runner.backend)
+    write_kv(
+        k.to(runner.device), k.to(runner.device), layer, moved(batch_of([3]), runner.device), backend=runner.backend
+    )
     assert layer.k_scale is not None
     assert layer.k_scale[0, 3].tolist() == [1.0, 1.0]
     assert (stored(layer, [3])[0] == 0).all()
 
 
-@pytest.mark.parametrize(("kv", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0), ("int8/tensor", 127.0), ("int4/tensor", 7.0)])
+@pytest.mark.parametrize(
+    ("kv", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0), ("int8/tensor", 127.0), ("int4/tensor", 7.0)]
+)
 def test_what_is_too_large_saturates(kv: str, largest: float, runner: Runner) -> None:
     layer = moved(empty_layer(Case(kv=kv), 1), runner.device)
     k = torch.tensor([1e9, -1e9, torch.inf, -torch.inf]).repeat(16).expand(1, 2, 64).to(runner.device)
@@ -111,7 +125,9 @@ def test_nan_is_stored_as_nan_or_as_zero_by_integers_whose_scale_then_is_nan(kv:
         layer.k_scale.fill_(1.0), layer.v_scale.fill_(1.0)
     k, broken = torch.ones(1, 2, 70), [2, 3, 33, 68]  # of vectors and of what remains; lower and upper halves of bytes
     k[0, 1, broken] = torch.nan
-    write_kv(k.to(runner.device), k.to(runner.device), layer, moved(batch_of([3]), runner.device), backend=runner.backend)
+    write_kv(
+        k.to(runner.device), k.to(runner.device), layer, moved(batch_of([3]), runner.device), backend=runner.backend
+    )
     for values in stored(layer, [3]):
         assert (values[0, 0] - 1).abs().max() <= 1e-6
         others = [i for i in range(70) if i not in broken]
@@ -124,16 +140,22 @@ def test_nan_is_stored_as_nan_or_as_zero_by_integers_whose_scale_then_is_nan(kv:
 
 @pytest.mark.parametrize("kv", ["", "fp8_e4m3/tensor", "int8/token_head", "int4/token_head"])
 @pytest.mark.parametrize(("turned", "interleaved"), [(64, False), (64, True), (24, False), (2, True)])
-def test_a_key_turned_while_it_is_written_is_the_key_turned_before(kv: str, turned: int, interleaved: bool, runner: Runner) -> None:
+def test_a_key_turned_while_it_is_written_is_the_key_turned_before(
+    kv: str, turned: int, interleaved: bool, runner: Runner
+) -> None:
     draw = torch.Generator().manual_seed(turned)
     angles = torch.rand(50, turned // 2, generator=draw) * 6
     k, v = (torch.randn(7, 2, 64, generator=draw) for _ in range(2))
-    batch = replace(batch_of(SLOTS), positions=torch.tensor([3, 10**9, 49, 0, 7, -1, 11]))  # a token that is skipped may be anywhere
+    batch = replace(
+        batch_of(SLOTS), positions=torch.tensor([3, 10**9, 49, 0, 7, -1, 11])
+    )  # a token that is skipped may be anywhere
     together, apart = (moved(empty_layer(Case(kv=kv, layout="HND"), 4), runner.device) for _ in range(2))
     if kv.endswith("/tensor"):
         for scale in (together.k_scale, together.v_scale, apart.k_scale, apart.v_scale):
             scale.fill_(0.25)
-    k, v, batch, turned_k = (moved(x, runner.device) for x in (k, v, batch, turn(k, angles[[3, 0, 49, 0, 7, 0, 11]], interleaved)))
+    k, v, batch, turned_k = (
+        moved(x, runner.device) for x in (k, v, batch, turn(k, angles[[3, 0, 49, 0, 7, 0, 11]], interleaved))
+    )
     rope = RotaryTable(moved(angles.cos(), runner.device), moved(angles.sin(), runner.device), interleaved)
 
     try:
@@ -145,8 +167,12 @@ def test_a_key_turned_while_it_is_written_is_the_key_turned_before(kv: str, turn
     at = [slot for slot in SLOTS if slot >= 0]
     (k_together, v_together), (k_apart, v_apart) = stored(together, at), stored(apart, at)
     assert torch.equal(v_together, v_apart)
-    step = {"": 1e-6, "fp8": 0.125, "int8": 1 / 127, "int4": 1 / 7}[kv[:4].rstrip("_")] * k_apart.abs().amax(-1, keepdim=True)
-    assert ((k_together - k_apart).abs() <= step * 1.001).all()  # a sum that is rounded otherwise may be stored one step away,
+    step = {"": 1e-6, "fp8": 0.125, "int8": 1 / 127, "int4": 1 / 7}[kv[:4].rstrip("_")] * k_apart.abs().amax(
+        -1, keepdim=True
+    )
+    assert (
+        (k_together - k_apart).abs() <= step * 1.001
+    ).all()  # a sum that is rounded otherwise may be stored one step away,
     assert ((k_together - k_apart).abs() > 1e-5).double().mean() < 0.01  # rarely
 
 
@@ -155,7 +181,10 @@ def turn(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     half = angles.shape[1]
     pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
     pairs = pairs if interleaved else pairs.mT
-    product = torch.view_as_complex(pairs.double().contiguous()) * torch.polar(torch.ones(()).double(), angles.double())[:, None]
+    product = (
+        torch.view_as_complex(pairs.double().contiguous())
+        * torch.polar(torch.ones(()).double(), angles.double())[:, None]
+    )
     real = torch.view_as_real(product)
     return torch.cat([(real if interleaved else real.mT).flatten(-2).float(), x[..., 2 * half :]], -1)
 

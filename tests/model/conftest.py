@@ -51,8 +51,14 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **ROPE}}),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-yarn": ("Llama", {"rope_parameters": YARN}),
-    "llama-yarn-mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False}}),
-    "llama-yarn-factor": ("Llama", {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}}),
+    "llama-yarn-mscale": (
+        "Llama",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False}},
+    ),
+    "llama-yarn-factor": (
+        "Llama",
+        {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}},
+    ),
     "mistral": ("Mistral", {**HEAD_DIM, "sliding_window": 37}),
     "mistral-full": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
@@ -92,7 +98,9 @@ class Checkpoint:
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
         """The greedy continuation, by transformers."""
         asked = torch.tensor([prompt])
-        out = self.model.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=num_tokens)
+        out = self.model.generate(
+            asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=num_tokens
+        )
         return out[0, len(prompt) :].tolist()
 
 
@@ -106,14 +114,18 @@ def build(name: str, seed: int = 0) -> Any:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             spread = 0.3 if parameter.dim() == 1 else 1.5 * parameter.shape[1] ** -0.5
-            parameter.copy_(_middle(parameter_name, architecture) + spread * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(
+                _middle(parameter_name, architecture) + spread * torch.randn(parameter.shape, generator=generator)
+            )
     return model
 
 
 def _middle(parameter_name: str, architecture: str) -> float:
     if not parameter_name.endswith("norm.weight"):
         return 0.0
-    if architecture.startswith("Gemma"):  # embeddings, scaled and tied, would drown what layers add: every token would repeat itself
+    if architecture.startswith(
+        "Gemma"
+    ):  # embeddings, scaled and tied, would drown what layers add: every token would repeat itself
         return 6.0 if "post_" in parameter_name else 0.0
     return 1.0
 
@@ -161,12 +173,17 @@ class Paging:
             while len(table) * self.block_size < self.lengths[sequence]:
                 table.append(self.free.pop())
             positions += range(first, self.lengths[sequence])
-            slots += [table[t // self.block_size] * self.block_size + t % self.block_size for t in range(first, self.lengths[sequence])]
+            slots += [
+                table[t // self.block_size] * self.block_size + t % self.block_size
+                for t in range(first, self.lengths[sequence])
+            ]
             counts.append(len(new))
         width = max(map(len, self.tables))
         lengths = [self.lengths[sequence] for sequence in tokens]
         batch = PagedBatch(
-            block_table=torch.tensor([table + [2**30] * (width - len(table)) for table in self.tables], dtype=torch.int32),
+            block_table=torch.tensor(
+                [table + [2**30] * (width - len(table)) for table in self.tables], dtype=torch.int32
+            ),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
             slots=torch.tensor(slots),

@@ -48,21 +48,37 @@ def test_both_styles_of_rope_say_the_same() -> None:
 
 
 def test_both_styles_of_gemma_3_say_the_same() -> None:
-    small = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 7, "sliding_window": 1024}
-    old = ModelConfig.from_dict({**small, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 10_000})
+    small = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 7,
+        "sliding_window": 1024,
+    }
+    old = ModelConfig.from_dict(
+        {**small, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 10_000}
+    )
     nested = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000},
     }
     types = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
     new = ModelConfig.from_dict({**small, "rope_parameters": nested, "layer_types": types})
-    with_vision = ModelConfig.from_dict({"model_type": "gemma3", "text_config": {**small, "rope_parameters": nested}, "dtype": "bfloat16"})
+    with_vision = ModelConfig.from_dict(
+        {"model_type": "gemma3", "text_config": {**small, "rope_parameters": nested}, "dtype": "bfloat16"}
+    )
 
     assert old == new
     assert old.windows == (*(1024,) * 5, None, 1024)
     assert [rope.theta for rope in old.ropes] == [1e4] * 5 + [1e6, 1e4]
     assert [rope.factor for rope in old.ropes] == [1.0] * 5 + [8.0, 1.0]
-    assert (old.num_heads, old.num_kv_heads, old.head_dim, old.vocab_size, old.attention_scale) == (8, 4, 256, 262_208, 1 / 16)
+    assert (old.num_heads, old.num_kv_heads, old.head_dim, old.vocab_size, old.attention_scale) == (
+        8,
+        4,
+        256,
+        262_208,
+        1 / 16,
+    )
     assert (with_vision.ropes, with_vision.dtype, with_vision.family) == (new.ropes, "bfloat16", "gemma3_text")
 
 
@@ -73,7 +89,10 @@ def test_both_styles_of_gemma_3_say_the_same() -> None:
         ({"model_type": "mistral", "sliding_window": 9}, [9, 9, 9]),
         ({"model_type": "mistral", "sliding_window": None}, [None] * 3),
         ({"model_type": "qwen2", "sliding_window": 9, "max_window_layers": 1}, [None] * 3),
-        ({"model_type": "qwen2", "sliding_window": 9, "max_window_layers": 1, "use_sliding_window": True}, [None, 9, 9]),
+        (
+            {"model_type": "qwen2", "sliding_window": 9, "max_window_layers": 1, "use_sliding_window": True},
+            [None, 9, 9],
+        ),
         ({"model_type": "qwen3", "sliding_window": 9, "layer_types": ["full_attention"] * 3}, [None] * 3),
         ({"model_type": "gemma2", "sliding_window": 9}, [9, None, 9]),
         ({"model_type": "gemma3_text", "sliding_window": 9, "sliding_window_pattern": 3}, [9, 9, None]),
@@ -107,19 +126,27 @@ REFUSED = [
         {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
         "rope_type is 'longrope'; it must be one of default, linear, llama3, yarn",
     ),
-    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type is 'dynamic'; it must be one of default, linear, llama3, yarn"),
+    (
+        {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+        "type is 'dynamic'; it must be one of default, linear, llama3, yarn",
+    ),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing; it must be a number"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
     ({"rope_scaling": [1.0]}, r"rope_scaling is \[1.0\]; it must be an object"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types is .* a list of 3 times"),
-    ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 3}, "layer_types is .* full_attention or sliding_attention"),
+    (
+        {"model_type": "qwen3", "layer_types": ["linear_attention"] * 3},
+        "layer_types is .* full_attention or sliding_attention",
+    ),
     ({"model_type": "gemma2", "sliding_window": None}, "sliding_window is None; it must be an integer"),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "this decoder is causal"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "sentence"), REFUSED, ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    ("changes", "sentence"), REFUSED, ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
+)
 def test_what_cannot_be_served_is_refused_in_one_line(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence) as refused:
         read(**changes)
@@ -187,5 +214,10 @@ def test_what_transformers_saves_is_what_it_was(checkpoint: Any) -> None:
     saved = json.loads((folder / "config.json").read_text())
     assert "rope_parameters" in saved
     del saved["rope_parameters"], saved["layer_types"]
-    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}, "sliding_window_pattern": 2}
+    old = {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "sliding_window_pattern": 2,
+    }
     assert ModelConfig.from_dict({**saved, **old}) == ModelConfig.load(folder)

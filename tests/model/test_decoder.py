@@ -50,7 +50,9 @@ def run(paging: Paging, prompts: list[list[int]], chunk: int) -> tuple[list[Tens
     output: list[list[int]] = [[] for _ in prompts]
     while waiting:
         step = {b: tokens[:chunk] for b, tokens in waiting.items()}
-        for (b, tokens), got in zip(step.items(), paging.step(step).split([len(new) for new in step.values()]), strict=True):
+        for (b, tokens), got in zip(
+            step.items(), paging.step(step).split([len(new) for new in step.values()]), strict=True
+        ):
             if not output[b]:
                 logits[b] = torch.cat((logits[b], got))
             waiting[b] = waiting[b][len(tokens) :]
@@ -63,12 +65,17 @@ def run(paging: Paging, prompts: list[list[int]], chunk: int) -> tuple[list[Tens
 
 @pytest.mark.parametrize("chunk", [1000, 13], ids=["whole", "chunked"])
 @pytest.mark.parametrize(
-    ("name", "block_size"), [(name, size) for name in CHECKPOINTS for size in ((1, 16, 32) if name in FAMILIES else (16,))]
+    ("name", "block_size"),
+    [(name, size) for name in CHECKPOINTS for size in ((1, 16, 32) if name in FAMILIES else (16,))],
 )
-def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: Any, name: str, chunk: int, block_size: int) -> None:
+def test_logits_and_greedy_tokens_are_those_of_transformers(
+    checkpoint: Any, name: str, chunk: int, block_size: int
+) -> None:
     want = expected(name, checkpoint(name))
     num_frames = 4 + sum(-(-(length + NUM_TOKENS) // block_size) for length in LENGTHS)
-    paging = Paging(checkpoint(name).decoder(), block_size=block_size, num_frames=num_frames, num_sequences=len(LENGTHS))
+    paging = Paging(
+        checkpoint(name).decoder(), block_size=block_size, num_frames=num_frames, num_sequences=len(LENGTHS)
+    )
 
     logits, tokens = run(paging, [prompt_of(length) for length in LENGTHS], chunk)
 
@@ -113,7 +120,9 @@ OPTIONS: list[tuple[str, str, Callable[[Any], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "field", "change"), OPTIONS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "field", "change"), OPTIONS, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_every_option_is_felt(checkpoint: Any, name: str, field: str, change: Callable[[Any], Any]) -> None:
     decoder = checkpoint(name).decoder()
     other = Decoder(replace(decoder.config, **{field: change(getattr(decoder.config, field))}), decoder.weights)
@@ -123,7 +132,8 @@ def test_every_option_is_felt(checkpoint: Any, name: str, field: str, change: Ca
 def test_logits_are_given_only_for_the_tokens_asked_for(checkpoint: Any) -> None:
     decoder, tokens = checkpoint("llama").decoder(), {0: prompt_of(9), 1: prompt_of(3)}
     everything, asked = (
-        Paging(decoder, block_size=4, num_frames=9, num_sequences=2).step(tokens, logits_of) for logits_of in (None, torch.tensor([11, 8]))
+        Paging(decoder, block_size=4, num_frames=9, num_sequences=2).step(tokens, logits_of)
+        for logits_of in (None, torch.tensor([11, 8]))
     )
     torch.testing.assert_close(asked, everything[[11, 8]], rtol=0, atol=TOLERANCE["float32"])
 
@@ -132,7 +142,9 @@ def test_logits_are_given_only_for_the_tokens_asked_for(checkpoint: Any) -> None
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(checkpoint: Any, name: str) -> None:
     saved = checkpoint(name)
     exact = saved.logits(prompt_of(150))
-    rounded = transformers.AutoModelForCausalLM.from_pretrained(saved.folder, dtype=torch.bfloat16, attn_implementation="eager")
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(
+        saved.folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
     theirs = rounded(torch.tensor([prompt_of(150)])).logits[0].float()
     ours = first_logits(Decoder.load(saved.folder, dtype="bfloat16"))
     assert ours.dtype == torch.float32

@@ -37,7 +37,9 @@ _decoders: dict[str, Decoder] = {}
 _expected: dict[str, list[list[int]]] = {}
 
 
-def build(checkpoint: Checkpoint, *, block_size: int = 16, num_frames: int = 400, limits: Limits | None = None, **options: Any) -> Engine:
+def build(
+    checkpoint: Checkpoint, *, block_size: int = 16, num_frames: int = 400, limits: Limits | None = None, **options: Any
+) -> Engine:
     """An engine over a random checkpoint, whose words are w0, w1, .."""
     key = str(checkpoint.folder)
     decoder = _decoders.setdefault(key, checkpoint.decoder())
@@ -78,7 +80,9 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("num_frames", [14, 17, 22, 28])
-def test_a_pool_too_small_for_all_costs_time_and_no_token(num_frames: int, checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_pool_too_small_for_all_costs_time_and_no_token(
+    num_frames: int, checkpoint: Callable[[str], Checkpoint]
+) -> None:
     engine = build(checkpoint("llama"), num_frames=num_frames)
     requests = engine.generate([prompt_of(length) for length in LENGTHS], SamplingParams(max_tokens=NUM_TOKENS))
     assert outputs(requests) == expected("llama", checkpoint("llama"))
@@ -86,7 +90,9 @@ def test_a_pool_too_small_for_all_costs_time_and_no_token(num_frames: int, check
     assert idle(engine)
 
 
-def test_a_tenant_at_its_quota_preempts_its_own_sequences_and_nobody_elses(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_tenant_at_its_quota_preempts_its_own_sequences_and_nobody_elses(
+    checkpoint: Callable[[str], Checkpoint],
+) -> None:
     engine, params = build(checkpoint("llama")), SamplingParams(max_tokens=NUM_TOKENS)
     engine.cache.set_quota(b"small", hard=17)  # its three sequences want 28
     engine.cache.set_quota(b"", hard=1)  # nobody's, and no measure for others
@@ -113,9 +119,13 @@ def test_forty_prompts_through_a_pool_that_holds_three(checkpoint: Callable[[str
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=some.data())
-def test_any_workload_gives_each_prompt_its_own_tokens(data: some.DataObject, checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_any_workload_gives_each_prompt_its_own_tokens(
+    data: some.DataObject, checkpoint: Callable[[str], Checkpoint]
+) -> None:
     """Random lengths, arrivals, cancellations, chunks, batches and pools; a few shared prefixes."""
-    prompts = [prompt_of(data.draw(some.sampled_from([3, 30, 31, 60])), seed=data.draw(some.integers(0, 2))) for _ in range(6)]
+    prompts = [
+        prompt_of(data.draw(some.sampled_from([3, 30, 31, 60])), seed=data.draw(some.integers(0, 2))) for _ in range(6)
+    ]
     counts = [data.draw(some.integers(1, 20)) for _ in prompts]
     block_size = data.draw(some.sampled_from([1, 4, 16]))
     batch_tokens, chunk = data.draw(some.sampled_from([1, 7, 64, 2048])), data.draw(some.sampled_from([None, 1, 10]))
@@ -164,7 +174,9 @@ def test_a_seed_decides_whatever_else_runs(checkpoint: Callable[[str], Checkpoin
     alone = outputs(build(checkpoint("llama")).generate([prompt_of(20)], params, num_samples=3))
     crowd = build(checkpoint("llama"), num_frames=12)
     requests = crowd.generate(
-        [prompt_of(33), prompt_of(20), prompt_of(61)], [replace(params, seed=5), params, SamplingParams()], num_samples=3
+        [prompt_of(33), prompt_of(20), prompt_of(61)],
+        [replace(params, seed=5), params, SamplingParams()],
+        num_samples=3,
     )
     assert [c.token_ids for c in requests[1].completions] == alone
 
@@ -198,7 +210,9 @@ def test_a_preempted_sample_comes_back_with_its_own_tokens(checkpoint: Callable[
 
 def test_a_second_prompt_finds_the_pages_of_the_first(checkpoint: Callable[[str], Checkpoint]) -> None:
     engine = build(checkpoint("llama"))
-    first, second = (engine.generate([prompt_of(150)], SamplingParams(max_tokens=5))[0].completions[0] for _ in range(2))
+    first, second = (
+        engine.generate([prompt_of(150)], SamplingParams(max_tokens=5))[0].completions[0] for _ in range(2)
+    )
     assert (first.cached_tokens, second.cached_tokens) == (0, 144)
     assert first.token_ids == second.token_ids
 
@@ -206,7 +220,9 @@ def test_a_second_prompt_finds_the_pages_of_the_first(checkpoint: Callable[[str]
 def test_streamed_pieces_join_to_the_text(checkpoint: Callable[[str], Checkpoint]) -> None:
     pieces: dict[int, list[str]] = {0: [], 1: []}
     engine = build(checkpoint("llama"))
-    request = engine.submit(prompt_of(9), SamplingParams(max_tokens=9), num_samples=2, on_text=lambda c, text: pieces[c.index].append(text))
+    request = engine.submit(
+        prompt_of(9), SamplingParams(max_tokens=9), num_samples=2, on_text=lambda c, text: pieces[c.index].append(text)
+    )
     engine.step()
     assert all(len(said) == 1 for said in pieces.values())  # text arrives with the first token, not at the end
     engine.run()
@@ -218,9 +234,13 @@ def test_stop_strings_and_ids_end_the_text_before_them(checkpoint: Callable[[str
     engine = build(checkpoint("llama"))
     free = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12))[0].completions[0]
     words = free.text.split()
-    by_string = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12, stop=" ".join(words[4:6])))[0].completions[0]
+    by_string = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12, stop=" ".join(words[4:6])))[
+        0
+    ].completions[0]
     assert (by_string.text.split(), by_string.finish_reason) == (words[:4], "stop")
-    by_id = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12, stop_ids=[free.token_ids[3]]))[0].completions[0]
+    by_id = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12, stop_ids=[free.token_ids[3]]))[0].completions[
+        0
+    ]
     assert by_id.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[3]) + 1]
     assert by_id.finish_reason == "stop"
     assert by_id.text.split() == words[: len(by_id.token_ids) - 1]
@@ -277,11 +297,16 @@ def test_a_listener_that_fails_loses_nobodys_tokens(checkpoint: Callable[[str], 
     with pytest.raises(RuntimeError, match="no one home"):
         engine.step()
     engine.run()
-    assert other.completions[0].token_ids == outputs(build(checkpoint("llama")).generate([prompt_of(20)], SamplingParams(max_tokens=6)))[0]
+    assert (
+        other.completions[0].token_ids
+        == outputs(build(checkpoint("llama")).generate([prompt_of(20)], SamplingParams(max_tokens=6)))[0]
+    )
     assert idle(engine)
 
 
-def test_an_interrupted_step_can_be_stepped_again(checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_can_be_stepped_again(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(max_tokens=10)
     whole = outputs(build(checkpoint("llama")).generate([prompt_of(50), prompt_of(9)], params))
     engine = build(checkpoint("llama"))
@@ -307,13 +332,21 @@ def test_an_interrupted_step_can_be_stepped_again(checkpoint: Callable[[str], Ch
 @pytest.mark.parametrize("num_frames", [400, 13])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_step_broken_off_after_its_commit_loses_nobodys_tokens(
-    place: str, num_frames: int, error: type[BaseException], checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+    place: str,
+    num_frames: int,
+    error: type[BaseException],
+    checkpoint: Callable[[str], Checkpoint],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It breaks at some calls of `place`, before that has done anything (`push`: after)."""
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=3)
 
     def submitted(engine: Engine) -> list[Any]:
-        return [engine.submit(prompt_of(40), params, num_samples=3), engine.submit(prompt_of(9), params), engine.submit([5] * 16, params)]
+        return [
+            engine.submit(prompt_of(40), params, num_samples=3),
+            engine.submit(prompt_of(9), params),
+            engine.submit([5] * 16, params),
+        ]
 
     whole = build(checkpoint("llama"))
     want = submitted(whole)
@@ -362,8 +395,12 @@ def test_a_listener_that_fails_takes_nobodys_pieces(checkpoint: Callable[[str], 
     assert idle(engine)
 
 
-@pytest.mark.parametrize("call", [Engine.step, Engine.run, lambda engine: engine.generate([[1]])], ids=["step", "run", "generate"])
-def test_a_listener_may_submit_and_must_not_step(call: Callable[[Engine], Any], checkpoint: Callable[[str], Checkpoint]) -> None:
+@pytest.mark.parametrize(
+    "call", [Engine.step, Engine.run, lambda engine: engine.generate([[1]])], ids=["step", "run", "generate"]
+)
+def test_a_listener_may_submit_and_must_not_step(
+    call: Callable[[Engine], Any], checkpoint: Callable[[str], Checkpoint]
+) -> None:
     engine = build(checkpoint("llama"))
     later: list[Any] = []
 
@@ -423,20 +460,28 @@ def test_cached_tokens_are_those_found_when_first_admitted(checkpoint: Callable[
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_layers": 2}, {"num_kv_heads": 1}, {"head_dim": 32}, {"head_dim_v": 8}, {"dtype": "bfloat16"}], ids=str
+    "change",
+    [{"num_layers": 2}, {"num_kv_heads": 1}, {"head_dim": 32}, {"head_dim_v": 8}, {"dtype": "bfloat16"}],
+    ids=str,
 )
-def test_a_cache_of_another_geometry_is_refused(change: dict[str, Any], checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_cache_of_another_geometry_is_refused(
+    change: dict[str, Any], checkpoint: Callable[[str], Checkpoint]
+) -> None:
     engine = build(checkpoint("llama"))
     other = PagedKVCache(replace(engine.cache.spec, **change), num_frames=4)
     with pytest.raises(InvalidRequest, match=f"made for {next(iter(change))} "):
         Engine(engine.decoder, engine.tokenizer, other)
 
 
-def test_only_a_forced_kernel_is_forced_on_every_call(checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_forced_kernel_is_forced_on_every_call(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A call that the chosen kernel objects to goes to the next one, unless someone asked for that kernel by name."""
-    params, objections = SamplingParams(max_tokens=3), registry.KERNELS[-1].objections
-    picky = registry.Kernel("picky", None, lambda case: ["no soft cap"] * ("softcap" in case.features), "pagedkv.kernels.reference")
-    monkeypatch.setattr(registry, "KERNELS", (picky, registry.Kernel("reference", None, objections, "pagedkv.kernels.reference")))
+    params = SamplingParams(max_tokens=3)
+    picky = registry.Kernel(
+        "picky", None, "pagedkv.kernels.reference", lambda case: ["no soft cap"] * ("softcap" in case.features)
+    )
+    monkeypatch.setattr(registry, "KERNELS", (picky, registry.Kernel("reference", None, "pagedkv.kernels.reference")))
     engine = build(checkpoint("gemma2"))
     assert engine.cache.kernel.name == "picky"
     engine.generate([prompt_of(9)], params)

@@ -31,22 +31,30 @@ def bytes_at_peak(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_hybrid_model_gives_the_same_tokens_from_fewer_bytes(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_hybrid_model_gives_the_same_tokens_from_fewer_bytes(
+    name: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
     limits = Limits(prefill_chunk=16)
     engines = build(checkpoint(name), block_size=4, limits=limits), grouped(checkpoint(name), 1200, limits)
     for engine in engines:
-        assert outputs(engine.generate([prompt_of(length) for length in LENGTHS], PARAMS)) == expected(name, checkpoint(name))
+        assert outputs(engine.generate([prompt_of(length) for length in LENGTHS], PARAMS)) == expected(
+            name, checkpoint(name)
+        )
         assert idle(engine)
     plain, hybrid = map(bytes_at_peak, engines)
     assert hybrid < (0.5 if name == "mistral" else 0.75) * plain
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_hybrid_in_a_pool_too_small_for_all_costs_time_and_no_token(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_hybrid_in_a_pool_too_small_for_all_costs_time_and_no_token(
+    name: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
     spacious = grouped(checkpoint(name), 1200, Limits(max_batch_tokens=16))
     most = spacious.cache.frames_for(max(LENGTHS) + NUM_TOKENS - 1, at_once=16)
     engine = grouped(checkpoint(name), most + 4, Limits(max_batch_tokens=16))
-    assert outputs(engine.generate([prompt_of(length) for length in LENGTHS], PARAMS)) == expected(name, checkpoint(name))
+    assert outputs(engine.generate([prompt_of(length) for length in LENGTHS], PARAMS)) == expected(
+        name, checkpoint(name)
+    )
     assert engine.scheduler.preemptions > 0
     assert idle(engine)
 
@@ -66,13 +74,17 @@ def test_samples_of_one_prompt_share_its_frames_in_every_group(checkpoint: Calla
 def test_a_cache_that_gives_back_what_a_layer_still_sees_is_refused(checkpoint: Callable[[str], Checkpoint]) -> None:
     engine = build(checkpoint("gemma2"), block_size=4)
     config = engine.decoder.config
-    in_order = PagedKVCache(config.specs(block_size=4), num_frames=8)  # whose first layers have no window, unlike the model's
+    in_order = PagedKVCache(
+        config.specs(block_size=4), num_frames=8
+    )  # whose first layers have no window, unlike the model's
     assert in_order.layer_groups != config.layer_groups()
     with pytest.raises(InvalidRequest, match="window of layer"):
         Engine(engine.decoder, engine.tokenizer, in_order)
 
 
-def test_every_layer_is_in_a_group_of_its_window_and_the_first_group_has_none(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_every_layer_is_in_a_group_of_its_window_and_the_first_group_has_none(
+    checkpoint: Callable[[str], Checkpoint],
+) -> None:
     config = checkpoint("gemma3").decoder().config
     specs = config.specs()
     assert [spec.window for spec in specs] == [None, *[21] * (len(specs) - 1)]

@@ -43,7 +43,9 @@ HISTORY = [3, 3, 7, 11, 49, 0, 7]
 
 def as_transformers(logits: torch.Tensor, o: dict[str, Any]) -> torch.Tensor:
     """The distribution transformers would draw from: its processors in its order."""
-    chain: list[Any] = [theirs.RepetitionPenaltyLogitsProcessor(float(o["repetition_penalty"]))] if "repetition_penalty" in o else []
+    chain: list[Any] = (
+        [theirs.RepetitionPenaltyLogitsProcessor(float(o["repetition_penalty"]))] if "repetition_penalty" in o else []
+    )
     chain.append(theirs.TemperatureLogitsWarper(o["temperature"]))
     chain += [theirs.TopKLogitsWarper(o["top_k"])] if "top_k" in o else []
     chain += [theirs.TopPLogitsWarper(o["top_p"])] if "top_p" in o else []
@@ -81,7 +83,9 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(options: dict[str, 
     p = probabilities(logits, [source])[0]
     counts = sample(logits.expand(draws, -1), [source] * draws).bincount(minlength=V)
     assert counts[p == 0].sum() == 0
-    sigmas = TOLERANCE["sigmas"]  # Bernstein's bound, whose second term is for tokens so rare that one draw is many deviations
+    sigmas = TOLERANCE[
+        "sigmas"
+    ]  # Bernstein's bound, whose second term is for tokens so rare that one draw is many deviations
     assert ((counts - draws * p).abs() <= sigmas * (draws * p * (1 - p)).sqrt() + sigmas**2 / 6).all()
 
 
@@ -126,7 +130,9 @@ def test_samples_of_one_request_differ_and_repeat() -> None:
 
 
 @pytest.mark.parametrize(("uniform", "place"), [(0.0, 0), (1 - 2**-53, -1)])
-def test_the_extreme_draws_land_on_tokens_that_were_kept(monkeypatch: pytest.MonkeyPatch, uniform: float, place: int) -> None:
+def test_the_extreme_draws_land_on_tokens_that_were_kept(
+    monkeypatch: pytest.MonkeyPatch, uniform: float, place: int
+) -> None:
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([uniform], dtype=torch.float64))
     for seed in range(50):
         logits = logits_of(1, seed)
@@ -165,7 +171,11 @@ def test_the_colder_the_greedier(temperature: float) -> None:
 
 def test_all_bits_of_a_seed_count() -> None:
     seeds = [0, 1, 2**31, 2**32, 2**32 + 1, 2**33, 2**62, 2**63 - 1, 2**63 - 1 - 2**32]
-    drawn = [int(torch.randint(1 << 60, (1,), generator=SamplingParams(seed=seed).generator(n))) for seed in seeds for n in range(3)]
+    drawn = [
+        int(torch.randint(1 << 60, (1,), generator=SamplingParams(seed=seed).generator(n)))
+        for seed in seeds
+        for n in range(3)
+    ]
     assert len(set(drawn)) == len(drawn)
 
 

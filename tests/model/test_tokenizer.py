@@ -30,7 +30,10 @@ def byte_level() -> RawTokenizer:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     raw.train_from_iterator(CORPUS, trainer)
     return raw
@@ -38,14 +41,27 @@ def byte_level() -> RawTokenizer:
 
 def byte_fallback() -> RawTokenizer:
     """As Llama 2, Mistral and Gemma: characters, and bytes for those it does not know; the first space is dropped."""
-    pieces = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghilmnorstuvw?,.🙂", "▁t", "he", "▁the"]
+    pieces = [
+        *SPECIAL,
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"▁abcdefghilmnorstuvw?,.🙂",
+        "▁t",
+        "he",
+        "▁the",
+    ]
     raw = RawTokenizer(
         models.BPE(
-            vocab={p: i for i, p in enumerate(pieces)}, merges=[("▁", "t"), ("h", "e"), ("▁t", "he")], unk_token="<unk>", byte_fallback=True
+            vocab={p: i for i, p in enumerate(pieces)},
+            merges=[("▁", "t"), ("h", "e"), ("▁t", "he")],
+            unk_token="<unk>",
+            byte_fallback=True,
         )
     )
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     raw.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     return raw
 
@@ -54,7 +70,9 @@ def metaspace() -> RawTokenizer:
     """As T5-like vocabularies: pieces that begin with a space."""
     raw = RawTokenizer(models.Unigram())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=90, special_tokens=[*SPECIAL, "<unk>"], unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=90, special_tokens=[*SPECIAL, "<unk>"], unk_token="<unk>", show_progress=False
+    )
     raw.train_from_iterator(CORPUS, trainer)
     return raw
 
@@ -87,7 +105,10 @@ def test_a_stream_of_any_tokens_joins_to_their_text(tokenizer: Tokenizer, skip: 
     dice = random.Random(0)
     beyond = tokenizer.vocab_size + 3  # a model may have rows for tokens that the tokenizer lacks
     for _ in range(400):
-        ids = [dice.choice([dice.randrange(beyond), dice.randrange(4), dice.randrange(beyond)]) for _ in range(dice.randrange(40))]
+        ids = [
+            dice.choice([dice.randrange(beyond), dice.randrange(4), dice.randrange(beyond)])
+            for _ in range(dice.randrange(40))
+        ]
         assert "".join(pieces_of(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
@@ -135,7 +156,9 @@ MESSAGES = [
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder as transformers saves it, and its tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>", chat_template=CHAT)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>", chat_template=CHAT
+    )
     theirs.save_pretrained(folder)
     return folder, theirs
 
@@ -154,7 +177,11 @@ def test_chats_are_rendered_as_transformers_does(
 def test_a_chat_template_is_found_where_it_lies(saved: tuple[Path, Any], tmp_path: Path, place: str) -> None:
     (tmp_path / "tokenizer.json").write_bytes((saved[0] / "tokenizer.json").read_bytes())
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
-    config = {"config": {"chat_template": "yes"}, "config, named": {"chat_template": named}, "file": {"chat_template": "no"}}[place]
+    config = {
+        "config": {"chat_template": "yes"},
+        "config, named": {"chat_template": named},
+        "file": {"chat_template": "no"},
+    }[place]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     if place == "file":
         (tmp_path / "chat_template.jinja").write_text("yes")
@@ -186,7 +213,9 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
         ({"config.json": {"eos_token_id": 0}, "generation_config.json": {"eos_token_id": None}}, {0, 1}),
     ],
 )
-def test_end_tokens_are_gathered_from_all_files(saved: tuple[Path, Any], tmp_path: Path, files: dict[str, Any], eos_ids: set[int]) -> None:
+def test_end_tokens_are_gathered_from_all_files(
+    saved: tuple[Path, Any], tmp_path: Path, files: dict[str, Any], eos_ids: set[int]
+) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((saved[0] / name).read_bytes())
     for name, content in files.items():

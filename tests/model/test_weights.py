@@ -80,13 +80,17 @@ def test_a_tied_head_that_was_saved_counts_if_it_differs(checkpoint: Any, tmp_pa
     weights = Decoder.load(folder).weights
     assert (weights.head.data_ptr() == weights.embedding.data_ptr()) is not trained
     assert torch.equal(weights.head, weights.embedding + trained)
-    assert torch.equal(first_logits(Decoder.load(folder)), first_logits(checkpoint("llama-tied").decoder())) is not trained
+    assert (
+        torch.equal(first_logits(Decoder.load(folder)), first_logits(checkpoint("llama-tied").decoder())) is not trained
+    )
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_gemma_3_is_found_inside_the_model_with_vision(checkpoint: Any, tmp_path: Path, prefix: str) -> None:
     plain = checkpoint("gemma3")
-    tensors = {prefix + name.removeprefix("model."): tensor for name, tensor in load_file(plain.folder / SINGLE).items()}
+    tensors = {
+        prefix + name.removeprefix("model."): tensor for name, tensor in load_file(plain.folder / SINGLE).items()
+    }
     tensors["model.vision_tower.layers.0.weight"] = torch.zeros(3)
     save_file(tensors, tmp_path / SINGLE)
     config = json.loads((plain.folder / "config.json").read_text())
@@ -114,18 +118,39 @@ def shard(weight_map: Any) -> Callable[[Path], None]:
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no weights": (lambda folder: (folder / SINGLE).unlink(), "has neither model.safetensors nor .*, only: config.json"),
+    "no weights": (
+        lambda folder: (folder / SINGLE).unlink(),
+        "has neither model.safetensors nor .*, only: config.json",
+    ),
     "truncated": (cut, "is no whole safetensors file .* truncated"),
     "empty": (lambda folder: (folder / SINGLE).write_bytes(b""), "is no whole safetensors file"),
-    "pointer": (lambda folder: (folder / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\n"), "git-lfs pointer"),
+    "pointer": (
+        lambda folder: (folder / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "git-lfs pointer",
+    ),
     "missing": (edit(lambda t: t.pop(K_PROJ)), rf"has no tensor {K_PROJ} \[48, 64\]"),
-    "missing embedding": (edit(lambda t: t.pop("model.embed_tokens.weight")), r"has no tensor model.embed_tokens.weight \[97, 64\]"),
+    "missing embedding": (
+        edit(lambda t: t.pop("model.embed_tokens.weight")),
+        r"has no tensor model.embed_tokens.weight \[97, 64\]",
+    ),
     "missing head": (edit(lambda t: t.pop("lm_head.weight")), r"has no tensor lm_head.weight \[97, 64\]"),
-    "shape": (edit(lambda t: t.update({K_PROJ: torch.zeros(47, 64)})), rf"{K_PROJ} is \[47, 64\] and config.json asks for \[48, 64\]"),
-    "integers": (edit(lambda t: t.update({K_PROJ: torch.zeros(48, 64, dtype=torch.int8)})), "torch.int8; give a float32"),
-    "unread": (edit(lambda t: t.update({"model.layers.0.mlp.extra": torch.zeros(1)})), r"1 tensors that config.json does not account for"),
+    "shape": (
+        edit(lambda t: t.update({K_PROJ: torch.zeros(47, 64)})),
+        rf"{K_PROJ} is \[47, 64\] and config.json asks for \[48, 64\]",
+    ),
+    "integers": (
+        edit(lambda t: t.update({K_PROJ: torch.zeros(48, 64, dtype=torch.int8)})),
+        "torch.int8; give a float32",
+    ),
+    "unread": (
+        edit(lambda t: t.update({"model.layers.0.mlp.extra": torch.zeros(1)})),
+        r"1 tensors that config.json does not account for",
+    ),
     "bad index": (shard(["a"]), "has no weight_map"),
-    "lost shard": (shard({"a": "model-00001-of-00002.safetensors"}), "has no model-00001-of-00002.safetensors, which its .* names"),
+    "lost shard": (
+        shard({"a": "model-00001-of-00002.safetensors"}),
+        "has no model-00001-of-00002.safetensors, which its .* names",
+    ),
 }
 
 

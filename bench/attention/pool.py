@@ -1,0 +1,85 @@
+"""Cold memory for benchmarks: a pool of one layer, larger than any cache, and steps that use other frames of it each time.
+
+Pools that are compared lie in one region, each a view of the same bytes: a machine's memory is not the same everywhere (what of it the host
+of a virtual machine backs with huge pages, say), and a region for each would be measured with it.
+Knows a cell's geometry and the layout of pagedkv.cache (K of all heads, then V), no kernel and no clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from typing import Final
+
+import torch
+
+from pagedkv import KVLayer, PagedBatch
+from pagedkv.bench.attention.cells import Cell
+from pagedkv.kernels import quant
+
+POOL_BYTES: Final = 384 << 20
+NOISE: Final = 1 << 16
+
+
+def region_of(size: int) -> torch.Tensor:
+    """uint8 [size] on huge pages: noise that is a moderate number in every dtype, also as a scale; no NaN, nothing denormal."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    region = torch.frombuffer(memory, dtype=torch.uint8)
+    noise = torch.randint(0x30, 0x40, (NOISE,), dtype=torch.uint8)
+    for part in region.split(NOISE):
+        part.copy_(noise[: len(part)])
+    return region
+
+
+class Pool:
+    """A pool of one layer, in a region of its own or in one that others use too.
+
+    num_frames is that of a step, or as many as POOL_BYTES hold; a step of fewer uses others each time, a larger one a new permutation.
+    """
+
+    def __init__(self, cell: Cell, region: torch.Tensor | None = None) -> None:
+        spec, self.cell = cell.spec(), cell
+        self.frame_bytes = spec.frame_bytes
+        self.pages = [-(-n // cell.block_size) for n in cell.lens()]
+        size = self.bytes_of(cell)
+        self.num_frames = size // self.frame_bytes
+        self.bytes = (region_of(size) if region is None else region)[:size]
+        self.layer = KVLayer(**{name: self._view(name, offset) for name, (offset, _) in spec.regions().items()})
+
+    @staticmethod
+    def bytes_of(cell: Cell) -> int:
+        """What a pool of this cell takes, before it is taken."""
+        frame_bytes = cell.spec().frame_bytes
+        return max(sum(-(-n // cell.block_size) for n in cell.lens()), POOL_BYTES // frame_bytes) * frame_bytes
+
+    def _view(self, name: str, offset: int) -> torch.Tensor:
+        cell, is_scale = self.cell, name.endswith("_scale")
+        stored = cell.kv or cell.dtype
+        dtype = torch.float32 if is_scale else quant.DTYPES[stored]
+        dim = 1 if is_scale else cell.head_dim // (2 if stored == "int4" else 1)
+        shape = (self.num_frames, cell.block_size, cell.kv_heads, dim)
+        strides = (self.frame_bytes // dtype.itemsize, dim, cell.block_size * dim, 1)
+        view = self.bytes.view(dtype).as_strided(shape, strides, offset // dtype.itemsize)
+        return view[..., 0] if is_scale else view
+
+    def draw(self) -> torch.Tensor:
+        """int64 [pages of all sequences]: distinct frames; ascending from a random one if the cell wants its pages in order."""
+        count = sum(self.pages)
+        if self.cell.pages == "in order":
+            return (torch.arange(count) + int(torch.randint(self.num_frames, ()))) % self.num_frames
+        return torch.randperm(self.num_frames)[:count]
+
+    def batch(self, frames: torch.Tensor) -> PagedBatch:
+        """A step of the cell over these frames: the last `new` tokens of each sequence are new."""
+        cell, lens = self.cell, self.cell.lens()
+        table = torch.zeros(cell.batch, max(self.pages), dtype=torch.int32)
+        ends = list(itertools.accumulate(self.pages))
+        for b, (end, count) in enumerate(zip(ends, self.pages, strict=True)):
+            table[b, :count] = frames[end - count : end]
+        positions = torch.cat([torch.arange(n - cell.new, n) for n in lens])
+        rows = torch.arange(cell.batch).repeat_interleave(cell.new)
+        slots = table[rows, positions // cell.block_size].long() * cell.block_size + positions % cell.block_size
+        starts = torch.arange(cell.batch + 1, dtype=torch.int32) * cell.new
+        return PagedBatch(table, torch.tensor(lens, dtype=torch.int32), starts, slots, positions, cell.new, max(lens))

@@ -1,0 +1,366 @@
+"""The kernels against the speed of memory, and against what people use today: `pagedkv bench attention`.
+
+One run interleaves, repetition by repetition: our kernels, torch SDPA on contiguous KV, vLLM's CPU kernel where an environment with it is
+named, and the **ceiling**: as many frames, in random order, read by a load-and-xor loop with as many threads; of a write, memcpy. A prefill
+has torch.mm beside it, a square product of as many operations: no bound (in float32 it is slower than others), but a measure. KV is cold: a
+pool of at least 384 MiB, other frames each time. Whoever cannot be measured is reported with the reason. This file knows the public call
+and who is compared; cells.py knows the shapes, pool.py the memory, clock.py the turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pagedkv import explain, paged_attention, write_kv
+from pagedkv.bench.attention.cells import Cell
+from pagedkv.bench.attention.pool import Pool, region_of
+from pagedkv.bench.attention.vllm_peer import Vllm
+from pagedkv.bench.clock import Step, Timing, compare, in_turn
+from pagedkv.kernels import cpu, quant, registry
+from pagedkv.kernels.args import AttentionCall
+
+CEILING: Final = "ceiling"
+VLLM: Final = "vllm"
+SDPA: Final = "sdpa"
+DIRECT: Final = "direct"
+PRODUCT: Final = "torch.mm"
+CALLS: Final = 200
+"""Calls in one repetition of a cell of kind "call"."""
+SLOW: Final = ("numba", "reference")
+"""Kernels that are measured on plain cells only; the reference on small ones."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who is compared, how often, and where vLLM is."""
+
+    kernels: tuple[str, ...] = ("cpu", "numba", "reference")
+    repetitions: int = 15
+    vllm_python: Path | None = None
+
+
+@dataclass
+class Row:
+    """A cell: the timing of each of those compared, and why the others have none."""
+
+    cell: Cell
+    timings: dict[str, Timing] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of KV that a decode step reads, whole pages; of a write, those of the new tokens as they come."""
+        cell, spec = self.cell, self.cell.spec()
+        if cell.kind == "write":
+            return cell.new * cell.kv_heads * 2 * cell.head_dim * quant.DTYPES[cell.dtype].itemsize
+        return sum(-(-n // cell.block_size) for n in cell.lens()) * spec.frame_bytes
+
+    @property
+    def flops(self) -> int:
+        """Of a causal prefill: two products of D for each query head and each key it sees."""
+        cell = self.cell
+        pairs = cell.new * cell.context - cell.new * (cell.new - 1) // 2
+        return 4 * cell.heads * cell.head_dim * pairs * cell.batch
+
+    def seconds(self, who: str) -> float | None:
+        """Median of one call, or None."""
+        timing = self.timings.get(who)
+        return None if timing is None else timing.seconds / (CALLS if self.cell.kind == "call" else 1)
+
+    def over(self, who: str, other: str) -> float | None:
+        """How many times as fast as `other` `who` is, turn by turn; None if one was not measured."""
+        return compared(self.timings.get(who), self.timings.get(other), lambda ours, theirs: theirs / ours)
+
+    def record(self) -> dict[str, Any]:
+        """What is written down."""
+        results = {}
+        for who, timing in self.timings.items():
+            seconds = self.seconds(who) or 0.0
+            results[who] = {"us": round(seconds * 1e6, 2), "clean": timing.clean, "repetitions": timing.repetitions}
+            if self.cell.kind == "prefill":
+                results[who]["GFLOP_per_s"] = round(self.flops / seconds / 1e9, 1)
+            elif self.cell.kind != "call":
+                results[who]["GB_per_s"] = round(self.bytes / seconds / 1e9, 2)
+            for bound in (CEILING, PRODUCT):
+                if bound in self.timings:
+                    results[who][f"of_{bound}"] = round(self.over(who, bound) or 0.0, 3)
+        return {
+            "cell": asdict(self.cell),
+            "isa": cpu.isa() if not _no_extension() else None,
+            "results": results,
+            "refused": self.refused,
+        }
+
+
+def compared(one: Timing | None, other: Timing | None, figure: Callable[[float, float], float]) -> float | None:
+    """As clock.compare; None if one was not measured."""
+    return None if one is None or other is None else compare(one, other, figure)
+
+
+def measure(cells: Iterable[Cell], asked: Asked) -> Iterator[Row]:
+    """A row for each cell. Cells of a group are measured in turn with one another."""
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.group(), []).append(cell)
+    with _vllms(asked) as vllm_with:
+        for group in groups.values():
+            vllm = vllm_with(group[0].threads)
+            for some in _that_fit(group):
+                yield from _measure_group(some, asked, vllm)
+                if isinstance(vllm, Vllm):
+                    vllm.forget()
+
+
+def _that_fit(group: list[Cell]) -> Iterator[list[Cell]]:
+    """The group in parts whose pools together take less than a quarter of the memory (SDPA and vLLM hold as much again)."""
+    most = memory() // 4
+    part: list[Cell] = []
+    for cell in group:
+        if part and sum(map(Pool.bytes_of, [*part, cell])) > most:
+            yield part
+            part = []
+        part.append(cell)
+    yield part
+
+
+def _measure_group(cells: list[Cell], asked: Asked, vllm: Vllm | str) -> Iterator[Row]:
+    rows, steps = [Row(cell) for cell in cells], {}
+    fit = [size for size in map(Pool.bytes_of, cells) if size <= memory() // 3]
+    region = region_of(max(fit)) if fit else None
+    with _threads(cells[0].threads):
+        for i, row in enumerate(rows):
+            for who, step in _variants(row.cell, region, asked, vllm).items():
+                if isinstance(step, str):
+                    row.refused[who] = step
+                else:
+                    steps[i, who] = step if who == VLLM else _awake(step)  # threads of ours that spin would disturb its
+        for (i, who), timing in in_turn(steps, asked.repetitions).items():
+            rows[i].timings[who] = timing
+    yield from rows
+
+
+def _awake(step: Step) -> Step:
+    """The step, torch's threads woken before its clock starts, as the layer before it in a model would have woken them."""
+    vector = torch.zeros(1 << 16, dtype=torch.int8)  # two threads' worth
+
+    def prepare() -> Callable[[], object]:
+        run = step()
+        vector.add_(1)
+        return run
+
+    return prepare
+
+
+def _variants(cell: Cell, region: torch.Tensor | None, asked: Asked, vllm: Vllm | str) -> dict[str, Step | str]:
+    """Who can be measured on the cell, and why the others cannot."""
+    if region is None or Pool.bytes_of(cell) > len(region):
+        return dict.fromkeys((*asked.kernels, CEILING), "its pool is larger than a third of this machine's memory")
+    pool = Pool(cell, region)
+    kernels: dict[str, Step | str] = {
+        name: _not_here(name, cell) or KINDS[cell.kind](cell, pool, name) for name in asked.kernels
+    }
+    if cell.kind == "call":
+        return {"cpu": kernels["cpu"], DIRECT: _no_extension() or _direct(cell, pool)} if "cpu" in kernels else {}
+    others: dict[str, Step | str] = {PRODUCT if cell.kind == "prefill" else CEILING: BOUNDS[cell.kind](cell, pool)}
+    if cell.kind != "write":
+        others[SDPA] = _sdpa(cell)
+    return kernels | others | {VLLM: vllm if isinstance(vllm, str) else vllm.step(cell)}
+
+
+def memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _no_extension() -> str:
+    return "; ".join(explain(device="cpu").objections["cpu"])
+
+
+def _not_here(name: str, cell: Cell) -> str:
+    known = next((kernel for kernel in registry.KERNELS if kernel.name == name), None)
+    if known is None or (why := known.refuse(registry.case_of(cell.spec(), cell.device))):
+        return f"there is no kernel {name!r}" if known is None else "; ".join(why)
+    special = cell.kv or cell.lengths != "uniform" or cell.pages != "permuted"
+    if (
+        name in SLOW
+        and cell.kind != "write"
+        and (special or (name == "reference" and cell.batch * cell.new * cell.context > 1 << 20))
+    ):
+        return "measured on plain cells only"
+    return ""
+
+
+# --- the steps: each prepares a repetition and returns what is timed ---------------------------------------------------------------------
+
+
+def _attention(cell: Cell, pool: Pool, name: str) -> Step:
+    q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim).to(quant.DTYPES[cell.dtype])
+    out = torch.empty_like(q)
+
+    def prepare() -> Callable[[], object]:
+        batch = pool.batch(pool.draw())
+        return lambda: paged_attention(q, pool.layer, batch, out=out, backend=name)
+
+    return prepare
+
+
+def _write(cell: Cell, pool: Pool, name: str) -> Step:
+    fresh = itertools.cycle(_new_tokens(cell))
+
+    def prepare() -> Callable[[], object]:
+        batch, (k, v) = pool.batch(pool.draw()), next(fresh)
+        return lambda: write_kv(k, v, pool.layer, batch, backend=name)
+
+    return prepare
+
+
+def _calls(cell: Cell, pool: Pool, name: str) -> Step:
+    run = _attention(cell, pool, name)()
+
+    def prepare() -> Callable[[], object]:
+        return lambda: [run() for _ in range(CALLS)]
+
+    return prepare
+
+
+def _direct(cell: Cell, pool: Pool) -> Step:
+    """The kernel's own function with a call that is made and checked already: what the torch operator adds is the difference."""
+    batch, layer = pool.batch(pool.draw()), pool.layer
+    q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim).to(quant.DTYPES[cell.dtype])
+    tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
+    rules = (cell.head_dim**-0.5, True, None, 0.0, None, None, None, None)
+    pools = (layer.k, layer.v, layer.k_scale, layer.v_scale)
+    call = AttentionCall(q, *pools, *tables, *rules, torch.empty_like(q), torch.empty(q.shape[:2]))
+
+    def prepare() -> Callable[[], object]:
+        return lambda: [cpu.paged_attention(call) for _ in range(CALLS)]
+
+    return prepare
+
+
+def _read(cell: Cell, pool: Pool) -> Step | str:
+    if why := _no_extension():
+        return why
+
+    def prepare() -> Callable[[], object]:
+        offsets, isa = pool.draw() * pool.frame_bytes, cpu.isa()
+        args = (pool.bytes.data_ptr(), offsets.data_ptr(), len(offsets), pool.frame_bytes)
+        return lambda: (cpu._extension().read(isa, cell.threads, *args), offsets)
+
+    return prepare
+
+
+def _gemm(cell: Cell, pool: Pool) -> Step | str:
+    """A square product with as many operations as the cell."""
+    if cell.dtype == "float16":
+        return "torch has no fast float16 product on a CPU: one takes 70 times as long as ours"
+    n = round((Row(cell).flops / 2) ** (1 / 3))
+    a, b = (torch.randn(n, n).to(quant.DTYPES[cell.dtype]) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: lambda: torch.mm(a, b, out=out)
+
+
+def _memcpy(cell: Cell, pool: Pool) -> Step:
+    fresh, room = itertools.cycle(_new_tokens(cell)), itertools.cycle(_new_tokens(cell))
+
+    def prepare() -> Callable[[], object]:
+        sources, targets = next(fresh), next(room)
+        return lambda: [target.copy_(source) for source, target in zip(sources, targets, strict=True)]
+
+    return prepare
+
+
+def _new_tokens(cell: Cell) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V of several steps, together larger than a cache."""
+    size = (cell.new, cell.kv_heads, cell.head_dim)
+    return [
+        (torch.randn(size).to(quant.DTYPES[cell.dtype]), torch.randn(size).to(quant.DTYPES[cell.dtype]))
+        for _ in range(8)
+    ]
+
+
+def _sdpa(cell: Cell) -> Step | str:
+    """torch SDPA on contiguous KV: for one query the heads of a group as rows, its fastest form; else KV repeated for all heads."""
+    if cell.kv or cell.lengths != "uniform" or cell.pages != "permuted":
+        return "it has contiguous sequences of one length, unquantised"
+    if cell.batch * cell.context > 300_000:
+        return "its contiguous copy would be too large"
+    dtype, shape = quant.DTYPES[cell.dtype], (cell.batch, cell.kv_heads, cell.context, cell.head_dim)
+    size = 2 * dtype.itemsize * cell.batch * cell.kv_heads * cell.context * cell.head_dim
+    copies = itertools.cycle(
+        [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(max(2, (96 << 20) // size))]
+    )
+    q = torch.randn(cell.batch, cell.heads, cell.new, cell.head_dim).to(dtype)
+    group = cell.heads // cell.kv_heads
+    options: dict[str, Any] = {}
+    if cell.new > 1:
+        options["is_causal"] = cell.new == cell.context
+        if cell.new < cell.context:
+            options["attn_mask"] = torch.ones(cell.new, cell.context, dtype=torch.bool).tril(cell.context - cell.new)
+        copies = itertools.cycle(
+            [(k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)) for k, v in itertools.islice(copies, 2)]
+        )
+    else:
+        q = q.view(cell.batch, cell.kv_heads, group, cell.head_dim)
+
+    def prepare() -> Callable[[], object]:
+        k, v = next(copies)
+        return lambda: scaled_dot_product_attention(q, k, v, **options)
+
+    return prepare
+
+
+KINDS: Final = {"decode": _attention, "prefill": _attention, "write": _write, "call": _calls}
+BOUNDS: Final = {"decode": _read, "prefill": _gemm, "write": _memcpy}
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """All of ours, and torch, on `count` threads."""
+    before, variable = torch.get_num_threads(), os.environ.get("PAGEDKV_NUM_THREADS")
+    os.environ["PAGEDKV_NUM_THREADS"] = str(count)
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if variable is None:
+            del os.environ["PAGEDKV_NUM_THREADS"]
+        else:
+            os.environ["PAGEDKV_NUM_THREADS"] = variable
+
+
+@contextmanager
+def _vllms(asked: Asked) -> Iterator[Callable[[int], Vllm | str]]:
+    """A worker for each number of threads, started when it is first wanted; or why there is none."""
+    workers: dict[int, Vllm | str] = {}
+
+    def with_threads(count: int) -> Vllm | str:
+        if asked.vllm_python is None:
+            return "no --vllm-python"
+        if count not in workers:
+            for worker in workers.values():
+                if isinstance(worker, Vllm):
+                    worker.end()
+            workers.clear()
+            try:
+                workers[count] = Vllm(asked.vllm_python, count)
+            except OSError as why:
+                workers[count] = str(why)
+        return workers[count]
+
+    try:
+        yield with_threads
+    finally:
+        for worker in workers.values():
+            if isinstance(worker, Vllm):
+                worker.end()

@@ -1,0 +1,84 @@
+"""vLLM's CPU attention as one of those that are compared: a worker process in vLLM's own environment, asked for one repetition at a time.
+
+This side knows the protocol of vllm_worker.py, and where it cannot run, why. vLLM is never imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from pagedkv.bench.attention.cells import Cell
+from pagedkv.bench.clock import Elsewhere, Step
+
+WORKER: Final = Path(__file__).with_name("vllm_worker.py")
+
+
+class Vllm:
+    """A worker with `threads` threads. Raises: OSError if the interpreter cannot be started or has no vLLM."""
+
+    def __init__(self, python: Path, threads: int) -> None:
+        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        # threads of another process that spin while ours are timed would disturb them
+        env = os.environ | quiet | {"OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        env.pop("PYTHONPATH", None)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen([str(python), str(WORKER)], env=env, text=True, cwd=WORKER.parent, **pipes)
+        self._ask({"do": "close"})
+
+    def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise OSError(f"the vLLM worker ended with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def step(self, cell: Cell) -> Step | str:
+        """What runs one repetition of the cell over there; or why it cannot."""
+        if why := refusal(cell):
+            return why
+        answer = self._ask({"do": "open", "cell": asdict(cell) | {"lens": cell.lens()}})
+        if "why_not" in answer:
+            return str(answer["why_not"])
+
+        def run() -> Elsewhere:
+            said = self._ask({"do": "run", "of": answer["ok"]})
+            return Elsewhere(said["seconds"], said["clean"])
+
+        def prepare() -> Callable[[], object]:
+            return run
+
+        return prepare
+
+    def forget(self) -> None:
+        """Give back the memory of the cells."""
+        self._ask({"do": "close"})
+
+    def end(self) -> None:
+        """End the worker."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+def refusal(cell: Cell) -> str:
+    """Why vLLM's CPU kernel has nothing to compare with the cell; "" if it has."""
+    if cell.kind == "call":
+        return "its calls are not ours"
+    if cell.kv not in ("", "fp8_e4m3"):
+        return f"it has no {cell.kv} on a CPU"
+    if cell.pages != "permuted":
+        return "its pages are always permuted here"
+    return ""

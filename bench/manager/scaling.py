@@ -1,0 +1,106 @@
+"""What a decode step costs as the pool grows, and as contexts grow: `pagedkv bench manager --plot FILE`. The lines should be nearly flat.
+
+All points are measured in turn, round by round. The step is plan + commit for 64 sequences, prefix cache on; in a full pool every frame
+that a step takes is evicted for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pagedkv.bench.manager.peers import BLOCK
+from pagedkv.bench.manager.runner import OURS, TURN, Figure, decode, full_pool
+from pagedkv.core import MemoryManager
+
+BATCH: Final = 64
+GROWTH: Final = 32  # so that the smallest pool holds the batch
+POOLS: Final = (1_000, 10_000, 100_000, 1_000_000)
+CONTEXTS: Final = (16, 128, 1024, 8192, 65_536)
+
+FREE: Final = "frames, free"
+FULL: Final = "frames, all cached: each new page evicts one"
+CONTEXT: Final = "tokens of context"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size on one line of the plot."""
+
+    line: str
+    size: int
+
+    def make(self) -> Callable[[], float]:
+        """Returns what takes a step and says how many seconds it took."""
+        if self.line == FULL:
+            return decode(BATCH, full_pool(self.size, 250), growth=GROWTH, evicting=False)
+        if self.line == FREE:
+            return decode(BATCH, MemoryManager(self.size, BLOCK), growth=GROWTH)
+        pages = self.size // BLOCK + GROWTH // BLOCK + 3
+        return decode(BATCH, MemoryManager(BATCH * pages, BLOCK), context=self.size, growth=GROWTH)
+
+
+POINTS: Final = (
+    *(Point(line, size) for line in (FREE, FULL) for size in POOLS),
+    *(Point(CONTEXT, size) for size in CONTEXTS),
+)
+
+
+def measure(rounds: int, points: tuple[Point, ...] = POINTS) -> dict[Point, Figure]:
+    """Microseconds a step at each point."""
+    runs = {point: point.make() for point in points}
+    figures = {point: Figure(OURS, f"step of {BATCH} sequences, {point.size:,} {point.line}", "us") for point in points}
+    for _ in range(rounds):
+        for point, run in runs.items():
+            figures[point].samples += [run() * 1e6 for _ in range(TURN)][1:]
+    for figure in figures.values():
+        figure.settle()
+    return figures
+
+
+def draw(figures: dict[Point, Figure], path: Path) -> None:
+    """Cost against size, as SVG or whatever the ending of `path` says. Raises: OSError, ValueError."""
+    from matplotlib import pyplot, rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pagedkv", "font.size": 10}):
+        figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+        for axes, lines, label in (
+            (panels[0], (FREE, FULL), "frames in the pool"),
+            (panels[1], (CONTEXT,), "tokens of context, each sequence"),
+        ):
+            for line, mark in zip(lines, ("o-", "s--"), strict=False):
+                points = [point for point in figures if point.line == line]
+                costs = [figures[point].median for point in points]
+                axes.plot([point.size for point in points], costs, mark, label=line.partition(", ")[2] or None)
+            axes.set(xscale="log", xlabel=label)
+            axes.grid(alpha=0.3)
+        top = max(figure_.median or 0 for figure_ in figures.values())
+        panels[0].set(ylim=(0, 1.6 * top), ylabel=f"µs a decode step of {BATCH} sequences")
+        panels[0].legend(loc="upper left")
+        figure.tight_layout()
+        silent: dict[str, Any] = {"metadata": {"Date": None, "Creator": None}} if path.suffix == ".svg" else {}
+        figure.savefig(path, **silent)
+        pyplot.close(figure)
+    if path.suffix == ".svg":
+        _for_everybody(path)
+
+
+def _for_everybody(path: Path) -> None:
+    """Give the drawing a title, for those who cannot see it, and dark colours, for those who read in the dark."""
+    text = path.read_text(encoding="utf-8")
+    head, begin, rest = text.partition("<svg ")
+    attributes, end, body = rest.partition(">")
+    title = "<title>The cost of a decode step against the size of the pool and the length of contexts</title>"
+    style = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(1) hue-rotate(180deg) } }</style>"
+    path.write_text(f"{head}{begin}{attributes}{end}\n {title}\n {style}{body}", encoding="utf-8")
+
+
+def spread(figures: dict[Point, Figure]) -> dict[str, float]:
+    """For each line, by how much its dearest point exceeds its cheapest."""
+    medians = {
+        line: [figure.median or 0.0 for point, figure in figures.items() if point.line == line]
+        for line in (FREE, FULL, CONTEXT)
+    }
+    return {line: max(costs) / min(costs) for line, costs in medians.items() if costs}

@@ -1,0 +1,59 @@
+// pagedkv.kernels._cpu: pointers, strides and sizes come in as integers, so nothing here depends on torch. pagedkv/kernels/cpu.py is the
+// only caller; it trusts arguments that pagedkv/kernels/checks.py has seen. Calls with tensors: calls.cpp, moves.cpp.
+#include <pybind11/pybind11.h>
+
+#include <cstring>
+
+#include "calls.hpp"
+#include "isa/isas.hpp"
+#include "schedule.hpp"
+#include "team.hpp"
+
+namespace py = pybind11;
+
+namespace pagedkv {
+
+const Isa* const ISAS[] = {
+#if defined(__x86_64__)
+    &avx512_bf16_isa, &avx512_isa, &avx2_isa,
+#endif
+    &portable_isa, nullptr,
+};
+
+const Isa* isa_named(const char* name) {
+    for (const Isa* const* isa = ISAS; name && *isa; isa++)
+        if (!std::strcmp(name, (*isa)->name) && (*isa)->supported()) return *isa;
+    return nullptr;
+}
+
+namespace {
+
+const Isa& named(const std::string& name) {
+    if (const Isa* isa = isa_named(name.c_str())) return *isa;
+    throw py::value_error("this processor has no " + name);
+}
+
+py::tuple sets() {
+    py::list names;
+    for (const Isa* const* isa = ISAS; *isa; isa++)
+        if ((*isa)->supported()) names.append((*isa)->name);
+    return py::tuple(names);
+}
+
+uint64_t read(const std::string& isa, int threads, uintptr_t base, uintptr_t offsets, int64_t count, int64_t bytes) {
+    const Isa& set = named(isa);
+    py::gil_scoped_release released;
+    return run_read(set, reinterpret_cast<const char*>(base), reinterpret_cast<const int64_t*>(offsets), count, bytes, threads);
+}
+
+}  // namespace
+}  // namespace pagedkv
+
+PYBIND11_MODULE(_cpu, m) {
+    m.doc() = "CPU kernels over raw pointers and strides; see pagedkv/kernels/cpu.py.";
+    m.def("sets", pagedkv::sets, "Names of the instruction sets that were compiled and that this processor has, best first.");
+    m.def("runtime", pagedkv::team_runtime, "Where threads come from: \"OpenMP\" (the process's own runtime) or \"threads\".");
+    for (PyMethodDef* methods : {pagedkv::call_methods, pagedkv::move_methods})
+        if (PyModule_AddFunctions(m.ptr(), methods)) throw py::error_already_set();
+    m.def("read", pagedkv::read, "Load and xor `count` runs of `bytes`: the ceiling that benchmarks compare with.");
+}

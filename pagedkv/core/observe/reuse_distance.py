@@ -1,0 +1,216 @@
+"""Reuse: how far apart the uses of a page are, and so what an LRU pool of any size would match. A sample, in fixed memory.
+
+A page would be found in an LRU pool of C frames if fewer than C other pages were used since: its reuse distance, its place in the LRU
+stack (Mattson et al., 1970). The stack is followed for a sample only, the pages whose fingerprint ends in enough zero bits at the top; the
+distances are those of the sample times 2**shift (spatial sampling: Waldspurger et al., SHARDS, FAST 2015). A prompt's distances are taken
+when it is opened; it enters the stack then, and again when its space lets go, each time from its end, so that a prefix is used after
+what follows it. What was not used for longest leaves the sample when that is full.
+
+    records [K]   fingerprint, time of last use            tree [2K + 1]   Fenwick tree over times: how many were used up to then
+    at [2K + 1]   time -> record                     hits [K]        uses by distance
+
+Times are numbered anew when they run out. O(log K) for a sampled page, a comparison for any other, beside its hash. It knows fingerprints and
+no frames.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.prefix import index
+from pagedkv.core.state import I32, I64, KEY, NIL, Records, State
+
+_RECORD: Final = np.dtype([("fingerprint", np.uint32), ("chain", np.int32), ("time", np.int32)], align=True)
+
+NOW: Final = 0  # the time of the last use
+NUM_RECORDS: Final = 1  # records in use
+FIRST_TIME: Final = 2  # no record has an earlier time
+PAGES_ASKED: Final = 3  # pages that prompts had
+PAGES_SAMPLED: Final = 4  # of these, how many belong to the sample
+SHIFT: Final = 5
+
+
+class Sample(NamedTuple):
+    """The arrays. K: how many pages are followed."""
+
+    records: Records  # _RECORD [K]
+    heads: I32  # [>= K, a power of two] chains of records by fingerprint
+    tree: I32  # [2K + 1]
+    at: I32  # [2K + 1]
+    hits: I64  # [K]
+    reg: I64  # [6]
+
+
+def new_sample(pages: int, reach: int) -> Sample:
+    """Follow up to `pages` pages, so thinly that they stand for at least `reach`."""
+    reg = np.zeros(6, np.int64)
+    reg[FIRST_TIME] = 1
+    reg[SHIFT] = max(0, (-(-reach // pages) - 1).bit_length())
+    return Sample(
+        records=np.zeros(pages, _RECORD).view(np.recarray),
+        heads=np.full(1 << (pages - 1).bit_length(), NIL, np.int32),
+        tree=np.zeros(2 * pages + 1, np.int32),
+        at=np.full(2 * pages + 1, NIL, np.int32),
+        hits=np.zeros(pages, np.int64),
+        reg=reg,
+    )
+
+
+@inlined
+def _is_sampled(sample: Sample, fingerprint: int) -> bool:
+    return fingerprint >> (32 - sample.reg[SHIFT]) == 0
+
+
+@inlined
+def _find(sample: Sample, fingerprint: int) -> int:
+    record = sample.heads[fingerprint & (len(sample.heads) - 1)]
+    while record >= 0 and sample.records[record].fingerprint != fingerprint:
+        record = sample.records[record].chain
+    return record
+
+
+@inlined
+def _add(tree: I32, time: int, count: int) -> None:
+    while time < len(tree):
+        tree[time] += count
+        time += time & -time
+
+
+@inlined
+def _up_to(tree: I32, time: int) -> int:
+    total = 0
+    while time > 0:
+        total += tree[time]
+        time -= time & -time
+    return total
+
+
+@compiled
+def _renumber(sample: Sample) -> None:
+    """Times 1 .. HELD, in the same order. O(K), after K uses or more."""
+    now = 0
+    for time in range(1, len(sample.at)):
+        record = sample.at[time]
+        sample.at[time] = NIL
+        sample.tree[time] = 0
+        if record >= 0:
+            now += 1
+            sample.at[now] = record
+            sample.records[record].time = now
+    for time in range(1, now + 1):
+        _add(sample.tree, time, 1)
+    sample.reg[NOW], sample.reg[FIRST_TIME] = now, 1
+
+
+@inlined
+def _forget_oldest(sample: Sample) -> int:
+    """Make the record that was not used for longest free, and name it."""
+    while sample.at[sample.reg[FIRST_TIME]] < 0:
+        sample.reg[FIRST_TIME] += 1
+    record = sample.at[sample.reg[FIRST_TIME]]
+    sample.at[sample.reg[FIRST_TIME]] = NIL
+    _add(sample.tree, sample.reg[FIRST_TIME], -1)
+    head = np.int64(sample.records[record].fingerprint) & (len(sample.heads) - 1)
+    here = sample.heads[head]
+    if here == record:
+        sample.heads[head] = sample.records[record].chain
+    else:
+        while sample.records[here].chain != record:
+            here = sample.records[here].chain
+        sample.records[here].chain = sample.records[record].chain
+    sample.reg[NUM_RECORDS] -= 1
+    return record
+
+
+@compiled
+def record_use(sample: Sample, fingerprint: int) -> None:
+    """The page of fingerprint `fingerprint` is used now."""
+    if not _is_sampled(sample, fingerprint):
+        return
+    if sample.reg[NOW] == len(sample.at) - 1:
+        _renumber(sample)
+    record = _find(sample, fingerprint)
+    if record >= 0:
+        sample.at[sample.records[record].time] = NIL
+        _add(sample.tree, sample.records[record].time, -1)
+    else:
+        record = sample.reg[NUM_RECORDS] if sample.reg[NUM_RECORDS] < len(sample.records) else _forget_oldest(sample)
+        head = fingerprint & (len(sample.heads) - 1)
+        sample.records[record].fingerprint = fingerprint
+        sample.records[record].chain = sample.heads[head]
+        sample.heads[head] = record
+        sample.reg[NUM_RECORDS] += 1
+    sample.reg[NOW] += 1
+    sample.records[record].time = sample.reg[NOW]
+    sample.at[sample.reg[NOW]] = record
+    _add(sample.tree, sample.reg[NOW], 1)
+
+
+@compiled
+def ask(sample: Sample, key: int, seed: int, size: int, ids: I32, fingerprints: I64) -> None:
+    """A prompt `ids` (int32 [n]) of a root of fingerprint `seed` is opened: count the distance of each whole page that could be matched.
+
+    marks: int64 [pages], scratch.
+    """
+    fingerprint = seed
+    for page in range(len(fingerprints)):
+        fingerprint = index.fingerprint_of(key, fingerprint, ids[page * size : (page + 1) * size])
+        fingerprints[page] = fingerprint
+        if _is_sampled(sample, fingerprint):
+            sample.reg[PAGES_SAMPLED] += 1
+            record = _find(sample, fingerprint)
+            if record >= 0:
+                sample.hits[sample.reg[NUM_RECORDS] - _up_to(sample.tree, sample.records[record].time)] += 1
+    sample.reg[PAGES_ASKED] += len(fingerprints)
+    for page in range(len(fingerprints) - 1, -1, -1):
+        record_use(sample, fingerprints[page])
+
+
+@compiled
+def record_release(s: State, sample: Sample, asid: int) -> None:
+    """The space `asid` lets go of its pages: those that are published were used until now."""
+    for page in range(min(s.spaces[asid].complete, s.spaces[asid].first_hole) - 1, -1, -1):
+        record_use(sample, np.int64(s.frames[s.table[asid, page]].fingerprint))
+
+
+class Reuse:
+    """The sample of one manager."""
+
+    def __init__(self, pages: int, num_frames: int) -> None:
+        self.sample = new_sample(pages, 4 * num_frames)
+
+    def asked(self, s: State, seed: int, ids: I32) -> None:
+        """A prompt was opened."""
+        size = s.tokens.shape[1]
+        fingerprints = np.empty(max(0, len(ids) - 1) // size, np.int64)
+        ask(self.sample, int(s.reg[KEY]), seed, size, ids, fingerprints)
+
+    def counts(self) -> I64:
+        """int64 [K + 2]: uses by distance in the sample; then the pages asked for, and those of them that belong to the sample."""
+        reg = self.sample.reg
+        return np.concatenate([self.sample.hits, reg[[PAGES_ASKED, PAGES_SAMPLED]]])
+
+    def set_counts(self, counts: I64) -> None:
+        """As if nothing had been asked since they were taken; what is in the sample stays."""
+        self.sample.hits[:] = counts[:-2]
+        self.sample.reg[[PAGES_ASKED, PAGES_SAMPLED]] = counts[-2:]
+
+    @property
+    def reach(self) -> int:
+        """The largest pool that the sample can tell about, in frames."""
+        return int(len(self.sample.records) << int(self.sample.reg[SHIFT]))
+
+    def hit_rate(self, num_frames: int, counts: I64) -> float:
+        """Share of the pages asked for that an LRU pool of `num_frames` would have matched; `counts`: see there, or a difference of two.
+
+        Pages that are asked for often may be in the sample or not, which moves all rates alike: the sample is taken to have missed, or
+        to have too many, pages of distance 0 (SHARDS-adj).
+        """
+        asked, sampled, scale = int(counts[-2]), int(counts[-1]), 1 << int(self.sample.reg[SHIFT])
+        if asked == 0:
+            return 0.0
+        near = int(np.searchsorted((np.arange(len(counts) - 2) + 0.5) * scale, num_frames))
+        return min(1.0, max(0.0, 1.0 + (int(counts[:near].sum()) - sampled) * scale / asked))

@@ -1,0 +1,184 @@
+"""Stats: what the pool holds now and what it has done, read off the registers. Counts only; it knows no rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagedkv.core import state as st
+from pagedkv.core.pool.frames import pending
+from pagedkv.core.pool.free_runs import runs_in
+from pagedkv.core.state import I64, State
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a tenant holds now, in frames, what it may hold, and what it has asked for, in tokens. x spec.frame_bytes = bytes."""
+
+    used: int  # mapped, cached and retired
+    unique: int  # mapped by one page table,
+    shared: int  # or by several of its own
+    cached: int
+    evictable: int
+    hard: int | None
+    soft: int | None
+    protected: int
+    tokens_asked: int
+    tokens_matched: int
+    evictions: int
+
+    @property
+    def tokens_missed(self) -> int:
+        """Asked and not found."""
+        return self.tokens_asked - self.tokens_matched
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the pool holds now, and what it has done. Frames and tokens are counts; `waste` and `hit_rate` are shares of 1."""
+
+    num_frames: int
+    free: int
+    mapped: int
+    cached: int
+    retired: int
+    evictable: int
+    pending: int  # retired, or cached and waiting for an epoch: had once what is under way has finished
+    pinned: int  # held by user pins, counted once for each pin
+    spaces: int
+    tokens: int  # committed, over all open spaces; shared ones count for each
+    slots_mapped: int  # distinct mapped frames x block_size
+    slots_wasted: int  # of these, how many hold no token
+    peak_mapped: int
+    tokens_asked: int  # whole pages that open() looked for, in tokens
+    tokens_matched: int
+    missed_evicted: int  # tokens asked and not found: the first missing page was there once,
+    missed_new: int  # or is not known to have been,
+    missed_other_root: (
+        int  # or another tenant has it (counted with Observe(other_roots=True) only, else it is among the new ones)
+    )
+    below_one_page: int  # tokens beyond the last whole page, which were not looked for
+    evictions: int
+    copies: int
+    deduplicated: int
+    tenants: dict[bytes, Usage] = field(default_factory=dict)  # those that have quotas
+
+    @property
+    def waste(self) -> float:
+        """Share of allocated slots that hold no token."""
+        return self.slots_wasted / self.slots_mapped if self.slots_mapped else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens looked for that were found."""
+        return self.tokens_matched / self.tokens_asked if self.tokens_asked else 0.0
+
+
+def gather(s: State, missed_other_root: int, tenants: dict[bytes, Usage]) -> Stats:
+    """The figures of this moment. O(open spaces), and once more for each whose last page is further inside another space."""
+    rows = np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))
+    count = {name: int(s.reg[register]) for name, register in _COUNTERS.items()}
+    count["missed_new"] -= missed_other_root
+    num_frames, size = s.tokens.shape
+    mapped = num_frames - count["free"] - count["cached"] - count["retired"]
+    return Stats(
+        num_frames=num_frames,
+        mapped=mapped,
+        pending=pending(s),
+        missed_other_root=missed_other_root,
+        spaces=len(rows),
+        tokens=int(s.spaces["length"][rows].sum()),
+        slots_mapped=mapped * size,
+        slots_wasted=_wasted(s, _all_groups(s, rows)),
+        tenants=tenants,
+        **count,
+    )
+
+
+_COUNTERS = {
+    "free": st.NUM_FREE,
+    "cached": st.NUM_CACHED,
+    "retired": st.NUM_RETIRED,
+    "evictable": st.NUM_EVICTABLE,
+    "pinned": st.PINNED,
+    "peak_mapped": st.PEAK,
+    "tokens_asked": st.ASKED,
+    "tokens_matched": st.MATCHED,
+    "missed_evicted": st.MISSED_EVICTED,
+    "missed_new": st.MISSED_NEW,
+    "below_one_page": st.BELOW_PAGE,
+    "evictions": st.EVICTIONS,
+    "copies": st.COPIES,
+    "deduplicated": st.DEDUPLICATED,
+}
+
+
+def prompt_registers(reg: I64) -> I64:
+    """int64 [n]: where in `reg` stands what prompts asked for and found, of all and of each account."""
+    accounts = st.NUM_REGISTERS + st.ACCOUNT * np.arange((len(reg) - st.NUM_REGISTERS) // st.ACCOUNT)
+    everybody = [st.ASKED, st.MATCHED, st.MISSED_EVICTED, st.MISSED_NEW, st.BELOW_PAGE]
+    return np.concatenate([np.array(everybody), accounts + st.ASKED_BY, accounts + st.MATCHED_BY])
+
+
+def _all_groups(s: State, rows: I64) -> I64:
+    """The rows of all groups of the spaces whose first ones are `rows`."""
+    return (rows[:, None] + np.arange(len(s.groups))).reshape(-1)
+
+
+def mean_run(s: State) -> float:
+    """Frames in a row, in the mean over all groups of all open spaces: pages / runs; 0 if there is no page. O(pages)."""
+    rows = _all_groups(s, np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING)))
+    found = [runs_in(s.table[row, : s.spaces["num_pages"][row]])[:, 1] for row in rows]
+    num_runs = sum(map(len, found))
+    return float(sum(lengths.sum() for lengths in found) / num_runs) if num_runs else 0.0
+
+
+def _wasted(s: State, rows: I64) -> int:
+    """Slots of mapped frames that hold no token; a frame that several spaces map is as full as the fullest of them has it."""
+    size = s.tokens.shape[1]
+    length = s.spaces["length"][rows]
+    used = -(-length // size)  # pages that hold tokens; the rest are planned and empty
+    wasted: int = int((s.spaces["num_pages"][rows] - used).sum()) * size
+    rows, length, used = rows[used > 0], length[used > 0], used[used > 0]
+    tails, fill = s.table[rows, used - 1], length - (used - 1) * size
+    frames, first, owner, times = np.unique(tails, return_index=True, return_inverse=True, return_counts=True)
+    fullest = np.zeros(len(frames), np.int64)
+    np.maximum.at(fullest, owner, fill)
+    for i in np.flatnonzero(
+        (s.frames["refs"][frames] > times) & (fullest < size)
+    ):  # the tail of one is further inside another,
+        page = used[first[i]] - 1  # at the same place
+        others = s.table[rows, page] == frames[i]
+        fullest[i] = min(size, int(length[others].max()) - page * size)
+    wasted += int((size - fullest[frames >= 0]).sum())
+    return wasted
+
+
+def usages_of(s: State, accounts: dict[bytes, int]) -> dict[bytes, Usage]:
+    """O(frames + accounts): the frames are counted once for all."""
+    owner, refs = s.frames["account"], s.frames["refs"]
+    blocks = st.account_registers(s.reg)
+    unique, shared, cached = (
+        np.bincount(owner[of], minlength=len(blocks)) for of in (refs == 1, refs > 1, s.frames["status"] == st.CACHED)
+    )
+    return {
+        tenant: Usage(
+            used=int(blocks[account, st.USED]),
+            unique=int(unique[account]),
+            shared=int(shared[account]),
+            cached=int(cached[account]),
+            evictable=int(blocks[account, st.EVICTABLE]),
+            hard=_limit(blocks[account, st.HARD]),
+            soft=_limit(blocks[account, st.SOFT]),
+            protected=int(blocks[account, st.PROTECTED]),
+            tokens_asked=int(blocks[account, st.ASKED_BY]),
+            tokens_matched=int(blocks[account, st.MATCHED_BY]),
+            evictions=int(blocks[account, st.EVICTED]),
+        )
+        for tenant, account in accounts.items()
+    }
+
+
+def _limit(register: np.int64) -> int | None:
+    return int(register) if register >= 0 else None

@@ -1,0 +1,250 @@
+"""Frames: who owns which piece of the pool. Compiled functions over `State`; no sequences, no tensors here.
+
+            take                  drop to 0, published
+   FREE ───────────▶ MAPPED ───────────────────────────▶ CACHED
+    ▲                 │  ▲                                │  │
+    └─────────────────┘  └──────────── share ─────────────┘  │
+    ▲   drop to 0 (by way of RETIRED while pinned)           │
+    └───────────────────────── evict ────────────────────────┘
+
+Held at every return: I1, I2, I7. Which free frame a space gets is up to runs.py. The cached frames that are not pinned stand on the lists
+of eviction.py.
+
+Fences. While an epoch is open, work in flight may still read what is dropped: such a frame gets a pin, and stands on the list FENCED with
+the newest epoch as its time of entry until that has passed. Mapped again, it stays fenced; dropped again, it moves to the end. So the list is in
+order of epochs, and pages leave it before their prefix. Everything here is O(1) a frame, whatever the size of the pool.
+
+What is done for each frame of a step is inlined: a call passes the 80 words of `State` on the stack.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.pool import free_runs
+from pagedkv.core.pool.accounts import count
+from pagedkv.core.pool.eviction import MASK, OLDEST, delist, enlist, enter, leave, raise_floor, rank, victim
+from pagedkv.core.prefix import index
+from pagedkv.core.state import (
+    AMONG_FENCED,
+    CACHED,
+    CACHED_FENCED,
+    EPOCH,
+    EVICTED,
+    EVICTIONS,
+    FENCED,
+    FIRST_LIST,
+    FREE,
+    I64,
+    MAPPED,
+    NIL,
+    NUM_CACHED,
+    NUM_FREE,
+    NUM_RETIRED,
+    PASSED,
+    PEAK,
+    RETIRED,
+    USED,
+    Records,
+    State,
+)
+
+
+@inlined
+def vacate(records: Records, reg: I64, frame: int) -> None:
+    """`frame`, which is not published, holds nothing any more; free_runs.put comes next."""
+    records[frame].status = FREE
+    count(records, reg, frame, USED, -1)
+
+
+@compiled
+def _disband(s: State, leader: int) -> None:
+    """Nobody can find the companions of `leader` any more. Those that were not given up before it had lost the prefix with it (holes)."""
+    for group in range(1, len(s.groups)):
+        frame = index.find_companion(s, leader, group)
+        if frame < 0:
+            continue
+        index.remove(s, frame)
+        if s.frames[frame].status == CACHED:
+            s.reg[NUM_CACHED] -= 1
+            if s.frames[frame].pins == 0:
+                delist(s.frames, s.reg, frame)
+                vacate(s.frames, s.reg, frame)
+                free_runs.put(s.chunks, s.reg, frame, 1)
+            else:
+                s.reg[CACHED_FENCED] -= s.frames[frame].place == AMONG_FENCED
+                s.frames[frame].status = RETIRED
+                s.reg[NUM_RETIRED] += 1
+
+
+@compiled
+def free(s: State, frame: int) -> None:
+    """Nobody maps, keeps or reads `frame` any more."""
+    if s.frames[frame].published:
+        if len(s.groups) > 1 and s.frames[frame].published == 1:
+            _disband(s, frame)
+        index.remove(s, frame)
+    vacate(s.frames, s.reg, frame)
+    free_runs.put(s.chunks, s.reg, frame, 1)
+
+
+@compiled
+def evict(s: State, account: int) -> int:
+    """Free the evictable frame of `account` that the policy gives up first, and name it; -1 if there is none."""
+    frame = victim(s, account)
+    if frame != NIL:
+        delist(s.frames, s.reg, frame)
+        index.remember(s, frame)
+        s.reg[NUM_CACHED] -= 1
+        s.reg[EVICTIONS] += 1
+        count(s.frames, s.reg, frame, EVICTED, 1)
+        free(s, frame)
+    return frame
+
+
+@compiled
+def reclaim(s: State, wanted: int) -> None:
+    """Evict until `wanted` frames are free, where nobody has a quota. The caller has made sure that there are enough."""
+    while s.reg[NUM_FREE] < wanted:
+        evict(s, np.int64(0))
+
+
+@inlined
+def claim(records: Records, reg: I64, frame: int, account: int) -> None:
+    """A frame that free_runs.take gave out is mapped, once."""
+    records[frame].account = account
+    count(records, reg, frame, USED, 1)
+    records[frame].refs = 1
+    records[frame].status = MAPPED
+    records[frame].uses = 0
+    records[frame].floor = 0
+    records[frame].generation += 1
+
+
+@inlined
+def note_peak(records: Records, reg: I64) -> None:
+    """After frames were mapped."""
+    mapped = len(records) - reg[NUM_FREE] - reg[NUM_CACHED] - reg[NUM_RETIRED]
+    reg[PEAK] = max(reg[PEAK], mapped)
+
+
+@inlined
+def share(records: Records, reg: I64, frame: int) -> None:
+    """One more page-table entry names `frame`, which is mapped, cached, or retired and about to be restored."""
+    records[frame].refs += 1
+    if records[frame].status == CACHED:
+        if records[frame].pins == 0:
+            delist(records, reg, frame)
+        elif records[frame].place == AMONG_FENCED:
+            reg[CACHED_FENCED] -= 1
+        reg[NUM_CACHED] -= 1
+        note_peak(records, reg)
+    elif records[frame].status == RETIRED:
+        reg[NUM_RETIRED] -= 1
+        note_peak(records, reg)
+    records[frame].status = MAPPED
+
+
+@inlined
+def map_matched(s: State, frame: int) -> None:
+    """`frame` was matched: one more page-table entry names it."""
+    share(s.frames, s.reg, frame)
+    s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
+
+
+@compiled
+def _fence(records: Records, reg: I64, frame: int) -> None:
+    if records[frame].place == AMONG_FENCED:
+        leave(records, reg, frame)
+    else:
+        records[frame].pins += 1
+    records[frame].entered = reg[EPOCH] & MASK
+    enter(records, reg, frame, FENCED)
+
+
+@compiled
+def drop(s: State, frame: int, keep: bool, page: int, advice: int) -> None:
+    """One page-table entry less names `frame`: page `page` of a space of that `advice`. The last one leaves it cached if it is published and
+    its prefix stays (`keep`)."""
+    if drop_reference(s.frames, s.reg, frame, keep, page * s.tokens.shape[1], advice):
+        free(s, frame)
+
+
+@inlined
+def drop_reference(records: Records, reg: I64, frame: int, keep: bool, position: int, advice: int) -> bool:
+    """`drop`, but for what frees the frame: returns whether that is still to be done."""
+    records[frame].refs -= 1
+    if records[frame].refs > 0:
+        return False
+    fenced = reg[EPOCH] > reg[PASSED]
+    if fenced:
+        _fence(records, reg, frame)
+    if records[frame].published and keep:
+        records[frame].status = CACHED
+        records[frame].rank = rank(records, reg, frame, position, advice)
+        reg[NUM_CACHED] += 1
+        reg[CACHED_FENCED] += fenced
+        if records[frame].pins == 0:
+            enlist(records, reg, frame)
+        else:
+            raise_floor(records, frame)
+    elif records[frame].pins > 0:
+        records[frame].status = RETIRED
+        reg[NUM_RETIRED] += 1
+    else:
+        return True
+    return False
+
+
+@compiled
+def touch(s: State, frame: int) -> None:
+    """A cached frame, as if it were mapped and dropped now."""
+    if s.frames[frame].pins == 0:
+        delist(s.frames, s.reg, frame)
+    if s.reg[EPOCH] > s.reg[PASSED]:
+        s.reg[CACHED_FENCED] += s.frames[frame].place != AMONG_FENCED
+        _fence(s.frames, s.reg, frame)
+    if s.frames[frame].pins == 0:
+        enlist(s.frames, s.reg, frame)
+
+
+@compiled
+def pin(s: State, frame: int) -> None:
+    """`frame` may be neither evicted nor reused until it is unpinned as often (I7)."""
+    if s.frames[frame].pins == 0 and s.frames[frame].status == CACHED:
+        delist(s.frames, s.reg, frame)
+    s.frames[frame].pins += 1
+
+
+@compiled
+def unpin(s: State, frame: int) -> None:
+    """One pin less; the last one lets a cached frame be evicted and a retired one be free."""
+    s.frames[frame].pins -= 1
+    if s.frames[frame].pins == 0:
+        if s.frames[frame].status == CACHED:
+            enlist(s.frames, s.reg, frame)
+        elif s.frames[frame].status == RETIRED:
+            s.reg[NUM_RETIRED] -= 1
+            free(s, frame)
+
+
+@compiled
+def pass_epoch(s: State, epoch: int) -> int:
+    """Nothing that was launched in `epoch` or before reads anything any more. Returns how many frames are no longer fenced."""
+    passed = 0
+    frame = s.reg[FIRST_LIST + 4 * FENCED + OLDEST]
+    while frame != NIL and ((epoch - int(s.frames[frame].entered)) & MASK) <= MASK // 2:
+        leave(s.frames, s.reg, frame)
+        if s.frames[frame].status == CACHED:
+            s.reg[CACHED_FENCED] -= 1
+        unpin(s, frame)
+        passed += 1
+        frame = s.reg[FIRST_LIST + 4 * FENCED + OLDEST]
+    s.reg[PASSED] = max(s.reg[PASSED], epoch)
+    return passed
+
+
+def pending(s: State) -> int:
+    """Frames that nobody maps, and that can be had once the plans and epochs under way have ended."""
+    return int(s.reg[NUM_RETIRED] + s.reg[CACHED_FENCED])

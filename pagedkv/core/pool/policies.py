@@ -1,0 +1,153 @@
+"""Eviction policies: small frozen objects that set up the lists of eviction.py. The same ones serve live managers and `replay`.
+
+A policy says how frames are ranked (`rule`), by how much each list prolongs a frame's stay (`bonuses`, never falling), and whether its
+clock is the number of plans or the value of the last victim (`inflation`). The choice is compiled; an object is used once, at the start.
+
+To add one: a rule in eviction.rank (or an existing one), a dataclass here, its name in POLICIES. I9 comes for free.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from pagedkv.core import state as st
+from pagedkv.core.arguments import whole
+from pagedkv.core.pool import eviction
+from pagedkv.core.state import I64
+from pagedkv.errors import InvalidRequest
+
+
+class Policy(Protocol):
+    """What a manager asks of a policy."""
+
+    name: ClassVar[str]
+    rule: ClassVar[int]
+    inflation: ClassVar[bool]
+
+    @property
+    def scale(self) -> int:
+        """The rule's parameter."""
+
+    def bonuses(self) -> list[int]:
+        """One for each list from NORMAL on."""
+
+
+@dataclass(frozen=True)
+class LRU:
+    """What was not used for longest goes first."""
+
+    name: ClassVar[str] = "lru"
+    rule: ClassVar[int] = eviction.ALIKE
+    inflation: ClassVar[bool] = False
+    scale: int = 1
+
+    def bonuses(self) -> list[int]:
+        """One list."""
+        return [0]
+
+
+@dataclass(frozen=True)
+class TwoQueues:
+    """2Q: pages used once go first while they hold more than 1/`scale` of the evictable frames; otherwise the least recently used.
+
+    A page that comes back soon after its eviction counts as used again. After Johnson and Shasha, VLDB 1994.
+    """
+
+    name: ClassVar[str] = "2q"
+    rule: ClassVar[int] = eviction.AGAIN
+    inflation: ClassVar[bool] = False
+    scale: int = 4
+
+    def bonuses(self) -> list[int]:
+        """Used once, used again."""
+        return [0, 0]
+
+
+@dataclass(frozen=True)
+class LFU:
+    """Least frequently used, with dynamic ageing: value = uses + the value of the last victim when it was dropped.
+
+    After Arlitt et al., "Evaluating content management techniques for web proxy caches", 2000.
+    """
+
+    name: ClassVar[str] = "lfu"
+    rule: ClassVar[int] = eviction.USES
+    inflation: ClassVar[bool] = True
+    scale: int = 1
+
+    def bonuses(self) -> list[int]:
+        """One list a use."""
+        return list(range(st.NUM_LISTS - st.NORMAL))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Greedy dual: value = uses x cost of computing the page again + the value of the last victim when it was dropped.
+
+    A page's cost is 1 + position / `scale`: all pages are of one size, and attention reads what is before them. `scale` is the context at
+    which attention costs a token as much as the rest of the model: about 6 x hidden size for a Llama. After Cao and Irani, USITS 1997.
+    """
+
+    name: ClassVar[str] = "cost"
+    rule: ClassVar[int] = eviction.COST
+    inflation: ClassVar[bool] = True
+    scale: int = 24576
+
+    def bonuses(self) -> list[int]:
+        """Two lists an octave."""
+        return [round(16 * 2 ** (level / 2)) for level in range(st.NUM_LISTS - st.NORMAL)]
+
+
+@dataclass(frozen=True)
+class Priority:
+    """LRU in which a page of priority p and half-life h goes when its priority has decayed to 1, as if used h x log2(p) plans later.
+
+    Exact among pages of one half-life; the added plans are rounded up to 2^k - 1. Priorities come from `open` and `advise`.
+    """
+
+    name: ClassVar[str] = "priority"
+    rule: ClassVar[int] = eviction.RETENTION
+    inflation: ClassVar[bool] = False
+    scale: int = 1
+
+    def bonuses(self) -> list[int]:
+        """List k adds 2^k - 1 plans."""
+        return [2**level - 1 for level in range(st.NUM_LISTS - st.NORMAL)]
+
+
+POLICIES: dict[str, type[LRU] | type[TwoQueues] | type[LFU] | type[Cost] | type[Priority]] = {
+    policy.name: policy for policy in (LRU, TwoQueues, LFU, Cost, Priority)
+}
+
+
+def chosen(policy: str | Policy) -> Policy:
+    """The policy of that name with its defaults, or the object itself."""
+    if all(hasattr(policy, name) for name in ("name", "rule", "inflation", "scale", "bonuses")) and not isinstance(
+        policy, type
+    ):
+        whole(policy.scale, "scale of the policy", 1)  # type: ignore[union-attr]
+        return policy  # type: ignore[return-value]
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise InvalidRequest(
+            f"policy is {policy!r}; it is one of {', '.join(POLICIES)}, or an object of pagedkv.core.policies"
+        )
+    return POLICIES[policy]()
+
+
+def install(policy: Policy, reg: I64) -> None:
+    """Write `policy` into the registers of a new state."""
+    bonuses = policy.bonuses()
+    reg[st.RULE], reg[st.INFLATION], reg[st.SCALE] = policy.rule, policy.inflation, policy.scale
+    reg[st.USED_LISTS] = st.NORMAL + len(bonuses)
+    st.list_registers(reg)[st.NORMAL : st.NORMAL + len(bonuses), eviction.BONUS] = bonuses
+
+
+def retention(priority: float, half_life: float) -> int:
+    """How many lists above NORMAL a page of that priority is put: 2^k - 1 >= half_life x log2(priority)."""
+    if not (1 <= priority < math.inf and 0 < half_life < math.inf):
+        raise InvalidRequest(
+            f"retain=({priority}, {half_life}); give a priority of at least 1 and a half-life of more than 0 plans"
+        )
+    return math.ceil(min(st.NUM_LISTS - st.NORMAL - 1, math.log2(half_life * math.log2(priority) + 1)))

@@ -1,0 +1,1 @@
+"""prefix: which published pages can be found by their tokens, and how other processes learn of them."""

@@ -1,0 +1,69 @@
+"""Forgetting: nothing that was computed so far is found again, as after an update of the weights. Compiled functions over `State`.
+
+    CACHED   ──▶ FREE, or RETIRED where a plan or an epoch still reads the frame
+    MAPPED   stays where it is: whoever runs goes on, and publishes nothing from here on (`silent`), as its pages mix old and new
+
+O(frames + spaces), whatever was published. Pins are not known here: a manager that has some refuses.
+"""
+
+from __future__ import annotations
+
+from pagedkv.core.compiled import compiled
+from pagedkv.core.pool import free_runs
+from pagedkv.core.pool.eviction import delist
+from pagedkv.core.pool.frames import vacate
+from pagedkv.core.prefix import index
+from pagedkv.core.prefix.events import log_cleared
+from pagedkv.core.state import (
+    AMONG_FENCED,
+    CACHED,
+    CACHED_FENCED,
+    NIL,
+    NUM_CACHED,
+    NUM_RETIRED,
+    RETIRED,
+    UNUSED,
+    State,
+)
+
+
+@compiled
+def forget_pages(s: State) -> int:
+    """Unpublish every page and free what is cached. Returns how many frames are free now that were not."""
+    freed = 0
+    for frame in range(len(s.frames)):
+        if s.frames[frame].published:
+            index.remember(s, frame)
+            s.frames[frame].published = 0
+            s.frames[frame].floor = 0
+            freed += _free_cached(s, frame)
+    for bucket in range(len(s.bucket)):
+        s.bucket[bucket] = NIL
+    for root in range(len(s.roots)):
+        s.roots[root, 0] = 0
+        s.roots[root, 1] = NIL
+    for asid in range(0, len(s.spaces), len(s.groups)):
+        if s.spaces[asid].status != UNUSED:
+            s.spaces[asid].complete = 0
+            s.spaces[asid].silent = 1
+            s.roots[s.spaces[asid].root, 0] += 1
+    if len(s.log):
+        log_cleared(s.log, s.reg)
+    return freed
+
+
+@compiled
+def _free_cached(s: State, frame: int) -> int:
+    """1 if `frame`, which is published no more, was cached and is free."""
+    if s.frames[frame].status != CACHED:
+        return 0
+    s.reg[NUM_CACHED] -= 1
+    if s.frames[frame].pins > 0:
+        s.reg[CACHED_FENCED] -= s.frames[frame].place == AMONG_FENCED
+        s.frames[frame].status = RETIRED
+        s.reg[NUM_RETIRED] += 1
+        return 0
+    delist(s.frames, s.reg, frame)
+    vacate(s.frames, s.reg, frame)
+    free_runs.put(s.chunks, s.reg, frame, 1)
+    return 1

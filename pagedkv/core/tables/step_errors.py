@@ -1,0 +1,52 @@
+"""Refusals: from the codes of the compiled steps to errors that say what was asked, what there is, what to do."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from pagedkv.core import state as st
+from pagedkv.core.handles import Plan
+from pagedkv.core.pool.frames import pending
+from pagedkv.core.pool.quotas import givable
+from pagedkv.core.state import I32, I64, State
+from pagedkv.core.tables import steps
+from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict, QuotaExceeded, StaleHandle
+
+
+def refuse_plan(s: State, made: tuple[int, int], asids: I32, counts: I64, accounts: dict[bytes, int]) -> NoReturn:
+    """Say why a step could not be planned. `made`: the code, and where."""
+    code, where = made
+    if code == steps.OVER_QUOTA:
+        figures = st.account_registers(s.reg)[where]
+        tenant = next(tenant for tenant, account in accounts.items() if account == where)
+        raise QuotaExceeded(
+            tenant, int(figures[st.NEED]), int(figures[st.HARD]), int(figures[st.USED]), int(figures[st.EVICTABLE])
+        )
+    if code == steps.PROTECTED_SHARES:
+        raise OutOfFrames(where, int(s.reg[st.NUM_FREE]), int(givable(s)), pending(s))
+    if code == steps.SHORT:
+        raise OutOfFrames(where, int(s.reg[st.NUM_FREE]), int(s.reg[st.NUM_EVICTABLE]), pending(s))
+    if code == steps.NEGATIVE:
+        raise InvalidRequest(f"plan asks for {counts[where]} tokens of address space {asids[where]}; give 0 or more")
+    if code == steps.TOO_LONG:
+        raise InvalidRequest(
+            f"plan asks for {counts[where]} tokens of address space {asids[where]}; a sequence, and a step, end at 2**31 - 1"
+        )
+    if code == steps.TWICE:
+        raise InvalidRequest(f"plan names address space {asids[where]} twice; add its counts up")
+    raise StaleHandle(f"plan names address space {asids[where]}, which is not open; open or fork one")
+
+
+def refuse_settling(s: State, plan: Plan, code: int, where: int) -> NoReturn:
+    """Say why a plan could not be committed or aborted."""
+    asid = plan.rows[where]
+    if code == steps.OUT_OF_ORDER:
+        raise PlanConflict(
+            f"this plan of address space {asid} starts at token {plan.starts[where]}, which holds {s.spaces['length'][asid]}; "
+            "commit the older plans first"
+        )
+    if code == steps.TOO_MANY:
+        raise InvalidRequest(
+            f"commit keeps more tokens of address space {asid} than the {plan.counts[where]} planned, or fewer than 0"
+        )
+    raise PlanConflict(f"a newer plan of address space {asid} stands on the tokens to be given back; abort it first")

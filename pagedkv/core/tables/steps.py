@@ -1,0 +1,338 @@
+"""A step: plan, then commit or abort, for the whole batch at once. Compiled functions over `State`.
+
+    plan     count everything first (frames for new pages, copies of shared tails), and only when all of it can be had, take it
+    (run)    the caller copies, then writes and reads KV; the sources of copies stay pinned
+    commit   the tokens become real: stored, and full pages published; the tail of what was planned may be given back
+    abort    the page tables return to what they were; a tail that was split stays so if its copy was made already
+
+A space may have several plans outstanding; they are settled oldest first by commit, newest first by abort.
+Every function returns a code; on any code but OK nothing was changed.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from pagedkv.core.compiled import allocating, compiled, inlined
+from pagedkv.core.pool import frames, free_runs, quotas
+from pagedkv.core.pool.accounts import of_space
+from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, NUM_REGISTERS, OPEN, TICK, U8, State
+from pagedkv.core.tables import page_tables
+
+OK: Final = 0
+SHORT: Final = 1  # not enough frames: where = how many are needed
+NARROW: Final = 2  # the table must grow: where = how many pages wide
+NOT_OPEN: Final = 3  # where = index in the batch, as below
+NEGATIVE: Final = 4
+TWICE: Final = 5
+OUT_OF_ORDER: Final = 6
+TOO_MANY: Final = 7
+NOT_NEWEST: Final = 8
+TOO_LONG: Final = 9
+OVER_QUOTA: Final = 20  # where = the account
+PROTECTED_SHARES: Final = 21  # where = how many frames are needed; others may not be asked to give up enough
+
+MOST_TOKENS: Final = 2**31 - 1  # in a sequence and in a step: their lengths are int32 to the kernels
+
+
+@inlined
+def _choose_copies(s: State, asids: I32, counts: I64, split: U8, copied: I32) -> int:
+    """Set split[i * G + g] where writing at `planned` would write into a frame that others see (I3); returns how many.
+
+    Others see what is shared, what is published, and what an earlier plan copies from and might be given back by abort. Tails are taken
+    as if copied in turn, so k writers of a tail with r owners cost min(k, r - 1). `copied` [B * G] is scratch.
+    """
+    size, num_groups = s.tokens.shape[1], len(s.groups)
+    copies = 0
+    for i in range(len(asids)):
+        if counts[i] and s.spaces[asids[i]].planned < s.spaces[asids[i]].num_pages * size:
+            for group in range(num_groups):
+                tail = s.table[asids[i] + group, s.spaces[asids[i]].num_pages - 1]
+                if s.frames[tail].refs > 1 or s.frames[tail].published or s.frames[tail].pins > 0:
+                    s.frames[tail].refs -= 1
+                    copied[copies] = tail
+                    split[i * num_groups + group] = 1
+                    copies += 1
+    for tail in copied[:copies]:
+        s.frames[tail].refs += 1
+    return copies
+
+
+@compiled
+def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tuple[int, int, int, int]:
+    """(code, where: frames needed if OK, copies, tokens) of a plan; split [B * G] is set where a tail must be copied; scratch [B * G]."""
+    size = s.tokens.shape[1]
+    s.reg[TICK] += 1
+    needed = width = tokens = 0
+    for i in range(len(asids)):
+        asid = asids[i]
+        if asid < 0 or asid >= len(s.spaces) or s.spaces[asid].status != OPEN:
+            return NOT_OPEN, i, 0, 0
+        if counts[i] < 0:
+            return NEGATIVE, i, 0, 0
+        if s.spaces[asid].stamp == s.reg[TICK]:
+            return TWICE, i, 0, 0
+        if (
+            counts[i] > MOST_TOKENS - s.spaces[asid].planned or counts[i] > MOST_TOKENS - tokens
+        ):  # so nothing below overflows
+            return TOO_LONG, i, 0, 0
+        s.spaces[asid].stamp = s.reg[TICK]
+        pages = int(s.spaces[asid].num_pages)
+        if s.spaces[asid].planned + counts[i] > pages * size:  # most steps of decoding are spared the division
+            more = (s.spaces[asid].planned + counts[i] + size - 1) // size - pages
+            needed += more * len(s.groups)
+            pages += more
+        width = max(width, pages)
+        tokens += counts[i]
+    copies = _choose_copies(s, asids, counts, split, scratch)
+    if needed + copies > s.reg[NUM_FREE] + s.reg[NUM_EVICTABLE]:
+        return SHORT, needed + copies, 0, 0
+    if len(s.reg) > NUM_REGISTERS:
+        stopped = quotas.measure(s, asids, counts, split)
+        if stopped >= 0:
+            return OVER_QUOTA, stopped, 0, 0
+        if quotas.givable(s) < needed + copies - s.reg[NUM_FREE]:
+            return PROTECTED_SHARES, needed + copies, 0, 0
+    if width > s.table.shape[1]:
+        return NARROW, width, 0, 0
+    return OK, needed + copies, copies, tokens
+
+
+@compiled
+def _split_tail(s: State, asid: int, group: int) -> tuple[int, int, int]:
+    """Give `asid` a tail of its own; the old one is pinned until the plan is settled. Returns (source, target, 1 if so is its prefix)."""
+    page = s.spaces[asid].num_pages - 1
+    source = s.table[asid + group, page]
+    keep = page_tables.keeps(s, asid, group, page)
+    chained = (
+        keep and page > s.spaces[asid].first_hole
+    )  # the prefix is not mapped here, and must not go before the source
+    frames.pin(s, source)
+    if chained:
+        parent = s.frames[source].parent
+        while parent >= 0:
+            frames.pin(s, parent)
+            parent = s.frames[parent].parent
+    frames.drop(s, source, keep, page, s.spaces[asid].advice)
+    if chained:
+        page_tables.touch_prefix(s, s.frames[source].parent)  # pinned with it, but its fence must not fall first
+    target, _ = free_runs.take(s.chunks, s.reg, s.table[asid + group, page - 1] if page > 0 else -1, 1)
+    frames.claim(s.frames, s.reg, target, of_space(s, asid))
+    if group == 0:  # which knows the tokens
+        for i in range(s.spaces[asid].planned - page * s.tokens.shape[1]):
+            s.tokens[target, i] = s.tokens[source, i]
+    s.table[asid + group, page] = target
+    return source, target, 1 if chained else 0
+
+
+@compiled
+def _unpin_source(s: State, source: int, chained: int) -> None:
+    parent = s.frames[source].parent if chained else -1
+    frames.unpin(s, source)
+    while parent >= 0:
+        frames.unpin(s, parent)
+        parent = s.frames[parent].parent
+
+
+class PlannedStep(NamedTuple):
+    """What `plan_step` returns. On any code but OK the arrays are empty or hold no figures, and `where` says what stopped the plan.
+
+    copies: source, target and row of each copy, and 1 if the prefix of the source is pinned with it.
+    """
+
+    code: int
+    where: int
+    slots: I64  # [G, T]
+    positions: I64  # [T]
+    copies: I32  # [C, 4]
+    seq_lens: I32  # [B]
+    cu_seqlens_q: I32  # [B + 1]
+    starts: I64  # [B]
+
+
+@allocating
+def plan_step(s: State, asids: I32, counts: I64) -> PlannedStep:
+    """Map the frames for `counts` new tokens of each space, for all of them or, on any code but OK, for none."""
+    batch = len(asids)
+    split = np.zeros(batch * len(s.groups), np.uint8)
+    code, where, num_copies, num_tokens = _measure(s, asids, counts, split, np.empty(batch * len(s.groups), np.int32))
+    slots = np.empty((len(s.groups), num_tokens), np.int64)
+    positions = np.empty(num_tokens, np.int64)
+    copies = np.empty((num_copies, 4), np.int32)
+    seq_lens = np.empty(batch, np.int32)
+    cu_seqlens = np.zeros(batch + 1, np.int32)
+    starts = np.empty(batch, np.int64)
+    if code == OK:
+        if len(s.reg) > NUM_REGISTERS:
+            quotas.reclaim(s, where)
+        else:
+            frames.reclaim(s, where)
+        _split_tails(s, asids, split, copies)
+        _map_tokens(s, asids, counts, slots, (positions, starts, seq_lens, cu_seqlens))
+    return PlannedStep(code, where, slots, positions, copies, seq_lens, cu_seqlens, starts)
+
+
+@compiled
+def _split_tails(s: State, asids: I32, split: U8, copies: I32) -> None:
+    """Companions before their leaders, so that their sources go before those of their leaders (I9)."""
+    c, num_groups = 0, len(s.groups)
+    for i in range(len(asids)):
+        for group in range(num_groups - 1, -1, -1):
+            if split[i * num_groups + group]:
+                copies[c, 0], copies[c, 1], copies[c, 3] = _split_tail(s, asids[i], group)
+                copies[c, 2] = asids[i] + group
+                c += 1
+    s.reg[COPIES] += c
+
+
+@compiled
+def _map_tokens(s: State, asids: I32, counts: I64, slots: I64, told: tuple[I64, I64, I32, I32]) -> None:
+    """Map frames for the new tokens of each space, and write down where and of what positions they are. There are enough frames."""
+    positions, starts, seq_lens, cu_seqlens = told
+    t = 0
+    for i in range(len(asids)):
+        start = s.spaces[asids[i]].planned
+        end = start + counts[i]
+        for group in range(len(s.groups)):
+            row = asids[i] + group
+            _map_row(s, row, start, slots[group, t : t + counts[i]])
+            s.spaces[row].planned = end
+            s.spaces[row].outstanding += 1
+        for position in range(start, end):
+            positions[t] = position
+            t += 1
+        starts[i], seq_lens[i], cu_seqlens[i + 1] = start, end, t
+    frames.note_peak(s.frames, s.reg)
+
+
+@inlined
+def _map_row(s: State, row: int, start: int, slots: I64) -> None:
+    """Frames for the tokens from position `start` on, whose slots are written down."""
+    size, page = s.tokens.shape[1], int(s.spaces[row].num_pages)
+    t, left = 0, page * size - start  # so many go into the tail (I5)
+    frame = run = 0  # the rest of a run
+    account = of_space(s, row)
+    while t < len(slots):
+        if left == 0:
+            if run == 0:
+                last = s.table[row, page - 1] if page > 0 else -1
+                frame, run = free_runs.take(s.chunks, s.reg, last, (len(slots) - t + size - 1) // size)
+            frames.claim(s.frames, s.reg, frame, account)
+            s.table[row, page] = frame
+            frame, run = frame + 1, run - 1
+            page += 1
+            left = size
+        first = np.int64(s.table[row, page - 1] + 1) * size - left
+        count = min(left, len(slots) - t)
+        for i in range(count):
+            slots[t + i] = first + i
+        t += count
+        left -= count
+    s.spaces[row].num_pages = page
+
+
+@compiled
+def _settle(s: State, asid: int) -> None:
+    """One plan fewer is outstanding: what waited for that may go on."""
+    if s.spaces[asid].status == CLOSING:
+        page_tables.close_space(s, asid)
+    else:
+        page_tables.publish_pages(s, asid)
+
+
+@inlined
+def _store(s: State, asid: int, start: int, token_ids: I32) -> None:
+    """Keep `token_ids` as those from position `start` on."""
+    size = s.tokens.shape[1]
+    page, t = start // size, 0
+    offset = start - page * size
+    while t < len(token_ids):
+        frame, count = s.table[asid, page], min(size - offset, len(token_ids) - t)
+        for i in range(count):
+            s.tokens[frame, offset + i] = token_ids[t + i]
+        t += count
+        page, offset = page + 1, 0
+
+
+@compiled
+def commit_step(
+    s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, accepted: I64, token_ids: I32
+) -> tuple[int, int]:
+    """Make the first `accepted[i]` planned tokens of each space real; `token_ids` holds those only, in order. Returns (code, where)."""
+    size = s.tokens.shape[1]
+    for i in range(len(asids)):
+        planned = cu_seqlens[i + 1] - cu_seqlens[i]
+        if planned > 0 and s.spaces[asids[i]].length != starts[i]:
+            return OUT_OF_ORDER, i
+        if accepted[i] < 0 or accepted[i] > planned:
+            return TOO_MANY, i
+        if accepted[i] < planned and s.spaces[asids[i]].planned != starts[i] + planned:
+            return NOT_NEWEST, i
+    for c in range(len(copies)):
+        _unpin_source(s, copies[c, 0], copies[c, 3])
+    t, sliding = 0, False
+    for group in range(len(s.groups)):
+        sliding |= s.groups[group, 0] > 0
+    for i in range(len(asids)):
+        asid = np.int64(asids[i])  # one type, so what it is handed to is compiled once
+        _store(s, asid, starts[i], token_ids[t : t + accepted[i]])
+        t += accepted[i]
+        length = s.spaces[asid].length + accepted[i]
+        cut = accepted[i] < cu_seqlens[i + 1] - cu_seqlens[i]
+        for row in range(asid, asid + len(s.groups)):
+            s.spaces[row].length = length
+            s.spaces[row].outstanding -= 1
+            if cut:
+                s.spaces[row].planned = length
+        if cut:
+            page_tables.drop_tail(s, asid, (length + size - 1) // size)
+        if s.spaces[asid].status == CLOSING or length >= (s.spaces[asid].complete + 1) * size:
+            _settle(s, asid)
+        if sliding and s.spaces[asid].status == OPEN and accepted[i]:
+            page_tables.slide(s, asid, starts[i])
+    return OK, 0
+
+
+@compiled
+def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, copied: bool) -> tuple[int, int]:
+    """Undo a plan. If its copies were made (`copied`) they stay, for its writers may have written too; else tails are shared again.
+
+    Returns (code, where).
+    """
+    size = s.tokens.shape[1]
+    for i in range(len(asids)):
+        planned = cu_seqlens[i + 1] - cu_seqlens[i]
+        if planned > 0 and s.spaces[asids[i]].planned != starts[i] + planned:
+            return NOT_NEWEST, i
+    for i in range(len(asids)):
+        if cu_seqlens[i + 1] > cu_seqlens[i]:
+            for row in range(asids[i], asids[i] + len(s.groups)):
+                s.spaces[row].planned = starts[i]
+            page_tables.drop_tail(s, np.int64(asids[i]), (starts[i] + size - 1) // size)
+    for c in range(len(copies)):
+        source, target, row = copies[c, 0], copies[c, 1], copies[c, 2]
+        if not copied:
+            page = s.spaces[row].num_pages - 1
+            frames.share(s.frames, s.reg, source)
+            s.table[row, page] = source
+            frames.drop(s, target, False, page, 0)
+        _unpin_source(s, source, copies[c, 3])
+    for i in range(len(asids)):
+        asid = np.int64(asids[i])
+        for row in range(asid, asid + len(s.groups)):
+            s.spaces[row].outstanding -= 1
+        _settle(s, asid)
+    return OK, 0
+
+
+@compiled
+def evict_frames(s: State, count: int) -> int:
+    """Evict up to `count` frames, oldest first; returns how many."""
+    done = 0
+    if len(s.reg) > NUM_REGISTERS:
+        return quotas.evict_frames(s, count)
+    while done < count and frames.evict(s, np.int64(0)) >= 0:
+        done += 1
+    return done

@@ -1,0 +1,222 @@
+"""Elements, compiled: what is at an address, as float32, and back. For the loops of the numba backend; knows no page and no attention.
+
+    float16, bfloat16, fp8, int8, int4  --_load-->  float32  --_store, or write_loops.py-->  the same, half to even
+
+Addresses are int64; `_floats(address, n)` and its like are views of n elements there. Compiled without fast-math: conversions are exact,
+and NaN stays NaN. `_exp` and `_tanh` are written out because calls of a library's would keep loops over scores from becoming vectors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from pagedkv.machine_code import forget_stale
+
+forget_stale(Path(__file__).parent)
+
+F32, BF16, F16, E4M3, E5M2, I8, I4 = range(7)  # the order of quant.DTYPES
+
+
+@intrinsic
+def _pointer(typing: Any, address: Any) -> Any:
+    return types.voidptr(types.int64), lambda context, builder, _, args: builder.inttoptr(
+        args[0], context.get_value_type(types.voidptr)
+    )
+
+
+@intrinsic
+def _as_float(typing: Any, bits: Any) -> Any:
+    return types.float32(types.uint32), lambda context, builder, _, args: builder.bitcast(
+        args[0], context.get_value_type(types.float32)
+    )
+
+
+@intrinsic
+def _as_bits(typing: Any, x: Any) -> Any:
+    return types.uint32(types.float32), lambda context, builder, _, args: builder.bitcast(
+        args[0], context.get_value_type(types.uint32)
+    )
+
+
+@intrinsic
+def _fetch_add(typing: Any, address: Any, n: Any) -> Any:
+    """The old value of the int64 at `address`; what others wrote before they added is seen after."""
+
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.atomic_rmw(
+            "add", builder.inttoptr(args[0], context.get_value_type(types.CPointer(types.int64))), args[1], "acq_rel"
+        )
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@njit(inline="always")
+def _floats(address: int, n: int) -> Any:
+    return carray(_pointer(address), (n,), np.float32)
+
+
+@njit(inline="always")
+def _halves(address: int, n: int) -> Any:
+    return carray(_pointer(address), (n,), np.uint16)
+
+
+@njit(inline="always")
+def _octets(address: int, n: int) -> Any:
+    return carray(_pointer(address), (n,), np.uint8)
+
+
+@njit(inline="always")
+def _ints(address: int, n: int) -> Any:
+    return carray(_pointer(address), (n,), np.int32)
+
+
+@njit(inline="always")
+def _longs(address: int, n: int) -> Any:
+    return carray(_pointer(address), (n,), np.int64)
+
+
+@njit
+def _exp(x: float) -> Any:
+    """e^x for x <= 0 in float32, 0 below -87; NaN stays NaN. Range reduction by ln 2 in two parts, then a polynomial (Cephes, expf)."""
+    y = np.float32(-87.5) if x < np.float32(-87.5) else x
+    k = np.floor(y * np.float32(1.44269504) + np.float32(0.5))
+    y = (y - k * np.float32(0.693359375)) + k * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * y + np.float32(1.3981999507e-3)
+    p = p * y + np.float32(8.3334519073e-3)
+    p = p * y + np.float32(4.1665795894e-2)
+    p = p * y + np.float32(1.6666665459e-1)
+    p = p * y + np.float32(5.0000001201e-1)
+    p = p * y * y + y + np.float32(1.0)
+    power = np.int32(k if k == k else np.float32(0)) + np.int32(127)
+    return np.float32(0) if x < np.float32(-87.3) else p * _as_float(np.uint32(power << 23))
+
+
+@njit
+def _tanh(x: float) -> Any:
+    """In float32: a polynomial for small x, where 1 - 2 / (e^2x + 1) would cancel (Cephes, tanhf)."""
+    z = x * x
+    p = np.float32(-5.70498872745e-3)
+    p = p * z + np.float32(2.06390887954e-2)
+    p = p * z + np.float32(-5.37397155531e-2)
+    p = p * z + np.float32(1.33314422036e-1)
+    p = p * z + np.float32(-3.33332819422e-1)
+    small = p * z * x + x
+    e = _exp(np.float32(-2) * abs(x))
+    large = (np.float32(1) - e) / (np.float32(1) + e)
+    return small if abs(x) < np.float32(0.625) else (-large if x < 0 else large)
+
+
+@njit
+def _of_half(h: int) -> Any:
+    bits = np.uint32(h & 0x7FFF) << np.uint32(13)
+    if bits >= np.uint32(0x0F800000):
+        bits += np.uint32(0x70000000)  # infinity, NaN
+    elif bits >= np.uint32(0x00800000):
+        bits += np.uint32(0x38000000)
+    else:
+        bits = _as_bits(_as_float(bits + np.uint32(0x38800000)) - _as_float(np.uint32(0x38800000)))
+    return _as_float(bits | np.uint32(h & 0x8000) << np.uint32(16))
+
+
+@njit
+def _to_half(x: float) -> Any:
+    bits = _as_bits(x)
+    a, sign = bits & np.uint32(0x7FFFFFFF), (bits >> np.uint32(16)) & np.uint32(0x8000)
+    if a > np.uint32(0x7F800000):
+        return np.uint16(sign | np.uint32(0x7E00))
+    if a >= np.uint32(0x47800000):
+        return np.uint16(sign | np.uint32(0x7C00))
+    if a < np.uint32(0x38800000):  # 0.5 has the spacing of half's subnormal numbers: the addition rounds
+        return np.uint16(sign | (_as_bits(_as_float(a) + np.float32(0.5)) - np.uint32(0x3F000000)))
+    return np.uint16(
+        sign | ((a + np.uint32(0xFFF) + ((a >> np.uint32(13)) & np.uint32(1)) - np.uint32(0x38000000)) >> np.uint32(13))
+    )
+
+
+@njit
+def _to_bfloat(x: float) -> Any:
+    bits = _as_bits(x)
+    if x != x:
+        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x7FC0))
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@njit
+def _to_fp8(x: float, mantissa: int) -> Any:
+    """e4m3 (3) or e5m2 (2) of a clamped x: half to even."""
+    bits = _as_bits(x)
+    a, sign = bits & np.uint32(0x7FFFFFFF), (bits >> np.uint32(24)) & np.uint32(0x80)
+    smallest, magic, bias = (0x3C800000, 0x46800000, 120 << 3) if mantissa == 3 else (0x38800000, 0x43000000, 112 << 2)
+    shift = np.uint32(23 - mantissa)
+    if a > np.uint32(0x7F800000):
+        return np.uint8(sign | np.uint32(0x7F))
+    if a < np.uint32(smallest):  # the spacing of float32 at `magic` is that of the subnormal numbers
+        return np.uint8(sign | (_as_bits(_as_float(a) + _as_float(np.uint32(magic))) - np.uint32(magic)))
+    half = (np.uint32(1) << (shift - np.uint32(1))) - np.uint32(1)
+    return np.uint8(sign | (((a + half + ((a >> shift) & np.uint32(1))) >> shift) - np.uint32(bias)))
+
+
+@njit
+def _of_fp8(code: int, mantissa: int) -> Any:
+    exponent, fraction = (code & 0x7F) >> mantissa, code & ((1 << mantissa) - 1)
+    steps, bias = 1 << mantissa, (7 if mantissa == 3 else 15)
+    if (code & 0x7F) == 0x7F or (mantissa == 2 and exponent == 31):
+        x = np.inf if mantissa == 2 and fraction == 0 else np.nan
+    elif exponent == 0:
+        x = fraction / steps * 2.0 ** (1 - bias)
+    else:
+        x = (1 + fraction / steps) * 2.0 ** (exponent - bias)
+    return np.float32(-x if code & 0x80 else x)
+
+
+FP8 = np.array([[_of_fp8.py_func(code, mantissa) for code in range(256)] for mantissa in (3, 2)], np.float32)
+"""Values of e4m3 and e5m2 by their bytes; a constant of the compiled code."""
+
+
+@njit
+def _load(kind: int, address: int, n: int, factor: float, to: Any) -> None:
+    """to[0:n] = the row of `n` elements at `address`, times `factor`."""
+    if kind == F32:
+        floats = _floats(address, n)
+        for i in range(n):
+            to[i] = floats[i] * factor
+    elif kind == BF16:
+        halves = _halves(address, n)
+        for i in range(n):
+            to[i] = _as_float(np.uint32(halves[i]) << np.uint32(16)) * factor
+    elif kind == F16:
+        halves = _halves(address, n)
+        for i in range(n):
+            to[i] = _of_half(halves[i]) * factor
+    elif kind == I8:
+        octets = _octets(address, n)
+        for i in range(n):
+            to[i] = np.float32(np.int8(octets[i])) * factor
+    elif kind == I4:
+        octets = _octets(address, n // 2)
+        for i in range(n // 2):
+            to[2 * i] = np.float32(np.int32(octets[i] & 15) - 8) * factor
+            to[2 * i + 1] = np.float32(np.int32(octets[i] >> 4) - 8) * factor
+    else:
+        octets, values = _octets(address, n), FP8[kind - E4M3]
+        for i in range(n):
+            to[i] = values[octets[i]] * factor
+
+
+@njit
+def _store(kind: int, x: Any, n: int, factor: float, address: int) -> None:
+    """The row at `address` = x[0:n] times `factor`, for kinds that are floats of 4 or 2 bytes."""
+    if kind == F32:
+        floats = _floats(address, n)
+        for i in range(n):
+            floats[i] = x[i] * factor
+    else:
+        halves = _halves(address, n)
+        for i in range(n):
+            halves[i] = _to_bfloat(x[i] * factor) if kind == BF16 else _to_half(x[i] * factor)

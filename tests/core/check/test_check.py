@@ -1,0 +1,324 @@
+"""check() is not blind: each field of each array is corrupted, one number at a time, on a state with everything under way.
+
+FREE says of what is not checked why any value is legal there, or why nobody could know better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagedkv.core import MemoryManager, Observe
+from pagedkv.core import state as st
+from pagedkv.core.state import State
+from pagedkv.errors import InvariantViolation
+from tests.core.oracle import grown
+
+Where = Callable[[State], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def busy() -> MemoryManager:
+    """One for all tests, which leave it as it was: cached frames on several lists, forks, holes, a pin, two tenants, a fence, plans."""
+    mm = MemoryManager(96, 4, match="token", policy="priority", observe=Observe(events=32))
+    for token, advice in ((1, "WILLNEED"), (2, "COLD"), (3, "DONTNEED")):
+        space = grown(mm, [token] * 21)
+        mm.advise(space, advice)
+        space.release()
+    mm.evict(2)
+    mm.open([1] * 17 + [8] * 9).release()
+    mm.open([1] * 6)  # a whole page, and a part of the next
+    kept = grown(mm, [5] * 18)
+    child, cousin = kept.fork(), kept.fork()
+    mm.pin(kept)
+    grown(mm, [1] * 13, tenant=b"acme")
+    grown(mm, [6] * 21).punch(1, 3)
+    gone, ended = grown(mm, [7] * 6), grown(mm, [4] * 14)
+    mm.retire(3, [ended])
+    mm.plan([child, gone], [3, 5])
+    mm.plan([mm.open([9] * 8), child], [9, 2])
+    cousin.truncate(9)
+    gone.release()
+    mm.check(3)
+    return mm
+
+
+def some(s: State, name: str, kinds: list[int]) -> np.ndarray:
+    return np.flatnonzero(np.isin(s.frames[name], kinds))
+
+
+def every_frame(s: State) -> np.ndarray:
+    return np.arange(len(s.frames))
+
+
+def published(s: State) -> np.ndarray:
+    return np.flatnonzero(s.frames["published"])
+
+
+def later_pages(s: State) -> np.ndarray:
+    """Published pages whose page before is published too."""
+    return np.array([f for f in published(s) if (p := s.frames["parent"][f]) >= 0 and alive(s, p, f)])
+
+
+def alive(s: State, parent: int, frame: int) -> bool:
+    return bool(
+        s.frames["published"][parent] and s.frames["generation"][parent] == s.frames["parent_generation"][frame]
+    )
+
+
+def prefixes(s: State) -> np.ndarray:
+    """Pages that a cached page, or one that a space without holes maps, comes after."""
+    in_spaces = {
+        f
+        for asid in rows(s)
+        if s.spaces["first_hole"][asid] == st.NO_HOLE
+        for f in s.table[asid, : s.spaces["complete"][asid]]
+    }
+    return np.unique(
+        [s.frames["parent"][f] for f in later_pages(s) if s.frames["status"][f] == st.CACHED or f in in_spaces]
+    )
+
+
+def listed(s: State) -> np.ndarray:
+    return np.flatnonzero(s.frames["place"] != st.NOWHERE)
+
+
+def evictable(s: State) -> np.ndarray:
+    return np.flatnonzero((s.frames["place"] != st.NOWHERE) & (s.frames["place"] != st.AMONG_FENCED))
+
+
+def floored(s: State) -> np.ndarray:
+    """Pages whose floor is what one cached successor on a list made it."""
+    return np.unique(
+        [
+            p
+            for f in evictable(s)
+            if (p := s.frames["parent"][f]) >= 0 and s.frames["floor"][p] == s.frames["rank"][f] + 1
+        ]
+    )
+
+
+def rows(s: State) -> np.ndarray:
+    return np.flatnonzero(s.spaces["status"] != st.UNUSED)
+
+
+def settled_rows(s: State) -> np.ndarray:
+    return np.flatnonzero(
+        (s.spaces["status"] == st.OPEN) & (s.spaces["outstanding"] == 0) & (s.spaces["first_hole"] == st.NO_HOLE)
+    )
+
+
+def open_rows(s: State) -> np.ndarray:
+    return np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))
+
+
+def without_plans(s: State) -> np.ndarray:
+    """Of a space with plans, only its owner knows whether it was released."""
+    return np.flatnonzero(s.spaces["outstanding"] == 0)
+
+
+def later_links(s: State) -> np.ndarray:
+    return np.array([f for f in published(s) if s.frames["parent"][f] < 0 or alive(s, int(s.frames["parent"][f]), f)])
+
+
+RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
+    ("frames", "refs"): (every_frame, [1, -1]),
+    ("frames", "account"): (every_frame, [1, -1]),
+    ("frames", "pins"): (every_frame, [1, -1]),
+    ("frames", "status"): (every_frame, [1, 2, 3]),
+    ("frames", "published"): (every_frame, [1, -1]),
+    ("frames", "place"): (every_frame, [1, -1, 100]),
+    ("frames", "rank"): (evictable, [1, 40]),
+    ("frames", "floor"): (floored, [-1]),
+    ("frames", "generation"): (prefixes, [1, -1]),
+    ("frames", "parent"): (later_links, [1, -1, 1000]),
+    ("frames", "parent_generation"): (
+        lambda s: np.intersect1d(later_pages(s), some(s, "status", [st.CACHED])),
+        [1, -1],
+    ),
+    ("frames", "fingerprint"): (later_links, [1, 2**20]),
+    ("frames", "chain"): (published, [1, -1, 1000]),
+    ("frames", "newer"): (listed, [1, -1]),
+    ("frames", "older"): (listed, [1, -1]),
+    ("frames", "entered"): (listed, [2**29]),
+    ("chunks", "bits"): (lambda s: np.arange(len(s.chunks)), [1, 2**33]),
+    ("chunks", "newer"): (lambda s: np.flatnonzero(s.chunks["bits"]), [1, -1, 1000]),
+    ("chunks", "older"): (lambda s: np.flatnonzero(s.chunks["bits"]), [1, -1, 1000]),
+    ("spaces", "length"): (rows, [1, -1, 4]),
+    ("spaces", "planned"): (rows, [1, -1, 4]),
+    ("spaces", "stamp"): (rows, [1000]),
+    ("spaces", "seed"): (open_rows, [1]),
+    ("spaces", "num_pages"): (rows, [1, -1]),
+    ("spaces", "complete"): (settled_rows, [1, -1]),
+    ("spaces", "first_hole"): (rows, [-1]),
+    ("spaces", "outstanding"): (rows, [1, -1]),
+    ("spaces", "root"): (rows, [1, 2]),
+    ("spaces", "advice"): (rows, [40, -40]),
+    ("spaces", "silent"): (lambda s: settled_rows(s)[s.spaces["complete"][settled_rows(s)] > 0], [1, 2, -1]),
+    ("spaces", "status"): (without_plans, [1, 2, 3]),
+    ("spaces", "spare"): (lambda s: np.arange(s.reg[st.NUM_SPARE]), [1, -1]),
+}
+
+FREE: dict[tuple[str, str], str] = {
+    ("frames", "uses"): "a hint to the policy: every number is legal",
+    (
+        "spaces",
+        "generation",
+    ): "whoever holds a handle knows it, and no array does; a handle that does not agree is refused (I8)",
+    ("state", "ghosts"): "prints of evicted pages: a hint, which may be overwritten at any time",
+    ("state", "log"): "events: who follows them compares with a snapshot (test_events)",
+}
+
+REGISTERS: dict[int, list[int]] = {
+    st.NUM_FREE: [1, -1],
+    st.NUM_EVICTABLE: [1, -1],
+    st.NUM_CACHED: [1, -1],
+    st.NUM_RETIRED: [1, -1],
+    st.NUM_SPARE: [1, -1],
+    st.TICK: [-20],
+    st.KEY: [1, -1],
+    st.PUBLISHING: [1, -1],
+    st.MATCHED: [1, -1],
+    st.ASKED: [1, -1],
+    st.EVICTIONS: [-1000],
+    st.COPIES: [-1000],
+    st.DEDUPLICATED: [-1000],
+    st.PEAK: [-90, 90],
+    st.EPOCH: [-4],
+    st.PASSED: [1000],
+    st.CACHED_FENCED: [1, -1],
+    st.RULE: [1, -1],
+    st.USED_LISTS: [1, -1],
+    st.INFLATION: [1, -1],
+    st.SCALE: [1, -1],
+    st.MISSED_EVICTED: [1, -1],
+    st.MISSED_NEW: [1, -1],
+    st.PINNED: [1, -1],
+    st.BELOW_PAGE: [-1000],
+    st.LOGGED: [-1000],
+    **{head: [1, -1, 1000] for head in range(st.FREE_LISTS + 1, st.FREE_LISTS + 4)},
+    **{register: [1, -1, 7] for register in range(st.FIRST_LIST, st.NUM_REGISTERS)},
+}
+
+FREE_REGISTERS = {
+    st.CLOCK: "only policies whose clock is the value of the last victim have one",
+}
+
+
+def seen(mm: MemoryManager, array: np.ndarray, place: object, change: int) -> bool:
+    """Whether check() sees `change` added to the number at `place`; the number is restored."""
+    before = array[place].copy()
+    with np.errstate(over="ignore"):
+        array[place] = (before + np.array(change).astype(array.dtype)).astype(array.dtype)
+    try:
+        mm.check(3)
+    except InvariantViolation:
+        return True
+    finally:
+        array[place] = before
+    return False
+
+
+def test_every_field_is_corrupted_or_excused(busy: MemoryManager) -> None:
+    fields = {
+        (name, field) for name in ("frames", "chunks", "spaces") for field in getattr(busy.state, name).dtype.names
+    }
+    assert fields == {*RECORDS, *FREE} - {("state", "ghosts"), ("state", "log")}
+    assert set(State._fields) == {
+        "frames",
+        "chunks",
+        "spaces",
+        "tokens",
+        "bucket",
+        "table",
+        "roots",
+        "kin",
+        "reg",
+        "ghosts",
+        "log",
+        "groups",
+    }
+    source = "".join(path.read_text().replace("st.", "") for path in Path(st.__file__).parent.rglob("*.py"))
+    used = {value for name, value in vars(st).items() if f"reg[{name}]" in source}
+    assert used <= {*REGISTERS, *FREE_REGISTERS}
+
+
+@pytest.mark.parametrize(("array", "field"), RECORDS, ids=[".".join(field) for field in RECORDS])
+def test_a_wrong_number_in_a_record_is_seen(busy: MemoryManager, array: str, field: str) -> None:
+    where, changes = RECORDS[array, field]
+    places = where(busy.state)
+    assert len(places) > 1
+    column = getattr(busy.state, array)[field]
+    blind = [
+        (int(place), change) for place in places for change in changes if not seen(busy, column, int(place), change)
+    ]
+    assert not blind, f"{array}.{field}: {blind[:8]} of {len(places)} places"
+    busy.check(3)
+
+
+def test_a_wrong_register_is_seen(busy: MemoryManager) -> None:
+    reg = busy.state.reg
+    blind = [
+        (register, change)
+        for register, changes in REGISTERS.items()
+        for change in changes
+        if not seen(busy, reg, register, change)
+    ]
+    assert not blind
+
+
+def test_wrong_tokens_of_a_published_page_are_seen(busy: MemoryManager) -> None:
+    assert all(
+        seen(busy, busy.state.tokens, (frame, offset), 1) for frame in later_links(busy.state) for offset in range(4)
+    )
+
+
+def test_a_page_table_that_names_another_frame_is_seen(busy: MemoryManager) -> None:
+    s = busy.state
+    entries = [(asid, page) for asid in rows(s) for page in range(s.spaces["num_pages"][asid])]
+    assert all(seen(busy, s.table, entry, change) for entry in entries for change in (1, -1, 1000))
+
+
+def test_a_published_frame_in_the_wrong_bucket_is_seen(busy: MemoryManager) -> None:
+    s = busy.state
+    for bucket in np.flatnonzero(s.bucket >= 0).tolist():
+        other = (bucket + 1) % len(s.bucket)
+        s.bucket[[bucket, other]] = s.bucket[[other, bucket]]
+        with pytest.raises(InvariantViolation, match="would be looked for in"):
+            busy.check(3)
+        s.bucket[[bucket, other]] = s.bucket[[other, bucket]]
+    assert all(seen(busy, s.bucket, bucket, 1) for bucket in range(len(s.bucket)))
+
+
+def test_a_root_counted_wrongly_or_with_wrong_successors_is_seen(busy: MemoryManager) -> None:
+    s = busy.state
+    assert all(
+        seen(busy, s.roots, (root, count), change)
+        for root in range(len(s.roots))
+        for count in (0, 2)
+        for change in (1, -1)
+    )
+    used = [root for root in range(len(s.roots)) if s.roots[root, 1] >= 0]
+    assert len(used) == 2
+    assert all(seen(busy, s.roots, (root, 1), change) for root in used for change in (1, 1000, -1000))
+
+
+def test_a_wrong_link_between_successors_is_seen(busy: MemoryManager) -> None:
+    s = busy.state
+    assert all(seen(busy, s.kin, (frame, link), 1) for frame in later_links(s) for link in range(3))
+
+
+def test_a_wrong_window_is_seen(busy: MemoryManager) -> None:
+    assert all(seen(busy, busy.state.groups, (0, column), 1) for column in range(2))
+
+
+def test_the_frame_that_breaks_the_law_is_named(busy: MemoryManager) -> None:
+    frame = int(later_links(busy.state)[3])
+    busy.state.tokens[frame, 0] += 1
+    with pytest.raises(InvariantViolation, match="I4 broken") as broken:
+        busy.check(3)
+    busy.state.tokens[frame, 0] -= 1
+    assert (broken.value.law, broken.value.frame) == ("I4", frame)

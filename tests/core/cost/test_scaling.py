@@ -1,0 +1,70 @@
+"""The cost of a step depends neither on the size of the pool nor on the length of contexts (the plot is docs/img/scaling.svg), nor other
+costs on what they should not.
+
+Times, but loosely: the best of many steps in turn, and a factor of three where what would be wrong is a factor of a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from time import perf_counter
+
+import pytest
+
+from pagedkv.bench.manager.scaling import CONTEXT, FREE, FULL, Point, measure
+from pagedkv.core import MemoryManager
+from pagedkv.core.prefix.roots import Roots
+from tests.core.oracle import grown
+
+pytestmark = pytest.mark.many_steps
+
+
+@pytest.mark.parametrize(
+    ("line", "small", "large"), [(FREE, 1_000, 1_000_000), (FULL, 1_000, 300_000), (CONTEXT, 16, 16_384)]
+)
+def test_a_step_costs_the_same_however_large_things_are(line: str, small: int, large: int) -> None:
+    points = (Point(line, small), Point(line, large))
+    figures = measure(25, points)
+    cheap, dear = (figures[point].best for point in points)
+    assert cheap
+    assert dear
+    assert dear < 3 * cheap
+
+
+def best_of(times: int, act: Callable[[], object]) -> float:
+    """Seconds."""
+    taken = []
+    for _ in range(times):
+        begin = perf_counter()
+        act()
+        taken.append(perf_counter() - begin)
+    return min(taken)
+
+
+def test_a_new_tenant_costs_the_same_however_many_there_are() -> None:
+    """An image's digest is a tenant: there are as many as images in the cache."""
+    roots, state, names = Roots(), MemoryManager(8, 4).state, count()
+
+    def hundred_more() -> None:
+        nonlocal state
+        for _ in range(100):
+            root, state = roots.of(str(next(names)).encode(), state)
+            state.roots[root.number, 0] = 1  # in use from now on
+
+    few = best_of(10, hundred_more)
+    for _ in range(80):
+        hundred_more()
+    assert best_of(10, hundred_more) < 4 * few
+    assert sorted(root.number for root in roots.by_tenant.values()) == list(range(10_000))
+
+
+def test_figures_cost_what_spaces_there_are_and_not_their_square() -> None:
+    def shared_tails(pairs: int) -> MemoryManager:
+        mm = MemoryManager(16 * pairs, 4)
+        for _ in range(pairs):
+            grown(mm, [1] * 50).fork()
+        return mm
+
+    few, many = (best_of(5, shared_tails(pairs).stats) for pairs in (64, 1024))
+    assert many < 40 * few

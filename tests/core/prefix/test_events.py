@@ -1,0 +1,256 @@
+"""Events and snapshots: who follows them knows what the index holds, whatever happened, and is told when that cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+
+from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.core.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, as_array, as_map
+from pagedkv.errors import EventsLost, InvalidRequest
+from tests.core.oracle import Follower, content_digest, findable, grown
+
+
+def watched(num_frames: int = 16, events: int = 64) -> MemoryManager:
+    return MemoryManager(num_frames, 4, observe=Observe(events=events))
+
+
+def test_a_stored_page_is_named_by_the_chain_of_all_its_tokens() -> None:
+    mm = watched()
+    grown(mm, [1, 2, 3, 4, 5, 6, 7, 8, 9], tenant=b"acme")
+    root = hashlib.sha256(b"root" + b"acme").digest()
+    first = hashlib.sha256(b"page" + root + struct.pack("<4i", 1, 2, 3, 4)).digest()
+    second = hashlib.sha256(b"page" + first + struct.pack("<4i", 5, 6, 7, 8)).digest()
+    assert mm.events(0) == [
+        BlockStored(1, (first,), None, (1, 2, 3, 4), 4, b"acme"),
+        BlockStored(2, (second,), first, (5, 6, 7, 8), 4, b"acme"),
+    ]
+
+
+def test_equal_tokens_of_different_tenants_have_different_names() -> None:
+    mm = watched()
+    for tenant in (b"", b"acme"):
+        grown(mm, [1] * 5, tenant)
+    one, other = mm.events(0)
+    assert one.block_hashes != other.block_hashes  # type: ignore[union-attr]
+
+
+def test_what_is_evicted_is_removed_under_the_name_it_was_stored_by() -> None:
+    mm = watched()
+    grown(mm, [1] * 9).release()
+    stored = mm.events(0)
+    assert mm.evict(2) == 2
+    assert mm.events(2) == [BlockRemoved(3, stored[1].block_hashes), BlockRemoved(4, stored[0].block_hashes)]  # type: ignore[union-attr]
+
+
+def test_a_frame_that_changed_hands_before_anyone_looked_is_named_rightly() -> None:
+    mm = watched(num_frames=2)
+    for token in (1, 2, 3):  # each prompt takes the frames of the one before
+        grown(mm, [token] * 8).release()
+    reader = Follower(mm, since=0)
+    reader.catch_up()
+    assert reader.names == findable(mm) == {content_digest(b"", [3] * 4), content_digest(b"", [3] * 8)}
+
+
+def test_a_tenant_whose_number_went_to_another_is_named_rightly() -> None:
+    mm = watched(num_frames=40, events=200)
+    for number in range(30):  # unused roots are swept, and their numbers given out again
+        space = grown(mm, [7] * 5, tenant=b"tenant %d" % number)
+        space.release()
+        mm.evict(1)
+    assert len({root.number for root in mm._roots.by_tenant.values()}) < 30
+    stored = [event for event in mm.events(0) if isinstance(event, BlockStored)]
+    assert [event.tenant for event in stored] == [b"tenant %d" % number for number in range(30)]
+    assert [event.block_hashes[0] for event in stored] == [content_digest(event.tenant, [7] * 4) for event in stored]
+
+
+def test_a_reader_that_fell_behind_is_told_where_the_log_begins() -> None:
+    mm = watched(num_frames=16, events=3)
+    for token in range(4):
+        grown(mm, [token] * 5)
+        mm.events(token)
+    with pytest.raises(EventsLost, match="events 1 to 1") as lost:
+        mm.events(0)
+    assert (lost.value.since, lost.value.first_available) == (0, 2)
+    assert [event.sequence for event in mm.events(1)] == [2, 3, 4]
+
+
+def test_a_log_that_went_round_unread_begins_again_from_a_snapshot() -> None:
+    mm = watched(num_frames=16, events=3)
+    for token in range(4):
+        grown(mm, [token] * 5).release()
+    with pytest.raises(EventsLost) as lost:
+        mm.events(1)
+    assert lost.value.first_available == 5
+    reader = Follower(mm)
+    assert reader.names == findable(mm)
+    mm.evict(1)
+    grown(mm, [9] * 9)
+    reader.catch_up()
+    assert reader.names == findable(mm)
+
+
+def test_a_page_without_prefix_is_removed_only_with_its_twin() -> None:
+    """Punched, its prefix evicted, and computed anew by somebody else: two frames of one name, one of which can be found."""
+    mm = watched(num_frames=8)
+    orphan = grown(mm, [1] * 9)
+    orphan.punch(0, 1)
+    assert mm.evict(1) == 1
+    twin = grown(mm, [1] * 9)
+    reader = Follower(mm, since=0)
+    reader.catch_up()
+    assert reader.names == findable(mm) == {content_digest(b"", [1] * 4), content_digest(b"", [1] * 8)}
+    orphan.release()
+    reader.catch_up()
+    assert reader.names == findable(mm)
+    twin.release()
+    mm.evict(8)
+    reader.catch_up()
+    assert reader.names == set()
+
+
+def test_a_snapshot_has_prefixes_before_what_follows_them() -> None:
+    mm = watched(num_frames=64)
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        grown(mm, rng.integers(0, 2, rng.integers(4, 17)).tolist()).release()
+    known: set[bytes] = set()
+    for block in mm.snapshot().blocks:
+        assert block.parent_block_hash is None or block.parent_block_hash in known
+        known.update(block.block_hashes)
+    assert known == findable(mm)
+
+
+def test_a_snapshot_as_events_resynchronises_a_reader_that_knows_events_only() -> None:
+    mm = watched()
+    grown(mm, [1] * 9)
+    reader = Follower(mm, since=0)
+    reader.names = {b"stale"}
+    for event in mm.snapshot().as_events():
+        reader.follow(event)
+    assert reader.names == findable(mm)
+
+
+def test_a_page_that_was_known_already_is_not_stored_again() -> None:
+    mm = watched()
+    a, b = mm.open([1] * 5), mm.open([1] * 5)
+    mm.commit(mm.plan([a, b], [5, 5]), [1] * 10)
+    assert [type(event) for event in mm.events(0)] == [BlockStored]
+
+
+def predicted(reader: Follower, tokens: list[int], groups: tuple[Group, ...], size: int) -> int:
+    """What a router that knows the groups, and nothing but events, says that `open` will match."""
+    names = [content_digest(b"", tokens[: end * size], size) for end in range(1, (len(tokens) - 1) // size + 1)]
+    known = next((page for page, name in enumerate(names) if name not in reader.names), len(names))
+    for pages in range(known, 0, -1):
+        first = [max(0, pages * size + 1 - group.window) // size if group.window else 0 for group in groups]
+        sinks = [-(-group.sinks // size) for group in groups]
+        seen = [(p, g) for g in range(1, len(groups)) for p in range(pages) if p >= first[g] or p < sinks[g]]
+        if all((names[page], group) in reader.companions for page, group in seen):
+            return pages * size
+    return 0
+
+
+@pytest.mark.parametrize(
+    "groups", [(Group(), Group()), (Group(), Group(window=5, sinks=2)), (Group(), Group(window=3), Group(window=9))]
+)
+@pytest.mark.parametrize("events", [7, 4000])
+def test_a_router_that_follows_the_events_of_all_groups_knows_what_a_prompt_will_match(
+    groups: tuple[Group, ...], events: int
+) -> None:
+    mm, rng = MemoryManager(60, 2, groups=groups, observe=Observe(events=events)), np.random.default_rng(1)
+    reader, matched = Follower(mm, since=0), 0
+    for turn in range(150):
+        grown(mm, rng.integers(0, 2, rng.integers(1, 14)).tolist()).release()
+        mm.evict(int(rng.integers(0, 9)))
+        if turn % 3 == 0:
+            reader.catch_up()
+            prompt = rng.integers(0, 2, 13).tolist()
+            expected = predicted(reader, prompt, groups, 2)
+            space = mm.open(prompt)
+            assert len(space) == expected
+            matched += expected
+            space.release()
+    assert matched > 50
+
+
+def test_an_evicted_companion_is_removed_before_its_leader() -> None:
+    mm = MemoryManager(16, 4, groups=(Group(), Group()), observe=Observe(events=16))
+    grown(mm, [1] * 9).release()
+    assert [(type(event), event.group) for event in mm.events(0)] == [(BlockStored, g) for g in (0, 1, 0, 1)]  # type: ignore[union-attr]
+    assert mm.evict(2) == 2
+    assert [(type(event), event.group) for event in mm.events(4)] == [(BlockRemoved, 1)] * 2  # type: ignore[union-attr]
+    assert len(mm.open([1] * 9)) == 0
+    assert Follower(mm).names == findable(mm)
+
+
+def test_all_that_is_forgotten_is_one_event() -> None:
+    mm = watched()
+    grown(mm, [1] * 9).release()
+    kept = grown(mm, [2] * 9)
+    reader = Follower(mm, since=0)
+    mm.forget()
+    assert mm.events(4) == [AllBlocksCleared(5)]
+    grown(mm, [1] * 9).release()
+    mm.commit(mm.plan([kept], [8]), [2] * 8)
+    reader.catch_up()
+    assert reader.names == findable(mm) == {content_digest(b"", [1] * 4), content_digest(b"", [1] * 8)}
+    kept.release()
+    mm.evict(16)
+    reader.catch_up()
+    assert reader.names == set()
+
+
+EVENTS: list[Event] = [
+    BlockStored(1, (bytes(range(32)),), bytes([255] * 32), (1, 2), 2, b"acme", 3),
+    BlockRemoved(2, (bytes(range(32)),)),
+    AllBlocksCleared(3),
+]
+
+
+def test_the_form_of_vllm_is_a_map_with_its_type_inside() -> None:
+    stored, removed, cleared = map(as_map, EVENTS)
+    assert stored == {
+        "type": "BlockStored",
+        "block_hashes": [bytes(range(32))],
+        "parent_block_hash": bytes([255] * 32),
+        "token_ids": [1, 2],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [[b"acme"]],
+        "group_idx": 3,
+    }
+    assert removed == {"type": "BlockRemoved", "block_hashes": [bytes(range(32))], "medium": "GPU", "group_idx": 0}
+    assert cleared == {"type": "AllBlocksCleared"}
+
+
+def test_the_form_of_sglang_is_an_array_with_its_type_first_and_short_hashes() -> None:
+    stored, removed, cleared = (as_array(event, medium="CPU_PINNED") for event in EVENTS)
+    assert stored == ["BlockStored", [0x0001020304050607], -1, [1, 2], 2, None, "CPU_PINNED"]
+    assert removed == ["BlockRemoved", [0x0001020304050607], "CPU_PINNED"]
+    assert cleared == ["AllBlocksCleared"]
+    assert all(-(2**63) <= short < 2**63 for short in stored[1])
+
+
+def test_a_manager_that_keeps_no_events_says_how_to_keep_them() -> None:
+    mm = MemoryManager(4, 4)
+    for ask in (lambda: mm.events(0), mm.snapshot):
+        with pytest.raises(InvalidRequest, match=r"observe=Observe\(events=N\)"):
+            ask()
+    assert mm.state.log.nbytes == 0
+
+
+@pytest.mark.parametrize(("since", "why"), [(-1, "int of 0 or more"), (1, "newest one has number 0")])
+def test_a_number_that_was_not_given_out_is_refused(since: int, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        watched().events(since)
+
+
+def test_a_negative_number_of_events_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="events is -1"):
+        Observe(events=-1)

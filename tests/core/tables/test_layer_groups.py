@@ -1,0 +1,284 @@
+"""The laws of layer groups: several page tables a space, one pool, and windows that give frames back."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.core import state as st
+from pagedkv.core.prefix import index
+from pagedkv.core.tables.layer_groups import covered
+from pagedkv.errors import InvalidRequest, InvariantViolation, OutOfFrames, StaleHandle
+from tests.core.oracle import everything, grown
+
+PROMPT = list(range(100, 130))
+
+
+@pytest.fixture
+def two() -> MemoryManager:
+    """A group that sees all, and one that sees 8 positions and the first 2."""
+    return MemoryManager(64, 4, groups=(Group(), Group(window=8, sinks=2)))
+
+
+def test_frames_behind_the_window_are_given_back_on_commit_and_not_on_plan(two: MemoryManager) -> None:
+    space = two.open()
+    plan = two.plan([space], [30])
+    assert (space.pages_in(1) >= 0).all()
+    two.commit(plan, PROMPT)
+    # the next query is at position 30 and sees 23 .. 30: pages 5 .. 7, and page 0 for its sinks
+    assert (space.pages_in(1) >= 0).tolist() == [True, False, False, False, False, True, True, True]
+    assert (space.pages >= 0).all()
+    two.check()
+
+
+def test_a_window_moves_by_what_was_kept_of_a_draft(two: MemoryManager) -> None:
+    space = grown(two, PROMPT[:11])
+    plan = two.plan([space], [12])
+    two.commit(plan, PROMPT[11:12], [1])
+    assert (space.pages_in(1) >= 0).tolist() == [True, True, True]  # the whole draft would have cost page 1
+    two.check()
+
+
+def test_an_older_commit_leaves_what_a_newer_plan_reads(two: MemoryManager) -> None:
+    space = grown(two, PROMPT[:12])
+    older, newer = two.plan([space], [8]), two.plan([space], [8])
+    two.commit(older, PROMPT[12:20])
+    first_query = 20
+    assert all(space.pages_in(1)[page] >= 0 for page in range((first_query - 7) // 4, 7))
+    two.commit(newer, PROMPT[20:28])
+    two.check()
+
+
+@pytest.mark.parametrize(("frames", "fits"), [(15, False), (16, True)])
+def test_all_groups_are_served_or_none(frames: int, fits: bool) -> None:
+    mm = MemoryManager(frames, 4, groups=(Group(), Group(window=4)))
+    space = mm.open()
+    if fits:
+        assert mm.plan([space], [32]).num_tokens == 32
+        return
+    before = everything(mm)
+    with pytest.raises(OutOfFrames, match="needs 16 frames"):
+        mm.plan([space], [32])
+    assert everything(mm) == before
+
+
+def test_groups_never_share_a_slot(two: MemoryManager) -> None:
+    spaces = [two.open(), two.open()]
+    plan = two.plan(spaces, [9, 5])
+    slots = np.concatenate([plan.group(g).slots for g in range(2)])
+    assert len(set(slots.tolist())) == 28
+    assert (plan.group(0).slots == plan.slots).all()
+    assert (plan.group(1).rows == plan.rows + 1).all()
+    for g in range(2):
+        table, row = plan.block_table[plan.group(g).rows], np.repeat(np.arange(2), plan.counts)
+        assert (plan.group(g).slots == table[row, plan.positions // 4] * 4 + plan.positions % 4).all()
+
+
+def test_a_match_never_lacks_a_page_inside_a_window(two: MemoryManager) -> None:
+    grown(two, PROMPT).release()
+    again = two.open(PROMPT)
+    assert len(again) == 28
+    assert (again.pages_in(1) >= 0).tolist() == [True, False, False, False, False, True, True]
+    two.check()
+
+
+def test_a_shorter_prompt_matches_what_was_given_back_and_is_still_cached(two: MemoryManager) -> None:
+    grown(two, PROMPT)
+    short = two.open(PROMPT[:17])
+    assert len(short) == 16
+    assert (short.pages_in(1) >= 0).tolist() == [True, False, True, True]
+
+
+def test_an_evicted_companion_shortens_the_match_and_orphans_nobody(two: MemoryManager) -> None:
+    grown(two, PROMPT)
+    assert two.stats().cached == 4  # pages 1 .. 4 of the group with a window
+    assert two.evict(4) == 4
+    two.check()
+    assert two.why(PROMPT[:17]).reason == "evicted"
+    assert two.why(PROMPT[:17]).tokens_matched == len(two.open(PROMPT[:17])) == 4  # after page 0 the window is page 0
+    assert len(two.open(PROMPT)) == 28
+
+
+def test_a_page_is_given_up_after_its_companions(two: MemoryManager) -> None:
+    grown(two, PROMPT).release()
+    while two.evict(1):
+        two.check()
+    assert not two.state.frames["published"].any()
+    assert two.stats().free == 64
+
+
+def test_a_companion_is_never_found_under_another_leader() -> None:
+    """The frame number of the leader comes back with other tokens, and its companion with them."""
+    mm = MemoryManager(4, 1, groups=(Group(), Group()))
+    grown(mm, [1, 2]).release()
+    mm.evict(4)
+    other = grown(mm, [3, 4])
+    assert len(mm.open([1, 2, 0])) == 0
+    assert len(mm.open([3, 9])) == 1
+    other.release()
+    mm.check()
+
+
+def test_equal_prompts_computed_at_once_share_every_group(two: MemoryManager) -> None:
+    a, b = two.open(PROMPT), two.open(PROMPT)
+    two.commit(two.plan([a, b], [30, 30]), PROMPT + PROMPT)
+    for group in range(2):
+        assert (a.pages_in(group)[:7] == b.pages_in(group)[:7]).all()
+        assert a.pages_in(group)[7] != b.pages_in(group)[7]
+    two.check()
+
+
+def test_a_fork_shares_every_group_until_the_first_write(two: MemoryManager) -> None:
+    parent = grown(two, PROMPT)
+    child = parent.fork()
+    assert all((child.pages_in(g) == parent.pages_in(g)).all() for g in range(2))
+    plan = two.plan([child], [1])
+    assert len(plan.copies) == 2
+    for g in range(2):
+        assert plan.group(g).copies.tolist() == [[parent.pages_in(g)[-1], child.pages_in(g)[-1]]]
+    two.abort(plan)
+    assert all((child.pages_in(g) == parent.pages_in(g)).all() for g in range(2))
+    two.check()
+
+
+def test_a_sequence_is_not_truncated_to_where_its_window_is_gone(two: MemoryManager) -> None:
+    space = grown(two, PROMPT)
+    before = everything(two)
+    with pytest.raises(InvalidRequest, match="group 1 sees 8 positions back"):
+        space.truncate(20)
+    assert everything(two) == before
+    space.truncate(29)
+    space.truncate(0)
+    two.check()
+
+
+def test_a_single_windowed_group_gives_back_what_is_behind() -> None:
+    mm = MemoryManager(32, 4, groups=(Group(window=8),))
+    space = grown(mm, PROMPT)
+    assert (space.pages >= 0).tolist() == [False] * 5 + [True] * 3
+    assert mm.stats().mapped == 3
+    mm.commit(mm.plan([space], [10]), PROMPT[:10])
+    assert (space.pages >= 0).tolist() == [False] * 8 + [True] * 2
+    mm.check()
+
+
+def test_a_pin_keeps_every_group(two: MemoryManager) -> None:
+    space = grown(two, PROMPT)
+    frames = [int(f) for g in range(2) for f in space.pages_in(g)[:7] if f >= 0]
+    pin = two.pin(space)
+    space.release()
+    two.evict(64)
+    assert (two.state.frames["status"][frames] == st.MAPPED).all()
+    two.check()
+    two.unpin(pin)
+    assert two.available == 64
+    two.check()
+
+
+def test_a_pin_counts_the_frames_that_it_holds_and_no_holes(two: MemoryManager) -> None:
+    space = grown(two, PROMPT)
+    held = [frame for group in range(2) for frame in space.pages_in(group)[:7].tolist() if frame >= 0]
+    pin = two.pin(space)
+    assert pin.num_frames == two.stats().pinned == len(held) == 10
+    two.check()
+    two.unpin(pin)
+    by_frame = two.pin(space.pages[2:3])
+    assert by_frame.num_frames == two.stats().pinned == 3
+    two.check()
+    two.unpin(by_frame)
+    assert two.stats().pinned == 0
+
+
+def test_check_sees_a_companion_charged_to_another_tenant(two: MemoryManager) -> None:
+    two.set_quota(b"t")
+    space, other = grown(two, [1, 2], tenant=b"t"), grown(two, [3, 4], tenant=b"other")
+    pages = [space.pages_in(1)[0], other.pages_in(1)[0]]
+    two.check()
+    two.state.frames["account"][pages] = two.state.frames["account"][pages[::-1]]
+    with pytest.raises(InvariantViolation, match="charged to another account"):
+        two.check()
+
+
+def test_a_match_that_is_cut_at_every_page_costs_the_pages_and_not_their_square() -> None:
+    """Two groups see one page each, and lack it in turn: no length suits both."""
+
+    def seconds(pages: int) -> float:
+        mm = MemoryManager(4 * pages, 1, groups=(Group(), Group(window=2), Group(window=2)))
+        space = grown(mm, list(range(pages + 1)))
+        leaders = space.pages[:pages].copy()
+        for page in range(pages):
+            index.remove(mm.state, index.find_companion(mm.state, leaders[page], 1 + page % 2))
+        times = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            assert covered(mm.state, leaders, pages) == 0
+            times.append(time.perf_counter() - begun)
+        return min(times)
+
+    assert seconds(4000) < 9 * seconds(1000)  # 4, and 16 if each cut began anew
+
+
+def test_runs_and_their_mean_know_every_group(two: MemoryManager) -> None:
+    space = grown(two, PROMPT)
+    assert space.runs.tolist() == [[0, 8]]
+    assert space.runs_in(1)[:, 1].tolist() == [1, 3]  # the sink, and the window
+    assert two.mean_run() == (8 + 1 + 3) / 3
+
+
+def test_the_curve_of_hits_counts_a_frame_in_each_group() -> None:
+    one, many = (MemoryManager(64, 2, groups=(Group(),) * n, observe=Observe(reuse=512)) for n in (1, 4))
+    for turn in range(40):
+        for mm in (one, many):
+            grown(mm, [turn % 7] * 8).release()
+    few = one.hit_curve([2, 8, 16, 64])
+    assert {4 * size: rate for size, rate in few.items()} == many.hit_curve([8, 32, 64, 256])
+    assert len(set(few.values())) > 1
+
+
+def test_the_row_of_another_group_is_no_space(two: MemoryManager) -> None:
+    space = two.open()
+    with pytest.raises(StaleHandle, match="not open"):
+        two.plan(np.array([space.asid + 1]), [1])
+    with pytest.raises(InvalidRequest, match="numbered from 0"):
+        space.pages_in(2)
+
+
+def test_the_table_grows_by_whole_spaces() -> None:
+    mm = MemoryManager(400, 1, groups=(Group(), Group(window=2), Group()))
+    spaces = [grown(mm, [i] * 3) for i in range(40)]
+    assert len({space.asid for space in spaces}) == 40
+    assert all(space.asid % 3 == 0 for space in spaces)
+    mm.check()
+    for space in spaces:
+        space.release()
+    mm.check()
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (lambda: Group(window=0), "int of 1 or more"),
+        (lambda: Group(window=2.5), "window is 2.5; give an int"),  # type: ignore[arg-type]
+        (lambda: Group(window=2**31), r"below 2\*\*31"),
+        (lambda: Group(window=2, sinks=2**63 - 1), r"below 2\*\*31"),
+        (lambda: Group(sinks=4), "give a window"),
+        (lambda: Group(window=4, sinks=-1), "int of 0 or more"),
+        (lambda: MemoryManager(4, 4, groups=()), "0 layer groups"),
+        (lambda: MemoryManager(4, 4, groups=(Group(window=4), Group())), "group 0 leads"),
+        (lambda: MemoryManager(4, 4, groups=(Group(), Group()), match="token"), "match='page'"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(bad: object, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        bad()  # type: ignore[operator]
+
+
+def test_without_prefix_cache_the_first_group_may_have_a_window() -> None:
+    mm = MemoryManager(32, 4, prefix_cache=False, groups=(Group(window=4), Group()))
+    space = grown(mm, PROMPT)
+    assert (space.pages_in(0) >= 0).sum() == 2
+    assert (space.pages_in(1) >= 0).all()
+    mm.check()

@@ -1,0 +1,140 @@
+"""What test_sanitizers.py runs in a process of its own: `python -m tests.kernels.cpu.sanitized EXTENSION grid|break`.
+
+`grid`: cases of every feature through each instruction set, on one and on three threads, writes, copies and merges, each as a first call
+and as a known one; results are compared with the reference, so that a build which computes nothing does not pass. `break`: one call that
+reads past a tensor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import sys
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from tests.cases import GRID, SMALL, Case, empty_layer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_T = TypeVar("_T")
+
+
+def load(path: str) -> None:
+    """Put the sanitized extension where the installed one would be looked for."""
+    spec = importlib.util.spec_from_file_location("pagedkv.kernels._cpu", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["pagedkv.kernels._cpu"] = module
+    import pagedkv.kernels
+
+    pagedkv.kernels._cpu = module  # type: ignore[attr-defined]
+
+
+def twice(call: Callable[[], _T], op: str) -> _T:
+    """The result of the second of two equal calls, which is a known one: then nothing is checked."""
+    from pagedkv.kernels import checks
+
+    call()
+    check = getattr(checks, op)
+    setattr(checks, op, None)
+    try:
+        return call()
+    finally:
+        setattr(checks, op, check)
+
+
+def attend(case: Case, compare: bool) -> bool:
+    """Whether `case` has any query."""
+    from pagedkv import paged_attention
+
+    built = case.build()
+    rows = sum(case.q_lens)
+    out, lse = paged_attention(built.q, built.layer, built.batch, backend="cpu", return_lse=True, **built.options)
+    again = twice(
+        lambda: paged_attention(built.q, built.layer, built.batch, backend="cpu", **built.options), "attention"
+    )
+    assert not out[:rows].isnan().any(), case
+    assert not again[:rows].isnan().any(), case
+    if compare:
+        want = paged_attention(built.q, built.layer, built.batch, backend="reference", **built.options)
+        for ours in (out, again):
+            difference = (ours[:rows].float() - want[:rows].float()).abs()
+            assert not difference.numel() or difference.max() < 0.05 * (1 + want[:rows].float().abs().max()), case
+    return lse.numel() > 0
+
+
+def write(kv: str, dtype: torch.dtype, turned: bool) -> None:
+    from pagedkv import write_kv
+    from pagedkv.kernels.args import RotaryTable
+    from tests.kernels.test_write import SLOTS, batch_of
+
+    layer = empty_layer(Case(kv=kv, layout="HND", dims=(66, 80)), 4)
+    if kv.endswith("/tensor"):
+        layer.k_scale.fill_(0.5), layer.v_scale.fill_(0.75)  # type: ignore[union-attr]
+    k, v = torch.randn(7, 2, 66).to(dtype), torch.randn(7, 2, 80).to(dtype)
+    k[0, 0, [0, 65]] = torch.nan
+    rope = RotaryTable(torch.ones(1, 33), torch.zeros(1, 33)) if turned else None
+    twice(lambda: write_kv(k, v, layer, batch_of(SLOTS), rope=rope, backend="cpu"), "write")
+
+
+def copy() -> None:
+    from pagedkv import copy_frames
+
+    storage = torch.arange(8).repeat_interleave(37).view(8, 37).to(torch.uint8)
+    pairs = torch.tensor([[1, 2], [2, 3], [3, 1], [5, 0]], dtype=torch.int32)
+    copy_frames(storage, pairs, backend="cpu")
+    assert storage[:, 0].tolist() == [5, 3, 1, 2, 4, 5, 6, 7]
+    twice(lambda: copy_frames(storage, pairs, backend="cpu"), "copies")
+
+
+def merge(dtype: torch.dtype, dim: int) -> None:
+    from pagedkv import merge_states
+    from tests.kernels.test_merge import States, keep_the_contract, states, strided
+
+    a, lse_a, b, lse_b = states((5, 3, dim), dtype)
+    for given in ((a, lse_a, b, lse_b), (strided(a, (2, 1, 0), (1, 2, 3)), lse_a, b, strided(lse_b, (1, 0), (2, 1)))):
+        keep_the_contract(States(*given))
+        twice(lambda given=given: merge_states(*given), "merge")
+
+
+def grid() -> None:
+    from pagedkv.kernels import cpu
+    from tests.cases import AXES
+
+    assert cpu._cpu is not None
+    assert cpu._cpu.__file__ == sys.argv[1]
+    os.environ |= {"PAGEDKV_DEBUG": "0", "PAGEDKV_KERNELS": "cpu"}
+    count, floats = 0, (torch.float32, torch.bfloat16, torch.float16)
+    for isa in cpu._cpu.sets():
+        os.environ["PAGEDKV_CPU_ISA"] = isa
+        for i, case in enumerate([*SMALL, *GRID[::4]]):
+            os.environ["PAGEDKV_NUM_THREADS"] = "3" if i % 3 == 0 else "1"
+            count += attend(case, i % 8 == 0)
+        for i, (kv, dtype) in enumerate(itertools.product(AXES["kv"], floats)):
+            write(kv, dtype, i % 2 == 0)
+            count += 1
+        for dtype, dim in itertools.product(floats, (1, 70, 300)):
+            merge(dtype, dim)
+            count += 1
+        copy()
+    print(f"{count} calls, each made twice, all of them clean")
+
+
+def broken() -> None:
+    from pagedkv import paged_attention
+
+    built = Case(q_lens=(1, 1), kv_lens=(40, 40)).build()
+    os.environ["PAGEDKV_DEBUG"] = "0"
+    paged_attention(built.q[:1].clone(), built.layer, built.batch, backend="cpu")  # the second sequence has no query
+    print("nothing was found")
+
+
+if __name__ == "__main__":
+    load(sys.argv[1])
+    {"grid": grid, "break": broken}[sys.argv[2]]()

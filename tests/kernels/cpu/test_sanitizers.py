@@ -1,0 +1,98 @@
+"""csrc/cpu under AddressSanitizer and UndefinedBehaviorSanitizer: a build of its own in a temporary folder, and part of the grid in it.
+
+The sanitized extension takes the place of the installed one in a process of its own, which has the sanitizers' runtime preloaded (torch
+and Python are not built with it). Every tensor of a case is one allocation, so what is read beyond it is found.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g1"]
+# Half the time to compile: every access is checked by a call, not by code in its place; null, short and wrong objects are ASan's to find.
+CHEAPER = ["--param=asan-instrumentation-with-call-threshold=100", "-fno-sanitize=null,object-size,vptr"]
+MINUTES = 20
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="needs g++ and its sanitizers"),
+]
+
+
+def recipe():
+    """setup.py as a module: which sources there are, and the flags of each."""
+    spec = importlib.util.spec_from_file_location("pagedkv_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    before = Path.cwd()
+    os.chdir(ROOT)  # it names sources relative to itself
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        os.chdir(before)
+    return module
+
+
+@pytest.fixture(scope="module")
+def extension(tmp_path_factory):
+    pybind11 = pytest.importorskip("pybind11")
+    setup, folder = recipe(), tmp_path_factory.mktemp("sanitized")
+    include = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
+    plain = [flag for flag in setup.FLAGS if not flag.startswith(("-O", "-g"))]
+
+    def compiled(source):
+        target = folder / (Path(source).stem + ".o")
+        own = setup.X86_FLAGS.get(Path(source).name, [])
+        command = ["g++", *plain, *own, *SANITIZE, *CHEAPER, "-fPIC", *include, "-c", ROOT / source, "-o", target]
+        subprocess.run(command, check=True, cwd=ROOT, timeout=MINUTES * 60)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        objects = list(compilers.map(compiled, setup.SOURCES))
+    built = folder / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
+    subprocess.run(
+        ["g++", "-shared", *SANITIZE, *objects, "-o", built, "-ldl", "-lpthread"], check=True, timeout=MINUTES * 60
+    )
+    return built
+
+
+def under_sanitizers(extension, *arguments):
+    """Run `python -m tests.kernels.cpu.sanitized extension arguments...` with the runtime preloaded."""
+    runtime = [
+        subprocess.run(
+            ["g++", f"-print-file-name=lib{name}.so"], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.strip()
+        for name in ("asan", "ubsan")
+    ]
+    env = os.environ | {
+        "LD_PRELOAD": " ".join(runtime),
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",  # Python leaks on purpose
+        "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=98",
+        "PYTHONMALLOC": "malloc",
+        "OMP_NUM_THREADS": "2",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "tests.kernels.cpu.sanitized", str(extension), *arguments]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=MINUTES * 60, check=False)
+
+
+def test_the_runtime_finds_what_it_is_there_to_find(extension):
+    """A call whose q ends before its batch does: without this, silence would prove nothing."""
+    run = under_sanitizers(extension, "break")
+    assert run.returncode == 99, run.stderr[-3000:]
+    assert "heap-buffer-overflow" in run.stderr
+
+
+def test_a_part_of_the_grid_reads_and_writes_only_what_it_may(extension):
+    run = under_sanitizers(extension, "grid")
+    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-5000:]
+    assert "all of them clean" in run.stdout

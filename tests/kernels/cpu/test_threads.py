@@ -1,0 +1,116 @@
+"""Whose threads compute: those of the runtime that torch has, though there be another; and in a fork, which has lost them, others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedkv.kernels import registry
+from pagedkv.kernels.case import Case as Asked
+
+BACKENDS = [
+    name for name in ("cpu", "numba") if not next(k for k in registry.KERNELS if k.name == name).refuse(Asked())
+]
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc"),
+    pytest.mark.parametrize("backend", BACKENDS),
+]
+
+BEGIN = """
+import os, re, signal, sys, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
+backend, what = sys.argv[1:3]
+def runtimes():
+    return set(re.findall(r"/\\S*/lib(?:gomp|omp|iomp5)[-.]\\S*", open("/proc/self/maps").read()))
+def threads():
+    return len(os.listdir("/proc/self/task"))
+import torch
+from pagedkv import paged_attention
+from tests.cases import Case
+torch.set_num_threads(3)
+built = Case(q_lens=(1, 1), kv_lens=(9000, 9000), heads=(8, 8), split_tokens=1000).build()
+def attend():
+    return paged_attention(built.q, built.layer, built.batch, backend=backend, **built.options)
+def parallel_work():
+    torch.randn(1 << 22).exp_()
+"""
+
+
+def run(code: str, *arguments: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "3", "PAGEDKV_DEBUG": "0"}
+    command = [sys.executable, "-c", code, *arguments]
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    return result.stdout.strip()
+
+
+FORK = """
+parallel_work()
+if what == "after a call":
+    want = attend()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(60)
+    try:
+        first, second = attend(), attend()
+        if what == "after a call":
+            assert torch.equal(first, want)
+        assert torch.equal(first, second)
+        os._exit(0)
+    except BaseException as why:
+        print(repr(why), flush=True)
+        os._exit(1)
+status = os.waitpid(pid, 0)[1]
+assert os.WIFEXITED(status), f"the child hung: signal {os.WTERMSIG(status)}"
+attend()
+print("the child ended", os.WEXITSTATUS(status))
+"""
+
+
+@pytest.mark.parametrize("what", ["after a call", pytest.param("before any", marks=pytest.mark.slow)])
+def test_a_fork_of_a_process_that_computed_on_threads_computes(backend: str, what: str) -> None:
+    assert run(BEGIN + FORK, backend, what) == "the child ended 0"
+
+
+def test_a_call_loads_no_other_runtime_and_starts_no_other_team(backend: str) -> None:
+    code = """
+parallel_work()
+before = runtimes(), threads()
+attend()
+parallel_work()
+print((runtimes(), threads()) == before, len(before[0]))
+"""
+    equal, runtimes = run(BEGIN + code, backend, "").split()
+    assert equal == "True"
+    assert int(runtimes) <= 1
+
+
+SECOND = """
+import ctypes, re, sys
+from pathlib import Path
+source, own = Path(sys.argv[3]), Path(sys.argv[4])
+name = re.search(rb"libgomp[-0-9a-z.]*\\.so[.0-9]*\\0", source.read_bytes())[0]
+own.write_bytes(source.read_bytes().replace(name, b"libgomz" + name[7:]))  # the loader knows libraries by this name
+ctypes.CDLL(str(own), mode=ctypes.RTLD_GLOBAL if sys.argv[2] == "global" else ctypes.RTLD_LOCAL)
+"""
+
+
+@pytest.mark.parametrize("what", ["global", pytest.param("local", marks=pytest.mark.slow)])
+def test_of_two_runtimes_in_a_process_torchs_own_computes(backend: str, what: str, tmp_path: Path) -> None:
+    """The other is there first, and named so that it would be found first: its team would be a second one."""
+    torchs = run(BEGIN + "print(*runtimes())", backend, "").split()
+    if len(torchs) != 1 or "libgomp" not in torchs[0]:
+        pytest.skip(f"torch's runtime is no libgomp: {torchs}")
+    other = tmp_path / "libgomp-0000.so.1.0.0"
+    code = """
+parallel_work()
+before = threads()
+attend()
+parallel_work()
+print(threads() - before, len(runtimes()))
+"""
+    assert run(SECOND + BEGIN + code, backend, what, torchs[0], str(other)) == "0 2"

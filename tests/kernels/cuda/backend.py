@@ -1,0 +1,42 @@
+"""The backend `cuda` as a module of the registry, on the emulator: what runs is csrc/cuda, through the Python that launches it on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagedkv.kernels import registry
+from pagedkv.kernels.args import AttentionCall, WriteCall
+from pagedkv.kernels.cuda import backend
+from tests.kernels.cuda.emulator import Emulator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+machine = Emulator()
+KERNEL = registry.Kernel("cuda-emulated", ("cpu",), __name__, backend.case_objections)
+
+
+def paged_attention(call: AttentionCall) -> None:
+    machine.attend(call)
+
+
+def ready(call: AttentionCall) -> Callable[..., None]:
+    return lambda *fields: machine.attend(AttentionCall(*fields))
+
+
+def ready_write(call: WriteCall) -> Callable[..., None]:
+    return lambda *fields: machine.write_kv(WriteCall(*fields))
+
+
+def write_kv(call: WriteCall) -> None:
+    machine.write_kv(call)
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return machine.merge_states(out_a, lse_a, out_b, lse_b)
+
+
+def copy_frames(storage: Tensor, copies: Tensor) -> None:
+    machine.copy_frames(storage, copies)

@@ -1,0 +1,109 @@
+"""The attention kernel keeps the contract: on the shared grid of cases, memory poisoned, in the emulator."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from pagedkv.kernels import reference, registry
+from pagedkv.kernels.cuda import backend
+from pagedkv.kernels.cuda.attention import Ways
+from tests.cases import GRID, LARGE, SMALL, Case
+from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
+from tests.kernels.oracle import allowed_error, oracle, same_precision
+
+pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
+
+
+def served(case: Case) -> bool:
+    """Would the registry, on a machine with a GPU, give this case to the kernel?"""
+    return not backend.case_objections(registry.Case(dtype=case.dtype, head_dim=case.dims[0], head_dim_v=case.dims[1]))
+
+
+def test_every_case_of_the_shared_grid_is_served() -> None:
+    assert all(served(case) for case in (*SMALL, *GRID, *LARGE))
+
+
+SERVED = [case for case in (*SMALL, *GRID, *LARGE) if served(case)]
+SAMPLE = random.Random(0).sample([case for case in (*SMALL, *GRID) if served(case) and sum(case.kv_lens) < 3000], 12)
+"""Of every kind of heads: wide latent ones are among them."""
+assert any(case.layout == "mla" for case in SAMPLE)
+
+
+def check(case: Case, machine: Emulator) -> None:
+    built = case.build()
+    call = call_of(built)
+    machine.attend(call)
+    exact, plain, rows = oracle(built), same_precision(built), sum(case.q_lens)
+    out, lse = call.out.double().numpy(), call.lse.double().numpy()
+    assert np.isnan(out[rows:]).all(), "rows of padding are written"
+    blind = np.isneginf(exact.lse[:rows])
+    assert (np.isneginf(lse[:rows]) == blind).all()
+    assert (out[:rows][blind] == 0).all()
+    for name, got, want, low in (("out", out, exact.out, plain.out), ("lse", lse, exact.lse, plain.lse)):
+        finite = np.isfinite(want[:rows])
+        error = np.abs(got[:rows][finite] - want[:rows][finite]).max(initial=0.0)
+        allowed = allowed_error(case, want[:rows], low[:rows])
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in SAMPLE else [pytest.mark.slow]) for case in SERVED], ids=str
+)
+def test_out_and_lse_are_as_right_as_plain_torch(case: Case) -> None:
+    check(case, Emulator())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kv", ["fp8_e4m3", "fp8_e5m2"])
+def test_every_code_of_8_bits_is_its_number_and_what_is_none_stays_none(kv: str, dtype: str) -> None:
+    """A value that is alone is the result, so it shows how each code is read: as torch reads it, infinities and what is no number too."""
+    built = Case(q_lens=(1, 1), kv_lens=(1, 1), heads=(1, 1), dims=(128, 128), kv=kv, dtype=dtype).build()
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(built.layer.v.dtype)
+    frames = built.batch.block_table[: len(codes), 0].long()
+    built.layer.k.view(torch.uint8).zero_()
+    built.layer.v[frames, 0, 0] = codes
+    call = call_of(built)
+    Emulator().attend(call)
+    scale = 1.0 if built.layer.v_scale is None else float(built.layer.v_scale)
+    out, expected = call.out[:2, 0].float(), (codes.float() * scale).to(call.out.dtype).float()
+    finite = codes.float().isfinite()
+    assert not finite.all()
+    assert torch.equal(out.isfinite(), expected.isfinite())
+    assert torch.equal(out[expected.isfinite()], expected[expected.isfinite()])
+
+
+@pytest.mark.parametrize("second_launch", [False, True])
+@pytest.mark.parametrize(("keys", "split_tokens"), [(0, None), (40, None), (400, None), (400, 64)])
+def test_a_sink_without_bound_takes_the_whole_weight(keys: int, split_tokens: int | None, second_launch: bool) -> None:
+    """One CTA, several, or chunks write the result: an infinite sink leaves zeros, one of -inf is none."""
+    built = Case(
+        q_lens=(1,), kv_lens=(keys,), dims=(64, 64), dtype="bfloat16", sinks=True, split_tokens=split_tokens
+    ).build()
+    sinks = torch.tensor([torch.inf, -torch.inf, 0.5, torch.inf])
+    call, expected = call_of(built, sinks=sinks), call_of(built, sinks=sinks)
+    machine = Emulator(8)
+    machine.ways = Ways(second_launch=second_launch)
+    machine.attend(call)
+    reference.paged_attention(expected)
+    assert torch.equal(call.lse[0] == torch.inf, sinks == torch.inf)
+    assert (call.out[0, sinks == torch.inf] == 0).all()
+    assert torch.allclose(call.out, expected.out, rtol=2**-7, atol=2**-10)
+    assert torch.allclose(call.lse, expected.lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("kv", ["", "fp8_e4m3"])
+def test_a_key_that_is_no_number_makes_its_sequence_none_and_no_other(kv: str) -> None:
+    built = Case(q_lens=(1, 1), kv_lens=(40, 40), heads=(2, 1), dims=(64, 64), kv=kv, dtype="bfloat16").build()
+    built.layer.k.view(torch.uint8 if kv else torch.int16)[built.batch.block_table[0, 0], 3, 0, 5] = (
+        0x7F if kv else 0x7FC0
+    )
+    call = call_of(built)
+    Emulator().attend(call)
+    assert call.out[0].isnan().all()
+    assert call.lse[0].isnan().all()
+    assert call.out[1].isfinite().all()
+    assert call.lse[1].isfinite().all()

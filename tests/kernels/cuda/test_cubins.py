@@ -1,0 +1,249 @@
+"""Compiled kernels on disk: what names them, and what happens to folders that are damaged, shared, closed or filled by a build."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.args import WriteCall
+from pagedkv.kernels.cuda import attention, compiler, moves, shapes
+from pagedkv.kernels.cuda.compiler import Compiled, cubin_for, key, nearest
+from tests.cases import Case
+from tests.kernels.cuda.emulator import Emulator, call_of
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+MACROS = {"Q_KIND": 0, "HEAD_DIM_V": 64}
+
+
+class Recorder:
+    """Stands for NVRTC, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from cupy.cuda import nvrtc
+
+        self.calls: list[tuple[str, str]] = []
+        self.version, self.archs = (13, 0), (80, 86, 89, 90, 100, 120)
+        monkeypatch.setattr(compiler, "compile_cubin", self.compile)
+        monkeypatch.setattr(nvrtc, "getVersion", lambda: self.version)
+        monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: self.archs)
+
+    def compile(self, kernel: str, macros: dict[str, int], arch: str) -> Compiled:
+        self.calls.append((kernel, arch))
+        return Compiled(f"{kernel} {arch} {sorted(macros.items())}".encode() * 100, "")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "PREBUILT", tmp_path / "none")
+    return tmp_path / "cache" / "cubins"
+
+
+@pytest.fixture
+def recorder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def test_what_was_compiled_is_found_again(recorder: Recorder, folder: Path) -> None:
+    first = cubin_for("merge_states", MACROS, "sm_90")
+    assert cubin_for("merge_states", dict(reversed(MACROS.items())), "sm_90") == first
+    assert recorder.calls == [("merge_states", "sm_90")]
+    assert [path.name[:19] for path in folder.iterdir()] == ["merge_states-sm_90-"]
+
+
+def test_whatever_changes_the_code_changes_the_name(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {key("merge_states", MACROS, "sm_90", (13, 0))}
+    names |= {
+        key("write_kv", MACROS, "sm_90", (13, 0)),
+        key("merge_states", MACROS | {"HEAD_DIM_V": 80}, "sm_90", (13, 0)),
+    }
+    names |= {
+        key("merge_states", MACROS, "sm_80", (13, 0)),
+        key("merge_states", MACROS, "sm_90", (13, 1)),
+        key("merge_states", MACROS, "sm_90"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "-G"))
+        names.add(key("merge_states", MACROS, "sm_90", (13, 0)))
+    texts = dict(compiler.sources())
+    for name in texts:  # of an included file, too
+        with monkeypatch.context() as patch:
+            patch.setattr(compiler, "sources", lambda name=name: texts | {name: texts[name] + " "})
+            names.add(key("merge_states", MACROS, "sm_90", (13, 0)))
+    assert len(names) == 7 + len(texts)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "a bit", "another file's"])
+def test_a_damaged_file_is_made_anew(damage: str, recorder: Recorder, folder: Path) -> None:
+    right = cubin_for("merge_states", MACROS, "sm_90")
+    file = next(folder.iterdir())
+    content = file.read_bytes()
+    flipped = bytes([*content[:-1], content[-1] ^ 1])
+    file.write_bytes({"cut": content[:-7], "empty": b"", "a bit": flipped, "another file's": b"\x7fELF" * 50}[damage])
+    assert cubin_for("merge_states", MACROS, "sm_90") == right
+    assert len(recorder.calls) == 2
+    assert file.read_bytes() == content
+
+
+def test_writers_at_the_same_time_leave_one_whole_file(recorder: Recorder, folder: Path) -> None:
+    found, gate = [], threading.Barrier(8)
+
+    def one() -> None:
+        gate.wait()
+        found.append(cubin_for("merge_states", MACROS, "sm_90"))
+
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert len(found) == 8
+    assert len(list(folder.iterdir())) == 1, "nothing written aside is left"
+    assert compiler._read(next(folder.iterdir())) == found[0]
+
+
+def test_a_folder_that_cannot_be_written_costs_time_and_not_the_result(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "file"))  # even root cannot make a folder in a file
+    assert cubin_for("merge_states", MACROS, "sm_90") == cubin_for("merge_states", MACROS, "sm_90")
+    assert len(recorder.calls) == 2
+
+
+def test_a_file_that_cannot_be_put_in_place_leaves_nothing(
+    recorder: Recorder, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*paths: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert cubin_for("merge_states", MACROS, "sm_90")
+    assert list(folder.iterdir()) == []
+
+
+def test_code_built_with_the_wheel_is_taken_before_anything_is_compiled(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{key('merge_states', MACROS, 'sm_90')}.cubin").write_bytes(b"built for 90")
+    (tmp_path / f"{key('merge_states', MACROS, 'sm_100')}.cubin").write_bytes(b"built for 100")
+    monkeypatch.setattr(compiler, "PREBUILT", tmp_path)
+    assert cubin_for("merge_states", MACROS, "sm_90") == b"built for 90"
+    assert cubin_for("merge_states", MACROS, "sm_103") == b"built for 100"
+    assert recorder.calls == []
+    cubin_for("merge_states", MACROS, "sm_120")
+    cubin_for("merge_states", MACROS | {"HEAD_DIM_V": 80}, "sm_90")
+    assert recorder.calls == [("merge_states", "sm_120"), ("merge_states", "sm_90")]
+
+
+def test_a_gpu_newer_than_nvrtc_runs_the_code_of_the_latest_of_its_kind(recorder: Recorder) -> None:
+    cubin_for("merge_states", MACROS, "sm_121")
+    assert recorder.calls == [("merge_states", "sm_120")]
+    known = tuple(compiler.ARCHITECTURES)
+    assert [nearest(arch, known) for arch in ("sm_80", "sm_87", "sm_90", "sm_103", "sm_70", "sm_110")] == [
+        *("sm_80", "sm_86", "sm_90", "sm_100", "sm_70", "sm_110")
+    ]
+
+
+def test_a_kernel_is_read_from_disk_within_20_ms(folder: Path) -> None:
+    """A real one, once compiled; what is left of a load is the driver's."""
+    first = cubin_for("merge_states", MACROS, "sm_90")
+    took = []
+    for _ in range(9):
+        began = time.perf_counter()
+        assert cubin_for("merge_states", MACROS, "sm_90") == first
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[4] < 0.020
+
+
+def test_naming_code_needs_no_torch() -> None:
+    """setup.py names and builds cubins where only setuptools is."""
+    say = "import sys; from pagedkv.kernels.cuda import compiler, shapes; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", say], check=True, stdout=subprocess.PIPE, text=True)
+    assert run.stdout.split() == ["False", "False"]
+
+
+def setup_py() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_of_pagedkv", ROOT / "setup.py")
+    assert spec
+    assert spec.loader
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    return setup
+
+
+def test_a_build_with_nvcc_leaves_what_is_looked_for(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real compiler's part is to compile: here it writes down its arguments, and refuses one architecture."""
+    setup = setup_py()
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(
+        '#!/bin/sh\nfor last; do :; done\ncase "$*" in *sm_120*) exit 1;; esac\ntest -f csrc/cuda/ptx.cuh && printf "%s" "$*" > "$last"\n'
+    )
+    nvcc.chmod(0o755)
+    monkeypatch.chdir(ROOT)
+    setup.build_cubins(str(nvcc), tmp_path / "built")
+    monkeypatch.setattr(compiler, "PREBUILT", tmp_path / "built")
+    for arch, shared in compiler.ARCHITECTURES.items():
+        for shape in shapes.common(shared):
+            code = cubin_for(shape.kernel, shape.macros, arch).decode()
+            if arch != "sm_120":
+                assert code.startswith(f"-cubin -arch={arch} -std=c++17 ")
+                assert all(f" -D{name}={value} " in code for name, value in shape.macros.items())
+                assert f"csrc/cuda/{shape.kernel}.cuh" in code
+    assert {arch for _, arch in recorder.calls} == {"sm_120"}
+
+
+def test_a_build_compiles_for_the_architectures_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text('#!/bin/sh\nfor last; do :; done\nprintf "%s" "$*" > "$last"\n')
+    nvcc.chmod(0o755)
+    monkeypatch.chdir(ROOT)
+    for value, found in (("sm_90, sm_120", {"sm_90", "sm_120"}), ("none", set())):
+        monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", value)
+        setup_py().build_cubins(str(nvcc), tmp_path / value)
+        assert {cubin.read_text().split()[1].removeprefix("-arch=") for cubin in (tmp_path / value).glob("*")} == found
+    monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", "sm_90,sm_13")
+    with pytest.raises(InvalidRequest, match="'sm_13' is not one of sm_80, "):
+        setup_py().build_cubins(str(nvcc), tmp_path / "strange")
+
+
+def test_the_wheel_s_most_used_kernels_are_those_that_calls_ask_for() -> None:
+    """A decode, a prefill and a write of a model with 128 dims launch nothing else."""
+    machine = Asked()
+    for dtype, kv in (("bfloat16", ""), ("bfloat16", "fp8_e4m3/token_head")):
+        built = Case(q_lens=(40, 1), kv_lens=(64, 16), dims=(128, 128), dtype=dtype, kv=kv, layout="HND").build()
+        attention.attend(call_of(built), machine)
+        k, layer = torch.zeros(41, 2, 128, dtype=torch.bfloat16), built.layer
+        scales = (layer.k_scale, layer.v_scale)
+        moves.write_kv(WriteCall(k, k, layer.k, layer.v, *scales, built.batch.slots, None, None, None, False), machine)
+    state = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.zeros(4, 2)
+    moves.merge_states(*state, *state, machine)
+    moves.copy_frames(torch.zeros(8, 1024), torch.tensor([[0, 1]], dtype=torch.int32), machine)
+    assert set(machine.shapes) <= set(shapes.common((machine.shared_per_block, machine.shared_per_sm)))
+    assert len(set(machine.shapes)) == 3 * 2 + 2 + 2
+
+
+class Asked(Emulator):
+    """Runs nothing."""
+
+    def launch(self, shape: shapes.Specialisation, blocks: int, params: bytes) -> None:
+        self.launches.append(shape)
+
+    @property
+    def shapes(self) -> list[shapes.Specialisation]:
+        return self.launches

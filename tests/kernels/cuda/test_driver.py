@@ -1,0 +1,547 @@
+"""The last step before a GPU, with a recorder where the driver's API is: what it is given, and that nothing else is asked of it.
+
+The recorder follows the pointers of a launch as the driver would, and runs it on the emulator: so bytes are packed, and grids counted, as
+the kernels expect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import itertools
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pagedkv.bench.gpu import launch
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.cuda import attention, compiler, moves, programmatic_launch
+from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS
+from pagedkv.kernels.cuda.driver import CHUNK, LINE, RESERVE, Driver, Torch
+from pagedkv.kernels.cuda.moves import COPY_LAYOUT, MERGE_LAYOUT, WRITE_LAYOUT
+from pagedkv.kernels.cuda.shapes import CopyShape
+from tests.cases import Case
+from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of, compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagedkv.kernels.cuda.shapes import Specialisation
+
+LAYOUTS = {
+    "paged_attention": LAYOUT,
+    "merge_pieces": LAYOUT,
+    "write_kv": WRITE_LAYOUT,
+    "merge_states": MERGE_LAYOUT,
+    "copy_frames": COPY_LAYOUT,
+}
+TORCH_CONTEXT, OTHER_CONTEXT = 7000, 7001
+
+
+class Recorder:
+    """cupy.cuda.driver, and torch's stream: writes down what is asked, and checks what the real ones would object to."""
+
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
+    arch, num_sms, shared_per_block, shared_per_sm = "sm_90", 3, 227 << 10, 228 << 10
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, emulator: Emulator | None = None) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.launches: list[tuple[int, ...]] = []
+        self.loaded: list[Specialisation] = []
+        self.allowed_shared: dict[int, int] = {}
+        self.current, self.capturing, self.stream_handle = TORCH_CONTEXT, False, 0x5000
+        self.emulator, self.run = emulator, emulator is not None
+        self.driver = Driver(self, self, self.launch_early)  # type: ignore[arg-type]
+        self.early: list[int] = []
+        self.beside = False
+        self.chunks: list[torch.Tensor] = []
+        self.counted: list[tuple[int, int]] = []
+        load = self.driver._load
+        monkeypatch.setattr(self.driver, "_load", lambda shape: (self.loaded.append(shape), load(shape))[1])
+        monkeypatch.setattr(compiler, "cubin_for", lambda kernel, macros, arch: f"{kernel} {arch}".encode())
+
+    def context(self, cuda: object) -> int:
+        return TORCH_CONTEXT
+
+    def stream(self) -> int:
+        return self.stream_handle
+
+    def is_capturing(self, stream: int) -> bool:
+        assert stream == self.stream_handle
+        return self.capturing
+
+    def zeros(self, count: int) -> torch.Tensor:
+        assert not self.capturing, "a capture cannot take memory of the device"
+        chunk = torch.zeros(count + LINE, dtype=torch.int32)
+        self.chunks.append(
+            chunk[-chunk.data_ptr() // 4 % LINE :][:count]
+        )  # it begins a line of the cache, as the device's does
+        return self.chunks[-1]
+
+    def ctxGetCurrent(self) -> int:
+        return self.current
+
+    def ctxSetCurrent(self, context: int) -> None:
+        self.asked.append(("ctxSetCurrent", context))
+        self.current = context
+
+    @contextlib.contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        self.beside = True
+        yield
+        self.beside = False
+
+    def moduleLoadData(self, cubin: bytes) -> int:
+        assert self.beside, "another thread may be capturing"
+        assert self.current == TORCH_CONTEXT, "what is loaded belongs to the current context"
+        self.asked.append(("moduleLoadData", cubin))
+        return 100 + len(self.loaded)
+
+    def moduleGetFunction(self, module: int, name: str) -> int:
+        assert module == 100 + len(self.loaded)
+        assert name == self.loaded[-1].kernel
+        self.allowed_shared[len(self.loaded)] = 48 << 10
+        return len(self.loaded)
+
+    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
+        assert self.current == TORCH_CONTEXT
+        self.asked.append(("funcSetAttribute", attribute, value))
+        if attribute == self.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
+            assert value <= self.shared_per_block
+            self.allowed_shared[function] = value
+
+    def launch_early(self, function: int, *arguments: int) -> None:
+        self.early.append(len(self.launches))
+        self.launchKernel(function, *arguments)
+
+    def launchKernel(self, function: int, *arguments: int) -> None:
+        grid, block, (shared, stream, pointers, extra) = arguments[:3], arguments[3:6], arguments[6:]
+        assert self.current == TORCH_CONTEXT, "the function belongs to this context"
+        assert 0 < grid[0] < 2**31
+        assert grid[1:] == (1, 1)
+        assert block[1:] == (1, 1)
+        assert shared <= self.allowed_shared[function]
+        assert (stream, extra) == (self.stream_handle, 0)
+        self.launches.append((function, grid[0], block[0], shared))
+        shape = self.loaded[function - 1]
+        params = ctypes.string_at(ctypes.c_void_p.from_address(pointers).value or 0, LAYOUTS[shape.kernel].size)
+        if LAYOUTS[shape.kernel] is LAYOUT:
+            said = dict(zip(PARAMS, LAYOUT.unpack(params), strict=True))
+            if said["tickets"]:
+                assert not any(ctypes.string_at(said["tickets"], 4 * said["num_slots"])), (
+                    "a launch begins with tickets that are zero"
+                )
+            self.counted.append((said["tickets"], said["num_slots"]))
+        if self.run:
+            assert block[0] == shape.threads
+            assert shared == shape.shared_bytes
+            assert self.emulator
+            self.emulator.launch(shape, grid[0], params)
+
+
+@pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
+@pytest.mark.parametrize("split_tokens", [None, 64])
+def test_a_call_is_launched_as_the_emulator_would_launch_it(
+    split_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(
+        q_lens=(1, 40, 3), kv_lens=(400, 64, 77), heads=(8, 2), dtype="bfloat16", sinks=True, split_tokens=split_tokens
+    )
+    emulator = Emulator()
+    recorder, call, expected = Recorder(monkeypatch, emulator), call_of(case.build()), call_of(case.build())
+    Emulator().attend(expected)
+    emulator._may_touch(*(getattr(call, name) for name in call.__slots__))
+    for name in ("workspace", "tickets"):
+        taken = getattr(recorder.driver, name)
+        monkeypatch.setattr(
+            recorder.driver,
+            name,
+            lambda size, like, taken=taken: emulator.memory.append(got := taken(size, like)) or got,
+        )
+    attention.attend(call, recorder.driver)
+    assert len(recorder.launches) == 3
+    assert torch.equal(call.out.view(torch.int16), expected.out.view(torch.int16))
+    assert torch.equal(call.lse, expected.lse)
+    assert [name for name, *_ in recorder.asked] == ["moduleLoadData", "funcSetAttribute", "funcSetAttribute"] * 3
+    again = len(recorder.asked)
+    attention.attend(call, recorder.driver)
+    assert len(recorder.asked) == again, "the second call loads nothing and sets nothing"
+
+
+def attend_nowhere(recorder: Recorder) -> None:
+    recorder.run = False
+    attention.attend(call_of(Case(dtype="bfloat16").build()), recorder.driver)
+
+
+def test_a_thread_without_a_context_is_given_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    recorder.current = 0
+    attend_nowhere(recorder)
+    assert recorder.current == TORCH_CONTEXT
+
+
+def test_another_device_s_context_is_put_back_even_if_the_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    recorder.current = OTHER_CONTEXT
+    attend_nowhere(recorder)
+    assert recorder.current == OTHER_CONTEXT
+
+    def refuse(*arguments: int) -> None:
+        raise RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+
+    monkeypatch.setattr(recorder, "launchKernel", refuse)
+    with pytest.raises(RuntimeError, match="OUT_OF_RESOURCES"):
+        attend_nowhere(recorder)
+    assert recorder.current == OTHER_CONTEXT
+
+
+def apart(*taken: tuple[int, int]) -> bool:
+    """Do these (address, tickets) have no line of the cache in common?"""
+    lines = sorted((at // (4 * LINE), (at + 4 * count - 1) // (4 * LINE)) for at, count in taken)
+    return all(last < first for (_, last), (first, _) in itertools.pairwise(lines))
+
+
+def test_each_stream_has_tickets_of_its_own_and_outgrown_ones_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = (recorder := Recorder(monkeypatch)).driver
+    like = torch.zeros(1)
+    first = driver.tickets(10, like)
+    assert driver.tickets(4096, like) is first
+    larger = driver.tickets(4097, like)
+    assert driver.tickets(10, like) is larger
+    recorder.stream_handle = 0x6000
+    other = driver.tickets(10, like)
+    assert apart((first.data_ptr(), 4096), (larger.data_ptr(), 4097), (other.data_ptr(), 10)), (
+        "a launch that still runs may count in it"
+    )
+    assert not torch.cat((first, larger, other)).any()
+    assert len(recorder.chunks) == 1
+    assert driver.tickets(3 * CHUNK, like).numel() >= 3 * CHUNK
+    assert len(recorder.chunks) == 2
+
+
+def test_launches_in_graphs_have_zeroed_tickets_of_their_own_and_record_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one stream and on two: graphs that were captured on the same one may be replayed side by side."""
+    recorder = Recorder(monkeypatch)
+    attend_nowhere(recorder)
+    asked, recorder.capturing = len(recorder.asked), True
+    built = Case(dtype="bfloat16").build()
+    monkeypatch.setattr(torch, "zeros", None)  # a node in the graph, and in the pool of whoever captures
+    for recorder.stream_handle in (0x5000, 0x5000, 0x6000):
+        attention.attend(call_of(built), recorder.driver)
+    assert len(recorder.launches) == 4
+    assert len(recorder.asked) == asked, "a capture sees one launch, and nothing else of the driver"
+    assert apart(*recorder.counted)
+    inside = [
+        chunk.data_ptr() <= at < chunk.data_ptr() + 4 * chunk.numel()
+        for at, _ in recorder.counted
+        for chunk in recorder.chunks
+    ]
+    assert inside == [True] * 4
+
+
+def test_a_capture_that_finds_too_few_tickets_has_the_graph_zero_some_and_later_launches_provide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, like = (recorder := Recorder(monkeypatch)).driver, torch.zeros(1)
+    monkeypatch.setattr(torch, "empty", lambda count, **options: torch.full((count,), -1, **options))
+    recorder.capturing = True
+    assert driver.tickets(10, like).tolist() == [0] * 10, "nothing was taken before the capture"
+    assert recorder.chunks == []
+    recorder.capturing = False
+    driver.tickets(10, like)
+    recorder.capturing = True
+    taken = [driver.tickets(CHUNK // 8 + 1, like) for _ in range(9)]
+    assert all(not tickets.any() and tickets.numel() > CHUNK // 8 for tickets in taken)
+    assert apart(*((tickets.data_ptr(), CHUNK // 8 + 1) for tickets in taken[:7]))
+    assert len({tickets.untyped_storage().data_ptr() for tickets in taken}) == 3, (
+        "seven of the chunk, and two of torch's"
+    )
+    recorder.capturing = False
+    mine = driver.tickets(10, like)
+    assert [chunk.numel() for chunk in recorder.chunks] == [CHUNK] * 2
+    assert driver.tickets(10, like) is mine
+    recorder.capturing = True
+    assert driver.tickets(RESERVE, like).untyped_storage().data_ptr() == recorder.chunks[1].untyped_storage().data_ptr()
+
+
+def test_what_is_not_loaded_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    recorder.capturing = True
+    with pytest.raises(
+        InvalidRequest, match=r"paged_attention .* is not loaded yet.* run the same step once before capturing it"
+    ):
+        attend_nowhere(recorder)
+    assert recorder.launches == []
+
+
+@pytest.mark.parametrize(
+    ("split_tokens", "second_launch", "some"),
+    [(None, False, True), (16, False, True), (1 << 20, False, False), (None, True, False)],
+)
+def test_tickets_are_taken_where_ctas_share_units_and_the_last_one_merges(
+    split_tokens: int | None, second_launch: bool, some: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(monkeypatch)
+    built = Case(q_lens=(1,), kv_lens=(64,), heads=(2, 1), dtype="bfloat16", split_tokens=split_tokens).build()
+    attention.attend(call_of(built), recorder.driver, attention.Ways(second_launch=second_launch))
+    assert [bool(at) for at, _ in recorder.counted] == [some] * (1 + second_launch)
+    assert bool(recorder.chunks) == some
+
+
+def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> Torch:
+    """What torch and the runtime know of a device that is not there."""
+    from cupy.cuda import runtime
+
+    monkeypatch.setattr(runtime, "deviceGetAttribute", lambda attribute, device: 1000 * device + attribute)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+    return Torch(torch.device("cuda", index))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+def test_what_is_asked_is_asked_of_the_device_itself_also_if_it_is_not_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cupy.cuda import runtime
+
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+    about = torch_of(3, monkeypatch)
+    assert (about.arch, about.num_sms) == ("sm_93", 3000 + runtime.cudaDevAttrMultiProcessorCount)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0x100 + index))
+    assert about.stream() == 0x103
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0x200 + index, raising=False)
+    assert torch_of(2, monkeypatch).stream() == 0x202
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+def test_tickets_are_zero_for_every_stream_and_taken_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import runtime
+
+    told: list[tuple[Any, ...]] = []
+    answers = {"streamCreateWithFlags": 0x77, "malloc": 0x4000}
+    for name in ("setDevice", "streamCreateWithFlags", "malloc", "memsetAsync", "streamSynchronize", "streamDestroy"):
+        monkeypatch.setattr(
+            runtime, name, lambda *given, name=name: (told.append((name, *given)), answers.get(name))[1]
+        )
+
+    @contextlib.contextmanager
+    def beside_captures() -> Iterator[None]:
+        told.append(("relaxed",))
+        yield
+        told.append(("as before",))
+
+    monkeypatch.setattr(programmatic_launch, "beside_captures", beside_captures)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch, "as_tensor", lambda taken, device: (taken.__cuda_array_interface__, device))
+    about = object.__new__(Torch)
+    about.device = torch.device("cuda", 3)
+    interface, device = about.zeros(10)  # type: ignore[misc]
+    assert (interface["shape"], interface["typestr"], interface["data"], device) == (
+        (10,),
+        "<i4",
+        (0x4000, False),
+        about.device,
+    )
+    assert told == [
+        *(("relaxed",), ("setDevice", 3), ("streamCreateWithFlags", runtime.streamNonBlocking), ("malloc", 40)),
+        *(("memsetAsync", 0x4000, 0, 40, 0x77), ("streamSynchronize", 0x77), ("streamDestroy", 0x77), ("as before",)),
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+def test_a_stream_of_any_device_is_asked_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import runtime
+
+    monkeypatch.setattr(
+        runtime, "streamIsCapturing", {0x5000: 0, 0x6000: 1}.__getitem__
+    )  # CUDA may answer others with an error
+    about = torch_of(3, monkeypatch)
+    assert [about.is_capturing(stream) for stream in (0, runtime.streamLegacy, 0x5000, 0x6000)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_threads_that_launch_at_once_all_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    threads = [threading.Thread(target=attend_nowhere, args=(recorder,)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(recorder.launches) == 6
+
+
+def test_more_than_48_kb_of_shared_memory_is_asked_for_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    recorder.driver.launch(CopyShape(16, 96 << 10), 5, bytes(COPY_LAYOUT.size))
+    assert ("funcSetAttribute", recorder.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 96 << 10) in recorder.asked
+    assert recorder.launches == [(1, 5, 128, 96 << 10)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+def test_cupy_has_what_is_asked_of_it() -> None:
+    from cupy.cuda import driver, runtime
+
+    for name in (
+        "ctxGetCurrent",
+        "ctxSetCurrent",
+        "moduleLoadData",
+        "moduleGetFunction",
+        "funcSetAttribute",
+        "launchKernel",
+    ):
+        assert callable(getattr(driver, name))
+    assert (
+        driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        == Recorder.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    )
+    assert (
+        driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        == Recorder.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    )
+    for name in ("MultiProcessorCount", "MaxSharedMemoryPerBlockOptin", "MaxSharedMemoryPerMultiprocessor"):
+        assert isinstance(getattr(runtime, f"cudaDevAttr{name}"), int)
+
+
+PROBE = """
+#include "params.h"
+{checks}
+extern "C" __global__ void probe() {{}}
+"""
+
+
+def offsets() -> list[str]:
+    """What the bytes that Python packs say of `AttentionParams`, as C++."""
+    lines, at = [], 0
+    for code, name in zip(LAYOUT.format.strip("@x4") and expanded(LAYOUT.format), PARAMS, strict=True):
+        size = {"Q": 8, "q": 8, "i": 4, "f": 4}[code]
+        lines.append(f'static_assert(__builtin_offsetof(AttentionParams, {name}) == {at}, "{name}");')
+        at += size
+    sizes = {
+        "AttentionParams": LAYOUT,
+        "WriteParams": WRITE_LAYOUT,
+        "CopyParams": COPY_LAYOUT,
+        "MergeParams": MERGE_LAYOUT,
+    }
+    return lines + [f'static_assert(sizeof({name}) == {layout.size}, "{name}");' for name, layout in sizes.items()]
+
+
+def expanded(format: str) -> str:
+    """ "2Q3i" as "QQiii"; padding left out."""
+    codes, count = "", ""
+    for letter in format[1:]:
+        if letter.isdigit():
+            count += letter
+        else:
+            codes += letter * int(count or 1) if letter != "x" else ""
+            count = ""
+    return codes
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+def test_the_device_compiler_lays_params_out_as_python_packs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import nvrtc
+
+    try:
+        offers_offsets = nvrtc.getVersion() >= (13, 1)  # 13.0 does not know __builtin_offsetof
+    except (RuntimeError, OSError, ImportError) as why:
+        pytest.skip(f"no NVRTC library here: {why}")
+    checks = [line for line in offsets() if offers_offsets or "offsetof" not in line]
+    texts = dict(compiler.sources()) | {"probe.cuh": PROBE.format(checks="\n".join(checks))}
+    monkeypatch.setattr(compiler, "sources", lambda: texts)
+    assert compiler.compile_cubin("probe", {}, "sm_90").cubin[:4] == b"\x7fELF"
+
+
+def test_a_launch_costs_the_host_little() -> None:
+    """The limit is 10 us, which `python -m pagedkv.bench.gpu.launch` looks at; a busy test machine may take six times that."""
+    rows = launch.measured(repetitions=5)
+    print(*(f"{row['best']:.1f} us {row['what']}" for row in rows), sep="\n")
+    assert len(rows) == 8
+    assert all(0 < row["best"] < 6 * launch.LIMIT for row in rows)
+
+
+def test_pieces_are_merged_by_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    for split_tokens in (None, 16):  # 16: one unit, so that its chunks are shared
+        built = Case(q_lens=(1,), kv_lens=(64,), heads=(2, 1), dtype="bfloat16", split_tokens=split_tokens).build()
+        attention.attend(call_of(built), recorder.driver, attention.Ways(second_launch=True))
+    assert [shape.kernel for shape in recorder.loaded] == ["paged_attention", "merge_pieces"]
+    assert recorder.early == [1, 3]
+    first, second = recorder.launches[:2]
+    assert first[1:3] == second[1:3], "the same CTAs make the same plan"
+    assert second[3] == 0
+
+
+HEADER = """
+#include <cstddef>
+typedef struct {
+    int id;
+    char pad[8 - sizeof(int)];
+    union { char pad[64]; int programmaticStreamSerializationAllowed; } value;
+} CUlaunchAttribute;
+typedef struct {
+    unsigned int gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
+    void* hStream;
+    CUlaunchAttribute* attrs;
+    unsigned int numAttrs;
+} CUlaunchConfig;
+extern "C" size_t seen[15] = {};
+extern "C" int cuLaunchKernelEx(const CUlaunchConfig* c, void* function, void** params, void** extra) {
+    const size_t all[] = {c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ, c->sharedMemBytes,
+        (size_t)c->hStream, c->numAttrs, (size_t)c->attrs->id, (size_t)c->attrs->value.programmaticStreamSerializationAllowed,
+        (size_t)function, (size_t)params, (size_t)extra, sizeof(CUlaunchConfig) * 1000 + sizeof(CUlaunchAttribute)};
+    for (int i = 0; i < 15; ++i) seen[i] = all[i];
+    return (int)c->gridDimZ - 1;
+}
+extern "C" int mode = 1;
+extern "C" int cuThreadExchangeStreamCaptureMode(int* wanted) {
+    const int before = mode;
+    mode = *wanted;
+    *wanted = before;
+    return 0;
+}
+"""
+"""The driver's side of the launch, as its header lays it out; a grid whose z is not 1 is an error. And a mode of capture."""
+
+
+@pytest.mark.skipif(not COMPILER or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy")
+def test_the_driver_is_told_that_a_launch_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import driver
+
+    library = ctypes.CDLL(str(compiled("driver", {"driver.cpp": HEADER}, ("-O1", "-fPIC", "-shared"))))
+    monkeypatch.setattr(programmatic_launch, "library", lambda: library)
+    programmatic_launch.launch_early(0x123456789AB, 7, 1, 1, 128, 1, 1, 4096, 0x23456789ABC, 0x3456789ABCD, 0)
+    attributes, sizes = (
+        (1, programmatic_launch.MAY_BEGIN_EARLY, 1),
+        ctypes.sizeof(programmatic_launch.Config) * 1000 + ctypes.sizeof(programmatic_launch.Attribute),
+    )
+    expected = [7, 1, 1, 128, 1, 1, 4096, 0x23456789ABC, *attributes, 0x123456789AB, 0x3456789ABCD, 0, sizes]
+    assert list((ctypes.c_size_t * 15).in_dll(library, "seen")) == expected
+    raised: list[int] = []
+    monkeypatch.setattr(driver, "check_status", raised.append)
+    programmatic_launch.launch_early(1, 7, 1, 2, 128, 1, 1, 0, 0, 0, 0)
+    assert raised == [1], "what the driver answers is looked at"
+    mode = ctypes.c_int.in_dll(library, "mode")
+    with contextlib.suppress(MemoryError), programmatic_launch.beside_captures():
+        assert mode.value == programmatic_launch.RELAXED
+        raise MemoryError
+    assert (mode.value, raised) == (1, [1, 0])
+
+
+def test_moves_are_launched_through_the_same_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    pool = torch.zeros(4, 64)
+    moves.copy_frames(pool, torch.tensor([[0, 1]], dtype=torch.int32), recorder.driver)
+    moves.merge_states(
+        torch.zeros(2, 1, 64), torch.zeros(2, 1), torch.zeros(2, 1, 64), torch.zeros(2, 1), recorder.driver
+    )
+    assert [shape.kernel for shape in recorder.loaded] == ["copy_frames", "merge_states"]
+    assert [blocks for _, blocks, *_ in recorder.launches] == [1, 1]

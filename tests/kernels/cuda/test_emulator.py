@@ -1,0 +1,298 @@
+"""The emulator is a GPU where it matters, and hurts where a GPU leaves things undefined: each promise, with a kernel of a few lines."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.cuda.emulator import COMPILER, FLAGS, compiled, runtime, texts
+
+pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
+
+# Small kernels: `in` and `out` are arrays of floats, `lane` is the thread. One translation unit, compiled once.
+KERNELS = {
+    "reverse": """ptx::shared_write(4 * lane, p->in[lane]); ptx::sync_block();
+        ptx::write(p->out + lane, ptx::shared_read<float>(4 * (63 - lane)));""",
+    "no_barrier": "ptx::shared_write(4 * lane, p->in[lane]); ptx::write(p->out + lane, ptx::shared_read<float>(4 * (63 - lane)));",
+    "warp_barrier_for_block": "ptx::shared_write(4 * lane, 1.0f); ptx::sync_warp(); ptx::shared_read<float>(4 * (63 - lane));",
+    "overwrites_what_is_read": """ptx::shared_write(4 * lane, 1.0f); ptx::sync_block(); ptx::shared_read<float>(4 * (63 - lane));
+        ptx::shared_write(4 * lane, 2.0f);""",
+    "two_write_one_place": "ptx::shared_write(0, 1.0f);",
+    "never_written": "ptx::shared_read<float>(4 * lane);",
+    "past_the_end": "ptx::shared_write(4 * (lane + 1000), 1.0f);",
+    "odd_address": "ptx::shared_write(4 * lane + 2, 1.0f);",
+    "some_leave": "if (lane < 63) ptx::sync_block();",
+    "half_a_warp_shuffles": "if (lane % 2) ptx::shuffle(1.0f, 0);",
+    "lanes_disagree": "if (lane % 2) ptx::shuffle(1.0f, 0); else ptx::ballot(true);",
+    "wild_read": "ptx::read(p->in + 64 + lane);",
+    "wild_write": "ptx::write(p->out - 1 - static_cast<int>(lane), 0.0f);",
+    "copies": """ptx::copy_async<4>(4 * lane, p->in + lane, lane % 3 != 0); ptx::copy_commit(); ptx::copy_wait<0>(); ptx::sync_block();
+        ptx::write(p->out + lane, ptx::shared_read<float>(4 * (63 - lane)));""",
+    "copy_not_waited_for": "ptx::copy_async<4>(4 * lane, p->in + lane, true); ptx::copy_commit(); ptx::shared_read<float>(4 * lane);",
+    "copy_waits_for_too_few": """ptx::copy_async<4>(4 * lane, p->in + lane, true); ptx::copy_commit(); ptx::copy_wait<1>();
+        ptx::shared_read<float>(4 * lane);""",
+    "copy_of_another": """ptx::copy_async<4>(4 * lane, p->in + lane, true); ptx::copy_commit(); ptx::copy_wait<0>();
+        ptx::shared_read<float>(4 * (lane ^ 1));""",
+    "copy_from_nowhere": "ptx::copy_async<4>(4 * lane, p->in + 64, true);",
+    "copy_of_nothing_reads_nothing": """ptx::copy_async<4>(4 * lane, p->in + 9999, false); ptx::copy_commit(); ptx::copy_wait<0>();
+        ptx::write(p->out + lane, ptx::shared_read<float>(4 * lane));""",
+    "copy_left_behind": "ptx::copy_async<4>(4 * lane, p->in + lane, true); ptx::copy_commit();",
+    "shuffles": """const float x = p->in[lane];
+        ptx::write(p->out + lane, ptx::shuffle_xor(x, 5) + ptx::shuffle(x, 3) + ptx::shuffle_up(x, 1));""",
+    "votes": "ptx::write(p->out + lane, static_cast<float>(ptx::ballot(p->in[lane] > 0.0f) & 0xffffffu));",
+    "teams": """ptx::shared_write(4 * lane, p->in[lane]); ptx::sync_team(1 + lane / 32, 32);
+        ptx::write(p->out + lane, ptx::shared_read<float>(4 * (lane ^ 31)));""",
+    "counts": "ptx::write(p->out + lane, static_cast<float>(ptx::atomic_add(reinterpret_cast<u32*>(p->out) + 64, 1)));",
+    "matrices": """u32 m[4], t[4]; for (int i = 0; i < 4;
+            ++i) ptx::shared_write(16 * lane + 4 * i, lane * 8u + 2 * i | (lane * 8u + 2 * i + 1) << 16);
+        ptx::sync_warp(); ptx::load_matrices(m, 16 * lane); ptx::load_matrices_transposed(t, 16 * lane);
+        for (int i = 0; i < 4; ++i) {
+            ptx::write(p->out + lane * 4 + i, static_cast<float>(m[i] & 0xffff));
+            ptx::write(p->out + 256 + lane * 4 + i, static_cast<float>(t[i] >> 16));
+        }""",
+    "product": """float d[4] = {1, 2, 3, 4}; u32 a[4], b[2]; const auto* x = reinterpret_cast<const u32*>(p->in);
+        for (int i = 0; i < 4; ++i) a[i] = x[(lane / 4 + 8 * (i % 2)) * 8 + lane % 4 + 4 * (i / 2)];
+        for (int i = 0; i < 2; ++i) b[i] = x[128 + lane / 4 * 8 + lane % 4 + 4 * i];
+        ptx::multiply_add<HALF>(d, a, b[0], b[1]);
+        for (int i = 0; i < 4; ++i) p->out[(lane / 4 + 8 * (i / 2)) * 8 + 2 * (lane % 4) + i % 2] = d[i];""",
+}
+BEGIN = "if (lane == 0) { ptx::barrier_init(1016, 1); ptx::fence_barrier_init(); } ptx::sync_block();"
+EXPECT, COPY = (
+    "if (lane == 0) ptx::barrier_arrive_expecting(1016, {});",
+    "if (lane < 16) ptx::copy_bulk(16 * lane, p->in + 4 * lane, 16, 1016);",
+)
+READ = "ptx::write(p->out + lane, ptx::shared_read<float>(4 * (63 - lane)));"
+WAIT = "ptx::barrier_wait(1016, 0);"
+KERNELS |= {
+    "bulk": BEGIN + COPY + EXPECT.format(256) + WAIT + READ,
+    "bulk_twice": BEGIN
+    + EXPECT.format(256)
+    + COPY
+    + WAIT
+    + READ
+    + "ptx::sync_block(); ptx::fence_async();"
+    + EXPECT.format(16)
+    + "if (lane == 0) ptx::copy_bulk(0, p->in + 60, 16, 1016); ptx::barrier_wait(1016, 1);"
+    + READ,
+    "bulk_not_waited_for": BEGIN + EXPECT.format(256) + COPY + "ptx::sync_block();" + READ + WAIT,
+    "bulk_wrong_parity": BEGIN + EXPECT.format(256) + COPY + "ptx::sync_block(); ptx::barrier_wait(1016, 1);" + READ,
+    "bulk_expects_too_much": BEGIN + EXPECT.format(272) + COPY + WAIT + READ,
+    "bulk_expects_too_little": BEGIN + EXPECT.format(240) + COPY + "ptx::sync_block();" + WAIT + READ,
+    "bulk_expects_nothing": BEGIN + EXPECT.format(0) + COPY + "ptx::sync_block();" + WAIT + READ,
+    "bulk_nobody_arrives": BEGIN + COPY + WAIT + READ,
+    "bulk_all_arrive": BEGIN + "ptx::barrier_arrive_expecting(1016, 4);" + "ptx::sync_block();" + COPY + WAIT + READ,
+    "bulk_of_12_bytes": BEGIN + "ptx::copy_bulk(16 * lane, p->in, 12, 1016);",
+    "bulk_to_an_odd_place": BEGIN + "ptx::copy_bulk(16 * lane + 8, p->in, 16, 1016);",
+    "bulk_from_an_odd_place": BEGIN + "ptx::copy_bulk(16 * lane, p->in + 1, 16, 1016);",
+    "bulk_from_nowhere": BEGIN + "ptx::copy_bulk(0, p->in + 56, 48, 1016);",
+    "bulk_past_the_end": BEGIN + "ptx::copy_bulk(1024, p->in, 16, 1016);",
+    "bulk_left_behind": BEGIN + EXPECT.format(256) + COPY,
+    "bulk_without_an_mbarrier": "ptx::copy_bulk(16 * lane, p->in, 16, 1016);",
+    "bulk_mbarrier_not_fenced": BEGIN.replace("ptx::fence_barrier_init();", "") + COPY,
+    "bulk_mbarrier_not_shown": BEGIN.replace("ptx::sync_block();", "") + EXPECT.format(256) + COPY + WAIT,
+    "bulk_mbarrier_begun_twice": BEGIN + BEGIN,
+    "bulk_over_an_mbarrier": BEGIN + "ptx::copy_bulk(1008, p->in, 16, 1016);",
+    "bulk_over_what_is_read": BEGIN
+    + EXPECT.format(256)
+    + COPY
+    + WAIT
+    + READ
+    + "ptx::fence_async();"
+    + EXPECT.format(256)
+    + COPY,
+    "bulk_over_what_is_written": BEGIN
+    + "ptx::shared_write(4 * lane, 1.0f); ptx::sync_block();"
+    + EXPECT.format(256)
+    + COPY
+    + WAIT,
+    "bulk_over_bulk": BEGIN + EXPECT.format(256) + COPY + "ptx::sync_block();" + COPY,
+    "bulk_seen_without_waiting": BEGIN + EXPECT.format(256) + COPY + "if (lane == 0)" + WAIT + READ,
+    "an_mbarrier_is_no_number": BEGIN + "ptx::shared_read<u32>(1020);",
+}
+FAULTS = {
+    "bulk_not_waited_for": "asynchronous copy has not brought yet",
+    "bulk_wrong_parity": "asynchronous copy has not brought yet",
+    "bulk_expects_too_much": "nobody can run: .*the mbarrier at 1016 misses 0 arrivals and 16 bytes",
+    "bulk_expects_too_little": "asynchronous copy has not brought yet|ends with bulk copies that nobody waited for",
+    "bulk_expects_nothing": "asynchronous copy has not brought yet",
+    "bulk_nobody_arrives": "nobody can run: .*the mbarrier at 1016 misses 1 arrivals and 0 bytes",
+    "bulk_all_arrive": "where all 1 have arrived",
+    "bulk_of_12_bytes": "copies 12 bytes in bulk; it takes multiples of 16",
+    "bulk_to_an_odd_place": "shared memory at .*, which is no multiple of that",
+    "bulk_from_an_odd_place": "address that is no multiple of that",
+    "bulk_from_nowhere": "copies 16 bytes of global memory outside",
+    "bulk_past_the_end": "the block has 1024 bytes",
+    "bulk_left_behind": "ends with bulk copies that nobody waited for",
+    "bulk_without_an_mbarrier": "an mbarrier at 1016 that nobody initialised",
+    "bulk_mbarrier_not_fenced": "whose beginning no fence shows to copies",
+    "bulk_mbarrier_not_shown": "that nobody initialised|without a barrier after the write by",
+    "bulk_mbarrier_begun_twice": "initialises the mbarrier at 1016 again",
+    "bulk_over_an_mbarrier": "where an mbarrier is",
+    "bulk_over_what_is_read": "copies without a (barrier|fence) after the read by|asynchronous copy",
+    "bulk_over_what_is_written": "copies without a fence after the write by",
+    "bulk_over_bulk": "copies to where an asynchronous copy is under way",
+    "bulk_seen_without_waiting": "has not brought yet|after the write by an mbarrier's copies|that nobody wrote",
+    "an_mbarrier_is_no_number": "where an mbarrier is",
+    "no_barrier": "that nobody wrote|without a barrier after the write",
+    "warp_barrier_for_block": "that nobody wrote|without a barrier after the write",
+    "overwrites_what_is_read": "without a barrier after the (read|write) by",
+    "two_write_one_place": "writes without a barrier after the write by",
+    "never_written": "reads shared memory that nobody wrote",
+    "past_the_end": "shared memory at .*; the block has 1024 bytes",
+    "odd_address": "no multiple",
+    "some_leave": "nobody can run: thread .* waits for barrier 0.* 1 threads have ended",
+    "half_a_warp_shuffles": "not in the mask|nobody can run: .*waits for shuffle",
+    "lanes_disagree": "while other lanes of its warp are at",
+    "wild_read": "reads 4 bytes of global memory outside of every allocation",
+    "wild_write": "writes 4 bytes of global memory outside of every allocation",
+    "copy_not_waited_for": "asynchronous copy has not brought yet",
+    "copy_waits_for_too_few": "asynchronous copy has not brought yet",
+    "copy_of_another": "has not brought yet|without a barrier after the write by|that nobody wrote",
+    "copy_from_nowhere": "copies 4 bytes of global memory outside",
+    "copy_left_behind": "ends with asynchronous copies that nobody waited for",
+}
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    bodies = "".join(
+        f"""
+        extern "C" void {name}(const void* given) {{
+            [[maybe_unused]] const auto* p = static_cast<const Arrays*>(given);
+            [[maybe_unused]] const u32 lane = ptx::thread_index();
+            {body}
+        }}"""
+        for name, body in KERNELS.items()
+        if name != "product"
+    )
+    for half in (0, 1):
+        body = KERNELS["product"].replace("HALF", str(half))
+        bodies += (
+            f'extern "C" void product{half}(const void* given) {{ const auto* p = static_cast<const Arrays*>(given);'
+        )
+        bodies += f"const u32 lane = ptx::thread_index() % 32; if (ptx::thread_index() < 32) {{ {body} }} }}\n"
+    text = f'#include "ptx.cuh"\nstruct Arrays {{ float* in; float* out; }};{bodies}'
+    sources = texts("simt", ".hpp") | {"ptx.cuh": texts("cuda", ".cuh")["ptx.cuh"], "probes.cpp": text}
+    flags = (*FLAGS, "-Wno-parentheses", "-Wno-unused-value", "-DSIMT_HOST", "-shared")
+    library = ctypes.CDLL(str(compiled("probes", sources, flags, runtime())))
+    library.simt_launch.restype = ctypes.c_char_p
+    library.simt_launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_uint32] * 3, ctypes.c_uint64]
+    library.simt_allow.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+    return library
+
+
+class Arrays(ctypes.Structure):
+    _fields_ = (("given", ctypes.c_void_p), ("out", ctypes.c_void_p))
+
+
+def run(
+    library: ctypes.CDLL, name: str, given: torch.Tensor, out: torch.Tensor, seed: int = 1, blocks: int = 1
+) -> str | None:
+    library.simt_forbid_all()
+    for tensor in (given, out):
+        library.simt_allow(tensor.data_ptr(), tensor.nbytes)
+    arrays = Arrays(given.data_ptr(), out.data_ptr())
+    kernel = ctypes.cast(getattr(library, name), ctypes.c_void_p)
+    fault = library.simt_launch(kernel, ctypes.byref(arrays), blocks, 64, 1024, seed)
+    return fault.decode() if fault else None
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_undefined_on_a_device_is_a_fault_in_any_order(name: str, seed: int, library: ctypes.CDLL) -> None:
+    fault = run(library, name, torch.ones(64), torch.zeros(64), seed)
+    assert fault is not None
+    with pytest.raises(AssertionError, match=FAULTS[name]):
+        raise AssertionError(fault)
+
+
+def test_a_fault_leaves_the_emulator_usable(library: ctypes.CDLL) -> None:
+    given, out = torch.arange(64.0), torch.zeros(64)
+    assert run(library, "no_barrier", given, out)
+    assert run(library, "reverse", given, out) is None
+    assert out.equal(given.flip(0))
+
+
+def test_copies_land_and_absent_ones_bring_zeros(library: ctypes.CDLL) -> None:
+    given, out = torch.arange(64.0) + 1, torch.zeros(64)
+    assert run(library, "copies", given, out) is None
+    assert out.flip(0).equal(torch.where(torch.arange(64) % 3 == 0, 0.0, given))
+    assert run(library, "copy_of_nothing_reads_nothing", given, out) is None
+    assert not out.any()
+
+
+def test_bulk_copies_land_and_phases_follow_one_another(library: ctypes.CDLL) -> None:
+    given, out = torch.arange(64.0) + 1, torch.zeros(64)
+    for seed in range(20):
+        assert run(library, "bulk", given, out.zero_(), seed) is None
+        assert out.equal(given.flip(0))
+        assert run(library, "bulk_twice", given, out.zero_(), seed) is None
+        assert out.flip(0).equal(torch.cat([given[60:], given[4:]]))
+
+
+def test_lanes_exchange_as_the_manual_says(library: ctypes.CDLL) -> None:
+    given, out, lane = torch.randn(64), torch.zeros(64), torch.arange(64)
+    assert run(library, "shuffles", given, out) is None
+    left = torch.where(lane % 32 == 0, given, given[(lane - 1) % 64])
+    assert out.equal(given[lane // 32 * 32 + (lane % 32 ^ 5)] + given[lane // 32 * 32 + 3] + left)
+    assert run(library, "votes", given, out) is None
+    votes = [sum(int(given[32 * w + i] > 0) << i for i in range(24)) for w in range(2)]
+    assert out.tolist() == [float(v) for v in votes for _ in range(32)]
+    assert run(library, "teams", given, out) is None
+    assert out.equal(given[lane ^ 31])
+
+
+def test_every_block_counts_once_and_orders_differ(library: ctypes.CDLL) -> None:
+    orders = set()
+    for seed in range(4):
+        out = torch.zeros(65)
+        assert run(library, "counts", torch.zeros(1), out, seed, blocks=3) is None
+        assert out[64:].view(torch.int32).item() == 192
+        orders.add(tuple(out[:64].tolist()))
+    assert len(orders) == 4
+
+
+def test_matrices_are_dealt_to_lanes_as_the_manual_says(library: ctypes.CDLL) -> None:
+    out = torch.zeros(512)
+    assert run(library, "matrices", torch.zeros(1), out) is None
+    for warp in range(2):
+        for lane in range(32):
+            for matrix in range(4):
+                row, column = 32 * warp + 8 * matrix + lane // 4, 2 * (lane % 4)
+                assert out[(32 * warp + lane) * 4 + matrix] == row * 8 + column
+                row, column = 32 * warp + 8 * matrix + 2 * (lane % 4) + 1, lane // 4
+                assert out[256 + (32 * warp + lane) * 4 + matrix] == row * 8 + column
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_of_fragments_is_the_product_of_matrices(dtype: torch.dtype, library: ctypes.CDLL) -> None:
+    a, b, out = torch.randn(16, 16).to(dtype), torch.randn(16, 8).to(dtype), torch.zeros(16, 8)
+    given = torch.cat([a.flatten(), b.T.flatten()])  # a row by row, b column by column: pairs along k are words
+    assert run(library, f"product{int(dtype == torch.float16)}", given, out) is None
+    lane = torch.arange(32)
+    start = torch.zeros(16, 8)
+    for i in range(4):
+        start[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2] = float(i + 1)
+    np.testing.assert_allclose(out, a.float() @ b.float() + start, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_floats_round_as_torch_does(dtype: torch.dtype, library: ctypes.CDLL) -> None:
+    half = dtype == torch.float16
+    to_float, from_float = (getattr(library, name) for name in ("_ZN4simt8to_floatEtb", "_ZN4simt10from_floatEfb"))
+    to_float.restype, to_float.argtypes = ctypes.c_float, [ctypes.c_uint16, ctypes.c_bool]
+    from_float.restype, from_float.argtypes = ctypes.c_uint16, [ctypes.c_float, ctypes.c_bool]
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    mine = torch.tensor([to_float(bits, half) for bits in range(1 << 16)])
+    assert torch.equal(mine.nan_to_num(7.0, 8.0, 9.0), every.nan_to_num(7.0, 8.0, 9.0))
+    numbers = torch.cat(
+        [
+            torch.randn(4000) * 10.0 ** torch.randint(-9, 6, (4000,)),
+            torch.tensor([0.0, -0.0, 65519.9, 65520.0, 1e30, -torch.inf]),
+        ]
+    )
+    expected = (numbers.to(dtype).view(torch.int16).int() & 0xFFFF).tolist()
+    assert [from_float(float(x), half) for x in numbers] == expected

@@ -1,0 +1,320 @@
+"""The proof can fail: a kernel with one planted mistake is caught, by a fault of the emulator or by what comes out.
+
+Each mistake replaces a text that must stand in the sources exactly once, so a test that no longer plants anything fails too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from pagedkv.kernels import reference
+from pagedkv.kernels.args import WriteCall
+from pagedkv.kernels.cuda.attention import Ways
+from tests.cases import Case, empty_layer
+from tests.kernels.cuda.emulator import COMPILER, Emulator, Fault, call_of
+from tests.kernels.cuda.test_attention import check
+
+pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
+
+
+class Planted(NamedTuple):
+    """In `file`, `old` becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+
+
+MISTAKES = {
+    "a team does not wait for its lanes": Planted("paged_attention.cuh", "sync_team(me.team);  //", "//"),
+    "nobody waits for the copies": Planted("stages.cuh", "ptx::copy_wait<STAGES - 2>();", "{}"),
+    "one copy too few is waited for": Planted("stages.cuh", "copy_wait<STAGES - 2>", "copy_wait<STAGES - 1>"),
+    "a stage is read that was not written": Planted("paged_attention.cuh", "u32 reading = 0,", "u32 reading = 1,"),
+    "a stage is filled while it is read": Planted(
+        "paged_attention.cuh", "filling + 1 == STAGES ? 0", "filling + 2 >= STAGES ? 0"
+    ),
+    "stages become sums too early": Planted(
+        "paged_attention.cuh", "ptx::sync_block();  // the stages become", "// the stages become"
+    ),
+    "sums become stages too early": Planted(
+        "paged_attention.cuh", "ptx::sync_block();  // the sums' memory", "// the sums' memory"
+    ),
+    "nobody waits to hear who is last": Planted(
+        "paged_attention.cuh", "ptx::sync_block();\n    ptx::fence();", "ptx::fence();"
+    ),
+    "the last does not merge": Planted("paged_attention.cuh", "p.tickets + slot, 1) + 1", "p.tickets + slot, 1)"),
+    "the ticket stays": Planted("paged_attention.cuh", "if (last) ptx::write(p.tickets + slot, 0u);", ""),
+    "queries of nobody are read": Planted(
+        "paged_attention.cuh", "const bool there = query < unit.queries;", "const bool there = true;"
+    ),
+    "entries past the last page are read": Planted("stages.cuh", "in_tile < TILE && key < end_key", "in_tile < TILE"),
+    "punched pages are read": Planted("stages.cuh", "const bool present = frame >= 0;", "const bool present = true;"),
+    "the wrong frame": Planted("stages.cuh", "key / p.block_size", "(key + 1) / p.block_size"),
+    "the wrong fragment of K": Planted("scores.cuh", "(lane >> 3 & 1) * 8)", "(lane >> 2 & 1) * 8)"),
+    "V is not transposed": Planted("scores.cuh", "ptx::load_matrices_transposed(b,", "ptx::load_matrices(b,"),
+    "the wrong operand of P V": Planted("scores.cuh", "put(1, low[2], low[3]);", "put(1, high[2], high[3]);"),
+    "sums keep an old maximum": Planted("scores.cuh", "state.l[r] * shrink + sum", "state.l[r] + sum"),
+    "the window is forgotten": Planted("scores.cuh", "key >= row.begin && ", ""),
+    "only half of the row's maximum": Planted(
+        "scores.cuh", "        m = ptx::larger(m, ptx::shuffle_xor(m, 2));\n", ""
+    ),
+    "teams are merged with one weight": Planted("merge.cuh", "all = team ? fold(all, one) : one;", "all = one;"),
+    "pieces share a slot": Planted("plan.cuh", "first + 2 * partial - (partial > 0)", "first + (partial > 0)"),
+    "a share begins one item late": Planted(
+        "plan.cuh", "(past + unit.weight - 1) / unit.weight", "(past + unit.weight) / unit.weight"
+    ),
+    "parts of a score are added before they are there": Planted("scores.cuh", "sync_team(sharing.team);", ""),
+    "every warp sums the same part of D": Planted(
+        "scores.cuh", "stage + sharing.part * (D_PART * KV_BITS / 8)", "stage"
+    ),
+    "every warp has the same columns": Planted("merge.cuh", "4 * (part * DV_PART + column)", "4 * column"),
+    "a team waits for threads of others": Planted(
+        "stages.cuh", "ptx::sync_team(1 + team, TEAM_THREADS)", "ptx::sync_team(1 + team, 2 * TEAM_THREADS)"
+    ),
+}
+CASES = (
+    Case((1, 1, 1), (700, 40, 333), heads=(8, 2), dtype="bfloat16", window=600, punched=True, layout="HND", padding=3),
+    Case((40, 1), (400, 9), heads=(4, 2), dtype="bfloat16", window=64),
+    Case((1,) * 8, (90,) * 8, heads=(4, 2), dtype="bfloat16", split_tokens=40),
+    Case((2,), (200,), heads=(8, 1), dims=(576, 512), dtype="bfloat16", layout="mla"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_without_a_mistake_they_pass(case: Case) -> None:
+    check(case, Emulator(8))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_caught(mistake: str) -> None:
+    machine = planted(MISTAKES[mistake], Emulator(8))
+    assert any(catches(case, machine) for case in CASES)
+
+
+BULK = {
+    "nobody waits at the mbarrier": Planted(
+        "stages.cuh", "ptx::barrier_wait(barriers + 8 * stage, phases >> stage & 1);", "(void)barriers;"
+    ),
+    "the phase before is waited for": Planted("stages.cuh", "phases >> stage & 1)", "~phases >> stage & 1)"),
+    "the parity never flips": Planted("stages.cuh", "phases ^= 1u << stage;", ""),
+    "another stage's mbarrier is waited at": Planted("stages.cuh", "barriers + 8 * stage, phases", "barriers, phases"),
+    "no byte is expected": Planted("stages.cuh", "rows * (K_ROW + (V_IN_K ? 0 : V_ROW)));", "0);"),
+    "only the bytes of K are expected": Planted("stages.cuh", "K_ROW + (V_IN_K ? 0 : V_ROW)", "K_ROW"),
+    "punched keys are expected, too": Planted(
+        "stages.cuh", "ptx::ballot(mine && k_offset[e] >= 0)", "ptx::ballot(mine && lane < TILE)"
+    ),
+    "nobody arrives": Planted(
+        "stages.cuh", "if (lane == 0) ptx::barrier_arrive_expecting(", "if (lane == 33) ptx::barrier_arrive_expecting("
+    ),
+    "every lane arrives": Planted(
+        "stages.cuh", "if (lane == 0) ptx::barrier_arrive_expecting(", "ptx::barrier_arrive_expecting("
+    ),
+    "a stage is copied to while it is read": Planted(
+        "paged_attention.cuh", "filling + 1 == STAGES ? 0", "filling + 2 >= STAGES ? 0"
+    ),
+    "copies are not fenced from what was there": Planted("stages.cuh", "    ptx::fence_async();\n", ""),
+    "mbarriers are not shown to copies": Planted("stages.cuh", "            ptx::fence_barrier_init();\n", ""),
+    "mbarriers lie where sums will": Planted(
+        "shape.cuh", "(BARRIERS_AT + 8 * NUM_BARRIERS + 127)", "(BARRIERS_AT + 127)"
+    ),
+    "rows are as far apart as they are long": Planted(
+        "stages.cuh", "k_at = stage + row * K_STRIDE", "k_at = stage + row * K_ROW"
+    ),
+    "where no key is nothing is written": Planted("stages.cuh", "            clear_row<K_ROW>(k_at);\n", ""),
+    "every warp copies all rows": Planted("stages.cuh", "lane % TEAM_WARPS == team_thread / 32;", "true;"),
+    "tiles past the last are fetched": Planted(
+        "stages.cuh", "if (BULK && tile.first_key >= tile.end_key)", "if (false)"
+    ),
+    "scales are not waited for": Planted(
+        "stages.cuh", "if constexpr (!BULK || TOKEN_SCALES) ptx::copy_wait<STAGES - 2>();", ""
+    ),
+}
+BULK_CASES = (
+    *CASES,
+    Case(
+        (1, 2),
+        (200, 40),
+        heads=(4, 2),
+        dims=(128, 128),
+        kv="int8/token_head",
+        dtype="bfloat16",
+        layout="HND",
+        punched=True,
+    ),
+)
+
+
+def bulk() -> Emulator:
+    """Of one SM, so that teams go round their stages and from unit to unit."""
+    machine = Emulator(1)
+    machine.ways = Ways(bulk=True)
+    return machine
+
+
+@pytest.mark.parametrize("mistake", BULK)
+def test_a_planted_mistake_in_bulk_copies_is_caught(mistake: str) -> None:
+    machine = planted(BULK[mistake], bulk())
+    assert any(catches(case, machine) for case in BULK_CASES)
+    assert all(shape.bulk for shape in machine.launches)
+
+
+@pytest.mark.parametrize("case", BULK_CASES, ids=str)
+def test_copied_in_bulk_or_piece_by_piece_the_bits_are_the_same(case: Case) -> None:
+    """What lands is the same, and what is computed of it too."""
+    results = []
+    for machine in (bulk(), Emulator(1)):
+        call = call_of(case.build())
+        machine.attend(call)
+        results.append((call.out.float().nan_to_num(7.0), call.lse.nan_to_num(7.0, neginf=9.0)))
+        assert {shape.bulk for shape in machine.launches} == {int(machine.ways.bulk)}
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+PIECES = {
+    "nobody waits for the first launch": Planted("merge_pieces.cuh", "ptx::wait_for_last_grid();", ""),
+    "one thread waits for all": Planted(
+        "merge_pieces.cuh", "ptx::wait_for_last_grid();", "if (ptx::thread_index() == 0) ptx::wait_for_last_grid();"
+    ),
+    "a piece is left out": Planted(
+        "merge.cuh", "if (done + i >= pieces) break;", "if (done + i >= pieces) break;\nif (done + i == 1) continue;"
+    ),
+    "only the pieces that are loaded at once are merged": Planted(
+        "merge.cuh", "done < pieces; done += AT_ONCE", "done < AT_ONCE; done += AT_ONCE"
+    ),
+    "the last piece counts more than once": Planted("merge.cuh", "if (done + i >= pieces) break;", ""),
+    "what one CTA did alone is merged": Planted("merge_pieces.cuh", " && plan.num_partials() > 1", ""),
+    "no unit is merged": Planted("merge_pieces.cuh", "plan.num_partials() > 1", "plan.num_partials() > 9999"),
+    "sums become stages while they are stored": Planted(
+        "paged_attention.cuh", "ptx::sync_block();  // the stages take the sums' memory back\n    } else", "} else"
+    ),
+}
+
+
+def in_pieces() -> Emulator:
+    machine = Emulator(8)
+    machine.ways = Ways(second_launch=True)
+    return machine
+
+
+@pytest.mark.parametrize("mistake", PIECES)
+def test_a_planted_mistake_in_merging_pieces_is_caught(mistake: str) -> None:
+    machine = planted(PIECES[mistake], in_pieces())
+    assert any(
+        catches(case, machine)
+        for case in (*CASES, Case((1,) * 2, (333,) * 2, heads=(4, 2), dtype="bfloat16", split_tokens=40))
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pieces_merged_by_a_second_launch_or_by_the_last_to_arrive_have_the_same_bits(case: Case) -> None:
+    results = []
+    for machine in (in_pieces(), Emulator(8)):
+        call = call_of(case.build())
+        machine.attend(call)
+        results.append((call.out.float().nan_to_num(7.0), call.lse.nan_to_num(7.0, neginf=9.0)))
+        assert machine.ways.second_launch or "merge_pieces" not in [shape.kernel for shape in machine.launches]
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_rows_that_cannot_be_copied_in_bulk_are_copied_in_pieces() -> None:
+    machine = bulk()
+    check(Case(dims=(80, 80), kv="int4/token_head", dtype="bfloat16"), machine)
+    assert [(shape.copy, shape.bulk) for shape in machine.launches] == [(8, 0)]
+
+
+MOVING = {
+    "a token without a slot is stored": Planted("write_kv.cuh", "v.there = slot >= 0;", "v.there = true;"),
+    "the wrong place in a frame": Planted(
+        "write_kv.cuh", "at = slot - frame * size;", "at = size - 1 - (slot - frame * size);"
+    ),
+    "the largest of half a vector": Planted("write_kv.cuh", "bits = LANES / 2;", "bits = LANES / 4;"),
+    "every lane stores a scale of its own": Planted(
+        "write_kv.cuh", "scale = ptx::divide(ptx::as_float(largest), QMAX);", "scale = lane + 1.0f;"
+    ),
+    "turned by the angle of another token": Planted(
+        "write_kv.cuh", "ptx::read(p.positions + token * p.positions_step)", "ptx::read(p.positions)"
+    ),
+    "turned the wrong way": Planted("write_kv.cuh", "first ? -across : across", "first ? across : -across"),
+    "past the end of a row": Planted(
+        "write_kv.cuh",
+        "if (v.there && column < DIM) store_quad(v.to, column, DIM,",
+        "if (v.there) store_quad(v.to, column, 4096,",
+    ),
+    "a frame is stored while it is read": Planted(
+        "copy_frames.cuh", "ptx::sync_block();  // the run of every", "// the run of every"
+    ),
+    "stored before it came": Planted("copy_frames.cuh", "ptx::copy_wait<0>();", ""),
+    "past the end of a frame": Planted("copy_frames.cuh", "if (within < p.frame_words) use", "use"),
+    "what saw nothing is looked at": Planted("merge_states.cuh", "if (w_b != 0.0f) y", "y"),
+    "one weight for both": Planted("merge_states.cuh", "w_b = has_b && !endless ? e_b / sum : 0.0f", "w_b = w_a"),
+}
+
+
+def moves_right(machine: Emulator) -> bool:
+    """Is what the three kernels leave what the reference leaves?"""
+    case, draw = Case(kv="int8/token_head", dims=(80, 80), layout="HND"), torch.Generator().manual_seed(0)
+    k, angles = torch.randn(7, 2, 80, generator=draw), torch.rand(7, 16, generator=draw) * 6
+    layers = [empty_layer(case, 4) for _ in range(2)]
+    for layer, write in zip(layers, (machine.write_kv, reference.write_kv), strict=True):
+        slots = torch.tensor([37, -1, 0, 63, 16, -5, 2])
+        write(
+            WriteCall(
+                k,
+                k,
+                layer.k,
+                layer.v,
+                layer.k_scale,
+                layer.v_scale,
+                slots,
+                torch.arange(7),
+                angles.cos(),
+                angles.sin(),
+                False,
+            )
+        )
+    pools = [torch.arange(6 * 160, dtype=torch.int32).view(6, 160) for _ in range(2)]
+    for pool, copy in zip(pools, (machine.copy_frames, reference.copy_frames), strict=True):
+        copy(pool, torch.tensor([[0, 1], [1, 2], [2, 0], [4, 5]], dtype=torch.int32))
+    a, b, lse = (
+        torch.randn(5, 2, 64, generator=draw),
+        torch.randn(5, 2, 64, generator=draw),
+        torch.randn(5, 2, generator=draw),
+    )
+    nothing = torch.where(torch.arange(5)[:, None] % 2 == 0, -torch.inf, lse + 1)
+    b[0] = torch.nan
+    merged = [merge(a, lse, b, nothing)[0] for merge in (machine.merge_states, reference.merge_states)]
+    stored = all(
+        torch.equal(getattr(layers[0], name).view(torch.int8), getattr(layers[1], name).view(torch.int8))
+        for name in ("k", "v")
+    )
+    return stored and torch.equal(*pools) and torch.allclose(*merged, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_mistake_they_move_right() -> None:
+    assert moves_right(Emulator())
+
+
+@pytest.mark.parametrize("mistake", MOVING)
+def test_a_planted_mistake_in_what_moves_rows_is_caught(mistake: str) -> None:
+    machine = planted(MOVING[mistake], Emulator())
+    with contextlib.suppress(Fault):
+        assert not moves_right(machine)
+
+
+def planted(mistake: Planted, machine: Emulator) -> Emulator:
+    file, old, new = mistake
+    assert machine.sources[file].count(old) == 1, "the text to replace must stand in the source exactly once"
+    machine.sources[file] = machine.sources[file].replace(old, new)
+    return machine
+
+
+def catches(case: Case, machine: Emulator) -> bool:
+    try:
+        check(case, machine)
+    except (Fault, AssertionError):
+        return True
+    return False

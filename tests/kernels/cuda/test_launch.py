@@ -1,0 +1,179 @@
+"""What Python adds to the kernel: shapes that fit, workspaces long enough, launches that follow from host integers, and refusals."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pagedkv import KernelUnavailable
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import registry
+from pagedkv.kernels.cuda import backend, driver
+from pagedkv.kernels.cuda.shapes import CLASSES, KINDS, Keys, shape_for
+from tests.cases import Case
+from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
+from tests.kernels.cuda.test_attention import check
+
+H200, AD102 = (227 << 10, 228 << 10), (99 << 10, 100 << 10)
+BF16 = (KINDS["bfloat16"], KINDS["bfloat16"])
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
+
+
+def results(
+    case: Case, machine: Emulator, rows: slice = slice(None), **changes: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = call_of(case.build(), **changes)
+    machine.attend(call)
+    return call.out[rows], call.lse[rows]
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_sms", [1, 2, 7, 40])
+def test_with_split_tokens_no_bit_depends_on_how_many_ctas_share_the_work(num_sms: int) -> None:
+    """On 40 SMs each chunk is another CTA's and the last merges; on 1, one CTA folds all chunks of a unit."""
+    case = Case(q_lens=(1, 3, 1), kv_lens=(400, 250, 77), heads=(8, 2), dtype="bfloat16", sinks=True, split_tokens=64)
+    out, lse = results(case, Emulator(num_sms, seed=num_sms))
+    expected_out, expected_lse = results(case, Emulator(3))
+    assert torch.equal(out, expected_out)
+    assert torch.equal(lse, expected_lse)
+
+
+@needs_compiler
+def test_chunks_of_the_last_unit_have_room_for_their_states() -> None:
+    """Slots follow from places on the line, on which a unit takes two more than its chunks: units * chunks are too few."""
+    check(Case((1,), (640,), heads=(8, 2), dtype="bfloat16", split_tokens=64), Emulator(40))
+
+
+@needs_compiler
+@pytest.mark.parametrize("moved", ["address", "stride"])
+@pytest.mark.parametrize("pool", ["k", "v"])
+def test_copies_are_as_small_as_the_odder_of_both_pools_wants(pool: str, moved: str) -> None:
+    call, expected = (call_of(Case(dims=(64, 64), dtype="bfloat16").build()) for _ in range(2))
+    old, machine = getattr(call, pool), Emulator()
+    wide = torch.full((old.numel() // 64 + 1, 68), torch.nan, dtype=old.dtype)
+    new = wide.view(-1)[4 : 4 + old.numel()].view(old.shape) if moved == "address" else wide[:-1, :64].view(old.shape)
+    new.copy_(old)
+    odd = type(call)(*(new if name == pool else getattr(call, name) for name in call.__slots__))
+    machine.attend(odd)
+    Emulator().attend(expected)
+    assert [shape.copy for shape in machine.launches] == [8]
+    assert torch.equal(odd.out, expected.out)
+    assert torch.equal(odd.lse, expected.lse)
+
+
+@needs_compiler
+def test_with_split_tokens_no_bit_depends_on_the_rest_of_the_batch() -> None:
+    case = Case(
+        q_lens=(1, 1, 40, 1),
+        kv_lens=(300, 90, 64, 200),
+        heads=(4, 2),
+        dtype="float16",
+        kv="int8/token_head",
+        split_tokens=50,
+    )
+    built = case.build()
+    together = call_of(built)
+    Emulator(2).attend(together)
+    last = {name: getattr(built.batch, name)[-1:] for name in ("block_table", "seq_lens")}
+    alone = built._replace(
+        q=built.q[-1:],
+        batch=type(built.batch)(
+            **vars(built.batch) | last | {"cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32), "max_seqlen_q": 1}
+        ),
+    )
+    single = call_of(alone)
+    Emulator(9).attend(single)
+    assert torch.equal(together.out[-1:], single.out)
+    assert torch.equal(together.lse[-1:], single.lse)
+
+
+@needs_compiler
+def test_a_decode_is_one_launch_and_long_queries_take_one_for_each_class() -> None:
+    machine = Emulator()
+    results(Case(dtype="bfloat16"), machine)
+    assert [shape.rows for shape in machine.launches] == [16]
+    machine.launches.clear()
+    results(Case(q_lens=(40, 1), kv_lens=(64, 16), dtype="bfloat16"), machine)
+    assert [shape.rows for shape in machine.launches] == [16, 32, 64]
+
+
+@pytest.mark.parametrize("row_class", CLASSES)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (576, 512)])
+@pytest.mark.parametrize("shared", [H200, AD102])
+def test_shapes_fit_the_sm(dims: tuple[int, int], shared: tuple[int, int], row_class: object) -> None:
+    shape = shape_for(BF16, dims, row_class, Keys(), shared)  # type: ignore[arg-type]
+    assert shape.shared_bytes <= shared[0]
+    assert shape.blocks * (shape.shared_bytes + 1024) <= shared[1]
+    assert shape.stages >= 2
+
+
+@needs_compiler
+def test_bulk_copies_are_a_candidate_of_their_own_that_is_only_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = registry.Case(device="cuda", dtype="bfloat16", head_dim=128)
+    monkeypatch.setattr(backend, "machine_objections", tuple)
+    monkeypatch.setattr(backend, "shared_memory", lambda: H200)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert backend.PLAIN.objections(case) == []
+    assert backend.BULK.objections(case) == ["the GPU is 8.9; bulk copies need compute capability 9.0"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert backend.BULK.objections(case) == []
+    order = [kernel.name for kernel in registry.KERNELS]
+    assert order.index("cuda") < order.index("cuda-bulk"), "auto finds the measured one first"
+    machine, call = Emulator(), call_of(Case(dtype="bfloat16").build())
+    monkeypatch.setattr(driver, "driver_of", lambda device: machine)
+    machine._may_touch(*(getattr(call, name) for name in call.__slots__))
+    backend.BULK.paged_attention(call)
+    assert [shape.bulk for shape in machine.launches] == [1]
+
+
+def test_what_cannot_fit_says_so() -> None:
+    with pytest.raises(InvalidRequest, match="more shared memory than the 20000 bytes"):
+        shape_for(BF16, (256, 256), CLASSES[0], Keys(), (20000, 20000))
+
+
+def test_heads_that_do_not_fit_the_gpu_are_an_objection_and_no_surprise_at_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wide = registry.Case(device="cuda", dtype="float32", kv_dtype="float32", head_dim=576, head_dim_v=512)
+    assert backend.shared_memory_objections(wide, H200) == []
+    assert backend.shared_memory_objections(wide._replace(dtype="bfloat16", kv_dtype="bfloat16"), AD102) == []
+    assert backend.shared_memory_objections(wide._replace(kv_dtype=None), AD102) == [], "not known yet"
+    about = SimpleNamespace(shared_memory_per_block_optin=AD102[0], shared_memory_per_multiprocessor=AD102[1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: about)
+    monkeypatch.setattr(backend, "machine_objections", tuple)
+    backend.shared_memory.cache_clear()
+    try:
+        assert len(found := backend.objections(wide)) == 1
+        assert "head dims (576, 512) need more shared memory than the 101376 bytes of this GPU" in found[0]
+        assert backend.objections(wide._replace(head_dim=128, head_dim_v=128)) == []
+    finally:
+        backend.shared_memory.cache_clear()
+
+
+def test_rows_that_begin_at_odd_addresses_are_refused_with_a_remedy() -> None:
+    call = call_of(Case(dims=(64, 64), kv="fp8_e4m3", dtype="bfloat16").build())
+    pool = torch.zeros(call.k.numel() + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)[1:].view(call.k.shape)
+    odd = type(call)(*(pool if name == "k" else getattr(call, name) for name in call.__slots__))
+    with pytest.raises(InvalidRequest, match="no multiple of 4 bytes; align the strides"):
+        Emulator().attend(odd)
+
+
+def test_every_missing_part_is_named() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has what the others lack")
+    with pytest.raises(KernelUnavailable, match="torch (finds no CUDA device|.* is built without CUDA)"):
+        registry.resolve(registry.Case(device="cuda"), "cuda")
+    for dims, dtype, why in (
+        ((200, 192), "bfloat16", ["head_dim is 200; with head dims 200/192 it takes multiples of 16 up to 576"]),
+        ((192, 176), "float32", ["head_dim_v is 176; with head dims 192/176 it takes multiples of 32 up to 576"]),
+        ((640, 512), "bfloat16", ["head_dim is 640; with head dims 640/512 it takes multiples of 64 up to 576"]),
+        ((576, 512), "bfloat16", []),
+    ):
+        assert (
+            backend.case_objections(registry.Case(device="cuda", dtype=dtype, head_dim=dims[0], head_dim_v=dims[1]))
+            == why
+        )

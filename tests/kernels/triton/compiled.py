@@ -1,0 +1,340 @@
+"""What the compiler makes of the Triton kernels, without a GPU: `python -m tests.kernels.triton.compiled < jobs.json`, a process of its own.
+
+A job is (name of a launch below, architecture, and a tuning to try, or not). The host wrapper runs as it would on that machine, on CPU
+tensors of a plausible call; each launch is caught, specialised as Triton's launcher does, and compiled by ptxas or LLVM. Printed is
+a report of each launch: registers, spills, shared memory, and the instructions that tell whether loads are wide and tensor cores are used.
+Never run by pytest in its own process: there the kernels may have been imported for the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.kernels.triton.addresses import products
+
+PROCESSORS = {
+    "sm_80": 108,
+    "sm_86": 84,
+    "sm_89": 142,
+    "sm_90": 132,
+    "sm_100": 148,
+    "sm_120": 188,
+    "gfx942": 304,
+    "gfx950": 256,
+}
+
+
+def call_of(**changes: Any) -> Any:
+    """An AttentionCall of 8 sequences, as an engine would make it: HND pool, page 16, bf16, 32 query and 8 kv heads of 128."""
+    import torch
+
+    from pagedkv.kernels.args import AttentionCall
+    from tests.cases import DTYPES
+
+    given = {
+        "B": 8,
+        "q_len": 1,
+        "n": 4096,
+        "H": 32,
+        "K": 8,
+        "D": 128,
+        "Dv": 128,
+        "S": 16,
+        "dtype": "bfloat16",
+        "kv": "",
+        "mla": False,
+    }
+    options = {name: changes.pop(name) for name in [*changes] if name not in given}
+    g = given | changes
+    B, T, dtype, stored = (
+        g["B"],
+        g["B"] * g["q_len"],
+        DTYPES[g["dtype"]],
+        DTYPES[g["kv"].partition("/")[0] or g["dtype"]],
+    )
+    half = 2 if stored == torch.uint8 else 1
+
+    def pool(dim: int) -> torch.Tensor:
+        return torch.empty(4, g["K"], g["S"], dim // half, dtype=stored).transpose(1, 2)
+
+    k = pool(g["D"])
+    v = k[..., : g["Dv"]] if g["mla"] else pool(g["Dv"])
+    scale = {"": None, "tensor": torch.ones(()), "token_head": torch.ones(4, g["K"], g["S"]).transpose(1, 2)}[
+        g["kv"].partition("/")[2]
+    ]
+    ints = {"table": torch.zeros(B, 8192, dtype=torch.int32), "lens": torch.full((B,), g["n"], dtype=torch.int32)}
+    starts = torch.arange(B + 1, dtype=torch.int32) * g["q_len"]
+    heads = torch.ones(g["H"])
+    q, out, lse = (
+        torch.empty(T, g["H"], g["D"], dtype=dtype),
+        torch.empty(T, g["H"], g["Dv"], dtype=dtype),
+        torch.empty(T, g["H"]),
+    )
+    tree = torch.ones(T, g["q_len"], dtype=torch.bool) if options.get("tree") else None
+    return AttentionCall(
+        q, k, v, scale, scale, ints["table"], None, ints["lens"], starts, g["q_len"], g["n"], 0.1, True, options.get("window"),
+        options.get("softcap", 0.0), heads if options.get("sinks") else None, heads if options.get("alibi") else None, tree,
+        options.get("split_tokens"), out, lse,
+    )  # fmt: skip
+
+
+def attention(**changes: Any) -> None:
+    from pagedkv.kernels.triton.backend import paged_attention
+
+    paged_attention(call_of(**changes))
+
+
+def one_launch() -> None:
+    """Decode whose rows are merged by the last program that has a part of one, as a table made by measuring may want it."""
+    from pagedkv.kernels.triton import decode
+
+    real = decode.tuning
+    decode.tuning = lambda *of: replace(real(*of), one_launch=not of[1].arch.startswith("gfx"))  # type: ignore[assignment]
+    try:
+        attention()
+    finally:
+        decode.tuning = real
+
+
+QUANTISED = ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "int4/token_head")
+EVERYTHING = {"window": 1024, "softcap": 30.0, "sinks": True, "alibi": True, "tree": True}
+LAUNCHES: dict[str, Any] = {
+    "decode": lambda: attention(),
+    "decode, page 64": lambda: attention(S=64),
+    "decode, head 64": lambda: attention(D=64, Dv=64),
+    "decode, head 80": lambda: attention(D=80, Dv=80),
+    "decode, head 256": lambda: attention(D=256, Dv=256),
+    "decode, 192/128": lambda: attention(D=192),
+    "decode, float16": lambda: attention(dtype="float16"),
+    "decode, float32": lambda: attention(dtype="float32"),
+    "decode, float32, head 256": lambda: attention(dtype="float32", D=256, Dv=256),
+    "decode, float32 over fp8, head 256": lambda: attention(dtype="float32", D=256, Dv=256, kv="fp8_e4m3/token_head"),
+    "decode, every option": lambda: attention(q_len=4, **EVERYTHING),
+    "decode, split": lambda: attention(split_tokens=1024),
+    "decode, window": lambda: attention(window=1024, sinks=True),
+    **{
+        f"decode, {kv}": (lambda kv=kv: attention(kv=kv))
+        for kv in QUANTISED
+    },
+    "decode, one of everything": lambda: attention(B=1, H=1, K=1, D=64, Dv=64, S=2, n=1, window=1),  # what is 1 becomes a constant
+    "decode, far bounds": lambda: attention(window=2**40, split_tokens=2**40),
+    "decode, one launch": one_launch,
+    "decode, mla": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True),
+    "decode, mla fp8": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, kv="fp8_e4m3/token_head"),
+    "decode, mla, V beside K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64),
+    "decode, mla int4": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, kv="int4/token_head"),
+    "decode, mla float32": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, dtype="float32"),
+    "decode, mla float32, V beside K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, dtype="float32"),
+    "decode, mla float32 over int4": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, dtype="float32", kv="int4/token_head"),
+    "decode, other steps": lambda: [attention(B=B, n=n) for B, n in ((9, 1040), (16, 17), (12, 4096), (15, 50000))],
+    "drafts": lambda: attention(q_len=8),
+    "drafts, every option": lambda: attention(q_len=8, **EVERYTHING),
+    "prefill": lambda: attention(q_len=1024),
+    "prefill, one chunk": lambda: attention(B=1, q_len=64, n=32768),
+    "prefill, head 64": lambda: attention(q_len=1024, D=64, Dv=64),
+    "prefill, head 256": lambda: attention(q_len=1024, D=256, Dv=256),
+    "prefill, float32": lambda: attention(q_len=1024, dtype="float32"),
+    "prefill, float32 over int4, head 256": lambda: attention(q_len=1024, D=256, Dv=256, dtype="float32", kv="int4/token_head"),
+    "prefill, every option": lambda: attention(q_len=1024, **EVERYTHING),
+    "prefill, fp8": lambda: attention(q_len=1024, kv="fp8_e4m3/token_head"),
+    "prefill, mla": lambda: attention(q_len=1024, H=128, K=1, D=576, Dv=512, S=64, mla=True),
+    "prefill, mla, V beside K": lambda: attention(B=1, q_len=1024, H=128, K=1, D=576, Dv=512, S=64),
+    "prefill, mla int4": lambda: attention(B=1, q_len=1024, H=128, K=1, D=576, Dv=512, S=64, kv="int4/token_head"),
+}  # fmt: skip
+
+
+def write(kv: str = "", rope: bool = False) -> None:
+    import torch
+
+    from pagedkv.kernels.args import WriteCall
+    from pagedkv.kernels.triton.backend import write_kv
+
+    call = call_of(kv=kv)
+    new = torch.empty(256, call.k.shape[2], 128, dtype=torch.bfloat16)
+    ints, table = torch.zeros(256, dtype=torch.int64), torch.zeros(4096, 64) if rope else None
+    write_kv(WriteCall(new, new, call.k, call.v, call.k_scale, call.v_scale, ints, ints, table, table, False))
+
+
+def merge() -> None:
+    import torch
+
+    from pagedkv.kernels.triton.backend import merge_states
+
+    merge_states(
+        *(
+            torch.empty(size, dtype=dtype)
+            for size, dtype in (((64, 32, 128), torch.bfloat16), ((64, 32), torch.float32)) * 2
+        )
+    )
+
+
+def copy() -> None:
+    import torch
+
+    from pagedkv.kernels.triton.backend import copy_frames
+
+    copy_frames(
+        torch.empty(2, 1 << 30, dtype=torch.uint8), torch.zeros(1, 2, dtype=torch.int32)
+    )  # more runs than a grid's second dim has
+
+
+def ceiling() -> None:
+    import torch
+
+    from pagedkv.bench.gpu.ceiling import read
+
+    read(torch.empty(1 << 20, dtype=torch.int64))
+
+
+LAUNCHES |= {
+    "write": write,
+    "write, turned": lambda: write(rope=True),
+    **{f"write, {kv}": (lambda kv=kv: write(kv)) for kv in QUANTISED},
+    "merge": merge,
+    "copy": copy,
+    "ceiling": ceiling,
+}
+
+
+class NoGpu:
+    """What Triton asks of a driver in order to compile, answered for a GPU that is not here."""
+
+    def __init__(self, arch: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.arch = arch
+        self.target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> str:
+        """A key of Triton's caches of compiled kernels."""
+        return self.arch
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+def made(name: str, arch: str) -> list[tuple[str, Any]]:
+    """(kernel, what Triton's launcher made of it) for each launch of the host code of `name` on `arch`; nothing runs."""
+    import triton
+    from triton.runtime import driver
+
+    from pagedkv.kernels.triton import tuning
+
+    launches: list[tuple[str, Any]] = []
+    launch = triton.JITFunction.run
+
+    def compiled_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert len(grid) <= 3
+        assert all(isinstance(size, int) and 0 < size < (2**31 if i == 0 else 2**16) for i, size in enumerate(grid)), (
+            grid
+        )
+        launches.append((kernel.__name__, launch(kernel, *args, grid=grid, warmup=True, **kwargs)))
+
+    driver.set_active(NoGpu(arch))
+    tuning.target = lambda device: tuning.Target(arch, PROCESSORS[arch])  # type: ignore[assignment]
+    for module in [m for key, m in sys.modules.items() if key.startswith("pagedkv.kernels.triton.")]:
+        if hasattr(module, "target"):
+            module.target = tuning.target
+    triton.JITFunction.run = compiled_only
+    try:
+        LAUNCHES[name]()
+    finally:
+        triton.JITFunction.run = launch
+    return launches
+
+
+def report(name: str, arch: str) -> list[dict[str, Any]]:
+    """One dict a launch."""
+    found = []
+    for kernel, one in made(name, arch):
+        told = nvidia(one.asm["cubin"]) if arch.startswith("sm_") else amd(one.asm["amdgcn"])
+        loops = one.asm["ttgir"].count("scf.for")
+        wide, narrow = products(one.asm["ttir"])
+        about = {
+            "kernel": kernel,
+            "hash": one.hash,
+            "shared": one.metadata.shared,
+            "loops": loops,
+            "products": wide,
+            "narrow": narrow,
+        }
+        found.append(about | told | ({"order": order(one.asm["ptx"])} if "ptx" in one.asm else {}))
+    return found
+
+
+def order(ptx: str) -> str:
+    """Of stores, barriers, tickets that release and acquire, and others: their letters ("s", "b", "t", "?"), in the order of the text."""
+    ticket, other = r"atom\.global\.(?:gpu\.acq_rel|acq_rel\.gpu)", r"\batom\.|(?<![.\w])red\.|ld\.global\.nc"
+    found = re.findall(rf"(st\.global)|(bar(?:rier)?\.sync)|({ticket})|({other})", ptx)
+    return "".join("sbt?"[next(i for i, text in enumerate(one) if text)] for one in found)
+
+
+MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "UTCMMA", "QGMMA", "OMMA")
+"""Instructions of tensor cores."""
+
+
+def nvidia(cubin: bytes) -> dict[str, Any]:
+    """From the SASS: registers and bytes spilled to local memory, and counts of instructions."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run([tools / "cuobjdump", flag, file.name], check=True, stdout=subprocess.PIPE, text=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    operations = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]+)", sass, re.M)
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
+        "spills": sum(op.startswith(("LDL", "STL")) for op in operations),
+        "wide": sum(
+            (op.startswith(("LDGSTS", "LDG")) and ".128" in op) or op.startswith("UBLKCP") for op in operations
+        ),
+        "async": sum(op.startswith("LDGSTS") for op in operations),
+        "narrow_async": sum(op.startswith("LDGSTS") and ".128" not in op for op in operations),
+        "mma": sum(op.startswith(MATRIX) for op in operations),
+        "cores": sorted({op.partition(".")[0] for op in operations if op.startswith(MATRIX)}),
+        "instructions": len(operations),
+    }
+
+
+def amd(text: str) -> dict[str, Any]:
+    """From the assembly's metadata."""
+    numbers = {name: int(value) for name, value in re.findall(r"\.(\w+_count|\w+_size):\s+(\d+)", text)}
+    return {
+        "registers": numbers["vgpr_count"],
+        "spills": numbers["vgpr_spill_count"],  # scalar registers spill into lanes of vector ones, not into memory
+        "wide": len(re.findall(r"(?:global|buffer)_load_dwordx4", text)),
+        "mma": len(re.findall(r"v_mfma_f32", text)),
+        "instructions": len(re.findall(r"^\t[a-z]\w+", text, re.M)),
+    }
+
+
+def main() -> None:
+    assert os.environ.get("TRITON_INTERPRET") != "1", "compiled, not interpreted"
+    from pagedkv.kernels.triton import tuning
+
+    by_rule = tuning._by_rule
+    for name, arch, *tried in json.load(sys.stdin):
+        tuning._by_rule = lambda *of, tried=tried: replace(by_rule(*of), **(tried[0] if tried else {}))
+        if tried:
+            tuning._table = dict  # what is tried is not overruled
+        tuning.tuning.cache_clear()
+        print(json.dumps([name, arch, report(name, arch), *tried]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

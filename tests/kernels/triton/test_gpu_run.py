@@ -1,0 +1,396 @@
+"""What a machine with a GPU will run, run without one: the stages of `make gpu`, its benchmark and its search, over small cells.
+
+Graphs and events of CUDA are played by stand-ins that call what they would have captured; kernels are interpreted (test_triton.py says why
+it is imported). What only a GPU can show is left to it: times, capture itself, and what the peers that are not installed here do.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts import gpu
+from tests.cases import GRID, SMALL
+from tests.kernels import by_hand
+from tests.kernels.triton.test_triton import interpreted, interpreting, tuning
+
+__all__ = ["interpreting"]  # a fixture
+
+gpu_attention, gpu_ceiling, gpu_peers, gpu_pool, record, tune = (
+    interpreted(f"pagedkv.bench.{name}")
+    for name in ("gpu.attention", "gpu.ceiling", "gpu.peers", "gpu.pool", "record", "gpu.tune")
+)
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"), pytest.mark.usefixtures("interpreting")]
+ROOT = Path(__file__).parents[3]
+TINY = replace(gpu_attention.BASE, batch=3, context=50, heads=4, kv_heads=2, head_dim=64)
+
+
+class Graph:
+    """Stands for a CUDA graph: what it would have captured runs once."""
+
+    def __init__(self, steps: list[Any]) -> None:
+        for step in steps:
+            step()
+
+    def replay(self) -> None: ...
+
+
+class Event:
+    """An event of a clock that ticks once a look."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.5
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools are small and on the CPU; nothing is kept in bench/results."""
+    monkeypatch.setattr(gpu_pool, "ROTATED_BYTES", 1 << 18)
+    for module in (gpu_attention, tune):
+        monkeypatch.setattr(module, "GpuPool", functools.partial(gpu_pool.GpuPool, device="cpu"))
+    monkeypatch.setattr(gpu_attention, "graph_of", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(gpu_attention, "provenance", lambda: {"gpu": "NVIDIA H200", "commit": "abc", "when": "now"})
+    monkeypatch.setattr(record, "results", lambda: None)
+    monkeypatch.setattr(gpu_attention, "PEERS", {"sdpa": gpu_peers.sdpa, "flashinfer": gpu_peers.flashinfer})
+
+
+@pytest.fixture
+def said_to_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_attention, "require_gpu", lambda: None)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("kv", ["", "fp8_e4m3", "int4"])
+def test_steps_read_frames_of_their_own_and_run(kv: str) -> None:
+    cell = replace(TINY, kv=kv, lengths="zipf")
+    pool = gpu_pool.GpuPool(cell, "cpu")
+    batches = pool.batches()
+    drawn = [set(batch.block_table[batch.block_table >= 0].tolist()) for batch in batches]
+    assert len(set.union(*drawn)) == sum(map(len, drawn))  # no call finds in a cache what another one read
+    step = batches[0]
+    assert step.seq_lens.tolist() == cell.lens()
+    assert pool.kv_bytes == 150 * 2 * 2 * 64 * {"": 16, "fp8_e4m3": 8, "int4": 4}[kv] // 8
+    frames = step.block_table[step.block_table >= 0]
+    assert len(frames.unique()) == len(frames) == sum(pool.pages)
+    steps = gpu_attention.ours("triton", pool)
+    assert len(steps) == pool.calls
+    assert pool.calls * pool.kv_bytes >= gpu_pool.ROTATED_BYTES or pool.calls == 128
+    assert torch.equal(steps[0](), steps[0]())
+    assert steps[1]().isfinite().all()
+
+
+def test_the_ceiling_reads_every_word() -> None:
+    words = torch.randint(0, 1 << 60, (gpu_ceiling.BLOCK * 2 + 5,))
+    assert [int(x) for x in gpu_ceiling.read(words)] == [
+        functools.reduce(operator.xor, part.tolist()) for part in words.split(gpu_ceiling.BLOCK)
+    ]
+
+
+@pytest.mark.usefixtures("no_gpu", "said_to_have_one")
+def test_the_benchmark_measures_ours_and_peers_and_says_which_promises_hold(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ragged = replace(TINY, lengths="zipf")
+    drafts = replace(TINY, new=3)
+    monkeypatch.setattr(gpu_attention, "BASE", TINY)
+    monkeypatch.setattr(gpu_attention, "GROUPS", ((TINY, ragged, drafts),))
+    musts = (
+        gpu_attention.Must(TINY, "us", 1e9),
+        gpu_attention.Must(TINY, "us", 2e9, by="cuda"),
+        gpu_attention.Must(ragged, "ratio", 0.1, TINY, everywhere=True),
+    )
+    monkeypatch.setattr(gpu_attention, "MUSTS", (*musts, gpu_attention.Must(TINY, "of_ceiling", 0.0)))
+    gpu_attention.main(["--backends", "triton", "cuda", "--repetitions", "1", "--out", str(tmp_path)])
+    rows = [json.loads(line) for line in (tmp_path / "gpu-attention.jsonl").read_text().splitlines()]
+    by_case = {(row["case"], row["who"]): row for row in rows}
+    for who in ("ceiling", "triton", "sdpa"):
+        assert by_case[str(TINY), who]["us"] > 0, by_case[str(TINY), who]
+    assert "flashinfer" in by_case[str(TINY), "flashinfer"]["why_not"]
+    assert by_case[str(TINY), "cuda"]["why_not"]
+    assert "ragged" in by_case[str(ragged), "sdpa"]["why_not"]
+    assert by_case[str(drafts), "triton"]["us"] > 0
+    assert (str(drafts), "sdpa") not in by_case, "peers decode one token"
+    assert (tmp_path / "gpu-attention.svg").exists()
+    told = capsys.readouterr().out
+    assert f"triton, {TINY}: us" in told
+    assert f"triton, {TINY}, split at 512: ratio" in told
+    assert "triton: 1 times as fast as sdpa over 1 cells" in told
+    assert "2e+09" not in told, "a promise of another backend"
+    assert "MISSED" in told
+    assert "holds" in told
+
+
+@pytest.mark.usefixtures("no_gpu", "said_to_have_one")
+def test_rows_and_a_plot_go_to_bench_results_or_where_the_caller_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu_attention, "QUICK", ((TINY,), (replace(TINY, batch=2),)))
+    monkeypatch.setattr(gpu_pool, "ROTATED_BYTES", 1 << 12)
+    monkeypatch.setattr(gpu_attention, "PEERS", {})
+    checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
+    checkout.mkdir(), elsewhere.mkdir()
+    monkeypatch.setattr(record, "results", lambda: checkout)
+    asked = gpu_attention.Asked(["reference"], repetitions=1, quick=True)
+    gpu_attention.run(asked)
+    assert sorted(path.name for path in checkout.iterdir()) == ["gpu-attention.jsonl", "gpu-attention.svg"]
+    drawn = (checkout / "gpu-attention.svg").read_text()
+    gpu_attention.run(replace(asked, out=(elsewhere / "rows",), plot=elsewhere / "picture.svg"))
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["picture.svg", "rows"]
+    assert (checkout / "gpu-attention.svg").read_text() == drawn, "it was left alone"
+
+
+def test_the_quick_benchmark_looks_at_every_promise() -> None:
+    for cells in (gpu_attention.QUICK, gpu_attention.GROUPS):
+        group = {cell: i for i, part in enumerate(cells) for cell in part}
+        for must in gpu_attention.MUSTS:
+            assert must.cell in group
+            assert must.twin is None or group[must.twin] == group[must.cell], "a ratio is of one moment"
+
+
+def test_without_a_gpu_benchmark_and_search_say_so() -> None:
+    for main in (gpu_attention.main, tune.main):
+        with pytest.raises(gpu_attention.InvalidRequest, match="torch finds no GPU on this machine"):
+            main([])
+
+
+@pytest.mark.slow
+def test_torchs_paged_attention_is_asked_for_what_ours_computes() -> None:
+    """A peer that computes something else would be no peer: its steps against plain attention over the pages it was given."""
+    given: list[tuple[Any, ...]] = []
+
+    def watch(attend: Any) -> Any:
+        attend = torch.compile(attend)  # uncompiled, torch looks at the mask's function and not at its blocks
+
+        def watched(q: Any, k: Any, v: Any, *, block_mask: Any, enable_gqa: bool) -> Any:
+            out = attend(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)
+            given.append((q, k, v, block_mask, out))
+            return out
+
+        return watched
+
+    cell = replace(TINY, context=256)
+    pool = gpu_pool.GpuPool(cell, "cpu")
+    pool.calls = 2
+    for step in gpu_peers.flex(pool, compile=watch):
+        step()
+    for q, k, v, mask, out in given:
+        for b, n in enumerate(cell.lens()):
+            assert int(mask.full_kv_num_blocks[b, 0, 0]) == n // gpu_peers.PAGE
+            pages = mask.full_kv_indices[b, 0, 0, : n // gpu_peers.PAGE].tolist()
+            at = torch.cat([torch.arange(gpu_peers.PAGE) + page * gpu_peers.PAGE for page in pages])
+            right = torch.nn.functional.scaled_dot_product_attention(q[b], k[0, :, at], v[0, :, at], enable_gqa=True)
+            assert (out[b] - right).abs().max() <= 2**-6
+    assert len(given) == 2
+    assert not torch.equal(given[0][3].full_kv_indices, given[1][3].full_kv_indices)
+    with pytest.raises(ValueError, match="a page of 128 that is not full"):
+        gpu_peers.flex(gpu_pool.GpuPool(TINY, "cpu"))
+
+
+@pytest.mark.usefixtures("no_gpu", "said_to_have_one")
+def test_the_search_writes_what_is_fastest_for_each_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def timed(variants: dict[Any, Any], repetitions: int) -> tuple[dict[Any, float], dict[Any, str]]:
+        times = {}
+        for name, steps in variants.items():
+            steps[0]()
+            entry = tuning._table()[tuning.INTERPRETER]
+            seen.append(entry)
+            fields = json.loads(name[0])
+            times[name] = 10.0 - 2 * (fields.get("N") == 64) - 3 * (fields.get("one_launch") is True)
+        return times, {}
+
+    monkeypatch.setattr(tune, "in_turn", timed)
+    monkeypatch.setattr(tune, "CELLS", (TINY,))
+    monkeypatch.setattr(
+        tune, "AXES", {"decode": {"N": (32, 64), "one_launch": (False, True)}, "prefill": {"N": (32, 64)}}
+    )
+    monkeypatch.setattr(tuning, "target", lambda device: tuning.Target(tuning.INTERPRETER, 6))
+    monkeypatch.setattr(tune, "prefill_steps", functools.partial(tune.prefill_steps, tokens=20))
+    monkeypatch.setattr(tune, "ALONE", {"batch": 1, "context": 70})
+    before = tuning._table()
+    tune.main(["--out", str(tmp_path)])
+    found = json.loads((tmp_path / "tuning.json").read_text())
+    assert found["interpreter"]["decode"] == {"256/64": {"N": 64, "one_launch": True}}
+    assert found["interpreter"]["prefill"] == {"256/64": {"N": 64}}
+    assert found["interpreter"]["source"].startswith("measured on NVIDIA H200")
+    assert {arch: entry["source"] for arch, entry in found.items() if arch != "interpreter"} == dict.fromkeys(
+        tune.REASONED, "rule"
+    )
+    assert len(seen) > 8
+    assert tuning._table() is before
+
+
+def test_the_table_is_what_kernels_are_sized_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    on, size = tuning.Target("sm_90", 132), (512, 128)
+    plain = tuning.tuning("decode", on, *size)
+    fields = {"N": 16, "one_launch": True, "programs": 7}
+    with tune.table({"sm_90": {"source": "measured", "decode": {tuning.size_key(*size): fields}}}):
+        assert tuning.tuning("decode", on, *size) == replace(plain, **fields)
+        assert tuning.tuning("decode", on, 520, 128) != replace(plain, **fields)  # a larger head is another size
+        assert tuning.tuning("decode", tuning.Target("sm_80", 108), *size).programs == 2
+        assert tuning.tuning("prefill", on, *size) == tuning._by_rule("prefill", on, *size)
+        assert tuning.tuning("decode", on, *size).one_launch
+    with tune.table({"gfx942": {"source": "measured", "decode": {tuning.size_key(*size): fields}}}):
+        assert not tuning.tuning("decode", tuning.Target("gfx942", 304), *size).one_launch, "see Tuning"
+    assert tuning.tuning("decode", on, *size) == plain
+
+
+def test_entries_that_nobody_measured_are_the_rules_and_say_so() -> None:
+    """And those of AMD merge by a second launch."""
+    kept, rule = tuning._table(), tune.reasoned()
+    assert set(kept) >= set(tune.REASONED)
+    for arch, entry in kept.items():
+        if entry["source"] == tune.RULE:
+            assert entry == rule[arch], f"{arch}: python -m pagedkv.bench.gpu.tune --reasoned --apply"
+        else:
+            assert entry["source"].startswith("measured on ")
+        if arch.startswith("gfx"):
+            assert not any(fields.get("one_launch") for fields in entry.get("decode", {}).values())
+
+
+def test_without_a_gpu_the_run_says_so_once_and_starts_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("machine: FAILED")
+    assert lines[0].endswith(
+        "torch finds no GPU on this machine: there is nothing that could be measured or tested here"
+    )
+    assert all(line.endswith("not run: machine did not pass") for line in lines[1:])
+    assert len(lines) == len(gpu.STAGES)
+    assert (tmp_path / "summary.txt").read_text().splitlines() == lines
+
+
+def test_a_stage_that_fails_or_hangs_leaves_its_log_and_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sleep = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).wait()"
+    hang = f"import subprocess, sys; print('began', flush=True); {sleep}"
+    stages = (
+        gpu.Stage("broken", ("-c", "print('so far'); raise SystemExit(3)"), 1),
+        gpu.Stage("hangs", ("-c", hang), 0.02),
+        gpu.Stage("lacks", ("-c", ""), 1, ("no-such-tool-anywhere",)),
+        gpu.Stage("empty", ("-c", "print('7 skipped in 1 s')"), 1),
+        gpu.Stage(
+            "good",
+            ("-c", "import os; print('fine', sorted(set(os.environ) & {'TRITON_INTERPRET', 'PAGEDKV_DEBUG'}))"),
+            1,
+        ),
+    )
+    monkeypatch.setattr(gpu, "STAGES", stages)
+    monkeypatch.setenv("PAGEDKV_DEBUG", "3")
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("broken: FAILED (3), ")
+    assert lines[0].endswith(": so far")
+    assert lines[1].startswith("hangs: out of time after 0.0 minutes")
+    assert lines[1].endswith("began")
+    assert "not run" in lines[2]
+    assert "nothing ran" in lines[3]
+    assert lines[4].startswith("good: passed")
+    assert lines[4].endswith("fine []")
+    assert (tmp_path / "hangs.log").read_text() == "began\n"
+    assert gpu.main(["--out", str(tmp_path), "--rest"]) == 1
+    assert "good" not in capsys.readouterr().out
+
+
+def test_every_stage_names_something_that_is_there() -> None:
+    options: dict[str, set[str]] = {}
+    for stage in (*gpu.STAGES, *gpu.SANITIZE):
+        if stage.arguments[:2] == ("-m", "pytest"):
+            assert all((ROOT / part).exists() for part in stage.arguments if part.startswith("tests/"))
+        elif stage.arguments[0] == "-m" and stage.arguments[1].startswith(("pagedkv.bench", "tests.")):
+            options.setdefault(stage.arguments[1], set()).update(
+                part for part in stage.arguments if part.startswith("--")
+            )
+    for module, used in options.items():
+        run = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert all(option in run.stdout for option in used)
+
+
+def test_cases_without_pytest_are_judged_as_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(by_hand, "SMALL", SMALL[:3])
+    monkeypatch.setattr(by_hand, "GRID", GRID[:1])
+    monkeypatch.setattr(
+        sys, "argv", ["by_hand", "--backend", "reference", "--device", "cpu", "--cases", "small", "grid", "--jobs", "2"]
+    )
+    assert by_hand.main() == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "4 cases, 0 failed"
+    monkeypatch.setattr(by_hand, "ratios", lambda *of: {"out": 0.5, "lse": float("nan")})
+    monkeypatch.setattr(sys, "argv", ["by_hand", "--backend", "reference", "--device", "cpu", "--cases", "grid"])
+    assert by_hand.main() == 1
+
+
+def test_after_an_error_of_the_gpu_the_rest_is_not_blamed_and_a_compilers_log_is_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> dict[str, float]:
+        why = RuntimeError("CUDA error: an illegal memory access was encountered")
+        why.add_note("paged_attention.cuh(7): error: of the compiler")
+        raise why
+
+    monkeypatch.setattr(by_hand, "_lost", [])
+    monkeypatch.setattr(by_hand, "ratios", broken)
+    good, told = by_hand.judged((SMALL[0], "cuda", "cuda"))
+    assert not good
+    assert told.endswith("of the compiler")
+    good, told = by_hand.judged((SMALL[1], "cuda", "cuda"))
+    assert not good
+    assert told.startswith("LOST")
+    assert str(SMALL[0]) in told
+    assert gpu_attention._said(KernelUnavailableWithNotes()) == "KernelUnavailableWithNotes: no; the compiler says why"
+
+
+class KernelUnavailableWithNotes(Exception):
+    def __init__(self) -> None:
+        super().__init__("no\nand more")
+        self.add_note("the compiler says why\nand where")
+
+
+def test_vllms_kernel_is_called_as_its_own_backend_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters as of vLLM 0.32, whatever it makes of them."""
+    seen: list[dict[str, Any]] = []
+
+    def unified_attention(q: Any, k: Any, v: Any, out: Any, cu_seqlens_q: Any, max_seqlen_q: int, seqused_k: Any, max_seqlen_k: int, softmax_scale: float, causal: bool, window_size: Any, block_table: Any, softcap: float, q_descale: Any, k_descale: Any, v_descale: Any, seq_threshold_3D: Any = None, num_par_softmax_segments: Any = None, softmax_segm_output: Any = None, softmax_segm_max: Any = None, softmax_segm_expsum: Any = None) -> None:  # fmt: skip  # noqa: E501
+        seen.append(locals())
+
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    module = types.ModuleType("vllm.v1.attention.ops.triton_unified_attention")
+    module.unified_attention = unified_attention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(gpu_pool, "ROTATED_BYTES", 1 << 18)
+    pool = gpu_pool.GpuPool(TINY, "cpu")
+    steps = gpu_peers.vllm(pool)
+    for step in steps:
+        step()
+    assert len(seen) == pool.calls
+    assert seen[0]["q"].shape == seen[0]["out"].shape == (TINY.batch, TINY.heads, TINY.head_dim)
+    assert seen[0]["k"].shape[1:] == (TINY.block_size, TINY.kv_heads, TINY.head_dim)
+    assert not torch.equal(seen[0]["block_table"], seen[1]["block_table"])
+    assert seen[0]["softmax_segm_output"].shape[1:] == (TINY.heads, seen[0]["num_par_softmax_segments"], 64)

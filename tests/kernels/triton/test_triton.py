@@ -1,0 +1,532 @@
+"""The Triton kernels under the interpreter: a sample of the grid by default, all of it and the laws of every backend in `make test-all`.
+
+Triton decides when a kernel is imported whether it is interpreted, for the life of the process. So this file imports them, with
+TRITON_INTERPRET=1, before anyone else does; where there is a GPU it leaves them to the GPU's tests, and interprets in processes of its own.
+What the compiler makes of them: test_triton_compiled.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagedkv import KernelUnavailable, copy_frames, explain, paged_attention, write_kv
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import reference, registry
+from pagedkv.kernels.args import AttentionCall, RotaryTable, WriteCall
+from tests.cases import GRID, SMALL, Case, empty_layer
+from tests.kernels import test_write
+from tests.kernels.conftest import Runner
+from tests.kernels.oracle import allowed_error, oracle, same_precision
+from tests.kernels.test_write import SLOTS, batch_of
+from tests.kernels.triton.compiled import call_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the kernels of this process belong to the GPU", allow_module_level=True)
+
+
+def interpreted(module: str) -> Any:
+    """A module of the Triton kernels, or one with kernels of its own, imported for the interpreter."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        return importlib.import_module(module if "." in module else f"pagedkv.kernels.triton.{module}")
+    finally:
+        os.environ.update({"TRITON_INTERPRET": before} if before else {})
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+
+
+tuning, decode, prefill, backend, cascade = (
+    interpreted(name) for name in ("tuning", "decode", "prefill", "backend", "cascade")
+)
+INTERPRETER = Runner("triton", "cpu")
+PAIRS = torch.tensor([[1, 2], [2, 3], [3, 1], [5, 0]], dtype=torch.int32)
+"""Copies of frames: a cycle, and one more."""
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"), pytest.mark.usefixtures("interpreting")]
+
+_DRAFTS = Case(q_lens=(1, 4, 3), kv_lens=(70, 4, 33))
+SAMPLE = (
+    Case(),
+    Case(q_lens=(1,), kv_lens=(0,)),
+    Case(q_lens=(3, 0, 4), kv_lens=(2, 5, 17), heads=(5, 1), sinks=True),
+    replace(
+        _DRAFTS, heads=(28, 4), dims=(80, 80), block_size=5, dtype="bfloat16", layout="mixed", window=20, alibi=True
+    ),
+    replace(_DRAFTS, dims=(192, 128), block_size=64, dtype="float16", layout="HND", mask="tree", softcap=50.0),
+    replace(_DRAFTS, block_size=4, punched=True, sinks=True, rows=True, padding=2, split_tokens=32),
+    *(
+        replace(_DRAFTS, dtype="bfloat16", kv=kv, layout="HND")
+        for kv in ("fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head")
+    ),
+    replace(_DRAFTS, dtype="float16", kv="int4/token_head", dims=(96, 96), mask="all", window=64, split_tokens=100),
+    Case(
+        q_lens=(2, 1),
+        kv_lens=(40, 9),
+        heads=(16, 1),
+        dims=(576, 512),
+        layout="mla",
+        dtype="bfloat16",
+        kv="fp8_e4m3/token_head",
+    ),
+    Case(q_lens=(2, 1), kv_lens=(40, 9), heads=(16, 1), dims=(576, 512), dtype="bfloat16", kv="int4/token_head"),
+    Case(q_lens=(1, 33), kv_lens=(130, 50), heads=(4, 1), dtype="bfloat16", sinks=True),
+    Case(q_lens=(20,), kv_lens=(150,), heads=(2, 1), window=30, block_size=128, alibi=True),
+    Case(
+        q_lens=(17, 2, 40),
+        kv_lens=(30, 2, 12),
+        heads=(7, 1),
+        mask="tree",
+        kv="int4/tensor",
+        punched=True,
+        rows=True,
+        padding=1,
+    ),
+    Case(
+        q_lens=(7, 40, 3), kv_lens=(132, 12, 2), mask="all", window=2**31 - 1, split_tokens=16
+    ),  # positions from -28 on, less a window
+)
+
+
+@pytest.fixture
+def interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For this test the registry may choose the interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    yield
+    registry._resolve.cache_clear()  # what it chose is not for the tests of others
+
+
+def keeps_the_contract(case: Case) -> None:
+    built = case.build()
+    exact, plain = oracle(built), same_precision(built)
+    out, lse = (x.double().numpy()[: sum(case.q_lens)] for x in INTERPRETER.attend(built))
+    seen = ~np.isneginf(exact.lse[: len(lse)])
+    assert np.abs(out - exact.out[: len(out)]).max(initial=0.0) <= allowed_error(case, exact.out, plain.out)
+    assert (np.isneginf(lse) == ~seen).all()
+    assert (out[~seen] == 0).all()
+    right, low = exact.lse[: len(lse)][seen], plain.lse[: len(lse)][seen]
+    assert np.abs(lse[seen] - right).max(initial=0.0) <= allowed_error(case, right, low)
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_a_sample_of_the_grid_keeps_the_contract(case: Case) -> None:
+    keeps_the_contract(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*SMALL, *GRID], ids=str)
+def test_the_grid_keeps_the_contract(case: Case) -> None:
+    keeps_the_contract(case)
+
+
+@pytest.mark.parametrize("kv", ["fp8_e4m3/token_head", "fp8_e4m3/tensor"])
+def test_fp8_is_decoded_alike_with_and_without_an_instruction_for_it(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = replace(_DRAFTS, dtype="bfloat16", kv=kv).build()
+    by_bits = INTERPRETER.attend(built)
+    monkeypatch.setattr(tuning.Target, "native_fp8", True)
+    by_cast = INTERPRETER.attend(built)
+    assert (
+        by_bits[0] - by_cast[0]
+    ).abs().max() <= 2.0**-7  # a last place of bfloat16: 256 is multiplied at another point
+    assert (by_bits[1] - by_cast[1]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5, 40])
+def test_however_many_programs_share_the_keys_the_result_is_the_same(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = Case(q_lens=(1, 2, 0, 1, 1), kv_lens=(200, 33, 7, 64, 0), heads=(2, 1), window=150, sinks=True).build()
+    exact = oracle(built)
+    monkeypatch.setattr(decode, "target", lambda device: tuning.Target(tuning.INTERPRETER, programs))
+    out, lse = INTERPRETER.attend(built)
+    assert np.abs(out.double().numpy() - exact.out).max() <= 2e-6
+    assert np.abs(lse.double().numpy() - exact.lse).max() <= 1e-5
+
+
+@pytest.fixture
+def one_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The tuning says that a program merges, not a second launch: which there must not be then."""
+    rule = tuning._by_rule
+    monkeypatch.setattr(tuning, "_by_rule", lambda *of: replace(rule(*of), one_launch=True))
+    monkeypatch.setattr(decode, "merge_kernel", None)
+    tuning.tuning.cache_clear()
+    yield
+    tuning.tuning.cache_clear()
+
+
+@pytest.mark.usefixtures("one_launch")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(q_lens=(1, 2, 0, 1, 1), kv_lens=(200, 33, 7, 64, 0), heads=(2, 1), window=150, sinks=True),
+        Case(
+            q_lens=(1, 4, 3),
+            kv_lens=(300, 4, 133),
+            heads=(28, 4),
+            dims=(80, 80),
+            block_size=5,
+            dtype="bfloat16",
+            padding=2,
+            rows=True,
+        ),
+        Case(
+            q_lens=(2, 1),
+            kv_lens=(140, 99),
+            heads=(64, 1),
+            dims=(96, 96),
+            dtype="float16",
+            kv="int4/token_head",
+            split_tokens=32,
+        ),
+        Case(
+            q_lens=(1, 33),
+            kv_lens=(260, 50),
+            heads=(4, 1),
+            dims=(192, 128),
+            layout="HND",
+            mask="tree",
+            sinks=True,
+            punched=True,
+        ),
+    ],
+    ids=str,
+)
+def test_merged_by_the_last_program_of_a_row_the_result_is_as_good(case: Case) -> None:
+    keeps_the_contract(case)
+
+
+@pytest.mark.parametrize("b", range(4))
+def test_with_split_tokens_neither_the_batch_nor_its_kernels_change_a_bit(b: int) -> None:
+    """Sequences for decode and for prefill; alone, another number of programs and only one of the two kernels would serve."""
+    together = Case(q_lens=(1, 20, 3, 1), kv_lens=(130, 60, 40, 97), split_tokens=32, window=70)
+    built = together.build()
+    first, end = built.batch.cu_seqlens_q[b : b + 2].tolist()
+    batch = replace(
+        built.batch,
+        block_table=built.batch.block_table[b : b + 1],
+        seq_lens=built.batch.seq_lens[b : b + 1],
+        cu_seqlens_q=torch.tensor([0, end - first], dtype=torch.int32),
+        max_seqlen_q=end - first,
+        max_seqlen_k=together.kv_lens[b],
+    )
+    alone = INTERPRETER.attend(built._replace(q=built.q[first:end].clone(), batch=batch))
+    for x, whole in zip(alone, INTERPRETER.attend(built), strict=True):
+        assert torch.equal(x, whole[first:end])
+
+
+@pytest.mark.parametrize(("q_lens", "kv_lens"), [((8, 3, 1), (150, 70, 40)), ((40, 24, 1), (150, 70, 40))])
+def test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit(
+    q_lens: tuple[int, ...], kv_lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows whose own mask says what causality says. The tiles are those of a GPU, where a mask asks for smaller ones."""
+    on = tuning.Target("sm_90", 4)
+    for module in (tuning, decode, prefill):
+        monkeypatch.setattr(module, "target", lambda device: on)
+    built = Case(q_lens=q_lens, kv_lens=kv_lens, heads=(8, 1), split_tokens=128, dtype="bfloat16").build()
+    starts, widest = built.batch.cu_seqlens_q.tolist(), max(q_lens)
+    causal = torch.cat([torch.ones(m, widest).tril().bool() for m in q_lens])
+    causal[: starts[1]] = torch.rand(q_lens[0], widest) < 0.5
+    masked = INTERPRETER.attend(built, tree_mask=causal)
+    for x, y in zip(INTERPRETER.attend(built), masked, strict=True):
+        assert torch.equal(x[starts[1] :], y[starts[1] :])
+        assert not torch.equal(x[: starts[1]], y[: starts[1]])
+
+
+def test_bounds_that_are_too_high_change_nothing() -> None:
+    """As in a captured graph: launched for the longest sequence there could be."""
+    built = Case(q_lens=(1, 3), kv_lens=(70, 20), sinks=True).build()
+    loose = replace(built.batch, max_seqlen_q=24, max_seqlen_k=5000)
+    for x, y in zip(INTERPRETER.attend(built), INTERPRETER.attend(built._replace(batch=loose)), strict=True):
+        assert (x - y).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize(("new", "keys"), [(1, 40), (1, 900), (24, 90), (24, 600)])
+def test_a_sink_without_bound_takes_the_whole_weight(new: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program or a fold of several writes the result: an infinite sink leaves zeros, one of -inf is none."""
+    monkeypatch.setattr(decode, "target", lambda device: tuning.Target(tuning.INTERPRETER, 5))
+    real = prefill.num_splits
+    monkeypatch.setattr(prefill, "num_splits", lambda programs, _, tiles: real(programs, 8, tiles))
+    built = Case(q_lens=(new,), kv_lens=(keys,), heads=(4, 2), sinks=True).build()
+    built.options["sinks"].copy_(torch.tensor([torch.inf, -torch.inf, 0.5, torch.inf]))
+    for x, right in zip(INTERPRETER.attend(built), Runner("reference", "cpu").attend(built), strict=True):
+        assert torch.allclose(x, right, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_of_a_long_chunk_are_split_when_queries_are_too_few_to_fill_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case(q_lens=(24, 1), kv_lens=(600, 90), heads=(2, 1), window=500, sinks=True)
+    built = case.build()
+    counts: list[int] = []
+    real = prefill.num_splits
+    monkeypatch.setattr(
+        prefill, "num_splits", lambda programs, _, tiles: counts.append(real(programs, 8, tiles)) or counts[-1]
+    )
+    out, lse = INTERPRETER.attend(built)
+    assert counts == [4]
+    assert np.abs(out.double().numpy() - oracle(built).out).max() <= 2e-6
+    assert np.abs(lse.double().numpy() - oracle(built).lse).max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "kv", ["bfloat16", "fp8_e4m3", "fp8_e4m3/tensor", "fp8_e5m2/token_head", "int8/token_head", "int4/token_head"]
+)
+def test_what_is_written_has_the_bits_that_the_reference_writes(kv: str, dtype: torch.dtype) -> None:
+    plain = kv == "bfloat16"
+    case = Case(dtype=kv if plain else "float32", kv="" if plain else kv, dims=(64, 80), heads=(5, 5), layout="HND")
+    draw = torch.Generator().manual_seed(3)
+    wide = torch.randn(7, 5, 100, generator=draw) * torch.exp2(
+        torch.randint(-20, 9, (7, 5, 100), generator=draw)
+    )  # subnormals, saturation
+    k, v = (x.to(dtype) for x in torch.cat([wide, torch.zeros(7, 5, 44)], -1).split((64, 80), -1))
+    layers = [empty_layer(case, 4) for _ in range(2)]
+    rope = RotaryTable(torch.rand(4, 24, generator=draw), torch.rand(4, 24, generator=draw), interleaved=True)
+    batch = replace(batch_of(SLOTS), positions=torch.arange(7) % 4)
+    for layer, name in zip(layers, ("triton", "reference"), strict=True):
+        if kv.endswith("/tensor"):
+            layer.k_scale.fill_(0.3), layer.v_scale.fill_(1e-3)
+        write_kv(k, v, layer, batch, rope=rope, backend=name)
+    at = [slot for slot in SLOTS if slot >= 0]
+    for name in ("k", "k_scale", "v", "v_scale"):
+        ours, theirs = (getattr(layer, name) for layer in layers)
+        if ours is None or ours.dim() == 0:
+            continue
+        ours, theirs = (x.contiguous().view(torch.uint8).flatten(0, 1)[at] for x in (ours, theirs))
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("kv", test_write.NAN_KINDS)
+def test_nan_is_stored_as_nan_or_as_zero(kv: str) -> None:
+    test_write.test_nan_is_stored_as_nan_or_as_zero_by_integers_whose_scale_then_is_nan(kv, INTERPRETER)
+
+
+def test_merging_is_the_references() -> None:
+    draw = torch.Generator().manual_seed(0)
+    out_a, out_b = (torch.randn(5, 3, 80, generator=draw).bfloat16().transpose(0, 1) for _ in range(2))
+    lse_a, lse_b = torch.randn(3, 5, generator=draw), torch.randn(5, 3, generator=draw).T
+    lse_a[0], lse_b[:2] = -torch.inf, -torch.inf
+    out_a[0] = torch.nan  # a state that saw nothing may hold anything
+    lse_a[2, :2], out_a[2, :2], lse_b[2, 1:3], out_b[2, 1:3] = (
+        torch.inf,
+        0.0,
+        torch.inf,
+        0.0,
+    )  # an infinite sink takes the whole weight
+    for ours, right in zip(
+        backend.merge_states(out_a, lse_a, out_b, lse_b),
+        reference.merge_states(out_a, lse_a, out_b, lse_b),
+        strict=True,
+    ):
+        assert torch.allclose(ours.float(), right.float(), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float8_e4m3fn])
+def test_copies_read_every_source_before_one_destination_is_written(dtype: torch.dtype) -> None:
+    storage = torch.arange(8).repeat_interleave(5).view(8, 5).to(dtype)
+    gaps = storage.repeat(1, 2)[:, :5]  # frames of a larger pool
+    for pool in (storage, gaps):
+        copy_frames(pool, PAIRS, backend="triton")
+        assert pool.float().tolist() == [[f] * 5 for f in (5, 3, 1, 2, 4, 5, 6, 7)]
+
+
+STRIDED = {
+    "a layer": lambda pool: pool[:, 1],
+    "every second element": lambda pool: pool[..., ::2],
+    "heads and slots exchanged": lambda pool: pool.transpose(1, 3),
+    "one of each": lambda pool: pool[:, :, 1::2, :, 3],
+    "some of each dim": lambda pool: pool[:, ::2, ::3, 1:3, 1::4],
+    "frames innermost": lambda pool: pool.permute(4, 3, 2, 1, 0),
+    "an element a frame": lambda pool: pool[:, 0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.complex128], ids=str
+)
+@pytest.mark.parametrize("view", STRIDED)
+def test_frames_that_are_no_run_of_memory_are_copied_by_the_kernel_and_nothing_beside_them(
+    view: str, dtype: torch.dtype
+) -> None:
+    drawn = (
+        torch.randint(0, 99, (8, 3, 4, 6, 10), generator=torch.Generator().manual_seed(0))
+        * 3
+        % 7
+        // (3 if dtype == torch.bool else 1)
+    )
+    drawn = drawn.to(dtype)
+    ours, right = drawn.clone(), drawn.clone()
+    copy_frames(STRIDED[view](ours), PAIRS, backend="triton")
+    copy_frames(STRIDED[view](right), PAIRS, backend="reference")
+    assert torch.equal(ours.view(torch.uint8), right.view(torch.uint8))
+    assert not torch.equal(ours.view(torch.uint8), drawn.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("heads", "most"), [((32, 32), 16), ((32, 8), 16), ((28, 4), 9), ((64, 2), 2), ((128, 1), 1)])
+def test_how_many_new_tokens_are_decoded_depends_on_the_heads_alone(heads: tuple[int, int], most: int) -> None:
+    H, K = heads
+    call = SimpleNamespace(
+        q=torch.empty(1, H, 64, dtype=torch.bfloat16),
+        k=torch.empty(1, 16, K, 64),
+        v=torch.empty(1, 16, K, 64),
+        out=torch.empty(1, H, 64),
+    )
+    assert decode.most_queries(call) == most
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(q_lens=(1, 3, 1, 2), kv_lens=(70, 80, 49, 66), heads=(4, 2), sinks=True, padding=2, rows=True),
+        Case(q_lens=(4, 4, 4), kv_lens=(60, 100, 52), heads=(2, 1), mask="tree", kv="int8/token_head", softcap=20.0),
+    ],
+    ids=str,
+)
+def test_a_shared_prefix_attended_to_apart_gives_what_one_pass_gives(case: Case) -> None:
+    built, shared = case.build(), 48
+    batch = built.batch
+    rows = torch.arange(len(case.q_lens)) if batch.rows is None else batch.rows.long()
+    batch.block_table[rows, : shared // 16] = batch.block_table[rows[0], : shared // 16]
+    out, lse = INTERPRETER.attend(built)
+    o, tables = (
+        built.options,
+        (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k),
+    )
+    rule = (64**-0.5, o["causal"], None, o["softcap"], o.get("sinks"), None, o.get("tree_mask"), None)
+    room = torch.full_like(out, 7.0), torch.full_like(lse, 7.0)
+    call = AttentionCall(built.q, *vars(built.layer).values(), *tables, *rule, *room)
+    cascade.cascade_attention(call, shared)
+    T = sum(case.q_lens)
+    assert (call.out[:T] - out[:T]).abs().max() <= 2e-6
+    assert (call.lse[:T] - lse[:T]).abs().max() <= 1e-5
+    assert (call.out[T:] == 7).all()
+    cascade.cascade_attention(replace(call, out=room[0].zero_(), lse=room[1].zero_()), 0)
+    assert torch.equal(room[0][:T], out[:T]), "no prefix"
+    with pytest.raises(InvalidRequest, match="cannot be attended to apart with window"):
+        cascade.cascade_attention(replace(call, window=5), shared)
+    with pytest.raises(InvalidRequest, match="shared_tokens is 50; it must be a multiple of block_size=16"):
+        cascade.cascade_attention(call, 50)
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels are not run, and whoever reads a tensor on the host is caught: on a GPU it would wait, and in a captured graph it may not."""
+    launched: list[str] = []
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        launched.append(self.fn.__name__)
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the host has read a tensor")
+
+    monkeypatch.setattr("triton.runtime.interpreter.GridExecutor.__call__", launch)
+    for name in "item tolist numpy cpu __bool__ __int__ __float__ __index__ nonzero unique equal".split():
+        monkeypatch.setattr(torch.Tensor, name, read)
+    monkeypatch.setattr(torch, "equal", read)
+    return launched
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernels"),
+    [
+        ({}, "decode_kernel merge_kernel"),
+        ({"split_tokens": 256, "window": 300}, "decode_kernel merge_kernel"),
+        ({"B": 1, "q_len": 64}, "prefill_kernel"),
+        ({"q_len": 64, "tree": True, "sinks": True}, "decode_kernel merge_kernel prefill_kernel"),
+        ({"kv": "int4/token_head", "q_len": 4, "alibi": True, "softcap": 3.0}, "decode_kernel merge_kernel"),
+    ],
+    ids=str,
+)
+def test_the_host_reads_no_tensor_to_launch(changes: dict[str, Any], kernels: str, unreadable: list[str]) -> None:
+    call = call_of(H=8, K=2, **changes)
+    backend.paged_attention(call)
+    assert unreadable == kernels.split()
+    if not {"window", "alibi", "split_tokens"} & {*changes}:
+        cascade.cascade_attention(call, 1024)
+        assert unreadable[-1] == "merge_states_kernel"
+    new, ints = torch.empty(8, 2, 128), torch.zeros(8, dtype=torch.int64)
+    angles = torch.zeros(64, 32), torch.zeros(64, 32)
+    backend.write_kv(WriteCall(new, new, call.k, call.v, call.k_scale, call.v_scale, ints, ints, *angles, False))
+    backend.copy_frames(call.k, PAIRS)
+    assert unreadable[-3:] == ["write_kernel", "copy_kernel", "copy_kernel"]
+
+
+def test_without_the_interpreter_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    built = Case().build()
+    with pytest.raises(KernelUnavailable, match="it runs on GPUs; on the CPU only Triton's interpreter can"):
+        paged_attention(built.q, built.layer, built.batch, backend="triton")
+
+
+def test_float64_is_refused_with_the_reason() -> None:
+    told = explain(registry.Case(dtype="float64")).objections["triton"]
+    assert told == ["q is float64; it takes float32, bfloat16, float16"]
+
+
+@pytest.mark.parametrize("arch", ["sm_87", "sm_103", "sm_121", "gfx90a", "gfx1100"])
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+@pytest.mark.parametrize(("head_bytes", "widest"), [(512, 128), (256, 128), (1024, 128), (1024, 256), (2176, 576)])
+def test_a_gpu_that_no_table_names_gets_tiles_that_fit_it(arch: str, kernel: str, head_bytes: int, widest: int) -> None:
+    on = tuning.Target(arch, 100)
+    tuned = tuning.tuning(kernel, on, head_bytes, widest)
+    assert arch not in tuning._table()
+    assert tuned == tuning._by_rule(kernel, on, head_bytes, widest)
+    tiles = tuned.stages - arch.startswith("gfx")  # AMD keeps one of them in registers
+    assert tuned.programs * tiles * tuned.N * head_bytes <= on.shared
+    assert tuned.N in (16, 32, 64)
+    assert tuned.M in (16, 32, 64, 128)
+
+
+@pytest.mark.parametrize(("arch", "refused"), [("sm_89", True), ("sm_90", False)])
+def test_nibbles_beside_float32_queries_are_refused_where_such_wide_heads_do_not_fit(
+    arch: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "target", lambda device: tuning.Target(arch, 1))
+    case = registry.Case(device="cuda", dtype="float32", kv_dtype="int4", head_dim=576, head_dim_v=512)
+    assert [why.partition(":")[2] for why in decode.objections(case)] == [" take q in bfloat16"] * refused
+    for served in (
+        case._replace(dtype="bfloat16"),
+        case._replace(kv_dtype="int8"),
+        case._replace(head_dim=256, head_dim_v=256),
+    ):
+        assert not decode.objections(served)
+
+
+def test_where_triton_is_missing_the_backend_says_so_and_another_serves() -> None:
+    code = """
+import importlib.util as u; find = u.find_spec
+u.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+from pagedkv.kernels.registry import KERNELS, Case, resolve
+assert resolve(Case()).name != "triton"
+print(next(kernel for kernel in KERNELS if kernel.name == "triton").refuse(Case())[0])
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    assert run.stdout.startswith("triton is not installed")
+
+
+@pytest.mark.slow
+def test_the_laws_of_every_backend_hold() -> None:
+    """test_laws, test_write and test_operators, in a process that interprets from the start."""
+    files = [str(Path(__file__).parents[1] / f"test_{name}.py") for name in ("laws", "write")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "triton-cpu", *files]
+    run = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert run.returncode == 0, run.stdout
+    assert " passed" in run.stdout

@@ -1,0 +1,210 @@
+"""What the compiler makes of the Triton kernels stays within budget, for GPUs that are not here.
+
+Host code, Triton's own launcher and ptxas or LLVM do all that they would do on a GPU, but for the launch. Registers, spills, shared memory,
+wide loads and tensor-core instructions are read from the machine code: a regression shows without a GPU in the room. Speed does not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tests.kernels.triton.compiled import LAUNCHES, PROCESSORS
+
+ROOT = Path(__file__).parents[3]
+SHARED = {
+    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10,
+    "gfx942": 64 << 10, "gfx950": 160 << 10,
+}  # fmt: skip
+"""What a program may use of each: more, and its launch fails."""
+
+RESIDENT = {
+    "decode": 100 << 10,
+    "decode, page 64": 100 << 10,
+    "decode, head 64": 100 << 10,
+    "decode, fp8_e4m3/tensor": 100 << 10,
+}
+"""Shared bytes of those of which two programs share a processor of sm_90 or sm_100: half of what there is, and less."""
+
+REGISTERS = {
+    "merge_kernel": 128,
+    **dict.fromkeys("write_kernel copy_kernel merge_splits_kernel merge_states_kernel read_kernel".split(), 64),
+}
+"""What must hide its latency by many programs at a time; a merged row of 512 is the widest. Attention may take all there are."""
+
+SPILLS = 16
+"""Instructions that move registers to memory and back, at most: a few beside the loop do no harm. Exceptions, with their causes:"""
+
+MORE_SPILLS = {
+    ("prefill, float32 over int4, head 256", "sm_90"): (
+        32,
+        "three products of TF32 of each nibble, beside 256 columns of float32",
+    ),
+    ("prefill, float32 over int4, head 256", "sm_100"): (45, "as above"),
+    ("prefill, float32 over int4, head 256", "sm_120"): (18, "as above"),
+    ("decode, float32 over fp8, head 256", "sm_80"): (
+        31,
+        "three products of TF32 of converted keys, beside 256 columns of float32",
+    ),
+    ("decode, float32 over fp8, head 256", "sm_89"): (19, "as above"),
+    ("decode, float32 over fp8, head 256", "sm_90"): (69, "as above"),
+    ("decode, float32 over fp8, head 256", "sm_100"): (21, "as above"),
+    ("decode, float32 over fp8, head 256", "sm_120"): (17, "as above"),
+    ("decode, every option", "sm_90"): (
+        22,
+        "a tree mask's words, slopes, bounds of windows and scales of each row beside a tile's scores",
+    ),
+    ("decode, every option", "sm_100"): (29, "as above"),
+    ("prefill, head 256", "sm_100"): (28, "accumulators of [64, 256] beside scores on their way through tensor memory"),
+    ("prefill, head 256", "gfx950"): (
+        64,
+        "accumulators of [64, 256]; matrix instructions want them in vector registers",
+    ),
+    ("decode, mla float32", "gfx950"): (30, "accumulators and keys of 512 columns of float32"),
+    ("decode, mla int4", "gfx950"): (
+        76,
+        "even and odd nibbles of 576 padded to 512 columns each; copies past registers take some, too",
+    ),
+    ("prefill, fp8", "sm_120"): (32, "converted keys beside [128, 128] accumulators"),
+}
+
+DEFAULT = [
+    ("decode", "sm_90"),
+    ("decode", "gfx942"),
+    ("decode, fp8_e4m3/tensor", "sm_80"),
+    ("prefill, one chunk", "sm_90"),
+    ("write", "sm_90"),
+    ("decode, other steps", "sm_90"),
+    ("decode, one of everything", "sm_90"),
+    ("decode, far bounds", "sm_90"),
+    ("decode, one launch", "sm_90"),
+    ("copy", "sm_90"),
+    ("merge", "sm_90"),
+]
+ALL = [
+    (name, arch)
+    for arch in PROCESSORS
+    for name in LAUNCHES
+    if (name, SHARED[arch]) != ("decode, mla float32 over int4", 99 << 10)
+]
+"""float32 over int4 that wide is refused where it does not fit: see form.no_form."""
+
+TENSOR_CORES = {
+    "sm_80": "HMMA",
+    "sm_86": "HMMA",
+    "sm_89": "HMMA",
+    "sm_90": "HMMA HGMMA",
+    "sm_100": "HMMA UTCHMMA",
+    "sm_120": "HMMA",
+}
+"""What an architecture's own are called. Tiles of 16 rows are HMMA everywhere: the larger instructions take 64 rows and more."""
+
+
+@cache
+def reports(jobs: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Compiled in one process of its own, where nothing is interpreted."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
+        "TRITON_DEFAULT_FP_FUSION": "1"
+    }
+    command = [sys.executable, "-m", "tests.kernels.triton.compiled"]
+    run = subprocess.run(command, cwd=ROOT, env=env, input=json.dumps(jobs), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return {(name, arch): launches for name, arch, launches in map(json.loads, run.stdout.splitlines())}
+
+
+def stays_within_budget(name: str, arch: str, launches: list[dict[str, Any]]) -> None:
+    assert launches
+    for made in launches:
+        where = f"{made['kernel']} of {name!r} on {arch}: {made}"
+        assert made["shared"] <= SHARED[arch], where
+        if arch in ("sm_90", "sm_100"):
+            assert made["shared"] <= RESIDENT.get(name, SHARED[arch]), where
+        assert made["registers"] <= REGISTERS.get(made["kernel"], 255 if arch.startswith("sm_") else 512), where
+        allowed, _ = MORE_SPILLS.get((name, arch), (SPILLS, ""))
+        assert made["spills"] <= allowed, where
+        assert not made["narrow"], f"products of 32 bits reach an address in {where}"
+        assert made["products"] > 0, where
+        if made["kernel"] in ("decode_kernel", "prefill_kernel"):
+            attends_well(name, arch, made, where)
+        if made["kernel"] in ("copy_kernel", "read_kernel"):
+            assert made["wide"] > 0, where
+
+
+def attends_well(name: str, arch: str, made: dict[str, Any], where: str) -> None:
+    slow = "mla float32" in name and arch.startswith(
+        "sm_"
+    )  # in three products of TF32 it would fit no processor of 99 KiB
+    if not slow:
+        assert made["mma"] > 0, f"no tensor cores in {where}"
+    if arch.startswith("sm_"):
+        assert set(made["cores"]) <= set(TENSOR_CORES[arch].split()), where
+        assert slow or made["async"] > 0, f"loads wait in {where}"
+        if "int4" not in name:  # 64 bytes a head: as wide as they are
+            assert made["wide"] >= 4, f"few loads of 16 bytes in {where}"
+    elif (
+        "int" not in name and "fp8" not in name and not {"head 64", "192/128"} & {*name.split(", ")}
+    ):  # one byte, 32 keys, 256 threads: less than 16 bytes for each
+        assert made["wide"] >= 4, f"few loads of 16 bytes in {where}"
+
+
+@pytest.mark.parametrize(("name", "arch"), DEFAULT)
+def test_the_kernels_that_serve_most_stay_within_budget(name: str, arch: str) -> None:
+    stays_within_budget(name, arch, reports(tuple(DEFAULT))[name, arch])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PROCESSORS)
+def test_every_kernel_compiles_for_every_architecture_within_budget(arch: str) -> None:
+    jobs = tuple((name, to) for name, to in ALL if to == arch)
+    for (name, to), launches in reports(jobs).items():
+        stays_within_budget(name, to, launches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_prefill_multiplies_by_the_instructions_of_its_own_architecture(arch: str) -> None:
+    launches = reports((("prefill", arch),))["prefill", arch]
+    cores = next(made["cores"] for made in launches if made["kernel"] == "prefill_kernel")
+    assert set(cores) & ({"HGMMA"} if arch == "sm_90" else {"UTCHMMA"}), cores
+
+
+def test_keys_of_bfloat16_are_loaded_by_16_bytes_only() -> None:
+    decode = reports(tuple(DEFAULT))["decode", "sm_90"][0]
+    assert decode["async"] > 0
+    assert decode["narrow_async"] == 0
+
+
+def test_steps_of_other_sizes_wait_for_no_compiler() -> None:
+    """Batches of 9 to 16 sequences, of 17 to 50000 tokens: one decode kernel and one that merges."""
+    launches = reports(tuple(DEFAULT))["decode, other steps", "sm_90"]
+    assert len(launches) > 4
+    assert len({made["hash"] for made in launches}) == 2
+
+
+def test_a_ticket_is_drawn_after_every_thread_has_stored_and_parts_are_read_after_every_thread_knows() -> None:
+    """Barrier, ticket, barrier, with no store between; and no load through a cache that the ticket's fence would not empty."""
+    (launch,) = reports(tuple(DEFAULT))["decode, one launch", "sm_90"]
+    assert launch["order"].count("t") == 1, launch["order"]
+    assert "?" not in launch["order"]
+    before, after = launch["order"].split("t")
+    assert "s" in before
+    assert before.endswith("b")
+    assert after.startswith("b")
+
+
+def test_every_exception_is_of_a_case_that_there_is() -> None:
+    assert {(name, arch) for name, arch in MORE_SPILLS} <= set(ALL)
+    assert all(allowed > 0 and reason for allowed, reason in MORE_SPILLS.values())
+    assert set(RESIDENT) <= set(LAUNCHES)
+    assert set(SHARED) == set(PROCESSORS)

@@ -1,0 +1,123 @@
+"""A checker of prose: sentences that begin without a subject, and words that hide who does it. `python tests/plain_words.py PATH...` lists them.
+
+Prose is the docstrings and comments of Python, the comments of C++ and CUDA, and the text of Markdown outside code. The checker knows no
+grammar: it looks at the first word of each sentence and at a short list of words. A question may begin as it likes.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+HEADLESS = re.compile(r"(What|Whatever|Who|Whoever|Whom|Whose|Those|Nobody|None of)\b")
+"""No sentence begins with one of these."""
+
+HEADLESS_FIRST = re.compile(r"(Where|How|Nothing|All that|That|Which|As if|Likewise)\b")
+"""No docstring begins with one of these either; inside a text they may follow a sentence that gives them a subject."""
+
+VAGUE = re.compile(r"\b(nobody|whoever|such as it is|as it were|let go of|lets go of)\b", re.IGNORECASE)
+
+SOURCES = (".py", ".cpp", ".hpp", ".cuh", ".h", ".inc", ".md")
+
+
+def complaints(path: Path) -> list[str]:
+    """Return one line for each sentence of a file that breaks a rule: `path:line: rule: text`."""
+    found = []
+    for line, text, is_docstring in prose(path):
+        plain = re.sub(r"`[^`]*`", "`code`", text)
+        for sentence in sentences(plain):
+            if not sentence.endswith("?") and HEADLESS.match(sentence):
+                found.append(f"{path}:{line}: begins without a subject: {sentence[:90]}")
+        if is_docstring and HEADLESS_FIRST.match(plain):
+            found.append(f"{path}:{line}: docstring begins without a subject: {plain[:90]}")
+        found += [f"{path}:{line}: say who or what: {match[0]!r} in {plain[:90]}" for match in VAGUE.finditer(plain)]
+    return found
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a text. A colon begins one, too, if a capital letter follows."""
+    return [part.strip() for part in re.split(r"(?<=[.?!:])\s+(?=[A-Z`])", " ".join(text.split())) if part.strip()]
+
+
+def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Yield (line, text, whether it is a docstring) for each piece of prose in a file."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        yield from _docstrings(text)
+        yield from _comments(text)
+    elif path.suffix == ".md":
+        text = re.sub(
+            r"^(```.*?^```|    .*?$|<.*?$|\|.*?$)", lambda code: "\n" * code[0].count("\n"), text, flags=re.M | re.S
+        )
+        for match in re.finditer(r"\S(?:[^\n]|\n(?!\s*\n|[-*#\d]))*", text):
+            yield text.count("\n", 0, match.start()) + 1, match[0].lstrip("-*# >0123456789."), False
+    else:
+        for number, comment in _joined((number, match[1]) for number, match in _cpp_comments(text)):
+            yield number, comment, False
+
+
+def _docstrings(text: str) -> Iterator[tuple[int, str, bool]]:
+    for node in ast.walk(ast.parse(text)):
+        for child in getattr(node, "body", []) if isinstance(getattr(node, "body", []), list) else []:
+            value = child.value if isinstance(child, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                for offset, paragraph in _paragraphs(value.value):
+                    yield child.lineno + offset, paragraph, offset == 0
+
+
+def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each paragraph; a line that is a table or a picture stands alone."""
+    for number, paragraph in _joined(
+        (number, line if re.search(r"\w", line) and not re.search(r"\S {3,}\S|[│├└─▶]", line) else "")
+        for number, line in enumerate(text.splitlines())
+    ):
+        yield number, paragraph
+
+
+def _comments(text: str) -> Iterator[tuple[int, str, bool]]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = ((token.start[0], token.string.lstrip("#: ")) for token in tokens if token.type == tokenize.COMMENT)
+    for number, comment in _joined(lines):
+        yield number, comment, False
+
+
+def _cpp_comments(text: str) -> Iterator[tuple[int, re.Match[str]]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := re.search(r"//+\s?(.*)", line):
+            yield number, match
+
+
+def _joined(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Join the texts of consecutive lines; an empty text ends a paragraph."""
+    first, last, words = 0, -2, list[str]()
+    for number, line in lines:
+        if number != last + 1 or not line.strip():
+            if words:
+                yield first, " ".join(words)
+            first, words = number, []
+        if line.strip():
+            if not words:
+                first = number
+            words.append(line.strip())
+        last = number
+    if words:
+        yield first, " ".join(words)
+
+
+def files(paths: list[Path]) -> list[Path]:
+    """Return the sources below `paths`, without the builds."""
+    found = [below for path in paths for below in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    return [
+        path for path in found if path.suffix in SOURCES and not {"__pycache__", "bundled", ".venv"} & set(path.parts)
+    ]
+
+
+if __name__ == "__main__":
+    lines = [line for path in files([Path(name) for name in sys.argv[1:]]) for line in complaints(path)]
+    print("\n".join(lines) or "plain")
+    sys.exit(bool(lines))
