@@ -7,6 +7,7 @@ that is seen in fresh interpreters.
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import json
 import math
@@ -15,12 +16,14 @@ import statistics
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import pagedkv
 from pagedkv import debug
+from pagedkv.kernels import registry
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,12 +68,36 @@ THIRD_PARTY = {
 EXTRAS_AT_HOME = ("pagedkv.integrations", "pagedkv.kernels.triton", "pagedkv.kernels.cuda")
 """Modules that are imported only after someone found their extra installed."""
 
+FLOORS = {
+    "pagedkv.core": (
+        "state compiled",
+        "arguments prefix",
+        "pool",
+        "handles policies",
+        "tables last_callers",
+        "observe check thread_guard",
+        "observation tenants",
+        "manager",
+        "replay warm",
+    ),
+    "pagedkv.kernels": (
+        "args quant threads case",
+        "checks reference registry",
+        "cpu numba cuda triton",
+        "known",
+        "ops",
+    ),
+}
+"""The rooms of a layer, each a module or a folder, from the ground floor up. A room imports rooms of lower floors only."""
+
 PUBLIC_NAMES = """AddressSpace InvariantViolation KVLayer KVSpec KernelUnavailable OutOfFrames PagedBatch PagedKVCache PagedKVError
 copy_frames explain merge_states paged_attention write_kv""".split()
 
 FILE_LINES_P90, FILE_LINES_MAX = 400, 600
 FUNCTION_LINES_P90, FUNCTION_LINES_MAX, KERNEL_LINES_MAX = 35, 90, 120
 HEAD_LINES_MAX = 30
+FOLDER_FILES_MAX = 15
+SOURCES = (".py", ".cpp", ".h", ".hpp", ".inc", ".cu", ".cuh")
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc"}
 IMPORT_SECONDS_MAX = 0.15
 
@@ -231,6 +258,51 @@ def test_triton_sources_have_one_home():
         importlib.import_module("triton_kernels")
 
 
+def room_of(module: str, layer: str) -> str:
+    """The first part of a module's name below its layer; "" for the layer itself."""
+    return module.removeprefix(layer).strip(".").split(".")[0]
+
+
+@pytest.mark.parametrize("layer", FLOORS)
+def test_a_room_imports_lower_floors_only(layer):
+    floor = {room: number for number, rooms in enumerate(FLOORS[layer]) for room in rooms.split()}
+    rooms = {room_of(module, layer) for module in PACKAGE if module.startswith(f"{layer}.")}
+    assert rooms == set(floor), "a new room needs a floor, and a floor names rooms that exist"
+    climbing = [
+        f"{module} imports {target}"
+        for module, path in PACKAGE.items()
+        if module.startswith(f"{layer}.")
+        for target in imports_of(module, path.read_text(), path.name == "__init__.py")
+        if target.startswith(f"{layer}.")
+        and room_of(target, layer) != room_of(module, layer)
+        and floor[room_of(target, layer)] >= floor[room_of(module, layer)]
+    ]
+    assert not climbing, "\n".join(climbing)
+
+
+def test_imports_form_no_circle():
+    """Imports inside functions and for types count, too: a reader can read the files below a file before that file."""
+    graph = {
+        module: {
+            target.removeprefix("public:")
+            for target in imports_of(module, path.read_text(), path.name == "__init__.py")
+            if target.removeprefix("public:") in PACKAGE and target.removeprefix("public:") != module
+        }
+        for module, path in PACKAGE.items()
+        if module != "pagedkv"  # the public names, which everything is below
+    }
+    graph = {module: targets - {"pagedkv"} for module, targets in graph.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as circle:
+        pytest.fail(" imports ".join(reversed(circle.args[1])))
+
+
+def test_the_registry_imports_no_backend():
+    backends = {kernel.backend.split(":")[0] for kernel in registry.KERNELS}
+    assert not backends & imports_of("pagedkv.kernels.registry", PACKAGE["pagedkv.kernels.registry"].read_text())
+
+
 # --- budgets --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +320,14 @@ def test_files_are_short():
     too_long = {path: count for path, count in lines.items() if count > FILE_LINES_MAX}
     assert not too_long, f"over {FILE_LINES_MAX} lines, split by noun: {too_long}"
     assert p90(list(lines.values())) <= FILE_LINES_P90, sorted(lines.items(), key=lambda item: -item[1])[:10]
+
+
+def test_folders_are_small():
+    folders = Counter(
+        path.parent for path in sources("pagedkv", "triton_kernels", "csrc", "scripts", "bench", "tests", ends=SOURCES)
+    )
+    crowded = {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > FOLDER_FILES_MAX}
+    assert not crowded, f"over {FOLDER_FILES_MAX} sources in a folder, split by subject: {crowded}"
 
 
 def test_functions_are_short():

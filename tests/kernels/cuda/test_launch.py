@@ -147,9 +147,9 @@ def test_heads_that_do_not_fit_the_gpu_are_an_objection_and_no_surprise_at_the_c
     monkeypatch.setattr(backend, "machine_objections", tuple)
     backend.shared_memory.cache_clear()
     try:
-        assert len(found := backend.objections(wide)) == 1
+        assert len(found := backend.PLAIN.objections(wide)) == 1
         assert "head dims (576, 512) need more shared memory than the 101376 bytes of this GPU" in found[0]
-        assert backend.objections(wide._replace(head_dim=128, head_dim_v=128)) == []
+        assert backend.PLAIN.objections(wide._replace(head_dim=128, head_dim_v=128)) == []
     finally:
         backend.shared_memory.cache_clear()
 
