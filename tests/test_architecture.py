@@ -81,8 +81,9 @@ FLOORS = {
         "replay warm",
     ),
     "pagedkv.kernels": (
-        "args quant threads case",
-        "checks reference registry",
+        "args quant threads",
+        "case checks",
+        "reference registry",
         "cpu numba cuda triton",
         "known",
         "ops",
