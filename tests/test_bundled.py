@@ -161,9 +161,9 @@ def test_a_word_it_does_not_know_is_one_unknown_token(tokenizer: Tokenizer) -> N
 def test_a_document_is_as_long_as_asked_and_the_same_each_time() -> None:
     for num_tokens in (100, 1000, 4000):
         held_out = document(num_tokens, seed=5)
-        assert num_tokens - records.LONGEST_TELLING < num_tokens_of(held_out.text) + 1 <= num_tokens
+        assert num_tokens - records.MAX_STEP_TOKENS < num_tokens_of(held_out.text) + 1 <= num_tokens
         assert held_out == document(num_tokens, seed=5) != document(num_tokens, seed=6)
-    for num_tokens in (records.LONGEST_TELLING, records.LONGEST + 1):
+    for num_tokens in (records.MAX_STEP_TOKENS, records.MAX_TOKENS + 1):
         with pytest.raises(records.InvalidRequest, match="ask for more than 30 and at most 10,000"):
             document(num_tokens, seed=0)
 

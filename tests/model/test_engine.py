@@ -17,7 +17,7 @@ from pagedkv.errors import InvalidRequest, KernelUnavailable
 from pagedkv.kernels import registry
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.request import Completion, StopStrings
-from pagedkv.model.sampler import Row, SamplingParams, sample
+from pagedkv.model.sampler import SamplingParams, SamplingRow, sample
 from pagedkv.model.tokenizer import TextStream, Tokenizer
 
 from .conftest import VOCAB, Paging, prompt_of
@@ -186,7 +186,7 @@ def by_hand(checkpoint: Checkpoint, prompt: list[int], params: SamplingParams, i
     paging = Paging(_decoders[str(checkpoint.folder)], block_size=16, num_frames=12, num_sequences=1)
     generator, tokens, new = params.generator(index), [], prompt
     for _ in range(params.max_tokens):
-        token = int(sample(paging.step({0: new})[-1:], [Row(params, generator, prompt + tokens)]))
+        token = int(sample(paging.step({0: new})[-1:], [SamplingRow(params, generator, prompt + tokens)]))
         tokens.append(token)
         new = [token]
     return tokens
@@ -328,7 +328,7 @@ def test_an_interrupted_step_can_be_stepped_again(
     assert idle(engine)
 
 
-@pytest.mark.parametrize("place", ["_measure", "_tell", "_take", "fork", "push"])
+@pytest.mark.parametrize("place", ["_measure", "_notify", "_take", "fork", "push"])
 @pytest.mark.parametrize("num_frames", [400, 13])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_step_broken_off_after_its_commit_loses_nobodys_tokens(
@@ -411,7 +411,7 @@ def test_a_listener_may_submit_and_must_not_step(
             call(engine)
 
     request = engine.submit(prompt_of(9), SamplingParams(max_tokens=4), on_text=listen)
-    with pytest.raises(InvalidRequest, match="it may submit and cancel"):
+    with pytest.raises(InvalidRequest, match="a listener may only submit and cancel"):
         engine.run()
     engine.run()
     assert [len(r.completions[0].token_ids) for r in (request, *later)] == [4, 3]
@@ -426,7 +426,7 @@ def test_samples_yet_to_be_born_count(checkpoint: Callable[[str], Checkpoint]) -
         engine.submit(prompt_of(40), params, num_samples=3)
     while engine.has_work:
         engine.step()
-        assert sum(len(s.heads) for s in engine.scheduler.running) <= 4
+        assert sum(len(s.receivers) for s in engine.scheduler.running) <= 4
     narrow = build(checkpoint("llama"), num_frames=9, prefix_cache=False, limits=Limits(prefill_chunk=10))
     for seed in range(2):  # 3 frames of prompt and 2 more tails, of 9: the second waits
         narrow.submit(prompt_of(40, seed=seed), params, num_samples=3)

@@ -9,7 +9,7 @@ import torch
 from transformers.generation import logits_process as theirs
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.sampler import Row, SamplingParams, probabilities, sample
+from pagedkv.model.sampler import SamplingParams, SamplingRow, probabilities, sample
 
 V = 50
 TOLERANCE = {"probability": 1e-6, "sigmas": 4.5}
@@ -19,9 +19,9 @@ def logits_of(rows: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
     return spread * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
 
 
-def row(history: list[int] | tuple[()] = (), **options: Any) -> Row:
+def row(history: list[int] | tuple[()] = (), **options: Any) -> SamplingRow:
     params = SamplingParams(**options)
-    return Row(params, params.generator(), history)
+    return SamplingRow(params, params.generator(), history)
 
 
 FILTERS: list[dict[str, Any]] = [
