@@ -10,7 +10,7 @@ import json
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from tokenizers import Tokenizer as RawTokenizer
+import tokenizers
 
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.config import read_json
@@ -32,7 +32,9 @@ class Tokenizer:
     bos_id:  the token that begins a text, or None.
     """
 
-    def __init__(self, raw: RawTokenizer, *, config: dict[str, Any] | None = None, eos_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, raw: tokenizers.Tokenizer, *, config: dict[str, Any] | None = None, eos_ids: Iterable[int] = ()
+    ) -> None:
         self.raw, self.config = raw, config or {}
         own = self._id_of("eos_token")
         self.eos_ids = frozenset((*eos_ids, *(() if own is None else (own,))))
@@ -52,7 +54,7 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json; save the tokenizer in the fast format (tokenizer.model is not read)"
             )
         try:
-            raw = RawTokenizer.from_file(str(path))
+            raw = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
                 f"{path} is no tokenizer ({error}); it is truncated or not the real file. Fetch it again"
@@ -171,7 +173,7 @@ def _compile(source: str) -> Template:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def raise_exception(message: str) -> None:
-        """Refuse the messages: templates call it."""
+        """Refuse the messages; chat templates call this function."""
         raise TemplateError(message)
 
     def tojson(
@@ -201,14 +203,14 @@ def _compile(source: str) -> Template:
 class TextStream:
     """A stream of text that grows as tokens arrive. All returned pieces, joined, are exactly `decode` of all tokens.
 
-    A character may take several tokens, so the end of the text so far may still change. The stream holds it back:
-      - trailing U+FFFD: bytes that may become a character with the next token;
-      - a run of byte tokens (<0xE2>): if the run does not end as valid UTF-8, its decoder replaces all of it.
+    A character may take several tokens, so the end of the text may change with the next token. The stream holds back:
+      - a trailing U+FFFD: bytes that may become a character;
+      - a run of byte tokens (<0xE2>): the decoder replaces the whole run if it does not end as valid UTF-8.
     Only a window of the last tokens is decoded again, so n tokens cost O(n):
 
-        ids  .. | context | fresh ..      context: tokens whose text was returned before. The window includes them,
+        ids  .. | context | fresh ..      context: tokens whose text was returned before. They are decoded again,
                                           because the first token of a text may lose its leading space, and the first
-                                          of `fresh` must not
+                                          token of `fresh` must keep it
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
