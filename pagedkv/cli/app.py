@@ -119,7 +119,7 @@ def bench_manager(
     record: options.Record = None,
     plot: options.ManagerPlot = None,
 ) -> None:
-    """Cost of the memory manager, and of those of vLLM, SGLang and nano-vllm if installed. Slow is no failure."""
+    """Cost of the memory manager, and of vLLM's, SGLang's and nano-vllm's if installed. A slow result is no error."""
     from pagedkv.cli.bench import manager, scaling  # numba
 
     if plot:

@@ -67,11 +67,11 @@ def _submitted(job: Job, live: Live | None) -> tuple[list[Request], Engine]:
     params = [_params(prompt, job.sampling) for prompt in job.source.prompts]
     engine = Engine.load(job.model, **job.pool)
     requests = []
-    for prompt, its_params in zip(job.source.prompts, params, strict=True):
+    for prompt, prompt_params in zip(job.source.prompts, params, strict=True):
         with _blaming(prompt, job.source):
             text = engine.tokenizer.render_chat([{"role": "user", "content": prompt.text}]) if job.chat else prompt.text
             ids = engine.tokenizer.encode(text, special_tokens=not job.chat)
-            requests.append(engine.submit(ids, its_params, num_samples=job.num_samples, on_text=live))
+            requests.append(engine.submit(ids, prompt_params, num_samples=job.num_samples, on_text=live))
     return requests, engine
 
 

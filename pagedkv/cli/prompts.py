@@ -56,7 +56,7 @@ def read(text: str | None, path: Path | None, dash: str | None) -> Source:
     """
     if dash not in (None, "-"):
         raise InvalidRequest(
-            f"unexpected argument {dash!r}; a prompt is given with --prompt, --prompt-file, or - for stdin"
+            f"unexpected argument {dash!r}; give the prompt with --prompt, --prompt-file, or - for stdin"
         )
     given = [name for name, value in (("--prompt", text), ("--prompt-file", path), ("-", dash)) if value is not None]
     if len(given) > 1:
@@ -82,7 +82,7 @@ def _is_piped() -> bool:
 
 
 def _stdin() -> str:
-    """Read all of stdin; tell the user so if no input comes for a second."""
+    """Read all of stdin. If no input comes for PATIENCE_S, say on stderr that stdin is being read."""
     if not select.select([0], [], [], PATIENCE_S)[0]:
         print("pagedkv: reading the prompt from stdin", file=sys.stderr)
     try:

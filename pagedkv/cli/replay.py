@@ -18,10 +18,9 @@ from pagedkv.core.replay import BELADY, BLOCK_TOKENS, ESTIMATE, read_trace, repl
 from pagedkv.errors import InvalidRequest
 from pagedkv.spec import parse_bytes
 
-Row = dict[str, Any]
-
 _STYLES: Final = {BELADY: "--", ESTIMATE: ":"}
 EVERY: Final = (*POLICIES, BELADY, ESTIMATE)
+"""The policies that `--policy all` stands for."""
 
 
 def run(trace: Path, sizes: Sequence[int], policies: Sequence[str], *, as_json: bool, plot: Path | None) -> None:
@@ -63,7 +62,7 @@ def frames_in(memory: str, bytes_per_token: int) -> int:
     return frames
 
 
-def _print(rows: list[Row], num_requests: int) -> None:
+def _print(rows: list[dict[str, Any]], num_requests: int) -> None:
     """Print a table with one line for each pool size and policy."""
     table = Table(
         caption=f"{num_requests:,} requests, {rows[0]['blocks']:,} blocks of {BLOCK_TOKENS} tokens",
@@ -83,7 +82,7 @@ def _print(rows: list[Row], num_requests: int) -> None:
     Console(highlight=False).print(table)
 
 
-def _draw(rows: list[Row], path: Path) -> None:
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw hit rate against pool size, one line for each policy."""
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(7, 4.5))

@@ -158,8 +158,8 @@ class Engine:
             )
         requests: list[Request] = []
         try:
-            for prompt, its_params in zip(prompts, each, strict=True):
-                requests.append(self.submit(prompt, its_params, **options))
+            for prompt, prompt_params in zip(prompts, each, strict=True):
+                requests.append(self.submit(prompt, prompt_params, **options))
             self.run()
         except BaseException:
             for request in requests:
@@ -188,9 +188,10 @@ class Engine:
     def step(self) -> list[Completion]:
         """Compute one batch: the next chunk of some prompts, the next token of all other running sequences.
 
+        After any exception, step again: no token is lost.
         Returns: the completions that finished in this step.
         Raises: InvalidRequest if a listener calls step; the first error that a listener raised, after all listeners
-            were called. A request whose listener raised is still queued: cancel it, or step again.
+            were called. A request whose listener raised continues unless it is cancelled.
         """
         self._refuse_reentry()
         self._stepping = True
@@ -200,6 +201,7 @@ class Engine:
             self._stepping = False
 
     def _step(self) -> list[Completion]:
+        """Repair, choose and plan chunks, compute, sample, commit, deliver: the steps of the file head."""
         self._repair()
         chunks, batch = self.scheduler.next_step()
         if batch is None:

@@ -41,7 +41,8 @@ class SamplingParams:
     max_tokens: of output. temperature: 0 for greedy. top_k: 0 for all. top_p: 1 for all. min_p: 0 for all.
     repetition_penalty: 1 for none. seed: None for a fresh seed each time.
     stop: strings (or one string) at which the text ends; the text does not contain them.
-    stop_ids: tokens that end the text, beside the checkpoint's own end tokens. ignore_eos: do not end at the latter.
+    stop_ids: tokens that end the text, in addition to the checkpoint's end tokens.
+    ignore_eos: do not end the text at the checkpoint's end tokens.
     Raises: InvalidRequest, which names the field and its range
     """
 

@@ -48,10 +48,12 @@ class Limits:
 
 @dataclass(eq=False)
 class SequenceState:
-    """One completion while it is computed: its tokens, and the address space that holds the KV of the first of them.
+    """One completion while it is computed: its tokens, and the address space with the KV of those already computed.
 
-    tokens:    prompt and output so far              space: None while the sequence waits
-    num_drawn: output tokens drawn from `generator`  was_admitted: whether the sequence has ever run
+    tokens:       prompt and output so far
+    space:        None while the sequence waits
+    num_drawn:    the number of tokens drawn from `generator` so far
+    was_admitted: whether the sequence has ever run
     """
 
     completion: Completion
@@ -64,7 +66,7 @@ class SequenceState:
     was_admitted: bool = False
 
     def rewind(self) -> None:
-        """Start the generator anew and skip the draws of the tokens that the completion has."""
+        """Restart the generator and skip the draws of the tokens that the completion has."""
         params, num_tokens = self.completion.request.params, len(self.completion.token_ids)
         self.generator, self.num_drawn = params.generator(self.completion.index), num_tokens
         skip(self.generator, num_tokens)
@@ -78,8 +80,8 @@ class SequenceState:
     def receivers(self) -> list[Completion]:
         """The completions whose next token is drawn from this sequence's logits.
 
-        This is the sequence's own completion; while the first sample holds only the prompt, it is all samples of the
-        request that have no token yet.
+        The first sample of a request computes the prompt for all samples, so its first logits serve all that have no
+        token yet. Otherwise a sequence serves its own completion only.
         """
         request = self.completion.request
         if self.completion.index or len(self.tokens) > len(request.prompt_ids):
@@ -88,20 +90,23 @@ class SequenceState:
 
 
 class Chunk(NamedTuple):
-    """The part of one sequence that a step computes: the first `num_tokens` of its remaining tokens."""
+    """The part of one sequence that a step computes: the first `num_tokens` of its remaining tokens.
+
+    The properties are valid until the step commits: a commit changes `sequence.remaining`.
+    """
 
     sequence: SequenceState
     num_tokens: int
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of the chunk. Valid until the step commits."""
+        """The tokens of the chunk."""
         first = len(self.sequence.tokens) - self.sequence.remaining
         return self.sequence.tokens[first : first + self.num_tokens]
 
     @property
     def is_last(self) -> bool:
-        """Whether the chunk ends with the sequence's last token, so that its logits give the next. As `token_ids`."""
+        """Whether the chunk ends with the sequence's last token, so that its logits give the next token."""
         return self.num_tokens == self.sequence.remaining
 
 
@@ -148,7 +153,7 @@ class Scheduler:
 
     def remove(self, sequence: SequenceState) -> None:
         """Take `sequence` out of its queue and give back its frames."""
-        self._available_at_refusal = -1  # it may be the refused sequence, or the one that held the frames
+        self._available_at_refusal = -1  # `sequence` may be the refused one, or free the frames that it needs
         if sequence.space is None:
             self.waiting.remove(sequence)
             return
