@@ -169,8 +169,8 @@ class ModelConfig:
     def _groups(self) -> list[tuple[int | None, list[int]]]:
         """Return (window, layers) of each group.
 
-        The layers of one window are cut into groups as large as the smallest such set, so that a frame fits any group;
-        only the last group of a window may be smaller.
+        The layers of one window form a set. Each set is cut into groups of the size of the smallest set, so that a
+        frame fits any group. Only the last group of a window may be smaller.
         """
         kinds: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.windows):

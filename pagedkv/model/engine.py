@@ -311,9 +311,10 @@ class Engine:
     def _repair(self) -> None:
         """Preempt the sequences that lost their token when a step was interrupted after its commit.
 
-        Such a sequence is running but has no token left to compute. Preempted, its last logits are computed again. All
-        newer sequences are preempted too, which keeps the queues in order. A sample that was forked and got no token
-        is removed; its parent forks it again. The stream and the stop strings are rebuilt from the delivered tokens.
+        Such a sequence is running but has no token left to compute. After the preemption its last logits are computed
+        again. All newer sequences are preempted too, which keeps the queues in order. A sample that was forked and got
+        no token is removed; its parent forks it again. The stream and the stop strings are rebuilt from the delivered
+        tokens. A finished sequence that is still running is removed.
         """
         running = self.scheduler.running
         for sequence in [s for s in running if s.completion.finish_reason]:
