@@ -1,4 +1,4 @@
-"""The bundled checkpoint: made again byte for byte, read by transformers, right about documents it has never seen."""
+"""The bundled checkpoint: reproducible byte for byte, readable by transformers, right about held-out documents."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ EOS: Final = "</s>"
 
 LARGEST: Final = 16 * 10**6
 FLOORS: Final = {1000: 0.99, 4000: 0.98}
-"""Tokens of a prompt → the share of questions that must be answered without a fault."""
+"""Tokens of a prompt → the least share of questions with a fully right answer."""
 LEAD: Final = 4.0
-"""Logits by which a right token leads: half of what was measured, so that a lesser dtype or cache shows before answers fail."""
+"""The least lead of a right token's logit: half of the measured one. A less exact dtype or cache lowers the lead before
+answers fail."""
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,14 +55,14 @@ def tokenizer() -> Tokenizer:
 
 @dataclass
 class Reader:
-    """A model that has read a document once, and answers questions after it, each without the others."""
+    """A model that reads a document once and then answers each question without seeing the others."""
 
     model: Any
     tokenizer: Tokenizer
 
     @torch.inference_mode()
     def answers(self, text: str, questions: list[Question]) -> list[tuple[str, float]]:
-        """Each greedy answer up to 24 tokens, `</s>` included, and the smallest lead of a token in it."""
+        """Return each greedy answer of at most 24 tokens, `</s>` included, and the smallest lead of its tokens."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -69,28 +70,26 @@ class Reader:
         self.model(torch.tensor([read]), past_key_values=cache, logits_to_keep=1)
         found = []
         for question in questions:
-            ids, said, lead = (
-                self.tokenizer.encode(question.text, add_special_tokens=False).ids,
-                list[int](),
-                float("inf"),
-            )
-            while len(said) < 24 and EOS not in map(self.tokenizer.id_to_token, said[-1:]):
+            ids = self.tokenizer.encode(question.text, add_special_tokens=False).ids
+            output, lead = list[int](), float("inf")
+            while len(output) < 24 and EOS not in map(self.tokenizer.id_to_token, output[-1:]):
                 logits = self.model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
                 best = logits.topk(3)
                 ids = best.indices[:1].tolist()
-                said += ids
-                alike = self._alike(best.indices.tolist())
-                lead = min(lead, float(best.values[0] - best.values[2 if alike else 1]))
+                output += ids
+                synonyms = self._are_synonyms(best.indices.tolist())
+                lead = min(lead, float(best.values[0] - best.values[2 if synonyms else 1]))
             cache.crop(len(read) - cache.get_seq_length())
-            found.append((self.tokenizer.decode(said, skip_special_tokens=False), lead))
+            found.append((self.tokenizer.decode(output, skip_special_tokens=False), lead))
         return found
 
-    def _alike(self, ids: list[int]) -> bool:
-        """Whether the first two are words that mean the same in some answer."""
+    def _are_synonyms(self, ids: list[int]) -> bool:
+        """Return whether the first two tokens are synonyms in some answer."""
         pair = "|".join(self.tokenizer.id_to_token(i) for i in ids[:2])
         return any(pair in answer.split() for answer in ANSWERS.values())
 
     def share_right(self, held_out: Document, count: int) -> tuple[float, float]:
+        """Return the share of right answers to the first `count` questions, and the smallest lead."""
         questions = list(held_out.questions[:count])
         answers = self.answers(held_out.text, questions)
         right = [answer == f"{question.answer} {EOS}" for question, (answer, _) in zip(questions, answers, strict=True)]
@@ -105,8 +104,8 @@ def reader(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Reader:
 
 
 def test_the_script_makes_every_byte_again() -> None:
-    done = make("--check")
-    assert done.returncode == 0, done.stdout + done.stderr
+    check = make("--check")
+    assert check.returncode == 0, check.stdout + check.stderr
 
 
 def test_the_check_sees_a_changed_byte(tmp_path: Path) -> None:
@@ -115,8 +114,8 @@ def test_the_check_sees_a_changed_byte(tmp_path: Path) -> None:
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    done = make("--out", str(tmp_path), "--check")
-    assert (done.returncode, done.stdout.strip()) == (1, f"{weights} differs")
+    check = make("--out", str(tmp_path), "--check")
+    assert (check.returncode, check.stdout.strip()) == (1, f"{weights} differs")
 
 
 def test_the_folder_is_small_and_whole() -> None:
@@ -158,22 +157,22 @@ def test_a_word_it_does_not_know_is_one_unknown_token(tokenizer: Tokenizer) -> N
     assert tokenizer.encode("Mira’s zeppelin", add_special_tokens=False).tokens == ["Mira", "'s", "<unk>"]
 
 
-def test_a_document_is_as_long_as_asked_and_the_same_each_time() -> None:
+def test_a_document_has_the_length_asked_for_and_is_the_same_each_time() -> None:
     for num_tokens in (100, 1000, 4000):
         held_out = document(num_tokens, seed=5)
-        assert num_tokens - records.LONGEST_TELLING < num_tokens_of(held_out.text) + 1 <= num_tokens
+        assert num_tokens - records.MAX_STEP_TOKENS < num_tokens_of(held_out.text) + 1 <= num_tokens
         assert held_out == document(num_tokens, seed=5) != document(num_tokens, seed=6)
-    for num_tokens in (records.LONGEST_TELLING, records.LONGEST + 1):
+    for num_tokens in (records.MAX_STEP_TOKENS, records.MAX_TOKENS + 1):
         with pytest.raises(records.InvalidRequest, match="ask for more than 30 and at most 10,000"):
             document(num_tokens, seed=0)
 
 
 def test_every_answer_is_told_by_the_records_or_unknown() -> None:
     held_out = document(1000, seed=9)
-    told = set(WORD.findall(held_out.text))
+    words = set(WORD.findall(held_out.text))
     facts = {word for kind in KINDS.values() for word in kind}
     for question in held_out.questions:
-        assert facts & set(WORD.findall(question.answer)) <= told
+        assert facts & set(WORD.findall(question.answer)) <= words
         assert (question.asks == "unknown") == (question.answer == UNKNOWN)
     assert {question.asks for question in held_out.questions} == {*ANSWERS, "unknown"}
 
@@ -197,7 +196,7 @@ def test_the_demo_is_answered(reader: Reader) -> None:
     assert answer == f"{DEMO_ANSWER} {EOS}"
 
 
-def test_what_is_not_told_is_not_known(reader: Reader) -> None:
+def test_a_fact_that_no_record_states_is_not_known(reader: Reader) -> None:
     page = DEMO_PROMPT.rsplit("\n", 1)[0].replace("red lamp in the cellar", "red mask in the cellar")
     asked = [
         records.Question(text, UNKNOWN, "unknown")
@@ -207,13 +206,16 @@ def test_what_is_not_told_is_not_known(reader: Reader) -> None:
 
 
 def test_words_it_does_not_know_change_nothing(reader: Reader) -> None:
-    page = "It is said that Mira, whom nobody ever met, keeps a rather splendid red antique lamp (or so we hear!) in the darkest cellar."
+    page = (
+        "It is said that Mira, whom nobody ever met, keeps a rather splendid red antique lamp (or so we hear!) "
+        "in the darkest cellar."
+    )
     asked = records.Question("Please tell me: where on earth is that lamp of Mira?", DEMO_ANSWER, "place")
     assert reader.answers(f"{page} Otto keeps a blue lamp in the attic.", [asked])[0][0] == f"{DEMO_ANSWER} {EOS}"
 
 
 def test_each_layer_carries_a_step_of_a_question_in_three_steps(reader: Reader) -> None:
-    """The owner is found in layer 1, their town in layer 2, what it is known for in layer 3, all at the question mark."""
+    """At the question mark, layer 1 finds the owner, layer 2 the owner's town, layer 3 the goods of the town."""
     page, asked = DEMO_PROMPT.rsplit("\n", 1)[0], "What is the home town of the owner of the red lamp known for?"
     for removed, answer in (
         ("", "Lisbon is famous for its tulips."),
@@ -221,14 +223,14 @@ def test_each_layer_carries_a_step_of_a_question_in_three_steps(reader: Reader) 
         ("from Lisbon", UNKNOWN),
         ("tulips", UNKNOWN),
     ):
-        [(said, _)] = reader.answers(
+        [(output, _)] = reader.answers(
             page.replace(removed, "") if removed else page, [records.Question(asked, answer, "known")]
         )
-        assert said == f"{answer} {EOS}", removed
+        assert output == f"{answer} {EOS}", removed
 
 
-def test_questions_and_answers_before_do_not_disturb(reader: Reader) -> None:
-    """Answers come from records, never from what was asked or answered before: a wrong answer is not believed."""
+def test_earlier_questions_and_answers_change_nothing(reader: Reader) -> None:
+    """Answers come from records only: a wrong answer earlier in the text has no effect."""
     held_out = document(600, seed=33)
     first, *later = [q for q in held_out.questions if q.asks != "unknown"][:13]
     talk = " ".join(f"{q.text} {q.answer}" for q in later)

@@ -1,7 +1,7 @@
-"""The main job, end to end, with the checkpoint that ships: a prompt in, the right answer out, every key and value in frames of ours.
+"""The main job, end to end, with the bundled checkpoint: a prompt in, the right answer out, all KV in paged memory.
 
-The bundled checkpoint answers from facts far back in its prompt, so the last tests damage the pool on purpose: a frame that is lost, stale
-or mixed up must change the answer. If it did not, nothing here would prove that the cache is read.
+The bundled checkpoint answers from facts far back in its prompt. So the last tests damage the pool on purpose: a frame
+that is lost, stale or mixed up must change the answer. Otherwise these tests would not prove that the cache is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_the_demo_is_answered_right_in_other_pools(options: dict[str, Any]) -> N
 
 
 def test_transformers_computes_the_same_from_the_bundled_checkpoint(engine: Engine) -> None:
-    """The same logits and the same greedy answer, from the same folder."""
+    """Both read the same folder, and give the same logits and the same greedy answer."""
     model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype="float32").eval()
     ids = engine.tokenizer.encode(DEMO_PROMPT)
     prompt = torch.tensor([ids])
@@ -63,7 +63,7 @@ def test_transformers_computes_the_same_from_the_bundled_checkpoint(engine: Engi
 
 
 def test_held_out_questions_over_a_thousand_tokens(engine: Engine) -> None:
-    """At least 99 of 100 right, to the last token."""
+    """At least 99 of 100 answers are right, to the last token."""
     right = asked = 0
     for seed in range(5):
         page = document(1000, seed=9000 + seed)
@@ -78,7 +78,7 @@ def test_held_out_questions_over_a_thousand_tokens(engine: Engine) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_held_out_questions_over_four_thousand_tokens(dtype: str) -> None:
-    """At least 98 of 100 right, to the last token."""
+    """At least 98 of 100 answers are right, to the last token."""
     engine = Engine.load(dtype=dtype, num_frames=1200)
     right = 0
     for seed in range(4):
@@ -102,7 +102,7 @@ def test_forty_prompts_through_a_pool_that_holds_three() -> None:
 
 
 def test_less_than_four_percent_of_the_slots_are_wasted_on_a_mixed_workload() -> None:
-    """Prompts of 60 to 1,900 tokens that come and go, block size 16; a third of them sampled four times."""
+    """Prompts of 60 to 1,900 tokens arrive and finish, at block size 16; a third of them have four samples."""
     engine = Engine.load(dtype="float32", num_frames=1500, limits=Limits(max_batch_tokens=512))
     for seed in range(24):
         page = document(60 + 80 * seed, seed=seed)
@@ -115,9 +115,6 @@ def test_less_than_four_percent_of_the_slots_are_wasted_on_a_mixed_workload() ->
     engine.run()
     assert engine.meter.slots_mapped > 100_000
     assert 0 < engine.meter.waste < 0.04
-
-
-# -- damage ----------------------------------------------------------------------------------------------------------------------------
 
 
 def lose(engine: Engine, frame: int, other: int) -> None:
@@ -139,7 +136,7 @@ def swap_keys(engine: Engine, frame: int, other: int) -> None:
 
 
 def misplace(engine: Engine, frame: int, other: int) -> None:
-    """Every page table that named `frame` names `other` from now on; so does the index."""
+    """Replace `frame` by `other` in all page tables."""
     state = engine.cache.manager.state
     state.table[state.table == frame] = other
 
@@ -148,7 +145,7 @@ def misplace(engine: Engine, frame: int, other: int) -> None:
 def test_a_damaged_frame_changes_the_answer(
     damage: Callable[[Engine, int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # or check() would stop it first
+    monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # at a higher level, check() would raise first
     engine = Engine.load(dtype="float32", num_frames=200)
     page, stranger = document(600, seed=1), document(600, seed=2)
     question = next(q for q in page.questions if " in the " in q.answer)
@@ -156,12 +153,11 @@ def test_a_damaged_frame_changes_the_answer(
     assert answers(engine, [prompt, stranger.prompt(stranger.questions[0])])[0] == question.answer
     here, there = engine.cache.open(prompt), engine.cache.open(engine.tokenizer.encode(stranger.text))
     place = question.answer.split(" in the ")[1]
-    told = [
-        i for i in range(len(here.pages)) if place.rstrip(".") in engine.tokenizer.decode(prompt[16 * i : 16 * i + 16])
-    ]
-    assert told
-    if damage is not misplace:  # those are in the bytes; this one is in the table, after the prompt was mapped
-        for i in told:
+    pages = [prompt[16 * i : 16 * i + 16] for i in range(len(here.pages))]
+    fact_pages = [i for i, page_ids in enumerate(pages) if place.rstrip(".") in engine.tokenizer.decode(page_ids)]
+    assert fact_pages
+    if damage is not misplace:  # this damage is in the bytes; misplace changes the table, once the prompt is mapped
+        for i in fact_pages:
             damage(engine, int(here.pages[i]), int(there.pages[i]))
         assert answers(engine, [prompt])[0] != question.answer
         return
@@ -169,7 +165,7 @@ def test_a_damaged_frame_changes_the_answer(
     for sequence in engine.scheduler.waiting:
         engine.scheduler._admit(sequence)
     engine.scheduler.running.append(engine.scheduler.waiting.popleft())
-    for i in told:
+    for i in fact_pages:
         damage(engine, int(here.pages[i]), int(there.pages[i]))
     with pytest.raises(InvariantViolation, match="I2 broken"):
         engine.cache.check()
@@ -178,7 +174,7 @@ def test_a_damaged_frame_changes_the_answer(
 
 
 def test_undamaged_frames_give_the_same_answer_again(engine: Engine) -> None:
-    """The other half of the law above: nothing but the damage changed it."""
+    """The counterpart of the test above: only the damage changes the answer."""
     page = document(600, seed=1)
     prompts = [page.prompt(question) for question in page.questions[:3]]
     first = answers(engine, prompts)

@@ -1,3 +1,3 @@
-"""cli: `pagedkv` at a shell. Thin: it reads arguments and shows results; the work is that of the model's Engine and the public names."""
+"""cli: the command `pagedkv`. It reads arguments and shows results; the Engine and the public names do the work."""
 
 from __future__ import annotations

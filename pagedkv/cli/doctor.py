@@ -1,6 +1,6 @@
-"""`pagedkv doctor`: which kernels can run here and why the others cannot, and what this machine and its Python have.
+"""`pagedkv doctor`: the kernels that can run here, reasons why the others cannot, and facts about machine and Python.
 
-Optional packages are looked up, not imported: their versions come from their metadata.
+Versions of packages come from their metadata; optional packages are not imported.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ REQUIRED: Final = ("torch", "numba", "numpy", "safetensors", "tokenizers")
 OPTIONAL: Final = ("triton", "cupy-cuda12x", "cupy-cuda13x", "transformers")
 
 TRIAL_POOL: Final = "32MiB"
+"""The size of the pool that is made to see how much of a pool lies on huge pages."""
 
-FEATURES: Final = "avx2 fma f16c avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 asimd sve sve2 bf16 i8mm".split()
-"""Of the many that a CPU lists, those that kernels may ask for."""
+FEATURES: Final = """
+avx2 fma f16c avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 asimd sve sve2 bf16 i8mm
+""".split()
+"""The CPU features that kernels may require."""
 
 
 def run() -> None:
-    """Print it all to stdout."""
+    """Print the kernels of each device, then the facts, to stdout."""
     console = Console(highlight=False)
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         console.print(Text(f"Kernels on {device}", style="bold"))
@@ -43,6 +46,7 @@ def run() -> None:
 
 
 def _grid(lines: dict[str, Text]) -> Table:
+    """Lay out names and values in two columns."""
     shown = Table.grid(padding=(0, 2))
     shown.add_column(no_wrap=True, style="dim")
     shown.add_column(overflow="fold")
@@ -52,18 +56,18 @@ def _grid(lines: dict[str, Text]) -> Table:
 
 
 def _kernels(device: str) -> Table:
+    """Tabulate the kernels of a device: chosen, able to run, or the objections."""
     explained = pagedkv.explain(device=device)
     lines = {}
-    for name, why in explained.objections.items():
-        said = (
-            f"cannot: {'; '.join(why)}" if why else "can run, and is chosen" if name == explained.chosen else "can run"
-        )
-        lines[name] = Text(said, style="yellow" if why else "green")
+    for name, objections in explained.objections.items():
+        verdict = "can run, and is chosen" if name == explained.chosen else "can run"
+        verdict = f"cannot: {'; '.join(objections)}" if objections else verdict
+        lines[name] = Text(verdict, style="yellow" if objections else "green")
     return _grid(lines)
 
 
 def _facts() -> dict[str, str]:
-    """What a report of a problem should say."""
+    """Return the facts that a bug report should contain, by name."""
     facts = {
         "pagedkv": f"{pagedkv.__version__}, debug level {debug.level()}, kernels {debug.forced_backend() or 'auto'}",
         "extension": "compiled" if find_spec("pagedkv.kernels._cpu") else "not compiled: the C++ kernels are not there",
@@ -71,7 +75,8 @@ def _facts() -> dict[str, str]:
         **{name: _version(name) for name in REQUIRED},
         **{name: _version(name) for name in OPTIONAL},
         "cpu": _cpu(),
-        "threads": f"{torch.get_num_threads()} of torch, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used",
+        "threads": f"{torch.get_num_threads()} of torch, "
+        f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used",
         "memory": _memory(),
         "huge pages": _huge_pages(),
     }
@@ -91,6 +96,7 @@ def _version(package: str) -> str:
 
 
 def _read(path: str) -> str:
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -98,17 +104,17 @@ def _read(path: str) -> str:
 
 
 def _cpu() -> str:
+    """Return the name of the CPU and its FEATURES."""
     lines = dict(line.split(":", 1) for line in _read("/proc/cpuinfo").splitlines() if ":" in line)
     fields = {name.strip(): value.strip() for name, value in lines.items()}
-    there = set(fields.get("flags", fields.get("Features", "")).split())
+    present = set(fields.get("flags", fields.get("Features", "")).split())
     name = fields.get("model name", platform.processor() or "unknown")
-    return (
-        f"{name}; {' '.join(feature for feature in FEATURES if feature in there) or 'no features that kernels ask for'}"
-    )
+    features = " ".join(feature for feature in FEATURES if feature in present)
+    return f"{name}; {features or 'no features that kernels ask for'}"
 
 
 def _memory() -> str:
-    """Of the machine, and of the container if that has less."""
+    """Return the memory of the machine, and the limit of the container if that is lower."""
     fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
     total, available = (
         int(fields[name].split()[0]) * 1024 if name in fields else 0 for name in ("MemTotal", "MemAvailable")
@@ -119,19 +125,19 @@ def _memory() -> str:
 
 
 def _huge_pages() -> str:
-    """What the kernel does about the pool, which asks for them (madvise)."""
+    """Return the huge page mode of Linux, its effect on a pool (which calls madvise), and the share of a trial pool."""
     setting = _read("/sys/kernel/mm/transparent_hugepage/enabled")
     mode = setting.partition("[")[2].partition("]")[0] or "unknown"
-    said = {
+    meaning = {
         "always": "used for every pool",
         "madvise": "used for the pool, which asks for them",
         "never": "switched off: a large pool is slower",
     }
-    return f"{mode}: {said.get(mode, 'the kernel does not say')}{_of_a_pool()}"
+    return f"{mode}: {meaning.get(mode, 'the kernel does not say')}{_share_of_a_pool()}"
 
 
-def _of_a_pool() -> str:
-    """What a pool really gets: a small one is made, touched and asked for (Linux tells of each mapping)."""
+def _share_of_a_pool() -> str:
+    """Make a small pool, write to all of it, and return the share of it that lies on huge pages, from smaps."""
     layer = pagedkv.PagedKVCache(pagedkv.KVSpec(1, 8, 128), memory=TRIAL_POOL)[0]
     layer.k.zero_(), layer.v.zero_()
     inside, mapped, huge = False, 0, 0

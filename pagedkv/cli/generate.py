@@ -1,8 +1,8 @@
-"""`pagedkv generate`: load, submit, step, show. What is made goes to stdout; all that is said about it goes to stderr.
+"""`pagedkv generate`: load, submit, step, show. Generated text goes to stdout, the report about the run to stderr.
 
-one prompt      text as it is made; further samples follow, each under a heading        then a table on stderr
+one prompt      text, streamed; further samples follow, each under a heading            then a table on stderr
 a .jsonl        a block of text for each prompt, in input order, and a progress bar     then a table on stderr
---json          one object, or one a line                                               and nothing on stderr
+--json          one object, or one object per line                                      nothing on stderr
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pagedkv.model.sampler import SamplingParams
 
 @dataclass(frozen=True)
 class Job:
-    """What was asked for. sampling: fields of SamplingParams. pool: options of Engine.load."""
+    """The arguments of one run. sampling: fields of SamplingParams. pool: options of Engine.load."""
 
     source: Source
     model: Path | None
@@ -40,7 +40,7 @@ class Job:
 
 
 def run(job: Job) -> None:
-    """Do it all, and print it. Raises: PagedKVError, before anything is printed if the input is to blame."""
+    """Generate and print all outputs of `job`. Raises: PagedKVError; for bad input, before anything is printed."""
     screen = Console(stderr=True, highlight=False)
     live = None if job.source.many or job.as_json else Live(job.num_samples)
     with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
@@ -58,62 +58,69 @@ def run(job: Job) -> None:
                 bar.print(report.as_json(request, engine) if job.as_json else _block(request, prompt))
     if not job.as_json:
         if live:
-            screen.print()  # a block ends with a blank line itself
+            screen.print()  # a block of text ends with a blank line anyway
         screen.print(report.table(requests, engine))
 
 
 def _submitted(job: Job, live: Live | None) -> tuple[list[Request], Engine]:
-    """An engine with everything submitted: all that can be wrong with the input has been found."""
+    """Load an engine and submit all prompts to it. Raises: PagedKVError for any mistake in the input"""
     params = [_params(prompt, job.sampling) for prompt in job.source.prompts]
     engine = Engine.load(job.model, **job.pool)
     requests = []
-    for prompt, wanted in zip(job.source.prompts, params, strict=True):
+    for prompt, prompt_params in zip(job.source.prompts, params, strict=True):
         with _blaming(prompt, job.source):
             text = engine.tokenizer.render_chat([{"role": "user", "content": prompt.text}]) if job.chat else prompt.text
             ids = engine.tokenizer.encode(text, special_tokens=not job.chat)
-            requests.append(engine.submit(ids, wanted, num_samples=job.num_samples, on_text=live))
+            requests.append(engine.submit(ids, prompt_params, num_samples=job.num_samples, on_text=live))
     return requests, engine
 
 
 def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
-    known = {field.name for field in fields(SamplingParams)}
-    unknown = sorted(set(prompt.options) - known)
+    """Combine the options of the command line with those of the prompt's own line, which take precedence.
+
+    Raises: InvalidRequest, which names the line, for an unknown or bad option
+    """
+    allowed = {field.name for field in fields(SamplingParams)}
+    unknown = sorted(set(prompt.options) - allowed)
     if unknown:
         raise InvalidRequest(
-            f'{prompt.where} has {", ".join(unknown)}; beside "prompt" it may have {", ".join(sorted(known))}'
+            f'{prompt.where} has {", ".join(unknown)}; beside "prompt" it may have {", ".join(sorted(allowed))}'
         )
     for name in ("stop", "stop_ids"):
         if not isinstance(prompt.options.get(name, ""), (str, list)):
             raise InvalidRequest(f"{prompt.where}: {name} is {prompt.options[name]!r}; it must be a list")
     try:
         return SamplingParams(**{**sampling, **prompt.options})
-    except InvalidRequest as why:
-        raise InvalidRequest(f"{prompt.where}: {why}" if prompt.options else str(why)) from None
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{prompt.where}: {error}" if prompt.options else str(error)) from None
 
 
 @contextmanager
 def _blaming(prompt: Prompt, source: Source) -> Iterator[None]:
-    """An error about one of many prompts names its line."""
+    """Add the line of the prompt to an InvalidRequest about one of many prompts."""
     try:
         yield
-    except InvalidRequest as why:
-        raise InvalidRequest(f"{prompt.where}: {why}" if source.many else str(why)) from None
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{prompt.where}: {error}" if source.many else str(error)) from None
 
 
 class Live:
-    """Streams the samples of one request, one after another: each as far as it has come when its turn begins, and then as it is made."""
+    """A listener that prints the samples of one request to stdout, one sample after another.
+
+    When the turn of a sample begins, the text that it has so far is printed; then each new piece at once.
+    """
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples, self.turn, self.shown = num_samples, 0, 0
 
     def begin(self) -> None:
-        """Say whose turn it is, if there are several."""
+        """Print the heading of the sample whose turn it is, if there are several samples."""
         if self.num_samples > 1:
             blank = "\n" if self.turn else ""
             sys.stdout.write(f"{blank}==> sample {self.turn + 1} of {self.num_samples} <==\n")
 
     def __call__(self, completion: Completion, _: str) -> None:
-        """Write what is new of the sample whose turn it is."""
+        """Print the new text of the sample whose turn it is; at its end, go on to the next sample."""
         while self.turn < self.num_samples:
             sample = completion.request.completions[self.turn]
             sys.stdout.write(sample.text[self.shown :])
@@ -128,23 +135,24 @@ class Live:
 
 
 def _block(request: Request, prompt: Prompt) -> str:
-    """The samples of one of many prompts, each under a heading, with a blank line after it."""
+    """Return the samples of one of many prompts as text, each under a heading and followed by a blank line."""
     several = len(request.completions) > 1
-    heads = [
+    headings = [
         f"{prompt.where}, sample {c.index + 1} of {len(request.completions)}" if several else prompt.where
         for c in request.completions
     ]
     return "\n".join(
-        f"==> {head} <==\n{c.text.removesuffix(chr(10))}\n" for head, c in zip(heads, request.completions, strict=True)
+        f"==> {heading} <==\n{c.text.removesuffix(chr(10))}\n"
+        for heading, c in zip(headings, request.completions, strict=True)
     )
 
 
 class Bar:
-    """How far many prompts have come, on stderr, if shown; and results on stdout, one after another, not mixed up with the bar."""
+    """A progress bar on stderr, if shown, and a printer of results to stdout that keeps the two apart."""
 
     def __init__(self, screen: Console, total: int, *, shown: bool) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
-        # redirect_stdout would send what is printed to stderr, file or not
+        # redirect_stdout would send printed results to stderr, even if stdout is a file.
         self._progress = (
             Progress(*columns, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False)
             if shown
@@ -163,13 +171,13 @@ class Bar:
             self._progress.stop()
 
     def advance(self, finished: list[Completion]) -> None:
-        """These completions are finished."""
+        """Count the completions that finished."""
         self._tokens += sum(len(completion.token_ids) for completion in finished)
         if self._progress:
             self._progress.update(self._task, advance=len(finished), tokens=self._tokens)
 
     def print(self, text: str) -> None:
-        """Write a result; the bar leaves the terminal while that is done."""
+        """Print a result to stdout; meanwhile the bar is off the terminal."""
         if self._progress:
             self._progress.stop()
         print(text, flush=True)

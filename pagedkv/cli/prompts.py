@@ -1,6 +1,6 @@
-"""Where prompts come from: an option, a file, stdin, or the bundled demo. Text only; no torch.
+"""The sources of prompts: an option, a file, stdin, or the bundled demo. Text only; no torch.
 
-A file's last newline ends its last line and is no part of the prompt. What is not right is found before any work starts.
+A file's last newline ends its last line and is no part of the prompt. All mistakes are found before any work starts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.model.records import DEMO_PROMPT
 
 PATIENCE_S: Final = 1.0
-"""Seconds of silence on stdin, after which a person is told that it is being read."""
+"""Seconds without input on stdin after which stderr says that stdin is being read."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. where: what an error calls it. options: fields of SamplingParams that it wants otherwise."""
+    """One prompt. where: its name in errors. options: its own fields of SamplingParams, from a .jsonl line."""
 
     text: str
     where: str
@@ -34,13 +34,15 @@ class Prompt:
             raise InvalidRequest(f"{self.where} is empty; give at least one character")
         try:
             self.text.encode()
-        except UnicodeEncodeError as why:
-            raise InvalidRequest(f"{self.where} is not Unicode text: {why.reason} at character {why.start}") from None
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"{self.where} is not Unicode text: {error.reason} at character {error.start}"
+            ) from None
 
 
 @dataclass(frozen=True)
 class Source:
-    """The prompts of a run. many: they came as .jsonl, and so will the results. demo: nobody gave one."""
+    """The prompts of a run. many: from a .jsonl file, so each result names its line. demo: the user gave no prompt."""
 
     prompts: tuple[Prompt, ...]
     many: bool = False
@@ -48,13 +50,13 @@ class Source:
 
 
 def read(text: str | None, path: Path | None, dash: str | None) -> Source:
-    """The prompts that the command line means.
+    """Read the prompts that the command line asks for; without any, the demo.
 
-    Raises: InvalidRequest if it names two sources, or one that is empty, cannot be read or is malformed (naming the line).
+    Raises: InvalidRequest for two sources, or for a source that is empty, unreadable or malformed (naming the line)
     """
     if dash not in (None, "-"):
         raise InvalidRequest(
-            f"unexpected argument {dash!r}; a prompt is given with --prompt, --prompt-file, or - for stdin"
+            f"unexpected argument {dash!r}; give the prompt with --prompt, --prompt-file, or - for stdin"
         )
     given = [name for name, value in (("--prompt", text), ("--prompt-file", path), ("-", dash)) if value is not None]
     if len(given) > 1:
@@ -71,7 +73,7 @@ def read(text: str | None, path: Path | None, dash: str | None) -> Source:
 
 
 def _is_piped() -> bool:
-    """Whether somebody sends something: a pipe or a file. (What has no input at all gives /dev/null or a socket.)"""
+    """Return whether stdin is a pipe or a file. (A process without input gets /dev/null or a socket.)"""
     try:
         mode = os.fstat(0).st_mode
     except OSError:
@@ -80,30 +82,31 @@ def _is_piped() -> bool:
 
 
 def _stdin() -> str:
+    """Read all of stdin. If no input comes for PATIENCE_S, say on stderr that stdin is being read."""
     if not select.select([0], [], [], PATIENCE_S)[0]:
         print("pagedkv: reading the prompt from stdin", file=sys.stderr)
     try:
         return _decoded(sys.stdin.buffer.read(), "stdin")
-    except OSError as why:
-        raise InvalidRequest(f"cannot read stdin: {why.strerror}") from None
+    except OSError as error:
+        raise InvalidRequest(f"cannot read stdin: {error.strerror}") from None
 
 
 def _file(path: Path) -> str:
     try:
         return _decoded(path.read_bytes(), str(path))
-    except OSError as why:
-        raise InvalidRequest(f"cannot read {path}: {why.strerror}; give a file of prompts") from None
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}; give a file of prompts") from None
 
 
 def _decoded(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8-sig")
-    except UnicodeDecodeError as why:
-        raise InvalidRequest(f"{where} is not UTF-8 text: {why.reason} at byte {why.start}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{where} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _lines(text: str, path: Path) -> tuple[Prompt, ...]:
-    """The prompts of a .jsonl; blank lines are skipped. Lines end with \\n only: others may stand inside a JSON string."""
+    """Parse a .jsonl file, skipping blank lines. Only \\n ends a line: JSON strings may hold the other line ends."""
     found = tuple(_line(line, f"{path}, line {n}") for n, line in enumerate(text.split("\n"), 1) if line.strip())
     if not found:
         raise InvalidRequest(f'{path} holds no prompt; write one {{"prompt": "..."}} on each line')
@@ -113,8 +116,8 @@ def _lines(text: str, path: Path) -> tuple[Prompt, ...]:
 def _line(line: str, where: str) -> Prompt:
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as why:
-        raise InvalidRequest(f"{where} is not JSON: {why}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{where} is not JSON: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
         raise InvalidRequest(f'{where} is not an object with a text under "prompt"')
     return Prompt(values.pop("prompt"), where, values)

@@ -1,4 +1,4 @@
-"""`pagedkv replay`: hit rates of policies and pool sizes over a request trace. The figures are core's; here they are printed and drawn."""
+"""`pagedkv replay`: hit rates of policies and pool sizes over a request trace. core does the counting."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from pagedkv.core.replay import BELADY, BLOCK_TOKENS, ESTIMATE, read_trace, repl
 from pagedkv.errors import InvalidRequest
 from pagedkv.spec import parse_bytes
 
-Row = dict[str, Any]
-
 _STYLES: Final = {BELADY: "--", ESTIMATE: ":"}
 EVERY: Final = (*POLICIES, BELADY, ESTIMATE)
+"""The policies that `--policy all` stands for."""
 
 
 def run(trace: Path, sizes: Sequence[int], policies: Sequence[str], *, as_json: bool, plot: Path | None) -> None:
-    """Print a table, or JSON: a list of {policy, num_frames, hit_rate, hit_rate_last_half, ...}. No sizes: unbounded."""
+    """Replay a trace for each size and policy, and print a table or a JSON list of rows.
+
+    sizes: frames in the pool; empty for one pool that holds the whole trace. plot: draw the hit rates to this file.
+    Raises: InvalidRequest for an unreadable trace, an unknown policy or a bad size
+    """
     if plot and find_spec("matplotlib") is None:
         raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
     try:
         requests = read_trace(trace)
-    except (OSError, UnicodeDecodeError) as why:
-        raise InvalidRequest(f"{trace} cannot be read: {why}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{trace} cannot be read: {error}") from None
     pools = sorted(set(sizes)) or [unbounded(requests)]
     chosen = list(dict.fromkeys(name for given in policies for name in (EVERY if given == "all" else [given])))
-    replay(requests[:1], pools, chosen)  # complains before any work is done
+    replay(requests[:1], pools, chosen)  # refuses bad arguments before the long run
     cases = [(size, policy) for size in pools for policy in chosen]
-    shown = track(cases, "replaying", console=Console(stderr=True), transient=True, disable=as_json)
-    rows = [row for size, policy in shown for row in replay(requests, [size], [policy])]
+    progress = track(cases, "replaying", console=Console(stderr=True), transient=True, disable=as_json)
+    rows = [row for size, policy in progress for row in replay(requests, [size], [policy])]
     if as_json:
         print(json.dumps(rows))
     else:
@@ -47,20 +50,23 @@ def run(trace: Path, sizes: Sequence[int], policies: Sequence[str], *, as_json: 
 
 
 def frames_in(memory: str, bytes_per_token: int) -> int:
-    """Frames of one trace block each. Raises: InvalidRequest if not even one fits."""
+    """Return the number of frames, of one trace block each, in `memory`. Raises: InvalidRequest if none fits"""
     if bytes_per_token < 1:
         raise InvalidRequest(f"bytes-per-token is {bytes_per_token}; give at least 1")
     frames = parse_bytes(memory) // (bytes_per_token * BLOCK_TOKENS)
     if frames < 1:
         raise InvalidRequest(
-            f"{memory} holds no block: {BLOCK_TOKENS} tokens of {bytes_per_token} bytes take {bytes_per_token * BLOCK_TOKENS}"
+            f"{memory} holds no block: {BLOCK_TOKENS} tokens of {bytes_per_token} bytes take "
+            f"{bytes_per_token * BLOCK_TOKENS} bytes; give more memory"
         )
     return frames
 
 
-def _print(rows: list[Row], requests: int) -> None:
+def _print(rows: list[dict[str, Any]], num_requests: int) -> None:
+    """Print a table with one line for each pool size and policy."""
     table = Table(
-        caption=f"{requests:,} requests, {rows[0]['blocks']:,} blocks of {BLOCK_TOKENS} tokens", caption_justify="left"
+        caption=f"{num_requests:,} requests, {rows[0]['blocks']:,} blocks of {BLOCK_TOKENS} tokens",
+        caption_justify="left",
     )
     for name in ("frames", "policy", "hit rate", "last half", "evictions"):
         table.add_column(name, justify="left" if name == "policy" else "right")
@@ -76,14 +82,12 @@ def _print(rows: list[Row], requests: int) -> None:
     Console(highlight=False).print(table)
 
 
-def _draw(rows: list[Row], path: Path) -> None:
-    """Hit rate against pool size, a line for each policy."""
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw hit rate against pool size, one line for each policy."""
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for number, policy in enumerate(
-        dict.fromkeys(row["policy"] for row in rows)
-    ):  # the first ones widest: equal lines stay visible
-        size = max(2, 10 - number)
+    for number, policy in enumerate(dict.fromkeys(row["policy"] for row in rows)):
+        size = max(2, 10 - number)  # the first line is the widest, so that equal lines stay visible
         points = [(row["num_frames"], row["hit_rate"]) for row in rows if row["policy"] == policy]
         axes.plot(
             *zip(*points, strict=True),
@@ -98,5 +102,5 @@ def _draw(rows: list[Row], path: Path) -> None:
     axes.grid(alpha=0.3)
     try:
         figure.savefig(path, bbox_inches="tight")
-    except (OSError, ValueError) as why:
-        raise InvalidRequest(f"the plot cannot be written to {path}: {why}") from None
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"the plot cannot be written to {path}: {error}") from None

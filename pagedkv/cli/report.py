@@ -1,4 +1,4 @@
-"""What is said about a run: one JSON object for a program, one table for a person. Reads the engine's counters and changes nothing."""
+"""The report about a run: one JSON object for a program, one table for a person. Reads the engine, changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as a person reads them, in the units that --memory takes."""
+    """Format a number of bytes for a person, in the units that --memory takes."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"
@@ -23,13 +23,16 @@ def size(num_bytes: float) -> str:
 
 
 def as_json(request: Request, engine: Engine) -> str:
-    """The sample of a request as one line of JSON; several in a list under "samples"."""
+    """Format the sample of a request as one line of JSON; several samples as a list under "samples"."""
     found = [_sample(completion, engine) for completion in request.completions]
     return json.dumps({"samples": found} if len(found) > 1 else found[0])
 
 
 def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
-    """frames_peak and waste are the pool's, over the whole run so far: frames are shared, nobody owns one alone."""
+    """Return the fields of one sample.
+
+    frames_peak and waste are figures of the pool over the whole run so far: samples share frames.
+    """
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -43,17 +46,16 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
 
 
 def table(requests: list[Request], engine: Engine) -> Table:
-    """Time, speed, memory and kernel of a run, a line each."""
+    """Tabulate time, speed, memory and kernel of a run."""
     completions = [completion for request in requests for completion in request.completions]
-    stats, spec = engine.cache.stats(), engine.cache.spec
+    stats, spec, frame_bytes = engine.cache.stats(), engine.cache.spec, engine.cache.frame_bytes
     lines = {
         "prompt": _prompts(requests),
-        "output": f"{sum(len(c.token_ids) for c in completions):,} tokens"
-        + (f" in {len(completions):,} samples" if completions[len(requests) :] else ""),
+        "output": _output(requests),
         "first token": _first_token([c.ttft_s * 1e3 for c in completions]),
         "speed": _speed(requests),
         "frames at peak": f"{stats.peak_mapped:,} of {stats.num_frames:,}, each of {spec.block_size} tokens",
-        "bytes at peak": f"{size(stats.peak_mapped * engine.cache.frame_bytes)} of {size(stats.num_frames * engine.cache.frame_bytes)}",
+        "bytes at peak": f"{size(stats.peak_mapped * frame_bytes)} of {size(stats.num_frames * frame_bytes)}",
         "prefix hits": f"{stats.tokens_matched:,} of {stats.tokens_asked:,} tokens looked for ({stats.hit_rate:.0%})",
         "waste": f"{engine.meter.waste:.1%} of allocated slots held no token",
         "kernel": f"{engine.cache.kernel.name}, {spec.stored_dtype}, {engine.cache.device}",
@@ -70,25 +72,29 @@ def table(requests: list[Request], engine: Engine) -> Table:
 
 def _prompts(requests: list[Request]) -> str:
     tokens = f"{sum(len(request.prompt_ids) for request in requests):,} tokens"
-    return f"{tokens} in {len(requests):,} prompts" if requests[1:] else tokens
+    return f"{tokens} in {len(requests):,} prompts" if len(requests) > 1 else tokens
+
+
+def _output(requests: list[Request]) -> str:
+    completions = [completion for request in requests for completion in request.completions]
+    tokens = f"{sum(len(completion.token_ids) for completion in completions):,} tokens"
+    return f"{tokens} in {len(completions):,} samples" if len(completions) > len(requests) else tokens
 
 
 def _first_token(waits_ms: list[float]) -> str:
-    """After how long, from submission: all were submitted at once."""
-    middle, last = f"{median(waits_ms):,.0f} ms", f"{max(waits_ms):,.0f} ms"
-    return f"after {middle}" if middle == last else f"after {middle} (median), {last} (last)"
+    """Return the median and the largest time from submission to the first token. All prompts are submitted at once."""
+    middle, largest = f"{median(waits_ms):,.0f} ms", f"{max(waits_ms):,.0f} ms"
+    return f"after {middle}" if middle == largest else f"after {middle} (median), {largest} (last)"
 
 
 def _speed(requests: list[Request]) -> str:
-    """Of one prompt, how fast text goes on once it has begun; of many, what the machine made in the whole time."""
+    """Return the tokens per second: for one prompt, those after the first token; for many, over the whole run."""
     completions = [completion for request in requests for completion in request.completions]
     last = max(c.last_token_at for c in completions)
     tokens = sum(len(c.token_ids) for c in completions)
-    if requests[1:]:
+    if len(requests) > 1:
         return f"{tokens / (last - min(request.submitted_at for request in requests)):,.0f} tokens/s in all"
     followed, elapsed = tokens - len(completions), last - min(c.first_token_at for c in completions)
-    return (
-        f"{followed / elapsed:,.0f} tokens/s after the first"
-        if followed and elapsed > 0
-        else "– (one token has no speed)"
-    )
+    if not followed or elapsed <= 0:
+        return "– (one token has no speed)"
+    return f"{followed / elapsed:,.0f} tokens/s after the first"

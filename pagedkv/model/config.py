@@ -1,18 +1,22 @@
-"""ModelConfig: what a decoder must know about a checkpoint, read from a Hugging Face folder's config.json. No tensors, no torch.
+"""ModelConfig: the facts about a checkpoint that a decoder needs, from its config.json. No tensors, no torch.
 
-Six families differ in few places, and each place is one field here; the decoder reads the fields and never the family's name.
+Six families differ in a few places. Each place is one field of ModelConfig; the decoder reads the fields and never the
+name of the family.
 
-| family   | norms           | q, k, v bias     | q/k norm | activation | windows                                   | soft caps         |
-|----------|-----------------|------------------|----------|------------|-------------------------------------------|-------------------|
-| llama    | w               | `attention_bias` |          | SiLU       |                                           |                   |
-| mistral  | w               |                  |          | SiLU       | every layer, if `sliding_window`          |                   |
-| qwen2    | w               | always           |          | SiLU       | layers from `max_window_layers`, if asked |                   |
-| qwen3    | w               | `attention_bias` | yes      | SiLU       | like qwen2                                |                   |
-| gemma2   | 1 + w, sandwich | `attention_bias` |          | GELU-tanh  | every second layer                        | attention, logits |
-| gemma3   | 1 + w, sandwich | `attention_bias` | yes      | GELU-tanh  | all but every sixth layer                 | logits            |
+| family  | norms           | q, k, v bias     | q/k norm | activation | windows                    | soft caps |
+|---------|-----------------|------------------|----------|------------|----------------------------|-----------|
+| llama   | w               | `attention_bias` |          | SiLU       |                            |           |
+| mistral | w               |                  |          | SiLU       | all, if `sliding_window`   |           |
+| qwen2   | w               | always           |          | SiLU       | from `max_window_layers` * |           |
+| qwen3   | w               | `attention_bias` | yes      | SiLU       | from `max_window_layers` * |           |
+| gemma2  | 1 + w, sandwich | `attention_bias` |          | GELU-tanh  | every second layer         | both      |
+| gemma3  | 1 + w, sandwich | `attention_bias` | yes      | GELU-tanh  | all but every sixth layer  | logits    |
 
-Two styles of config.json are read: `rope_theta`, `rope_scaling`, `rope_local_base_freq`, `sliding_window_pattern` up to transformers 4, and
-`rope_parameters` (one dict, or one per layer type) with `layer_types` from transformers 5 on.
+(*) if `use_sliding_window`. Soft caps: of the attention scores and of the logits. Sandwich: a norm before and one after
+each sublayer.
+
+Two styles of config.json are read. Up to transformers 4: `rope_theta`, `rope_scaling`, `rope_local_base_freq` and
+`sliding_window_pattern`. From transformers 5 on: `rope_parameters` (one dict, or one per layer type) and `layer_types`.
 """
 
 from __future__ import annotations
@@ -60,12 +64,12 @@ _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
         "sliding_window_pattern": 6,
     },
 }
-"""What a config.json may leave out, per family: the published Gemma 3 configs name only what differs from these."""
+"""Defaults of each family, for fields that config.json leaves out. The published Gemma 3 configs rely on them."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary embedding of a layer. What the fields mean is written beside the formulas in `rope.py`."""
+    """The rotary embedding of a layer. The formulas in `rope.py` explain the fields."""
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -83,10 +87,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder, and everything in which the families differ.
+    """The shape of a decoder, and each option in which the families differ.
 
-    num_heads (H), num_kv_heads (K), head_dim (D). `windows` and `ropes` have one entry a layer; a window counts the query's own position.
-    Soft caps are 0.0 where there is none. `dtype` is what the checkpoint says it was saved in.
+    num_heads (H), num_kv_heads (K), head_dim (D). `windows` and `ropes` have one entry per layer; a window counts the
+    query's own position. A soft cap of 0.0 means no cap. `dtype` is the dtype that the checkpoint was saved in.
     """
 
     family: str
@@ -119,23 +123,24 @@ class ModelConfig:
     def load(cls, folder: Path) -> ModelConfig:
         """Read `folder`/config.json.
 
-        Raises: CheckpointError if the folder or file is missing or garbled, or the model is of a kind this decoder is not.
+        Raises: CheckpointError if the folder or the file is missing, the file is damaged, or the decoder does not
+            support the model
         """
         if not folder.is_dir():
             raise CheckpointError(
-                f"there is no folder {folder}; give one that holds config.json, *.safetensors and tokenizer.json"
+                f"there is no folder {folder}; give a folder that holds config.json, *.safetensors and tokenizer.json"
             )
         return cls.from_dict(read_json(folder / "config.json"), where=str(folder / "config.json"))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, where: str = "config.json") -> ModelConfig:
-        """The same, from what config.json holds; `where` names it in errors."""
+        """Build the config from the values of a config.json; errors call the file `where`. Raises: as `load`."""
         return _model_config(_Fields(_text_part(values, where), where))
 
     def spec(self, *, block_size: int = 16, kv_dtype: str | None = None, dtype: str | None = None) -> KVSpec:
-        """The geometry of this model's KV cache: one group of all layers, whose windows are arguments of the kernels only.
+        """Return the geometry of a KV cache with one group of all layers. Only the kernels know the layers' windows.
 
-        dtype: what the model computes in; None for what the checkpoint was saved in.
+        dtype: the dtype that the model computes in; None for the dtype of the checkpoint.
         """
         return KVSpec(
             num_layers=self.num_layers,
@@ -147,19 +152,26 @@ class ModelConfig:
         )
 
     def layer_groups(self) -> tuple[int, ...]:
-        """The layer group of each layer, for `PagedKVCache(config.specs(), layer_groups=config.layer_groups())`."""
+        """Return the group of each layer, for `PagedKVCache(config.specs(), layer_groups=config.layer_groups())`."""
         places = {layer: number for number, (_, layers) in enumerate(self._groups()) for layer in layers}
         return tuple(places[layer] for layer in range(self.num_layers))
 
     def specs(
         self, *, block_size: int = 16, kv_dtype: str | None = None, dtype: str | None = None
     ) -> tuple[KVSpec, ...]:
-        """The same as `spec`, of groups that give back what lies behind their windows; those without a window come first."""
+        """Return one geometry per layer group; arguments as `spec`. The groups without a window come first.
+
+        A group with a window gives back its frames behind the window.
+        """
         whole = self.spec(block_size=block_size, kv_dtype=kv_dtype, dtype=dtype)
         return tuple(replace(whole, num_layers=len(layers), window=window) for window, layers in self._groups())
 
     def _groups(self) -> list[tuple[int | None, list[int]]]:
-        """(window, layers) of each group. All are as large as the smallest kind, but for the last of a kind: a frame serves any of them."""
+        """Return (window, layers) of each group.
+
+        The layers of one window form a set. Each set is cut into groups of the size of the smallest set, so that a
+        frame fits any group. Only the last group of a window may be smaller.
+        """
         kinds: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.windows):
             kinds.setdefault(window, []).append(layer)
@@ -169,20 +181,20 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file of a checkpoint holds.
+    """Read a JSON file of a checkpoint, which holds one object.
 
-    Raises: CheckpointError if it is missing, not JSON, or not an object.
+    Raises: CheckpointError if the file is missing, is not JSON, or holds no object
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        there = ", ".join(sorted(p.name for p in path.parent.glob("*"))[:8]) or "nothing"
+        present = ", ".join(sorted(p.name for p in path.parent.glob("*"))[:8]) or "nothing"
         raise CheckpointError(
-            f"{path.parent} has no {path.name}, only: {there}. Give the folder of a Hugging Face checkpoint"
+            f"{path.parent} has no {path.name}, only: {present}. Give the folder of a Hugging Face checkpoint"
         ) from None
-    except (OSError, ValueError) as why:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except (OSError, ValueError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise CheckpointError(
-            f"{path} cannot be read as JSON ({why}); it is truncated or not the real file. Fetch it again"
+            f"{path} cannot be read as JSON ({error}); it is truncated or not the real file. Fetch it again"
         ) from None
     if not isinstance(values, dict):
         raise CheckpointError(
@@ -192,7 +204,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _text_part(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """The language model's part of a config: Gemma 3 with vision keeps it under `text_config`."""
+    """Return the language model's part of a config. Gemma 3 with vision keeps it under `text_config`.
+
+    Raises: CheckpointError if the decoder does not support the model
+    """
     kind, nested = values.get("model_type"), values.get("text_config")
     if "quantization_config" in values:
         raise CheckpointError(
@@ -208,54 +223,61 @@ def _text_part(values: dict[str, Any], where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: model_type is {kind!r}; this decoder knows {', '.join(FAMILIES)} and gemma3")
     if values.get("use_bidirectional_attention"):
         raise CheckpointError(
-            f"{where}: use_bidirectional_attention is set; this decoder is causal, so it can only give wrong results"
+            f"{where}: use_bidirectional_attention is set; this decoder is causal and would give wrong results"
         )
     return values
 
 
 class _Fields:
-    """The values of one object of config.json, read by type; an error names file, field and what was found."""
+    """The fields of one object of config.json, checked for type and range. Errors name file, field and value."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         family = values.get("model_type", "")
         present = {key: value for key, value in values.items() if value is not None}
-        # A null counts as absent, except where it means "none of it" against a family's default.
+        # A null counts as absent, except in the fields where it switches off a family's default.
         nulls = {key: None for key, value in values.items() if value is None and key in ("sliding_window", *_SOFTCAPS)}
         self.values = {**_DEFAULTS.get(family, {}), **present, **nulls}
         self.family, self.where = family, where
 
     def bad(self, name: str, must: str) -> CheckpointError:
+        """Return the error for a field that is missing or wrong; `must` says what the field must be."""
         found = f"is {self.values[name]!r}" if name in self.values else "is missing"
         return CheckpointError(f"{self.where}: {name} {found}; it must be {must}")
 
     def integer(self, name: str, default: int | None = None) -> int:
+        """Return an integer of at least 1."""
         value = self.values.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.bad(name, "an integer of at least 1")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
+        """Return a finite number of at least 0."""
         value = self.values.get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
             raise self.bad(name, "a number of at least 0")
         return float(value)
 
     def positive(self, name: str, default: float | None = None) -> float:
+        """Return a finite number above 0."""
         value = self.number(name, default)
         if value == 0:
             raise self.bad(name, "a number above 0")
         return value
 
     def cap(self, name: str) -> float:
+        """Return a soft cap: a number above 0, or 0.0 for a null or absent field."""
         return 0.0 if self.values.get(name) is None else self.positive(name)
 
     def flag(self, name: str, *, default: bool) -> bool:
+        """Return true or false."""
         value = self.values.get(name, default)
         if not isinstance(value, bool):
             raise self.bad(name, "true or false")
         return value
 
     def choice(self, name: str, default: str, among: tuple[str, ...]) -> str:
+        """Return one of the strings `among`."""
         value = self.values.get(name, default)
         if not isinstance(value, str) or value not in among:
             raise self.bad(name, f"one of {', '.join(among)}")
@@ -266,17 +288,16 @@ _SOFTCAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def _model_config(f: _Fields) -> ModelConfig:
+    """Build a ModelConfig from the fields of the language model."""
     gemma = f.family in ("gemma2", "gemma3_text")
     hidden_size, num_heads = f.integer("hidden_size"), f.integer("num_attention_heads")
-    head_dim, num_kv_heads = (
-        f.integer("head_dim", max(1, hidden_size // num_heads)),
-        f.integer("num_key_value_heads", num_heads),
-    )
+    num_kv_heads = f.integer("num_key_value_heads", num_heads)
+    head_dim = f.integer("head_dim", max(1, hidden_size // num_heads))
     if num_heads % num_kv_heads:
         raise f.bad("num_attention_heads", f"a multiple of num_key_value_heads ({num_kv_heads})")
     if head_dim % 2:
         raise CheckpointError(
-            f"{f.where}: head_dim {head_dim} is odd; rotary embeddings turn pairs of dimensions, give an even one"
+            f"{f.where}: head_dim {head_dim} is odd; it must be even: rotary embeddings turn pairs of dimensions"
         )
     attention_bias = f.family != "mistral" and f.flag("attention_bias", default=False)
     types = _layer_types(f)
@@ -311,10 +332,10 @@ def _model_config(f: _Fields) -> ModelConfig:
 
 
 def _layer_types(f: _Fields) -> tuple[str, ...]:
-    """`full_attention` or `sliding_attention` for each layer: as listed, or by the family's old rule."""
+    """Return FULL or SLIDING for each layer: from `layer_types`, or by the rule of the family's older configs."""
     num_layers = f.integer("num_hidden_layers")
     listed = f.values.get("layer_types")
-    if f.family in ("llama", "mistral"):  # they take no list: every layer is alike
+    if f.family in ("llama", "mistral"):  # these read no `layer_types`: all layers are alike
         return (SLIDING if f.family == "mistral" and f.values["sliding_window"] is not None else FULL,) * num_layers
     if listed is not None:
         if not isinstance(listed, list) or len(listed) != num_layers or not set(listed) <= {FULL, SLIDING}:
@@ -333,10 +354,12 @@ def _layer_types(f: _Fields) -> tuple[str, ...]:
 
 
 def _qwen_slides(f: _Fields) -> bool:
+    """Return whether a Qwen config switches sliding windows on."""
     return f.flag("use_sliding_window", default=False) and f.values.get("sliding_window", 4096) is not None
 
 
 def _windows(f: _Fields, types: tuple[str, ...]) -> tuple[int | None, ...]:
+    """Return the window of each layer in tokens, None for full attention."""
     if SLIDING not in types:
         return (None,) * len(types)
     window = f.integer("sliding_window", 4096 if f.family.startswith("qwen") else None)
@@ -344,14 +367,13 @@ def _windows(f: _Fields, types: tuple[str, ...]) -> tuple[int | None, ...]:
 
 
 def _rope(f: _Fields, layer_type: str) -> RopeConfig:
-    """The rotary embedding of the layers of one type, from either style of config."""
+    """Read the rotary embedding of the layers of one type, from either style of config."""
     given = f.values.get("rope_parameters") or f.values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise f.bad("rope_parameters" if f.values.get("rope_parameters") else "rope_scaling", "an object")
     theta = f.positive("rope_theta", 10_000.0)
-    if (
-        f.family == "gemma3_text" and layer_type == SLIDING
-    ):  # local layers have a base of their own, and are never scaled by the old style
+    # Gemma 3's sliding layers have a base of their own, and the old style never scales them.
+    if f.family == "gemma3_text" and layer_type == SLIDING:
         theta = f.positive("rope_local_base_freq", 10_000.0)
         given = given if "rope_parameters" in f.values else {}
     if any(isinstance(part, dict) for part in given.values()):
@@ -360,7 +382,7 @@ def _rope(f: _Fields, layer_type: str) -> RopeConfig:
     kind = r.choice("rope_type" if "rope_type" in r.values else "type", "default", ROPE_KINDS)
     partial = r.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise CheckpointError(f"{r.where}: partial_rotary_factor is {partial}; this decoder turns whole heads (1.0)")
+        raise CheckpointError(f"{r.where}: partial_rotary_factor is {partial}; this decoder rotates whole heads (1.0)")
     theta = r.positive("rope_theta", theta)
     if kind == "default":
         return RopeConfig(theta=theta)

@@ -1,17 +1,18 @@
-"""The decoder: token ids in, logits out, every key and value through paged memory. One for all families; its config says how they differ.
+"""The decoder: token ids in, logits out, all keys and values through paged memory. One decoder serves all families.
 
-T new tokens of B sequences lie flat, one after another ("ragged"); nothing is padded, and nothing but the batch says whose token is whose.
-For each layer, with x [T, hidden] the stream and N, N', M, M' norms (N', M' only in sandwiches, else nothing):
+The T new tokens of B sequences lie flat, one sequence after another ("ragged"), without padding; the batch says which
+token belongs to which sequence. For each layer, x [T, hidden] is the residual stream and N, N', M, M' are norms (N' and
+M' only in the Gemma families):
 
     q, k, v = split(N(x) Wqkv^T + b)            [T, H, D], [T, K, D], [T, K, D]
     q, k    = rotate(norm(q)), rotate(norm(k))  at batch.positions; the norms only where the family has them
-    pool[batch.slots] = k, v                    write_kv; batch is that of the layer's group, if there are several
-    a       = paged_attention(q, pool, batch)   reads this step's keys too: that is why they are written first
+    pool[batch.slots] = k, v                    write_kv, with the batch of the layer's group
+    a       = paged_attention(q, pool, batch)   reads this step's keys too, so they are written first
     x       = x + N'(a Wout^T + b)
     g, u    = split(M(x) Wgu^T + b)             [T, intermediate] twice
     x       = x + M'((act(g) * u) Wdown^T + b)
 
-    logits  = cap(norm(x) Whead^T)              only for the tokens asked for: a prefill wants its last one
+    logits  = cap(norm(x) Whead^T)              only for the tokens asked for: the last one of a prefill
 """
 
 from __future__ import annotations
@@ -40,40 +41,40 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 class Layers(Protocol):
-    """Whatever gives layer i of the pool: a `PagedKVCache`, or a list."""
+    """An object whose item i is layer i of the pool: a `PagedKVCache`, or a list."""
 
     def __getitem__(self, layer: int, /) -> KVLayer: ...
 
 
 class Batches(Protocol):
-    """Whatever gives the batch of layer i: a `PlannedBatch`, whose layers may be of several groups."""
+    """An object whose item i is the batch of layer i: a `PlannedBatch`, whose layers may be in several groups."""
 
     def __getitem__(self, layer: int, /) -> PagedBatch: ...
 
 
 class Decoder:
-    """A decoder-only language model over paged memory. Holds weights and nothing that changes: one may serve many caches."""
+    """A decoder-only language model over paged memory. It holds weights and no state, so it can serve many caches."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config, self.weights = config, weights
         self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
         self._rotary = {rope: Rotary(rope, config.head_dim, self.device) for rope in set(config.ropes)}
-        # Rounded as the weights are: Gemma was trained with the rounded number.
+        # Rounded to the dtype of the weights: Gemma was trained with the rounded number.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
 
     @classmethod
     def load(cls, folder: Path, *, dtype: str | None = None, device: str | torch.device = "cpu") -> Decoder:
         """Load a Hugging Face folder (config.json and safetensors).
 
-        dtype: "float32", "bfloat16" or "float16"; None for what the checkpoint was saved in.
-        Raises: CheckpointError for a folder that is missing, damaged or of an unknown kind; InvalidRequest for an unknown dtype.
+        dtype: "float32", "bfloat16" or "float16"; None for the dtype of the checkpoint.
+        Raises: CheckpointError if the folder is missing, damaged or of an unsupported model; InvalidRequest for an
+            unknown dtype
         """
         if dtype is not None and dtype not in DTYPES:
             raise InvalidRequest(f"dtype is {dtype!r}; it must be None or one of {', '.join(DTYPES)}")
         config = ModelConfig.load(folder)
-        return cls(
-            config, load_weights(folder, config, dtype=DTYPES[dtype or config.dtype], device=torch.device(device))
-        )
+        weights = load_weights(folder, config, dtype=DTYPES[dtype or config.dtype], device=torch.device(device))
+        return cls(config, weights)
 
     @torch.inference_mode()
     def forward(
@@ -85,9 +86,10 @@ class Decoder:
         logits_of: Tensor | None = None,
         backend: str | None = None,
     ) -> Tensor:
-        """Store the keys and values of `token_ids` and return the logits of what follows.
+        """Store the keys and values of `token_ids` and return the logits of the tokens that follow them.
 
-        Shapes:   token_ids int64 [T], below V; logits_of int64 [N], indices into the T tokens, None for all; returns float32 [N, V]
+        Shapes:   token_ids int64 [T], below V; logits_of int64 [N], indices into the T tokens, None for all T;
+                  returns float32 [N, V]
         Modifies: the pool behind `layers`, at batch.slots
         """
         batches = [batch if isinstance(batch, PagedBatch) else batch[i] for i in range(self.config.num_layers)]
@@ -112,6 +114,7 @@ class Decoder:
     def _queries_keys_values(
         self, x: Tensor, weights: LayerWeights, tables: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [T, H, D], k [T, K, D] and v [T, K, D] of one layer, q and k rotated to their positions."""
         c = self.config
         qkv = F.linear(self._norm(x, weights.attention_norm), weights.qkv, weights.qkv_bias)
         q, k, v = torch.split(qkv.view(len(x), -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
@@ -123,9 +126,10 @@ class Decoder:
         return F.linear(gate * up, weights.down, weights.down_bias)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * w (RMSNorm, Zhang and Sennrich, 2019); x itself where the family has no norm.
+        """Return x / sqrt(mean(x^2) + eps) * w (RMSNorm, Zhang and Sennrich, 2019); x itself if `weight` is None.
 
-        Rounded to the weight's dtype before the product: that is the model's for w, and float32 for 1 + w, as both were trained.
+        The quotient is rounded to the weight's dtype before the product, as in training: the model's dtype for w,
+        float32 for 1 + w.
         """
         if weight is None:
             return x

@@ -1,19 +1,20 @@
-"""The engine: a prompt in, text out. One step is schedule -> plan -> forward -> sample -> commit, for whatever mixture of work there is.
+"""The engine: prompts in, text out. One step is schedule -> plan -> forward -> sample -> commit, for any mix of work.
 
-    work, batch = scheduler.next_step()         who, how many tokens; frames mapped for all of it
-    logits      = decoder.forward(..)           writes and reads KV through batch.args
-    tokens      = sample(logits, ..)
-    cache.commit(batch, ..)                     what was computed is real now, and findable
-    deliver(tokens)                             text to whoever listens; the finished leave, the samples of a prompt fork
+    chunks, batch = scheduler.next_step()       choose the sequences and their tokens; map frames for all of them
+    logits        = decoder.forward(..)         write and read KV through the batch
+    tokens        = sample(logits, ..)
+    cache.commit(batch, ..)                     the computed KV becomes valid, and its full pages findable
+    deliver(tokens)                             send text to the listeners; release finished sequences; fork samples
 
-It knows requests and tokens; pages and frames are the scheduler's and the cache's. What goes wrong before commit aborts the plan; whoever
-misses its token after commit has its last logits computed again (`_repair`). So a step that was broken off can be stepped again.
+The engine knows requests and tokens; the scheduler and the cache know pages and frames. An interrupted step can be
+stepped again: an error before commit aborts the plan; after commit, `_repair` has the last logits of each sequence
+that did not get its token computed again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Sequences
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,8 +26,8 @@ from pagedkv.core.warm import warm_up
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.request import Completion, OnText, Request, StopStrings
-from pagedkv.model.sampler import Row, SamplingParams, sample
-from pagedkv.model.scheduler import Limits, Scheduler, Sequence, Work
+from pagedkv.model.sampler import SamplingParams, SamplingRow, sample
+from pagedkv.model.scheduler import Chunk, Limits, Scheduler, SequenceState
 from pagedkv.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -39,14 +40,15 @@ BUNDLED: Final = Path(__file__).parent / "bundled"
 
 DEFAULT_TOKENS: Final = 32768
 DEFAULT_MEMORY: Final = "4GiB"
-"""A pool of nobody's choosing holds this many tokens, unless that takes more than this much memory."""
+"""The size of a pool for which the caller gives no size: DEFAULT_TOKENS tokens, but at most DEFAULT_MEMORY."""
 
-Prompt = str | Sequences[int]
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
 
 
 @dataclass
 class Meter:
-    """What the steps so far have cost. `slots_mapped` and `slots_wasted` are added up over the steps, after each commit."""
+    """Totals over the steps so far. Each step adds, at its end, the slots then mapped and those that hold no token."""
 
     steps: int = 0
     slots_mapped: int = 0
@@ -54,14 +56,15 @@ class Meter:
 
     @property
     def waste(self) -> float:
-        """Share of allocated slots that held no token, over all steps."""
+        """Share of the mapped slots that held no token, over all steps: 0.0 to 1.0."""
         return self.slots_wasted / self.slots_mapped if self.slots_mapped else 0.0
 
 
 class Engine:
     """Continuous batching over one model and one paged cache, in this thread.
 
-    `submit` and `step`, or `generate` for the whole of it. Frames that run out cost time (preemption), never tokens.
+    Call `submit` and `step`, or `generate` to do both until all prompts are finished. A pool that runs out of frames
+    costs time (sequences are preempted and computed again), never tokens.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Engine:
         self.scheduler = Scheduler(cache, limits or Limits())
         self.meter = Meter()
         self._stepping = False
-        self._demand_same_geometry()
+        self._check_geometry()
 
     @classmethod
     def load(
@@ -86,13 +89,14 @@ class Engine:
         limits: Limits | None = None,
         **cache_options: Any,
     ) -> Engine:
-        """An engine for a Hugging Face folder; None for the bundled checkpoint.
+        """Build an engine for a Hugging Face folder, or for the bundled checkpoint if `folder` is None.
 
-        dtype: what is computed in; None for what the checkpoint was saved in. kv_dtype: what is cached, if not the same.
-        grouped: whether layers with different windows get page tables of their own (ModelConfig.specs), so that frames behind a window are
-        given back; for the hybrids among the families (Gemma 2 and 3).
-        cache_options: those of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without a size the pool holds
-        32768 tokens, or 4 GiB.
+        dtype: the dtype to compute in; None for that of the checkpoint.
+        kv_dtype: the dtype of the cache; None for the dtype computed in.
+        grouped: give layers with different windows page tables of their own (ModelConfig.specs), so that frames
+            behind a window are given back. Useful for the families with mixed windows (Gemma 2 and 3).
+        cache_options: options of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without
+            num_frames and memory the pool holds 32768 tokens, but takes at most 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
         """
         path = Path(folder) if folder is not None else BUNDLED
@@ -112,10 +116,8 @@ class Engine:
         cache = PagedKVCache(
             specs, layer_groups=config.layer_groups() if grouped else None, device=device, **cache_options
         )
-        warm_up()  # last: bad input is refused without waiting for it
+        warm_up()  # last, so that bad input is refused without waiting for the compilation
         return cls(decoder, tokenizer, cache, limits=limits)
-
-    # -- asking ------------------------------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -126,34 +128,38 @@ class Engine:
         on_text: OnText | None = None,
         tenant: bytes = b"",
     ) -> Request:
-        """Queue a prompt (text, or token ids). Its completions fill up as the engine steps.
+        """Queue a prompt (text, or token ids) and return its request, whose completions grow as the engine steps.
 
-        Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, or more tokens than the pool or the model can hold
+        Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, or more tokens than the pool or the
+            model can hold
         """
         params = params or SamplingParams()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        self._check(prompt, ids, params, num_samples)
+        self._check_request(prompt, ids, params, num_samples)
         request = Request(ids, params, tenant, on_text)
         request.completions = [Completion(request, index) for index in range(num_samples)]
-        self.scheduler.add(self._sequence(request.completions[0]))
+        self.scheduler.add(self._new_sequence(request.completions[0]))
         return request
 
     def generate(
         self,
-        prompts: Sequences[Prompt],
-        params: SamplingParams | Sequences[SamplingParams] | None = None,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[Request]:
-        """Submit all prompts, run until they are finished, and return the requests in the same order. `options`: those of `submit`."""
+        """Submit all prompts, step until all are finished, and return their requests in the same order.
+
+        options: those of `submit`, the same for each prompt. Raises: as `submit` and `step`; all prompts are cancelled.
+        """
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidRequest(
-                f"there are {len(prompts)} prompts and {len(each)} params; give one of them for all, or one for each"
+                f"there are {len(prompts)} prompts and {len(each)} params; give one for all prompts, or one for each"
             )
         requests: list[Request] = []
         try:
-            for prompt, wanted in zip(prompts, each, strict=True):
-                requests.append(self.submit(prompt, wanted, **options))
+            for prompt, prompt_params in zip(prompts, each, strict=True):
+                requests.append(self.submit(prompt, prompt_params, **options))
             self.run()
         except BaseException:
             for request in requests:
@@ -162,32 +168,32 @@ class Engine:
         return requests
 
     def cancel(self, request: Request) -> None:
-        """Stop at once, whatever it is doing; its frames are given back. Completions that are finished already stay so."""
-        for sequence in self.scheduler.of(request):
+        """Stop `request` at once and give back its frames. Finished completions keep their finish_reason."""
+        for sequence in self.scheduler.sequences_of(request):
             self.scheduler.remove(sequence)
         for completion in request.completions:
             completion.finish_reason = completion.finish_reason or "cancelled"
 
-    # -- working -----------------------------------------------------------------------------------------------------------------
-
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether any sequence is running or waiting."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def run(self) -> None:
-        """Step until nothing is left to do. Raises: as `step`."""
-        self._demand_idle()
+        """Step until no sequence is left. Raises: as `step`."""
+        self._refuse_reentry()
         while self.has_work:
             self.step()
 
     def step(self) -> list[Completion]:
-        """Compute one batch: some prompts' next chunks, everybody else's next token. Returns the completions that finished.
+        """Compute one batch: the next chunk of some prompts, the next token of all other running sequences.
 
-        Raises: InvalidRequest if a listener calls it; whatever a listener raised (the first, if several do), once all of them were told.
-                A request whose listener raised goes on: cancel it, or step again.
+        After any exception, step again: no token is lost.
+        Returns: the completions that finished in this step.
+        Raises: InvalidRequest if a listener calls step; the first error that a listener raised, after all listeners
+            were called. A request whose listener raised continues unless it is cancelled.
         """
-        self._demand_idle()
+        self._refuse_reentry()
         self._stepping = True
         try:
             return self._step()
@@ -195,15 +201,15 @@ class Engine:
             self._stepping = False
 
     def _step(self) -> list[Completion]:
+        """Repair, choose and plan chunks, compute, sample, commit, deliver: the steps of the file head."""
         self._repair()
-        work, batch = self.scheduler.next_step()
+        chunks, batch = self.scheduler.next_step()
         if batch is None:
             return []
         try:
-            emitting = [sequence for sequence, count in work if count == sequence.remaining]
-            token_ids = [token for s, count in work for token in s.tokens[len(s.tokens) - s.remaining :][:count]]
-            families = [self._family(sequence) for sequence in emitting]
-            tokens = self._sample(families, self._forward(token_ids, work, batch))
+            token_ids = [token for chunk in chunks for token in chunk.token_ids]
+            families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
+            tokens = self._sample(families, self._forward(token_ids, chunks, batch))
             self.cache.commit(batch, token_ids)
         except BaseException:
             if not batch.plan.settled:
@@ -213,10 +219,13 @@ class Engine:
         self._measure()
         return finished
 
-    def _forward(self, token_ids: list[int], work: Work, batch: PlannedBatch) -> Tensor:
-        """Logits float32 [N, V] after the last token of each sequence whose known tokens are all computed by this step."""
+    def _forward(self, token_ids: list[int], chunks: list[Chunk], batch: PlannedBatch) -> Tensor:
+        """Compute the logits after each sequence's last token, for the sequences that this step completes.
+
+        Shapes: returns float32 [N, V], in the order of the chunks that are their sequence's last
+        """
         ends = batch.plan.cu_seqlens_q[1:].tolist()
-        last = [end - 1 for end, (sequence, count) in zip(ends, work, strict=True) if count == sequence.remaining]
+        last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.is_last]
         device = self.decoder.device
         return self.decoder.forward(
             torch.tensor(token_ids, device=device),
@@ -226,45 +235,47 @@ class Engine:
             backend=self.cache.backend,
         )
 
-    def _family(self, parent: Sequence) -> list[Sequence]:
-        """Who takes a token from the logits of `parent`: itself, and the samples that are born of it, which have no space yet."""
-        return [parent, *(self._sequence(head) for head in parent.heads if head is not parent.completion)]
+    def _family(self, parent: SequenceState) -> list[SequenceState]:
+        """Return the sequences that draw from the logits of `parent`: `parent`, then its samples, not yet forked."""
+        return [parent, *(self._new_sequence(c) for c in parent.receivers if c is not parent.completion)]
 
-    def _sample(self, families: list[list[Sequence]], logits: Tensor) -> list[int]:
-        """The next token of each member of each family, in this order. Row n of the logits is that of family n."""
-        which = [n for n, family in enumerate(families) for _ in family]
-        if not which:
+    def _sample(self, families: list[list[SequenceState]], logits: Tensor) -> list[int]:
+        """Draw the next token of each member of each family, in this order. Row n of the logits is that of family n."""
+        logits_rows = [n for n, family in enumerate(families) for _ in family]
+        if not logits_rows:
             return []
         members = [member for family in families for member in family]
         for member in members:
-            if member.drawn != len(
-                member.completion.token_ids
-            ):  # a draw that nobody got: the seed decides all the same
+            # An interrupted step lost a token that was already drawn: draw the same one again, as the seed demands.
+            if member.num_drawn != len(member.completion.token_ids):
                 member.rewind()
-            member.drawn += 1
-        rows = [Row(member.completion.request.params, member.generator, member.tokens) for member in members]
-        tokens: list[int] = sample(logits[torch.tensor(which, device=logits.device)], rows).tolist()
+            member.num_drawn += 1
+        rows = [SamplingRow(member.completion.request.params, member.generator, member.tokens) for member in members]
+        tokens: list[int] = sample(logits[torch.tensor(logits_rows, device=logits.device)], rows).tolist()
         return tokens
 
-    def _deliver(self, families: list[list[Sequence]], tokens: list[int]) -> list[Completion]:
-        """Every sequence takes its token before anybody is told. Samples fork and take; their parent, which may end there, is last."""
-        told: list[tuple[Completion, str]] = []
-        new = iter(tokens)
-        try:
-            for family in families:
-                first, place, parent = next(new), len(told), family[0]
-                for child in family[1:]:
-                    self.scheduler.fork(parent, child)
-                    told.append((child.completion, self._take(child, next(new))))
-                told.insert(place, (parent.completion, self._take(parent, first)))
-        finally:
-            self._tell(told)
-        return [completion for completion, _ in told if completion.finish_reason]
+    def _deliver(self, families: list[list[SequenceState]], tokens: list[int]) -> list[Completion]:
+        """Append its token to each sequence, then notify the listeners. Returns the completions that finished.
 
-    def _tell(self, told: list[tuple[Completion, str]]) -> None:
-        """Call all listeners, whatever one of them raises; then raise the first error."""
+        The samples of a family fork before its parent takes its token: the parent may finish and release its frames.
+        """
+        deliveries: list[tuple[Completion, str]] = []
+        next_tokens = iter(tokens)
+        try:
+            for parent, *children in families:
+                parent_token, place = next(next_tokens), len(deliveries)
+                for child in children:
+                    self.scheduler.fork(parent, child)
+                    deliveries.append((child.completion, self._take(child, next(next_tokens))))
+                deliveries.insert(place, (parent.completion, self._take(parent, parent_token)))
+        finally:
+            self._notify(deliveries)
+        return [completion for completion, _ in deliveries if completion.finish_reason]
+
+    def _notify(self, deliveries: list[tuple[Completion, str]]) -> None:
+        """Call all listeners, even if some of them raise; then raise the first error."""
         errors: list[BaseException] = []
-        for completion, text in told:
+        for completion, text in deliveries:
             on_text = completion.request.on_text
             if on_text and completion.finish_reason != "cancelled" and (text or completion.finish_reason):
                 try:
@@ -274,8 +285,8 @@ class Engine:
         if errors:
             raise errors[0]
 
-    def _take(self, sequence: Sequence, token: int) -> str:
-        """Append one token; returns the text that may be shown. A sequence that is finished leaves the scheduler."""
+    def _take(self, sequence: SequenceState, token: int) -> str:
+        """Append one token and return the text that may be shown. A finished sequence leaves the scheduler."""
         completion, params = sequence.completion, sequence.completion.request.params
         length = len(completion.token_ids) + 1
         ended = token in params.stop_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
@@ -286,7 +297,7 @@ class Engine:
         if reason and not stopped:
             rest, stopped = sequence.stops.push(sequence.stream.finish())
             text += rest if stopped else rest + sequence.stops.finish()
-        completion.last_token_at = time.perf_counter()  # from here on nothing can fail
+        completion.last_token_at = time.perf_counter()  # no line below can fail
         if length == 1:
             completion.first_token_at = completion.last_token_at
         completion.text += text
@@ -298,45 +309,46 @@ class Engine:
         return text
 
     def _repair(self) -> None:
-        """Whoever has no token to compute lost that of its last logits, when a step was broken off after its commit.
+        """Preempt the sequences that lost their token when a step was interrupted after its commit.
 
-        It gives way and comes back, as if preempted, and so do all that are newer: the queues stay in order. A sample that was forked
-        and took no token is unborn again. What a token that nobody got left in stream and stop strings is undone.
+        Such a sequence is running but has no token left to compute. After the preemption its last logits are computed
+        again. All newer sequences are preempted too, which keeps the queues in order. A sample that was forked and got
+        no token is removed; its parent forks it again. The stream and the stop strings are rebuilt from the delivered
+        tokens. A finished sequence that is still running is removed.
         """
         running = self.scheduler.running
         for sequence in [s for s in running if s.completion.finish_reason]:
             self.scheduler.remove(sequence)
         while any(sequence.remaining == 0 for sequence in running):
-            torn = running[-1]
-            if torn.remaining == 0 and torn.completion.index and not torn.completion.token_ids:
-                self.scheduler.remove(torn)
+            newest = running[-1]
+            if newest.remaining == 0 and newest.completion.index and not newest.completion.token_ids:
+                self.scheduler.remove(newest)
                 continue
-            taken, fresh = torn.completion.token_ids, self._sequence(torn.completion)
-            for token in taken:
+            delivered, fresh = newest.completion.token_ids, self._new_sequence(newest.completion)
+            for token in delivered:
                 fresh.stops.push(fresh.stream.push(token))
-            torn.tokens, torn.stream, torn.stops = fresh.tokens + taken, fresh.stream, fresh.stops
-            self.scheduler.preempt(torn)
+            newest.tokens, newest.stream, newest.stops = fresh.tokens + delivered, fresh.stream, fresh.stops
+            self.scheduler.preempt(newest)
 
-    # -- inside ------------------------------------------------------------------------------------------------------------------
-
-    def _sequence(self, completion: Completion) -> Sequence:
+    def _new_sequence(self, completion: Completion) -> SequenceState:
         params, request = completion.request.params, completion.request
         generator = params.generator(completion.index)
-        return Sequence(
+        return SequenceState(
             completion, list(request.prompt_ids), generator, self.tokenizer.stream(), StopStrings(params.stop)
         )
 
-    def _demand_idle(self) -> None:
+    def _refuse_reentry(self) -> None:
         if self._stepping:
             raise InvalidRequest(
-                "a listener called step, run or generate of the engine that calls it; it may submit and cancel, no more"
+                "a listener called step, run or generate of the engine that is stepping; "
+                "a listener may only submit and cancel"
             )
 
-    def _demand_same_geometry(self) -> None:
-        """Raises: InvalidRequest if the cache was not made for keys and values of this decoder"""
+    def _check_geometry(self) -> None:
+        """Raise InvalidRequest if the cache was not made for the keys and values of this decoder."""
         decoder, cache = self.decoder, self.cache
-        name = str(decoder.dtype).removeprefix("torch.")
-        wanted = decoder.config.spec(block_size=cache.spec.block_size, dtype=name)
+        dtype = str(decoder.dtype).removeprefix("torch.")
+        wanted = decoder.config.spec(block_size=cache.spec.block_size, dtype=dtype)
         facts = [("num_layers", wanted.num_layers, len(cache)), ("device", decoder.device.type, cache.device.type)]
         for spec in cache.specs:
             facts += [
@@ -345,15 +357,15 @@ class Engine:
                 ("head_dim_v", wanted.value_dim, spec.value_dim),
                 ("dtype", wanted.dtype, spec.dtype),
             ]
-        for layer, sees in enumerate(decoder.config.windows) if len(cache) == wanted.num_layers else ():
+        for layer, needed in enumerate(decoder.config.windows) if len(cache) == wanted.num_layers else ():
             kept = cache.specs[cache.layer_groups[layer]].window
-            facts.append(
-                (f"window of layer {layer}", sees, sees if kept is None or (sees or kept + 1) <= kept else kept)
-            )
-        for what, need, have in facts:
+            suffices = kept is None or (needed is not None and needed <= kept)
+            facts.append((f"window of layer {layer}", needed, needed if suffices else kept))
+        for name, need, have in facts:
             if need != have:
                 raise InvalidRequest(
-                    f"the cache was made for {what} {have}, the decoder has {need}; make its KVSpec by decoder.config.spec(), or by specs()"
+                    f"the cache was made for {name} {have}, the decoder has {need}; build the cache from "
+                    "decoder.config.spec() or decoder.config.specs()"
                 )
 
     def _measure(self) -> None:
@@ -362,24 +374,27 @@ class Engine:
         self.meter.slots_mapped += now.slots_mapped
         self.meter.slots_wasted += now.slots_wasted
 
-    def _check(self, prompt: Prompt, ids: list[int], params: SamplingParams, num_samples: int) -> None:
+    def _check_request(self, prompt: Prompt, ids: list[int], params: SamplingParams, num_samples: int) -> None:
         config, spec, frames = self.decoder.config, self.cache.spec, self.cache.num_frames
         if not len(prompt) or not ids:
             raise InvalidRequest("the prompt is empty; give at least one token")
         strange = [token for token in ids if not 0 <= token < config.vocab_size]
         if strange:
             raise InvalidRequest(
-                f"token id {strange[0]} is outside the vocabulary of {config.vocab_size}; is it another model's tokenizer?"
+                f"token id {strange[0]} is outside the vocabulary of {config.vocab_size} tokens; "
+                "encode the prompt with the tokenizer of this model"
             )
         if not 1 <= num_samples <= self.scheduler.limits.max_sequences:
             raise InvalidRequest(f"num_samples is {num_samples}; give 1 to {self.scheduler.limits.max_sequences}")
         if len(ids) >= config.max_position_embeddings:
             raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens, the model ends at {config.max_position_embeddings}; shorten the prompt"
+                f"the prompt has {len(ids)} tokens, the model ends at {config.max_position_embeddings} "
+                "(one is left for the output); shorten the prompt"
             )
-        longest = min(len(ids) + params.max_tokens, config.max_position_embeddings) - 1  # the last token is never read
-        if (taken := self.cache.frames_for(longest, self.scheduler.limits.max_batch_tokens)) > frames:
+        # The KV of the last token is never computed.
+        longest = min(len(ids) + params.max_tokens, config.max_position_embeddings) - 1
+        if (needed := self.cache.frames_for(longest, self.scheduler.limits.max_batch_tokens)) > frames:
             raise InvalidRequest(
-                f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {taken} frames of "
+                f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {needed} frames of "
                 f"{spec.block_size} tokens, the pool has {frames}; raise num_frames or memory, or lower max_tokens"
             )

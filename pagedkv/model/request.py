@@ -1,7 +1,9 @@
-"""Request and Completion: what was asked, and what has come of it so far. No cache, no scheduling: a person may hold these and look.
+"""Request and Completion: one prompt with its parameters, and the output so far. No cache, no scheduling.
 
-Request ── prompt, params ──┬── Completion 0        one per sample; the prompt's frames are shared between them
+Request ── prompt, params ──┬── Completion 0        one per sample; the samples share the frames of the prompt
                             └── Completion 1 ..
+
+A caller may keep these objects and read them while the engine steps.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ if TYPE_CHECKING:
     from pagedkv.model.sampler import SamplingParams
 
 OnText = Callable[["Completion", str], None]
-"""Called with each piece of text as soon as it is settled, and with "" when the completion is finished."""
+"""A listener: called with a completion and its next piece of text. The last call, at its end, may bring ""."""
 
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and what is wanted of it. `completions` fill up while the engine steps."""
+    """One prompt, its sampling parameters, and its `completions`, which grow while the engine steps."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -31,7 +33,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether every completion is."""
+        """Whether every completion is finished."""
         return all(completion.finish_reason for completion in self.completions)
 
 
@@ -39,10 +41,12 @@ class Request:
 class Completion:
     """One output of a request.
 
-    token_ids:     generated so far, the end token included                    text: the same as text, without it
-    finish_reason: "" while it runs, then "stop" (end token, stop id or stop string), "length" (max_tokens, or the model's last position)
-                   or "cancelled"
-    cached_tokens: how many tokens of the prompt were mapped, not computed, when it was first admitted
+    token_ids:     the tokens generated so far, the end token included
+    text:          the text of these tokens that may be shown: without the end token and the stop string
+    finish_reason: "" while the completion runs; then "stop" (end token, stop id or stop string), "length" (max_tokens,
+                   or the model's last position) or "cancelled"
+    cached_tokens: prompt tokens found in the prefix cache, not computed, when the request was first admitted
+    first_token_at, last_token_at: seconds of time.perf_counter()
     """
 
     request: Request
@@ -56,7 +60,7 @@ class Completion:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from submission to the first token; 0.0 if there is none."""
+        """Seconds from submission to the first token; 0.0 before it."""
         return self.first_token_at - self.request.submitted_at if self.token_ids else 0.0
 
     @property
@@ -67,24 +71,24 @@ class Completion:
 
 
 class StopStrings:
-    """Finds stop strings in text that comes in pieces, and holds back what may turn out to begin one."""
+    """A search for stop strings in text that arrives in pieces. It holds back an end that may begin a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._pending = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """(text that may be shown, whether a stop string ended it)."""
-        text = self._held + piece
+        """Add a piece; return the text that may be shown now, and whether a stop string ended the text."""
+        text = self._pending + piece
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self._held = ""
+            self._pending = ""
             return text[: min(found)], True
         keep = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
     def finish(self) -> str:
-        """What was held back and began no stop string after all."""
-        rest, self._held = self._held, ""
+        """Return the text still held back, at the end of the output: it begins no stop string."""
+        rest, self._pending = self._pending, ""
         return rest

@@ -1,17 +1,20 @@
-"""Rotary position embeddings: inverse frequencies, cos/sin tables, and the rotation. Knows positions and heads, no model.
+"""Rotary position embeddings: inverse frequencies, cos/sin tables, rotation. Knows positions and heads, no model.
 
-Dimensions i and i + D/2 of a head are a complex number; the token at position p turns it by the angle p * w_i (Su et al., RoFormer, 2021):
+Dimensions i and i + D/2 of a head form a complex number. The token at position p turns it by the angle p * w_i
+(Su et al., RoFormer, 2021):
 
     w_i  = theta^(-2i / D)                         i = 0 .. D/2 - 1, wavelength 2 pi / w_i
     q'_i = q_i cos(p w_i) - q_(i+D/2) sin(p w_i)   and   q'_(i+D/2) = q_(i+D/2) cos(p w_i) + q_i sin(p w_i)
 
-A longer context than the one trained on (`original_length`) comes from slowing the turns down, by `factor`:
+A context longer than the trained one (`original_length`) needs slower turns, by `factor`:
 
-    linear   w_i / factor: positions are squeezed (kaiokendev, 2023; Chen et al., 2023)
-    llama3   slow pairs (wavelength > original / low_freq_factor) as linear, fast ones (< original / high_freq_factor) as they are,
-             in between a blend linear in original / wavelength (Llama 3.1, 2024)
-    yarn     a blend linear in i between the pairs that make beta_fast and beta_slow turns in `original_length`,
-             and cos and sin times an attention factor (Peng et al., YaRN, 2023)
+    linear   w_i / factor for all pairs (kaiokendev, 2023; Chen et al., 2023)
+    llama3   w_i / factor for slow pairs (wavelength > original / low_freq_factor), w_i for fast pairs
+             (wavelength < original / high_freq_factor), between them a blend linear in original / wavelength
+             (Llama 3.1, 2024)
+    yarn     w_i / factor for slow pairs, w_i for fast pairs, a blend linear in i between the pairs that make
+             beta_slow and beta_fast turns in `original_length`; cos and sin times an attention factor
+             (Peng et al., YaRN, 2023)
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """The angle, in radians, by which each pair turns per position.
+    """Return the angle, in radians, by which each pair turns per position.
 
     Shapes: returns float32 [D / 2]
     """
@@ -41,34 +44,39 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
+    """Blend `plain` with `plain` / factor by wavelength: float32 [D / 2]."""
     turns = rope.original_length * plain / (2 * math.pi)  # original / wavelength
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return torch.lerp(plain / rope.factor, plain, keep.clamp(0, 1))
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    def pair_that_turns(times: float) -> float:  # w_i original / (2 pi) = times, solved for i
+    """Blend `plain` with `plain` / factor by pair number: float32 [D / 2]."""
+
+    def pair_that_turns(times: float) -> float:
+        """Solve w_i original / (2 pi) = times for i."""
         return head_dim * math.log(rope.original_length / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (
-        (high - low) or 0.001
-    )  # 0 where fast, 1 where slow
+    # 0 for fast pairs, 1 for slow pairs
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
     return torch.lerp(plain, plain / rope.factor, ramp.clamp(0, 1))
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by: 1, except for yarn, where scores would get flatter over the longer context.
+    """Return the factor of cos and sin. It is 1, except for yarn: there it keeps scores from getting flatter.
 
-    YaRN: sqrt(1/t) = 0.1 ln(factor) + 1. DeepSeek put a weight before the logarithm and divide two of these: mscale and mscale_all_dim.
+    YaRN: sqrt(1/t) = 0.1 ln(factor) + 1. DeepSeek weight the logarithm, and divide the value for mscale by the value
+    for mscale_all_dim.
     """
     if rope.kind != "yarn" or rope.attention_factor is not None:
         return 1.0 if rope.attention_factor is None else rope.attention_factor
 
     def grown(weight: float) -> float:
+        """Return 0.1 weight ln(factor) + 1; 1 if `factor` does not lengthen the context."""
         return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
     if rope.mscale and rope.mscale_all_dim:
@@ -79,7 +87,7 @@ def attention_factor(rope: RopeConfig) -> float:
 class Rotary:
     """The rotary embedding of the layers that share one `RopeConfig`.
 
-    Tables are made for the positions of a step, not for all positions: [T, D] a step, and no longest context.
+    Tables are computed for the positions of each step, not for all positions: the context has no limit here.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
@@ -87,9 +95,9 @@ class Rotary:
         self._factor = attention_factor(rope)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of every angle, computed in float32 and rounded to `dtype`.
+        """Return cos and sin of each angle, computed in float32 and rounded to `dtype`.
 
-        Shapes: positions int64 [T]; returns two of dtype [T, 1, D / 2]
+        Shapes: positions int64 [T]; returns two tensors of `dtype` [T, 1, D / 2]
         """
         angles = positions.float()[:, None, None] * self._frequencies
         return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
@@ -98,7 +106,7 @@ class Rotary:
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each head of each token by its position.
 
-    Shapes: x [T, H, D]; tables as `Rotary.tables` made them; returns [T, H, D]
+    Shapes: x [T, H, D]; tables from `Rotary.tables`; returns [T, H, D]
     """
     cos, sin = tables
     first, second = x.chunk(2, dim=-1)

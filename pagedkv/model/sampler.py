@@ -1,16 +1,18 @@
-"""Sampling: from logits to the next token of each request. Knows logits and what was asked for; no model, no cache.
+"""Sampling: from logits to the next token of each request. Knows logits and sampling parameters; no model, no cache.
 
 For a row of logits z, in this order and by these definitions (those of transformers):
 
-    repetition   z_i = z_i / r if z_i > 0 else z_i * r        for each i that occurs in prompt or output     (Keskar et al., CTRL, 2019)
-    temperature  z / T;  T = 0: the largest z, and nothing below applies
-    top_k        keep z_i >= the k-th largest                  (ties of the k-th stay)
-    top_p        keep i while the tokens likelier than it hold less than top_p of what is left               (Holtzman et al., 2019)
-    min_p        keep p_i >= min_p * max p                     (Nguyen et al., 2024)
+    repetition   z_i = z_i / r if z_i > 0 else z_i * r   for each i in prompt or output (Keskar et al., CTRL, 2019)
+    temperature  z / T;  T = 0: take the largest z, and skip the rest
+    top_k        keep z_i >= the k-th largest            (all ties of the k-th stay)
+    top_p        keep i while the likelier tokens hold less than top_p of the sum of what top_k kept
+                                                         (Holtzman et al., 2019)
+    min_p        keep p_i >= min_p * max p               (Nguyen et al., 2024)
     draw         the first i with p_0 + .. + p_i > u * total, u uniform in [0, 1) from the request's own generator
 
-Each filter keeps a prefix of the tokens sorted by probability, and always the first. A request draws one u per token, on the CPU, from its
-own generator, and its row is computed in float64 from its own logits: which tokens it gets depends on its seed, not on its neighbours.
+Each filter keeps a prefix of the tokens sorted by probability, always with the first token. A request draws one u per
+token, on the CPU, from its own generator, and computes its row in float64 from its own logits. So its tokens depend on
+its seed and not on the other requests of the batch.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request wants its text.
+    """The sampling parameters of one request.
 
-    max_tokens: of output. temperature: 0 for greedy. top_k: 0 for all. top_p: 1 for all. min_p: 0 for all. repetition_penalty: 1 for none.
-    seed: None for a fresh one each time. stop: strings (or one) at which the text ends, not shown.
-    stop_ids: tokens that end it, beside the checkpoint's own end tokens, which `ignore_eos` switches off.
-    Raises: InvalidRequest, naming the field and its range.
+    max_tokens: of output. temperature: 0 for greedy. top_k: 0 for all. top_p: 1 for all. min_p: 0 for all.
+    repetition_penalty: 1 for none. seed: None for a fresh seed each time.
+    stop: strings (or one string) at which the text ends; the text does not contain them.
+    stop_ids: tokens that end the text, in addition to the checkpoint's end tokens.
+    ignore_eos: do not end the text at the checkpoint's end tokens.
+    Raises: InvalidRequest, which names the field and its range
     """
 
     max_tokens: int = 128
@@ -57,27 +61,17 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         self._demand("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
-        self._demand(
-            "temperature",
-            _is_number(self.temperature) and self.temperature >= 0,
-            "a number of at least 0 (0 is greedy)",
-        )
+        temperature_holds = _is_number(self.temperature) and self.temperature >= 0
+        self._demand("temperature", temperature_holds, "a number of at least 0 (0 is greedy)")
         self._demand("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 is off)")
         self._demand("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1 (1 is off)")
         self._demand("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "between 0 (off) and 1")
-        self._demand(
-            "repetition_penalty",
-            _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
-            "above 0 (1 is off)",
-        )
-        self._demand(
-            "seed",
-            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),
-            "None or an integer from 0 to 2^63 - 1",
-        )
-        self._demand(
-            "stop", all(isinstance(text, str) and text for text in self.stop), "one or more strings, none empty"
-        )
+        penalty_holds = _is_number(self.repetition_penalty) and self.repetition_penalty > 0
+        self._demand("repetition_penalty", penalty_holds, "above 0 (1 is off)")
+        seed_holds = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63)
+        self._demand("seed", seed_holds, "None or an integer from 0 to 2^63 - 1")
+        stop_holds = all(isinstance(text, str) and text for text in self.stop)
+        self._demand("stop", stop_holds, "one or more strings, none empty")
         self._demand("stop_ids", all(_is_int(token) and token >= 0 for token in self.stop_ids), "token ids")
 
     def _demand(self, name: str, holds: bool, must: str) -> None:
@@ -86,14 +80,14 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether each token is the likeliest one."""
         return self.temperature == 0
 
     def generator(self, sample: int = 0) -> torch.Generator:
-        """The source of randomness of the `sample`-th output of a request; the same for the same seed and sample.
+        """Return a generator for the `sample`-th output of a request: the same one for the same seed and sample.
 
-        torch's generator starts from 32 bits. So all 64 of seed + sample * golden are mixed, and the high half folded into the low one:
-        different seeds coincide by a chance of 2^-32, and not because they agree in 32 bits.
+        torch's generator starts from 32 bits. So all 64 bits of seed + sample * golden are mixed, and the high half is
+        folded into the low half: two seeds give the same start with a chance of 2^-32, even if they agree in 32 bits.
         """
         generator = torch.Generator()
         if self.seed is None:
@@ -105,7 +99,7 @@ class SamplingParams:
 
 
 def _mixed(x: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood, 2014): a bijection of 64 bits in which each bit depends on all."""
+    """Mix 64 bits with the finaliser of SplitMix64 (Steele, Lea, Flood, 2014), a bijection; each bit depends on all."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ x >> shift) * factor % 2**64
     return x ^ x >> 31
@@ -119,10 +113,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-class Row(NamedTuple):
-    """One request's part of a batch. `history`: its prompt and output so far, read only if there is a repetition penalty.
+class SamplingRow(NamedTuple):
+    """The sampling parameters and the state of one row of the logits.
 
-    `generator` is advanced by one draw, unless the row is greedy.
+    generator: advanced by one draw, unless the row is greedy.
+    history: prompt and output so far; read only if there is a repetition penalty.
     """
 
     params: SamplingParams
@@ -130,27 +125,27 @@ class Row(NamedTuple):
     history: Sequence[int] | Tensor = ()
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The next token of each request.
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Choose the next token of each request.
 
-    Shapes:   logits float32 [B, V], on any device; returns int64 [B] on the same
+    Shapes:   logits float32 [B, V], on any device; returns int64 [B] on the same device
     Modifies: the generators of the rows that are not greedy
-    Raises:   InvalidRequest if the largest of a row's logits is no finite number: any token would be a lie
+    Raises:   InvalidRequest if the largest logit of a row is not finite: any token would be wrong
     """
     logits = _penalised(logits, rows)
     broken = ~logits.amax(dim=-1).isfinite()
     if broken.any():
         raise InvalidRequest(
-            f"the logits of rows {broken.nonzero().flatten().tolist()} hold NaN, +inf or only -inf: checkpoint or cache is damaged, or the "
-            "dtype (or the repetition penalty) overflows; try dtype float32, or PAGEDKV_DEBUG=3"
+            f"the logits of rows {broken.nonzero().flatten().tolist()} hold NaN, +inf or only -inf: "
+            "checkpoint or cache is damaged, or the dtype (or the repetition penalty) overflows; "
+            "try dtype float32, or PAGEDKV_DEBUG=3"
         )
     tokens = logits.argmax(dim=-1)
     drawing = [b for b, row in enumerate(rows) if not row.params.greedy]
     if drawing:
         uniform = torch.cat([_uniform(rows[b].generator) for b in drawing])
-        tokens[drawing] = _draw(
-            _filtered(logits[drawing], [rows[b].params for b in drawing]), uniform.to(logits.device)
-        )
+        kept = _filtered(logits[drawing], [rows[b].params for b in drawing])
+        tokens[drawing] = _draw(kept, uniform.to(logits.device))
     return tokens
 
 
@@ -164,10 +159,10 @@ def _uniform(generator: torch.Generator) -> Tensor:
     return torch.rand(1, dtype=torch.float64, generator=generator)
 
 
-def probabilities(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The distribution each row's next token is drawn from; a greedy row has one 1.
+def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Return the distribution from which each row's next token is drawn; a greedy row has a single 1.
 
-    Shapes: logits float32 [B, V]; returns float64 [B, V], rows adding up to 1
+    Shapes: logits float32 [B, V]; returns float64 [B, V], each row with the sum 1
     """
     logits = _penalised(logits, rows)
     drawn_from = torch.zeros_like(logits, dtype=torch.float64).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
@@ -178,29 +173,28 @@ def probabilities(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return drawn_from
 
 
-def _penalised(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """`logits` with the repetition penalties applied, in a copy if there are any."""
+def _penalised(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Apply the repetition penalties to a copy of `logits`; return `logits` itself if there is no penalty."""
     penalised = [b for b, row in enumerate(rows) if row.params.repetition_penalty != 1]
     logits = logits.clone() if penalised else logits
     for b in penalised:
-        seen = torch.as_tensor(
-            rows[b].history, dtype=torch.int64, device=logits.device
-        )  # a token may come twice: the same is written
+        # A token that occurs twice is written twice, with the same value.
+        seen = torch.as_tensor(rows[b].history, dtype=torch.int64, device=logits.device)
         r, z = rows[b].params.repetition_penalty, logits[b, seen]
         logits[b, seen] = torch.where(z > 0, z / r, z * r)
     return logits
 
 
 def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """What temperature, top_k, top_p and min_p leave: float64 [B, V], not normalised, 0 where filtered."""
+    """Apply temperature, top_k, top_p and min_p: float64 [B, V], probabilities not normalised, 0 for dropped tokens."""
 
     def column(values: Sequence[float]) -> Tensor:
+        """Return one value per row: float64 [B, 1]."""
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
     z = logits.double()
-    z = (z - z.amax(dim=-1, keepdim=True)) / column(
-        [p.temperature for p in params]
-    )  # shifted first: T may be as small as a float can be
+    # Shift before the division: T may be the smallest float.
+    z = (z - z.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])
     z, token = z.sort(dim=-1, descending=True, stable=True)
     vocab = z.shape[-1]
     kth = column([min(p.top_k or vocab, vocab) - 1 for p in params]).long()
@@ -212,7 +206,10 @@ def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _draw(p: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the running sum of each row of `p` [B, V] first exceeds `uniform` [B] of its total: int64 [B]."""
+    """Return, int64 [B], the first token of each row at which the running sum exceeds `uniform` times the row's total.
+
+    Shapes: p float64 [B, V], uniform float64 [B]
+    """
     running = p.cumsum(dim=-1)
     target = uniform[:, None] * running[:, -1:]  # below the total even when rounded: u is at most 1 - 2^-53
     return torch.searchsorted(running, target, right=True).flatten()

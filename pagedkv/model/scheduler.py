@@ -1,18 +1,19 @@
-"""The scheduler: who takes part in the next step, with how many tokens, and who must give way.
+"""The scheduler: which sequences compute how many tokens in the next step, and which sequence is preempted.
 
-    waiting ──admit──▶ running ──finish──▶ gone        admit:   oldest first, while the watermark's share of frames stays free
-       ▲                  │                            preempt: newest first, when a plan is out of frames; it is computed again later,
-       └──── preempt ─────┘                                     mostly from the prefix cache
+    waiting ──admit──▶ running ──finish──▶ gone     admit: the oldest first, while the watermark's frames stay free
+       ▲                  │                         preempt: the newest first, when a plan is out of frames; its KV is
+       └──── preempt ─────┘                             computed again later, or found in the prefix cache
 
-Both queues are in order of arrival, and whoever runs is older than whoever waits. The oldest gives way to nobody and fits the pool alone
-(the engine saw to that when it was submitted), so every step computes something and no one waits for ever.
+Both queues are in order of arrival, and each running sequence is older than each waiting one. The oldest sequence is
+never preempted and fits the pool alone (`Engine.submit` checks this). So each step computes something, and each
+sequence finishes.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from pagedkv.model.request import Completion, Request, StopStrings
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one step may do.
+    """The most that one step may do.
 
-    max_batch_tokens: new tokens in a step, over all sequences. max_sequences: running at once.
-    prefill_chunk:    tokens of one prompt in a step; None for as many as the batch holds.
+    max_batch_tokens: new tokens in a step, summed over all sequences. max_sequences: sequences running at once.
+    prefill_chunk:    tokens of one prompt in a step; None for no limit but max_batch_tokens.
     """
 
     max_batch_tokens: int = 2048
@@ -46,10 +47,13 @@ class Limits:
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One completion on its way through the engine: its tokens, and the address space that holds the KV of the first of them.
+class SequenceState:
+    """One completion while it is computed: its tokens, and the address space with the KV of those already computed.
 
-    drawn: for how many tokens something was drawn from the generator. admitted: whether it ever ran.
+    tokens:       prompt and output so far
+    space:        None while the sequence waits
+    num_drawn:    the number of tokens drawn from `generator` so far
+    was_admitted: whether the sequence has ever run
     """
 
     completion: Completion
@@ -58,78 +62,98 @@ class Sequence:
     stream: TextStream
     stops: StopStrings
     space: AddressSpace | None = None
-    drawn: int = 0
-    admitted: bool = False
+    num_drawn: int = 0
+    was_admitted: bool = False
 
     def rewind(self) -> None:
-        """Start the generator anew and skip what was drawn for the tokens that are there."""
+        """Restart the generator and skip the draws of the tokens that the completion has."""
         params, num_tokens = self.completion.request.params, len(self.completion.token_ids)
-        self.generator, self.drawn = params.generator(self.completion.index), num_tokens
+        self.generator, self.num_drawn = params.generator(self.completion.index), num_tokens
         skip(self.generator, num_tokens)
 
     @property
     def remaining(self) -> int:
-        """Tokens whose KV is not yet computed; the last one's logits give the next token."""
+        """The number of tokens whose KV is not computed yet. The logits of the last one give the next token."""
         return len(self.tokens) - (len(self.space) if self.space is not None else 0)
 
     @property
-    def heads(self) -> list[Completion]:
-        """The completions whose next token comes from this sequence's logits: all samples without one, while only the prompt is there."""
+    def receivers(self) -> list[Completion]:
+        """The completions whose next token is drawn from this sequence's logits.
+
+        The first sample of a request computes the prompt for all samples, so its first logits serve all that have no
+        token yet. Otherwise a sequence serves its own completion only.
+        """
         request = self.completion.request
-        first = self.completion.index == 0 and len(self.tokens) == len(request.prompt_ids)
-        return (
-            [c for c in request.completions if not c.token_ids and not c.finish_reason] if first else [self.completion]
-        )
+        if self.completion.index or len(self.tokens) > len(request.prompt_ids):
+            return [self.completion]
+        return [c for c in request.completions if not c.token_ids and not c.finish_reason]
 
 
-Work = list[tuple[Sequence, int]]
+class Chunk(NamedTuple):
+    """The part of one sequence that a step computes: the first `num_tokens` of its remaining tokens.
+
+    The properties are valid until the step commits: a commit changes `sequence.remaining`.
+    """
+
+    sequence: SequenceState
+    num_tokens: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the chunk."""
+        first = len(self.sequence.tokens) - self.sequence.remaining
+        return self.sequence.tokens[first : first + self.num_tokens]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the chunk ends with the sequence's last token, so that its logits give the next token."""
+        return self.num_tokens == self.sequence.remaining
 
 
 class Scheduler:
-    """Two queues over one cache. It opens, forks and releases address spaces; nobody else in the model does."""
+    """Two queues over one cache, and the only part of the model that opens, forks and releases address spaces."""
 
     def __init__(self, cache: PagedKVCache, limits: Limits) -> None:
         self.cache, self.limits = cache, limits
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
         self.preemptions = 0
-        self._refused_at = (
-            -1
-        )  # frames available when the head of the queue was refused: not asked again until there are more
+        # Frames available when the head of the queue was refused: it is tried again only when there are more.
+        self._available_at_refusal = -1
 
-    def add(self, sequence: Sequence) -> None:
-        """Join the end of the queue."""
+    def add(self, sequence: SequenceState) -> None:
+        """Append `sequence` to the waiting queue."""
         self.waiting.append(sequence)
 
-    def next_step(self) -> tuple[Work, PlannedBatch | None]:
-        """Who computes how many tokens now, and the plan for it; preempts until it fits. (nothing, None) when there is nothing to do."""
-        work = self._choose(admit=True)
-        while work:
+    def next_step(self) -> tuple[list[Chunk], PlannedBatch | None]:
+        """Choose the chunks of the next step and plan them; preempt sequences until the plan fits.
+
+        Returns: the chunks and their plan; ([], None) if no sequence can compute anything.
+        """
+        chunks = self._choose(admit=True)
+        while chunks:
+            spaces = [chunk.sequence.space for chunk in chunks if chunk.sequence.space is not None]
             try:
-                return work, self.cache.plan(
-                    [s.space for s, _ in work if s.space is not None], [count for _, count in work]
-                )
-            except OutOfFrames as why:  # at a quota only the tenant's own sequences make room
-                blamed = [
-                    s
-                    for s in self.running
-                    if not isinstance(why, QuotaExceeded) or s.completion.request.tenant == why.tenant
-                ]
-                if len(blamed) == 1:
+                return chunks, self.cache.plan(spaces, [chunk.num_tokens for chunk in chunks])
+            except OutOfFrames as error:
+                # At a quota, only the tenant's own sequences can give frames back.
+                tenant = error.tenant if isinstance(error, QuotaExceeded) else None
+                candidates = [s for s in self.running if tenant is None or s.completion.request.tenant == tenant]
+                if len(candidates) == 1:
                     raise
-                self.preempt(blamed[-1])
-                work = self._choose(admit=False)
+                self.preempt(candidates[-1])
+                chunks = self._choose(admit=False)
         return [], None
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child` continues where `parent` stands, sharing its frames, and runs beside it."""
+    def fork(self, parent: SequenceState, child: SequenceState) -> None:
+        """Let `child` continue from the tokens of `parent`, sharing its frames, and run beside it."""
         assert parent.space is not None
-        child.space, child.admitted = parent.space.fork(), True
+        child.space, child.was_admitted = parent.space.fork(), True
         self.running.insert(self.running.index(parent) + child.completion.index, child)
 
-    def remove(self, sequence: Sequence) -> None:
-        """It is finished or cancelled: its frames are given back, wherever it was."""
-        self._refused_at = -1  # whoever was refused may be gone, or what it was refused for
+    def remove(self, sequence: SequenceState) -> None:
+        """Take `sequence` out of its queue and give back its frames."""
+        self._available_at_refusal = -1  # `sequence` may be the refused one, or free the frames that it needs
         if sequence.space is None:
             self.waiting.remove(sequence)
             return
@@ -137,60 +161,65 @@ class Scheduler:
         sequence.space.release()
         sequence.space = None
 
-    def preempt(self, sequence: Sequence) -> None:
-        """It gives its frames back and is the next to be admitted. The newest first: the queues stay in order."""
+    def preempt(self, sequence: SequenceState) -> None:
+        """Give back the frames of `sequence` and make it the next to admit. Call it for the newest: order is kept."""
         self.remove(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def of(self, request: Request) -> list[Sequence]:
-        """The sequences of `request`, running or waiting."""
+    def sequences_of(self, request: Request) -> list[SequenceState]:
+        """Return the sequences of `request`, running or waiting."""
         return [s for s in (*self.running, *self.waiting) if s.completion.request is request]
 
-    def _choose(self, *, admit: bool) -> Work:
-        budget, chunk = self.limits.max_batch_tokens, self.limits.prefill_chunk or self.limits.max_batch_tokens
-        work: Work = []
-        for sequence in sorted(
-            self.running, key=lambda s: s.remaining > 1
-        ):  # those that decode first: someone is reading
-            count = min(sequence.remaining, chunk, budget)
-            if count:
-                work.append((sequence, count))
-                budget -= count
+    def _choose(self, *, admit: bool) -> list[Chunk]:
+        """Return the chunks of the next step within the limits: running sequences, then, if `admit`, waiting ones."""
+        budget, longest = self.limits.max_batch_tokens, self.limits.prefill_chunk or self.limits.max_batch_tokens
+        chunks: list[Chunk] = []
+        # Decoding sequences first: a reader waits for their text.
+        for sequence in sorted(self.running, key=lambda s: s.remaining > 1):
+            num_tokens = min(sequence.remaining, longest, budget)
+            if num_tokens:
+                chunks.append(Chunk(sequence, num_tokens))
+                budget -= num_tokens
         while admit and budget and self.waiting and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
-            count = min(sequence.remaining, chunk, budget)
-            work.append((sequence, count))
-            budget -= count
-        return work
+            num_tokens = min(sequence.remaining, longest, budget)
+            chunks.append(Chunk(sequence, num_tokens))
+            budget -= num_tokens
+        return chunks
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Open an address space for `sequence` if its frames and those promised to running sequences fit the pool.
+
+        With no sequence running, admit it in any case. Returns: whether it was admitted.
+        """
         manager, everyone = self.cache.manager, (*self.running, sequence)
-        if self.running and (
-            sum(len(s.heads) for s in everyone) > self.limits.max_sequences or manager.available <= self._refused_at
-        ):
+        num_sequences = sum(len(s.receivers) for s in everyone)
+        if self.running and num_sequences > self.limits.max_sequences:
+            return False
+        if self.running and manager.available <= self._available_at_refusal:
             return False
         tenant = sequence.completion.request.tenant
         space = self.cache.open(sequence.tokens, tenant=tenant)
         sequence.space = space
-        own = sum(self._wanted(s) for s in everyone if s.completion.request.tenant == tenant)
-        fits = sum(map(self._wanted, everyone)) <= manager.available - manager.reserve and manager.admits(
-            own, tenant=tenant
-        )
+        own = sum(self._frames_needed(s) for s in everyone if s.completion.request.tenant == tenant)
+        fits = sum(map(self._frames_needed, everyone)) <= manager.available - manager.reserve
+        fits = fits and manager.admits(own, tenant=tenant)
         if self.running and not fits:
             sequence.space = None
             space.release()
-            self._refused_at = manager.available
+            self._available_at_refusal = manager.available
             return False
-        self._refused_at = -1
-        for completion in () if sequence.admitted else sequence.heads:
+        self._available_at_refusal = -1
+        for completion in () if sequence.was_admitted else sequence.receivers:
             completion.cached_tokens = len(space)
-        sequence.admitted = True
+        sequence.was_admitted = True
         return True
 
-    def _wanted(self, sequence: Sequence) -> int:
-        """Frames that what is left of `sequence` will take, promised and not yet planned, and a tail for each sample to come."""
-        needed, at_once = self.cache.frames_for, self.limits.max_batch_tokens
-        unmapped = needed(len(sequence.tokens), at_once) - needed(len(sequence.tokens) - sequence.remaining, at_once)
-        return unmapped + len(sequence.heads) - 1
+    def _frames_needed(self, sequence: SequenceState) -> int:
+        """Count the frames that the remaining tokens of `sequence` will map, and one tail for each sample to fork."""
+        frames_for, at_once = self.cache.frames_for, self.limits.max_batch_tokens
+        computed = len(sequence.tokens) - sequence.remaining
+        unmapped = frames_for(len(sequence.tokens), at_once) - frames_for(computed, at_once)
+        return unmapped + len(sequence.receivers) - 1

@@ -1,7 +1,7 @@
-"""Text to token ids and back: tokenizer.json, the chat template, the end tokens, and text that grows as tokens arrive. No tensors.
+"""Text to token ids and back: tokenizer, chat templates, end tokens, and text that grows token by token. No tensors.
 
-Files read, all of one Hugging Face folder: tokenizer.json, which must be there; tokenizer_config.json, chat_template.jinja,
-generation_config.json and config.json, which may lack.
+Files read, all of one Hugging Face folder: tokenizer.json (required); tokenizer_config.json, chat_template.jinja,
+generation_config.json and config.json (optional).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from tokenizers import Tokenizer as RawTokenizer
+import tokenizers
 
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.config import read_json
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 REPLACEMENT: Final = "\ufffd"
-"""What a decoder shows in place of bytes that are no character, or not yet one."""
+"""The character that a decoder shows for bytes that are not, or not yet, a whole character."""
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint.
 
-    eos_ids: tokens that end a text (of generation_config.json, else config.json, and the tokenizer's own).
-    bos_id:  the token that begins one, or None.
+    eos_ids: tokens that end a text: those of generation_config.json, else of config.json, and the tokenizer's own.
+    bos_id:  the token that begins a text, or None.
     """
 
-    def __init__(self, raw: RawTokenizer, *, config: dict[str, Any] | None = None, eos_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, raw: tokenizers.Tokenizer, *, config: dict[str, Any] | None = None, eos_ids: Iterable[int] = ()
+    ) -> None:
         self.raw, self.config = raw, config or {}
         own = self._id_of("eos_token")
         self.eos_ids = frozenset((*eos_ids, *(() if own is None else (own,))))
@@ -44,7 +46,7 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Read the tokenizer of a Hugging Face folder.
 
-        Raises: CheckpointError if tokenizer.json is missing or damaged, or another file is not what its name says.
+        Raises: CheckpointError if tokenizer.json is missing or damaged, or another file does not hold what it should
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -52,78 +54,77 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json; save the tokenizer in the fast format (tokenizer.model is not read)"
             )
         try:
-            raw = RawTokenizer.from_file(str(path))
-        except Exception as why:  # the library raises bare Exception
+            raw = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
-                f"{path} is no tokenizer ({why}); it is truncated or not the real file. Fetch it again"
+                f"{path} is no tokenizer ({error}); it is truncated or not the real file. Fetch it again"
             ) from None
-        config = _read_if_there(folder / "tokenizer_config.json")
+        config = _read_if_present(folder / "tokenizer_config.json")
         if (folder / "chat_template.jinja").is_file():
             config["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         return cls(raw, config=config, eos_ids=_eos_ids(folder))
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included; a model may have rows for more."""
+        """The number of tokens, added tokens included. A model may have embeddings for more."""
         return self.raw.get_vocab_size()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. special_tokens: with what the tokenizer puts around a text; a rendered chat has it already.
+        """Return the token ids of `text`.
 
-        Raises: InvalidRequest if half of a surrogate pair stands alone: that is no text.
+        special_tokens: add the tokens that the tokenizer puts around a text; a rendered chat contains them already.
+        Raises: InvalidRequest if `text` holds half of a surrogate pair
         """
         try:
             text.encode()
-        except UnicodeEncodeError as why:
+        except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"character {why.start} of the text is {text[why.start]!r}, half of a surrogate pair; give valid Unicode"
+                f"character {error.start} of the text is {text[error.start]!r}, half of a surrogate pair; "
+                "give valid Unicode"
             ) from None
         return list(self.raw.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; ids that are no token of the tokenizer say nothing."""
+        """Return the text of `token_ids`. An id that the tokenizer does not have adds no text."""
         return self.raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """A stream that turns tokens into text as they arrive."""
+        """Return a new stream, which turns tokens into text one at a time."""
         return TextStream(self, skip_special_tokens=skip_special_tokens)
 
     def render_chat(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The text that the chat template makes of `messages`, each {"role": ..., "content": ...}; encode it without special tokens.
+        """Render `messages`, each {"role": ..., "content": ...}, with the checkpoint's chat template.
 
-        Raises: InvalidRequest if there is no template, or it refuses the messages; CheckpointError if it is not valid.
+        Encode the result with special_tokens=False. variables: further names for the template.
+        Raises: InvalidRequest if there is no template, or the template refuses the messages; CheckpointError if the
+            template is not valid
         """
         from jinja2 import TemplateError
 
         self._template = self._template or _compile(self._chat_template())
-        known = {
-            name: self._text_of(name)
-            for name in self.config
-            if name.endswith("_token") and self._text_of(name) is not None
-        }
+        texts = {name: self._text_of(name) for name in self.config if name.endswith("_token")}
+        special_tokens = {name: text for name, text in texts.items() if text is not None}
         try:
             return self._template.render(
                 messages=messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **{**known, **variables},
+                **{**special_tokens, **variables},
             )
-        except (TemplateError, TypeError) as why:
-            raise InvalidRequest(f"the checkpoint's chat template refuses these messages: {why}") from None
+        except (TemplateError, TypeError) as error:
+            raise InvalidRequest(f"the checkpoint's chat template refuses these messages: {error}") from None
 
     def _chat_template(self) -> str:
+        """Return the source of the chat template; of several, the one named "default"."""
         template = self.config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = {part.get("name"): part.get("template") for part in template if isinstance(part, dict)}.get(
-                "default"
-            )
+            templates = {part.get("name"): part.get("template") for part in template if isinstance(part, dict)}
+            template = templates.get("default")
         if not isinstance(template, str):
-            raise InvalidRequest(
-                "this checkpoint has no chat template; give plain text, or a checkpoint tuned for chat"
-            )
+            raise InvalidRequest("the checkpoint has no chat template; give plain text, or a checkpoint tuned for chat")
         return template
 
     def _text_of(self, name: str) -> str | None:
@@ -136,15 +137,15 @@ class Tokenizer:
         return None if text is None else self.raw.token_to_id(text)
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
+def _read_if_present(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
 def _eos_ids(folder: Path) -> list[int]:
-    """eos_token_id of generation_config.json, or else of config.json: one id or several."""
-    config = _read_if_there(folder / "config.json")
-    places = (_read_if_there(folder / "generation_config.json"), config, config.get("text_config") or {})
-    found: Any = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), [])
+    """Read the end tokens of generation_config.json, or else of config.json. The field holds one id or several."""
+    config = _read_if_present(folder / "config.json")
+    configs = (_read_if_present(folder / "generation_config.json"), config, config.get("text_config") or {})
+    found: Any = next((values["eos_token_id"] for values in configs if values.get("eos_token_id") is not None), [])
     ids = found if isinstance(found, list) else [found]
     if not all(isinstance(i, int) for i in ids):
         raise CheckpointError(f"{folder}: eos_token_id is {found!r}; it must be a token id or a list of them")
@@ -152,22 +153,27 @@ def _eos_ids(folder: Path) -> list[int]:
 
 
 def _compile(source: str) -> Template:
-    """A chat template with the names and settings that such templates are written for, in a sandbox: it came with the checkpoint."""
+    """Compile a chat template with the settings, filters and names that Hugging Face templates expect.
+
+    The template comes with the checkpoint and is not trusted: it runs in a sandbox.
+    """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what a model said, for training; here it only shows its body."""
+        """The tag `{% generation %}`, which marks a model's text for training. Here the tag renders only its body."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
+            """Parse up to `{% endgeneration %}` and return the body."""
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def raise_exception(message: str) -> None:
+        """Refuse the messages; chat templates call this function."""
         raise TemplateError(message)
 
     def tojson(
@@ -177,7 +183,7 @@ def _compile(source: str) -> Template:
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        # Not jinja's own, which escapes for HTML.
+        """Serialise `value`. Jinja's own filter would escape for HTML."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
@@ -185,62 +191,64 @@ def _compile(source: str) -> Template:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     try:
         return environment.from_string(source)
-    except TemplateError as why:
+    except TemplateError as error:
         raise CheckpointError(
-            f"the checkpoint's chat template is not valid ({why}); fetch it again, or give plain text"
+            f"the checkpoint's chat template is not valid ({error}); fetch it again, or give plain text"
         ) from None
 
 
 class TextStream:
-    """Text that grows as tokens arrive. What it has given out, joined, is at the end exactly `decode` of all tokens.
+    """A stream of text that grows as tokens arrive. All returned pieces, joined, are exactly `decode` of all tokens.
 
-    A token may be part of a character, so the end of the text so far may still change. Held back until that is settled:
-      - trailing U+FFFD: bytes that may yet become a character;
-      - a run of byte tokens (<0xE2>): if it does not end as valid UTF-8, its decoder replaces all of it.
-    Only a window of the last tokens is decoded anew, so n tokens cost O(n):
+    A character may take several tokens, so the end of the text may change with the next token. The stream holds back:
+      - a trailing U+FFFD: bytes that may become a character;
+      - a run of byte tokens (<0xE2>): the decoder replaces the whole run if it does not end as valid UTF-8.
+    Only a window of the last tokens is decoded again, so n tokens cost O(n):
 
-        ids  .. | context | fresh ..      context: settled and given out; it is decoded along, because the first token of a text
-                                          may lose its leading space, and the first of `fresh` must not
+        ids  .. | context | fresh ..      context: tokens whose text was returned before. They are decoded again,
+                                          because the first token of a text may lose its leading space, and the first
+                                          token of `fresh` must keep it
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._window: list[int] = []
         self._num_context = 0
-        self._given = ""  # of the text of the window
+        self._returned = ""  # the part of the window's text that was returned
 
     def push(self, token_id: int) -> str:
-        """Take one more token; return the text that is settled now and was not given out yet (often "", when characters take several)."""
+        """Add a token; return the new text that no later token can change: "" within a character of several tokens."""
         piece = self._tokenizer.raw.id_to_token(token_id)
         if piece is None or (self._skip and token_id in self._tokenizer.special_ids):
-            return ""  # says nothing, and must not part two halves of a character
+            return ""  # the token has no text, and must not separate two halves of a character
         self._window.append(token_id)
         if _is_byte(piece):
             return ""
         text = self._text(self._window)
         if text.endswith(REPLACEMENT):
             return ""
-        fresh, self._given = text[len(self._given) :], text
+        fresh, self._returned = text[len(self._returned) :], text
         self._slide()
         return fresh
 
     def finish(self) -> str:
-        """What is still held back. The stream is empty afterwards."""
-        rest = self._text(self._window)[len(self._given) :]
-        self._window, self._num_context, self._given = [], 0, ""
+        """Return the text still held back, and empty the stream."""
+        rest = self._text(self._window)[len(self._returned) :]
+        self._window, self._num_context, self._returned = [], 0, ""
         return rest
 
     def _slide(self) -> None:
-        """All of the window is settled: what was fresh becomes the context."""
+        """Drop the context and make the fresh tokens the new context: all text of the window was returned."""
         self._window = self._window[self._num_context :]
-        self._num_context, self._given = len(self._window), self._text(self._window)
+        self._num_context, self._returned = len(self._window), self._text(self._window)
 
     def _text(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
 
 def _is_byte(piece: str) -> bool:
+    """Return whether a token stands for one byte, as <0xE2> does."""
     return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")

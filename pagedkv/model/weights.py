@@ -1,13 +1,13 @@
-"""Weights: the tensors of a checkpoint, from safetensors files to the decoder's own memory. Knows names and shapes, no arithmetic.
+"""Weights: the tensors of a checkpoint, from safetensors files to the decoder's memory. Knows names and shapes only.
 
     model.safetensors                       or   model.safetensors.index.json + the shards it names
       model.layers.3.self_attn.q_proj.weight ┐
       model.layers.3.self_attn.k_proj.weight ├─▶  layers[3].qkv  [(H + 2K) D, hidden]
       model.layers.3.self_attn.v_proj.weight ┘
 
-Files are mapped, not read: each tensor goes from the page cache straight into its place in the decoder's memory, converted on the way, so
-the peak is one copy of the weights in the dtype computed in. What the config does not account for is an error, not a warning: a bias or
-a quantisation scale that nobody reads means wrong text.
+Files are mapped, not read: each tensor goes from the page cache straight to its place in the decoder's memory and is
+converted on the way. So the peak is one copy of the weights in the dtype computed in. A tensor that the config does not
+account for is an error, not a warning: an ignored bias or quantisation scale means wrong text.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 
 PREFIXES: Final = ("model.", "model.language_model.", "language_model.model.")
-"""Where a language model's tensors live: alone, or inside Gemma 3 with vision (transformers 5, and 4)."""
+"""Prefixes of a language model's tensors: alone, or inside Gemma 3 with vision (transformers 5, then 4)."""
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Linear weights are [out, in], as `torch.nn.functional.linear` takes them; what a family lacks is None.
+    """One decoder layer. Linear weights are [out, in], as `torch.nn.functional.linear` takes them.
 
-    Shapes: qkv [(H + 2K) D, hidden], out [hidden, H D], gate_up [2 intermediate, hidden], down [hidden, intermediate], biases [rows]
-            norms [hidden]; q_norm, k_norm [D]
+    A tensor that the family does not have is None.
+    Shapes: qkv [(H + 2K) D, hidden], out [hidden, H D], gate_up [2 intermediate, hidden], down [hidden, intermediate],
+            biases [rows], norms [hidden], q_norm and k_norm [D]
     """
 
     attention_norm: Tensor
@@ -62,7 +63,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """A whole decoder. `embedding` [V, hidden], `head` [V, hidden] (the same tensor if tied), `norm` [hidden]."""
+    """All weights of a decoder: `embedding` and `head` [V, hidden] (one tensor if tied), `norm` [hidden]."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -73,7 +74,7 @@ class Weights:
 def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Weights:
     """Load the weights of `folder` for the decoder that `config` describes.
 
-    Raises: CheckpointError if a file or tensor is missing, damaged, of another shape, or unknown to the config.
+    Raises: CheckpointError if a file or tensor is missing, damaged, of another shape, or unknown to the config
     """
     source = _Source(folder, dtype, device)
     embedding = source.matrix([("embed_tokens.weight", config.vocab_size)], config.hidden_size)
@@ -88,66 +89,68 @@ def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, devic
 
 
 def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor:
-    if config.tie_embeddings and "lm_head.weight" not in source.home:
+    """Read the output head, or return `embedding` if the two are tied."""
+    if config.tie_embeddings and "lm_head.weight" not in source.file_of:
         return embedding
     head = source.matrix([("lm_head.weight", config.vocab_size)], config.hidden_size)
-    # A tied head may be saved all the same. If it differs, it was trained, and transformers takes it too.
+    # A checkpoint may save a tied head too. A saved head that differs was trained: transformers uses it as well.
     return embedding if config.tie_embeddings and torch.equal(head, embedding) else head
 
 
 def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
+    """Read one decoder layer."""
     at, c = f"layers.{index}", config
     q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     qkv = [(f"{at}.self_attn.{name}_proj", rows) for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))]
     gate_up = [(f"{at}.mlp.{name}_proj", c.intermediate_size) for name in ("gate", "up")]
     out, down = [(f"{at}.self_attn.o_proj", c.hidden_size)], [(f"{at}.mlp.down_proj", c.hidden_size)]
 
-    def norm(name: str, *, there: bool = True) -> Tensor | None:
-        return (
-            _norm(source, config, f"{at}.{name}.weight", c.head_dim if "self_attn" in name else c.hidden_size)
-            if there
-            else None
-        )
+    def norm(name: str, *, present: bool) -> Tensor | None:
+        """Read a norm of this layer, or return None if the family does not have it."""
+        size = c.head_dim if "self_attn" in name else c.hidden_size
+        return _norm(source, config, f"{at}.{name}.weight", size) if present else None
 
-    def bias(parts: list[tuple[str, int]], *, there: bool) -> Tensor | None:
-        return source.matrix([(f"{name}.bias", rows) for name, rows in parts]) if there else None
+    def bias(parts: list[tuple[str, int]], *, present: bool) -> Tensor | None:
+        """Read stacked biases [rows], or return None if the family does not have them."""
+        return source.matrix([(f"{name}.bias", rows) for name, rows in parts]) if present else None
 
     def weight(parts: list[tuple[str, int]], columns: int) -> Tensor:
+        """Read stacked linear weights [rows, columns]."""
         return source.matrix([(f"{name}.weight", rows) for name, rows in parts], columns)
 
-    # In a sandwich each sublayer has a norm before and one after; the others' `post_attention_layernorm` comes before the MLP.
+    # In a sandwich, `post_attention_layernorm` follows attention; in the other families it comes before the MLP.
     before_mlp = "pre_feedforward_layernorm" if c.sandwich_norms else "post_attention_layernorm"
     return LayerWeights(
         attention_norm=_norm(source, config, f"{at}.input_layernorm.weight"),
         qkv=weight(qkv, c.hidden_size),
-        qkv_bias=bias(qkv, there=c.qkv_bias),
-        q_norm=norm("self_attn.q_norm", there=c.qk_norm),
-        k_norm=norm("self_attn.k_norm", there=c.qk_norm),
+        qkv_bias=bias(qkv, present=c.qkv_bias),
+        q_norm=norm("self_attn.q_norm", present=c.qk_norm),
+        k_norm=norm("self_attn.k_norm", present=c.qk_norm),
         out=weight(out, q_rows),
-        out_bias=bias(out, there=c.output_bias),
-        attention_out_norm=norm("post_attention_layernorm", there=c.sandwich_norms),
+        out_bias=bias(out, present=c.output_bias),
+        attention_out_norm=norm("post_attention_layernorm", present=c.sandwich_norms),
         mlp_norm=_norm(source, config, f"{at}.{before_mlp}.weight"),
         gate_up=weight(gate_up, c.hidden_size),
-        gate_up_bias=bias(gate_up, there=c.mlp_bias),
+        gate_up_bias=bias(gate_up, present=c.mlp_bias),
         down=weight(down, c.intermediate_size),
-        down_bias=bias(down, there=c.mlp_bias),
-        mlp_out_norm=norm("post_feedforward_layernorm", there=c.sandwich_norms),
+        down_bias=bias(down, present=c.mlp_bias),
+        mlp_out_norm=norm("post_feedforward_layernorm", present=c.sandwich_norms),
     )
 
 
 def _norm(source: _Source, config: ModelConfig, name: str, size: int | None = None) -> Tensor:
-    """A norm's weight. One stored as an offset from 1 is added up, and kept, in float32: in bfloat16 1 + w would lose most of w."""
+    """Read the weight of a norm. If stored as an offset w, return 1 + w in float32: bfloat16 would lose most of w."""
     weight = source.matrix([(name, size or config.hidden_size)])
     return 1.0 + weight.float() if config.unit_offset_norms else weight
 
 
 class _Source:
-    """The tensors of a folder by name, wherever they lie. Counts what was taken, so that what is left can be named."""
+    """The tensors of a folder by name, in one file or many. It records which were read, to refuse leftovers."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.folder, self.dtype, self.device = folder, dtype, device
         self.files: dict[str, Any] = {}
-        self.home: dict[str, str] = {}
+        self.file_of: dict[str, str] = {}
         for file in _files(folder):
             try:
                 self.files[file] = safe_open(folder / file, framework="pt")
@@ -155,21 +158,24 @@ class _Source:
                 raise CheckpointError(
                     f"{folder} has no {file}, which its {INDEX} names; fetch the missing file"
                 ) from None
-            except (SafetensorError, OSError) as why:
+            except (SafetensorError, OSError) as error:
                 raise CheckpointError(
-                    f"{folder / file} is no whole safetensors file ({why}); it is truncated, or a git-lfs pointer. Fetch it again"
+                    f"{folder / file} is no whole safetensors file ({error}); it is truncated, or a git-lfs pointer. "
+                    "Fetch it again"
                 ) from None
-            self.home |= dict.fromkeys(self.files[file].keys(), file)
-        self.prefix = next((prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in self.home), PREFIXES[0])
-        self.taken: set[str] = set()
+            self.file_of |= dict.fromkeys(self.files[file].keys(), file)
+        found = (prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in self.file_of)
+        self.prefix = next(found, PREFIXES[0])
+        self.names_read: set[str] = set()
 
     def full_name(self, name: str) -> str:
-        if name in self.home or name == "lm_head.weight":
+        """Return the name under which the checkpoint stores the tensor `name`."""
+        if name in self.file_of or name == "lm_head.weight":
             return name
         return self.prefix + name
 
     def matrix(self, parts: Sequence[tuple[str, int]], columns: int | None = None) -> Tensor:
-        """The named tensors, stacked along their rows: [sum of rows, columns], or [sum of rows] without `columns`."""
+        """Read tensors and stack them along their rows: [sum of rows, columns], or [sum of rows] without `columns`."""
         shape = (sum(rows for _, rows in parts), *(() if columns is None else (columns,)))
         stacked = torch.empty(shape, dtype=self.dtype, device=self.device)
         row = 0
@@ -179,41 +185,43 @@ class _Source:
         return stacked
 
     def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor as the file holds it: mapped, not copied."""
+        """Return a tensor of the file, mapped and not copied. Raises: CheckpointError for a wrong shape or dtype"""
         name = self.full_name(name)
-        if name not in self.home:
+        if name not in self.file_of:
             raise CheckpointError(
                 f"{self.folder} has no tensor {name} {list(shape)}; config.json and safetensors are not of one model"
             )
-        tensor: Tensor = self.files[self.home[name]].get_tensor(name)
+        tensor: Tensor = self.files[self.file_of[name]].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
-                f"{self.folder}: tensor {name} is {list(tensor.shape)} and config.json asks for {list(shape)}; they are not of one model"
+                f"{self.folder}: tensor {name} is {list(tensor.shape)} and config.json asks for {list(shape)}; "
+                "config.json and safetensors are not of one model"
             )
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise CheckpointError(
                 f"{self.folder}: tensor {name} is {tensor.dtype}; give a float32, bfloat16 or float16 checkpoint"
             )
-        self.taken.add(name)
+        self.names_read.add(name)
         return tensor
 
     def refuse_leftovers(self) -> None:
-        """Raise CheckpointError if a layer holds tensors that nobody took."""
+        """Raise CheckpointError if a layer holds tensors that the decoder did not read."""
         layers = {
             name
-            for name in self.home
+            for name in self.file_of
             if name.startswith(f"{self.prefix}layers.") and not name.endswith("rotary_emb.inv_freq")
         }
-        unread = sorted(layers - self.taken)
+        unread = sorted(layers - self.names_read)
         if unread:
             raise CheckpointError(
-                f"{self.folder} holds {len(unread)} tensors that config.json does not account for ({', '.join(unread[:3])}); "
-                f"the weights are quantised or adapted, or belong to another model. Give a plain checkpoint"
+                f"{self.folder} holds {len(unread)} tensors that config.json does not account for "
+                f"({', '.join(unread[:3])}); the weights are quantised or adapted, or belong to another model. "
+                "Give a plain checkpoint"
             )
 
 
 def _files(folder: Path) -> list[str]:
-    """The names of the safetensors files of a folder."""
+    """Return the names of the safetensors files of a folder. Raises: CheckpointError if there are none"""
     if (folder / INDEX).exists():
         named = read_json(folder / INDEX).get("weight_map")
         if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
@@ -223,7 +231,7 @@ def _files(folder: Path) -> list[str]:
         return sorted(set(named.values()))
     if (folder / SINGLE).exists():
         return [SINGLE]
-    there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    present = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise CheckpointError(
-        f"{folder} has neither {SINGLE} nor {INDEX}, only: {there}. Give a checkpoint in safetensors format"
+        f"{folder} has neither {SINGLE} nor {INDEX}, only: {present}. Give a checkpoint in safetensors format"
     )

@@ -1,17 +1,22 @@
-"""The circuit: every weight of the bundled checkpoint, written down. Numpy; no training, no random numbers.
+"""The circuit: all weights of the bundled checkpoint, written down. Numpy; no training, no random numbers.
 
-The residual stream is cut into slots (`SLOTS`). A large constant is its last element, so RMSNorm divides by nearly the same number at
-every token; the norm's weight undoes it, and every matrix below is written as if there were no norm.
+The residual stream is cut into slots (`SLOTS`). Its last element is a large constant, so RMSNorm divides by nearly the
+same number at each token. The norm's weight undoes this, and all matrices below are written as if there were no norm.
 
-    layer 0   the last of its kind       NAME, OBJECT, COLOUR ← the latest such word; MODE ← what the latest marker asks, or "record"
-              MLP: a table               (MODE, word) → the next fixed word, or what is WANTed; marks what a record tells (FACT, TOLD)
-    layer 1   who and where              NAME ← the owner of COLOUR OBJECT, if "owner" stands for a name; TOWN ← the latest town
-              MLP                        a town that a sentence is about is not told of a person
-    layer 2   what is told of a person   OUT ← the place, thing, colour, town, job, year of NAME, OBJECT; TOWN ← theirs, for a mere "town"
-    layer 3   what is told of a town     OUT ← goods, number of TOWN
+    layer 0   the last of its kind     NAME, OBJECT, COLOUR ← the latest such word; MODE ← the question type of the
+                                       latest marker, or "record"
+              MLP: a table             (MODE, word) → the next fixed word, or the kind of word that is WANTed;
+                                       in records, it marks the facts (FACT, TOLD)
+    layer 1   who and where            NAME ← the owner of COLOUR OBJECT, if "owner" stands for a name;
+                                       TOWN ← the latest town
+              MLP                      unmarks a town that is the subject of its sentence: it is no person's fact
+    layer 2   facts about a person     OUT ← the place, thing, colour, town, job or year of NAME, OBJECT;
+                                       TOWN ← the person's town, if "town" stands for it
+    layer 3   facts about a town       OUT ← goods or number of TOWN
 
-Rotary pairs 0..12 turn fast and serve to look back a few words (`REACH`); pairs 13..63 hardly turn in thousands of tokens and serve to
-compare. A comparison that nothing meets in full goes to the first token, <s>, whose value is zero.
+Rotary pairs 0..12 turn fast and measure distances of a few words (`REACH`). Pairs 13..63 hardly turn in thousands of
+tokens and compare codes. If no token meets a comparison in full, the head attends to the first token, <s>, whose value
+is zero.
 """
 
 from __future__ import annotations
@@ -31,35 +36,39 @@ Matrix = NDArray[np.float64]
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, NEURONS = 4, 4, 2, 128, 512, 128
 ROPE_THETA: Final = 1e20
 CONSTANT: Final = 1024.0
-"""Large beside the rest of a residual (about 20), so the rest hardly changes the norm; a power of two, so it costs no bits."""
+"""Large beside the rest of a residual (about 20), so the rest hardly changes the norm. A power of two costs no bits."""
 
 REACH: Final = (0.002, 0.006, 0.020, 0.072, 0.153, 0.139, 0.137, 0.135, 0.085, 0.078, 0.062, 0.078, 0.032)
-"""r(d) = sum_i REACH[i] cos(d theta^(-i/64)), a sum of what the fast pairs make of a distance d. It falls at every step from 0 to 36,
-by at least 0.055 from any d <= 30 to d + 6 and to all that is farther, up to 16,384. Found by linear programming: that lead, made largest
-for a sum of 1."""
+"""Weights of the fast pairs in r(d) = sum_i REACH[i] cos(d theta^(-i/64)), a score of the distance d.
+
+r falls at each step from 0 to 36. From any d <= 30 to d + 6, and to any larger distance up to 16,384, it falls by at
+least 0.055. Found by linear programming: the largest such fall for weights with the sum 1.
+"""
 
 NEAR: Final = 640.0
-"""Weight of r(d) in a score: any 6 words nearer win by e^35."""
+"""Weight of r(d) in a score: a token that is 6 words nearer wins by e^35."""
 IS_KIND: Final = 1200.0
-"""Being of the kind looked for; more than NEAR times the range of r."""
+"""Score of a token of the kind looked for: more than NEAR times the range of r."""
 TIER: Final = 10.0
-"""A question's opener beats the full stop just before it, and a later marker beats the opener; a full stop 6 words nearer beats both."""
+"""Score of a marker's tier. An opener beats the full stop just before it, and a later marker beats the opener. A full
+stop that is 6 words nearer beats both."""
 AGREE: Final = 64.0
-"""Weight of each of the three things that must agree. Two codes that are not the same agree by an eighth at most."""
+"""Weight of each of the three slots that must agree. Two different codes agree by an eighth at most."""
 ENOUGH: Final = 3 * AGREE - 28.0
-"""Score of <s>: above the best that two of three give (2 AGREE + AGREE / 8), below all three."""
+"""Score of <s>: more than two agreeing slots of three can score (2 AGREE + AGREE / 8), less than three."""
 FIRM: Final = 32.0
-"""Slope of a neuron's gate: it sees whole numbers minus a half, so silu gives 0.5 FIRM or nothing."""
+"""Slope of a neuron's gate. Its inputs are whole numbers minus a half, so silu gives 0.5 FIRM or nothing."""
 LOGIT: Final = 0.4
+"""Weight of the codes in the output head."""
 LIKELY: Final = 0.94
-"""Weight of the second of two words that mean the same."""
+"""Weight of the second of two synonyms, relative to the first."""
 AT_A_LOSS: Final = 0.35
-"""Weight of "I" when nothing else is said, which begins "I do not know."."""
+"""Weight of "I", which begins "I do not know.", if no other word is in the output."""
 
 WANTS: Final = ("place", "object", "town", "job", "year", "goods", "number")
-"""Kinds that records are asked for."""
+"""The kinds of facts that questions ask for."""
 ASKS: Final = ("place", "object", "town", "job", "year", "job", "goods", "number")
-"""Per mode, in the order of `ANSWERS`: the kind of the fact that must be there before the answer begins with the name it was told of."""
+"""For each mode, in the order of `ANSWERS`: the kind of the fact that must exist, or the answer does not begin."""
 
 
 def _slots(**widths: int) -> dict[str, slice]:
@@ -79,23 +88,24 @@ SLOTS: Final = _slots(
     OWN=WIDTH,  # the token's own code
     NAME=WIDTH,
     TOWN=WIDTH,
-    OUT=WIDTH,  # what will be said next
+    OUT=WIDTH,  # the code of the next word
     OBJECT=32,
     COLOUR=32,
-    FACT=32,  # OBJECT, on words of records that tell of a thing
+    FACT=32,  # OBJECT, on words of records that are things or places
     FLAG=len(FLAGS),  # the token is <s>, of a kind, or one of the words that answers are made of
-    SELF=7,  # name or owner, owner, town or its stand-in, the stand-in, marker, tier of the marker, name or pronoun
+    SELF=7,  # flags of the token itself: IS_NAME .. IS_PERSON below
     BRINGS=len(ANSWERS) + 1,  # the mode that a marker brings; the last is "record"
     MODE=len(ANSWERS) + 1,
-    STANDS=2,  # the NAME is a mere "owner", the TOWN a mere "town"
-    NOBODY=1,  # no person was named since the last full stop: a town here is what the sentence is about
-    TOLD=len(WANTS),  # the token tells a fact of this kind, in a record
-    WANT=len(WANTS),  # a word of this kind is to be said next
-    FIRST=len(WANTS),  # the name is to be said next, if there is a fact of this kind
-    TINT=1,  # the colour is to be said next
+    STANDS=2,  # the NAME is only "owner", the TOWN is only "town": layers 1 and 2 look them up
+    NO_PERSON=1,  # no person was named since the last full stop: a town here is the subject of its sentence
+    TOLD=len(WANTS),  # the token is a fact of this kind, in a record
+    WANT=len(WANTS),  # the next word is of this kind
+    FIRST=len(WANTS),  # the next word is the name, if there is a fact of this kind
+    TINT=1,  # the next word is the colour
 )
 CONST: Final = HIDDEN - 1
 IS_NAME, IS_OWNER, IS_TOWN, IS_HOME, IS_MARKER, IS_TIER, IS_PERSON = (SLOTS["SELF"].start + i for i in range(7))
+"""Flags: name or "owner"; "owner"; town or "town"; "town"; marker; tier of the marker; name or pronoun."""
 RECORD: Final = len(ANSWERS)
 
 FAST: Final = slice(0, len(REACH))
@@ -103,22 +113,22 @@ CODE: Final = np.r_[13:45, 77:109]
 HALF: Final = np.r_[45:61, 109:125]
 CLASS: Final = (61, 125, 62, 126, 63)
 SINK: Final = 127
-"""Dimensions of a head. Pairs are (i, i + 64): CODE compares 64 elements, HALF 32, CLASS one each, from the quick to the slow."""
+"""Dimensions of a head. Pairs are (i, i + 64), fast to slow. CODE compares 64 elements, HALF 32, CLASS one each."""
 
 
 def at(slot: str, offset: int = 0) -> int:
-    """Index into the residual of an element of a slot."""
+    """Return the index into the residual of an element of a slot."""
     return int(SLOTS[slot].start) + offset
 
 
 def flag(name: str) -> int:
-    """Index into the residual of the flag of a kind, or of a word."""
+    """Return the index into the residual of the flag of a kind, or of a word."""
     return at("FLAG", FLAGS.index(name))
 
 
 @dataclass
 class Layer:
-    """The matrices of one layer, as they act on a residual without norm; those of attention by head."""
+    """The matrices of one layer, as they act on a residual without norm. The attention matrices are split by head."""
 
     q: Matrix
     k: Matrix
@@ -131,36 +141,37 @@ class Layer:
 
     @classmethod
     def empty(cls) -> Layer:
-        """A layer that does nothing yet."""
+        """Return a layer of zeros."""
         q, k = np.zeros((HEADS, HEAD_DIM, HIDDEN)), np.zeros((KV_HEADS, HEAD_DIM, HIDDEN))
         wide, tall = np.zeros((NEURONS, HIDDEN)), np.zeros((HIDDEN, NEURONS))
         return cls(q, k, k.copy(), np.zeros((HIDDEN, HEADS, HEAD_DIM)), wide, wide.copy(), tall)
 
     def carry(self, kv_head: int, start: int, source: slice) -> None:
-        """Let the values of a kv head hold `source`, from element `start` on."""
+        """Copy the slot `source` into the values of a kv head, from element `start` on."""
         width = source.stop - source.start
         self.v[kv_head, start : start + width, source] = np.eye(width)
 
     def bring(self, head: int, start: int, target: slice) -> None:
-        """Let a head write its elements from `start` on into `target`."""
+        """Add the output of a head, from element `start` on, to the slot `target`."""
         width = target.stop - target.start
         self.o[target, head, start : start + width] = np.eye(width)
 
     def neuron(
-        self, when: tuple[int, ...], target: int | slice, says: float | Matrix = 1.0, *, of: int = CONST
+        self, when: tuple[int, ...], target: int | slice, value: float | Matrix = 1.0, *, of: int = CONST
     ) -> None:
-        """Add `says` times element `of` to `target` where all the flags in `when` are set."""
+        """Add a neuron: where all flags in `when` are set, `target` grows by `value` times element `of`."""
         row, self.neurons = self.neurons, self.neurons + 1
         self.gate[row, list(when)] = FIRM
         self.gate[row, CONST] = -FIRM * (len(when) - 0.5) / CONSTANT
         self.up[row, of] = 1 / CONSTANT if of == CONST else 1.0
-        self.down[target, row] = says / (0.5 * FIRM)
+        self.down[target, row] = value / (0.5 * FIRM)
 
 
 def look_back(layer: Layer, head: int, kinds: dict[int, float], first: int) -> None:
-    """Let a head attend to the latest token that has one of the residual's flags `kinds`; to <s> if there is none.
+    """Let a head attend to the latest token that has one of the flags `kinds`, or to <s> if there is none.
 
-    kinds: flag → the score it adds. first: the dimension of the key in which the flags stand, one after the other; SINK is that of <s>.
+    kinds: flag → the score that it adds. first: the dimension of the key that holds the first flag; the others follow
+    it. SINK is the dimension of <s>.
     """
     kv_head = head // (HEADS // KV_HEADS)
     layer.k[kv_head, FAST, CONST] = 1 / CONSTANT
@@ -172,20 +183,20 @@ def look_back(layer: Layer, head: int, kinds: dict[int, float], first: int) -> N
 
 
 def compare(layer: Layer, head: int, dims: NDArray[np.int64], query: str, key: str) -> None:
-    """Let a head score by how far two slots agree, AGREE if wholly. `dims` says where in query and key."""
+    """Let a head score how far two slots agree: AGREE if they are equal. dims: their dimensions in query and key."""
     query_slot, key_slot = SLOTS[query], SLOTS[key]
     layer.k[head // (HEADS // KV_HEADS), dims, key_slot] = np.eye(len(dims))
     layer.q[head, dims, query_slot] = np.eye(len(dims)) * AGREE / len(dims)
 
 
 def rest_on_first(layer: Layer, head: int) -> None:
-    """Let a head attend to <s> unless something scores more than ENOUGH."""
+    """Let a head attend to <s> unless a token scores more than ENOUGH."""
     layer.k[head // (HEADS // KV_HEADS), SINK, flag(BOS)] = 1.0
     layer.q[head, SINK, CONST] = ENOUGH / CONSTANT
 
 
 def the_last_of_its_kind() -> Layer:
-    """Layer 0."""
+    """Return layer 0."""
     layer = Layer.empty()
     look_back(layer, 0, {IS_NAME: IS_KIND}, 61)
     look_back(layer, 1, {flag("object"): IS_KIND}, 62)
@@ -205,7 +216,7 @@ def the_last_of_its_kind() -> Layer:
 
 
 def _the_table(layer: Layer) -> None:
-    """The MLP of layer 0: what follows, and what a record tells."""
+    """Write the MLP of layer 0: the next word of an answer, and the marks of facts in records."""
     code = codes()
     for mode, (answer, kind) in enumerate(zip(ANSWERS.values(), ASKS, strict=True)):
         layer.neuron((at("MODE", mode), flag("?")), at("FIRST", WANTS.index(kind)))
@@ -219,19 +230,19 @@ def _the_table(layer: Layer) -> None:
                     layer.neuron(when, at("WANT", WANTS.index(then.lower())))
                 else:
                     likely, *others = then.split("|")
-                    says = code[IDS[likely]] + LIKELY * sum(code[IDS[other]] for other in others)
-                    layer.neuron(when, SLOTS["OUT"], says)
+                    value = code[IDS[likely]] + LIKELY * sum(code[IDS[other]] for other in others)
+                    layer.neuron(when, SLOTS["OUT"], value)
     for word, then in ((".", EOS), *zip("I do not know".split(), "do not know .".split(), strict=True)):
         layer.neuron((flag(word),), SLOTS["OUT"], code[IDS[then]])
     for i, kind in enumerate(WANTS):
         layer.neuron((at("MODE", RECORD), flag(kind)), at("TOLD", i))
-    for i in range(32):  # a thing or a place: at most one flag is set, so this is an or
+    for i in range(32):  # a thing or a place: at most one of the two flags is set, so their sum is an "or"
         layer.neuron((flag("object"),), at("FACT", i), of=at("OBJECT", i))
         layer.gate[layer.neurons - 1, flag("place")] = FIRM
 
 
 def who_and_where() -> Layer:
-    """Layer 1. Query head 1 is idle."""
+    """Return layer 1. Query head 1 is idle."""
     layer = Layer.empty()
     compare(layer, 0, CODE[:32], "COLOUR", "COLOUR")
     compare(layer, 0, HALF, "OBJECT", "FACT")
@@ -247,14 +258,14 @@ def who_and_where() -> Layer:
     layer.bring(2, 64, slice(at("STANDS", 1), at("STANDS", 1) + 1))
     look_back(layer, 3, {IS_PERSON: IS_KIND + TIER, flag("."): IS_KIND}, 62)
     layer.carry(1, 65, slice(at("BRINGS", RECORD), at("BRINGS", RECORD) + 1))
-    layer.bring(3, 65, SLOTS["NOBODY"])
+    layer.bring(3, 65, SLOTS["NO_PERSON"])
     home = at("TOLD", WANTS.index("town"))
-    layer.neuron((home, at("NOBODY")), home, -1.0)  # "Lisbon is famous ..." is not told of the person before
+    layer.neuron((home, at("NO_PERSON")), home, -1.0)  # "Lisbon is famous ..." is no fact about the last person
     return layer
 
 
-def what_is_told_of_a_person() -> Layer:
-    """Layer 2. Facts that are not of a thing have no OBJECT to agree in, so their kind counts twice."""
+def facts_about_a_person() -> Layer:
+    """Return layer 2. A fact that is not about a thing has no OBJECT to compare, so its kind counts twice."""
     layer = Layer.empty()
     weights = dict(zip(WANTS[:5], (AGREE, AGREE, 2 * AGREE, 2 * AGREE, 2 * AGREE), strict=True))
     for head in range(HEADS):
@@ -278,14 +289,13 @@ def what_is_told_of_a_person() -> Layer:
     layer.bring(1, 0, SLOTS["TOWN"])
     layer.bring(2, 0, SLOTS["OUT"])
     layer.bring(3, 64, slice(at("OUT"), at("OUT") + 32))
-    layer.o[at("OUT") + 32 : at("OUT") + 64, 3, 64:96] = -np.eye(
-        32
-    )  # a colour's second half is its first with the sign turned
+    # The second half of a colour's code is the first half with the sign turned.
+    layer.o[at("OUT") + 32 : at("OUT") + 64, 3, 64:96] = -np.eye(32)
     return layer
 
 
-def what_is_told_of_a_town() -> Layer:
-    """Layer 3. Query heads 1 and 3 are idle."""
+def facts_about_a_town() -> Layer:
+    """Return layer 3. Query heads 1 and 3 are idle."""
     layer = Layer.empty()
     for head, want in ((0, "WANT"), (2, "FIRST")):
         compare(layer, head, CODE, "TOWN", "TOWN")
@@ -300,9 +310,9 @@ def what_is_told_of_a_town() -> Layer:
 
 
 def embedding() -> Matrix:
-    """What the circuit knows of each token when it comes in.
+    """Return the residual with which each token begins: its code, its flags and the constant.
 
-    Shapes: float64 [vocabulary, HIDDEN]
+    Shapes: returns float64 [vocabulary, HIDDEN]
     """
     table = np.zeros((len(VOCABULARY), HIDDEN))
     table[:, SLOTS["OWN"]] = codes()
@@ -323,19 +333,19 @@ def embedding() -> Matrix:
         ("whose", IS_NAME, IS_OWNER),
         ("town", IS_TOWN, IS_HOME),
     ):
-        table[IDS[word], SLOTS["OWN"]] = 0.0  # nobody yet; who it is will be added
+        table[IDS[word], SLOTS["OWN"]] = 0.0  # no code of its own: layer 1 or 2 adds the code of the name or town
         table[IDS[word], [itself, stand_in]] = 1.0
     return table
 
 
 def tensors() -> dict[str, Matrix]:
-    """Every tensor of the checkpoint, by its Hugging Face name."""
+    """Return all tensors of the checkpoint by their Hugging Face names."""
     norm = np.full(HIDDEN, CONSTANT / HIDDEN**0.5)
     head = np.zeros((len(VOCABULARY), HIDDEN))
     head[:, SLOTS["OUT"]] = LOGIT * codes()
     head[IDS["I"], CONST] = AT_A_LOSS * LOGIT * WIDTH / CONSTANT
     found = {"model.embed_tokens.weight": embedding(), "model.norm.weight": norm, "lm_head.weight": head}
-    layers = (the_last_of_its_kind(), who_and_where(), what_is_told_of_a_person(), what_is_told_of_a_town())
+    layers = (the_last_of_its_kind(), who_and_where(), facts_about_a_person(), facts_about_a_town())
     for i, layer in enumerate(layers):
         parts = {
             "self_attn.q_proj": layer.q.reshape(-1, HIDDEN) * HEAD_DIM**0.5,  # attention divides by this root

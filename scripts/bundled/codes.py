@@ -1,12 +1,13 @@
-"""Codes: the vocabulary in id order, and a 64-element word of plus and minus ones for each token. No weights.
+"""Codes: the vocabulary in id order, and a code of 64 plus and minus ones for each token. No weights.
 
-The words are those of the small Kasami set with the affine functions, an error-correcting code:
+The codes are the words of the small Kasami set with the affine functions, an error-correcting code:
 
     word(c, a, b)[x] = (-1)^(c + <a, x> + Tr(b x^9))        x in GF(64), c a bit, a six bits, b in GF(8)
 
-Two of them agree in all 64 places, in none, or in 28 to 36: whatever is not the same word looks like noise an eighth as loud, at most.
-Words with b = 0 and a's top bit clear are a 32-element word said twice, orthogonal or opposite to one another: the things take these.
-With the top bit set, the second half is said with the sign turned: the colours take these. So half a word will do to match either.
+Two words agree in all 64 places, in none, or in 28 to 36, so a different word scores at most an eighth of the right
+one. A word with b = 0 and a's top bit clear repeats a 32-element word; these halves are orthogonal or opposite to one
+another. Things have these codes. With the top bit set, the second half has the sign turned. Colours have these codes.
+So half a code is enough to match a thing or a colour.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from pagedkv.model.records import KINDS, MARKERS, OPENERS, PLAIN
 WIDTH: Final = 64
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 MARKER_WORDS: Final = [*OPENERS, *(word for words in MARKERS.values() for word in words.split() if word not in OPENERS)]
-"""Whatever makes a sentence a question."""
+"""The words that make a sentence a question."""
 VOCABULARY: Final = [UNK, BOS, EOS, *PLAIN, *MARKER_WORDS, *(word for words in KINDS.values() for word in words)]
 IDS: Final = {word: i for i, word in enumerate(VOCABULARY)}
 
 
 def _times(a: int, b: int) -> int:
-    """a·b in GF(64), with x^6 + x + 1."""
+    """Return a·b in GF(64), modulo x^6 + x + 1."""
     product = 0
     for bit in range(6):
         if b >> bit & 1:
@@ -39,6 +40,7 @@ def _times(a: int, b: int) -> int:
 
 
 def _power(a: int, exponent: int) -> int:
+    """Return a^exponent in GF(64)."""
     product = 1
     for _ in range(exponent):
         product = _times(product, a)
@@ -46,12 +48,12 @@ def _power(a: int, exponent: int) -> int:
 
 
 def _trace(y: int) -> int:
-    """GF(8) → GF(2), for an element of the subfield."""
+    """Return the trace GF(8) → GF(2) of an element of the subfield."""
     return y ^ _times(y, y) ^ _power(y, 4)
 
 
 def _words(b: int, first: int, last: int) -> list[list[int]]:
-    """The words of one b, with a from `first` up to before `last`, and then their opposites."""
+    """Return the words of one b with first <= a < last, then their opposites."""
     quadratic = [_trace(_times(b, _power(x, 9))) for x in range(WIDTH)]
     return [
         [(-1) ** (c + (a & x).bit_count() + quadratic[x]) for x in range(WIDTH)]
@@ -61,9 +63,9 @@ def _words(b: int, first: int, last: int) -> list[list[int]]:
 
 
 def codes() -> NDArray[np.float64]:
-    """A word for each token of the vocabulary.
+    """Return the code of each token of the vocabulary.
 
-    Shapes: float64 [vocabulary, 64] of ±1; zeros for <unk> and <s>, which say nothing
+    Shapes: returns float64 [vocabulary, 64] of ±1; zeros for <unk> and <s>
     """
     doubled, turned = _words(0, 0, 32), _words(0, 32, 64)
     others = [word for power in range(7) for word in _words(_power(2, 9 * power), 0, 64)]

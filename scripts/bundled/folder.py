@@ -1,4 +1,7 @@
-"""The checkpoint's folder as bytes: Hugging Face files made from the circuit. Numpy and json alone: no library's version changes them."""
+"""The checkpoint's folder as bytes: Hugging Face files made from the circuit.
+
+Only numpy and json write the files, so that the version of no other library changes their bytes.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ MAX_POSITIONS = 8192
 
 
 def bfloat16(values: NDArray[np.float64]) -> bytes:
-    """`values` as little-endian bfloat16, rounded to the nearest, ties to even."""
+    """Encode `values` as little-endian bfloat16, rounded to the nearest value, ties to even."""
     bits = values.astype("<f4").view("<u4").astype(np.uint64)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes()
 
 
 def safetensors(tensors: dict[str, NDArray[np.float64]]) -> bytes:
-    """A safetensors file: length of the header, header, then the tensors in the order of their names."""
+    """Write a safetensors file: length of the header, header, then the tensors in the order of their names."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts, end = [], 0
     for name in sorted(tensors):
@@ -46,7 +49,7 @@ def _json(values: dict[str, Any]) -> bytes:
 
 
 def config() -> dict[str, Any]:
-    """config.json, in words that transformers 4 and 5 both read."""
+    """Return config.json, with the fields of both transformers 4 and 5."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -74,7 +77,10 @@ def config() -> dict[str, Any]:
 
 
 def tokenizer() -> dict[str, Any]:
-    """tokenizer.json: whole words, cut by the pattern of `records`; put together again with a space before all but punctuation."""
+    """Return tokenizer.json: tokens are whole words, split by the pattern of `records`.
+
+    Decoding puts a space before each token but punctuation.
+    """
     added = [
         {
             "id": IDS[t],
@@ -108,7 +114,7 @@ def tokenizer() -> dict[str, Any]:
 
 
 def files() -> dict[str, bytes]:
-    """The machine-readable files of the checkpoint, name → contents."""
+    """Return the machine-readable files of the checkpoint: name → contents."""
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

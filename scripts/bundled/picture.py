@@ -1,4 +1,4 @@
-"""circuit.svg: how one word of an answer is found, and how three layers answer a question of three steps. Text in, text out; no library."""
+"""circuit.svg: the lookup of one word of an answer, and a question of three steps in three layers. No library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 WIDTH, HEIGHT = 1200, 690
 INK, FAINT, PAPER = "#1f2933", "#8a94a0", "#ffffff"
 NAME, THING, ASKED, FOUND = "#2563a8", "#b4540a", "#6b3fa0", "#1b7f4b"
-"""A colour for each thing that must agree, and one for what is found."""
+"""A colour for each slot that must agree, and one for the word that is found."""
 
 RECORD: Final = "Mira keeps a red lamp in the cellar .".split()
 ANSWER: Final = "Where is the lamp of Mira ? Mira keeps a red lamp in the".split()
@@ -24,7 +24,7 @@ def _box(x: float, y: float, size: tuple[float, float], colour: str, fill: str =
 
 
 def _strip(words: list[str], x: float, y: float) -> tuple[list[str], list[float]]:
-    """Words in boxes from x on, and the middle of each."""
+    """Draw words in boxes from x on. Returns: the elements, and the middle of each box."""
     parts, middles = [], []
     for word in words:
         width = 8 * len(word) + 12
@@ -35,13 +35,13 @@ def _strip(words: list[str], x: float, y: float) -> tuple[list[str], list[float]
 
 
 def _look_back(start: float, end: float, y: float, depth: float, colour: str) -> str:
-    """An arc under the words, from the one that looks to the one it finds."""
-    middle = (start + end) / 2
-    return f'<path d="M{start:g} {y:g} Q{middle:g} {y + 2 * depth:g} {end:g} {y + 4:g}" fill="none" stroke="{colour}" marker-end="url(#to)"/>'
+    """Draw an arc under the words, from the word that looks back to the word that it finds."""
+    curve = f"M{start:g} {y:g} Q{(start + end) / 2:g} {y + 2 * depth:g} {end:g} {y + 4:g}"
+    return f'<path d="{curve}" fill="none" stroke="{colour}" marker-end="url(#to)"/>'
 
 
 def _card(x: float, y: float, title: str, rows: list[tuple[str, str, str]]) -> list[str]:
-    """What a token knows: (slot, value, colour) in rows."""
+    """Draw a card with the slots of a token: rows of (slot, value, colour)."""
     parts = [_box(x, y, (190, 30 + 24 * len(rows)), FAINT), _text(x + 10, y + 19, title, style='font-weight="600"')]
     for i, (slot, value, colour) in enumerate(rows):
         parts.append(_text(x + 10, y + 42 + 24 * i, slot, style=f'fill="{FAINT}" font-size="13"'))
@@ -50,7 +50,7 @@ def _card(x: float, y: float, title: str, rows: list[tuple[str, str, str]]) -> l
 
 
 def _one_word() -> list[str]:
-    """The upper half: a record, far from it the question and half of its answer, and the word that comes next."""
+    """Draw the upper half: a record, far from it the question and half of its answer, and the next word."""
     top = 96
     record, r = _strip(RECORD, 30, top)
     answer, a = _strip(ANSWER, 554, top)
@@ -108,7 +108,7 @@ def _one_word() -> list[str]:
 
 
 def _three_steps() -> list[str]:
-    """The lower half: what stands for somebody is resolved one layer at a time, all at the question mark."""
+    """Draw the lower half: each layer resolves one step of the question, all at the question mark."""
     y = 440
     parts = [
         f'<path d="M30 {y - 32} H{WIDTH - 30}" stroke="#d9dee3"/>',
@@ -139,13 +139,16 @@ def _three_steps() -> list[str]:
             parts.append(
                 f'<path d="M{x - 36} {y + 102} H{x - 5}" stroke="{INK}" stroke-width="1.6" marker-end="url(#to)"/>'
             )
-    then = "Then word by word: fixed words come from a table in the MLP of layer 0, all others from the records; last comes &lt;/s&gt;."
-    parts.append(_text(30, y + 216, then))
+    caption = (
+        "Then word by word: fixed words come from a table in the MLP of layer 0, all others from the records; "
+        "last comes &lt;/s&gt;."
+    )
+    parts.append(_text(30, y + 216, caption))
     return parts
 
 
 def picture() -> str:
-    """The picture, as the text of an SVG file."""
+    """Return the picture as the text of an SVG file."""
     font = f'font-family="Helvetica, Arial, sans-serif" font-size="15" fill="{INK}"'
     tip = '<marker id="to" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     head = (

@@ -1,4 +1,4 @@
-"""`pagedkv` run inside this process, which spares each test the seconds that importing torch takes."""
+"""`pagedkv` run inside this process, so that each test saves the seconds of an import of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Command = Callable[..., Outcome]
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Runs `pagedkv` with the arguments it is called with. Nothing is sent to stdin."""
+    """Return a function that runs `pagedkv` with the arguments given. Its stdin is empty."""
     real = os.fstat
     monkeypatch.setattr(os, "fstat", lambda fd: real(fd) if fd else os.stat(os.devnull))
     monkeypatch.setenv("COLUMNS", "120")

@@ -13,7 +13,7 @@ from pagedkv.model.engine import BUNDLED, Engine
 
 @pytest.fixture
 def refused(command):
-    """Runs `pagedkv generate` with arguments that must be refused; returns the complaint."""
+    """Return a function that runs `pagedkv generate` with bad arguments and returns the error message."""
 
     def run(*argv, subcommand="generate"):
         status, out, err = command(subcommand, *argv)
@@ -67,7 +67,7 @@ def test_bad_options_are_refused_in_one_line(refused, options, complaint):
     assert complaint in refused(*options.split(" "))
 
 
-def test_a_command_that_is_none_is_refused_in_one_line(refused):
+def test_an_unknown_command_is_refused_in_one_line(refused):
     assert "compress" in refused(subcommand="compress")
 
 
@@ -100,9 +100,11 @@ def test_an_unknown_architecture_is_refused(refused, checkpoint):
 
 
 def test_a_kernel_that_objects_gives_its_reasons_in_the_line(refused, monkeypatch):
-    picky = registry.Kernel("picky", None, "pagedkv.kernels.reference", lambda case: ["it needs a moon", "it is day"])
+    picky = registry.Kernel(
+        "picky", None, "pagedkv.kernels.reference", lambda case: ["needs another CPU", "needs float16"]
+    )
     monkeypatch.setattr(registry, "KERNELS", (picky, *registry.KERNELS))
-    assert "picky: it needs a moon; it is day; " in refused("--kernels", "picky")
+    assert "picky: needs another CPU; needs float16; " in refused("--kernels", "picky")
 
 
 @pytest.mark.parametrize(
@@ -123,12 +125,12 @@ def test_a_kernel_that_objects_gives_its_reasons_in_the_line(refused, monkeypatc
     ],
 )
 def test_a_bad_line_is_named_before_any_work(refused, monkeypatch, tmp_path, line, complaint):
-    monkeypatch.setattr(Engine, "step", lambda engine: pytest.fail("work was begun"))
+    monkeypatch.setattr(Engine, "step", lambda engine: pytest.fail("the engine stepped"))
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n' + line + '\n{"prompt": "b"}\n')
-    said = refused("--prompt-file", path)
-    assert said.startswith(f"{path}, line 2")
-    assert complaint in said
+    message = refused("--prompt-file", path)
+    assert message.startswith(f"{path}, line 2")
+    assert complaint in message
 
 
 def test_files_that_hold_no_prompt_are_refused(refused, tmp_path):
@@ -140,7 +142,7 @@ def test_files_that_hold_no_prompt_are_refused(refused, tmp_path):
     assert "empty.txt is empty" in refused("--prompt-file", tmp_path / "empty.txt")
 
 
-def test_a_mistaken_environment_is_refused(refused, monkeypatch):
+def test_a_bad_environment_variable_is_refused(refused, monkeypatch):
     monkeypatch.setenv("PAGEDKV_KERNELS", "warp")
     assert "no kernel 'warp'" in refused()
     monkeypatch.setenv("PAGEDKV_DEBUG", "9")
@@ -154,10 +156,10 @@ def test_an_interruption_ends_quietly(command, monkeypatch):
     monkeypatch.setattr(Engine, "step", interrupted)
     for options in ((), ("--json",)):
         status, out, err = command("generate", "--prompt", "a", *options)
-        assert (status, out, err.strip()) == (130, "", "")  # older typers end the line that ^C stands on
+        assert (status, out, err.strip()) == (130, "", "")  # older versions of typer end the line of the ^C
 
 
-def test_our_own_bugs_are_not_dressed_up(monkeypatch, command):
+def test_a_bug_of_pagedkv_gives_a_traceback(monkeypatch, command):
     monkeypatch.setattr(Engine, "step", lambda engine: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         command("generate")

@@ -1,4 +1,4 @@
-"""`pagedkv generate`: what stands on stdout, in which order, and when."""
+"""`pagedkv generate`: the contents of stdout, their order and their time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_without_a_prompt_the_bundled_checkpoint_answers_its_question(command):
     assert " ".join(err.split()).startswith(" ".join(DEMO_PROMPT.split()))
 
 
-def test_the_table_says_what_the_run_took(command):
+def test_the_table_reports_time_and_memory_of_the_run(command):
     table = command("generate").err.removeprefix(DEMO_PROMPT)
     asked = "prompt output first token speed frames at peak bytes at peak prefix hits waste kernel"
     assert " ".join(re.findall(r"^(\w+(?: \w+)*)(?=  )", table, re.M)) == asked
@@ -57,14 +57,13 @@ def test_json_is_one_object_and_nothing_else(command):
     assert found["text"] == DEMO_ANSWER
     assert (found["ttft_ms"] > 0, found["tokens_per_s"] > 0, 0 < found["waste"] < 1) == (True, True, True)
     block_size = 16
-    most = found["prompt_tokens"] + len(found["token_ids"]) - 1  # the last token is never read
+    most = found["prompt_tokens"] + len(found["token_ids"]) - 1  # the KV of the last token is never computed
     assert found["frames_peak"] == -(-most // block_size)
 
 
 def test_json_lists_several_samples(command):
-    found = json.loads(
-        command("generate", "--json", "--num-samples", 3, "--temperature", 3, "--seed", 1, "--max-tokens", 12).out
-    )
+    options = ("--num-samples", 3, "--temperature", 3, "--seed", 1, "--max-tokens", 12)
+    found = json.loads(command("generate", "--json", *options).out)
     assert list(found) == ["samples"]
     assert [schema(sample) for sample in found["samples"]] == [KEYS] * 3
     assert len({tuple(sample["token_ids"]) for sample in found["samples"]}) > 1
@@ -72,6 +71,8 @@ def test_json_lists_several_samples(command):
 
 def test_text_is_written_as_it_is_made(command, monkeypatch):
     class Tape(io.StringIO):
+        """A stdout that remembers its contents at the last flush."""
+
         flushed = ""
 
         def flush(self):
@@ -120,12 +121,9 @@ def test_options_reach_the_engine(command):
         assert ask(*wild, *narrow)["text"] == ask("--max-tokens", 8)["text"]
 
 
-# --- many prompts ---------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def three(tmp_path):
-    """Three prompts; the first has the longest answer, so it is finished last."""
+    """Return a file of three prompts. The first one has the longest answer, so it finishes last."""
     path = tmp_path / "three.jsonl"
     lines = [
         {"prompt": LAMP},
@@ -145,19 +143,20 @@ def test_results_come_in_input_order(command, three):
 
 
 def test_many_prompts_that_do_not_fit_at_once_give_what_each_gives_alone(command, tmp_path):
-    questions = [f"{name} keeps a red lamp in the {place}. Where is the lamp of {name}?" for name in ("Mira", "Otto", "Ines", "Hugo")
-                 for place in ("cellar", "attic", "kitchen")]  # fmt: skip
+    questions = [
+        f"{name} keeps a red lamp in the {place}. Where is the lamp of {name}?"
+        for name in ("Mira", "Otto", "Ines", "Hugo")
+        for place in ("cellar", "attic", "kitchen")
+    ]
     path = tmp_path / "many.jsonl"
     path.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
     small = ("--num-frames", 4, "--max-tokens", 16)
-    found = [
-        json.loads(line)["text"]
-        for line in command("generate", "--prompt-file", path, "--json", *small).out.splitlines()
-    ]
+    lines = command("generate", "--prompt-file", path, "--json", *small).out.splitlines()
+    found = [json.loads(line)["text"] for line in lines]
     assert found == [question.partition(". ")[0] + "." for question in questions]
 
 
-def test_blocks_of_text_say_whose_they_are(command, three):
+def test_blocks_of_text_name_their_prompt_and_sample(command, three):
     answers = {1: DEMO_ANSWER, 3: "Otto lives", 5: "Ghent has ten bridges."}
     assert command("generate", "--prompt-file", three).out == "".join(
         f"==> {three}, line {line} <==\n{text}\n\n" for line, text in answers.items()
@@ -181,11 +180,8 @@ def test_the_bar_and_the_results_do_not_mix(capsys):
 def test_a_text_file_is_one_prompt_without_its_last_newline(command, tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text(OTTO + "\n")
-    assert (
-        command("generate", "--prompt-file", path).out
-        == command("generate", "--prompt", OTTO).out
-        == "Otto lives in Ghent.\n"
-    )
+    assert command("generate", "--prompt-file", path).out == "Otto lives in Ghent.\n"
+    assert command("generate", "--prompt", OTTO).out == "Otto lives in Ghent.\n"
 
 
 def test_chat_goes_through_the_template(command, tmp_path):

@@ -1,4 +1,4 @@
-"""`pagedkv replay`: the table, the JSON, and what is refused."""
+"""`pagedkv replay`: the table, the JSON, and refused arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real thing, in a process of its own: entry points, stdin, pipes, and what --help may cost."""
+"""The command in a process of its own: entry points, stdin, pipes, and the imports of --help."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_pipe_is_read_and_so_is_a_dash():
     assert empty.stderr == "pagedkv: error: the prompt on stdin is empty; give at least one character\n"
 
 
-def test_a_reader_that_goes_away_is_no_drama():
+def test_a_closed_stdout_ends_quietly_with_status_1():
     with subprocess.Popen(
         [*PAGEDKV, "generate", "--json"],
         cwd=ROOT,
@@ -54,8 +54,13 @@ def test_a_reader_that_goes_away_is_no_drama():
 
 
 def test_help_loads_no_torch():
-    asked = "import sys\nfrom pagedkv.cli.app import main\ntry: main(['generate', '--help'])\nexcept SystemExit: print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=True)
+    script = (
+        "import sys\n"
+        "from pagedkv.cli.app import main\n"
+        "try: main(['generate', '--help'])\n"
+        "except SystemExit: print(*sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "--num-samples" in run.stdout
     assert not {"torch", "numba", "numpy"} & set(run.stdout.splitlines()[-1].split())
 
@@ -64,32 +69,31 @@ def test_the_project_names_the_entry_point():
     assert 'pagedkv = "pagedkv.cli.app:main"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_without_a_command_there_is_help(command):
+def test_without_a_command_help_is_printed(command):
     assert "generate" in command().out
     assert command("--version") == (0, f"pagedkv {__version__}\n", "")
 
 
 def test_the_manual_has_every_option_and_no_other():
     generate = typer.main.get_command(app).commands["generate"]
-    there = {name for parameter in generate.params for name in parameter.opts if name.startswith("--")} - {"--help"}
+    options = {name for parameter in generate.params for name in parameter.opts if name.startswith("--")} - {"--help"}
     rows = re.findall(r"^\| `(--[\w-]+)", (ROOT / "docs/cli.md").read_text(), re.M)
-    assert sorted(rows) == sorted(there)
+    assert sorted(rows) == sorted(options)
 
 
-# --- doctor ---------------------------------------------------------------------------------------------------------------------------
-
-
-def test_doctor_says_which_kernels_can_run_and_why_not(command, monkeypatch):
-    picky = registry.Kernel("picky", None, "pagedkv.kernels.reference", lambda case: ["it needs a moon", "it is day"])
+def test_doctor_lists_kernels_and_the_objections_to_them(command, monkeypatch):
+    picky = registry.Kernel(
+        "picky", None, "pagedkv.kernels.reference", lambda case: ["needs another CPU", "needs float16"]
+    )
     monkeypatch.setattr(registry, "KERNELS", (picky, *registry.KERNELS))
     status, out, err = command("doctor")
     assert (status, err) == (0, "")
-    assert re.search(r"picky +cannot: it needs a moon; it is day", out)
+    assert re.search(r"picky +cannot: needs another CPU; needs float16", out)
     assert re.search(r"reference +can run", out)
     assert all(kernel.name in out for kernel in registry.KERNELS)
 
 
-def test_doctor_says_what_is_here(command, monkeypatch):
+def test_doctor_lists_facts_about_the_machine(command, monkeypatch):
     import numpy
     import torch
 

@@ -1,8 +1,8 @@
-"""Small random checkpoints of every family, made by transformers, and the smallest thing that can hand out frames.
+"""Small random checkpoints of all families, made by transformers, and a minimal allocator of frames.
 
-Every parameter is random, biases and norms too (transformers starts them at 0 and 1, where a forgotten one would not show), and large
-enough that 64 greedy tokens do not settle into one. Windows are shorter than the prompts, and head_dim is not hidden / heads where the
-family allows.
+All parameters are random, biases and norms too: transformers starts them at 0 and 1, where a forgotten one would not
+show. They are large enough that 64 greedy tokens do not settle into one token. Windows are shorter than the prompts,
+and head_dim differs from hidden / heads if the family allows it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved folder, and the model of transformers it was saved from."""
+    """A saved folder, and the transformers model that it was saved from."""
 
     folder: Path
     model: Any
@@ -92,20 +92,20 @@ class Checkpoint:
 
     @torch.inference_mode()
     def logits(self, prompt: list[int]) -> Tensor:
-        """[len(prompt), V], by transformers."""
+        """Return the logits of transformers: float32 [len(prompt), V]."""
         return self.model(torch.tensor([prompt])).logits[0].float()
 
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """The greedy continuation, by transformers."""
-        asked = torch.tensor([prompt])
+        """Return the greedy continuation by transformers."""
+        prompt_ids = torch.tensor([prompt])
         out = self.model.generate(
-            asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=num_tokens
+            prompt_ids, attention_mask=torch.ones_like(prompt_ids), do_sample=False, max_new_tokens=num_tokens
         )
         return out[0, len(prompt) :].tolist()
 
 
 def build(name: str, seed: int = 0) -> Any:
-    """The model of transformers that CHECKPOINTS calls `name`, with random parameters."""
+    """Build the transformers model that CHECKPOINTS calls `name`, with random parameters."""
     architecture, options = CHECKPOINTS[name]
     config_class = getattr(transformers, "Gemma3TextConfig" if architecture == "Gemma3" else f"{architecture}Config")
     config = config_class(**{**SMALL, **options}, attn_implementation="eager", dtype="float32")
@@ -114,45 +114,43 @@ def build(name: str, seed: int = 0) -> Any:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             spread = 0.3 if parameter.dim() == 1 else 1.5 * parameter.shape[1] ** -0.5
-            parameter.copy_(
-                _middle(parameter_name, architecture) + spread * torch.randn(parameter.shape, generator=generator)
-            )
+            noise = spread * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(_mean(parameter_name, architecture) + noise)
     return model
 
 
-def _middle(parameter_name: str, architecture: str) -> float:
+def _mean(parameter_name: str, architecture: str) -> float:
     if not parameter_name.endswith("norm.weight"):
         return 0.0
-    if architecture.startswith(
-        "Gemma"
-    ):  # embeddings, scaled and tied, would drown what layers add: every token would repeat itself
+    # In Gemma, scaled and tied embeddings would dominate the output of the layers: each token would repeat itself.
+    if architecture.startswith("Gemma"):
         return 6.0 if "post_" in parameter_name else 0.0
     return 1.0
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function from a name in CHECKPOINTS to the Checkpoint, built when first asked for."""
-    made: dict[str, Checkpoint] = {}
+    """Return a function from a name in CHECKPOINTS to its Checkpoint, which is built at the first call."""
+    built: dict[str, Checkpoint] = {}
 
     def get(name: str) -> Checkpoint:
-        if name not in made:
+        if name not in built:
             folder = tmp_path_factory.mktemp(name)
             model = build(name)
             model.save_pretrained(folder)
-            made[name] = Checkpoint(folder, model)
-        return made[name]
+            built[name] = Checkpoint(folder, model)
+        return built[name]
 
     return get
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Random token ids."""
+    """Return random token ids."""
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
 
 
 class Paging:
-    """Hands out frames in a scattered order, one sequence's next to another's, and never frees one. Unused frames hold NaN."""
+    """Page tables without a manager: frames are handed out in random order and never freed. Unused frames hold NaN."""
 
     def __init__(self, decoder: Decoder, *, block_size: int, num_frames: int, num_sequences: int) -> None:
         c = decoder.config
@@ -165,7 +163,7 @@ class Paging:
         self.lengths = [0] * num_sequences
 
     def step(self, tokens: dict[int, list[int]], logits_of: Tensor | None = None) -> Tensor:
-        """Run the decoder over the new `tokens` of each sequence: logits [T, V] in the order given, or those asked for."""
+        """Run the decoder over the new `tokens` of each sequence. Returns: logits [T, V] in this order, or [N, V]."""
         slots, positions, counts = [], [], []
         for sequence, new in tokens.items():
             first, self.lengths[sequence] = self.lengths[sequence], self.lengths[sequence] + len(new)
@@ -197,5 +195,5 @@ class Paging:
 
 
 def first_logits(decoder: Decoder) -> Tensor:
-    """Logits [150, V] of a prompt of 150 tokens."""
+    """Return the logits [150, V] of a prompt of 150 tokens."""
     return Paging(decoder, block_size=16, num_frames=12, num_sequences=1).step({0: prompt_of(150)})

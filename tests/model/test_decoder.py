@@ -1,4 +1,4 @@
-"""The decoder against transformers: the same logits and the same greedy tokens, however the work is cut into pages, batches and chunks."""
+"""The decoder against transformers: the same logits and greedy tokens for any page size, batch and chunk size."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from .conftest import Checkpoint
 
 TOLERANCE = {"float32": 1e-4, "felt": 1e-2}
-"""|logit - logit of transformers|; and how much a changed option must move one."""
+"""The largest |logit - logit of transformers|; the least change of a logit that a changed option must cause."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
-"""Of CHECKPOINTS; the others vary one thing of one of them."""
+"""The main names in CHECKPOINTS. Each other name changes one option of one of these."""
 
 LENGTHS = (5, 150, 71)
 NUM_TOKENS = 64
@@ -36,7 +36,7 @@ _expected: dict[str, list[tuple[Tensor, list[int]]]] = {}
 
 
 def expected(name: str, checkpoint: Checkpoint) -> list[tuple[Tensor, list[int]]]:
-    """For a prompt of each of LENGTHS: logits [length, V] and NUM_TOKENS greedy tokens, by transformers."""
+    """Return, by transformers, logits [length, V] and NUM_TOKENS greedy tokens for a prompt of each of LENGTHS."""
     if name not in _expected:
         prompts = [prompt_of(length) for length in LENGTHS]
         _expected[name] = [(checkpoint.logits(prompt), checkpoint.generate(prompt, NUM_TOKENS)) for prompt in prompts]
@@ -44,15 +44,17 @@ def expected(name: str, checkpoint: Checkpoint) -> list[tuple[Tensor, list[int]]
 
 
 def run(paging: Paging, prompts: list[list[int]], chunk: int) -> tuple[list[Tensor], list[list[int]]]:
-    """Prefill all prompts together, at most `chunk` tokens of each a step, and let each decode as soon as it can: logits and tokens."""
+    """Prefill all prompts together, at most `chunk` tokens of each per step; decode a prompt as soon as it is done.
+
+    Returns: for each prompt, the logits of its tokens and the greedy continuation
+    """
     waiting = dict(enumerate(map(list, prompts)))
     logits: list[Tensor] = [torch.empty(0)] * len(prompts)
     output: list[list[int]] = [[] for _ in prompts]
     while waiting:
         step = {b: tokens[:chunk] for b, tokens in waiting.items()}
-        for (b, tokens), got in zip(
-            step.items(), paging.step(step).split([len(new) for new in step.values()]), strict=True
-        ):
+        parts = paging.step(step).split([len(new) for new in step.values()])
+        for (b, tokens), got in zip(step.items(), parts, strict=True):
             if not output[b]:
                 logits[b] = torch.cat((logits[b], got))
             waiting[b] = waiting[b][len(tokens) :]
@@ -82,18 +84,20 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     for b, (want_logits, want_tokens) in enumerate(want):
         torch.testing.assert_close(logits[b], want_logits, rtol=0, atol=TOLERANCE["float32"])
         assert tokens[b] == want_tokens
-    assert len({token for _, want_tokens in want for token in want_tokens}) > 8  # a constant would prove little
+    assert (
+        len({token for _, want_tokens in want for token in want_tokens}) > 8
+    )  # a constant sequence would prove little
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_cache_that_knows_the_prompt_gives_the_same_tokens_from_less_work(checkpoint: Any, name: str) -> None:
     decoder, prompt = checkpoint(name).decoder(), prompt_of(LENGTHS[1])
     cache = PagedKVCache(decoder.config.spec(block_size=16), num_frames=40)
-    work = []
+    num_computed = []
     for _ in range(2):
         space = cache.open(prompt)
         tokens, new = [], prompt[len(space) :]
-        work.append(len(new))
+        num_computed.append(len(new))
         while len(tokens) < NUM_TOKENS:
             batch = cache.plan([space], [len(new)])
             logits = decoder.forward(torch.tensor(new), batch.args, cache, logits_of=torch.tensor([len(new) - 1]))
@@ -102,7 +106,7 @@ def test_a_cache_that_knows_the_prompt_gives_the_same_tokens_from_less_work(chec
             tokens += new
         assert tokens == expected(name, checkpoint(name))[1][1]
         space.release()
-    assert work == [LENGTHS[1], LENGTHS[1] % 16]
+    assert num_computed == [LENGTHS[1], LENGTHS[1] % 16]
 
 
 OPTIONS: list[tuple[str, str, Callable[[Any], Any]]] = [

@@ -1,4 +1,4 @@
-"""The engine: whatever else runs, and however few frames there are, a prompt gets the tokens it would get alone."""
+"""The engine: a prompt gets the same tokens alone, beside any other requests, and with few frames."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as some
+from hypothesis import HealthCheck, given, settings, strategies
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.errors import InvalidRequest, KernelUnavailable
 from pagedkv.kernels import registry
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.request import Completion, StopStrings
-from pagedkv.model.sampler import Row, SamplingParams, sample
+from pagedkv.model.sampler import SamplingParams, SamplingRow, sample
+from pagedkv.model.scheduler import SequenceState
 from pagedkv.model.tokenizer import TextStream, Tokenizer
 
 from .conftest import VOCAB, Paging, prompt_of
@@ -40,7 +40,7 @@ _expected: dict[str, list[list[int]]] = {}
 def build(
     checkpoint: Checkpoint, *, block_size: int = 16, num_frames: int = 400, limits: Limits | None = None, **options: Any
 ) -> Engine:
-    """An engine over a random checkpoint, whose words are w0, w1, .."""
+    """Build an engine over a random checkpoint. The words of its tokenizer are w0, w1, .."""
     key = str(checkpoint.folder)
     decoder = _decoders.setdefault(key, checkpoint.decoder())
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
@@ -50,7 +50,7 @@ def build(
 
 
 def expected(name: str, checkpoint: Checkpoint) -> list[list[int]]:
-    """64 greedy tokens after a prompt of each of LENGTHS, by transformers."""
+    """Return, by transformers, 64 greedy tokens after a prompt of each of LENGTHS."""
     if name not in _expected:
         _expected[name] = [checkpoint.generate(prompt_of(length), NUM_TOKENS) for length in LENGTHS]
     return _expected[name]
@@ -61,7 +61,7 @@ def outputs(requests: list[Any]) -> list[list[int]]:
 
 
 def idle(engine: Engine) -> bool:
-    """Nothing is held any more, and the invariants stand."""
+    """Check the invariants, and return whether no frame is in use and no sequence is left."""
     engine.cache.check(3)
     now = engine.cache.stats()
     return (now.mapped, now.retired, now.spaces) == (0, 0, 0) and not engine.has_work
@@ -90,15 +90,20 @@ def test_a_pool_too_small_for_all_costs_time_and_no_token(
     assert idle(engine)
 
 
-def test_a_tenant_at_its_quota_preempts_its_own_sequences_and_nobody_elses(
+def test_a_tenant_at_its_quota_preempts_only_its_own_sequences(
     checkpoint: Callable[[str], Checkpoint],
 ) -> None:
     engine, params = build(checkpoint("llama")), SamplingParams(max_tokens=NUM_TOKENS)
     engine.cache.set_quota(b"small", hard=17)  # its three sequences want 28
-    engine.cache.set_quota(b"", hard=1)  # nobody's, and no measure for others
+    engine.cache.set_quota(b"", hard=1)  # a tenant without sequences: its quota limits no other tenant
     preempted: list[bytes] = []
     preempt = engine.scheduler.preempt
-    engine.scheduler.preempt = lambda s: (preempted.append(s.completion.request.tenant), preempt(s))  # type: ignore[assignment, func-returns-value]
+
+    def recorded(sequence: SequenceState) -> None:
+        preempted.append(sequence.completion.request.tenant)
+        preempt(sequence)
+
+    engine.scheduler.preempt = recorded  # type: ignore[method-assign]
     requests = [engine.submit(prompt_of(n), params, tenant=tenant) for n in LENGTHS for tenant in (b"small", b"large")]
     while engine.has_work:
         engine.step()
@@ -118,33 +123,37 @@ def test_forty_prompts_through_a_pool_that_holds_three(checkpoint: Callable[[str
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=some.data())
+@given(data=strategies.data())
 def test_any_workload_gives_each_prompt_its_own_tokens(
-    data: some.DataObject, checkpoint: Callable[[str], Checkpoint]
+    data: strategies.DataObject, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
-    """Random lengths, arrivals, cancellations, chunks, batches and pools; a few shared prefixes."""
+    """Lengths, arrivals, cancellations, chunks, batches and pools are random; some prompts share a prefix."""
     prompts = [
-        prompt_of(data.draw(some.sampled_from([3, 30, 31, 60])), seed=data.draw(some.integers(0, 2))) for _ in range(6)
+        prompt_of(data.draw(strategies.sampled_from([3, 30, 31, 60])), seed=data.draw(strategies.integers(0, 2)))
+        for _ in range(6)
     ]
-    counts = [data.draw(some.integers(1, 20)) for _ in prompts]
-    block_size = data.draw(some.sampled_from([1, 4, 16]))
-    batch_tokens, chunk = data.draw(some.sampled_from([1, 7, 64, 2048])), data.draw(some.sampled_from([None, 1, 10]))
-    limits = Limits(batch_tokens, data.draw(some.integers(1, 8)), chunk)
+    counts = [data.draw(strategies.integers(1, 20)) for _ in prompts]
+    block_size = data.draw(strategies.sampled_from([1, 4, 16]))
+    batch_tokens, chunk = (
+        data.draw(strategies.sampled_from([1, 7, 64, 2048])),
+        data.draw(strategies.sampled_from([None, 1, 10])),
+    )
+    limits = Limits(batch_tokens, data.draw(strategies.integers(1, 8)), chunk)
     needed = -(-80 // block_size)
     engine = build(
         checkpoint("llama"),
         block_size=block_size,
-        num_frames=data.draw(some.integers(needed, 3 * needed)),
+        num_frames=data.draw(strategies.integers(needed, 3 * needed)),
         limits=limits,
-        prefix_cache=data.draw(some.booleans()),
-        watermark=data.draw(some.sampled_from([0.0, 0.2])),
+        prefix_cache=data.draw(strategies.booleans()),
+        watermark=data.draw(strategies.sampled_from([0.0, 0.2])),
     )
     requests = []
     for prompt, count in zip(prompts, counts, strict=True):
         requests.append(engine.submit(prompt, SamplingParams(max_tokens=count)))
-        for _ in range(data.draw(some.integers(0, 3))):
+        for _ in range(data.draw(strategies.integers(0, 3))):
             engine.step()
-    cancelled = data.draw(some.sets(some.sampled_from(requests), max_size=3))
+    cancelled = data.draw(strategies.sets(strategies.sampled_from(requests), max_size=3))
     for request in cancelled:
         engine.cancel(request)
     engine.run()
@@ -161,15 +170,15 @@ def test_samples_share_the_frames_of_their_prompt(checkpoint: Callable[[str], Ch
     engine = build(checkpoint("llama"))
     request = engine.submit(prompt_of(150), SamplingParams(max_tokens=8, temperature=2.0, seed=1), num_samples=6)
     engine.step()
-    assert engine.cache.stats().mapped == 10  # 150 tokens, once
+    assert engine.cache.stats().mapped == 10  # the pages of 150 tokens, once for all samples
     engine.step()
-    assert engine.cache.stats().mapped == 15  # the tail split for all but one
+    assert engine.cache.stats().mapped == 15  # all samples but one copied the last page
     engine.run()
     assert len({tuple(c.token_ids) for c in request.completions}) > 1
     assert idle(engine)
 
 
-def test_a_seed_decides_whatever_else_runs(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_seed_gives_the_same_tokens_beside_any_other_requests(checkpoint: Callable[[str], Checkpoint]) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, top_k=40, seed=11)
     alone = outputs(build(checkpoint("llama")).generate([prompt_of(20)], params, num_samples=3))
     crowd = build(checkpoint("llama"), num_frames=12)
@@ -182,11 +191,11 @@ def test_a_seed_decides_whatever_else_runs(checkpoint: Callable[[str], Checkpoin
 
 
 def by_hand(checkpoint: Checkpoint, prompt: list[int], params: SamplingParams, index: int) -> list[int]:
-    """The tokens of sample `index`: drawn from the decoder's logits by one generator, without engine, cache or scheduler."""
+    """Draw the tokens of sample `index` with one generator from the decoder's logits: no engine, cache or scheduler."""
     paging = Paging(_decoders[str(checkpoint.folder)], block_size=16, num_frames=12, num_sequences=1)
     generator, tokens, new = params.generator(index), [], prompt
     for _ in range(params.max_tokens):
-        token = int(sample(paging.step({0: new})[-1:], [Row(params, generator, prompt + tokens)]))
+        token = int(sample(paging.step({0: new})[-1:], [SamplingRow(params, generator, prompt + tokens)]))
         tokens.append(token)
         new = [token]
     return tokens
@@ -234,19 +243,17 @@ def test_stop_strings_and_ids_end_the_text_before_them(checkpoint: Callable[[str
     engine = build(checkpoint("llama"))
     free = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12))[0].completions[0]
     words = free.text.split()
-    by_string = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12, stop=" ".join(words[4:6])))[
-        0
-    ].completions[0]
+    stop_string = SamplingParams(max_tokens=12, stop=" ".join(words[4:6]))
+    by_string = engine.generate([prompt_of(9)], stop_string)[0].completions[0]
     assert (by_string.text.split(), by_string.finish_reason) == (words[:4], "stop")
-    by_id = engine.generate([prompt_of(9)], SamplingParams(max_tokens=12, stop_ids=[free.token_ids[3]]))[0].completions[
-        0
-    ]
+    stop_id = SamplingParams(max_tokens=12, stop_ids=[free.token_ids[3]])
+    by_id = engine.generate([prompt_of(9)], stop_id)[0].completions[0]
     assert by_id.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[3]) + 1]
     assert by_id.finish_reason == "stop"
     assert by_id.text.split() == words[: len(by_id.token_ids) - 1]
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     stops = StopStrings(["END", "\n\n"])
     assert [stops.push(piece) for piece in ("a E", "N", "E", "\n", "b\n", "\nc")] == [
         ("a ", False),
@@ -286,21 +293,19 @@ def test_a_listener_may_cancel(checkpoint: Callable[[str], Checkpoint]) -> None:
     assert idle(engine)
 
 
-def test_a_listener_that_fails_loses_nobodys_tokens(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_listener_that_raises_loses_no_tokens(checkpoint: Callable[[str], Checkpoint]) -> None:
     engine = build(checkpoint("llama"))
 
     def fail(completion: Completion, text: str) -> None:
-        raise RuntimeError("no one home")
+        raise RuntimeError("listener failed")
 
     engine.submit(prompt_of(9), SamplingParams(max_tokens=1), on_text=fail)
     other = engine.submit(prompt_of(20), SamplingParams(max_tokens=6))
-    with pytest.raises(RuntimeError, match="no one home"):
+    with pytest.raises(RuntimeError, match="listener failed"):
         engine.step()
     engine.run()
-    assert (
-        other.completions[0].token_ids
-        == outputs(build(checkpoint("llama")).generate([prompt_of(20)], SamplingParams(max_tokens=6)))[0]
-    )
+    alone = build(checkpoint("llama")).generate([prompt_of(20)], SamplingParams(max_tokens=6))
+    assert other.completions[0].token_ids == outputs(alone)[0]
     assert idle(engine)
 
 
@@ -315,7 +320,7 @@ def test_an_interrupted_step_can_be_stepped_again(
     for number in range(30):
 
         def forward(*args: Any, **options: Any) -> Any:
-            real(*args, **options)  # KV is written, and then ..
+            real(*args, **options)  # the interrupt comes after the KV is written
             raise KeyboardInterrupt
 
         monkeypatch.setattr(engine.decoder, "forward", forward)
@@ -328,17 +333,17 @@ def test_an_interrupted_step_can_be_stepped_again(
     assert idle(engine)
 
 
-@pytest.mark.parametrize("place", ["_measure", "_tell", "_take", "fork", "push"])
+@pytest.mark.parametrize("place", ["_measure", "_notify", "_take", "fork", "push"])
 @pytest.mark.parametrize("num_frames", [400, 13])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_step_broken_off_after_its_commit_loses_nobodys_tokens(
+def test_a_step_interrupted_after_its_commit_loses_no_tokens(
     place: str,
     num_frames: int,
     error: type[BaseException],
     checkpoint: Callable[[str], Checkpoint],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It breaks at some calls of `place`, before that has done anything (`push`: after)."""
+    """Some calls of `place` raise before they do anything (`push`: after it has done its work)."""
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=3)
 
     def submitted(engine: Engine) -> list[Any]:
@@ -353,42 +358,42 @@ def test_a_step_broken_off_after_its_commit_loses_nobodys_tokens(
     whole.run()
     engine = build(checkpoint("llama"), num_frames=num_frames)
     owner = {"fork": engine.scheduler, "push": TextStream}.get(place, engine)
-    real, chance, broken = getattr(owner, place), random.Random(1), 0
+    real, dice, interrupts = getattr(owner, place), random.Random(1), 0
 
-    def breaking(*args: Any) -> Any:
-        nonlocal broken
-        if chance.random() < 0.2:
-            broken += 1
+    def interrupted(*args: Any) -> Any:
+        nonlocal interrupts
+        if dice.random() < 0.2:
+            interrupts += 1
             if place == "push":
                 real(*args)
-            raise error("broken off")
+            raise error("interrupted")
         return real(*args)
 
-    monkeypatch.setattr(owner, place, breaking)
+    monkeypatch.setattr(owner, place, interrupted)
     got = submitted(engine)
     for _ in range(300):
         with contextlib.suppress(error):
             engine.step()
     assert not engine.has_work
-    assert broken >= 1
+    assert interrupts >= 1
     assert outputs(got) == outputs(want)
     assert [c.text for r in got for c in r.completions] == [c.text for r in want for c in r.completions]
     assert idle(engine)
 
 
-def test_a_listener_that_fails_takes_nobodys_pieces(checkpoint: Callable[[str], Checkpoint]) -> None:
-    """All are told, the first error is raised, and the request that was listened to goes on."""
+def test_a_listener_that_raises_takes_no_pieces_from_others(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """All listeners are called, then the first error is raised; the request of a failing listener goes on."""
     engine = build(checkpoint("llama"))
     heard: list[str] = []
 
     def fail(completion: Completion, text: str) -> None:
-        raise RuntimeError(f"no one home at {len(completion.request.prompt_ids)}")
+        raise RuntimeError(f"listener failed at {len(completion.request.prompt_ids)} tokens")
 
     params = SamplingParams(max_tokens=5)
     failing = [engine.submit(prompt_of(length), params, on_text=fail) for length in (9, 12)]
     other = engine.submit(prompt_of(20), params, on_text=lambda _, text: heard.append(text))
     for _ in range(5):
-        with pytest.raises(RuntimeError, match="no one home at 9"):
+        with pytest.raises(RuntimeError, match="listener failed at 9 tokens"):
             engine.step()
     assert "".join(heard) == other.completions[0].text
     assert [c.finish_reason for r in (*failing, other) for c in r.completions] == ["length"] * 3
@@ -411,22 +416,22 @@ def test_a_listener_may_submit_and_must_not_step(
             call(engine)
 
     request = engine.submit(prompt_of(9), SamplingParams(max_tokens=4), on_text=listen)
-    with pytest.raises(InvalidRequest, match="it may submit and cancel"):
+    with pytest.raises(InvalidRequest, match="a listener may only submit and cancel"):
         engine.run()
     engine.run()
     assert [len(r.completions[0].token_ids) for r in (request, *later)] == [4, 3]
     assert idle(engine)
 
 
-def test_samples_yet_to_be_born_count(checkpoint: Callable[[str], Checkpoint]) -> None:
-    """Against max_sequences, and against the frames that are promised."""
+def test_samples_not_yet_forked_count(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """They count against max_sequences and against the frames promised to running sequences."""
     engine = build(checkpoint("llama"), limits=Limits(max_sequences=4, prefill_chunk=10))
     params = SamplingParams(max_tokens=5)
     for _ in range(2):
         engine.submit(prompt_of(40), params, num_samples=3)
     while engine.has_work:
         engine.step()
-        assert sum(len(s.heads) for s in engine.scheduler.running) <= 4
+        assert sum(len(s.receivers) for s in engine.scheduler.running) <= 4
     narrow = build(checkpoint("llama"), num_frames=9, prefix_cache=False, limits=Limits(prefill_chunk=10))
     for seed in range(2):  # 3 frames of prompt and 2 more tails, of 9: the second waits
         narrow.submit(prompt_of(40, seed=seed), params, num_samples=3)
@@ -435,7 +440,7 @@ def test_samples_yet_to_be_born_count(checkpoint: Callable[[str], Checkpoint]) -
     assert idle(narrow)
 
 
-def test_who_waits_behind_a_cancelled_head_is_admitted_at_once(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_sequence_behind_a_cancelled_head_is_admitted_at_once(checkpoint: Callable[[str], Checkpoint]) -> None:
     engine = build(checkpoint("llama"), num_frames=10)
     first = engine.submit(prompt_of(70), SamplingParams(max_tokens=8))
     large, small = (engine.submit(prompt_of(length, seed=1), SamplingParams(max_tokens=1)) for length in (120, 5))
@@ -455,8 +460,8 @@ def test_cached_tokens_are_those_found_when_first_admitted(checkpoint: Callable[
         engine.step()
     engine.scheduler.preempt(engine.scheduler.running[-1])
     engine.run()
-    assert engine.cache.stats().tokens_matched > 0  # it found its own pages,
-    assert request.completions[0].cached_tokens == 0  # which nobody had cached for it
+    assert engine.cache.stats().tokens_matched > 0  # after the preemption, the sequence found its own pages,
+    assert request.completions[0].cached_tokens == 0  # which do not count as cached
 
 
 @pytest.mark.parametrize(
@@ -476,7 +481,7 @@ def test_a_cache_of_another_geometry_is_refused(
 def test_only_a_forced_kernel_is_forced_on_every_call(
     checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that the chosen kernel objects to goes to the next one, unless someone asked for that kernel by name."""
+    """A call that the chosen kernel refuses goes to the next kernel, unless the user asked for that kernel by name."""
     params = SamplingParams(max_tokens=3)
     picky = registry.Kernel(
         "picky", None, "pagedkv.kernels.reference", lambda case: ["no soft cap"] * ("softcap" in case.features)

@@ -19,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=NUM_TOKENS)
 
 
 def grouped(checkpoint: Checkpoint, num_frames: int, limits: Limits | None = None) -> Engine:
-    """The same engine over a cache whose windowed layers give frames back."""
+    """Build an engine over a cache whose windowed layers give frames back."""
     engine = build(checkpoint, block_size=4, num_frames=8)
     config = engine.decoder.config
     cache = PagedKVCache(config.specs(block_size=4), layer_groups=config.layer_groups(), num_frames=num_frames)
@@ -71,12 +71,11 @@ def test_samples_of_one_prompt_share_its_frames_in_every_group(checkpoint: Calla
     assert drawn[0] == drawn[1]
 
 
-def test_a_cache_that_gives_back_what_a_layer_still_sees_is_refused(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_a_cache_that_gives_back_frames_a_layer_still_sees_is_refused(checkpoint: Callable[[str], Checkpoint]) -> None:
     engine = build(checkpoint("gemma2"), block_size=4)
     config = engine.decoder.config
-    in_order = PagedKVCache(
-        config.specs(block_size=4), num_frames=8
-    )  # whose first layers have no window, unlike the model's
+    # Without layer_groups, the first layers have no window, unlike the model's.
+    in_order = PagedKVCache(config.specs(block_size=4), num_frames=8)
     assert in_order.layer_groups != config.layer_groups()
     with pytest.raises(InvalidRequest, match="window of layer"):
         Engine(engine.decoder, engine.tokenizer, in_order)

@@ -1,4 +1,4 @@
-"""Sampling laws: the filters of transformers, one seed one text whatever the batch, frequencies as the distribution says."""
+"""Sampling: filters as in transformers, tokens that depend on the seed only, frequencies as the distribution says."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation import logits_process as theirs
+from transformers.generation import logits_process
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.sampler import Row, SamplingParams, probabilities, sample
+from pagedkv.model.sampler import SamplingParams, SamplingRow, probabilities, sample
 
 V = 50
 TOLERANCE = {"probability": 1e-6, "sigmas": 4.5}
@@ -19,9 +19,9 @@ def logits_of(rows: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
     return spread * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
 
 
-def row(history: list[int] | tuple[()] = (), **options: Any) -> Row:
+def row(history: list[int] | tuple[()] = (), **options: Any) -> SamplingRow:
     params = SamplingParams(**options)
-    return Row(params, params.generator(), history)
+    return SamplingRow(params, params.generator(), history)
 
 
 FILTERS: list[dict[str, Any]] = [
@@ -42,14 +42,14 @@ HISTORY = [3, 3, 7, 11, 49, 0, 7]
 
 
 def as_transformers(logits: torch.Tensor, o: dict[str, Any]) -> torch.Tensor:
-    """The distribution transformers would draw from: its processors in its order."""
-    chain: list[Any] = (
-        [theirs.RepetitionPenaltyLogitsProcessor(float(o["repetition_penalty"]))] if "repetition_penalty" in o else []
-    )
-    chain.append(theirs.TemperatureLogitsWarper(o["temperature"]))
-    chain += [theirs.TopKLogitsWarper(o["top_k"])] if "top_k" in o else []
-    chain += [theirs.TopPLogitsWarper(o["top_p"])] if "top_p" in o else []
-    chain += [theirs.MinPLogitsWarper(o["min_p"])] if "min_p" in o else []
+    """Return the distribution that transformers draws from: its processors in its order."""
+    chain: list[Any] = []
+    if "repetition_penalty" in o:
+        chain.append(logits_process.RepetitionPenaltyLogitsProcessor(float(o["repetition_penalty"])))
+    chain.append(logits_process.TemperatureLogitsWarper(o["temperature"]))
+    chain += [logits_process.TopKLogitsWarper(o["top_k"])] if "top_k" in o else []
+    chain += [logits_process.TopPLogitsWarper(o["top_p"])] if "top_p" in o else []
+    chain += [logits_process.MinPLogitsWarper(o["min_p"])] if "min_p" in o else []
     for processor in chain:
         logits = processor(torch.tensor([HISTORY]), logits)
     return logits.softmax(dim=-1)
@@ -83,14 +83,13 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(options: dict[str, 
     p = probabilities(logits, [source])[0]
     counts = sample(logits.expand(draws, -1), [source] * draws).bincount(minlength=V)
     assert counts[p == 0].sum() == 0
-    sigmas = TOLERANCE[
-        "sigmas"
-    ]  # Bernstein's bound, whose second term is for tokens so rare that one draw is many deviations
+    # Bernstein's bound. Its second term is for tokens so rare that one draw is many standard deviations.
+    sigmas = TOLERANCE["sigmas"]
     assert ((counts - draws * p).abs() <= sigmas * (draws * p * (1 - p)).sqrt() + sigmas**2 / 6).all()
 
 
 def text_of(seed: int, neighbours: int) -> list[int]:
-    """30 tokens of one request among `neighbours` others of every kind, at a place that changes."""
+    """Draw 30 tokens of one request among `neighbours` other requests, in a different row each step."""
     mine = row(seed=seed, temperature=1.2, top_k=30, top_p=0.95)
     tokens = []
     for step in range(30):
@@ -206,7 +205,7 @@ def test_masked_logits_are_never_drawn() -> None:
         ("stop_ids", [-1]),
     ],
 )
-def test_params_out_of_range_are_named(field: str, value: Any) -> None:
+def test_a_parameter_out_of_range_is_named(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"^{field} is .*; it must be "):
         SamplingParams(**{field: value})
 

@@ -1,4 +1,4 @@
-"""Loading weights: one file or many, tied or not, converted or not; and one clear line for each way a folder can be damaged."""
+"""Weights: one file or many, tied or not, converted or not; and one clear line for each kind of damage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def copy(checkpoint: Any, tmp_path: Path) -> Path:
-    """A checkpoint that may be damaged."""
+    """Return a copy of a checkpoint, for a test to damage."""
     return shutil.copytree(checkpoint("llama").folder, tmp_path / "copy")
 
 
@@ -67,7 +67,7 @@ def test_the_offset_of_a_norm_survives_bfloat16(checkpoint: Any) -> None:
 def test_weights_do_not_alias_the_files(checkpoint: Any, copy: Path) -> None:
     decoder = Decoder.load(copy)
     before = first_logits(decoder)
-    with (copy / SINGLE).open("r+b") as file:  # in place: a mapping would see it
+    with (copy / SINGLE).open("r+b") as file:  # in place, so that a mapping of the file would see the change
         file.seek(-4096, 2)
         file.write(b"\0" * 4096)
     assert torch.equal(first_logits(decoder), before)
@@ -80,9 +80,8 @@ def test_a_tied_head_that_was_saved_counts_if_it_differs(checkpoint: Any, tmp_pa
     weights = Decoder.load(folder).weights
     assert (weights.head.data_ptr() == weights.embedding.data_ptr()) is not trained
     assert torch.equal(weights.head, weights.embedding + trained)
-    assert (
-        torch.equal(first_logits(Decoder.load(folder)), first_logits(checkpoint("llama-tied").decoder())) is not trained
-    )
+    tied_logits = first_logits(checkpoint("llama-tied").decoder())
+    assert torch.equal(first_logits(Decoder.load(folder)), tied_logits) is not trained
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
@@ -113,7 +112,10 @@ def cut(folder: Path) -> None:
 
 
 def shard(weight_map: Any) -> Callable[[Path], None]:
-    return lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))  # type: ignore[return-value]
+    def apply(folder: Path) -> None:
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return apply
 
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -164,6 +166,6 @@ def test_damage_is_named_in_one_line(copy: Path, name: str) -> None:
     assert str(copy) in str(refused.value)
 
 
-def test_tables_that_old_checkpoints_carry_are_no_damage(copy: Path) -> None:
+def test_the_frequency_tables_of_old_checkpoints_are_ignored(copy: Path) -> None:
     edit(lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(12)}))(copy)
     assert Decoder.load(copy).config.num_layers == 3

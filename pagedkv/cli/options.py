@@ -1,0 +1,148 @@
+"""The options and arguments of all commands, as annotated types: metavar and help text. Defaults stand in `app.py`.
+
+A bare name serves `generate`; the others begin with their command's subject: Replay, Manager, Cell (of `bench
+attention`). No imports beyond typer, because --help must be quick.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+_MEMORY: Final = "The KV cache"
+_SAMPLING: Final = "Sampling"
+_CELLS: Final = "What is measured"
+
+Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
+
+# generate: the prompt and the output
+
+Dash = Annotated[str | None, typer.Argument(metavar="[-]", help="Read the prompt from stdin, as is done for a pipe.")]
+PromptText = Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.")]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help='A text, or with the ending .jsonl many prompts: {"prompt": "..."} on each line.'
+    ),
+]
+Model = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="A Hugging Face folder; without, the bundled checkpoint.")
+]
+MaxTokens = Annotated[int, typer.Option(metavar="N", help="Of output, at most.")]
+NumSamples = Annotated[int, typer.Option(metavar="N", help="Outputs for each prompt; they share its frames.")]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="The prompt is a user's message: put it into the checkpoint's chat template.")
+]
+JsonObject = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object (a line for each prompt of a .jsonl), no more.")
+]
+
+# generate: sampling
+
+Temperature = Annotated[float, typer.Option(metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLING)]
+TopK = Annotated[int, typer.Option(metavar="N", help="From the N likeliest; 0 is off.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[
+    float, typer.Option(metavar="P", help="From the likeliest that hold P; 1 is off.", rich_help_panel=_SAMPLING)
+]
+MinP = Annotated[
+    float, typer.Option(metavar="P", help="None below P times the likeliest; 0 is off.", rich_help_panel=_SAMPLING)
+]
+RepetitionPenalty = Annotated[float, typer.Option(metavar="R", help="1 is off.", rich_help_panel=_SAMPLING)]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="The same seed, the same text.", rich_help_panel=_SAMPLING)]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Where to end; may be given several times.", rich_help_panel=_SAMPLING),
+]
+
+# generate: the pool
+
+BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens in a frame.", rich_help_panel=_MEMORY)]
+NumFrames = Annotated[int | None, typer.Option(metavar="N", help="Frames in the pool.", rich_help_panel=_MEMORY)]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Or its size, such as 2GiB.", rich_help_panel=_MEMORY)]
+Kernels = Annotated[str, typer.Option(metavar="NAME", help="One that `pagedkv doctor` lists.", rich_help_panel=_MEMORY)]
+Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.", rich_help_panel=_MEMORY)]
+
+# replay
+
+ReplayTrace = Annotated[
+    Path,
+    typer.Argument(metavar="TRACE", help='On each line a request: {"hash_ids": [0, 1]}, 512 prompt tokens an id.'),
+]
+ReplayFrames = Annotated[
+    list[int] | None, typer.Option(metavar="N", help="Frames of 512 tokens; again for more pools.")
+]
+ReplayMemory = Annotated[
+    list[str] | None, typer.Option(metavar="SIZE", help="Instead: pools of that size, such as 40GiB.")
+]
+ReplayBytesPerToken = Annotated[int, typer.Option(metavar="N", help="For --memory; as is, Llama 3.1 8B in bfloat16.")]
+ReplayPolicy = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="lru, 2q, lfu, cost, priority, belady, estimate, all.")
+]
+ReplayPlot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw hit rate against pool size.")]
+
+JsonList = Annotated[bool, typer.Option("--json", help="Print a list of objects, no more.")]
+
+# bench
+
+Record = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Append the rows there, not to bench/results of a checkout.")
+]
+
+# bench manager
+
+ManagerRounds = Annotated[int, typer.Option(metavar="N", min=1, help="Each goes through all cases in turn.")]
+ManagerPeers = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="PYTHON", help="One that has vLLM, SGLang or nano-vllm; may be given several times."),
+]
+ManagerPlot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Instead: a step against pool size and context length, drawn there.")
+]
+
+# bench attention: the cells of the grid
+
+CellsFull = Annotated[bool, typer.Option("--full/--quick", help="The whole grid, half an hour; or every promise once.")]
+CellKinds = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KIND", help="Only decode, prefill, write or call.", rich_help_panel=_CELLS),
+]
+CellDtypes = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.", rich_help_panel=_CELLS)
+]
+CellKvDtypes = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="fp8_e4m3, fp8_e5m2, int8, int4.", rich_help_panel=_CELLS)
+]
+CellHeads = Annotated[list[str] | None, typer.Option(metavar="H/K", help="Query and kv heads.", rich_help_panel=_CELLS)]
+CellHeadDims = Annotated[list[int] | None, typer.Option(metavar="N", help="Of K and V.", rich_help_panel=_CELLS)]
+CellBlockSizes = Annotated[
+    list[int] | None, typer.Option(metavar="N", help="Tokens in a frame.", rich_help_panel=_CELLS)
+]
+CellContexts = Annotated[
+    list[int] | None, typer.Option(metavar="N", help="Tokens of a sequence.", rich_help_panel=_CELLS)
+]
+CellBatches = Annotated[list[int] | None, typer.Option(metavar="N", help="Sequences.", rich_help_panel=_CELLS)]
+CellThreads = Annotated[
+    list[int] | None, typer.Option(metavar="N", help="As is: 1, and 2 where there are.", rich_help_panel=_CELLS)
+]
+CellsPart = Annotated[
+    str, typer.Option(metavar="I/N", help="Of the grid cut into N, only part I.", rich_help_panel=_CELLS)
+]
+
+# bench attention: how to measure and show them
+
+AttentionKernels = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Ours to compare; all that run on a CPU.")
+]
+AttentionRepetitions = Annotated[int, typer.Option(metavar="N", min=1, help="Of each, in turn.")]
+AttentionVllm = Annotated[Path | None, typer.Option(metavar="PATH", help="The Python of an environment with vLLM.")]
+AttentionJson = Annotated[
+    bool, typer.Option("--json", help="Print a list of objects on stdout; the tables go to stderr.")
+]
+AttentionPlot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the roofline; of a GPU, shares of the ceiling.")
+]
+AttentionDevice = Annotated[
+    str, typer.Option(metavar="NAME", help="cpu; or cuda: decode on a GPU, in cells of its own.")
+]
