@@ -72,11 +72,10 @@ def _docstrings(text: str) -> Iterator[tuple[int, str, bool]]:
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """Yield (line, text) of each paragraph; a line that is a table or a picture stands alone."""
-    for number, paragraph in _joined(
+    yield from _joined(
         (number, line if re.search(r"\w", line) and not re.search(r"\S {3,}\S|[│├└─▶]", line) else "")
         for number, line in enumerate(text.splitlines())
-    ):
-        yield number, paragraph
+    )
 
 
 def _comments(text: str) -> Iterator[tuple[int, str, bool]]:
@@ -113,7 +112,7 @@ def files(paths: list[Path]) -> list[Path]:
     """Return the sources below `paths`, without the builds."""
     found = [below for path in paths for below in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     return [
-        path for path in found if path.suffix in SOURCES and not {"__pycache__", "bundled", ".venv"} & set(path.parts)
+        path for path in found if path.suffix in SOURCES and not {"__pycache__", ".venv"} & set(path.parts)
     ]
 
 
