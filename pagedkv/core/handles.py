@@ -41,7 +41,7 @@ class Manager(Protocol):
         """Unmap the pages `first` .. `last` - 1."""
 
     def release(self, space: AddressSpace) -> None:
-        """Give back everything."""
+        """Give back all frames."""
 
 
 class AddressSpace:

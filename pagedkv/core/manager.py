@@ -352,9 +352,9 @@ class MemoryManager(ObservationMixin, TenantMixin):
 
     @exclusive
     def advance(self, epoch: int) -> int:
-        """Free the frames that waited for `epoch` or an older one: all work of these epochs has finished.
+        """Make the frames available that waited for `epoch` or an older one: all work of these epochs has finished.
 
-        Returns: how many frames waited. A second call for the same epoch does nothing.
+        Returns: how many frames waited for them. A second call for the same epoch does nothing.
         Raises:  InvalidRequest for an epoch that was not opened
         """
         newest, epoch = int(self.state.reg[st.EPOCH]), whole(epoch, "epoch", -1)

@@ -92,6 +92,7 @@ class ObservationMixin(ThreadGuard):
 
         Inside the context, `open` counts in no statistic of prompts, and a single layer group with a window gives back
         no page, since a space with a hole publishes no further page. Both resume at the end, also after an exception.
+        A tenant that gets its first quota must get it before or after the context.
         """
         counters, missed = self.state.reg[prompt_registers(self.state.reg)].copy(), self._missed_other_root
         reuse_counts = self._reuse_sampler.counts() if self._reuse_sampler else None
