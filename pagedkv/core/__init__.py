@@ -1,7 +1,10 @@
 """core: the memory manager. Integers only: numpy and numba, never a tensor.
 
-`MemoryManager` is the door; engines that keep their own tensors need nothing else. Underneath, one `State` of arrays and a few
-compiled functions over it, by noun: frames, index (of prefixes), spaces (page tables), steps (plan and commit).
+`MemoryManager` is the door; an engine that keeps its own tensors needs nothing else. Beneath the door lies one `State`
+of arrays. Compiled functions work on these arrays, in wings by subject:
+
+    pool/     which frames are free, cached, evicted       tables/   which space maps which frame; plan and commit
+    prefix/   which pages a prompt finds                   observe/  statistics         check/   the invariants
 """
 
 from pagedkv.core.handles import AddressSpace, Pin, Plan

@@ -1,6 +1,7 @@
-"""Arguments: what callers give, as ints, bytes and contiguous int32 arrays, or a refusal in words.
+"""Arguments: convert the values that callers pass to ints, bytes and contiguous arrays, or raise InvalidRequest.
 
-Whatever counts as an int to Python (`__index__`: numpy's and torch's too) is one here, but for bools: nobody means a number by True.
+Every object with `__index__` is an int here, so numpy's and torch's integers are accepted. A bool is refused: True as a
+number is a mistake of the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def whole(value: Any, what: str, least: int = 0, end: int = 2**63) -> int:
-    """`value` as an int of `least` to `end` - 1; `what` names it where it is refused."""
+    """Return `value` as an int in `least` .. `end` - 1. `what` names the argument in the error."""
     try:
         number = least - 1 if isinstance(value, bool | np.bool_) else index(value)
     except TypeError:
@@ -36,7 +37,7 @@ def _power(end: int) -> str:
 
 
 def real(value: Any, what: str) -> float:
-    """`value` as a float that is a number; `what` names it where it is refused."""
+    """Return `value` as a float that is not NaN. `what` names the argument in the error."""
     if isinstance(value, str | bytes | bool | np.bool_):
         raise InvalidRequest(f"{what} is {value!r}; give a number")
     try:
@@ -49,43 +50,46 @@ def real(value: Any, what: str) -> float:
 
 
 def flag(value: Any, what: str) -> bool:
-    """`value` as a bool; `what` names it where it is refused."""
+    """Return `value` as a bool. `what` names the argument in the error."""
     if not isinstance(value, bool | np.bool_):
         raise InvalidRequest(f"{what} is {value!r}; give True or False")
     return bool(value)
 
 
 def tenant_name(tenant: Any) -> bytes:
-    """A tenant's name, which is bytes."""
+    """Return `tenant`, a tenant's name, if it is bytes."""
     if type(tenant) is not bytes:
         raise InvalidRequest(f"tenant is {tenant!r}; a tenant's name is bytes, such as b'acme' or a digest")
     return tenant
 
 
 def token_row(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:
-    """int32 [n]: token ids."""
+    """int32 [n]: the token ids; the caller's own array if it has this form already."""
     if type(token_ids) is np.ndarray and token_ids.dtype is _INT32 and token_ids.ndim == 1 and token_ids.flags.carray:
-        return cast(I32, token_ids)  # what is below takes microseconds
+        return cast(I32, token_ids)  # the conversions below take microseconds
     try:
         ids = np.asarray(token_ids)
     except ValueError as why:
-        raise InvalidRequest(f"token ids are no row of numbers ({why}); give one row of integers") from None
+        raise InvalidRequest(f"token ids are not a row of numbers ({why}); give one row of integers") from None
     if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
         raise InvalidRequest(f"token ids of shape {list(ids.shape)} and dtype {ids.dtype}; give one row of integers")
     if len(ids) and ids.dtype != np.int32 and (ids.min() < -(2**31) or ids.max() >= 2**31):
         raise InvalidRequest("a token id does not fit int32")
-    return np.require(
-        ids, np.int32, ("C", "A", "W")
-    )  # what may not be written is another type to numba, and compiles everything anew
+    # numba takes a read-only array for another type, and would compile every function anew
+    return np.require(ids, np.int32, ("C", "A", "W"))
 
 
 def asid_row(asids: npt.NDArray[np.integer]) -> I32:
-    """int32 [B]: numbers of address spaces, which carry no generation: whether they are still those that were meant is up to the caller."""
+    """int32 [B]: a copy of the asids, which the plan keeps.
+
+    An asid carries no generation: the caller makes sure that it still names the space that is meant.
+    """
     if asids.dtype is _INT32 and asids.ndim == 1:
-        return cast(I32, asids.copy())  # the plan keeps it
+        return cast(I32, asids.copy())
     if asids.ndim != 1 or not np.issubdtype(asids.dtype, np.integer):
         raise InvalidRequest(
-            f"address spaces of shape {list(asids.shape)} and dtype {asids.dtype}; give one row of integers, or AddressSpaces"
+            f"address spaces of shape {list(asids.shape)} and dtype {asids.dtype}; "
+            "give one row of integers, or AddressSpaces"
         )
     if asids.dtype != np.int32 and len(asids) and not -(2**31) <= asids.min() <= asids.max() < 2**31:
         raise InvalidRequest("the number of an address space does not fit int32")
@@ -93,16 +97,17 @@ def asid_row(asids: npt.NDArray[np.integer]) -> I32:
 
 
 def count_row(counts: Sequence[int] | npt.NDArray[np.integer], batch: int) -> I64:
-    """int64 [B]: a number of tokens for each of `batch` spaces. A copy: the plan keeps it."""
+    """int64 [B]: a copy of the number of tokens of each of `batch` spaces, which the plan keeps."""
     if type(counts) is np.ndarray and counts.dtype is _INT64 and counts.shape == (batch,):
         return cast(I64, counts.copy())
     try:
         given = np.asarray(counts)
     except ValueError:
-        raise InvalidRequest(f"counts are no row of numbers; give one int for each of the {batch} spaces") from None
+        raise InvalidRequest(f"counts are not a row of numbers; give one int for each of the {batch} spaces") from None
     if given.shape != (batch,) or (batch and not np.issubdtype(given.dtype, np.integer)):
         raise InvalidRequest(
-            f"there are {batch} spaces, and counts of shape {list(given.shape)} and {given.dtype}; give one int for each"
+            f"there are {batch} spaces, and counts of shape {list(given.shape)} and {given.dtype}; "
+            "give one int for each"
         )
     if given.dtype == np.uint64 and batch and given.max() >= 2**63:
         raise InvalidRequest("a count does not fit int64")
@@ -110,13 +115,13 @@ def count_row(counts: Sequence[int] | npt.NDArray[np.integer], batch: int) -> I6
 
 
 def frame_row(frames: npt.NDArray[np.integer], num_frames: int) -> I32:
-    """int32 [n]: numbers of frames in a pool of `num_frames`."""
+    """int32 [n]: the frame numbers, each in 0 .. `num_frames` - 1."""
     try:
         wanted = np.asarray(frames)
     except ValueError:
-        raise InvalidRequest("frames are no row of numbers; give one row of frame numbers") from None
-    numbers = wanted.ndim == 1 and (len(wanted) == 0 or np.issubdtype(wanted.dtype, np.integer))
-    if not numbers or (len(wanted) and not 0 <= wanted.min() <= wanted.max() < num_frames):
+        raise InvalidRequest("frames are not a row of numbers; give one row of frame numbers") from None
+    is_row = wanted.ndim == 1 and (len(wanted) == 0 or np.issubdtype(wanted.dtype, np.integer))
+    if not is_row or (len(wanted) and not 0 <= wanted.min() <= wanted.max() < num_frames):
         raise InvalidRequest(
             f"frames of shape {list(wanted.shape)}; give one row of frame numbers, 0 to {num_frames - 1}"
         )

@@ -1,11 +1,13 @@
-"""How the functions of core are compiled: by numba, once per machine, and without its reference counts.
+"""The decorators that compile the functions of core: with numba, once per machine, and without its reference counts.
 
-Numba counts references to the arrays that a function is handed, by atomic additions: 100 ns for each call with the whole `State`, and
-between branches, where it cannot prove them needless, 5 to 20 ns for a field of a record. These functions borrow arrays for the time of a
-call. Those that allocate nothing do without (`_nrt=False`), which made matching and publishing three times as fast; those that do allocate
-do little else, and hand their arrays to one that does not.
+Numba counts references to the arrays that a function receives, by atomic additions. Counting costs 100 ns for each call
+with the whole `State`, and 5 to 20 ns for a field of a record between branches where numba cannot prove it needless.
+The functions of core only borrow arrays for the time of a call. A function that allocates nothing is compiled without
+the counts (`_nrt=False`), which made matching and publishing three times as fast. A function that allocates does little
+else, and hands its arrays to one that does not.
 
-An integer divided by 0 gives 0 (`error_model`): looking for it costs more than the division, and a block_size is never 0.
+An integer divided by 0 gives 0 (`error_model`): the test for 0 costs more than the division, and a block_size is never
+0.
 """
 
 from __future__ import annotations
@@ -22,18 +24,19 @@ from pagedkv.machine_code import forget_stale
 
 forget_stale(Path(__file__).parent)
 
-compiled = numba.njit(cache=True, _nrt=False, error_model="numpy")  # type: ignore[call-overload]  # `_nrt` is not in its annotations
-"""For functions that allocate nothing."""
+# numba's annotations lack `_nrt`
+compiled = numba.njit(cache=True, _nrt=False, error_model="numpy")  # type: ignore[call-overload]
+"""Decorator of functions that allocate nothing."""
 
 inlined = numba.njit(cache=True, _nrt=False, error_model="numpy", forceinline=True)  # type: ignore[call-overload]
-"""For those that are called for each frame or space: a call passes the 80 words of `State` on the stack."""
+"""Decorator of functions that run for each frame or space: a real call passes 80 words of `State` on the stack."""
 
 allocating = numba.njit(cache=True, error_model="numpy")
-"""For those that make arrays."""
+"""Decorator of functions that make arrays."""
 
 
 def _prefetch(array: Any, at: Any) -> None:
-    """Ask for the line of the processor's cache where array[at] begins. Nothing waits for it."""
+    """Ask the processor to load the cache line where array[at] begins, without waiting. In plain Python: do nothing."""
 
 
 if numba.config.DISABLE_JIT:
@@ -42,20 +45,21 @@ else:
 
     @numba.extending.intrinsic
     def prefetch(_context: Any, array: Any, at: Any) -> Any:
-        """See _prefetch: LLVM's own, which numba has no word for."""
+        """The same as _prefetch, by LLVM's instruction, which numba does not offer."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             zero = arguments[1].type(0)
-            held = make_array(signature.args[0])(context, builder, arguments[0])
-            first = get_item_pointer(
-                context, builder, signature.args[0], held, [arguments[1]] + [zero] * (array.ndim - 1)
+            struct = make_array(signature.args[0])(context, builder, arguments[0])
+            element = get_item_pointer(
+                context, builder, signature.args[0], struct, [arguments[1]] + [zero] * (array.ndim - 1)
             )
-            place = builder.bitcast(first, ir.IntType(8).as_pointer())
-            number = ir.IntType(32)
-            word = builder.module.declare_intrinsic(
-                "llvm.prefetch", [place.type], ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+            address = builder.bitcast(element, ir.IntType(8).as_pointer())
+            i32 = ir.IntType(32)
+            llvm_prefetch = builder.module.declare_intrinsic(
+                "llvm.prefetch", [address.type], ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32])
             )
-            builder.call(word, [place, number(0), number(3), number(1)])  # to be read, kept in all levels, data
+            # for reading, kept in all cache levels, data
+            builder.call(llvm_prefetch, [address, i32(0), i32(3), i32(1)])
             return context.get_dummy_value()
 
         return numba.types.void(array, numba.types.intp), generate

@@ -1,7 +1,8 @@
 """The handles that MemoryManager gives out: AddressSpace (one sequence), Plan (one step), Pin (frames to be kept).
 
-A handle names rows of the page table by number and generation, so a stale one is refused at the call that uses it (I8). A handle holds no
-figures of its own: AddressSpace asks the manager that opened it, through the few methods of `Manager`. This file knows no table and no rule.
+A handle names a row of the page table by number and generation, so a stale handle is refused at the call that uses it
+(I8). An AddressSpace holds no figures of its own: it asks the manager that opened it, through the few methods of
+`Manager`. This file must not know tables or rules.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ class Manager(Protocol):
         """Unmap the pages `first` .. `last` - 1."""
 
     def release(self, space: AddressSpace) -> None:
-        """Give back everything."""
+        """Give back all frames."""
 
 
 class AddressSpace:
-    """The page table and length of one sequence. Made by `MemoryManager.open` and `fork`; `len(a)` is its committed tokens.
+    """The page table and length of one sequence, made by `MemoryManager.open` and `fork`.
 
-    Every method raises StaleHandle once the space was released, even if its number has been given to another one since (I8).
+    `len(space)` is the number of its committed tokens. Every method raises StaleHandle once the space was released,
+    even if its number belongs to another space by then (I8).
     """
 
     __slots__ = ("asid", "generation", "manager")
@@ -66,32 +68,32 @@ class AddressSpace:
         return self.manager.pages_of(self)
 
     def pages_in(self, group: int) -> I32:
-        """int32 [num_pages]: the same for another layer group than the first; -1 also where no query will look again. A copy."""
+        """int32 [num_pages]: the frame of each page in a layer group; -1 also for a page behind the window. A copy."""
         return self.manager.pages_of(self, group)
 
     @property
     def runs(self) -> I32:
-        """int32 [R, 2]: first frame and length of each run of neighbouring frames, in order of pages: what one copy can move."""
+        """int32 [R, 2]: first frame and length of each run of neighbouring frames, by pages. One copy moves a run."""
         return runs_in(self.pages)
 
     def runs_in(self, group: int) -> I32:
-        """int32 [R, 2]: the same for another layer group than the first."""
+        """int32 [R, 2]: the `runs` of a layer group."""
         return runs_in(self.pages_in(group))
 
     @property
     def token_ids(self) -> I32:
-        """int32 [len]: the committed tokens, read back from the frames; -1 where a page was punched. A copy."""
+        """int32 [len]: the committed tokens, as recorded beside the frames; -1 where a page was punched. A copy."""
         return self.manager.tokens_of(self)
 
     def fork(self) -> AddressSpace:
-        """A new space that shares every frame of this one; the first write to a shared frame copies it. O(pages).
+        """Open a space that shares every frame of this one. The first write to a shared frame copies it. O(pages).
 
         Raises: PlanConflict while a plan of this space is outstanding
         """
         return self.manager.fork(self)
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on, and give back the frames that held only those.
+        """Drop the tokens from `length` on, and give back the frames that hold no other token.
 
         Raises: InvalidRequest unless 0 <= length <= len; PlanConflict while a plan of this space is outstanding
         """
@@ -100,13 +102,15 @@ class AddressSpace:
     def punch(self, first: int, last: int) -> None:
         """Unmap the pages `first` .. `last` - 1, leaving holes that are never read (sliding windows).
 
-        Raises: InvalidRequest unless these pages are full and committed; PlanConflict while a plan of this space is outstanding
+        Raises: InvalidRequest unless these pages are full and committed;
+                PlanConflict while a plan of this space is outstanding
         """
         self.manager.punch(self, first, last)
 
     def release(self) -> None:
-        """Give back everything. While a plan is outstanding its frames stay until it is settled; the handle is stale at once.
+        """Give back all frames. The handle is stale at once.
 
+        Frames of an outstanding plan stay until the plan is settled.
         Raises: DoubleRelease the second time
         """
         self.manager.release(self)
@@ -121,7 +125,8 @@ class AddressSpace:
 class GroupPlan:
     """The part of a plan that differs between layer groups.
 
-    Shapes: rows int32 [B] of the page table, slots int64 [T], copies int32 [C, 2] (`Plan.copies` are those of all groups)
+    Shapes: rows int32 [B]: the row of each sequence in the page table        slots int64 [T]
+            copies int32 [C, 2]: the copies of this group; `Plan.copies` has those of all groups
     """
 
     rows: I32
@@ -131,12 +136,16 @@ class GroupPlan:
 
 @dataclass(eq=False, slots=True)
 class Plan:
-    """The slots of a whole batch. Frames are already mapped; the caller copies, then writes KV, then commits.
+    """The slots of one step. The frames are mapped already; the caller copies, then writes KV, then commits.
 
-    Shapes: slots int64 [T] = frame * block_size + offset, positions int64 [T]: of the new tokens, sequence by sequence
-            copies int32 [C, 2]: source and target frames, to be copied before any KV is written; targets are distinct and no source
-            seq_lens int32 [B]: KV length after the step        cu_seqlens_q int32 [B + 1]: where each sequence's new tokens begin
-            rows int32 [B]: whose (asids)                       block_table int32 [A, P]: the live page tables themselves, not a copy
+    Shapes: slots int64 [T]: frame * block_size + offset of each new token, sequence by sequence
+            positions int64 [T]: the position of each new token in its sequence
+            copies int32 [C, 2]: source and target frames, to be copied before any KV is written; the targets are
+                distinct, and none of them is a source
+            seq_lens int32 [B]: KV length after the step
+            cu_seqlens_q int32 [B + 1]: the first new token of each sequence
+            rows int32 [B]: the asid of each sequence
+            block_table int32 [A, P]: the live page tables themselves, not a copy
     """
 
     slots: I64
@@ -150,11 +159,11 @@ class Plan:
     counts: I64
     """int64 [B]: new tokens of each sequence."""
     group_slots: I64 = field(repr=False)
-    """int64 [G, T]: the slots of each layer group; those of the first are `slots`."""
+    """int64 [G, T]: the slots of each layer group; row 0 is `slots`."""
     splits: I32 = field(repr=False)
-    """int32 [C, 4]: source, target and row of each copy, and 1 if the prefix of the source is pinned with it."""
+    """int32 [C, 4]: source, target and row of each copy; 1 if the prefix of the source is pinned as well, else 0."""
     manager: object = field(repr=False)
-    """The MemoryManager that made it, and alone may settle it."""
+    """The MemoryManager that made the plan. No other one may settle it."""
     settled: str = ""
     """"", "committed" or "aborted"."""
 
@@ -164,22 +173,22 @@ class Plan:
         return self.splits[:, :2]
 
     def group(self, number: int) -> GroupPlan:
-        """What the layers of one group read and write; positions and lengths are those of all."""
+        """Return the rows, slots and copies of one layer group; positions and lengths are equal for all groups."""
         mine = (self.splits[:, 2] - number) % len(self.group_slots) == 0
         return GroupPlan(self.rows + np.int32(number), self.group_slots[number], self.splits[mine, :2])
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T: new tokens of the step."""
         return len(self.slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The handle of frames that a caller asked to keep: a row of its own maps them, so none is evicted, moved or written (I7).
+    """The handle of pinned frames, made by `MemoryManager.pin` and given back to `unpin`.
 
-    Made by `MemoryManager.pin`, given back to `unpin`.
-    `owner` and `deadline` are the caller's words, for `overdue`: a transfer that never ends is found by name, and not by a full pool.
+    A row of the page table maps the frames, so none of them is evicted, moved or written (I7). `owner` and `deadline`
+    come from the caller and serve `overdue`: a transfer that never ends is found by its name, before the pool is full.
     """
 
     asid: int

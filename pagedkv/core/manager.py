@@ -1,7 +1,7 @@
-"""MemoryManager: the door to core. It checks arguments, speaks in errors, grows the tables; the rules live in the compiled functions.
+"""MemoryManager: the door to core. It checks arguments, raises errors and grows the tables.
 
-It knows spaces, plans and roots; it must not know tensors, models or time. One thread calls it; a second one that comes in meanwhile is
-refused.
+The compiled functions hold the rules. This file knows spaces, plans and roots; it must not know tensors, models or
+time. One thread calls it; a second thread that calls during another call is refused (thread_guard.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagedkv.core import state as st
 from pagedkv.core.arguments import asid_row, count_row, flag, frame_row, real, tenant_name, token_row, whole
 from pagedkv.core.check.laws import Expected, check_state
 from pagedkv.core.handles import AddressSpace, Pin, Plan
-from pagedkv.core.observation import Observe, Observed
+from pagedkv.core.observation import ObservationMixin, Observe
 from pagedkv.core.observe.misses import Miss, explain
 from pagedkv.core.observe.reuse_distance import record_release
 from pagedkv.core.observe.stats import Stats, gather, mean_run
@@ -29,7 +29,7 @@ from pagedkv.core.tables.forget import forget_pages
 from pagedkv.core.tables.layer_groups import Group, blind_group, group_rows, group_tuple
 from pagedkv.core.tables.resize import refuse_resize, resized
 from pagedkv.core.tables.step_errors import refuse_plan, refuse_settling
-from pagedkv.core.tenants import Tenants, headroom
+from pagedkv.core.tenants import TenantMixin
 from pagedkv.core.thread_guard import exclusive
 from pagedkv.errors import DoubleRelease, InvalidRequest, InvariantViolation, PlanConflict, StaleHandle
 
@@ -37,17 +37,20 @@ Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
-class MemoryManager(Observed, Tenants):
+class MemoryManager(ObservationMixin, TenantMixin):
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
-    policy:       which cached frames are given up first: "lru", "2q", "lfu", "cost", "priority", or an object of pagedkv.core.policies.
+    policy:       the order in which cached frames are evicted: "lru", "2q", "lfu", "cost", "priority", or an object of
+                  pagedkv.core.policies.
     prefix_cache: publish full pages at commit and map them again for equal prefixes.
-    match:        "page": whole pages; "token": also the longest common part of the next one, copied at the first write.
+    match:        "page": match whole pages. "token": match also the longest common part of the next page, which the
+                  first write copies.
     watermark:    share of the pool that `admits` keeps free for the sequences that run already.
     max_pinned:   share of the pool that `pin` may hold.
-    observe:      what to watch, see Observe; nothing by default.
-    groups:       the layers that have page tables of their own over the one pool, see Group; one, which sees all, by default.
-    Raises:       InvalidRequest for a pool that cannot be.
+    observe:      what the manager records about itself, see Observe; nothing by default.
+    groups:       the layer groups, each with page tables of its own over the one pool, see Group; by default one group
+                  without a window.
+    Raises:       InvalidRequest for sizes or options that make no sense.
     """
 
     def __init__(
@@ -77,8 +80,8 @@ class MemoryManager(Observed, Tenants):
         if not isinstance(match, str) or match not in ("page", "token"):
             raise InvalidRequest(f"match is {match!r}; it is 'page' or 'token'")
         self.groups = group_tuple(groups)
-        self._watch(observe)
-        prefix_cache, by_token, events = flag(prefix_cache, "prefix_cache"), match == "token", self._watched.events
+        self._begin_observation(observe)
+        prefix_cache, by_token, events = flag(prefix_cache, "prefix_cache"), match == "token", self._observe.events
         rows = group_rows(self.groups, prefix_cache=prefix_cache, by_token=by_token)
         try:
             self.state = st.new_state(
@@ -95,12 +98,12 @@ class MemoryManager(Observed, Tenants):
             ) from None
         install(self.policy, self.state.reg)
         self._roots = Roots()
-        self._accounts: dict[bytes, int] = {}  # of the tenants that have quotas
-        self._pins: dict[int, Pin] = {}
-        self._plans: set[Plan] = set()  # those not settled yet
+        self._accounts: dict[bytes, int] = {}  # account of each tenant that has a quota
+        self._pins: dict[int, Pin] = {}  # the pin of each row that holds pinned frames
+        self._plans: set[Plan] = set()  # the plans that are not settled yet
         self._begin_guard()
 
-    # -- spaces ------------------------------------------------------------------------------------------------------------------
+    # -- spaces --------------------------------------------------------------------------------------------------------
 
     @exclusive
     def open(
@@ -111,11 +114,13 @@ class MemoryManager(Observed, Tenants):
         priority: float = 1.0,
         half_life: float = 1000.0,
     ) -> AddressSpace:
-        """A new space that maps the longest known prefix of `token_ids`; `len(space)` of them need not be computed.
+        """Open a space that maps the longest known prefix of `token_ids`; its `len(space)` tokens need no computation.
 
-        At least one token is left to compute, since its logits are what the caller is after. Equal tokens of different
-        tenants are different (put an adapter's or image's digest into `tenant` too). `priority`, `half_life`: see advise(retain=).
-        Raises: InvalidRequest if the ids are not one row of int32 numbers, or a priority was given that the policy does not know
+        At least one token is left to compute, since the caller needs its logits. Equal tokens of different tenants
+        never match each other: put an adapter's or image's digest into `tenant` too. `priority`, `half_life`: see
+        advise(retain=).
+        Raises: InvalidRequest if the ids are not one row of int32 numbers, or for a priority that the policy does not
+                use
         """
         ids, tenant = token_row(token_ids), tenant_name(tenant)
         priority, half_life = real(priority, "priority"), real(half_life, "half_life")
@@ -124,18 +129,18 @@ class MemoryManager(Observed, Tenants):
         root, self.state = self._roots.of(tenant, self.state)
         self._charge_root(tenant, root.number)
         asid, generation = page_tables.open_space(self.state, root.number, root.seed, advice, ids)
-        if self._watching:
-            self._opened(tenant, root, ids, asid)
+        if self._is_observed:
+            self._record_open(tenant, root, ids, asid)
         return AddressSpace(self, asid, generation)
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
-        """Why `open` finds no more of `token_ids` than it does: see misses.Miss. An operator's question: it looks at all tenants."""
+        """Return why `open` finds no more of `token_ids`, see misses.Miss. For operators: it looks at all tenants."""
         return explain(self.state, self._roots, tenant_name(tenant), token_row(token_ids))
 
     @exclusive
     def fork(self, space: AddressSpace) -> AddressSpace:
         """See AddressSpace.fork."""
-        asid = self._settled(space, "fork")
+        asid = self._settled_asid(space, "fork")
         self._grow_tables()
         child = page_tables.fork_space(self.state, asid)
         return AddressSpace(self, child, int(self.state.spaces["generation"][child]))
@@ -143,19 +148,21 @@ class MemoryManager(Observed, Tenants):
     @exclusive
     def truncate(self, space: AddressSpace, length: int) -> None:
         """See AddressSpace.truncate."""
-        asid = self._settled(space, "truncate")
+        asid = self._settled_asid(space, "truncate")
         held = int(self.state.spaces["length"][asid])
         if (length := whole(length, "length")) > held:
             raise InvalidRequest(f"truncate to {length}: the space holds {held} tokens; give 0 up to that")
         page, offset = divmod(length, self.block_size)
         if offset and (self.state.table[asid : asid + len(self.groups), page] == st.HOLE).any():
             raise InvalidRequest(
-                f"truncate to {length}: page {page} was punched and cannot be written again; truncate to its start or end"
+                f"truncate to {length}: page {page} was punched and cannot be written again; "
+                "truncate to its start or end"
             )
         blind = blind_group(self.state, asid, length) if length < held else -1
         if blind >= 0:
+            window = self.groups[blind].window
             raise InvalidRequest(
-                f"truncate to {length}: group {blind} sees {self.groups[blind].window} positions back, and some of these pages were given "
+                f"truncate to {length}: group {blind} sees {window} positions back, and some of these pages were given "
                 f"back at length {held}; truncate to 0, or open the prompt again"
             )
         page_tables.truncate_space(self.state, asid, length)
@@ -163,7 +170,7 @@ class MemoryManager(Observed, Tenants):
     @exclusive
     def punch(self, space: AddressSpace, first: int, last: int) -> None:
         """See AddressSpace.punch."""
-        asid = self._settled(space, "punch")
+        asid = self._settled_asid(space, "punch")
         full = int(self.state.spaces["length"][asid]) // self.block_size
         first, last = whole(first, "first page"), whole(last, "last page")
         if not first <= last <= full:
@@ -178,12 +185,13 @@ class MemoryManager(Observed, Tenants):
         """See AddressSpace.release."""
         self._close(self._releasable(space))
 
-    # -- the step ----------------------------------------------------------------------------------------------------------------
+    # -- the step ------------------------------------------------------------------------------------------------------
 
     @exclusive
     def plan(self, batch: Spaces, counts: Counts) -> Plan:
-        """Map the frames for `counts[i]` new tokens of each space (AddressSpaces, or an int array of asids), all of them or none.
+        """Map the frames for `counts[i]` new tokens of each space in `batch`: all of them or none.
 
+        batch: AddressSpaces, or an int array of asids.
         Raises: OutOfFrames, InvalidRequest, StaleHandle; nothing was changed then
         """
         asids = self._asids(batch)
@@ -214,20 +222,21 @@ class MemoryManager(Observed, Tenants):
     def commit(
         self, plan: Plan, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None
     ) -> None:
-        """The KV of `token_ids` was stored where `plan` said: they are part of their sequences now, and full pages become findable.
+        """Append `token_ids`, whose KV lies in the slots of `plan`, to their sequences, and publish full pages.
 
-        Shapes: token_ids int32 [sum(counts)], in plan order. counts [B]: how many of the planned tokens of each sequence are kept
-                (rejected drafts are rolled back, their frames given back); None for all.
-        Raises: PlanConflict if the plan was settled, an older one of a space was not, or a newer one stands on tokens given back;
-                InvalidRequest if the numbers do not fit. Nothing was changed then.
+        Shapes: token_ids int32 [sum(counts)], in plan order
+                counts [B]: how many of the planned tokens of each sequence are kept; None for all. The others, rejected
+                drafts, are rolled back and their frames given back.
+        Raises: PlanConflict if the plan is settled, if an older plan of a space is not, or if a newer plan follows
+                tokens that are rolled back; InvalidRequest if the numbers do not fit. Nothing was changed then.
         """
-        self._unsettled(plan, "commit")
+        self._require_unsettled(plan, "commit")
         accepted = plan.counts if counts is None else count_row(counts, len(plan.rows))
         ids = token_row(token_ids)
         if len(ids) != (plan.num_tokens if counts is None else accepted.sum()):
             raise InvalidRequest(
-                f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} spaces; "
-                "give one count for each space, and as many ids as they add up to"
+                f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} "
+                "spaces; give one count for each space, and as many ids as they add up to"
             )
         code, where = steps.commit_step(
             self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, accepted, ids
@@ -241,12 +250,13 @@ class MemoryManager(Observed, Tenants):
 
     @exclusive
     def abort(self, plan: Plan, *, copied: bool = False) -> None:
-        """Nothing comes of the plan: every page table returns to what it was before.
+        """Undo the plan: every page table returns to its state before the plan.
 
-        copied: whether its copies were made. Then nobody knows what was written after them, and tails that were split stay split.
-        Raises: PlanConflict if it was settled already or is not the newest of its spaces
+        copied: whether the copies of the plan were made. If so, KV may have been written after them, and a tail that a
+                copy split stays split.
+        Raises: PlanConflict if the plan is settled already or is not the newest of its spaces
         """
-        self._unsettled(plan, "abort")
+        self._require_unsettled(plan, "abort")
         code, where = steps.abort_step(
             self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, flag(copied, "copied")
         )
@@ -255,14 +265,15 @@ class MemoryManager(Observed, Tenants):
         plan.settled = "aborted"
         self._plans.discard(plan)
 
-    # -- what is kept, and until when ------------------------------------------------------------------------------------------------
+    # -- pins, epochs, advice ------------------------------------------------------------------------------------------
 
     @exclusive
     def pin(self, what: AddressSpace | npt.NDArray[np.int32], *, owner: str = "", deadline: float | None = None) -> Pin:
-        """Keep the committed full pages of a space, or published frames and all that is before them, until `unpin`.
+        """Keep frames until `unpin`: the committed full pages of a space, or published frames and their whole prefixes.
 
-        Whoever writes to one of them copies it first. O(pages). Frames held by several pins count for each under the cap.
-        Raises: InvalidRequest beyond `max_pinned`, or for frames that no prompt could find; StaleHandle
+        A write to a pinned frame copies the frame first. O(pages). A frame of several pins counts under the cap once
+        for each.
+        Raises: InvalidRequest beyond `max_pinned`, or for frames that no prompt can find; StaleHandle
         """
         deadline = None if deadline is None else real(deadline, "deadline")
         if isinstance(what, AddressSpace):
@@ -273,16 +284,17 @@ class MemoryManager(Observed, Tenants):
             wanted = frame_row(what, self.num_frames)
             if not len(wanted):
                 raise InvalidRequest("pin of no frames; name at least one, or pin the space that maps them")
-            stranger, closure = page_tables.prefix_closure(self.state, wanted)
-            if stranger >= 0:
+            unfindable, closure = page_tables.prefix_closure(self.state, wanted)
+            if unfindable >= 0:
                 raise InvalidRequest(
-                    f"pin of frame {stranger}: it is not published under a whole prefix; pin the space that maps it"
+                    f"pin of frame {unfindable}: it is not published under a whole prefix; pin the space that maps it"
                 )
             pages = num_frames = len(closure)
-        held = int(self.state.reg[st.PINNED])
-        if held + num_frames > self.max_pinned:
+        pinned = int(self.state.reg[st.PINNED])
+        if pinned + num_frames > self.max_pinned:
             raise InvalidRequest(
-                f"pin of {num_frames} frames: pins hold {held} of at most {self.max_pinned}; unpin some, or raise max_pinned"
+                f"pin of {num_frames} frames: pins hold {pinned} of at most {self.max_pinned}; "
+                "unpin some, or raise max_pinned"
             )
         self._grow_tables(pages=pages)
         row = (
@@ -295,30 +307,31 @@ class MemoryManager(Observed, Tenants):
 
     @exclusive
     def unpin(self, pin: Pin) -> None:
-        """Let go of what `pin` holds. Raises: DoubleRelease the second time."""
+        """Unpin the frames of `pin`. Raises: DoubleRelease the second time."""
         if not isinstance(pin, Pin):
             raise InvalidRequest(f"unpin of {pin!r}; give the handle that pin() returned")
-        if self._pins.get(pin.asid) is not pin:  # an equal one may be that of another manager
+        if self._pins.get(pin.asid) is not pin:  # not ==: another manager may have an equal Pin
             raise DoubleRelease(
-                f"pin {pin.asid} of {pin.owner or 'nobody named'} was given back already, or made by another manager; "
-                "give each to the manager that made it, and drop the handle after unpin()"
+                f"pin {pin.asid} of {pin.owner or 'an unnamed owner'} was given back already, or made by another "
+                "manager; give each to the manager that made it, and drop the handle after unpin()"
             )
         del self._pins[pin.asid]
-        self._outdate(pin.asid)
+        self._bump_generation(pin.asid)
         page_tables.unpin_row(self.state, pin.asid)
 
     def overdue(self, now: float) -> list[Pin]:
-        """The pins whose deadline, on the caller's clock, is before `now`. Nothing is unpinned: the transfer may still be writing."""
+        """Return the pins whose deadline, on the caller's clock, is before `now`. None is unpinned by this call."""
         now = real(now, "now")
         return [pin for pin in self._pins.values() if pin.deadline is not None and pin.deadline < now]
 
     @exclusive
     def retire(self, epoch: int, batch: Sequence[AddressSpace] = ()) -> None:
-        """Work was launched that reads the frames of now: what is dropped from here on is not reused until `advance(epoch)`.
+        """Open `epoch`: work was launched that may read any frame mapped now.
 
-        `batch` is released under it at once. Epochs grow; an engine whose steps overlap calls retire(n) when it launches step n, and
-        advance(n) when it sees that step n has finished.
-        Raises: InvalidRequest unless `epoch` is newer than the last one; DoubleRelease, and then nothing was changed
+        A frame that is dropped later waits for `advance(epoch)`. The spaces of `batch` are released under the epoch at
+        once. Epochs grow: an engine whose steps overlap calls retire(n) when it launches step n, and advance(n) when it
+        sees that step n has finished.
+        Raises: InvalidRequest unless `epoch` is newer than the last one; DoubleRelease. Nothing was changed then.
         """
         reg, epoch = self.state.reg, whole(epoch, "epoch")
         newest = int(reg[st.EPOCH])
@@ -327,9 +340,9 @@ class MemoryManager(Observed, Tenants):
         oldest = int(reg[st.PASSED]) if newest > reg[st.PASSED] else epoch - 1
         if epoch - oldest >= 2**30:
             raise InvalidRequest(
-                f"retire under epoch {epoch}: {oldest} passed and later ones have not; number epochs by steps"
+                f"retire under epoch {epoch}: {oldest} passed and later ones have not; number the epochs by steps"
             )
-        for space in self._handles(batch):
+        for space in self._require_spaces(batch):
             self._releasable(space)
         if len({space.asid for space in batch}) < len(batch):
             raise DoubleRelease("retire names an address space twice")
@@ -339,26 +352,29 @@ class MemoryManager(Observed, Tenants):
 
     @exclusive
     def advance(self, epoch: int) -> int:
-        """All work launched up to `epoch` has finished: the frames that waited for it can be had. Returns how many did. Again is harmless.
+        """Make the frames available that waited for `epoch` or an older one: all work of these epochs has finished.
 
-        Raises: InvalidRequest for an epoch that was not opened
+        Returns: how many frames waited for them. A second call for the same epoch does nothing.
+        Raises:  InvalidRequest for an epoch that was not opened
         """
         newest, epoch = int(self.state.reg[st.EPOCH]), whole(epoch, "epoch", -1)
         if epoch > newest:
             raise InvalidRequest(f"advance to epoch {epoch}: the newest one is {newest}; retire(epoch) opens one")
         if epoch <= self.state.reg[st.PASSED]:
-            return 0  # marks are kept modulo 2**31: one that passed long ago could be taken for one to come
+            return 0  # epochs are kept modulo 2**31: a very old one could be taken for a future one
         return int(frames.pass_epoch(self.state, epoch))
 
     @exclusive
     def advise(
         self, space: AddressSpace, advice: str = "WILLNEED", *, retain: tuple[float, float] | None = None
     ) -> None:
-        """Say what the pages of `space` are worth once it lets go of them. Forks made later inherit it.
+        """Set how early the pages of `space` are evicted once they are cached. Forks made later inherit the advice.
 
-        "DONTNEED": evict them before all others. "COLD": before all but those. "WILLNEED": like any other, and as if used once more.
+        "DONTNEED": before all others. "COLD": after DONTNEED, before all others. "WILLNEED": in the policy's order, and
+                    the
+        pages count as used once more.
         retain=(priority, half_life): see policies.Priority; half_life counts plans.
-        Raises: InvalidRequest for other words, or if the policy knows no retention; StaleHandle
+        Raises: InvalidRequest for any other advice, or for `retain` if the policy has no retention; StaleHandle
         """
         asid = self._asid(space)
         offsets = {"DONTNEED": st.DONTNEED - st.NORMAL, "COLD": st.COLD - st.NORMAL, "WILLNEED": 0}
@@ -373,25 +389,29 @@ class MemoryManager(Observed, Tenants):
             page_tables.count_use(self.state, asid)
         self.state.spaces["advice"][asid] = offset
 
-    # -- the pool ----------------------------------------------------------------------------------------------------------------
+    # -- the pool ------------------------------------------------------------------------------------------------------
 
     @exclusive
     def evict(self, count: int) -> int:
-        """Free up to `count` cached frames, in the policy's order; returns how many."""
+        """Free up to `count` cached frames, in the policy's order. Return how many were freed."""
         return int(steps.evict_frames(self.state, whole(count, "count")))
 
     @exclusive
     def forget(self) -> int:
-        """No prompt finds anything that was computed so far, as after an update of the weights. Returns how many cached frames that freed.
+        """Unpublish every page, as after an update of the weights: no prompt finds KV computed before. O(frames).
 
-        Who runs goes on, plans under way included, and publishes nothing any more (a space truncated to 0 begins anew); what an epoch or
-        a plan still reads is free when that has ended. Readers of events are told AllBlocksCleared. O(frames).
-        Raises: InvalidRequest while there are pins, which promise that what they hold stays; nothing was changed then
+        Open spaces and outstanding plans go on, but publish no page until the space is truncated to 0. A frame that an
+        epoch or a plan still reads is free when the epoch or the plan has ended. Readers of events get
+        AllBlocksCleared.
+        Returns: how many cached frames are free now.
+        Raises:  InvalidRequest while there are pins, since a pin promises that its frames stay. Nothing was changed
+                 then.
         """
         if self._pins:
-            held, owner = int(self.state.reg[st.PINNED]), next(iter(self._pins.values())).owner
+            pinned, owner = int(self.state.reg[st.PINNED]), next(iter(self._pins.values())).owner
             raise InvalidRequest(
-                f"forget() while {len(self._pins)} pins hold {held} frames, the first for {owner or 'nobody named'}; unpin them first"
+                f"forget() while {len(self._pins)} pins hold {pinned} frames, the first for "
+                f"{owner or 'an unnamed owner'}; unpin them first"
             )
         freed = int(forget_pages(self.state))
         if debug.level() >= 3:
@@ -400,12 +420,14 @@ class MemoryManager(Observed, Tenants):
 
     @exclusive
     def resize(self, num_frames: int) -> I32:
-        """Make the pool larger or smaller. Smaller: cached frames are evicted until the rest fits, then what lies beyond the end moves.
+        """Make the pool larger or smaller.
 
-        Returns: int32 [M, 2]: source and target of each frame that moved; copy its bytes before the next plan. Sources lie beyond the new
-                 end, targets below it; no target is a source. Spaces, plans under way and what prompts find are what they were.
-        Raises:  OutOfFrames if what is mapped does not fit; PlanConflict or InvalidRequest where a frame would move that a plan, an
-                 epoch or a pin names. Nothing was changed then.
+        A smaller pool evicts cached frames until the rest fits, then moves the frames that lie beyond the new end.
+        Spaces, plans and the prefixes that prompts find stay the same.
+        Returns: int32 [M, 2]: source and target of each frame that moved; copy its bytes before the next plan. Sources
+                 lie beyond the new end, targets below it.
+        Raises:  OutOfFrames if the mapped frames do not fit; PlanConflict or InvalidRequest if a frame of a plan, an
+                 epoch or a pin would move. Nothing was changed then.
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
         refuse_resize(self.state, num_frames)
@@ -420,46 +442,23 @@ class MemoryManager(Observed, Tenants):
         return moves
 
     @property
-    def reserve(self) -> int:
-        """Frames that `admits` keeps free."""
-        return int(np.ceil(self._shares[0] * self.num_frames))
-
-    @property
     def max_pinned(self) -> int:
-        """Frames that pins may hold."""
+        """int, frames: how many pins may hold."""
         return int(self._shares[1] * self.num_frames)
 
-    @property
-    def available(self) -> int:
-        """Frames a plan could take now: free or evictable. With quotas see `available_to`."""
-        return int(self.state.reg[st.NUM_FREE] + self.state.reg[st.NUM_EVICTABLE])
-
-    @property
-    def pending(self) -> int:
-        """Frames that will be available once the plans and epochs under way have ended: a reason to wait rather than to preempt."""
-        return frames.pending(self.state)
-
-    def available_to(self, tenant: bytes = b"") -> int:
-        """Frames a plan for spaces of `tenant` alone could take now: what its hard quota and the protected shares of others leave."""
-        return max(0, min(headroom(self.state, self._accounts.get(tenant_name(tenant), 0))))
-
-    def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
-        """Whether a new sequence of `tenant` may take `num_frames` frames and leave the watermark's share to those that run."""
-        pool, quota = headroom(self.state, self._accounts.get(tenant_name(tenant), 0))
-        return whole(num_frames, "num_frames") <= min(pool - self.reserve, quota)
-
     def stats(self) -> Stats:
-        """The counters, and how full the mapped frames are. O(open spaces), and O(frames) where tenants have quotas."""
+        """Return the counters and the waste in mapped frames. O(open spaces), or O(frames) if a tenant has a quota."""
         return gather(self.state, self._missed_other_root, self.usages())
 
     def mean_run(self) -> float:
-        """How contiguous the frames of open spaces are: pages / runs of neighbouring frames (AddressSpace.runs). O(pages)."""
+        """Return pages / runs over all open spaces: the mean length of a run of neighbouring frames. O(pages)."""
         return mean_run(self.state)
 
     def check(self, level: int = 3) -> None:
-        """Prove the invariants: 1 the counters, 2 every frame, 3 every page, list and index entry. O(frames + pages).
+        """Check the invariants I1 to I9. O(frames + pages).
 
-        Raises: InvariantViolation naming the law and the first frame or space that breaks it
+        level: 1 checks the counters, 2 also every frame, 3 also every page, list and index entry.
+        Raises: InvariantViolation that names the law and the first frame or space that breaks it
         """
         seeds = {root.number: root.seed for root in self._roots.by_tenant.values()}
         try:
@@ -467,9 +466,9 @@ class MemoryManager(Observed, Tenants):
         except InvariantViolation as broken:
             if self._last_callers is None:
                 raise
-            told = self._last_callers.of_frame(broken.frame) if broken.frame is not None else ""
-            told += self._last_callers.of_space(broken.asid) if broken.asid is not None else ""
-            raise InvariantViolation(f"{broken}{told}", law=broken.law, frame=broken.frame, asid=broken.asid) from None
+            calls = self._last_callers.of_frame(broken.frame) if broken.frame is not None else ""
+            calls += self._last_callers.of_space(broken.asid) if broken.asid is not None else ""
+            raise InvariantViolation(f"{broken}{calls}", law=broken.law, frame=broken.frame, asid=broken.asid) from None
 
     def __repr__(self) -> str:
         now = self.stats()
@@ -478,49 +477,48 @@ class MemoryManager(Observed, Tenants):
             f"{now.free} free, {now.mapped} mapped, {now.cached} cached; {now.spaces} spaces)"
         )
 
-    # -- what handles ask ----------------------------------------------------------------------------------------------------------
+    # -- the methods that handles call (handles.Manager) ---------------------------------------------------------------
 
     def is_stale(self, space: AddressSpace) -> bool:
-        """Whether `space` was released (I8). Raises: InvalidRequest if it is none, or another manager's."""
+        """Return True if `space` was released (I8). Raises: InvalidRequest unless it is a space of this manager."""
         if not isinstance(space, AddressSpace):
-            raise InvalidRequest(f"{space!r} is no AddressSpace; give what open() or fork() returned")
+            raise InvalidRequest(f"{space!r} is not an AddressSpace; give what open() or fork() returned")
         if space.manager is not self:
             raise InvalidRequest(f"{space.asid} is an address space of another manager; use the one that opened it")
         return bool(self.state.spaces["generation"][space.asid] != space.generation)
 
     def length_of(self, space: AddressSpace) -> int:
-        """Committed tokens of `space`."""
+        """Return the number of committed tokens of `space`."""
         return int(self.state.spaces["length"][self._asid(space)])
 
     def pages_of(self, space: AddressSpace, group: int = 0) -> I32:
         """See AddressSpace.pages and pages_in."""
         asid = self._asid(space)
         if (group := whole(group, "group")) >= len(self.groups):
-            raise InvalidRequest(
-                f"pages of group {group}: this manager has {len(self.groups)}; they are numbered from 0"
-            )
+            raise InvalidRequest(f"pages of group {group}: this manager has {len(self.groups)} groups, numbered from 0")
         return self.state.table[asid + group, : self.state.spaces["num_pages"][asid]].copy()
 
     def tokens_of(self, space: AddressSpace) -> I32:
         """See AddressSpace.token_ids."""
         asid = self._asid(space)
         pages, length = self.pages_of(space), int(self.state.spaces["length"][asid])
-        held = np.where((pages >= 0)[:, None], self.state.tokens[pages], -1)
-        return held.reshape(-1)[:length].astype(np.int32)
+        ids = np.where((pages >= 0)[:, None], self.state.tokens[pages], -1)
+        return ids.reshape(-1)[:length].astype(np.int32)
 
-    # -- inside ----------------------------------------------------------------------------------------------------------------------
+    # -- private -------------------------------------------------------------------------------------------------------
 
     def _asid(self, space: AddressSpace) -> int:
         if self.is_stale(space):
             raise StaleHandle(
-                f"address space {space.asid} was released (generation {space.generation} of it); open or fork a new one{self._told(space)}"
+                f"address space {space.asid} was released (generation {space.generation} of it); "
+                f"open or fork a new one{self._last_calls(space)}"
             )
         return space.asid
 
     def _asids(self, batch: Spaces) -> I32:
         if isinstance(batch, np.ndarray):
             return asid_row(batch)
-        self._handles(batch)
+        self._require_spaces(batch)
         asids = np.fromiter([space.asid for space in batch], np.int32, len(batch))
         ours = all(space.manager is self for space in batch)
         if not ours or (self.state.spaces["generation"][asids] != [space.generation for space in batch]).any():
@@ -529,41 +527,45 @@ class MemoryManager(Observed, Tenants):
         return asids
 
     @staticmethod
-    def _handles(batch: Sequence[AddressSpace]) -> Sequence[AddressSpace]:
+    def _require_spaces(batch: Sequence[AddressSpace]) -> Sequence[AddressSpace]:
         if not isinstance(batch, Sequence) or not all(isinstance(space, AddressSpace) for space in batch):
             raise InvalidRequest(
-                "the batch is, or holds, something that is no AddressSpace; give a list of them, or (to plan) a numpy array of asids"
+                "the batch is, or holds, an object that is not an AddressSpace; "
+                "give a list of AddressSpaces, or (to plan) a numpy array of asids"
             )
         return batch
 
     def _releasable(self, space: AddressSpace) -> int:
         if self.is_stale(space):
             raise DoubleRelease(
-                f"address space {space.asid} was released already; drop the handle after the first release(){self._told(space)}"
+                f"address space {space.asid} was released already; "
+                f"drop the handle after the first release(){self._last_calls(space)}"
             )
         return space.asid
 
-    def _told(self, space: AddressSpace) -> str:
-        """Who had it last, if anybody writes that down."""
+    def _last_calls(self, space: AddressSpace) -> str:
+        """Return a sentence for an error, the last calls that used the space; "" unless debug level 3 records them."""
         return self._last_callers.of_space(space.asid) if self._last_callers else ""
 
     def _close(self, asid: int) -> None:
-        if self._reuse:
-            record_release(self.state, self._reuse.sample, asid)
-        self._outdate(asid)
+        if self._reuse_sampler:
+            record_release(self.state, self._reuse_sampler.sample, asid)
+        self._bump_generation(asid)
         page_tables.close_space(self.state, asid)
 
-    def _outdate(self, asid: int) -> None:
-        """Handles of the row are stale now."""
-        self.state.spaces["generation"][asid : asid + 1] += 1  # of one number numpy would warn when it wraps around
+    def _bump_generation(self, asid: int) -> None:
+        """Make every handle of the row stale."""
+        self.state.spaces["generation"][asid : asid + 1] += 1  # a slice: numpy warns if a single number wraps around
 
     def _retention(self, priority: float, half_life: float) -> int:
         if not isinstance(self.policy, Priority):
-            asked = f"priority {priority} with half-life {half_life}"
-            raise InvalidRequest(f"{asked} under policy {self.policy.name!r}, which knows none; use policy='priority'")
+            raise InvalidRequest(
+                f"priority {priority} with half-life {half_life} under policy {self.policy.name!r}, which has no "
+                "priorities; use policy='priority'"
+            )
         return retention(priority, half_life)
 
-    def _settled(self, space: AddressSpace, verb: str) -> int:
+    def _settled_asid(self, space: AddressSpace, verb: str) -> int:
         asid = self._asid(space)
         plans = int(self.state.spaces["outstanding"][asid])
         if plans:
@@ -572,7 +574,7 @@ class MemoryManager(Observed, Tenants):
             )
         return asid
 
-    def _unsettled(self, plan: Plan, verb: str) -> None:
+    def _require_unsettled(self, plan: Plan, verb: str) -> None:
         if not isinstance(plan, Plan):
             raise InvalidRequest(f"{verb} of {plan!r}; give what plan() returned")
         if plan.manager is not self:
@@ -581,11 +583,11 @@ class MemoryManager(Observed, Tenants):
             raise PlanConflict(f"{verb}: this plan was {plan.settled} already; make a new one")
 
     def _grow_tables(self, pages: int = 0) -> None:
-        if self.state.reg[st.NUM_SPARE] == 0:
+        if self.state.reg[st.NUM_UNUSED_ASIDS] == 0:
             if 2 * len(self.state.spaces) > st.MAX_SPACES:
                 most = len(self.state.spaces) // len(self.groups)
                 raise InvalidRequest(f"{most} spaces and pins are open, the most that there can be; release some")
             self.state = st.with_more_rows(self.state)
-        pages = min(pages, self.num_frames)  # a longer prefix cannot be known
+        pages = min(pages, self.num_frames)  # no known prefix is longer than the pool
         if pages > self.state.table.shape[1]:
             self.state = st.with_wider_table(self.state, pages)

@@ -1,6 +1,7 @@
-"""Observation: what a manager tells about itself while it works. All of it is off by default, and nothing here changes what is kept.
+"""Observation: the methods of MemoryManager that report its work: events, snapshots, hit curves, findable pages.
 
-It is the part of MemoryManager that only looks; it knows the log of events, the sample of reuse and the index, and must not know any rule.
+Recording is off by default. It changes no decision of the manager: which pages are kept does not depend on it. This
+file knows the log of events, the sample of reuse distances and the index; it must not know any rule.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from pagedkv.core.arguments import flag, whole
 from pagedkv.core.observe import misses
-from pagedkv.core.observe.reuse_distance import Reuse
+from pagedkv.core.observe.reuse_distance import ReuseSampler
 from pagedkv.core.observe.stats import prompt_registers
 from pagedkv.core.prefix.events import Event, EventLog, Snapshot
 from pagedkv.core.prefix.export import Page, findable_pages
@@ -24,12 +25,13 @@ from pagedkv.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Observe:
-    """What a MemoryManager is to watch.
+    """The records that a MemoryManager keeps about itself.
 
-    events:      how many of the last events are kept for `events(since)`; each takes 12 + 4 x block_size bytes. 0: none.
-    reuse:       how many pages are followed for `hit_curve()`; each takes 40 to 44 bytes; 8192 is a good number. 0: none.
-    other_roots: whether `stats().missed_other_root` is counted. All tenants are looked at when a prompt is not wholly found, O(pages x
-                 tenants), so how long `open` takes tells a tenant what others have: not where they do not trust one another.
+    events:      number of the last events kept for `events(since)`, 12 + 4 x block_size bytes each; 0 for none.
+    reuse:       number of pages sampled for `hit_curve()`, 40 to 44 bytes each; 8192 is a good number; 0 for none.
+    other_roots: whether `stats().missed_other_root` is counted. If a prompt is not wholly found, `open` then looks the
+                 prompt up for every other tenant, O(pages x tenants). The time that `open` takes tells a tenant which
+                 prompts others have, so leave it off where tenants do not trust one another.
     """
 
     events: int = 0
@@ -42,7 +44,7 @@ class Observe:
             object.__setattr__(self, name, whole(getattr(self, name), f"Observe.{name}", 0, 2**31))
 
 
-class Observed(ThreadGuard):
+class ObservationMixin(ThreadGuard):
     """The observing methods of MemoryManager."""
 
     num_frames: int
@@ -50,48 +52,50 @@ class Observed(ThreadGuard):
     state: State
     _roots: Roots
 
-    def _watch(self, observe: Observe | None) -> None:
-        """Begin. The log itself is a part of the state."""
+    def _begin_observation(self, observe: Observe | None) -> None:
+        """Prepare the records that `observe` asks for. The ring of events is a part of the state."""
         if not isinstance(observe, Observe | None):
-            raise InvalidRequest(f"observe is {observe!r}; give an Observe, such as Observe(events=65536)")
-        self._watched = watch = observe or Observe()
-        self._watching = watch != Observe()
+            raise InvalidRequest(f"observe is {observe!r}; give an Observe, for example Observe(events=65536)")
+        self._observe = observe or Observe()
+        self._is_observed = self._observe != Observe()
         self._log = EventLog()
-        self._reuse = Reuse(watch.reuse, -(-self.num_frames // len(self.groups))) if watch.reuse else None
+        self._reuse_sampler: ReuseSampler | None = None
+        if pages := self._observe.reuse:
+            self._reuse_sampler = ReuseSampler(pages, -(-self.num_frames // len(self.groups)))
         self._missed_other_root = 0
 
-    def _opened(self, tenant: bytes, root: Root, ids: I32, asid: int) -> None:
-        """A space was opened for `ids`."""
-        if self._watched.events:
+    def _record_open(self, tenant: bytes, root: Root, ids: I32, asid: int) -> None:
+        """Record that space `asid` was opened for the prompt `ids`."""
+        if self._observe.events:
             self._log.root_taken(self.state, root.number, tenant)
-        if self._reuse:
-            self._reuse.asked(self.state, root.seed, ids)
-        if (
-            self._watched.other_roots
-            and misses.explain(self.state, self._roots, tenant, ids).reason == misses.OTHER_ROOT
-        ):
-            unit = 1 if len(self.state.kin) else self.state.tokens.shape[1]
+        if self._reuse_sampler:
+            self._reuse_sampler.record_prompt(self.state, root.seed, ids)
+        if not self._observe.other_roots:
+            return
+        if misses.explain(self.state, self._roots, tenant, ids).reason == misses.OTHER_ROOT:
+            unit = 1 if len(self.state.successors) else self.state.tokens.shape[1]
             self._missed_other_root += (len(ids) - 1) // unit * unit - int(self.state.spaces["length"][asid])
 
     @property
     def prefix_cache(self) -> bool:
-        """True if full pages are published at commit and found again by `open`."""
+        """bool: True if `commit` publishes full pages and `open` finds them."""
         return bool(self.state.reg[PUBLISHING])
 
     @exclusive
     def findable_pages(self) -> list[Page]:
-        """Return every page that a prompt can find in all layer groups, each prefix before its suffixes. O(published frames)."""
+        """Return the pages that prompts find in all layer groups, prefixes first. O(published frames)."""
         return findable_pages(self.state, self._roots)
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """A context for refilling the prefix cache, from a snapshot for example, by open, plan and commit.
+        """Suspend statistics and the window while the caller refills the prefix cache by open, plan and commit.
 
-        Two things are suspended inside. `open` counts in no statistic of prompts. A single layer group with a window gives back no page:
-        a space with a hole publishes no further page.
+        Inside the context, `open` counts in no statistic of prompts, and a single layer group with a window gives back
+        no page, since a space with a hole publishes no further page. Both resume at the end, also after an exception.
+        A tenant that gets its first quota must get it before or after the context.
         """
         counters, missed = self.state.reg[prompt_registers(self.state.reg)].copy(), self._missed_other_root
-        sampled = self._reuse.counts() if self._reuse else None
+        reuse_counts = self._reuse_sampler.counts() if self._reuse_sampler else None
         groups = self.groups
         if len(groups) == 1:
             self.groups, self.state.groups[:] = (Group(),), 0
@@ -101,53 +105,58 @@ class Observed(ThreadGuard):
             if len(groups) == 1:
                 self.groups, self.state.groups[:, :2] = groups, (groups[0].window or 0, groups[0].sinks)
             self.state.reg[prompt_registers(self.state.reg)], self._missed_other_root = counters, missed
-            if self._reuse and sampled is not None:
-                self._reuse.set_counts(sampled)
+            if self._reuse_sampler and reuse_counts is not None:
+                self._reuse_sampler.set_counts(reuse_counts)
 
     @exclusive
     def events(self, since: int) -> list[Event]:
-        """What became findable or ceased to be after event number `since` (0: from the beginning). O(events), sha256 for each stored block.
+        """Return the events after number `since` (0: from the beginning): pages that became findable or ceased to be.
 
-        Raises: EventsLost if some of them are gone: begin again from `snapshot()`; InvalidRequest if the manager keeps no events
+        O(events), and one sha256 for each stored block.
+        Raises: EventsLost if some of them have left the ring: begin again from `snapshot()`;
+                InvalidRequest if the manager keeps no events
         """
-        return self._kept().events(self.state, whole(since, "since"))
+        return self._required_log().events(self.state, whole(since, "since"))
 
     @exclusive
     def snapshot(self) -> Snapshot:
-        """Every page that can be found, and the number of the event to go on from. O(published frames).
+        """Return every page that can be found, and the number of the last event. O(published frames).
 
         Raises: InvalidRequest if the manager keeps no events
         """
-        return self._kept().snapshot(self.state)
+        return self._required_log().snapshot(self.state)
 
-    def _kept(self) -> EventLog:
-        if not self._watched.events:
+    def _required_log(self) -> EventLog:
+        if not self._observe.events:
             raise InvalidRequest(
-                "this manager keeps no events; make it with observe=Observe(events=N), the number to keep"
+                "this manager keeps no events; make it with observe=Observe(events=N), where N is the number to keep"
             )
         return self._log
 
     def hit_curve(self, sizes: Sequence[int] | None = None) -> dict[int, float]:
-        """pool size in frames: what share of the whole pages asked for so far an LRU pool of that size would have matched. An estimate.
+        """dict {pool size in frames: hit rate}: an estimate for LRU pools of these sizes. O(sample).
 
-        sizes: by default an eighth of this pool to four times as many; once it has grown, no more than the sample reaches. O(sample). With
-        layer groups a page counts a frame in each of them, windowed or not: what was given back behind a window stays cached, and is no
-        more than that.
-        Raises: InvalidRequest if the manager follows no pages, or for a size that the sample does not reach
+        The hit rate is the share, of the whole pages that prompts asked for so far, which such a pool would have
+        matched.
+        sizes: by default an eighth of this pool up to four times this pool, but no more than the sample reaches.
+        With layer groups a page counts as one frame in each group, windowed or not: a page behind a window stays
+        cached.
+        Raises: InvalidRequest if the manager samples no pages, or for a size that the sample does not reach
         """
-        if self._reuse is None:
+        if self._reuse_sampler is None:
             raise InvalidRequest(
-                "this manager follows no pages; make it with observe=Observe(reuse=N), the number to follow, such as 8192"
+                "this manager samples no pages; make it with observe=Observe(reuse=N), "
+                "where N is the number of pages to sample, for example 8192"
             )
-        reach = self._reuse.reach * len(self.groups)
+        reach = self._reuse_sampler.reach * len(self.groups)
         if sizes is None:
             pool = min(self.num_frames, reach // 4)
-            sizes = [max(1, pool * times // 8) for times in (1, 2, 4, 8, 16, 32)]
+            sizes = [max(1, pool * eighths // 8) for eighths in (1, 2, 4, 8, 16, 32)]
         try:
-            wanted = [whole(size, "size", 1) for size in sizes]
+            frames = [whole(size, "size", 1) for size in sizes]
         except TypeError:
             raise InvalidRequest(f"hit_curve({sizes!r}); give a list of sizes, in frames") from None
-        if max(wanted, default=1) > reach:
-            raise InvalidRequest(f"hit_curve({wanted}): give sizes of 1 to {reach} frames, or follow more pages")
-        counts = self._reuse.counts()
-        return {size: self._reuse.hit_rate(size // len(self.groups), counts) for size in wanted}
+        if max(frames, default=1) > reach:
+            raise InvalidRequest(f"hit_curve({frames}): give sizes of 1 to {reach} frames, or sample more pages")
+        counts = self._reuse_sampler.counts()
+        return {size: self._reuse_sampler.hit_rate(size // len(self.groups), counts) for size in frames}

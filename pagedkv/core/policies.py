@@ -1,4 +1,7 @@
-"""The eviction policies, under the name that users import: `pagedkv.core.policies`. They are defined in pool/policies.py."""
+"""The eviction policies under their documented import path, `pagedkv.core.policies`. pool/policies.py defines them.
+
+This module only re-exports, so a policy imported from either place is the same object.
+"""
 
 from pagedkv.core.pool.policies import LFU, LRU, POLICIES, Cost, Policy, Priority, TwoQueues
 

@@ -1,13 +1,15 @@
-"""Replay: a trace of requests against pools of several sizes and policies, by the live manager itself, and against the best that can be.
+"""Replay: run a trace of requests through the live manager, for several policies and pool sizes.
 
-A trace has one JSON object a line, as published with Mooncake (FAST 2025): `hash_ids` names the blocks of a prompt, and equal ids mean
-equal prompts up to there. A block is one frame here. A request matches its longest known prefix, computes the rest, publishes it and ends;
-the next one begins then. So a figure tells how well a policy keeps what comes back, and nothing about load.
+A trace has one JSON object a line, in the form published with Mooncake (FAST 2025): `hash_ids` names the blocks of a
+prompt, and equal ids mean equal prompts up to that block. A block is one frame here. A request matches its longest
+known prefix, computes the rest, publishes it and ends; then the next request begins. So a hit rate measures how well a
+policy keeps the pages that are used again, and says nothing about load.
 
     hit rate = matched prompt blocks / all prompt blocks
 
-Belady's optimum knows the future: it gives up the block whose next use is farthest away. A block's prefix is used no later than the block
-itself, so what it keeps is whole prefixes (the deeper one goes first where two are equal), and no policy can match more.
+Belady's optimum knows the future: it evicts the block whose next use is farthest away. The prefix of a block is used no
+later than the block itself, so the optimum keeps whole prefixes (of two blocks with the same next use the deeper one
+goes first), and no policy can match more.
 """
 
 from __future__ import annotations
@@ -31,22 +33,23 @@ BLOCK_TOKENS: Final = 512
 """Prompt tokens for each hash id."""
 
 BELADY: Final = "belady"
+"""Name of the optimum."""
 ESTIMATE: Final = "estimate"
-"""What `hit_curve` of a pool a quarter as large says of this one under LRU."""
-FOLLOWED: Final = 8192
-"""Pages that it follows."""
+"""Name of the estimate for LRU that `hit_curve` gives in a pool of a quarter of the size."""
+SAMPLED_PAGES: Final = 8192
+"""Pages that the estimate samples."""
 
 _NEVER: Final = 2**62
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one policy achieved in one pool; rates are shares of 1."""
+    """The result of one policy in one pool; rates are shares of 1."""
 
     policy: str
     num_frames: int
     hit_rate: float
-    hit_rate_last_half: float  # over the second half of the requests, when the pool is warm
+    hit_rate_last_half: float  # of the second half of the requests, when the pool is warm
     requests: int
     blocks: int
     matched: int
@@ -54,7 +57,7 @@ class Replayed:
 
 
 def read_trace(path: str | Path) -> list[I32]:
-    """The hash ids of each request. Raises: InvalidRequest naming the first line that is not of this form."""
+    """Return the hash ids of each request (int32 [n]). Raises: InvalidRequest that names the first malformed line."""
     requests: list[I32] = []
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -62,7 +65,8 @@ def read_trace(path: str | Path) -> list[I32]:
                 requests.append(_hash_ids(line))
             except (ValueError, RecursionError) as why:
                 raise InvalidRequest(
-                    f'{path}, line {number}: not a request ({why}); each line is an object like {{"hash_ids": [0, 1, 2]}}'
+                    f"{path}, line {number}: not a request ({why}); "
+                    'each line is an object like {"hash_ids": [0, 1, 2]}'
                 ) from None
     if not requests:
         raise InvalidRequest(f"{path} holds no request")
@@ -70,7 +74,7 @@ def read_trace(path: str | Path) -> list[I32]:
 
 
 def _hash_ids(line: str) -> I32:
-    """int32 [n]: those of one request. Raises: ValueError that says what is wrong"""
+    """int32 [n]: the hash ids of one request. Raises: ValueError that says what is wrong with the line"""
     if not line.strip():
         raise ValueError("an empty line")
     request = json.loads(line)
@@ -83,7 +87,7 @@ def _hash_ids(line: str) -> I32:
 
 
 def unbounded(requests: Sequence[I32]) -> int:
-    """Frames that hold every block of the trace."""
+    """Return the number of distinct blocks: a pool of so many frames never evicts."""
     return max(1, len(np.unique(np.concatenate(requests))))
 
 
@@ -92,23 +96,23 @@ def replay(
     num_frames: Sequence[int | None] = (None,),
     policies: Sequence[str | Policy] = ("lru",),
 ) -> list[dict[str, object]]:
-    """Each policy in each pool: a list of Replayed as dicts. None as a size means unbounded.
+    """Run the trace with each policy in each pool size, and return the results: Replayed objects as dicts.
 
-    "belady" is the optimum, "estimate" what `hit_curve` says of LRU.
-
+    num_frames: the pool sizes; None means unbounded.
+    policies: names or objects; "belady" is the optimum, "estimate" the LRU estimate of `hit_curve`.
     Raises: InvalidRequest for an unknown policy, a size below 1 or a file that is no trace
     """
-    named = [policy if policy in (BELADY, ESTIMATE) else _for_blocks(policy) for policy in policies]
+    chosen_policies = [policy if policy in (BELADY, ESTIMATE) else _for_blocks(policy) for policy in policies]
     requests = read_trace(trace) if isinstance(trace, (str, Path)) else trace
-    every = unbounded(requests)
-    sizes = [every if size is None else size for size in num_frames]
+    all_blocks = unbounded(requests)
+    sizes = [all_blocks if size is None else size for size in num_frames]
     if min(sizes, default=1) < 1:
         raise InvalidRequest(f"a pool of {min(sizes)} frames; give at least 1")
-    return [asdict(_run(policy, size, requests, min(size, every))) for size in sizes for policy in named]
+    return [asdict(_run(policy, size, requests, min(size, all_blocks))) for size in sizes for policy in chosen_policies]
 
 
 def _for_blocks(policy: str | Policy) -> Policy:
-    """A page is one block here: distances in tokens become distances in blocks."""
+    """Return the policy with its scale in blocks instead of tokens: a page is one block here."""
     if isinstance(policy, str) and policy not in POLICIES:
         raise InvalidRequest(f"policy is {policy!r}; it is one of {', '.join([*POLICIES, BELADY, ESTIMATE])}")
     found = chosen(policy)
@@ -116,23 +120,23 @@ def _for_blocks(policy: str | Policy) -> Policy:
 
 
 def _estimate(size: int, requests: Sequence[I32], frames: int) -> Replayed:
-    """One pass of a smaller pool, whose own hits do not matter."""
+    """Estimate LRU in a pool of `frames` by the `hit_curve` of a smaller pool, whose own hits do not matter."""
     longest = max(len(ids) for ids in requests)
-    mm = MemoryManager(max(1, -(-frames // 4), longest), 1, observe=Observe(reuse=FOLLOWED))
+    mm = MemoryManager(max(1, -(-frames // 4), longest), 1, observe=Observe(reuse=SAMPLED_PAGES))
     late, before = len(requests) // 2, np.zeros(0, np.int64)
-    reuse = mm._reuse
-    assert reuse is not None
+    sampler = mm._reuse_sampler
+    assert sampler is not None
     for number, ids in enumerate(requests):
         if number == late:
-            before = reuse.counts()
+            before = sampler.counts()
         _serve(mm, ids)
     blocks = sum(map(len, requests))
-    rate = reuse.hit_rate(size, reuse.counts())
+    rate = sampler.hit_rate(size, sampler.counts())
     return Replayed(
         policy=ESTIMATE,
         num_frames=size,
         hit_rate=rate,
-        hit_rate_last_half=reuse.hit_rate(size, reuse.counts() - before),
+        hit_rate_last_half=sampler.hit_rate(size, sampler.counts() - before),
         requests=len(requests),
         blocks=blocks,
         matched=round(rate * blocks),
@@ -147,7 +151,7 @@ def _run(policy: str | Policy, size: int, requests: Sequence[I32], frames: int) 
     if isinstance(policy, str):
         name, hits = policy, list(_optimal(frames, requests))
     else:
-        mm = MemoryManager(frames, 1, policy=policy)  # never more than there are blocks
+        mm = MemoryManager(frames, 1, policy=policy)
         name, hits = policy.name, [_serve(mm, ids) for ids in requests]
         evictions = mm.stats().evictions
     matched, blocks = np.array(hits), np.array([len(ids) for ids in requests])
@@ -169,9 +173,12 @@ def _share(matched: np.ndarray, blocks: np.ndarray) -> float:
 
 
 def _serve(mm: MemoryManager, ids: I32) -> int:
-    """One request from beginning to end; returns how many of its blocks were there. What no pool could hold is left out."""
+    """Run one request from open to release, and return how many of its blocks matched.
+
+    Blocks beyond the size of the pool are left out.
+    """
     ids = ids[: mm.num_frames]
-    space = mm.open(np.append(ids, np.int32(-1)))  # a last token, which is always computed
+    space = mm.open(np.append(ids, np.int32(-1)))  # one more token: `open` leaves the last one to compute
     matched = len(space)
     mm.commit(mm.plan([space], [len(ids) - matched]), ids[matched:])
     space.release()
@@ -179,24 +186,24 @@ def _serve(mm: MemoryManager, ids: I32) -> int:
 
 
 def _optimal(size: int, requests: Sequence[I32]) -> Iterator[int]:
-    """Matched blocks of each request under Belady's rule. O(blocks x log blocks)."""
+    """Yield the number of matched blocks of each request under Belady's rule. O(blocks x log blocks)."""
     following = _next_uses(requests)
-    held: dict[int, int] = {}  # block: its next use
-    farthest: list[tuple[int, int, int]] = []  # -next use, -depth, block; entries that differ from `held` are stale
+    pool: dict[int, int] = {}  # block: its next use
+    farthest: list[tuple[int, int, int]] = []  # heap: -next use, -depth, block; stale where it differs from `pool`
     for ids, uses in zip(requests, following, strict=True):
-        matched = next((depth for depth, block in enumerate(ids.tolist()) if block not in held), len(ids))
+        matched = next((depth for depth, block in enumerate(ids.tolist()) if block not in pool), len(ids))
         for depth, (block, use) in enumerate(zip(ids.tolist(), uses, strict=True)):
-            held[block] = use
+            pool[block] = use
             heapq.heappush(farthest, (-use, -depth, block))
-        while len(held) > size:
+        while len(pool) > size:
             use, _, block = heapq.heappop(farthest)
-            if held.get(block) == -use:
-                del held[block]
+            if pool.get(block) == -use:
+                del pool[block]
         yield matched
 
 
 def _next_uses(requests: Sequence[I32]) -> list[list[int]]:
-    """For each block of each request, the next request that has it."""
+    """Return, for each block of each request, the number of the next request that has the block."""
     seen: dict[int, int] = {}
     following: list[list[int]] = []
     for number in range(len(requests) - 1, -1, -1):

@@ -1,12 +1,13 @@
-"""State: every integer the memory manager knows, in a handful of arrays.
+"""State: every integer of the memory manager, in a handful of arrays.
 
-There is no Python object per frame or page. `frames` holds one record of 44 bytes per frame, so what one operation needs of a frame lies in
-one cache line or two; with the index, the memory of evicted pages and a bit for each free frame it is at most 48 bytes a frame beside the
-token ids. `spaces` holds one record per row of the page table, and `reg` the scalars and the ends of the lists. Few arrays rather than many
-is a matter of cost: the compiled functions hand the whole `State` to one another. `state.frames["refs"]` is a plain strided numpy view.
-They are recarrays, so that the same functions run uncompiled too (NUMBA_DISABLE_JIT=1): their own slow twin.
+There is no Python object per frame or page. `frames` holds one record of 44 bytes per frame, so all fields that one
+operation needs of a frame lie in one or two cache lines. With the index, the fingerprints of evicted pages and a bit
+for each free frame, a frame costs at most 48 bytes beside its token ids. `spaces` holds one record per row of the page
+table, and `reg` the scalars and the ends of the lists. The arrays are few because the compiled functions pass the whole
+`State` to one another, which costs time per array. `state.frames["refs"]` is a plain strided numpy view. The records
+are recarrays, so that the same functions run uncompiled too (NUMBA_DISABLE_JIT=1): their own slow twin.
 
-This file knows layout and growth; it must not know any rule about what the numbers mean.
+This file knows layout and growth; it must not know any rule about the meaning of the numbers.
 """
 
 from __future__ import annotations
@@ -31,52 +32,52 @@ RETIRED: Final = 3
 # status of a row of the page table
 UNUSED: Final = 0
 OPEN: Final = 1
-HELD: Final = 3  # the frames of a user's pin
-FOLLOWING: Final = 4  # the row of another group than the first, whose row says what it may do
-CLOSING: Final = 2  # released while a plan is outstanding: its frames go back when the last one is settled
+CLOSING: Final = 2  # released while a plan is outstanding: the frames go back when the last plan is settled
+HELD: Final = 3  # maps the frames of a pin; no space
+FOLLOWING: Final = 4  # the row of layer group 1 or later; the row of group 0 has the status of the space
 
 HOLE: Final = -1  # a punched page
 
 NIL: Final = -1  # no frame
 
-# lists of frames: 0 .. 31 hold the evictable ones (eviction.py), FENCED those that wait for an epoch to pass (frames.py)
+# lists of frames: 0 .. 31 hold evictable frames (eviction.py), FENCED holds frames that wait for an epoch (frames.py)
 DONTNEED: Final = 0
 COLD: Final = 1
-NORMAL: Final = 2  # and upwards: what this means is the policy's business
+NORMAL: Final = 2  # the policy gives lists 2 .. 31 their meaning
 NUM_LISTS: Final = 32
 FENCED: Final = 32
 
-# where a frame stands: 1 + its list. A pool is made of zeros that the system hands out when they are first touched: 0 must mean nowhere
+# `place` of a frame: 1 + its list. The system hands out new memory as zeros, so 0 must mean that it is on no list
 NOWHERE: Final = 0
 AMONG_FENCED: Final = 1 + FENCED
 
 # reg: the scalars, numbered in this order
 (
     NUM_FREE,
-    NUM_EVICTABLE,  # cached and not pinned: the frames on lists 0 .. 31
+    NUM_EVICTABLE,  # frames that are cached and not pinned: those on lists 0 .. 31
     NUM_CACHED,
     NUM_RETIRED,
-    NUM_SPARE,  # height of the stack of unused asids
-    TICK,  # number of the last plan: the clock of the manager, and the test whether a plan names a space twice
-    KEY,  # of the hash; drawn per process
+    NUM_UNUSED_ASIDS,  # height of the stack of unused asids
+    TICK,  # number of the last plan: the manager's clock; also the test whether a plan names a space twice
+    KEY,  # key of the hash, drawn per process
     PUBLISHING,  # 1 if full pages are published
-    MATCHED,  # tokens found by open()
+    MATCHED,  # tokens that open() found
     ASKED,  # tokens that open() looked for
     EVICTIONS,
     COPIES,
-    DEDUPLICATED,  # pages that turned out to exist already, at commit
-    PEAK,  # most frames mapped at once
+    DEDUPLICATED,  # pages that commit found published already
+    PEAK,  # the most frames mapped at once
     EPOCH,  # the newest epoch opened by retire()
     PASSED,  # the newest epoch that has passed; frames are fenced while it is older than EPOCH
-    CACHED_FENCED,  # cached frames that only wait for an epoch
-    RULE,  # how the policy ranks a frame (eviction.py), with the number of lists it uses
-    USED_LISTS,
+    CACHED_FENCED,  # cached frames that wait for an epoch and for nothing else
+    RULE,  # the ranking rule of the policy (eviction.py)
+    USED_LISTS,  # 1 + the highest list that the rule uses
     INFLATION,  # 1 if the policy's clock is the value of the last victim, 0 if it is TICK
     CLOCK,  # the value of the last victim
     SCALE,  # a parameter of the rule
-    MISSED_EVICTED,  # tokens that open() did not find: the first missing page was evicted,
-    MISSED_NEW,  # or was never published as far as the index can tell
-    PINNED,  # frames held by user pins; a frame of several pins counts for each
+    MISSED_EVICTED,  # tokens that open() did not find because the first missing page was evicted
+    MISSED_NEW,  # tokens that open() did not find for another reason: the index does not remember the page
+    PINNED,  # frames of pins; a frame of several pins counts once for each
     BELOW_PAGE,  # tokens of prompts beyond their last whole page, which open() does not look for
     LOGGED,  # events written to the log so far (events.py)
 ) = range(27)
@@ -84,49 +85,48 @@ AMONG_FENCED: Final = 1 + FENCED
 # reg, after the scalars: the heads of the lists of chunks 1, 2 and 3 (free_runs.py) at FREE_LISTS + list
 FREE_LISTS: Final = LOGGED
 
-# reg, after those: for each of the 33 lists of frames its oldest frame, newest frame, length and bonus
+# reg, after the heads: for each of the 33 lists of frames its oldest frame, newest frame, length and bonus
 FIRST_LIST: Final = 32
 NUM_REGISTERS: Final = FIRST_LIST + 4 * (FENCED + 1)
 
-# reg, after those, once a tenant has a quota: a block for each account (accounts.py). It begins with the ends of lists 0 .. 31, then
+# reg, after the lists, once a tenant has a quota: a block for each account (accounts.py). A block begins with the ends
+# of the account's lists 0 .. 31; then these registers follow
 (
     USED,  # frames charged to the account that are not free
-    EVICTABLE,  # of these, the frames on its lists
-    HARD,  # limits; -1 for none
-    SOFT,
-    PROTECTED,
-    EVICTED,  # the account's share of EVICTIONS, ASKED and MATCHED
-    ASKED_BY,
-    MATCHED_BY,
-    NEED,  # scratch of a plan: frames that it needs, and frames that it gives up (quotas.py)
-    GIVES,
+    EVICTABLE,  # frames on the account's lists
+    HARD,  # hard limit in frames; -1 for none
+    SOFT,  # soft limit in frames; -1 for none
+    PROTECTED,  # frames that are not evicted for other accounts
+    EVICTED,  # the account's share of EVICTIONS
+    ASKED_BY,  # the account's share of ASKED
+    MATCHED_BY,  # the account's share of MATCHED
+    NEED,  # scratch of a plan: frames that the account needs (quotas.py)
+    GIVES,  # scratch of a plan: frames that the account gives up (quotas.py)
 ) = range(4 * NUM_LISTS, 4 * NUM_LISTS + 10)
 ACCOUNT: Final = 4 * NUM_LISTS + 12
-"""Registers of a block: a multiple of 4, so that the four figures of a list lie in one line of the processor's cache."""
+"""Registers of a block: a multiple of 4, so that the four figures of a list lie in one cache line."""
 
 
 FRAME: Final = np.dtype(
     [
-        ("refs", np.uint16),  # page-table entries that name the frame (I2); a row names it once
-        ("account", np.uint16),  # who is charged for it; of a free one, who was
-        ("pins", np.uint16),  # copies under way that read it, and 1 if it is fenced
+        ("refs", np.uint16),  # page-table entries that name the frame (I2); a row names a frame once
+        ("account", np.uint16),  # the account charged for the frame; of a free frame, the last one
+        ("pins", np.uint16),  # copies under way that read the frame; plus 1 if it is fenced
         ("status", np.uint8),
-        ("published", np.uint8),  # 1 if the index finds it; a page of group g: 1 + g
-        ("uses", np.uint8),  # times it was matched since it was taken; stays at 255
-        ("place", np.uint8),  # 1 + the list it is on, or NOWHERE
-        ("rank", np.uint8),  # the list it was ranked for when it was dropped
-        ("floor", np.uint8),  # 1 + the highest list that a successor of it was put on, 0 for none (I9)
-        ("generation", np.uint32),  # bumped when taken (I8)
-        (
-            "parent",
-            np.int32,
-        ),  # of a published frame: the frame of the page before, or root_parent(root); of a companion: its leader
+        ("published", np.uint8),  # 1 + the layer group if the index finds the frame, else 0
+        ("uses", np.uint8),  # matches since the frame was taken; at most 255
+        ("place", np.uint8),  # 1 + the list that the frame is on, or NOWHERE
+        ("rank", np.uint8),  # the list that the policy chose when the frame was last dropped
+        ("floor", np.uint8),  # 1 + the highest list that a page after this one was put on; 0 for none (I9)
+        ("generation", np.uint32),  # grows by 1 each time the frame is taken (I8)
+        # of a published frame: the frame of the page before, or root_parent(root); of a companion: its leader
+        ("parent", np.int32),
         ("parent_generation", np.uint32),
         ("fingerprint", np.uint32),  # of a published frame: keyed hash of its whole prefix
         ("chain", np.int32),  # next published frame in the same bucket
-        ("newer", np.int32),  # links of the list it is on
-        ("older", np.int32),
-        ("entered", np.int32),  # the clock when it entered the list; of a fenced one, the epoch
+        ("newer", np.int32),  # next frame of the list, towards the newest
+        ("older", np.int32),  # next frame of the list, towards the oldest
+        ("entered", np.int32),  # the clock when the frame entered its list; of a fenced frame, the epoch
     ],
     align=True,
 )
@@ -137,7 +137,7 @@ ALL_FREE: Final = np.uint64(2**64 - 1)
 CHUNK: Final = np.dtype(
     [
         ("bits", np.uint64),  # bit i is set while frame 64 * chunk + i is free
-        ("newer", np.int32),  # links of the list it is on
+        ("newer", np.int32),  # links of the list that the chunk is on
         ("older", np.int32),
     ],
     align=True,
@@ -147,78 +147,80 @@ SPACE: Final = np.dtype(
     [
         ("length", np.int64),  # committed tokens
         ("planned", np.int64),  # committed and outstanding tokens
-        ("stamp", np.int64),  # of the last plan that named it
-        ("seed", np.uint32),  # fingerprint of the empty prefix: which root
+        ("stamp", np.int64),  # TICK of the last plan that named the space
+        ("seed", np.uint32),  # fingerprint of the empty prefix of the root
         ("num_pages", np.int32),
         ("complete", np.int32),  # leading pages that are published
         ("first_hole", np.int32),  # the first punched page, or NO_HOLE
-        ("outstanding", np.int32),  # plans not yet settled
+        ("outstanding", np.int32),  # plans that are not settled
         ("root", np.int32),
         ("generation", np.uint32),
-        ("advice", np.int8),  # what advise() said: list - NORMAL
+        ("advice", np.int8),  # list - NORMAL, set by advise() and open()
         ("status", np.uint8),
-        ("silent", np.uint8),  # 1 if it publishes nothing: it holds what forget() wanted forgotten
-        ("spare", np.int32),  # nothing of this row: an entry of the stack of unused asids
+        ("no_publish", np.uint8),  # 1 after forget(): the space holds forgotten pages, and publishes none
+        ("unused_asid", np.int32),  # entry i of the stack of unused asids is kept in row i; it says nothing about row i
     ],
     align=True,
 )
 
 NO_HOLE: Final = np.iinfo(np.int32).max
-MAX_SPACES: Final = (
-    2**16 - 2
-)  # so that the references to a frame, and its pins, at most one a space and a fence, fit uint16
+MAX_SPACES: Final = 2**16 - 2
+"""The most rows of the page table: `refs` and `pins` are uint16. A frame gets at most one reference and one pin from
+each row, and one pin from a fence."""
 
 
 class State(NamedTuple):
     """The arrays. Shapes: F frames, S block_size, A rows of the page table, P its width, R roots, N buckets."""
 
     frames: Records  # FRAME [F]
-    tokens: I32  # [F, S] the ids whose KV the frame holds
+    tokens: I32  # [F, S] the token ids whose KV the frame holds
     chunks: Records  # CHUNK [ceil(F / 64)]
-    bucket: I32  # [N] heads of the index; the largest power of two that is at most 23/32 F
-    ghosts: I32  # [G] fingerprints of evicted pages, each at its own place until another one takes it; a power of two, at most F/4
+    bucket: I32  # [N] heads of the index; N is the largest power of two up to 23/32 F
+    ghosts: I32  # [G] fingerprints of evicted pages; a newer one overwrites; G is a power of two, at most F/4
     spaces: Records  # SPACE [A]
     table: I32  # [A, P]
-    roots: I32  # [R, 3] open spaces and published first pages under the root; its first successor, as below; who is charged
-    kin: I32  # [F, 3] first successor, next and previous successor of the same page, newest first; [0, 3] unless matching by token
+    roots: I32  # [R, 3] open spaces plus published first pages; first successor, as in `successors`; account charged
+    # [F, 3] of a page: its first successor (the newest); the next and the previous page with the same parent.
+    # [0, 3] unless tokens are matched.
+    successors: I32
     reg: I64  # [NUM_REGISTERS], and ACCOUNT more for each account
-    log: I32  # [E, 3 + S] the last events (events.py); [0, 3 + S] if nobody wants them
-    groups: I64  # [layer groups, 4] window (0: sees all) and sinks; scratch of groups.covered
+    log: I32  # [E, 3 + S] the last events (events.py); [0, 3 + S] if none are kept
+    groups: I64  # [layer groups, 4] window (0: sees all), sinks, and two columns of scratch for layer_groups.covered
 
 
 def list_registers(reg: I64) -> I64:
-    """[33, 4] view: oldest, newest, length and bonus of each list, those of account 0."""
+    """int64 [33, 4], a view: oldest, newest, length and bonus of each list of account 0."""
     return reg[FIRST_LIST:NUM_REGISTERS].reshape(FENCED + 1, 4)
 
 
 def account_registers(reg: I64) -> I64:
-    """[N, ACCOUNT] view: the block of each account; N = 0 as long as nobody has a quota."""
+    """int64 [N, ACCOUNT], a view: the block of each account; N = 0 until a tenant has a quota."""
     return reg[NUM_REGISTERS:].reshape(-1, ACCOUNT)
 
 
 def with_account(state: State) -> State:
-    """The same state with one account more; the first time with two, as all that is there belongs to account 0."""
+    """Return the state with one more account; the first time with two, since account 0 owns all frames so far."""
     block = np.zeros(ACCOUNT, np.int64)
     block[: 4 * NUM_LISTS].reshape(NUM_LISTS, 4)[:, :2] = NIL
     block[[HARD, SOFT]] = -1
     blocks = [block]
     if len(state.reg) == NUM_REGISTERS:
-        everybody = block.copy()
-        everybody[USED], everybody[EVICTABLE] = len(state.frames) - state.reg[NUM_FREE], state.reg[NUM_EVICTABLE]
-        everybody[[EVICTED, ASKED_BY, MATCHED_BY]] = state.reg[[EVICTIONS, ASKED, MATCHED]]
-        blocks = [everybody, block]
+        shared = block.copy()
+        shared[USED], shared[EVICTABLE] = len(state.frames) - state.reg[NUM_FREE], state.reg[NUM_EVICTABLE]
+        shared[[EVICTED, ASKED_BY, MATCHED_BY]] = state.reg[[EVICTIONS, ASKED, MATCHED]]
+        blocks = [shared, block]
     return state._replace(reg=np.concatenate([state.reg, *blocks]))
 
 
 def _unused_spaces(first: int, count: int, num_groups: int) -> Records:
     records = np.zeros(count, SPACE).view(np.recarray)
     records["first_hole"] = NO_HOLE
-    records["spare"][: count // num_groups] = _leading(first, count, num_groups)
+    records["unused_asid"][: count // num_groups] = _leading(first, count, num_groups)
     return records
 
 
 def _leading(first: int, count: int, num_groups: int) -> I32:
-    """The rows of group 0 among `count` rows from `first` on, last one first."""
+    """int32 [count / num_groups]: the rows of group 0 among `count` rows from `first` on, last one first."""
     return np.arange(first + count - num_groups, first - 1, -num_groups, dtype=np.int32)
 
 
@@ -227,7 +229,7 @@ def _unused_roots(count: int) -> I32:
 
 
 def _on_lines(rows: int, width: int) -> I32:
-    """Zeros [rows, width] that begin with a line of the processor's cache, so that a row of 16 does not lie across two."""
+    """int32 [rows, width]: zeros that begin at a cache line, so that a row of 16 does not lie across two lines."""
     memory = np.zeros(rows * width + 16, np.int32)
     skipped = -memory.ctypes.data % 64 // 4
     return memory[skipped : skipped + rows * width].reshape(rows, width)
@@ -238,7 +240,7 @@ def _power_of_two(at_most: int) -> int:
 
 
 def _free_chunks(num_frames: int, reg: I64) -> Records:
-    """All frames free: chunk 0 is taken first, and a last one of fewer than 64 when there is no other."""
+    """Return the chunks of a free pool. Chunk 0 is taken first, and a last chunk of fewer than 64 frames last."""
     chunks = np.zeros(-(-num_frames // CHUNK_FRAMES), CHUNK).view(np.recarray)
     whole, rest = divmod(num_frames, CHUNK_FRAMES)
     chunks["bits"][:whole] = ALL_FREE
@@ -259,10 +261,10 @@ def _free_chunks(num_frames: int, reg: I64) -> Records:
 def new_state(
     num_frames: int, groups: I64, *, block_size: int, publishing: bool, by_token: bool = False, events: int = 0
 ) -> State:
-    """A pool of free frames and an empty page table. O(num_frames), but for zeros, which cost when they are first touched."""
-    rows, width = 16 * len(groups), 16  # of the table, which grows
+    """Return a pool of free frames and an empty page table. O(num_frames); zeros cost time at their first touch."""
+    rows, width = 16 * len(groups), 16  # of the page table, which grows
     reg = np.zeros(NUM_REGISTERS, np.int64)
-    reg[NUM_FREE], reg[NUM_SPARE] = num_frames, 16
+    reg[NUM_FREE], reg[NUM_UNUSED_ASIDS] = num_frames, 16
     list_registers(reg)[:, :2] = NIL
     reg[KEY] = secrets.randbits(63)
     reg[PUBLISHING] = publishing
@@ -276,7 +278,7 @@ def new_state(
         spaces=_unused_spaces(0, rows, len(groups)),
         table=np.full((rows, width), HOLE, np.int32),
         roots=_unused_roots(16),
-        kin=np.full((num_frames if by_token else 0, 3), NIL, np.int32),
+        successors=np.full((num_frames if by_token else 0, 3), NIL, np.int32),
         reg=reg,
         log=np.zeros((events, 3 + block_size), np.int32),
         groups=groups,
@@ -284,12 +286,12 @@ def new_state(
 
 
 def with_more_rows(state: State) -> State:
-    """The same state with room for twice as many spaces. The old table is left as it was, for plans that hold it."""
-    old, height = len(state.spaces), int(state.reg[NUM_SPARE])
+    """Return the state with room for twice as many spaces. The old table stays unchanged, for plans that hold it."""
+    old, height = len(state.spaces), int(state.reg[NUM_UNUSED_ASIDS])
     more = old // len(state.groups)
     spaces = np.concatenate([state.spaces, _unused_spaces(old, old, len(state.groups))]).view(np.recarray)
-    spaces["spare"][height : height + more] = _leading(old, old, len(state.groups))
-    state.reg[NUM_SPARE] += more
+    spaces["unused_asid"][height : height + more] = _leading(old, old, len(state.groups))
+    state.reg[NUM_UNUSED_ASIDS] += more
     return state._replace(
         spaces=spaces,
         table=np.concatenate([state.table, np.full_like(state.table, HOLE)]),
@@ -297,7 +299,7 @@ def with_more_rows(state: State) -> State:
 
 
 def with_wider_table(state: State, num_pages: int) -> State:
-    """The same state with a page table at least `num_pages` wide, by doubling. The old table is left as it was."""
+    """Return the state with a page table at least `num_pages` wide, by doubling. The old table stays unchanged."""
     rows, width = state.table.shape
     while width < num_pages:
         width *= 2
@@ -307,5 +309,5 @@ def with_wider_table(state: State, num_pages: int) -> State:
 
 
 def with_more_roots(state: State) -> State:
-    """The same state with room for twice as many roots."""
+    """Return the state with room for twice as many roots."""
     return state._replace(roots=np.concatenate([state.roots, _unused_roots(len(state.roots))]))

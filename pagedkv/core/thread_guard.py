@@ -1,8 +1,12 @@
-"""Ownership: one thread calls a manager. A second one that comes in meanwhile is refused, as half of the arrays may be between two laws.
-That holds for what changes something, the fold of the events included; figures (`stats`, lengths) may be read by anybody.
+"""Thread guard: one thread at a time calls a manager. A second caller during a call gets ConcurrentUse.
 
-Whoever wants more says `own()`: then every such call from another thread is refused, at whatever moment it comes, until that thread says
-`own()` itself (the work was handed over) or the owner `disown()`. At PAGEDKV_DEBUG=3 the first caller owns the manager unasked.
+During a call the arrays may break their invariants, so a second caller would read or write nonsense. The guard covers
+every method that changes the state (`exclusive`), and those that read events. Any thread may read figures (`stats`,
+lengths).
+
+`own()` makes the guard stricter: the calling thread is the owner, and a call from any other thread is refused at any
+moment. It lasts until the other thread calls `own()` itself, when the work was handed over, or the owner calls
+`disown()`. At PAGEDKV_DEBUG=3 the first caller becomes the owner without `own()`.
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ _FIRST_CALLER: Final = -1
 
 
 class ThreadGuard:
-    """What belongs to one thread at a time."""
+    """Base class of an object that one thread at a time may call."""
 
     state: State
 
     def _begin_guard(self) -> None:
-        """Begin."""
+        """Make the lock. At PAGEDKV_DEBUG=3 also the record of last callers."""
         self._entered = threading.Lock()
         self._owner, self._owner_name = _ANYONE, ""
         self._last_callers: LastCallers | None = None
@@ -35,7 +39,7 @@ class ThreadGuard:
             self._owner, self._last_callers = _FIRST_CALLER, LastCallers()
 
     def own(self) -> None:
-        """From now on only the calling thread may use this manager. Whoever takes work over from another thread says it again.
+        """Make the calling thread the owner: other threads are refused until they call own() themselves.
 
         Raises: ConcurrentUse while a call of another thread is under way
         """
@@ -47,17 +51,18 @@ class ThreadGuard:
         self._entered.release()
 
     def disown(self) -> None:
-        """Any thread may use this manager again, one at a time."""
+        """Allow any thread to use this manager again, one at a time."""
         self._owner = _ANYONE
 
-    def _is_not_mine(self, verb: str) -> None:
-        """The caller is not the owner: it becomes that if there is none yet, and is refused else."""
+    def _own_or_refuse(self, verb: str) -> None:
+        """Make the calling thread the owner if the first caller is to be it, else raise ConcurrentUse."""
         if self._owner != _FIRST_CALLER:
             raise ConcurrentUse(
-                f"MemoryManager.{verb} was called from thread {threading.current_thread().name!r}; thread {self._owner_name!r} owns the "
-                "manager. Call own() in the new thread when work was handed over to it, or disown() if a lock of yours sees to it."
+                f"MemoryManager.{verb} was called from thread {threading.current_thread().name!r}; "
+                f"thread {self._owner_name!r} owns the manager. Call own() in the new thread when work was handed over "
+                "to it, or disown() if a lock of your own orders the calls."
             )
-        if not self._entered.locked():  # else the caller is refused at once, like any second one
+        if not self._entered.locked():  # if it is locked, `exclusive` refuses the caller as a second one
             self.own()
 
 
@@ -69,13 +74,13 @@ Result = TypeVar("Result")
 def exclusive(
     method: Callable[Concatenate[Self, Parameters], Result],
 ) -> Callable[Concatenate[Self, Parameters], Result]:
-    """A method that only one thread may be in, and only the owner if there is one."""
+    """Decorate a method so that one thread at a time may run it, and only the owner if there is one."""
     verb = method.__name__
 
     @wraps(method)
     def guarded(self: Self, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if self._owner and self._owner != threading.get_ident():
-            self._is_not_mine(verb)
+            self._own_or_refuse(verb)
         if not self._entered.acquire(blocking=False):
             raise ConcurrentUse(
                 f"MemoryManager.{verb} was called while another call was under way; one thread owns a manager. "

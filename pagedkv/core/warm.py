@@ -1,6 +1,7 @@
-"""Warming up: numba compiles each function of core at its first call, once per machine, which takes some forty seconds.
+"""Warming up: call every compiled function of core once, so that no request waits for the compiler.
 
-Afterwards it is loaded from disk. A server does this before it listens, so that no request waits for it.
+Numba compiles a function at its first call, once per machine; all of core takes some forty seconds. Later processes
+load the machine code from disk. A server warms up before it listens.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pagedkv.core.observation import Observe
 
 
 def warm_up() -> None:
-    """Call every compiled function once, on a pool of its own."""
+    """Call every compiled function of core once, on a small pool of its own."""
     mm = MemoryManager(num_frames=8, block_size=2, observe=Observe(events=1, reuse=1, other_roots=True))
     parent = mm.open([1])
     mm.commit(mm.plan([parent], [5]), [1, 2, 3, 4, 5])

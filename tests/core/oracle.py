@@ -300,7 +300,7 @@ class Oracle:
         ):
             leaders.pop()
             found -= self.size
-        if not len(self.mm.state.kin) or last is None:
+        if not len(self.mm.state.successors) or last is None:
             return found
         rest = tokens[found:-1]
         pages = [page for parent, page in known if parent == last]
@@ -329,7 +329,7 @@ def everything(mm: MemoryManager) -> tuple[bytes, ...]:
         s.tokens.tobytes(),
         s.ghosts.tobytes(),
         s.roots.tobytes(),
-        s.kin.tobytes(),
+        s.successors.tobytes(),
         s.log.tobytes(),
         reg.tobytes(),
     )

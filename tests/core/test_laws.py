@@ -498,7 +498,7 @@ DAMAGE = {
     "I5": lambda s: s.spaces["num_pages"].__setitem__(0, 1),
     "I6": lambda s: s.spaces["planned"].__setitem__(0, 6),
     "I7": lambda s: s.frames["pins"].__setitem__(int(np.flatnonzero(s.frames["status"] == st.FREE)[0]), 1),
-    "I8": lambda s: s.spaces["spare"].__setitem__(0, 0),
+    "I8": lambda s: s.spaces["unused_asid"].__setitem__(0, 0),
     "I9": lambda s: s.frames["generation"].__setitem__(
         int(s.frames["parent"][st.list_registers(s.reg)[st.NORMAL, 0]]), 99
     ),

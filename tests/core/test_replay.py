@@ -1,4 +1,4 @@
-"""Replay on small traces whose outcome is known, or found by trying everything."""
+"""Replay on small traces whose result is known, or found by trying every choice."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from pagedkv.errors import InvalidRequest
 
 
 def random_trace(seed: int, requests: int, blocks: int) -> list[I32]:
-    """Requests that share prefixes: each continues a prefix of an earlier one with new blocks."""
+    """Return requests that share prefixes: each continues a prefix of an earlier request with new blocks."""
     rng = np.random.default_rng(seed)
-    made: list[list[int]] = [[]]
+    requests_so_far: list[list[int]] = [[]]
     fresh = 0
     for _ in range(requests):
-        prefix = made[rng.integers(len(made))]
+        prefix = requests_so_far[rng.integers(len(requests_so_far))]
         prefix = prefix[: rng.integers(len(prefix) + 1)]
         new = int(rng.integers(blocks + 1))
-        made.append([*prefix, *range(fresh, fresh + new)])
+        requests_so_far.append([*prefix, *range(fresh, fresh + new)])
         fresh += new
-    return [np.array(ids, np.int32) for ids in made[1:]]
+    return [np.array(ids, np.int32) for ids in requests_so_far[1:]]
 
 
 def best_by_trying(requests: list[I32], size: int) -> int:
-    """The most blocks that any choice of what to keep after each request can match."""
+    """Return the most blocks that can match, over every choice of the blocks to keep after each request."""
     best = {frozenset[int](): 0}
     for ids in requests:
         after: dict[frozenset[int], int] = {}
-        for held, matched in best.items():
-            found = next((i for i, block in enumerate(ids.tolist()) if block not in held), len(ids))
-            everything = held | set(ids.tolist())
+        for pool, matched in best.items():
+            found = next((i for i, block in enumerate(ids.tolist()) if block not in pool), len(ids))
+            everything = pool | set(ids.tolist())
             for kept in combinations(sorted(everything), min(size, len(everything))):
                 after[frozenset(kept)] = max(after.get(frozenset(kept), 0), matched + found)
         best = after

@@ -284,7 +284,7 @@ class Walk:
 
     def digest(self) -> str:
         """Of every number that the manager knows."""
-        s, sample = self.mm.state, self.mm._reuse.sample
+        s, sample = self.mm.state, self.mm._reuse_sampler.sample
         content = hashlib.blake2b(digest_size=16)
         for records in (s.frames, s.spaces, s.chunks, sample.records):
             for name in records.dtype.names:  # by field: padding is not data

@@ -36,7 +36,7 @@ def check_index(s: State, seeds: dict[int, int]) -> None:
     _check_prints(s, np.array(found, np.int64), seeds)
     for asid in np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING)).tolist():
         _check_chain(s, asid, seeds)
-    if len(s.kin):
+    if len(s.successors):
         _check_kin(s, found)
 
 
@@ -173,28 +173,28 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
         )
         before = frame
     if record.outstanding == 0 and record.first_hole == st.NO_HOLE:
-        due = whole if s.reg[st.PUBLISHING] and not record.silent else 0
+        due = whole if s.reg[st.PUBLISHING] and not record.no_publish else 0
         require(done == due, "I4", f"space {asid}: {done} pages are published, {due} should be", asid=asid)
 
 
 def _check_kin(s: State, published: list[int]) -> None:
     """Whoever has a living prefix is among its successors, once, and the links go both ways."""
     following: dict[int, list[int]] = {}
-    heads = [(frame, int(s.kin[frame, 0])) for frame in published] + [
+    heads = [(frame, int(s.successors[frame, 0])) for frame in published] + [
         (-2 - root, int(first)) for root, first in enumerate(s.roots[:, 1])
     ]
     for parent, frame in heads:
         before = st.NIL
         while frame >= 0 and len(following.setdefault(parent, [])) <= len(published):
-            require(frame < len(s.kin), "I4", f"frame {frame}, which is none, is a successor of {parent}")
+            require(frame < len(s.successors), "I4", f"frame {frame}, which is none, is a successor of {parent}")
             require(
-                s.kin[frame, 2] == before,
+                s.successors[frame, 2] == before,
                 "I4",
                 f"successor {frame} of {parent} does not link back to {before}",
                 frame=frame,
             )
             following[parent].append(frame)
-            before, frame = frame, int(s.kin[frame, 1])
+            before, frame = frame, int(s.successors[frame, 1])
         require(frame == st.NIL, "I4", f"the successors of {parent} do not end", frame=max(frame, 0))
     expected: dict[int, list[int]] = {}
     for frame in published:

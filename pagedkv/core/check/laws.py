@@ -65,7 +65,11 @@ def _check_counters(s: State) -> None:
     require(
         0 <= s.reg[st.NUM_EVICTABLE] <= cached, "I7", f"{s.reg[st.NUM_EVICTABLE]} evictable of {cached} cached frames"
     )
-    require(0 <= s.reg[st.NUM_SPARE] <= len(s.spaces), "I8", f"{s.reg[st.NUM_SPARE]} spare rows of {len(s.spaces)}")
+    require(
+        0 <= s.reg[st.NUM_UNUSED_ASIDS] <= len(s.spaces),
+        "I8",
+        f"{s.reg[st.NUM_UNUSED_ASIDS]} spare rows of {len(s.spaces)}",
+    )
     require(
         mapped <= s.reg[st.PEAK] <= len(s.frames),
         "I1",
@@ -159,7 +163,7 @@ def _check_spaces(s: State) -> None:
                 mine, "I3", f"frame {frame} of space {asid} is to be written while shared or published", frame=frame
             )
     none(refs != s.frames["refs"], "I2", "refs differ from the page-table entries that name the frame")
-    spare = s.spaces["spare"][: s.reg[st.NUM_SPARE]]
+    spare = s.spaces["unused_asid"][: s.reg[st.NUM_UNUSED_ASIDS]]
     unused = np.flatnonzero(s.spaces["status"] == st.UNUSED)
     require(
         sorted(spare) == unused[unused % len(s.groups) == 0].tolist(), "I8", "the spare rows are not the unused ones"
@@ -192,7 +196,7 @@ def _check_plans(s: State, plans: Collection[Plan]) -> None:
         "the published pages of a space are counted in the row of group 0",
         places="space",
     )
-    silent = s.spaces["silent"]
+    silent = s.spaces["no_publish"]
     none(silent > leads, "I4", "a row is silent that never speaks, or more than silent", places="space")
     none(
         used & (silent > 0) & (s.spaces["complete"] > 0),

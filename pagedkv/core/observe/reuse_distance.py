@@ -176,13 +176,13 @@ def record_release(s: State, sample: Sample, asid: int) -> None:
         record_use(sample, np.int64(s.frames[s.table[asid, page]].fingerprint))
 
 
-class Reuse:
+class ReuseSampler:
     """The sample of one manager."""
 
     def __init__(self, pages: int, num_frames: int) -> None:
         self.sample = new_sample(pages, 4 * num_frames)
 
-    def asked(self, s: State, seed: int, ids: I32) -> None:
+    def record_prompt(self, s: State, seed: int, ids: I32) -> None:
         """A prompt was opened."""
         size = s.tokens.shape[1]
         fingerprints = np.empty(max(0, len(ids) - 1) // size, np.int64)

@@ -1,16 +1,19 @@
-"""Eviction: in which order cached frames are given up. Compiled functions over the lists in `State`; policies.py sets them up.
+"""Eviction: the order in which cached frames are evicted. Compiled functions over the lists in `State`.
 
-Evictable frames stand on up to 32 lists, each in order of arrival. A frame is put on the list it was ranked for when it was last dropped,
-with the clock of that moment as its `entered` time. The victim is the oldest of the list where
+policies.py sets the lists up. Evictable frames are on up to 32 lists, each in order of arrival. When its last
+reference is dropped, the policy ranks the frame for a list. The frame enters the list with the clock of that moment as
+its `entered` time. The victim is the oldest frame of the list where this sum is smallest:
 
-    entered + bonus[list]          is smallest                    clock: the number of plans so far, or the value of the last victim
+    entered + bonus[list]                    clock: the number of plans so far, or the value of the last victim
 
-so each policy is a ranking, a row of bonuses and a clock: LRU has one list; retention adds steps to a frame's age; frequency and cost raise
-its value over that of the last victim (greedy dual: what is not asked for again ages, as the clock catches up). Two lists stand before
-all: DONTNEED and COLD. Choosing costs one look at each list in use, whatever the size of the pool.
+So a policy is a ranking, a row of bonuses and a clock. LRU has one list. Retention adds steps to a frame's time.
+Frequency and cost add to the value of the last victim (greedy dual: a page that is not used again ages, because the
+clock catches up). Two lists are evicted before all others: DONTNEED, then COLD. To choose a victim costs one look at
+each list in use, for a pool of any size.
 
-I9, a page goes before its prefix: a page arrives before its prefix does, no later on the clock; and a prefix is never put on a list below
-that of a page behind it (`floor`). As bonuses grow with the list, its sum is greater, or it stands behind the page on the same list.
+I9, a page is evicted before its prefix. A page enters its list before its prefix does, at the same clock or an earlier
+one. A prefix is never put on a lower list than a page behind it (`floor`). Bonuses grow with the list, so the sum of
+the prefix is greater, or the prefix stands behind the page on the same list.
 """
 
 from __future__ import annotations
@@ -42,18 +45,19 @@ from pagedkv.core.state import (
 )
 
 # rules: how a frame is ranked
-ALIKE: Final = 0
-AGAIN: Final = 1  # used once | used again
+UNRANKED: Final = 0  # one list for all
+TWO_QUEUES: Final = 1  # two lists: used once, used again
 USES: Final = 2  # one list for each number of uses
 COST: Final = 3  # uses x cost of computing the page, two lists an octave
-RETENTION: Final = 4  # as advise() or open() asked
+RETENTION: Final = 4  # the list that advise() or open() set
 
-OLDEST: Final = 0  # registers of a list
+# registers of a list
+OLDEST: Final = 0
 NEWEST: Final = 1
 LENGTH: Final = 2
 BONUS: Final = 3
 
-MASK: Final = 2**31 - 1  # marks are kept modulo 2**31
+MASK: Final = 2**31 - 1  # times and epochs are kept modulo 2**31
 
 
 @inlined
@@ -74,7 +78,7 @@ def enter(records: Records, reg: I64, frame: int, number: int) -> None:
 
 @inlined
 def leave(records: Records, reg: I64, frame: int) -> None:
-    """Take `frame` off the list it is on."""
+    """Take `frame` off its list."""
     base = list_base(records[frame].account, int(records[frame].place) - 1)
     older, newer = records[frame].older, records[frame].newer
     if older == NIL:
@@ -91,27 +95,28 @@ def leave(records: Records, reg: I64, frame: int) -> None:
 
 @inlined
 def rank(records: Records, reg: I64, frame: int, position: int, advice: int) -> int:
-    """The list for `frame`, whose first token was at `position` of a space of that `advice`."""
+    """Return the list for `frame`, whose first token has `position` in a space with that `advice`."""
     rule, top = reg[RULE], reg[USED_LISTS] - 1
     if advice < 0:
         return NORMAL + advice
-    if rule == ALIKE:
+    if rule == UNRANKED:
         return NORMAL
-    if rule == AGAIN:
+    if rule == TWO_QUEUES:
         return NORMAL + 1 if records[frame].uses > 0 else NORMAL
     if rule == USES:
         return min(top, NORMAL + int(records[frame].uses))
     if rule == RETENTION:
         return min(top, NORMAL + advice)
-    cost = 1.0 + position / reg[SCALE]  # attention reads all that is before the page
+    cost = 1.0 + position / reg[SCALE]  # attention reads all tokens before the page
     return min(top, NORMAL + int(2.0 * math.log2((1 + int(records[frame].uses)) * cost)))
 
 
 @inlined
 def raise_floor(records: Records, frame: int) -> None:
-    """Tell the pages before `frame` which list `frame` is meant for: all of them, as one that is mapped may be behind a punched one.
+    """Raise the floor of every page before `frame` to the list of `frame`.
 
-    O(1) amortised: it stops where that is known, and a floor rises at most once for each list.
+    All pages before it are visited, as a mapped page may lie behind a punched one. O(1) amortised: the walk stops at a
+    page whose floor is high enough, and a floor rises at most once for each list.
     """
     least = max(int(records[frame].rank) + 1, int(records[frame].floor))
     parent = records[frame].parent
@@ -122,7 +127,7 @@ def raise_floor(records: Records, frame: int) -> None:
 
 @inlined
 def enlist(records: Records, reg: I64, frame: int) -> None:
-    """`frame` is evictable now."""
+    """Put `frame`, which has become evictable, on its list."""
     records[frame].entered = (reg[CLOCK] if reg[INFLATION] else reg[TICK]) & MASK
     raise_floor(records, frame)
     enter(records, reg, frame, max(int(records[frame].rank), int(records[frame].floor) - 1))
@@ -132,7 +137,7 @@ def enlist(records: Records, reg: I64, frame: int) -> None:
 
 @inlined
 def delist(records: Records, reg: I64, frame: int) -> None:
-    """`frame` is not evictable any more."""
+    """Take `frame`, which is evictable no more, off its list."""
     leave(records, reg, frame)
     reg[NUM_EVICTABLE] -= 1
     count(records, reg, frame, EVICTABLE, -1)
@@ -140,13 +145,13 @@ def delist(records: Records, reg: I64, frame: int) -> None:
 
 @inlined
 def _lead(s: State, base: int, number: int, now: int) -> int:
-    """By how much the oldest frame of a list is below the clock: the greatest lead goes first."""
+    """Return the clock minus (entered + bonus) of the oldest frame of a list: the greatest lead is evicted first."""
     return ((now - s.frames[s.reg[base + OLDEST]].entered) & MASK) - s.reg[FIRST_LIST + 4 * number + BONUS]
 
 
 @compiled
 def foremost(s: State, account: int) -> tuple[int, int]:
-    """(list, lead) of the frame that `account` gives up next; it has an evictable one."""
+    """Return (list, lead) of the frame that `account` gives up next. The account has an evictable frame."""
     for number in (DONTNEED, COLD):
         if s.reg[list_base(account, number) + LENGTH] > 0:
             return number, MASK * (3 - number)
@@ -159,14 +164,14 @@ def foremost(s: State, account: int) -> tuple[int, int]:
             ahead = _lead(s, base, number, now)
             if best < 0 or ahead > lead:
                 best, lead = number, ahead
-            if s.reg[RULE] == AGAIN and number == NORMAL and s.reg[base + LENGTH] * s.reg[SCALE] > evictable:
-                break  # those used once hold more than their share
+            if s.reg[RULE] == TWO_QUEUES and number == NORMAL and s.reg[base + LENGTH] * s.reg[SCALE] > evictable:
+                break  # pages used once hold more than their share
     return best, lead
 
 
 @compiled
 def victim(s: State, account: int) -> int:
-    """The frame of `account` to be evicted next; NIL if there is none. Moves the clock on if that is the policy's."""
+    """Return the frame of `account` to be evicted next, or NIL, and advance a clock that follows the victims."""
     if s.reg[NUM_EVICTABLE] == 0:
         return NIL
     number, lead = foremost(s, account)

@@ -1,4 +1,4 @@
-"""Frames: who owns which piece of the pool. Compiled functions over `State`; no sequences, no tensors here.
+"""Frames: the status of each frame, and the calls that change it. It knows no sequences and no tensors.
 
             take                  drop to 0, published
    FREE ───────────▶ MAPPED ───────────────────────────▶ CACHED
@@ -7,14 +7,15 @@
     ▲   drop to 0 (by way of RETIRED while pinned)           │
     └───────────────────────── evict ────────────────────────┘
 
-Held at every return: I1, I2, I7. Which free frame a space gets is up to runs.py. The cached frames that are not pinned stand on the lists
-of eviction.py.
+I1, I2 and I7 hold at every return. free_runs.py chooses which free frame a space gets. The cached frames that are not
+pinned are on the lists of eviction.py.
 
-Fences. While an epoch is open, work in flight may still read what is dropped: such a frame gets a pin, and stands on the list FENCED with
-the newest epoch as its time of entry until that has passed. Mapped again, it stays fenced; dropped again, it moves to the end. So the list is in
-order of epochs, and pages leave it before their prefix. Everything here is O(1) a frame, whatever the size of the pool.
+Fences. While an epoch is open, work in flight may still read a frame that is dropped. Such a frame gets a pin, and is
+on the list FENCED, with the newest epoch as its `entered` time, until that epoch has passed. If the frame is mapped
+again, it stays fenced; if it is dropped again, it moves to the end of the list. So the list is in order of epochs, and
+pages leave it before their prefix. Each operation is O(1) a frame, for a pool of any size.
 
-What is done for each frame of a step is inlined: a call passes the 80 words of `State` on the stack.
+A function that runs for each frame of a step is inlined: a call passes the 80 words of `State` on the stack.
 """
 
 from __future__ import annotations
@@ -53,14 +54,17 @@ from pagedkv.core.state import (
 
 @inlined
 def vacate(records: Records, reg: I64, frame: int) -> None:
-    """`frame`, which is not published, holds nothing any more; free_runs.put comes next."""
+    """Mark `frame`, which is not published, as free. The caller adds it to the free runs by free_runs.put."""
     records[frame].status = FREE
     count(records, reg, frame, USED, -1)
 
 
 @compiled
-def _disband(s: State, leader: int) -> None:
-    """Nobody can find the companions of `leader` any more. Those that were not given up before it had lost the prefix with it (holes)."""
+def _unpublish_companions(s: State, leader: int) -> None:
+    """Unpublish the companions of `leader`, which is about to be freed, and free the cached ones.
+
+    A companion that is still published now lost its prefix together with the leader, by a hole.
+    """
     for group in range(1, len(s.groups)):
         frame = index.find_companion(s, leader, group)
         if frame < 0:
@@ -80,10 +84,10 @@ def _disband(s: State, leader: int) -> None:
 
 @compiled
 def free(s: State, frame: int) -> None:
-    """Nobody maps, keeps or reads `frame` any more."""
+    """Free `frame`, which no page table maps and no work reads."""
     if s.frames[frame].published:
         if len(s.groups) > 1 and s.frames[frame].published == 1:
-            _disband(s, frame)
+            _unpublish_companions(s, frame)
         index.remove(s, frame)
     vacate(s.frames, s.reg, frame)
     free_runs.put(s.chunks, s.reg, frame, 1)
@@ -91,7 +95,7 @@ def free(s: State, frame: int) -> None:
 
 @compiled
 def evict(s: State, account: int) -> int:
-    """Free the evictable frame of `account` that the policy gives up first, and name it; -1 if there is none."""
+    """Free the frame of `account` that the policy evicts first, and return its number; -1 if there is none."""
     frame = victim(s, account)
     if frame != NIL:
         delist(s.frames, s.reg, frame)
@@ -105,14 +109,14 @@ def evict(s: State, account: int) -> int:
 
 @compiled
 def reclaim(s: State, wanted: int) -> None:
-    """Evict until `wanted` frames are free, where nobody has a quota. The caller has made sure that there are enough."""
+    """Evict until `wanted` frames are free; for pools without quotas. The caller has checked that there are enough."""
     while s.reg[NUM_FREE] < wanted:
         evict(s, np.int64(0))
 
 
 @inlined
 def claim(records: Records, reg: I64, frame: int, account: int) -> None:
-    """A frame that free_runs.take gave out is mapped, once."""
+    """Mark a frame from free_runs.take as mapped once, and charge it to `account`."""
     records[frame].account = account
     count(records, reg, frame, USED, 1)
     records[frame].refs = 1
@@ -124,14 +128,14 @@ def claim(records: Records, reg: I64, frame: int, account: int) -> None:
 
 @inlined
 def note_peak(records: Records, reg: I64) -> None:
-    """After frames were mapped."""
+    """Update PEAK. To be called after frames were mapped."""
     mapped = len(records) - reg[NUM_FREE] - reg[NUM_CACHED] - reg[NUM_RETIRED]
     reg[PEAK] = max(reg[PEAK], mapped)
 
 
 @inlined
 def share(records: Records, reg: I64, frame: int) -> None:
-    """One more page-table entry names `frame`, which is mapped, cached, or retired and about to be restored."""
+    """Add a reference to `frame`, which is mapped, cached or retired."""
     records[frame].refs += 1
     if records[frame].status == CACHED:
         if records[frame].pins == 0:
@@ -148,7 +152,7 @@ def share(records: Records, reg: I64, frame: int) -> None:
 
 @inlined
 def map_matched(s: State, frame: int) -> None:
-    """`frame` was matched: one more page-table entry names it."""
+    """Add a reference to `frame`, which a prompt matched, and count the use."""
     share(s.frames, s.reg, frame)
     s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
 
@@ -165,15 +169,18 @@ def _fence(records: Records, reg: I64, frame: int) -> None:
 
 @compiled
 def drop(s: State, frame: int, keep: bool, page: int, advice: int) -> None:
-    """One page-table entry less names `frame`: page `page` of a space of that `advice`. The last one leaves it cached if it is published and
-    its prefix stays (`keep`)."""
+    """Remove a reference to `frame`, page number `page` of a space with that `advice`.
+
+    Without any reference left, the frame is cached if it is published and its prefix stays (`keep`), else retired or
+    free.
+    """
     if drop_reference(s.frames, s.reg, frame, keep, page * s.tokens.shape[1], advice):
         free(s, frame)
 
 
 @inlined
 def drop_reference(records: Records, reg: I64, frame: int, keep: bool, position: int, advice: int) -> bool:
-    """`drop`, but for what frees the frame: returns whether that is still to be done."""
+    """Do the same as `drop`, but return True instead of freeing the frame: the caller must free it."""
     records[frame].refs -= 1
     if records[frame].refs > 0:
         return False
@@ -199,7 +206,7 @@ def drop_reference(records: Records, reg: I64, frame: int, keep: bool, position:
 
 @compiled
 def touch(s: State, frame: int) -> None:
-    """A cached frame, as if it were mapped and dropped now."""
+    """Move a cached frame to the end of its list, as if it were mapped and dropped now."""
     if s.frames[frame].pins == 0:
         delist(s.frames, s.reg, frame)
     if s.reg[EPOCH] > s.reg[PASSED]:
@@ -211,7 +218,7 @@ def touch(s: State, frame: int) -> None:
 
 @compiled
 def pin(s: State, frame: int) -> None:
-    """`frame` may be neither evicted nor reused until it is unpinned as often (I7)."""
+    """Add a pin to `frame`: it is neither evicted nor reused while it has a pin (I7)."""
     if s.frames[frame].pins == 0 and s.frames[frame].status == CACHED:
         delist(s.frames, s.reg, frame)
     s.frames[frame].pins += 1
@@ -219,7 +226,7 @@ def pin(s: State, frame: int) -> None:
 
 @compiled
 def unpin(s: State, frame: int) -> None:
-    """One pin less; the last one lets a cached frame be evicted and a retired one be free."""
+    """Remove a pin. Without any pin left, a cached frame is evictable and a retired frame is free."""
     s.frames[frame].pins -= 1
     if s.frames[frame].pins == 0:
         if s.frames[frame].status == CACHED:
@@ -231,7 +238,7 @@ def unpin(s: State, frame: int) -> None:
 
 @compiled
 def pass_epoch(s: State, epoch: int) -> int:
-    """Nothing that was launched in `epoch` or before reads anything any more. Returns how many frames are no longer fenced."""
+    """Remove the fences of `epoch` and older epochs, whose work has finished. Return how many frames were fenced."""
     passed = 0
     frame = s.reg[FIRST_LIST + 4 * FENCED + OLDEST]
     while frame != NIL and ((epoch - int(s.frames[frame].entered)) & MASK) <= MASK // 2:
@@ -246,5 +253,5 @@ def pass_epoch(s: State, epoch: int) -> int:
 
 
 def pending(s: State) -> int:
-    """Frames that nobody maps, and that can be had once the plans and epochs under way have ended."""
+    """Return how many unmapped frames become available when the outstanding plans and open epochs end."""
     return int(s.reg[NUM_RETIRED] + s.reg[CACHED_FENCED])

@@ -1,14 +1,15 @@
-"""Runs: which frames are free, and which of them a space gets. Compiled functions over `chunks` and `reg`; nothing else is known here.
+"""Free runs: the free list of the pool, and the choice of frames for a space. It knows only `chunks` and `reg`.
 
-The pool is cut into chunks of 64 frames, one word each: bit i is set while frame 64 * chunk + i is free. A chunk stands on one of three
-lists, by what its word says and nothing else, linked through `newer` and `older`; one without a free frame stands on none:
+The pool is divided into chunks of 64 frames, one word each: bit i is set while frame 64 * chunk + i is free. The word
+alone decides which of three lists the chunk is on. The lists are linked through `newer` and `older`. A chunk without a
+free frame is on no list.
 
-    WHOLE   all 64 are free          ROOMY   one of its four groups of 16 is          SCARCE   some are
+    WHOLE   all 64 are free          ROOMY   one of its four groups of 16 is free          SCARCE   some are free
 
-A space takes the frame after its last one as long as that is free: its frames form runs, and a run is one stream to a kernel and one copy
-to a tier. Where a run must begin anew it begins in a whole chunk; else in a free group, so that whoever began in another group goes on
-undisturbed; else in the longest gap of a scarce chunk. So sequences that grow in turn do not braid. Everything is O(1) a run, whatever the
-size of the pool.
+A space takes the frame after its last one if that frame is free. So its frames form runs, and a run is one stream to a
+kernel and one copy to a tier. A new run begins in a whole chunk; else in a free group, so that a space which began in
+another group of the chunk grows undisturbed; else in the longest gap of a scarce chunk. So the frames of sequences that
+grow in turn do not interleave. Each operation is O(1) a run, for a pool of any size.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _BEGINNINGS = np.uint64(0x0001000100010001)  # of the four groups of 16
 
 @inlined
 def _in_a_row(bits: np.uint64, most: int) -> np.uint64:
-    """Where `most` (a power of two) free frames in a row begin."""
+    """Return a mask of the bits at which `most` (a power of two) free frames in a row begin."""
     length = 1
     while length < most:
         bits &= bits >> np.uint64(length)
@@ -50,7 +51,7 @@ def _kind(bits: np.uint64) -> int:
 
 @inlined
 def _lowest(bits: np.uint64) -> int:
-    """The place of the lowest bit of `bits`, which is not 0."""
+    """Return the position of the lowest bit that is set; `bits` is not 0."""
     place, width = 0, 32
     while width > 0:
         if bits & ((_ONE << np.uint64(width)) - _ONE) == _NONE:
@@ -62,7 +63,7 @@ def _lowest(bits: np.uint64) -> int:
 
 @compiled
 def _move(chunks: Records, reg: I64, chunk: int, source: int, target: int) -> None:
-    """From one list to the head of another; list 0 is none."""
+    """Move `chunk` from one list to the head of another. List 0 stands for no list."""
     if source:
         newer, older = chunks[chunk].newer, chunks[chunk].older
         if newer == NIL:
@@ -82,7 +83,7 @@ def _move(chunks: Records, reg: I64, chunk: int, source: int, target: int) -> No
 
 @inlined
 def put(chunks: Records, reg: I64, first: int, count: int) -> None:
-    """`count` frames in a row from `first` on, all of one chunk, are free."""
+    """Mark `count` frames from `first` on as free. They all lie in one chunk."""
     chunk = first >> 6
     before = chunks[chunk].bits
     after = before | ((ALL_FREE >> np.uint64(64 - count)) << np.uint64(first & 63))
@@ -95,7 +96,7 @@ def put(chunks: Records, reg: I64, first: int, count: int) -> None:
 
 @compiled
 def _begin(chunks: Records, reg: I64) -> int:
-    """Where a run had better begin. There is a free frame."""
+    """Return the frame where a new run begins. The caller has checked that a frame is free."""
     chunk = int(reg[FREE_LISTS + WHOLE])
     if chunk != NIL:
         return chunk << 6
@@ -110,16 +111,19 @@ def _begin(chunks: Records, reg: I64) -> int:
 
 
 def runs_in(pages: I32) -> I32:
-    """int32 [R, 2]: the first frame and the length of each run of frames that follow one another in `pages` (int32 [P]); holes are none."""
-    named = np.where(pages == HOLE, np.int32(-3), pages)  # neither -1 nor -2: frame 0 follows no hole
-    begins = np.flatnonzero((pages != HOLE) & (np.diff(named, prepend=np.int32(-3)) != 1))
-    ends = np.flatnonzero((pages != HOLE) & (np.diff(named, append=np.int32(-3)) != 1))
+    """int32 [R, 2]: first frame and length of each run of consecutive frames in `pages` (int32 [P]), without holes."""
+    numbers = np.where(pages == HOLE, np.int32(-3), pages)  # not -1, after which frame 0 would seem consecutive
+    begins = np.flatnonzero((pages != HOLE) & (np.diff(numbers, prepend=np.int32(-3)) != 1))
+    ends = np.flatnonzero((pages != HOLE) & (np.diff(numbers, append=np.int32(-3)) != 1))
     return np.stack([pages[begins], ends - begins + 1], axis=1).astype(np.int32)
 
 
 @compiled
 def take(chunks: Records, reg: I64, last: int, wanted: int) -> tuple[int, int]:
-    """(first, count): up to `wanted` frames in a row, of one chunk, after `last` if that can be; they are free no more. There is one."""
+    """Take up to `wanted` consecutive frames of one chunk, after frame `last` if possible. Return (first, count).
+
+    At least one frame is free.
+    """
     first = last + 1
     chunk = first >> 6
     if last < 0 or chunk >= len(chunks) or (chunks[chunk].bits >> np.uint64(first & 63)) & _ONE == _NONE:
@@ -128,7 +132,7 @@ def take(chunks: Records, reg: I64, last: int, wanted: int) -> tuple[int, int]:
     before = chunks[chunk].bits
     bit = _ONE << np.uint64(first & 63)
     after, count = before, 0
-    while count < wanted and after & bit != _NONE:  # past the last one the bit is 0
+    while count < wanted and after & bit != _NONE:  # behind the last frame of the chunk the bit is 0
         after ^= bit
         bit <<= _ONE
         count += 1

@@ -1,9 +1,11 @@
-"""Eviction policies: small frozen objects that set up the lists of eviction.py. The same ones serve live managers and `replay`.
+"""Eviction policies: small frozen objects that set up the lists of eviction.py, for live managers and for `replay`.
 
-A policy says how frames are ranked (`rule`), by how much each list prolongs a frame's stay (`bonuses`, never falling), and whether its
-clock is the number of plans or the value of the last victim (`inflation`). The choice is compiled; an object is used once, at the start.
+A policy states how frames are ranked (`rule`), by how much each list prolongs the stay of a frame (`bonuses`, which
+never fall), and whether the clock is the number of plans or the value of the last victim (`inflation`). The manager
+reads the object once, at the start; the compiled code of eviction.py does the choosing.
 
-To add one: a rule in eviction.rank (or an existing one), a dataclass here, its name in POLICIES. I9 comes for free.
+To add a policy: a rule in eviction.rank (or an existing one), a dataclass here, and its name in POLICIES. I9 holds
+without further work.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pagedkv.errors import InvalidRequest
 
 
 class Policy(Protocol):
-    """What a manager asks of a policy."""
+    """The attributes of a policy that a manager reads."""
 
     name: ClassVar[str]
     rule: ClassVar[int]
@@ -28,46 +30,46 @@ class Policy(Protocol):
 
     @property
     def scale(self) -> int:
-        """The rule's parameter."""
+        """int: the parameter of the rule."""
 
     def bonuses(self) -> list[int]:
-        """One for each list from NORMAL on."""
+        """Return the bonus of each list from NORMAL on."""
 
 
 @dataclass(frozen=True)
 class LRU:
-    """What was not used for longest goes first."""
+    """LRU: the least recently used page is evicted first."""
 
     name: ClassVar[str] = "lru"
-    rule: ClassVar[int] = eviction.ALIKE
+    rule: ClassVar[int] = eviction.UNRANKED
     inflation: ClassVar[bool] = False
     scale: int = 1
 
     def bonuses(self) -> list[int]:
-        """One list."""
+        """Return one bonus: all frames are on one list."""
         return [0]
 
 
 @dataclass(frozen=True)
 class TwoQueues:
-    """2Q: pages used once go first while they hold more than 1/`scale` of the evictable frames; otherwise the least recently used.
+    """2Q: pages used once go first while they hold more than 1/`scale` of the evictable frames; else LRU.
 
-    A page that comes back soon after its eviction counts as used again. After Johnson and Shasha, VLDB 1994.
+    A page that is published again soon after its eviction counts as used again. After Johnson and Shasha, VLDB 1994.
     """
 
     name: ClassVar[str] = "2q"
-    rule: ClassVar[int] = eviction.AGAIN
+    rule: ClassVar[int] = eviction.TWO_QUEUES
     inflation: ClassVar[bool] = False
     scale: int = 4
 
     def bonuses(self) -> list[int]:
-        """Used once, used again."""
+        """Return two bonuses: the list of pages used once, the list of pages used again."""
         return [0, 0]
 
 
 @dataclass(frozen=True)
 class LFU:
-    """Least frequently used, with dynamic ageing: value = uses + the value of the last victim when it was dropped.
+    """LFU with dynamic ageing: value of a page = uses + the value of the last victim at the time the page was dropped.
 
     After Arlitt et al., "Evaluating content management techniques for web proxy caches", 2000.
     """
@@ -78,16 +80,17 @@ class LFU:
     scale: int = 1
 
     def bonuses(self) -> list[int]:
-        """One list a use."""
+        """Return one bonus for each number of uses."""
         return list(range(st.NUM_LISTS - st.NORMAL))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Greedy dual: value = uses x cost of computing the page again + the value of the last victim when it was dropped.
+    """Greedy dual: value of a page = uses x cost of computing it + the value of the last victim when it was dropped.
 
-    A page's cost is 1 + position / `scale`: all pages are of one size, and attention reads what is before them. `scale` is the context at
-    which attention costs a token as much as the rest of the model: about 6 x hidden size for a Llama. After Cao and Irani, USITS 1997.
+    The cost of a page is 1 + position / `scale`: all pages have one size, and attention reads all tokens before a page.
+    `scale` is the context length at which attention costs a token as much as the rest of the model: about 6 x hidden
+    size for a Llama. After Cao and Irani, USITS 1997.
     """
 
     name: ClassVar[str] = "cost"
@@ -96,15 +99,16 @@ class Cost:
     scale: int = 24576
 
     def bonuses(self) -> list[int]:
-        """Two lists an octave."""
+        """Return the bonus of each list: two lists for each doubling of the value."""
         return [round(16 * 2 ** (level / 2)) for level in range(st.NUM_LISTS - st.NORMAL)]
 
 
 @dataclass(frozen=True)
 class Priority:
-    """LRU in which a page of priority p and half-life h goes when its priority has decayed to 1, as if used h x log2(p) plans later.
+    """LRU in which a page of priority p and half-life h counts as used h x log2(p) plans later than it was.
 
-    Exact among pages of one half-life; the added plans are rounded up to 2^k - 1. Priorities come from `open` and `advise`.
+    The priority has decayed to 1 by then. The order is exact among pages of one half-life; the added plans are rounded
+    up to 2^k - 1. `open` and `advise` set the priority.
     """
 
     name: ClassVar[str] = "priority"
@@ -113,7 +117,7 @@ class Priority:
     scale: int = 1
 
     def bonuses(self) -> list[int]:
-        """List k adds 2^k - 1 plans."""
+        """Return the bonuses: list k adds 2^k - 1 plans."""
         return [2**level - 1 for level in range(st.NUM_LISTS - st.NORMAL)]
 
 
@@ -123,7 +127,7 @@ POLICIES: dict[str, type[LRU] | type[TwoQueues] | type[LFU] | type[Cost] | type[
 
 
 def chosen(policy: str | Policy) -> Policy:
-    """The policy of that name with its defaults, or the object itself."""
+    """Return the policy of that name with its defaults, or the object itself."""
     if all(hasattr(policy, name) for name in ("name", "rule", "inflation", "scale", "bonuses")) and not isinstance(
         policy, type
     ):
@@ -145,7 +149,7 @@ def install(policy: Policy, reg: I64) -> None:
 
 
 def retention(priority: float, half_life: float) -> int:
-    """How many lists above NORMAL a page of that priority is put: 2^k - 1 >= half_life x log2(priority)."""
+    """Return k, the number of lists above NORMAL for a page of that priority: 2^k - 1 >= half_life x log2(priority)."""
     if not (1 <= priority < math.inf and 0 < half_life < math.inf):
         raise InvalidRequest(
             f"retain=({priority}, {half_life}); give a priority of at least 1 and a half-life of more than 0 plans"

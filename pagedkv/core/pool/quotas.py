@@ -1,14 +1,16 @@
-"""Quotas: what an account may hold, and whose cached frames go first. Compiled functions; they count before anything is changed.
+"""Quotas: how many frames an account may hold, and whose cached frames are evicted first.
 
-A plan needs `need[a]` frames for account a, and evicts what is not free. Account a gives up at most
+The functions count before they change anything. A plan needs `need[a]` frames for account a, and evicts frames if too
+few are free. Account a gives up at most `gives[a]` frames:
 
     gives[a] = min(evictable[a], max(need[a], used[a] + need[a] - protected[a]))
 
-frames: for its own need always, for others only what is above its protected share. At its hard quota it must give up its own. Then go those
-over their soft quota, then the rest, each time the frame that the policy would give up first over all of these accounts. Frames are alike
-once they are free, so the sum decides whether a plan can be had.
+So an account gives frames for its own need always, and for other accounts only frames above its protected share. At its
+hard quota an account must give up frames of its own. Then accounts over their soft quota give up frames, then the rest.
+Each time, the policy picks the frame over all of these accounts. Free frames serve every account, so the sum of `gives`
+decides whether a plan is possible.
 
-Complexity: O(accounts) a plan and an eviction; nothing of this runs while nobody has a quota.
+Complexity: O(accounts) for a plan and for an eviction. The functions run only if a tenant has a quota.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from pagedkv.core.state import EVICTABLE, GIVES, HARD, I32, I64, NEED, NUM_FREE,
 
 @compiled
 def measure(s: State, asids: I32, counts: I64, split: U8) -> int:
-    """Write down what each account needs and gives for a plan. Returns the first account that its hard quota stops, or -1."""
+    """Record NEED and GIVES of each account for a plan. Return the first account whose hard quota forbids it, or -1."""
     size, reg = s.tokens.shape[1], s.reg
-    _begin(s)
+    _clear_scratch(s)
     for i in range(len(asids)):
         pages = (s.spaces[asids[i]].planned + counts[i] + size - 1) // size
         copies = 0
@@ -41,14 +43,14 @@ def measure(s: State, asids: I32, counts: I64, split: U8) -> int:
 
 
 @compiled
-def _begin(s: State) -> None:
+def _clear_scratch(s: State) -> None:
     for account in range(number_of(s.reg)):
         s.reg[register(account, NEED)] = s.reg[register(account, GIVES)] = 0
 
 
 @compiled
 def givable(s: State) -> int:
-    """What all accounts together give up for the plan that was measured."""
+    """Return the sum of GIVES: how many frames all accounts give up for the plan that was measured."""
     total = 0
     for account in range(number_of(s.reg)):
         total += s.reg[register(account, GIVES)]
@@ -57,32 +59,32 @@ def givable(s: State) -> int:
 
 @compiled
 def reclaim(s: State, wanted: int) -> None:
-    """Evict, for the plan that was measured, until `wanted` frames are free and everybody has room under the hard quota."""
+    """Evict, for the plan that was measured, until `wanted` frames are free and no account exceeds its hard quota."""
     reg = s.reg
     for account in range(number_of(reg)):
         hard, need = reg[register(account, HARD)], reg[register(account, NEED)]
         while need > 0 and hard >= 0 and reg[register(account, USED)] + need > hard:
             _evict_of(s, account)
     while reg[NUM_FREE] < wanted:
-        _evict_of(s, _loser(s))
+        _evict_of(s, _next_account(s))
 
 
 @compiled
 def evict_frames(s: State, wanted: int) -> int:
-    """Evict up to `wanted` frames for nobody's need, protected ones last; returns how many."""
-    _begin(s)
+    """Evict up to `wanted` frames that no plan needs, protected ones last. Return how many."""
+    _clear_scratch(s)
     for account in range(number_of(s.reg)):
-        spare = max(0, s.reg[register(account, USED)] - s.reg[register(account, PROTECTED)])
-        s.reg[register(account, GIVES)] = min(s.reg[register(account, EVICTABLE)], spare)
-    done = 0
+        surplus = max(0, s.reg[register(account, USED)] - s.reg[register(account, PROTECTED)])
+        s.reg[register(account, GIVES)] = min(s.reg[register(account, EVICTABLE)], surplus)
+    evicted = 0
     for protected in (False, True):
         if protected:
             for account in range(number_of(s.reg)):
                 s.reg[register(account, GIVES)] = s.reg[register(account, EVICTABLE)]
-        while done < wanted and givable(s) > 0:
-            _evict_of(s, _loser(s))
-            done += 1
-    return done
+        while evicted < wanted and givable(s) > 0:
+            _evict_of(s, _next_account(s))
+            evicted += 1
+    return evicted
 
 
 @compiled
@@ -92,8 +94,11 @@ def _evict_of(s: State, account: int) -> None:
 
 
 @compiled
-def _loser(s: State) -> int:
-    """Whose frame goes next: of those over their soft quota, or else of all that give, the one whose foremost frame leads most."""
+def _next_account(s: State) -> int:
+    """Return the account that gives up the next frame: the one whose foremost frame has the greatest lead.
+
+    Accounts over their soft quota come first; without such an account, all that can give a frame are compared.
+    """
     reg = s.reg
     best, lead, best_over = -1, 0, False
     for account in range(number_of(reg)):

@@ -1,10 +1,11 @@
-"""Digests: what a page is called outside this process. Chained sha256 over packed tokens; computed only when something leaves.
+"""Digests: the names of pages outside this process. A digest is a chained sha256 over packed tokens.
 
     root:  sha256("root" ‖ tenant)
     page:  sha256("page" ‖ digest of the page before, or of its root ‖ tokens as little-endian int32)
 
-Equal in every process and on every machine, unlike the index's fingerprints, which are keyed and only 32 bits. The two words keep a tenant's name
-from passing for a page.
+A digest is computed only when a page or its name leaves the process. It is equal in every process and on every machine.
+The fingerprints of the index are not: they are keyed, and have only 32 bits. The words "root" and "page" keep the name
+of a tenant from passing for a page.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from pagedkv.core.state import I32
 
 
 def root_digest(tenant: bytes) -> bytes:
-    """32 bytes for the empty prefix of `tenant`."""
+    """32 bytes: the digest of the empty prefix of `tenant`."""
     return hashlib.sha256(b"root" + tenant).digest()
 
 
 def page_digest(before: bytes, tokens: I32) -> bytes:
-    """32 bytes for a page that holds `tokens` (int32 [S]) after a page, or root, of digest `before`."""
+    """32 bytes: the digest of a page that holds `tokens` (int32 [S]) after a page, or root, with digest `before`."""
     return hashlib.sha256(b"page" + before + np.ascontiguousarray(tokens, "<i4").tobytes()).digest()

@@ -1,19 +1,22 @@
-"""Events: what became findable in the index and what ceased to be, in order, for those who route prompts to caches.
+"""Events: a log of the pages that became findable or ceased to be, for routers that send prompts to caches.
 
-    index.insert, index.remove  ──▶  s.log [E, 3 + S]: a ring of integers, written in passing     sequence numbers 1, 2, ...; row n % E
-    events(since), snapshot()   ──▶  fold: follow the ring from where the last reader stopped, and name each page by its digest
+    index.insert, index.remove  ──▶  s.log [E, 3 + S]: a ring of integers; event n (1, 2, ...) is in row n % E
+    events(since), snapshot()   ──▶  fold: read the ring from where the last fold stopped, and name pages by digests
 
-The compiled functions write a row, O(block_size), and no object. Digests are computed when somebody reads: the fold knows the digest of
-each published frame as of the last event it has seen, so a frame that is gone or in other hands by then is still named rightly. Whoever
-reads too seldom for the ring is told so (EventsLost) and begins again from a snapshot; so does the fold.
+The compiled functions write one row an event, O(block_size), and make no object. Digests are computed when a reader
+asks. The fold keeps the digest of each published frame as of the last event it has read. So it names a page correctly
+even if the frame is free or holds another page by then. A reader that falls behind the ring gets EventsLost and begins
+again from a snapshot. A fold that falls behind begins again, too.
 
-A page that was published, lost its prefix (punched, then evicted) and is still mapped keeps its name for as long as the fold was not lost.
-Where it has a twin, which was computed anew and published, the name is stored once and removed with the last of the two.
+A page that was published, lost its prefix (punched, then evicted) and is still mapped keeps its name until the fold
+begins again. If an equal page was computed and published meanwhile, both have one name: it is stored once, and removed
+with the last of the two.
 
-Each layer group has events of its own: the page of a group is stored after its leader, under the same name, and removed before it. So a
-reader knows of every page in which groups it is; what a prompt would match follows from the windows, as in groups.covered.
+Each layer group has events of its own: the page of a group is stored after its leader, under the same name, and removed
+before it. So a reader knows which groups have a page. The windows decide what a prompt matches, as in
+layer_groups.covered.
 
-It knows frames, roots and digests; who sends the events, and how, is the engine's business.
+This file knows frames, roots and digests; it must not know how an engine sends the events.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ from pagedkv.errors import EventsLost, InvalidRequest
 STORED: Final = 1
 REMOVED: Final = 2
 CLEARED: Final = 3
-HEAD: Final = 3  # columns before the tokens: kind + 4 x group, frame, parent (of a companion: its leader)
+HEAD: Final = 3  # columns before the tokens: kind + 4 x group, frame, parent (for a companion: its leader)
 
 
 @inlined
 def log_stored(log: I32, reg: I64, page: tuple[int, int, int], tokens: I32) -> None:
-    """`page`, (frame, parent, group), which holds `tokens` (int32 [S]), was published."""
+    """Log that `page`, (frame, parent, group), which holds `tokens` (int32 [S]), was published."""
     reg[LOGGED] += 1
     row = reg[LOGGED] % len(log)
     log[row, 0], log[row, 1], log[row, 2] = STORED + 4 * page[2], page[0], page[1]
@@ -47,7 +50,7 @@ def log_stored(log: I32, reg: I64, page: tuple[int, int, int], tokens: I32) -> N
 
 @inlined
 def log_removed(log: I32, reg: I64, frame: int) -> None:
-    """`frame` is not published any more."""
+    """Log that `frame` was unpublished."""
     reg[LOGGED] += 1
     row = reg[LOGGED] % len(log)
     log[row, 0], log[row, 1], log[row, 2] = REMOVED, frame, 0
@@ -55,7 +58,7 @@ def log_removed(log: I32, reg: I64, frame: int) -> None:
 
 @inlined
 def log_cleared(log: I32, reg: I64) -> None:
-    """Nothing is published any more."""
+    """Log that all pages were unpublished."""
     reg[LOGGED] += 1
     row = reg[LOGGED] % len(log)
     log[row, 0], log[row, 1], log[row, 2] = CLEARED, 0, 0
@@ -63,10 +66,11 @@ def log_cleared(log: I32, reg: I64) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A page became findable. The names are those that vLLM and SGLang publish; digests are 32 bytes.
+    """A page became findable. The field names are those of vLLM and SGLang; digests are 32 bytes.
 
-    parent_block_hash is None for a first page. `tenant` is what `open` was told; adapters and images are part of it. `group`: of which
-    layer group; the others of a page follow group 0.
+    parent_block_hash: None for a first page.
+    tenant:            the `tenant` given to `open`; adapters and images are part of it.
+    group:             the layer group. The events of the other groups follow that of group 0.
     """
 
     sequence: int
@@ -80,7 +84,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A page is not findable any more in one layer group."""
+    """A page ceased to be findable in one layer group."""
 
     sequence: int
     block_hashes: tuple[bytes, ...]
@@ -89,7 +93,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing that was said before holds: everything was forgotten, or, before a snapshot, the blocks that follow are all there are."""
+    """Every page ceased to be findable: forget() was called, or a snapshot follows that lists all findable blocks."""
 
     sequence: int
 
@@ -99,19 +103,19 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All pages that can be found, prefixes first, as of event number `sequence`: go on with `events(since=sequence)`."""
+    """All findable pages, prefixes first, as of event number `sequence`. Continue with `events(since=sequence)`."""
 
     sequence: int
     blocks: tuple[BlockStored, ...]
 
     def as_events(self) -> list[Event]:
-        """For a reader that knows events only: forget everything, then these."""
+        """Return the snapshot as events: AllBlocksCleared, then a BlockStored for each page."""
         return [AllBlocksCleared(self.sequence), *self.blocks]
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
-    """A published frame: its digest, that of the page before, its root, its layer group."""
+class _PageName:
+    """The name of a published frame: its digest, the digest of the page before, its tenant, its layer group."""
 
     digest: bytes
     before: bytes | None
@@ -123,38 +127,43 @@ class EventLog:
     """The reading side of the ring of one manager."""
 
     def __init__(self) -> None:
-        self._seen = 0  # the last event folded
-        self._held: dict[int, _Named] = {}  # published frame: its name, as of event `_seen`
-        self._copies: Counter[tuple[bytes, int]] = Counter()  # how many of these frames have that name and group
-        self._said: dict[
-            int, _Named | None
-        ] = {}  # event in the ring: what it is about, None if it tells a reader nothing
-        self._tenants: dict[int, list[tuple[int, bytes]]] = {}  # root: (from which event on, whose)
+        self._folded = 0  # the last event folded
+        self._names: dict[int, _PageName] = {}  # published frame: its name, as of event `_folded`
+        self._copies: Counter[tuple[bytes, int]] = Counter()  # (digest, group): how many frames have it
+        self._subjects: dict[
+            int, _PageName | None
+        ] = {}  # event in the ring: its page; None if a reader skips the event
+        self._tenants: dict[int, list[tuple[int, bytes]]] = {}  # root: [(first event, tenant from that event on)]
 
     def root_taken(self, s: State, number: int, tenant: bytes) -> None:
-        """From now on, `number` is the root of `tenant`. Again is harmless."""
+        """Record that root `number` belongs to `tenant` from the next event on. A second call does nothing."""
         history = self._tenants.setdefault(number, [])
         if history and history[-1][1] == tenant:
             return
         oldest = int(s.reg[LOGGED]) - len(s.log)
-        while len(history) > 1 and history[1][0] <= oldest:  # nothing in the ring is older than the next one
+        while len(history) > 1 and history[1][0] <= oldest:  # no event in the ring is older than the next entry
             history.pop(0)
         if history and history[-1][0] == s.reg[LOGGED] + 1:
-            history.pop()  # nothing was published under it
+            history.pop()  # no page was published under it
         history.append((int(s.reg[LOGGED]) + 1, tenant))
 
     def renumber(self, s: State, moves: I32) -> None:
-        """Published frames are about to move, source to target (int32 [M, 2]). Nothing becomes findable or ceases to be."""
+        """Rename the published frames that are about to move, source to target (int32 [M, 2]). No event results."""
         if len(s.log):
             self._fold(s, int(s.reg[LOGGED]))
-            self._held |= {target: self._held.pop(source) for source, target in moves.tolist() if source in self._held}
+            self._names |= {
+                target: self._names.pop(source) for source, target in moves.tolist() if source in self._names
+            }
 
     def events(self, s: State, since: int) -> list[Event]:
-        """What happened after event `since`. O(events). Raises: EventsLost, InvalidRequest for a number that was not given out."""
+        """Return the events after number `since`. O(events).
+
+        Raises: EventsLost if the ring has lost some of them; InvalidRequest for a number beyond the newest event
+        """
         newest = int(s.reg[LOGGED])
         if since > newest:
-            raise InvalidRequest(f"events since {since}: the newest one has number {newest}; give 0 up to that")
-        lost = newest - self._seen > len(s.log)  # nothing in the ring can be named
+            raise InvalidRequest(f"events since {since}: the newest event has number {newest}; give 0 to {newest}")
+        lost = newest - self._folded > len(s.log)  # the fold missed events: it can name no page of the ring
         first = newest + 1 if lost else max(newest - len(s.log), 0) + 1
         if since + 1 < first:
             raise EventsLost(since, first)
@@ -162,55 +171,57 @@ class EventLog:
         return [event for number in range(since + 1, newest + 1) if (event := self._render(s, number))]
 
     def snapshot(self, s: State) -> Snapshot:
-        """All that can be found now. O(published frames)."""
+        """Return all pages that are findable now. O(published frames)."""
         newest = int(s.reg[LOGGED])
         self._fold(s, newest)
         blocks: dict[tuple[bytes, int], BlockStored] = {}
-        for frame in _prefixes_first(s, list(self._held)):
-            named = self._held[frame]
-            knows = int(s.frames["parent"][frame]) if named.group else frame  # its leader has the tokens
-            blocks.setdefault((named.digest, named.group), _stored(newest, named, s.tokens[knows]))
+        for frame in _prefixes_first(s, list(self._names)):
+            named = self._names[frame]
+            leader = int(s.frames["parent"][frame]) if named.group else frame  # only leaders have their tokens recorded
+            blocks.setdefault((named.digest, named.group), _stored(newest, named, s.tokens[leader]))
         return Snapshot(newest, tuple(blocks.values()))
 
     def _fold(self, s: State, newest: int) -> None:
-        """Follow the ring up to `newest`, or begin anew if it has gone round since."""
-        if newest - self._seen > len(s.log):
+        """Read the ring up to event `newest`, or begin again if it has lost events that were not read."""
+        if newest - self._folded > len(s.log):
             self._rebuild(s, newest)
-        for number in range(self._seen + 1, newest + 1):
+        for number in range(self._folded + 1, newest + 1):
             kind, frame, parent = s.log[number % len(s.log), :HEAD].tolist()
             if kind % 4 == STORED:
-                self._said[number] = self._store(
+                self._subjects[number] = self._store(
                     frame, self._name(number, (parent, kind // 4), s.log[number % len(s.log), HEAD:])
                 )
             elif kind == REMOVED:
-                self._said[number] = self._remove(frame)
+                self._subjects[number] = self._remove(frame)
             else:
-                self._held, self._copies, self._said[number] = {}, Counter(), None
-            self._said.pop(number - len(s.log), None)
-        self._seen = newest
+                self._names, self._copies, self._subjects[number] = {}, Counter(), None
+            self._subjects.pop(number - len(s.log), None)
+        self._folded = newest
 
-    def _name(self, number: int, place: tuple[int, int], tokens: I32) -> _Named | None:
-        """The name of a page published at event `number` at `place`, (parent, group); None if the page before has none (only after the fold
-        was lost)."""
+    def _name(self, number: int, place: tuple[int, int], tokens: I32) -> _PageName | None:
+        """Return the name of a page published by event `number` at `place`, (parent, group).
+
+        None if the page before has no name, which happens only after the fold began again.
+        """
         parent, group = place
         if group:
-            leader = self._held.get(parent)
-            return _Named(leader.digest, leader.before, leader.tenant, group) if leader else None
+            leader = self._names.get(parent)
+            return _PageName(leader.digest, leader.before, leader.tenant, group) if leader else None
         if parent >= 0:
-            before = self._held.get(parent)
-            return _Named(page_digest(before.digest, tokens), before.digest, before.tenant) if before else None
+            before = self._names.get(parent)
+            return _PageName(page_digest(before.digest, tokens), before.digest, before.tenant) if before else None
         tenant = next(tenant for begin, tenant in reversed(self._tenants[-2 - parent]) if begin <= number)
-        return _Named(page_digest(root_digest(tenant), tokens), None, tenant)
+        return _PageName(page_digest(root_digest(tenant), tokens), None, tenant)
 
-    def _store(self, frame: int, named: _Named | None) -> _Named | None:
+    def _store(self, frame: int, named: _PageName | None) -> _PageName | None:
         if named is None:
             return None
-        self._held[frame] = named
+        self._names[frame] = named
         self._copies[named.digest, named.group] += 1
         return named if self._copies[named.digest, named.group] == 1 else None
 
-    def _remove(self, frame: int) -> _Named | None:
-        named = self._held.pop(frame, None)
+    def _remove(self, frame: int) -> _PageName | None:
+        named = self._names.pop(frame, None)
         if named is None:
             return None
         self._copies[named.digest, named.group] -= 1
@@ -220,7 +231,7 @@ class EventLog:
         return named
 
     def _render(self, s: State, number: int) -> Event | None:
-        row, named = s.log[number % len(s.log)], self._said[number]
+        row, named = s.log[number % len(s.log)], self._subjects[number]
         if row[0] == CLEARED:
             return AllBlocksCleared(number)
         if named is None:
@@ -232,9 +243,9 @@ class EventLog:
         )
 
     def _rebuild(self, s: State, newest: int) -> None:
-        """Name what is published from the arrays themselves: all but pages that lost their prefix, which nobody can find."""
-        self._seen = newest
-        self._held, self._copies, self._said = {}, Counter(), {}
+        """Name the published pages from the arrays, except pages that lost their prefix: no prompt can find them."""
+        self._folded = newest
+        self._names, self._copies, self._subjects = {}, Counter(), {}
         for frame in _prefixes_first(s, np.flatnonzero(s.frames["published"]).tolist()):
             parent, group = int(s.frames["parent"][frame]), int(s.frames["published"][frame]) - 1
             if parent < 0 or _is_page_before(s, parent, frame):
@@ -242,12 +253,12 @@ class EventLog:
 
 
 def _is_page_before(s: State, parent: int, frame: int) -> bool:
-    """Whether the frame `parent` still is what it was when `frame` was published after it."""
+    """Return True if frame `parent` still holds the page after which `frame` was published."""
     return bool(s.frames["generation"][parent] == s.frames["parent_generation"][frame])
 
 
 def _prefixes_first(s: State, frames: list[int]) -> list[int]:
-    """`frames`, none before the page before it."""
+    """Return `frames` in an order in which each page comes after the page before it."""
     wanted, ordered = set(frames), list[int]()
     for last in frames:
         chain = []
@@ -261,14 +272,14 @@ def _prefixes_first(s: State, frames: list[int]) -> list[int]:
     return ordered
 
 
-def _stored(number: int, named: _Named, tokens: I32) -> BlockStored:
+def _stored(number: int, named: _PageName, tokens: I32) -> BlockStored:
     return BlockStored(
         number, (named.digest,), named.before, tuple(tokens.tolist()), len(tokens), named.tenant, named.group
     )
 
 
 def as_map(event: Event, *, medium: str = "GPU") -> dict[str, Any]:
-    """The form of vLLM's events: a map with the type in it, digests as bytes. Give it to msgpack."""
+    """Return the event in vLLM's form, to be encoded by msgpack: a map that contains its type, digests as bytes."""
     if isinstance(event, BlockStored):
         return {
             "type": "BlockStored",
@@ -293,9 +304,10 @@ def as_map(event: Event, *, medium: str = "GPU") -> dict[str, Any]:
 
 
 def as_array(event: Event, *, medium: str = "GPU") -> list[Any]:
-    """The form of SGLang's events, and of vLLM's older ones: an array with the type first, digests cut to 64 signed bits.
+    """Return the event in SGLang's form (and older vLLM's): an array that begins with the type; digests cut to 64 bits.
 
-    It has no word for layer groups: a reader that takes a block for gone when it is removed from one of them is never too hopeful.
+    The digests are signed integers. The form has no field for layer groups. A reader should take a block for gone as
+    soon as one group removes it: so it never expects a match that fails.
     """
     if isinstance(event, BlockStored):
         parent = None if event.parent_block_hash is None else _short(event.parent_block_hash)

@@ -1,4 +1,4 @@
-"""Pages: what the prefix cache holds, as rows that an order can be told from: for those who store it elsewhere. It only looks."""
+"""Export: the findable pages of the prefix cache as rows, for code that stores them elsewhere. It changes nothing."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from pagedkv.core.state import I32, State
 
 
 class Page(NamedTuple):
-    """A full page that prompts find in every layer group. `parent`: the number of the page before in the same list, -1 for a first page."""
+    """A full page that prompts find in every layer group."""
 
-    frames: tuple[int, ...]  # of each group
-    parent: int
+    frames: tuple[int, ...]  # one for each group
+    parent: int  # index of the page before in the same list, -1 for a first page
     tenant: bytes
     token_ids: I32  # int32 [S]
 
 
 def findable_pages(s: State, roots: Roots) -> list[Page]:
-    """Every page that all groups have, prefixes first, a chain in a row as far as that goes; without those behind one that some lack.
+    """Return every page that all groups have, each after its prefix. O(published frames).
 
-    O(published frames).
+    The walk is depth first, so a chain of pages is contiguous where it does not branch. A page that one group lacks is
+    left out, with all pages behind it.
     """
     tenants = {root.number: tenant for tenant, root in roots.by_tenant.items()}
     following, companions = _links(s)
@@ -40,7 +41,7 @@ def findable_pages(s: State, roots: Roots) -> list[Page]:
 
 
 def _links(s: State) -> tuple[dict[int, list[int]], dict[tuple[int, int], int]]:
-    """The pages after each frame (or before all, root_parent), and the companion of each (frame, group)."""
+    """Return ({frame or root_parent: the pages after it}, {(frame, group): companion})."""
     published = np.flatnonzero(s.frames["published"])
     following: dict[int, list[int]] = {}
     companions: dict[tuple[int, int], int] = {}

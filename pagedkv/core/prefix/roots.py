@@ -1,4 +1,4 @@
-"""Roots: what stands before the first page. One for each tenant (and adapter, and image: whatever makes equal tokens different)."""
+"""Roots: the parents of first pages, one for each tenant. Adapter and image digests are part of a tenant's name."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from pagedkv.core.state import State
 
 
 class Root(NamedTuple):
-    """Its number, and the fingerprint of its empty prefix: a keyed digest of the tenant's name, whatever number it has."""
+    """A root: its number, and the fingerprint of its empty prefix (`seed`), a keyed digest of the tenant's name."""
 
     number: int
     seed: int
 
 
 class Roots:
-    """The roots in use; numbers of unused ones are given out again."""
+    """The roots in use. The number of an unused root is given out again."""
 
     def __init__(self) -> None:
         self.by_tenant: dict[bytes, Root] = {}
-        self._kept = 8  # sweep the unused ones when there are more
-        self._spare: list[int] = []  # numbers given back; all below `len(known) + len(_spare)` are known or spare
+        self._sweep_at = 8  # remove the unused roots when there are so many
+        self._unused_numbers: list[int] = []  # with the numbers in `by_tenant`: 0, 1, ... without a gap
 
     def of(self, tenant: bytes, state: State) -> tuple[Root, State]:
-        """The root of `tenant`, made if need be, and the state with room for it. O(1) amortised."""
+        """Return the root of `tenant`, made if necessary, and the state with room for it. O(1) amortised."""
         if tenant not in self.by_tenant:
-            if len(self.by_tenant) >= self._kept:
+            if len(self.by_tenant) >= self._sweep_at:
                 unused = [name for name, root in self.by_tenant.items() if not state.roots[root.number, 0]]
-                self._spare += [self.by_tenant.pop(name).number for name in unused]
-                self._kept = 2 * len(self.by_tenant) + 8
-            number = self._spare.pop() if self._spare else len(self.by_tenant)
+                self._unused_numbers += [self.by_tenant.pop(name).number for name in unused]
+                self._sweep_at = 2 * len(self.by_tenant) + 8
+            number = self._unused_numbers.pop() if self._unused_numbers else len(self.by_tenant)
             if number >= len(state.roots):
                 state = st.with_more_roots(state)
             key = int(state.reg[st.KEY]).to_bytes(8, "little")

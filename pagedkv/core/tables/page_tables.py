@@ -38,7 +38,7 @@ from pagedkv.core.state import (
     MISSED_NEW,
     NO_HOLE,
     NUM_REGISTERS,
-    NUM_SPARE,
+    NUM_UNUSED_ASIDS,
     OPEN,
     PINNED,
     PUBLISHING,
@@ -51,14 +51,14 @@ from pagedkv.core.tables import layer_groups
 @compiled
 def _new_row(s: State, root: int, seed: int) -> int:
     """A row for each group; names the first."""
-    s.reg[NUM_SPARE] -= 1
-    asid = s.spaces[s.reg[NUM_SPARE]].spare
+    s.reg[NUM_UNUSED_ASIDS] -= 1
+    asid = s.spaces[s.reg[NUM_UNUSED_ASIDS]].unused_asid
     for row in range(asid, asid + len(s.groups)):
         s.spaces[row].status = OPEN if row == asid else FOLLOWING
         s.spaces[row].root = root
         s.spaces[row].seed = seed
         s.spaces[row].advice = 0
-        s.spaces[row].silent = 0
+        s.spaces[row].no_publish = 0
         s.spaces[row].complete = 0
         s.spaces[row].outstanding = 0
         s.spaces[row].first_hole = NO_HOLE
@@ -89,7 +89,7 @@ def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32) -> t
         frames.map_matched(s, s.table[asid, page])
     held, matched = pages, pages * size
     asked = max(0, (len(token_ids) - 1) // size * size)
-    if len(s.kin):
+    if len(s.successors):
         asked = max(0, len(token_ids) - 1)
         frame, common = index.find_part(s, parent, token_ids[matched:asked])
         if frame >= 0:  # others see this page: the first write copies it
@@ -163,7 +163,7 @@ def fork_space(s: State, asid: int) -> int:
                 s.frames[frame].refs += 1  # it is mapped already
         s.spaces[new].advice = s.spaces[row].advice
         s.spaces[new].complete = s.spaces[row].complete
-        s.spaces[new].silent = s.spaces[row].silent
+        s.spaces[new].no_publish = s.spaces[row].no_publish
         s.spaces[new].first_hole = s.spaces[row].first_hole
         _set_length(s, new, s.spaces[row].length, s.spaces[row].num_pages)
     return child
@@ -245,7 +245,7 @@ def truncate_space(s: State, asid: int, length: int) -> None:
     pages = (length + size - 1) // size
     drop_tail(s, asid, pages)
     if length == 0:
-        s.spaces[asid].silent = 0  # nothing old is left
+        s.spaces[asid].no_publish = 0  # nothing old is left
     for row in range(asid, asid + len(s.groups)):
         _set_length(s, row, length, pages)
         s.spaces[row].complete = min(s.spaces[row].complete, length // size)
@@ -289,8 +289,8 @@ def close_space(s: State, asid: int) -> None:
     s.roots[s.spaces[asid].root, 0] -= 1
     for row in range(asid, asid + len(s.groups)):
         s.spaces[row].status = UNUSED
-    s.spaces[s.reg[NUM_SPARE]].spare = asid
-    s.reg[NUM_SPARE] += 1
+    s.spaces[s.reg[NUM_UNUSED_ASIDS]].unused_asid = asid
+    s.reg[NUM_UNUSED_ASIDS] += 1
 
 
 @compiled
@@ -310,7 +310,7 @@ def publish_pages(s: State, asid: int) -> None:
     So an identity has one frame, a prefix is one chain, and prompts that were computed twice at the same time share afterwards; but
     not while a plan of the space is outstanding.
     """
-    if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE or s.spaces[asid].silent:
+    if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE or s.spaces[asid].no_publish:
         return
     parent, fingerprint = index.root_parent(s.spaces[asid].root), int(s.spaces[asid].seed)
     complete, full = int(s.spaces[asid].complete), s.spaces[asid].length // s.tokens.shape[1]

@@ -99,8 +99,10 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     into[num_frames:] = NIL
     into[sources] = targets
     same = min(num_frames, len(s.frames))
-    fresh = new_state(num_frames, s.groups, block_size=s.tokens.shape[1], publishing=True, by_token=len(s.kin) > 0)
-    for name in ("frames", "tokens", "kin"):
+    fresh = new_state(
+        num_frames, s.groups, block_size=s.tokens.shape[1], publishing=True, by_token=len(s.successors) > 0
+    )
+    for name in ("frames", "tokens", "successors"):
         old, new = getattr(s, name), getattr(fresh, name)
         if len(old):
             new[:same] = old[:same]
@@ -110,7 +112,7 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     listed = fresh.frames["place"] != NOWHERE
     for link in ("newer", "older"):
         fresh.frames[link][listed] = _renamed(fresh.frames[link][listed], into)
-    fresh.kin[:] = _renamed(fresh.kin, into)
+    fresh.successors[:] = _renamed(fresh.successors, into)
     reg, roots = s.reg.copy(), s.roots.copy()
     for lists in (
         list_registers(reg),
@@ -127,7 +129,7 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     state = s._replace(
         frames=fresh.frames,
         tokens=fresh.tokens,
-        kin=fresh.kin,
+        successors=fresh.successors,
         chunks=fresh.chunks,
         bucket=fresh.bucket,
         ghosts=fresh.ghosts,

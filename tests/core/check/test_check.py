@@ -157,9 +157,9 @@ RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
     ("spaces", "outstanding"): (rows, [1, -1]),
     ("spaces", "root"): (rows, [1, 2]),
     ("spaces", "advice"): (rows, [40, -40]),
-    ("spaces", "silent"): (lambda s: settled_rows(s)[s.spaces["complete"][settled_rows(s)] > 0], [1, 2, -1]),
+    ("spaces", "no_publish"): (lambda s: settled_rows(s)[s.spaces["complete"][settled_rows(s)] > 0], [1, 2, -1]),
     ("spaces", "status"): (without_plans, [1, 2, 3]),
-    ("spaces", "spare"): (lambda s: np.arange(s.reg[st.NUM_SPARE]), [1, -1]),
+    ("spaces", "unused_asid"): (lambda s: np.arange(s.reg[st.NUM_UNUSED_ASIDS]), [1, -1]),
 }
 
 FREE: dict[tuple[str, str], str] = {
@@ -177,7 +177,7 @@ REGISTERS: dict[int, list[int]] = {
     st.NUM_EVICTABLE: [1, -1],
     st.NUM_CACHED: [1, -1],
     st.NUM_RETIRED: [1, -1],
-    st.NUM_SPARE: [1, -1],
+    st.NUM_UNUSED_ASIDS: [1, -1],
     st.TICK: [-20],
     st.KEY: [1, -1],
     st.PUBLISHING: [1, -1],
@@ -235,7 +235,7 @@ def test_every_field_is_corrupted_or_excused(busy: MemoryManager) -> None:
         "bucket",
         "table",
         "roots",
-        "kin",
+        "successors",
         "reg",
         "ghosts",
         "log",
@@ -308,7 +308,7 @@ def test_a_root_counted_wrongly_or_with_wrong_successors_is_seen(busy: MemoryMan
 
 def test_a_wrong_link_between_successors_is_seen(busy: MemoryManager) -> None:
     s = busy.state
-    assert all(seen(busy, s.kin, (frame, link), 1) for frame in later_links(s) for link in range(3))
+    assert all(seen(busy, s.successors, (frame, link), 1) for frame in later_links(s) for link in range(3))
 
 
 def test_a_wrong_window_is_seen(busy: MemoryManager) -> None:

@@ -8,7 +8,7 @@ import pytest
 from pagedkv.core import MemoryManager, Observe
 from pagedkv.core import state as st
 from pagedkv.core.observe import reuse_distance as reuse_module
-from pagedkv.core.observe.reuse_distance import SHIFT, Reuse, new_sample
+from pagedkv.core.observe.reuse_distance import SHIFT, ReuseSampler, new_sample
 from pagedkv.core.replay import ESTIMATE, replay
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest
@@ -36,12 +36,12 @@ def conversations(seed: int, turns: int, users: int) -> list[I32]:
     return trace
 
 
-def curve(trace: list[I32], followed: int, reach: int, key: int) -> Reuse:
+def curve(trace: list[I32], followed: int, reach: int, key: int) -> ReuseSampler:
     mm = MemoryManager(reach // 4, 1)
     mm.state.reg[st.KEY] = key
-    reuse = Reuse(followed, reach // 4)
+    reuse = ReuseSampler(followed, reach // 4)
     for ids in trace:
-        reuse.asked(mm.state, 1, np.append(ids, np.int32(-1)))
+        reuse.record_prompt(mm.state, 1, np.append(ids, np.int32(-1)))
     return reuse
 
 

@@ -1,4 +1,4 @@
-"""I9 where it is hardest to keep: a page in the middle of a cached chain is mapped behind a hole. Found by a soak of random walks."""
+"""I9 in its hardest case: a cached chain with a page that is mapped behind a hole. Random walks found these cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_a_prefix_is_not_given_up_before_what_is_cached_behind_a_page_that_is_ma
     window = mm.open([1, 2, 9])
     mm.advise(window, "DONTNEED")
     whole.release()  # 3 is cached like any other; 1 and 2 are mapped
-    window.punch(0, 1)  # 1 is cached, and not needed as far as this space goes
+    window.punch(0, 1)  # 1 is cached, and this space does not need it
     mm.evict(1)
     assert mm.state.frames["status"][leaf] == st.FREE
     assert mm.state.frames["status"][first] == st.CACHED

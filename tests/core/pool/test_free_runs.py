@@ -1,4 +1,4 @@
-"""The laws of runs: which free frame a space gets, and that bits and lists are those of a plain set of free frames."""
+"""The laws of free runs: which free frame a space gets; the bits and lists equal a plain set of free frames."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def grow(mm: MemoryManager, spaces: list[AddressSpace], tokens: int = 1) -> None
     mm.commit(mm.plan(spaces, [tokens] * len(spaces)), [0] * tokens * len(spaces))
 
 
-def test_sequences_that_grow_in_turn_do_not_braid() -> None:
+def test_sequences_that_grow_in_turn_do_not_interleave() -> None:
     mm = MemoryManager(num_frames=4096, block_size=1, prefix_cache=False)
     spaces = [mm.open() for _ in range(48)]
     for _ in range(40):
@@ -39,11 +39,11 @@ def test_forks_that_grow_in_turn_keep_runs_of_their_own() -> None:
 
 
 def test_runs_stay_long_while_sequences_come_and_go() -> None:
-    """A frame freed last and taken next (the order of most managers) gives a mean of 1.0 here."""
+    """The mean run stays above 32 frames. With a stack of free frames, as in most managers, it is 1.0 here."""
     rng = np.random.default_rng(0)
     mm = MemoryManager(num_frames=8192, block_size=1, prefix_cache=False)
     spaces: list[AddressSpace] = []
-    seen = []
+    means = []
     for step in range(1000):
         while len(spaces) < 48:
             spaces.append(mm.open())
@@ -52,8 +52,8 @@ def test_runs_stay_long_while_sequences_come_and_go() -> None:
         for leaver in sorted(rng.choice(48, rng.integers(0, 3), replace=False), reverse=True):
             spaces.pop(leaver).release()
         if step > 300 and step % 50 == 0:
-            seen.append(mm.mean_run())
-    assert min(seen) > 32
+            means.append(mm.mean_run())
+    assert min(means) > 32
     mm.check()
 
 
@@ -84,7 +84,7 @@ def test_runs_are_listed_without_holes(mm: MemoryManager) -> None:
 @given(some.lists(some.integers(-1, 9), max_size=12))
 @example([-1, 0])
 @example([5, -1, 0, 1])
-def test_runs_are_the_frames_that_follow_one_another_and_holes_end_them(pages: list[int]) -> None:
+def test_runs_are_consecutive_frames_and_holes_end_them(pages: list[int]) -> None:
     found, before = [], -1
     for frame in pages:
         if frame >= 0 and before >= 0 and frame == before + 1:
@@ -109,7 +109,7 @@ def test_frame_0_behind_a_hole_begins_a_run() -> None:
 
 
 @pytest.mark.parametrize("num_frames", [1, 15, 16, 63, 64, 65, 128, 200])
-def test_all_of_a_pool_can_be_had_and_given_back(num_frames: int) -> None:
+def test_every_frame_of_a_pool_can_be_taken_and_given_back(num_frames: int) -> None:
     mm = MemoryManager(num_frames, 1, prefix_cache=False)
     mm.check()
     spaces = [mm.open() for _ in range(num_frames)]
@@ -127,7 +127,7 @@ def test_all_of_a_pool_can_be_had_and_given_back(num_frames: int) -> None:
     num_frames=some.integers(1, 150),
     calls=some.lists(some.tuples(some.integers(-1, 150), some.integers(1, 70)), max_size=30),
 )
-def test_bits_and_lists_are_those_of_a_set(num_frames: int, calls: list[tuple[int, int]]) -> None:
+def test_bits_and_lists_equal_a_set_of_free_frames(num_frames: int, calls: list[tuple[int, int]]) -> None:
     mm = MemoryManager(num_frames, 1)
     s, free, held = mm.state, set(range(num_frames)), []
     for last, wanted in calls:

@@ -1,4 +1,4 @@
-"""The laws of tenants: quotas, whose frames go first, and accounts that add up."""
+"""The laws of tenants: quotas, the order in which accounts give up frames, and accounts that add up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.core.oracle import everything, grown
 
 
 def filled(mm: MemoryManager, tenant: bytes, frames: int, first: int = 0) -> None:
-    """`frames` cached frames of `tenant`, each a prompt of its own."""
+    """Make `frames` cached frames of `tenant`, each a prompt of its own."""
     for prompt in range(first, first + frames):
         grown(mm, [prompt] * 4, tenant=tenant).release()
 
@@ -85,7 +85,7 @@ def test_a_hard_quota_counts_the_copies_and_the_pages_of_all_groups(groups: tupl
     parent = grown(mm, [1, 2], tenant=b"t")
     child = parent.fork()
     before = everything(mm)
-    for space, count in ((child, 1), (parent, 3)):  # a copy of the tail that both see; a copy, and a page more
+    for space, count in ((child, 1), (parent, 3)):  # a copy of the shared tail; a copy and one more page
         with pytest.raises(QuotaExceeded) as over:
             mm.plan([space], [count])
         assert over.value.needed == len(groups) * (1 + (count > 2))
@@ -96,15 +96,15 @@ def test_a_hard_quota_counts_the_copies_and_the_pages_of_all_groups(groups: tupl
     mm.check()
 
 
-def test_who_is_over_the_soft_quota_yields_first(mm: MemoryManager) -> None:
+def test_a_tenant_over_its_soft_quota_is_evicted_first(mm: MemoryManager) -> None:
     mm.set_quota(b"greedy", soft=4)
     mm.set_quota(b"modest", soft=8)
     filled(mm, b"modest", 8)
-    filled(mm, b"greedy", 8)  # used later, and yet
+    filled(mm, b"greedy", 8)  # used later, but evicted first
     grown(mm, [99] * 16, tenant=b"new")
     assert (mm.usage(b"modest").cached, mm.usage(b"greedy").cached) == (8, 4)
     grown(mm, [98] * 8, tenant=b"new")
-    assert (mm.usage(b"modest").cached, mm.usage(b"greedy").cached) == (6, 4)  # nobody is over: the oldest
+    assert (mm.usage(b"modest").cached, mm.usage(b"greedy").cached) == (6, 4)  # no tenant is over: the oldest frames go
 
 
 def test_the_policy_decides_across_accounts(mm: MemoryManager) -> None:
@@ -171,7 +171,7 @@ def test_quotas_can_be_changed_and_lifted(mm: MemoryManager) -> None:
         ({"protected": 7}, "at most 6 are left"),
     ],
 )
-def test_quotas_that_cannot_be_are_refused(mm: MemoryManager, quota: dict[str, Any], match: str) -> None:
+def test_quotas_that_make_no_sense_are_refused(mm: MemoryManager, quota: dict[str, Any], match: str) -> None:
     mm.set_quota(b"other", protected=10)
     before = everything(mm)
     with pytest.raises(InvalidRequest, match=match):
@@ -187,8 +187,8 @@ def test_a_first_quota_comes_before_the_first_frame(mm: MemoryManager) -> None:
     mm.set_quota(b"t", hard=3)
 
 
-def test_a_pin_of_frames_is_charged_to_whom_they_belong(mm: MemoryManager) -> None:
-    """Root 0 is that of the first tenant, who has nothing to do with it."""
+def test_a_pin_of_frames_is_charged_to_the_tenant_of_the_frames(mm: MemoryManager) -> None:
+    """The first tenant, which has root 0, is not charged."""
     filled(mm, b"first", 1)
     mm.evict(1)
     space = grown(mm, [1] * 8, tenant=b"second")
@@ -203,18 +203,18 @@ def test_a_pin_of_frames_is_charged_to_whom_they_belong(mm: MemoryManager) -> No
     mm.set_quota(b"second", hard=3)
 
 
-def test_what_is_available_to_a_tenant_is_what_a_plan_of_it_can_have_and_no_more() -> None:
+def test_a_plan_of_a_tenant_can_take_exactly_the_frames_available_to_it() -> None:
     rng = np.random.default_rng(3)
     for _ in range(60):
-        mm, held = MemoryManager(24, 1, watermark=0.1), []
+        mm, spaces = MemoryManager(24, 1, watermark=0.1), []
         mm.set_quota(b"a", hard=int(rng.integers(4, 20)), protected=int(rng.integers(0, 5)))
         mm.set_quota(b"b", soft=3, protected=int(rng.integers(0, 9)))
         for turn in range(12):
             tenant = (b"a", b"b", b"", b"c")[int(rng.integers(4))]
             with contextlib.suppress(OutOfFrames):
-                held.append(grown(mm, [turn] * int(rng.integers(1, 5)), tenant=tenant))
-            if held and rng.integers(2):
-                held.pop(0).release()
+                spaces.append(grown(mm, [turn] * int(rng.integers(1, 5)), tenant=tenant))
+            if spaces and rng.integers(2):
+                spaces.pop(0).release()
         for tenant in (b"a", b"b", b"", b"c"):
             most, space = mm.available_to(tenant), mm.open(tenant=tenant)
             with pytest.raises(OutOfFrames):
@@ -225,7 +225,7 @@ def test_what_is_available_to_a_tenant_is_what_a_plan_of_it_can_have_and_no_more
             mm.check()
 
 
-def test_admission_counts_what_a_tenant_may_have() -> None:
+def test_admission_respects_quotas_and_protected_shares() -> None:
     mm = MemoryManager(20, 4, watermark=0.1)
     mm.set_quota(b"small", hard=4)
     mm.set_quota(b"calm", protected=6)
@@ -242,8 +242,8 @@ def test_admission_counts_what_a_tenant_may_have() -> None:
 
 
 def test_an_unknown_tenant_is_named(mm: MemoryManager) -> None:
-    with pytest.raises(InvalidRequest, match="b'nobody' has no quota"):
-        mm.usage(b"nobody")
+    with pytest.raises(InvalidRequest, match="b'stranger' has no quota"):
+        mm.usage(b"stranger")
 
 
 @pytest.mark.parametrize("figure", [st.USED, st.EVICTABLE, st.EVICTED, st.ASKED_BY, st.MATCHED_BY, st.PROTECTED])

@@ -1,4 +1,4 @@
-"""Events and snapshots: who follows them knows what the index holds, whatever happened, and is told when that cannot be."""
+"""Events and snapshots: a reader that follows them knows which pages can be found, or is told that it fell behind."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ def test_equal_tokens_of_different_tenants_have_different_names() -> None:
     assert one.block_hashes != other.block_hashes  # type: ignore[union-attr]
 
 
-def test_what_is_evicted_is_removed_under_the_name_it_was_stored_by() -> None:
+def test_an_evicted_page_is_removed_under_the_name_it_was_stored_by() -> None:
     mm = watched()
     grown(mm, [1] * 9).release()
     stored = mm.events(0)
     assert mm.evict(2) == 2
-    assert mm.events(2) == [BlockRemoved(3, stored[1].block_hashes), BlockRemoved(4, stored[0].block_hashes)]  # type: ignore[union-attr]
+    first, second = (event.block_hashes for event in stored)  # type: ignore[union-attr]
+    assert mm.events(2) == [BlockRemoved(3, second), BlockRemoved(4, first)]
 
 
-def test_a_frame_that_changed_hands_before_anyone_looked_is_named_rightly() -> None:
+def test_a_frame_that_was_reused_before_the_log_was_read_has_the_right_name() -> None:
     mm = watched(num_frames=2)
     for token in (1, 2, 3):  # each prompt takes the frames of the one before
         grown(mm, [token] * 8).release()
@@ -55,9 +56,9 @@ def test_a_frame_that_changed_hands_before_anyone_looked_is_named_rightly() -> N
     assert reader.names == findable(mm) == {content_digest(b"", [3] * 4), content_digest(b"", [3] * 8)}
 
 
-def test_a_tenant_whose_number_went_to_another_is_named_rightly() -> None:
+def test_a_tenant_whose_root_number_was_reused_has_the_right_name() -> None:
     mm = watched(num_frames=40, events=200)
-    for number in range(30):  # unused roots are swept, and their numbers given out again
+    for number in range(30):  # unused roots are removed, and their numbers given out again
         space = grown(mm, [7] * 5, tenant=b"tenant %d" % number)
         space.release()
         mm.evict(1)
@@ -94,7 +95,7 @@ def test_a_log_that_went_round_unread_begins_again_from_a_snapshot() -> None:
 
 
 def test_a_page_without_prefix_is_removed_only_with_its_twin() -> None:
-    """Punched, its prefix evicted, and computed anew by somebody else: two frames of one name, one of which can be found."""
+    """A page loses its prefix, and an equal page is computed: two frames have one name, and one can be found."""
     mm = watched(num_frames=8)
     orphan = grown(mm, [1] * 9)
     orphan.punch(0, 1)
@@ -142,14 +143,14 @@ def test_a_page_that_was_known_already_is_not_stored_again() -> None:
 
 
 def predicted(reader: Follower, tokens: list[int], groups: tuple[Group, ...], size: int) -> int:
-    """What a router that knows the groups, and nothing but events, says that `open` will match."""
+    """Return how many tokens `open` will match, as a router predicts from the groups and the events alone."""
     names = [content_digest(b"", tokens[: end * size], size) for end in range(1, (len(tokens) - 1) // size + 1)]
     known = next((page for page, name in enumerate(names) if name not in reader.names), len(names))
     for pages in range(known, 0, -1):
         first = [max(0, pages * size + 1 - group.window) // size if group.window else 0 for group in groups]
         sinks = [-(-group.sinks // size) for group in groups]
-        seen = [(p, g) for g in range(1, len(groups)) for p in range(pages) if p >= first[g] or p < sinks[g]]
-        if all((names[page], group) in reader.companions for page, group in seen):
+        needed = [(p, g) for g in range(1, len(groups)) for p in range(pages) if p >= first[g] or p < sinks[g]]
+        if all((names[page], group) in reader.companions for page, group in needed):
             return pages * size
     return 0
 
@@ -180,14 +181,16 @@ def test_a_router_that_follows_the_events_of_all_groups_knows_what_a_prompt_will
 def test_an_evicted_companion_is_removed_before_its_leader() -> None:
     mm = MemoryManager(16, 4, groups=(Group(), Group()), observe=Observe(events=16))
     grown(mm, [1] * 9).release()
-    assert [(type(event), event.group) for event in mm.events(0)] == [(BlockStored, g) for g in (0, 1, 0, 1)]  # type: ignore[union-attr]
+    stored = [(type(event), event.group) for event in mm.events(0)]  # type: ignore[union-attr]
+    assert stored == [(BlockStored, group) for group in (0, 1, 0, 1)]
     assert mm.evict(2) == 2
-    assert [(type(event), event.group) for event in mm.events(4)] == [(BlockRemoved, 1)] * 2  # type: ignore[union-attr]
+    removed = [(type(event), event.group) for event in mm.events(4)]  # type: ignore[union-attr]
+    assert removed == [(BlockRemoved, 1)] * 2
     assert len(mm.open([1] * 9)) == 0
     assert Follower(mm).names == findable(mm)
 
 
-def test_all_that_is_forgotten_is_one_event() -> None:
+def test_forget_is_one_event() -> None:
     mm = watched()
     grown(mm, [1] * 9).release()
     kept = grown(mm, [2] * 9)
@@ -245,8 +248,8 @@ def test_a_manager_that_keeps_no_events_says_how_to_keep_them() -> None:
     assert mm.state.log.nbytes == 0
 
 
-@pytest.mark.parametrize(("since", "why"), [(-1, "int of 0 or more"), (1, "newest one has number 0")])
-def test_a_number_that_was_not_given_out_is_refused(since: int, why: str) -> None:
+@pytest.mark.parametrize(("since", "why"), [(-1, "int of 0 or more"), (1, "newest event has number 0")])
+def test_a_number_beyond_the_newest_event_is_refused(since: int, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why):
         watched().events(since)
 

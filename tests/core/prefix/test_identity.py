@@ -1,4 +1,4 @@
-"""Identity is exact (I4): what only hashes alike, or only has the right number, is not the same page."""
+"""Identity is exact (I4): a page with an equal hash, or with the right frame number, may be another page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.core.oracle import grown
 
 
 def test_pages_that_hash_alike_are_told_apart_by_their_tokens(mm: MemoryManager) -> None:
-    """As if two pages had the same print: the index leads to the frame, and the frame holds something else."""
+    """The test changes the tokens of a frame: the fingerprint leads to the frame, but the tokens differ."""
     first = grown(mm, [1, 2, 3, 4, 5])
     mm.state.tokens[first.pages[0]] = [1, 2, 3, 9]
     assert len(mm.open([1, 2, 3, 4, 5])) == 0
@@ -36,7 +36,7 @@ def test_tokens_at_the_ends_of_int32_are_tokens_like_others(mm: MemoryManager) -
 
 
 def test_a_page_is_not_found_after_the_successor_of_its_parent_even_if_that_holds_the_same() -> None:
-    """The parent's frame was given up and came back with equal tokens: another generation, whose pages are to be published anew."""
+    """The parent was evicted and computed again in the same frame: it has another generation, and no successor yet."""
     mm = MemoryManager(num_frames=3, block_size=1)
     window = grown(mm, [1, 2, 3])
     parent = int(window.pages[0])
@@ -47,7 +47,7 @@ def test_a_page_is_not_found_after_the_successor_of_its_parent_even_if_that_hold
     mm.check()
 
 
-def test_what_lost_its_prefix_is_not_left_cached() -> None:
+def test_a_page_without_its_prefix_is_not_left_cached() -> None:
     mm = MemoryManager(num_frames=4, block_size=1)
     window = grown(mm, [1, 2, 3, 4])
     window.punch(0, 2)

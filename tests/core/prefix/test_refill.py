@@ -1,0 +1,164 @@
+"""The methods of the manager that snapshots use: the findable pages, and a context for refilling the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedkv.core import Group, MemoryManager, Observe
+from tests.core.oracle import grown
+
+PROMPT_FIGURES = (
+    "tokens_asked",
+    "tokens_matched",
+    "missed_evicted",
+    "missed_new",
+    "missed_other_root",
+    "below_one_page",
+)
+
+
+def observed(**options: object) -> MemoryManager:
+    """Return a manager that counts everything about prompts, for two tenants, and has counted some."""
+    observe = Observe(events=64, reuse=64, other_roots=True)
+    mm = MemoryManager(64, 4, observe=observe, **options)  # type: ignore[arg-type]
+    mm.set_quota(b"acme", hard=48)
+    grown(mm, [1] * 10, tenant=b"acme").release()
+    grown(mm, [1] * 10).release()
+    grown(mm, [1] * 9, tenant=b"acme").release()
+    return mm
+
+
+def prompt_figures(mm: MemoryManager) -> dict[str, object]:
+    """Return every statistic of prompts."""
+    stats = mm.stats()
+    figures: dict[str, object] = {name: getattr(stats, name) for name in PROMPT_FIGURES}
+    figures |= {name.decode(): (use.tokens_asked, use.tokens_matched) for name, use in stats.tenants.items()}
+    return figures | {"hit_curve": mm.hit_curve()}
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_prefix_cache_says_whether_prompts_find_published_pages(on: bool) -> None:
+    mm = MemoryManager(16, 4, prefix_cache=on)
+    assert mm.prefix_cache is on
+    grown(mm, [1] * 9)
+    assert (len(mm.open([1] * 9)) > 0) is on
+    assert (len(mm.findable_pages()) > 0) is on
+
+
+def test_findable_pages_list_each_page_after_its_prefix_with_its_tokens_and_tenant(mm: MemoryManager) -> None:
+    first, branch, other = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]
+    long = grown(mm, [*first, *branch, 0])
+    short = grown(mm, [*first, *other, 0])
+    grown(mm, [*first, 0], tenant=b"acme").release()
+    pages = mm.findable_pages()
+    assert all(page.parent < number for number, page in enumerate(pages))
+    prefixes: list[list[int]] = []
+    for page in pages:
+        before = prefixes[page.parent] if page.parent >= 0 else []
+        prefixes.append([*before, *page.token_ids.tolist()])
+        assert page.parent < 0 or pages[page.parent].tenant == page.tenant
+    found = {(page.tenant, tuple(prefix)) for page, prefix in zip(pages, prefixes, strict=True)}
+    assert found == {
+        (b"", tuple(first)),
+        (b"", (*first, *branch)),
+        (b"", (*first, *other)),
+        (b"acme", tuple(first)),
+    }
+    assert len(pages) == 4
+    frames = {page.frames for page in pages if page.tenant == b""}
+    assert frames == {(frame,) for space in (long, short) for frame in space.pages[:2].tolist()}
+
+
+def test_findable_pages_leave_out_a_page_that_one_group_lacks_and_its_suffixes() -> None:
+    mm = MemoryManager(32, 4, groups=(Group(), Group(window=4)))
+    space = grown(mm, list(range(13)))
+    kept = mm.findable_pages()
+    for page in kept:
+        assert len(page.frames) == 2
+        assert -1 not in page.frames
+    space.release()
+    mm.evict(32)
+    assert mm.findable_pages() == []
+
+
+def test_findable_pages_are_copies(mm: MemoryManager) -> None:
+    grown(mm, [1, 2, 3, 4, 5])
+    mm.findable_pages()[0].token_ids[:] = 7
+    assert mm.findable_pages()[0].token_ids.tolist() == [1, 2, 3, 4]
+    mm.check()
+
+
+def test_restoring_counts_in_no_statistic_of_prompts() -> None:
+    mm = observed()
+    before = prompt_figures(mm)
+    with mm.restoring():
+        grown(mm, [2] * 20, tenant=b"acme").release()
+        grown(mm, [2] * 20).release()
+        grown(mm, [1] * 10, tenant=b"acme").release()
+        assert prompt_figures(mm) != before  # the calls inside would count
+    assert prompt_figures(mm) == before
+    space = mm.open([2] * 20)
+    assert len(space) == 16  # the pages stay
+    assert prompt_figures(mm) != before  # statistics count again
+    mm.check()
+
+
+def test_restoring_counts_in_no_statistic_after_an_exception_either() -> None:
+    mm = observed()
+    before = prompt_figures(mm)
+
+    def refill_and_fail() -> None:
+        with mm.restoring():
+            grown(mm, [2] * 20).release()
+            raise RuntimeError("broken file")
+
+    with pytest.raises(RuntimeError, match="broken file"):
+        refill_and_fail()
+    assert prompt_figures(mm) == before
+    assert len(mm.open([2] * 20)) == 16
+    mm.check()
+
+
+def windowed() -> MemoryManager:
+    """Return a manager whose only group sees 4 positions: one page of 4 tokens and a part of the page before."""
+    return MemoryManager(64, 4, groups=(Group(window=4),))
+
+
+def gives_back(mm: MemoryManager, first: int) -> bool:
+    """Append 20 tokens, one step each, to a new space. Return True if the manager gave back pages behind the window."""
+    tokens = np.arange(first, first + 20, dtype=np.int32)
+    space = mm.open(tokens)
+    for token in tokens[len(space) :]:
+        mm.commit(mm.plan([space], [1]), [token])
+    holes = bool((space.pages == -1).any())
+    space.release()
+    return holes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_restoring_suspends_the_window_of_a_single_group_until_it_ends(fails: bool) -> None:
+    mm = windowed()
+    assert gives_back(mm, 100)
+    try:
+        with mm.restoring():
+            assert not gives_back(mm, 200)
+            mm.check()
+            if fails:
+                raise OSError("broken file")
+    except OSError:
+        assert fails
+    assert mm.groups == (Group(window=4),)
+    assert gives_back(mm, 300)
+    mm.check()
+
+
+def test_a_windowed_space_publishes_every_page_only_while_restoring() -> None:
+    mm = windowed()
+    assert gives_back(mm, 100)
+    behind_window = len(mm.open(np.arange(100, 121)))
+    with mm.restoring():
+        gives_back(mm, 200)
+    restored = mm.open(np.arange(200, 221))
+    assert len(restored) == 20 > behind_window
+    mm.check()
