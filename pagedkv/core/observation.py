@@ -92,9 +92,9 @@ class ObservationMixin(ThreadGuard):
 
         Inside the context, `open` counts in no statistic of prompts, and a single layer group with a window gives back
         no page, since a space with a hole publishes no further page. Both resume at the end, also after an exception.
-        A tenant that gets its first quota must get it before or after the context.
         """
-        counters, missed = self.state.reg[prompt_registers(self.state.reg)].copy(), self._missed_other_root
+        registers, missed = prompt_registers(self.state.reg), self._missed_other_root
+        counters = self.state.reg[registers].copy()
         reuse_counts = self._reuse_sampler.counts() if self._reuse_sampler else None
         groups = self.groups
         if len(groups) == 1:
@@ -104,7 +104,7 @@ class ObservationMixin(ThreadGuard):
         finally:
             if len(groups) == 1:
                 self.groups, self.state.groups[:, :2] = groups, (groups[0].window or 0, groups[0].sinks)
-            self.state.reg[prompt_registers(self.state.reg)], self._missed_other_root = counters, missed
+            self.state.reg[registers], self._missed_other_root = counters, missed  # a quota set inside adds registers
             if self._reuse_sampler and reuse_counts is not None:
                 self._reuse_sampler.set_counts(reuse_counts)
 

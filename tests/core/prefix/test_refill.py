@@ -136,6 +136,18 @@ def gives_back(mm: MemoryManager, first: int) -> bool:
     return holes
 
 
+def test_a_first_quota_may_be_set_while_restoring() -> None:
+    mm = MemoryManager(64, 4)
+    grown(mm, [1] * 10).release()
+    before = mm.stats().tokens_asked
+    with mm.restoring():
+        mm.set_quota(b"acme", hard=48)
+        grown(mm, [2] * 10, tenant=b"acme").release()
+    assert mm.stats().tokens_asked == before
+    assert mm.usage(b"acme").used == 2
+    mm.check()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_restoring_suspends_the_window_of_a_single_group_until_it_ends(fails: bool) -> None:
     mm = windowed()
