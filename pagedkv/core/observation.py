@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pagedkv.core.arguments import flag, whole
 from pagedkv.core.observe import misses
 from pagedkv.core.observe.reuse_distance import ReuseSampler
-from pagedkv.core.observe.stats import prompt_registers
+from pagedkv.core.observe.stats import prompt_counters, set_prompt_counters
 from pagedkv.core.prefix.events import Event, EventLog, Snapshot
 from pagedkv.core.prefix.export import Page, findable_pages
 from pagedkv.core.prefix.roots import Root, Roots
@@ -93,8 +93,7 @@ class ObservationMixin(ThreadGuard):
         Inside the context, `open` counts in no statistic of prompts, and a single layer group with a window gives back
         no page, since a space with a hole publishes no further page. Both resume at the end, also after an exception.
         """
-        registers, missed = prompt_registers(self.state.reg), self._missed_other_root
-        counters = self.state.reg[registers].copy()
+        counters, missed = prompt_counters(self.state.reg), self._missed_other_root
         reuse_counts = self._reuse_sampler.counts() if self._reuse_sampler else None
         groups = self.groups
         if len(groups) == 1:
@@ -104,7 +103,8 @@ class ObservationMixin(ThreadGuard):
         finally:
             if len(groups) == 1:
                 self.groups, self.state.groups[:, :2] = groups, (groups[0].window or 0, groups[0].sinks)
-            self.state.reg[registers], self._missed_other_root = counters, missed  # a quota set inside adds registers
+            set_prompt_counters(self.state.reg, *counters)
+            self._missed_other_root = missed
             if self._reuse_sampler and reuse_counts is not None:
                 self._reuse_sampler.set_counts(reuse_counts)
 

@@ -114,11 +114,25 @@ _COUNTERS = {
 }
 
 
-def prompt_registers(reg: I64) -> I64:
-    """int64 [n]: where in `reg` stands what prompts asked for and found, of all and of each account."""
-    accounts = st.NUM_REGISTERS + st.ACCOUNT * np.arange((len(reg) - st.NUM_REGISTERS) // st.ACCOUNT)
-    everybody = [st.ASKED, st.MATCHED, st.MISSED_EVICTED, st.MISSED_NEW, st.BELOW_PAGE]
-    return np.concatenate([np.array(everybody), accounts + st.ASKED_BY, accounts + st.MATCHED_BY])
+_PROMPT_TOTALS = [st.ASKED, st.MATCHED, st.MISSED_EVICTED, st.MISSED_NEW, st.BELOW_PAGE]
+
+
+def prompt_counters(reg: I64) -> tuple[I64, I64]:
+    """int64 [5], the counters of prompts, and int64 [accounts, 2], each account's share of ASKED and MATCHED. Copies."""
+    return reg[_PROMPT_TOTALS], st.account_registers(reg)[:, [st.ASKED_BY, st.MATCHED_BY]]
+
+
+def set_prompt_counters(reg: I64, totals: I64, shares: I64) -> None:
+    """Put back what `prompt_counters` returned. An account that was made since then gets no share.
+
+    Account 0 is everybody else, so it gets all if there were no accounts. Modifies: `reg`
+    """
+    now = np.zeros((len(st.account_registers(reg)), 2), np.int64)
+    now[: len(shares)] = shares
+    if not len(shares):
+        now[:1] = totals[:2]
+    reg[_PROMPT_TOTALS] = totals
+    st.account_registers(reg)[:, [st.ASKED_BY, st.MATCHED_BY]] = now
 
 
 def _all_groups(s: State, rows: I64) -> I64:
