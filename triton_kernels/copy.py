@@ -1,11 +1,11 @@
 """copy_frames: whole frames inside the pool, every source read before one destination is written, even if a frame is both.
 
-    room[c] = storage[copies[c, 0]]   then   storage[copies[c, 1]] = room[c]        two launches of one kernel, in order on the stream
+    scratch[c] = storage[copies[c, 0]]   then   storage[copies[c, 1]] = scratch[c]        two launches of one kernel, in order on the stream
 
 Grid      (copies * runs of BLOCK words of a frame), in one dim: the others end at 65535. A program moves one run.
 Words     A frame that is one run of memory, as a pool's is, is a run of bytes. Any other (a view across layers, every second head) is a
           box: its dims are merged where their strides allow, and an element's place is found by dividing through their sizes.
-Bytes     4 * frame_bytes per copy. The way through `room` costs twice the traffic of a direct copy: chains and cycles of frames need it,
+Bytes     4 * frame_bytes per copy. The way through `scratch` costs twice the traffic of a direct copy: chains and cycles of frames need it,
           and whether there are any only the device knows. A step copies a frame a forked sequence, not more.
 Tuned     not on any GPU yet.
 """
@@ -41,14 +41,14 @@ def places(at, sizes, strides):
 
 @triton.jit
 def copy_kernel(
-    pool, room, copies, copy_stride, frame_stride, sizes, strides, count, OUT: tl.constexpr, BLOCK: tl.constexpr
+    pool, scratch, copies, copy_stride, frame_stride, sizes, strides, count, OUT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One run of copy c between its frame and its place in `room`: out of the pool, to there; or back. copies: the column of frames."""
+    """One run of copy c between its frame and its place in `scratch`: out of the pool, to there; or back. copies: the column of frames."""
     runs = tl.cdiv(count, BLOCK)
     c, run = (tl.program_id(0) // runs).to(tl.int64), (tl.program_id(0) % runs).to(tl.int64)
     at = run * BLOCK + tl.arange(0, BLOCK)
     inside = pool + tl.load(copies + c * copy_stride).to(tl.int64) * frame_stride + places(at, sizes, strides)
-    beside = room + c * count + at
+    beside = scratch + c * count + at
     if OUT:
         tl.store(beside, tl.load(inside, mask=at < count, other=0), mask=at < count)
     else:
@@ -62,10 +62,10 @@ def copy_frames(storage: Tensor, copies: Tensor) -> None:
     words = _words(storage)
     sizes, strides = _box(words)
     count = words[0].numel()
-    room = words.new_empty((len(copies), count))
+    scratch = words.new_empty((len(copies), count))
     for out, column in ((True, copies[:, 0]), (False, copies[:, 1])):
         copy_kernel[(len(copies) * triton.cdiv(count, BLOCK),)](
-            words, room, column, copies.stride(0), words.stride(0), sizes, strides, count, OUT=out, BLOCK=BLOCK
+            words, scratch, column, copies.stride(0), words.stride(0), sizes, strides, count, OUT=out, BLOCK=BLOCK
         )
 
 

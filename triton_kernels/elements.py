@@ -46,28 +46,28 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, acc, FORM: tl.constexpr):
+def product(a, b, acc, SPEC: tl.constexpr):
     """acc + a @ b in float32; float32 operands are multiplied to float32's precision, not TF32's."""
-    if FORM.dtype == tl.float32:
-        acc = tl.dot(number(a), number(b), acc, input_precision=FORM.float32_products)
+    if SPEC.dtype == tl.float32:
+        acc = tl.dot(number(a), number(b), acc, input_precision=SPEC.float32_products)
     else:
         acc = tl.dot(number(a), number(b), acc)
     return acc
 
 
 @triton.jit
-def element(x, FORM: tl.constexpr):
-    """Stored `x` as numbers of q's type (in the interpreter: float32), `Form.factor` times too small."""
-    TO: tl.constexpr = tl.float32 if INTERPRET else FORM.dtype
-    if FORM.kind == "e4m3":
-        if FORM.native_fp8:
+def element(x, SPEC: tl.constexpr):
+    """Stored `x` as numbers of q's type (in the interpreter: float32), `Specialisation.factor` times too small."""
+    TO: tl.constexpr = tl.float32 if INTERPRET else SPEC.dtype
+    if SPEC.kind == "e4m3":
+        if SPEC.native_fp8:
             x = x.to(tl.float8e4nv, bitcast=True).to(TO)
         else:
             wide = x.to(tl.uint16)
             x = ((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True).to(TO)
-    elif FORM.kind == "e5m2":
+    elif SPEC.kind == "e5m2":
         x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(TO)
-    elif FORM.kind == "int8":
+    elif SPEC.kind == "int8":
         x = x.to(tl.int8, bitcast=True).to(TO)
     return x
 
@@ -83,25 +83,25 @@ def columns(x, row, present, FROM: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.
 
 
 @triton.jit
-def parts(x, row, present, W0: tl.constexpr, W1: tl.constexpr, LIMIT: tl.constexpr, FORM: tl.constexpr):
+def parts(x, row, present, W0: tl.constexpr, W1: tl.constexpr, LIMIT: tl.constexpr, SPEC: tl.constexpr):
     """Both parts of stored heads as numbers; the second is the first again where there is only one. LIMIT: their elements in memory."""
     stored = columns(x, row, present, 0, W0, LIMIT)
-    if FORM.kind == "int4":
-        TO: tl.constexpr = tl.float32 if INTERPRET else FORM.dtype
+    if SPEC.kind == "int4":
+        TO: tl.constexpr = tl.float32 if INTERPRET else SPEC.dtype
         first = ((stored & 15).to(tl.int8) - 8).to(TO)
         second = ((stored >> 4).to(tl.int8) - 8).to(TO)
     else:
-        first = element(stored, FORM)
+        first = element(stored, SPEC)
         second = first
         if W1 > 0:
-            second = element(columns(x, row, present, W0, W1, LIMIT), FORM)
+            second = element(columns(x, row, present, W0, W1, LIMIT), SPEC)
     return first, second
 
 
 @triton.jit
-def part_columns(SECOND: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, FORM: tl.constexpr):
+def part_columns(SECOND: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, SPEC: tl.constexpr):
     """Which elements of an unpacked head (a query, an output) the columns of a part are."""
-    if FORM.kind == "int4":
+    if SPEC.kind == "int4":
         c = 2 * tl.arange(0, W0) + SECOND
     elif SECOND:
         c = W0 + tl.arange(0, W1)

@@ -117,12 +117,12 @@ def _by_rule(kernel: str, on: Target, head_bytes: int, widest: int) -> Tuning:
         N = 16
     else:
         N = 32 if wide or amd or float32 or (not decode and (widest > 128 or on.shared < 128 << 10)) else 64
-    room = on.shared * 4 // 5 // resident - (
+    budget = on.shared * 4 // 5 // resident - (
         0 if decode else M * widest * (4 if float32 else 2)
     )  # beside q; the rest is for p and scales
-    while N > 16 and (stages - 1) * N * head_bytes > room:
+    while N > 16 and (stages - 1) * N * head_bytes > budget:
         N //= 2
-    if decode and not amd and stages > 1 and stages * N * head_bytes <= room:
+    if decode and not amd and stages > 1 and stages * N * head_bytes <= budget:
         stages += 1  # latency times bandwidth: an H200 wants 30 KB and more in flight
     while stages > 2 and stages * N * head_bytes > on.shared:  # heads of 576/512 in bfloat16, V beside K
         stages -= 1

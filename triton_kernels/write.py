@@ -22,7 +22,7 @@ import triton.language as tl
 
 from pagedkv.kernels import quant
 from pagedkv.kernels.triton.elements import number, rounded
-from pagedkv.kernels.triton.form import KINDS, as_stored, scale_strides
+from pagedkv.kernels.triton.specialisation import KINDS, as_stored, scale_strides
 
 if TYPE_CHECKING:
     from torch import Tensor

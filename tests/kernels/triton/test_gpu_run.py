@@ -363,7 +363,7 @@ def test_after_an_error_of_the_gpu_the_rest_is_not_blamed_and_a_compilers_log_is
     assert not good
     assert told.startswith("LOST")
     assert str(SMALL[0]) in told
-    assert gpu_attention._said(KernelUnavailableWithNotes()) == "KernelUnavailableWithNotes: no; the compiler says why"
+    assert gpu_attention.error_line(KernelUnavailableWithNotes()) == "KernelUnavailableWithNotes: no; the compiler says why"
 
 
 class KernelUnavailableWithNotes(Exception):

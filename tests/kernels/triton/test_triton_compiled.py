@@ -98,7 +98,7 @@ ALL = [
     for name in LAUNCHES
     if (name, SHARED[arch]) != ("decode, mla float32 over int4", 99 << 10)
 ]
-"""float32 over int4 that wide is refused where it does not fit: see form.no_form."""
+"""float32 over int4 that wide is refused where it does not fit: see specialisation.why_no_specialisation."""
 
 TENSOR_CORES = {
     "sm_80": "HMMA",

@@ -1,6 +1,6 @@
 """Everything about a call that a kernel is compiled for, as one frozen value; and the tensors of a call as Triton takes them.
 
-Two calls of equal `Form` share a compiled kernel. Lengths, batch size, strides and scales are not in here: they change from step to step,
+Two calls of equal `Specialisation` share a compiled kernel. Lengths, batch size, strides and scales are not in here: they change from step to step,
 and a step must never wait for a compiler. This file knows AttentionCall and the widths of tiles; it launches nothing.
 """
 
@@ -28,7 +28,7 @@ KINDS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.in
 
 
 @dataclass(frozen=True)
-class Form:
+class Specialisation:
     """A `tl.constexpr` of the attention kernels.
 
     dtype, kind:      of q; of the pool: "e4m3", "e5m2", "int8", "int4", or "" where it is q's.
@@ -123,8 +123,8 @@ def _widths(dim: int, kind: str) -> tuple[int, int]:
     return first, max(16, triton.next_power_of_2(dim - first)) if dim > first else 0
 
 
-def form_of(call: AttentionCall, M: int, N: int) -> Form:
-    """The Form of `call` with tiles of at least M rows, and N keys."""
+def specialisation_of(call: AttentionCall, M: int, N: int) -> Specialisation:
+    """The Specialisation of `call` with tiles of at least M rows, and N keys."""
     K, S = call.k.shape[2], call.k.shape[1]
     G, D, Dv = call.q.shape[1] // K, call.q.shape[2], call.out.shape[2]
     kind = KINDS.get(call.k.dtype, "")
@@ -132,7 +132,7 @@ def form_of(call: AttentionCall, M: int, N: int) -> Form:
     exact = (
         "ieee" if max(D, Dv) > 256 else on.float32_products
     )  # three products of TF32 of heads so wide fit no processor of 99 KiB
-    return Form(
+    return Specialisation(
         dtype=DTYPES[call.q.dtype], kind=kind, S=S, G=G, D=D, Dv=Dv, M=M, N=N, heads=heads,
         whole_pages=S % N == 0 and (call.split_tokens or N) % N == 0,
         causal=call.causal, window=call.window is not None, softcap=call.softcap != 0, sinks=call.sinks is not None,
@@ -142,7 +142,7 @@ def form_of(call: AttentionCall, M: int, N: int) -> Form:
     )  # fmt: skip
 
 
-def no_form(case: Case) -> list[str]:
+def why_no_specialisation(case: Case) -> list[str]:
     """Why no attention kernel can be compiled for `case`, or not launched on the GPU at hand."""
     if case.dtype not in (None, "float32", "bfloat16", "float16"):
         return [f"q is {case.dtype}; it takes float32, bfloat16, float16"]
@@ -153,8 +153,8 @@ def no_form(case: Case) -> list[str]:
     ):
         on = tuning.target(torch.device("cuda"))
         if on.arch.startswith("sm_") and on.shared < 128 << 10:
-            room = f"needs 128 KiB of shared memory, {on.arch} has {on.shared >> 10}"
-            return [f"a float32 q over int4 heads wider than 256 {room}: take q in bfloat16"]
+            lack = f"needs 128 KiB of shared memory, {on.arch} has {on.shared >> 10}"
+            return [f"a float32 q over int4 heads wider than 256 {lack}: take q in bfloat16"]
     return []
 
 
@@ -224,7 +224,7 @@ def _run(x: Tensor | None) -> Tensor | None:
     return x if x is None else x.contiguous()
 
 
-def steps_of(call: AttentionCall) -> tuple[int, ...]:
+def strides_of(call: AttentionCall) -> tuple[int, ...]:
     """Strides of tokens and heads: of q, of out; and of tokens in lse."""
     return *call.q.stride()[:2], *call.out.stride()[:2], call.lse.stride(0)
 

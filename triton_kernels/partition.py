@@ -23,8 +23,8 @@ import triton.language as tl
 
 
 @triton.jit
-def line(
-    seq_lens, cu_seqlens_q, num_sequences, max_queries, window, unit, programs, BATCH: tl.constexpr, FORM: tl.constexpr
+def ends_and_share(
+    seq_lens, cu_seqlens_q, num_sequences, max_queries, window, unit, programs, BATCH: tl.constexpr, SPEC: tl.constexpr
 ):
     """ends int32 [BATCH]: where each sequence's units end in the line; and `share`.
 
@@ -34,7 +34,7 @@ def line(
     there = b < num_sequences
     n = tl.load(seq_lens + b, mask=there, other=0)
     m = tl.load(cu_seqlens_q + b + 1, mask=there, other=0) - tl.load(cu_seqlens_q + b, mask=there, other=0)
-    units = tl.maximum((n - 1) // unit + 1 - first_unit(n, m, window, unit, FORM), 1)
+    units = tl.maximum((n - 1) // unit + 1 - first_seen_unit(n, m, window, unit, SPEC), 1)
     units = tl.where((m > 0) & (m <= max_queries), units, 0)
     ends = tl.cumsum(units, 0)
     total, longest = tl.sum(units, 0), tl.max(units, 0)
@@ -45,15 +45,15 @@ def line(
 
 
 @triton.jit
-def first_unit(n, m, window, unit, FORM: tl.constexpr):
+def first_seen_unit(n, m, window, unit, SPEC: tl.constexpr):
     """The first unit of a sequence of n tokens, m of them new, that any query sees."""
-    if FORM.window:
+    if SPEC.window:
         return tl.maximum(n - m - window + 1, 0) // unit
     return n * 0
 
 
 @triton.jit
-def bounds(ends, unit_index):
+def sequence_of_unit(ends, unit_index):
     """The sequence that a unit of the line belongs to, and where that sequence's units begin and end."""
     before = ends <= unit_index
     b = tl.sum(before.to(tl.int32), 0)
@@ -61,9 +61,9 @@ def bounds(ends, unit_index):
 
 
 @triton.jit
-def pieces_of(b, begin, end, share, units_per_sequence, FORM: tl.constexpr):
+def slots_of_sequence(b, begin, end, share, units_per_sequence, SPEC: tl.constexpr):
     """The slot of the first piece of sequence b, whose units are begin..end of the line, and how many pieces there are, slot after slot."""
-    if FORM.split:
+    if SPEC.split:
         slot, pieces = b.to(tl.int64) * units_per_sequence, end - begin
     else:
         slot, pieces = (begin // share + b).to(tl.int64), (end - 1) // share - begin // share + 1
