@@ -2,14 +2,19 @@
 
     out[t,h,:] = sum over keys j of softmax_j(scale * q[t,h,:] . K(j, h/G)) * V(j, h/G)        lse[t,h] = ln of the sum
 
-Grid      (programs, kv heads * head tiles). A program owns an equal share of all keys of its kv head (partition.py), all query heads of
-          the group and all drafts in one tile of M rows: every byte of KV crosses the memory bus once.
-A program for each piece of its share: walk (tile.py), then either the finished output, if the piece is a whole sequence, or a partial
-          (out float32, LSE) in a slot. Partials are merged by a second small launch, one program per (query, head); or, where the
-          tuning says one_launch, by the program that stores a sequence's last one, which a ticket tells: the same sums, in one launch.
-Memory    num_stages tiles of N keys in flight (K and V, N * (D + Dv) * bytes each) while one is consumed; frames one tile ahead.
-Bytes     (D + Dv) * sizeof(kv) per token and kv head, 4 per page of table; partials: (programs + B) * H * Dv * 4, which no context grows.
-Tuned     not on any GPU yet: the table in tuning.json is reasoned from shared memory and bytes in flight, not measured.
+Grid      (programs, kv heads * head tiles). A program owns an equal share of all keys of its kv head (partition.py),
+          with all query heads of the group and all drafts in one tile of M rows: every byte of KV crosses the memory
+          bus once.
+Program   for each piece of its share: walk the keys (tile.py); then store the finished output, if the piece is a whole
+          sequence, or a partial (out float32, LSE) in a slot.
+Merge     of partials: a second small launch, one program per (query, head). If the tuning sets one_launch, the program
+          that stores a sequence's last partial merges in the first launch; an atomic ticket per sequence tells which
+          program is the last. Both ways compute the same sums.
+Memory    num_stages tiles of N keys in flight (K and V, N * (D + Dv) * bytes each) while one tile is consumed; frames
+          are loaded one tile ahead.
+Bytes     (D + Dv) * sizeof(kv) per token and kv head, 4 per page of the table; partials: (programs + B) * H * Dv * 4,
+          independent of the context.
+Tuned     not on any GPU yet: tuning.json follows from shared memory and bytes in flight, not from measurements.
 """
 
 from __future__ import annotations
@@ -43,20 +48,23 @@ if TYPE_CHECKING:
     from pagedkv.kernels.case import Case
 
 
-@triton.jit(
-    do_not_specialize=["num_sequences", "max_queries", "unit", "units_per_sequence"]
-)  # these change from step to step
+# do_not_specialize: these numbers change from step to step
+@triton.jit(do_not_specialize=["num_sequences", "max_queries", "unit", "units_per_sequence"])
 def decode_kernel(
-    q, out, lse, part_out, part_lse, tickets, pool, tables, rules, strides, num_sequences, max_queries, unit, units_per_sequence,
+    q, out, lse, part_out, part_lse, tickets, pool, tables, rules, strides,
+    num_sequences, max_queries, unit, units_per_sequence,
     SPEC: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the line of units, for one kv head and one tile of its query heads.
 
-    pool, tables, rules, strides: tuples, see specialisation.py.      ROWS: of a tile, those that a sequence can fill.
-    AT_ONCE: partials of each that are merged together.
+    pool, tables, rules, strides: tuples, see specialisation.py.   SPEC: the Specialisation.
+    tickets: int32 [B, heads], zeros: partials stored so far; used if SPEC.one_launch.
+    ROWS:    the rows of a tile that a sequence can fill.          AT_ONCE: partials merged in one step.
     """
     p, programs, h = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    ends, share = ends_and_share(tables[3], tables[4], num_sequences, max_queries, rules[2], unit, programs, BATCH, SPEC)
+    ends, share = ends_and_share(
+        tables[3], tables[4], num_sequences, max_queries, rules[2], unit, programs, BATCH, SPEC
+    )
     at, stop = p * share, tl.minimum((p + 1) * share, tl.max(ends, 0))
     while at < stop:
         b, begin, end = sequence_of_unit(ends, at)
@@ -73,7 +81,7 @@ def decode_kernel(
             store_parts(part_out, row * SPEC.Dv, ok, acc0, acc1, SPEC)
             tl.store(part_lse + row, lse2, mask=ok)
             if SPEC.one_launch:
-                tl.debug_barrier()  # the whole program has stored before one of its threads says so
+                tl.debug_barrier()  # all threads have stored before one of them draws the ticket
                 before = tl.atomic_add(tickets + b.to(tl.int64) * tl.num_programs(1) + h, 1, sem="acq_rel")
                 if before == pieces - 1:
                     parts = (part_out, part_lse, first_slot, pieces)
@@ -83,7 +91,10 @@ def decode_kernel(
 
 @triton.jit
 def rows_of(h, b, cu_seqlens_q, ROWS: tl.constexpr, SPEC: tl.constexpr):
-    """token int64, query, head and whether there is such a row, of the first ROWS rows of a tile of sequence b; and its new tokens."""
+    """Return the first ROWS rows of a tile of sequence b: token int64, query, head, whether the row exists.
+
+    The last result is the number of new tokens of the sequence.
+    """
     first_query = tl.load(cu_seqlens_q + b)
     num_new = tl.load(cu_seqlens_q + b + 1) - first_query
     query, head, ok = query_rows(h % SPEC.head_tiles, 0, num_new, ROWS, SPEC)
@@ -92,7 +103,10 @@ def rows_of(h, b, cu_seqlens_q, ROWS: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def piece(q, h, b, begin, end, unit, pool, tables, rules, strides, SPEC: tl.constexpr):
-    """The normalised state over the units begin..end of sequence b, counted from the first that any query sees, and the rows it is of."""
+    """Return token, head and ok of the rows of a tile, then their output and base-2 LSE over the units begin..end.
+
+    Units of sequence b are counted from the first one that any query sees.
+    """
     table, table_stride, table_rows, seq_lens, cu_seqlens_q = tables
     window, slopes, tree_stride = rules[2], rules[4], rules[6]
     n = tl.load(seq_lens + b)
@@ -103,7 +117,7 @@ def piece(q, h, b, begin, end, unit, pool, tables, rules, strides, SPEC: tl.cons
 
     skipped = first_seen_unit(n, num_new, window, unit, SPEC)
     first, last = (skipped + begin) * unit, tl.minimum(n, (skipped + end) * unit)
-    if SPEC.window and SPEC.split:  # keys before every window: whole tiles of them are left out
+    if SPEC.window and SPEC.split:  # keys before every window: whole tiles are skipped
         first += tl.maximum(tl.maximum(n - num_new - window + 1, 0) - first, 0) // SPEC.N * SPEC.N
     row_of_table = table + (tl.load(table_rows + b) if table_rows is not None else b).to(tl.int64) * table_stride
     q_parts = load_query(q, token * strides[0] + head.to(tl.int64) * strides[1], ok, SPEC)
@@ -116,7 +130,11 @@ def piece(q, h, b, begin, end, unit, pool, tables, rules, strides, SPEC: tl.cons
 def merge_rows(
     out, lse, parts, b, h, cu_seqlens_q, sinks, strides, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, SPEC: tl.constexpr
 ):  # fmt: skip
-    """All pieces of one tile of a sequence, in the order of keys, several of them in flight together, whoever was last to store one."""
+    """Merge all pieces of one tile of a sequence and store the output; runs in the program that stored the last piece.
+
+    Pieces are merged in the order of keys, AT_ONCE loads in flight together, so the result does not depend on the
+    program.
+    """
     part_out, part_lse, first_slot, pieces = parts
     token, _, head, ok, _ = rows_of(h, b, cu_seqlens_q, ROWS, SPEC)
     SECOND: tl.constexpr = SPEC.kind == "int4" or SPEC.V1 > 0
@@ -145,10 +163,14 @@ def merge_rows(
 
 @triton.jit(do_not_specialize=["num_sequences", "max_queries", "unit", "units_per_sequence", "programs", "num_rows"])
 def merge_kernel(
-    out, lse, part_out, part_lse, tables, rules, strides, num_sequences, max_queries, unit, units_per_sequence, programs, num_rows,
+    out, lse, part_out, part_lse, tables, rules, strides,
+    num_sequences, max_queries, unit, units_per_sequence, programs, num_rows,
     SPEC: tl.constexpr, BATCH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program: the pieces of one (query, head), in the order of keys. Whole sequences were finished by the decode kernel."""
+    """One program: the pieces of one (query, head), merged in the order of keys.
+
+    The decode kernel has finished the sequences of a single piece.
+    """
     b, query, h = tl.program_id(0) // max_queries, tl.program_id(0) % max_queries, tl.program_id(1)
     _, _, _, seq_lens, cu_seqlens_q = tables
     _, _, out_token, out_head, lse_token = strides
@@ -156,7 +178,9 @@ def merge_kernel(
     num_new = tl.load(cu_seqlens_q + b + 1) - first_query
     if (query >= num_new) | (num_new > max_queries):
         return
-    ends, share = ends_and_share(seq_lens, cu_seqlens_q, num_sequences, max_queries, rules[2], unit, programs, BATCH, SPEC)
+    ends, share = ends_and_share(
+        seq_lens, cu_seqlens_q, num_sequences, max_queries, rules[2], unit, programs, BATCH, SPEC
+    )
     index = tl.arange(0, BATCH)
     end = tl.sum(tl.where(index == b, ends, 0), 0)
     begin = tl.sum(tl.where(index == b - 1, ends, 0), 0)
@@ -164,49 +188,42 @@ def merge_kernel(
     if pieces == 1:
         return
     kv_head, head = h // SPEC.G, h % SPEC.G
-    row = (
-        (kv_head * SPEC.head_tiles + head // SPEC.heads) * SPEC.M + query * SPEC.heads + head % SPEC.heads
-    )  # within a slot
+    # the row within a slot
+    row = (kv_head * SPEC.head_tiles + head // SPEC.heads) * SPEC.M + query * SPEC.heads + head % SPEC.heads
     token = (first_query + query).to(tl.int64)
     out, lse = out + token * out_token + h.to(tl.int64) * out_head, lse + token * lse_token + h
-    fold(
-        part_out,
-        part_lse,
-        slot * num_rows + row,
-        num_rows,
-        pieces,
-        rules[3] + h if SPEC.sinks else None,
-        out,
-        lse,
-        SPEC.Dv,
-        WIDTH,
-    )
+    sink = rules[3] + h if SPEC.sinks else None
+    fold(part_out, part_lse, slot * num_rows + row, num_rows, pieces, sink, out, lse, SPEC.Dv, WIDTH)
 
 
 MOST_DRAFTS = 16
-"""New tokens of a sequence that this kernel takes at most; with many heads fewer, so that they fit a tile. Longer ones are prefill's."""
+"""The most new tokens of a sequence that decode serves; fewer with many heads, so that they fit a tile."""
 
 
 def tuned_for(call: AttentionCall) -> Tuning:
-    """By the machine and the heads alone, never by the batch."""
+    """Return the tuning for `call`; it depends on the device and the heads, never on the batch."""
     return tuning("decode", target(call.q.device), head_bytes(call), max(call.q.shape[2], call.out.shape[2]))
 
 
 def most_queries(call: AttentionCall) -> int:
-    """Sequences with at most so many new tokens are decoded."""
+    """Return the most new tokens with which a sequence of `call` is decoded."""
     return max(1, min(MOST_DRAFTS, tuned_for(call).M // (call.q.shape[1] // call.k.shape[2])))
 
 
 def paged_decode(call: AttentionCall) -> None:
-    """Attend from the sequences with at most `most_queries` new tokens. Modifies: their rows of call.out and call.lse."""
+    """Compute attention for the sequences with at most `most_queries` new tokens.
+
+    Modifies: their rows of call.out and call.lse.
+    """
     B, K, Dv = call.seq_lens.shape[0], call.k.shape[2], call.out.shape[2]
     max_queries, tuned = most_queries(call), tuned_for(call)
-    if call.split_tokens is None:  # else one shape of tile for all batches: no bit may depend on the batch
+    # with split_tokens, the tile is the same for all batches: no bit may depend on the batch
+    if call.split_tokens is None:
         max_queries = min(max_queries, call.max_seqlen_q)
     rows = triton.next_power_of_2(call.q.shape[1] // K * max_queries)
     M = max(16, min(tuned.M, rows))
     spec = replace(specialisation_of(call, M=M, N=keys_of(call, M, tuned.N)), one_launch=tuned.one_launch)
-    many_warps = M == 64 or (M == 32 and spec.dtype == tl.float32)  # or accumulators spill
+    many_warps = M == 64 or (M == 32 and spec.dtype == tl.float32)  # with fewer warps, accumulators would spill
 
     heads, unit = K * spec.head_tiles, min(call.split_tokens or spec.N, FARTHEST)
     units_per_sequence = max(1, -(-call.max_seqlen_k // unit))
@@ -214,9 +231,8 @@ def paged_decode(call: AttentionCall) -> None:
     slots = B * units_per_sequence if spec.split else programs + B if programs > 1 else 0
     part_out = call.q.new_empty((slots, heads, spec.M, Dv), dtype=torch.float32)
     part_lse = call.q.new_empty((slots, heads, spec.M), dtype=torch.float32)
-    tickets = (
-        call.q.new_zeros((B, heads), dtype=torch.int32) if spec.one_launch else None
-    )  # a graph clears its own at each replay
+    # in a captured graph, each replay clears the tickets again
+    tickets = call.q.new_zeros((B, heads), dtype=torch.int32) if spec.one_launch else None
     tuples = tables_of(call), rules_of(call), strides_of(call)
     sizes, constants = (B, max_queries, unit, units_per_sequence), {"SPEC": spec, "BATCH": triton.next_power_of_2(B)}
     rows = min(rows, spec.M)
@@ -233,5 +249,5 @@ def paged_decode(call: AttentionCall) -> None:
 
 
 def objections(case: Case) -> list[str]:
-    """Why this kernel cannot serve `case`."""
+    """Return the reasons why this kernel cannot serve `case`."""
     return why_no_specialisation(case)

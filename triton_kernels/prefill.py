@@ -1,17 +1,21 @@
-"""Paged prefill: sequences with many new tokens (prompts, chunks of prompts, long drafts) attend to all of their cached tokens.
+"""Paged prefill: many new tokens per sequence (prompts, chunks, long drafts) attend to all of its cached tokens.
 
-    out, lse   as in decode.py; the two kernels share a batch, each takes the sequences that are its own by their number of new tokens
+    out, lse   as in decode.py; the two kernels share a batch: decode takes the sequences with few new tokens, prefill
+               all others
 
-Grid      (tiles of queries, kv heads * head tiles, splits). A tile is M rows: M / G queries times the G heads of the group, which see the
-          same keys. The number of tiles is bounded from T and B, so the grid is fixed; a program finds its sequence by one look at
-          cu_seqlens_q (tile i of sequence b has number cu[b] / queries + b + i), and leaves at once if there is none.
-A program walks (tile.py) the keys that its tile sees: up to its last query if causal, from its first query's window on. Tiles run from
-          the end of the line: they see the most keys, and the short ones fill the gaps. If T and B promise fewer programs than the GPU
-          holds, keys are split evenly and merged by a small second launch.
-Bytes     every tile reads its keys again, from L2 mostly: G query heads * M / G queries share a read. Scores never leave the registers.
+Grid      (tiles of queries, kv heads * head tiles, splits). A tile is M rows: M / G queries times the G heads of the
+          group, which see the same keys. T and B bound the number of tiles, so the grid is fixed. A program finds its
+          sequence with one read of cu_seqlens_q (tile i of sequence b has number cu[b] / queries + b + i); a program
+          without a sequence returns at once.
+Program   walks (tile.py) the keys that its tile sees: up to its last query if causal, from its first query's window
+          on. The last tiles start first: they see the most keys, and shorter tiles fill the gaps. If T and B give fewer
+          programs than the GPU holds, keys are split evenly and a second small launch merges the splits.
+Bytes     every tile reads its keys again, mostly from L2: G query heads * M / G queries share a read. Scores never
+          leave the registers.
 Tuned     not on any GPU yet (see decode.py).
 
-With `split_tokens` a sequence is never split here, so its sums depend on nothing but itself; short ones are decode's, whatever the batch.
+With `split_tokens`, this kernel never splits keys, so the sums of a sequence depend on that sequence alone. Short
+sequences always go to decode, in any batch.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ if TYPE_CHECKING:
     from pagedkv.kernels.case import Case
 
 
-@triton.jit(do_not_specialize=["num_sequences", "decoded"])  # these change from step to step
+# do_not_specialize: these numbers change from step to step
+@triton.jit(do_not_specialize=["num_sequences", "decoded"])
 def prefill_kernel(
     q, out, lse, part_out, part_lse, pool, tables, rules, strides, num_sequences, decoded, H,
     SPEC: tl.constexpr, BATCH: tl.constexpr, SPLITS: tl.constexpr,
@@ -93,43 +98,34 @@ def merge_splits_kernel(
     out, lse, part_out, part_lse, cu_seqlens_q, sinks, strides, num_sequences, decoded,
     SPEC: tl.constexpr, BATCH: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program: the splits of one (token, head)."""
+    """One program: the splits of one (token, head), merged."""
     token, h, H = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     _, _, out_token, out_head, lse_token = strides
     index = tl.arange(0, BATCH)
     starts = tl.load(cu_seqlens_q + index, mask=index < num_sequences, other=2147483647)
     b = tl.sum((starts <= token).to(tl.int32), 0) - 1
     begin, end = tl.load(cu_seqlens_q + b), tl.load(cu_seqlens_q + b + 1)
-    if (token >= end) | (end - begin <= decoded):  # padding; or decode's
+    if (token >= end) | (end - begin <= decoded):  # padding, or a row of decode
         return
     wide = token.to(tl.int64)
     out, lse = out + wide * out_token + h.to(tl.int64) * out_head, lse + wide * lse_token + h
-    fold(
-        part_out,
-        part_lse,
-        (wide * H + h) * SPLITS,
-        1,
-        SPLITS,
-        sinks + h if SPEC.sinks else None,
-        out,
-        lse,
-        SPEC.Dv,
-        WIDTH,
-    )
+    sink = sinks + h if SPEC.sinks else None
+    fold(part_out, part_lse, (wide * H + h) * SPLITS, 1, SPLITS, sink, out, lse, SPEC.Dv, WIDTH)
 
 
 def paged_prefill(call: AttentionCall, decoded: int) -> None:
-    """Attend from the sequences with more than `decoded` new tokens. Modifies: their rows of call.out and call.lse."""
+    """Compute attention for the sequences with more than `decoded` new tokens.
+
+    Modifies: their rows of call.out and call.lse.
+    """
     (T, H, Dv), B, K, on = call.out.shape, call.seq_lens.shape[0], call.k.shape[2], target(call.q.device)
     tuned = tuning("prefill", on, head_bytes(call), max(call.q.shape[2], Dv))
     M = tuned.M if call.tree_mask is None and call.split_tokens is None else min(tuned.M, 64)  # see keys_of
     spec = specialisation_of(call, M=M, N=keys_of(call, M, tuned.N))
     heads, tiles = K * spec.head_tiles, T // spec.queries + B
-    splits = (
-        1
-        if call.split_tokens
-        else num_splits(-(-T // spec.queries) * heads, on.processors, -(-call.max_seqlen_k // spec.N))
-    )
+    key_tiles, splits = -(-call.max_seqlen_k // spec.N), 1
+    if not call.split_tokens:
+        splits = num_splits(-(-T // spec.queries) * heads, on.processors, key_tiles)
     slots = T * H * splits if splits > 1 else 0
     part_out, part_lse = (call.q.new_empty(size, dtype=torch.float32) for size in (slots * Dv, slots))
     constants = {"SPEC": spec, "BATCH": triton.next_power_of_2(B), "SPLITS": splits}
@@ -146,7 +142,10 @@ def paged_prefill(call: AttentionCall, decoded: int) -> None:
 
 
 def num_splits(programs: int, processors: int, key_tiles: int) -> int:
-    """How often keys are cut so that `programs` become about as many as there are processors: a power of two, 4 tiles each at least."""
+    """Return into how many splits to divide the keys, so that `programs` times splits is about `processors`.
+
+    A power of two, at most 16, with at least 4 tiles of keys in each split.
+    """
     splits = 1
     while splits < 16 and programs * splits * 2 <= processors and splits * 8 <= key_tiles:
         splits *= 2
@@ -154,5 +153,5 @@ def num_splits(programs: int, processors: int, key_tiles: int) -> int:
 
 
 def objections(case: Case) -> list[str]:
-    """Why this kernel cannot serve `case`."""
+    """Return the reasons why this kernel cannot serve `case`."""
     return why_no_specialisation(case)

@@ -1,19 +1,20 @@
-"""One tile of query rows walks through a run of keys: the part that decode, prefill and the shared prefix have in common.
+"""Attention of one tile of query rows over a run of keys: the common part of decode, prefill and cascade.
 
-    rows of the tile   M (query, head) pairs of one kv head: row r is query r // heads, head r % heads. So a key is read once for all
-                       heads of its group, and a group of any size (1, 5, 7, 16) fills a tile of a power of two
-    a step             N keys: frames from the page table, loaded one step ahead so that their latency hides behind a whole step;
-                       K [N, D] and V [N, Dv] gathered row by row, 16 bytes a thread; scores [M, N]; online softmax
+    rows of the tile   M (query, head) pairs of one kv head: row r is query r // heads, head r % heads. So a key is read
+                       once for all heads of its group, and a group of any size (1, 5, 7, 16) fills a tile of a power
+                       of two
+    an iteration       N keys: frames from the page table, loaded one iteration ahead, which hides their latency;
+                       K [N, D] and V [N, Dv] gathered row by row, 16 bytes per thread; scores [M, N]; online softmax
 
         s = log2(e) * alibi(cap(scale * q k'))      m' = max(m, max s)      a = 2^(m - m')      p = 2^(s - m')
         l = a l + sum p                             acc = a acc + p v       (m, l, acc) starts at (-inf, 0, 0)
 
-    never read         a key at or past `end`, a key of a punched page (-1), a table entry past the last page: every load is masked,
-                       and a masked value is 0, so that 0 * NaN cannot happen
+    never read         a key at or past `end`, a key of a punched page (-1), a table entry past the last page: every
+                       load is masked, and a masked value is 0, so that 0 * NaN cannot happen
 
-Products with strides are 64-bit, each of them. Logarithms have base 2 in here; what leaves the kernels is natural. Scales of keys multiply
-scores, scales of values multiply p (or the sum, if there is one for all): elements are never scaled. This file knows one sequence and one
-kv head at a time.
+Each product with a stride is 64-bit. Logarithms have base 2 in this file; the LSE that leaves the kernels is natural.
+Scales of keys multiply scores; scales of values multiply p, or the sum if there is one scale for all; elements are
+never scaled. This file knows one sequence and one kv head at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
-    """Exact to float32's precision: an odd series where 1 - e^-2|x| would cancel."""
+    """Return tanh(x) to float32's precision: near 0, where 1 - e^-2|x| would cancel, by an odd series."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -39,7 +40,7 @@ def tanh(x):
 
 @triton.jit
 def query_rows(head_tile, first_query, num_queries, ROWS: tl.constexpr, SPEC: tl.constexpr):
-    """query, head (within the group), and whether the row exists, of the tile's first ROWS rows: int32, int32 and bool [ROWS]."""
+    """Return the tile's first ROWS rows: query int32, head within the group int32, existence bool; each [ROWS]."""
     r = tl.arange(0, ROWS)
     query = first_query + r // SPEC.heads
     head = head_tile * SPEC.heads + r % SPEC.heads
@@ -49,7 +50,10 @@ def query_rows(head_tile, first_query, num_queries, ROWS: tl.constexpr, SPEC: tl
 
 @triton.jit
 def load_query(q, row, ok, SPEC: tl.constexpr):
-    """Both parts of q at the 64-bit offsets `row`: [M, K0] and [M, K1]; zeros in rows that do not exist and columns past D."""
+    """Return both parts of q at the 64-bit offsets `row`: [M, K0] and [M, K1].
+
+    Rows that do not exist and columns past D are zeros.
+    """
     c = part_columns(0, SPEC.K0, SPEC.K1, SPEC)
     first = tl.load(q + row[:, None] + c[None, :], mask=ok[:, None] & (c < SPEC.D)[None, :], other=0)
     second = first
@@ -61,7 +65,7 @@ def load_query(q, row, ok, SPEC: tl.constexpr):
 
 @triton.jit
 def store_parts(to, row, ok, first, second, SPEC: tl.constexpr):
-    """[M, V0] and [M, V1] to the rows at `row`, in the type of `to`."""
+    """Store both parts, [M, V0] and [M, V1], at `to` + `row`, in the type of `to`."""
     c = part_columns(0, SPEC.V0, SPEC.V1, SPEC)
     tl.store(
         to + row[:, None] + c[None, :], rounded(first, to.dtype.element_ty), mask=ok[:, None] & (c < SPEC.Dv)[None, :]
@@ -77,7 +81,7 @@ def store_parts(to, row, ok, first, second, SPEC: tl.constexpr):
 
 @triton.jit
 def seen(t, present, rows, window, tree, SPEC: tl.constexpr):
-    """bool [M, N]: which of the keys at positions `t` each row may see."""
+    """Return bool [M, N]: whether each row may see the key at each position of `t`."""
     position, ok, tree_row, new, num_new = rows
     visible = present[None, :]
     if SPEC.tree:
@@ -94,7 +98,10 @@ def seen(t, present, rows, window, tree, SPEC: tl.constexpr):
 
 @triton.jit
 def scored(s, t, position, slopes, scale, softcap, SPEC: tl.constexpr):
-    """Products `s` [M, N] of queries and keys as logits of base 2. `scale` has log2(e) in it already where nothing comes between."""
+    """Return the products `s` [M, N] of queries and keys as logits of base 2.
+
+    Without soft cap and ALiBi, the caller has multiplied `scale` by log2(e).
+    """
     s = s * scale
     if SPEC.softcap:
         s = softcap * tanh(s / softcap)
@@ -107,30 +114,17 @@ def scored(s, t, position, slopes, scale, softcap, SPEC: tl.constexpr):
 
 @triton.jit
 def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPEC: tl.constexpr):
-    """The state (acc0 [M, V0], acc1 [M, V1], m [M], l [M]) of a tile's rows over the keys first..end of one sequence and one kv head.
+    """Return the state of a tile's rows over the keys first..end: acc0 [M, V0], acc1 [M, V1], m [M], l [M].
 
-    q_parts: as `load_query`      table_row: pointer to the sequence's row      pool, rules: as in specialisation.py      slopes: of the rows
-    rows: (position, ok, tree_row, position of the first new token, number of new ones)
+    q_parts: from `load_query`.             table_row: pointer to the sequence's row of the page tables.
+    pool, rules: as in specialisation.py.   slopes: the ALiBi slope of each row.
+    rows: (position, ok, tree_row, position of the first new token, number of new tokens).
     """
     q0, q1 = q_parts
     (
-        k,
-        v,
-        k_scale,
-        v_scale,
-        k_frame,
-        k_slot,
-        k_head,
-        v_frame,
-        v_slot,
-        v_head,
-        ks_frame,
-        ks_slot,
-        ks_head,
-        vs_frame,
-        vs_slot,
-        vs_head,
-    ) = pool
+        k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head,
+        ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head,
+    ) = pool  # fmt: skip
     scale, softcap, window, _, _, tree, _ = rules
     wide = kv_head.to(tl.int64)
     k, v = k + wide * k_head, v + wide * v_head
@@ -197,7 +191,7 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
 
 @triton.jit
 def normalised(acc0, acc1, m, l):
-    """The state as output and base-2 LSE: rows that saw nothing get 0 and -inf."""
+    """Return the state as output and base-2 LSE; rows that saw no key give 0 and -inf."""
     l = tl.where(l == 0, 1.0, l)  # then m is -inf and acc is 0
     weight, lse = 1.0 / l, m + tl.log2(l)
     return acc0 * weight[:, None], acc1 * weight[:, None], lse
@@ -205,20 +199,19 @@ def normalised(acc0, acc1, m, l):
 
 @triton.jit
 def with_sink(acc0, acc1, lse, sinks, head, ok):
-    """A sink takes part in the sum and has no value: the state merged with one of logit sink and output 0."""
+    """Return output and base-2 LSE merged with the sink: its logit takes part in the sum, and its value is 0."""
     sink = tl.load(sinks + head, mask=ok, other=0.0) * LOG2E
     top = tl.maximum(lse, sink)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    whole = safe + tl.log2(
-        tl.exp2(lse - safe) + tl.where(sink == float("inf"), 1.0, tl.exp2(sink - safe))
-    )  # inf - inf is no number
+    sink_weight = tl.where(sink == float("inf"), 1.0, tl.exp2(sink - safe))  # inf - inf would be NaN
+    whole = safe + tl.log2(tl.exp2(lse - safe) + sink_weight)
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, whole))[:, None]
     return acc0 * weight, acc1 * weight, whole
 
 
 @triton.jit
 def finish(out, lse, acc0, acc1, lse2, token, head, ok, sinks, strides, SPEC: tl.constexpr):
-    """The normalised state of rows over all of their keys, to its place: sinks take part now, the LSE becomes natural."""
+    """Store output and LSE of rows over all of their keys, with the sinks; the stored LSE is natural."""
     _, _, out_token, out_head, lse_token = strides
     if SPEC.sinks:
         acc0, acc1, lse2 = with_sink(acc0, acc1, lse2, sinks, head, ok)

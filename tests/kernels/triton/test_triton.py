@@ -418,7 +418,7 @@ def test_a_shared_prefix_attended_to_apart_gives_what_one_pass_gives(case: Case)
     assert (call.out[T:] == 7).all()
     cascade.cascade_attention(replace(call, out=room[0].zero_(), lse=room[1].zero_()), 0)
     assert torch.equal(room[0][:T], out[:T]), "no prefix"
-    with pytest.raises(InvalidRequest, match="cannot be attended to apart with window"):
+    with pytest.raises(InvalidRequest, match="cascade_attention does not support window"):
         cascade.cascade_attention(replace(call, window=5), shared)
     with pytest.raises(InvalidRequest, match="shared_tokens is 50; it must be a multiple of block_size=16"):
         cascade.cascade_attention(call, 50)
