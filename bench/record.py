@@ -46,7 +46,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """Return the commit of the checkout, with "-dirty" if files differ from it; of an installed package, the version."""
+    """Return the commit of the checkout, with "-dirty" if files differ; of an installed package, the version."""
     if results() is None:
         return f"pagedkv {pagedkv.__version__}"
     # rows of earlier runs do not change the code that is measured

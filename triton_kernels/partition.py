@@ -6,7 +6,7 @@ sequence after sequence. Program p of `num_programs` owns the units p * share ..
 belong to several sequences:
 
     sequence       0                1     2                                    3
-    units          |a a a a a a a a |b b b|c c c c c c c c c c c c c c c c c c |d d d d| total = their number
+    units          |a a a a a a a a |b b b|c c c c c c c c c c c c c c c c c c |d d d d| total = number of units
     programs       |0 0 0 0 0|1 1 1 1 1|2 2 2 2 2|3 3 3 3 3|4 4 4 4 4|5 5 5 5 5|6 6 6|   share = ceil(total / programs)
     pieces         |a0       |a1 |b1|b2|c2       ...                                    slot of a piece: p + b
 

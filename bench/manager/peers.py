@@ -9,6 +9,16 @@ a case, the state of the case is built and the surviving objects are frozen (gc.
 that garbage collection costs a peer no more than in its own engine.
 This file must not import pagedkv, because the peer's Python may lack it. runner.py imports the sizes of the work from
 here.
+
+Each adapter has these methods; those of the second group build their state and return a function that runs the work
+once and returns its seconds, or raise Absent:
+
+    full()                  a manager whose POOL blocks all hold published blocks of prompts
+
+    decode(batch, blocks)   a step in which each of `batch` sequences grows by a token, in a pool of `blocks` blocks
+    allocate()              take BATCH blocks and free them
+    match()                 open a prompt of PAGES blocks that a full manager has published
+    publish()               store a new prompt of PAGES blocks in a full manager
 """
 
 from __future__ import annotations
