@@ -56,7 +56,7 @@ def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexp
         fade = tl.exp2(top - safe)
         weight = tl.where(logit == float("inf"), 1.0, tl.exp2(logit - safe))  # inf - inf would be NaN
         acc, total, top = acc * fade, total * fade + weight, higher
-    total = tl.where(total == 0, 1.0, total)  # then top is -inf and acc is 0
+    total = tl.where(total == 0, 1.0, total)  # if total is 0, top is -inf and acc is 0
     tl.store(out + c, rounded(acc / total, out.dtype.element_ty), mask=c < Dv)
     tl.store(lse, (top + tl.log2(total)) * LN2)
 

@@ -192,7 +192,7 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
 @triton.jit
 def normalised(acc0, acc1, m, l):
     """Return the state as output and base-2 LSE; rows that saw no key give 0 and -inf."""
-    l = tl.where(l == 0, 1.0, l)  # then m is -inf and acc is 0
+    l = tl.where(l == 0, 1.0, l)  # if l is 0, m is -inf and acc is 0
     weight, lse = 1.0 / l, m + tl.log2(l)
     return acc0 * weight[:, None], acc1 * weight[:, None], lse
 

@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 def as_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """Return float32 `x`, within the type's range, as the byte of a float with MANTISSA bits: e4m3 or e5m2."""
     bits = x.to(tl.uint32, bitcast=True)
-    exponent = tl.maximum(
-        ((bits >> 23) & 0xFF).to(tl.int32) - 127, 1 - BIAS
-    )  # a subnormal has the exponent of the least normal number
+    # a subnormal has the exponent of the least normal number
+    exponent = tl.maximum(((bits >> 23) & 0xFF).to(tl.int32) - 127, 1 - BIAS)
     grid = ((exponent + 23 - MANTISSA + 127) << 23).to(tl.float32, bitcast=True)
     r = (tl.abs(x) + grid) - grid
     normal = (r.to(tl.int32, bitcast=True) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)

@@ -161,7 +161,7 @@ def _measure_group(cells: list[Cell], asked: Asked, vllm: Vllm | str) -> Iterato
 
 def _awake(step: Step) -> Step:
     """Return the step with torch's threads woken before the clock starts, as in a model the layer before would do."""
-    vector = torch.zeros(1 << 16, dtype=torch.int8)  # two threads' worth
+    vector = torch.zeros(1 << 16, dtype=torch.int8)  # large enough for two threads
 
     def prepare() -> Callable[[], object]:
         run = step()

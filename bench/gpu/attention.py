@@ -172,7 +172,7 @@ def in_turn(variants: dict[Name, list[Step]], repetitions: int) -> tuple[dict[Na
     for turn in range(repetitions + 2):
         for name, graph in graphs.items():
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()  # the device is busy while the host launches the one that counts
+            graph.replay()  # keeps the device busy while the host launches the timed replay
             began.record()
             graph.replay()
             ended.record()

@@ -135,7 +135,7 @@ def best(kernel: str, arch: str, key: str, groups: list[list[Step]]) -> tuple[di
             if all((text, i) in times for i in range(len(groups)))
         }
         by_rule = min(by_rule, means.get("{}", math.inf))
-        if means and min(means.values()) < 0.99 * means.get(json.dumps(chosen), math.inf):  # closer is noise
+        if means and min(means.values()) < 0.99 * means.get(json.dumps(chosen), math.inf):  # a smaller gain is noise
             chosen = json.loads(min(means, key=means.__getitem__))
         now = means.get(json.dumps(chosen), now)
     return chosen, now, by_rule

@@ -43,7 +43,8 @@ from typing import Any
 Run = Callable[[], float]
 
 BLOCK = 16
-POOL, PAGES, BATCH = 100_000, 250, 1000  # blocks of a full pool, blocks of one of its prompts, blocks allocated at once
+# blocks of a full pool, blocks of one of its prompts, blocks allocated at once
+POOL, PAGES, BATCH = 100_000, 250, 1000
 GROWTH = 256  # tokens by which sequences grow before they start again
 
 DECODE = {"decode 256": (256, 20_000), "decode 1024": (1024, 40_000)}
@@ -97,7 +98,7 @@ class VLLM:
             from vllm.v1.request import Request
 
             torch = importlib.import_module("torch")
-        digest = get_hash_fn_by_name("sha256")  # its default
+        digest = get_hash_fn_by_name("sha256")  # vLLM's default
         utils.init_none_hash(digest)
         self.hasher, self.Request = utils.get_request_block_hasher(BLOCK, digest), Request
         self.sampling = SamplingParams(max_tokens=100_000)
@@ -178,15 +179,15 @@ class VLLM:
         manager, turn = self.full(), itertools.count(POOL)
 
         def run() -> float:
-            ids, made = prompt(next(turn), PAGES * BLOCK), []
+            ids, stored = prompt(next(turn), PAGES * BLOCK), []
 
             def store() -> None:
                 request = self.request(ids)
                 manager.allocate_slots(request, PAGES * BLOCK)
-                made.append(request)
+                stored.append(request)
 
             seconds = timed(store)
-            manager.free(made[0])
+            manager.free(stored[0])
             return seconds
 
         return run
@@ -262,9 +263,8 @@ class NanoVLLM:
         found = importlib.util.find_spec("nanovllm")
         if found is None:
             raise ImportError("No module named 'nanovllm'")
-        package = types.ModuleType(
-            "nanovllm"
-        )  # the package's own __init__ needs a GPU's libraries; the manager does not
+        # the package's own __init__ needs a GPU's libraries; the manager does not
+        package = types.ModuleType("nanovllm")
         package.__path__ = list(found.submodule_search_locations or ())
         sys.modules["nanovllm"] = package
         self.BlockManager = importlib.import_module("nanovllm.engine.block_manager").BlockManager

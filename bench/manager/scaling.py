@@ -16,7 +16,7 @@ from pagedkv.bench.manager.runner import OURS, TURN, Figure, decode, full_pool
 from pagedkv.core import MemoryManager
 
 BATCH: Final = 64
-GROWTH: Final = 32  # so that the smallest pool holds the batch
+GROWTH: Final = 32  # small enough for the smallest pool to hold the batch
 POOLS: Final = (1_000, 10_000, 100_000, 1_000_000)
 CONTEXTS: Final = (16, 128, 1024, 8192, 65_536)
 

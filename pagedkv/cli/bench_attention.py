@@ -40,7 +40,7 @@ class Choice:
 
     def cells(self) -> list[Any]:
         """Return the cells of the selected part. Raises: InvalidRequest for an impossible part or shape."""
-        part, parts = _numbers(self.part, f"--part is {self.part!r}; give which of how many, such as 2/6")
+        part, parts = _numbers(self.part, f"--part is {self.part!r}; give a part and the number of parts, such as 2/6")
         if part > parts:
             raise InvalidRequest(f"--part is {self.part!r}, but of {parts} parts the last is {parts}/{parts}")
         every = self._all_cells()

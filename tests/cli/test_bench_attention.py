@@ -63,7 +63,7 @@ def test_a_plot_is_drawn_where_it_is_told(command, tmp_path):
     [
         (["--heads", "32"], "--heads is '32'; give query heads / kv heads"),
         (["--kind", "decod"], "no cell of the grid is of that kind"),
-        (["--part", "2"], "--part is '2'; give which of how many"),
+        (["--part", "2"], "--part is '2'; give a part and the number of parts"),
         (["--part", "4/3"], "--part is '4/3', but of 3 parts the last is 3/3"),
     ],
 )
@@ -112,10 +112,8 @@ def test_the_parts_of_a_grid_are_its_groups_each_once():
 def test_pages_in_order_ascend():
     ours = pool.Pool(Cell(batch=1, context=100, pages="in order"))
     frames = ours.draw()
-    assert set(frames.diff().tolist()) <= {
-        1,
-        1 - ours.num_frames,
-    }  # the frames may wrap around the end of the pool once
+    # the frames may wrap around the end of the pool once
+    assert set(frames.diff().tolist()) <= {1, 1 - ours.num_frames}
 
 
 def test_both_grids_hold_the_promised_shapes():

@@ -146,7 +146,7 @@ def stays_within_budget(name: str, arch: str, launches: list[dict[str, Any]]) ->
 
 
 def attends_well(name: str, arch: str, launch: dict[str, Any], where: str) -> None:
-    # without tensor cores: three products of TF32 would need more than 99 KiB of shared memory
+    # no tensor cores: three products of TF32 would need more than 99 KiB of shared memory
     slow = "mla float32" in name and arch.startswith("sm_")
     if not slow:
         assert launch["mma"] > 0, f"no tensor cores in {where}"
