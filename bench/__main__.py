@@ -1,4 +1,4 @@
-"""All microbenchmarks, one after the other, with the defaults of each: `python -m pagedkv.bench`."""
+"""Run all microbenchmarks, one after the other, each with its defaults: `python -m pagedkv.bench`."""
 
 from __future__ import annotations
 

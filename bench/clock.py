@@ -1,9 +1,10 @@
-"""Taking turns: what is compared runs one after the other, repetition by repetition, and the median is over those that nobody disturbed.
+"""Interleaved timing: the variants take turns, repetition by repetition; the median is over undisturbed repetitions.
 
-Who runs next is drawn anew in each repetition: a call pays for whom it follows (a process of its own leaves cold caches and sleeping
-threads), and nobody shall always follow the same. A `Step` prepares one repetition, untimed, and returns what is timed. On a CPU a
-repetition is clean if no involuntary context switch fell into it (getrusage). Another device brings a `Timer` of its own.
-Knows nothing of attention.
+Each repetition draws a new order of the variants, so that no variant always follows the same one: the time of a call
+depends on what ran before (another process leaves cold caches and sleeping threads). A `Step` prepares one repetition,
+untimed, and returns the function that is timed. On a CPU a repetition is clean if no involuntary context switch fell
+into it (getrusage). Another device supplies its own `Timer`.
+This file knows nothing of attention.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ Name = TypeVar("Name", bound=Hashable)
 LEAST_CLEAN: Final = 5
 WARM_UP: Final = 2
 SECONDS_EACH: Final = 1.5
-"""What takes longer than this in all is repeated no more, once it has been repeated thrice."""
+"""A variant that has taken longer than this in all is repeated no more, after three repetitions at least."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: the median of `clean` repetitions, or of all if fewer than LEAST_CLEAN (half of few) were clean: clean is 0.
+    """The time of one variant.
 
-    turns: those that counted, each at the number of its turn, None at the others.
+    seconds: the median of the `clean` clean repetitions. If fewer than LEAST_CLEAN of them (or half, if there are few
+             repetitions) are clean, it is the median of all repetitions, and `clean` is 0.
+    turns:   the seconds of each turn that counts; None for the others.
     """
 
     seconds: float
@@ -41,9 +44,10 @@ class Timing:
 
 
 def compare(one: Timing, other: Timing, figure: Callable[[float, float], float]) -> float:
-    """The median over the turns in which both count of `figure`(seconds of one, of the other); of the medians, if these turns are too few.
+    """Return the median of `figure`(seconds of one, seconds of the other) over the turns in which both timings count.
 
-    The machine may be faster in one minute than in the next by a half: of one turn that is true of both.
+    If these turns are too few, return `figure` of the two medians. The machine may be faster by a half in one minute
+    than in the next; within one turn this affects both timings alike.
     """
     both = [(a, b) for a, b in zip(one.turns, other.turns, strict=False) if a is not None and b is not None]
     if not both or len(both) < _least(min(one.repetitions, other.repetitions)):
@@ -52,7 +56,10 @@ def compare(one: Timing, other: Timing, figure: Callable[[float, float], float])
 
 
 def on_this_cpu(run: Callable[[], object]) -> tuple[float, bool]:
-    """Seconds of one call and whether they were clean. What times itself elsewhere returns such a pair, which then counts."""
+    """Time one call of `run`: return its seconds and whether it was clean.
+
+    If `run` returns an `Elsewhere`, another process has timed the call, and its figures count.
+    """
     switches, began = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
     result = run()
     seconds = time.perf_counter() - began
@@ -63,14 +70,14 @@ def on_this_cpu(run: Callable[[], object]) -> tuple[float, bool]:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What a process that times itself reports."""
+    """The timing that another process reports of its own call."""
 
     seconds: float
     clean: bool
 
 
 def in_turn(steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cpu) -> dict[Name, Timing]:
-    """Each step `repetitions` times, in turn, after a warm-up."""
+    """Time each step `repetitions` times, the steps taking turns, after WARM_UP untimed turns."""
     taken: dict[Name, list[tuple[float, bool]]] = {name: [] for name in steps}
     lots, order = random.Random(0), list(steps)
     for _ in range(repetitions + WARM_UP):

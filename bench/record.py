@@ -1,7 +1,7 @@
-"""What every benchmark row says beside its figure: on which machine, of which commit, with which versions, when. And where rows go.
+"""The provenance of a benchmark row (machine, commit, versions, time), and the file that keeps rows.
 
-It knows no benchmark. Rows are appended to `results/` of a checkout; an installed package has no such folder, and keeps nothing
-unless it is told where.
+This file knows no benchmark. Rows are appended to `results/` of a checkout. An installed package has no such folder:
+without a path from the caller it keeps no rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ VERSIONED: Final = ("numpy", "numba", "torch")
 
 
 def provenance() -> dict[str, Any]:
-    """machine, commit, versions, when: the same for all rows of one run."""
+    """Return machine, commit, versions and time: the same for all rows of one run."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "machine": f"{processor()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} CPUs",
+        "machine": f"{processor()}, {cpus} CPUs",
         "commit": commit(),
         "versions": {"python": platform.python_version()}
         | {name: found for name in VERSIONED if (found := version_of(name))},
@@ -35,7 +36,7 @@ def provenance() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The name that the processor gives itself, or its architecture."""
+    """Return the processor's model name, or its architecture if it has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -45,26 +46,26 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout, "-dirty" if files differ from it; of an installed package its version."""
+    """Return the commit of the checkout, with "-dirty" if files differ; of an installed package, the version."""
     if results() is None:
         return f"pagedkv {pagedkv.__version__}"
-    # rows of earlier runs are no change to what is measured
-    asked = {
+    # rows of earlier runs do not change the code that is measured
+    commands = {
         "describe": ["describe", "--always", "--tags", "--abbrev=10"],
         "changed": ["status", "--porcelain", "--", ":/", ":/!bench/results"],
     }
-    said = {}
-    for what, words in asked.items():
+    answers = {}
+    for name, words in commands.items():
         try:
             run = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return f"pagedkv {pagedkv.__version__}"
-        said[what] = run.stdout.strip()
-    return said["describe"] + ("-dirty" if said["changed"] else "")
+        answers[name] = run.stdout.strip()
+    return answers["describe"] + ("-dirty" if answers["changed"] else "")
 
 
 def version_of(name: str) -> str | None:
-    """What is installed under that name; None if nothing is."""
+    """Return the installed version of the distribution `name`; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -72,15 +73,18 @@ def version_of(name: str) -> str | None:
 
 
 def results() -> Path | None:
-    """The folder of a checkout that keeps rows; None in an installed package."""
+    """Return the folder of a checkout that keeps rows; None in an installed package."""
     folder = HERE / "results"
     return folder if folder.is_dir() else None
 
 
 def append(rows: Iterable[dict[str, Any]], path: Path | None) -> None:
-    """Add a line of JSON for each row; to nowhere if `path` is None, which is said."""
+    """Append a line of JSON for each row to `path`. If `path` is None, only print a note that the rows are not kept."""
     if path is None:
-        print("these rows are not kept: this is no checkout; --record FILE says where to", file=sys.stderr)
+        print(
+            "these rows are not kept: pagedkv runs from an installed package, not from a checkout; give --record FILE",
+            file=sys.stderr,
+        )
         return
     with open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -1,6 +1,7 @@
 """Triton sources of pagedkv; installed as `pagedkv.kernels.triton`.
 
-The folder is mapped by setup.py. `triton_kernels` as a top-level module is the name of another project, which must stay importable.
+setup.py maps the folder. As a top-level module, `triton_kernels` is the name of another project, which must stay
+importable.
 """
 
 from __future__ import annotations

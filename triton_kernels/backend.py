@@ -1,10 +1,10 @@
-"""The backend `triton` as the registry loads it: which kernel serves a call, and what none of them can.
+"""The backend `triton` as the registry loads it: the choice of kernels for a call, and the reasons against a case.
 
-    sequences with few new tokens    decode.py      keys are cut, every program does equal work
-    sequences with more              prefill.py     queries are cut
+    sequences with few new tokens    decode.py      keys are split; every program does equal work
+    sequences with more              prefill.py     queries are split
 
-Which is which is decided on the GPU, sequence by sequence; the host knows only bounds. A launch that finds no sequence of its own costs
-a few microseconds and is left out where the bounds say so.
+Each kernel finds its own sequences on the GPU; the host knows only bounds. A launch that finds no sequence costs a few
+microseconds; the host leaves it out if the bounds show that it would find none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ copy_frames = copy.copy_frames
 
 
 def paged_attention(call: AttentionCall) -> None:
-    """Attend. Modifies: call.out, call.lse."""
+    """Compute attention for `call`. Modifies: call.out, call.lse."""
     if not call.max_seqlen_q or not call.seq_lens.shape[0] or not call.q.shape[0]:
         return
     few = decode.most_queries(call)
@@ -42,12 +42,11 @@ def paged_attention(call: AttentionCall) -> None:
 
 
 def objections(case: Case) -> list[str]:
-    """Why these kernels cannot serve `case`; each kernel's file says what it cannot do."""
+    """Return the reasons why these kernels cannot serve `case`: those of the GPU, or those of each kernel's file."""
     if bool(INTERPRET) != (case.device == "cpu"):
-        say = "TRITON_INTERPRET=1 was set" if INTERPRET else "TRITON_INTERPRET was not 1"
-        return [
-            f"{say} when the kernels were imported, and the tensors are on {case.device}: the interpreter is for the CPU"
-        ]
+        setting = "TRITON_INTERPRET=1 was set" if INTERPRET else "TRITON_INTERPRET was not 1"
+        tensors = f"the tensors are on {case.device}"
+        return [f"{setting} when the kernels were imported, and {tensors}: the interpreter is for the CPU"]
     if case.device == "cuda" and not IS_AMD and torch.cuda.get_device_capability() < (8, 0):
         return ["the GPU is sm_{}{}; Triton's tensor-core code needs sm_80".format(*torch.cuda.get_device_capability())]
     serve = {

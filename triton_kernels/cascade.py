@@ -1,15 +1,17 @@
-"""A prefix that all sequences of a batch share is read once for all of them: attention in two levels, merged by their LSEs.
+"""Cascade attention: a prefix shared by all sequences of a batch is read once; two levels are merged by their LSEs.
 
-    level 1   all new tokens of the batch, as the queries of one sequence, attend to the prefix: its keys are read once for each tile of
-              M rows (M / G tokens), not once for each sequence; keys are split where tokens are few (prefill.py)
-    level 2   each sequence attends to what it has behind the prefix, as ever; sinks, causality and tree mask belong here
-    merge     out = sum of e^(lse_i - lse) out_i over the two
+    level 1   all new tokens of the batch, as the queries of one sequence, attend to the prefix: its keys are read once
+              for each tile of M rows (M / G tokens), not once for each sequence; if tokens are few, keys are split
+              (prefill.py)
+    level 2   each sequence attends to its keys behind the prefix; sinks, causality and tree mask apply here
+    merge     out = sum of e^(lse_i - lse) out_i over the two levels
 
 Bytes     shared * (D + Dv) * sizeof(kv) * ceil(T * G / M), instead of * B; and two outputs of T * H * Dv.
-Worth it  when B * shared is much more than what is behind it: a system prompt, many samples of one prompt, beams.
+Worth it  if B * shared is much more than the tokens behind it: a system prompt, many samples of one prompt, beams.
 Tuned     not on any GPU yet.
 
-Windows and ALiBi look at distances, which differ between the tokens of a tile: with them there is no such path.
+Windows and ALiBi depend on the distance between query and key, which differs between the tokens of a tile: a call with
+them is refused.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ if TYPE_CHECKING:
 
 
 def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
-    """Attend, where the first `shared_tokens` of all sequences lie in the same frames and all new tokens lie behind them.
+    """Compute attention for sequences whose first `shared_tokens` tokens lie in the same frames.
 
-    shared_tokens: a multiple of block_size, 0 for no prefix; a host int: the engine that forked or matched the prefix says it, and no
-                   device is asked.
+    All new tokens must lie behind these tokens.
+    shared_tokens: a multiple of block_size; 0 for no prefix. A host int: the engine that forked or matched the prefix
+                   knows the number, so no device is read.
     Modifies: call.out, call.lse.
     Raises:   InvalidRequest for windows, ALiBi, `split_tokens`, or a prefix that does not end with a page.
     """
@@ -40,7 +43,7 @@ def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
         return backend.paged_attention(call)
     for name in ("window", "alibi_slopes", "split_tokens"):
         if getattr(call, name) is not None:
-            raise InvalidRequest(f"a shared prefix cannot be attended to apart with {name}: call paged_attention")
+            raise InvalidRequest(f"cascade_attention does not support {name}: call paged_attention")
     S, T = call.k.shape[1], call.q.shape[0]
     if shared_tokens % S or not 0 < shared_tokens <= call.max_seqlen_k:
         raise InvalidRequest(
@@ -72,8 +75,7 @@ def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
     paged_prefill(prefix, decoded=0)
     backend.paged_attention(behind)
     out, lse = merge_states(prefix.out, prefix.lse, behind.out, behind.lse)
-    ours = (
-        torch.arange(T, device=call.q.device) < starts[-1]
-    )  # rows past the last sequence are padding, not to be written
-    call.out.copy_(torch.where(ours[:, None, None], out, call.out))
-    call.lse.copy_(torch.where(ours[:, None], lse, call.lse))
+    # rows past the last sequence are padding and must not be written
+    written = torch.arange(T, device=call.q.device) < starts[-1]
+    call.out.copy_(torch.where(written[:, None, None], out, call.out))
+    call.lse.copy_(torch.where(written[:, None], lse, call.lse))

@@ -1,12 +1,16 @@
-"""copy_frames: whole frames inside the pool, every source read before one destination is written, even if a frame is both.
+"""copy_frames: copy whole frames inside the pool; all sources are read before any destination is written.
 
-    room[c] = storage[copies[c, 0]]   then   storage[copies[c, 1]] = room[c]        two launches of one kernel, in order on the stream
+A frame may be source and destination.
 
-Grid      (copies * runs of BLOCK words of a frame), in one dim: the others end at 65535. A program moves one run.
-Words     A frame that is one run of memory, as a pool's is, is a run of bytes. Any other (a view across layers, every second head) is a
-          box: its dims are merged where their strides allow, and an element's place is found by dividing through their sizes.
-Bytes     4 * frame_bytes per copy. The way through `room` costs twice the traffic of a direct copy: chains and cycles of frames need it,
-          and whether there are any only the device knows. A step copies a frame a forked sequence, not more.
+    scratch[c] = storage[copies[c, 0]]   then   storage[copies[c, 1]] = scratch[c]
+
+Grid      (copies * runs of BLOCK words of a frame), in one dim: the other dims end at 65535. A program moves one run.
+          The two assignments are two launches of one kernel, in order on the stream.
+Words     A contiguous frame, the usual layout of a pool, is a run of bytes. Any other frame (a view across layers,
+          every second head) is a box: dims are merged where their strides allow, and the address of an element comes
+          from dividing its index by the sizes.
+Bytes     4 * frame_bytes per copy, twice the traffic of a direct copy. Chains and cycles of frames need the scratch
+          buffer, and only the device knows whether there are any. A step copies at most one frame per forked sequence.
 Tuned     not on any GPU yet.
 """
 
@@ -25,52 +29,55 @@ if TYPE_CHECKING:
 
 BLOCK = 8192
 WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What elements are moved as, by their bytes."""
+"""The integer type that elements are moved as, by their size in bytes."""
 
 
 @triton.jit
-def places(at, sizes, strides):
-    """Where the words `at` of a box lie, its last dim the fastest."""
-    where = at * 0
+def offsets(at, sizes, strides):
+    """Return the offsets of the words number `at` of a box; the last dim varies fastest."""
+    offset = at * 0
     for i in tl.static_range(len(sizes) - 1):
         d: tl.constexpr = len(sizes) - 1 - i
-        where += at % sizes[d] * strides[d]
+        offset += at % sizes[d] * strides[d]
         at = at // sizes[d]
-    return where + at * strides[0]
+    return offset + at * strides[0]
 
 
 @triton.jit
 def copy_kernel(
-    pool, room, copies, copy_stride, frame_stride, sizes, strides, count, OUT: tl.constexpr, BLOCK: tl.constexpr
+    pool, scratch, copies, copy_stride, frame_stride, sizes, strides, count, OUT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One run of copy c between its frame and its place in `room`: out of the pool, to there; or back. copies: the column of frames."""
+    """Move one run of copy c between its frame and its row of `scratch`: to `scratch` if OUT, otherwise to the frame.
+
+    copies: the column of `copies` that names the frames.
+    """
     runs = tl.cdiv(count, BLOCK)
     c, run = (tl.program_id(0) // runs).to(tl.int64), (tl.program_id(0) % runs).to(tl.int64)
     at = run * BLOCK + tl.arange(0, BLOCK)
-    inside = pool + tl.load(copies + c * copy_stride).to(tl.int64) * frame_stride + places(at, sizes, strides)
-    beside = room + c * count + at
+    inside = pool + tl.load(copies + c * copy_stride).to(tl.int64) * frame_stride + offsets(at, sizes, strides)
+    saved = scratch + c * count + at
     if OUT:
-        tl.store(beside, tl.load(inside, mask=at < count, other=0), mask=at < count)
+        tl.store(saved, tl.load(inside, mask=at < count, other=0), mask=at < count)
     else:
-        tl.store(inside, tl.load(beside, mask=at < count, other=0), mask=at < count)
+        tl.store(inside, tl.load(saved, mask=at < count, other=0), mask=at < count)
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
-    """`storage[dst] = storage[src]` for each row of `copies`. Modifies: the destination frames."""
+    """Do `storage[dst] = storage[src]` for each row (src, dst) of `copies`. Modifies: the destination frames."""
     if not len(copies) or not storage.numel():
         return
     words = _words(storage)
     sizes, strides = _box(words)
     count = words[0].numel()
-    room = words.new_empty((len(copies), count))
+    scratch = words.new_empty((len(copies), count))
     for out, column in ((True, copies[:, 0]), (False, copies[:, 1])):
         copy_kernel[(len(copies) * triton.cdiv(count, BLOCK),)](
-            words, room, column, copies.stride(0), words.stride(0), sizes, strides, count, OUT=out, BLOCK=BLOCK
+            words, scratch, column, copies.stride(0), words.stride(0), sizes, strides, count, OUT=out, BLOCK=BLOCK
         )
 
 
 def _words(storage: Tensor) -> Tensor:
-    """[F, ...]: bytes where frames are runs of memory, else integers as large as the elements."""
+    """Return [F, ...]: bytes if frames are contiguous, otherwise integers as large as the elements."""
     if storage[0].is_contiguous():
         runs = storage.as_strided((len(storage), storage[0].numel()), (storage.stride(0), 1))
         return runs.view(torch.uint8)
@@ -80,7 +87,10 @@ def _words(storage: Tensor) -> Tensor:
 
 
 def _box(words: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides of a frame's dims: those of one element left out, neighbours merged where one steps over the whole of the other."""
+    """Return sizes and strides of a frame's dims, without dims of size 1.
+
+    Two neighbouring dims are merged if the outer stride is the whole extent of the inner dim.
+    """
     dims: list[tuple[int, int]] = []
     for size, stride in zip(words.shape[1:], words.stride()[1:], strict=True):
         if size == 1:
@@ -94,5 +104,5 @@ def _box(words: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def objections(case: Case) -> list[str]:
-    """Why this kernel cannot serve `case`: it moves whatever has frames."""
+    """Return no reason: this kernel moves frames of any dtype and stride."""
     return []

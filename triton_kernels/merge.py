@@ -1,12 +1,12 @@
-"""Softmax over parts of the keys becomes softmax over all: partials of a launch, and the states of `merge_states`.
+"""Merging softmax over parts of the keys into softmax over all keys: partials of a launch, states of `merge_states`.
 
     lse = ln sum_i e^(lse_i)        out = sum_i e^(lse_i - lse) * out_i
 
-A part that saw nothing (-inf) weighs 0, whatever its out holds.
+A part that saw no key (lse -inf) has weight 0, even if its out holds garbage.
 
 Grid      one program per (token, query head).
-A program reads 16 LSEs and 16 rows of Dv at a time, so that their loads are in flight together, always in the order of keys.
-Bytes     (parts + 1) * Dv * 4 per token and head: small beside the keys that the parts are of.
+Program   reads 16 LSEs and 16 rows of Dv at a time, so that these loads are in flight together; always in key order.
+Bytes     (parts + 1) * Dv * 4 per token and head: small beside the keys of the parts.
 Tuned     not on any GPU yet.
 """
 
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @triton.jit
 def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows `row`, row + stride, ... of the partials (`part_lse` of base 2) become the row at `out`, and the natural LSE at `lse`."""
+    """Merge the `parts` rows `row`, row + stride, ... of the partials; store the row at `out` and its LSE at `lse`.
+
+    part_lse: of base 2.   sink: pointer to the head's sink logit, or None.   lse: natural.
+    """
     c = tl.arange(0, WIDTH)
     top, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
     acc = tl.full([WIDTH], 0.0, tl.float32)
@@ -50,12 +53,10 @@ def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexp
         logit = tl.load(sink) * LOG2E
         higher = tl.maximum(top, logit)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        fade, weight = (
-            tl.exp2(top - safe),
-            tl.where(logit == float("inf"), 1.0, tl.exp2(logit - safe)),
-        )  # inf - inf is no number
+        fade = tl.exp2(top - safe)
+        weight = tl.where(logit == float("inf"), 1.0, tl.exp2(logit - safe))  # inf - inf would be NaN
         acc, total, top = acc * fade, total * fade + weight, higher
-    total = tl.where(total == 0, 1.0, total)  # then top is -inf and acc is 0
+    total = tl.where(total == 0, 1.0, total)  # if total is 0, top is -inf and acc is 0
     tl.store(out + c, rounded(acc / total, out.dtype.element_ty), mask=c < Dv)
     tl.store(lse, (top + tl.log2(total)) * LN2)
 
@@ -65,7 +66,7 @@ def merge_states_kernel(
     out_a, lse_a, out_b, lse_b, out, lse, a_token, a_head, b_token, b_head, la_token, la_head, lb_token, lb_head, H,
     Dv: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One row of two states."""
+    """Merge one row of two states."""
     token, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     c = tl.arange(0, WIDTH)
     a, b = tl.load(lse_a + token * la_token + h * la_head), tl.load(lse_b + token * lb_token + h * lb_head)
@@ -73,9 +74,8 @@ def merge_states_kernel(
     y = number(tl.load(out_b + token * b_token + h * b_head + c, mask=c < Dv, other=0.0)).to(tl.float32)
     top = tl.maximum(a, b)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    weigh_a = tl.where(
-        a == float("inf"), 1.0, tl.exp(a - safe)
-    )  # a state with an infinite sink; inf - inf is no number
+    # a state with an infinite sink has lse inf: inf - inf would be NaN
+    weigh_a = tl.where(a == float("inf"), 1.0, tl.exp(a - safe))
     weigh_b = tl.where(b == float("inf"), 1.0, tl.exp(b - safe))
     total = weigh_a + weigh_b
     total = tl.where(total == 0, 1.0, total)
@@ -85,7 +85,7 @@ def merge_states_kernel(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The state over the keys of both, contiguous: out [T, H, Dv] of `out_a`'s dtype, lse float32 [T, H]."""
+    """Return the state over the keys of both: out [T, H, Dv] of `out_a`'s dtype, lse float32 [T, H], contiguous."""
     T, H, Dv = out_a.shape
     out, lse = torch.empty_like(out_a, memory_format=torch.contiguous_format), lse_a.new_empty((T, H))
     out_a, out_b = (x if x.stride(2) == 1 else x.contiguous() for x in (out_a, out_b))
@@ -97,7 +97,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def objections(case: Case) -> list[str]:
-    """Why `merge_states` cannot serve `case`."""
+    """Return the reasons why `merge_states` cannot serve `case`."""
     if case.dtype not in (None, "float32", "bfloat16", "float16"):
         return [f"out is {case.dtype}; it takes float32, bfloat16, float16"]
     return []

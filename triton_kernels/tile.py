@@ -1,19 +1,20 @@
-"""One tile of query rows walks through a run of keys: the part that decode, prefill and the shared prefix have in common.
+"""Attention of one tile of query rows over a run of keys: the common part of decode, prefill and cascade.
 
-    rows of the tile   M (query, head) pairs of one kv head: row r is query r // heads, head r % heads. So a key is read once for all
-                       heads of its group, and a group of any size (1, 5, 7, 16) fills a tile of a power of two
-    a step             N keys: frames from the page table, loaded one step ahead so that their latency hides behind a whole step;
-                       K [N, D] and V [N, Dv] gathered row by row, 16 bytes a thread; scores [M, N]; online softmax
+    rows of the tile   M (query, head) pairs of one kv head: row r is query r // heads, head r % heads. So a key is read
+                       once for all heads of its group, and a group of any size (1, 5, 7, 16) fills a tile of a power
+                       of two
+    an iteration       N keys: frames from the page table, loaded one iteration ahead, which hides their latency;
+                       K [N, D] and V [N, Dv] gathered row by row, 16 bytes per thread; scores [M, N]; online softmax
 
         s = log2(e) * alibi(cap(scale * q k'))      m' = max(m, max s)      a = 2^(m - m')      p = 2^(s - m')
         l = a l + sum p                             acc = a acc + p v       (m, l, acc) starts at (-inf, 0, 0)
 
-    never read         a key at or past `end`, a key of a punched page (-1), a table entry past the last page: every load is masked,
-                       and a masked value is 0, so that 0 * NaN cannot happen
+    never read         a key at or past `end`, a key of a punched page (-1), a table entry past the last page: every
+                       load is masked, and a masked value is 0, so that 0 * NaN cannot happen
 
-Products with strides are 64-bit, each of them. Logarithms have base 2 in here; what leaves the kernels is natural. Scales of keys multiply
-scores, scales of values multiply p (or the sum, if there is one for all): elements are never scaled. This file knows one sequence and one
-kv head at a time.
+Each product with a stride is 64-bit. Logarithms have base 2 in this file; the LSE that leaves the kernels is natural.
+Scales of keys multiply scores; scales of values multiply p, or the sum if there is one scale for all; elements are
+never scaled. This file knows one sequence and one kv head at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
-    """Exact to float32's precision: an odd series where 1 - e^-2|x| would cancel."""
+    """Return tanh(x) to float32's precision: near 0, where 1 - e^-2|x| would cancel, by an odd series."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -38,138 +39,131 @@ def tanh(x):
 
 
 @triton.jit
-def query_rows(head_tile, first_query, num_queries, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """query, head (within the group), and whether the row exists, of the tile's first ROWS rows: int32, int32 and bool [ROWS]."""
+def query_rows(head_tile, first_query, num_queries, ROWS: tl.constexpr, SPEC: tl.constexpr):
+    """Return the tile's first ROWS rows: query int32, head within the group int32, existence bool; each [ROWS]."""
     r = tl.arange(0, ROWS)
-    query = first_query + r // FORM.heads
-    head = head_tile * FORM.heads + r % FORM.heads
-    ok = (r < FORM.queries * FORM.heads) & (query < num_queries) & (head < FORM.G)
+    query = first_query + r // SPEC.heads
+    head = head_tile * SPEC.heads + r % SPEC.heads
+    ok = (r < SPEC.queries * SPEC.heads) & (query < num_queries) & (head < SPEC.G)
     return query, head, ok
 
 
 @triton.jit
-def load_query(q, row, ok, FORM: tl.constexpr):
-    """Both parts of q at the 64-bit offsets `row`: [M, K0] and [M, K1]; zeros in rows that do not exist and columns past D."""
-    c = part_columns(0, FORM.K0, FORM.K1, FORM)
-    first = tl.load(q + row[:, None] + c[None, :], mask=ok[:, None] & (c < FORM.D)[None, :], other=0)
+def load_query(q, row, ok, SPEC: tl.constexpr):
+    """Return both parts of q at the 64-bit offsets `row`: [M, K0] and [M, K1].
+
+    Rows that do not exist and columns past D are zeros.
+    """
+    c = part_columns(0, SPEC.K0, SPEC.K1, SPEC)
+    first = tl.load(q + row[:, None] + c[None, :], mask=ok[:, None] & (c < SPEC.D)[None, :], other=0)
     second = first
-    if FORM.kind == "int4" or FORM.K1 > 0:
-        c = part_columns(1, FORM.K0, FORM.K1, FORM)
-        second = tl.load(q + row[:, None] + c[None, :], mask=ok[:, None] & (c < FORM.D)[None, :], other=0)
+    if SPEC.kind == "int4" or SPEC.K1 > 0:
+        c = part_columns(1, SPEC.K0, SPEC.K1, SPEC)
+        second = tl.load(q + row[:, None] + c[None, :], mask=ok[:, None] & (c < SPEC.D)[None, :], other=0)
     return first, second
 
 
 @triton.jit
-def store_parts(to, row, ok, first, second, FORM: tl.constexpr):
-    """[M, V0] and [M, V1] to the rows at `row`, in the type of `to`."""
-    c = part_columns(0, FORM.V0, FORM.V1, FORM)
+def store_parts(to, row, ok, first, second, SPEC: tl.constexpr):
+    """Store both parts, [M, V0] and [M, V1], at `to` + `row`, in the type of `to`."""
+    c = part_columns(0, SPEC.V0, SPEC.V1, SPEC)
     tl.store(
-        to + row[:, None] + c[None, :], rounded(first, to.dtype.element_ty), mask=ok[:, None] & (c < FORM.Dv)[None, :]
+        to + row[:, None] + c[None, :], rounded(first, to.dtype.element_ty), mask=ok[:, None] & (c < SPEC.Dv)[None, :]
     )
-    if FORM.kind == "int4" or FORM.V1 > 0:
-        c = part_columns(1, FORM.V0, FORM.V1, FORM)
+    if SPEC.kind == "int4" or SPEC.V1 > 0:
+        c = part_columns(1, SPEC.V0, SPEC.V1, SPEC)
         tl.store(
             to + row[:, None] + c[None, :],
             rounded(second, to.dtype.element_ty),
-            mask=ok[:, None] & (c < FORM.Dv)[None, :],
+            mask=ok[:, None] & (c < SPEC.Dv)[None, :],
         )
 
 
 @triton.jit
-def seen(t, present, rows, window, tree, FORM: tl.constexpr):
-    """bool [M, N]: which of the keys at positions `t` each row may see."""
+def seen(t, present, rows, window, tree, SPEC: tl.constexpr):
+    """Return bool [M, N]: whether each row may see the key at each position of `t`."""
     position, ok, tree_row, new, num_new = rows
     visible = present[None, :]
-    if FORM.tree:
+    if SPEC.tree:
         j = t - new
         among_new = (j >= 0) & (j < num_new) & present
         allowed = tl.load(tree + tree_row[:, None] + j[None, :], mask=ok[:, None] & among_new[None, :], other=1)
         visible = visible & (allowed != 0)
-    elif FORM.causal:
+    elif SPEC.causal:
         visible = visible & (t[None, :] <= position[:, None])
-    if FORM.window:
+    if SPEC.window:
         visible = visible & (t[None, :] > (position - window)[:, None])
     return visible
 
 
 @triton.jit
-def scored(s, t, position, slopes, scale, softcap, FORM: tl.constexpr):
-    """Products `s` [M, N] of queries and keys as logits of base 2. `scale` has log2(e) in it already where nothing comes between."""
+def scored(s, t, position, slopes, scale, softcap, SPEC: tl.constexpr):
+    """Return the products `s` [M, N] of queries and keys as logits of base 2.
+
+    Without soft cap and ALiBi, the caller has multiplied `scale` by log2(e).
+    """
     s = s * scale
-    if FORM.softcap:
+    if SPEC.softcap:
         s = softcap * tanh(s / softcap)
-    if FORM.alibi:
+    if SPEC.alibi:
         s = s + slopes[:, None] * (t[None, :] - position[:, None]).to(tl.float32)
-    if FORM.softcap or FORM.alibi:
+    if SPEC.softcap or SPEC.alibi:
         s = s * LOG2E
     return s
 
 
 @triton.jit
-def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, FORM: tl.constexpr):
-    """The state (acc0 [M, V0], acc1 [M, V1], m [M], l [M]) of a tile's rows over the keys first..end of one sequence and one kv head.
+def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPEC: tl.constexpr):
+    """Return the state of a tile's rows over the keys first..end: acc0 [M, V0], acc1 [M, V1], m [M], l [M].
 
-    q_parts: as `load_query`      table_row: pointer to the sequence's row      pool, rules: as in form.py      slopes: of the rows
-    rows: (position, ok, tree_row, position of the first new token, number of new ones)
+    q_parts: from `load_query`.             table_row: pointer to the sequence's row of the page tables.
+    pool, rules: as in specialisation.py.   slopes: the ALiBi slope of each row.
+    rows: (position, ok, tree_row, position of the first new token, number of new tokens).
     """
     q0, q1 = q_parts
     (
-        k,
-        v,
-        k_scale,
-        v_scale,
-        k_frame,
-        k_slot,
-        k_head,
-        v_frame,
-        v_slot,
-        v_head,
-        ks_frame,
-        ks_slot,
-        ks_head,
-        vs_frame,
-        vs_slot,
-        vs_head,
-    ) = pool
+        k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head,
+        ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head,
+    ) = pool  # fmt: skip
     scale, softcap, window, _, _, tree, _ = rules
     wide = kv_head.to(tl.int64)
     k, v = k + wide * k_head, v + wide * v_head
-    if FORM.k_scale == 2:
+    if SPEC.k_scale == 2:
         k_scale = k_scale + wide * ks_head
-    if FORM.v_scale == 2:
+    if SPEC.v_scale == 2:
         v_scale = v_scale + wide * vs_head
-    if FORM.k_scale == 1:
+    if SPEC.k_scale == 1:
         scale = scale * tl.load(k_scale)
-    scale = scale * FORM.factor
-    if not (FORM.softcap or FORM.alibi):
+    scale = scale * SPEC.factor
+    if not (SPEC.softcap or SPEC.alibi):
         scale = scale * LOG2E
-    m = tl.full([FORM.M], float("-inf"), tl.float32)
-    l = tl.full([FORM.M], 0.0, tl.float32)
-    acc0 = tl.full([FORM.M, FORM.V0], 0.0, tl.float32)
-    acc1 = tl.full([FORM.M, FORM.second], 0.0, tl.float32)
-    n = tl.arange(0, FORM.N)
-    if FORM.whole_pages:
-        ahead = tl.load(table_row + first // FORM.S, mask=first < end, other=-1)
+    m = tl.full([SPEC.M], float("-inf"), tl.float32)
+    l = tl.full([SPEC.M], 0.0, tl.float32)
+    acc0 = tl.full([SPEC.M, SPEC.V0], 0.0, tl.float32)
+    acc1 = tl.full([SPEC.M, SPEC.second], 0.0, tl.float32)
+    n = tl.arange(0, SPEC.N)
+    if SPEC.whole_pages:
+        ahead = tl.load(table_row + first // SPEC.S, mask=first < end, other=-1)
     else:
-        ahead = tl.load(table_row + (first + n) // FORM.S, mask=first + n < end, other=-1)
-    for start in range(first, end, FORM.N):
+        ahead = tl.load(table_row + (first + n) // SPEC.S, mask=first + n < end, other=-1)
+    for start in range(first, end, SPEC.N):
         frame, t = ahead, start + n
-        if FORM.whole_pages:
-            ahead = tl.load(table_row + (start + FORM.N) // FORM.S, mask=start + FORM.N < end, other=-1)
+        if SPEC.whole_pages:
+            ahead = tl.load(table_row + (start + SPEC.N) // SPEC.S, mask=start + SPEC.N < end, other=-1)
         else:
-            ahead = tl.load(table_row + (t + FORM.N) // FORM.S, mask=t + FORM.N < end, other=-1)
-        slot = (start % FORM.S + n if FORM.whole_pages else t % FORM.S).to(tl.int64)
+            ahead = tl.load(table_row + (t + SPEC.N) // SPEC.S, mask=t + SPEC.N < end, other=-1)
+        slot = (start % SPEC.S + n if SPEC.whole_pages else t % SPEC.S).to(tl.int64)
         present = t < tl.where(frame >= 0, end, 0)
         frame = frame.to(tl.int64)
 
-        k0, k1 = parts(k, frame * k_frame + slot * k_slot, present, FORM.K0, FORM.K1, FORM.k_limit, FORM)
-        s = product(q0, tl.trans(k0), tl.full([FORM.M, FORM.N], 0.0, tl.float32), FORM)
-        if FORM.kind == "int4" or FORM.K1 > 0:
-            s = product(q1, tl.trans(k1), s, FORM)
-        if FORM.k_scale == 2:
+        k0, k1 = parts(k, frame * k_frame + slot * k_slot, present, SPEC.K0, SPEC.K1, SPEC.k_limit, SPEC)
+        s = product(q0, tl.trans(k0), tl.full([SPEC.M, SPEC.N], 0.0, tl.float32), SPEC)
+        if SPEC.kind == "int4" or SPEC.K1 > 0:
+            s = product(q1, tl.trans(k1), s, SPEC)
+        if SPEC.k_scale == 2:
             s = s * tl.load(k_scale + frame * ks_frame + slot * ks_slot, mask=present, other=0.0)[None, :]
-        s = scored(s, t, rows[0], slopes, scale, softcap, FORM)
-        s = tl.where(seen(t, present, rows, window, tree, FORM), s, float("-inf"))
+        s = scored(s, t, rows[0], slopes, scale, softcap, SPEC)
+        s = tl.where(seen(t, present, rows, window, tree, SPEC), s, float("-inf"))
 
         top = tl.maximum(m, tl.max(s, 1))
         safe = tl.where(top == float("-inf"), 0.0, top)
@@ -179,48 +173,47 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, FOR
         l = l * fade + tl.sum(p, 1)
         acc0 = acc0 * fade[:, None]
         acc1 = acc1 * fade[:, None]
-        if FORM.v_scale == 2:
+        if SPEC.v_scale == 2:
             p = p * tl.load(v_scale + frame * vs_frame + slot * vs_slot, mask=present, other=0.0)[None, :]
-        p = rounded(p, FORM.dtype)
-        if FORM.v_in_k:
-            acc0 = product(p, k0, acc0, FORM)
+        p = rounded(p, SPEC.dtype)
+        if SPEC.v_in_k:
+            acc0 = product(p, k0, acc0, SPEC)
         else:
-            v0, v1 = parts(v, frame * v_frame + slot * v_slot, present, FORM.V0, FORM.V1, FORM.v_limit, FORM)
-            acc0 = product(p, v0, acc0, FORM)
-            if FORM.kind == "int4" or FORM.V1 > 0:
-                acc1 = product(p, v1, acc1, FORM)
-    value_scale = FORM.factor * 1.0
-    if FORM.v_scale == 1:
+            v0, v1 = parts(v, frame * v_frame + slot * v_slot, present, SPEC.V0, SPEC.V1, SPEC.v_limit, SPEC)
+            acc0 = product(p, v0, acc0, SPEC)
+            if SPEC.kind == "int4" or SPEC.V1 > 0:
+                acc1 = product(p, v1, acc1, SPEC)
+    value_scale = SPEC.factor * 1.0
+    if SPEC.v_scale == 1:
         value_scale = value_scale * tl.load(v_scale)
     return acc0 * value_scale, acc1 * value_scale, m, l
 
 
 @triton.jit
-def settled(acc0, acc1, m, l):
-    """The state as output and base-2 LSE: rows that saw nothing get 0 and -inf."""
-    l = tl.where(l == 0, 1.0, l)  # then m is -inf and acc is 0
+def normalised(acc0, acc1, m, l):
+    """Return the state as output and base-2 LSE; rows that saw no key give 0 and -inf."""
+    l = tl.where(l == 0, 1.0, l)  # if l is 0, m is -inf and acc is 0
     weight, lse = 1.0 / l, m + tl.log2(l)
     return acc0 * weight[:, None], acc1 * weight[:, None], lse
 
 
 @triton.jit
 def with_sink(acc0, acc1, lse, sinks, head, ok):
-    """A sink takes part in the sum and has no value: the state merged with one of logit sink and output 0."""
+    """Return output and base-2 LSE merged with the sink: its logit takes part in the sum, and its value is 0."""
     sink = tl.load(sinks + head, mask=ok, other=0.0) * LOG2E
     top = tl.maximum(lse, sink)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    whole = safe + tl.log2(
-        tl.exp2(lse - safe) + tl.where(sink == float("inf"), 1.0, tl.exp2(sink - safe))
-    )  # inf - inf is no number
+    sink_weight = tl.where(sink == float("inf"), 1.0, tl.exp2(sink - safe))  # inf - inf would be NaN
+    whole = safe + tl.log2(tl.exp2(lse - safe) + sink_weight)
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, whole))[:, None]
     return acc0 * weight, acc1 * weight, whole
 
 
 @triton.jit
-def finish(out, lse, acc0, acc1, lse2, token, head, ok, sinks, steps, FORM: tl.constexpr):
-    """The settled state of rows over all of their keys, to its place: sinks take part now, the LSE becomes natural."""
-    _, _, out_token, out_head, lse_token = steps
-    if FORM.sinks:
+def finish(out, lse, acc0, acc1, lse2, token, head, ok, sinks, strides, SPEC: tl.constexpr):
+    """Store output and LSE of rows over all of their keys, with the sinks; the stored LSE is natural."""
+    _, _, out_token, out_head, lse_token = strides
+    if SPEC.sinks:
         acc0, acc1, lse2 = with_sink(acc0, acc1, lse2, sinks, head, ok)
-    store_parts(out, token * out_token + head.to(tl.int64) * out_head, ok, acc0, acc1, FORM)
+    store_parts(out, token * out_token + head.to(tl.int64) * out_head, ok, acc0, acc1, SPEC)
     tl.store(lse + token * lse_token + head, lse2 * LN2, mask=ok)

@@ -1,16 +1,18 @@
-"""write_kv: new keys and values into their slots, turned (RoPE) and quantised on the way.
+"""write_kv: store new keys and values in their slots; keys are rotated (RoPE), keys and values quantised.
 
-    x      = k_new[t, h, :], each pair of dims turned by the angle of positions[t] if there are tables; v_new as it is
+    x      = k_new[t, h, :], each pair of dims rotated by the angle of positions[t] if there are tables; v_new unchanged
     stored = x, or round(clamp(x / scale, -qmax, qmax)), half to even
-    scale  = the one for all; or per (token, head): amax / qmax of the vector, 1 where that is 0
+    scale  = one for all; or per (token, head): amax / qmax of the vector, 1 if that is 0
 
-Grid      (tokens, groups of HEADS kv heads). A slot < 0 is left out.
-A program reads its vectors once (turned ones twice: each element beside the other of its pair, from cache) and writes them once.
-Bytes     2 * (D + Dv) * K per token, in and out: it is as fast as memory, or as its launch.
+Grid      (tokens, groups of HEADS kv heads). A slot < 0 is skipped.
+Program   reads its vectors once and writes them once. It reads a rotated vector twice, the second time from cache, to
+          have each element beside the other one of its pair.
+Bytes     2 * (D + Dv) * K elements per token, read and written; the time is that of memory or of the launch.
 Tuned     not on any GPU yet.
 
-fp8 is made by arithmetic on float32 and its bits, not by a cast: sm_80 and gfx942 have none for these types, and rounding is the same
-everywhere. x + 2^(e + 23 - mantissa) - the same rounds x, of exponent e, to the grid of the smaller type, half to even.
+fp8 is computed from float32 by arithmetic on its bits, not by a cast: sm_80 and gfx942 have no cast to these types, and
+so the rounding is the same on each GPU. With g = 2^(e + 23 - mantissa), x + g - g rounds x, of exponent e, to the grid
+of the smaller type, half to even.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import triton.language as tl
 
 from pagedkv.kernels import quant
 from pagedkv.kernels.triton.elements import number, rounded
-from pagedkv.kernels.triton.form import KINDS, as_stored, scale_strides
+from pagedkv.kernels.triton.specialisation import KINDS, as_stored, scale_kind, scale_strides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,14 +35,16 @@ if TYPE_CHECKING:
 
 @triton.jit
 def as_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """float32 `x`, clamped to the type's range, as the byte of a float with MANTISSA bits: e4m3 or e5m2."""
+    """Return float32 `x`, within the type's range, as the byte of a float with MANTISSA bits: e4m3 or e5m2."""
     bits = x.to(tl.uint32, bitcast=True)
-    exponent = tl.maximum(((bits >> 23) & 0xFF).to(tl.int32) - 127, 1 - BIAS)  # of subnormals: the least normal one
+    # a subnormal has the exponent of the least normal number
+    exponent = tl.maximum(((bits >> 23) & 0xFF).to(tl.int32) - 127, 1 - BIAS)
     grid = ((exponent + 23 - MANTISSA + 127) << 23).to(tl.float32, bitcast=True)
     r = (tl.abs(x) + grid) - grid
     normal = (r.to(tl.int32, bitcast=True) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
     least: tl.constexpr = 2.0 ** (BIAS - 1 + MANTISSA)
-    small = exponent == 1 - BIAS  # a subnormal's bits are its multiple of the least one, and so are the least normal's
+    # the bits of a subnormal count multiples of the least subnormal; so do the bits of the least normal numbers
+    small = exponent == 1 - BIAS
     byte = tl.where(small, tl.where(small, r * least, 0.0).to(tl.int32), normal)
     byte = tl.where(x == x, byte, 0x7F)
     return (byte | ((bits >> 24) & 0x80).to(tl.int32)).to(tl.uint8)
@@ -48,7 +52,7 @@ def as_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def vector(x, row, ok, c, DIM: tl.constexpr, angles, ROPE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """float32 [HEADS, C]: columns `c` of the new vectors at `row`; dims below 2 * HALF turned if ROPE."""
+    """Return float32 [HEADS, C]: columns `c` of the new vectors at `row`; dims below 2 * HALF rotated if ROPE."""
     mask = ok[:, None] & (c < DIM)[None, :]
     value = number(tl.load(x + row[:, None] + c[None, :], mask=mask, other=0.0)).to(tl.float32)
     if ROPE:
@@ -57,22 +61,19 @@ def vector(x, row, ok, c, DIM: tl.constexpr, angles, ROPE: tl.constexpr, HALF: t
             other, i, is_first = c ^ 1, c // 2, c % 2 == 0
         else:
             other, i, is_first = tl.where(c < HALF, c + HALF, c - HALF), c % HALF, c < HALF
-        turns = c < 2 * HALF
-        beside = number(tl.load(x + row[:, None] + other[None, :], mask=mask & turns[None, :], other=0.0)).to(
-            tl.float32
-        )
-        cosine, sine = (
-            tl.load(cos + i, mask=turns, other=1.0)[None, :],
-            tl.load(sin + i, mask=turns, other=0.0)[None, :],
-        )
-        turned = tl.where(is_first[None, :], value * cosine - beside * sine, value * cosine + beside * sine)
-        value = tl.where(turns[None, :], turned, value)
+        in_rope = c < 2 * HALF
+        partner = tl.load(x + row[:, None] + other[None, :], mask=mask & in_rope[None, :], other=0.0)
+        partner = number(partner).to(tl.float32)
+        cosine = tl.load(cos + i, mask=in_rope, other=1.0)[None, :]
+        sine = tl.load(sin + i, mask=in_rope, other=0.0)[None, :]
+        rotated = tl.where(is_first[None, :], value * cosine - partner * sine, value * cosine + partner * sine)
+        value = tl.where(in_rope[None, :], rotated, value)
     return value
 
 
 @triton.jit
 def stored_as(x, scale, KIND: tl.constexpr, QMAX: tl.constexpr, pool):
-    """float32 `x` as elements of the pool; int4 as 0..14, not yet packed."""
+    """Return float32 `x` as elements of the pool; int4 as integers, offset by 8 and not yet packed."""
     if KIND == "":
         x = rounded(x, pool.dtype.element_ty)
     else:
@@ -84,20 +85,20 @@ def stored_as(x, scale, KIND: tl.constexpr, QMAX: tl.constexpr, pool):
             x = as_float8(x, 2, 15)
         else:
             whole = tl.where(x == x, (x + 12582912.0) - 12582912.0, 0.0)  # to an integer, half to even
-            x = (
-                (whole + 8.0).to(tl.int32)
-                if KIND == "int4"
-                else whole.to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True)
-            )
+            if KIND == "int4":
+                x = (whole + 8.0).to(tl.int32)
+            else:
+                x = whole.to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True)
     return x
 
 
 @triton.jit
 def store_vectors(
-    x, row, ok, head, pool, to, scale, scale_at, scale_head, angles, DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
-    QMAX: tl.constexpr, SCALE: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    x, row, ok, head, pool, to, scale, scale_at, scale_head, angles,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, QMAX: tl.constexpr, SCALE: tl.constexpr,
+    ROPE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """The vectors of HEADS heads of one token to `pool` + `to`, and their scales."""
+    """Store the vectors of HEADS heads of one token at `pool` + `to`, and their scales."""
     c = tl.arange(0, WIDTH)
     if KIND == "int4":
         first = vector(x, row, ok, 2 * c, DIM, angles, ROPE, HALF, INTERLEAVED)
@@ -127,10 +128,11 @@ def write_kernel(
     k_new, v_new, k, v, k_scale, v_scale, slots, positions, cos, sin, K,
     kn_token, kn_head, vn_token, vn_head, k_frame, k_slot, k_head, v_frame, v_slot, v_head,
     ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head, slots_stride, positions_stride, cos_stride, sin_stride,
-    S: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr,
-    QMAX: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr,
+    HEADS: tl.constexpr, KIND: tl.constexpr, QMAX: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
+    ROPE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """One token, HEADS of its kv heads: key and value."""
+    """One program: key and value of HEADS kv heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token * slots_stride)
     if slot < 0:
@@ -154,7 +156,10 @@ def write_kernel(
 
 
 def write_kv(call: WriteCall) -> None:
-    """Store each new token's K, turned if there are angles, and V. Modifies: call.k, call.v at the slots, and per-(token, head) scales."""
+    """Store K, rotated if the call has angles, and V of each new token at its slot.
+
+    Modifies: call.k and call.v at the slots, and scales per (token, head).
+    """
     T, K, D = call.k_new.shape
     Dv, kind = call.v_new.shape[2], KINDS.get(call.k.dtype, "")
     if not T or not K:
@@ -164,25 +169,24 @@ def write_kv(call: WriteCall) -> None:
     half = 1 if call.cos is None else call.cos.shape[1]
     widths = [triton.next_power_of_2(max(1, x.shape[3])) for x in (call.k, call.v)]
     write_kernel[T, triton.cdiv(K, heads)](
-        call.k_new, call.v_new, as_stored(call.k), as_stored(call.v), *scales, call.slots, call.positions, call.cos, call.sin, K,
+        call.k_new, call.v_new, as_stored(call.k), as_stored(call.v), *scales,
+        call.slots, call.positions, call.cos, call.sin, K,
         *call.k_new.stride()[:2], *call.v_new.stride()[:2], *call.k.stride()[:3], *call.v.stride()[:3],
-        *(stride for scale in scales for stride in scale_strides(scale)), *map(_step, (call.slots, call.positions, call.cos, call.sin)),
-        S=call.k.shape[1], D=D, Dv=Dv, KW=widths[0], VW=widths[1], HEADS=heads, KIND=kind, QMAX=quant.QMAX.get(call.k.dtype, 0.0),
-        K_SCALE=_kind(call.k_scale), V_SCALE=_kind(call.v_scale), ROPE=call.cos is not None and half > 0, HALF=max(half, 1),
-        INTERLEAVED=call.interleaved, num_warps=4,
+        *(stride for scale in scales for stride in scale_strides(scale)),
+        *map(_stride, (call.slots, call.positions, call.cos, call.sin)),
+        S=call.k.shape[1], D=D, Dv=Dv, KW=widths[0], VW=widths[1],
+        HEADS=heads, KIND=kind, QMAX=quant.QMAX.get(call.k.dtype, 0.0),
+        K_SCALE=scale_kind(call.k_scale), V_SCALE=scale_kind(call.v_scale),
+        ROPE=call.cos is not None and half > 0, HALF=max(half, 1), INTERLEAVED=call.interleaved, num_warps=4,
     )  # fmt: skip
 
 
-def _step(x: Tensor | None) -> int:
+def _stride(x: Tensor | None) -> int:
     return 0 if x is None else x.stride(0)
 
 
-def _kind(scale: Tensor | None) -> int:
-    return 0 if scale is None else 1 if scale.dim() == 0 else 2
-
-
 def objections(case: Case) -> list[str]:
-    """Why this kernel cannot serve `case`."""
+    """Return the reasons why this kernel cannot serve `case`."""
     if case.dtype not in (None, "float32", "bfloat16", "float16"):
         return [f"k is {case.dtype}; it takes float32, bfloat16, float16"]
     return []

@@ -1,1 +1,1 @@
-"""`pagedkv bench attention`: the CPU kernels beside the speed of memory and beside other engines. Start at runner.py."""
+"""`pagedkv bench attention`: the CPU kernels beside the speed of memory and other engines. Start at runner.py."""

@@ -1,10 +1,13 @@
-"""What `pagedkv bench attention` measures: cells, and the two grids of them.
+"""Cells, each one shape that `pagedkv bench attention` measures, and the two grids of cells.
 
-    decode    one new token for each of `batch` sequences          prefill   `new` tokens of one sequence, causal, `context` in all
-    write     `new` tokens stored                                  call      the smallest decode, over and over: what a call costs
+    decode    one new token for each of `batch` sequences
+    prefill   `new` tokens of one sequence of `context` tokens in all, causal
+    write     `new` tokens stored
+    call      the smallest decode, repeated: its time is the cost of a call
 
-Cells of one group (same kind, sizes, heads and threads) are measured in turn, repetition by repetition: their ratios are of one moment.
-A grid is a star around 32/8 heads of 128, the shape of the 8B models: each axis is walked where the others are typical.
+Cells of one group (same kind, sizes, heads and threads) take turns, repetition by repetition. So a ratio of two cells
+compares times of the same moment.
+A grid is a star around 32/8 heads of 128, the shape of the 8B models: each axis varies while the others stay typical.
 """
 
 from __future__ import annotations
@@ -18,7 +21,13 @@ from pagedkv import KVSpec
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape. kv: a stored dtype, or "" for `dtype`; lengths: "uniform" or "zipf" of equal sum; pages: "permuted" or "in order"."""
+    """One shape to measure.
+
+    kind:    "decode", "prefill", "write" or "call", see above.
+    kv:      the dtype of stored KV; "" for `dtype`, unquantised.
+    lengths: "uniform", or "zipf" with the same sum.
+    pages:   "permuted" or "in order" in the pool.
+    """
 
     kind: str = "decode"
     batch: int = 4
@@ -36,7 +45,7 @@ class Cell:
     device: str = "cpu"
 
     def __str__(self) -> str:
-        """What matters of it, short."""
+        """Return the kind, size, dtype and shape in short; of lengths and pages only what differs from the default."""
         size = {
             "decode": f"{self.batch} x {self.context:,}" + (f", {self.new} rows" if self.new > 1 else ""),
             "prefill": f"{self.new:,} of {self.context:,}",
@@ -49,13 +58,16 @@ class Cell:
         return " ".join([self.kind, size, kv, f"block {self.block_size}", shape, *special, f"{self.threads} thr"])
 
     def spec(self) -> KVSpec:
-        """One layer of it."""
+        """Return the geometry of one layer."""
         return KVSpec(
             1, self.kv_heads, self.head_dim, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv or None
         )
 
     def lens(self) -> list[int]:
-        """The KV length of each sequence. Zipf: the i-th longest has 1/i of the longest, rounded; the sum is that of the uniform ones."""
+        """Return the KV length of each sequence.
+
+        Zipf: the i-th longest sequence has 1/i of the longest length, rounded; the sum equals that of uniform lengths.
+        """
         if self.lengths == "uniform":
             return [self.context] * self.batch
         shares = [1 / (rank + 1) for rank in range(self.batch)]
@@ -64,7 +76,7 @@ class Cell:
         return lens
 
     def group(self) -> tuple[Any, ...]:
-        """Cells that are measured in turn have this in common."""
+        """Return the key of the cell's group: cells with equal keys take turns."""
         return (self.kind, self.batch, self.context, self.new, self.heads, self.kv_heads, self.head_dim, self.threads)
 
 
@@ -96,8 +108,8 @@ def _writes(kinds: Iterable[tuple[str, str]]) -> list[Cell]:
 
 
 def quick(threads: Iterable[int]) -> list[Cell]:
-    """Every promise once: under two minutes on two cores."""
-    one = [
+    """Return the cells that check each promise once: under two minutes on two cores."""
+    cells = [
         *_each_type(BASE),
         replace(BASE, block_size=128),
         replace(BASE, block_size=128, dtype="float32"),
@@ -109,26 +121,28 @@ def quick(threads: Iterable[int]) -> list[Cell]:
         *_writes([("bfloat16", ""), ("bfloat16", "int8"), ("bfloat16", "fp8_e4m3")]),
         Cell("call", batch=1, context=16),
     ]
-    return _by_threads(one, threads)
+    return _by_threads(cells, threads)
 
 
 def full(threads: Iterable[int]) -> list[Cell]:
-    """The star of the grid: about half an hour."""
+    """Return the whole star of cells: about half an hour."""
     sizes = [(batch, context) for context in (1024, 4096, 16384, 65536) for batch in (1, 8, 32)]
-    some = [replace(BASE, batch=b, context=n, block_size=s) for b, n in sizes for s in (16, 128)]
-    some += [replace(BASE, batch=b, context=n, block_size=s, dtype="float32") for b, n in sizes[:-3] for s in (16, 128)]
-    some += [cell for b, n in ((8, 4096), (4, 16384)) for cell in _each_type(replace(BASE, batch=b, context=n))]
-    some += [replace(BASE, batch=8, block_size=size) for size in (32, 128)]
-    some += [replace(BASE, batch=8, heads=h, kv_heads=k) for h, k in ((16, 16), (28, 4), (64, 8), (32, 1))]
-    some += [replace(BASE, batch=8, head_dim=64), replace(BASE, batch=8, head_dim=64, heads=64, kv_heads=8)]
-    some += [
+    cells = [replace(BASE, batch=b, context=n, block_size=s) for b, n in sizes for s in (16, 128)]
+    cells += [
+        replace(BASE, batch=b, context=n, block_size=s, dtype="float32") for b, n in sizes[:-3] for s in (16, 128)
+    ]
+    cells += [cell for b, n in ((8, 4096), (4, 16384)) for cell in _each_type(replace(BASE, batch=b, context=n))]
+    cells += [replace(BASE, batch=8, block_size=size) for size in (32, 128)]
+    cells += [replace(BASE, batch=8, heads=h, kv_heads=k) for h, k in ((16, 16), (28, 4), (64, 8), (32, 1))]
+    cells += [replace(BASE, batch=8, head_dim=64), replace(BASE, batch=8, head_dim=64, heads=64, kv_heads=8)]
+    cells += [
         replace(BASE, batch=b, context=4096, **special)
         for b in (8, 32)
         for special in ({"lengths": "zipf"}, {"pages": "in order"})
     ]
-    some += _prefills(["bfloat16", "float32", "float16"], [(2048, 2048), (512, 8192)])
-    some += _writes(_TYPES)
-    return _by_threads([*some, Cell("call", batch=1, context=16)], threads)
+    cells += _prefills(["bfloat16", "float32", "float16"], [(2048, 2048), (512, 8192)])
+    cells += _writes(_TYPES)
+    return _by_threads([*cells, Cell("call", batch=1, context=16)], threads)
 
 
 def _by_threads(cells: Iterable[Cell], threads: Iterable[int]) -> list[Cell]:

@@ -1,7 +1,8 @@
-"""What the kernels promise, as ratios of one run: each promise, what was wanted, and the worst that was found.
+"""The promises of the kernels, as ratios of one run: each promise, the wanted value, and the worst value found.
 
-Knows rows of attention.py; prints and measures nothing. A promise about which the run holds no cell is not in the list. A ratio counts if
-both its timings are clean (clock.py): a disturbed one says what else ran on the machine. How many were left out is said.
+This file knows the rows of runner.py. It prints and measures nothing. A promise without a measured cell is not listed.
+A ratio counts if both its timings are clean (clock.py), because a disturbed timing depends on what else ran on the
+machine. A promise says how many cells were left out.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from pagedkv.bench.attention.runner import CALLS, CEILING, DIRECT, SDPA, VLLM, R
 OURS: Final = "cpu"
 SMALL, PERMUTED = "block 16 / block 128", "permuted pages / pages in order"
 LAID: Final[dict[str, dict[str, object]]] = {SMALL: {"block_size": 128}, PERMUTED: {"pages": "in order"}}
-"""Promises about how pages lie, and the cell that theirs is compared with."""
+"""Promises about the placement of pages: the fields in which the cell that they are compared with differs."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """`found` is the worst of `cells` clean cells, at `where`; a promise of microseconds is kept from below, one of ratios from above.
+    """A promise and what one run found about it.
 
-    unclean: cells that were left out. Where no cell is clean, `cells` is 0 and `found` the worst of these. bare: of a promise about how
-    pages lie, the same ratio of the bare reads of these cells: what memory itself grants.
+    found:   the worst value of `cells` clean cells, measured at the cell `where`.
+    wanted:  microseconds: `found` must not be larger; a ratio: `found` must not be smaller.
+    unclean: the number of cells left out. If no cell is clean, `cells` is 0 and `found` is the worst unclean value.
+    bare:    for a promise about the placement of pages: the same ratio of plain reads, the best that memory allows.
     """
 
     text: str
@@ -38,16 +41,16 @@ class Promise:
 
     @property
     def kept(self) -> bool:
-        """Whether the worst is good enough."""
+        """Whether the worst value is good enough."""
         return self.found <= self.wanted if self.unit == "us" else self.found >= self.wanted
 
 
-Which = Callable[[Cell], bool]
+Predicate = Callable[[Cell], bool]
 Ratio = Callable[[Row], "float | None"]
 
 
 def promises(rows: Iterable[Row]) -> list[Promise]:
-    """Those about which something was measured."""
+    """Return the promises about which `rows` hold a measurement."""
     every = {row.cell: row for row in rows}
     clean = {promise.text: promise for promise in _all({cell: _undisturbed(row) for cell, row in every.items()})}
     return [_beside_bare(_beside_unclean(clean.get(promise.text), promise), every) for promise in _all(every)]
@@ -69,21 +72,23 @@ def _beside_bare(promise: Promise, rows: dict[Cell, Row]) -> Promise:
 
 
 def _all(rows: dict[Cell, Row]) -> Iterator[Promise]:
-    def check(text: str, wanted: float, which: Which, ratio: Ratio, unit: str = "x") -> Iterator[Promise]:
-        found = [(value, str(cell)) for cell, row in rows.items() if which(cell) and (value := ratio(row)) is not None]
+    def check(text: str, wanted: float, matches: Predicate, ratio: Ratio, unit: str = "x") -> Iterator[Promise]:
+        found = [
+            (value, str(cell)) for cell, row in rows.items() if matches(cell) and (value := ratio(row)) is not None
+        ]
         if found:
             worst = (max if unit == "us" else min)(found)
             yield Promise(text, wanted, *worst, len(found), unit)
 
     def beside(ratio_of: Callable[[Row, Row], float | None], **other: object) -> Ratio:
-        """Compare with the cell that differs in `other`."""
+        """Compare with the cell that differs in the fields `other`."""
         return lambda row: ratio_of(row, twin) if (twin := rows.get(replace(row.cell, **other))) else None
 
     for dtype, one, two, vllm in (("bfloat16", 0.75, 0.85, 2.4), ("float32", 0.80, 0.85, 1.7)):
         for threads, wanted in ((1, one), (2, two)):
-            which = _long(dtype=dtype, threads=threads)
+            cells = _long(dtype=dtype, threads=threads)
             yield from check(
-                f"{dtype} decode / ceiling, {threads} thr", wanted, which, lambda row: row.over(OURS, CEILING)
+                f"{dtype} decode / ceiling, {threads} thr", wanted, cells, lambda row: row.over(OURS, CEILING)
             )
         yield from check(f"{dtype} decode / vLLM", vllm, _long(dtype=dtype), lambda row: row.over(OURS, VLLM))
     for kv, wanted in (("fp8_e4m3", 1.5), ("int8", 1.5), ("int4", 2.0)):
@@ -96,8 +101,8 @@ def _all(rows: dict[Cell, Row]) -> Iterator[Promise]:
         "1k x 1 above bytes / ceiling", 10, lambda c: (c.kind, c.batch, c.context) == ("decode", 1, 1024), _above, "us"
     )
     for dtype, vllm in (("bfloat16", 1.5), ("float32", 1.0)):
-        which = _of_kind("prefill", dtype)
-        yield from check(f"{dtype} prefill / vLLM", vllm, which, lambda row: row.over(OURS, VLLM))
+        cells = _of_kind("prefill", dtype)
+        yield from check(f"{dtype} prefill / vLLM", vllm, cells, lambda row: row.over(OURS, VLLM))
     yield from check("prefill / torch SDPA", 1.3, _of_kind("prefill"), lambda row: row.over(OURS, SDPA))
     yield from check(
         "write_kv / memcpy", 0.5, lambda c: c.kind == "write" and not c.kv, lambda row: row.over(OURS, CEILING)
@@ -108,11 +113,14 @@ def _all(rows: dict[Cell, Row]) -> Iterator[Promise]:
         lambda c: c.kind == "write" and bool(c.kv),
         lambda row: row.over(OURS, CEILING),
     )
-    yield from check("what the torch operator adds", 5, lambda c: c.kind == "call", _added, "us")
+    yield from check("added by the torch operator", 5, lambda c: c.kind == "call", _added, "us")
 
 
-def _long(**fixed: object) -> Which:
-    """Decode of 4k and more in the common shape: unquantised, uniform, permuted, block 16 or 128, unless `fixed` says otherwise."""
+def _long(**fixed: object) -> Predicate:
+    """Return whether a cell is a decode of 4k and more in the common shape, with the fields `fixed`.
+
+    The common shape: 32/8 heads of 128, unquantised, uniform, permuted, block 16 or 128.
+    """
     wanted = {
         "kind": "decode",
         "heads": 32,
@@ -123,17 +131,17 @@ def _long(**fixed: object) -> Which:
         "pages": "permuted",
     } | fixed
 
-    def which(cell: Cell) -> bool:
+    def matches(cell: Cell) -> bool:
         return (
             cell.context >= 4096
             and cell.block_size in (16, 128)
             and all(getattr(cell, name) == x for name, x in wanted.items())
         )
 
-    return which
+    return matches
 
 
-def _of_kind(kind: str, dtype: str | None = None) -> Which:
+def _of_kind(kind: str, dtype: str | None = None) -> Predicate:
     return lambda cell: cell.kind == kind and dtype in (None, cell.dtype)
 
 

@@ -1,8 +1,10 @@
-"""Cold memory for benchmarks: a pool of one layer, larger than any cache, and steps that use other frames of it each time.
+"""Cold memory for benchmarks: a pool of one layer, larger than any cache; each step uses other frames of the pool.
 
-Pools that are compared lie in one region, each a view of the same bytes: a machine's memory is not the same everywhere (what of it the host
-of a virtual machine backs with huge pages, say), and a region for each would be measured with it.
-Knows a cell's geometry and the layout of pagedkv.cache (K of all heads, then V), no kernel and no clock.
+Pools that are compared are views of the same region of bytes. Memory is not equally fast everywhere: for example, the
+host of a virtual machine backs only parts of it with huge pages. With a region for each pool, this difference would
+enter the comparison.
+This file knows a cell's geometry and the layout of pagedkv.cache (K of all heads, then V). It knows no kernel and no
+clock.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ NOISE: Final = 1 << 16
 
 
 def region_of(size: int) -> torch.Tensor:
-    """uint8 [size] on huge pages: noise that is a moderate number in every dtype, also as a scale; no NaN, nothing denormal."""
+    """Return uint8 [size] of noise, on huge pages.
+
+    The noise is a moderate number in every dtype, also as a scale: no NaN and no denormal number.
+    """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -34,9 +39,10 @@ def region_of(size: int) -> torch.Tensor:
 
 
 class Pool:
-    """A pool of one layer, in a region of its own or in one that others use too.
+    """A pool of one layer, in a region of its own or in a shared one.
 
-    num_frames is that of a step, or as many as POOL_BYTES hold; a step of fewer uses others each time, a larger one a new permutation.
+    num_frames: the frames of one step, or the frames that fit POOL_BYTES if these are more. If the pool is larger than
+                a step, each step draws other frames; otherwise, each step draws a new permutation of all frames.
     """
 
     def __init__(self, cell: Cell, region: torch.Tensor | None = None) -> None:
@@ -50,7 +56,7 @@ class Pool:
 
     @staticmethod
     def bytes_of(cell: Cell) -> int:
-        """What a pool of this cell takes, before it is taken."""
+        """Return the bytes that a pool of this cell needs."""
         frame_bytes = cell.spec().frame_bytes
         return max(sum(-(-n // cell.block_size) for n in cell.lens()), POOL_BYTES // frame_bytes) * frame_bytes
 
@@ -65,14 +71,17 @@ class Pool:
         return view[..., 0] if is_scale else view
 
     def draw(self) -> torch.Tensor:
-        """int64 [pages of all sequences]: distinct frames; ascending from a random one if the cell wants its pages in order."""
+        """Return int64 [pages of all sequences]: distinct frames for one step.
+
+        The frames are in random order; if the cell asks for pages in order, they ascend from a random frame.
+        """
         count = sum(self.pages)
         if self.cell.pages == "in order":
             return (torch.arange(count) + int(torch.randint(self.num_frames, ()))) % self.num_frames
         return torch.randperm(self.num_frames)[:count]
 
     def batch(self, frames: torch.Tensor) -> PagedBatch:
-        """A step of the cell over these frames: the last `new` tokens of each sequence are new."""
+        """Return a step of the cell over these frames, in which the last `new` tokens of each sequence are new."""
         cell, lens = self.cell, self.cell.lens()
         table = torch.zeros(cell.batch, max(self.pages), dtype=torch.int32)
         ends = list(itertools.accumulate(self.pages))

@@ -1,8 +1,9 @@
-"""The roofline of a run as a picture: what memory gives, what arithmetic gives, and where each kernel lies below them.
+"""The roofline of a run as a picture: the bounds set by memory and by arithmetic, and each kernel below them.
 
     attainable GFLOP/s  =  min(GFLOP/s of torch.mm,  GB/s of the ceiling x FLOP per byte)
 
-Decode in a dtype has a fixed number of operations per byte of KV (4 G D over 2 D bytes for each key and kv head), prefill far more.
+Decode in a dtype has a fixed number of operations per byte of KV (4 G D over 2 D elements for each key and kv head).
+Prefill has far more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NAMES: Final = {
 
 
 def intensity(row: Row) -> float:
-    """FLOP per byte of KV read; a prefill reads its keys once for each tile of queries, counted as once."""
+    """Return FLOP per byte of KV read. A prefill reads its keys once for each tile of queries; this counts one read."""
     if row.cell.kind == "prefill":
         return row.flops / (row.bytes or 1)
     lens = sum(row.cell.lens())
@@ -40,7 +41,10 @@ def intensity(row: Row) -> float:
 
 
 def draw(rows: Iterable[Row], path: Path, caption: str) -> None:
-    """Write the picture. A panel for each number of threads. Raises: OSError; ValueError for an ending it does not know."""
+    """Write the picture to `path`, with a panel for each number of threads.
+
+    Raises: OSError; ValueError for an unknown file ending.
+    """
     pyplot = importlib.import_module("matplotlib.pyplot")
     kept = [
         row

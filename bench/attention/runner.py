@@ -1,10 +1,17 @@
-"""The kernels against the speed of memory, and against what people use today: `pagedkv bench attention`.
+"""The CPU kernels beside the speed of memory and beside other engines: `pagedkv bench attention`.
 
-One run interleaves, repetition by repetition: our kernels, torch SDPA on contiguous KV, vLLM's CPU kernel where an environment with it is
-named, and the **ceiling**: as many frames, in random order, read by a load-and-xor loop with as many threads; of a write, memcpy. A prefill
-has torch.mm beside it, a square product of as many operations: no bound (in float32 it is slower than others), but a measure. KV is cold: a
-pool of at least 384 MiB, other frames each time. Whoever cannot be measured is reported with the reason. This file knows the public call
-and who is compared; cells.py knows the shapes, pool.py the memory, clock.py the turns.
+One run interleaves these, repetition by repetition:
+
+    ours       the kernels of the registry
+    sdpa       torch SDPA on contiguous KV
+    vllm       vLLM's CPU kernel, if the caller names a Python that has vLLM
+    ceiling    decode: a load-and-xor loop reads as many frames, in random order, with as many threads; write: memcpy
+    torch.mm   prefill: a square product of as many operations. It is a reference, not a bound: in float32 it is slower
+               than some kernels
+
+KV is cold: the pool has at least 384 MiB, and each repetition uses other frames. A variant that cannot be measured is
+reported with the reason. This file knows the public call and the variants; cells.py knows the shapes, pool.py the
+memory, clock.py the turns.
 """
 
 from __future__ import annotations
@@ -36,12 +43,12 @@ PRODUCT: Final = "torch.mm"
 CALLS: Final = 200
 """Calls in one repetition of a cell of kind "call"."""
 SLOW: Final = ("numba", "reference")
-"""Kernels that are measured on plain cells only; the reference on small ones."""
+"""Kernels that are measured on plain cells only; the reference on small plain cells only."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Who is compared, how often, and where vLLM is."""
+    """The kernels to compare, the number of repetitions, and the Python that has vLLM (None: vLLM is not measured)."""
 
     kernels: tuple[str, ...] = ("cpu", "numba", "reference")
     repetitions: int = 15
@@ -50,7 +57,7 @@ class Asked:
 
 @dataclass
 class Row:
-    """A cell: the timing of each of those compared, and why the others have none."""
+    """The measurement of one cell: the timing of each variant, and for each variant without a timing the reason."""
 
     cell: Cell
     timings: dict[str, Timing] = field(default_factory=dict)
@@ -58,7 +65,7 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Bytes of KV that a decode step reads, whole pages; of a write, those of the new tokens as they come."""
+        """Bytes of KV: decode reads them, whole pages; a write takes them, the new tokens before they are stored."""
         cell, spec = self.cell, self.cell.spec()
         if cell.kind == "write":
             return cell.new * cell.kv_heads * 2 * cell.head_dim * quant.DTYPES[cell.dtype].itemsize
@@ -66,22 +73,22 @@ class Row:
 
     @property
     def flops(self) -> int:
-        """Of a causal prefill: two products of D for each query head and each key it sees."""
+        """Operations of a causal prefill: two products of D for each query head and each key that a query sees."""
         cell = self.cell
         pairs = cell.new * cell.context - cell.new * (cell.new - 1) // 2
         return 4 * cell.heads * cell.head_dim * pairs * cell.batch
 
     def seconds(self, who: str) -> float | None:
-        """Median of one call, or None."""
+        """Return the median of one call, or None if the variant was not measured."""
         timing = self.timings.get(who)
         return None if timing is None else timing.seconds / (CALLS if self.cell.kind == "call" else 1)
 
     def over(self, who: str, other: str) -> float | None:
-        """How many times as fast as `other` `who` is, turn by turn; None if one was not measured."""
+        """Return how many times as fast as `other` the variant `who` is, turn by turn; None if one was not measured."""
         return compared(self.timings.get(who), self.timings.get(other), lambda ours, theirs: theirs / ours)
 
     def record(self) -> dict[str, Any]:
-        """What is written down."""
+        """Return the row as JSON keeps it."""
         results = {}
         for who, timing in self.timings.items():
             seconds = self.seconds(who) or 0.0
@@ -102,12 +109,12 @@ class Row:
 
 
 def compared(one: Timing | None, other: Timing | None, figure: Callable[[float, float], float]) -> float | None:
-    """As clock.compare; None if one was not measured."""
+    """Return clock.compare of two timings; None if one was not measured."""
     return None if one is None or other is None else compare(one, other, figure)
 
 
 def measure(cells: Iterable[Cell], asked: Asked) -> Iterator[Row]:
-    """A row for each cell. Cells of a group are measured in turn with one another."""
+    """Yield a row for each cell. The cells of a group take turns."""
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
         groups.setdefault(cell.group(), []).append(cell)
@@ -121,7 +128,10 @@ def measure(cells: Iterable[Cell], asked: Asked) -> Iterator[Row]:
 
 
 def _that_fit(group: list[Cell]) -> Iterator[list[Cell]]:
-    """The group in parts whose pools together take less than a quarter of the memory (SDPA and vLLM hold as much again)."""
+    """Yield the group in parts whose pools together take less than a quarter of the memory.
+
+    SDPA and vLLM hold as much memory again.
+    """
     most = memory() // 4
     part: list[Cell] = []
     for cell in group:
@@ -142,15 +152,16 @@ def _measure_group(cells: list[Cell], asked: Asked, vllm: Vllm | str) -> Iterato
                 if isinstance(step, str):
                     row.refused[who] = step
                 else:
-                    steps[i, who] = step if who == VLLM else _awake(step)  # threads of ours that spin would disturb its
+                    # vLLM runs in another process: our threads, spinning after a wake-up, would disturb vLLM's threads
+                    steps[i, who] = step if who == VLLM else _awake(step)
         for (i, who), timing in in_turn(steps, asked.repetitions).items():
             rows[i].timings[who] = timing
     yield from rows
 
 
 def _awake(step: Step) -> Step:
-    """The step, torch's threads woken before its clock starts, as the layer before it in a model would have woken them."""
-    vector = torch.zeros(1 << 16, dtype=torch.int8)  # two threads' worth
+    """Return the step with torch's threads woken before the clock starts, as in a model the layer before would do."""
+    vector = torch.zeros(1 << 16, dtype=torch.int8)  # large enough for two threads
 
     def prepare() -> Callable[[], object]:
         run = step()
@@ -161,7 +172,7 @@ def _awake(step: Step) -> Step:
 
 
 def _variants(cell: Cell, region: torch.Tensor | None, asked: Asked, vllm: Vllm | str) -> dict[str, Step | str]:
-    """Who can be measured on the cell, and why the others cannot."""
+    """Return the step of each variant on the cell; for a variant that cannot be measured, the reason."""
     if region is None or Pool.bytes_of(cell) > len(region):
         return dict.fromkeys((*asked.kernels, CEILING), "its pool is larger than a third of this machine's memory")
     pool = Pool(cell, region)
@@ -177,7 +188,7 @@ def _variants(cell: Cell, region: torch.Tensor | None, asked: Asked, vllm: Vllm 
 
 
 def memory() -> int:
-    """Bytes of this machine."""
+    """Return the bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -199,7 +210,7 @@ def _not_here(name: str, cell: Cell) -> str:
     return ""
 
 
-# --- the steps: each prepares a repetition and returns what is timed ---------------------------------------------------------------------
+# The steps: each prepares a repetition and returns the function that is timed.
 
 
 def _attention(cell: Cell, pool: Pool, name: str) -> Step:
@@ -233,7 +244,7 @@ def _calls(cell: Cell, pool: Pool, name: str) -> Step:
 
 
 def _direct(cell: Cell, pool: Pool) -> Step:
-    """The kernel's own function with a call that is made and checked already: what the torch operator adds is the difference."""
+    """Return the kernel's own function over a checked call: the torch operator adds the difference to kind "call"."""
     batch, layer = pool.batch(pool.draw()), pool.layer
     q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim).to(quant.DTYPES[cell.dtype])
     tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
@@ -260,7 +271,7 @@ def _read(cell: Cell, pool: Pool) -> Step | str:
 
 
 def _gemm(cell: Cell, pool: Pool) -> Step | str:
-    """A square product with as many operations as the cell."""
+    """Return a square product with as many operations as the cell."""
     if cell.dtype == "float16":
         return "torch has no fast float16 product on a CPU: one takes 70 times as long as ours"
     n = round((Row(cell).flops / 2) ** (1 / 3))
@@ -280,7 +291,7 @@ def _memcpy(cell: Cell, pool: Pool) -> Step:
 
 
 def _new_tokens(cell: Cell) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """K and V of several steps, together larger than a cache."""
+    """Return K and V of several steps, together larger than a cache."""
     size = (cell.new, cell.kv_heads, cell.head_dim)
     return [
         (torch.randn(size).to(quant.DTYPES[cell.dtype]), torch.randn(size).to(quant.DTYPES[cell.dtype]))
@@ -289,7 +300,10 @@ def _new_tokens(cell: Cell) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _sdpa(cell: Cell) -> Step | str:
-    """torch SDPA on contiguous KV: for one query the heads of a group as rows, its fastest form; else KV repeated for all heads."""
+    """Return torch SDPA on contiguous KV, in its fastest layout.
+
+    With one query, the heads of a group are the rows. With several, KV is repeated for all heads.
+    """
     if cell.kv or cell.lengths != "uniform" or cell.pages != "permuted":
         return "it has contiguous sequences of one length, unquantised"
     if cell.batch * cell.context > 300_000:
@@ -325,7 +339,7 @@ BOUNDS: Final = {"decode": _read, "prefill": _gemm, "write": _memcpy}
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """All of ours, and torch, on `count` threads."""
+    """Run our kernels and torch on `count` threads."""
     before, variable = torch.get_num_threads(), os.environ.get("PAGEDKV_NUM_THREADS")
     os.environ["PAGEDKV_NUM_THREADS"] = str(count)
     torch.set_num_threads(count)
@@ -341,7 +355,10 @@ def _threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def _vllms(asked: Asked) -> Iterator[Callable[[int], Vllm | str]]:
-    """A worker for each number of threads, started when it is first wanted; or why there is none."""
+    """Give a function that maps a number of threads to a vLLM worker, or to the reason why there is none.
+
+    A worker is started at its first use.
+    """
     workers: dict[int, Vllm | str] = {}
 
     def with_threads(count: int) -> Vllm | str:

@@ -1,6 +1,6 @@
-"""vLLM's CPU attention as one of those that are compared: a worker process in vLLM's own environment, asked for one repetition at a time.
+"""vLLM's CPU attention as a peer: a worker process in vLLM's own environment runs one repetition at a time.
 
-This side knows the protocol of vllm_worker.py, and where it cannot run, why. vLLM is never imported here.
+This side knows the protocol of vllm_worker.py and the reasons why vLLM cannot run a cell. It never imports vLLM.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ WORKER: Final = Path(__file__).with_name("vllm_worker.py")
 
 
 class Vllm:
-    """A worker with `threads` threads. Raises: OSError if the interpreter cannot be started or has no vLLM."""
+    """A worker process with `threads` threads.
+
+    Raises: OSError if the interpreter cannot be started or has no vLLM.
+    """
 
     def __init__(self, python: Path, threads: int) -> None:
         quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        # threads of another process that spin while ours are timed would disturb them
+        # between its turns the worker's threads must sleep: spinning, they would disturb the kernels timed here
         env = os.environ | quiet | {"OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         env.pop("PYTHONPATH", None)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen([str(python), str(WORKER)], env=env, text=True, cwd=WORKER.parent, **pipes)
         self._ask({"do": "close"})
 
-    def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except OSError:
@@ -46,7 +49,7 @@ class Vllm:
         return answer
 
     def step(self, cell: Cell) -> Step | str:
-        """What runs one repetition of the cell over there; or why it cannot."""
+        """Return a step that runs one repetition of the cell in the worker; or the reason why the worker cannot."""
         if why := refusal(cell):
             return why
         answer = self._ask({"do": "open", "cell": asdict(cell) | {"lens": cell.lens()}})
@@ -54,8 +57,8 @@ class Vllm:
             return str(answer["why_not"])
 
         def run() -> Elsewhere:
-            said = self._ask({"do": "run", "of": answer["ok"]})
-            return Elsewhere(said["seconds"], said["clean"])
+            timing = self._ask({"do": "run", "of": answer["ok"]})
+            return Elsewhere(timing["seconds"], timing["clean"])
 
         def prepare() -> Callable[[], object]:
             return run
@@ -63,18 +66,18 @@ class Vllm:
         return prepare
 
     def forget(self) -> None:
-        """Give back the memory of the cells."""
+        """Free the worker's memory of all cells."""
         self._ask({"do": "close"})
 
     def end(self) -> None:
-        """End the worker."""
+        """End the worker process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
 
 
 def refusal(cell: Cell) -> str:
-    """Why vLLM's CPU kernel has nothing to compare with the cell; "" if it has."""
+    """Return the reason why vLLM's CPU kernel cannot be compared on the cell; "" if it can."""
     if cell.kind == "call":
         return "its calls are not ours"
     if cell.kv not in ("", "fp8_e4m3"):

@@ -1,11 +1,13 @@
-"""Runs vLLM's CPU attention in vLLM's own environment: `python vllm_worker.py`, a JSON object a line on stdin, an answer a line on stdout.
+"""Run vLLM's CPU attention in vLLM's own environment: `python vllm_worker.py`.
 
-    {"do": "open", "cell": {...}}  ->  {"ok": n}, or {"why_not": "..."}      cell: the fields of pagedkv.bench.attention.cells.Cell, and "lens"
-    {"do": "run", "of": n}         ->  {"seconds": 0.0029, "clean": true}     one repetition over other blocks than before
-    {"do": "close"}                ->  {"ok": 0}                              forget all cells
+Each line of stdin is a request in JSON; each line of stdout is its answer:
 
-It imports torch and vllm, nothing of pagedkv: that is not installed there. Metadata of the scheduler are made before the clock starts, as
-vLLM makes them once for all layers of a step. What vLLM prints goes to stderr.
+    {"do": "open", "cell": {...}}  ->  {"ok": n}, or {"why_not": "..."}      cell: the fields of cells.Cell, and "lens"
+    {"do": "run", "of": n}         ->  {"seconds": 0.0029, "clean": true}    one repetition of cell n over other blocks
+    {"do": "close"}                ->  {"ok": 0}                             free all cells
+
+This file imports torch and vllm. It imports nothing of pagedkv, which vLLM's environment lacks. The scheduler metadata
+is made before the clock starts, because vLLM makes it once for all layers of a step. The output of vLLM goes to stderr.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Opened:
-    """A cell's cache and queries."""
+    """The cache and queries of a cell."""
 
     def __init__(self, cell: dict[str, Any]) -> None:
         self.cell, self.dtype = cell, DTYPES[cell["dtype"]]
@@ -56,7 +58,7 @@ class Opened:
         self.turn = 0
 
     def run(self) -> dict[str, Any]:
-        """One repetition."""
+        """Run and time one repetition."""
         cell, S = self.cell, self.cell["block_size"]
         blocks = torch.randperm(len(self.k))[: sum(self.pages)].int()
         table = torch.zeros(cell["batch"], max(self.pages), dtype=torch.int32)
@@ -86,7 +88,8 @@ AWAKE = torch.zeros(1 << 16, dtype=torch.int8)
 
 
 def clocked(run: Any) -> dict[str, Any]:
-    AWAKE.add_(1)  # wakes the threads, as the layer before would have
+    """Time one call of `run`, and say whether an involuntary context switch disturbed it."""
+    AWAKE.add_(1)  # wakes the threads, as in a model the layer before would do
     switches, began = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
     run()
     seconds = time.perf_counter() - began
@@ -94,22 +97,23 @@ def clocked(run: Any) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Answer the requests until stdin ends."""
     opened: list[Opened] = []
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            if asked["do"] == "open":
-                cell = Opened(asked["cell"])
+            if request["do"] == "open":
+                cell = Opened(request["cell"])
                 cell.run()
                 opened.append(cell)
                 answer: dict[str, Any] = {"ok": len(opened) - 1}
-            elif asked["do"] == "run":
-                answer = opened[asked["of"]].run()
+            elif request["do"] == "run":
+                answer = opened[request["of"]].run()
             else:
                 opened.clear()
                 answer = {"ok": 0}
-        except Exception as why:  # whatever vLLM says against a cell is its answer
+        except Exception as why:  # any error of vLLM is the answer for this cell
             answer = {"why_not": f"{type(why).__name__}: {why}".splitlines()[0]}
         print(json.dumps(answer), file=answers, flush=True)
 

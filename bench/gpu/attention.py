@@ -1,11 +1,16 @@
-"""The kernels on a GPU against the speed of its memory: `python -m pagedkv.bench.gpu.attention`.
+"""The kernels on a GPU beside the speed of its memory: `python -m pagedkv.bench.gpu.attention`.
 
-Time is a CUDA graph's: one graph of `calls` calls, each with its own page tables into a pool much larger than the second cache. A graph is
-replayed twice in a row and the second replay timed with events, so that its launch hides behind the first; the median of such times,
-divided by `calls`. Variants and cells of one group take turns. Frames are in random order. Bytes are those of keys and values, nothing
-else. The **ceiling** is a kernel that reads as many bytes and does nothing with them, in the same turns. Peers (gpu_peers.py) are measured
-where they can be imported, and otherwise reported with the reason. Rows go to FOLDER/gpu-attention.jsonl and, from a checkout, to
-bench/results, group by group; a plot of the run lies beside them. This file knows the public call; cells.py knows what a cell is.
+Time      One CUDA graph holds `calls` calls, each with its own page tables into a pool much larger than the L2 cache.
+          The graph is replayed twice in a row, and events time the second replay, so that its launch hides behind the
+          first. The figure is the median of these times, divided by `calls`.
+Turns     The variants and cells of one group take turns. Frames are in random order.
+Bytes     Keys and values only.
+Ceiling   A kernel that reads as many bytes and does nothing else, in the same turns.
+Peers     peers.py. A peer that cannot be imported is reported with the reason.
+Rows      Appended to FOLDER/gpu-attention.jsonl and, in a checkout, to bench/results, after each group; a plot of the
+          run lies beside them.
+
+This file knows the public call; cells.py defines a cell.
 """
 
 from __future__ import annotations
@@ -55,15 +60,20 @@ GROUPS: Final = (
     ),
     (replace(BASE, batch=128, context=1024),),
 )
-"""Cells of a group are measured in turn: their ratios are of one moment. QUICK: those that a promise is about."""
+"""Groups of cells. The cells of a group take turns, so that a ratio compares times of the same moment.
+
+QUICK: only the cells that a promise names.
+"""
 
 
 @dataclass(frozen=True)
 class Must:
-    """A promise: `what` of `cell` ("us", "of_ceiling", or "ratio", its time over that of `twin`) is at least, or at most, `limit`.
+    """A promise about the figure `what` of a cell.
 
-    everywhere: it is no promise of an H200 alone.
-    by:         the backends that make it, as their names begin; all where it is empty.
+    what:       "us", microseconds; "of_ceiling", the share of the ceiling; "ratio", the cell's time over `twin`'s time.
+    limit:      a share of the ceiling must not be smaller; microseconds and a ratio must not be larger.
+    everywhere: the promise holds on every GPU, not on an H200 alone.
+    by:         the backends whose names begin with this text make the promise; "" for all.
     """
 
     cell: Cell
@@ -73,8 +83,8 @@ class Must:
     everywhere: bool = False
     by: str = ""
 
-    def told(self, found: float) -> str:
-        """Whether it holds, in a line."""
+    def verdict(self, found: float) -> str:
+        """Return one line: the figure found, the limit, and whether the promise holds."""
         holds = found >= self.limit if self.what == "of_ceiling" else found <= self.limit
         beside = f" to {self.twin}" if self.twin else ""
         return (
@@ -104,10 +114,14 @@ MUSTS: Final = (
     Must(DRAFTS, "ratio", 1.15, BASE, everywhere=True, by="cuda"),
 )
 FIXED_SPLIT, OF_FREE = 512, 1.05
-"""Keys of a chunk of the batch-invariant variant, ` split` after the backend's name; its time over the free split's is at most so much."""
+"""Keys of a chunk in the batch-invariant variant (` split` after the backend's name); the limit of its time ratio.
+
+The ratio is its time over the time of the same backend without `split_tokens`.
+"""
 
 
 def ours(backend: str, pool: GpuPool, **options: Any) -> list[Step]:
+    """Return the steps of `backend` over `pool`, one for each call of a graph."""
     cell = pool.cell
     q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim, device=pool.device).to(quant.DTYPES[cell.dtype])
     return [
@@ -117,16 +131,17 @@ def ours(backend: str, pool: GpuPool, **options: Any) -> list[Step]:
 
 
 def ceiling(pool: GpuPool) -> list[Step]:
+    """Return steps that read as many bytes as a decode step of `pool`, each from another place of the pool."""
     from pagedkv.bench.gpu.ceiling import read
 
     whole = pool.bytes[: len(pool.bytes) // 16 * 16].view(torch.int64)
-    words, room = pool.kv_bytes // 8, len(whole)
-    starts = [i * words % max(1, room - words) // 16 * 16 for i in range(pool.calls)]
+    words, num_words = pool.kv_bytes // 8, len(whole)
+    starts = [i * words % max(1, num_words - words) // 16 * 16 for i in range(pool.calls)]
     return [lambda at=at: read(whole[at : at + words]) for at in starts]
 
 
 def graph_of(steps: list[Step]) -> torch.cuda.CUDAGraph:
-    """All steps in one graph, after one warm run of each."""
+    """Capture all steps in one CUDA graph, after one warm-up run of each."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -142,19 +157,22 @@ def graph_of(steps: list[Step]) -> torch.cuda.CUDAGraph:
 
 
 def in_turn(variants: dict[Name, list[Step]], repetitions: int) -> tuple[dict[Name, float], dict[Name, str]]:
-    """Median microseconds of a call of each variant, replays taking turns; and why a variant has none."""
+    """Time the variants in turn, one replay after the other.
+
+    Returns the median microseconds of a call of each variant; and for each variant that failed, the reason.
+    """
     graphs: dict[Name, torch.cuda.CUDAGraph] = {}
     refused: dict[Name, str] = {}
     for name, steps in variants.items():
         try:
             graphs[name] = graph_of(steps)
         except Exception as why:
-            refused[name] = _said(why)
+            refused[name] = error_line(why)
     times: dict[Name, list[float]] = {name: [] for name in graphs}
     for turn in range(repetitions + 2):
         for name, graph in graphs.items():
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()  # the device is busy while the host launches the one that counts
+            graph.replay()  # keeps the device busy while the host launches the timed replay
             began.record()
             graph.replay()
             ended.record()
@@ -164,22 +182,22 @@ def in_turn(variants: dict[Name, list[Step]], repetitions: int) -> tuple[dict[Na
     return {name: statistics.median(some) for name, some in times.items()}, refused
 
 
-def _said(why: Exception) -> str:
-    """The first line of an error, and the first of what a compiler said of it."""
-    told = [f"{type(why).__name__}: {why}", *getattr(why, "__notes__", ())]
-    return "; ".join(text.strip().splitlines()[0][:300] for text in told if text.strip())
+def error_line(why: Exception) -> str:
+    """Return the first line of an error, and the first line of each of its notes (a compiler's message)."""
+    texts = [f"{type(why).__name__}: {why}", *getattr(why, "__notes__", ())]
+    return "; ".join(text.strip().splitlines()[0][:300] for text in texts if text.strip())
 
 
 def variants_of(
     cell: Cell, backends: list[str], *, peers: bool
 ) -> tuple[GpuPool | None, dict[str, list[Step]], dict[str, str]]:
-    """The pool of a cell, who is measured on it, and why others are not."""
+    """Return the pool of a cell, the steps of each variant, and for each refused variant the reason."""
     found: dict[str, list[Step]] = {}
     refused: dict[str, str] = {}
     try:
         pool = GpuPool(cell)
     except torch.OutOfMemoryError as why:
-        return None, {}, {"pool": _said(why)}
+        return None, {}, {"pool": error_line(why)}
     makers: dict[str, Callable[[GpuPool], list[Step]]] = {"ceiling": ceiling}
     makers |= {name: lambda pool, name=name: ours(name, pool) for name in backends}  # type: ignore[misc]
     if cell == BASE:
@@ -189,15 +207,15 @@ def variants_of(
     for name, make in (makers | (PEERS if peers and cell.new == 1 else {})).items():
         try:
             found[name] = make(pool)
-        except Exception as why:  # of code that is not ours, and of memory that is too small for it
-            refused[name] = _said(why)
+        except Exception as why:  # a peer's own error, or too little memory for a variant
+            refused[name] = error_line(why)
     return pool, found, refused
 
 
 def measure(
     cells: tuple[Cell, ...], backends: list[str], repetitions: int, *, peers: bool = True
 ) -> list[dict[str, Any]]:
-    """A row for each variant of each of the cells, all in turn."""
+    """Return a row for each variant of each cell; all of them take turns."""
     pools, variants, refused = {}, {}, {}
     for cell in cells:
         pools[cell], found, why_not = variants_of(cell, backends, peers=peers)
@@ -230,7 +248,7 @@ def measure(
 
 
 def promises(rows: list[dict[str, Any]], backends: list[str], gpu: str) -> list[str]:
-    """What became of the promises about these rows: a line for each and each backend."""
+    """Return one line for each promise about these rows and each backend that makes the promise."""
     times = {(row["case"], row["who"]): row for row in rows if row["us"]}
     lines = []
     for must in (must for must in MUSTS if must.everywhere or "H200" in gpu):
@@ -239,24 +257,27 @@ def promises(rows: list[dict[str, Any]], backends: list[str], gpu: str) -> list[
             if row and (must.twin is None or twin):
                 found = row["us"] / twin["us"] if must.twin and twin else row[must.what]
                 if found is not None:
-                    lines.append(f"{who}, {must.cell}: {must.told(found)}")
-    return lines + invariants(times, backends) + means(times, backends)
+                    lines.append(f"{who}, {must.cell}: {must.verdict(found)}")
+    return lines + split_costs(times, backends) + means(times, backends)
 
 
-def invariants(times: dict[tuple[str, str], dict[str, Any]], backends: list[str]) -> list[str]:
-    """What a fixed split costs, a line for each backend that was measured with one."""
+def split_costs(times: dict[tuple[str, str], dict[str, Any]], backends: list[str]) -> list[str]:
+    """Return one line for each backend measured with a fixed split: its time over that of the free split."""
     case = str(BASE)
     pairs = [(who, times.get((case, who)), times.get((case, f"{who} split"))) for who in backends]
     must = Must(BASE, "ratio", OF_FREE)
     return [
-        f"{who}, {case}, split at {FIXED_SPLIT}: {must.told(split['us'] / free['us'])}"
+        f"{who}, {case}, split at {FIXED_SPLIT}: {must.verdict(split['us'] / free['us'])}"
         for who, free, split in pairs
         if free and split
     ]
 
 
 def means(times: dict[tuple[str, str], dict[str, Any]], backends: list[str]) -> list[str]:
-    """How often as fast as each peer a backend is: the geometric mean over the cells where both were measured."""
+    """Return one line for each backend and peer: the geometric mean of peer's time over backend's time.
+
+    The mean is over the cells on which both were measured.
+    """
     lines = []
     for who in backends:
         for peer in PEERS:
@@ -273,6 +294,7 @@ def means(times: dict[tuple[str, str], dict[str, Any]], backends: list[str]) -> 
 
 
 def provenance() -> dict[str, Any]:
+    """Return record.provenance with the GPU, its processors and its CUDA or ROCm version."""
     properties = torch.cuda.get_device_properties(0)
     about = {
         "gpu": properties.name,
@@ -283,7 +305,7 @@ def provenance() -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Share of the ceiling, a bar for each variant of each cell; nothing but a word where matplotlib is missing."""
+    """Draw the share of the ceiling, a bar for each variant of each cell; without matplotlib, only print a note."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -300,8 +322,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """backends: names in the registry.   quick: the cells of promises.   peers: measure them, too.
-    out: files that rows are appended to; none: that of bench/results.   plot: where to draw; None: beside the rows."""
+    """The options of a run.
+
+    backends: names in the registry.
+    quick:    measure only the cells that a promise names.
+    peers:    measure the peers, too.
+    out:      the files to append rows to; () for the one in bench/results.
+    plot:     the file of the picture; None for a picture beside each file of rows.
+    """
 
     backends: list[str]
     repetitions: int = 20
@@ -312,13 +340,16 @@ class Asked:
 
 
 def require_gpu() -> None:
-    """Raises: InvalidRequest if torch finds none."""
+    """Raise InvalidRequest if torch finds no GPU."""
     if not torch.cuda.is_available():
         raise InvalidRequest("torch finds no GPU on this machine: leave out --device cuda, or run where there is one")
 
 
 def run(asked: Asked) -> None:
-    """Measure, print, append rows and draw what there is so far, group by group. Raises: InvalidRequest."""
+    """Measure group by group; after each group, print, append its rows and draw all rows so far.
+
+    Raises: InvalidRequest if torch finds no GPU.
+    """
     require_gpu()
     about, every, kept = provenance(), [], asked.out or of_checkout()
     for group in QUICK if asked.quick else GROUPS:
@@ -328,7 +359,7 @@ def run(asked: Asked) -> None:
         for path in kept or (None,):
             record.append(rows, path)
         for case in dict.fromkeys(row["case"] for row in rows):
-            print(case, *(told(row) for row in rows if row["case"] == case), sep="\n")
+            print(case, *(row_line(row) for row in rows if row["case"] == case), sep="\n")
         print(
             *promises(rows, asked.backends, about["gpu"]), f"({time.monotonic() - began:.0f} s)", sep="\n", flush=True
         )
@@ -338,19 +369,21 @@ def run(asked: Asked) -> None:
 
 
 def of_checkout() -> tuple[Path, ...]:
-    """The file of rows in bench/results; none where this is no checkout."""
+    """Return the file of rows in bench/results; () in an installed package."""
     folder = record.results()
     return (folder / "gpu-attention.jsonl",) if folder else ()
 
 
-def told(row: dict[str, Any]) -> str:
-    """A line of print."""
+def row_line(row: dict[str, Any]) -> str:
+    """Return the line to print for a row."""
     if not row["us"]:
         return f"  {row['who']:12} –: {row.get('why_not')}"
-    return f"  {row['who']:12} {row['us']:9.1f} us {row['GB_per_s']:8.0f} GB/s {row['of_ceiling'] or 0:6.3f} of the ceiling"
+    share = row["of_ceiling"] or 0
+    return f"  {row['who']:12} {row['us']:9.1f} us {row['GB_per_s']:8.0f} GB/s {share:6.3f} of the ceiling"
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(prog="pagedkv.bench.gpu.attention", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few cells")
     parser.add_argument("--no-peers", action="store_true", help="our kernels and the ceiling alone")

@@ -1,9 +1,10 @@
-"""What a launch of the CUDA kernels costs the host, up to the driver's own call: `python -m pagedkv.bench.gpu.launch`. Needs no GPU.
+"""The host cost of a CUDA kernel launch, without the driver's part: `python -m pagedkv.bench.gpu.launch`. Needs no GPU.
 
-A recorder that does nothing stands where the driver's API is (`Nothing`), and tensors are the CPU's: so this is our Python and C++, and
-torch's allocation of results and workspace; what the driver itself takes for a launch comes on top. A decode of one layer is measured, in
-turns: calls whose signature is known (kernels/known.py) through the public function, and from where their launch begins; and checked calls
-that are not known, as all are with a torch before 2.10.
+`Nothing` takes the place of the driver's API and does nothing; tensors are on the CPU. So the figures cover our Python
+and C++, and torch's allocation of results and workspace. The driver's own time for a launch comes on top.
+A decode of one layer is measured. These take turns: public calls whose signature is known (kernels/known.py); the same
+calls from the point where their launch begins; and checked calls whose signature is not known, the only ones with a
+torch before 2.10.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from pagedkv.kernels.cuda import attention, backend, compiler, moves
 from pagedkv.kernels.cuda.driver import Driver
 
 LIMIT: Final = 10.0
-"""Microseconds of the host that a launch may take."""
+"""Microseconds of host time that a launch may take."""
 CALLS: Final = 200
-"""In one repetition."""
+"""Calls in one repetition."""
 REPETITIONS: Final = 41
 
 
 class Nothing:
-    """cupy.cuda.driver, torch and the runtime, of an H200 that does nothing."""
+    """A stand-in for cupy.cuda.driver, torch and the runtime: an H200 that does nothing."""
 
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
     arch, num_sms, shared_per_block, shared_per_sm = "sm_90", 132, 227 << 10, 228 << 10
@@ -70,15 +71,17 @@ class Nothing:
         pass
 
 
-# This file is a backend of the registry, whose GPU is a recorder.
+# The functions below make this module a backend of the registry, whose GPU is a `Nothing`.
 
 
 @cache
 def driver() -> Driver:
+    """Return the one driver of this process, over two `Nothing`s."""
     return Driver(Nothing(), Nothing())  # type: ignore[arg-type]
 
 
 def paged_attention(call: AttentionCall) -> None:
+    """Launch attention on the driver that does nothing."""
     attention.attend(call, driver())
 
 
@@ -87,6 +90,7 @@ def ready(call: AttentionCall) -> Callable[..., None]:
 
 
 def write_kv(call: WriteCall) -> None:
+    """Launch the write on the driver that does nothing."""
     moves.write_kv(call, driver())
 
 
@@ -95,7 +99,7 @@ def ready_write(call: WriteCall) -> Callable[..., None]:
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """What is measured: eight sequences' decode of one layer, 32 query heads on 8 kv heads of 128, bfloat16."""
+    """Return the calls to measure: decode of 8 sequences, one layer, 32 query heads on 8 kv heads of 128, bfloat16."""
     B, H, K, D, S, P = 8, 32, 8, 128, 16, 256
     pool = torch.zeros(B * P, 2, K, S, D, dtype=torch.bfloat16).permute(1, 0, 3, 2, 4)
     layer, q, new = (
@@ -132,6 +136,8 @@ KERNEL: Final = registry.Kernel("cuda-recorded", ("cpu",), __name__, backend.cas
 
 
 def step(call: Callable[[], object]) -> Step:
+    """Return a step that makes CALLS calls in one repetition."""
+
     def repetition() -> None:
         for _ in range(CALLS):
             call()
@@ -140,7 +146,7 @@ def step(call: Callable[[], object]) -> Step:
 
 
 def measured(repetitions: int = REPETITIONS) -> list[dict[str, Any]]:
-    """A row for each call: the median of clean repetitions and the best, in microseconds a call."""
+    """Return a row for each call: the median of clean repetitions and the best, in microseconds per call."""
     torch.set_num_threads(1)
     loaded = patch.object(compiler, "cubin_for", lambda *asked: b"")
     with (
@@ -162,7 +168,7 @@ def measured(repetitions: int = REPETITIONS) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """0 if every launch keeps the limit."""
+    """Print and append the rows. Returns the exit status: 0 if every launch keeps the limit."""
     rows, about = measured(), record.provenance()
     for row in rows:
         print(f"{row['us']:7.2f} us  {row['what']}")

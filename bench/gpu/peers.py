@@ -1,14 +1,15 @@
-"""Who the kernels are compared with on a GPU, each in the form that suits it best; imported only where it is measured.
+"""The peers of the kernels on a GPU, each in its fastest layout; a peer is imported only when it is measured.
 
     sdpa           torch, keys contiguous: no page table at all
     flash-attn-3   FlashAttention 3 (`flash_attn_interface`), our pages
     flash-attn     FlashAttention 2, whose pages have 256 tokens
-    flashinfer     its paged decode, our pages; planned before, on the host, which is not measured
-    vllm           vLLM's Triton kernel (`unified_attention`), our pages; its keys are split as its own backend would
+    flashinfer     FlashInfer's paged decode, our pages; its host-side plan is made before and is not measured
+    vllm           vLLM's Triton kernel (`unified_attention`), our pages; keys are split as vLLM's own backend does
     flex           torch's PagedAttention, compiled, in pages of 128
 
-A peer raises ValueError with the reason where it has no such thing; whoever measures reports that. Every call of a peer reads other
-memory, as ours do: a peer that finds its keys in the cache would be no peer.
+A peer that does not support a cell raises ValueError with the reason; attention.py reports the reason. Each call of a
+peer reads other memory, as our calls do: with its keys in the cache a peer could not be compared.
+Each public function returns the steps of its peer over a pool, one for each call of a graph.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def _no_quantised_keys(pool: GpuPool) -> None:
 
 
 def sdpa(pool: GpuPool) -> list[Step]:
+    """Return steps of torch SDPA. Raises: ValueError for ragged batches and quantised keys."""
     cell = pool.cell
     _no_quantised_keys(pool)
     if cell.lengths != "uniform":
@@ -46,6 +48,7 @@ def sdpa(pool: GpuPool) -> list[Step]:
 
 
 def flash_attention_3(pool: GpuPool) -> list[Step]:
+    """Return steps of FlashAttention 3. Raises: ImportError; ValueError for quantised keys."""
     from flash_attn_interface import flash_attn_with_kvcache
 
     _no_quantised_keys(pool)
@@ -56,6 +59,7 @@ def flash_attention_3(pool: GpuPool) -> list[Step]:
 
 
 def flash_attention_2(pool: GpuPool) -> list[Step]:
+    """Return steps of FlashAttention 2, over a pool with pages of 256. Raises: ImportError; ValueError, see above."""
     from flash_attn import flash_attn_with_kvcache
 
     _no_quantised_keys(pool)
@@ -69,7 +73,10 @@ def flash_attention_2(pool: GpuPool) -> list[Step]:
 
 
 def _paged(pool: GpuPool) -> tuple[Any, ...]:
-    """A query [B, 1, H, D]; keys and values [F, S, K, D], contiguous; and lengths and page table of each call, no entry negative."""
+    """Return a query [B, 1, H, D], contiguous keys and values [F, S, K, D], and (lengths, page table) of each call.
+
+    The page tables have no negative entry.
+    """
     cell = pool.cell
     tables = [(batch.seq_lens, batch.block_table.clamp(0)) for batch in pool.batches()]
     return (
@@ -81,6 +88,7 @@ def _paged(pool: GpuPool) -> tuple[Any, ...]:
 
 
 def flashinfer(pool: GpuPool) -> list[Step]:
+    """Return steps of FlashInfer's paged decode. Raises: ImportError; ValueError for quantised keys."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     _no_quantised_keys(pool)
@@ -89,13 +97,14 @@ def flashinfer(pool: GpuPool) -> list[Step]:
     kv = torch.stack([pool.layer.k.transpose(1, 2), pool.layer.v.transpose(1, 2)], 1)  # HND
     counts = torch.tensor([0, *pool.pages], dtype=torch.int32).cumsum(0).int()
     last = torch.tensor([(n - 1) % cell.block_size + 1 for n in cell.lens()], dtype=torch.int32)
-    room = torch.empty(256 << 20, dtype=torch.uint8, device=pool.device)  # of partial results: calls follow one another
+    # partial results; the calls follow one another, so they share it
+    scratch = torch.empty(256 << 20, dtype=torch.uint8, device=pool.device)
     tensor_cores = cell.heads >= 4 * cell.kv_heads
     steps: list[Step] = []
-    for batch in pool.batches():  # each has a plan of its own
+    for batch in pool.batches():  # each batch has its own plan
         table = batch.block_table
         indices = torch.cat([table[b, :count] for b, count in enumerate(pool.pages)])
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(room, "HND", use_tensor_cores=tensor_cores)
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(scratch, "HND", use_tensor_cores=tensor_cores)
         sizes = (cell.heads, cell.kv_heads, cell.head_dim, cell.block_size)
         wrapper.plan(
             counts.to(pool.device), indices, last.to(pool.device), *sizes, q_data_type=q.dtype, kv_data_type=q.dtype
@@ -105,17 +114,18 @@ def flashinfer(pool: GpuPool) -> list[Step]:
 
 
 SEGMENTS: Final = 16
-"""Parts into which vLLM's Triton backend cuts the keys of a decode step of few sequences (NUM_PAR_SOFTMAX_SEGMENTS there)."""
+"""Parts into which vLLM's Triton backend cuts the keys of few sequences in a decode step (NUM_PAR_SOFTMAX_SEGMENTS)."""
 
 
 def vllm(pool: GpuPool) -> list[Step]:
+    """Return steps of vLLM's Triton kernel. Raises: ImportError; ValueError for quantised keys."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     _no_quantised_keys(pool)
     cell = pool.cell
     q = _query(pool, cell.batch, cell.heads, cell.head_dim)
     k, v, out = pool.layer.k.contiguous(), pool.layer.v.contiguous(), torch.empty_like(q)
-    wide = (128 // cell.kv_heads, cell.heads, SEGMENTS)  # it cuts keys for no more sequences than that
+    wide = (128 // cell.kv_heads, cell.heads, SEGMENTS)  # vLLM cuts keys only for this many sequences or fewer
     partial = torch.empty(*wide, 1 << (cell.head_dim - 1).bit_length(), dtype=torch.float32, device=pool.device)
     most, sums = (torch.empty(wide, dtype=torch.float32, device=pool.device) for _ in range(2))
     split = {"seq_threshold_3D": wide[0], "num_par_softmax_segments": SEGMENTS}
@@ -137,10 +147,11 @@ def vllm(pool: GpuPool) -> list[Step]:
 
 
 PAGE: Final = 128
-"""Tokens of a page of torch's flex attention: its block masks have this size."""
+"""Tokens of a page in torch's flex attention: the size of its block masks."""
 
 
 def flex(pool: GpuPool, compile: Callable[[Any], Any] = torch.compile) -> list[Step]:
+    """Return steps of torch's PagedAttention. Raises: ValueError for pages that are not full and for quantised keys."""
     from torch.nn.attention.experimental._paged_attention import PagedAttention
     from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_mask
 
@@ -164,9 +175,8 @@ def flex(pool: GpuPool, compile: Callable[[Any], Any] = torch.compile) -> list[S
         for b, n in enumerate(cell.lens()):
             tables.reserve(torch.tensor([b], device=device), torch.tensor([n], device=device))
         mask = tables.convert_logical_block_mask(logical)
-        mask.mask_mod = (
-            noop_mask  # as all pages are full it is not asked; as a function of the tables, each would be compiled
-        )
+        # all pages are full, so the mask function is never called; one over the tables would be compiled for each call
+        mask.mask_mod = noop_mask
         steps.append(lambda mask=mask: attend(q, k, v, block_mask=mask, enable_gqa=True))
     return steps
 

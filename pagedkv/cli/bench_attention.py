@@ -1,6 +1,7 @@
-"""`pagedkv bench attention`: chooses cells, runs bench/attention over them, keeps the rows and prints them with the promises.
+"""`pagedkv bench attention`: choose cells, measure them, keep the rows, and print them with the promises.
 
-What is measured, and how, is known in pagedkv.bench alone. Rows are kept group by group, so a run that is broken off has kept its part.
+Only pagedkv.bench knows how to measure. Each row is kept as soon as it is measured, so an interrupted run loses only
+the group in progress.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from pagedkv.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Choice:
-    """The options of the command that say which cells: a grid, or with any axis given the product of these over a typical cell."""
+    """The options of the command that select cells.
+
+    Without an axis, the cells are those of a grid; with axes, the product of their values around a typical cell.
+    part: "i/N": the i-th of N parts; a group of cells is never divided.
+    """
 
     full: bool
     kinds: Sequence[str]
@@ -34,13 +39,13 @@ class Choice:
     part: str = "1/1"
 
     def cells(self) -> list[Any]:
-        """Those to measure: of N parts of whole groups, the one that is asked for. Raises: InvalidRequest for a shape that cannot be."""
-        one, of = _numbers(self.part, f"--part is {self.part!r}; give which of how many, such as 2/6")
-        if one > of:
-            raise InvalidRequest(f"--part is {self.part!r}, but of {of} parts the last is {of}/{of}")
+        """Return the cells of the selected part. Raises: InvalidRequest for an impossible part or shape."""
+        part, parts = _numbers(self.part, f"--part is {self.part!r}; give a part and the number of parts, such as 2/6")
+        if part > parts:
+            raise InvalidRequest(f"--part is {self.part!r}, but of {parts} parts the last is {parts}/{parts}")
         every = self._all_cells()
         groups = list(dict.fromkeys(cell.group() for cell in every))
-        chosen = set(groups[one - 1 :: of])
+        chosen = set(groups[part - 1 :: parts])
         return [cell for cell in every if cell.group() in chosen]
 
     def _all_cells(self) -> list[Any]:
@@ -75,7 +80,7 @@ def _heads(text: str) -> tuple[int, int]:
 
 
 def _numbers(text: str, wrong: str) -> tuple[int, int]:
-    """Two positive numbers with a slash between them."""
+    """Return the two positive numbers around a slash. Raises: InvalidRequest with the text `wrong`."""
     parts = text.split("/")
     if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise InvalidRequest(wrong)
@@ -84,7 +89,7 @@ def _numbers(text: str, wrong: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Shown:
-    """Where rows, table and picture go."""
+    """The output of a run: a table or JSON, the file for the rows, the file for the picture."""
 
     as_json: bool
     keep: Path | None
@@ -92,13 +97,13 @@ class Shown:
 
 
 def run(choice: Choice, asked: Any, shown: Shown) -> None:
-    """Measure, append the rows, print tables or a list of JSON objects, draw."""
+    """Measure the chosen cells, append the rows, print tables or a list of JSON objects, and draw."""
     if shown.plot and find_spec("matplotlib") is None:
         raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
     cells = choice.cells()
     if not cells:
         raise InvalidRequest(
-            "no cell of the grid is of that kind (decode, prefill, write and call exist) and in that part"
+            "no cell of the grid is of that kind and in that part; kinds are decode, prefill, write and call"
         )
     about, console = record.provenance(), Console(highlight=False, stderr=shown.as_json)
     folder = record.results()
@@ -109,7 +114,7 @@ def run(choice: Choice, asked: Any, shown: Shown) -> None:
         try:
             record.append([row.record() | about], keep)
         except OSError as why:
-            raise InvalidRequest(f"the rows cannot be kept: {why}") from None
+            raise InvalidRequest(f"the rows cannot be kept: {why}; --record FILE names another file") from None
         console.print(_line(row), soft_wrap=True)
     if shown.as_json:
         print(json.dumps([row.record() | about for row in rows]))
@@ -119,7 +124,7 @@ def run(choice: Choice, asked: Any, shown: Shown) -> None:
 
 
 def _line(row: Any) -> str:
-    """A cell, and below it each of those compared."""
+    """Return the lines for a cell: its name, then each variant with its figures."""
     lines = [str(row.cell)]
     for who, result in row.record()["results"].items():
         rate = f"{result['GB_per_s']:7.1f} GB/s" if "GB_per_s" in result else ""

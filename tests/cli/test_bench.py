@@ -1,4 +1,4 @@
-"""`pagedkv bench`: what is printed and kept, and that nothing is claimed that was not measured."""
+"""`pagedkv bench`: the printed table and the kept rows; a figure is claimed only if it was measured."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class BlockManager:
 """,
     "__init__.py": "raise ImportError('wants a GPU')",
 }
-"""A manager that does nothing, where nano-vllm's would be."""
+"""A stand-in for the modules of nano-vllm: its manager does nothing."""
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Cases that take no time to set up."""
+    """Measure only two cases, whose state is built quickly."""
     cases = tuple(case for case in runner.CASES if case.name.startswith(("decode step, 256", "fork")))
     monkeypatch.setattr(runner, "CASES", cases)
     return cases
@@ -42,7 +42,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def rows(command, quick, tmp_path, monkeypatch):
-    """Three rounds with a stand-in for nano-vllm, as --json prints them."""
+    """The rows that --json prints after three rounds, with a stand-in for nano-vllm."""
     for name, source in STAND_IN.items():
         path = tmp_path / "nanovllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def test_the_absence_of_a_peer_is_reported(rows, peer, module):
     assert f"No module named '{module}'" in row["why_not"]
 
 
-def test_the_table_shows_figures_limits_and_what_is_not_there(command, quick, tmp_path):
+def test_the_table_shows_figures_limits_and_absent_peers(command, quick, tmp_path):
     status, out, _ = command("bench", "manager", "--rounds", 1, "--record", tmp_path / "rows.jsonl")
     assert status == 0
     for word in ("decode step, 256 sequences", "30", "vLLM KVCacheManager", "No module named"):
@@ -107,12 +107,8 @@ def test_a_plot_shows_a_step_against_pool_size_and_context_length(command, tmp_p
     text = picture.read_text()
     assert "<title>" in text
     assert "frames in the pool" in text
-    assert (
-        command(
-            "bench", "manager", "--rounds", 1, "--plot", tmp_path / "plot.docx", "--record", tmp_path / "rows.jsonl"
-        ).status
-        == 2
-    )
+    options = ("--rounds", 1, "--plot", tmp_path / "plot.docx", "--record", tmp_path / "rows.jsonl")
+    assert command("bench", "manager", *options).status == 2
 
 
 def test_rows_name_a_commit_and_whether_files_differ_from_it():

@@ -1,4 +1,6 @@
-"""`pagedkv bench attention`: the rows say what was measured and who was not, ratios are of one run, and the grid is the promised one."""
+"""`pagedkv bench attention`: rows name the measured and the refused variants, ratios come from one run, and the grid
+has the promised shapes.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,11 @@ def _small_pool(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "write", "call"])
-def test_a_row_holds_everyone_compared_or_the_reason(kind, command, tmp_path):
+def test_a_row_holds_each_variant_or_the_reason(kind, command, tmp_path):
     axes = TINY if kind == "decode" else ["--context", "64", "--threads", "1", "--repetitions", "3"]
-    status, out, told = command(
-        "bench", "attention", "--json", "--kind", kind, *axes, "--record", tmp_path / "rows.jsonl"
-    )
-    assert status == 0, told
+    options = ("--json", "--kind", kind, *axes, "--record", tmp_path / "rows.jsonl")
+    status, out, err = command("bench", "attention", *options)
+    assert status == 0, err
     (row,) = json.loads(out)
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [row]
     assert {"machine", "commit", "versions", "when", "isa"} <= set(row)
@@ -43,28 +44,17 @@ def test_a_row_holds_everyone_compared_or_the_reason(kind, command, tmp_path):
 
 
 def test_a_python_without_vllm_is_reported(command):
-    status, out, _ = command(
-        "bench",
-        "attention",
-        "--json",
-        *TINY,
-        "--kernels",
-        "reference",
-        "--vllm-python",
-        sys.executable,
-        "--record",
-        "/dev/null",
-    )
+    options = (*TINY, "--kernels", "reference", "--vllm-python", sys.executable, "--record", "/dev/null")
+    status, out, _ = command("bench", "attention", "--json", *options)
     assert status == 0
     assert json.loads(out)[0]["refused"][VLLM].startswith("the vLLM worker ended with status 1")
 
 
 def test_a_plot_is_drawn_where_it_is_told(command, tmp_path):
     pytest.importorskip("matplotlib")
-    status, _, told = command(
-        "bench", "attention", *TINY, "--kernels", "reference", "--record", "/dev/null", "--plot", tmp_path / "roof.svg"
-    )
-    assert status == 0, told
+    options = (*TINY, "--kernels", "reference", "--record", "/dev/null", "--plot", tmp_path / "roof.svg")
+    status, _, err = command("bench", "attention", *options)
+    assert status == 0, err
     assert (tmp_path / "roof.svg").stat().st_size > 10_000
 
 
@@ -73,17 +63,17 @@ def test_a_plot_is_drawn_where_it_is_told(command, tmp_path):
     [
         (["--heads", "32"], "--heads is '32'; give query heads / kv heads"),
         (["--kind", "decod"], "no cell of the grid is of that kind"),
-        (["--part", "2"], "--part is '2'; give which of how many"),
+        (["--part", "2"], "--part is '2'; give a part and the number of parts"),
         (["--part", "4/3"], "--part is '4/3', but of 3 parts the last is 3/3"),
     ],
 )
 def test_a_wrong_option_is_one_line(options, text, command):
-    status, _, told = command("bench", "attention", *options, "--record", "/dev/null")
+    status, _, err = command("bench", "attention", *options, "--record", "/dev/null")
     assert status == 2
-    assert text in told
+    assert text in err
 
 
-def test_a_step_reads_other_frames_each_time_and_the_lengths_add_up():
+def test_each_step_reads_other_frames_and_the_lengths_add_up():
     for cell in (
         Cell(batch=3, context=100),
         Cell(batch=5, context=200, lengths="zipf"),
@@ -122,7 +112,8 @@ def test_the_parts_of_a_grid_are_its_groups_each_once():
 def test_pages_in_order_ascend():
     ours = pool.Pool(Cell(batch=1, context=100, pages="in order"))
     frames = ours.draw()
-    assert set(frames.diff().tolist()) <= {1, 1 - ours.num_frames}  # around the end once, perhaps
+    # the frames may wrap around the end of the pool once
+    assert set(frames.diff().tolist()) <= {1, 1 - ours.num_frames}
 
 
 def test_both_grids_hold_the_promised_shapes():
@@ -154,30 +145,25 @@ def test_promises_compare_within_a_run_and_name_the_worst():
     assert found["bfloat16 decode / vLLM"].found == pytest.approx(3.0)
     assert found["int8 decode / ours in bfloat16"].found == pytest.approx(4.0)
     small = found["block 16 / block 128"]
-    assert (small.found, small.bare) == (
-        pytest.approx(0.5),
-        pytest.approx(0.8),
-    )  # bare reads of smaller blocks are slower, too
+    assert small.found == pytest.approx(0.5)
+    assert small.bare == pytest.approx(0.8)  # plain reads of smaller blocks are slower, too
     assert ceiling.bare is None
-    assert "bfloat16 prefill / vLLM" not in found  # nothing measured, nothing said
+    assert "bfloat16 prefill / vLLM" not in found  # it was not measured
 
 
-def test_a_disturbed_cell_is_counted_and_not_believed():
+def test_a_disturbed_cell_is_counted_as_unclean_and_left_out():
     rows = rows_of(cpu=2e-3, ceiling=1e-3, vllm=6e-3)
     rows[0].timings["cpu"] = Timing(2e-3, 1e-3, clean=0, repetitions=9)
     found = {promise.text: promise for promise in musts.promises(rows)}
     ceiling, vllm = found["bfloat16 decode / ceiling, 1 thr"], found["bfloat16 decode / vLLM"]
     assert (ceiling.found, ceiling.kept, ceiling.cells, ceiling.unclean) == (pytest.approx(0.8), True, 1, 1)
-    assert (vllm.found, vllm.cells, vllm.unclean) == (
-        pytest.approx(3.0),
-        0,
-        1,
-    )  # there is no other: shown, and said to be unclean
-    assert found["block 16 / block 128"].cells == 0  # its twin is disturbed
+    # no other cell is there: the disturbed value is shown, as unclean
+    assert (vllm.found, vllm.cells, vllm.unclean) == (pytest.approx(3.0), 0, 1)
+    assert found["block 16 / block 128"].cells == 0  # one of its two cells is disturbed
 
 
 def test_turns_are_interleaved_and_disturbed_repetitions_do_not_count():
-    # two to warm up, then of a: disturbed, clean, clean; of b: three clean
+    # two warm-up turns each; then a: disturbed, clean, clean; b: three clean
     warm_up, order = [(7.0, True)] * 2, []
     clock_says = {
         "a": iter([*warm_up, (5.0, False), (0.2, True), (0.4, True)]),
@@ -191,21 +177,20 @@ def test_turns_are_interleaved_and_disturbed_repetitions_do_not_count():
 
     timings = clock.in_turn(steps, 3, timer)
     turns = ["".join(order[i : i + 2]) for i in range(0, 10, 2)]
-    assert set(turns) == {"ab", "ba"}  # nobody always follows the same
+    assert set(turns) == {"ab", "ba"}  # no variant always follows the same one
     assert timings["a"] == Timing(seconds=pytest.approx(0.3), best=0.2, clean=2, repetitions=3, turns=(None, 0.2, 0.4))
     assert timings["b"] == Timing(seconds=0.2, best=0.1, clean=3, repetitions=3, turns=(0.1, 0.2, 0.3))
 
 
 def test_a_ratio_is_of_one_turn_not_of_two_medians():
     slow_then_fast = Timing(4.0, 2.0, 5, 5, (4.0, 4.0, 4.0, 2.0, 2.0))
-    half_of_it = Timing(1.0, 1.0, 5, 5, (2.0, 2.0, 1.0, 1.0, 1.0))  # the machine changed while the third turn went on
-    rows = [Row(Cell(), {"cpu": slow_then_fast, CEILING: half_of_it})]
+    half = Timing(1.0, 1.0, 5, 5, (2.0, 2.0, 1.0, 1.0, 1.0))  # the machine became faster during the third turn
+    rows = [Row(Cell(), {"cpu": slow_then_fast, CEILING: half})]
     assert rows[0].over("cpu", CEILING) == pytest.approx(0.5)
     assert rows[0].record()["results"]["cpu"]["of_ceiling"] == 0.5
-    disturbed = replace(half_of_it, turns=(None, None, 1.0, None, None), clean=1)
-    assert clock.compare(slow_then_fast, disturbed, lambda a, b: b / a) == pytest.approx(
-        0.25
-    )  # one turn is too few: of medians
+    disturbed = replace(half, turns=(None, None, 1.0, None, None), clean=1)
+    # one common turn is too few: the medians are compared
+    assert clock.compare(slow_then_fast, disturbed, lambda a, b: b / a) == pytest.approx(0.25)
 
 
 @pytest.mark.benchmark(group="small calls")
@@ -216,8 +201,6 @@ def test_a_small_decode_is_timed_beside_the_others(benchmark, backend):
         pytest.skip(why)
     ours = pool.Pool(cell)
     run = runner._attention(cell, ours, backend)()
-    out = benchmark.pedantic(
-        run, rounds=3, warmup_rounds=1
-    )  # one call beside other workers, where nothing can be measured
+    out = benchmark.pedantic(run, rounds=3, warmup_rounds=1)  # under a parallel pytest the figures mean little
     assert out.isfinite().all()
     assert benchmark.disabled or benchmark.stats.stats.rounds == 3

@@ -1,9 +1,10 @@
-"""What the compiler makes of the Triton kernels, without a GPU: `python -m tests.kernels.triton.compiled < jobs.json`, a process of its own.
+"""Compile the Triton kernels without a GPU: `python -m tests.kernels.triton.compiled < jobs.json`.
 
-A job is (name of a launch below, architecture, and a tuning to try, or not). The host wrapper runs as it would on that machine, on CPU
-tensors of a plausible call; each launch is caught, specialised as Triton's launcher does, and compiled by ptxas or LLVM. Printed is
-a report of each launch: registers, spills, shared memory, and the instructions that tell whether loads are wide and tensor cores are used.
-Never run by pytest in its own process: there the kernels may have been imported for the interpreter.
+A job is [name of a launch below, architecture, optionally a tuning to try]. The host wrapper runs as on that machine,
+over CPU tensors of a typical call. Each launch is intercepted, specialised as Triton's launcher does, and compiled by
+ptxas or LLVM. The output is a report of each launch: registers, spills, shared memory, and instructions that show
+whether loads are wide and tensor cores are used.
+This must be a process of its own: in pytest's process the kernels may have been imported for the interpreter.
 """
 
 from __future__ import annotations
@@ -33,33 +34,18 @@ PROCESSORS = {
 
 
 def call_of(**changes: Any) -> Any:
-    """An AttentionCall of 8 sequences, as an engine would make it: HND pool, page 16, bf16, 32 query and 8 kv heads of 128."""
+    """Return an AttentionCall as an engine makes it: 8 sequences, HND pool, page 16, bfloat16, 32/8 heads of 128."""
     import torch
 
     from pagedkv.kernels.args import AttentionCall
     from tests.cases import DTYPES
 
-    given = {
-        "B": 8,
-        "q_len": 1,
-        "n": 4096,
-        "H": 32,
-        "K": 8,
-        "D": 128,
-        "Dv": 128,
-        "S": 16,
-        "dtype": "bfloat16",
-        "kv": "",
-        "mla": False,
-    }
+    sizes = {"B": 8, "q_len": 1, "n": 4096, "H": 32, "K": 8, "D": 128, "Dv": 128, "S": 16}
+    given = sizes | {"dtype": "bfloat16", "kv": "", "mla": False}
     options = {name: changes.pop(name) for name in [*changes] if name not in given}
     g = given | changes
-    B, T, dtype, stored = (
-        g["B"],
-        g["B"] * g["q_len"],
-        DTYPES[g["dtype"]],
-        DTYPES[g["kv"].partition("/")[0] or g["dtype"]],
-    )
+    B, T = g["B"], g["B"] * g["q_len"]
+    dtype, stored = DTYPES[g["dtype"]], DTYPES[g["kv"].partition("/")[0] or g["dtype"]]
     half = 2 if stored == torch.uint8 else 1
 
     def pool(dim: int) -> torch.Tensor:
@@ -73,15 +59,13 @@ def call_of(**changes: Any) -> Any:
     ints = {"table": torch.zeros(B, 8192, dtype=torch.int32), "lens": torch.full((B,), g["n"], dtype=torch.int32)}
     starts = torch.arange(B + 1, dtype=torch.int32) * g["q_len"]
     heads = torch.ones(g["H"])
-    q, out, lse = (
-        torch.empty(T, g["H"], g["D"], dtype=dtype),
-        torch.empty(T, g["H"], g["Dv"], dtype=dtype),
-        torch.empty(T, g["H"]),
-    )
+    q, out = (torch.empty(T, g["H"], dim, dtype=dtype) for dim in (g["D"], g["Dv"]))
+    lse = torch.empty(T, g["H"])
     tree = torch.ones(T, g["q_len"], dtype=torch.bool) if options.get("tree") else None
     return AttentionCall(
-        q, k, v, scale, scale, ints["table"], None, ints["lens"], starts, g["q_len"], g["n"], 0.1, True, options.get("window"),
-        options.get("softcap", 0.0), heads if options.get("sinks") else None, heads if options.get("alibi") else None, tree,
+        q, k, v, scale, scale, ints["table"], None, ints["lens"], starts, g["q_len"], g["n"],
+        0.1, True, options.get("window"), options.get("softcap", 0.0),
+        heads if options.get("sinks") else None, heads if options.get("alibi") else None, tree,
         options.get("split_tokens"), out, lse,
     )  # fmt: skip
 
@@ -93,11 +77,11 @@ def attention(**changes: Any) -> None:
 
 
 def one_launch() -> None:
-    """Decode whose rows are merged by the last program that has a part of one, as a table made by measuring may want it."""
+    """Run decode with one_launch, which a measured tuning may choose: the last program of a row merges its parts."""
     from pagedkv.kernels.triton import decode
 
     real = decode.tuning
-    decode.tuning = lambda *of: replace(real(*of), one_launch=not of[1].arch.startswith("gfx"))  # type: ignore[assignment]
+    decode.tuning = lambda kernel, on, *size: replace(real(kernel, on, *size), one_launch=not on.arch.startswith("gfx"))
     try:
         attention()
     finally:
@@ -120,11 +104,9 @@ LAUNCHES: dict[str, Any] = {
     "decode, every option": lambda: attention(q_len=4, **EVERYTHING),
     "decode, split": lambda: attention(split_tokens=1024),
     "decode, window": lambda: attention(window=1024, sinks=True),
-    **{
-        f"decode, {kv}": (lambda kv=kv: attention(kv=kv))
-        for kv in QUANTISED
-    },
-    "decode, one of everything": lambda: attention(B=1, H=1, K=1, D=64, Dv=64, S=2, n=1, window=1),  # what is 1 becomes a constant
+    **{f"decode, {kv}": (lambda kv=kv: attention(kv=kv)) for kv in QUANTISED},
+    # Triton makes an argument of value 1 a constant
+    "decode, one of everything": lambda: attention(B=1, H=1, K=1, D=64, Dv=64, S=2, n=1, window=1),
     "decode, far bounds": lambda: attention(window=2**40, split_tokens=2**40),
     "decode, one launch": one_launch,
     "decode, mla": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True),
@@ -133,7 +115,9 @@ LAUNCHES: dict[str, Any] = {
     "decode, mla int4": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, kv="int4/token_head"),
     "decode, mla float32": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, mla=True, dtype="float32"),
     "decode, mla float32, V beside K": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, dtype="float32"),
-    "decode, mla float32 over int4": lambda: attention(H=128, K=1, D=576, Dv=512, S=64, dtype="float32", kv="int4/token_head"),
+    "decode, mla float32 over int4": lambda: attention(
+        H=128, K=1, D=576, Dv=512, S=64, dtype="float32", kv="int4/token_head"
+    ),
     "decode, other steps": lambda: [attention(B=B, n=n) for B, n in ((9, 1040), (16, 17), (12, 4096), (15, 50000))],
     "drafts": lambda: attention(q_len=8),
     "drafts, every option": lambda: attention(q_len=8, **EVERYTHING),
@@ -142,7 +126,9 @@ LAUNCHES: dict[str, Any] = {
     "prefill, head 64": lambda: attention(q_len=1024, D=64, Dv=64),
     "prefill, head 256": lambda: attention(q_len=1024, D=256, Dv=256),
     "prefill, float32": lambda: attention(q_len=1024, dtype="float32"),
-    "prefill, float32 over int4, head 256": lambda: attention(q_len=1024, D=256, Dv=256, dtype="float32", kv="int4/token_head"),
+    "prefill, float32 over int4, head 256": lambda: attention(
+        q_len=1024, D=256, Dv=256, dtype="float32", kv="int4/token_head"
+    ),
     "prefill, every option": lambda: attention(q_len=1024, **EVERYTHING),
     "prefill, fp8": lambda: attention(q_len=1024, kv="fp8_e4m3/token_head"),
     "prefill, mla": lambda: attention(q_len=1024, H=128, K=1, D=576, Dv=512, S=64, mla=True),
@@ -168,12 +154,8 @@ def merge() -> None:
 
     from pagedkv.kernels.triton.backend import merge_states
 
-    merge_states(
-        *(
-            torch.empty(size, dtype=dtype)
-            for size, dtype in (((64, 32, 128), torch.bfloat16), ((64, 32), torch.float32)) * 2
-        )
-    )
+    out, lse = torch.empty(64, 32, 128, dtype=torch.bfloat16), torch.empty(64, 32)
+    merge_states(out, lse, out.clone(), lse.clone())
 
 
 def copy() -> None:
@@ -181,9 +163,8 @@ def copy() -> None:
 
     from pagedkv.kernels.triton.backend import copy_frames
 
-    copy_frames(
-        torch.empty(2, 1 << 30, dtype=torch.uint8), torch.zeros(1, 2, dtype=torch.int32)
-    )  # more runs than a grid's second dim has
+    # a frame of more runs than the second dim of a grid can count
+    copy_frames(torch.empty(2, 1 << 30, dtype=torch.uint8), torch.zeros(1, 2, dtype=torch.int32))
 
 
 def ceiling() -> None:
@@ -196,7 +177,7 @@ def ceiling() -> None:
 
 LAUNCHES |= {
     "write": write,
-    "write, turned": lambda: write(rope=True),
+    "write, rotated": lambda: write(rope=True),
     **{f"write, {kv}": (lambda kv=kv: write(kv)) for kv in QUANTISED},
     "merge": merge,
     "copy": copy,
@@ -205,7 +186,7 @@ LAUNCHES |= {
 
 
 class NoGpu:
-    """What Triton asks of a driver in order to compile, answered for a GPU that is not here."""
+    """A stand-in for Triton's driver: it answers the questions of the compiler for a GPU that this machine lacks."""
 
     def __init__(self, arch: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -217,15 +198,15 @@ class NoGpu:
         return self.target
 
     def get_current_device(self) -> str:
-        """A key of Triton's caches of compiled kernels."""
+        """Return a key of Triton's caches of compiled kernels."""
         return self.arch
 
     def get_current_stream(self, device: str) -> int:
         return 0
 
 
-def made(name: str, arch: str) -> list[tuple[str, Any]]:
-    """(kernel, what Triton's launcher made of it) for each launch of the host code of `name` on `arch`; nothing runs."""
+def compiled_launches(name: str, arch: str) -> list[tuple[str, Any]]:
+    """Return (kernel, compiled kernel) for each launch that the host code of `name` makes on `arch`; nothing runs."""
     import triton
     from triton.runtime import driver
 
@@ -236,9 +217,9 @@ def made(name: str, arch: str) -> list[tuple[str, Any]]:
 
     def compiled_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         assert len(grid) <= 3
-        assert all(isinstance(size, int) and 0 < size < (2**31 if i == 0 else 2**16) for i, size in enumerate(grid)), (
-            grid
-        )
+        for size, limit in zip(grid, (2**31, 2**16, 2**16), strict=False):
+            assert isinstance(size, int), grid
+            assert 0 < size < limit, grid
         launches.append((kernel.__name__, launch(kernel, *args, grid=grid, warmup=True, **kwargs)))
 
     driver.set_active(NoGpu(arch))
@@ -255,29 +236,26 @@ def made(name: str, arch: str) -> list[tuple[str, Any]]:
 
 
 def report(name: str, arch: str) -> list[dict[str, Any]]:
-    """One dict a launch."""
+    """Return one dict for each launch."""
     found = []
-    for kernel, one in made(name, arch):
-        told = nvidia(one.asm["cubin"]) if arch.startswith("sm_") else amd(one.asm["amdgcn"])
-        loops = one.asm["ttgir"].count("scf.for")
-        wide, narrow = products(one.asm["ttir"])
-        about = {
-            "kernel": kernel,
-            "hash": one.hash,
-            "shared": one.metadata.shared,
-            "loops": loops,
-            "products": wide,
-            "narrow": narrow,
-        }
-        found.append(about | told | ({"order": order(one.asm["ptx"])} if "ptx" in one.asm else {}))
+    for kernel, compiled in compiled_launches(name, arch):
+        asm = compiled.asm
+        wide, narrow = products(asm["ttir"])
+        about = {"kernel": kernel, "hash": compiled.hash, "shared": compiled.metadata.shared}
+        about |= {"loops": asm["ttgir"].count("scf.for"), "products": wide, "narrow": narrow}
+        about |= nvidia(asm["cubin"]) if arch.startswith("sm_") else amd(asm["amdgcn"])
+        found.append(about | ({"order": order(asm["ptx"])} if "ptx" in asm else {}))
     return found
 
 
 def order(ptx: str) -> str:
-    """Of stores, barriers, tickets that release and acquire, and others: their letters ("s", "b", "t", "?"), in the order of the text."""
+    """Return the order of memory operations in the text, a letter for each.
+
+    "s": a store. "b": a barrier. "t": a ticket that releases and acquires. "?": another atomic or an uncoherent load.
+    """
     ticket, other = r"atom\.global\.(?:gpu\.acq_rel|acq_rel\.gpu)", r"\batom\.|(?<![.\w])red\.|ld\.global\.nc"
     found = re.findall(rf"(st\.global)|(bar(?:rier)?\.sync)|({ticket})|({other})", ptx)
-    return "".join("sbt?"[next(i for i, text in enumerate(one) if text)] for one in found)
+    return "".join("sbt?"[next(i for i, text in enumerate(groups) if text)] for groups in found)
 
 
 MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "UTCMMA", "QGMMA", "OMMA")
@@ -285,7 +263,7 @@ MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "UTCMMA", "QGMMA", "OMMA")
 
 
 def nvidia(cubin: bytes) -> dict[str, Any]:
-    """From the SASS: registers and bytes spilled to local memory, and counts of instructions."""
+    """Read from the SASS: registers, spill instructions, and counts of other instructions."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -312,7 +290,7 @@ def nvidia(cubin: bytes) -> dict[str, Any]:
 
 
 def amd(text: str) -> dict[str, Any]:
-    """From the assembly's metadata."""
+    """Read from the assembly and its metadata: registers, spills, and counts of instructions."""
     numbers = {name: int(value) for name, value in re.findall(r"\.(\w+_count|\w+_size):\s+(\d+)", text)}
     return {
         "registers": numbers["vgpr_count"],
@@ -324,14 +302,14 @@ def amd(text: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    assert os.environ.get("TRITON_INTERPRET") != "1", "compiled, not interpreted"
+    assert os.environ.get("TRITON_INTERPRET") != "1", "unset TRITON_INTERPRET: this process compiles"
     from pagedkv.kernels.triton import tuning
 
     by_rule = tuning._by_rule
     for name, arch, *tried in json.load(sys.stdin):
-        tuning._by_rule = lambda *of, tried=tried: replace(by_rule(*of), **(tried[0] if tried else {}))
+        tuning._by_rule = lambda *size, tried=tried: replace(by_rule(*size), **(tried[0] if tried else {}))
         if tried:
-            tuning._table = dict  # what is tried is not overruled
+            tuning._table = dict  # an empty table, so that no entry overrules the tuning to try
         tuning.tuning.cache_clear()
         print(json.dumps([name, arch, report(name, arch), *tried]), flush=True)
 

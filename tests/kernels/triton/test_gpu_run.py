@@ -1,7 +1,8 @@
-"""What a machine with a GPU will run, run without one: the stages of `make gpu`, its benchmark and its search, over small cells.
+"""The stages of `make gpu`, its benchmark and its search, over small cells and without a GPU.
 
-Graphs and events of CUDA are played by stand-ins that call what they would have captured; kernels are interpreted (test_triton.py says why
-it is imported). What only a GPU can show is left to it: times, capture itself, and what the peers that are not installed here do.
+Stand-ins take the place of CUDA graphs and events; the stand-in of a graph calls the steps that it would capture.
+Kernels are interpreted (test_triton.py, imported here, explains how). These tests cannot show times, capture itself,
+and the behaviour of peers that are not installed here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TINY = replace(gpu_attention.BASE, batch=3, context=50, heads=4, kv_heads=2, hea
 
 
 class Graph:
-    """Stands for a CUDA graph: what it would have captured runs once."""
+    """A stand-in for a CUDA graph: it runs the steps once in place of capturing them."""
 
     def __init__(self, steps: list[Any]) -> None:
         for step in steps:
@@ -46,7 +47,7 @@ class Graph:
 
 
 class Event:
-    """An event of a clock that ticks once a look."""
+    """A stand-in for a CUDA event: any two of them are half a millisecond apart."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -59,7 +60,7 @@ class Event:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools are small and on the CPU; nothing is kept in bench/results."""
+    """Make pools small and put them on the CPU; keep no rows in bench/results."""
     monkeypatch.setattr(gpu_pool, "ROTATED_BYTES", 1 << 18)
     for module in (gpu_attention, tune):
         monkeypatch.setattr(module, "GpuPool", functools.partial(gpu_pool.GpuPool, device="cpu"))
@@ -84,7 +85,7 @@ def test_steps_read_frames_of_their_own_and_run(kv: str) -> None:
     pool = gpu_pool.GpuPool(cell, "cpu")
     batches = pool.batches()
     drawn = [set(batch.block_table[batch.block_table >= 0].tolist()) for batch in batches]
-    assert len(set.union(*drawn)) == sum(map(len, drawn))  # no call finds in a cache what another one read
+    assert len(set.union(*drawn)) == sum(map(len, drawn))  # no call finds in a cache the frames of another call
     step = batches[0]
     assert step.seq_lens.tolist() == cell.lens()
     assert pool.kv_bytes == 150 * 2 * 2 * 64 * {"": 16, "fp8_e4m3": 8, "int4": 4}[kv] // 8
@@ -129,13 +130,13 @@ def test_the_benchmark_measures_ours_and_peers_and_says_which_promises_hold(
     assert by_case[str(drafts), "triton"]["us"] > 0
     assert (str(drafts), "sdpa") not in by_case, "peers decode one token"
     assert (tmp_path / "gpu-attention.svg").exists()
-    told = capsys.readouterr().out
-    assert f"triton, {TINY}: us" in told
-    assert f"triton, {TINY}, split at 512: ratio" in told
-    assert "triton: 1 times as fast as sdpa over 1 cells" in told
-    assert "2e+09" not in told, "a promise of another backend"
-    assert "MISSED" in told
-    assert "holds" in told
+    printed = capsys.readouterr().out
+    assert f"triton, {TINY}: us" in printed
+    assert f"triton, {TINY}, split at 512: ratio" in printed
+    assert "triton: 1 times as fast as sdpa over 1 cells" in printed
+    assert "2e+09" not in printed, "a promise of another backend"
+    assert "MISSED" in printed
+    assert "holds" in printed
 
 
 @pytest.mark.usefixtures("no_gpu", "said_to_have_one")
@@ -148,11 +149,11 @@ def test_rows_and_a_plot_go_to_bench_results_or_where_the_caller_says(
     checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
     checkout.mkdir(), elsewhere.mkdir()
     monkeypatch.setattr(record, "results", lambda: checkout)
-    asked = gpu_attention.Asked(["reference"], repetitions=1, quick=True)
-    gpu_attention.run(asked)
+    options = gpu_attention.Asked(["reference"], repetitions=1, quick=True)
+    gpu_attention.run(options)
     assert sorted(path.name for path in checkout.iterdir()) == ["gpu-attention.jsonl", "gpu-attention.svg"]
     drawn = (checkout / "gpu-attention.svg").read_text()
-    gpu_attention.run(replace(asked, out=(elsewhere / "rows",), plot=elsewhere / "picture.svg"))
+    gpu_attention.run(replace(options, out=(elsewhere / "rows",), plot=elsewhere / "picture.svg"))
     assert sorted(path.name for path in elsewhere.iterdir()) == ["picture.svg", "rows"]
     assert (checkout / "gpu-attention.svg").read_text() == drawn, "it was left alone"
 
@@ -165,19 +166,19 @@ def test_the_quick_benchmark_looks_at_every_promise() -> None:
             assert must.twin is None or group[must.twin] == group[must.cell], "a ratio is of one moment"
 
 
-def test_without_a_gpu_benchmark_and_search_say_so() -> None:
+def test_without_a_gpu_benchmark_and_search_refuse_to_run() -> None:
     for main in (gpu_attention.main, tune.main):
         with pytest.raises(gpu_attention.InvalidRequest, match="torch finds no GPU on this machine"):
             main([])
 
 
 @pytest.mark.slow
-def test_torchs_paged_attention_is_asked_for_what_ours_computes() -> None:
-    """A peer that computes something else would be no peer: its steps against plain attention over the pages it was given."""
+def test_torchs_paged_attention_computes_the_same_as_ours() -> None:
+    """Compare the peer's steps with plain attention over the pages that the peer was given."""
     given: list[tuple[Any, ...]] = []
 
     def watch(attend: Any) -> Any:
-        attend = torch.compile(attend)  # uncompiled, torch looks at the mask's function and not at its blocks
+        attend = torch.compile(attend)  # uncompiled, torch uses the mask's function and ignores its blocks
 
         def watched(q: Any, k: Any, v: Any, *, block_mask: Any, enable_gqa: bool) -> Any:
             out = attend(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)
@@ -205,7 +206,7 @@ def test_torchs_paged_attention_is_asked_for_what_ours_computes() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu", "said_to_have_one")
-def test_the_search_writes_what_is_fastest_for_each_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_search_writes_the_fastest_fields_of_each_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def timed(variants: dict[Any, Any], repetitions: int) -> tuple[dict[Any, float], dict[Any, str]]:
@@ -239,7 +240,7 @@ def test_the_search_writes_what_is_fastest_for_each_size(monkeypatch: pytest.Mon
     assert tuning._table() is before
 
 
-def test_the_table_is_what_kernels_are_sized_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_take_their_sizes_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     on, size = tuning.Target("sm_90", 132), (512, 128)
     plain = tuning.tuning("decode", on, *size)
     fields = {"N": 16, "one_launch": True, "programs": 7}
@@ -254,8 +255,8 @@ def test_the_table_is_what_kernels_are_sized_by(monkeypatch: pytest.MonkeyPatch)
     assert tuning.tuning("decode", on, *size) == plain
 
 
-def test_entries_that_nobody_measured_are_the_rules_and_say_so() -> None:
-    """And those of AMD merge by a second launch."""
+def test_entries_that_were_not_measured_have_the_values_of_the_rule_and_its_name() -> None:
+    """On AMD, all entries merge by a second launch."""
     kept, rule = tuning._table(), tune.reasoned()
     assert set(kept) >= set(tune.REASONED)
     for arch, entry in kept.items():
@@ -283,7 +284,7 @@ def test_without_a_gpu_the_run_says_so_once_and_starts_nothing_else(
     assert (tmp_path / "summary.txt").read_text().splitlines() == lines
 
 
-def test_a_stage_that_fails_or_hangs_leaves_its_log_and_stops_no_other(
+def test_a_stage_that_fails_or_hangs_leaves_its_log_and_the_next_stages_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sleep = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).wait()"
@@ -316,7 +317,7 @@ def test_a_stage_that_fails_or_hangs_leaves_its_log_and_stops_no_other(
     assert "good" not in capsys.readouterr().out
 
 
-def test_every_stage_names_something_that_is_there() -> None:
+def test_every_stage_names_files_and_options_that_exist() -> None:
     options: dict[str, set[str]] = {}
     for stage in (*gpu.STAGES, *gpu.SANITIZE):
         if stage.arguments[:2] == ("-m", "pytest"):
@@ -346,7 +347,7 @@ def test_cases_without_pytest_are_judged_as_with_it(
     assert by_hand.main() == 1
 
 
-def test_after_an_error_of_the_gpu_the_rest_is_not_blamed_and_a_compilers_log_is_printed(
+def test_cases_after_a_gpu_error_count_as_lost_and_the_compilers_log_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object) -> dict[str, float]:
@@ -356,14 +357,17 @@ def test_after_an_error_of_the_gpu_the_rest_is_not_blamed_and_a_compilers_log_is
 
     monkeypatch.setattr(by_hand, "_lost", [])
     monkeypatch.setattr(by_hand, "ratios", broken)
-    good, told = by_hand.judged((SMALL[0], "cuda", "cuda"))
+    good, line = by_hand.judged((SMALL[0], "cuda", "cuda"))
     assert not good
-    assert told.endswith("of the compiler")
-    good, told = by_hand.judged((SMALL[1], "cuda", "cuda"))
+    assert line.endswith("of the compiler")
+    good, line = by_hand.judged((SMALL[1], "cuda", "cuda"))
     assert not good
-    assert told.startswith("LOST")
-    assert str(SMALL[0]) in told
-    assert gpu_attention._said(KernelUnavailableWithNotes()) == "KernelUnavailableWithNotes: no; the compiler says why"
+    assert line.startswith("LOST")
+    assert str(SMALL[0]) in line
+    assert (
+        gpu_attention.error_line(KernelUnavailableWithNotes())
+        == "KernelUnavailableWithNotes: no; the compiler says why"
+    )
 
 
 class KernelUnavailableWithNotes(Exception):
@@ -373,10 +377,16 @@ class KernelUnavailableWithNotes(Exception):
 
 
 def test_vllms_kernel_is_called_as_its_own_backend_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parameters as of vLLM 0.32, whatever it makes of them."""
+    """The stand-in has the parameters of vLLM 0.32; it only records its arguments."""
     seen: list[dict[str, Any]] = []
 
-    def unified_attention(q: Any, k: Any, v: Any, out: Any, cu_seqlens_q: Any, max_seqlen_q: int, seqused_k: Any, max_seqlen_k: int, softmax_scale: float, causal: bool, window_size: Any, block_table: Any, softcap: float, q_descale: Any, k_descale: Any, v_descale: Any, seq_threshold_3D: Any = None, num_par_softmax_segments: Any = None, softmax_segm_output: Any = None, softmax_segm_max: Any = None, softmax_segm_expsum: Any = None) -> None:  # fmt: skip  # noqa: E501
+    def unified_attention(
+        q: Any, k: Any, v: Any, out: Any, cu_seqlens_q: Any, max_seqlen_q: int, seqused_k: Any, max_seqlen_k: int,
+        softmax_scale: float, causal: bool, window_size: Any, block_table: Any, softcap: float,
+        q_descale: Any, k_descale: Any, v_descale: Any, seq_threshold_3D: Any = None,
+        num_par_softmax_segments: Any = None, softmax_segm_output: Any = None, softmax_segm_max: Any = None,
+        softmax_segm_expsum: Any = None,
+    ) -> None:  # fmt: skip
         seen.append(locals())
 
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"):

@@ -1,7 +1,8 @@
-"""What the compiler makes of the Triton kernels stays within budget, for GPUs that are not here.
+"""The machine code of the Triton kernels stays within budget, for GPUs that this machine lacks.
 
-Host code, Triton's own launcher and ptxas or LLVM do all that they would do on a GPU, but for the launch. Registers, spills, shared memory,
-wide loads and tensor-core instructions are read from the machine code: a regression shows without a GPU in the room. Speed does not.
+Host code, Triton's own launcher and ptxas or LLVM do the same as on a GPU, except for the launch. The tests read
+registers, spills, shared memory, wide loads and tensor-core instructions from the machine code. So a regression of the
+code shows without a GPU; a regression of speed does not.
 """
 
 from __future__ import annotations
@@ -24,27 +25,28 @@ from tests.kernels.triton.compiled import LAUNCHES, PROCESSORS
 
 ROOT = Path(__file__).parents[3]
 SHARED = {
-    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10,
-    "gfx942": 64 << 10, "gfx950": 160 << 10,
+    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
+    "sm_120": 99 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10,
 }  # fmt: skip
-"""What a program may use of each: more, and its launch fails."""
+"""Bytes of shared memory that one program may use; the launch of a program with more fails."""
 
-RESIDENT = {
-    "decode": 100 << 10,
-    "decode, page 64": 100 << 10,
-    "decode, head 64": 100 << 10,
-    "decode, fp8_e4m3/tensor": 100 << 10,
-}
-"""Shared bytes of those of which two programs share a processor of sm_90 or sm_100: half of what there is, and less."""
+RESIDENT = dict.fromkeys(("decode", "decode, page 64", "decode, head 64", "decode, fp8_e4m3/tensor"), 100 << 10)
+"""Bytes of shared memory of the launches that run two programs per processor of sm_90 or sm_100: less than half."""
 
 REGISTERS = {
     "merge_kernel": 128,
     **dict.fromkeys("write_kernel copy_kernel merge_splits_kernel merge_states_kernel read_kernel".split(), 64),
 }
-"""What must hide its latency by many programs at a time; a merged row of 512 is the widest. Attention may take all there are."""
+"""Registers of kernels that hide latency with many programs at a time; the widest merges rows of 512.
+
+The attention kernels may use all registers.
+"""
 
 SPILLS = 16
-"""Instructions that move registers to memory and back, at most: a few beside the loop do no harm. Exceptions, with their causes:"""
+"""The most instructions that move registers to memory and back; a few outside the loop do no harm.
+
+MORE_SPILLS has the exceptions, with their causes.
+"""
 
 MORE_SPILLS = {
     ("prefill, float32 over int4, head 256", "sm_90"): (
@@ -98,7 +100,7 @@ ALL = [
     for name in LAUNCHES
     if (name, SHARED[arch]) != ("decode, mla float32 over int4", 99 << 10)
 ]
-"""float32 over int4 that wide is refused where it does not fit: see form.no_form."""
+"""All launches, except float32 over int4 with wide heads where specialisation.why_no_specialisation refuses it."""
 
 TENSOR_CORES = {
     "sm_80": "HMMA",
@@ -108,15 +110,17 @@ TENSOR_CORES = {
     "sm_100": "HMMA UTCHMMA",
     "sm_120": "HMMA",
 }
-"""What an architecture's own are called. Tiles of 16 rows are HMMA everywhere: the larger instructions take 64 rows and more."""
+"""Tensor-core instructions of each architecture.
+
+Tiles of 16 rows use HMMA on all of them: the larger instructions take 64 rows and more.
+"""
 
 
 @cache
 def reports(jobs: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Compiled in one process of its own, where nothing is interpreted."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
-        "TRITON_DEFAULT_FP_FUSION": "1"
-    }
+    """Compile the jobs in a process of its own, without the interpreter; return the reports of each job."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env["TRITON_DEFAULT_FP_FUSION"] = "1"
     command = [sys.executable, "-m", "tests.kernels.triton.compiled"]
     run = subprocess.run(command, cwd=ROOT, env=env, input=json.dumps(jobs), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -125,37 +129,35 @@ def reports(jobs: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], list[dic
 
 def stays_within_budget(name: str, arch: str, launches: list[dict[str, Any]]) -> None:
     assert launches
-    for made in launches:
-        where = f"{made['kernel']} of {name!r} on {arch}: {made}"
-        assert made["shared"] <= SHARED[arch], where
+    for launch in launches:
+        where = f"{launch['kernel']} of {name!r} on {arch}: {launch}"
+        assert launch["shared"] <= SHARED[arch], where
         if arch in ("sm_90", "sm_100"):
-            assert made["shared"] <= RESIDENT.get(name, SHARED[arch]), where
-        assert made["registers"] <= REGISTERS.get(made["kernel"], 255 if arch.startswith("sm_") else 512), where
+            assert launch["shared"] <= RESIDENT.get(name, SHARED[arch]), where
+        assert launch["registers"] <= REGISTERS.get(launch["kernel"], 255 if arch.startswith("sm_") else 512), where
         allowed, _ = MORE_SPILLS.get((name, arch), (SPILLS, ""))
-        assert made["spills"] <= allowed, where
-        assert not made["narrow"], f"products of 32 bits reach an address in {where}"
-        assert made["products"] > 0, where
-        if made["kernel"] in ("decode_kernel", "prefill_kernel"):
-            attends_well(name, arch, made, where)
-        if made["kernel"] in ("copy_kernel", "read_kernel"):
-            assert made["wide"] > 0, where
+        assert launch["spills"] <= allowed, where
+        assert not launch["narrow"], f"products of 32 bits reach an address in {where}"
+        assert launch["products"] > 0, where
+        if launch["kernel"] in ("decode_kernel", "prefill_kernel"):
+            attends_well(name, arch, launch, where)
+        if launch["kernel"] in ("copy_kernel", "read_kernel"):
+            assert launch["wide"] > 0, where
 
 
-def attends_well(name: str, arch: str, made: dict[str, Any], where: str) -> None:
-    slow = "mla float32" in name and arch.startswith(
-        "sm_"
-    )  # in three products of TF32 it would fit no processor of 99 KiB
+def attends_well(name: str, arch: str, launch: dict[str, Any], where: str) -> None:
+    # no tensor cores: three products of TF32 would need more than 99 KiB of shared memory
+    slow = "mla float32" in name and arch.startswith("sm_")
     if not slow:
-        assert made["mma"] > 0, f"no tensor cores in {where}"
+        assert launch["mma"] > 0, f"no tensor cores in {where}"
     if arch.startswith("sm_"):
-        assert set(made["cores"]) <= set(TENSOR_CORES[arch].split()), where
-        assert slow or made["async"] > 0, f"loads wait in {where}"
-        if "int4" not in name:  # 64 bytes a head: as wide as they are
-            assert made["wide"] >= 4, f"few loads of 16 bytes in {where}"
-    elif (
-        "int" not in name and "fp8" not in name and not {"head 64", "192/128"} & {*name.split(", ")}
-    ):  # one byte, 32 keys, 256 threads: less than 16 bytes for each
-        assert made["wide"] >= 4, f"few loads of 16 bytes in {where}"
+        assert set(launch["cores"]) <= set(TENSOR_CORES[arch].split()), where
+        assert slow or launch["async"] > 0, f"loads wait in {where}"
+        if "int4" not in name:  # an int4 head has 64 bytes, too few for wide loads
+            assert launch["wide"] >= 4, f"few loads of 16 bytes in {where}"
+    # a tile of 32 one-byte keys has less than 16 bytes for each of 256 threads
+    elif "int" not in name and "fp8" not in name and not {"head 64", "192/128"} & {*name.split(", ")}:
+        assert launch["wide"] >= 4, f"few loads of 16 bytes in {where}"
 
 
 @pytest.mark.parametrize(("name", "arch"), DEFAULT)
@@ -175,25 +177,25 @@ def test_every_kernel_compiles_for_every_architecture_within_budget(arch: str) -
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_prefill_multiplies_by_the_instructions_of_its_own_architecture(arch: str) -> None:
     launches = reports((("prefill", arch),))["prefill", arch]
-    cores = next(made["cores"] for made in launches if made["kernel"] == "prefill_kernel")
+    cores = next(launch["cores"] for launch in launches if launch["kernel"] == "prefill_kernel")
     assert set(cores) & ({"HGMMA"} if arch == "sm_90" else {"UTCHMMA"}), cores
 
 
-def test_keys_of_bfloat16_are_loaded_by_16_bytes_only() -> None:
+def test_keys_of_bfloat16_are_loaded_16_bytes_at_a_time() -> None:
     decode = reports(tuple(DEFAULT))["decode", "sm_90"][0]
     assert decode["async"] > 0
     assert decode["narrow_async"] == 0
 
 
-def test_steps_of_other_sizes_wait_for_no_compiler() -> None:
-    """Batches of 9 to 16 sequences, of 17 to 50000 tokens: one decode kernel and one that merges."""
+def test_steps_of_other_sizes_compile_no_other_kernel() -> None:
+    """Batches of 9 to 16 sequences, of 17 to 50000 tokens, share one decode kernel and one merge kernel."""
     launches = reports(tuple(DEFAULT))["decode, other steps", "sm_90"]
     assert len(launches) > 4
-    assert len({made["hash"] for made in launches}) == 2
+    assert len({launch["hash"] for launch in launches}) == 2
 
 
-def test_a_ticket_is_drawn_after_every_thread_has_stored_and_parts_are_read_after_every_thread_knows() -> None:
-    """Barrier, ticket, barrier, with no store between; and no load through a cache that the ticket's fence would not empty."""
+def test_a_ticket_is_drawn_after_all_stores_and_parts_are_read_after_all_threads_know_it() -> None:
+    """Barrier, ticket, barrier, without a store between; no load through a cache that the ticket's fence ignores."""
     (launch,) = reports(tuple(DEFAULT))["decode, one launch", "sm_90"]
     assert launch["order"].count("t") == 1, launch["order"]
     assert "?" not in launch["order"]
@@ -203,7 +205,7 @@ def test_a_ticket_is_drawn_after_every_thread_has_stored_and_parts_are_read_afte
     assert after.startswith("b")
 
 
-def test_every_exception_is_of_a_case_that_there_is() -> None:
+def test_every_exception_names_a_compiled_case() -> None:
     assert {(name, arch) for name, arch in MORE_SPILLS} <= set(ALL)
     assert all(allowed > 0 and reason for allowed, reason in MORE_SPILLS.values())
     assert set(RESIDENT) <= set(LAUNCHES)

@@ -1,7 +1,8 @@
-"""Everything about a call that a kernel is compiled for, as one frozen value; and the tensors of a call as Triton takes them.
+"""The specialisation of a call, all that a kernel is compiled for, as one frozen value; and the arguments of kernels.
 
-Two calls of equal `Form` share a compiled kernel. Lengths, batch size, strides and scales are not in here: they change from step to step,
-and a step must never wait for a compiler. This file knows AttentionCall and the widths of tiles; it launches nothing.
+Two calls with equal `Specialisation` share a compiled kernel. Lengths, batch size, strides and scales are not part of
+it: they change from step to step, and a step must never wait for a compiler. This file knows AttentionCall and the
+widths of tiles; it launches nothing.
 """
 
 from __future__ import annotations
@@ -23,21 +24,26 @@ if TYPE_CHECKING:
 
 DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 FARTHEST: Final = 2**30
-"""No sequence is so long: a wider window, or a longer `split_tokens`, is as good as this one. A position less it is int32 still."""
+"""No sequence is so long: a wider window, or a longer `split_tokens`, is as good as this one.
+
+A position less this number still fits int32.
+"""
 KINDS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8", torch.uint8: "int4"}
 
 
 @dataclass(frozen=True)
-class Form:
-    """A `tl.constexpr` of the attention kernels.
+class Specialisation:
+    """The compile-time specialisation of the attention kernels: their argument `SPEC`, a `tl.constexpr`.
 
-    dtype, kind:      of q; of the pool: "e4m3", "e5m2", "int8", "int4", or "" where it is q's.
+    dtype:            the dtype of q.
+    kind:             the dtype of the pool: "e4m3", "e5m2", "int8", "int4", or "" for the dtype of q.
     S, G, D, Dv:      block_size, query heads of a kv head, head dims in elements.
-    M, N:             rows and keys of a tile.            heads:   query heads in a tile, at most G; M // heads queries fit beside them.
+    M, N:             rows and keys of a tile.
+    heads:            query heads in a tile, at most G; the tile has M // heads queries of each.
     whole_pages:      a tile of N keys lies in one page, so one frame addresses it.
-    k_scale, v_scale: 0 none, 1 one for all, 2 per (token, head).
+    k_scale, v_scale: 0 no scale, 1 one scale for all, 2 a scale per (token, head).
     v_in_k:           V is the first part of K in the same memory (MLA): it is read once.
-    one_launch:       decode's partials are merged by the last program that has one, not by a second launch.
+    one_launch:       the program that stores decode's last partial merges them; there is no second launch.
     """
 
     dtype: Any
@@ -66,7 +72,7 @@ class Form:
 
     @cached_property
     def factor(self) -> float:
-        """What `elements.element` leaves out: fp16's exponent has another bias than e4m3's."""
+        """The factor that `elements.element` leaves out: the exponent bias of fp16 differs from that of e4m3."""
         return 256.0 if self.kind == "e4m3" and not self.native_fp8 else 1.0
 
     @cached_property
@@ -76,74 +82,77 @@ class Form:
 
     @cached_property
     def head_tiles(self) -> int:
-        """Tiles for the heads of one kv head."""
+        """Tiles for the query heads of one kv head."""
         return -(-self.G // self.heads)
 
     @cached_property
     def K0(self) -> int:
-        """Columns of K's first part in memory; K1, V0, V1 likewise."""
+        """Columns of K's first part in memory."""
         return _widths(self.D, self.kind)[0]
 
     @cached_property
     def K1(self) -> int:
-        """0: there is no second part."""
+        """Columns of K's second part in memory; 0 for no second part."""
         return _widths(self.D, self.kind)[1]
 
     @cached_property
     def V0(self) -> int:
-        """As K0."""
+        """Columns of V's first part in memory."""
         return _widths(self.Dv, self.kind)[0]
 
     @cached_property
     def V1(self) -> int:
-        """As K1."""
+        """Columns of V's second part in memory; 0 for no second part."""
         return _widths(self.Dv, self.kind)[1]
 
     @cached_property
     def second(self) -> int:
-        """Columns of the second part of an output; where there is none, of something as small as it can be."""
+        """Columns of the second part of an output; without a second part 16, the smallest tile."""
         return self.V0 if self.kind == "int4" else max(self.V1, 16)
 
     @cached_property
     def k_limit(self) -> int:
-        """Elements of a stored key in memory: bytes of two for int4."""
+        """Elements of a stored key in memory; for int4 bytes, each of two elements."""
         return self.D // 2 if self.kind == "int4" else self.D
 
     @cached_property
     def v_limit(self) -> int:
-        """As k_limit."""
+        """Elements of a stored value in memory; for int4 bytes."""
         return self.Dv // 2 if self.kind == "int4" else self.Dv
 
 
 def _widths(dim: int, kind: str) -> tuple[int, int]:
-    """The two parts of a head: powers of two of at least 16, the least that a tensor core multiplies. int4: bytes, and no second load."""
+    """Return the columns of a head's two parts: powers of two, at least 16, the smallest operand of a tensor core.
+
+    int4: the columns are bytes, and there is no second load.
+    """
     if kind == "int4":
         return max(16, triton.next_power_of_2(dim // 2)), 0
     first = max(16, 1 << (dim.bit_length() - 1))
     return first, max(16, triton.next_power_of_2(dim - first)) if dim > first else 0
 
 
-def form_of(call: AttentionCall, M: int, N: int) -> Form:
-    """The Form of `call` with tiles of at least M rows, and N keys."""
+def specialisation_of(call: AttentionCall, M: int, N: int) -> Specialisation:
+    """Return the Specialisation of `call` with tiles of M rows and N keys."""
     K, S = call.k.shape[2], call.k.shape[1]
     G, D, Dv = call.q.shape[1] // K, call.q.shape[2], call.out.shape[2]
     kind = KINDS.get(call.k.dtype, "")
     heads, on = min(G, M), tuning.target(call.q.device)
-    exact = (
-        "ieee" if max(D, Dv) > 256 else on.float32_products
-    )  # three products of TF32 of heads so wide fit no processor of 99 KiB
-    return Form(
+    # for heads wider than 256, three products of TF32 need more than the 99 KiB of shared memory of some processors
+    float32_products = "ieee" if max(D, Dv) > 256 else on.float32_products
+    return Specialisation(
         dtype=DTYPES[call.q.dtype], kind=kind, S=S, G=G, D=D, Dv=Dv, M=M, N=N, heads=heads,
         whole_pages=S % N == 0 and (call.split_tokens or N) % N == 0,
         causal=call.causal, window=call.window is not None, softcap=call.softcap != 0, sinks=call.sinks is not None,
         alibi=call.alibi_slopes is not None, tree=call.tree_mask is not None,
-        k_scale=_scale_kind(call.k_scale), v_scale=_scale_kind(call.v_scale),
-        v_in_k=_v_in_k(call, kind), native_fp8=on.native_fp8, float32_products=exact, split=call.split_tokens is not None,
+        k_scale=scale_kind(call.k_scale), v_scale=scale_kind(call.v_scale),
+        v_in_k=_v_in_k(call, kind), native_fp8=on.native_fp8,
+        float32_products=float32_products, split=call.split_tokens is not None,
     )  # fmt: skip
 
 
-def no_form(case: Case) -> list[str]:
-    """Why no attention kernel can be compiled for `case`, or not launched on the GPU at hand."""
+def why_no_specialisation(case: Case) -> list[str]:
+    """Return the reasons why no attention kernel can be compiled for `case`, or launched on this GPU."""
     if case.dtype not in (None, "float32", "bfloat16", "float16"):
         return [f"q is {case.dtype}; it takes float32, bfloat16, float16"]
     if (
@@ -153,31 +162,36 @@ def no_form(case: Case) -> list[str]:
     ):
         on = tuning.target(torch.device("cuda"))
         if on.arch.startswith("sm_") and on.shared < 128 << 10:
-            room = f"needs 128 KiB of shared memory, {on.arch} has {on.shared >> 10}"
-            return [f"a float32 q over int4 heads wider than 256 {room}: take q in bfloat16"]
+            lack = f"needs 128 KiB of shared memory, {on.arch} has {on.shared >> 10}"
+            return [f"a float32 q over int4 heads wider than 256 {lack}: take q in bfloat16"]
     return []
 
 
 def keys_of(call: AttentionCall, M: int, most: int) -> int:
-    """Keys of a tile of M rows: fewer than `most` where more than scores and outputs is held, so that nothing spills."""
+    """Return the keys of a tile of M rows: `most`, or fewer if registers must hold more than scores and outputs."""
     one_byte = call.k.element_size() == 1
-    if M >= 64 and one_byte and tuning.target(call.q.device).arch.startswith("gfx"):  # e4m3 is converted by its bits
+    # AMD converts e4m3 by its bits, in registers
+    if M >= 64 and one_byte and tuning.target(call.q.device).arch.startswith("gfx"):
         return min(most, 16)
-    tree = (
-        call.tree_mask is not None or call.split_tokens is not None
-    )  # a split's bits do not depend on a neighbour's mask
-    crowded = (M > 16 and tree) or (M > 64 and one_byte)  # a pointer into the mask for each score; converted keys
+    # with split_tokens the tile has room for a mask even without one: no bit may depend on a neighbour's tree mask
+    tree = call.tree_mask is not None or call.split_tokens is not None
+    # a tree mask takes a pointer for each score; one-byte keys take registers for their converted values
+    crowded = (M > 16 and tree) or (M > 64 and one_byte)
     return min(most, 32) if crowded else most
 
 
 def head_bytes(call: AttentionCall) -> int:
-    """Of K and V of one token and kv head: as stored, but for a float32 query, whose keys become float32 whatever they were."""
+    """Return the bytes of K and V of one token and kv head as stored; as float32 for a float32 query.
+
+    A float32 query converts stored keys of any dtype to float32.
+    """
     if call.q.dtype == torch.float32:
         return (call.q.shape[2] + call.out.shape[2]) * 4
     return (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
 
 
-def _scale_kind(scale: Tensor | None) -> int:
+def scale_kind(scale: Tensor | None) -> int:
+    """Return 0 for no scale, 1 for one scale for all, 2 for a scale per (token, head)."""
     return 0 if scale is None else 1 if scale.dim() == 0 else 2
 
 
@@ -187,12 +201,12 @@ def _v_in_k(call: AttentionCall, kind: str) -> bool:
 
 
 def as_stored(pool: Tensor) -> Tensor:
-    """What a kernel is given: bytes where elements are one byte, whatever they mean."""
+    """Return the pool as kernels take it: as uint8 if elements are one byte, whatever their dtype."""
     return pool.view(torch.uint8) if pool.element_size() == 1 else pool
 
 
 def pool_of(call: AttentionCall) -> tuple[Any, ...]:
-    """k, v, their scales, and the strides of frames, slots and heads of each: one argument of a kernel."""
+    """Return the kernel argument `pool`: k, v, their scales, and the strides of frames, slots and heads of each."""
     return (
         as_stored(call.k), as_stored(call.v), call.k_scale, call.v_scale,
         *call.k.stride()[:3], *call.v.stride()[:3], *scale_strides(call.k_scale), *scale_strides(call.v_scale),
@@ -200,35 +214,44 @@ def pool_of(call: AttentionCall) -> tuple[Any, ...]:
 
 
 def tables_of(call: AttentionCall) -> tuple[Any, ...]:
-    """Page table, the stride of its rows, which row is whose, lengths, and where queries begin."""
-    return call.block_table, call.block_table.stride(0), _run(call.rows), call.seq_lens, call.cu_seqlens_q
+    """Return the kernel argument `tables`: page tables, their row stride, the row of each sequence, lengths, starts.
+
+    starts: cu_seqlens_q, where the queries of each sequence begin.
+    """
+    return call.block_table, call.block_table.stride(0), _contiguous(call.rows), call.seq_lens, call.cu_seqlens_q
 
 
 def rules_of(call: AttentionCall) -> tuple[Any, ...]:
-    """scale, soft cap, window, sinks, slopes, tree mask and its stride. What an argument does not use is None or 0."""
+    """Return the kernel argument `rules`: scale, soft cap, window, sinks, slopes, tree mask and its stride.
+
+    An option that the call does not use is None or 0.
+    """
     tree = call.tree_mask if call.tree_mask is None or call.tree_mask.stride(1) == 1 else call.tree_mask.contiguous()
     window = min(call.window or 0, FARTHEST)
     return (
         call.scale,
         call.softcap,
         window,
-        _run(call.sinks),
-        _run(call.alibi_slopes),
+        _contiguous(call.sinks),
+        _contiguous(call.alibi_slopes),
         tree,
         0 if tree is None else tree.stride(0),
     )
 
 
-def _run(x: Tensor | None) -> Tensor | None:
-    """With stride 1, as kernels step through what has an element a head or a sequence. A graph copies it again at each replay."""
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    """Return `x`, one element per head or sequence, with the stride 1 that kernels expect.
+
+    If that takes a copy, each replay of a captured graph copies again.
+    """
     return x if x is None else x.contiguous()
 
 
-def steps_of(call: AttentionCall) -> tuple[int, ...]:
-    """Strides of tokens and heads: of q, of out; and of tokens in lse."""
+def strides_of(call: AttentionCall) -> tuple[int, ...]:
+    """Return the kernel argument `strides`: of tokens and heads in q and in out, and of tokens in lse."""
     return *call.q.stride()[:2], *call.out.stride()[:2], call.lse.stride(0)
 
 
 def scale_strides(scale: Tensor | None) -> tuple[int, ...]:
-    """Of frames, slots and heads; zeros where there is nothing to stride over."""
+    """Return the strides of frames, slots and heads; zeros for no scale or one scale for all."""
     return tuple(scale.stride()) if scale is not None and scale.dim() == 3 else (0, 0, 0)
