@@ -65,7 +65,7 @@ class Observed(ThreadGuard):
         if self._watched.events:
             self._log.root_taken(self.state, root.number, tenant)
         if self._reuse:
-            self._reuse.asked(self.state, root.seed, ids)
+            self._reuse.record_prompt(self.state, root.seed, ids)
         if (
             self._watched.other_roots
             and misses.explain(self.state, self._roots, tenant, ids).reason == misses.OTHER_ROOT

@@ -157,7 +157,7 @@ SPACE: Final = np.dtype(
         ("generation", np.uint32),
         ("advice", np.int8),  # what advise() said: list - NORMAL
         ("status", np.uint8),
-        ("silent", np.uint8),  # 1 if it publishes nothing: it holds what forget() wanted forgotten
+        ("no_publish", np.uint8),  # 1 if its pages are not published: it holds pages from before forget()
         ("spare", np.int32),  # nothing of this row: an entry of the stack of unused asids
     ],
     align=True,
@@ -183,7 +183,7 @@ class State(NamedTuple):
     kin: I32  # [F, 3] first successor, next and previous successor of the same page, newest first; [0, 3] unless matching by token
     reg: I64  # [NUM_REGISTERS], and ACCOUNT more for each account
     log: I32  # [E, 3 + S] the last events (events.py); [0, 3 + S] if nobody wants them
-    groups: I64  # [layer groups, 4] window (0: sees all) and sinks; scratch of groups.covered
+    groups: I64  # [layer groups, 4] window (0: sees all) and sinks; scratch of layer_groups.usable_pages
 
 
 def list_registers(reg: I64) -> I64:

@@ -97,8 +97,8 @@ FAULTS = (
     Fault(
         "windows move on committed tokens: they move on planned ones",
         "tables/page_tables.py",
-        "layer_groups.first_seen(s, group, s.spaces[row].length), s.spaces[row].num_pages)",
-        "layer_groups.first_seen(s, group, s.spaces[row].planned), s.spaces[row].num_pages)",
+        "layer_groups.first_visible_page(s, group, s.spaces[row].length), s.spaces[row].num_pages)",
+        "layer_groups.first_visible_page(s, group, s.spaces[row].planned), s.spaces[row].num_pages)",
         GROUPS,
     ),
     Fault(
@@ -149,7 +149,7 @@ FAULTS = (
     Fault(
         "refs count the entries that name a frame: a fork does not count its first page",
         "tables/page_tables.py",
-        "            s.frames[frame].refs += 1  # it is mapped already\n",
+        "            s.frames[frame].refs += 1  # mapped already\n",
         "            s.frames[frame].refs += page > 0\n",
     ),
     Fault(
@@ -274,14 +274,14 @@ FAULTS = (
     Fault(
         "a match has every page that a window sees: companions are taken for granted",
         "tables/layer_groups.py",
-        "        lacking = _lacking(s, leaders, group, pages)\n",
+        "        lacking = _last_lacking_page(s, leaders, group, pages)\n",
         "        lacking = -1\n",
         GROUPS,
     ),
     Fault(
         "no query sees a page that was given back: a sequence is truncated to where it would",
         "tables/layer_groups.py",
-        "                if s.table[asid + group, page] == HOLE and is_seen(s, group, page, length):\n",
+        "                if s.table[asid + group, page] == HOLE and is_visible(s, group, page, length):\n",
         "                if False:\n",
         GROUPS,
     ),
@@ -316,8 +316,8 @@ FAULTS = (
     Fault(
         "a pinned frame does not move: it does",
         "tables/resize.py",
-        "    pinned = held[held >= num_frames]\n",
-        "    pinned = held[:0]\n",
+        "    stuck = pinned[pinned >= num_frames]\n",
+        "    stuck = pinned[:0]\n",
         RESIZE,
     ),
     Fault(
@@ -344,7 +344,7 @@ FAULTS = (
     Fault(
         "a smaller pool has room for what is mapped: nobody counts",
         "tables/resize.py",
-        "    if rooted > num_frames:\n",
+        "    if unevictable > num_frames:\n",
         "    if False:\n",
         RESIZE,
     ),

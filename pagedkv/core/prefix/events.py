@@ -11,7 +11,7 @@ A page that was published, lost its prefix (punched, then evicted) and is still 
 Where it has a twin, which was computed anew and published, the name is stored once and removed with the last of the two.
 
 Each layer group has events of its own: the page of a group is stored after its leader, under the same name, and removed before it. So a
-reader knows of every page in which groups it is; what a prompt would match follows from the windows, as in groups.covered.
+reader knows of every page in which groups it is; what a prompt would match follows from the windows, as in layer_groups.usable_pages.
 
 It knows frames, roots and digests; who sends the events, and how, is the engine's business.
 """

@@ -157,7 +157,7 @@ RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
     ("spaces", "outstanding"): (rows, [1, -1]),
     ("spaces", "root"): (rows, [1, 2]),
     ("spaces", "advice"): (rows, [40, -40]),
-    ("spaces", "silent"): (lambda s: settled_rows(s)[s.spaces["complete"][settled_rows(s)] > 0], [1, 2, -1]),
+    ("spaces", "no_publish"): (lambda s: settled_rows(s)[s.spaces["complete"][settled_rows(s)] > 0], [1, 2, -1]),
     ("spaces", "status"): (without_plans, [1, 2, 3]),
     ("spaces", "spare"): (lambda s: np.arange(s.reg[st.NUM_SPARE]), [1, -1]),
 }

@@ -41,7 +41,7 @@ def curve(trace: list[I32], followed: int, reach: int, key: int) -> Reuse:
     mm.state.reg[st.KEY] = key
     reuse = Reuse(followed, reach // 4)
     for ids in trace:
-        reuse.asked(mm.state, 1, np.append(ids, np.int32(-1)))
+        reuse.record_prompt(mm.state, 1, np.append(ids, np.int32(-1)))
     return reuse
 
 
@@ -81,7 +81,7 @@ def test_the_stack_is_that_of_a_list() -> None:
         if rng.random() < 0.5:
             ids = np.array([fingerprint, 0], np.int32)
             fingerprints = np.empty(1, np.int64)
-            reuse_module.ask(sample, 5, 0, 1, ids, fingerprints)
+            reuse_module.record_prompt(sample, 5, 0, 1, ids, fingerprints)
             fingerprint = int(fingerprints[0])
             if fingerprint in stack:
                 hits[len(stack) - 1 - stack.index(fingerprint)] += 1
