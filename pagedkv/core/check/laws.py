@@ -1,5 +1,4 @@
-"""The invariants I1-I9, executable. Plain numpy, apart from the code it checks: nothing here is compiled or shared with
-that.
+"""The invariants I1-I9, executable: plain numpy, which shares no code with the compiled functions that it checks.
 
 Level 1 checks the counters, level 2 every frame, level 3 every page, list link and index entry. Each failure names its
 law and its place. index.py checks the prefix index, eviction.py the order of eviction, accounts.py the tenants. A test

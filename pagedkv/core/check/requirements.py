@@ -14,8 +14,7 @@ def require(holds: object, law: str, message: str, *, frame: int | None = None, 
 
 
 def forbid(faulty: np.ndarray, law: str, message: str, *, place: str = "frame") -> None:
-    """Raise InvariantViolation if `faulty` (bool [n]) is true anywhere. place: the thing that an index of `faulty`
-    numbers.
+    """Raise InvariantViolation if `faulty` (bool [n]) is true anywhere. place: what its indices number.
 
     The error names the first faulty place and how many more there are.
     """

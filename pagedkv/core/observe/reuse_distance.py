@@ -207,9 +207,10 @@ class Reuse:
     def hit_rate(self, num_frames: int, counts: I64) -> float:
         """Return the share of the pages asked for that an LRU pool of `num_frames` would have matched.
 
-        counts: int64 [K + 2], from `counts()`, or the difference of two of them. Whether the sample has a page that is
-        asked for often moves all rates alike. The correction adds or removes pages of distance 0, until the sample has
-        its expected share of the pages (SHARDS-adj).
+        counts: int64 [K + 2], from `counts()`, or the difference of two of them.
+
+        A few popular pages, in the sample or not, move all rates alike. The correction adds or removes pages of
+        distance 0 until the sample has its expected share of the pages (SHARDS-adj).
         """
         asked, sampled, scale = int(counts[-2]), int(counts[-1]), 1 << int(self.sample.reg[SHIFT])
         if asked == 0:

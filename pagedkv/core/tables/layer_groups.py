@@ -39,7 +39,7 @@ _SINKS_PRESENT: Final = 3  # and this many leading pages
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers whose queries see `window` positions back, their own included (None: all), and `sinks` first tokens."""
+    """Layers whose queries see `window` positions back, own one included (None: all), and the first `sinks` tokens."""
 
     window: int | None = None
     sinks: int = 0
