@@ -1,10 +1,14 @@
 """The grid of cases that every backend and every kernel benchmark uses.
 
-A `Case` is a point in the contract of `paged_attention`; `build` makes its tensors with everything hostile that an engine may hand over:
-frames in random order, never-written slots of NaN, padded table entries of 2147480000, rows in any order, strides of a larger pool.
+A `Case` is one call within the contract of `paged_attention`. `build` makes its tensors with everything difficult that
+an engine may hand over: frames in random order, unwritten slots of NaN, padded table entries of 2147480000, rows in any
+order, strides of a larger pool.
 
-    SMALL   one feature at a time, tiny shapes                      GRID   every pair of values of every two axes meets in some case
-    LARGE   sizes where splits, chunks and batching begin           What is right, and within which error: tests/kernels/oracle.py
+    SMALL   one feature at a time, tiny shapes
+    GRID    every pair of values of every two axes meets in some case
+    LARGE   sizes where splits, chunks and batching begin
+
+The reference, and the error that is allowed: tests/kernels/oracle.py.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch import Tensor
 from pagedkv.kernels.args import KVLayer, PagedBatch
 
 ABSURD = 2147480000
-"""A frame number that no pool has: what padded table entries hold."""
+"""A frame number that no pool has, for padded table entries."""
 
 DTYPES = {
     "float32": torch.float32,
@@ -32,11 +36,14 @@ DTYPES = {
 }
 DTYPES |= {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 POISON = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7F, "int8": 0x7F, "int4": 0xFF}
-"""fp8 NaN; integers have none, so they get their largest, and NaN in their scales where these are per (token, head)."""
+"""The byte of unwritten slots: NaN for fp8, the largest number for integers, which have no NaN.
+
+The scales of unwritten integers are NaN if scales are per (token, head).
+"""
 
 
 class Built(NamedTuple):
-    """What `paged_attention(q, layer, batch, **options)` is called with."""
+    """The arguments of `paged_attention(q, layer, batch, **options)`."""
 
     q: Tensor
     layer: KVLayer
@@ -46,11 +53,14 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One call. q_lens, kv_lens: new tokens and KV length (new ones included) of each sequence; heads: (H, K); dims: (D, Dv).
+    """One call.
 
-    kv: "" for q's dtype, or a quantised dtype and its scales, "int8/token_head", "fp8_e4m3/tensor", "fp8_e4m3" (scale 1).
-    layout: "NHD", "HND" (with gaps between frames, as in a pool of several layers), "mixed" (K and V side by side), "mla" (V is K's head).
-    mask: "causal", "all", "tree". `punched` removes pages at random; `rows` goes through an indirection; `padding` adds rows to q.
+    q_lens, kv_lens: new tokens, and KV length with the new tokens, of each sequence
+    heads, dims: (H, K) and (D, Dv)
+    kv: "" for the dtype of q; or a quantised dtype and its scales: "int8/token_head", "fp8_e4m3/tensor", "fp8_e4m3" (1)
+    layout: "NHD", "HND" (gaps between frames, as in a pool of several layers), "mixed" (K beside V), "mla" (V within K)
+    mask: "causal", "all", "tree"
+    rows, punched, padding: an indirection from sequences to rows; random pages missing; extra rows of q
     """
 
     q_lens: tuple[int, ...] = (1, 1, 1)
@@ -72,7 +82,7 @@ class Case:
     padding: int = 0
 
     def __str__(self) -> str:
-        """What differs from the default: the id of the test."""
+        """Return the fields that differ from the default, as the id of the test."""
         differing = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         texts = {name: str(getattr(self, name)) for name in differing}
         texts |= {name: _run_lengths(getattr(self, name)) for name in ("q_lens", "kv_lens") if name in differing}
@@ -80,7 +90,7 @@ class Case:
         return " ".join(f"{name}={text}" for name, text in texts.items()) or "default"
 
     def build(self, seed: int = 0, device: str = "cpu") -> Built:
-        """Random tensors of this case; equal for equal `seed`, on any device."""
+        """Return random tensors of this case, equal for equal `seed` on any device."""
         draw = torch.Generator().manual_seed(zlib.crc32(str(self).encode()) + seed)
         T, H = sum(self.q_lens) + self.padding, self.heads[0]
         q = torch.randn(T, H, self.dims[0], generator=draw).to(DTYPES[self.dtype])
@@ -97,9 +107,8 @@ class Case:
             options["sinks"] = torch.randn(H, generator=draw) * 2
         if self.alibi:
             options["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, H)
-        if (
-            self.mask == "tree"
-        ):  # any mask in which a token sees itself, not only those of trees; columns of no token say True
+        # any mask in which a token sees itself, also one of no tree; columns without a token are True
+        if self.mask == "tree":
             tree = torch.rand(T, batch.max_seqlen_q, generator=draw) < 0.5
             index = torch.cat([torch.arange(m) for m in (*self.q_lens, self.padding)])
             options["tree_mask"] = tree | (torch.arange(batch.max_seqlen_q) >= index[:, None])
@@ -109,9 +118,8 @@ class Case:
 
     def _batch(self, draw: torch.Generator) -> tuple[PagedBatch, int]:
         B, S = len(self.q_lens), self.block_size
-        pages = [
-            -(-n // S) if m else 0 for m, n in zip(self.q_lens, self.kv_lens, strict=True)
-        ]  # without queries, nothing is read
+        # a sequence without queries reads no page
+        pages = [-(-n // S) if m else 0 for m, n in zip(self.q_lens, self.kv_lens, strict=True)]
         num_frames = sum(pages) + 3
         frames = iter(torch.randperm(num_frames, generator=draw).tolist())
         rows = torch.randperm(B + 3, generator=draw)[:B] if self.rows else torch.arange(B)
@@ -165,7 +173,7 @@ class Case:
 
 
 def empty_layer(case: Case, num_frames: int) -> KVLayer:
-    """A pool of `case`'s geometry and layout, nothing but poison."""
+    """Return a pool with the geometry and layout of `case`, all slots unwritten."""
     kind, _, scales = case.kv.partition("/")
     dtype, K, S = DTYPES[kind or case.dtype], case.heads[1], case.block_size
     D, Dv = (d // 2 if kind == "int4" else d for d in case.dims)
@@ -174,7 +182,8 @@ def empty_layer(case: Case, num_frames: int) -> KVLayer:
     elif case.layout == "HND":
         k, v = (poison((num_frames, 3, K, S, d), dtype)[:, 1].transpose(1, 2) for d in (D, Dv))
     elif case.layout == "mixed":
-        k, v = poison((num_frames, K, S, D + Dv), dtype).transpose(1, 2).split((D, Dv), -1)  # type: ignore[no-untyped-call]
+        pool = poison((num_frames, K, S, D + Dv), dtype).transpose(1, 2)
+        k, v = pool.split((D, Dv), -1)  # type: ignore[no-untyped-call]
     else:
         k = poison((num_frames, S, K, D), dtype)
         v = k[..., :Dv]
@@ -187,7 +196,7 @@ def empty_layer(case: Case, num_frames: int) -> KVLayer:
 
 
 def poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What memory holds that no one wrote."""
+    """Return a tensor with the contents of unwritten memory."""
     for name, byte in POISON.items():
         if DTYPES[name] == dtype:
             return torch.full(shape, byte, dtype=torch.uint8).view(dtype)
@@ -195,12 +204,12 @@ def poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """`x`, or its bytes if it has one-byte elements (not every operation knows fp8)."""
+    """Return `x`, or its bytes if its elements are one byte, as not every operation knows fp8."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def used_slots(batch: PagedBatch, block_size: int) -> Tensor:
-    """int64: the slots of all tokens of all sequences that have queries, punched pages left out."""
+    """Return int64 [n]: the slots of all tokens of all sequences with queries, without punched pages."""
     starts, slots = batch.cu_seqlens_q.tolist(), []
     for b, n in enumerate(batch.seq_lens.tolist()):
         row = batch.block_table[b if batch.rows is None else int(batch.rows[b])].tolist()
@@ -213,7 +222,7 @@ def used_slots(batch: PagedBatch, block_size: int) -> Tensor:
 
 
 def moved(x: Any, device: str) -> Any:
-    """`x`, and the tensors in it if it is a KVLayer or a PagedBatch, on `device`, strides kept."""
+    """Return `x`, or the tensors of a KVLayer or PagedBatch, on `device` with the same strides."""
     if isinstance(x, KVLayer | PagedBatch):
         return replace(x, **{field.name: moved(getattr(x, field.name), device) for field in fields(x)})
     if not isinstance(x, Tensor) or x.device.type == device:
@@ -260,7 +269,10 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def covering(axes: dict[str, tuple[Any, ...]], *, candidates: int = 24) -> list[dict[str, Any]]:
-    """Points in which every two values of every two axes meet. Greedy: each is the best of some random ones that settle an open pair."""
+    """Return points in which every two values of every two axes meet.
+
+    Greedy: each point is the best of some random ones that contain a pair which no earlier point has.
+    """
     rng, names = random.Random(0), list(axes)
     sizes = [range(len(axes[name])) for name in names]
     pairs = [

@@ -1,6 +1,6 @@
-"""What every test runs under: argument checks on, one thread a worker, the same draws each time.
+"""Settings of every test: argument checks on, one thread a worker, equal random numbers in each run.
 
-`strict` tests prove the invariants after each commit, `many_steps` ones never.
+Tests marked `strict` check the invariants after each commit, tests marked `many_steps` never.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 
 @pytest.fixture(autouse=True)
-def _level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _debug_level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for marker, level in (("strict", "3"), ("many_steps", "1")):
         if request.node.get_closest_marker(marker):
             monkeypatch.setenv("PAGEDKV_DEBUG", level)
 
 
 @pytest.fixture(autouse=True)
-def _same_draws() -> None:
-    """A bound on an error of random numbers holds for these or fails every time."""
+def _same_random_numbers() -> None:
+    """Seed torch: a test of an error bound on random numbers passes in every run, or fails in every run."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)

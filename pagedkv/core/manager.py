@@ -26,7 +26,7 @@ from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.state import I32
 from pagedkv.core.tables import page_tables, steps
 from pagedkv.core.tables.forget import forget_pages
-from pagedkv.core.tables.layer_groups import Group, blind_group, group_rows, group_tuple
+from pagedkv.core.tables.layer_groups import Group, group_lacking_pages, group_rows, group_tuple
 from pagedkv.core.tables.resize import refuse_resize, resized
 from pagedkv.core.tables.step_errors import refuse_plan, refuse_settling
 from pagedkv.core.tenants import TenantMixin
@@ -158,11 +158,11 @@ class MemoryManager(ObservationMixin, TenantMixin):
                 f"truncate to {length}: page {page} was punched and cannot be written again; "
                 "truncate to its start or end"
             )
-        blind = blind_group(self.state, asid, length) if length < held else -1
-        if blind >= 0:
-            window = self.groups[blind].window
+        group = group_lacking_pages(self.state, asid, length) if length < held else -1
+        if group >= 0:
+            window = self.groups[group].window
             raise InvalidRequest(
-                f"truncate to {length}: group {blind} sees {window} positions back, and some of these pages were given "
+                f"truncate to {length}: group {group} sees {window} positions back, and some of these pages were given "
                 f"back at length {held}; truncate to 0, or open the prompt again"
             )
         page_tables.truncate_space(self.state, asid, length)

@@ -185,7 +185,9 @@ class State(NamedTuple):
     successors: I32
     reg: I64  # [NUM_REGISTERS], and ACCOUNT more for each account
     log: I32  # [E, 3 + S] the last events (events.py); [0, 3 + S] if none are kept
-    groups: I64  # [layer groups, 4] window (0: sees all), sinks, and two columns of scratch for layer_groups.covered
+    groups: (
+        I64  # [layer groups, 4] window (0: sees all), sinks, and two columns of scratch for layer_groups.usable_pages
+    )
 
 
 def list_registers(reg: I64) -> I64:

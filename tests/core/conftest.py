@@ -1,4 +1,4 @@
-"""What the laws of the memory manager begin with."""
+"""Fixtures: the small manager with which most laws of core begin."""
 
 from __future__ import annotations
 

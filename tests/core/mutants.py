@@ -1,7 +1,8 @@
-"""Seeded faults: each is the code of core with one law broken, on purpose, the way it was broken in an engine that served.
+"""Seeded faults: each is the code of core with one law broken on purpose, as it was broken in an engine that served.
 
-A fault is a text substitution that must match exactly once, so that whoever rewrites a line finds the fault that was seeded there, and says
-where it would be now. What proves core (test_laws, test_steps, test_machine and the like) must catch each of them.
+A fault replaces a text that must occur exactly once. If a line is rewritten, the fault in it is not found any more, and
+must be seeded in the new line. The tests of core (test_laws, test_steps, test_machine and others) must catch each
+fault.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ CORE = Path(__file__).parents[2] / "pagedkv" / "core"
 
 
 class Fault(NamedTuple):
-    """`old` becomes `new` in a file of core. `proof`: the test file that is expected to catch it, to be run first."""
+    """`old` replaced by `new` in a file of core.
+
+    law: what holds, and how the fault breaks it. proof: the test file that should catch it, which runs first.
+    """
 
     law: str
     file: str
@@ -22,11 +26,12 @@ class Fault(NamedTuple):
     proof: str = "test_laws.py"
 
     def seeded(self) -> str:
-        """The text of the file with the fault in it."""
+        """Return the text of the file with the fault in it."""
         text = (CORE / self.file).read_text(encoding="utf-8")
         found = text.count(self.old)
         assert found == 1, (
-            f"{self.law}: {self.old!r} is {found} times in core/{self.file}; seed this fault where it is now, in {__name__}"
+            f"{self.law}: {self.old!r} is {found} times in core/{self.file}; seed this fault in the present line of "
+            f"the file, in {__name__}"
         )
         return text.replace(self.old, self.new)
 
@@ -75,7 +80,7 @@ FAULTS = (
         IDENTITY,
     ),
     Fault(
-        "what a match maps cannot be evicted: it is not taken off its list",
+        "a frame that a match maps cannot be evicted: it is not taken off its list",
         "pool/frames.py",
         "        if records[frame].pins == 0:\n            delist(records, reg, frame)\n        elif",
         "        if records[frame].pins == 0:\n            pass\n        elif",
@@ -97,8 +102,8 @@ FAULTS = (
     Fault(
         "windows move on committed tokens: they move on planned ones",
         "tables/page_tables.py",
-        "layer_groups.first_seen(s, group, s.spaces[row].length), s.spaces[row].num_pages)",
-        "layer_groups.first_seen(s, group, s.spaces[row].planned), s.spaces[row].num_pages)",
+        "layer_groups.first_visible_page(s, group, s.spaces[row].length), s.spaces[row].num_pages)",
+        "layer_groups.first_visible_page(s, group, s.spaces[row].planned), s.spaces[row].num_pages)",
         GROUPS,
     ),
     Fault(
@@ -149,11 +154,11 @@ FAULTS = (
     Fault(
         "refs count the entries that name a frame: a fork does not count its first page",
         "tables/page_tables.py",
-        "            s.frames[frame].refs += 1  # it is mapped already\n",
+        "            s.frames[frame].refs += 1  # mapped already\n",
         "            s.frames[frame].refs += page > 0\n",
     ),
     Fault(
-        "what is published is never written: its tail is written in place",
+        "a published page is never written: a published tail is written in place",
         "tables/steps.py",
         "if s.frames[tail].refs > 1 or s.frames[tail].published or",
         "if s.frames[tail].refs > 1 or",
@@ -188,7 +193,7 @@ FAULTS = (
         STEPS,
     ),
     Fault(
-        "a page is not swapped for its twin under a plan: it is",
+        "a page is not exchanged for an equal one under a plan: it is",
         "tables/page_tables.py",
         "            if existing >= 0 and s.spaces[asid].outstanding > 0:\n",
         "            if False:\n",
@@ -209,7 +214,7 @@ FAULTS = (
         STEPS,
     ),
     Fault(
-        "what is cached behind a mapped page outlives its prefix: a floor stops at the page before",
+        "a cached page behind a mapped one never outlives its prefix: a floor stops at the page before",
         "pool/eviction.py",
         "        parent = records[parent].parent\n",
         "        parent = -1\n",
@@ -223,7 +228,7 @@ FAULTS = (
         ORDER,
     ),
     Fault(
-        "a tenant holds no more than its hard quota: nobody looks",
+        "a tenant holds no more than its hard quota: the quota is not looked at",
         "pool/quotas.py",
         "        if need > 0 and hard >= 0 and used + need - evictable > hard:\n",
         "        if False:\n",
@@ -237,7 +242,7 @@ FAULTS = (
         TENANTS,
     ),
     Fault(
-        "what a tenant takes is charged to it: it is not",
+        "a frame that a tenant takes is charged to it: it is not",
         "pool/frames.py",
         "    count(records, reg, frame, USED, 1)\n",
         "",
@@ -251,7 +256,7 @@ FAULTS = (
         RESIZE,
     ),
     Fault(
-        "the log tells what ceases to be cached: it does not",
+        "the log reports each page that ceases to be cached: it does not",
         "prefix/index.py",
         "        log_removed(s.log, s.reg, frame)\n",
         "        pass\n",
@@ -274,14 +279,14 @@ FAULTS = (
     Fault(
         "a match has every page that a window sees: companions are taken for granted",
         "tables/layer_groups.py",
-        "        lacking = _lacking(s, leaders, group, pages)\n",
+        "        lacking = _last_lacking_page(s, leaders, group, pages)\n",
         "        lacking = -1\n",
         GROUPS,
     ),
     Fault(
         "no query sees a page that was given back: a sequence is truncated to where it would",
         "tables/layer_groups.py",
-        "                if s.table[asid + group, page] == HOLE and is_seen(s, group, page, length):\n",
+        "                if s.table[asid + group, page] == HOLE and is_visible(s, group, page, length):\n",
         "                if False:\n",
         GROUPS,
     ),
@@ -300,7 +305,7 @@ FAULTS = (
         TENANTS,
     ),
     Fault(
-        "who is over the soft quota yields first: the policy alone decides",
+        "a tenant over its soft quota yields first: the policy alone decides",
         "pool/quotas.py",
         "            if best < 0 or (over and not best_over) or (over == best_over and ahead > lead):\n",
         "            if best < 0 or ahead > lead:\n",
@@ -309,19 +314,20 @@ FAULTS = (
     Fault(
         "at its hard quota a tenant makes room itself: it takes what is free",
         "pool/quotas.py",
-        "        while need > 0 and hard >= 0 and reg[register(account, USED)] + need > hard:\n            _evict_of(s, account)\n",
+        "        while need > 0 and hard >= 0 and reg[register(account, USED)] + need > hard:\n"
+        "            _evict_of(s, account)\n",
         "        pass\n",
         TENANTS,
     ),
     Fault(
         "a pinned frame does not move: it does",
         "tables/resize.py",
-        "    pinned = held[held >= num_frames]\n",
-        "    pinned = held[:0]\n",
+        "    stuck = pinned[pinned >= num_frames]\n",
+        "    stuck = pinned[:0]\n",
         RESIZE,
     ),
     Fault(
-        "what an epoch may read does not move: it does",
+        "a frame that an epoch may read does not move: it does",
         "tables/resize.py",
         "    if s.reg[EPOCH] > s.reg[PASSED]:\n",
         "    if False:\n",
@@ -342,14 +348,14 @@ FAULTS = (
         RESIZE,
     ),
     Fault(
-        "a smaller pool has room for what is mapped: nobody counts",
+        "a smaller pool has room for what is mapped: the mapped frames are not counted",
         "tables/resize.py",
-        "    if rooted > num_frames:\n",
+        "    if unevictable > num_frames:\n",
         "    if False:\n",
         RESIZE,
     ),
     Fault(
-        "an overlapped plan is cut only if it is the newest: any",
+        "tokens of a plan are rejected only if it is the newest of its space: of any plan",
         "tables/steps.py",
         "        if accepted[i] < planned and s.spaces[asids[i]].planned != starts[i] + planned:\n",
         "        if False:\n",

@@ -1,8 +1,8 @@
-"""The oracle: what the memory manager promises, as plain dicts. Slow, obviously right, and sharing no code with what it judges.
+"""The oracle: the promises of the memory manager as plain dicts. Slow, obviously right, independent of its code.
 
-It keeps what an engine believes (the tokens of each space, the plans under way) and what memory holds: `memory[slot]` is the whole prefix
-whose KV was stored there, and by the layers of which group, so one wrong, lost or stale frame shows as one wrong position. Frames nobody
-owns are forgotten, like poison.
+The oracle keeps the beliefs of an engine (the tokens of each space, the outstanding plans) and the contents of memory:
+`memory[slot]` is the prefix whose KV was stored in the slot, with its tenant and its layer group. So one wrong, lost or
+stale frame shows as one wrong position. The contents of a free frame are dropped, as if the frame were poisoned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagedkv.core.prefix.events import AllBlocksCleared, BlockStored, Event
 from pagedkv.errors import EventsLost, OutOfFrames, QuotaExceeded
 
 Prefix = tuple[bytes, tuple[int, ...], int]
-"""Tenant, tokens up to this one, layer group."""
+"""Tenant, the tokens up to and including the stored one, layer group."""
 
 
 @dataclass(eq=False)
@@ -33,12 +33,12 @@ class Believed:
     holes: set[int] = field(default_factory=set)
     released: bool = False
     behind: list[set[int]] = field(default_factory=list)
-    """Pages that were given back behind the window, for each group."""
+    """For each group, the pages that were given back behind the window."""
 
 
 @dataclass(eq=False)
 class Outstanding:
-    """One plan: whose, which tokens, and whether the device has run it."""
+    """One plan: its spaces, the tokens of each, and whether the device has run it."""
 
     plan: Plan
     owners: list[Believed]
@@ -49,15 +49,15 @@ class Outstanding:
 
 @dataclass(eq=False)
 class Pinned:
-    """One pin, and what its frames held when it was made."""
+    """One pin, and the contents of its frames when it was made."""
 
     pin: Pin
     frames: dict[int, int]  # frame: generation
-    bytes: dict[int, Prefix | None]  # slot: what is there
+    bytes: dict[int, Prefix | None]  # slot: its contents
 
 
 class Oracle:
-    """Drives a MemoryManager and remembers, in dicts, what must be true."""
+    """The model of one MemoryManager: tests tell it each call, and `verify` compares the manager with it."""
 
     def __init__(self, mm: MemoryManager) -> None:
         self.mm, self.size = mm, mm.block_size
@@ -67,26 +67,25 @@ class Oracle:
         self.memory: dict[int, Prefix] = {}
         self.pins: list[Pinned] = []
         self.quotas: dict[int, tuple[int | None, int | None, int]] = {}  # account: hard, soft, protected
-        self.epochs: dict[
-            int, dict[int, int]
-        ] = {}  # open epoch: frame: generation, of what was mapped when it was opened
+        # open epoch: {frame: generation} of the frames that were mapped when it was opened
+        self.epochs: dict[int, dict[int, int]] = {}
 
-    # -- who relies on what -------------------------------------------------------------------------------------------------------
+    # -- frames that must stay ----------------------------------------------------------------------------------------
 
-    def hold(self, pin: Pin, frames: list[int]) -> None:
-        """`frames` are pinned: nothing may happen to them."""
+    def record_pin(self, pin: Pin, frames: list[int]) -> None:
+        """Record that `pin` protects `frames`, with their present contents."""
         slots = [frame * self.size + offset for frame in frames for offset in range(self.size)]
         self.pins.append(Pinned(pin, self.generations(frames), {slot: self.memory.get(slot) for slot in slots}))
 
-    def launch(self, epoch: int) -> None:
-        """Work begins that may read all that is mapped now."""
+    def record_epoch(self, epoch: int) -> None:
+        """Record that work is launched which may read every frame that is mapped now."""
         self.epochs[epoch] = self.generations(np.flatnonzero(self.mm.state.frames["status"] == st.MAPPED).tolist())
 
     def generations(self, frames: list[int]) -> dict[int, int]:
-        """frame: generation."""
+        """Return {frame: generation}."""
         return {frame: int(self.mm.state.frames["generation"][frame]) for frame in frames}
 
-    # -- what the device does -----------------------------------------------------------------------------------------------------
+    # -- the device ---------------------------------------------------------------------------------------------------
 
     def run(self, upto: Outstanding | None = None) -> None:
         """Execute the planned steps in order, copies first, up to and including `upto`."""
@@ -107,17 +106,17 @@ class Oracle:
                 return
 
     def move(self, moves: list[list[int]]) -> None:
-        """Copy whole frames, source to target; nothing is left at the source."""
+        """Move the contents of whole frames from source to target."""
         for source, target in moves:
             for offset in range(self.size):
                 self.memory.pop(target * self.size + offset, None)
-                if (held := self.memory.pop(source * self.size + offset, None)) is not None:
-                    self.memory[target * self.size + offset] = held
+                if (stored := self.memory.pop(source * self.size + offset, None)) is not None:
+                    self.memory[target * self.size + offset] = stored
 
-    # -- what must be true ----------------------------------------------------------------------------------------------------------
+    # -- verification -------------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """Invariants hold, every committed position reads back what was written, and the counts are those of a recount."""
+        """Check the invariants, the contents of every committed position, and the counts against a recount."""
         self.mm.check(3)
         for frame in np.flatnonzero(self.mm.state.frames["status"] == st.FREE).tolist():
             for offset in range(self.size):
@@ -126,11 +125,10 @@ class Oracle:
             assert len(believed.space) == len(believed.tokens)
             for group in self.groups:
                 self.verify_group(believed, group)
-        for relied in [*self.epochs.values(), *(pinned.frames for pinned in self.pins)]:
-            assert self.generations(list(relied)) == relied, "a frame that somebody reads was taken"
-            assert not (self.mm.state.frames["status"][list(relied)] == st.FREE).any(), (
-                "a frame that somebody reads is free"
-            )
+        for readable in [*self.epochs.values(), *(pinned.frames for pinned in self.pins)]:
+            assert self.generations(list(readable)) == readable, "a frame that an epoch or a pin reads was reused"
+            free = self.mm.state.frames["status"][list(readable)] == st.FREE
+            assert not free.any(), "a frame that an epoch or a pin reads is free"
         for pinned in self.pins:
             assert {slot: self.memory.get(slot) for slot in pinned.bytes} == pinned.bytes, "a pinned frame was written"
         sources = {int(f) for p in self.plans for f in p.plan.splits[:, 0]}
@@ -144,7 +142,7 @@ class Oracle:
         assert self.mm.available == now.free + now.evictable
 
     def verify_group(self, believed: Believed, group: int) -> None:
-        """Every position that the layers of `group` may still look at reads back what they stored; the rest was given back."""
+        """Check that each position that `group` may still see holds what was stored, and that the rest are holes."""
         space, pages, holes = believed.space, believed.space.pages_in(group).tolist(), self.holes(believed, group)
         assert {page for page, frame in enumerate(pages) if frame < 0} == holes
         read = space.token_ids.tolist()
@@ -154,60 +152,63 @@ class Oracle:
                 assert read[position] == (-1 if page in holes else token)
             if page in holes:
                 continue
-            held = self.memory.get(pages[page] * self.size + offset)
-            if self.was_run(pages[page]):
-                assert held == (believed.tenant, tuple(believed.tokens[: position + 1]), group), (
+            stored = self.memory.get(pages[page] * self.size + offset)
+            if self.has_contents(pages[page]):
+                assert stored == (believed.tenant, tuple(believed.tokens[: position + 1]), group), (
                     f"position {position} of {space}"
                 )
 
-    def was_run(self, frame: int) -> bool:
-        """A shared tail that an outstanding plan copies holds its bytes only once the copy was made."""
+    def has_contents(self, frame: int) -> bool:
+        """Return False for the target of a copy that has not been made yet."""
         return frame not in {int(t) for p in self.plans if not p.has_run for t in p.plan.splits[:, 1]}
 
-    # -- windows ------------------------------------------------------------------------------------------------------------------------
+    # -- windows ------------------------------------------------------------------------------------------------------
 
-    def unseen(self, group: int, length: int) -> set[int]:
-        """The pages in which no query at position `length` or later sees anything."""
-        seen = self.mm.groups[group]
-        if seen.window is None:
+    def invisible_pages(self, group: int, length: int) -> set[int]:
+        """Return the pages that no query at position `length` or later sees."""
+        layers = self.mm.groups[group]
+        if layers.window is None:
             return set()
-        positions = {p for p in range(length) if p > length - seen.window or p < seen.sinks}
-        seen_pages = {p // self.size for p in positions} | ({length // self.size} if length % self.size else set())
-        return set(range(-(-length // self.size))) - seen_pages
+        positions = {p for p in range(length) if p > length - layers.window or p < layers.sinks}
+        visible = {p // self.size for p in positions} | ({length // self.size} if length % self.size else set())
+        return set(range(-(-length // self.size))) - visible
 
     def holes(self, believed: Believed, group: int) -> set[int]:
-        """Pages that were punched, or given back behind the window."""
+        """Return the pages that were punched, or given back behind the window."""
         return believed.holes | (believed.behind[group] if believed.behind else set())
 
-    def opened(self, space: AddressSpace, tenant: bytes, tokens: list[int]) -> Believed:
-        """A space that has just been opened and maps `tokens`. The group that leads maps all of them."""
-        behind = [self.unseen(group, len(tokens)) if group else set[int]() for group in self.groups]
+    def believed(self, space: AddressSpace, tenant: bytes, tokens: list[int]) -> Believed:
+        """Return the beliefs about a space that has just been opened and maps `tokens`; group 0 maps all of them."""
+        behind = [self.invisible_pages(group, len(tokens)) if group else set[int]() for group in self.groups]
         return Believed(space, tenant, tokens, behind=behind)
 
-    def keep(self, believed: Believed, tokens: list[int]) -> None:
-        """`tokens` were committed: windows move on. A page that a punched one hides is left until release."""
+    def record_commit(self, believed: Believed, tokens: list[int]) -> None:
+        """Record that `tokens` were committed, so windows move on. A page behind a punched one stays until release."""
         before = len(believed.tokens)
         believed.tokens.extend(tokens)
         for group in self.groups if tokens else ():
-            now = self.unseen(group, len(believed.tokens))
+            gone = self.invisible_pages(group, len(believed.tokens))
             if self.holes(believed, group):
-                kept = set(range(-(-before // self.size))) - self.unseen(group, before)
-                now &= kept | set(range(-(-before // self.size), -(-len(believed.tokens) // self.size)))
-            believed.behind[group] |= now
+                visible = set(range(-(-before // self.size))) - self.invisible_pages(group, before)
+                gone &= visible | set(range(-(-before // self.size), -(-len(believed.tokens) // self.size)))
+            believed.behind[group] |= gone
 
-    def blind(self, believed: Believed, length: int) -> bool:
-        """Whether a query at position `length` would see a page that is no longer there."""
+    def lacks_visible_pages(self, believed: Believed, length: int) -> bool:
+        """Return whether a query at position `length` would see a page that was given back."""
         return any(
             self.mm.groups[group].window is not None
-            and self.holes(believed, group) & (set(range(-(-length // self.size))) - self.unseen(group, length))
+            and self.holes(believed, group)
+            & (set(range(-(-length // self.size))) - self.invisible_pages(group, length))
             for group in self.groups
         )
 
-    def needed(self, owners: list[Believed], counts: list[int]) -> Counter[int]:
-        """Frames a plan takes, for each account, counted over dicts: new pages, and copies of tails that somebody else sees then."""
-        refs = Counter(int(f) for b in self.everyone() for group in self.groups for f in self.table(b, group) if f >= 0)
+    def frames_needed(self, owners: list[Believed], counts: list[int]) -> Counter[int]:
+        """Count the frames that a plan takes, by account: new pages, and copies of tails that another space sees."""
+        refs = Counter(
+            int(f) for b in self.live_spaces() for group in self.groups for f in self.table(b, group) if f >= 0
+        )
         refs += Counter(frame for pinned in self.pins for frame in pinned.frames)
-        sources = {int(f) for p in self.plans for f in p.plan.splits[:, 0]}  # what abort may give back
+        sources = {int(f) for p in self.plans for f in p.plan.splits[:, 0]}  # tails that abort may give back
         total: Counter[int] = Counter()
         for owner, count in zip(owners, counts, strict=True):
             length = self.planned_length(owner)
@@ -222,19 +223,19 @@ class Oracle:
                         total[account] += 1
         return total
 
-    def held(self) -> list[tuple[int, int]]:
-        """(used, evictable) of each account, recounted."""
+    def account_usage(self) -> list[tuple[int, int]]:
+        """Return (used, evictable) of each account, recounted."""
         frames = self.mm.state.frames
         evictable = (frames["status"] == st.CACHED) & (frames["pins"] == 0)
-        mine = [frames["account"] == account for account in range(len(self.mm._accounts) + 1)]
-        return [(int((own & (frames["status"] != st.FREE)).sum()), int((own & evictable).sum())) for own in mine]
+        charged = [frames["account"] == account for account in range(len(self.mm._accounts) + 1)]
+        return [(int((own & (frames["status"] != st.FREE)).sum()), int((own & evictable).sum())) for own in charged]
 
     def refusal(self, needed: Counter[int]) -> type[OutOfFrames] | None:
-        """What quotas and the pool have against a plan."""
+        """Return the error with which the pool or a quota must refuse a plan, or None."""
         if needed.total() > self.mm.available:
             return OutOfFrames
         given = 0
-        for account, (used, evictable) in enumerate(self.held()):
+        for account, (used, evictable) in enumerate(self.account_usage()):
             hard, _, protected = self.quotas.get(account, (None, None, 0))
             if needed[account] and hard is not None and used + needed[account] - evictable > hard:
                 return QuotaExceeded
@@ -242,29 +243,29 @@ class Oracle:
         return OutOfFrames if needed.total() > self.mm.stats().free + given else None
 
     def verify_quotas(self, needed: Counter[int], before: list[tuple[int, int]]) -> None:
-        """A plan was had: nobody is over a hard quota for it, and nobody gave up for others what is protected."""
-        for account, ((used, _), (now, _)) in enumerate(zip(before, self.held(), strict=True)):
+        """Check after a plan that no account is over its hard quota, and none gave protected frames to another."""
+        for account, ((used, _), (now, _)) in enumerate(zip(before, self.account_usage(), strict=True)):
             hard, _, protected = self.quotas.get(account, (None, None, 0))
             assert hard is None or not needed[account] or now <= hard
             assert used + needed[account] - now <= max(needed[account], used + needed[account] - protected)
 
-    def everyone(self) -> list[Believed]:
-        """Open spaces and released ones that a plan still holds."""
+    def live_spaces(self) -> list[Believed]:
+        """Return the open spaces, and the released ones that an outstanding plan names."""
         return list({id(b): b for b in [*self.spaces, *(o for p in self.plans for o in p.owners)]}.values())
 
     def table(self, believed: Believed, group: int = 0) -> list[int]:
-        """The page table row, released or not."""
+        """Return the frames of a row of the page table, whether its space is released or not."""
         state, row = self.mm.state, believed.space.asid + group
         return state.table[row, : state.spaces["num_pages"][row]].tolist()
 
     def planned_length(self, believed: Believed) -> int:
-        """Committed and outstanding tokens."""
+        """Return the number of committed and outstanding tokens."""
         return len(believed.tokens) + sum(
             len(t) for p in self.plans for o, t in zip(p.owners, p.tokens, strict=True) if o is believed
         )
 
     def prefix_of(self, frame: int) -> list[int] | None:
-        """`frame` and the frames before it, if all are published."""
+        """Return `frame` and the frames of its prefix, last one first, or None if one of them is not published."""
         frames, found = self.mm.state.frames, [frame]
         while frames["published"][found[-1]]:
             parent = int(frames["parent"][found[-1]])
@@ -275,9 +276,9 @@ class Oracle:
             found.append(parent)
         return None
 
-    def longest_known(self, tenant: bytes, tokens: list[int]) -> int:
-        """How many tokens of `tokens` open() must find: a walk over a dict of all published frames."""
-        frames, known = self.mm.state.frames, {}
+    def longest_match(self, tenant: bytes, tokens: list[int]) -> int:
+        """Return how many of `tokens` open() must match, by a walk over a dict of all published frames."""
+        frames, successors = self.mm.state.frames, {}
         companions: set[tuple[int, int]] = set()
         for frame in np.flatnonzero(frames["published"]).tolist():
             parent, group = int(frames["parent"][frame]), int(frames["published"][frame]) - 1
@@ -285,25 +286,25 @@ class Oracle:
                 if group:
                     companions.add((parent, group))
                 else:
-                    known[parent, tuple(self.mm.state.tokens[frame].tolist())] = frame
+                    successors[parent, tuple(self.mm.state.tokens[frame].tolist())] = frame
         at = -2 - self.mm._roots.by_tenant[tenant].number if tenant in self.mm._roots.by_tenant else None
         found, last, leaders = 0, at, []
         while at is not None and found + self.size < len(tokens):
-            at = known.get((at, tuple(tokens[found : found + self.size])))
+            at = successors.get((at, tuple(tokens[found : found + self.size])))
             found += self.size if at is not None else 0
             last = at if at is not None else last
             leaders += [at] if at is not None else []
         while any(
             (leaders[p], g) not in companions
             for g in self.groups[1:]
-            for p in set(range(len(leaders))) - self.unseen(g, found)
+            for p in set(range(len(leaders))) - self.invisible_pages(g, found)
         ):
             leaders.pop()
             found -= self.size
         if not len(self.mm.state.successors) or last is None:
             return found
         rest = tokens[found:-1]
-        pages = [page for parent, page in known if parent == last]
+        pages = [page for parent, page in successors if parent == last]
         return found + max(
             (
                 next((i for i, (a, b) in enumerate(zip(page, rest, strict=False)) if a != b), min(len(page), len(rest)))
@@ -314,14 +315,14 @@ class Oracle:
 
 
 def everything(mm: MemoryManager) -> tuple[bytes, ...]:
-    """Every number of the manager but tick and stamps, which are scratch: equal before and after means nothing was changed."""
+    """Return every number of the manager but tick, stamps and scratch: equal results mean that nothing changed."""
     s = mm.state
     fields = [s.frames[name].tobytes() for name in st.FRAME.names or ()]  # by field: padding is not data
     fields += [s.chunks[name].tobytes() for name in st.CHUNK.names or ()]
     fields += [s.spaces[name].tobytes() for name in st.SPACE.names or () if name != "stamp"]
     rows = [s.table[asid, :pages].tobytes() for asid, pages in enumerate(s.spaces["num_pages"])]
     reg = np.delete(s.reg, st.TICK)
-    for account in range(len(mm._accounts) + 1 if mm._accounts else 0):  # what plans write down while they count
+    for account in range(len(mm._accounts) + 1 if mm._accounts else 0):  # scratch of plans that count
         reg[st.NUM_REGISTERS - 1 + account * st.ACCOUNT + np.array([st.NEED, st.GIVES])] = 0
     return (
         *fields,
@@ -336,7 +337,7 @@ def everything(mm: MemoryManager) -> tuple[bytes, ...]:
 
 
 def grown(mm: MemoryManager, tokens: list[int], tenant: bytes = b"") -> AddressSpace:
-    """A space that holds `tokens`, committed."""
+    """Return a new space that holds `tokens`, committed."""
     space = mm.open(tokens, tenant=tenant)
     rest = tokens[len(space) :]
     mm.commit(mm.plan([space], [len(rest)]), rest)
@@ -344,7 +345,7 @@ def grown(mm: MemoryManager, tokens: list[int], tenant: bytes = b"") -> AddressS
 
 
 def content_digest(tenant: bytes, prefix: list[int], block_size: int = 4) -> bytes:
-    """What a page is called outside: sha256 chained over its whole prefix, whose last page it is."""
+    """Return the name of the last page of `prefix` in events and snapshots: sha256 chained over the whole prefix."""
     digest = hashlib.sha256(b"root" + tenant).digest()
     for at in range(0, len(prefix), block_size):
         digest = hashlib.sha256(
@@ -354,12 +355,12 @@ def content_digest(tenant: bytes, prefix: list[int], block_size: int = 4) -> byt
 
 
 def findable(mm: MemoryManager) -> set[bytes]:
-    """The names of all published pages whose whole prefix is published."""
+    """Return the names of all published pages whose whole prefix is published."""
     return set(names_by_frame(mm).values())
 
 
 def names_by_frame(mm: MemoryManager) -> dict[tuple[int, int], bytes]:
-    """(frame, generation): its name, of those that can be found; walks from each to its root, over the arrays."""
+    """Return {(frame, generation): name} of all pages that can be found, by a walk from each to its root."""
     frames, tenants = mm.state.frames, {root.number: name for name, root in mm._roots.by_tenant.items()}
     names: dict[tuple[int, int], bytes] = {}
     for found in np.flatnonzero(frames["published"] == 1).tolist():
@@ -376,7 +377,10 @@ def names_by_frame(mm: MemoryManager) -> dict[tuple[int, int], bytes]:
 
 
 class Follower:
-    """A router's view: from a snapshot, or from the beginning, it follows events and holds names."""
+    """A router: a reader of events that holds the names of the published pages. since: the event to begin after.
+
+    Without `since` the follower begins with a snapshot.
+    """
 
     def __init__(self, mm: MemoryManager, since: int | None = None) -> None:
         self.mm, self.names, self.companions = mm, set[bytes](), set[tuple[bytes, int]]()
@@ -391,7 +395,7 @@ class Follower:
         return now.sequence
 
     def catch_up(self) -> None:
-        """Read what happened, or take a snapshot if that is gone."""
+        """Read the new events, or take a snapshot if some of them are lost."""
         try:
             for event in self.mm.events(self.since):
                 self.follow(event)
@@ -401,21 +405,23 @@ class Follower:
             self.begin_again()
 
     def follow(self, event: Event) -> None:
-        """One event: strict, so that one that was sent twice or not at all is seen."""
+        """Apply one event. Assertions are strict, so an event sent twice or not at all is seen."""
         if isinstance(event, AllBlocksCleared):
             self.names, self.companions = set(), set()
         elif event.group:
             pages = {(name, event.group) for name in event.block_hashes}
             stored = isinstance(event, BlockStored)
-            assert set(event.block_hashes) <= self.names, "a companion without its leader"
+            assert set(event.block_hashes) <= self.names, "a companion was sent without its leader"
             assert not self.companions & pages if stored else pages <= self.companions, (
-                "a companion stored twice, or removed and not there"
+                "a companion was stored twice, or removed without being stored"
             )
             self.companions = self.companions | pages if stored else self.companions - pages
         elif isinstance(event, BlockStored):
-            assert not self.names & set(event.block_hashes), "stored twice"
-            assert event.parent_block_hash is None or event.parent_block_hash in self.names, "stored before its prefix"
+            assert not self.names & set(event.block_hashes), "a page was stored twice"
+            assert event.parent_block_hash is None or event.parent_block_hash in self.names, (
+                "a page was stored before its prefix"
+            )
             self.names |= set(event.block_hashes)
         else:
-            assert self.names >= set(event.block_hashes), "removed and not there"
+            assert self.names >= set(event.block_hashes), "a page was removed without being stored"
             self.names -= set(event.block_hashes)

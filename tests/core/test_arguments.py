@@ -1,4 +1,4 @@
-"""Arguments: every public call takes what is an int to Python, and refuses the rest with a sentence, nothing changed."""
+"""Arguments: every public call takes any value that Python accepts as an int, and refuses others without a change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.core.oracle import everything, grown
 Call = Callable[[MemoryManager, AddressSpace], Any]
 
 
-def made() -> tuple[MemoryManager, AddressSpace]:
+def manager_and_space() -> tuple[MemoryManager, AddressSpace]:
     mm = MemoryManager(16, 4, policy="priority", observe=Observe(events=8, reuse=8))
     return mm, grown(mm, [1] * 9)
 
@@ -27,25 +27,25 @@ WRONG: dict[str, Call] = {
     "MemoryManager of text": lambda m, a: MemoryManager("8", 4),  # type: ignore[arg-type]
     "MemoryManager of half a frame": lambda m, a: MemoryManager(8.5, 4),  # type: ignore[arg-type]
     "MemoryManager of more than int32": lambda m, a: MemoryManager(2**31, 4),
-    "MemoryManager of what no memory holds": lambda m, a: MemoryManager(2**31 - 1, 2**31 - 1),
+    "MemoryManager too large for any memory": lambda m, a: MemoryManager(2**31 - 1, 2**31 - 1),
     "block_size 0": lambda m, a: MemoryManager(8, 0),
     "block_size of more than int32": lambda m, a: MemoryManager(1, 2**31),
     "watermark of text": lambda m, a: MemoryManager(8, 4, watermark="0.1"),  # type: ignore[arg-type]
     "watermark NaN": lambda m, a: MemoryManager(8, 4, watermark=float("nan")),
     "max_pinned above 1": lambda m, a: MemoryManager(8, 4, max_pinned=1.5),
-    "policy of no name": lambda m, a: MemoryManager(8, 4, policy=7),  # type: ignore[arg-type]
+    "policy of a number": lambda m, a: MemoryManager(8, 4, policy=7),  # type: ignore[arg-type]
     "policy that is a class": lambda m, a: MemoryManager(8, 4, policy=LRU),  # type: ignore[arg-type]
     "policy of scale 0": lambda m, a: MemoryManager(8, 4, policy=Cost(scale=0)),
     "observe of a number": lambda m, a: MemoryManager(8, 4, observe=8),  # type: ignore[arg-type]
-    "groups that is one": lambda m, a: MemoryManager(8, 4, groups=Group()),  # type: ignore[arg-type]
+    "groups of one Group": lambda m, a: MemoryManager(8, 4, groups=Group()),  # type: ignore[arg-type]
     "groups of numbers": lambda m, a: MemoryManager(8, 4, groups=[8]),  # type: ignore[list-item]
     "Observe of half an event": lambda m, a: Observe(events=1.5),  # type: ignore[arg-type]
     "Observe of a bool": lambda m, a: Observe(reuse=True),
     "Group with a bool": lambda m, a: Group(window=True),
     "open for a tenant of text": lambda m, a: m.open(tenant="a"),  # type: ignore[arg-type]
-    "open for nobody": lambda m, a: m.open(tenant=None),  # type: ignore[arg-type]
+    "open for tenant None": lambda m, a: m.open(tenant=None),  # type: ignore[arg-type]
     "open of text": lambda m, a: m.open("abc"),  # type: ignore[arg-type]
-    "open of nothing": lambda m, a: m.open(None),  # type: ignore[arg-type]
+    "open of None": lambda m, a: m.open(None),  # type: ignore[arg-type]
     "open of a generator": lambda m, a: m.open(i for i in range(3)),  # type: ignore[arg-type]
     "open of rows of unequal length": lambda m, a: m.open([[1], [1, 2]]),  # type: ignore[list-item]
     "open with a priority of text": lambda m, a: m.open(priority="high"),  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ WRONG: dict[str, Call] = {
     "open with a priority of NaN": lambda m, a: m.open(priority=float("nan")),
     "why for a tenant of text": lambda m, a: m.why([1], tenant="a"),  # type: ignore[arg-type]
     "fork of a number": lambda m, a: m.fork(a.asid),  # type: ignore[arg-type]
-    "release of nothing": lambda m, a: m.release(None),  # type: ignore[arg-type]
+    "release of None": lambda m, a: m.release(None),  # type: ignore[arg-type]
     "truncate to half a token": lambda m, a: a.truncate(1.5),  # type: ignore[arg-type]
     "truncate to True": lambda m, a: a.truncate(True),
     "truncate below 0": lambda m, a: a.truncate(-1),
@@ -65,7 +65,7 @@ WRONG: dict[str, Call] = {
     "plan of a generator": lambda m, a: m.plan((s for s in [a]), [1]),  # type: ignore[arg-type]
     "plan of bools": lambda m, a: m.plan([a], [True]),
     "plan of half a token": lambda m, a: m.plan([a], [0.5]),  # type: ignore[list-item]
-    "plan of nothing": lambda m, a: m.plan([a], None),  # type: ignore[arg-type]
+    "plan of None": lambda m, a: m.plan([a], None),  # type: ignore[arg-type]
     "plan of rows of unequal length": lambda m, a: m.plan([a], [[1], [1, 2]]),  # type: ignore[list-item]
     "plan of a count beyond int64": lambda m, a: m.plan([a], [2**70]),
     "commit of no plan": lambda m, a: m.commit(None, []),  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ WRONG: dict[str, Call] = {
     "advice of a list": lambda m, a: m.advise(a, ["COLD"]),  # type: ignore[arg-type]
     "advice on a number": lambda m, a: m.advise(3),  # type: ignore[arg-type]
     "retain of a number": lambda m, a: m.advise(a, retain=2.0),  # type: ignore[arg-type]
-    "retain of nothing": lambda m, a: m.advise(a, retain=()),  # type: ignore[arg-type]
+    "retain of an empty tuple": lambda m, a: m.advise(a, retain=()),  # type: ignore[arg-type]
     "evict half a frame": lambda m, a: m.evict(1.5),  # type: ignore[arg-type]
     "evict True": lambda m, a: m.evict(True),
     "evict -1": lambda m, a: m.evict(-1),
@@ -102,11 +102,11 @@ WRONG: dict[str, Call] = {
     "hit_curve of no frame": lambda m, a: m.hit_curve([0]),
     "hit_curve of one size": lambda m, a: m.hit_curve(8),  # type: ignore[arg-type]
     "is_stale of text": lambda m, a: m.is_stale("a"),  # type: ignore[arg-type]
-    "is_stale of another's": lambda m, a: m.is_stale(MemoryManager(8, 4).open()),
+    "is_stale of a space of another manager": lambda m, a: m.is_stale(MemoryManager(8, 4).open()),
     "prefix_cache of text": lambda m, a: MemoryManager(8, 4, prefix_cache="no"),  # type: ignore[arg-type]
-    "prefix_cache of nothing": lambda m, a: MemoryManager(8, 4, prefix_cache=None),  # type: ignore[arg-type]
+    "prefix_cache of None": lambda m, a: MemoryManager(8, 4, prefix_cache=None),  # type: ignore[arg-type]
     "match of an array": lambda m, a: MemoryManager(8, 4, match=np.array([])),  # type: ignore[arg-type]
-    "Observe of other roots, perhaps": lambda m, a: Observe(other_roots="yes"),  # type: ignore[arg-type]
+    "Observe of other roots, as text": lambda m, a: Observe(other_roots="yes"),  # type: ignore[arg-type]
     "open with a priority of an array": lambda m, a: m.open(priority=np.array([])),  # type: ignore[arg-type]
     "quota of a tenant of text": lambda m, a: m.set_quota("t"),  # type: ignore[arg-type]
     "quota of True": lambda m, a: m.set_quota(b"t", hard=True),
@@ -118,8 +118,8 @@ WRONG: dict[str, Call] = {
 
 
 @pytest.mark.parametrize("call", WRONG)
-def test_what_makes_no_sense_is_refused_by_name_and_changes_nothing(call: str) -> None:
-    mm, space = made()
+def test_a_wrong_argument_is_refused_by_name_and_changes_nothing(call: str) -> None:
+    mm, space = manager_and_space()
     before = everything(mm)
     with pytest.raises(InvalidRequest, match=r"give|it is|name|no memory|use the one"):
         WRONG[call](mm, space)
@@ -127,20 +127,20 @@ def test_what_makes_no_sense_is_refused_by_name_and_changes_nothing(call: str) -
     mm.check()
 
 
-@pytest.mark.parametrize("perhaps", [1, None, "yes", [1]])
-def test_whether_copies_were_made_is_said_with_a_bool(perhaps: Any) -> None:
-    """Another type would be compiled for itself, in the middle of a service."""
-    mm, space = made()
+@pytest.mark.parametrize("value", [1, None, "yes", [1]])
+def test_copied_of_abort_must_be_a_bool(value: Any) -> None:
+    """For another type numba would compile again, which would stop a server for seconds."""
+    mm, space = manager_and_space()
     plan = mm.plan([space.fork()], [1])
     before = everything(mm)
     with pytest.raises(InvalidRequest, match="copied is .*; give True or False"):
-        mm.abort(plan, copied=perhaps)
+        mm.abort(plan, copied=value)
     assert everything(mm) == before
     mm.abort(plan, copied=np.True_)  # type: ignore[arg-type]
 
 
 class Two:
-    """An int to Python, and to nobody else."""
+    """An object that only its `__index__` makes an int."""
 
     def __index__(self) -> int:
         return 2
@@ -149,7 +149,7 @@ class Two:
 @pytest.mark.parametrize(
     "two", [np.int64(2), np.uint8(2), np.array(2), Two()], ids=["int64", "uint8", "0-d array", "__index__"]
 )
-def test_whatever_counts_as_an_int_is_one(two: Any) -> None:
+def test_any_object_that_python_accepts_as_an_int_is_taken(two: Any) -> None:
     mm = MemoryManager(
         np.int64(16), two, observe=Observe(events=two, reuse=two), groups=(Group(), Group(window=two, sinks=two))
     )
@@ -168,15 +168,15 @@ def test_whatever_counts_as_an_int_is_one(two: Any) -> None:
     mm.check()
 
 
-def test_the_longest_retention_there_can_be_is_the_last_list() -> None:
-    mm, space = made()
+def test_the_longest_retention_ends_on_the_last_list() -> None:
+    mm, space = manager_and_space()
     mm.advise(space, retain=(1e308, 1e308))
     space.release()
     mm.check()
 
 
-def test_tokens_that_may_not_be_written_compile_nothing_anew() -> None:
-    """To numba they are another type, which would stop a server for seconds at its first such prompt."""
+def test_read_only_tokens_compile_nothing_anew() -> None:
+    """To numba a read-only array is another type: it would compile for seconds at the first such prompt."""
     ids = np.frombuffer(np.arange(9, dtype=np.int32).tobytes(), np.int32)
     frames = np.array([0, 1], np.int32)
     frames.setflags(write=False)

@@ -1,4 +1,4 @@
-"""The laws of the memory manager, each as the shortest story that would break it."""
+"""The laws of the memory manager, each as the shortest story that would break the law."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_one_token_is_always_left_to_compute(mm: MemoryManager) -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_prompt_longer_than_the_pool_reaches_into_no_other_table(prefix_cache: bool) -> None:
-    """It has more pages than a row of the table is wide; the rows behind are those of others, the last one ends the memory."""
+def test_a_prompt_longer_than_the_pool_writes_into_no_other_row(prefix_cache: bool) -> None:
+    """The prompt has more pages than the table is wide; the next rows belong to others; the memory ends behind them."""
     mm = MemoryManager(8, 1, prefix_cache=prefix_cache)
     first, second = grown(mm, [1, 2, 3]), grown(mm, [4, 5])
     before = [first.pages.tolist(), second.pages.tolist()]
-    for _ in range(14):  # all rows there are
+    for _ in range(14):  # every row of the table
         longest = mm.open([1, 2, 3, *range(4, 200)])
         assert len(longest) == (3 if prefix_cache else 0)
         assert [first.pages.tolist(), second.pages.tolist()] == before
@@ -76,7 +76,7 @@ def test_a_retired_page_that_is_found_again_counts_among_the_most_ever_mapped(mm
     mm.retire(1)
     space.punch(0, 1)
     space.release()
-    assert mm.stats().retired == 1  # behind the hole
+    assert mm.stats().retired == 1  # the page behind the hole
     grown(mm, list(range(100, 108)))
     assert len(mm.open(list(range(9)))) == 8
     assert mm.stats().peak_mapped == mm.stats().mapped == 4
@@ -110,7 +110,7 @@ def test_equal_prompts_computed_at_once_share_afterwards(mm: MemoryManager) -> N
 
 
 def test_an_evicted_parent_cannot_be_taken_for_its_successor() -> None:
-    """The frame number comes back with other tokens; children that remember the old one must not be found under it."""
+    """The frame is reused for other tokens; successors of the old page must not be found after the new one."""
     mm = MemoryManager(num_frames=3, block_size=1)
     window = grown(mm, [1, 2, 3])
     parent = int(window.pages[0])
@@ -140,7 +140,7 @@ def test_a_match_protects_a_prefix_from_eviction(mm: MemoryManager) -> None:
     assert len(kept) == 8
 
 
-def test_the_watermark_is_kept_from_newcomers_only() -> None:
+def test_the_watermark_is_kept_free_from_new_sequences_only() -> None:
     mm = MemoryManager(num_frames=10, block_size=1, watermark=0.2)
     assert mm.admits(8)
     assert not mm.admits(9)
@@ -162,7 +162,7 @@ def test_a_frame_that_is_a_tail_to_one_and_full_to_another_wastes_nothing(prefix
     assert mm.stats().slots_wasted == 0
 
 
-def test_waste_is_counted_once_however_long_those_are_who_share(mm: MemoryManager) -> None:
+def test_the_waste_of_a_shared_frame_is_counted_once(mm: MemoryManager) -> None:
     whole = grown(mm, [1] * 10)
     short = whole.fork()
     short.truncate(5)  # its tail is a page within `whole`
@@ -193,7 +193,7 @@ def test_a_second_thread_is_refused(mm: MemoryManager) -> None:
 
 
 @pytest.mark.parametrize("bad", [{"num_frames": 0, "block_size": 4}, {"num_frames": 4, "block_size": 0}])
-def test_a_pool_that_cannot_be_is_refused(bad: dict[str, int]) -> None:
+def test_a_pool_without_frames_or_slots_is_refused(bad: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest):
         MemoryManager(**bad)
 
@@ -209,11 +209,11 @@ def test_token_ids_are_one_row_of_int32(mm: MemoryManager, ids: list[object]) ->
         mm.open(ids)  # type: ignore[arg-type]
 
 
-# -- holes --------------------------------------------------------------------------------------------------------------------------
+# -- holes ------------------------------------------------------------------------------------------------------------
 
 
 def punched_behind_a_cached_successor(block_size: int = 1) -> tuple[MemoryManager, AddressSpace]:
-    """Pages 0 1 2 of which 0 and 2 are cached, and 1 is mapped by a space that punched 0."""
+    """Return a manager with pages 0 1 2: 0 and 2 are cached, and 1 is mapped by the returned space, which punched 0."""
     mm = MemoryManager(8, block_size)
     whole = grown(mm, list(range(3 * block_size)))
     window = whole.fork()
@@ -223,7 +223,7 @@ def punched_behind_a_cached_successor(block_size: int = 1) -> tuple[MemoryManage
     return mm, window
 
 
-def test_a_window_released_behind_its_hole_orphans_nobody() -> None:
+def test_a_space_released_behind_its_hole_orphans_no_page() -> None:
     mm, window = punched_behind_a_cached_successor()
     window.release()
     mm.check()
@@ -243,7 +243,7 @@ def test_the_prefix_of_a_copied_tail_stays_even_behind_a_hole() -> None:
     assert not mm.state.frames["pins"].any()
 
 
-# -- misses ------------------------------------------------------------------------------------------------------------------------------
+# -- misses -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_common_part_of_a_page_is_shared_until_the_first_write() -> None:
@@ -264,9 +264,9 @@ def test_an_evicted_successor_is_no_longer_offered() -> None:
     assert len(mm.open([1, 2, 9])) == 0
 
 
-def test_why_tells_a_miss_from_a_miss(mm: MemoryManager) -> None:
+def test_why_names_the_reason_of_a_miss(mm: MemoryManager) -> None:
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    mm.state.reg[st.KEY] = 1  # what was evicted is remembered by a hash: not one with a collision
+    mm.state.reg[st.KEY] = 1  # evicted pages are remembered by a hash: this key gives no collision
     assert mm.why([1, 2, 3]) == Miss("below one page", 0)
     assert mm.why(prompt) == Miss("never published", 0)
     grown(mm, prompt, tenant=b"a").release()
@@ -276,7 +276,7 @@ def test_why_tells_a_miss_from_a_miss(mm: MemoryManager) -> None:
     assert mm.why(prompt, tenant=b"a") == Miss("evicted", 4)
 
 
-def test_what_was_asked_was_matched_or_missed_for_a_reason(mm: MemoryManager) -> None:
+def test_every_token_asked_for_is_counted_as_matched_or_missed(mm: MemoryManager) -> None:
     mm.state.reg[st.KEY] = 1
     grown(mm, [1] * 9).release()
     mm.evict(1)
@@ -285,7 +285,7 @@ def test_what_was_asked_was_matched_or_missed_for_a_reason(mm: MemoryManager) ->
     assert (now.tokens_asked, now.tokens_matched, now.missed_new, now.missed_evicted) == (16, 4, 8, 4)
 
 
-# -- pins and fences -------------------------------------------------------------------------------------------------------------------
+# -- pins and fences --------------------------------------------------------------------------------------------------
 
 
 def test_a_pin_keeps_its_pages_and_their_prefix(mm: MemoryManager) -> None:
@@ -300,7 +300,7 @@ def test_a_pin_keeps_its_pages_and_their_prefix(mm: MemoryManager) -> None:
     assert mm.available == 16
 
 
-def test_a_writer_copies_what_is_pinned(mm: MemoryManager) -> None:
+def test_a_writer_copies_a_pinned_page(mm: MemoryManager) -> None:
     space = grown(mm, [1, 2, 3, 4])
     mm.pin(space)
     space.truncate(3)
@@ -353,8 +353,8 @@ def test_a_cached_frame_is_found_but_not_evicted_before_the_epoch_has_passed(mm:
 
 
 @pytest.mark.parametrize("apart", [1, 2**30, 2**31, 2**32 + 7, 2**40])
-def test_a_completion_that_comes_twice_lets_go_of_nothing_newer(mm: MemoryManager, apart: int) -> None:
-    """However epochs are numbered, by nanoseconds for instance: marks are kept modulo 2**31."""
+def test_a_completion_that_comes_twice_frees_no_newer_frame(mm: MemoryManager, apart: int) -> None:
+    """Epochs may be any increasing numbers, such as nanoseconds, though the pool keeps them modulo 2**31."""
     mm.retire(5)
     mm.advance(5)
     mm.retire(5 + apart, [grown(mm, [1] * 3)])
@@ -363,13 +363,12 @@ def test_a_completion_that_comes_twice_lets_go_of_nothing_newer(mm: MemoryManage
     assert mm.advance(5 + apart) == 1
 
 
-def test_handles_are_told_apart_when_generations_wrap_around(mm: MemoryManager) -> None:
+def test_handles_differ_when_generations_wrap_around(mm: MemoryManager) -> None:
     mm.state.spaces["generation"][:] = 2**32 - 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings(
-            "ignore", category=RuntimeWarning, module=r"pagedkv\.core\.prefix\.index"
-        )  # uncompiled, its sums say that they wrap
+        # uncompiled, the sums of the hash warn that they wrap around
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"pagedkv\.core\.prefix\.index")
         old = grown(mm, [1] * 5)
         mm.unpin(mm.pin(old))
         old.release()
@@ -378,7 +377,7 @@ def test_handles_are_told_apart_when_generations_wrap_around(mm: MemoryManager) 
 
 
 def test_two_calls_a_step_fence_overlapping_steps(mm: MemoryManager) -> None:
-    """Step n is launched before n - 1 has finished; a sequence that ends gives its frames back two steps later, and nothing leaks."""
+    """Step n is launched before step n - 1 has finished; the frames of an ended sequence come back two steps later."""
     for n in range(20):
         space = grown(mm, [n] * 5)
         mm.retire(n, [space])
@@ -390,11 +389,11 @@ def test_two_calls_a_step_fence_overlapping_steps(mm: MemoryManager) -> None:
     assert mm.available == 16
 
 
-# -- eviction policies -----------------------------------------------------------------------------------------------------------------
+# -- eviction policies ------------------------------------------------------------------------------------------------
 
 
-def asked(mm: MemoryManager, first: int, times: int = 1) -> list[int]:
-    """The frames of a two-page prompt, asked for that often and released."""
+def prompted(mm: MemoryManager, first: int, times: int = 1) -> list[int]:
+    """Open, compute and release a two-page prompt `times` times, and return its frames."""
     for _ in range(times):
         space = grown(mm, [first] * 8 + [0])
         pages = space.pages[:2].tolist()
@@ -403,7 +402,7 @@ def asked(mm: MemoryManager, first: int, times: int = 1) -> list[int]:
 
 
 def survivors(mm: MemoryManager, count: int, **prompts: list[int]) -> set[str]:
-    """Which prompts are still whole after evicting `count` frames."""
+    """Evict `count` frames, and return the names of the prompts that are still whole."""
     assert mm.evict(count) == count
     mm.check()
     return {name for name, frames in prompts.items() if (mm.state.frames["status"][frames] == st.CACHED).all()}
@@ -413,24 +412,24 @@ def survivors(mm: MemoryManager, count: int, **prompts: list[int]) -> set[str]:
     ("policy", "survives"),
     [("lru", {"scan"}), ("2q", {"hot"}), ("lfu", {"hot"}), ("cost", {"hot"}), ("priority", {"scan"})],
 )
-def test_what_a_scan_does_to_what_was_hot(policy: str, survives: set[str]) -> None:
+def test_which_policies_keep_a_hot_prompt_through_a_scan(policy: str, survives: set[str]) -> None:
     mm = MemoryManager(16, 4, policy=policy)
-    hot = asked(mm, 1, times=4)
-    scan = asked(mm, 2)
+    hot = prompted(mm, 1, times=4)
+    scan = prompted(mm, 2)
     assert survivors(mm, 2, hot=hot, scan=scan) == survives
 
 
 def test_frequency_ages() -> None:
     mm = MemoryManager(16, 4, policy="lfu")
-    hot = asked(mm, 1, times=4)
+    hot = prompted(mm, 1, times=4)
     for first in range(2, 40):
-        asked(mm, first, times=2)
+        prompted(mm, first, times=2)
         mm.evict(max(0, mm.stats().cached - 6))
     assert len(mm.open([1] * 9)) < 8, f"{hot} were hot once, long ago"
 
 
-def test_cost_prefers_what_is_dear_to_compute_again() -> None:
-    """Equal use; the deep pages of a long prompt cost more than the pages of a short one."""
+def test_cost_keeps_the_pages_that_are_expensive_to_compute_again() -> None:
+    """Both prompts are used once; the deep pages of the long one cost more than the pages of the short one."""
     mm = MemoryManager(64, 4, policy=Cost(scale=8))
     long, short = grown(mm, [1] * 161), grown(mm, [2] * 9)
     deep, flat = long.pages[:40].tolist(), short.pages[:2].tolist()
@@ -441,10 +440,10 @@ def test_cost_prefers_what_is_dear_to_compute_again() -> None:
 
 def test_a_returning_page_counts_as_used_again() -> None:
     mm = MemoryManager(64, 4, policy="2q")
-    mm.state.reg[st.KEY] = 1  # what was evicted is remembered by a hash: not one with a collision
-    asked(mm, 1)
+    mm.state.reg[st.KEY] = 1  # evicted pages are remembered by a hash: this key gives no collision
+    prompted(mm, 1)
     mm.evict(2)
-    back, new = asked(mm, 1), asked(mm, 2)
+    back, new = prompted(mm, 1), prompted(mm, 2)
     assert survivors(mm, 2, back=back, new=new) == {"back"}
 
 
@@ -454,9 +453,9 @@ def test_a_priority_decays() -> None:
     frames = kept.pages[:2].tolist()
     mm.advise(kept, retain=(4.0, 3.5))  # worth 7 plans
     kept.release()
-    assert survivors(mm, 2, kept=frames, plain=asked(mm, 2)) == {"kept"}
+    assert survivors(mm, 2, kept=frames, plain=prompted(mm, 2)) == {"kept"}
     for first in range(3, 11):
-        late = asked(mm, first)
+        late = prompted(mm, first)
         mm.evict(mm.stats().cached - 4)
     assert survivors(mm, 2, kept=frames, late=late) == {"late"}
 
@@ -465,7 +464,7 @@ def test_a_priority_decays() -> None:
 @pytest.mark.parametrize("advice", ["DONTNEED", "COLD"])
 def test_advice_puts_pages_before_all_others(policy: str, advice: str) -> None:
     mm = MemoryManager(16, 4, policy=policy)
-    old = asked(mm, 1)
+    old = prompted(mm, 1)
     space = grown(mm, [2] * 9)
     advised = space.pages[:2].tolist()
     mm.advise(space, advice)
@@ -473,7 +472,7 @@ def test_advice_puts_pages_before_all_others(policy: str, advice: str) -> None:
     assert survivors(mm, 2, old=old, advised=advised) == {"old"}
 
 
-def test_a_prefix_is_never_given_up_for_the_advice_on_a_part_of_it(mm: MemoryManager) -> None:
+def test_advice_on_a_prefix_never_evicts_it_before_its_suffix(mm: MemoryManager) -> None:
     grown(mm, [1] * 13).release()
     head = mm.open([1] * 9)
     mm.advise(head, "DONTNEED")
@@ -484,7 +483,7 @@ def test_a_prefix_is_never_given_up_for_the_advice_on_a_part_of_it(mm: MemoryMan
         mm.check()
 
 
-def test_a_priority_wants_a_policy_that_knows_it(mm: MemoryManager) -> None:
+def test_a_priority_needs_the_policy_priority(mm: MemoryManager) -> None:
     with pytest.raises(InvalidRequest, match="policy='priority'"):
         mm.open([1], priority=2.0)
     with pytest.raises(InvalidRequest, match="one of lru, 2q, lfu, cost, priority"):
@@ -536,19 +535,19 @@ def test_metadata_is_at_most_48_bytes_a_frame(num_frames: int) -> None:
 
 def test_misses_are_counted_by_reason() -> None:
     mm = MemoryManager(num_frames=16, block_size=4, observe=Observe(other_roots=True))
-    grown(mm, [1] * 9, b"acme").release()  # 8 asked, new
-    mm.open([1] * 11)  # 8 asked, 2 below a page; acme has them
-    mm.open([1] * 9, tenant=b"acme")  # found
-    grown(mm, [2] * 5).release()  # 4 asked, new
+    grown(mm, [1] * 9, b"acme").release()  # 8 asked for, new
+    mm.open([1] * 11)  # 8 asked for, which acme has; 2 below a page
+    mm.open([1] * 9, tenant=b"acme")  # 8 asked for and matched
+    grown(mm, [2] * 5).release()  # 4 asked for, new
     mm.evict(1)
-    mm.open([2] * 5)  # 4 asked, evicted
+    mm.open([2] * 5)  # 4 asked for, evicted
     mm.open([3] * 4)  # 3 below a page
     now = mm.stats()
     assert (now.tokens_asked, now.tokens_matched) == (8 + 8 + 8 + 4 + 4, 8)
     assert (now.missed_new, now.missed_other_root, now.missed_evicted, now.below_one_page) == (12, 8, 4, 2 + 3)
 
 
-def test_other_tenants_are_looked_at_only_if_asked_for(mm: MemoryManager) -> None:
+def test_other_tenants_are_looked_at_with_other_roots_only(mm: MemoryManager) -> None:
     grown(mm, [1] * 9, b"acme").release()
     mm.open([1] * 9)
     assert (mm.stats().missed_new, mm.stats().missed_other_root) == (16, 0)

@@ -1,4 +1,4 @@
-"""A state machine drives the manager against the oracle: any order of calls, plans outstanding, pools too small for what is asked."""
+"""A state machine compares the manager with the oracle: any order of calls, plans outstanding, pools too small."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ GROUPS = [
 
 
 def copied(parent: Believed, child: AddressSpace) -> Believed:
-    """What is believed of a fork."""
+    """Return the beliefs about a fork."""
     return Believed(
         child, parent.tenant, list(parent.tokens), set(parent.holes), behind=[set(behind) for behind in parent.behind]
     )
 
 
 class Machine(RuleBasedStateMachine):
-    """Rules are what a caller may do; `oracle.verify` runs after each of them."""
+    """A rule for each call that a caller may make; `oracle.verify` runs after each rule."""
 
     @initialize(
         block_size=some.sampled_from([1, 3, 4]),
@@ -70,7 +70,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.reader = Follower(self.mm, since=0)
         self.named: dict[tuple[int, int], bytes] = {}
-        self.epoch = 2**31 - 4  # marks are kept modulo 2**31
+        self.epoch = 2**31 - 4  # epochs are kept modulo 2**31
         self.oracle = Oracle(self.mm)
         self.prefix_cache = prefix_cache
         self.dead: list[Believed] = []
@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tokens=some.lists(TOKENS, max_size=14), tenant=TENANTS)
     def open(self, tokens: list[int], tenant: bytes) -> None:
-        expected = self.oracle.longest_known(tenant, tokens)
+        expected = self.oracle.longest_match(tenant, tokens)
         before = everything(self.mm)
         missed = self.mm.why(tokens, tenant=tenant)
         assert missed.tokens_matched == expected // self.mm.block_size * self.mm.block_size
@@ -98,11 +98,11 @@ class Machine(RuleBasedStateMachine):
         space = self.mm.open(tokens, tenant=tenant)
         assert len(space) == expected
         assert len(space) == 0 or self.prefix_cache
-        self.oracle.spaces.append(self.oracle.opened(space, tenant, tokens[: len(space)]))
+        self.oracle.spaces.append(self.oracle.believed(space, tenant, tokens[: len(space)]))
 
     @rule(tokens=some.lists(TOKENS, min_size=5, max_size=17), tenant=TENANTS)
     def prefill(self, tokens: list[int], tenant: bytes) -> None:
-        """What an engine does most: the rest of a prompt, in one step."""
+        """Compute the rest of a prompt in one step, which is what an engine does most."""
         self.open(tokens, tenant)
         believed = self.oracle.spaces[-1]
         self.make_plan([believed], [tokens[len(believed.tokens) :]])
@@ -110,34 +110,34 @@ class Machine(RuleBasedStateMachine):
 
     @rule(length=some.integers(17, 80), rare=some.integers(0, 80), tenant=TENANTS)
     def prefill_a_long_prompt(self, length: int, rare: int, tenant: bytes) -> None:
-        """Wider than the page table was, or longer than the pool."""
+        """Compute a prompt that is wider than the page table was, or longer than the pool."""
         self.prefill([int(at == rare) for at in range(length)], tenant)
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data(), more=some.integers(0, 4), tenant=TENANTS)
     def open_what_no_pool_could_hold(self, data: some.DataObject, more: int, tenant: bytes) -> None:
-        """It begins with what is known, and does not end before every frame and every column of the table is full."""
-        known = self.pick(data, settled=False).tokens
+        """Open a prompt that begins with known tokens and would fill every frame and every column of the table."""
+        tokens = self.pick(data, settled=False).tokens
         self.open(
-            known + [1] * (max(self.mm.num_frames, self.mm.state.table.shape[1]) * self.mm.block_size + more), tenant
+            tokens + [1] * (max(self.mm.num_frames, self.mm.state.table.shape[1]) * self.mm.block_size + more), tenant
         )
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data(), length=some.integers(1, 3))
     def decode(self, data: some.DataObject, length: int) -> None:
-        """And next: a few more tokens for each of those that run."""
+        """Compute a few more tokens for each of some spaces."""
         owners = data.draw(some.lists(some.sampled_from(self.oracle.spaces), min_size=1, max_size=5, unique=True))
         self.make_plan(owners, [data.draw(some.lists(TOKENS, min_size=length, max_size=length)) for _ in owners])
         self.settle_everything()
 
     def settle_everything(self) -> None:
-        """Commit everything under way, oldest first."""
+        """Commit all outstanding plans, oldest first."""
         self.oracle.run()
         for step in list(self.oracle.plans):
             self.mm.commit(step.plan, [token for new in step.tokens for token in new])
             self.oracle.plans.remove(step)
             for owner, tokens in zip(step.owners, step.tokens, strict=True):
-                self.oracle.keep(owner, tokens)
+                self.oracle.record_commit(owner, tokens)
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data(), late=some.booleans())
@@ -148,9 +148,9 @@ class Machine(RuleBasedStateMachine):
             self.oracle.run()
 
     def make_plan(self, owners: list[Believed], tokens: list[list[int]]) -> None:
-        """Plan, if the oracle says that it can be had; else see it refused, and nothing changed."""
+        """Plan, if the oracle allows it; else check that the plan is refused and nothing is changed."""
         counts = [len(new) for new in tokens]
-        needed = self.oracle.needed(owners, counts)
+        needed = self.oracle.frames_needed(owners, counts)
         refusal = self.oracle.refusal(needed)
         if refusal:
             before = everything(self.mm)
@@ -163,10 +163,10 @@ class Machine(RuleBasedStateMachine):
                 assert short.value.shortfall >= needed.total() - self.mm.available
             assert everything(self.mm) == before
             return
-        held = self.oracle.held()
+        usage_before = self.oracle.account_usage()
         before_tokens = [self.tokens_planned(b) for b in owners]
         plan = self.mm.plan([b.space for b in owners], counts)
-        self.oracle.verify_quotas(needed, held)
+        self.oracle.verify_quotas(needed, usage_before)
         assert plan.seq_lens.tolist() == [len(b) + n for b, n in zip(before_tokens, counts, strict=True)]
         assert plan.positions.tolist() == [
             len(b) + i for b, n in zip(before_tokens, counts, strict=True) for i in range(n)
@@ -184,9 +184,8 @@ class Machine(RuleBasedStateMachine):
     def commit(self, data: some.DataObject) -> None:
         step = data.draw(some.sampled_from(self.oracle.plans))
         at = self.oracle.plans.index(step)
-        writers = [
-            o for o, t in zip(step.owners, step.tokens, strict=True) if t
-        ]  # a plan of nothing can be settled at any time
+        # a space without planned tokens can be settled at any time
+        writers = [o for o, t in zip(step.owners, step.tokens, strict=True) if t]
         older = any(o in writers and t for p in self.oracle.plans[:at] for o, t in zip(p.owners, p.tokens, strict=True))
         flat = [token for new in step.tokens for token in new]
         if older:
@@ -201,7 +200,7 @@ class Machine(RuleBasedStateMachine):
         self.mm.commit(step.plan, [token for t, k in zip(step.tokens, kept, strict=True) for token in t[:k]], kept)
         self.oracle.plans.remove(step)
         for owner, tokens, keep in zip(step.owners, step.tokens, kept, strict=True):
-            self.oracle.keep(owner, tokens[:keep])
+            self.oracle.record_commit(owner, tokens[:keep])
         self.refused(PlanConflict, lambda: self.mm.commit(step.plan, flat))
         self.refused(PlanConflict, lambda: self.mm.abort(step.plan))
 
@@ -220,7 +219,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.plans)
     @rule(data=some.data())
     def abort(self, data: some.DataObject) -> None:
-        """Any plan that is the newest of its spaces, run or not; whatever other spaces have planned, run and committed since."""
+        """Abort any plan that is the newest of its spaces, run or not. Other spaces may have had plans since."""
         step = data.draw(some.sampled_from(self.oracle.plans))
         later = [
             o
@@ -233,9 +232,8 @@ class Machine(RuleBasedStateMachine):
             return
         self.mm.abort(step.plan, copied=step.has_run)
         self.oracle.plans.remove(step)
-        self.refused(
-            PlanConflict, lambda: self.mm.abort(step.plan)
-        )  # a completion that comes twice, or after the cancellation
+        # a completion that comes twice, or after the cancellation
+        self.refused(PlanConflict, lambda: self.mm.abort(step.plan))
         self.refused(PlanConflict, lambda: self.mm.commit(step.plan, [0] * int(step.plan.cu_seqlens_q[-1])))
 
     @precondition(lambda self: self.oracle.spaces)
@@ -262,7 +260,7 @@ class Machine(RuleBasedStateMachine):
         ):
             self.refused(InvalidRequest, lambda: believed.space.truncate(length))  # a hole cannot be written into
             return
-        if length < len(believed.tokens) and self.oracle.blind(believed, length):
+        if length < len(believed.tokens) and self.oracle.lacks_visible_pages(believed, length):
             self.refused(InvalidRequest, lambda: believed.space.truncate(length))
             return
         believed.space.truncate(length)
@@ -288,7 +286,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.plans)
     @rule(data=some.data())
     def cancel(self, data: some.DataObject) -> None:
-        """A client goes away: its space is released, and what is planned for it comes back, newest first, run or not."""
+        """A client goes away: release its space, and abort its plans, newest first, run or not."""
         believed = data.draw(some.sampled_from([owner for step in self.oracle.plans for owner in step.owners]))
         if believed in self.oracle.spaces:
             believed.space.release()
@@ -306,7 +304,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data())
     def slide(self, data: some.DataObject) -> None:
-        """What a sliding window does: all but the last pages are punched, and nobody keeps them."""
+        """Punch all pages but the last ones, as a sliding window does, and evict everything."""
         believed = self.pick(data)
         full = len(believed.tokens) // self.mm.block_size
         if not self.busy(believed):
@@ -352,9 +350,9 @@ class Machine(RuleBasedStateMachine):
         hard, soft, protected = hard and hard * unit, soft and soft * unit, protected * unit
         account = self.mm._accounts.get(tenant)
         root = self.mm._roots.by_tenant.get(tenant)
-        held = account is None and root is not None and self.mm.state.roots[root.number, 0] > 0
+        in_use = account is None and root is not None and self.mm.state.roots[root.number, 0] > 0
         others = sum(quota[2] for other, quota in self.oracle.quotas.items() if other != account)
-        if held or (hard is not None and protected > hard) or protected + others > self.mm.num_frames:
+        if in_use or (hard is not None and protected > hard) or protected + others > self.mm.num_frames:
             self.refused(InvalidRequest, lambda: self.mm.set_quota(tenant, hard=hard, soft=soft, protected=protected))
             return
         self.mm.set_quota(tenant, hard=hard, soft=soft, protected=protected)
@@ -367,7 +365,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seldom=some.sampled_from([False, False, False, True]))
     def forget(self, seldom: bool) -> None:
-        """The weights were updated."""
+        """The weights were updated: forget what was computed."""
         if not seldom:
             return
         if self.oracle.pins:
@@ -380,7 +378,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(eighths=some.integers(1, 12))
     def resize(self, eighths: int) -> None:
-        """Larger always; smaller if no frame has to move that somebody names, and if the rest fits."""
+        """Resize: larger always; smaller if the rest fits and no frame of a plan, an epoch or a pin has to move."""
         num_frames = -(-self.first_size * eighths // 8)
         state = self.mm.state
         status, named = state.frames["status"], [frame for pinned in self.oracle.pins for frame in pinned.frames]
@@ -391,7 +389,7 @@ class Machine(RuleBasedStateMachine):
         if protected > num_frames or (len(beyond) and (fixed or len(used) - self.mm.stats().evictable > num_frames)):
             self.refused((PlanConflict, InvalidRequest, OutOfFrames), lambda: self.mm.resize(num_frames))
             return
-        known, generations = self.known(), state.frames["generation"]
+        findable, generations = self.findable_names(), state.frames["generation"]
         moves = self.mm.resize(num_frames).tolist()
         self.oracle.move(moves)
         for source, target in moves:
@@ -399,10 +397,10 @@ class Machine(RuleBasedStateMachine):
                 self.named[target, self.generation(target)] = name
         self.named = {(frame, at): name for (frame, at), name in self.named.items() if frame < num_frames}
         assert self.mm.num_frames == len(self.mm.state.frames) == num_frames
-        assert set(self.known()) <= set(known)
-        assert len(used) > num_frames or len(self.known()) == len(known)  # what fits stays findable
+        assert set(self.findable_names()) <= set(findable)
+        assert len(used) > num_frames or len(self.findable_names()) == len(findable)  # pages that fit stay findable
 
-    def known(self) -> list[bytes]:
+    def findable_names(self) -> list[bytes]:
         return list(names_by_frame(self.mm).values())
 
     @precondition(lambda self: self.oracle.spaces)
@@ -419,9 +417,9 @@ class Machine(RuleBasedStateMachine):
         if self.mm.stats().pinned + len(frames) > self.mm.max_pinned:
             self.refused(InvalidRequest, lambda: self.mm.pin(believed.space))
             return
-        self.oracle.run()  # a transfer reads what was stored
+        self.oracle.run()  # a pin is for a transfer, which reads stored KV
         deadline = data.draw(some.sampled_from([None, 1.0, 2.0]))
-        self.oracle.hold(self.mm.pin(believed.space, owner="disk", deadline=deadline), frames)
+        self.oracle.record_pin(self.mm.pin(believed.space, owner="disk", deadline=deadline), frames)
 
     @rule(data=some.data())
     def pin_a_frame(self, data: some.DataObject) -> None:
@@ -431,7 +429,7 @@ class Machine(RuleBasedStateMachine):
             self.refused(InvalidRequest, lambda: self.mm.pin(np.array([frame])))
             return
         self.oracle.run()
-        self.oracle.hold(self.mm.pin(np.array([frame])), prefix)
+        self.oracle.record_pin(self.mm.pin(np.array([frame])), prefix)
 
     @rule(now=some.sampled_from([1.0, 1.5, 9.0]))
     def look_for_overdue_pins(self, now: float) -> None:
@@ -449,14 +447,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=some.data(), step=some.sampled_from([1, 1, 5]))
     def retire(self, data: some.DataObject, step: int) -> None:
-        """A step is launched; some spaces may go at the same time."""
+        """A step is launched; some spaces may be released at the same time."""
         leaving = (
             data.draw(some.lists(some.sampled_from(self.oracle.spaces), max_size=2, unique=True))
             if self.oracle.spaces
             else []
         )
         self.epoch += step
-        self.oracle.launch(self.epoch)
+        self.oracle.record_epoch(self.epoch)
         self.mm.retire(self.epoch, [b.space for b in leaving])
         self.oracle.spaces = [b for b in self.oracle.spaces if b not in leaving]
         self.dead += leaving
@@ -467,7 +465,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.epochs)
     @rule(data=some.data())
     def advance(self, data: some.DataObject) -> None:
-        """Steps finish, perhaps several at once, perhaps reported late or twice."""
+        """Steps finish: perhaps several at once, perhaps reported late or twice."""
         passed = data.draw(some.sampled_from(sorted(self.oracle.epochs)))
         self.mm.advance(passed)
         self.oracle.epochs = {epoch: frames for epoch, frames in self.oracle.epochs.items() if epoch > passed}
@@ -488,16 +486,15 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def read_events(self) -> None:
-        """Rarely enough that the small log goes round in between."""
+        """Read the events, seldom enough that the small log overflows in between."""
         self.reader.catch_up()
         found = names_by_frame(self.mm)
         published = self.mm.state.frames["published"]
-        orphans = {
+        still_published = {
             name for (frame, at), name in self.named.items() if published[frame] and self.generation(frame) == at
         }
-        assert (
-            set(found.values()) <= self.reader.names <= orphans
-        )  # those that lost their prefix are not removed before they go
+        # a page that lost its prefix is not removed before its frame is reused
+        assert set(found.values()) <= self.reader.names <= still_published
         fresh = Follower(self.mm)
         assert (fresh.names, fresh.companions) == (self.reader.names, self.reader.companions)
 
@@ -505,7 +502,7 @@ class Machine(RuleBasedStateMachine):
         return int(self.mm.state.frames["generation"][frame])
 
     @invariant()
-    def all_is_as_believed(self) -> None:
+    def manager_agrees_with_the_oracle(self) -> None:
         if hasattr(self, "oracle"):
             self.named |= names_by_frame(self.mm)
             self.oracle.verify()

@@ -1,4 +1,4 @@
-"""Misuse is caught at the call, with numbers and a remedy, and nothing is changed; at level 3 the error says who had it last."""
+"""Misuse is caught at the call, with numbers and a remedy; it changes nothing. Errors of level 3 name callers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.core.oracle import everything, grown
 
 @dataclass
 class Scene:
-    """A manager with six tokens in `space`, a stranger of another manager, a released space, a plan of three tokens."""
+    """A manager with six tokens in `space`, a space of another manager, a released space, a plan of three tokens."""
 
     mm: MemoryManager
     space: AddressSpace
-    stranger: AddressSpace
-    gone: AddressSpace
+    foreign: AddressSpace
+    released: AddressSpace
     plan: Plan
     settled: Plan
 
@@ -38,42 +38,42 @@ class Scene:
 def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.setenv("PAGEDKV_DEBUG", "1")
     mm = MemoryManager(num_frames=16, block_size=4)
-    space, gone = grown(mm, [1] * 6), grown(mm, [2] * 3)
-    settled = mm.plan([gone], [1])
+    space, released = grown(mm, [1] * 6), grown(mm, [2] * 3)
+    settled = mm.plan([released], [1])
     mm.commit(settled, [2])
-    gone.release()
+    released.release()
     busy = mm.open()
-    return Scene(mm, space, MemoryManager(4, 4).open(), gone, mm.plan([busy], [3]), settled)
+    return Scene(mm, space, MemoryManager(4, 4).open(), released, mm.plan([busy], [3]), settled)
 
 
 MISUSES: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
-    "double release": (lambda s: s.gone.release(), DoubleRelease, r"space 1 was released already; drop the handle"),
+    "double release": (lambda s: s.released.release(), DoubleRelease, r"space 1 was released already; drop the handle"),
     "stale handle, planned": (
-        lambda s: s.mm.plan([s.gone], [1]),
+        lambda s: s.mm.plan([s.released], [1]),
         StaleHandle,
         r"space 1 was released \(generation \d+ of it\); open or fork",
     ),
-    "stale handle, forked": (lambda s: s.gone.fork(), StaleHandle, "open or fork a new one"),
-    "stale handle, read": (lambda s: s.gone.pages, StaleHandle, "open or fork a new one"),
-    "stale handle, measured": (lambda s: len(s.gone), StaleHandle, "open or fork a new one"),
-    "stale handle, pinned": (lambda s: s.mm.pin(s.gone), StaleHandle, "open or fork a new one"),
+    "stale handle, forked": (lambda s: s.released.fork(), StaleHandle, "open or fork a new one"),
+    "stale handle, read": (lambda s: s.released.pages, StaleHandle, "open or fork a new one"),
+    "stale handle, measured": (lambda s: len(s.released), StaleHandle, "open or fork a new one"),
+    "stale handle, pinned": (lambda s: s.mm.pin(s.released), StaleHandle, "open or fork a new one"),
     "stale number": (
         lambda s: s.mm.plan(np.array([9]), [1]),
         StaleHandle,
         "space 9, which is not open; open or fork one",
     ),
     "foreign handle": (
-        lambda s: s.mm.plan([s.stranger], [1]),
+        lambda s: s.mm.plan([s.foreign], [1]),
         InvalidRequest,
         "of another manager; use the one that opened it",
     ),
     "foreign handle, released": (
-        lambda s: s.mm.release(s.stranger),
+        lambda s: s.mm.release(s.foreign),
         InvalidRequest,
         "of another manager; use the one that opened it",
     ),
     "foreign plan": (
-        lambda s: s.stranger.manager.abort(s.plan),
+        lambda s: s.foreign.manager.abort(s.plan),
         InvalidRequest,
         "made by another manager; give it back to that one",
     ),
@@ -113,7 +113,7 @@ MISUSES: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
         InvalidRequest,
         "has 1 full pages; give 0 <= first <= last <= 1",
     ),
-    "frame of nobody pinned": (
+    "unpublished frame pinned": (
         lambda s: s.mm.pin(np.array([15])),
         InvalidRequest,
         "frame 15: it is not published.*pin the space that maps it",
@@ -128,15 +128,15 @@ MISUSES: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("misuse", MISUSES)
 def test_misuse_is_caught_at_the_call(scene: Scene, misuse: str) -> None:
-    act, error, told = MISUSES[misuse]
+    act, error, text = MISUSES[misuse]
     before = everything(scene.mm)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=text):
         act(scene)
     assert everything(scene.mm) == before
     scene.mm.check()
 
 
-def test_what_is_planned_cannot_be_found_before_it_is_computed(scene: Scene) -> None:
+def test_planned_tokens_cannot_be_found_before_they_are_computed(scene: Scene) -> None:
     first = scene.mm.open([8] * 9)
     plan = scene.mm.plan([first], [9])
     assert len(scene.mm.open([8] * 9)) == 0
@@ -144,8 +144,8 @@ def test_what_is_planned_cannot_be_found_before_it_is_computed(scene: Scene) -> 
     assert len(scene.mm.open([8] * 9)) == 8
 
 
-def test_a_table_that_lets_two_write_into_one_frame_is_seen(scene: Scene) -> None:
-    """The slots of a plan are of private frames; whoever writes into the table breaks I3."""
+def test_check_sees_a_table_with_two_writers_of_one_frame(scene: Scene) -> None:
+    """The slots of a plan are in private frames; a caller that writes into the table breaks I3."""
     child = scene.space.fork()
     scene.mm.plan([child], [1])
     s = scene.mm.state
@@ -165,11 +165,11 @@ def test_a_pin_of_another_manager_is_refused_even_if_it_looks_like_one_of_ours()
     ours.unpin(mine)
 
 
-# -- threads ------------------------------------------------------------------------------------------------------------------------
+# -- threads ----------------------------------------------------------------------------------------------------------
 
 
 def in_a_thread(act: Callable[[], object]) -> BaseException | None:
-    """What `act` raised in a thread named intruder."""
+    """Run `act` in a thread named intruder, and return its exception or None."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -184,7 +184,7 @@ def in_a_thread(act: Callable[[], object]) -> BaseException | None:
     return raised[0] if raised else None
 
 
-def test_an_owned_manager_refuses_other_threads_at_whatever_moment(scene: Scene) -> None:
+def test_an_owned_manager_refuses_other_threads_at_any_time(scene: Scene) -> None:
     scene.mm.own()
     before = everything(scene.mm)
     error = in_a_thread(lambda: scene.mm.open([1]))
@@ -193,8 +193,8 @@ def test_an_owned_manager_refuses_other_threads_at_whatever_moment(scene: Scene)
     assert everything(scene.mm) == before
 
 
-def test_events_are_read_by_the_owner_and_figures_by_anybody() -> None:
-    """Reading events moves the fold on: two readers at once would name pages wrongly."""
+def test_only_the_owner_reads_events_and_any_thread_reads_figures() -> None:
+    """Reading events changes the names that the log keeps: two readers at once would name pages wrongly."""
     mm = MemoryManager(8, 4, observe=Observe(events=8))
     mm.own()
     for read in (lambda: mm.events(0), mm.snapshot):
@@ -203,7 +203,7 @@ def test_events_are_read_by_the_owner_and_figures_by_anybody() -> None:
         assert in_a_thread(ask) is None
 
 
-def test_work_is_handed_over_by_owning_anew(scene: Scene) -> None:
+def test_another_thread_takes_over_by_owning_the_manager(scene: Scene) -> None:
     scene.mm.own()
 
     def take_over() -> None:
@@ -217,7 +217,7 @@ def test_work_is_handed_over_by_owning_anew(scene: Scene) -> None:
     scene.mm.open([1])
 
 
-def test_nobody_owns_a_manager_unless_asked_for(scene: Scene) -> None:
+def test_a_manager_has_no_owner_by_default(scene: Scene) -> None:
     assert in_a_thread(lambda: scene.mm.open([1])) is None
     scene.mm.own()
     scene.mm.disown()
@@ -230,11 +230,11 @@ def test_a_manager_is_not_taken_over_in_the_middle_of_a_call(scene: Scene) -> No
     scene.mm._entered.release()
 
 
-# -- level 3 ------------------------------------------------------------------------------------------------------------------------
+# -- level 3 ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.strict
-def test_a_stale_handle_names_who_opened_and_who_released_it() -> None:
+def test_a_stale_handle_names_the_callers_that_opened_and_released_it() -> None:
     mm = MemoryManager(16, 4)
 
     def the_frontend() -> AddressSpace:
@@ -249,13 +249,13 @@ def test_a_stale_handle_names_who_opened_and_who_released_it() -> None:
         DoubleRelease, match=r"last open at test_misuse.py:\d+ in the_frontend.*last release at .*in the_timeout <"
     ):
         space.release()
-    mm.open([2])  # its number goes to another one
+    mm.open([2])  # the asid goes to another space
     with pytest.raises(StaleHandle, match="in the_timeout"):
         mm.plan([space], [1])
 
 
 @pytest.mark.strict
-def test_a_broken_law_names_who_had_the_frame_last() -> None:
+def test_a_broken_law_names_the_last_caller_of_the_frame() -> None:
     mm = MemoryManager(16, 4)
 
     def the_scheduler() -> None:
@@ -272,7 +272,7 @@ def test_a_broken_law_names_who_had_the_frame_last() -> None:
 
 
 @pytest.mark.strict
-def test_who_had_a_frame_is_known_in_every_group_and_after_it_moved() -> None:
+def test_the_last_caller_of_a_frame_is_known_in_every_group_and_after_a_move() -> None:
     mm = MemoryManager(16, 4, groups=(Group(), Group()))
 
     def the_one_before() -> AddressSpace:
@@ -294,12 +294,12 @@ def test_who_had_a_frame_is_known_in_every_group_and_after_it_moved() -> None:
 
 
 @pytest.mark.strict
-def test_the_first_caller_owns_a_manager_that_is_being_debugged() -> None:
+def test_at_level_3_the_first_caller_owns_a_manager() -> None:
     mm = MemoryManager(16, 4)
     assert in_a_thread(lambda: mm.open([1])) is None
     with pytest.raises(ConcurrentUse, match="'intruder' owns"):
         mm.open([1])
 
 
-def test_nothing_is_written_down_below_level_3(scene: Scene) -> None:
+def test_callers_are_recorded_at_level_3_only(scene: Scene) -> None:
     assert scene.mm._last_callers is None

@@ -1,6 +1,7 @@
-"""The proofs can fail: faults seeded into a copy of core (mutants.py) are caught, each by the laws or by the state machine.
+"""The tests of core can fail: they catch each fault of mutants.py, seeded into a copy of core.
 
-A mutant runs uncompiled, in a process and a folder of its own, with fixed seeds and without shrinking: a caught one ends at once.
+A mutant runs uncompiled, in a process and a folder of its own, with fixed seeds and without shrinking; it ends at the
+first failure.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 assert Path(pagedkv.__file__).parents[1] == Path(__file__).parents[1], "the fault is in this copy"
 settings.register_profile(
-    "mutant", derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False)
+    "mutant", derandomize=True, database=None, phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck), print_blob=False)
 settings.load_profile("mutant")
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):  # what is broken may hang
+def pytest_runtest_call(item):  # broken code may hang
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"{item.name} hangs"))
     signal.alarm(100 if 'machine' in item.nodeid else 20)
     try:
@@ -49,7 +51,7 @@ def pytest_runtest_call(item):  # what is broken may hang
 
 
 def prove(tree: Path, fault: Fault | None, proofs: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Run `proofs` in `tree` against a core that has `fault`."""
+    """Run the test files `proofs` in `tree` against a core with `fault`."""
     skipped = shutil.ignore_patterns("__pycache__", "*.so", "bundled")
     shutil.copytree(CORE, tree / "pagedkv/core", ignore=skipped)
     for path in (ROOT / "pagedkv").glob("*.py"):
@@ -89,7 +91,7 @@ def prove(tree: Path, fault: Fault | None, proofs: tuple[str, ...]) -> subproces
 
 
 def in_order(fault: Fault) -> tuple[str, ...]:
-    """What is expected to catch it comes first."""
+    """Return the test files that prove the fault, the expected one first."""
     return (fault.proof, *(name for name in PROOFS if name != fault.proof))
 
 
@@ -100,9 +102,8 @@ def expensive(fault: Fault) -> bool:
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * expensive(f), id=f.law) for f in FAULTS])
 def test_a_seeded_fault_is_caught(tmp_path: Path, fault: Fault) -> None:
     run = prove(tmp_path, fault, in_order(fault))
-    assert run.returncode == 1, (
-        f"not caught, or not even run:\n{run.stdout[-3000:]}"
-    )  # 0: nothing noticed; 2 and more: nothing was tested
+    # 0: every test passed; 2 and more: no test ran
+    assert run.returncode == 1, f"not caught, or not even run:\n{run.stdout[-3000:]}"
     assert "SyntaxError" not in run.stdout
     assert "NameError" not in run.stdout
 
@@ -113,7 +114,7 @@ def test_without_a_fault_there_is_nothing_to_catch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_fault_the_machine_is_content_with_these_seeds(tmp_path: Path) -> None:
+def test_without_a_fault_the_state_machine_passes_with_these_seeds(tmp_path: Path) -> None:
     run = prove(tmp_path, None, (MACHINE,))
     assert run.returncode == 0, run.stdout[-3000:]
 
@@ -123,6 +124,6 @@ def test_every_fault_can_still_be_seeded(fault: Fault) -> None:
     assert fault.seeded()
 
 
-def test_there_are_enough_of_them_and_those_of_every_day_exist() -> None:
+def test_there_are_enough_faults_and_the_quick_ones_exist() -> None:
     assert len({fault.law for fault in FAULTS}) == len(FAULTS) >= 12
     assert sum(not expensive(fault) for fault in FAULTS) == len(QUICK)

@@ -1,7 +1,8 @@
-"""Random walks through the manager: what an engine may do, drawn from a seed, with only numpy and the manager. Fast enough for millions.
+"""Random walks through the manager: the calls of an engine, drawn from a seed. Only numpy is needed; they are fast.
 
-Unlike the state machine they believe nothing: they are for what shows in numbers (equal arrays, flat memory), and check() judges them.
-What may be refused for its moment (a plan whose turn has not come, a pool that cannot shrink now) is tried all the same.
+Unlike the state machine, a walk keeps no model: it shows what numbers show (equal arrays, flat memory), and check()
+judges it. A walk also makes calls that may be refused at that moment: a plan that is not the oldest, a pool that cannot
+shrink now.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from pagedkv.core import state as st
 from pagedkv.errors import EventsLost, InvalidRequest, OutOfFrames, PlanConflict
 
 WORDS, TENANTS = 3, (b"", b"a", b"b")
-KEY = 0x5EED  # of the hash: else drawn for each process
-FIRST_EPOCH = 2**31 - 4  # marks are kept modulo 2**31
+KEY = 0x5EED  # of the hash; without it every process would draw its own
+FIRST_EPOCH = 2**31 - 4  # epochs are kept modulo 2**31
 
 
 @dataclass(frozen=True)
 class World:
-    """What a walk happens in."""
+    """The options of the manager and the limits of a walk."""
 
     num_frames: int = 96
     block_size: int = 4
@@ -43,7 +44,7 @@ WORLDS = {
 
 
 class Walk:
-    """One manager, and a random engine on it. `step` does one thing; nothing grows without bound."""
+    """One manager, and a random engine on it. `step` makes one move; nothing grows without bound."""
 
     def __init__(self, seed: int, world: World = WORLDS["plain"]) -> None:
         self.world, self.random = world, np.random.default_rng(seed)
@@ -58,7 +59,7 @@ class Walk:
         )
         self.mm.state.reg[st.KEY] = KEY
         self.epoch, self.refused, self.conflicts = FIRST_EPOCH, 0, 0
-        self.heard = 0  # of the events
+        self.last_event = 0  # the newest one that was read
         self.mm.retire(self.epoch)
         self.spaces: list[AddressSpace] = []
         self.plans: list[tuple[Plan, list[AddressSpace]]] = []
@@ -77,18 +78,18 @@ class Walk:
         return self.spaces[self.below(len(self.spaces))]
 
     def step(self) -> str:
-        """Do one thing, and name it."""
+        """Make one move, and return its name."""
         move = MOVES[self.below(len(MOVES))]
         try:
             if self.spaces or move in (Walk.open, Walk.prefill):
                 move(self)
         except OutOfFrames:
             self.refused += 1
-            self.make_room()
+            self.relieve_pool()
         return move.__name__
 
-    def unless(self, refusal: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object]) -> bool:
-        """Whether `call` was not refused for one of these reasons."""
+    def tolerate(self, refusal: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object]) -> bool:
+        """Make `call`, and return whether it succeeded; an error of type `refusal` is counted and tolerated."""
         try:
             call()
         except refusal:
@@ -96,22 +97,21 @@ class Walk:
             return False
         return True
 
-    # -- what an engine does most -----------------------------------------------------------------------------------------------------
+    # -- the most frequent moves --------------------------------------------------------------------------------------
 
     def busy(self, space: AddressSpace) -> bool:
         return any(space is owner for _, owners in self.plans for owner in owners)
 
     def prompt(self) -> np.ndarray:
-        """New words, or what somebody has computed and then new words; once in a while more than the pool can hold."""
-        kind = self.below(64)
-        if kind == 0:
+        """Return new words, often after the tokens of an open space; once in a while more than the pool can hold."""
+        draw = self.below(64)
+        if draw == 0:
             return self.ids((self.mm.num_frames + 1) * self.mm.block_size + self.below(40))
-        if kind > 24 or not self.spaces:
+        if draw > 24 or not self.spaces:
             return self.ids(self.below(40))
-        known = self.any().token_ids
-        return np.concatenate(
-            [known[: len(known) - self.below(3)], self.ids(self.below(80 if kind == 1 else 9))]
-        ).astype(np.int32)
+        tokens = self.any().token_ids
+        more = self.ids(self.below(80 if draw == 1 else 9))
+        return np.concatenate([tokens[: len(tokens) - self.below(3)], more]).astype(np.int32)
 
     def open(self) -> None:
         if len(self.spaces) < self.world.max_spaces:
@@ -133,16 +133,16 @@ class Walk:
         accepted = [count if self.below(4) else self.below(count + 1) for count in counts]
         self.mm.commit(plan, self.ids(sum(accepted)), accepted)
 
-    # -- plans that overlap, and what becomes of them ---------------------------------------------------------------------------------
+    # -- overlapping plans --------------------------------------------------------------------------------------------
 
     def plan(self) -> None:
-        """To be settled later, or never run at all; perhaps the second one of a space."""
+        """Plan for spaces that may have a plan already; the plan is settled later, or cancelled."""
         if len(self.plans) < 4:
             owners = [self.any()] if self.below(2) else self.spaces[:2]
             self.plans.append((self.mm.plan(owners, [self.below(9) for _ in owners]), owners))
 
     def settle(self) -> None:
-        """Any plan, its turn or not: all of it, a part, or nothing."""
+        """Commit (all or a part) or abort any plan, even if it is not its turn."""
         if self.plans:
             at = self.below(len(self.plans))
             plan, _ = self.plans[at]
@@ -150,73 +150,73 @@ class Walk:
             if self.below(3) == 0:
                 counts = np.array([self.below(int(count) + 1) for count in counts], np.int64)
             if self.below(3):
-                done = self.unless(PlanConflict, lambda: self.mm.commit(plan, self.ids(int(counts.sum())), counts))
+                done = self.tolerate(PlanConflict, lambda: self.mm.commit(plan, self.ids(int(counts.sum())), counts))
             else:
-                done = self.unless(PlanConflict, lambda: self.mm.abort(plan, copied=bool(self.below(2))))
+                done = self.tolerate(PlanConflict, lambda: self.mm.abort(plan, copied=bool(self.below(2))))
             if done:
                 self.settled = self.plans.pop(at)[0]
 
     def complete_again(self) -> None:
-        """A completion that comes twice, however late, is refused."""
+        """Settle a plan a second time, which must be refused."""
         if (plan := self.settled) is not None:
             tokens = int(plan.cu_seqlens_q[-1])
             again = (lambda: self.mm.commit(plan, self.ids(tokens))) if self.below(2) else (lambda: self.mm.abort(plan))
-            assert not self.unless(PlanConflict, again)
+            assert not self.tolerate(PlanConflict, again)
 
     def cancel(self) -> None:
-        """A client goes away while its plans are under way: they are given up, newest first, where that can be."""
+        """A client goes away: release its space and abort its plans, newest first, if they can be aborted."""
         if self.plans:
             owner = self.plans[self.below(len(self.plans))][1][0]
             if owner in self.spaces:
                 self.spaces.remove(owner)
                 owner.release()
-            for plan, owners in [held for held in reversed(self.plans) if owner in held[1]]:
-                if self.unless(PlanConflict, lambda plan=plan: self.mm.abort(plan, copied=bool(self.below(2)))):
+            for plan, owners in [(plan, owners) for plan, owners in reversed(self.plans) if owner in owners]:
+                if self.tolerate(PlanConflict, lambda plan=plan: self.mm.abort(plan, copied=bool(self.below(2)))):
                     self.plans.remove((plan, owners))
                     self.settled = plan
 
-    # -- spaces -----------------------------------------------------------------------------------------------------------------------
+    # -- spaces -------------------------------------------------------------------------------------------------------
 
     def fork(self) -> None:
         if len(self.spaces) < self.world.max_spaces:
             space = self.any()
-            self.unless(PlanConflict, lambda: self.spaces.append(space.fork()))
+            self.tolerate(PlanConflict, lambda: self.spaces.append(space.fork()))
 
     def truncate(self) -> None:
-        """To anywhere: where a hole is, or a window would look into one, it is refused."""
+        """Truncate to any length; refused in a hole, or where a window would see one."""
         space = self.any()
-        self.unless((PlanConflict, InvalidRequest), lambda: space.truncate(self.below(len(space) + 1)))
+        self.tolerate((PlanConflict, InvalidRequest), lambda: space.truncate(self.below(len(space) + 1)))
 
     def punch(self) -> None:
         space = self.any()
         if full := len(space) // self.mm.block_size:
             first = self.below(full)
-            self.unless(PlanConflict, lambda: space.punch(first, first + 1 + self.below(full - first)))
+            self.tolerate(PlanConflict, lambda: space.punch(first, first + 1 + self.below(full - first)))
 
     def release(self) -> None:
         if len(self.spaces) > 3:
             self.spaces.pop(self.below(len(self.spaces))).release()
 
-    # -- what is kept -----------------------------------------------------------------------------------------------------------------
+    # -- pins, epochs and the cache -----------------------------------------------------------------------------------
 
     def pin(self) -> None:
-        """A space, or a frame and what is before it; refused beyond the cap, or if no prompt could find it."""
+        """Pin a space, or a frame and its prefix; refused beyond the cap, or if no prompt could find the frame."""
         if len(self.pins) < 3:
-            what = self.any() if self.below(2) else np.array([self.below(self.mm.num_frames)], np.int32)
-            self.unless(InvalidRequest, lambda: self.pins.append(self.mm.pin(what)))
+            target = self.any() if self.below(2) else np.array([self.below(self.mm.num_frames)], np.int32)
+            self.tolerate(InvalidRequest, lambda: self.pins.append(self.mm.pin(target)))
 
     def unpin(self) -> None:
         if self.pins:
             self.mm.unpin(self.pins.pop(self.below(len(self.pins))))
 
     def retire(self) -> None:
-        """A step is launched, and perhaps a space goes with it."""
+        """A step is launched, and perhaps a space is released with it."""
         self.epoch += 1 + self.below(2)
         leaving = [self.spaces.pop()] if len(self.spaces) > 3 and self.below(2) else []
         self.mm.retire(self.epoch, leaving)
 
     def advance(self) -> None:
-        """Steps finish: late, several at once, or again."""
+        """Steps finish: late, several at once, or reported again."""
         self.mm.advance(self.epoch - self.below(3))
 
     def advise(self) -> None:
@@ -230,64 +230,64 @@ class Walk:
         self.mm.evict(self.below(4))
 
     def forget(self) -> None:
-        """The weights were updated, which is rare; refused while anything is pinned."""
+        """Forget everything computed, as after a rare update of the weights; refused while anything is pinned."""
         if self.affords() and self.below(8) == 0:
-            self.unless(InvalidRequest, self.mm.forget)
+            self.tolerate(InvalidRequest, self.mm.forget)
 
     def affords(self) -> bool:
-        """Whether to do what takes O(frames): the rarer, the larger the pool."""
+        """Return whether to make a move that costs O(frames): the larger the pool, the rarer."""
         return self.below(self.world.num_frames) < 128
 
-    def listen(self) -> None:
-        """A router reads what happened, or begins again."""
+    def read_events(self) -> None:
+        """A router reads the events, or takes a snapshot if some are lost."""
         if self.affords():
             try:
-                self.heard = max([self.heard, *(event.sequence for event in self.mm.events(self.heard))])
+                self.last_event = max([self.last_event, *(event.sequence for event in self.mm.events(self.last_event))])
             except EventsLost:
-                self.heard = self.mm.snapshot().sequence
+                self.last_event = self.mm.snapshot().sequence
 
-    # -- the pool ---------------------------------------------------------------------------------------------------------------------
+    # -- the pool -----------------------------------------------------------------------------------------------------
 
-    def limit(self) -> None:
-        """Other quotas for a tenant; refused if too much would be protected."""
+    def set_quota(self) -> None:
+        """Set other quotas for a tenant; refused if too much would be protected."""
         if self.world.quotas:
             hard, soft, protected = (self.below(self.mm.num_frames) for _ in range(3))
             limits = {"hard": hard if self.below(2) else None, "soft": soft if self.below(2) else None}
-            self.unless(
+            self.tolerate(
                 InvalidRequest,
                 lambda: self.mm.set_quota(TENANTS[1 + self.below(2)], protected=protected // 4, **limits),
             )
 
     def resize(self) -> None:
-        """To half as many frames or half as many again; refused where frames would move that somebody names, or do not fit."""
+        """Resize to 50 % to 150 % of the frames; refused if frames in use would move or do not fit."""
         if not self.affords():
             return
         if self.below(2):
-            self.calm()
+            self.finish_work()
         wanted = self.world.num_frames // 2 + self.below(self.world.num_frames)
-        self.unless((OutOfFrames, PlanConflict, InvalidRequest), lambda: self.mm.resize(wanted))
+        self.tolerate((OutOfFrames, PlanConflict, InvalidRequest), lambda: self.mm.resize(wanted))
 
-    def calm(self) -> None:
-        """Whatever is under way comes to its end."""
+    def finish_work(self) -> None:
+        """Commit all outstanding plans, and let the newest epoch pass."""
         while self.plans:
             plan, _ = self.plans.pop(0)
             self.mm.commit(plan, self.ids(int(plan.cu_seqlens_q[-1])))
         self.mm.advance(self.epoch)
 
-    def make_room(self) -> None:
-        """What an engine does when there are no frames left: it waits for what is under way, and lets the youngest go."""
-        self.calm()
+    def relieve_pool(self) -> None:
+        """Finish the work under way, drop the pins and release the youngest spaces, as an engine out of frames does."""
+        self.finish_work()
         while self.pins:
             self.mm.unpin(self.pins.pop())
         for _ in range(min(2, len(self.spaces))):
             self.spaces.pop().release()
 
     def digest(self) -> str:
-        """Of every number that the manager knows."""
+        """Return a hash of every number of the manager."""
         s, sample = self.mm.state, self.mm._reuse_sampler.sample
         content = hashlib.blake2b(digest_size=16)
         for records in (s.frames, s.spaces, s.chunks, sample.records):
-            for name in records.dtype.names:  # by field: padding is not data
+            for name in records.dtype.names:  # by field, as padding is not data
                 content.update(records[name].tobytes())
         for name, array in (s._asdict() | {f"reuse {name}": array for name, array in sample._asdict().items()}).items():
             if name not in ("frames", "spaces", "chunks", "table", "reuse records"):
@@ -310,12 +310,21 @@ OFTEN = (
     Walk.release,
 )
 SOMETIMES = (Walk.fork, Walk.truncate, Walk.punch, Walk.cancel, Walk.complete_again, Walk.pin, Walk.unpin)
-RARELY = (Walk.retire, Walk.advance, Walk.advise, Walk.evict, Walk.limit, Walk.resize, Walk.forget, Walk.listen)
+RARELY = (
+    Walk.retire,
+    Walk.advance,
+    Walk.advise,
+    Walk.evict,
+    Walk.set_quota,
+    Walk.resize,
+    Walk.forget,
+    Walk.read_events,
+)
 MOVES = (*OFTEN, *OFTEN, *SOMETIMES, *RARELY, Walk.fork, Walk.truncate, Walk.advance)
 
 
 def main(seed: int, steps: int, world: World) -> None:
-    """Print what was done and the digest after each step."""
+    """Print each move and the digest after it."""
     walk = Walk(seed, world)
     for _ in range(steps):
         print(walk.step(), walk.digest())

@@ -1,11 +1,11 @@
-"""Accounts, checked: what is charged to whom, recounted. Plain numpy, apart from the code it checks."""
+"""Check the accounts: recount the frames charged to each tenant. Plain numpy, apart from the code it checks."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from pagedkv.core import state as st
-from pagedkv.core.check.requirements import none, require
+from pagedkv.core.check.requirements import forbid, require
 from pagedkv.core.state import State
 
 _SHARES = (
@@ -16,38 +16,45 @@ _SHARES = (
 
 
 def check_accounts(s: State) -> None:
-    """Each account's figures are those of a recount, they add up to the pool's, and its limits make sense. O(frames)."""
+    """Check the figures of each account against a recount, their sums against the pool's, and the limits. O(frames)."""
     rest = (len(s.reg) - st.NUM_REGISTERS) % st.ACCOUNT
-    require(rest == 0, "I1", f"{rest} registers belong to no account")
+    require(rest == 0, "I1", f"the last {rest} registers belong to no account; each account has {st.ACCOUNT}")
     blocks = st.account_registers(s.reg)
-    owner = s.frames["account"]
-    none(owner >= max(1, len(blocks)), "I1", "a frame is charged to an account that is none")
-    none(
-        (s.roots[:, 2] < 0) | (s.roots[:, 2] >= max(1, len(blocks))),
+    owner, num_accounts = s.frames["account"], max(1, len(blocks))
+    forbid(owner >= num_accounts, "I1", f"a frame is charged to an account beyond the last one, {num_accounts - 1}")
+    forbid(
+        (s.roots[:, 2] < 0) | (s.roots[:, 2] >= num_accounts),
         "I1",
-        "a root is charged to an account that is none",
-        places="root",
+        f"a root is charged to an account that is not one of 0 to {num_accounts - 1}",
+        place="root",
     )
     if not len(blocks):
         return
     evictable = (s.frames["status"] == st.CACHED) & (s.frames["pins"] == 0)
-    for name, register, of in (
+    for name, register, frames in (
         ("used", st.USED, s.frames["status"] != st.FREE),
         ("evictable", st.EVICTABLE, evictable),
     ):
-        counted = np.bincount(owner[of], minlength=len(blocks))
-        wrong = np.flatnonzero(counted != blocks[:, register])
-        require(
-            not len(wrong),
+        counted = np.bincount(owner[frames], minlength=len(blocks))
+        forbid(
+            counted != blocks[:, register],
             "I1",
-            f"account {wrong[:1]} has {counted[wrong[:1]]} {name} frames, and says {blocks[wrong[:1], register]}",
+            f"the registers count {blocks[:8, register].tolist()} {name} frames for the accounts from 0 on, "
+            f"but the frames themselves give {counted[:8].tolist()}",
+            place="account",
         )
     for name, part, whole in _SHARES:
         total = int(blocks[:, part].sum())
         require(total == s.reg[whole], "I1", f"{name}: the accounts add up to {total}, the pool says {s.reg[whole]}")
-    require(blocks[:, st.PROTECTED].sum() <= len(s.frames), "I1", "more frames are protected than there are")
-    opened = np.repeat(s.spaces["status"][:: len(s.groups)] == st.OPEN, len(s.groups))  # the row that leads tells
+    protected = int(blocks[:, st.PROTECTED].sum())
+    require(protected <= len(s.frames), "I1", f"quotas protect {protected} frames, but the pool has {len(s.frames)}")
+    # the row of group 0 has the status of the whole space
+    opened = np.repeat(s.spaces["status"][:: len(s.groups)] == st.OPEN, len(s.groups))
     for asid in np.flatnonzero(opened):
         pages = s.table[asid, : s.spaces["num_pages"][asid]]
-        alien = pages[(pages >= 0) & (owner[pages] != s.roots[s.spaces["root"][asid], 2])]
-        require(not len(alien), "I1", f"space {asid} maps frame {alien[:1]}, which is charged to another account")
+        foreign = pages[(pages >= 0) & (owner[pages] != s.roots[s.spaces["root"][asid], 2])]
+        require(
+            not len(foreign),
+            "I1",
+            f"space {asid} maps frames {foreign[:4].tolist()}, each of which is charged to another account",
+        )

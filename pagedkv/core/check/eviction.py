@@ -1,4 +1,7 @@
-"""Order of eviction, checked: what stands on the lists, why there, and since when. Plain numpy, apart from the code it checks."""
+"""Check the order of eviction: which frames are on the lists, why, and since when; and what pins each frame.
+
+Plain numpy, apart from the code it checks.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,25 @@ from pagedkv.core.check.requirements import require
 from pagedkv.core.pool.policies import Policy
 from pagedkv.core.state import State
 
-_CYCLE = 2**31  # marks are kept modulo this
+_CYCLE = 2**31  # clocks are kept modulo this
 
 
 def check_policy(s: State, policy: Policy) -> None:
-    """The registers say what `policy` says; frames stand where they were ranked, in order of arrival. O(listed frames)."""
+    """Check that the registers describe `policy`, and each listed frame its rank and its arrival. O(listed frames)."""
     bonuses, lists = policy.bonuses(), st.list_registers(s.reg)
-    said = [policy.rule, policy.inflation, policy.scale, st.NORMAL + len(bonuses)]
-    held = [int(s.reg[i]) for i in (st.RULE, st.INFLATION, st.SCALE, st.USED_LISTS)]
-    require(held == said, "I9", f"the registers of policy {policy.name} are {held}, not {said}")
-    due = [0] * st.NORMAL + bonuses + [0] * (len(lists) - st.NORMAL - len(bonuses))
-    require(lists[:, 3].tolist() == due, "I9", f"the bonuses of policy {policy.name} are not {due}")
+    expected = [policy.rule, policy.inflation, policy.scale, st.NORMAL + len(bonuses)]
+    actual = [int(s.reg[i]) for i in (st.RULE, st.INFLATION, st.SCALE, st.USED_LISTS)]
+    require(
+        actual == expected,
+        "I9",
+        f"the registers say rule, inflation, scale and number of lists are {actual}, "
+        f"but policy {policy.name} has {expected}",
+    )
+    expected = [0] * st.NORMAL + bonuses + [0] * (len(lists) - st.NORMAL - len(bonuses))
+    actual = lists[:, 3].tolist()
+    require(
+        actual == expected, "I9", f"the bonuses of the lists are {actual}, but policy {policy.name} gives {expected}"
+    )
     now = int(s.reg[st.CLOCK] if policy.inflation else s.reg[st.TICK])
     accounts = [block[: 4 * st.NUM_LISTS : 4].tolist() for block in st.account_registers(s.reg)]
     for number, oldest in [*enumerate(lists[:, 0].tolist()), *(one for ends in accounts for one in enumerate(ends))]:
@@ -27,13 +38,16 @@ def check_policy(s: State, policy: Policy) -> None:
             require(
                 number < st.NORMAL + len(bonuses) or number == st.FENCED,
                 "I9",
-                f"list {number} is none of policy {policy.name}",
+                f"list {number} holds frames, but policy {policy.name} uses {st.NORMAL + len(bonuses)} lists",
             )
             _check_list(s, number, oldest, int(s.reg[st.EPOCH]) if number == st.FENCED else now)
 
 
 def _check_list(s: State, number: int, frame: int, now: int) -> None:
-    """Frames came one after the other, none after `now`; an evictable one stands where it was ranked, or with its successors."""
+    """Check the list that begins at `frame`: arrivals in order and none after `now`, ranks and floors.
+
+    An evictable frame is on the list of its rank, or on that of its successors if theirs is higher.
+    """
     before = int(s.frames["entered"][frame])
     while frame != st.NIL:
         record = s.frames[frame]
@@ -41,13 +55,13 @@ def _check_list(s: State, number: int, frame: int, now: int) -> None:
         require(
             (entered - before) % _CYCLE <= _CYCLE // 2,
             "I9",
-            f"frame {frame} on list {number} came before the one ahead of it",
+            f"frame {frame} entered list {number} at {entered}, but the frame ahead of it at {before}, which is later",
             frame=frame,
         )
         require(
             (now - entered) % _CYCLE <= _CYCLE // 2,
             "I9",
-            f"frame {frame} on list {number} came at {entered}; it is {now}",
+            f"frame {frame} entered list {number} at {entered}, but the clock of the list is only at {now}",
             frame=frame,
         )
         if number != st.FENCED:
@@ -55,35 +69,38 @@ def _check_list(s: State, number: int, frame: int, now: int) -> None:
             require(
                 ranked,
                 "I9",
-                f"frame {frame} on list {number} was ranked for {record.rank}, floor {record.floor}",
+                f"frame {frame} is on list {number}, but its rank is {record.rank} and its floor {record.floor}",
                 frame=frame,
             )
         parent = int(record.parent)
         if record.status == st.CACHED and parent >= 0:
-            low = int(s.frames["floor"][parent])
+            floor = int(s.frames["floor"][parent])
             require(
-                low > record.rank,
+                floor > record.rank,
                 "I9",
-                f"frame {parent} has floor {low}, its successor {frame} rank {record.rank}",
+                f"frame {parent} has floor {floor}, which must be above rank {record.rank} of its successor {frame}",
                 frame=parent,
             )
         before, frame = entered, int(record.newer)
 
 
 def check_pins(s: State, splits: list[np.ndarray]) -> None:
-    """A frame is pinned by the plans that copy from it, or from what comes after it, and by a fence. `splits`: of the outstanding plans."""
-    due = (s.frames["place"] == st.AMONG_FENCED).astype(np.int64)
+    """Check the pins of each frame. splits: the copies of each outstanding plan (int32 [C, 4], PlannedStep.copies).
+
+    A frame is pinned once by each copy that reads it or a page after it, and once by a fence.
+    """
+    expected = (s.frames["place"] == st.AMONG_FENCED).astype(np.int64)
     for source, chained in (copy for rows in splits for copy in rows[:, [0, 3]].tolist()):
-        due[source] += 1
+        expected[source] += 1
         parent = int(s.frames["parent"][source])
         while chained and parent >= 0:
-            due[parent] += 1
+            expected[parent] += 1
             parent = int(s.frames["parent"][parent])
-    broken = np.flatnonzero(due != s.frames["pins"])
+    broken = np.flatnonzero(expected != s.frames["pins"])
     first = int(broken[0]) if len(broken) else 0
     require(
         not len(broken),
         "I7",
-        f"frame {first} has {s.frames['pins'][first]} pins, {due[first]} are accounted for",
+        f"frame {first} has {s.frames['pins'][first]} pins, but copies and fences account for {expected[first]}",
         frame=first,
     )

@@ -1,7 +1,7 @@
-"""The prefix index, checked: I4 and I9 from the page's side. Plain numpy, written apart from the code it checks, like check.py.
+"""Check the prefix index: I4, and I9 from the page's side. Plain numpy, apart from the code it checks, like laws.py.
 
-Every published page is hashed again from its tokens and its prefix, and must stand in the bucket of that hash: a page in a wrong one is
-never found, and one whose tokens were overwritten is found by the wrong prompts.
+The check hashes every published page again from its tokens and its prefix, and looks for it in the bucket of that hash.
+A page in a wrong bucket would never be found; a page whose tokens were overwritten would be found by the wrong prompts.
 """
 
 from __future__ import annotations
@@ -11,106 +11,141 @@ from collections import Counter
 import numpy as np
 
 from pagedkv.core import state as st
-from pagedkv.core.check.requirements import none, require
+from pagedkv.core.check.requirements import forbid, require
 from pagedkv.core.state import I64, State
 
 
 def check_index(s: State, seeds: dict[int, int]) -> None:
-    """The index, the fingerprints and the roots. `seeds`: fingerprint of the empty prefix of each root in use. O(published frames x block_size)."""
-    require(len(s.bucket) & (len(s.bucket) - 1) == 0, "I4", f"{len(s.bucket)} buckets are no power of two")
-    require(s.reg[st.PUBLISHING] in (0, 1), "I4", f"the switch of the prefix cache is {s.reg[st.PUBLISHING]}")
+    """Check the buckets, the fingerprints and the roots. O(published frames x block_size).
+
+    seeds: the fingerprint of the empty prefix, for each root in use.
+    """
+    num_buckets = len(s.bucket)
+    require(num_buckets & (num_buckets - 1) == 0, "I4", f"the index has {num_buckets} buckets, not a power of two")
+    require(s.reg[st.PUBLISHING] in (0, 1), "I4", f"the register PUBLISHING is {s.reg[st.PUBLISHING]}, not 0 or 1")
     found = _check_buckets(s)
-    require(s.reg[st.PUBLISHING] or not found, "I4", f"frame {found[:1]} is published, and nothing is to be")
-    whole = [
-        frame for frame in found if s.frames["parent"][frame] < 0 or _lives(s, int(s.frames["parent"][frame]), frame)
-    ]
+    require(s.reg[st.PUBLISHING] or not found, "I4", f"frames {found[:4]} are published, but the prefix cache is off")
+    # a page that lost its prefix can match nothing; resize makes all such pages name one parent, so they may be equal
+    whole = [frame for frame in found if _has_prefix(s, frame)]
     identities = Counter(_identity(s, frame) for frame in whole)
-    for frame in whole:  # the others can match nothing; resize lets them all name the same prefix that is not there
+    for frame in whole:
         require(
             identities[_identity(s, frame)] == 1,
             "I4",
-            f"frame {frame} has the identity of another published frame",
+            f"frame {frame} has the same group, parent and tokens as another published frame",
             frame=frame,
         )
     _check_roots(s, found)
-    _check_prints(s, np.array(found, np.int64), seeds)
+    _check_fingerprints(s, np.array(found, np.int64), seeds)
     for asid in np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING)).tolist():
         _check_chain(s, asid, seeds)
     if len(s.successors):
-        _check_kin(s, found)
+        _check_successors(s, found)
 
 
 def _identity(s: State, frame: int) -> tuple[int, int, int, bytes]:
-    """The tokens of a companion are those of its leader."""
+    """Return (1 + group, parent, its generation, tokens) of a page; a companion has the tokens of its leader."""
     number = int(s.frames["published"][frame])
-    held = s.tokens[frame].tobytes() if number == 1 else b""
-    return number, int(s.frames["parent"][frame]), int(s.frames["parent_generation"][frame]), held
+    tokens = s.tokens[frame].tobytes() if number == 1 else b""
+    return number, int(s.frames["parent"][frame]), int(s.frames["parent_generation"][frame]), tokens
 
 
 def _check_buckets(s: State) -> list[int]:
-    """The published frames, as the index has them."""
+    """Check the chains of the index, and return the frames in them."""
     found: list[int] = []
     for bucket, head in enumerate(s.bucket.tolist()):
         frame = head
         while frame >= 0:
-            require(frame < len(s.frames), "I4", f"bucket {bucket} names frame {frame}, which is none")
-            at = int(s.frames["fingerprint"][frame]) & (len(s.bucket) - 1)
             require(
-                at == bucket,
+                frame < len(s.frames),
                 "I4",
-                f"frame {frame} stands in bucket {bucket} and would be looked for in {at}",
+                f"bucket {bucket} of the prefix index names frame {frame}, but the pool has {len(s.frames)} frames",
+            )
+            home = int(s.frames["fingerprint"][frame]) & (len(s.bucket) - 1)
+            require(
+                home == bucket,
+                "I4",
+                f"frame {frame} is in bucket {bucket} of the prefix index, but would be looked for in {home}",
                 frame=frame,
             )
             require(
                 len(found) <= len(s.frames),
                 "I4",
-                f"the chain of bucket {bucket} is a ring, at frame {frame}",
+                f"the chain of bucket {bucket} of the prefix index comes back to frame {frame} and does not end",
                 frame=frame,
             )
             found.append(frame)
             frame = int(s.frames["chain"][frame])
-        require(frame == st.NIL, "I4", f"the chain of bucket {bucket} ends in {frame}")
+        require(
+            frame == st.NIL, "I4", f"the chain of bucket {bucket} of the prefix index ends in {frame}, not {st.NIL}"
+        )
     times = np.bincount(np.array(found, np.int64), minlength=len(s.frames))
-    none(times != (s.frames["published"] != 0), "I4", "the index and the published frames differ")
-    none(s.frames["published"] > len(s.groups), "I4", "a frame is published for a group that is none")
+    forbid(
+        times != (s.frames["published"] != 0),
+        "I4",
+        "a published frame must be in the prefix index once, and any other frame not at all",
+    )
+    forbid(
+        s.frames["published"] > len(s.groups),
+        "I4",
+        f"a frame is published for a group that is not one of the {len(s.groups)}",
+    )
     return found
 
 
 def _check_roots(s: State, found: list[int]) -> None:
+    """Check the parents of the published frames `found`, and how many spaces and first pages each root counts."""
     counted = np.zeros(len(s.roots), np.int64)
     for frame in found:
         parent = int(s.frames["parent"][frame])
         require(
             -2 - len(s.roots) < parent < len(s.frames) and parent != st.NIL,
             "I4",
-            f"frame {frame} comes after {parent}",
+            f"frame {frame} has parent {parent}, which is neither a frame nor one of the {len(s.roots)} roots",
             frame=frame,
         )
         if parent < 0:
             counted[-2 - parent] += 1
-            known = s.frames["parent_generation"][frame] == 0
-            require(known, "I4", f"first page {frame} has the generation of a page before", frame=frame)
+            generation = s.frames["parent_generation"][frame]
+            require(
+                generation == 0,
+                "I4",
+                f"frame {frame} is a first page, but has generation {generation} of a page before it",
+                frame=frame,
+            )
         else:
-            lost = not _lives(s, parent, frame) and s.frames["status"][frame] == st.CACHED
-            require(not lost, "I9", f"cached frame {frame} lost its prefix {parent}", frame=frame)
+            orphaned = not _has_prefix(s, frame) and s.frames["status"][frame] == st.CACHED
+            require(
+                not orphaned, "I9", f"frame {frame} is cached, but the page before it, {parent}, is gone", frame=frame
+            )
     np.add.at(counted, s.spaces["root"][:: len(s.groups)][s.spaces["status"][:: len(s.groups)] != st.UNUSED], 1)
-    none(counted != s.roots[:, 0], "I4", "a root is counted wrongly", places="root")
-
-
-def _lives(s: State, parent: int, frame: int) -> bool:
-    """Whether the page before `frame` is still published."""
-    return bool(
-        s.frames["published"][parent] and s.frames["generation"][parent] == s.frames["parent_generation"][frame]
+    forbid(
+        counted != s.roots[:, 0],
+        "I4",
+        "a root must count the spaces and the published first pages under it, and counts another number",
+        place="root",
     )
 
 
-def _check_prints(s: State, found: I64, seeds: dict[int, int]) -> None:
-    """Each fingerprint is the keyed hash of the fingerprint before and of the tokens; what lost its prefix cannot be hashed again, nor found."""
+def _has_prefix(s: State, frame: int) -> bool:
+    """Return whether `frame` is a first page, or the page before it is still published."""
+    parent = int(s.frames["parent"][frame])
+    if parent < 0:
+        return True
+    same = s.frames["generation"][parent] == s.frames["parent_generation"][frame]
+    return bool(s.frames["published"][parent] and same)
+
+
+def _check_fingerprints(s: State, found: I64, seeds: dict[int, int]) -> None:
+    """Check that each fingerprint is the keyed hash of the fingerprint before it and of the page's tokens.
+
+    A page that lost its prefix is left out: it cannot be hashed again, and no prompt can find it.
+    """
     if len(found) == 0:
         return
     parents = s.frames["parent"][found].astype(np.int64)
     before = s.frames["fingerprint"][np.maximum(parents, 0)].astype(np.uint64)
-    alive = (s.frames["published"][np.maximum(parents, 0)] != 0) & (
+    has_parent = (s.frames["published"][np.maximum(parents, 0)] != 0) & (
         s.frames["generation"][np.maximum(parents, 0)] == s.frames["parent_generation"][found]
     )
     for place in np.flatnonzero(parents < 0).tolist():
@@ -118,23 +153,26 @@ def _check_prints(s: State, found: I64, seeds: dict[int, int]) -> None:
         require(
             root in seeds,
             "I4",
-            f"frame {found[place]} is a first page under root {root}, which nobody has",
+            f"frame {found[place]} is a published first page under root {root}, which no tenant has",
             frame=int(found[place]),
         )
         before[place] = seeds[root]
     group = s.frames["published"][found].astype(np.uint64) - np.uint64(1)
     fingerprints = hashed(int(s.reg[st.KEY]), before, s.tokens[found])
     fingerprints = np.where(group > 0, before ^ (group * np.uint64(0x9E3779B9) & np.uint64(0xFFFFFFFF)), fingerprints)
-    broken = (fingerprints != s.frames["fingerprint"][found]) & (alive | (parents < 0))
-    none(
+    broken = (fingerprints != s.frames["fingerprint"][found]) & (has_parent | (parents < 0))
+    forbid(
         np.isin(np.arange(len(s.frames)), found[broken]),
         "I4",
-        "a fingerprint is not that of the frame's prefix and tokens",
+        "the fingerprint of a frame is not the hash of its prefix and tokens",
     )
 
 
 def hashed(key: int, before: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """uint64 [n]: the fingerprints of pages that hold `tokens` (int32 [n, S]) after pages of fingerprint `before` (uint64 [n])."""
+    """Return uint64 [n]: the fingerprint of each page.
+
+    Shapes: before uint64 [n], the fingerprint of the page before; tokens int32 [n, S], the tokens of the page.
+    """
     multiplier, shift = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
     with np.errstate(over="ignore"):
         places = np.uint64(key) + multiplier * np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)
@@ -146,39 +184,41 @@ def hashed(key: int, before: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
-    """The published pages of a space follow one another, and no full page is left out."""
+    """Check that the published pages of a space follow one another, and that every full page is published."""
     row, record = s.table[asid], s.spaces[asid]
-    root, done, whole = int(record.root), int(record.complete), int(record.length) // s.tokens.shape[1]
+    root, complete, full = int(record.root), int(record.complete), int(record.length) // s.tokens.shape[1]
     require(
         seeds.get(root) == record.seed,
         "I4",
-        f"space {asid} begins with fingerprint {record.seed}, its root with {seeds.get(root)}",
+        f"space {asid} begins with fingerprint {record.seed}, but its root {root} with {seeds.get(root)}",
         asid=asid,
     )
     before = -2 - root
-    for page in range(min(done, int(record.first_hole))):
+    for page in range(min(complete, int(record.first_hole))):
         frame = int(row[page])
         require(
             s.frames["published"][frame],
             "I4",
-            f"page {page} of space {asid} counts as published; frame {frame} is not",
+            f"space {asid} counts page {page} as published, but its frame {frame} is not",
             frame=frame,
         )
-        follows = s.frames["parent"][frame] == before and (before < 0 or _lives(s, before, frame))
+        follows = s.frames["parent"][frame] == before and _has_prefix(s, frame)
         require(
             follows,
             "I4",
-            f"frame {frame} of space {asid} was not published after the page before it, {before}",
+            f"frame {frame} of page {page} of space {asid} was not published after {before}, the page before it",
             frame=frame,
         )
         before = frame
     if record.outstanding == 0 and record.first_hole == st.NO_HOLE:
-        due = whole if s.reg[st.PUBLISHING] and not record.no_publish else 0
-        require(done == due, "I4", f"space {asid}: {done} pages are published, {due} should be", asid=asid)
+        expected = full if s.reg[st.PUBLISHING] and not record.no_publish else 0
+        require(
+            complete == expected, "I4", f"space {asid} has {complete} published pages instead of {expected}", asid=asid
+        )
 
 
-def _check_kin(s: State, published: list[int]) -> None:
-    """Whoever has a living prefix is among its successors, once, and the links go both ways."""
+def _check_successors(s: State, published: list[int]) -> None:
+    """Check `successors`: a page with a published prefix is once among the successors of the page before, linked both ways."""
     following: dict[int, list[int]] = {}
     heads = [(frame, int(s.successors[frame, 0])) for frame in published] + [
         (-2 - root, int(first)) for root, first in enumerate(s.roots[:, 1])
@@ -186,26 +226,29 @@ def _check_kin(s: State, published: list[int]) -> None:
     for parent, frame in heads:
         before = st.NIL
         while frame >= 0 and len(following.setdefault(parent, [])) <= len(published):
-            require(frame < len(s.successors), "I4", f"frame {frame}, which is none, is a successor of {parent}")
+            require(
+                frame < len(s.successors),
+                "I4",
+                f"the successors of {parent} include frame {frame}, but the pool has {len(s.successors)} frames",
+            )
             require(
                 s.successors[frame, 2] == before,
                 "I4",
-                f"successor {frame} of {parent} does not link back to {before}",
+                f"frame {frame}, a successor of {parent}, does not link back to {before}",
                 frame=frame,
             )
             following[parent].append(frame)
             before, frame = frame, int(s.successors[frame, 1])
-        require(frame == st.NIL, "I4", f"the successors of {parent} do not end", frame=max(frame, 0))
+        require(frame == st.NIL, "I4", f"the list of successors of {parent} does not end", frame=max(frame, 0))
     expected: dict[int, list[int]] = {}
     for frame in published:
-        parent = int(s.frames["parent"][frame])
-        if parent < 0 or _lives(s, parent, frame):
-            expected.setdefault(parent, []).append(frame)
+        if _has_prefix(s, frame):
+            expected.setdefault(int(s.frames["parent"][frame]), []).append(frame)
     for parent in {**following, **expected}:
-        listed, due = sorted(following.get(parent, [])), sorted(expected.get(parent, []))
+        listed, wanted = sorted(following.get(parent, [])), sorted(expected.get(parent, []))
         require(
-            listed == due,
+            listed == wanted,
             "I4",
-            f"the successors of {parent} are {due[:4]}, listed are {listed[:4]}",
+            f"the list of successors of {parent} holds frames {listed[:4]} instead of {wanted[:4]}",
             frame=max(parent, 0),
         )

@@ -1,8 +1,8 @@
-"""The invariants I1-I9, executable. Plain numpy, written apart from the code it checks: nothing here is compiled or shared with it.
+"""The invariants I1-I9, executable: plain numpy, which shares no code with the compiled functions that it checks.
 
-Level 1 looks at the counters, 2 at every frame, 3 at every page, list link and index entry. Each failure names its law and its place.
-check_index.py looks at the prefix index, check_policy.py at the order of eviction. A test corrupts every field of every array and
-demands that it is seen here, or says why the field is free.
+Level 1 checks the counters, level 2 every frame, level 3 every page, list link and index entry. Each failure names its
+law and its place. index.py checks the prefix index, eviction.py the order of eviction, accounts.py the tenants. A test
+corrupts every field of every array and demands that a check sees it, or says why the field may have any value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagedkv.core.arguments import whole
 from pagedkv.core.check.accounts import check_accounts
 from pagedkv.core.check.eviction import check_pins, check_policy
 from pagedkv.core.check.index import check_index
-from pagedkv.core.check.requirements import none, require
+from pagedkv.core.check.requirements import forbid, require
 from pagedkv.core.handles import Plan
 from pagedkv.core.pool.policies import Policy
 from pagedkv.core.state import State
@@ -25,13 +25,14 @@ from pagedkv.core.tables.layer_groups import Group
 
 
 class Expected(NamedTuple):
-    """What the manager knows beside its arrays, and they must agree with."""
+    """The manager's own objects, with which its arrays must agree.
+
+    seeds: the fingerprint of the empty prefix, for each root in use. plans: those that are outstanding.
+    """
 
     policy: Policy
     seeds: dict[int, int]
-    """root: fingerprint of its empty prefix."""
     plans: Collection[Plan]
-    """Not settled yet."""
     groups: tuple[Group, ...]
 
 
@@ -39,9 +40,8 @@ def check_state(s: State, level: int, expected: Expected) -> None:
     """Raise InvariantViolation at the first broken law. O(frames + pages) at level 3."""
     level = whole(level, "level of check (1: counters, 2: frames, 3: everything)", 1, 4)
     _check_counters(s)
-    due = [[group.window or 0, group.sinks] for group in expected.groups]
-    held = s.groups[:, :2].tolist()
-    require(held == due, "I9", f"the windows and sinks of the groups are {held}, not {due}")
+    windows, wanted = s.groups[:, :2].tolist(), [[group.window or 0, group.sinks] for group in expected.groups]
+    require(windows == wanted, "I9", f"the windows and sinks of the groups are {windows} instead of {wanted}")
     if level >= 2:
         _check_frames(s)
     if level >= 3:
@@ -60,28 +60,27 @@ def _check_counters(s: State) -> None:
     require(
         min(free, mapped, cached, retired) >= 0,
         "I1",
-        f"free {free} + mapped {mapped} + cached {cached} + retired {retired}",
+        f"the pool has {free} free + {mapped} mapped + {cached} cached + {retired} retired frames: one is negative",
     )
+    evictable, unused = int(s.reg[st.NUM_EVICTABLE]), int(s.reg[st.NUM_UNUSED_ASIDS])
+    require(0 <= evictable <= cached, "I7", f"the counters say {evictable} evictable of {cached} cached frames")
+    require(0 <= unused <= len(s.spaces), "I8", f"the counter says {unused} unused rows of {len(s.spaces)}")
+    peak = int(s.reg[st.PEAK])
     require(
-        0 <= s.reg[st.NUM_EVICTABLE] <= cached, "I7", f"{s.reg[st.NUM_EVICTABLE]} evictable of {cached} cached frames"
-    )
-    require(
-        0 <= s.reg[st.NUM_UNUSED_ASIDS] <= len(s.spaces),
-        "I8",
-        f"{s.reg[st.NUM_UNUSED_ASIDS]} spare rows of {len(s.spaces)}",
-    )
-    require(
-        mapped <= s.reg[st.PEAK] <= len(s.frames),
+        mapped <= peak <= len(s.frames),
         "I1",
-        f"{mapped} frames are mapped, at most {s.reg[st.PEAK]} ever were",
+        f"{mapped} of {len(s.frames)} frames are mapped, but the counter says that at most {peak} ever were",
     )
-    require(
-        s.reg[st.PASSED] <= s.reg[st.EPOCH], "I7", f"epoch {s.reg[st.PASSED]} passed, the newest is {s.reg[st.EPOCH]}"
-    )
+    passed, newest = int(s.reg[st.PASSED]), int(s.reg[st.EPOCH])
+    require(passed <= newest, "I7", f"epoch {passed} has passed, but the newest epoch is {newest}")
     counts = {name: int(s.reg[register]) for name, register in _COUNTS.items()}
-    require(min(counts.values()) >= 0, "I1", f"a count of the past is negative: {counts}")
-    told = counts["matched"] + counts["missed_evicted"] + counts["missed_new"]
-    require(told == counts["asked"], "I1", f"{told} tokens were matched or missed, {counts['asked']} were asked for")
+    require(min(counts.values()) >= 0, "I1", f"a running total is negative: {counts}")
+    explained = counts["matched"] + counts["missed_evicted"] + counts["missed_new"]
+    require(
+        explained == counts["asked"],
+        "I1",
+        f"{explained} tokens were matched or missed, but {counts['asked']} were asked for",
+    )
 
 
 _COUNTS = {
@@ -99,41 +98,53 @@ _COUNTS = {
 
 def _check_frames(s: State) -> None:
     refs, pins, status, published = (s.frames[name] for name in ("refs", "pins", "status", "published"))
-    for kind, counter in ((st.FREE, st.NUM_FREE), (st.CACHED, st.NUM_CACHED), (st.RETIRED, st.NUM_RETIRED)):
+    for name, kind, counter in (
+        ("free", st.FREE, st.NUM_FREE),
+        ("cached", st.CACHED, st.NUM_CACHED),
+        ("retired", st.RETIRED, st.NUM_RETIRED),
+    ):
         count = int((status == kind).sum())
-        require(count == s.reg[counter], "I1", f"{count} frames have status {kind}, the counter says {s.reg[counter]}")
+        require(count == s.reg[counter], "I1", f"{count} frames are {name}, but the counter says {s.reg[counter]}")
     _check_chunks(s, status == st.FREE)
-    none(
-        (refs > 0) != (status == st.MAPPED),
-        "I2",
-        "a frame is mapped without references, or referenced without being mapped",
-    )
-    none((pins > 0) & (status == st.FREE), "I7", "a pinned frame is free")
-    none((status == st.RETIRED) & (pins == 0), "I7", "a frame is retired and nothing holds it")
-    none((published != 0) & (status == st.FREE), "I4", "a published frame is free")
-    none((status == st.CACHED) & (published == 0), "I4", "a cached frame is not published")
-    none((published != 0) & (s.frames["parent"] >= len(refs)), "I4", "a frame comes after one that is none")
+    forbid((refs > 0) != (status == st.MAPPED), "I2", "a frame must be mapped exactly if it has references")
+    forbid((pins > 0) & (status == st.FREE), "I7", "a frame is free, but pinned")
+    forbid((status == st.RETIRED) & (pins == 0), "I7", "a frame is retired, but no pin keeps it")
+    forbid((published != 0) & (status == st.FREE), "I4", "a frame is free, but published")
+    forbid((status == st.CACHED) & (published == 0), "I4", "a frame is cached, but not published")
+    forbid((published != 0) & (s.frames["parent"] >= len(refs)), "I4", "a published frame has a parent beyond the pool")
 
 
 def _check_chunks(s: State, free: np.ndarray) -> None:
-    """The bits name the free frames, and each chunk is on the list that its bits say."""
+    """Check that the bits of the chunks name the free frames, and that each chunk is on the list of its bits."""
     bits = np.unpackbits(s.chunks["bits"].copy().view(np.uint8), bitorder="little").astype(bool)
-    none(bits[: len(free)] != free, "I1", "the bits and the free frames differ")
-    require(not bits[len(free) :].any(), "I1", "frames behind the last one are free")
+    forbid(bits[: len(free)] != free, "I1", "the bit of a frame must be set exactly if the frame is free")
+    require(not bits[len(free) :].any(), "I1", f"a bit is set beyond the {len(free)} frames of the pool")
     expected: dict[int, list[int]] = {1: [], 2: [], 3: []}
     for chunk, word in enumerate(s.chunks["bits"].tolist()):
         groups = [word >> first & 0xFFFF for first in (0, 16, 32, 48)]
         if word:
             expected[1 + (0xFFFF in groups) + (set(groups) == {0xFFFF})].append(chunk)
     for number, chunks in expected.items():
-        held: list[int] = []
+        listed: list[int] = []
         chunk, before = int(s.reg[st.FREE_LISTS + number]), st.NIL
-        while chunk != st.NIL and len(held) <= len(chunks):
-            require(0 <= chunk < len(s.chunks), "I1", f"list {number} of free frames leads to chunk {chunk}")
-            require(s.chunks["newer"][chunk] == before, "I1", f"list {number} of free frames is cut at chunk {chunk}")
-            held.append(chunk)
+        while chunk != st.NIL and len(listed) <= len(chunks):
+            require(
+                0 <= chunk < len(s.chunks),
+                "I1",
+                f"free list {number} leads to chunk {chunk}, but there are {len(s.chunks)} chunks",
+            )
+            require(
+                s.chunks["newer"][chunk] == before,
+                "I1",
+                f"chunk {chunk} on free list {number} does not link back to {before}",
+            )
+            listed.append(chunk)
             before, chunk = chunk, int(s.chunks["older"][chunk])
-        require(sorted(held) == chunks, "I1", f"list {number} of free frames holds other chunks than it should")
+        require(
+            sorted(listed) == chunks,
+            "I1",
+            f"free list {number} holds chunks {sorted(listed)[:4]}, but their bits ask for {chunks[:4]}",
+        )
 
 
 def _check_spaces(s: State) -> None:
@@ -142,148 +153,230 @@ def _check_spaces(s: State) -> None:
     written: set[int] = set()
     for asid in np.flatnonzero(s.spaces["status"] != st.UNUSED):
         pages = s.table[asid, : s.spaces["num_pages"][asid]]
-        length, planned, done, hole = (
-            int(s.spaces[name][asid]) for name in ("length", "planned", "complete", "first_hole")
+        length, planned, complete, recorded_hole, outstanding = (
+            int(s.spaces[name][asid]) for name in ("length", "planned", "complete", "first_hole", "outstanding")
         )
-        require(len(pages) == -(-planned // size), "I5", f"space {asid} has {len(pages)} pages for {planned} tokens")
-        owned = length == planned or (length < planned and s.spaces["outstanding"][asid] > 0)
-        require(owned, "I6", f"space {asid}: {planned - length} tokens planned by nobody")
-        require(done <= length // size, "I4", f"space {asid}: {done} pages published of {length // size} full ones")
-        none((pages < st.HOLE) | (pages >= len(refs)), "I5", f"space {asid} names a frame that is none", places="page")
+        require(
+            len(pages) == -(-planned // size),
+            "I5",
+            f"space {asid} has {len(pages)} pages of {size} tokens for {planned} planned tokens",
+        )
+        require(
+            length == planned or (length < planned and outstanding > 0),
+            "I6",
+            f"space {asid} has {length} committed and {planned} planned tokens, with {outstanding} outstanding plans",
+        )
+        require(
+            complete <= length // size,
+            "I4",
+            f"space {asid} counts {complete} published pages, but only {length // size} are full",
+        )
+        forbid(
+            (pages < st.HOLE) | (pages >= len(refs)),
+            "I5",
+            f"space {asid} names a frame beyond the pool of {len(refs)} frames",
+            place="page",
+        )
         np.add.at(refs, pages[pages >= 0], 1)
         holes = np.flatnonzero(pages == st.HOLE)
         first = int(holes[0]) if len(holes) else st.NO_HOLE
-        require(first == s.spaces["first_hole"][asid], "I5", f"space {asid}: first hole at {first}, recorded {hole}")
+        require(
+            first == recorded_hole,
+            "I5",
+            f"space {asid} has its first hole at page {first}, but records {recorded_hole}",
+        )
         for page in range(length // size, len(pages)) if planned > length else ():
             frame = int(pages[page])
-            require(frame not in written, "I6", f"frame {frame} is written by two plans' spaces")
+            require(frame not in written, "I6", f"frame {frame} of space {asid} is to be written by another space too")
             written.add(frame)
-            mine = s.frames["refs"][frame] == 1 and not s.frames["published"][frame]
+            private = s.frames["refs"][frame] == 1 and not s.frames["published"][frame]
             require(
-                mine, "I3", f"frame {frame} of space {asid} is to be written while shared or published", frame=frame
+                private,
+                "I3",
+                f"frame {frame} of space {asid} is to be written while shared or published",
+                frame=frame,
             )
-    none(refs != s.frames["refs"], "I2", "refs differ from the page-table entries that name the frame")
-    spare = s.spaces["unused_asid"][: s.reg[st.NUM_UNUSED_ASIDS]]
+    forbid(
+        refs != s.frames["refs"], "I2", "refs of a frame is not the number of page-table entries that name the frame"
+    )
+    stacked = sorted(s.spaces["unused_asid"][: s.reg[st.NUM_UNUSED_ASIDS]].tolist())
     unused = np.flatnonzero(s.spaces["status"] == st.UNUSED)
+    unused = unused[unused % len(s.groups) == 0]
     require(
-        sorted(spare) == unused[unused % len(s.groups) == 0].tolist(), "I8", "the spare rows are not the unused ones"
+        stacked == unused.tolist(),
+        "I8",
+        f"the stack of unused asids holds rows {stacked[:8]}, but the unused rows are {unused[:8].tolist()}",
     )
 
 
 def _check_plans(s: State, plans: Collection[Plan]) -> None:
-    """Each row has the plans, tokens and advice that somebody gave it, and each frame the pins."""
+    """Check the plans, tokens, status and advice of each row, and the pins of each frame."""
     planned, tokens = np.zeros(len(s.spaces), np.int64), np.zeros(len(s.spaces), np.int64)
     for plan in plans:
         for group in range(len(s.groups)):
             np.add.at(planned, plan.rows + group, 1)
             np.add.at(tokens, plan.rows + group, plan.counts)
     status, used = s.spaces["status"], s.spaces["status"] != st.UNUSED
-    none(used & (s.spaces["outstanding"] != planned), "I6", "the plans of a row are counted wrongly", places="space")
-    due = s.spaces["length"] + tokens
-    none(
-        used & (s.spaces["planned"] != due),
+    forbid(
+        used & (s.spaces["outstanding"] != planned),
         "I6",
-        "tokens are planned by nobody, or by somebody and not counted",
-        places="space",
+        "a row counts more or fewer outstanding plans than name it",
+        place="space",
+    )
+    forbid(
+        used & (s.spaces["planned"] != s.spaces["length"] + tokens),
+        "I6",
+        "the planned tokens of a row are not its committed ones plus those of its outstanding plans",
+        place="space",
     )
     leads = np.arange(len(status)) % len(s.groups) == 0
     led = np.where(np.repeat(status[leads], len(s.groups)) == st.UNUSED, st.UNUSED, st.FOLLOWING)
     legal = np.where(leads, np.isin(status, (st.UNUSED, st.OPEN, st.CLOSING, st.HELD)), status == led)
-    none(~legal, "I8", "a row has a status that is none", places="space")
-    none(
+    forbid(~legal, "I8", "a row has an unknown status, or one that only rows of another group may have", place="space")
+    forbid(
         ~leads & (s.spaces["complete"] > 0),
         "I4",
-        "the published pages of a space are counted in the row of group 0",
-        places="space",
+        "a row of another group than 0 counts published pages; only the row of group 0 may",
+        place="space",
     )
-    silent = s.spaces["no_publish"]
-    none(silent > leads, "I4", "a row is silent that never speaks, or more than silent", places="space")
-    none(
-        used & (silent > 0) & (s.spaces["complete"] > 0),
+    no_publish = s.spaces["no_publish"]
+    forbid(
+        no_publish > leads,
         "I4",
-        "a space published what was to be forgotten",
-        places="space",
+        "no_publish of a row is above 1, or is set in a row of another group than 0",
+        place="space",
     )
-    none((status == st.CLOSING) & (planned == 0), "I8", "a released row waits for a plan that is none", places="space")
-    none(
+    forbid(
+        used & (no_publish > 0) & (s.spaces["complete"] > 0),
+        "I4",
+        "a space with no_publish set has published pages",
+        place="space",
+    )
+    forbid(
+        (status == st.CLOSING) & (planned == 0),
+        "I8",
+        "a released row waits for a plan, but no plan names it",
+        place="space",
+    )
+    forbid(
         (status == st.HELD) & ((planned > 0) | (s.spaces["complete"] > 0)),
         "I8",
-        "a pin's row is planned on",
-        places="space",
+        "the row of a pin has a plan, or counts published pages",
+        place="space",
     )
-    none(s.spaces["stamp"] > s.reg[st.TICK], "I6", "a row was named by a plan that was not made yet", places="space")
+    forbid(
+        s.spaces["stamp"] > s.reg[st.TICK],
+        "I6",
+        f"the stamp of a row is a plan after the newest one, {s.reg[st.TICK]}",
+        place="space",
+    )
     advice = s.spaces["advice"].astype(np.int64) + st.NORMAL
-    none(
+    forbid(
         used & ((advice < st.DONTNEED) | (advice >= st.NUM_LISTS)),
         "I9",
-        "a row is advised to be on a list that is none",
-        places="space",
+        f"the advice of a row leads to a list that is not one of the {st.NUM_LISTS}",
+        place="space",
     )
     check_pins(s, [plan.splits for plan in plans])
 
 
 def _check_lists(s: State) -> list[list[int]]:
-    """The lists as lists: those of account 0, the fenced one, those of the other accounts."""
+    """Check the links of the lists, and return their frames: those of account 0, the fenced one, other accounts."""
     lists: list[list[int]] = []
-    own = [block[: 4 * st.NUM_LISTS].reshape(-1, 4) for block in st.account_registers(s.reg)]
+    accounts = [block[: 4 * st.NUM_LISTS].reshape(-1, 4) for block in st.account_registers(s.reg)]
     ends = [
         *enumerate(st.list_registers(s.reg).tolist()),
-        *(one for lists_of in own for one in enumerate(lists_of.tolist())),
+        *(numbered for registers in accounts for numbered in enumerate(registers.tolist())),
     ]
     for number, (oldest, newest, length, _) in ends:
-        held: list[int] = []
+        listed: list[int] = []
         frame, behind = oldest, st.NIL
-        while frame != st.NIL and len(held) <= length:
-            require(s.frames["older"][frame] == behind, "I7", f"list {number} is cut at frame {frame}")
+        while frame != st.NIL and len(listed) <= length:
             require(
-                s.frames["place"][frame] == 1 + number, "I7", f"frame {frame} on list {number} believes to be elsewhere"
+                s.frames["older"][frame] == behind,
+                "I7",
+                f"frame {frame} on list {number} does not link back to {behind}",
+                frame=frame,
             )
-            held.append(frame)
+            place = int(s.frames["place"][frame])
+            require(
+                place == 1 + number,
+                "I7",
+                f"frame {frame} is on list {number}, but its place says list {place - 1}",
+                frame=frame,
+            )
+            listed.append(frame)
             behind, frame = frame, int(s.frames["newer"][frame])
-        require(newest == behind and len(held) == length, "I7", f"list {number} does not close")
-        lists.append(held)
-    listed = sorted(frame for held in lists for frame in held)
-    require(
-        listed == np.flatnonzero(s.frames["place"] != st.NOWHERE).tolist(),
+        require(
+            newest == behind and len(listed) == length,
+            "I7",
+            f"list {number} has {len(listed)} frames and ends at {behind}; its registers say {length} and {newest}",
+        )
+        lists.append(listed)
+    on_lists = np.zeros(len(s.frames), np.int64)
+    np.add.at(on_lists, np.array([frame for listed in lists for frame in listed], np.int64), 1)
+    forbid(
+        on_lists != (s.frames["place"] != st.NOWHERE),
         "I7",
-        "a frame believes to be on a list and is not",
+        "the place of a frame says that it is on a list, but it is on none or on several",
     )
-    evictable = sorted(set(listed) - set(lists[st.FENCED]))
-    expected = np.flatnonzero((s.frames["status"] == st.CACHED) & (s.frames["pins"] == 0)).tolist()
-    require(evictable == expected, "I7", "the evictable frames are not the cached, unpinned ones")
-    require(len(evictable) == s.reg[st.NUM_EVICTABLE], "I7", "the evictable frames are counted wrongly")
-    none(s.frames["pins"][lists[st.FENCED]] == 0, "I7", "a fenced frame has no pin, at place")
-    waiting = int((s.frames["status"][lists[st.FENCED]] == st.CACHED).sum())
+    fenced = s.frames["place"] == st.AMONG_FENCED
+    forbid(
+        (on_lists - fenced != 0) != ((s.frames["status"] == st.CACHED) & (s.frames["pins"] == 0)),
+        "I7",
+        "a frame must be on a list of evictable frames exactly if it is cached and not pinned",
+    )
+    evictable = int((on_lists - fenced).sum())
+    require(
+        evictable == s.reg[st.NUM_EVICTABLE],
+        "I7",
+        f"{evictable} frames are evictable, but the counter says {s.reg[st.NUM_EVICTABLE]}",
+    )
+    forbid(fenced & (s.frames["pins"] == 0), "I7", "a frame is fenced, but not pinned")
+    waiting = int((s.frames["status"][fenced] == st.CACHED).sum())
     require(
         waiting == s.reg[st.CACHED_FENCED],
         "I7",
-        f"{waiting} cached frames are fenced, the counter says {s.reg[st.CACHED_FENCED]}",
+        f"{waiting} cached frames are fenced, but the counter says {s.reg[st.CACHED_FENCED]}",
     )
-    require(not lists[st.FENCED] or s.reg[st.EPOCH] > s.reg[st.PASSED], "I7", "frames are fenced and no epoch is open")
-    held_rows = np.repeat(s.spaces["status"][:: len(s.groups)] == st.HELD, len(s.groups))  # the row that leads tells
-    there = (np.arange(s.table.shape[1]) < s.spaces["num_pages"][held_rows, None]) & (s.table[held_rows] != st.HOLE)
-    require(there.sum() == s.reg[st.PINNED], "I7", "the frames of pins are counted wrongly")
+    require(
+        not lists[st.FENCED] or s.reg[st.EPOCH] > s.reg[st.PASSED],
+        "I7",
+        f"{len(lists[st.FENCED])} frames are fenced, but the newest epoch, {s.reg[st.EPOCH]}, has passed",
+    )
+    # the row of group 0 has the status of the whole space
+    pin_rows = np.repeat(s.spaces["status"][:: len(s.groups)] == st.HELD, len(s.groups))
+    mapped = (np.arange(s.table.shape[1]) < s.spaces["num_pages"][pin_rows, None]) & (s.table[pin_rows] != st.HOLE)
+    require(
+        mapped.sum() == s.reg[st.PINNED],
+        "I7",
+        f"the rows of pins map {mapped.sum()} frames, but the counter says {s.reg[st.PINNED]}",
+    )
     return lists
 
 
 def _check_order(s: State, lists: list[list[int]]) -> None:
-    """Whatever comes, a page is given up before its prefix: the three conditions of eviction.py, or the prefix cannot go yet."""
-    place = {frame: i for held in lists for i, frame in enumerate(held)}
-    number, entered, fenced = s.frames["place"], s.frames["entered"], st.AMONG_FENCED
-    for held in lists:
-        for frame in held:
+    """Check that each cached page is evicted before its prefix, by one of the three conditions of pool/eviction.py.
+
+    A prefix that is mapped cannot be evicted yet and needs none of them.
+    """
+    position = {frame: i for listed in lists for i, frame in enumerate(listed)}
+    place, entered, fenced = s.frames["place"], s.frames["entered"], st.AMONG_FENCED
+    for listed in lists:
+        for frame in listed:
             parent = int(s.frames["parent"][frame])
-            if s.frames["status"][frame] != st.CACHED or parent < 0 or number[parent] == st.NOWHERE:
+            if s.frames["status"][frame] != st.CACHED or parent < 0 or place[parent] == st.NOWHERE:
                 continue
-            if number[frame] == fenced or number[parent] == fenced:
-                behind = number[parent] == fenced and (number[frame] != fenced or place[frame] < place[parent])
-            elif number[parent] == number[frame]:
-                behind = place[frame] < place[parent]
+            if place[frame] == fenced or place[parent] == fenced:
+                behind = place[parent] == fenced and (place[frame] != fenced or position[frame] < position[parent])
+            elif place[parent] == place[frame]:
+                behind = position[frame] < position[parent]
             else:
                 later = (int(entered[parent]) - int(entered[frame])) % 2**31 < 2**30
-                behind = bool(number[parent] > number[frame]) and later
+                behind = bool(place[parent] > place[frame]) and later
             require(
                 behind or s.frames["refs"][parent] > 0,
                 "I9",
-                f"frame {frame} would be evicted after its prefix {parent}",
+                f"frame {frame} would be evicted after frame {parent}, which holds the page before it",
+                frame=frame,
             )

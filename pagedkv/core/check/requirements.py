@@ -1,4 +1,4 @@
-"""Broken laws: how the checks of check.py and its neighbours say what they found."""
+"""Requirements: the two ways in which the checks of this folder report a broken law and its place."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from pagedkv.errors import InvariantViolation
 
 
 def require(holds: object, law: str, message: str, *, frame: int | None = None, asid: int | None = None) -> None:
-    """Raise InvariantViolation unless `holds`. frame, asid: where, for whoever wants to know who had it last."""
+    """Raise InvariantViolation unless `holds` is true. frame, asid: the faulty place, to look up its last callers."""
     if not holds:
         raise InvariantViolation(f"{law} broken: {message}", law=law, frame=frame, asid=asid)
 
 
-def none(broken: np.ndarray, law: str, message: str, *, places: str = "frame") -> None:
-    """Raise InvariantViolation for the first place where `broken` (bool [n]) holds; `places` says what the places are."""
-    found = np.flatnonzero(broken)
+def forbid(faulty: np.ndarray, law: str, message: str, *, place: str = "frame") -> None:
+    """Raise InvariantViolation if `faulty` (bool [n]) is true anywhere. place: what its indices number.
+
+    The error names the first faulty place and how many more there are.
+    """
+    found = np.flatnonzero(faulty)
     if len(found):
         first = int(found[0])
-        frame, asid = (first if places == "frame" else None), (first if places == "space" else None)
+        frame, asid = (first if place == "frame" else None), (first if place == "space" else None)
         raise InvariantViolation(
-            f"{law} broken: {message} ({places} {first}, and {len(found) - 1} more)", law=law, frame=frame, asid=asid
+            f"{law} broken: {message} ({place} {first}, and {len(found) - 1} more)", law=law, frame=frame, asid=asid
         )

@@ -1,1 +1,1 @@
-"""observe: figures about a manager: statistics, the reasons for missed prompts, and reuse distances. No rule is here."""
+"""observe: figures about a manager: statistics, why a prompt is missed, reuse distances. No rule is here."""

@@ -1,4 +1,4 @@
-"""Misses: why a prompt is not found. It only looks; nothing is mapped, counted or remembered."""
+"""Misses: why a prompt is not found. This file only looks: it maps no page and changes no counter."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OTHER_ROOT: Final = "other root"
 
 @dataclass(frozen=True)
 class Miss:
-    """`tokens_matched` of whole pages are known, and `reason` says why no more.
+    """The tokens of a prompt that whole published pages match, and the reason why no more match.
 
-    "nothing missed"    all that can be matched is: one token is always left to compute
-    "below one page"    fewer tokens than a page are asked for beside that one
-    "evicted"           the next page was there, and was given up not long ago (told by a hash: an error has odds of 1 in 2**30)
-    "other root"        the next page is known to another tenant only
-    "never published"   or it was evicted long ago
+    "nothing missed"    every page that can be matched is matched; one token is always left to compute
+    "below one page"    the prompt is too short: without its last token it does not fill a page
+    "evicted"           the next page was evicted not long ago (recognised by a hash, wrong once in 2**30)
+    "other root"        the next page is published for another tenant only
+    "never published"   the next page was never published, or was evicted long ago
     """
 
     reason: str
@@ -30,7 +30,7 @@ class Miss:
 
 
 def explain(s: State, roots: Roots, tenant: bytes, ids: I32) -> Miss:
-    """What `open` would find, and why not more. O(pages), times the tenants if something is missing."""
+    """Return how many tokens `open` would match, and why no more. O(pages), times the tenants if a page is missing."""
     size = s.tokens.shape[1]
     whole = max(0, (len(ids) - 1) // size)
     found = np.empty(whole, np.int32)

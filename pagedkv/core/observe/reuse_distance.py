@@ -1,16 +1,17 @@
-"""Reuse: how far apart the uses of a page are, and so what an LRU pool of any size would match. A sample, in fixed memory.
+"""ReuseSampler distances: how far apart the uses of a page are, and so what an LRU pool of any size would match. Fixed memory.
 
-A page would be found in an LRU pool of C frames if fewer than C other pages were used since: its reuse distance, its place in the LRU
-stack (Mattson et al., 1970). The stack is followed for a sample only, the pages whose fingerprint ends in enough zero bits at the top; the
-distances are those of the sample times 2**shift (spatial sampling: Waldspurger et al., SHARDS, FAST 2015). A prompt's distances are taken
-when it is opened; it enters the stack then, and again when its space lets go, each time from its end, so that a prefix is used after
-what follows it. What was not used for longest leaves the sample when that is full.
+An LRU pool of C frames would find a page if fewer than C other pages were used since its last use. That number is the
+reuse distance: the place of the page in the LRU stack (Mattson et al., 1970). This file follows the stack for a sample
+only: the pages whose fingerprint begins with `shift` zero bits. Real distances are those in the sample times 2**shift
+(spatial sampling: Waldspurger et al., SHARDS, FAST 2015). The distances of a prompt are taken when it is opened. Its
+pages enter the stack then, and again when its space is released, each time the last page first, so that a prefix is
+used after its suffix. A full sample drops its least recently used page.
 
-    records [K]   fingerprint, time of last use            tree [2K + 1]   Fenwick tree over times: how many were used up to then
-    at [2K + 1]   time -> record                     hits [K]        uses by distance
+    records [K]   fingerprint, time of last use    tree [2K + 1]   Fenwick tree: how many times are in use up to each
+    at [2K + 1]   time -> record                   hits [K]        uses by distance
 
-Times are numbered anew when they run out. O(log K) for a sampled page, a comparison for any other, beside its hash. It knows fingerprints and
-no frames.
+Times are numbered anew when they run out. A sampled page costs O(log K), any other a comparison, beside the hash of
+each. This file knows fingerprints and no frames.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ _RECORD: Final = np.dtype([("fingerprint", np.uint32), ("chain", np.int32), ("ti
 
 NOW: Final = 0  # the time of the last use
 NUM_RECORDS: Final = 1  # records in use
-FIRST_TIME: Final = 2  # no record has an earlier time
-PAGES_ASKED: Final = 3  # pages that prompts had
+FIRST_TIME: Final = 2  # a time that no record is before
+PAGES_ASKED: Final = 3  # whole pages of all prompts
 PAGES_SAMPLED: Final = 4  # of these, how many belong to the sample
-SHIFT: Final = 5
+SHIFT: Final = 5  # the sample has one page of 2**SHIFT
 
 
 class Sample(NamedTuple):
-    """The arrays. K: how many pages are followed."""
+    """The arrays of a sample of K pages."""
 
     records: Records  # _RECORD [K]
-    heads: I32  # [>= K, a power of two] chains of records by fingerprint
+    heads: I32  # [a power of two, K or more] first record of each chain, by the low bits of the fingerprint
     tree: I32  # [2K + 1]
     at: I32  # [2K + 1]
     hits: I64  # [K]
-    reg: I64  # [6]
+    reg: I64  # [6] NOW to SHIFT
 
 
 def new_sample(pages: int, reach: int) -> Sample:
-    """Follow up to `pages` pages, so thinly that they stand for at least `reach`."""
+    """Return an empty sample of up to `pages` pages that stand for at least `reach` pages."""
     reg = np.zeros(6, np.int64)
     reg[FIRST_TIME] = 1
     reg[SHIFT] = max(0, (-(-reach // pages) - 1).bit_length())
@@ -90,7 +91,7 @@ def _up_to(tree: I32, time: int) -> int:
 
 @compiled
 def _renumber(sample: Sample) -> None:
-    """Times 1 .. HELD, in the same order. O(K), after K uses or more."""
+    """Number the times anew from 1, in the same order. O(K), after K uses or more."""
     now = 0
     for time in range(1, len(sample.at)):
         record = sample.at[time]
@@ -107,7 +108,7 @@ def _renumber(sample: Sample) -> None:
 
 @inlined
 def _forget_oldest(sample: Sample) -> int:
-    """Make the record that was not used for longest free, and name it."""
+    """Free the least recently used record, and return it."""
     while sample.at[sample.reg[FIRST_TIME]] < 0:
         sample.reg[FIRST_TIME] += 1
     record = sample.at[sample.reg[FIRST_TIME]]
@@ -127,7 +128,7 @@ def _forget_oldest(sample: Sample) -> int:
 
 @compiled
 def record_use(sample: Sample, fingerprint: int) -> None:
-    """The page of fingerprint `fingerprint` is used now."""
+    """Record that the page of this fingerprint is used now."""
     if not _is_sampled(sample, fingerprint):
         return
     if sample.reg[NOW] == len(sample.at) - 1:
@@ -150,10 +151,10 @@ def record_use(sample: Sample, fingerprint: int) -> None:
 
 
 @compiled
-def ask(sample: Sample, key: int, seed: int, size: int, ids: I32, fingerprints: I64) -> None:
-    """A prompt `ids` (int32 [n]) of a root of fingerprint `seed` is opened: count the distance of each whole page that could be matched.
+def record_prompt(sample: Sample, key: int, seed: int, size: int, ids: I32, fingerprints: I64) -> None:
+    """Count the distance of each whole page of a prompt that could be matched, and record its use.
 
-    marks: int64 [pages], scratch.
+    Shapes: ids int32 [n]; fingerprints int64 [pages], scratch. seed: the fingerprint of the empty prefix.
     """
     fingerprint = seed
     for page in range(len(fingerprints)):
@@ -171,43 +172,45 @@ def ask(sample: Sample, key: int, seed: int, size: int, ids: I32, fingerprints: 
 
 @compiled
 def record_release(s: State, sample: Sample, asid: int) -> None:
-    """The space `asid` lets go of its pages: those that are published were used until now."""
+    """Record a use of the published pages of `asid`, which is released: they were in use until now."""
     for page in range(min(s.spaces[asid].complete, s.spaces[asid].first_hole) - 1, -1, -1):
         record_use(sample, np.int64(s.frames[s.table[asid, page]].fingerprint))
 
 
 class ReuseSampler:
-    """The sample of one manager."""
+    """The sample of one manager, and the hit rates that it predicts."""
 
     def __init__(self, pages: int, num_frames: int) -> None:
         self.sample = new_sample(pages, 4 * num_frames)
 
     def record_prompt(self, s: State, seed: int, ids: I32) -> None:
-        """A prompt was opened."""
+        """Record a prompt (int32 [n]) that is opened under the root of fingerprint `seed`."""
         size = s.tokens.shape[1]
         fingerprints = np.empty(max(0, len(ids) - 1) // size, np.int64)
-        ask(self.sample, int(s.reg[KEY]), seed, size, ids, fingerprints)
+        record_prompt(self.sample, int(s.reg[KEY]), seed, size, ids, fingerprints)
 
     def counts(self) -> I64:
-        """int64 [K + 2]: uses by distance in the sample; then the pages asked for, and those of them that belong to the sample."""
+        """Return int64 [K + 2]: uses by distance in the sample, then the pages asked for, then those in the sample."""
         reg = self.sample.reg
         return np.concatenate([self.sample.hits, reg[[PAGES_ASKED, PAGES_SAMPLED]]])
 
     def set_counts(self, counts: I64) -> None:
-        """As if nothing had been asked since they were taken; what is in the sample stays."""
+        """Set the counts back to earlier ones (int64 [K + 2]); the pages in the sample stay."""
         self.sample.hits[:] = counts[:-2]
         self.sample.reg[[PAGES_ASKED, PAGES_SAMPLED]] = counts[-2:]
 
     @property
     def reach(self) -> int:
-        """The largest pool that the sample can tell about, in frames."""
+        """Frames of the largest pool for which the sample predicts a hit rate."""
         return int(len(self.sample.records) << int(self.sample.reg[SHIFT]))
 
     def hit_rate(self, num_frames: int, counts: I64) -> float:
-        """Share of the pages asked for that an LRU pool of `num_frames` would have matched; `counts`: see there, or a difference of two.
+        """Return the share of the pages asked for that an LRU pool of `num_frames` would have matched.
 
-        Pages that are asked for often may be in the sample or not, which moves all rates alike: the sample is taken to have missed, or
-        to have too many, pages of distance 0 (SHARDS-adj).
+        counts: int64 [K + 2], from `counts()`, or the difference of two of them.
+
+        A few popular pages, in the sample or not, move all rates alike. The correction adds or removes pages of
+        distance 0 until the sample has its expected share of the pages (SHARDS-adj).
         """
         asked, sampled, scale = int(counts[-2]), int(counts[-1]), 1 << int(self.sample.reg[SHIFT])
         if asked == 0:

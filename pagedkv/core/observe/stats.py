@@ -1,4 +1,4 @@
-"""Stats: what the pool holds now and what it has done, read off the registers. Counts only; it knows no rule."""
+"""Stats: the present contents of the pool and totals of its past, read off the registers. This file knows no rule."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pagedkv.core.state import I64, State
 
 @dataclass(frozen=True)
 class Usage:
-    """What a tenant holds now, in frames, what it may hold, and what it has asked for, in tokens. x spec.frame_bytes = bytes."""
+    """A tenant's frames, its quota in frames, and the tokens of its prompts. Bytes = frames x spec.frame_bytes."""
 
     used: int  # mapped, cached and retired
-    unique: int  # mapped by one page table,
-    shared: int  # or by several of its own
+    unique: int  # mapped by one page table
+    shared: int  # mapped by several page tables of this tenant
     cached: int
     evictable: int
     hard: int | None
@@ -30,13 +30,13 @@ class Usage:
 
     @property
     def tokens_missed(self) -> int:
-        """Asked and not found."""
+        """Tokens asked for and not matched."""
         return self.tokens_asked - self.tokens_matched
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What the pool holds now, and what it has done. Frames and tokens are counts; `waste` and `hit_rate` are shares of 1."""
+    """The present contents of the pool, and totals of its past. Frames and tokens are counts; rates are shares of 1."""
 
     num_frames: int
     free: int
@@ -44,25 +44,24 @@ class Stats:
     cached: int
     retired: int
     evictable: int
-    pending: int  # retired, or cached and waiting for an epoch: had once what is under way has finished
-    pinned: int  # held by user pins, counted once for each pin
+    pending: int  # retired, or cached and waiting for an epoch: available once the work under way has finished
+    pinned: int  # held by user pins; a frame of several pins counts for each
     spaces: int
-    tokens: int  # committed, over all open spaces; shared ones count for each
+    tokens: int  # committed, over all open spaces; a shared token counts for each space
     slots_mapped: int  # distinct mapped frames x block_size
     slots_wasted: int  # of these, how many hold no token
     peak_mapped: int
-    tokens_asked: int  # whole pages that open() looked for, in tokens
+    tokens_asked: int  # tokens of the whole pages that open() looked for
     tokens_matched: int
-    missed_evicted: int  # tokens asked and not found: the first missing page was there once,
-    missed_new: int  # or is not known to have been,
-    missed_other_root: (
-        int  # or another tenant has it (counted with Observe(other_roots=True) only, else it is among the new ones)
-    )
-    below_one_page: int  # tokens beyond the last whole page, which were not looked for
+    # tokens asked for and not matched, by the reason of the first missing page
+    missed_evicted: int  # it was evicted not long ago
+    missed_new: int  # it was never published, as far as the index knows
+    missed_other_root: int  # another tenant has it; counted as new without Observe(other_roots=True)
+    below_one_page: int  # tokens beyond the last whole page, which open() does not look for
     evictions: int
     copies: int
     deduplicated: int
-    tenants: dict[bytes, Usage] = field(default_factory=dict)  # those that have quotas
+    tenants: dict[bytes, Usage] = field(default_factory=dict)  # the tenants that have quotas
 
     @property
     def waste(self) -> float:
@@ -76,7 +75,7 @@ class Stats:
 
 
 def gather(s: State, missed_other_root: int, tenants: dict[bytes, Usage]) -> Stats:
-    """The figures of this moment. O(open spaces), and once more for each whose last page is further inside another space."""
+    """Return the figures of this moment. O(open spaces), and again for tails that are full pages of another space."""
     rows = np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))
     count = {name: int(s.reg[register]) for name, register in _COUNTERS.items()}
     count["missed_new"] -= missed_other_root
@@ -136,12 +135,12 @@ def set_prompt_counters(reg: I64, totals: I64, shares: I64) -> None:
 
 
 def _all_groups(s: State, rows: I64) -> I64:
-    """The rows of all groups of the spaces whose first ones are `rows`."""
+    """Return the rows of all groups of the spaces whose rows of group 0 are `rows`."""
     return (rows[:, None] + np.arange(len(s.groups))).reshape(-1)
 
 
 def mean_run(s: State) -> float:
-    """Frames in a row, in the mean over all groups of all open spaces: pages / runs; 0 if there is no page. O(pages)."""
+    """Return the mean run length of neighbouring frames over all open spaces: pages / runs, or 0.0. O(pages)."""
     rows = _all_groups(s, np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING)))
     found = [runs_in(s.table[row, : s.spaces["num_pages"][row]])[:, 1] for row in rows]
     num_runs = sum(map(len, found))
@@ -149,20 +148,19 @@ def mean_run(s: State) -> float:
 
 
 def _wasted(s: State, rows: I64) -> int:
-    """Slots of mapped frames that hold no token; a frame that several spaces map is as full as the fullest of them has it."""
+    """Count the slots of mapped frames that hold no token. A shared frame is as full as the fullest space has it."""
     size = s.tokens.shape[1]
     length = s.spaces["length"][rows]
-    used = -(-length // size)  # pages that hold tokens; the rest are planned and empty
+    used = -(-length // size)  # pages that hold tokens; the others are planned and empty
     wasted: int = int((s.spaces["num_pages"][rows] - used).sum()) * size
     rows, length, used = rows[used > 0], length[used > 0], used[used > 0]
     tails, fill = s.table[rows, used - 1], length - (used - 1) * size
     frames, first, owner, times = np.unique(tails, return_index=True, return_inverse=True, return_counts=True)
     fullest = np.zeros(len(frames), np.int64)
     np.maximum.at(fullest, owner, fill)
-    for i in np.flatnonzero(
-        (s.frames["refs"][frames] > times) & (fullest < size)
-    ):  # the tail of one is further inside another,
-        page = used[first[i]] - 1  # at the same place
+    # the tail of one space may be a full page of another space, at the same place
+    for i in np.flatnonzero((s.frames["refs"][frames] > times) & (fullest < size)):
+        page = used[first[i]] - 1
         others = s.table[rows, page] == frames[i]
         fullest[i] = min(size, int(length[others].max()) - page * size)
     wasted += int((size - fullest[frames >= 0]).sum())
@@ -170,11 +168,12 @@ def _wasted(s: State, rows: I64) -> int:
 
 
 def usages_of(s: State, accounts: dict[bytes, int]) -> dict[bytes, Usage]:
-    """O(frames + accounts): the frames are counted once for all."""
+    """Return the usage of each tenant of `accounts`. O(frames + accounts): all are counted in one pass."""
     owner, refs = s.frames["account"], s.frames["refs"]
     blocks = st.account_registers(s.reg)
     unique, shared, cached = (
-        np.bincount(owner[of], minlength=len(blocks)) for of in (refs == 1, refs > 1, s.frames["status"] == st.CACHED)
+        np.bincount(owner[frames], minlength=len(blocks))
+        for frames in (refs == 1, refs > 1, s.frames["status"] == st.CACHED)
     )
     return {
         tenant: Usage(

@@ -1,1 +1,1 @@
-"""tables: which space maps which frames, and the steps that change it: plan, commit, abort, resize, forget."""
+"""tables: the page tables of the spaces, and the steps that change them: plan, commit, abort, resize, forget."""

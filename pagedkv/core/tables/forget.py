@@ -1,9 +1,9 @@
-"""Forgetting: nothing that was computed so far is found again, as after an update of the weights. Compiled functions over `State`.
+"""Forget: unpublish everything computed so far, as after an update of the weights. Compiled functions over `State`.
 
-    CACHED   ──▶ FREE, or RETIRED where a plan or an epoch still reads the frame
-    MAPPED   stays where it is: whoever runs goes on, and publishes nothing from here on (`silent`), as its pages mix old and new
+    CACHED   ──▶ FREE, or RETIRED while a plan or an epoch still reads the frame
+    MAPPED   stays mapped: its space runs on and publishes no page any more (`no_publish`), as its pages mix old and new
 
-O(frames + spaces), whatever was published. Pins are not known here: a manager that has some refuses.
+O(frames + spaces), however much was published. This file does not know pins: a manager that has pins refuses to forget.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pagedkv.core.state import (
 
 @compiled
 def forget_pages(s: State) -> int:
-    """Unpublish every page and free what is cached. Returns how many frames are free now that were not."""
+    """Unpublish every page, free the cached frames, and return how many frames that freed."""
     freed = 0
     for frame in range(len(s.frames)):
         if s.frames[frame].published:
@@ -54,7 +54,7 @@ def forget_pages(s: State) -> int:
 
 @compiled
 def _free_cached(s: State, frame: int) -> int:
-    """1 if `frame`, which is published no more, was cached and is free."""
+    """Free or retire `frame`, which is no longer published, if it was cached. Return 1 if it is free now."""
     if s.frames[frame].status != CACHED:
         return 0
     s.reg[NUM_CACHED] -= 1

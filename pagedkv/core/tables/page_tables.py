@@ -1,14 +1,15 @@
-"""Address spaces: rows of the page table. Compiled functions over `State`: open, fork, truncate, punch, release, publish.
+"""Page tables: a row for each address space. Compiled functions over `State`: open, fork, truncate, publish, pin.
 
 A row holds `num_pages` frames (or holes) and three lengths:
 
     0            complete * S         length             planned
     |── published pages ──|── committed ──|── outstanding ──|          num_pages == ceil(planned / S)   (I5)
 
-Pages are always dropped from the tail, so that a page is evictable before its prefix (I9). Pages behind a punched one are not left
-cached, as their prefix may be gone; unless others have left a successor of theirs cached, which shows that it is not.
+Pages are always dropped from the tail, so that a page is evictable before its prefix (I9). A page behind a punched one
+is not left cached, as its prefix may be gone, unless another space has left a successor of the page cached, which shows
+that its prefix is there.
 
-A user's pin is a row too (HELD), which maps what it protects; nobody plans on it.
+A user's pin is a row too, with status HELD: it maps the frames that it protects, and no plan names it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from pagedkv.core.tables import layer_groups
 
 @compiled
 def _new_row(s: State, root: int, seed: int) -> int:
-    """A row for each group; names the first."""
+    """Take a row for each group off the stack of unused asids, and return the row of group 0."""
     s.reg[NUM_UNUSED_ASIDS] -= 1
     asid = s.spaces[s.reg[NUM_UNUSED_ASIDS]].unused_asid
     for row in range(asid, asid + len(s.groups)):
@@ -76,26 +77,26 @@ def _set_length(s: State, row: int, length: int, num_pages: int) -> None:
 
 @compiled
 def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32) -> tuple[int, int]:
-    """A new row that maps the longest published prefix of `token_ids` (int32 [n]), short of its last token, and its generation.
+    """Open a row that maps the longest published prefix of `token_ids` (int32 [n]), short of the last token.
 
-    O(pages matched).
+    Returns: (asid, generation). O(pages matched).
     """
     asid = _new_row(s, root, seed)
     size = s.tokens.shape[1]
-    pages, gone = match_prefix(s, root, seed, token_ids, s.table[asid])
+    pages, evicted = match_prefix(s, root, seed, token_ids, s.table[asid])
     parent = s.table[asid, pages - 1] if pages else index.root_parent(root)
     layer_groups.map_companions(s, asid, pages)
     for page in range(pages):
         frames.map_matched(s, s.table[asid, page])
-    held, matched = pages, pages * size
+    num_pages, matched = pages, pages * size
     asked = max(0, (len(token_ids) - 1) // size * size)
     if len(s.successors):
         asked = max(0, len(token_ids) - 1)
         frame, common = index.find_part(s, parent, token_ids[matched:asked])
-        if frame >= 0:  # others see this page: the first write copies it
+        if frame >= 0:  # another space sees this page: the first write copies it
             frames.map_matched(s, frame)
             s.table[asid, pages] = frame
-            held += 1
+            num_pages += 1
             matched += common
     s.reg[ASKED] += asked
     s.reg[BELOW_PAGE] += max(0, len(token_ids) - 1) - asked
@@ -103,38 +104,39 @@ def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32) -> t
     if len(s.reg) > NUM_REGISTERS:
         s.reg[register(s.roots[root, 2], ASKED_BY)] += asked
         s.reg[register(s.roots[root, 2], MATCHED_BY)] += matched
-    s.reg[MISSED_EVICTED if gone else MISSED_NEW] += asked - matched
+    s.reg[MISSED_EVICTED if evicted else MISSED_NEW] += asked - matched
     for row in range(asid, asid + len(s.groups)):
         s.spaces[row].advice = advice
-        _set_length(s, row, matched, held)
+        _set_length(s, row, matched, num_pages)
     s.spaces[asid].complete = pages
     return asid, int(s.spaces[asid].generation)
 
 
 @compiled
 def match_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool]:
-    """(pages, whether the next one was evicted not long ago): the longest published prefix that no group lacks, short of the last token.
+    """Find the longest published prefix that every group has, short of the last token.
 
-    Its frames are written into `found`, which is as long as a known prefix can be; nothing else is changed.
+    Returns: (pages, whether the next page was evicted not long ago)
+    Modifies: `found` (int32 [at least pages]), which receives the frames of group 0. Nothing else is changed.
     """
-    leaders, gone = _match_leaders(s, root, seed, token_ids, found)
-    pages = layer_groups.covered(s, found, leaders)
+    leaders, evicted = _match_leaders(s, root, seed, token_ids, found)
+    pages = layer_groups.usable_pages(s, found, leaders)
     found[pages:leaders] = HOLE
-    return pages, gone or pages < leaders  # companions were published with their leaders
+    return pages, evicted or pages < leaders  # companions were published with their leaders
 
 
 @compiled
 def _match_leaders(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool]:
     size = s.tokens.shape[1]
     parent, fingerprint = index.root_parent(root), seed
-    # a row is at least as wide as the pool: no known prefix is longer
+    # a row is at least as wide as the pool, so no published prefix is longer
     whole = min(max(0, (len(token_ids) - 1) // size), len(found))
     for first in range(0, whole, index.AHEAD):
         last = min(first + index.AHEAD, whole)
         for page in range(first, last):
             fingerprint = index.fingerprint_of(s.reg[KEY], fingerprint, token_ids[page * size : (page + 1) * size])
             index.prefetch_bucket(s, fingerprint)
-            found[page] = fingerprint - 2**31  # fits
+            found[page] = fingerprint - 2**31  # uint32 as int32
         for page in range(first, last):
             index.prefetch_candidate(s, int(found[page]) + 2**31)
         for page in range(first, last):
@@ -143,7 +145,7 @@ def _match_leaders(s: State, root: int, seed: int, token_ids: I32, found: I32) -
             fingerprint = int(found[page]) + 2**31
             frame = index.find(s, parent, fingerprint, token_ids[page * size : (page + 1) * size])
             if frame < 0:
-                found[page:last] = HOLE  # the row is as it was
+                found[page:last] = HOLE  # as before: the fingerprints were scratch
                 return page, index.remembers(s.ghosts, fingerprint)
             found[page] = frame
             parent = frame
@@ -152,7 +154,7 @@ def _match_leaders(s: State, root: int, seed: int, token_ids: I32, found: I32) -
 
 @compiled
 def fork_space(s: State, asid: int) -> int:
-    """A new row that shares every frame of `asid`, which has no outstanding plan. O(pages)."""
+    """Open a row that shares every frame of `asid`, which has no outstanding plan, and return it. O(pages)."""
     child = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
     for group in range(len(s.groups)):
         row, new = asid + group, child + group
@@ -160,7 +162,7 @@ def fork_space(s: State, asid: int) -> int:
             frame = s.table[row, page]
             s.table[new, page] = frame
             if frame != HOLE:
-                s.frames[frame].refs += 1  # it is mapped already
+                s.frames[frame].refs += 1  # mapped already
         s.spaces[new].advice = s.spaces[row].advice
         s.spaces[new].complete = s.spaces[row].complete
         s.spaces[new].no_publish = s.spaces[row].no_publish
@@ -170,21 +172,21 @@ def fork_space(s: State, asid: int) -> int:
 
 
 @inlined
-def keeps(s: State, asid: int, group: int, page: int) -> bool:
-    """Whether the frame of `page` may stay cached when the space lets go of it: its prefix is mapped, or certain to be there.
+def may_stay_cached(s: State, asid: int, group: int, page: int) -> bool:
+    """Return whether the frame of `page` may stay cached after the space unmaps it: is its whole prefix there?
 
-    A companion's prefix is its leader and what is before that; a hole in its own row says nothing.
+    The prefix of a companion is its leader and the pages before the leader; a hole in its own row does not matter.
     """
     if page < s.spaces[asid].first_hole:
         return True
     frame = s.table[asid + group, page]
-    # behind a hole. No successor was ever left cached: none of ours can be orphaned, and the walk to the root is saved
+    # behind a hole. If floor is 0, no successor was ever cached: freeing the page orphans none, and no walk is needed
     return s.frames[frame].floor > 0 and s.frames[frame].published > 0 and index.reaches_root(s, frame)
 
 
 @compiled
 def touch_prefix(s: State, parent: int) -> None:
-    """A page after `parent` was left cached, and its prefix was before: move that behind it (I9)."""
+    """Move the cached frames of the prefix that ends in `parent` behind a page after it that was just cached (I9)."""
     while parent >= 0:
         if s.frames[parent].status == CACHED:
             frames.touch(s, parent)
@@ -196,18 +198,18 @@ def _unmap(s: State, asid: int, group: int, page: int) -> None:
     frame = s.table[asid + group, page]
     if frame == HOLE:
         return
-    keep = keeps(s, asid, group, page)
+    stays_cached = may_stay_cached(s, asid, group, page)
     parent = s.frames[frame].parent
-    if frames.drop_reference(s.frames, s.reg, frame, keep, page * s.tokens.shape[1], s.spaces[asid].advice):
+    if frames.drop_reference(s.frames, s.reg, frame, stays_cached, page * s.tokens.shape[1], s.spaces[asid].advice):
         frames.free(s, frame)
     s.table[asid + group, page] = HOLE
-    if keep and page > s.spaces[asid].first_hole and s.frames[frame].status == CACHED:
+    if stays_cached and page > s.spaces[asid].first_hole and s.frames[frame].status == CACHED:
         touch_prefix(s, parent)
 
 
 @compiled
 def drop_tail(s: State, asid: int, num_pages: int) -> None:
-    """Unmap the pages of `asid` from `num_pages` on: companions before their leaders, in each row the last one first."""
+    """Unmap the pages of `asid` from `num_pages` on: companions before their leaders, and the last page first."""
     for group in range(len(s.groups) - 1, -1, -1):
         _drop_row(s, asid, group, num_pages)
     for row in range(asid, asid + len(s.groups)):
@@ -217,7 +219,7 @@ def drop_tail(s: State, asid: int, num_pages: int) -> None:
 @inlined
 def _drop_row(s: State, asid: int, group: int, num_pages: int) -> None:
     first_hole, advice, size, row = s.spaces[asid].first_hole, s.spaces[asid].advice, s.tokens.shape[1], asid + group
-    first = count = 0  # frames in a row, to be put back together
+    first = count = 0  # a run of free frames, put back at once
     for page in range(s.spaces[row].num_pages - 1, num_pages - 1, -1):
         frame = s.table[row, page]
         if frame == HOLE or page > first_hole:
@@ -240,12 +242,12 @@ def _drop_row(s: State, asid: int, group: int, num_pages: int) -> None:
 
 @compiled
 def truncate_space(s: State, asid: int, length: int) -> None:
-    """Forget the tokens of `asid` from `length` on; no plan is outstanding, and no window sees what was given back."""
+    """Drop the tokens of `asid` from `length` on. No plan is outstanding; no window sees a page that was given back."""
     size = s.tokens.shape[1]
     pages = (length + size - 1) // size
     drop_tail(s, asid, pages)
     if length == 0:
-        s.spaces[asid].no_publish = 0  # nothing old is left
+        s.spaces[asid].no_publish = 0  # no page from before forget() is left
     for row in range(asid, asid + len(s.groups)):
         _set_length(s, row, length, pages)
         s.spaces[row].complete = min(s.spaces[row].complete, length // size)
@@ -255,7 +257,7 @@ def truncate_space(s: State, asid: int, length: int) -> None:
 
 @compiled
 def punch_space(s: State, asid: int, first: int, last: int) -> None:
-    """Unmap the pages first .. last-1 of `asid`, leaving holes. They are full and committed."""
+    """Unmap the pages first .. last-1 of `asid`, which are full and committed, and leave holes."""
     for page in range(last - 1, first - 1, -1):
         for group in range(len(s.groups) - 1, -1, -1):
             _unmap(s, asid, group, page)
@@ -264,15 +266,15 @@ def punch_space(s: State, asid: int, first: int, last: int) -> None:
 
 
 @compiled
-def slide(s: State, asid: int, before: int) -> None:
-    """Give back what no query will see again, now that `asid` holds more than `before` committed tokens: pages behind the windows."""
+def slide_windows(s: State, asid: int, before: int) -> None:
+    """Unmap the pages behind the windows of `asid`, which no query sees again. before: its length until this commit."""
     for group in range(len(s.groups) - 1, -1, -1):
         row = asid + group
         if s.groups[group, 0] > 0:
-            first = layer_groups.sink_pages(s, group)
-            if s.spaces[row].first_hole != NO_HOLE:  # what is before was given back then
-                first = max(first, layer_groups.first_seen(s, group, before))
-            last = min(layer_groups.first_seen(s, group, s.spaces[row].length), s.spaces[row].num_pages)
+            first = layer_groups.num_sink_pages(s, group)
+            if s.spaces[row].first_hole != NO_HOLE:  # earlier pages were given back earlier
+                first = max(first, layer_groups.first_visible_page(s, group, before))
+            last = min(layer_groups.first_visible_page(s, group, s.spaces[row].length), s.spaces[row].num_pages)
             for page in range(last - 1, first - 1, -1):
                 _unmap(s, asid, group, page)
             if first < last:
@@ -281,11 +283,11 @@ def slide(s: State, asid: int, before: int) -> None:
 
 @compiled
 def close_space(s: State, asid: int) -> None:
-    """Unmap everything and give the row back; while a plan is outstanding only say so, and the last one settled does it."""
+    """Unmap every page and give the row back. While a plan is outstanding, mark the row CLOSING for the last plan."""
     if s.spaces[asid].outstanding > 0:
         s.spaces[asid].status = CLOSING
         return
-    drop_tail(s, asid, np.int64(0))  # a constant would be compiled for itself
+    drop_tail(s, asid, np.int64(0))  # a literal 0 would be one more type to compile for
     s.roots[s.spaces[asid].root, 0] -= 1
     for row in range(asid, asid + len(s.groups)):
         s.spaces[row].status = UNUSED
@@ -295,7 +297,7 @@ def close_space(s: State, asid: int) -> None:
 
 @compiled
 def count_use(s: State, asid: int) -> None:
-    """Every page of `asid` counts as matched once more."""
+    """Count one more use of every page of `asid`, as a match does."""
     for row in range(asid, asid + len(s.groups)):
         for page in range(s.spaces[row].num_pages):
             frame = s.table[row, page]
@@ -305,10 +307,10 @@ def count_use(s: State, asid: int) -> None:
 
 @compiled
 def publish_pages(s: State, asid: int) -> None:
-    """Publish the committed full pages of `asid`. Where an equal page is known already, map that one and give ours back.
+    """Publish the committed full pages of `asid`. If an equal page is published already, map that page and free ours.
 
-    So an identity has one frame, a prefix is one chain, and prompts that were computed twice at the same time share afterwards; but
-    not while a plan of the space is outstanding.
+    So an identity has one frame, a prefix is one chain, and two prompts that were computed at the same time share
+    afterwards. No page is exchanged while a plan of the space is outstanding.
     """
     if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE or s.spaces[asid].no_publish:
         return
@@ -317,14 +319,14 @@ def publish_pages(s: State, asid: int) -> None:
     if complete > 0:
         parent = s.table[asid, complete - 1]
         fingerprint = int(s.frames[parent].fingerprint)
-    for page in range(complete, full):  # hashed first, as in open
+    for page in range(complete, full):  # hash all pages first, as _match_leaders does
         frame = s.table[asid, page]
         if not s.frames[frame].published:
             s.frames[frame].fingerprint = index.fingerprint_of(s.reg[KEY], fingerprint, s.tokens[frame])
             index.prefetch_bucket(s, s.frames[frame].fingerprint)
             prefetch(s.ghosts, np.int64(s.frames[frame].fingerprint) & (len(s.ghosts) - 1))
         fingerprint = int(s.frames[frame].fingerprint)
-    for page in range(complete + 1, full):  # of one page alone nothing would have arrived
+    for page in range(complete + 1, full):  # the prefetch for a single page would come too late
         index.prefetch_candidate(s, int(s.frames[s.table[asid, page]].fingerprint))
     for page in range(complete + 1, full):
         index.prefetch_next(s, int(s.frames[s.table[asid, page]].fingerprint))
@@ -334,7 +336,7 @@ def publish_pages(s: State, asid: int) -> None:
             fingerprint = int(s.frames[frame].fingerprint)
             existing = index.find(s, parent, fingerprint, s.tokens[frame])
             if existing >= 0 and s.spaces[asid].outstanding > 0:
-                return  # a plan under way reads ours, perhaps through an older table: the last one settled comes back to this
+                return  # an outstanding plan reads our page, perhaps through an older table; the last one publishes it
             if existing >= 0:
                 frames.share(s.frames, s.reg, existing)
                 s.table[asid, page] = existing
@@ -351,19 +353,19 @@ def publish_pages(s: State, asid: int) -> None:
 
 @compiled
 def pin_space(s: State, asid: int) -> int:
-    """A HELD row that maps the committed full pages of `asid`. O(pages)."""
-    held = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
+    """Open a HELD row that maps the committed full pages of `asid`, and return it. O(pages)."""
+    pin = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
     pages = s.spaces[asid].length // s.tokens.shape[1]
     for group in range(len(s.groups)):
         row = asid + group
-        s.spaces[held + group].first_hole = s.spaces[row].first_hole if s.spaces[row].first_hole < pages else NO_HOLE
+        s.spaces[pin + group].first_hole = s.spaces[row].first_hole if s.spaces[row].first_hole < pages else NO_HOLE
         for page in range(pages):
             frame = s.table[row, page]
-            s.table[held + group, page] = frame
+            s.table[pin + group, page] = frame
             if frame != HOLE:
                 frames.share(s.frames, s.reg, frame)
-    _hold(s, held, pages)
-    return held
+    _hold(s, pin, pages)
+    return pin
 
 
 @inlined
@@ -376,7 +378,7 @@ def _hold(s: State, asid: int, pages: int) -> None:
 
 @compiled
 def frames_in(s: State, asid: int, pages: int) -> int:
-    """How many frames the first `pages` pages of a space have, in all groups: holes are none."""
+    """Return how many frames the first `pages` pages of a space have in all groups; a hole has none."""
     count = 0
     for row in range(asid, asid + len(s.groups)):
         for page in range(pages):
@@ -386,7 +388,10 @@ def frames_in(s: State, asid: int, pages: int) -> int:
 
 @allocating
 def prefix_closure(s: State, wanted: I32) -> tuple[int, I32]:
-    """`wanted` and all that is before them, prefixes first; or (the first of them that has no published prefix, nothing)."""
+    """Return (-1, `wanted` and the frames of their whole prefixes, prefixes first).
+
+    If a frame of `wanted` is not published under a whole prefix: (that frame, no frames).
+    """
     seen = np.zeros(len(s.frames), np.uint8)
     closure = np.empty(len(s.frames), np.int32)
     count = 0
@@ -406,7 +411,7 @@ def prefix_closure(s: State, wanted: I32) -> tuple[int, I32]:
 
 @compiled
 def pin_frames(s: State, closure: I32) -> int:
-    """A HELD row that maps `closure`, prefixes first and at least one, under the root of the first. The table is wide enough."""
+    """Open a HELD row that maps `closure` (one frame or more, prefixes first), and return it. The table is wide."""
     row = _new_row(s, -2 - s.frames[closure[0]].parent, 0)
     for page in range(len(closure)):
         frames.share(s.frames, s.reg, closure[page])
@@ -420,6 +425,6 @@ def pin_frames(s: State, closure: I32) -> int:
 
 @compiled
 def unpin_row(s: State, row: int) -> None:
-    """Unmap what a HELD row protects, and give the row back."""
+    """Unmap the frames of a HELD row, and give the row back."""
     s.reg[PINNED] -= frames_in(s, row, s.spaces[row].num_pages)
     close_space(s, row)

@@ -1,13 +1,14 @@
-"""Resize: the same memory in a larger or smaller pool. It makes a new State; the old one is left as it was.
+"""Resize: the same memory in a larger or smaller pool. It makes a new State and leaves the old one as it was.
 
     larger     the new frames are free; every number stays
-    smaller    the policy evicts until the rest fits; frames beyond the new end move to free ones below it, and every number that
-               names them is rewritten: page tables, parents, lists, the index
+    smaller    the policy evicts until the rest fits; frames beyond the new end move to free ones below it, and every
+               number that names them is rewritten: page tables, parents, lists, the index
 
-A frame that moves keeps what it holds under a new number and a generation that its new place never had. A reference to a page that is gone
-(the page before was evicted) stays one that can match nothing. Buckets and ghosts are laid out for the new size.
+A frame that moves keeps its contents under a new number, and gets a generation that its new place never had. A page
+whose parent was evicted names a parent that matches nothing. Buckets and ghosts are laid out for the new size.
 
-O(frames + page table). It knows the arrays and what in them names a frame; who may resize when is `refuse`'s business.
+O(frames + page table). This file knows the arrays, and which of their fields name a frame; `refuse_resize` knows when
+resizing is allowed.
 """
 
 from __future__ import annotations
@@ -49,48 +50,49 @@ _Number = TypeVar("_Number", np.int32, np.int64)
 
 
 def refuse_resize(s: State, num_frames: int) -> None:
-    """Raise what speaks against a pool of `num_frames` frames now; nothing is changed.
+    """Raise if the pool cannot have `num_frames` frames now; nothing is changed.
 
-    Raises: InvalidRequest if quotas protect more, or where a pinned frame would have to move;
-            PlanConflict where one would that a plan or an epoch under way names; OutOfFrames if what is mapped does not fit
+    Raises: InvalidRequest if quotas protect more frames, or a pinned frame would have to move;
+            PlanConflict if a frame that a plan or an open epoch names would have to move;
+            OutOfFrames if the frames that cannot be evicted do not fit
     """
+    refusal = f"cannot resize to {num_frames} frames"
     protected = int(account_registers(s.reg)[:, PROTECTED].sum())
     if protected > num_frames:
-        raise InvalidRequest(f"resize to {num_frames} frames: quotas protect {protected}; lower them first")
+        raise InvalidRequest(f"{refusal}: quotas protect {protected}; lower the quotas first")
     beyond = s.frames[num_frames:]
     if not (beyond["status"] != FREE).any() and len(s.frames) - int(s.reg[NUM_FREE]) <= num_frames:
-        return  # nothing moves
+        return  # no frame moves
     plans = int(s.spaces["outstanding"][:: len(s.groups)].sum())
     if plans:
-        raise PlanConflict(
-            f"resize to {num_frames} frames: {plans} plans name frames that would move; commit or abort them first"
-        )
+        raise PlanConflict(f"{refusal}: {plans} plans name frames that would move; commit or abort the plans first")
     if s.reg[EPOCH] > s.reg[PASSED]:
         raise PlanConflict(
-            f"resize to {num_frames} frames: what epoch {s.reg[EPOCH]} may read would move; advance() to it first"
+            f"{refusal}: work launched in epoch {s.reg[EPOCH]} may still read frames that would move; "
+            f"call advance({s.reg[EPOCH]}) first"
         )
-    held = _named_by(
-        s, np.repeat(s.spaces["status"][:: len(s.groups)] == HELD, len(s.groups))
-    )  # the row that leads tells
-    pinned = held[held >= num_frames]
-    if len(pinned):
+    # the row of group 0 has the status of the whole space
+    pinned = _frames_of(s, np.repeat(s.spaces["status"][:: len(s.groups)] == HELD, len(s.groups)))
+    stuck = pinned[pinned >= num_frames]
+    if len(stuck):
         raise InvalidRequest(
-            f"resize to {num_frames} frames: {len(pinned)} beyond the new end are pinned, frame {pinned[0]} first; unpin them"
+            f"{refusal}: {len(stuck)} frames beyond the new end are pinned, frame {stuck[0]} first; unpin them first"
         )
-    rooted = len(s.frames) - int(s.reg[NUM_FREE] + s.reg[NUM_EVICTABLE])
-    if rooted > num_frames:
-        short = OutOfFrames(rooted, num_frames, pending=pending(s))
-        short.args = (
-            f"resize to {num_frames} frames: {rooted} are mapped, or wait for what is under way ({pending(s)}), and cannot be evicted; "
-            f"give at least {rooted}, or release sequences that hold {rooted - num_frames}",
+    unevictable = len(s.frames) - int(s.reg[NUM_FREE] + s.reg[NUM_EVICTABLE])
+    if unevictable > num_frames:
+        error = OutOfFrames(unevictable, num_frames, pending=pending(s))
+        error.args = (
+            f"{refusal}: {unevictable} frames cannot be evicted, {pending(s)} of them until work under way has ended; "
+            f"give at least {unevictable}, or release sequences that hold {unevictable - num_frames}",
         )
-        raise short
+        raise error
 
 
 def resized(s: State, num_frames: int) -> tuple[State, I32]:
-    """(the state in a pool of `num_frames` frames, int32 [M, 2] the moves: source and target frame, targets distinct and free before).
+    """Lay the state out in a pool of `num_frames` frames, which `refuse_resize` has allowed.
 
-    `refuse` has let it pass. Modifies: `s`, in which frames are evicted.
+    Returns: (the new state, int32 [M, 2] source and target of each frame that moves; targets were free)
+    Modifies: `s`, in which frames are evicted
     """
     steps.evict_frames(s, max(0, len(s.frames) - int(s.reg[NUM_FREE]) - num_frames))
     sources = num_frames + np.flatnonzero(s.frames["status"][num_frames:] != FREE)
@@ -111,18 +113,18 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     _redirect_parents(s.frames, fresh.frames, into)
     listed = fresh.frames["place"] != NOWHERE
     for link in ("newer", "older"):
-        fresh.frames[link][listed] = _renamed(fresh.frames[link][listed], into)
-    fresh.successors[:] = _renamed(fresh.successors, into)
+        fresh.frames[link][listed] = _renumbered(fresh.frames[link][listed], into)
+    fresh.successors[:] = _renumbered(fresh.successors, into)
     reg, roots = s.reg.copy(), s.roots.copy()
     for lists in (
         list_registers(reg),
         *(block[: 4 * NUM_LISTS].reshape(NUM_LISTS, 4) for block in account_registers(reg)),
     ):
-        lists[:, :2] = _renamed(lists[:, :2], into)
-    roots[:, 1] = _renamed(roots[:, 1], into)
+        lists[:, :2] = _renumbered(lists[:, :2], into)
+    roots[:, 1] = _renumbered(roots[:, 1], into)
     _lay_out_ghosts(s.ghosts, fresh.ghosts)
-    _thread(fresh.frames, fresh.bucket)
-    _free_the_rest(fresh.frames, fresh.chunks, fresh.reg)
+    _fill_buckets(fresh.frames, fresh.bucket)
+    _take_used_frames(fresh.frames, fresh.chunks, fresh.reg)
     free = [NUM_FREE, *range(FREE_LISTS + 1, FREE_LISTS + 4)]
     reg[free] = fresh.reg[free]
     reg[PEAK] = min(int(reg[PEAK]), num_frames)  # of a pool of this size
@@ -133,29 +135,28 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
         chunks=fresh.chunks,
         bucket=fresh.bucket,
         ghosts=fresh.ghosts,
-        table=_renamed(np.where(np.arange(s.table.shape[1]) < s.spaces["num_pages"][:, None], s.table, HOLE), into),
+        table=_renumbered(np.where(np.arange(s.table.shape[1]) < s.spaces["num_pages"][:, None], s.table, HOLE), into),
         roots=roots,
         reg=reg,
     )
     return state, np.stack([sources, targets], axis=1).astype(np.int32)
 
 
-def _named_by(s: State, rows: npt.NDArray[np.bool_]) -> I32:
-    """The frames that `rows` (bool [A]) of the page table map."""
+def _frames_of(s: State, rows: npt.NDArray[np.bool_]) -> I32:
+    """Return the frames that `rows` (bool [A]) of the page table map."""
     entries = s.table[rows]
     return np.unique(entries[entries != HOLE]).astype(np.int32)
 
 
-def _renamed(names: npt.NDArray[_Number], into: I32) -> npt.NDArray[_Number]:
-    """`names` of frames under their new numbers; what names none stays."""
+def _renumbered(names: npt.NDArray[_Number], into: I32) -> npt.NDArray[_Number]:
+    """Return `names` with each frame under its new number; negative entries stay."""
     return np.where(names >= 0, into[np.maximum(names, 0)], names).astype(names.dtype)
 
 
 def _redirect_parents(old: Records, new: Records, into: I32) -> None:
-    """Let published frames name the page before them by its new number; a page that is gone by one that matches nothing."""
-    new["parent"][(new["published"] == 0) & (new["pins"] == 0)] = (
-        NIL  # a plan may have pinned a prefix that was forgotten meanwhile
-    )
+    """Rewrite the parents of published frames: the new number, or one that matches nothing if the parent is gone."""
+    # a pinned frame keeps its parent too: a plan may have pinned a prefix that forget() unpublished
+    new["parent"][(new["published"] == 0) & (new["pins"] == 0)] = NIL
     children = np.flatnonzero(new["parent"] >= 0)
     parents = new["parent"][children]
     here = (old["generation"][parents] == new["parent_generation"][children]) & (old["status"][parents] != FREE)
@@ -163,19 +164,19 @@ def _redirect_parents(old: Records, new: Records, into: I32) -> None:
     new["parent_generation"][children[here]] = new["generation"][into[parents[here]]]
     lost = children[~here & (parents >= len(new))]
     new["parent"][lost] = 0
-    new["parent_generation"][lost] = (int(new["generation"][0]) - 1) % 2**32  # it was that, and will not be again
+    new["parent_generation"][lost] = (int(new["generation"][0]) - 1) % 2**32  # a past one of frame 0: matches nothing
 
 
 def _lay_out_ghosts(old: I32, new: I32) -> None:
-    """Prints of evicted pages, each at its place in a table of another size (index.remember)."""
+    """Copy the fingerprints of evicted pages to their places in a table of another size (index.remember)."""
     places = np.flatnonzero(old)
     fingerprints = (old[places].astype(np.int64) - 1 << 2) | (places & 3)
     new[fingerprints & (len(new) - 1)] = old[places]
 
 
 @compiled
-def _thread(records: Records, bucket: I32) -> None:
-    """Chain all published frames into empty buckets."""
+def _fill_buckets(records: Records, bucket: I32) -> None:
+    """Put all published frames into the empty buckets of the index."""
     for frame in range(len(records)):
         if records[frame].published:
             place = np.int64(records[frame].fingerprint) & (len(bucket) - 1)
@@ -184,8 +185,8 @@ def _thread(records: Records, bucket: I32) -> None:
 
 
 @compiled
-def _free_the_rest(records: Records, chunks: Records, reg: I64) -> None:
-    """Take every frame that is not free out of chunks in which all are."""
+def _take_used_frames(records: Records, chunks: Records, reg: I64) -> None:
+    """Mark every frame that is not free as taken in `chunks`, in which all frames are free."""
     for frame in range(len(records)):
         if records[frame].status != FREE:
             free_runs.take(chunks, reg, frame - 1, 1)

@@ -1,4 +1,4 @@
-"""Refusals: from the codes of the compiled steps to errors that say what was asked, what there is, what to do."""
+"""Step errors: turn the codes of the compiled steps into errors that say what was asked, what there is, what to do."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pagedkv.core.tables import steps
 from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict, QuotaExceeded, StaleHandle
 
 
-def refuse_plan(s: State, made: tuple[int, int], asids: I32, counts: I64, accounts: dict[bytes, int]) -> NoReturn:
-    """Say why a step could not be planned. `made`: the code, and where."""
-    code, where = made
+def refuse_plan(s: State, failure: tuple[int, int], asids: I32, counts: I64, accounts: dict[bytes, int]) -> NoReturn:
+    """Raise the error of a step that could not be planned. failure: (code, where) of PlannedStep."""
+    code, where = failure
     if code == steps.OVER_QUOTA:
         figures = st.account_registers(s.reg)[where]
         tenant = next(tenant for tenant, account in accounts.items() if account == where)
@@ -30,7 +30,8 @@ def refuse_plan(s: State, made: tuple[int, int], asids: I32, counts: I64, accoun
         raise InvalidRequest(f"plan asks for {counts[where]} tokens of address space {asids[where]}; give 0 or more")
     if code == steps.TOO_LONG:
         raise InvalidRequest(
-            f"plan asks for {counts[where]} tokens of address space {asids[where]}; a sequence, and a step, end at 2**31 - 1"
+            f"plan asks for {counts[where]} tokens of address space {asids[where]}, but a sequence, and all counts of "
+            "a step together, end at 2**31 - 1 tokens; give fewer"
         )
     if code == steps.TWICE:
         raise InvalidRequest(f"plan names address space {asids[where]} twice; add its counts up")
@@ -38,15 +39,18 @@ def refuse_plan(s: State, made: tuple[int, int], asids: I32, counts: I64, accoun
 
 
 def refuse_settling(s: State, plan: Plan, code: int, where: int) -> NoReturn:
-    """Say why a plan could not be committed or aborted."""
+    """Raise the error of a plan that could not be committed or aborted."""
     asid = plan.rows[where]
     if code == steps.OUT_OF_ORDER:
         raise PlanConflict(
-            f"this plan of address space {asid} starts at token {plan.starts[where]}, which holds {s.spaces['length'][asid]}; "
-            "commit the older plans first"
+            f"cannot commit this plan: it starts at token {plan.starts[where]} of address space {asid}, "
+            f"which has only {s.spaces['length'][asid]} committed tokens; commit the older plans first"
         )
     if code == steps.TOO_MANY:
         raise InvalidRequest(
-            f"commit keeps more tokens of address space {asid} than the {plan.counts[where]} planned, or fewer than 0"
+            f"commit keeps more tokens of address space {asid} than the {plan.counts[where]} planned, or fewer than 0; "
+            f"give a count from 0 to {plan.counts[where]}"
         )
-    raise PlanConflict(f"a newer plan of address space {asid} stands on the tokens to be given back; abort it first")
+    raise PlanConflict(
+        f"cannot give back planned tokens of address space {asid}: a newer plan follows them; abort the newer one first"
+    )

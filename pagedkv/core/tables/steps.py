@@ -1,12 +1,12 @@
 """A step: plan, then commit or abort, for the whole batch at once. Compiled functions over `State`.
 
-    plan     count everything first (frames for new pages, copies of shared tails), and only when all of it can be had, take it
-    (run)    the caller copies, then writes and reads KV; the sources of copies stay pinned
-    commit   the tokens become real: stored, and full pages published; the tail of what was planned may be given back
-    abort    the page tables return to what they were; a tail that was split stays so if its copy was made already
+    plan     count first: frames for new pages and for copies of shared tails; take them only if the pool has them all
+    (run)    the caller makes the copies, then writes and reads KV; the sources of copies stay pinned
+    commit   store the tokens and publish full pages; planned tokens that are rejected give their frames back
+    abort    restore the page tables; a tail that was split stays split if its copy was made
 
-A space may have several plans outstanding; they are settled oldest first by commit, newest first by abort.
-Every function returns a code; on any code but OK nothing was changed.
+A space may have several outstanding plans. Commit settles them oldest first, abort newest first.
+Every function returns a code. On any code but OK nothing was changed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from pagedkv.core.pool.accounts import of_space
 from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, NUM_REGISTERS, OPEN, TICK, U8, State
 from pagedkv.core.tables import page_tables
 
+# codes, and the meaning of `where` beside them
 OK: Final = 0
-SHORT: Final = 1  # not enough frames: where = how many are needed
-NARROW: Final = 2  # the table must grow: where = how many pages wide
-NOT_OPEN: Final = 3  # where = index in the batch, as below
+SHORT: Final = 1  # too few frames; where = how many are needed
+NARROW: Final = 2  # the table must grow; where = how many pages wide
+NOT_OPEN: Final = 3  # where = index in the batch, down to TOO_LONG
 NEGATIVE: Final = 4
 TWICE: Final = 5
 OUT_OF_ORDER: Final = 6
@@ -32,17 +33,18 @@ TOO_MANY: Final = 7
 NOT_NEWEST: Final = 8
 TOO_LONG: Final = 9
 OVER_QUOTA: Final = 20  # where = the account
-PROTECTED_SHARES: Final = 21  # where = how many frames are needed; others may not be asked to give up enough
+PROTECTED_SHARES: Final = 21  # where = how many frames are needed, more than protected shares let be evicted
 
-MOST_TOKENS: Final = 2**31 - 1  # in a sequence and in a step: their lengths are int32 to the kernels
+MOST_TOKENS: Final = 2**31 - 1  # of a sequence and of a step: kernels take both lengths as int32
 
 
 @inlined
 def _choose_copies(s: State, asids: I32, counts: I64, split: U8, copied: I32) -> int:
-    """Set split[i * G + g] where writing at `planned` would write into a frame that others see (I3); returns how many.
+    """Set split[i * G + g] for each tail that must be copied before it is written (I3), and return how many there are.
 
-    Others see what is shared, what is published, and what an earlier plan copies from and might be given back by abort. Tails are taken
-    as if copied in turn, so k writers of a tail with r owners cost min(k, r - 1). `copied` [B * G] is scratch.
+    A tail must be copied if it is shared, published, or the source of an earlier plan's copy, which abort would give
+    back. Tails are counted as if copied in turn, so k writers of a tail with r owners cost min(k, r - 1).
+    copied: int32 [B * G], scratch.
     """
     size, num_groups = s.tokens.shape[1], len(s.groups)
     copies = 0
@@ -62,7 +64,11 @@ def _choose_copies(s: State, asids: I32, counts: I64, split: U8, copied: I32) ->
 
 @compiled
 def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tuple[int, int, int, int]:
-    """(code, where: frames needed if OK, copies, tokens) of a plan; split [B * G] is set where a tail must be copied; scratch [B * G]."""
+    """Count what a plan needs, without changing the pool.
+
+    Returns: (code, where, copies, tokens); where = frames needed if the code is OK
+    Modifies: split [B * G], 1 for each tail that must be copied; scratch [B * G]; TICK and the stamps of the spaces
+    """
     size = s.tokens.shape[1]
     s.reg[TICK] += 1
     needed = width = tokens = 0
@@ -74,13 +80,12 @@ def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tupl
             return NEGATIVE, i, 0, 0
         if s.spaces[asid].stamp == s.reg[TICK]:
             return TWICE, i, 0, 0
-        if (
-            counts[i] > MOST_TOKENS - s.spaces[asid].planned or counts[i] > MOST_TOKENS - tokens
-        ):  # so nothing below overflows
+        # so no sum below overflows
+        if counts[i] > MOST_TOKENS - s.spaces[asid].planned or counts[i] > MOST_TOKENS - tokens:
             return TOO_LONG, i, 0, 0
         s.spaces[asid].stamp = s.reg[TICK]
         pages = int(s.spaces[asid].num_pages)
-        if s.spaces[asid].planned + counts[i] > pages * size:  # most steps of decoding are spared the division
+        if s.spaces[asid].planned + counts[i] > pages * size:  # most decode steps skip the division
             more = (s.spaces[asid].planned + counts[i] + size - 1) // size - pages
             needed += more * len(s.groups)
             pages += more
@@ -90,9 +95,9 @@ def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tupl
     if needed + copies > s.reg[NUM_FREE] + s.reg[NUM_EVICTABLE]:
         return SHORT, needed + copies, 0, 0
     if len(s.reg) > NUM_REGISTERS:
-        stopped = quotas.measure(s, asids, counts, split)
-        if stopped >= 0:
-            return OVER_QUOTA, stopped, 0, 0
+        account = quotas.measure(s, asids, counts, split)
+        if account >= 0:
+            return OVER_QUOTA, account, 0, 0
         if quotas.givable(s) < needed + copies - s.reg[NUM_FREE]:
             return PROTECTED_SHARES, needed + copies, 0, 0
     if width > s.table.shape[1]:
@@ -102,25 +107,27 @@ def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tupl
 
 @compiled
 def _split_tail(s: State, asid: int, group: int) -> tuple[int, int, int]:
-    """Give `asid` a tail of its own; the old one is pinned until the plan is settled. Returns (source, target, 1 if so is its prefix)."""
+    """Give `asid` a tail of its own, and pin the old one until the plan is settled.
+
+    Returns: (source, target, 1 if the prefix of the source is pinned with it)
+    """
     page = s.spaces[asid].num_pages - 1
     source = s.table[asid + group, page]
-    keep = page_tables.keeps(s, asid, group, page)
-    chained = (
-        keep and page > s.spaces[asid].first_hole
-    )  # the prefix is not mapped here, and must not go before the source
+    stays_cached = page_tables.may_stay_cached(s, asid, group, page)
+    # behind a hole this space does not map the prefix, which must not be evicted before the source
+    chained = stays_cached and page > s.spaces[asid].first_hole
     frames.pin(s, source)
     if chained:
         parent = s.frames[source].parent
         while parent >= 0:
             frames.pin(s, parent)
             parent = s.frames[parent].parent
-    frames.drop(s, source, keep, page, s.spaces[asid].advice)
+    frames.drop(s, source, stays_cached, page, s.spaces[asid].advice)
     if chained:
-        page_tables.touch_prefix(s, s.frames[source].parent)  # pinned with it, but its fence must not fall first
+        page_tables.touch_prefix(s, s.frames[source].parent)  # its fence must not fall before that of the source
     target, _ = free_runs.take(s.chunks, s.reg, s.table[asid + group, page - 1] if page > 0 else -1, 1)
     frames.claim(s.frames, s.reg, target, of_space(s, asid))
-    if group == 0:  # which knows the tokens
+    if group == 0:  # the group whose frames hold token ids
         for i in range(s.spaces[asid].planned - page * s.tokens.shape[1]):
             s.tokens[target, i] = s.tokens[source, i]
     s.table[asid + group, page] = target
@@ -137,7 +144,7 @@ def _unpin_source(s: State, source: int, chained: int) -> None:
 
 
 class PlannedStep(NamedTuple):
-    """What `plan_step` returns. On any code but OK the arrays are empty or hold no figures, and `where` says what stopped the plan.
+    """The result of `plan_step`. On any code but OK `where` says what stopped the plan, and the arrays mean nothing.
 
     copies: source, target and row of each copy, and 1 if the prefix of the source is pinned with it.
     """
@@ -154,7 +161,7 @@ class PlannedStep(NamedTuple):
 
 @allocating
 def plan_step(s: State, asids: I32, counts: I64) -> PlannedStep:
-    """Map the frames for `counts` new tokens of each space, for all of them or, on any code but OK, for none."""
+    """Map frames for `counts` new tokens of each space: for all spaces, or for none on any code but OK."""
     batch = len(asids)
     split = np.zeros(batch * len(s.groups), np.uint8)
     code, where, num_copies, num_tokens = _measure(s, asids, counts, split, np.empty(batch * len(s.groups), np.int32))
@@ -176,7 +183,7 @@ def plan_step(s: State, asids: I32, counts: I64) -> PlannedStep:
 
 @compiled
 def _split_tails(s: State, asids: I32, split: U8, copies: I32) -> None:
-    """Companions before their leaders, so that their sources go before those of their leaders (I9)."""
+    """Split the tails that `split` names: companions before their leaders, so that their sources go first (I9)."""
     c, num_groups = 0, len(s.groups)
     for i in range(len(asids)):
         for group in range(num_groups - 1, -1, -1):
@@ -188,9 +195,12 @@ def _split_tails(s: State, asids: I32, split: U8, copies: I32) -> None:
 
 
 @compiled
-def _map_tokens(s: State, asids: I32, counts: I64, slots: I64, told: tuple[I64, I64, I32, I32]) -> None:
-    """Map frames for the new tokens of each space, and write down where and of what positions they are. There are enough frames."""
-    positions, starts, seq_lens, cu_seqlens = told
+def _map_tokens(s: State, asids: I32, counts: I64, slots: I64, batch: tuple[I64, I64, I32, I32]) -> None:
+    """Map frames for the new tokens of each space; there are enough.
+
+    Modifies: slots [G, T]; batch: positions [T], starts [B], seq_lens [B], cu_seqlens [B + 1]
+    """
+    positions, starts, seq_lens, cu_seqlens = batch
     t = 0
     for i in range(len(asids)):
         start = s.spaces[asids[i]].planned
@@ -209,10 +219,10 @@ def _map_tokens(s: State, asids: I32, counts: I64, slots: I64, told: tuple[I64, 
 
 @inlined
 def _map_row(s: State, row: int, start: int, slots: I64) -> None:
-    """Frames for the tokens from position `start` on, whose slots are written down."""
+    """Map frames for the tokens of a row from position `start` on. Modifies: slots, one for each token."""
     size, page = s.tokens.shape[1], int(s.spaces[row].num_pages)
-    t, left = 0, page * size - start  # so many go into the tail (I5)
-    frame = run = 0  # the rest of a run
+    t, left = 0, page * size - start  # slots left in the tail (I5)
+    frame = run = 0  # next frame of the run just taken, and how many are left of it
     account = of_space(s, row)
     while t < len(slots):
         if left == 0:
@@ -235,7 +245,7 @@ def _map_row(s: State, row: int, start: int, slots: I64) -> None:
 
 @compiled
 def _settle(s: State, asid: int) -> None:
-    """One plan fewer is outstanding: what waited for that may go on."""
+    """Close `asid` or publish its pages, now that one plan fewer is outstanding."""
     if s.spaces[asid].status == CLOSING:
         page_tables.close_space(s, asid)
     else:
@@ -244,7 +254,7 @@ def _settle(s: State, asid: int) -> None:
 
 @inlined
 def _store(s: State, asid: int, start: int, token_ids: I32) -> None:
-    """Keep `token_ids` as those from position `start` on."""
+    """Write `token_ids` to the frames of `asid`, from position `start` on."""
     size = s.tokens.shape[1]
     page, t = start // size, 0
     offset = start - page * size
@@ -260,7 +270,11 @@ def _store(s: State, asid: int, start: int, token_ids: I32) -> None:
 def commit_step(
     s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, accepted: I64, token_ids: I32
 ) -> tuple[int, int]:
-    """Make the first `accepted[i]` planned tokens of each space real; `token_ids` holds those only, in order. Returns (code, where)."""
+    """Commit the first `accepted[i]` planned tokens of each space, and give the rest back.
+
+    Shapes: token_ids int32 [sum(accepted)], in plan order
+    Returns: (code, where)
+    """
     size = s.tokens.shape[1]
     for i in range(len(asids)):
         planned = cu_seqlens[i + 1] - cu_seqlens[i]
@@ -276,30 +290,30 @@ def commit_step(
     for group in range(len(s.groups)):
         sliding |= s.groups[group, 0] > 0
     for i in range(len(asids)):
-        asid = np.int64(asids[i])  # one type, so what it is handed to is compiled once
+        asid = np.int64(asids[i])  # one type, so that each function it is passed to is compiled once
         _store(s, asid, starts[i], token_ids[t : t + accepted[i]])
         t += accepted[i]
         length = s.spaces[asid].length + accepted[i]
-        cut = accepted[i] < cu_seqlens[i + 1] - cu_seqlens[i]
+        rejected = accepted[i] < cu_seqlens[i + 1] - cu_seqlens[i]
         for row in range(asid, asid + len(s.groups)):
             s.spaces[row].length = length
             s.spaces[row].outstanding -= 1
-            if cut:
+            if rejected:
                 s.spaces[row].planned = length
-        if cut:
+        if rejected:
             page_tables.drop_tail(s, asid, (length + size - 1) // size)
         if s.spaces[asid].status == CLOSING or length >= (s.spaces[asid].complete + 1) * size:
             _settle(s, asid)
         if sliding and s.spaces[asid].status == OPEN and accepted[i]:
-            page_tables.slide(s, asid, starts[i])
+            page_tables.slide_windows(s, asid, starts[i])
     return OK, 0
 
 
 @compiled
 def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, copied: bool) -> tuple[int, int]:
-    """Undo a plan. If its copies were made (`copied`) they stay, for its writers may have written too; else tails are shared again.
+    """Undo a plan, and return (code, where).
 
-    Returns (code, where).
+    If its copies were made (`copied`), split tails stay split, as they may have been written; else they are shared.
     """
     size = s.tokens.shape[1]
     for i in range(len(asids)):
@@ -329,7 +343,7 @@ def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, 
 
 @compiled
 def evict_frames(s: State, count: int) -> int:
-    """Evict up to `count` frames, oldest first; returns how many."""
+    """Evict up to `count` frames in the policy's order, and return how many were evicted."""
     done = 0
     if len(s.reg) > NUM_REGISTERS:
         return quotas.evict_frames(s, count)

@@ -1,6 +1,6 @@
-"""check() is not blind: each field of each array is corrupted, one number at a time, on a state with everything under way.
+"""check() sees every fault: a test corrupts each field of each array, one number at a time, on a busy manager.
 
-FREE says of what is not checked why any value is legal there, or why nobody could know better.
+UNCHECKED gives the reason for each field that is not checked: any value is legal there, or only the caller knows more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Where = Callable[[State], np.ndarray]
 
 @pytest.fixture(scope="module")
 def busy() -> MemoryManager:
-    """One for all tests, which leave it as it was: cached frames on several lists, forks, holes, a pin, two tenants, a fence, plans."""
+    """Return a manager with cached frames on several lists, forks, holes, a pin, two tenants, a fence and plans.
+
+    All tests share it, and leave it as it was.
+    """
     mm = MemoryManager(96, 4, match="token", policy="priority", observe=Observe(events=32))
     for token, advice in ((1, "WILLNEED"), (2, "COLD"), (3, "DONTNEED")):
         space = grown(mm, [token] * 21)
@@ -36,12 +39,12 @@ def busy() -> MemoryManager:
     mm.pin(kept)
     grown(mm, [1] * 13, tenant=b"acme")
     grown(mm, [6] * 21).punch(1, 3)
-    gone, ended = grown(mm, [7] * 6), grown(mm, [4] * 14)
+    closing, ended = grown(mm, [7] * 6), grown(mm, [4] * 14)
     mm.retire(3, [ended])
-    mm.plan([child, gone], [3, 5])
+    mm.plan([child, closing], [3, 5])
     mm.plan([mm.open([9] * 8), child], [9, 2])
     cousin.truncate(9)
-    gone.release()
+    closing.release()
     mm.check(3)
     return mm
 
@@ -59,18 +62,18 @@ def published(s: State) -> np.ndarray:
 
 
 def later_pages(s: State) -> np.ndarray:
-    """Published pages whose page before is published too."""
-    return np.array([f for f in published(s) if (p := s.frames["parent"][f]) >= 0 and alive(s, p, f)])
+    """Return the published pages whose page before is published too."""
+    return np.array([f for f in published(s) if (p := s.frames["parent"][f]) >= 0 and has_prefix(s, p, f)])
 
 
-def alive(s: State, parent: int, frame: int) -> bool:
+def has_prefix(s: State, parent: int, frame: int) -> bool:
     return bool(
         s.frames["published"][parent] and s.frames["generation"][parent] == s.frames["parent_generation"][frame]
     )
 
 
 def prefixes(s: State) -> np.ndarray:
-    """Pages that a cached page, or one that a space without holes maps, comes after."""
+    """Return the pages before a cached page, or before a page of a space without holes."""
     in_spaces = {
         f
         for asid in rows(s)
@@ -91,7 +94,7 @@ def evictable(s: State) -> np.ndarray:
 
 
 def floored(s: State) -> np.ndarray:
-    """Pages whose floor is what one cached successor on a list made it."""
+    """Return the pages whose floor comes from the rank of an evictable successor."""
     return np.unique(
         [
             p
@@ -116,12 +119,14 @@ def open_rows(s: State) -> np.ndarray:
 
 
 def without_plans(s: State) -> np.ndarray:
-    """Of a space with plans, only its owner knows whether it was released."""
+    """Return the rows without plans: of a space with plans, only its owner knows whether it was released."""
     return np.flatnonzero(s.spaces["outstanding"] == 0)
 
 
 def later_links(s: State) -> np.ndarray:
-    return np.array([f for f in published(s) if s.frames["parent"][f] < 0 or alive(s, int(s.frames["parent"][f]), f)])
+    return np.array(
+        [f for f in published(s) if s.frames["parent"][f] < 0 or has_prefix(s, int(s.frames["parent"][f]), f)]
+    )
 
 
 RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
@@ -162,14 +167,11 @@ RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
     ("spaces", "unused_asid"): (lambda s: np.arange(s.reg[st.NUM_UNUSED_ASIDS]), [1, -1]),
 }
 
-FREE: dict[tuple[str, str], str] = {
+UNCHECKED: dict[tuple[str, str], str] = {
     ("frames", "uses"): "a hint to the policy: every number is legal",
-    (
-        "spaces",
-        "generation",
-    ): "whoever holds a handle knows it, and no array does; a handle that does not agree is refused (I8)",
-    ("state", "ghosts"): "prints of evicted pages: a hint, which may be overwritten at any time",
-    ("state", "log"): "events: who follows them compares with a snapshot (test_events)",
+    ("spaces", "generation"): "handles know it, and no array does; a handle that does not agree is refused (I8)",
+    ("state", "ghosts"): "fingerprints of evicted pages: a hint, which may be overwritten at any time",
+    ("state", "log"): "events: a follower compares them with a snapshot (test_events)",
 }
 
 REGISTERS: dict[int, list[int]] = {
@@ -203,13 +205,13 @@ REGISTERS: dict[int, list[int]] = {
     **{register: [1, -1, 7] for register in range(st.FIRST_LIST, st.NUM_REGISTERS)},
 }
 
-FREE_REGISTERS = {
+UNCHECKED_REGISTERS = {
     st.CLOCK: "only policies whose clock is the value of the last victim have one",
 }
 
 
 def seen(mm: MemoryManager, array: np.ndarray, place: object, change: int) -> bool:
-    """Whether check() sees `change` added to the number at `place`; the number is restored."""
+    """Return whether check() sees `change` added to the number at `place`; the number is restored."""
     before = array[place].copy()
     with np.errstate(over="ignore"):
         array[place] = (before + np.array(change).astype(array.dtype)).astype(array.dtype)
@@ -222,11 +224,11 @@ def seen(mm: MemoryManager, array: np.ndarray, place: object, change: int) -> bo
     return False
 
 
-def test_every_field_is_corrupted_or_excused(busy: MemoryManager) -> None:
+def test_every_field_is_corrupted_or_has_a_reason(busy: MemoryManager) -> None:
     fields = {
         (name, field) for name in ("frames", "chunks", "spaces") for field in getattr(busy.state, name).dtype.names
     }
-    assert fields == {*RECORDS, *FREE} - {("state", "ghosts"), ("state", "log")}
+    assert fields == {*RECORDS, *UNCHECKED} - {("state", "ghosts"), ("state", "log")}
     assert set(State._fields) == {
         "frames",
         "chunks",
@@ -243,7 +245,7 @@ def test_every_field_is_corrupted_or_excused(busy: MemoryManager) -> None:
     }
     source = "".join(path.read_text().replace("st.", "") for path in Path(st.__file__).parent.rglob("*.py"))
     used = {value for name, value in vars(st).items() if f"reg[{name}]" in source}
-    assert used <= {*REGISTERS, *FREE_REGISTERS}
+    assert used <= {*REGISTERS, *UNCHECKED_REGISTERS}
 
 
 @pytest.mark.parametrize(("array", "field"), RECORDS, ids=[".".join(field) for field in RECORDS])

@@ -1,4 +1,4 @@
-"""What a step leaves behind for Python: nothing. Counted, not timed."""
+"""A step leaves no object and no work for the garbage collector behind. Counted, not timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.many_steps
 
 @pytest.fixture
 def thousand_steps() -> Callable[[], None]:
-    """plan + commit of a decode step, a thousand times; pages fill, are published, and those of the last time are evicted on the way."""
+    """Return a thousand decode steps, plan and commit: pages fill, are published, and evict those of the run before."""
     mm = MemoryManager(num_frames=BATCH * STEPS // 16 + 4 * BATCH, block_size=16)
     spaces = [mm.open() for _ in range(BATCH)]
     asids, ones = np.array([space.asid for space in spaces], np.int32), np.ones(BATCH, np.int64)
@@ -30,12 +30,12 @@ def thousand_steps() -> Callable[[], None]:
     def run() -> None:
         for space in spaces:
             space.truncate(0)
-        words[:] += 1  # else the second time would find what the first has published
+        words[:] += 1  # else the second run would find the pages that the first has published
         for ids in words:
             mm.commit(mm.plan(asids, ones), ids)
 
     run()  # tables grow, functions are compiled
-    run()  # and those that only a second time calls
+    run()  # some functions are called in a second run only
     return run
 
 
@@ -59,7 +59,7 @@ def test_a_thousand_steps_leave_no_object(thousand_steps: Callable[[], None]) ->
     gc.collect()
     before = sys.getallocatedblocks()
     thousand_steps()
-    assert sys.getallocatedblocks() - before < 100  # one for each frame would be 4,000; for each step 1,000
+    assert sys.getallocatedblocks() - before < 100  # an object for each frame would be 4,000, for each step 1,000
 
 
 def test_a_thousand_steps_hold_no_more_memory(thousand_steps: Callable[[], None]) -> None:
@@ -79,23 +79,23 @@ def test_there_is_no_object_for_a_frame() -> None:
         gc.collect()
         before = sys.getallocatedblocks()
         mm = MemoryManager(num_frames, 16)
-        made = sys.getallocatedblocks() - before
+        created = sys.getallocatedblocks() - before
         del mm
-        return made
+        return created
 
     objects(8)
     assert abs(objects(100_000) - objects(1000)) < 20
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what this process holds where Linux tells it")
-def test_a_pool_takes_no_memory_for_frames_that_nobody_has_used() -> None:
-    """So that a million of them are made in a few ms in a process that has just begun, too."""
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc of Linux")
+def test_a_pool_takes_no_memory_for_frames_that_were_never_used() -> None:
+    """A pool of a million frames takes a few ms to make, also in a process that has just begun."""
 
-    def held() -> int:
+    def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-    before = held()
+    before = resident()
     mm = MemoryManager(1_000_000, 16)
-    made = held() - before
+    taken = resident() - before
     assert sum(array.nbytes for array in mm.state) > 100e6
-    assert made < 16e6
+    assert taken < 16e6

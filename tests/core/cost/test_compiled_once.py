@@ -1,4 +1,4 @@
-"""numba's compile time is paid once per machine: what one process compiled, the next one loads."""
+"""numba compiles once per machine: a second process loads the machine code of the first."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SEEN = """
+RECORDED = """
 from numba.core import event
-with event.install_recorder("numba:compile") as seen:
-    live()
-print(len(seen.buffer) and sorted({kept.data["dispatcher"].py_func.__name__ for _, kept in seen.buffer}))
+with event.install_recorder("numba:compile") as compiled:
+    work()
+print(len(compiled.buffer) and sorted({record.data["dispatcher"].py_func.__name__ for _, record in compiled.buffer}))
 """
-WARM = "from pagedkv.core.warm import warm_up as live" + SEEN
-LIVE = (
+WARM = "from pagedkv.core.warm import warm_up as work" + RECORDED
+WALKS = (
     """
 from tests.core.walks import WORLDS, Walk
 walks = [Walk(9, world) for world in WORLDS.values()]
-def live():
+def work():
     for walk in walks:
         for _ in range(400):
             walk.step()
 """
-    + SEEN
+    + RECORDED
 )
 
 
@@ -38,11 +38,11 @@ def run(program: str, **env: str) -> str:
 
 
 def test_a_second_process_compiles_nothing() -> None:
-    run(LIVE)
-    assert run(LIVE) == "0"
+    run(WALKS)
+    assert run(WALKS) == "0"
 
 
 @pytest.mark.slow
-def test_what_warm_up_compiled_serves_all_that_follows(tmp_path: Path) -> None:
+def test_warm_up_compiles_all_that_later_calls_need(tmp_path: Path) -> None:
     assert "commit_step" in run(WARM, NUMBA_CACHE_DIR=str(tmp_path))
-    assert run(LIVE, NUMBA_CACHE_DIR=str(tmp_path)) == "0"
+    assert run(WALKS, NUMBA_CACHE_DIR=str(tmp_path)) == "0"

@@ -1,7 +1,8 @@
-"""The cost of a step depends neither on the size of the pool nor on the length of contexts (the plot is docs/img/scaling.svg), nor other
-costs on what they should not.
+"""The cost of a step depends neither on the size of the pool nor on the length of contexts.
 
-Times, but loosely: the best of many steps in turn, and a factor of three where what would be wrong is a factor of a thousand.
+The plot is docs/img/scaling.svg. Other costs do not grow with the number of tenants or of shared tails. The tests
+compare times, but loosely: the best of many steps in turn, and a factor of three where a fault would show a factor of a
+thousand.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.many_steps
 @pytest.mark.parametrize(
     ("line", "small", "large"), [(FREE, 1_000, 1_000_000), (FULL, 1_000, 300_000), (CONTEXT, 16, 16_384)]
 )
-def test_a_step_costs_the_same_however_large_things_are(line: str, small: int, large: int) -> None:
+def test_a_step_costs_the_same_in_any_pool_and_at_any_length(line: str, small: int, large: int) -> None:
     points = (Point(line, small), Point(line, large))
     figures = measure(25, points)
     cheap, dear = (figures[point].best for point in points)
@@ -33,7 +34,7 @@ def test_a_step_costs_the_same_however_large_things_are(line: str, small: int, l
 
 
 def best_of(times: int, act: Callable[[], object]) -> float:
-    """Seconds."""
+    """Return the shortest of `times` runs of `act`, in seconds."""
     taken = []
     for _ in range(times):
         begin = perf_counter()
@@ -42,8 +43,8 @@ def best_of(times: int, act: Callable[[], object]) -> float:
     return min(taken)
 
 
-def test_a_new_tenant_costs_the_same_however_many_there_are() -> None:
-    """An image's digest is a tenant: there are as many as images in the cache."""
+def test_a_new_tenant_costs_the_same_with_few_or_many_others() -> None:
+    """The digest of an image is a tenant, so there may be as many tenants as images in the cache."""
     roots, state, names = Roots(), MemoryManager(8, 4).state, count()
 
     def hundred_more() -> None:
@@ -59,7 +60,7 @@ def test_a_new_tenant_costs_the_same_however_many_there_are() -> None:
     assert sorted(root.number for root in roots.by_tenant.values()) == list(range(10_000))
 
 
-def test_figures_cost_what_spaces_there_are_and_not_their_square() -> None:
+def test_stats_cost_grows_with_the_spaces_and_not_with_their_square() -> None:
     def shared_tails(pairs: int) -> MemoryManager:
         mm = MemoryManager(16 * pairs, 4)
         for _ in range(pairs):

@@ -1,4 +1,4 @@
-"""Reuse distances: the curve is that of exact LRU when all pages are followed, and near it when few are; the stack is a list's."""
+"""ReuseSampler distances: the curve of hit rates is exact LRU when all pages are followed, and near it when few are."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from pagedkv.errors import InvalidRequest
 from tests.core.oracle import grown
 
 MEAN_ERROR, WORST_ERROR = 0.02, 0.1
-"""Of hit rates, 2,048 pages followed of 16,384. Measured with 24 keys on the trace below: 0.012 in the mean, 0.059 at worst."""
+"""Errors of hit rates when 2,048 of 16,384 pages are followed.
+
+Measured with 24 keys on the trace below: 0.012 in the mean, 0.059 at worst.
+"""
 
 
 pytestmark = pytest.mark.many_steps
 
 
 def conversations(seed: int, turns: int, users: int) -> list[I32]:
-    """Users of very unequal diligence come back with what they said before, after one of three system prompts, and a bit more."""
+    """Return prompts of users, some far more active than others: a system prompt, earlier tokens, a few new ones."""
     rng = np.random.default_rng(seed)
     weights = 1.0 / np.arange(1, users + 1) ** 0.8
     said: list[list[int]] = [list(range(8 * (user % 3), 8 * (user % 3) + 8)) for user in range(users)]
@@ -54,7 +57,7 @@ def test_the_curve_is_that_of_exact_lru_if_all_pages_are_followed(seed: int) -> 
     assert reuse.sample.reg[SHIFT] == 0
     for row, size in zip(exact, sizes, strict=True):
         assert reuse.hit_rate(size, reuse.counts()) == pytest.approx(row["hit_rate"], abs=0.002)
-    assert exact[0]["hit_rate"] < 0.6 < 0.9 < exact[-1]["hit_rate"]  # type: ignore[operator]  # there is a curve to tell
+    assert exact[0]["hit_rate"] < 0.6 < 0.9 < exact[-1]["hit_rate"]  # type: ignore[operator]
 
 
 def test_the_curve_of_a_sample_is_within_the_stated_error() -> None:
@@ -65,13 +68,14 @@ def test_the_curve_of_a_sample_is_within_the_stated_error() -> None:
     for key in range(12):
         reuse = curve(trace, followed=2048, reach=16384, key=key)
         assert reuse.sample.reg[SHIFT] == 3
-        errors += [abs(reuse.hit_rate(size, reuse.counts()) - rate) for size, rate in zip(sizes, exact, strict=True)]  # type: ignore[operator]
+        for size, rate in zip(sizes, exact, strict=True):
+            errors.append(abs(reuse.hit_rate(size, reuse.counts()) - rate))  # type: ignore[operator]
     assert np.mean(errors) < MEAN_ERROR
     assert max(errors) < WORST_ERROR
 
 
-def test_the_stack_is_that_of_a_list() -> None:
-    """The slow twin: a list of pages, the one used last at its end, cut to the length of the sample."""
+def test_the_stack_agrees_with_that_of_a_list() -> None:
+    """The slow twin is a list of pages, most recently used last, cut to the length of the sample."""
     rng = np.random.default_rng(1)
     sample = new_sample(16, 16)
     stack: list[int] = []
@@ -81,7 +85,7 @@ def test_the_stack_is_that_of_a_list() -> None:
         if rng.random() < 0.5:
             ids = np.array([fingerprint, 0], np.int32)
             fingerprints = np.empty(1, np.int64)
-            reuse_module.ask(sample, 5, 0, 1, ids, fingerprints)
+            reuse_module.record_prompt(sample, 5, 0, 1, ids, fingerprints)
             fingerprint = int(fingerprints[0])
             if fingerprint in stack:
                 hits[len(stack) - 1 - stack.index(fingerprint)] += 1
@@ -92,16 +96,16 @@ def test_the_stack_is_that_of_a_list() -> None:
     assert sum(hits) > 100
 
 
-def test_what_was_generated_counts_when_it_comes_back() -> None:
+def test_generated_tokens_count_when_they_come_back_in_a_prompt() -> None:
     mm = MemoryManager(16, 4, observe=Observe(reuse=64))
     space = mm.open([1] * 5)
-    mm.commit(mm.plan([space], [13]), [1] * 5 + [2] * 8)  # three pages, of which the prompt had one
+    mm.commit(mm.plan([space], [13]), [1] * 5 + [2] * 8)  # three pages; the prompt had one of them
     space.release()
     grown(mm, [1] * 5 + [2] * 8).release()
     assert mm.hit_curve([1, 2, 3]) == {1: 1 / 4, 2: 2 / 4, 3: 3 / 4}
 
 
-def test_a_curve_never_falls_and_ends_where_the_sample_does() -> None:
+def test_a_curve_never_falls_and_ends_with_the_sample() -> None:
     mm = MemoryManager(64, 1, observe=Observe(reuse=32))
     for ids in conversations(2, turns=300, users=9):
         grown(mm, ids[:60].tolist()).release()
@@ -113,7 +117,7 @@ def test_a_curve_never_falls_and_ends_where_the_sample_does() -> None:
         mm.hit_curve([257])
 
 
-def test_the_curve_of_a_pool_that_has_grown_goes_as_far_as_the_sample() -> None:
+def test_the_curve_of_a_resized_pool_ends_with_the_sample() -> None:
     mm = MemoryManager(64, 1, observe=Observe(reuse=32))
     mm.resize(1000)
     assert list(mm.hit_curve()) == [8, 16, 32, 64, 128, 256]
@@ -127,14 +131,14 @@ def test_the_sample_never_grows() -> None:
     assert sum(array.nbytes for array in reuse.sample) < 100 * 44 + 200
 
 
-def test_a_manager_that_follows_no_pages_says_how_to() -> None:
+def test_a_manager_that_follows_no_pages_says_how_to_follow_them() -> None:
     with pytest.raises(InvalidRequest, match=r"observe=Observe\(reuse=N\)"):
         MemoryManager(4, 4).hit_curve()
     with pytest.raises(InvalidRequest, match="reuse is -1"):
         Observe(reuse=-1)
 
 
-def test_nothing_was_asked_and_nothing_was_found() -> None:
+def test_without_prompts_the_hit_rate_is_0() -> None:
     assert set(MemoryManager(8, 4, observe=Observe(reuse=8)).hit_curve().values()) == {0.0}
 
 

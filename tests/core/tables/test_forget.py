@@ -1,4 +1,4 @@
-"""The laws of forgetting: after forget() nothing computed before is found, and nobody who runs notices."""
+"""The laws of forget(): no page computed before it is found afterwards, and open spaces run on undisturbed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GROUPS = [(Group(),), (Group(), Group(window=8, sinks=2))]
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_what_is_cached_is_free_and_what_runs_goes_on(groups: tuple[Group, ...]) -> None:
+def test_cached_pages_are_freed_and_open_spaces_run_on(groups: tuple[Group, ...]) -> None:
     mm = MemoryManager(64, 4, groups=groups)
     grown(mm, [1] * 17).release()
     running = grown(mm, [2] * 17)
@@ -29,8 +29,8 @@ def test_what_is_cached_is_free_and_what_runs_goes_on(groups: tuple[Group, ...])
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_what_mixes_old_and_new_is_never_found(groups: tuple[Group, ...]) -> None:
-    """A space that ran through it holds pages of the old weights: it, its forks, and what was under way."""
+def test_pages_that_mix_old_and_new_weights_are_never_found(groups: tuple[Group, ...]) -> None:
+    """A space that was open during forget(), its forks and its plans hold pages of the old weights."""
     mm = MemoryManager(64, 4, groups=groups)
     running = grown(mm, [3] * 10)
     plan = mm.plan([running], [6])
@@ -45,7 +45,7 @@ def test_what_mixes_old_and_new_is_never_found(groups: tuple[Group, ...]) -> Non
     mm.check()
 
 
-def test_what_begins_afterwards_is_found() -> None:
+def test_pages_computed_afterwards_are_found() -> None:
     mm = MemoryManager(32, 4)
     old, anew = grown(mm, [1] * 9), grown(mm, [2] * 9)
     mm.forget()
@@ -57,7 +57,7 @@ def test_what_begins_afterwards_is_found() -> None:
     mm.check()
 
 
-def test_what_an_epoch_still_reads_is_not_free_before_it_has_passed() -> None:
+def test_a_frame_that_an_epoch_reads_is_not_free_before_the_epoch_has_passed() -> None:
     mm = MemoryManager(32, 4)
     space = grown(mm, [1] * 9)
     frames = space.pages[:2]
@@ -86,7 +86,7 @@ def test_the_source_of_a_copy_survives_until_its_plan_is_settled() -> None:
     mm.check()
 
 
-def test_forgetting_is_refused_while_something_is_pinned_and_changes_nothing() -> None:
+def test_forget_is_refused_while_a_frame_is_pinned_and_changes_nothing() -> None:
     mm = MemoryManager(32, 4)
     space = grown(mm, [1] * 9)
     pin = mm.pin(space, owner="sender")
@@ -100,7 +100,7 @@ def test_forgetting_is_refused_while_something_is_pinned_and_changes_nothing() -
 
 
 @pytest.mark.parametrize("match", ["page", "token"])
-def test_tenants_get_back_what_was_cached_for_them(match: str) -> None:
+def test_forget_gives_tenants_their_cached_frames_back(match: str) -> None:
     mm = MemoryManager(32, 4, match=match)
     mm.set_quota(b"t", hard=8)
     grown(mm, [1] * 9, tenant=b"t").release()
@@ -113,14 +113,14 @@ def test_tenants_get_back_what_was_cached_for_them(match: str) -> None:
     mm.check()
 
 
-def test_a_forgotten_page_is_missed_as_one_that_was_given_up() -> None:
+def test_a_forgotten_page_is_missed_as_an_evicted_one() -> None:
     mm = MemoryManager(32, 4)
-    grown(mm, [1] * 5).release()  # one page: of two, the second might be remembered in the place of the first
+    grown(mm, [1] * 5).release()  # one page only: the ghost of a second might take the place of the first
     mm.forget()
     assert mm.why([1] * 5).reason == "evicted"
 
 
-def test_frames_that_an_engine_numbers_itself_are_found_by_nobody_after_a_resize() -> None:
+def test_forgotten_pages_stay_forgotten_after_a_resize() -> None:
     mm = MemoryManager(32, 4)
     running = grown(mm, np.arange(20).tolist())
     mm.forget()

@@ -10,7 +10,7 @@ import pytest
 from pagedkv.core import Group, MemoryManager, Observe
 from pagedkv.core import state as st
 from pagedkv.core.prefix import index
-from pagedkv.core.tables.layer_groups import covered
+from pagedkv.core.tables.layer_groups import usable_pages
 from pagedkv.errors import InvalidRequest, InvariantViolation, OutOfFrames, StaleHandle
 from tests.core.oracle import everything, grown
 
@@ -19,7 +19,7 @@ PROMPT = list(range(100, 130))
 
 @pytest.fixture
 def two() -> MemoryManager:
-    """A group that sees all, and one that sees 8 positions and the first 2."""
+    """Return a manager with a group that sees all, and one that sees 8 positions back and the first 2."""
     return MemoryManager(64, 4, groups=(Group(), Group(window=8, sinks=2)))
 
 
@@ -42,7 +42,7 @@ def test_a_window_moves_by_what_was_kept_of_a_draft(two: MemoryManager) -> None:
     two.check()
 
 
-def test_an_older_commit_leaves_what_a_newer_plan_reads(two: MemoryManager) -> None:
+def test_an_older_commit_leaves_the_pages_that_a_newer_plan_reads(two: MemoryManager) -> None:
     space = grown(two, PROMPT[:12])
     older, newer = two.plan([space], [8]), two.plan([space], [8])
     two.commit(older, PROMPT[12:20])
@@ -85,14 +85,14 @@ def test_a_match_never_lacks_a_page_inside_a_window(two: MemoryManager) -> None:
     two.check()
 
 
-def test_a_shorter_prompt_matches_what_was_given_back_and_is_still_cached(two: MemoryManager) -> None:
+def test_a_shorter_prompt_matches_pages_that_were_given_back_and_are_still_cached(two: MemoryManager) -> None:
     grown(two, PROMPT)
     short = two.open(PROMPT[:17])
     assert len(short) == 16
     assert (short.pages_in(1) >= 0).tolist() == [True, False, True, True]
 
 
-def test_an_evicted_companion_shortens_the_match_and_orphans_nobody(two: MemoryManager) -> None:
+def test_an_evicted_companion_shortens_the_match_and_orphans_no_page(two: MemoryManager) -> None:
     grown(two, PROMPT)
     assert two.stats().cached == 4  # pages 1 .. 4 of the group with a window
     assert two.evict(4) == 4
@@ -111,7 +111,7 @@ def test_a_page_is_given_up_after_its_companions(two: MemoryManager) -> None:
 
 
 def test_a_companion_is_never_found_under_another_leader() -> None:
-    """The frame number of the leader comes back with other tokens, and its companion with them."""
+    """The frame of the leader is reused for other tokens, and the frame of its companion too."""
     mm = MemoryManager(4, 1, groups=(Group(), Group()))
     grown(mm, [1, 2]).release()
     mm.evict(4)
@@ -144,7 +144,7 @@ def test_a_fork_shares_every_group_until_the_first_write(two: MemoryManager) -> 
     two.check()
 
 
-def test_a_sequence_is_not_truncated_to_where_its_window_is_gone(two: MemoryManager) -> None:
+def test_a_sequence_is_not_truncated_to_a_length_whose_window_is_gone(two: MemoryManager) -> None:
     space = grown(two, PROMPT)
     before = everything(two)
     with pytest.raises(InvalidRequest, match="group 1 sees 8 positions back"):
@@ -155,7 +155,7 @@ def test_a_sequence_is_not_truncated_to_where_its_window_is_gone(two: MemoryMana
     two.check()
 
 
-def test_a_single_windowed_group_gives_back_what_is_behind() -> None:
+def test_a_single_group_with_a_window_gives_back_the_pages_behind_it() -> None:
     mm = MemoryManager(32, 4, groups=(Group(window=8),))
     space = grown(mm, PROMPT)
     assert (space.pages >= 0).tolist() == [False] * 5 + [True] * 3
@@ -178,11 +178,11 @@ def test_a_pin_keeps_every_group(two: MemoryManager) -> None:
     two.check()
 
 
-def test_a_pin_counts_the_frames_that_it_holds_and_no_holes(two: MemoryManager) -> None:
+def test_a_pin_counts_its_frames_and_no_holes(two: MemoryManager) -> None:
     space = grown(two, PROMPT)
-    held = [frame for group in range(2) for frame in space.pages_in(group)[:7].tolist() if frame >= 0]
+    pinned = [frame for group in range(2) for frame in space.pages_in(group)[:7].tolist() if frame >= 0]
     pin = two.pin(space)
-    assert pin.num_frames == two.stats().pinned == len(held) == 10
+    assert pin.num_frames == two.stats().pinned == len(pinned) == 10
     two.check()
     two.unpin(pin)
     by_frame = two.pin(space.pages[2:3])
@@ -203,7 +203,7 @@ def test_check_sees_a_companion_charged_to_another_tenant(two: MemoryManager) ->
 
 
 def test_a_match_that_is_cut_at_every_page_costs_the_pages_and_not_their_square() -> None:
-    """Two groups see one page each, and lack it in turn: no length suits both."""
+    """Each of two groups sees one page, and they lack it in turn: no length suits both."""
 
     def seconds(pages: int) -> float:
         mm = MemoryManager(4 * pages, 1, groups=(Group(), Group(window=2), Group(window=2)))
@@ -214,11 +214,11 @@ def test_a_match_that_is_cut_at_every_page_costs_the_pages_and_not_their_square(
         times = []
         for _ in range(5):
             begun = time.perf_counter()
-            assert covered(mm.state, leaders, pages) == 0
+            assert usable_pages(mm.state, leaders, pages) == 0
             times.append(time.perf_counter() - begun)
         return min(times)
 
-    assert seconds(4000) < 9 * seconds(1000)  # 4, and 16 if each cut began anew
+    assert seconds(4000) < 9 * seconds(1000)  # 4 if the cost is linear, 16 if each cut began anew
 
 
 def test_runs_and_their_mean_know_every_group(two: MemoryManager) -> None:
@@ -238,7 +238,7 @@ def test_the_curve_of_hits_counts_a_frame_in_each_group() -> None:
     assert len(set(few.values())) > 1
 
 
-def test_the_row_of_another_group_is_no_space(two: MemoryManager) -> None:
+def test_the_row_of_another_group_is_not_a_space(two: MemoryManager) -> None:
     space = two.open()
     with pytest.raises(StaleHandle, match="not open"):
         two.plan(np.array([space.asid + 1]), [1])
@@ -258,7 +258,7 @@ def test_the_table_grows_by_whole_spaces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "why"),
+    ("make", "message"),
     [
         (lambda: Group(window=0), "int of 1 or more"),
         (lambda: Group(window=2.5), "window is 2.5; give an int"),  # type: ignore[arg-type]
@@ -271,9 +271,9 @@ def test_the_table_grows_by_whole_spaces() -> None:
         (lambda: MemoryManager(4, 4, groups=(Group(), Group()), match="token"), "match='page'"),
     ],
 )
-def test_groups_that_cannot_be_are_refused(bad: object, why: str) -> None:
-    with pytest.raises(InvalidRequest, match=why):
-        bad()  # type: ignore[operator]
+def test_impossible_groups_are_refused(make: object, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        make()  # type: ignore[operator]
 
 
 def test_without_prefix_cache_the_first_group_may_have_a_window() -> None:

@@ -1,4 +1,7 @@
-"""Resize: a pool that grows and shrinks keeps what it holds, and refuses to move what somebody reads. The state machine does the rest."""
+"""Resize: a pool that grows and shrinks keeps its pages, and never moves a frame that work in flight reads.
+
+The state machine tests resizing in any order with other calls.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict
 from tests.core.oracle import everything, grown
 
 
-def test_a_smaller_pool_refuses_to_move_what_somebody_reads() -> None:
+def test_a_smaller_pool_refuses_to_move_a_frame_in_use() -> None:
     mm = MemoryManager(40, 4)
     first, second = grown(mm, list(range(40))), grown(mm, list(range(100, 140)))
     assert max(second.pages) >= 20
@@ -22,7 +25,7 @@ def test_a_smaller_pool_refuses_to_move_what_somebody_reads() -> None:
     assert everything(mm) == before
     mm.commit(plan, [7])
     mm.retire(1)
-    with pytest.raises(PlanConflict, match="what epoch 1 may read"):
+    with pytest.raises(PlanConflict, match=r"work launched in epoch 1 may still read frames.*call advance\(1\) first"):
         mm.resize(22)
     mm.advance(1)
     pin = mm.pin(second)
@@ -30,7 +33,7 @@ def test_a_smaller_pool_refuses_to_move_what_somebody_reads() -> None:
         mm.resize(22)
     mm.unpin(pin)
     with pytest.raises(
-        OutOfFrames, match=r"resize to \d+ frames: \d+ are mapped.*give at least \d+, or release"
+        OutOfFrames, match=r"resize to \d+ frames: \d+ frames cannot be evicted.*give at least \d+, or release"
     ) as short:
         mm.resize(20)
     assert (short.value.needed, short.value.free) == (21, 20)
@@ -43,7 +46,7 @@ def test_a_smaller_pool_refuses_to_move_what_somebody_reads() -> None:
 
 
 def test_a_smaller_pool_moves_no_pinned_page_of_any_group() -> None:
-    """The page of group 0 stays where it is; that of group 1 lies beyond the new end."""
+    """The page of group 0 stays where it is; the page of group 1 lies beyond the new end."""
     mm = MemoryManager(40, 4, groups=(Group(), Group()))
     before, kept = grown(mm, list(range(24))), grown(mm, list(range(100, 108)))
     before.release()
@@ -51,7 +54,7 @@ def test_a_smaller_pool_moves_no_pinned_page_of_any_group() -> None:
     assert max(leaders) < min(companions)
     pin = mm.pin(kept)
     unchanged = everything(mm)
-    with pytest.raises(InvalidRequest, match="2 beyond the new end are pinned"):
+    with pytest.raises(InvalidRequest, match="2 frames beyond the new end are pinned"):
         mm.resize(min(companions))
     assert everything(mm) == unchanged
     mm.unpin(pin)
@@ -78,7 +81,7 @@ def test_pages_that_lost_different_prefixes_may_hold_the_same_tokens_in_a_smalle
     assert [space.token_ids.tolist()[2:] for space in (one, two)] == [[9, 9], [9, 9]]
 
 
-def test_a_pool_that_shrank_and_grew_finds_what_it_kept() -> None:
+def test_a_pool_that_shrank_and_grew_finds_the_pages_it_kept() -> None:
     mm = MemoryManager(1000, 4)
     kept = list(range(200))
     for start in range(0, 4000, 400):
@@ -91,7 +94,7 @@ def test_a_pool_that_shrank_and_grew_finds_what_it_kept() -> None:
     mm.check(3)
 
 
-def test_what_was_evicted_is_remembered_by_a_pool_of_another_size() -> None:
+def test_evicted_pages_are_remembered_by_a_pool_of_another_size() -> None:
     mm = MemoryManager(1000, 4)
     grown(mm, [1, 2, 3, 4]).release()
     mm.evict(1)
@@ -111,7 +114,7 @@ def test_a_pool_grows_under_open_spaces(mm: MemoryManager) -> None:
     mm.check()
 
 
-def test_what_is_mapped_moves_below_the_end_and_says_so(mm: MemoryManager) -> None:
+def test_mapped_frames_move_below_the_end_and_the_moves_are_returned(mm: MemoryManager) -> None:
     first, second = grown(mm, [1] * 40), grown(mm, list(range(22)))
     old = second.pages
     first.release()
@@ -125,7 +128,7 @@ def test_what_is_mapped_moves_below_the_end_and_says_so(mm: MemoryManager) -> No
     assert len(mm.open(list(range(22)))) == 20
 
 
-def test_what_is_cached_stays_known_as_far_as_it_fits(mm: MemoryManager) -> None:
+def test_cached_pages_stay_findable_as_far_as_they_fit(mm: MemoryManager) -> None:
     for prompt in range(4):
         grown(mm, [prompt] * 17).release()
     mm.resize(6)
@@ -148,7 +151,7 @@ def test_lists_and_successors_survive_a_move(policy: str) -> None:
         mm.check()
 
 
-def test_a_page_whose_prefix_went_beyond_the_end_is_nobodys_successor() -> None:
+def test_a_page_whose_prefix_was_beyond_the_end_is_no_successor_of_another_page() -> None:
     mm = MemoryManager(16, 1)
     blocker = grown(mm, [9] * 8)
     space = grown(mm, [1, 2, 3, 4])
@@ -169,7 +172,7 @@ def test_protected_shares_must_fit(mm: MemoryManager) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 2**31, 1.5])
-def test_sizes_that_cannot_be_are_refused(mm: MemoryManager, size: int) -> None:
+def test_impossible_sizes_are_refused(mm: MemoryManager, size: int) -> None:
     with pytest.raises(InvalidRequest, match="give an int of 1 or more"):
         mm.resize(size)
 
@@ -195,7 +198,7 @@ def test_events_follow_a_move() -> None:
     assert stored
 
 
-def test_a_frame_that_moves_is_another_than_its_place_held() -> None:
+def test_a_frame_that_moves_gets_a_new_generation() -> None:
     mm = MemoryManager(8, 4)
     before, kept = mm.open(), mm.open()
     for space, tokens in ((before, range(16)), (kept, range(100, 108))):
@@ -207,7 +210,7 @@ def test_a_frame_that_moves_is_another_than_its_place_held() -> None:
     assert (mm.state.frames["generation"][kept.pages] > generations[kept.pages]).all()
 
 
-def test_a_prefix_that_a_plan_pinned_is_let_go_though_it_was_forgotten_and_the_pool_has_grown() -> None:
+def test_a_prefix_that_a_plan_pinned_is_unpinned_after_forget_and_resize() -> None:
     mm, prompt = MemoryManager(32, 4), list(range(21))
     whole = grown(mm, prompt)
     space = mm.open([*prompt[:17], 0])

@@ -1,4 +1,4 @@
-"""The laws of a step: plan, commit and abort, in every order they may come, and what is refused."""
+"""The laws of a step: plan, commit and abort in every order, and the calls that are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.core.oracle import everything, grown
 
 
 def test_a_frame_that_an_outstanding_plan_copies_from_is_not_written(mm: MemoryManager) -> None:
-    """Its copy may not have been made yet, and abort may give it back."""
+    """The copy may not have been made yet, and abort may give the frame back."""
     a = grown(mm, [1, 2, 3])
     b = a.fork()
     older = mm.plan([a], [1])
@@ -26,8 +26,8 @@ def test_a_frame_that_an_outstanding_plan_copies_from_is_not_written(mm: MemoryM
     mm.check()
 
 
-def test_a_run_plan_that_is_aborted_keeps_its_own_tails(mm: MemoryManager) -> None:
-    """Its last writer wrote in place: the tail cannot be shared again."""
+def test_a_plan_aborted_after_its_copies_keeps_its_own_tails(mm: MemoryManager) -> None:
+    """The last writer of the tail wrote in place, so the tail cannot be shared again."""
     a = grown(mm, [1, 2, 3])
     b = a.fork()
     b.truncate(1)
@@ -38,8 +38,8 @@ def test_a_run_plan_that_is_aborted_keeps_its_own_tails(mm: MemoryManager) -> No
     mm.check()
 
 
-def test_a_page_is_not_swapped_for_its_twin_under_a_plan(mm: MemoryManager) -> None:
-    """The plan reads it, maybe through an older table; the last one settled shares it."""
+def test_a_page_is_not_exchanged_for_an_equal_one_under_a_plan(mm: MemoryManager) -> None:
+    """A plan reads the page, maybe through an older table. When the last plan is settled the page is shared."""
     grown(mm, [7, 7, 7, 7, 7])
     late = mm.open()
     first, second = mm.plan([late], [4]), mm.plan([late], [1])
@@ -53,7 +53,7 @@ def test_a_page_is_not_swapped_for_its_twin_under_a_plan(mm: MemoryManager) -> N
 
 @pytest.mark.parametrize("counts", [(0, 2), (2, 0), (0, 0)])
 @pytest.mark.parametrize("settle", ["commit", "abort"])
-def test_plans_of_nothing_can_always_be_settled(mm: MemoryManager, counts: tuple[int, int], settle: str) -> None:
+def test_plans_of_no_tokens_can_always_be_settled(mm: MemoryManager, counts: tuple[int, int], settle: str) -> None:
     a = mm.open()
     plans = [mm.plan([a], [count]) for count in counts]
     for plan, count in list(zip(plans, counts, strict=True))[:: 1 if settle == "commit" else -1]:
@@ -83,14 +83,14 @@ def test_a_plan_goes_back_to_its_own_manager(mm: MemoryManager) -> None:
 
 
 @pytest.mark.parametrize("batch", [np.array([[0]]), np.array([0.0]), np.array([2**32]), [0], [None]])
-def test_what_is_no_row_of_spaces_is_refused(mm: MemoryManager, batch: Any) -> None:
+def test_a_batch_that_is_no_list_of_spaces_is_refused(mm: MemoryManager, batch: Any) -> None:
     mm.open()
     with pytest.raises(InvalidRequest, match="AddressSpace|does not fit"):
         mm.plan(batch, [1])
 
 
 @pytest.mark.parametrize("counts", [[1.9], [[1]], ["1"], [1, 1]])
-def test_what_is_no_row_of_counts_is_refused(mm: MemoryManager, counts: Any) -> None:
+def test_counts_that_are_no_list_of_ints_are_refused(mm: MemoryManager, counts: Any) -> None:
     with pytest.raises(InvalidRequest, match="give one int for each"):
         mm.plan([mm.open()], counts)
 
@@ -167,21 +167,21 @@ def test_plans_of_a_space_are_committed_oldest_first(mm: MemoryManager) -> None:
     assert space.token_ids.tolist() == [1, 2, 3, 4]
 
 
-def test_an_array_of_asids_plans_what_the_spaces_do(mm: MemoryManager) -> None:
+def test_a_plan_takes_an_array_of_asids_like_a_list_of_spaces(mm: MemoryManager) -> None:
     spaces = [mm.open([i]) for i in range(3)]
     plan = mm.plan(np.array([s.asid for s in spaces]), np.array([1, 2, 3]))
     assert plan.rows.tolist() == [s.asid for s in spaces]
     assert plan.cu_seqlens_q.tolist() == [0, 1, 3, 6]
 
 
-def test_tables_grow_and_plans_keep_what_they_hold() -> None:
+def test_an_outstanding_plan_keeps_its_table_when_tables_grow() -> None:
     mm = MemoryManager(num_frames=200, block_size=1)
     first = mm.open([1])
     plan = mm.plan([first], [1])
-    held = plan.block_table
+    table = plan.block_table
     others = [grown(mm, [i] * 3) for i in range(40)]
     long = grown(mm, [9] * 60)
-    assert held[first.asid, 0] == first.pages[0]
+    assert table[first.asid, 0] == first.pages[0]
     assert len({s.asid for s in [first, long, *others]}) == 42
     mm.commit(plan, [1])
     mm.check()
