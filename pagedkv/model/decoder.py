@@ -90,7 +90,7 @@ class Decoder:
         Shapes:   token_ids int64 [T], below V; logits_of int64 [N], indices into the T tokens, None for all; returns float32 [N, V]
         Modifies: the pool behind `layers`, at batch.slots
         """
-        batches = [batch if isinstance(batch, PagedBatch) else batch[i] for i in range(self.config.num_layers)]
+        batches = [batch[i] if hasattr(batch, "__getitem__") else batch for i in range(self.config.num_layers)]
         tables = {rope: rotary.tables(batches[0].positions, self.dtype) for rope, rotary in self._rotary.items()}
         x = F.embedding(token_ids, self.weights.embedding) * self._embedding_scale
         for i, weights in enumerate(self.weights.layers):

@@ -1,7 +1,7 @@
 """The engine: a prompt in, text out. One step is schedule -> plan -> forward -> sample -> commit, for whatever mixture of work there is.
 
     work, batch = scheduler.next_step()         who, how many tokens; frames mapped for all of it
-    logits      = decoder.forward(..)           writes and reads KV through batch.args
+    logits      = decoder.forward(..)           writes and reads KV through batch[layer]
     tokens      = sample(logits, ..)
     cache.commit(batch, ..)                     what was computed is real now, and findable
     deliver(tokens)                             text to whoever listens; the finished leave, the samples of a prompt fork

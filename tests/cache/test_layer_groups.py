@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
-from pagedkv.cache.batch import on_device
+from pagedkv.cache.batch import tensors_on_device
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.core import AddressSpace, Group
 from pagedkv.errors import InvalidRequest
@@ -117,13 +117,30 @@ def test_each_group_reaches_the_device_with_rows_and_slots_of_its_own() -> None:
     cache, mirror = hybrid(), DeviceMirror(torch.device("cpu"))
     batch = cache.plan([cache.open(), cache.open()], [9, 3])
     for group in range(3):
-        sent, here = on_device(batch.plan, mirror, 4, group), (batch.args, *batch.others)[group]
-        assert torch.equal(sent.rows, here.rows)
-        assert torch.equal(sent.slots, here.slots)
-        sent_pages, pages = (args.block_table[args.rows][:, :3] for args in (sent, here))
+        sent, here = tensors_on_device(batch.plan, mirror, 4, group), vars(batch[LAYERS.index(group)])
+        assert torch.equal(sent["rows"], here["rows"])
+        assert torch.equal(sent["slots"], here["slots"])
+        sent_pages, pages = (fields["block_table"][fields["rows"]][:, :3] for fields in (sent, here))
         assert torch.equal(sent_pages, pages)
     assert len({tuple(batch[layer].slots.tolist()) for layer in range(5)}) == 3
     assert [batch[layer] is batch[0] for layer in range(5)] == [True, False, False, True, False]
+
+
+def test_the_batch_of_several_groups_is_refused_by_the_kernels() -> None:
+    """Each layer attended through the slots of the first group would read the pages of another layer."""
+    cache = hybrid()
+    batch = cache.plan([cache.open()], [5])
+    q, k = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
+    for call in (lambda: write_kv(k, k, cache[0], batch), lambda: paged_attention(q, cache[0], batch)):
+        with pytest.raises(
+            InvalidRequest, match=r"3 layer groups.*give the kernels batch\[layer\], beside cache\[layer\]"
+        ):
+            call()
+    assert not any(hasattr(batch, name) for name in ("slots", "rows", "block_table", "args"))
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4]
+    assert (batch.seq_lens.tolist(), batch.cu_seqlens_q.tolist(), batch.max_seqlen_k) == ([5], [0, 5], 5)
+    assert "1 sequences, 5 new tokens" in repr(batch)
+    cache.abort(batch)
 
 
 def test_groups_never_share_bytes() -> None:

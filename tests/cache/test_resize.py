@@ -16,9 +16,9 @@ def store(cache: PagedKVCache, space: AddressSpace, ids: list[int]) -> None:
     """Each key and value of a token tells the token, its position and its layer."""
     batch = cache.plan([space], [len(ids)])
     for layer in range(len(cache)):
-        told = torch.tensor(ids) * 1000.0 + batch.args.positions + layer / 2
+        told = torch.tensor(ids) * 1000.0 + batch.positions + layer / 2
         k = told[:, None, None].expand(len(ids), 2, 64).contiguous()
-        write_kv(k, -k, cache[layer], batch.args)
+        write_kv(k, -k, cache[layer], batch[layer])
     cache.commit(batch, ids)
 
 
@@ -65,8 +65,8 @@ def test_attention_after_a_move_is_attention_before() -> None:
 
     def attend() -> torch.Tensor:
         batch = cache.plan([space], [1])
-        write_kv(torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), cache[1], batch.args)
-        out = paged_attention(q, cache[1], batch.args)
+        write_kv(torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), cache[1], batch[1])
+        out = paged_attention(q, cache[1], batch[1])
         cache.abort(batch)
         return out
 

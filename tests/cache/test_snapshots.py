@@ -89,7 +89,7 @@ def test_a_snapshot_leaves_the_cache_as_it_was_and_can_be_taken_again(tmp_path: 
     before = cache.stats()
     cache.snapshot(tmp_path)
     assert cache.stats() == before
-    cache.manager.evict(4)
+    cache.evict(4)
     cache.snapshot(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
@@ -272,7 +272,7 @@ def test_restoring_into_a_cache_that_knows_it_already_changes_no_byte(tmp_path: 
 def test_a_page_that_a_group_has_given_up_is_left_out_with_those_behind_it(tmp_path: Path) -> None:
     cache = KINDS["two groups"]()
     prefill(cache, b"", list(range(24)))
-    assert cache.manager.evict(2) == 2  # of the group with a window, whose other pages are cached or mapped
+    assert cache.evict(2) == 2  # of the group with a window, whose other pages are cached or mapped
     kept = cache.snapshot(tmp_path)
     assert kept < 6
     new = KINDS["two groups"]()
@@ -319,7 +319,7 @@ def test_a_restore_counts_in_no_figure_of_what_prompts_found(tmp_path: Path) -> 
     new = PagedKVCache(SPEC, num_frames=64, observe=Observe(reuse=64, events=64, other_roots=True))
     new.set_quota(b"acme", hard=32)
     prefill(new, b"acme", [1] * 9)
-    before, curve = new.stats(), new.manager.hit_curve()
+    before, curve = new.stats(), new.hit_curve()
     assert new.restore(tmp_path).pages == pages_of(new)
     after = new.stats()
     for name in (
@@ -333,7 +333,7 @@ def test_a_restore_counts_in_no_figure_of_what_prompts_found(tmp_path: Path) -> 
     ):
         assert getattr(after, name) == getattr(before, name), name
     assert after.tenants[b"acme"].tokens_asked == before.tenants[b"acme"].tokens_asked
-    assert new.manager.hit_curve() == curve
+    assert new.hit_curve() == curve
     new.check()
 
 
