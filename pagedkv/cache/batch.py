@@ -108,7 +108,7 @@ def planned_batch(
     layer_groups: the group of each layer.
     """
     groups = [
-        tensors_on_cpu(plan, group) if mirror is None else tensors_on_device(plan, mirror, block_size, group)
+        on_cpu(plan, group) if mirror is None else on_device(plan, mirror, block_size, group)
         for group in range(len(plan.group_slots))
     ]
     if len(groups) == 1:
@@ -116,7 +116,7 @@ def planned_batch(
     return GroupedBatch(plan, tuple(PagedBatch(**tensors) for tensors in groups), layer_groups)
 
 
-def tensors_on_cpu(plan: Plan, group: int = 0) -> dict[str, Any]:
+def on_cpu(plan: Plan, group: int = 0) -> dict[str, Any]:
     """Return the fields of the PagedBatch of a layer group, as tensors that share the plan's memory.
 
     `block_table` is the live page tables: a later plan or fork changes its entries.
@@ -134,9 +134,9 @@ def tensors_on_cpu(plan: Plan, group: int = 0) -> dict[str, Any]:
     }
 
 
-def tensors_on_device(plan: Plan, mirror: DeviceMirror, block_size: int, group: int = 0) -> dict[str, Any]:
+def on_device(plan: Plan, mirror: DeviceMirror, block_size: int, group: int = 0) -> dict[str, Any]:
     """Return the same fields on the mirror's device. One transfer for the small arrays, one for changed entries of the tables."""
-    host = tensors_on_cpu(plan, group)
+    host = on_cpu(plan, group)
     names = ("slots", "positions", "seq_lens", "cu_seqlens_q", "rows")  # 8-byte elements first: each part is aligned
     packed = torch.from_numpy(np.concatenate([host[name].numpy().view(np.uint8) for name in names]))
     sent, offset = packed.to(mirror.device, non_blocking=True), 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
-from pagedkv.cache.batch import tensors_on_device
+from pagedkv.cache.batch import on_device
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.core import AddressSpace, Group
 from pagedkv.errors import InvalidRequest
@@ -117,7 +117,7 @@ def test_each_group_reaches_the_device_with_rows_and_slots_of_its_own() -> None:
     cache, mirror = hybrid(), DeviceMirror(torch.device("cpu"))
     batch = cache.plan([cache.open(), cache.open()], [9, 3])
     for group in range(3):
-        sent, here = tensors_on_device(batch.plan, mirror, 4, group), vars(batch[LAYERS.index(group)])
+        sent, here = on_device(batch.plan, mirror, 4, group), vars(batch[LAYERS.index(group)])
         assert torch.equal(sent["rows"], here["rows"])
         assert torch.equal(sent["slots"], here["slots"])
         sent_pages, pages = (fields["block_table"][fields["rows"]][:, :3] for fields in (sent, here))

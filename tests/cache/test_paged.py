@@ -23,7 +23,7 @@ from pagedkv import (
 )
 from pagedkv.cache import PlannedBatch, paged
 from pagedkv.cache import batch as batches
-from pagedkv.cache.batch import tensors_on_device
+from pagedkv.cache.batch import on_device
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.core import AddressSpace, MemoryManager, Observe
 from pagedkv.errors import ConcurrentUse, InvalidRequest
@@ -144,7 +144,7 @@ def test_a_plan_that_fails_leaves_the_bytes(cache: PagedKVCache) -> None:
     assert torch.equal(cache.storage.bytes, before)
 
 
-@pytest.mark.parametrize("place", ["copy_frames", "tensors_on_cpu", "_poison"])
+@pytest.mark.parametrize("place", ["copy_frames", "on_cpu", "_poison"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
     place: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -160,7 +160,7 @@ def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
         raise error("broken off")
 
     with monkeypatch.context() as patch:
-        patch.setattr({"copy_frames": paged, "tensors_on_cpu": batches, "_poison": cache}[place], place, breaking)
+        patch.setattr({"copy_frames": paged, "on_cpu": batches, "_poison": cache}[place], place, breaking)
         with pytest.raises(error, match="broken off"):
             cache.plan([space, twin], [3, 3])
     assert (space.pages.tolist(), twin.pages.tolist()) == tables
@@ -236,7 +236,7 @@ def test_the_packed_batch_is_the_plan(cache: PagedKVCache) -> None:
             if step < 20
             else cache.plan(spaces[3:6], [1, 1, 1])
         )
-        sent = tensors_on_device(batch.plan, mirror, block_size=4)
+        sent = on_device(batch.plan, mirror, block_size=4)
         for name in ("seq_lens", "cu_seqlens_q", "slots", "positions", "rows"):
             assert torch.equal(sent[name], getattr(batch, name)), name
         for row, length in zip(batch.plan.rows, batch.plan.seq_lens, strict=True):
