@@ -11,7 +11,7 @@ from pagedkv import KVLayer, PagedBatch, paged_attention, write_kv
 NUM_FRAMES, S, K, H, D = 16, 4, 2, 4, 32  # frames, block size, key heads, query heads, head dim
 torch.manual_seed(0)
 
-# The engine's memory of one layer, in the layout that vLLM calls NHD. Any strides will do if the last dim is contiguous.
+# The engine's memory of one layer, in the layout that vLLM calls NHD. Any strides do if the last dim is contiguous.
 pool = torch.zeros(2, NUM_FRAMES, S, K, D)
 layer = KVLayer(k=pool[0], v=pool[1])
 

@@ -1,7 +1,7 @@
 """Replay of a trace: how large must the pool be, and which policy keeps the prompts that come back?
 
-A trace has one JSON object a line. `hash_ids` names the blocks of a prompt; equal ids mean an equal prompt up to that block. The format is
-that of Mooncake's published traces. `pagedkv replay FILE` does the same from a shell.
+A trace has one JSON object a line. `hash_ids` names the blocks of a prompt; equal ids mean an equal prompt up to that
+block. Mooncake's published traces have this format. `pagedkv replay FILE` does the same from a shell.
 Run: python examples/replay_trace.py
 """
 
@@ -14,7 +14,7 @@ from pagedkv.core.replay import replay
 
 
 def requests(num_requests: int) -> list[dict[str, list[int]]]:
-    """Return a synthetic day of a chat service: conversations that grow, and long documents that are asked about once."""
+    """Return a synthetic day of a chat service: conversations that grow, and long documents with one question each."""
     rng, names = random.Random(0), iter(range(10**6))
     system = [next(names) for _ in range(4)]  # the blocks of a system prompt, which every conversation begins with
     conversations = [[*system, next(names)] for _ in range(20)]

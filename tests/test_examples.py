@@ -29,7 +29,7 @@ def test_an_example_fits_on_one_screen(path: Path) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_its_claims_hold(path: Path, tmp_path: Path) -> None:
-    """Run in another folder, without arguments, with PYTHONPATH instead of an install. The assertions are in the example."""
+    """Run in another folder, without arguments or an install. The assertions are in the example."""
     debug = "0" if path.stem == "replay_trace" else "3"  # a proof after each of its thousands of commits takes minutes
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PAGEDKV_DEBUG": debug}
     command = [sys.executable, str(path)]

@@ -1,10 +1,11 @@
-"""PlannedBatch: one step's plan as tensors on the device. On the CPU the tensors share the memory of the plan's arrays: no copy.
+"""PlannedBatch: one step's plan as tensors on the device. On the CPU they share the memory of the plan's arrays.
 
-    layer groups    plan() returns    batch[layer]                  the batch itself
-    one             PlannedBatch      the batch itself              is a PagedBatch: the kernels take it
-    several         GroupedBatch      PagedBatch of layer's group   has no slots, rows or block_table: the kernels get an error
+    groups     plan() returns    batch[layer]                      the batch itself
+    one        PlannedBatch      the batch itself                  is a PagedBatch: the kernels take it
+    several    GroupedBatch      PagedBatch of the layer's group   has no slots, rows, block_table: kernels refuse it
 
-So `batch[layer]`, beside `cache[layer]`, is right for every cache. This file knows plans and tensors; it must not know rules of core.
+So `batch[layer]`, beside `cache[layer]`, is right for every cache. This file knows plans and tensors; it must not know
+rules of core.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pagedkv.kernels.args import PagedBatch
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PlannedBatch(PagedBatch):
-    """The result of `PagedKVCache.plan`: `batch[layer]` goes to the kernels, the batch itself back to `commit` or `abort`.
+    """The result of `PagedKVCache.plan`. Hand `batch[layer]` to the kernels, and the batch to `commit` or `abort`.
 
     plan: the same step for the memory manager, as numpy arrays.
     """
@@ -53,10 +54,11 @@ class _NoSuchTensor(InvalidRequest, AttributeError):
 
 
 class GroupedBatch(PlannedBatch):
-    """The PlannedBatch of a cache with several layer groups. Each group has slots, rows and tables of its own: `batch[layer]`.
+    """The PlannedBatch of several layer groups. `batch[layer]` has the slots, rows and tables of the layer's group.
 
-    Lengths and positions are equal in all groups and can be read here. `slots`, `rows` and `block_table` raise InvalidRequest, so
-    a kernel that is handed the batch itself refuses it, where the tensors of the first group would be wrong for the other groups.
+    Lengths and positions are equal in all groups and can be read here. `slots`, `rows` and `block_table` raise
+    InvalidRequest, so a kernel that is handed the batch itself refuses it, where the tensors of the first group would
+    be wrong for the other groups.
     """
 
     _groups: tuple[PagedBatch, ...]
@@ -95,8 +97,8 @@ class GroupedBatch(PlannedBatch):
 
     def _refuse(self, name: str) -> NoReturn:
         raise _NoSuchTensor(
-            f"batch.{name} is asked of a batch of {len(self._groups)} layer groups, each of which has its own; give the kernels "
-            "batch[layer], beside cache[layer]"
+            f"batch.{name} is asked of a batch of {len(self._groups)} layer groups, each of which has its own; "
+            "give the kernels batch[layer], beside cache[layer]"
         )
 
 
@@ -135,7 +137,7 @@ def on_cpu(plan: Plan, group: int = 0) -> dict[str, Any]:
 
 
 def on_device(plan: Plan, mirror: DeviceMirror, block_size: int, group: int = 0) -> dict[str, Any]:
-    """Return the same fields on the mirror's device. One transfer for the small arrays, one for changed entries of the tables."""
+    """Return the same fields on the mirror's device: a transfer of the small arrays, and one of changed table entries."""
     host = on_cpu(plan, group)
     names = ("slots", "positions", "seq_lens", "cu_seqlens_q", "rows")  # 8-byte elements first: each part is aligned
     packed = torch.from_numpy(np.concatenate([host[name].numpy().view(np.uint8) for name in names]))

@@ -1,11 +1,11 @@
-"""DeviceMirror: a copy of the page tables on the device, at one fixed address, kept equal to the host's by sending changed entries.
+"""DeviceMirror: a copy of the page tables on the device, at a fixed address. A step sends the changed entries.
 
     host    int32 [A, P]   the page tables of the memory manager; they change at plan, commit, fork, ...
     sent    int32 [A, P]   host memory: the entries that the device has
-    table   int32 [A, P]   device memory; its address changes only when the host table grows (captured CUDA graphs hold the address)
+    table   int32 [A, P]   device memory; its address, which CUDA graphs hold, changes only when the host table grows
 
-A step compares the rows it will read with `sent`, and sends one packed list of (place, frame). O(pages of the batch) on the host,
-O(changes) on the bus. Entries of pages that no step has read yet are -1 on the device.
+A step compares the rows it will read with `sent`, and sends one packed list of (place, frame). O(pages of the batch) on
+the host, O(changes) on the bus. Entries of pages that no step has read yet are -1 on the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DeviceMirror:
         self.table: torch.Tensor = torch.empty((0, 0), dtype=torch.int32, device=device)
 
     def update(self, host: I32, rows: I32, num_pages: int) -> torch.Tensor:
-        """Send the changed entries among the first `num_pages` pages of `rows`; return the device's table, int32 [A, P].
+        """Send changed entries among the first `num_pages` pages of `rows`; return the device's table, int32 [A, P].
 
         Shapes: host int32 [A, P], rows int32 [B]
         """

@@ -6,11 +6,12 @@
         out = paged_attention(q, cache[layer], batch[layer])
     cache.commit(batch, token_ids)                  the tokens belong to their sequences: later prompts find them
 
-Every method that is about frames, spaces or tenants forwards to MemoryManager, where its law is written. This file adds no rule to core:
-it keeps bytes and integers in step. It knows which frames are free and which moved; it must not know how core decides that.
+Every method that is about frames, spaces or tenants forwards to MemoryManager, where its law is written. This file adds
+no rule to core: it keeps bytes and integers in step. It knows which frames are free and which moved; it must not know
+how core decides that.
 
-Layers with different windows form groups: a list of KVSpecs, one for each group, the first without a window, and `layer_groups`, the group
-of each layer of the model. See core/tables/layer_groups.py.
+Layers with different windows form groups: a list of KVSpecs, one for each group, the first without a window; and
+`layer_groups`, the group of each layer of the model. See core/tables/layer_groups.py.
 """
 
 from __future__ import annotations
@@ -47,16 +48,18 @@ from pagedkv.spec import KVSpec
 class PagedKVCache:
     """The KV cache of one model: `cache[layer]` and `batch[layer]` for the kernels, `plan` and `commit` for the loop.
 
-    spec:         the geometry, or a list with that of each layer group. A group gives back frames behind its window (KVSpec.window). A frame
-                  is as large as the largest group needs, so groups with equal numbers of layers waste no memory.
+    spec:         the geometry, or a list with that of each layer group. A group gives back frames behind its window
+                  (KVSpec.window). A frame is as large as the largest group needs, so groups with equal numbers of
+                  layers waste no memory.
     layer_groups: the group of each layer; None: the layers of group 0 come first, then those of group 1, and so on.
     num_frames:   the size of the pool; or give `memory` to fill: "40GiB", or an int of bytes.
     kernels:      a backend's name, or "auto". The choice is made here, once, and shown in the repr.
     manager_options: the keyword options of MemoryManager, for example policy="2q".
 
-    `backend` is the argument for the kernels' calls: the backend's name if one was forced, else None. With None a call that the chosen
-    kernel objects to (for a soft cap, for example) goes to the next kernel.
-    Raises: InvalidRequest if both sizes are given, or none, or the memory cannot be had; KernelUnavailable if the named backend objects
+    `backend` is the argument for the kernels' calls: the backend's name if one was forced, else None. With None a call
+    that the chosen kernel objects to (for a soft cap, for example) goes to the next kernel.
+    Raises: InvalidRequest if both sizes are given, or none, or the memory cannot be had; KernelUnavailable if the named
+            backend objects
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class PagedKVCache:
     def __len__(self) -> int:
         return len(self.layer_groups)
 
-    # -- spaces ------------------------------------------------------------------------------------------------------------------
+    # -- spaces --------------------------------------------------------------------------------------------------------
 
     def open(
         self,
@@ -126,10 +129,10 @@ class PagedKVCache:
         """Return why `open` finds no more of `token_ids` than it does. See MemoryManager.why."""
         return self.manager.why(token_ids, tenant=tenant)
 
-    # -- the step ----------------------------------------------------------------------------------------------------------------
+    # -- the step ------------------------------------------------------------------------------------------------------
 
     def plan(self, batch: Spaces, counts: Counts) -> PlannedBatch:
-        """Map frames for `counts[i]` new tokens of each space, and copy the tails that others share. See MemoryManager.plan.
+        """Map frames for `counts[i]` new tokens of each space, and copy shared tails. See MemoryManager.plan.
 
         Modifies: the bytes of copied frames; with PAGEDKV_DEBUG >= 2 the bytes of newly taken frames, which become NaN
         Raises:   OutOfFrames, InvalidRequest, StaleHandle, KernelUnavailable; nothing was changed then
@@ -149,14 +152,14 @@ class PagedKVCache:
     def commit(
         self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None
     ) -> None:
-        """Make `token_ids`, whose KV was written at the slots of `batch`, part of their sequences. See MemoryManager.commit."""
+        """Append `token_ids`, whose KV was written at the slots of `batch`. See MemoryManager.commit."""
         self.manager.commit(_plan_of(batch, "commit"), token_ids, counts)
 
     def abort(self, batch: PlannedBatch) -> None:
         """Undo `plan`, whether the kernels of the batch ran or not. See MemoryManager.abort."""
         self.manager.abort(_plan_of(batch, "abort"), copied=True)
 
-    # -- frames that must stay or may go -------------------------------------------------------------------------------------------
+    # -- frames that must stay or may go -------------------------------------------------------------------------------
 
     def pin(self, what: AddressSpace | npt.NDArray[np.int32], *, owner: str = "", deadline: float | None = None) -> Pin:
         """Keep the full pages of a space, or published frames (int32 [n]), until `unpin`. See MemoryManager.pin."""
@@ -175,7 +178,7 @@ class PagedKVCache:
         self.manager.retire(epoch, batch)
 
     def advance(self, epoch: int) -> int:
-        """Say that all work launched up to `epoch` has finished; return how many frames that freed. See MemoryManager.advance."""
+        """Say that work up to `epoch` has finished; return how many frames that freed. See MemoryManager.advance."""
         return self.manager.advance(epoch)
 
     def advise(
@@ -195,7 +198,7 @@ class PagedKVCache:
         """
         return self.manager.forget()
 
-    # -- the pool ----------------------------------------------------------------------------------------------------------------
+    # -- the pool ------------------------------------------------------------------------------------------------------
 
     def frames_for(self, num_tokens: int, at_once: int | None = None) -> int:
         """Return the most frames that a sequence holds until it has `num_tokens` tokens.
@@ -217,7 +220,7 @@ class PagedKVCache:
 
     @property
     def pending(self) -> int:
-        """Frames that become available when the plans and epochs under way end: a reason to wait rather than to preempt."""
+        """Frames that become available when plans and epochs under way end: wait for them rather than preempt."""
         return self.manager.pending
 
     @property
@@ -239,11 +242,11 @@ class PagedKVCache:
         return self.manager.free_to(tenant)
 
     def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
-        """Return True if a new sequence of `tenant` may take `num_frames` frames and leave the watermark. See MemoryManager.admits."""
+        """Return True if a new sequence may take `num_frames` frames and leave the watermark. See MemoryManager.admits."""
         return self.manager.admits(num_frames, tenant=tenant)
 
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
-        """Limit the frames of `tenant`; `spec.frames_in("2GiB")` turns bytes into frames. See MemoryManager.set_quota."""
+        """Limit the frames of `tenant`; `spec.frames_in("2GiB")` converts bytes. See MemoryManager.set_quota."""
         self.manager.set_quota(tenant, hard=hard, soft=soft, protected=protected)
 
     def usage(self, tenant: bytes) -> Usage:
@@ -255,41 +258,41 @@ class PagedKVCache:
         return self.manager.usages()
 
     def resize(self, num_frames: int) -> None:
-        """Make the pool larger or smaller and keep its contents. See MemoryManager.resize. Both pools exist until the copy is done.
+        """Make the pool larger or smaller and keep its contents. Both pools exist meanwhile. See MemoryManager.resize.
 
         `cache[layer]` is a new view afterwards: fetch it again, and capture CUDA graphs anew.
         Raises: as MemoryManager.resize, and InvalidRequest if the memory cannot be had; nothing was changed then
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
-        larger_or_smaller = Storage(self.specs, num_frames, self.device, layer_groups=self.layer_groups)
+        storage = Storage(self.specs, num_frames, self.device, layer_groups=self.layer_groups)
         moves = torch.from_numpy(self.manager.resize(num_frames).astype(np.int64))
         used = np.flatnonzero(~self.manager.free_mask())
         stayed = np.setdiff1d(used[used < self.storage.num_frames], moves[:, 1].numpy())
-        larger_or_smaller.take_over(self.storage, torch.from_numpy(stayed), moves)
-        self.storage = larger_or_smaller
+        storage.take_over(self.storage, torch.from_numpy(stayed), moves)
+        self.storage = storage
         self._begin_poison()
 
-    # -- on disk -----------------------------------------------------------------------------------------------------------------
+    # -- on disk -------------------------------------------------------------------------------------------------------
 
     def snapshot(self, folder: str | Path, *, model: str = "") -> int:
         """Write every page that a prompt can find, bytes and tokens, to `folder` for `restore`; return how many pages.
 
         model: a name for the weights (a checkpoint's digest, for example); `restore` must be given the same name.
-        A page that one layer group has given up is left out, with the pages behind it. An older snapshot in `folder` is valid until the
-        new one is complete. O(bytes).
+        A page that one layer group has given up is left out, with the pages behind it. An older snapshot in `folder` is
+        valid until the new one is complete. O(bytes).
         Raises: OSError from the file system
         """
         return snapshots.save(self, _folder(folder), _name(model))
 
     def restore(self, folder: str | Path, *, model: str = "") -> Restored:
-        """Make the pages of a snapshot findable again, as many as are intact and fit into free frames. No frame is evicted.
+        """Make the intact pages of a snapshot findable again, as many as fit into free frames. No frame is evicted.
 
-        A page whose digest does not fit its bytes, tokens, prefix or tenant is a miss, and so are the pages behind it. A snapshot of
-        another model or layout is refused as a whole. A damaged file never raises: see Restored.
+        A page whose digest does not fit its bytes, tokens, prefix or tenant is a miss, and so are the pages behind it.
+        A snapshot of another model or layout is refused as a whole. A damaged file never raises: see Restored.
         """
         return snapshots.load(self, _folder(folder), _name(model))
 
-    # -- observation and checks ----------------------------------------------------------------------------------------------------
+    # -- observation and checks ----------------------------------------------------------------------------------------
 
     @property
     def prefix_cache(self) -> bool:
@@ -336,7 +339,7 @@ class PagedKVCache:
         specs = self.spec if len(self.specs) == 1 else list(self.specs)
         return f"PagedKVCache({specs}, {gib:.2f} GiB on {self.device}, kernels={self.kernel.name!r}, {self.manager!r})"
 
-    # -- poison ------------------------------------------------------------------------------------------------------------------
+    # -- poison --------------------------------------------------------------------------------------------------------
 
     def _begin_poison(self) -> None:
         """Set the state that `_poison` compares with: no frame is poisoned yet."""
@@ -344,7 +347,7 @@ class PagedKVCache:
         self._poisoned = np.zeros(self.num_frames, bool)
 
     def _poison(self) -> None:
-        """Fill with NaN every frame that is free, or was taken since the last call. Called before the newest plan's kernels write."""
+        """Fill with NaN every frame that is free, or was taken since the last call. `plan` calls it before any write."""
         free, generations = self.manager.free_mask(), self.manager.frame_generations()
         stale = np.flatnonzero((free | (generations != self._generations)) & ~self._poisoned)
         self.storage.poison(torch.from_numpy(stale))

@@ -21,14 +21,14 @@ from pagedkv import __version__, debug
 from pagedkv.cli import prompts
 from pagedkv.errors import InvalidRequest, PagedKVError
 
-app = typer.Typer(
+app: Final = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
-benchmarks = typer.Typer(add_completion=False)
+benchmarks: Final = typer.Typer(add_completion=False)
 app.add_typer(benchmarks, name="bench")
 
-ShellError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
+ShellError: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 """ClickException, the root of what typer raises at bad options. Newer typers bring a click of their own, in which it has no public name."""
 
 _MEMORY: Final = "The KV cache"

@@ -104,7 +104,9 @@ class Live:
     """Streams the samples of one request, one after another: each as far as it has come when its turn begins, and then as it is made."""
 
     def __init__(self, num_samples: int) -> None:
-        self.num_samples, self.turn, self.shown = num_samples, 0, 0
+        self.num_samples: int = num_samples
+        self.turn: int = 0
+        self.shown: int = 0
 
     def begin(self) -> None:
         """Say whose turn it is, if there are several."""

@@ -10,8 +10,9 @@ An integer divided by 0 gives 0 (`error_model`): looking for it costs more than 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numba
 import numba.extending
@@ -22,13 +23,23 @@ from pagedkv.machine_code import forget_stale
 
 forget_stale(Path(__file__).parent)
 
-compiled = numba.njit(cache=True, _nrt=False, error_model="numpy")  # type: ignore[call-overload]  # `_nrt` is not in its annotations
+Result = TypeVar("Result")
+
+
+class Compiler(Protocol):
+    """The type of numba's decorators. Arguments are not checked: numba takes an np.int64 for an int."""
+
+    def __call__(self, function: Callable[..., Result], /) -> Callable[..., Result]:
+        """Return the compiled function."""
+
+
+compiled: Compiler = numba.njit(cache=True, _nrt=False, error_model="numpy")  # type: ignore[call-overload]  # `_nrt` is not in its annotations
 """For functions that allocate nothing."""
 
-inlined = numba.njit(cache=True, _nrt=False, error_model="numpy", forceinline=True)  # type: ignore[call-overload]
+inlined: Compiler = numba.njit(cache=True, _nrt=False, error_model="numpy", forceinline=True)  # type: ignore[call-overload]
 """For those that are called for each frame or space: a call passes the 80 words of `State` on the stack."""
 
-allocating = numba.njit(cache=True, error_model="numpy")
+allocating: Compiler = numba.njit(cache=True, error_model="numpy")
 """For those that make arrays."""
 
 

@@ -55,8 +55,10 @@ class Decoder:
     """A decoder-only language model over paged memory. Holds weights and nothing that changes: one may serve many caches."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.config, self.weights = config, weights
-        self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
+        self.config: ModelConfig = config
+        self.weights: Weights = weights
+        self.dtype: torch.dtype = weights.embedding.dtype
+        self.device: torch.device = weights.embedding.device
         self._rotary = {rope: Rotary(rope, config.head_dim, self.device) for rope in set(config.ropes)}
         # Rounded as the weights are: Gemma was trained with the rounded number.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)

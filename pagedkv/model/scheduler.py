@@ -89,10 +89,11 @@ class Scheduler:
     """Two queues over one cache. It opens, forks and releases address spaces; nobody else in the model does."""
 
     def __init__(self, cache: PagedKVCache, limits: Limits) -> None:
-        self.cache, self.limits = cache, limits
+        self.cache: PagedKVCache = cache
+        self.limits: Limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.preemptions = 0
+        self.preemptions: int = 0
         self._refused_at = (
             -1
         )  # frames available when the head of the queue was refused: not asked again until there are more

@@ -1,4 +1,4 @@
-"""Layer groups through PagedKVCache: layers with windows give frames back, and every other layer and token is what it was."""
+"""Layer groups through PagedKVCache: layers with windows give frames back, and all other layers and tokens stay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain(num_frames: int = 96) -> PagedKVCache:
 
 
 def step(cache: PagedKVCache, spaces: list[AddressSpace], tokens: list[list[int]]) -> list[torch.Tensor]:
-    """One step of a model of five layers whose queries, keys and values are functions of the token: attention of each layer."""
+    """Run a model of five layers whose q, k and v are functions of the token; return the attention of each layer."""
     batch = cache.plan(spaces, [len(new) for new in tokens])
     flat = [token for new in tokens for token in new]
     outs = []
@@ -85,7 +85,7 @@ def test_a_prompt_that_comes_back_is_found_in_every_group() -> None:
 def test_long_sequences_fit_a_pool_that_would_not_hold_all_of_their_pages() -> None:
     cache = hybrid(num_frames=2 * 3 * 10)
     space = cache.open()
-    for at in range(0, 120, 4):  # 30 pages in each of three groups, were none given back
+    for at in range(0, 120, 4):  # without windows: 30 pages in each of three groups
         step(cache, [space], [list(range(at, at + 4))])
     assert len(space) == 120
     assert cache.stats().mapped <= cache.frames_for(120, at_once=4) < 3 * 30
@@ -102,7 +102,7 @@ def test_no_sequence_holds_more_than_frames_for_says(at_once: int) -> None:
         most = max(most, cache.stats().mapped)
         assert most <= cache.frames_for(len(space) + count, at_once)
         cache.commit(batch, [len(space)] * count)
-    assert most > cache.frames_for(60, at_once) - 3  # and not much less: one page a windowed group
+    assert most > cache.frames_for(60, at_once) - 3  # the bound is tight: one page for each windowed group
 
 
 def test_a_window_in_the_spec_gives_frames_back() -> None:

@@ -1,4 +1,4 @@
-"""PagedKVCache: bytes and integers in step. What was written is what is read, through forks, copies and growth."""
+"""PagedKVCache: bytes and integers in step. Each token reads back as it was written, after forks, copies and growth."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cache() -> PagedKVCache:
 
 
 def kv_of(prefix: list[int], layer: int) -> torch.Tensor:
-    """f(prefix, layer): float32 [K, D], another one for every prefix."""
+    """Return float32 [K, D], a different one for every prefix and layer."""
     return torch.randn(2, 64, generator=torch.Generator().manual_seed(hash((*prefix, layer)) % 2**31))
 
 

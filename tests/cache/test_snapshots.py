@@ -1,4 +1,4 @@
-"""Snapshots: what is restored is what was there, bit by bit; whatever is damaged is a miss, never garbage."""
+"""Snapshots: a restored page is the stored page, bit by bit; a damaged page is a miss, never garbage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPTS = [(b"", [1] * 21), (b"", [1] * 8 + [2] * 9), (b"acme", [1] * 13), (b"",
 
 
 def page_bytes(tenant: bytes, prefix: list[int], group: int, num_bytes: int) -> torch.Tensor:
-    """f(tenant, tokens up to the end of the page, group): what the frame of a page holds."""
+    """Return the bytes of a page's frame: a function of tenant, tokens up to the end of the page, and group."""
     seed = hash((tenant, tuple(prefix), group)) % 2**31
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
@@ -47,7 +47,7 @@ def prefill(cache: PagedKVCache, tenant: bytes, tokens: list[int]) -> AddressSpa
 
 
 def assert_holds(cache: PagedKVCache, tenant: bytes, tokens: list[int]) -> int:
-    """Whatever is found of `tokens` has the bytes that were computed for it. Returns how many tokens are."""
+    """Assert that the pages found of `tokens` have the bytes computed for them. Return how many tokens are found."""
     space = cache.open([*tokens, 7], tenant=tenant)
     for group in range(len(cache.specs)):
         for page, frame in enumerate(space.pages_in(group).tolist()):
@@ -283,7 +283,7 @@ def test_a_page_that_a_group_has_given_up_is_left_out_with_those_behind_it(tmp_p
 
 @pytest.mark.strict
 def test_a_window_hides_nothing_of_what_is_restored(tmp_path: Path) -> None:
-    """A space that has given pages back publishes no more: restoring page by page must not."""
+    """A space that has given pages back publishes no further page, so a restore must give none back."""
     old, new = PagedKVCache(LOCAL, num_frames=64), PagedKVCache(LOCAL, num_frames=64)
     tokens = list(range(101))
     prefill(old, b"", tokens)

@@ -1,4 +1,4 @@
-"""The pool: a frame is one run of bytes, a layer's slice of it one stream, and no two elements share a byte."""
+"""The pool: a frame is one run of bytes, a layer's slice is one stream, and no two elements share a byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parts(storage: Storage, layer: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_element_has_bytes_of_its_own_inside_its_frame(spec: KVSpec) -> None:
-    """Marking one part of one frame of one layer changes exactly its own bytes, and all of them."""
+    """Fill one part of one layer in one frame: all of its own bytes change, and no other byte."""
     storage = Storage(spec, num_frames=3)
     covered = torch.zeros_like(storage.frames, dtype=torch.int64)
     for layer in range(spec.num_layers):
@@ -150,8 +150,8 @@ def test_every_stored_dtype_has_a_layout() -> None:
         assert Storage(KVSpec(1, 1, 64, dtype=dtype, kv_dtype=name), num_frames=1).layers[0].k.shape[:3] == (1, 16, 1)
 
 
-def test_a_spec_takes_whatever_counts_as_an_int_and_nothing_else() -> None:
-    """Geometry often comes out of an array or a checkpoint's tensor."""
+def test_a_spec_takes_integers_of_every_library_and_nothing_else() -> None:
+    """Geometry often comes from an array or a checkpoint's tensor."""
     spec = KVSpec(
         np.int64(2), np.uint8(2), torch.tensor(64), head_dim_v=np.int32(32), block_size=np.int64(4), window=np.int16(9)
     )

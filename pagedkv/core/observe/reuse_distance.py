@@ -180,7 +180,7 @@ class Reuse:
     """The sample of one manager."""
 
     def __init__(self, pages: int, num_frames: int) -> None:
-        self.sample = new_sample(pages, 4 * num_frames)
+        self.sample: Sample = new_sample(pages, 4 * num_frames)
 
     def asked(self, s: State, seed: int, ids: I32) -> None:
         """A prompt was opened."""
