@@ -392,5 +392,5 @@ def _name(model: str) -> str:
 
 def _plan_of(batch: PlannedBatch, verb: str) -> Plan:
     if not isinstance(batch, PlannedBatch):
-        raise InvalidRequest(f"{verb} of {batch!r}; give what plan() of this cache returned")
+        raise InvalidRequest(f"{verb} of {batch!r}; give the batch that plan() of this cache returned")
     return batch.plan

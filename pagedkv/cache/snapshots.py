@@ -9,8 +9,8 @@
     digest      = sha256(fingerprint ‖ name ‖ bytes of its frames)
 
 So a flipped bit in bytes, tokens, order or tenant is seen, and the pages behind the damaged page are missed with it.
-Frame numbers are
-not stored: a restore plans and commits into free frames, and a page that the cache has already stays as it is.
+Frame numbers are not stored: a restore plans and commits into free frames, and a page that the cache has already stays
+as it is.
 
 This file knows the layout of the folder; it must not know the layout of a frame.
 """
@@ -188,12 +188,12 @@ class _Restore:
 
     def run(self, files: list[tuple[Path, int]]) -> Restored:
         """Restore the pages of the files, in order."""
-        first = 0
+        total = 0
         for path, count in files:
-            for number, row in enumerate(_rows(path, count, self._shapes(count)), first):
+            for number, row in enumerate(_rows(path, count, self._shapes(count)), total):
                 self._restore_page(number, row)
-            first += count
-        return Restored(len(self.restored), first - len(self.restored) - len(self.left), len(self.left))
+            total += count
+        return Restored(len(self.restored), total - len(self.restored) - len(self.left), len(self.left))
 
     def close(self) -> None:
         """Release the space; its pages stay cached."""

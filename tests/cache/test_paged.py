@@ -48,9 +48,9 @@ def write(cache: PagedKVCache, batch: PlannedBatch, prefixes: list[list[int]]) -
 
 
 def extend(cache: PagedKVCache, space: AddressSpace, tokens: list[int]) -> None:
-    held = space.token_ids.tolist()
+    before = space.token_ids.tolist()
     batch = cache.plan([space], [len(tokens)])
-    write(cache, batch, [[*held, *tokens[: i + 1]] for i in range(len(tokens))])
+    write(cache, batch, [[*before, *tokens[: i + 1]] for i in range(len(tokens))])
     cache.commit(batch, tokens)
 
 
@@ -212,12 +212,12 @@ def test_an_aborted_plan_leaves_what_was_there(cache: PagedKVCache) -> None:
     assert_holds(cache, twin)
 
 
-def test_what_is_no_batch_of_the_cache_is_named_where_it_is_given(cache: PagedKVCache) -> None:
+def test_commit_and_abort_refuse_anything_but_a_planned_batch(cache: PagedKVCache) -> None:
     batch = cache.plan([cache.open()], [2])
     for wrong in (None, batch.plan):
-        with pytest.raises(InvalidRequest, match="give what plan\\(\\) of this cache returned"):
+        with pytest.raises(InvalidRequest, match="give the batch that plan\\(\\) of this cache returned"):
             cache.commit(wrong, [1, 2])  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequest, match="give what plan\\(\\) of this cache returned"):
+        with pytest.raises(InvalidRequest, match="give the batch that plan\\(\\) of this cache returned"):
             cache.abort(wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="num_tokens is -5"):
         cache.frames_for(-5)
@@ -358,7 +358,7 @@ def test_the_kernel_is_chosen_once_and_shown(cache: PagedKVCache) -> None:
     assert cache.kernel.name in str(explain(SPEC))
 
 
-def test_sizes_and_kernels_that_cannot_be_are_refused() -> None:
+def test_impossible_sizes_and_kernels_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="give one of them"):
         PagedKVCache(SPEC)
     with pytest.raises(InvalidRequest, match="give one of them"):
@@ -382,7 +382,7 @@ def test_sizes_and_kernels_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["4", "-1", "yes", ""])
-def test_a_debug_level_that_is_none_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_debug_level_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", value)
     with pytest.raises(InvalidRequest, match="PAGEDKV_DEBUG is .*; it takes 0, 1, 2 or 3"):
         PagedKVCache(SPEC, num_frames=1)

@@ -64,7 +64,7 @@ def filled(kind: str = "one group") -> PagedKVCache:
     cache = KINDS[kind]()
     for tenant, tokens in PROMPTS[:-1]:
         prefill(cache, tenant, tokens).release()
-    prefill(cache, *PROMPTS[-1])  # and this one runs
+    prefill(cache, *PROMPTS[-1])  # the last sequence is still open
     return cache
 
 
@@ -73,7 +73,7 @@ def pages_of(cache: PagedKVCache) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_restored_is_what_was_there(kind: str, tmp_path: Path) -> None:
+def test_a_restored_page_is_the_stored_page(kind: str, tmp_path: Path) -> None:
     old, new = filled(kind), KINDS[kind]()
     assert old.snapshot(tmp_path) == pages_of(old) == 5 + 2 + 3 + 10
     assert new.restore(tmp_path) == snapshots.Restored(pages=20)
@@ -113,9 +113,8 @@ def test_a_flipped_bit_is_a_miss_and_never_garbage(seed: int, tmp_path: Path) ->
     filled("two groups" if seed % 4 == 0 else "one group").snapshot(tmp_path)
     [path] = tmp_path.glob("frames-*")
     rng, data = np.random.default_rng(seed), bytearray(path.read_bytes())
-    at = (
-        int(rng.integers(len(data))) if seed % 2 else int(rng.integers(2048))
-    )  # anywhere, or in header, tokens and order
+    # Anywhere in the file, or in its first bytes: header, tokens and order.
+    at = int(rng.integers(len(data) if seed % 2 else 2048))
     data[at] ^= 1 << int(rng.integers(8))
     path.write_bytes(data)
     new = KINDS["two groups" if seed % 4 == 0 else "one group"]()
@@ -282,7 +281,7 @@ def test_a_page_that_a_group_has_given_up_is_left_out_with_those_behind_it(tmp_p
 
 
 @pytest.mark.strict
-def test_a_window_hides_nothing_of_what_is_restored(tmp_path: Path) -> None:
+def test_a_window_hides_no_restored_page(tmp_path: Path) -> None:
     """A space that has given pages back publishes no further page, so a restore must give none back."""
     old, new = PagedKVCache(LOCAL, num_frames=64), PagedKVCache(LOCAL, num_frames=64)
     tokens = list(range(101))

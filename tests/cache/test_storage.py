@@ -53,8 +53,8 @@ def test_one_heads_page_is_one_contiguous_run(spec: KVSpec) -> None:
     layer = Storage(spec, num_frames=2).layers[0]
     for pool in (layer.k, layer.v):
         assert pool[1, :, 0].is_contiguous()
-        heads = pool[1].transpose(0, 1)  # of a single one torch 2.8 gives the stride as 1
-        assert heads.is_contiguous()  # the next head follows at once
+        # The next head follows at once. (Of a single head torch 2.8 gives the stride as 1.)
+        assert pool[1].transpose(0, 1).is_contiguous()
     assert layer.k.data_ptr() % 64 == 0
     assert layer.v.data_ptr() % 64 == 0
 
@@ -98,7 +98,7 @@ def test_amounts_of_memory(text: str | int, expected: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "2 parsecs", "GiB", "-1", "1ib", "9" * 400])
-def test_what_is_no_amount_of_memory(text: str) -> None:
+def test_text_that_is_no_amount_of_memory_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="write (it|an amount) like '2GiB'"):
         parse_bytes(text)
 
@@ -139,7 +139,7 @@ def test_frames_in_an_amount_of_memory() -> None:
         {"window": 0},
     ],
 )
-def test_geometries_that_cannot_be(options: dict[str, object]) -> None:
+def test_impossible_geometries_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
         KVSpec(**{"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, **options})  # type: ignore[arg-type]
 

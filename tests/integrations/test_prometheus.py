@@ -90,7 +90,7 @@ def test_a_scrape_follows_the_manager(mm: MemoryManager) -> None:
     assert scraped(mm)['pagedkv_frames{pool="gpu0",state="free"}'] == before - 1
 
 
-def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "pagedkv.integrations.prometheus")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"install pagedkv\[metrics\]"):
