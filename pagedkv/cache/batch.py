@@ -66,7 +66,7 @@ class GroupedBatch(PlannedBatch):
 
     def __init__(self, plan: Plan, groups: tuple[PagedBatch, ...], layer_groups: tuple[int, ...]) -> None:
         first = groups[0]
-        vars(self).update(
+        vars(self).update(  # the class is frozen: attributes cannot be assigned
             plan=plan,
             seq_lens=first.seq_lens,
             cu_seqlens_q=first.cu_seqlens_q,

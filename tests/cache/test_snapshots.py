@@ -36,13 +36,13 @@ def page_bytes(tenant: bytes, prefix: list[int], group: int, num_bytes: int) -> 
 
 def prefill(cache: PagedKVCache, tenant: bytes, tokens: list[int]) -> AddressSpace:
     space = cache.open(tokens, tenant=tenant)
-    held = len(space)
-    batch = cache.plan([space], [len(tokens) - held])
+    matched = len(space)
+    batch = cache.plan([space], [len(tokens) - matched])
     for group in range(len(cache.specs)):
         for page, frame in enumerate(space.pages_in(group).tolist()):
-            if page >= held // 4:
+            if page >= matched // 4:
                 cache.storage.frames[frame] = page_bytes(tenant, tokens[: 4 * page + 4], group, cache.frame_bytes)
-    cache.commit(batch, tokens[held:])
+    cache.commit(batch, tokens[matched:])
     return space
 
 
