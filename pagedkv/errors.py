@@ -69,7 +69,7 @@ class QuotaExceeded(OutOfFrames):
 
 
 class InvalidRequest(PagedKVError, ValueError):
-    """Raised when an argument makes no sense. Nothing was changed; the text names the values that the argument takes."""
+    """Raised when an argument makes no sense. Nothing was changed; the text names the values that are valid."""
 
 
 class StaleHandle(PagedKVError):

@@ -137,7 +137,7 @@ def on_cpu(plan: Plan, group: int = 0) -> dict[str, Any]:
 
 
 def on_device(plan: Plan, mirror: DeviceMirror, block_size: int, group: int = 0) -> dict[str, Any]:
-    """Return the same fields on the mirror's device: a transfer of the small arrays, and one of changed table entries."""
+    """Return these fields on the mirror's device: one transfer of small arrays, one of changed table entries."""
     host = on_cpu(plan, group)
     names = ("slots", "positions", "seq_lens", "cu_seqlens_q", "rows")  # 8-byte elements first: each part is aligned
     packed = torch.from_numpy(np.concatenate([host[name].numpy().view(np.uint8) for name in names]))

@@ -242,7 +242,7 @@ class PagedKVCache:
         return self.manager.free_to(tenant)
 
     def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
-        """Return True if a new sequence may take `num_frames` frames and leave the watermark. See MemoryManager.admits."""
+        """Return True if a new sequence may take `num_frames` frames and leave `reserve`. See MemoryManager.admits."""
         return self.manager.admits(num_frames, tenant=tenant)
 
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
@@ -347,7 +347,7 @@ class PagedKVCache:
         self._poisoned = np.zeros(self.num_frames, bool)
 
     def _poison(self) -> None:
-        """Fill with NaN every frame that is free, or was taken since the last call. `plan` calls it before any write."""
+        """Fill with NaN every frame that is free, or was taken since the last call. Called before any write."""
         free, generations = self.manager.free_mask(), self.manager.frame_generations()
         stale = np.flatnonzero((free | (generations != self._generations)) & ~self._poisoned)
         self.storage.poison(torch.from_numpy(stale))
