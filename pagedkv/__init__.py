@@ -1,6 +1,7 @@
-"""pagedkv: an operating system's virtual memory for the KV cache of language models, and the attention kernels that read through it.
+"""pagedkv: virtual memory for the KV cache of language models, and the attention kernels that read through it.
 
-The public names load on first use (PEP 562), so that `import pagedkv` costs nothing and `import pagedkv.core` never imports torch.
+The public names load on first use (PEP 562), so that `import pagedkv` is quick and `import pagedkv.core` never imports
+torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m pagedkv` is `pagedkv`."""
+"""`python -m pagedkv` runs the command line, as `pagedkv` does."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """The `PAGEDKV_*` environment variables, all of them, read in one place.
 
-| variable              | values   | effect                                                                                    |
-|-----------------------|----------|-------------------------------------------------------------------------------------------|
-| PAGEDKV_DEBUG         | 0        | no checks beyond those that keep the tables sound (the default)                           |
-|                       | 1        | arguments of kernels and plans are checked                                                |
-|                       | 2        | and frames are filled with NaN when unmapped, planned slots are proven distinct           |
-|                       | 3        | and `check()` proves the invariants I1-I9 after every commit; errors tell who had it last |
-| PAGEDKV_KERNELS       | a name   | the backend used where the caller says "auto"                                             |
-| PAGEDKV_CPU_ISA       | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable           |
-| PAGEDKV_NUM_THREADS   | a number | threads of the `cpu` and `numba` backends, if not as many as torch's                      |
-| PAGEDKV_CACHE_DIR     | a folder | where compiled CUDA kernels are kept; by default pagedkv/ in the user's cache folder      |
-| PAGEDKV_CUDA_ARCHS    | names    | what the build of a wheel compiles CUDA kernels for, as sm_90,sm_100; none for nothing    |
+| variable            | values   | effect                                                                             |
+|---------------------|----------|------------------------------------------------------------------------------------|
+| PAGEDKV_DEBUG       | 0        | no checks beyond those that keep the tables sound (the default)                    |
+|                     | 1        | as 0, and arguments of kernels and plans are checked                               |
+|                     | 2        | as 1, and unmapped frames are filled with NaN, planned slots are proven distinct   |
+|                     | 3        | as 2, and `check()` proves I1-I9 after every commit; errors name the last callers  |
+| PAGEDKV_KERNELS     | a name   | the backend for calls that name none, or "auto"                                    |
+| PAGEDKV_CPU_ISA     | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable    |
+| PAGEDKV_NUM_THREADS | a number | threads of the `cpu` and `numba` backends; by default as many as torch uses        |
+| PAGEDKV_CACHE_DIR   | a folder | the place of compiled CUDA kernels; by default pagedkv/ in the user's cache folder |
+| PAGEDKV_CUDA_ARCHS  | names    | the architectures that a wheel has CUDA kernels for, as sm_90,sm_100; or none      |
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Final
 from pagedkv.errors import InvalidRequest
 
 MOST_THREADS: Final = 4096
-"""An OpenMP runtime that gets no more threads ends the process."""
+"""The largest PAGEDKV_NUM_THREADS: an OpenMP runtime that cannot start its threads ends the process."""
 
 
 def level() -> int:
-    """The value of PAGEDKV_DEBUG, 0 to 3; anything else is an InvalidRequest at first use."""
+    """Return PAGEDKV_DEBUG, 0 to 3. Raises: InvalidRequest for another value."""
     text = os.environ.get("PAGEDKV_DEBUG", "0")
     if text not in ("0", "1", "2", "3"):
         raise InvalidRequest(f"PAGEDKV_DEBUG is {text!r}; it takes 0, 1, 2 or 3")
@@ -35,17 +35,17 @@ def level() -> int:
 
 
 def forced_backend() -> str | None:
-    """The value of PAGEDKV_KERNELS, or None."""
+    """Return PAGEDKV_KERNELS, or None if it is unset or empty."""
     return os.environ.get("PAGEDKV_KERNELS") or None
 
 
 def forced_cpu_isa() -> str | None:
-    """The value of PAGEDKV_CPU_ISA, or None."""
+    """Return PAGEDKV_CPU_ISA, or None if it is unset or empty."""
     return os.environ.get("PAGEDKV_CPU_ISA") or None
 
 
 def forced_num_threads() -> int | None:
-    """The value of PAGEDKV_NUM_THREADS, or None; what is no such number is an InvalidRequest at first use."""
+    """Return PAGEDKV_NUM_THREADS, or None if it is unset or empty. Raises: InvalidRequest unless it is 1 to 4096."""
     text = os.environ.get("PAGEDKV_NUM_THREADS") or None
     if text is not None and (not text.isdecimal() or not 1 <= int(text) <= MOST_THREADS):
         raise InvalidRequest(f"PAGEDKV_NUM_THREADS is {text!r}; it takes a number of threads, 1 to {MOST_THREADS}")
@@ -53,17 +53,20 @@ def forced_num_threads() -> int | None:
 
 
 def cache_folder() -> Path:
-    """The value of PAGEDKV_CACHE_DIR, or pagedkv/ in the user's cache folder."""
-    own = os.environ.get("PAGEDKV_CACHE_DIR")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkv"
+    """Return PAGEDKV_CACHE_DIR, or pagedkv/ in the user's cache folder if it is unset or empty."""
+    folder = os.environ.get("PAGEDKV_CACHE_DIR")
+    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkv"
 
 
-def cuda_architectures(known: Collection[str]) -> list[str]:
-    """Those of `known` that PAGEDKV_CUDA_ARCHS names: all where it is not set, and what it names else is an InvalidRequest."""
+def cuda_architectures(supported: Collection[str]) -> list[str]:
+    """Return the architectures listed in PAGEDKV_CUDA_ARCHS: [] for "none", all of `supported` if it is unset.
+
+    Raises: InvalidRequest for an architecture that is not supported
+    """
     text = os.environ.get("PAGEDKV_CUDA_ARCHS")
-    wanted = [] if text == "none" else [name.strip() for name in text.split(",")] if text else list(known)
-    if unknown := sorted(set(wanted) - set(known)):
+    wanted = [] if text == "none" else [name.strip() for name in text.split(",")] if text else list(supported)
+    if unknown := sorted(set(wanted) - set(supported)):
         raise InvalidRequest(
-            f"PAGEDKV_CUDA_ARCHS is {text!r}; {unknown[0]!r} is not one of {', '.join(known)}; say none for nothing"
+            f"PAGEDKV_CUDA_ARCHS is {text!r}; {unknown[0]!r} is not one of {', '.join(supported)}; say none for nothing"
         )
     return wanted

@@ -1,111 +1,148 @@
 """Errors: what was asked, what there is, what to do.
 
-Everything this package raises on purpose descends from `PagedKVError`. An error carries its numbers as attributes, so an engine can act
-on them, and a sentence, so a person can. `assert` is kept for our own bugs.
+Everything this package raises on purpose is a `PagedKVError`. An error carries its numbers as attributes, so that an
+engine can act on them, and a sentence, so that a person can. An `assert` in the package guards against a bug of ours
+only.
 
 PagedKVError
  ├── OutOfFrames         the pool cannot serve the step; nothing was changed
- │    └── QuotaExceeded  a tenant's hard quota does not allow it
+ │    └── QuotaExceeded  a tenant's hard quota does not allow the step; nothing was changed
  ├── InvalidRequest      an argument makes no sense; nothing was changed                      (also a ValueError)
- ├── StaleHandle         the space was released, its number may belong to another space now
- │    └── DoubleRelease
- ├── PlanConflict        plans and the operation are out of order (a plan is still outstanding, or was settled already)
- ├── EventsLost          a reader of events fell behind the log; snapshot() resynchronises it
- ├── ConcurrentUse       a second thread entered a manager that belongs to another one
- ├── KernelUnavailable   no kernel can run this case; says why for each
+ ├── StaleHandle         the space was released; its number may belong to another space now
+ │    └── DoubleRelease  the space or pin was given back twice
+ ├── PlanConflict        a plan and another operation are out of order
+ ├── EventsLost          a reader of events fell behind the log
+ ├── ConcurrentUse       two threads used one manager
+ ├── KernelUnavailable   no kernel can run this case; the error has the reasons of each
  ├── CheckpointError     a model folder is missing, damaged or of an unknown kind
  └── InvariantViolation  check() found a broken law; a bug of ours                           (also an AssertionError)
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PagedKVError(Exception):
-    """Root of everything this package raises on purpose."""
+    """The base of every error that this package raises on purpose."""
 
 
 class OutOfFrames(PagedKVError):
-    """The pool cannot serve this step, and nothing was changed.
+    """Raised when the pool cannot serve a `plan`, or a `resize` cannot hold the mapped frames. Nothing was changed.
 
-    needed, free, evictable, pending: frames. `shortfall` = what must be freed before the same call succeeds.
+    Preempt (release) sequences that hold `shortfall` frames, wait for the pending frames, or enlarge the pool; then
+    call again.
+    needed, free, evictable, pending: frames. shortfall = needed - free - evictable.
     """
 
     def __init__(self, needed: int, free: int, evictable: int = 0, pending: int = 0) -> None:
-        self.needed, self.free, self.evictable, self.pending = needed, free, evictable, pending
-        self.shortfall = needed - free - evictable
+        self.needed: int = needed
+        self.free: int = free
+        self.evictable: int = evictable
+        self.pending: int = pending
+        self.shortfall: int = needed - free - evictable
         super().__init__(
             f"this step needs {needed} frames; {free} are free, {evictable} evictable and {pending} pending. "
-            f"Preempt sequences that hold at least {self.shortfall} frames, wait for the pending ones, or raise num_frames."
+            f"Preempt sequences that hold at least {self.shortfall} frames, wait for the pending ones, or raise "
+            "num_frames."
         )
 
 
 class QuotaExceeded(OutOfFrames):
-    """A tenant may not hold what this step needs, and nothing was changed.
+    """Raised by `plan` when the step would take a tenant over its hard quota. Nothing was changed.
 
-    tenant; quota, used, evictable: its frames. `free` = what its quota leaves; `shortfall` = what it must free before the call succeeds.
+    Preempt sequences of this tenant that hold `shortfall` frames, or raise its quota: frames of other tenants do not
+    help.
+    tenant: its name. quota, used, evictable: its frames. free: the frames that its quota leaves.
     """
 
     def __init__(self, tenant: bytes, needed: int, quota: int, used: int, evictable: int) -> None:
         super().__init__(needed, quota - used, evictable)
-        self.tenant, self.quota, self.used = tenant, quota, used
-        self.args = (
-            f"this step needs {needed} frames for tenant {tenant!r}, which holds {used} of at most {quota}, {evictable} of them evictable. "
-            f"Preempt sequences of this tenant that hold at least {self.shortfall} frames, or raise its hard quota.",
+        self.tenant: bytes = tenant
+        self.quota: int = quota
+        self.used: int = used
+        self.args: tuple[Any, ...] = (
+            f"this step needs {needed} frames for tenant {tenant!r}, which holds {used} of at most {quota}, "
+            f"{evictable} of them evictable. Preempt sequences of this tenant that hold at least "
+            f"{self.shortfall} frames, or raise its hard quota.",
         )
 
 
 class InvalidRequest(PagedKVError, ValueError):
-    """An argument makes no sense; nothing was changed."""
+    """Raised when an argument makes no sense. Nothing was changed; the text names the values that are valid."""
 
 
 class StaleHandle(PagedKVError):
-    """The space was released; its number may belong to another space now (I8)."""
+    """Raised when a released AddressSpace is used; its number may belong to another space now (I8).
+
+    Drop the handle at release, and open or fork a new space. PAGEDKV_DEBUG=3 adds the place of the release to the text.
+    """
 
 
 class DoubleRelease(StaleHandle):
-    """A space was released twice."""
+    """Raised when a space is released, or a pin given back, for the second time. Drop the handle after the first."""
 
 
 class PlanConflict(PagedKVError):
-    """A plan was settled already, settled out of order, or still outstanding where it must not be."""
+    """Raised when a plan is settled twice or out of order, or is outstanding where the operation needs it settled.
+
+    Commit or abort the plans of a space before fork, truncate or punch; abort the newest plan of a space first.
+    """
 
 
 class EventsLost(PagedKVError):
-    """Events that a reader has not seen are gone. since: the last one it has; first_available: the first that can still be read."""
+    """Raised by `events(since)` when the log has overwritten events that the reader has not seen.
+
+    Begin again from a snapshot of the events. since: the last event that the reader has. first_available: the first in
+    the log.
+    """
 
     def __init__(self, since: int, first_available: int) -> None:
-        self.since, self.first_available = since, first_available
+        self.since: int = since
+        self.first_available: int = first_available
         super().__init__(
-            f"events {since + 1} to {first_available - 1} are not in the log any more; begin again from snapshot(), "
-            "and read more often or keep more events (Observe(events=))"
+            f"events {since + 1} to {first_available - 1} are no longer in the log; begin again from "
+            "MemoryManager.snapshot() (PagedKVCache.events_snapshot()), and read more often or keep more events "
+            "(Observe(events=))"
         )
 
 
 class ConcurrentUse(PagedKVError):
-    """A second thread entered a manager that belongs to another one."""
+    """Raised when a thread enters a manager during a call of another thread, or one that another thread owns.
+
+    Call the manager from one thread, or hold a lock around its calls. A thread that takes the work over calls `own()`.
+    """
 
 
 class KernelUnavailable(PagedKVError):
-    """No kernel can run this case. `reasons` maps each candidate to its objections."""
+    """Raised when no kernel, or not the one named by `backend`, can run a case.
+
+    Change the option that the kernels object to, or name no backend. reasons: the objections of each candidate, by its
+    name.
+    """
 
     def __init__(self, asked: str, reasons: dict[str, list[str]]) -> None:
-        self.reasons = reasons
-        lines = "".join(f"\n  {name}: {'; '.join(why)}" for name, why in reasons.items())
+        self.reasons: dict[str, list[str]] = reasons
+        lines = "".join(f"\n  {name}: {'; '.join(objections)}" for name, objections in reasons.items())
         super().__init__(
-            f"no kernel can serve {asked}:{lines}\nChange what is objected to, or pass backend=None to let the registry choose."
+            f"no kernel can serve {asked}:{lines}\n"
+            "Change what is objected to, or pass backend=None to let the registry choose."
         )
 
 
 class CheckpointError(PagedKVError):
-    """A model folder is missing, damaged or of an unknown kind."""
+    """Raised when a model folder is missing, damaged or of an unknown kind. The text names the file and its fault."""
 
 
 class InvariantViolation(PagedKVError, AssertionError):
-    """`check()` found a broken law of DESIGN (I1-I9). This is a bug of pagedkv, or of code that wrote into its arrays.
+    """Raised by `check()` for a broken law of DESIGN (I1-I9): a bug of pagedkv, or of code that wrote into its arrays.
 
-    law, frame, asid: which, and where; None if the place is neither a frame nor a space.
+    Report it with the text. law: its number; frame, asid: the place, or None if the place is not a frame or not a
+    space.
     """
 
     def __init__(self, message: str, *, law: str = "", frame: int | None = None, asid: int | None = None) -> None:
-        self.law, self.frame, self.asid = law, frame, asid
+        self.law: str = law
+        self.frame: int | None = frame
+        self.asid: int | None = asid
         super().__init__(message)

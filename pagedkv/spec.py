@@ -2,9 +2,10 @@
 
 One layer's slice of a frame, in address order (K kv heads, S block_size, D head_dim, Dv head_dim_v):
 
-    | K  [K, S, D] | V  [K, S, Dv] | k_scale f32 [K, S] | v_scale f32 [K, S] |  each padded to 64 bytes; scales only if quantised
+    | K  [K, S, D] | V  [K, S, Dv] | k_scale f32 [K, S] | v_scale f32 [K, S] |
 
-A frame is `num_layers` such slices, one after the other: one contiguous run of bytes.
+Each region is padded to 64 bytes; scales exist only if the KV is quantised. A frame is `num_layers` such slices, one
+after the other: one contiguous run of bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _UNITS: Final = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes named by `"40GiB"`, `"512 MB"`, `"1.5g"` or an int."""
+    """Return the bytes of an amount like "40GiB", "512 MB" or "1.5g"; an int is bytes already."""
     if not isinstance(text, str | bool) and hasattr(text, "__index__"):
         return index(text)
     if not isinstance(text, str):
@@ -64,7 +65,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def _count(value: Any, name: str) -> int:
-    """`value` as an int of at least 1: whatever counts as one to Python (numpy's and torch's too), but for bools."""
+    """Return `value` as an int of at least 1. Integers of numpy and torch count as ints; bools do not."""
     try:
         number = 0 if isinstance(value, bool) or type(value).__name__ == "bool" else index(value)
     except TypeError:
@@ -83,9 +84,9 @@ class KVSpec:
     """The geometry of one group of layers that share page tables.
 
     num_layers, num_kv_heads (K), head_dim (D), head_dim_v (Dv; D if None), block_size (S, tokens per frame).
-    dtype:    what the model computes in: "float32", "bfloat16" or "float16".
-    kv_dtype: what is stored: None for the same, or "fp8_e4m3", "fp8_e5m2", "int8", "int4".
-    window:   how many positions back a query sees, its own included; None for all.
+    dtype:    the dtype that the model computes in: "float32", "bfloat16" or "float16".
+    kv_dtype: the dtype of the stored KV: None for the same, or "fp8_e4m3", "fp8_e5m2", "int8", "int4".
+    window:   the number of positions that a query sees, its own included; None for all.
     Raises:   InvalidRequest for a geometry that cannot be laid out.
     """
 
@@ -108,7 +109,8 @@ class KVSpec:
         stored = [name for name in BITS if name == self.dtype or name not in COMPUTE_DTYPES]
         if self.kv_dtype is not None and (not isinstance(self.kv_dtype, str) or self.kv_dtype not in stored):
             raise InvalidRequest(
-                f"KVSpec.kv_dtype is {self.kv_dtype!r}; it must be None or, with dtype {self.dtype}, one of {', '.join(stored)}"
+                f"KVSpec.kv_dtype is {self.kv_dtype!r}; it must be None or, with dtype {self.dtype}, one of "
+                f"{', '.join(stored)}"
             )
         if self.stored_dtype == "int4" and (self.head_dim % 2 or self.value_dim % 2):
             raise InvalidRequest(
@@ -117,7 +119,7 @@ class KVSpec:
 
     @property
     def value_dim(self) -> int:
-        """Dv."""
+        """Dv: `head_dim_v`, or `head_dim` if that is None."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
@@ -127,11 +129,11 @@ class KVSpec:
 
     @property
     def quantised(self) -> bool:
-        """Whether a float32 scale is stored beside each (token, head) of K and of V."""
+        """True if a float32 scale is stored beside each (token, head) of K and of V."""
         return self.stored_dtype not in COMPUTE_DTYPES
 
     def regions(self) -> dict[str, tuple[int, int]]:
-        """Byte offset within a layer's slice, and bytes used, of "k", "v" and, if quantised, "k_scale" and "v_scale"."""
+        """Return (offset in a layer's slice, bytes used) of "k", "v" and, if quantised, "k_scale" and "v_scale"."""
         rows = self.num_kv_heads * self.block_size
         sizes = {
             "k": rows * self.head_dim * BITS[self.stored_dtype] // 8,
@@ -157,13 +159,13 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of KV (and scales) that one token adds, padding not counted."""
+        """Bytes of KV and scales that one token adds, without padding."""
         return self.num_layers * sum(size for _, size in self.regions().values()) // self.block_size
 
     def frames_in(self, memory: str | int) -> int:
-        """How many frames fit into `memory` (bytes, or text such as "40GiB").
+        """Return how many frames fit into `memory`: bytes, or text such as "40GiB".
 
-        Raises: InvalidRequest if not even one does, or `memory` is no amount.
+        Raises: InvalidRequest if not one frame fits, or `memory` is no amount
         """
         frames = parse_bytes(memory) // self.frame_bytes
         if frames < 1:
@@ -173,5 +175,5 @@ class KVSpec:
         return frames
 
     def pages(self, num_tokens: int) -> int:
-        """How many pages `num_tokens` tokens take."""
+        """Return how many pages `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)

@@ -56,7 +56,7 @@ def test_transformers_computes_the_same_from_the_bundled_checkpoint(engine: Engi
     ]
     assert engine.generate([ids], SHORT)[0].completions[0].token_ids == theirs.tolist()
     batch = engine.cache.plan([engine.cache.open()], [len(ids)])
-    ours = engine.decoder.forward(prompt[0], batch.args, engine.cache)
+    ours = engine.decoder.forward(prompt[0], batch, engine.cache)
     engine.cache.abort(batch)
     with torch.inference_mode():
         assert (ours - model(prompt).logits[0]).abs().max() <= 1e-4 * ours.abs().max()

@@ -1,4 +1,4 @@
-"""cache: the bytes. The pool and its views (storage), a plan on the device (batch, mirror), and the façade over all of it (paged)."""
+"""cache: the bytes. The pool (storage), a plan on the device (batch, mirror), the façade (paged), files (snapshots)."""
 
 from pagedkv.cache.batch import PlannedBatch
 from pagedkv.cache.paged import PagedKVCache

@@ -1,75 +1,151 @@
-"""PlannedBatch: a plan, and the same as tensors on the device. On the CPU these are views of the plan's arrays; nothing is copied."""
+"""PlannedBatch: one step's plan as tensors on the device. On the CPU they share the memory of the plan's arrays.
+
+    groups     plan() returns    batch[layer]                      the batch itself
+    one        PlannedBatch      the batch itself                  is a PagedBatch: the kernels take it
+    several    GroupedBatch      PagedBatch of the layer's group   has no slots, rows, block_table: kernels refuse it
+
+So `batch[layer]`, beside `cache[layer]`, is right for every cache. This file knows plans and tensors; it must not know
+rules of core.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.core.handles import Plan
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.args import PagedBatch
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedBatch:
-    """What `PagedKVCache.plan` returns and `commit` takes back: `args` for the kernels, `plan` for the memory manager.
+@dataclass(frozen=True, eq=False, repr=False)
+class PlannedBatch(PagedBatch):
+    """The result of `PagedKVCache.plan`. Hand `batch[layer]` to the kernels, and the batch to `commit` or `abort`.
 
-    With several layer groups each has its own rows and slots: `batch[layer]`, beside `cache[layer]`. `args` is that of the first group.
+    plan: the same step for the memory manager, as numpy arrays.
     """
 
-    plan: Plan
-    args: PagedBatch
-    others: tuple[PagedBatch, ...] = ()
-    """Of the other groups."""
-    layer_groups: tuple[int, ...] = ()
-    """The group of each layer; () if there is one."""
+    plan: Plan = field(kw_only=True)
 
     def __getitem__(self, layer: int) -> PagedBatch:
-        group = self.layer_groups[layer] if self.layer_groups else 0
-        return self.others[group - 1] if group else self.args
+        """Return the batch that the kernels of `layer` take: of the layer's group, if the cache has several groups."""
+        return self
+
+    __iter__ = None
+    """A batch is no sequence of layers: `for` over `batch[0]`, `batch[1]`, ... would never end."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __repr__(self) -> str:
-        return f"PlannedBatch({len(self.plan.rows)} sequences, {self.plan.num_tokens} new tokens, {len(self.plan.splits)} copies)"
+        sizes = f"{len(self.plan.rows)} sequences, {self.plan.num_tokens} new tokens, {len(self.plan.splits)} copies"
+        return f"{type(self).__name__}({sizes})"
 
 
-def on_cpu(plan: Plan, group: int = 0) -> PagedBatch:
-    """The plan of a layer group as tensors that share its memory. `block_table` is the live page tables."""
-    mine = plan.group(group) if group else plan
-    return PagedBatch(
-        block_table=torch.from_numpy(plan.block_table),
-        seq_lens=torch.from_numpy(plan.seq_lens),
-        cu_seqlens_q=torch.from_numpy(plan.cu_seqlens_q),
-        slots=torch.from_numpy(mine.slots),
-        positions=torch.from_numpy(plan.positions),
-        max_seqlen_q=int(plan.counts.max(initial=0)),
-        max_seqlen_k=int(plan.seq_lens.max(initial=0)),
-        rows=torch.from_numpy(mine.rows),
-    )
+class _NoSuchTensor(InvalidRequest, AttributeError):
+    """A tensor that a GroupedBatch has once for each group. An AttributeError too, so that `hasattr` says False."""
 
 
-def on_device(plan: Plan, mirror: DeviceMirror, block_size: int, group: int = 0) -> PagedBatch:
-    """The plan of a layer group on the mirror's device: one transfer for the small arrays, one for what has changed in the tables."""
-    host, mine = on_cpu(plan, group), plan.group(group) if group else plan
-    small = [host.slots, host.positions, host.seq_lens, host.cu_seqlens_q, host.rows]
-    packed = torch.from_numpy(np.concatenate([part.numpy().view(np.uint8) for part in small if part is not None]))
-    pages = -(-host.max_seqlen_k // block_size)
-    sent = packed.to(mirror.device, non_blocking=True)
-    at, parts = 0, []
-    for part in small:
-        assert part is not None
-        size = part.numel() * part.element_size()
-        parts.append(sent[at : at + size].view(part.dtype))
-        at += size
-    slots, positions, seq_lens, cu_seqlens_q, rows = parts
-    table = mirror.update(plan.block_table, mine.rows, pages)
-    return replace(
-        host,
-        block_table=table,
-        slots=slots,
-        positions=positions,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        rows=rows,
-    )
+class GroupedBatch(PlannedBatch):
+    """The PlannedBatch of several layer groups. `batch[layer]` has the slots, rows and tables of the layer's group.
+
+    Lengths and positions are equal in all groups and can be read here. `slots`, `rows` and `block_table` raise
+    InvalidRequest, so a kernel that is handed the batch itself refuses it, where the tensors of the first group would
+    be wrong for the other groups.
+    """
+
+    _groups: tuple[PagedBatch, ...]
+    _layer_groups: tuple[int, ...]
+
+    def __init__(self, plan: Plan, groups: tuple[PagedBatch, ...], layer_groups: tuple[int, ...]) -> None:
+        first = groups[0]
+        vars(self).update(  # the class is frozen: attributes cannot be assigned
+            plan=plan,
+            seq_lens=first.seq_lens,
+            cu_seqlens_q=first.cu_seqlens_q,
+            positions=first.positions,
+            max_seqlen_q=first.max_seqlen_q,
+            max_seqlen_k=first.max_seqlen_k,
+            _groups=groups,
+            _layer_groups=layer_groups,
+        )
+
+    def __getitem__(self, layer: int) -> PagedBatch:
+        return self._groups[self._layer_groups[layer]]
+
+    @property
+    def slots(self) -> NoReturn:  # type: ignore[override]
+        """Raise InvalidRequest."""
+        self._refuse("slots")
+
+    @property
+    def rows(self) -> NoReturn:  # type: ignore[override]
+        """Raise InvalidRequest."""
+        self._refuse("rows")
+
+    @property
+    def block_table(self) -> NoReturn:  # type: ignore[override]
+        """Raise InvalidRequest."""
+        self._refuse("block_table")
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise _NoSuchTensor(
+            f"batch.{name} is asked of a batch of {len(self._groups)} layer groups, each of which has its own; "
+            "give the kernels batch[layer], beside cache[layer]"
+        )
+
+
+def planned_batch(
+    plan: Plan, layer_groups: tuple[int, ...], mirror: DeviceMirror | None, block_size: int
+) -> PlannedBatch:
+    """Return the plan as tensors on the mirror's device, or on the CPU if there is no mirror.
+
+    layer_groups: the group of each layer.
+    """
+    groups = [
+        on_cpu(plan, group) if mirror is None else on_device(plan, mirror, block_size, group)
+        for group in range(len(plan.group_slots))
+    ]
+    if len(groups) == 1:
+        return PlannedBatch(**groups[0], plan=plan)
+    return GroupedBatch(plan, tuple(PagedBatch(**tensors) for tensors in groups), layer_groups)
+
+
+def on_cpu(plan: Plan, group: int = 0) -> dict[str, Any]:
+    """Return the fields of the PagedBatch of a layer group, as tensors that share the plan's memory.
+
+    `block_table` is the live page tables: a later plan or fork changes its entries.
+    """
+    of_group = plan.group(group) if group else plan
+    return {
+        "block_table": torch.from_numpy(plan.block_table),
+        "seq_lens": torch.from_numpy(plan.seq_lens),
+        "cu_seqlens_q": torch.from_numpy(plan.cu_seqlens_q),
+        "slots": torch.from_numpy(of_group.slots),
+        "positions": torch.from_numpy(plan.positions),
+        "max_seqlen_q": int(plan.counts.max(initial=0)),
+        "max_seqlen_k": int(plan.seq_lens.max(initial=0)),
+        "rows": torch.from_numpy(of_group.rows),
+    }
+
+
+def on_device(plan: Plan, mirror: DeviceMirror, block_size: int, group: int = 0) -> dict[str, Any]:
+    """Return these fields on the mirror's device: one transfer of small arrays, one of changed table entries."""
+    host = on_cpu(plan, group)
+    names = ("slots", "positions", "seq_lens", "cu_seqlens_q", "rows")  # 8-byte elements first: each part is aligned
+    packed = torch.from_numpy(np.concatenate([host[name].numpy().view(np.uint8) for name in names]))
+    sent, offset = packed.to(mirror.device, non_blocking=True), 0
+    parts: dict[str, torch.Tensor] = {}
+    for name in names:
+        size = host[name].numel() * host[name].element_size()
+        parts[name] = sent[offset : offset + size].view(host[name].dtype)
+        offset += size
+    num_pages = -(-host["max_seqlen_k"] // block_size)
+    return {**host, **parts, "block_table": mirror.update(plan.block_table, host["rows"].numpy(), num_pages)}

@@ -1,11 +1,11 @@
-"""DeviceMirror: the page tables on the device, at one fixed address, kept true by sending what has changed.
+"""DeviceMirror: a copy of the page tables on the device, at a fixed address. A step sends the changed entries.
 
-    host table  int32 [A, P]   changes at plan, commit, fork, ...
-    known       int32 [A, P]   what the device was told last (host memory)
-    table       int32 [A, P]   on the device; its address changes only when the host table grows (captured graphs hold it)
+    host    int32 [A, P]   the page tables of the memory manager; they change at plan, commit, fork, ...
+    sent    int32 [A, P]   host memory: the entries that the device has
+    table   int32 [A, P]   device memory; its address, which CUDA graphs hold, changes only when the host table grows
 
-A step compares the rows it will read with what the device knows, and sends one packed list of (place, frame). O(pages of the batch) on the
-host, O(changes) on the bus.
+A step compares the rows it will read with `sent`, and sends one packed list of (place, frame). O(pages of the batch) on
+the host, O(changes) on the bus. Entries of pages that no step has read yet are -1 on the device.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from pagedkv.core.state import I32
 
 
 class DeviceMirror:
-    """A copy of the page tables on `device`. Entries of pages that no step has read yet are -1."""
+    """The copy of the page tables on `device`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.known = np.empty((0, 0), np.int32)
-        self.table = torch.empty((0, 0), dtype=torch.int32, device=device)
+        self.device: torch.device = device
+        self.sent: I32 = np.empty((0, 0), np.int32)
+        self.table: torch.Tensor = torch.empty((0, 0), dtype=torch.int32, device=device)
 
     def update(self, host: I32, rows: I32, num_pages: int) -> torch.Tensor:
-        """Make the first `num_pages` pages of `rows` true on the device; returns the device's table, int32 [A, P].
+        """Send changed entries among the first `num_pages` pages of `rows`; return the device's table, int32 [A, P].
 
         Shapes: host int32 [A, P], rows int32 [B]
         """
-        if self.known.shape != host.shape:
-            self.known = np.full_like(host, -1)
+        if self.sent.shape != host.shape:
+            self.sent = np.full_like(host, -1)
             self.table = torch.full(host.shape, -1, dtype=torch.int32, device=self.device)
         wanted = host[rows, :num_pages]
-        row, page = np.nonzero(wanted != self.known[rows, :num_pages])
+        row, page = np.nonzero(wanted != self.sent[rows, :num_pages])
         if len(row):
             frames = wanted[row, page]
-            self.known[rows[row], page] = frames
+            self.sent[rows[row], page] = frames
             places = rows[row].astype(np.int64) * host.shape[1] + page
             packed = torch.from_numpy(np.stack([places, frames.astype(np.int64)])).to(self.device, non_blocking=True)
             self.table.view(-1).index_copy_(0, packed[0], packed[1].to(torch.int32))

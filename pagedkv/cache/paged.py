@@ -1,13 +1,17 @@
-"""PagedKVCache: the façade. A memory manager, the bytes it speaks of, and the kernels that read them.
+"""PagedKVCache: a memory manager, the bytes of its frames, and the kernels that read them.
 
-    batch = cache.plan([a, b], [1, 5])            frames mapped, shared tails copied, tables on the device
-    for layer in range(L):  write_kv(k, v, cache[layer], batch.args);  paged_attention(q, cache[layer], batch.args)
-    cache.commit(batch, token_ids)                the tokens are real: later prompts find them
+    batch = cache.plan([a, b], [1, 5])              frames are mapped, shared tails copied, tables sent to the device
+    for layer in range(len(cache)):
+        write_kv(k, v, cache[layer], batch[layer])
+        out = paged_attention(q, cache[layer], batch[layer])
+    cache.commit(batch, token_ids)                  the tokens belong to their sequences: later prompts find them
 
-It adds no rule to those of core: it keeps bytes and integers in step, and nothing else.
+Every method that is about frames, spaces or tenants forwards to MemoryManager, where its law is written. This file adds
+no rule to core: it keeps bytes and integers in step. It knows which frames are free and which moved; it must not know
+how core decides that.
 
-Layers with different windows are groups: a list of KVSpecs, one for each, the first of them without a window, and `layer_groups`, which
-says of each layer of the model in which group it is. Then `batch[layer]` stands for `batch.args`. See core/groups.py.
+Layers with different windows form groups: a list of KVSpecs, one for each group, the first without a window; and
+`layer_groups`, the group of each layer of the model. See core/tables/layer_groups.py.
 """
 
 from __future__ import annotations
@@ -21,34 +25,41 @@ import numpy.typing as npt
 import torch
 
 from pagedkv import debug
-from pagedkv.cache import batch as packing
 from pagedkv.cache import snapshots
-from pagedkv.cache.batch import PlannedBatch
+from pagedkv.cache.batch import PlannedBatch, planned_batch
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.snapshots import Restored
 from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
+from pagedkv.core import Group, MemoryManager, Stats
 from pagedkv.core.arguments import whole
-from pagedkv.core.handles import AddressSpace, Plan
-from pagedkv.core.manager import Counts, MemoryManager, Spaces
-from pagedkv.core.observe.stats import Stats
-from pagedkv.core.state import FREE
-from pagedkv.core.tables.layer_groups import Group
+from pagedkv.core.handles import AddressSpace, Pin, Plan
+from pagedkv.core.manager import Counts, Spaces
+from pagedkv.core.observe.misses import Miss
+from pagedkv.core.observe.stats import Usage
+from pagedkv.core.prefix.events import Event, Snapshot
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
-from pagedkv.kernels.args import KVLayer, PagedBatch
+from pagedkv.kernels.args import KVLayer
+from pagedkv.kernels.case import Kernel
 from pagedkv.kernels.ops import copy_frames
 from pagedkv.spec import KVSpec
 
 
 class PagedKVCache:
-    """The KV cache of one model: `cache[layer]` for the kernels, `plan` and `commit` for the loop.
+    """The KV cache of one model: `cache[layer]` and `batch[layer]` for the kernels, `plan` and `commit` for the loop.
 
-    `spec` is the geometry, or that of each layer group: what lies behind a group's window is given back (KVSpec.window). A frame is as
-    large as the largest group needs, so groups of as many layers each waste nothing.
-    Give `num_frames`, or `memory` ("40GiB", bytes) to fill. `kernels` names a backend or "auto"; the choice is made here, once, and
-    shown in the repr. `backend` is what to hand to the kernels' calls: the name if one was forced, else None, so that a call that the
-    chosen kernel objects to (for a soft cap, say) goes to the next. Further options go to MemoryManager.
-    Raises: InvalidRequest if both or neither size is given, or it cannot be had; KernelUnavailable if the named backend objects
+    spec:         the geometry, or a list with that of each layer group. A group gives back frames behind its window
+                  (KVSpec.window). A frame is as large as the largest group needs, so groups with equal numbers of
+                  layers waste no memory.
+    layer_groups: the group of each layer; None: the layers of group 0 come first, then those of group 1, and so on.
+    num_frames:   the size of the pool; or give `memory` to fill: "40GiB", or an int of bytes.
+    kernels:      a backend's name, or "auto". The choice is made here, once, and shown in the repr.
+    manager_options: the keyword options of MemoryManager, for example policy="2q".
+
+    `backend` is the argument for the kernels' calls: the backend's name if one was forced, else None. With None a call
+    that the chosen kernel objects to (for a soft cap, for example) goes to the next kernel.
+    Raises: InvalidRequest if both sizes are given, or none, or the memory cannot be had; KernelUnavailable if the named
+            backend objects
     """
 
     def __init__(
@@ -64,35 +75,33 @@ class PagedKVCache:
     ) -> None:
         if (num_frames is None) == (memory is None):
             raise InvalidRequest(f"num_frames is {num_frames} and memory is {memory}; give one of them")
-        self.specs = specs_of(spec)
-        self.layer_groups = groups_of_layers(self.specs, layer_groups)
-        self.spec, self.device = self.specs[0], _device(device)
+        self.specs: tuple[KVSpec, ...] = specs_of(spec)
+        self.layer_groups: tuple[int, ...] = groups_of_layers(self.specs, layer_groups)
+        self.spec: KVSpec = self.specs[0]
+        self.device: torch.device = _device(device)
         largest = max(self.specs, key=lambda spec: spec.frame_bytes)
         frames = whole(num_frames if memory is None else largest.frames_in(memory), "num_frames", 1, 2**31)
         manager_options.setdefault("groups", [Group(window=spec.window) for spec in self.specs])
-        self.manager = MemoryManager(frames, self.spec.block_size, **manager_options)
-        if len(self.manager.groups) != len(self.specs):
-            raise InvalidRequest(
-                f"{len(self.manager.groups)} groups and {len(self.specs)} specs; give a KVSpec for each group"
-            )
-        windows, due = [group.window for group in self.manager.groups], [spec.window for spec in self.specs]
-        if windows != due:
-            raise InvalidRequest(
-                f"groups have windows {windows} and their specs {due}; give each Group the window of its KVSpec"
-            )
-        self.kernel = registry.choose(self.spec, self.device.type, kernels)
+        self.manager: MemoryManager = MemoryManager(frames, self.spec.block_size, **manager_options)
+        _refuse_other_groups(self.manager.groups, self.specs)
+        self.kernel: Kernel = registry.choose(self.spec, self.device.type, kernels)
         forced = kernels not in (None, registry.AUTO) or debug.forced_backend() is not None
-        self.backend = self.kernel.name if forced else None
-        self.storage = Storage(self.specs, frames, self.device, layer_groups=self.layer_groups)
+        self.backend: str | None = self.kernel.name if forced else None
+        self.storage: Storage = Storage(self.specs, frames, self.device, layer_groups=self.layer_groups)
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
-        self._watched = debug.level() >= 2  # from birth or not at all: later nobody knows which frames hold something
-        self._seen = self.manager.state.frames["generation"].copy()  # at the last look,
-        self._clean = np.zeros(frames, bool)  # and who was free then, hence poisoned
+        # Poisoning starts with the cache or never: later it is unknown which frames were written.
+        self._poisons = debug.level() >= 2
+        self._begin_poison()
 
     @property
     def num_frames(self) -> int:
         """Frames in the pool."""
         return self.manager.num_frames
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of a frame, as many as the largest group needs."""
+        return self.storage.frame_bytes
 
     def __getitem__(self, layer: int) -> KVLayer:
         return self.storage.layers[layer]
@@ -100,13 +109,102 @@ class PagedKVCache:
     def __len__(self) -> int:
         return len(self.layer_groups)
 
-    @property
-    def frame_bytes(self) -> int:
-        """Bytes of a frame: what the largest group needs."""
-        return self.storage.frame_bytes
+    # -- spaces --------------------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[np.integer] = (),
+        *,
+        tenant: bytes = b"",
+        priority: float = 1.0,
+        half_life: float = 1000.0,
+    ) -> AddressSpace:
+        """Open a space that maps the longest known prefix of `token_ids`. See MemoryManager.open.
+
+        The handle has the verbs of one sequence: fork, truncate, punch, release.
+        """
+        return self.manager.open(token_ids, tenant=tenant, priority=priority, half_life=half_life)
+
+    def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
+        """Return why `open` finds no more of `token_ids` than it does. See MemoryManager.why."""
+        return self.manager.why(token_ids, tenant=tenant)
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def plan(self, batch: Spaces, counts: Counts) -> PlannedBatch:
+        """Map frames for `counts[i]` new tokens of each space, and copy shared tails. See MemoryManager.plan.
+
+        Modifies: the bytes of copied frames; with PAGEDKV_DEBUG >= 2 the bytes of newly taken frames, which become NaN
+        Raises:   OutOfFrames, InvalidRequest, StaleHandle, KernelUnavailable; nothing was changed then
+        """
+        plan = self.manager.plan(batch, counts)
+        try:
+            if self._poisons:
+                self._poison()
+            if len(plan.splits):
+                copies = torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device)
+                copy_frames(self.storage.frames, copies, backend=self.backend)
+            return planned_batch(plan, self.layer_groups, self._mirror, self.spec.block_size)
+        except BaseException:  # the caller has no plan to abort
+            self.manager.abort(plan)
+            raise
+
+    def commit(
+        self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None
+    ) -> None:
+        """Append `token_ids`, whose KV was written at the slots of `batch`. See MemoryManager.commit."""
+        self.manager.commit(_plan_of(batch, "commit"), token_ids, counts)
+
+    def abort(self, batch: PlannedBatch) -> None:
+        """Undo `plan`, whether the kernels of the batch ran or not. See MemoryManager.abort."""
+        self.manager.abort(_plan_of(batch, "abort"), copied=True)
+
+    # -- frames that must stay or may go -------------------------------------------------------------------------------
+
+    def pin(self, what: AddressSpace | npt.NDArray[np.int32], *, owner: str = "", deadline: float | None = None) -> Pin:
+        """Keep the full pages of a space, or published frames (int32 [n]), until `unpin`. See MemoryManager.pin."""
+        return self.manager.pin(what, owner=owner, deadline=deadline)
+
+    def unpin(self, pin: Pin) -> None:
+        """Give back the frames of `pin`. See MemoryManager.unpin."""
+        self.manager.unpin(pin)
+
+    def overdue(self, now: float) -> list[Pin]:
+        """Return the pins whose deadline is before `now`, on the caller's clock. See MemoryManager.overdue."""
+        return self.manager.overdue(now)
+
+    def retire(self, epoch: int, batch: Sequence[AddressSpace] = ()) -> None:
+        """Open an epoch: frames dropped from now on are not reused until `advance(epoch)`. See MemoryManager.retire."""
+        self.manager.retire(epoch, batch)
+
+    def advance(self, epoch: int) -> int:
+        """Say that work up to `epoch` has finished; return how many frames that freed. See MemoryManager.advance."""
+        return self.manager.advance(epoch)
+
+    def advise(
+        self, space: AddressSpace, advice: str = "WILLNEED", *, retain: tuple[float, float] | None = None
+    ) -> None:
+        """Say what the pages of `space` are worth after its release. See MemoryManager.advise."""
+        self.manager.advise(space, advice, retain=retain)
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` cached frames, in the policy's order; return how many. See MemoryManager.evict."""
+        return self.manager.evict(count)
+
+    def forget(self) -> int:
+        """Make all computed pages unfindable, as after an update of the weights; return how many frames that freed.
+
+        See MemoryManager.forget.
+        """
+        return self.manager.forget()
+
+    # -- the pool ------------------------------------------------------------------------------------------------------
 
     def frames_for(self, num_tokens: int, at_once: int | None = None) -> int:
-        """The most frames that a sequence holds until it has `num_tokens` tokens, planned `at_once` at most (None: all of them)."""
+        """Return the most frames that a sequence holds until it has `num_tokens` tokens.
+
+        at_once: the most tokens that one plan adds; None: all of them.
+        """
         num_tokens = whole(num_tokens, "num_tokens")
         chunk = num_tokens if at_once is None else min(at_once, num_tokens)
         most = [num_tokens if spec.window is None else min(num_tokens, spec.window - 1 + chunk) for spec in self.specs]
@@ -115,114 +213,165 @@ class PagedKVCache:
             pages(num_tokens) if tokens == num_tokens else min(pages(num_tokens), pages(tokens) + 1) for tokens in most
         )
 
-    def open(self, token_ids: Sequence[int] | npt.NDArray[np.integer] = (), *, tenant: bytes = b"") -> AddressSpace:
-        """See MemoryManager.open."""
-        return self.manager.open(token_ids, tenant=tenant)
+    @property
+    def available(self) -> int:
+        """Frames that a plan could take now: free or evictable."""
+        return self.manager.available
 
-    def plan(self, batch: Spaces, counts: Counts) -> PlannedBatch:
-        """Map frames for `counts[i]` new tokens of each space, and copy the tails that others share. See MemoryManager.plan.
+    @property
+    def pending(self) -> int:
+        """Frames that become available when plans and epochs under way end: wait for them rather than preempt."""
+        return self.manager.pending
 
-        Modifies: the bytes of copied frames; with PAGEDKV_DEBUG >= 2 those of newly taken ones, which become NaN
-        Raises:   OutOfFrames, InvalidRequest, StaleHandle, KernelUnavailable; nothing was changed then
-        """
-        plan = self.manager.plan(batch, counts)
-        try:
-            if self._watched:
-                self._poison()
-            if len(plan.splits):
-                copies = torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device)
-                copy_frames(self.storage.frames, copies, backend=self.backend)
-            parts = [self._packed(plan, group) for group in range(len(self.specs))]
-            return PlannedBatch(plan, parts[0], tuple(parts[1:]), self.layer_groups if parts[1:] else ())
-        except BaseException:  # nobody has the plan: nobody else could abort it
-            self.manager.abort(plan)
-            raise
+    @property
+    def reserve(self) -> int:
+        """Frames that `admits` keeps free: the watermark."""
+        return self.manager.reserve
 
-    def _packed(self, plan: Plan, group: int) -> PagedBatch:
-        if self._mirror is None:
-            return packing.on_cpu(plan, group)
-        return packing.on_device(plan, self._mirror, self.spec.block_size, group)
+    @property
+    def max_pinned(self) -> int:
+        """Frames that pins may hold."""
+        return self.manager.max_pinned
 
-    def commit(
-        self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None
-    ) -> None:
-        """The KV of `token_ids` has been written where `batch` said. See MemoryManager.commit."""
-        self.manager.commit(_plan_of(batch, "commit"), token_ids, counts)
+    def available_to(self, tenant: bytes = b"") -> int:
+        """Return how many frames a plan for spaces of `tenant` alone could take now. See MemoryManager.available_to."""
+        return self.manager.available_to(tenant)
 
-    def abort(self, batch: PlannedBatch) -> None:
-        """Nothing comes of the batch, whether its kernels have run or not. See MemoryManager.abort."""
-        self.manager.abort(_plan_of(batch, "abort"), copied=True)
+    def free_to(self, tenant: bytes = b"") -> int:
+        """Return how many frames such a plan could take without evicting any. See MemoryManager.free_to."""
+        return self.manager.free_to(tenant)
+
+    def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
+        """Return True if a new sequence may take `num_frames` frames and leave `reserve`. See MemoryManager.admits."""
+        return self.manager.admits(num_frames, tenant=tenant)
 
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
-        """See MemoryManager.set_quota; frames, of which `spec.frames_in("2GiB")` gives the number."""
+        """Limit the frames of `tenant`; `spec.frames_in("2GiB")` converts bytes. See MemoryManager.set_quota."""
         self.manager.set_quota(tenant, hard=hard, soft=soft, protected=protected)
 
-    def forget(self) -> int:
-        """See MemoryManager.forget."""
-        return self.manager.forget()
+    def usage(self, tenant: bytes) -> Usage:
+        """Return the frames and limits of a tenant that has a quota. See MemoryManager.usage."""
+        return self.manager.usage(tenant)
+
+    def usages(self) -> dict[bytes, Usage]:
+        """Return `usage` of each tenant that has a quota. See MemoryManager.usages."""
+        return self.manager.usages()
 
     def resize(self, num_frames: int) -> None:
-        """Make the pool larger or smaller; what it holds stays. See MemoryManager.resize. Both pools exist for as long as this takes.
+        """Make the pool larger or smaller and keep its contents. Both pools exist meanwhile. See MemoryManager.resize.
 
         `cache[layer]` is a new view afterwards: fetch it again, and capture CUDA graphs anew.
         Raises: as MemoryManager.resize, and InvalidRequest if the memory cannot be had; nothing was changed then
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
-        other = Storage(self.specs, num_frames, self.device, layer_groups=self.layer_groups)
+        storage = Storage(self.specs, num_frames, self.device, layer_groups=self.layer_groups)
         moves = torch.from_numpy(self.manager.resize(num_frames).astype(np.int64))
-        used = np.flatnonzero(self.manager.state.frames["status"] != FREE)
+        used = np.flatnonzero(~self.manager.free_mask())
         stayed = np.setdiff1d(used[used < self.storage.num_frames], moves[:, 1].numpy())
-        other.take_over(self.storage, torch.from_numpy(stayed), moves)
-        self.storage = other
-        self._seen = self.manager.state.frames["generation"].copy()
-        self._clean = np.zeros(num_frames, bool)
+        storage.take_over(self.storage, torch.from_numpy(stayed), moves)
+        self.storage = storage
+        self._begin_poison()
+
+    # -- on disk -------------------------------------------------------------------------------------------------------
 
     def snapshot(self, folder: str | Path, *, model: str = "") -> int:
-        """Write what prompts can find to `folder`, bytes and tokens, so that `restore` finds it after a restart; returns how many pages.
+        """Write every page that a prompt can find, bytes and tokens, to `folder` for `restore`; return how many pages.
 
-        model: a name for the weights (a checkpoint's digest, say), which the one who restores must know. Pages that a layer group has given
-        up are left out, with those behind them. The one that was there before is valid until this one is whole. O(bytes).
-        Raises: OSError if the disk does
+        model: a name for the weights (a checkpoint's digest, for example); `restore` must be given the same name.
+        A page that one layer group has given up is left out, with the pages behind it. An older snapshot in `folder` is
+        valid until the new one is complete. O(bytes).
+        Raises: OSError from the file system
         """
         return snapshots.save(self, _folder(folder), _name(model))
 
     def restore(self, folder: str | Path, *, model: str = "") -> Restored:
-        """Make what `snapshot` wrote findable again, as far as it is whole and frames are free; nothing is evicted for it.
+        """Make the intact pages of a snapshot findable again, as many as fit into free frames. No frame is evicted.
 
-        A page whose digest does not fit its bytes, tokens, prefix or tenant is a miss, and so are those behind it; a snapshot of another
-        model or layout is refused as a whole. Nothing that lies on the disk raises: see Restored.
+        A page whose digest does not fit its bytes, tokens, prefix or tenant is a miss, and so are the pages behind it.
+        A snapshot of another model or layout is refused as a whole. A damaged file never raises: see Restored.
         """
         return snapshots.load(self, _folder(folder), _name(model))
 
+    # -- observation and checks ----------------------------------------------------------------------------------------
+
+    @property
+    def prefix_cache(self) -> bool:
+        """True if full pages are published at commit and found again by `open`."""
+        return self.manager.prefix_cache
+
     def stats(self) -> Stats:
-        """See MemoryManager.stats; `spec.frame_bytes` turns frames into bytes."""
+        """Return the counters. `spec.frame_bytes` turns frames into bytes. See MemoryManager.stats."""
         return self.manager.stats()
 
-    def check(self, level: int = 3) -> None:
-        """See MemoryManager.check."""
-        self.manager.check(level)
+    def mean_run(self) -> float:
+        """Return how contiguous the frames of open spaces are. See MemoryManager.mean_run."""
+        return self.manager.mean_run()
 
-    def _poison(self) -> None:
-        """Fill with NaN the frames that were freed or taken since the last look, which is before the plan just made writes anything."""
-        frames = self.manager.state.frames
-        free = frames["status"] == FREE
-        stale = np.flatnonzero((free | (frames["generation"] != self._seen)) & ~self._clean)
-        self.storage.poison(torch.from_numpy(stale))
-        self._seen, self._clean = frames["generation"].copy(), free
+    def hit_curve(self, sizes: Sequence[int] | None = None) -> dict[int, float]:
+        """Return the estimated hit rate of pools of other sizes, in frames. See MemoryManager.hit_curve."""
+        return self.manager.hit_curve(sizes)
+
+    def events(self, since: int) -> list[Event]:
+        """Return the changes of the prefix index after event number `since`. See MemoryManager.events."""
+        return self.manager.events(since)
+
+    def events_snapshot(self) -> Snapshot:
+        """Return every findable page and the number of the last event, for a reader of `events` that begins.
+
+        This is MemoryManager.snapshot; `snapshot(folder)` of this class writes files.
+        """
+        return self.manager.snapshot()
+
+    def own(self) -> None:
+        """Let only the calling thread use this cache from now on. See MemoryManager.own."""
+        self.manager.own()
+
+    def disown(self) -> None:
+        """Let any thread use this cache again, one at a time. See MemoryManager.disown."""
+        self.manager.disown()
+
+    def check(self, level: int = 3) -> None:
+        """Prove the invariants. See MemoryManager.check."""
+        self.manager.check(level)
 
     def __repr__(self) -> str:
         gib = self.storage.bytes.numel() / 2**30
         specs = self.spec if len(self.specs) == 1 else list(self.specs)
         return f"PagedKVCache({specs}, {gib:.2f} GiB on {self.device}, kernels={self.kernel.name!r}, {self.manager!r})"
 
+    # -- poison --------------------------------------------------------------------------------------------------------
+
+    def _begin_poison(self) -> None:
+        """Set the state that `_poison` compares with: no frame is poisoned yet."""
+        self._generations = self.manager.frame_generations()
+        self._poisoned = np.zeros(self.num_frames, bool)
+
+    def _poison(self) -> None:
+        """Fill with NaN every frame that is free, or was taken since the last call. Called before any write."""
+        free, generations = self.manager.free_mask(), self.manager.frame_generations()
+        stale = np.flatnonzero((free | (generations != self._generations)) & ~self._poisoned)
+        self.storage.poison(torch.from_numpy(stale))
+        self._generations, self._poisoned = generations, free
+
+
+def _refuse_other_groups(groups: Sequence[Group], specs: Sequence[KVSpec]) -> None:
+    """Raise InvalidRequest unless the manager's groups are those of the specs."""
+    if len(groups) != len(specs):
+        raise InvalidRequest(f"{len(groups)} groups and {len(specs)} specs; give a KVSpec for each group")
+    windows, spec_windows = [group.window for group in groups], [spec.window for spec in specs]
+    if windows != spec_windows:
+        raise InvalidRequest(
+            f"groups have windows {windows} and their specs {spec_windows}; give each Group the window of its KVSpec"
+        )
+
 
 def _device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError) as why:
-        told = str(why).splitlines()[0]
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
         raise InvalidRequest(
-            f"device is {device!r}, which torch does not know ({told}); give 'cpu' or 'cuda'"
+            f"device is {device!r}, which torch does not know ({reason}); give 'cpu' or 'cuda'"
         ) from None
 
 
@@ -243,5 +392,5 @@ def _name(model: str) -> str:
 
 def _plan_of(batch: PlannedBatch, verb: str) -> Plan:
     if not isinstance(batch, PlannedBatch):
-        raise InvalidRequest(f"{verb} of {batch!r}; give what plan() of this cache returned")
+        raise InvalidRequest(f"{verb} of {batch!r}; give the batch that plan() of this cache returned")
     return batch.plan

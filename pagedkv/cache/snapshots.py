@@ -1,16 +1,18 @@
-"""Snapshots: the prefix cache on disk, so that a restart does not begin cold. What cannot be proven to be right is a miss, never garbage.
+"""Snapshots: the prefix cache on disk, for a restart that is not cold. A page that cannot be verified is a miss.
 
-    folder/manifest.json              what follows: files, tenants, fingerprint. Replaced in one step, last: a crash leaves the old snapshot
-    folder/frames-<draw>-00000.safetensors     pages [n]: token_ids int32 [n, S], parent int64 [n], tenant int32 [n],
-                                      frames uint8 [n, G, frame_bytes], digest uint8 [n, 32]
+    folder/manifest.json    files, tenants, fingerprint; replaced last, in one step: a crash leaves the old snapshot
+    folder/frames-<draw>-00000.safetensors    pages [n]: token_ids int32 [n, S], parent int64 [n], tenant int32 [n],
+                                              frames uint8 [n, G, frame_bytes], digest uint8 [n, 32]
 
-    digest = sha256(fingerprint ‖ name of the page ‖ bytes of its frames)       name: chained over tenant and all tokens (core/digests.py)
+    name        = of a page: chained over its tenant and all tokens up to its end (core/prefix/digests.py)
     fingerprint = sha256(format, model, KVSpecs, layer groups, windows, byte order)
+    digest      = sha256(fingerprint ‖ name ‖ bytes of its frames)
 
-So a flipped bit anywhere, in bytes, tokens, order or tenant, is seen, and pages that come after a bad one are missed with it. Numbers of
-frames are not stored: restoring is planning and committing, into frames that are free, and what was known already stays what it was.
+So a flipped bit in bytes, tokens, order or tenant is seen, and the pages behind the damaged page are missed with it.
+Frame numbers are not stored: a restore plans and commits into free frames, and a page that the cache has already stays
+as it is.
 
-It knows the layout of the folder; it must not know how storage is laid out in a frame.
+This file knows the layout of the folder; it must not know the layout of a frame.
 """
 
 from __future__ import annotations
@@ -41,14 +43,18 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 FILE_BYTES: Final = 2**28
-"""About so many bytes of frames in one file."""
+"""Bytes of frames in one file, about."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore` did. `pages` can be found now; `bad` were damaged, or came after one that was; `left` found no free frame.
+    """The result of `restore`, in pages.
 
-    refused: why nothing was looked at, "" if it was: no snapshot, an unreadable one, or that of another model or layout.
+    pages:   prompts can find them now.
+    bad:     damaged, or behind a damaged page.
+    left:    intact, but there was no free frame.
+    refused: why no page was read: no snapshot, an unreadable one, or one of another model or layout. "" if pages were
+             read.
     """
 
     pages: int = 0
@@ -58,7 +64,7 @@ class Restored:
 
 
 def fingerprint(cache: PagedKVCache, model: str) -> dict[str, Any]:
-    """What must be equal for bytes to mean the same."""
+    """Return the facts that two caches must share for their bytes to mean the same."""
     return {
         "format": FORMAT,
         "model": model,
@@ -70,22 +76,23 @@ def fingerprint(cache: PagedKVCache, model: str) -> dict[str, Any]:
 
 
 def save(cache: PagedKVCache, folder: Path, model: str) -> int:
-    """Write every findable page of `cache` to `folder`; returns how many. What was there before stays valid until all is written."""
+    """Write every findable page to `folder`; return how many. An older snapshot is valid until all is written."""
     pages = cache.manager.findable_pages()
     tenants = sorted({page.tenant for page in pages})
     facts, draw = fingerprint(cache, model), secrets.token_hex(8)
-    sealed = _Seal(facts)
+    digester = _Digester(facts)
     names: list[bytes] = []
     for page in pages:
         names.append(page_digest(names[page.parent] if page.parent >= 0 else root_digest(page.tenant), page.token_ids))
     folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, Any]] = []
-    at_once = max(1, FILE_BYTES // (len(cache.specs) * cache.frame_bytes))
-    for first in range(0, len(pages), at_once):
-        part = pages[first : first + at_once]
+    per_file = max(1, FILE_BYTES // (len(cache.specs) * cache.frame_bytes))
+    for first in range(0, len(pages), per_file):
+        part = pages[first : first + per_file]
         tensors = _tensors(cache, part, tenants)
         digests = [
-            sealed.digest(name, held) for name, held in zip(names[first:], tensors["frames"].numpy(), strict=False)
+            digester.digest(name, frames)
+            for name, frames in zip(names[first:], tensors["frames"].numpy(), strict=False)
         ]
         tensors["digest"] = torch.from_numpy(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32).copy())
         files.append({"name": f"frames-{draw}-{len(files):05}.safetensors", "pages": len(part)})
@@ -98,18 +105,18 @@ def save(cache: PagedKVCache, folder: Path, model: str) -> int:
     return len(pages)
 
 
-class _Seal:
-    """Digests under one fingerprint."""
+class _Digester:
+    """Digests of pages under one fingerprint."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
-        self._begun = hashlib.sha256(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
+        self._fingerprinted = hashlib.sha256(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
 
     def digest(self, name: bytes, frames: np.ndarray) -> bytes:
-        """32 bytes for a page of that name whose frames (uint8 [G, frame_bytes]) hold these bytes."""
-        sealed = self._begun.copy()
-        sealed.update(name)
-        sealed.update(np.ascontiguousarray(frames).data)
-        return sealed.digest()
+        """Return 32 bytes for the page of this name with these frames (uint8 [G, frame_bytes])."""
+        hasher = self._fingerprinted.copy()
+        hasher.update(name)
+        hasher.update(np.ascontiguousarray(frames).data)
+        return hasher.digest()
 
 
 def _tensors(cache: PagedKVCache, part: list[Page], tenants: list[bytes]) -> dict[str, torch.Tensor]:
@@ -123,67 +130,73 @@ def _tensors(cache: PagedKVCache, part: list[Page], tenants: list[bytes]) -> dic
 
 
 def _write(path: Path, write: Any) -> None:
-    """Let `write` fill a file beside `path`, bring it to the disk, and put it in its place."""
+    """Call `write` for a file beside `path`, flush that file to the disk, and rename it to `path`."""
     beside = path.with_name(f"{path.name}.part")
     write(beside)
-    for opened in (beside, path.parent):
-        handle = os.open(opened, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-        if opened is beside:
-            os.replace(beside, path)
+    _flush(beside)
+    os.replace(beside, path)
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def load(cache: PagedKVCache, folder: Path, model: str) -> Restored:
-    """Make the pages in `folder` findable again, as far as they are whole and frames are free. Nothing is evicted for them."""
+    """Make the intact pages in `folder` findable again, as many as there are free frames for. No frame is evicted."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        there, tenants = manifest["fingerprint"], [bytes.fromhex(tenant) for tenant in manifest["tenants"]]
+        stored, tenants = manifest["fingerprint"], [bytes.fromhex(tenant) for tenant in manifest["tenants"]]
         files = [(folder / Path(entry["name"]).name, int(entry["pages"])) for entry in manifest["files"]]
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return Restored(refused=f"{folder} holds no snapshot that can be read ({error!r})")
     if any(pages < 0 for _, pages in files):
-        return Restored(refused=f"{folder} holds no snapshot that can be read (a file of fewer than no pages)")
-    here = fingerprint(cache, model)
-    if there != here:
-        wrong = [name for name in here if not isinstance(there, dict) or there.get(name) != here[name]]
+        return Restored(refused=f"{folder} holds no snapshot that can be read (a file with a negative number of pages)")
+    facts = fingerprint(cache, model)
+    if stored != facts:
+        wrong = [name for name in facts if not isinstance(stored, dict) or stored.get(name) != facts[name]]
         return Restored(refused=f"the snapshot in {folder} was made for another {', '.join(wrong)}")
-    if not cache.manager.prefix_cache:
+    if not cache.prefix_cache:
         return Restored(refused="this cache finds no prefixes (prefix_cache=False)")
-    restoring = _Restoring(cache, tenants, _Seal(here))
+    restore = _Restore(cache, tenants, _Digester(facts))
     with cache.manager.restoring():
         try:
-            return restoring.run(files)
+            return restore.run(files)
         finally:
-            restoring.stand_nowhere()
+            restore.close()
 
 
 Row = dict[str, torch.Tensor]
 
 
-class _Restoring:
-    """One restore under way: a space, grown page by page, and opened anew where the next page does not follow the last."""
+class _Restore:
+    """One restore: a space that grows page by page. A page that does not follow the last one needs a new space.
 
-    def __init__(self, cache: PagedKVCache, tenants: list[bytes], seal: _Seal) -> None:
-        self.cache, self.tenants, self.seal = cache, tenants, seal
-        self.found: dict[
-            int, tuple[bytes, Page]
-        ] = {}  # page that can be found now: its name, and what it says of itself
-        self.left: set[int] = set()  # whole pages for which there was no frame
+    restored: number of a page that can be found now -> its name and its identity (a Page without frames).
+    left:     numbers of intact pages for which there was no free frame.
+    tip:      the number of the last page of the space, -1 if the space is empty.
+    """
+
+    def __init__(self, cache: PagedKVCache, tenants: list[bytes], digester: _Digester) -> None:
+        self.cache, self.tenants, self.digester = cache, tenants, digester
+        self.restored: dict[int, tuple[bytes, Page]] = {}
+        self.left: set[int] = set()
         self.space: AddressSpace | None = None
-        self.tip = -1  # the last page of the space
+        self.tip = -1
 
     def run(self, files: list[tuple[Path, int]]) -> Restored:
-        """Page by page, in order."""
-        number = 0
+        """Restore the pages of the files, in order."""
+        total = 0
         for path, count in files:
-            for at, row in enumerate(_rows(path, count, self._shapes(count))):
-                self._page(number + at, row)
-            number += count
-        return Restored(len(self.found), number - len(self.found) - len(self.left), len(self.left))
+            for number, row in enumerate(_rows(path, count, self._shapes(count)), total):
+                self._restore_page(number, row)
+            total += count
+        return Restored(len(self.restored), total - len(self.restored) - len(self.left), len(self.left))
 
-    def stand_nowhere(self) -> None:
-        """Let go of the space: its pages stay, cached."""
+    def close(self) -> None:
+        """Release the space; its pages stay cached."""
         if self.space is not None:
             self.space.release()
         self.space = None
@@ -198,42 +211,42 @@ class _Restoring:
             "digest": (torch.uint8, (count, 32)),
         }
 
-    def _page(self, number: int, row: Row) -> None:
-        """One page more can be found, or is left, or, if it is neither, bad."""
+    def _restore_page(self, number: int, row: Row) -> None:
+        """Add a page to `restored` or to `left`; a bad page is added to neither."""
         parent, tenant = int(row["parent"]), int(row["tenant"])
         if parent in self.left:
             self.left.add(number)
-        if not 0 <= tenant < len(self.tenants) or (parent != -1 and parent not in self.found):
+        if not 0 <= tenant < len(self.tenants) or (parent != -1 and parent not in self.restored):
             return
         page = Page((), parent, self.tenants[tenant], row["token_ids"].numpy())
-        name = page_digest(self.found[parent][0] if parent >= 0 else root_digest(page.tenant), page.token_ids)
-        whole = self.seal.digest(name, row["frames"].numpy()) == row["digest"].numpy().tobytes()
-        if not whole or (parent >= 0 and self.found[parent][1].tenant != page.tenant):
+        name = page_digest(self.restored[parent][0] if parent >= 0 else root_digest(page.tenant), page.token_ids)
+        intact = self.digester.digest(name, row["frames"].numpy()) == row["digest"].numpy().tobytes()
+        if not intact or (parent >= 0 and self.restored[parent][1].tenant != page.tenant):
             return
-        if self._stand_at(parent, page.tenant) and self._grow(page, row["frames"]):
-            self.found[number], self.tip = (name, page), number
+        if self._open_at(parent, page.tenant) and self._grow(page, row["frames"]):
+            self.restored[number], self.tip = (name, page), number
         else:
             self.left.add(number)
 
-    def _stand_at(self, parent: int, tenant: bytes) -> bool:
-        """Have a space that ends with page `parent`. False if that cannot be found any more."""
+    def _open_at(self, parent: int, tenant: bytes) -> bool:
+        """Make `space` one that ends with page `parent`. Return False if that page cannot be found any more."""
         if self.space is not None and parent >= 0 and self.tip == parent:
             return True
-        self.stand_nowhere()
+        self.close()
         chain: list[int] = []
         while parent >= 0:
             chain.append(parent)
-            parent = self.found[parent][1].parent
-        prefix = [token for number in reversed(chain) for token in self.found[number][1].token_ids.tolist()]
+            parent = self.restored[parent][1].parent
+        prefix = [token for number in reversed(chain) for token in self.restored[number][1].token_ids.tolist()]
         self.space = self.cache.open([*prefix, 0], tenant=tenant)
         self.tip = chain[0] if chain else -1
         return len(self.space) == len(prefix)
 
     def _grow(self, page: Page, frames: torch.Tensor) -> bool:
-        """Add `page` to the space, whose frames hold the bytes of `frames` (uint8 [G, frame_bytes]); nothing is evicted for it."""
+        """Append `page` with the bytes of `frames` (uint8 [G, frame_bytes]). Return False if no frame is free."""
         cache, space = self.cache, self.space
         assert space is not None
-        if cache.manager.free_to(page.tenant) < len(cache.specs):
+        if cache.free_to(page.tenant) < len(cache.specs):
             return False
         try:
             batch = cache.plan([space], [len(page.token_ids)])
@@ -246,21 +259,15 @@ class _Restoring:
 
 
 def _rows(path: Path, count: int, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[Row]:
-    """The `count` pages of a file; none of them if it cannot be read or holds something else."""
+    """Yield the `count` pages of a file; none if the file cannot be read or has other shapes."""
     try:
         tensors = load_file(path)
-        whole = all(
-            name in tensors and (tensors[name].dtype, tuple(tensors[name].shape)) == due for name, due in shapes.items()
+        as_expected = all(
+            name in tensors and (tensors[name].dtype, tuple(tensors[name].shape)) == expected
+            for name, expected in shapes.items()
         )
-    except (
-        OSError,
-        SafetensorError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        OverflowError,
-        MemoryError,
-    ):  # whatever a damaged header brings
+    # A damaged header can bring any of these.
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, OverflowError, MemoryError):
         return
-    for at in range(count if whole else 0):
-        yield {name: tensors[name][at] for name in shapes}
+    for page in range(count if as_expected else 0):
+        yield {name: tensors[name][page] for name in shapes}

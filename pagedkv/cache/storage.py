@@ -1,11 +1,13 @@
-"""Storage: the bytes of the pool. One allocation; a frame is one contiguous run of it, so copying or sending a frame is one memcpy.
+"""Storage: the bytes of the pool in one allocation. A frame is one contiguous run: copying or sending it is one memcpy.
 
     frames      uint8 [F, frame_bytes]
-    layer l     |K of all heads [K, S, D]|V of all heads [K, S, Dv]|k_scale [K, S]|v_scale [K, S]|   at i * layer_bytes of each frame
-                where l is the i-th layer of its group. A frame belongs to one group at a time and is as large as the largest needs.
+    layer l     |K of all heads [K, S, D]|V of all heads [K, S, Dv]|k_scale [K, S]|v_scale [K, S]|
+                at i * layer_bytes of each frame, where l is the i-th layer of its group. A frame belongs to one group
+                at a time and is as large as the largest group needs.
 
-Heads are outermost in a frame (HND): one head's page is one run, and a layer's slice is one stream in the order a decode step reads it.
-The views are strided, `[F, S, K, D]`, and own nothing. This file knows geometry and bytes, never who uses a frame.
+Heads are outermost in a frame (HND): one head's page is one run, and a layer's slice is one stream in the order a
+decode step reads it. The views are strided, `[F, S, K, D]`, and own no memory. This file knows geometry and bytes; it
+must not know who uses a frame.
 """
 
 from __future__ import annotations
@@ -22,37 +24,37 @@ from pagedkv.kernels import quant
 from pagedkv.kernels.args import KVLayer
 from pagedkv.spec import KVSpec
 
-_AT_ONCE: Final = 1024
-"""Frames copied in one go: indexing makes a copy of them."""
+_FRAMES_PER_COPY: Final = 1024
+"""`take_over` copies so many frames at a time: indexing makes a temporary copy of them."""
 
 POISON: Final = 0xFF
-"""A byte that makes NaN of every float dtype, of scales too. Frames nobody has written are filled with it at PAGEDKV_DEBUG >= 2."""
+"""A byte whose repetition is NaN in every float dtype. It fills unwritten frames at PAGEDKV_DEBUG >= 2."""
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_bytes]. On the CPU zeroed pages that the system hands out when they are first touched, huge ones where it can."""
+    """Allocate uint8 [num_bytes]. On the CPU the system gives zeroed, if possible huge, pages at their first touch."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets no huge pages
+    # Private: Linux gives shared memory no huge pages.
+    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(region, dtype=torch.uint8)
 
 
-def _apart(view: torch.Tensor) -> torch.Tensor:
-    """The same bytes as a tensor that is no view to torch: torch.compile refuses to mutate views of one base that differ in dtype.
+def _without_base(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same bytes that torch does not know to be a view.
 
-    It cannot see any more that they alias `frames`, so copying frames stays outside a compiled step.
+    torch.compile refuses to mutate views of one base that differ in dtype. Without the base torch cannot see that the
+    tensor aliases `frames`, so copies of frames stay outside a compiled step.
     """
-    as_bytes = view.dtype in (
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    )  # dtypes that DLPack has no name for in every torch we support
+    # DLPack has a name for these dtypes in newer versions of torch only.
+    as_bytes = view.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     return from_dlpack(view.view(torch.uint8)).view(view.dtype) if as_bytes else from_dlpack(view)
 
 
 def specs_of(given: KVSpec | Sequence[KVSpec]) -> tuple[KVSpec, ...]:
-    """The geometry of each layer group, of which there may be one."""
+    """Return the geometry of each layer group, given as one KVSpec or a list of them."""
     if isinstance(given, KVSpec):
         return (given,)
     if not isinstance(given, Sequence) or not given or not all(isinstance(spec, KVSpec) for spec in given):
@@ -61,10 +63,10 @@ def specs_of(given: KVSpec | Sequence[KVSpec]) -> tuple[KVSpec, ...]:
 
 
 def groups_of_layers(specs: tuple[KVSpec, ...], given: Sequence[int] | None) -> tuple[int, ...]:
-    """The group of each layer."""
+    """Return the group of each layer; `given` is None if the layers of each group lie next to each other."""
     if len({spec.block_size for spec in specs}) > 1:
         raise InvalidRequest(
-            f"block sizes {[spec.block_size for spec in specs]}: groups share one pool of equal frames; give one size"
+            f"block sizes are {[spec.block_size for spec in specs]}; groups share one pool of frames: give one size"
         )
     if given is not None and not isinstance(given, Sequence):
         raise InvalidRequest(f"layer_groups is {given!r}; give a list: the group of each layer")
@@ -76,7 +78,7 @@ def groups_of_layers(specs: tuple[KVSpec, ...], given: Sequence[int] | None) -> 
     counts = [layers.count(group) for group in range(len(specs))]
     if counts != [spec.num_layers for spec in specs] or sum(counts) != len(layers):
         raise InvalidRequest(
-            f"layer_groups gives the {len(specs)} groups {counts} of {len(layers)} layers, their specs have "
+            f"layer_groups gives the {len(specs)} groups {counts} of {len(layers)} layers, and their specs "
             f"{[spec.num_layers for spec in specs]}; name the group of each layer"
         )
     return layers
@@ -85,9 +87,11 @@ def groups_of_layers(specs: tuple[KVSpec, ...], given: Sequence[int] | None) -> 
 class Storage:
     """The pool's bytes and a typed view of each layer.
 
-    spec: the geometry, or that of each layer group; then `layer_groups[l]` is the group of layer l, None for one group after the other.
-    Shapes: frames uint8 [F, frame_bytes]; layers[l].k [F, S, K, D] (D/2 for int4), v [F, S, K, Dv], scales float32 [F, S, K] or None
-    Raises: InvalidRequest if the memory cannot be had, or the groups and their layers do not fit together
+    spec:         the geometry, or a list with that of each layer group.
+    layer_groups: the group of each layer; None if the layers of group 0 come first, then those of group 1, and so on.
+    Shapes: frames uint8 [F, frame_bytes]; layers[l].k [F, S, K, D] (D/2 for int4), v [F, S, K, Dv], scales float32 [F,
+            S, K] or None
+    Raises: InvalidRequest if the memory cannot be had, or the groups do not fit their layers
     """
 
     def __init__(
@@ -98,25 +102,27 @@ class Storage:
         *,
         layer_groups: Sequence[int] | None = None,
     ) -> None:
-        self.specs = specs_of(spec)
-        self.layer_groups = groups_of_layers(self.specs, layer_groups)
-        self.num_frames, self.device = num_frames, torch.device(device)
-        self.frame_bytes = max(spec.frame_bytes for spec in self.specs)
+        self.specs: tuple[KVSpec, ...] = specs_of(spec)
+        self.layer_groups: tuple[int, ...] = groups_of_layers(self.specs, layer_groups)
+        self.num_frames: int = num_frames
+        self.device: torch.device = torch.device(device)
+        self.frame_bytes: int = max(spec.frame_bytes for spec in self.specs)
         num_bytes = num_frames * self.frame_bytes
         try:
-            self.bytes = _allocate(num_bytes, self.device)
+            self.bytes: torch.Tensor = _allocate(num_bytes, self.device)
         except (OSError, RuntimeError, OverflowError, ValueError) as error:
             raise InvalidRequest(
-                f"{num_frames} frames of {self.frame_bytes} bytes are {num_bytes} bytes, and {self.device} has not as much ({error}); "
-                "give fewer frames"
+                f"{num_frames} frames of {self.frame_bytes} bytes are {num_bytes} bytes, more than {self.device} "
+                f"can give ({error}); give fewer frames"
             ) from error
-        self.frames = self.bytes.view(num_frames, self.frame_bytes)
-        order = [self.layer_groups[:layer].count(group) for layer, group in enumerate(self.layer_groups)]
-        self.layers = [
-            self._layer(self.specs[group], index) for group, index in zip(self.layer_groups, order, strict=True)
+        self.frames: torch.Tensor = self.bytes.view(num_frames, self.frame_bytes)
+        places = [self.layer_groups[:layer].count(group) for layer, group in enumerate(self.layer_groups)]
+        self.layers: list[KVLayer] = [
+            self._layer(self.specs[group], place) for group, place in zip(self.layer_groups, places, strict=True)
         ]
 
-    def _layer(self, spec: KVSpec, index: int) -> KVLayer:
+    def _layer(self, spec: KVSpec, place: int) -> KVLayer:
+        """Return the views of the layer that has this place, from 0, in its group."""
         parts = {}
         packed = 2 if spec.stored_dtype == "int4" else 1
         for name, (offset, _) in spec.regions().items():
@@ -126,22 +132,24 @@ class Storage:
             typed, size = self.bytes.view(dtype), dtype.itemsize
             shape = (self.num_frames, spec.block_size, spec.num_kv_heads, dim)
             strides = (self.frame_bytes // size, dim, spec.block_size * dim, 1)
-            view = typed.as_strided(shape, strides, (index * spec.layer_bytes + offset) // size)
-            parts[name] = _apart(view[..., 0] if is_scale else view)
+            view = typed.as_strided(shape, strides, (place * spec.layer_bytes + offset) // size)
+            parts[name] = _without_base(view[..., 0] if is_scale else view)
         return KVLayer(**parts)
 
     def take_over(self, old: Storage, used: torch.Tensor, moves: torch.Tensor) -> None:
-        """Fill this pool with what `old` holds: frames `used` (int64 [n]) as they are, and moves[:, 0] as moves[:, 1] (int64 [M, 2]).
+        """Copy frames of `old` into this pool: `used` to the same numbers, moves[:, 0] to moves[:, 1].
 
-        Both pools exist meanwhile; what nobody holds is not touched, so it costs no memory. Modifies: the bytes of these frames
+        Shapes: used int64 [n], moves int64 [M, 2]
+        Both pools exist meanwhile. Other frames are not touched, so the system gives them no memory.
+        Modifies: the bytes of these frames
         """
         for sources, targets in ((used, used), (moves[:, 0], moves[:, 1])):
-            for at in range(0, len(sources), _AT_ONCE):
-                here = slice(at, at + _AT_ONCE)
-                self.frames[targets[here].to(self.device)] = old.frames[sources[here].to(self.device)]
+            for first in range(0, len(sources), _FRAMES_PER_COPY):
+                part = slice(first, first + _FRAMES_PER_COPY)
+                self.frames[targets[part].to(self.device)] = old.frames[sources[part].to(self.device)]
 
     def poison(self, frames: torch.Tensor) -> None:
-        """Fill `frames` (int64 [n]) with NaN, so that a read of what nobody wrote shows.
+        """Fill `frames` (int64 [n]) with NaN, so that a read before the first write shows.
 
         Modifies: the bytes of these frames
         """

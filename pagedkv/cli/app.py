@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from io import TextIOWrapper
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import typer
 
@@ -20,14 +20,14 @@ from pagedkv import __version__, debug
 from pagedkv.cli import options, prompts
 from pagedkv.errors import InvalidRequest, PagedKVError
 
-app = typer.Typer(
+app: Final = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
-benchmarks = typer.Typer(add_completion=False)
+benchmarks: Final = typer.Typer(add_completion=False)
 app.add_typer(benchmarks, name="bench")
 
-ShellError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
+ShellError: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 """ClickException, the base class of the errors that typer raises for bad options. Newer versions of typer bundle click
 without a public name for this class."""
 

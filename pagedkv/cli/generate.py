@@ -111,7 +111,9 @@ class Live:
     """
 
     def __init__(self, num_samples: int) -> None:
-        self.num_samples, self.turn, self.shown = num_samples, 0, 0
+        self.num_samples: int = num_samples
+        self.turn: int = 0
+        self.shown: int = 0
 
     def begin(self) -> None:
         """Print the heading of the sample whose turn it is, if there are several samples."""

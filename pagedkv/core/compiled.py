@@ -12,8 +12,9 @@ An integer divided by 0 gives 0 (`error_model`): the test for 0 costs more than 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol, TypeVar
 
 import numba
 import numba.extending
@@ -24,14 +25,25 @@ from pagedkv.machine_code import forget_stale
 
 forget_stale(Path(__file__).parent)
 
-# numba's annotations lack `_nrt`
-compiled = numba.njit(cache=True, _nrt=False, error_model="numpy")  # type: ignore[call-overload]
+Result = TypeVar("Result")
+
+
+class Compiler(Protocol):
+    """The type of numba's decorators. Arguments are not checked: numba takes an np.int64 for an int."""
+
+    def __call__(self, function: Callable[..., Result], /) -> Callable[..., Result]:
+        """Return the compiled function."""
+
+
+_WITHOUT_COUNTS: Final[dict[str, Any]] = {"cache": True, "_nrt": False, "error_model": "numpy"}
+
+compiled: Compiler = numba.njit(**_WITHOUT_COUNTS)
 """Decorator of functions that allocate nothing."""
 
-inlined = numba.njit(cache=True, _nrt=False, error_model="numpy", forceinline=True)  # type: ignore[call-overload]
+inlined: Compiler = numba.njit(**_WITHOUT_COUNTS, forceinline=True)
 """Decorator of functions that run for each frame or space: a real call passes 80 words of `State` on the stack."""
 
-allocating = numba.njit(cache=True, error_model="numpy")
+allocating: Compiler = numba.njit(cache=True, error_model="numpy")
 """Decorator of functions that make arrays."""
 
 

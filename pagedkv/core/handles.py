@@ -52,6 +52,9 @@ class AddressSpace:
     """
 
     __slots__ = ("asid", "generation", "manager")
+    manager: Manager
+    asid: int
+    generation: int
 
     def __init__(self, manager: Manager, asid: int, generation: int) -> None:
         self.manager, self.asid, self.generation = manager, asid, generation

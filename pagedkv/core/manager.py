@@ -66,9 +66,10 @@ class MemoryManager(ObservationMixin, TenantMixin):
         observe: Observe | None = None,
         groups: Sequence[Group] = (Group(),),
     ) -> None:
-        self.num_frames = whole(num_frames, "num_frames", 1, 2**31)
-        self.block_size = whole(block_size, "block_size", 1, 2**31)
-        self.policy, self._shares = chosen(policy), (real(watermark, "watermark"), real(max_pinned, "max_pinned"))
+        self.num_frames: int = whole(num_frames, "num_frames", 1, 2**31)
+        self.block_size: int = whole(block_size, "block_size", 1, 2**31)
+        self.policy: Policy = chosen(policy)
+        self._shares = real(watermark, "watermark"), real(max_pinned, "max_pinned")
         if not 0.0 <= self._shares[0] < 1.0:
             raise InvalidRequest(
                 f"watermark is {watermark}; it is the share of the pool to keep free, from 0 to less than 1"
@@ -79,12 +80,12 @@ class MemoryManager(ObservationMixin, TenantMixin):
             )
         if not isinstance(match, str) or match not in ("page", "token"):
             raise InvalidRequest(f"match is {match!r}; it is 'page' or 'token'")
-        self.groups = group_tuple(groups)
+        self.groups: tuple[Group, ...] = group_tuple(groups)
         self._begin_observation(observe)
         prefix_cache, by_token, events = flag(prefix_cache, "prefix_cache"), match == "token", self._observe.events
         rows = group_rows(self.groups, prefix_cache=prefix_cache, by_token=by_token)
         try:
-            self.state = st.new_state(
+            self.state: st.State = st.new_state(
                 self.num_frames,
                 rows,
                 block_size=self.block_size,

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from pagedkv.core.arguments import flag, whole
 from pagedkv.core.observe import misses
 from pagedkv.core.observe.reuse_distance import ReuseSampler
@@ -17,7 +20,7 @@ from pagedkv.core.observe.stats import prompt_counters, set_prompt_counters
 from pagedkv.core.prefix.events import Event, EventLog, Snapshot
 from pagedkv.core.prefix.export import Page, findable_pages
 from pagedkv.core.prefix.roots import Root, Roots
-from pagedkv.core.state import I32, PUBLISHING, State
+from pagedkv.core.state import FREE, I32, PUBLISHING, State
 from pagedkv.core.tables.layer_groups import Group
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
@@ -85,6 +88,15 @@ class ObservationMixin(ThreadGuard):
     def findable_pages(self) -> list[Page]:
         """Return the pages that prompts find in all layer groups, prefixes first. O(published frames)."""
         return findable_pages(self.state, self._roots)
+
+    def free_mask(self) -> npt.NDArray[np.bool_]:
+        """bool [F]: True for a frame in state FREE. A copy. O(frames)."""
+        mask: npt.NDArray[np.bool_] = self.state.frames["status"] == FREE
+        return mask
+
+    def frame_generations(self) -> npt.NDArray[np.uint32]:
+        """uint32 [F]: the generation of each frame, which rises when the frame is taken from the free list. A copy. O(frames)."""
+        return self.state.frames["generation"].copy()
 
     @contextmanager
     def restoring(self) -> Iterator[None]:

@@ -1,1 +1,1 @@
-"""integrations: pagedkv inside other systems. Each module needs its extra, and is imported only by whoever has it."""
+"""integrations: pagedkv inside other systems. Each module needs an extra; no other module imports it."""

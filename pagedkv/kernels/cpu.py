@@ -28,8 +28,8 @@ try:
     from pagedkv.kernels import _cpu  # type: ignore[attr-defined, no-redef]
 
     _missing = ""
-except ImportError as why:
-    _cpu, _missing = None, str(why)
+except ImportError as _error:
+    _cpu, _missing = None, str(_error)
 
 _FIELDS: Final = attrgetter(*AttentionCall.__slots__)
 _WRITE_FIELDS: Final = attrgetter(*WriteCall.__slots__)

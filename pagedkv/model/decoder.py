@@ -56,8 +56,10 @@ class Decoder:
     """A decoder-only language model over paged memory. It holds weights and no state, so it can serve many caches."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.config, self.weights = config, weights
-        self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
+        self.config: ModelConfig = config
+        self.weights: Weights = weights
+        self.dtype: torch.dtype = weights.embedding.dtype
+        self.device: torch.device = weights.embedding.device
         self._rotary = {rope: Rotary(rope, config.head_dim, self.device) for rope in set(config.ropes)}
         # Rounded to the dtype of the weights: Gemma was trained with the rounded number.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
@@ -92,7 +94,7 @@ class Decoder:
                   returns float32 [N, V]
         Modifies: the pool behind `layers`, at batch.slots
         """
-        batches = [batch if isinstance(batch, PagedBatch) else batch[i] for i in range(self.config.num_layers)]
+        batches = [batch[i] if hasattr(batch, "__getitem__") else batch for i in range(self.config.num_layers)]
         tables = {rope: rotary.tables(batches[0].positions, self.dtype) for rope, rotary in self._rotary.items()}
         x = F.embedding(token_ids, self.weights.embedding) * self._embedding_scale
         for i, weights in enumerate(self.weights.layers):

@@ -70,9 +70,11 @@ class Engine:
     def __init__(
         self, decoder: Decoder, tokenizer: Tokenizer, cache: PagedKVCache, *, limits: Limits | None = None
     ) -> None:
-        self.decoder, self.tokenizer, self.cache = decoder, tokenizer, cache
-        self.scheduler = Scheduler(cache, limits or Limits())
-        self.meter = Meter()
+        self.decoder: Decoder = decoder
+        self.tokenizer: Tokenizer = tokenizer
+        self.cache: PagedKVCache = cache
+        self.scheduler: Scheduler = Scheduler(cache, limits or Limits())
+        self.meter: Meter = Meter()
         self._stepping = False
         self._check_geometry()
 

@@ -114,10 +114,11 @@ class Scheduler:
     """Two queues over one cache, and the only part of the model that opens, forks and releases address spaces."""
 
     def __init__(self, cache: PagedKVCache, limits: Limits) -> None:
-        self.cache, self.limits = cache, limits
+        self.cache: PagedKVCache = cache
+        self.limits: Limits = limits
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
-        self.preemptions = 0
+        self.preemptions: int = 0
         # Frames available when the head of the queue was refused: it is tried again only when there are more.
         self._available_at_refusal = -1
 
@@ -194,22 +195,22 @@ class Scheduler:
 
         With no sequence running, admit it in any case. Returns: whether it was admitted.
         """
-        manager, everyone = self.cache.manager, (*self.running, sequence)
+        cache, everyone = self.cache, (*self.running, sequence)
         num_sequences = sum(len(s.receivers) for s in everyone)
         if self.running and num_sequences > self.limits.max_sequences:
             return False
-        if self.running and manager.available <= self._available_at_refusal:
+        if self.running and cache.available <= self._available_at_refusal:
             return False
         tenant = sequence.completion.request.tenant
-        space = self.cache.open(sequence.tokens, tenant=tenant)
+        space = cache.open(sequence.tokens, tenant=tenant)
         sequence.space = space
         own = sum(self._frames_needed(s) for s in everyone if s.completion.request.tenant == tenant)
-        fits = sum(map(self._frames_needed, everyone)) <= manager.available - manager.reserve
-        fits = fits and manager.admits(own, tenant=tenant)
+        fits = sum(map(self._frames_needed, everyone)) <= cache.available - cache.reserve
+        fits = fits and cache.admits(own, tenant=tenant)
         if self.running and not fits:
             sequence.space = None
             space.release()
-            self._available_at_refusal = manager.available
+            self._available_at_refusal = cache.available
             return False
         self._available_at_refusal = -1
         for completion in () if sequence.was_admitted else sequence.receivers:

@@ -35,11 +35,14 @@ class Tokenizer:
     def __init__(
         self, raw: tokenizers.Tokenizer, *, config: dict[str, Any] | None = None, eos_ids: Iterable[int] = ()
     ) -> None:
-        self.raw, self.config = raw, config or {}
+        self.raw: tokenizers.Tokenizer = raw
+        self.config: dict[str, Any] = config or {}
         own = self._id_of("eos_token")
-        self.eos_ids = frozenset((*eos_ids, *(() if own is None else (own,))))
-        self.bos_id = self._id_of("bos_token")
-        self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
+        self.eos_ids: frozenset[int] = frozenset((*eos_ids, *(() if own is None else (own,))))
+        self.bos_id: int | None = self._id_of("bos_token")
+        self.special_ids: frozenset[int] = frozenset(
+            i for i, token in raw.get_added_tokens_decoder().items() if token.special
+        )
         self._template: Template | None = None
 
     @classmethod

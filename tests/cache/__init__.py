@@ -1,1 +1,1 @@
-"""Laws of the pool."""
+"""Laws of pagedkv.cache."""

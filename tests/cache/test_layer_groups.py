@@ -1,4 +1,4 @@
-"""Layer groups through PagedKVCache: layers with windows give frames back, and every other layer and token is what it was."""
+"""Layer groups through PagedKVCache: layers with windows give frames back, and all other layers and tokens stay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain(num_frames: int = 96) -> PagedKVCache:
 
 
 def step(cache: PagedKVCache, spaces: list[AddressSpace], tokens: list[list[int]]) -> list[torch.Tensor]:
-    """One step of a model of five layers whose queries, keys and values are functions of the token: attention of each layer."""
+    """Run a model of five layers whose q, k and v are functions of the token; return the attention of each layer."""
     batch = cache.plan(spaces, [len(new) for new in tokens])
     flat = [token for new in tokens for token in new]
     outs = []
@@ -85,7 +85,7 @@ def test_a_prompt_that_comes_back_is_found_in_every_group() -> None:
 def test_long_sequences_fit_a_pool_that_would_not_hold_all_of_their_pages() -> None:
     cache = hybrid(num_frames=2 * 3 * 10)
     space = cache.open()
-    for at in range(0, 120, 4):  # 30 pages in each of three groups, were none given back
+    for at in range(0, 120, 4):  # without windows: 30 pages in each of three groups
         step(cache, [space], [list(range(at, at + 4))])
     assert len(space) == 120
     assert cache.stats().mapped <= cache.frames_for(120, at_once=4) < 3 * 30
@@ -102,7 +102,7 @@ def test_no_sequence_holds_more_than_frames_for_says(at_once: int) -> None:
         most = max(most, cache.stats().mapped)
         assert most <= cache.frames_for(len(space) + count, at_once)
         cache.commit(batch, [len(space)] * count)
-    assert most > cache.frames_for(60, at_once) - 3  # and not much less: one page a windowed group
+    assert most > cache.frames_for(60, at_once) - 3  # the bound is tight: one page for each windowed group
 
 
 def test_a_window_in_the_spec_gives_frames_back() -> None:
@@ -117,13 +117,30 @@ def test_each_group_reaches_the_device_with_rows_and_slots_of_its_own() -> None:
     cache, mirror = hybrid(), DeviceMirror(torch.device("cpu"))
     batch = cache.plan([cache.open(), cache.open()], [9, 3])
     for group in range(3):
-        sent, here = on_device(batch.plan, mirror, 4, group), (batch.args, *batch.others)[group]
-        assert torch.equal(sent.rows, here.rows)
-        assert torch.equal(sent.slots, here.slots)
-        sent_pages, pages = (args.block_table[args.rows][:, :3] for args in (sent, here))
+        sent, here = on_device(batch.plan, mirror, 4, group), vars(batch[LAYERS.index(group)])
+        assert torch.equal(sent["rows"], here["rows"])
+        assert torch.equal(sent["slots"], here["slots"])
+        sent_pages, pages = (fields["block_table"][fields["rows"]][:, :3] for fields in (sent, here))
         assert torch.equal(sent_pages, pages)
     assert len({tuple(batch[layer].slots.tolist()) for layer in range(5)}) == 3
     assert [batch[layer] is batch[0] for layer in range(5)] == [True, False, False, True, False]
+
+
+def test_the_batch_of_several_groups_is_refused_by_the_kernels() -> None:
+    """Each layer attended through the slots of the first group would read the pages of another layer."""
+    cache = hybrid()
+    batch = cache.plan([cache.open()], [5])
+    q, k = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
+    for call in (lambda: write_kv(k, k, cache[0], batch), lambda: paged_attention(q, cache[0], batch)):
+        with pytest.raises(
+            InvalidRequest, match=r"3 layer groups.*give the kernels batch\[layer\], beside cache\[layer\]"
+        ):
+            call()
+    assert not any(hasattr(batch, name) for name in ("slots", "rows", "block_table", "args"))
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4]
+    assert (batch.seq_lens.tolist(), batch.cu_seqlens_q.tolist(), batch.max_seqlen_k) == ([5], [0, 5], 5)
+    assert "1 sequences, 5 new tokens" in repr(batch)
+    cache.abort(batch)
 
 
 def test_groups_never_share_bytes() -> None:

@@ -1,6 +1,10 @@
-"""PagedKVCache: bytes and integers in step. What was written is what is read, through forks, copies and growth."""
+"""PagedKVCache: bytes and integers in step. Each token reads back as it was written, after forks, copies and growth."""
 
 from __future__ import annotations
+
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ from pagedkv import (
     KernelUnavailable,
     KVSpec,
     OutOfFrames,
+    PagedBatch,
     PagedKVCache,
     copy_frames,
     explain,
@@ -17,10 +22,11 @@ from pagedkv import (
     write_kv,
 )
 from pagedkv.cache import PlannedBatch, paged
+from pagedkv.cache import batch as batches
 from pagedkv.cache.batch import on_device
 from pagedkv.cache.mirror import DeviceMirror
-from pagedkv.core import AddressSpace
-from pagedkv.errors import InvalidRequest
+from pagedkv.core import AddressSpace, MemoryManager, Observe
+from pagedkv.errors import ConcurrentUse, InvalidRequest
 
 SPEC = KVSpec(2, 2, 64, block_size=4, dtype="float32")
 
@@ -31,20 +37,20 @@ def cache() -> PagedKVCache:
 
 
 def kv_of(prefix: list[int], layer: int) -> torch.Tensor:
-    """f(prefix, layer): float32 [K, D], another one for every prefix."""
+    """Return float32 [K, D], a different one for every prefix and layer."""
     return torch.randn(2, 64, generator=torch.Generator().manual_seed(hash((*prefix, layer)) % 2**31))
 
 
 def write(cache: PagedKVCache, batch: PlannedBatch, prefixes: list[list[int]]) -> None:
     for layer in range(2):
         k = torch.stack([kv_of(prefix, layer) for prefix in prefixes])
-        write_kv(k, -k, cache[layer], batch.args)
+        write_kv(k, -k, cache[layer], batch[layer])
 
 
 def extend(cache: PagedKVCache, space: AddressSpace, tokens: list[int]) -> None:
-    held = space.token_ids.tolist()
+    before = space.token_ids.tolist()
     batch = cache.plan([space], [len(tokens)])
-    write(cache, batch, [[*held, *tokens[: i + 1]] for i in range(len(tokens))])
+    write(cache, batch, [[*before, *tokens[: i + 1]] for i in range(len(tokens))])
     cache.commit(batch, tokens)
 
 
@@ -126,7 +132,7 @@ def test_frames_are_nan_until_they_are_written() -> None:
         cache.commit(batch, [1, 2, 3, 4, 5])
         assert int(cache[1].k[frames].isnan().any(-1).any(-1).sum()) == 3
         space.release()
-        cache.manager.evict(32)
+        cache.evict(32)
 
 
 def test_a_plan_that_fails_leaves_the_bytes(cache: PagedKVCache) -> None:
@@ -138,7 +144,7 @@ def test_a_plan_that_fails_leaves_the_bytes(cache: PagedKVCache) -> None:
     assert torch.equal(cache.storage.bytes, before)
 
 
-@pytest.mark.parametrize("place", ["copy_frames", "packing", "_poison"])
+@pytest.mark.parametrize("place", ["copy_frames", "on_cpu", "_poison"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
     place: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -154,10 +160,7 @@ def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
         raise error("broken off")
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            *{"copy_frames": (paged, place), "packing": (paged.packing, "on_cpu"), "_poison": (cache, place)}[place],
-            breaking,
-        )
+        patch.setattr({"copy_frames": paged, "on_cpu": batches, "_poison": cache}[place], place, breaking)
         with pytest.raises(error, match="broken off"):
             cache.plan([space, twin], [3, 3])
     assert (space.pages.tolist(), twin.pages.tolist()) == tables
@@ -209,12 +212,12 @@ def test_an_aborted_plan_leaves_what_was_there(cache: PagedKVCache) -> None:
     assert_holds(cache, twin)
 
 
-def test_what_is_no_batch_of_the_cache_is_named_where_it_is_given(cache: PagedKVCache) -> None:
+def test_commit_and_abort_refuse_anything_but_a_planned_batch(cache: PagedKVCache) -> None:
     batch = cache.plan([cache.open()], [2])
     for wrong in (None, batch.plan):
-        with pytest.raises(InvalidRequest, match="give what plan\\(\\) of this cache returned"):
+        with pytest.raises(InvalidRequest, match="give the batch that plan\\(\\) of this cache returned"):
             cache.commit(wrong, [1, 2])  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequest, match="give what plan\\(\\) of this cache returned"):
+        with pytest.raises(InvalidRequest, match="give the batch that plan\\(\\) of this cache returned"):
             cache.abort(wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="num_tokens is -5"):
         cache.frames_for(-5)
@@ -222,7 +225,7 @@ def test_what_is_no_batch_of_the_cache_is_named_where_it_is_given(cache: PagedKV
 
 
 def test_the_packed_batch_is_the_plan(cache: PagedKVCache) -> None:
-    """The path of a GPU, taken on the CPU: the same numbers arrive, and the mirror is told only what has changed."""
+    """The path of a GPU, taken on the CPU: the same numbers arrive."""
     mirror = DeviceMirror(torch.device("cpu"))
     spaces = [cache.open() for _ in range(3)]
     for step in range(30):
@@ -235,11 +238,11 @@ def test_the_packed_batch_is_the_plan(cache: PagedKVCache) -> None:
         )
         sent = on_device(batch.plan, mirror, block_size=4)
         for name in ("seq_lens", "cu_seqlens_q", "slots", "positions", "rows"):
-            assert torch.equal(getattr(sent, name), getattr(batch.args, name)), name
+            assert torch.equal(sent[name], getattr(batch, name)), name
         for row, length in zip(batch.plan.rows, batch.plan.seq_lens, strict=True):
             pages = -(-int(length) // 4)
-            assert torch.equal(sent.block_table[row, :pages], batch.args.block_table[row, :pages])
-        if cache.manager.available < 8:
+            assert torch.equal(sent["block_table"][row, :pages], batch.block_table[row, :pages])
+        if cache.available < 8:
             cache.abort(batch)
             break
         cache.commit(batch, np.zeros(batch.plan.num_tokens, np.int32))
@@ -255,16 +258,83 @@ def test_the_mirror_keeps_its_address_while_the_table_does() -> None:
     assert table[1, :3].tolist() == [5, 9, 7]
 
 
-def test_a_compiled_step_writes_and_reads_the_pool(cache: PagedKVCache) -> None:
+@pytest.mark.parametrize("by_layer", [True, False])
+@pytest.mark.parametrize("specs", [SPEC, [SPEC, replace(SPEC, window=9)]], ids=["one group", "two groups"])
+def test_a_compiled_step_writes_and_reads_the_pool(specs: KVSpec | list[KVSpec], by_layer: bool) -> None:
+    cache = PagedKVCache(specs, num_frames=32)
+    last = len(cache) - 1
+
     def step(q: torch.Tensor, k: torch.Tensor, batch: PlannedBatch) -> torch.Tensor:
-        write_kv(k, -k, cache[0], batch.args)
-        return paged_attention(q, cache[0], batch.args)
+        args = batch[last] if by_layer else batch
+        write_kv(k, -k, cache[last], args)
+        return paged_attention(q, cache[last], args)
 
     batch = cache.plan([cache.open()], [5])
     q, k = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
+    if not by_layer and len(cache.specs) > 1:
+        with pytest.raises(Exception, match=r"give the kernels batch\[layer\]"):  # torch may wrap the InvalidRequest
+            torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, batch)
+        return
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, batch)
     cache.storage.bytes.zero_()
     assert torch.equal(compiled, step(q, k, batch))
+
+
+def test_the_batch_of_one_group_is_the_batch_of_each_layer(cache: PagedKVCache) -> None:
+    batch = cache.plan([cache.open()], [5])
+    assert isinstance(batch, PagedBatch)
+    assert batch[0] is batch[1] is batch
+    q, k = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
+    write_kv(k, -k, cache[1], batch)
+    assert torch.equal(paged_attention(q, cache[1], batch), paged_attention(q, cache[1], batch[1]))
+    with pytest.raises(TypeError, match="not iterable"):
+        list(batch)  # type: ignore[call-overload]
+
+
+OF_HANDLES = {"fork", "truncate", "punch", "release", "is_stale", "length_of", "pages_of", "tokens_of"}
+OF_THE_CACHE = {"findable_pages", "restoring", "free_mask", "frame_generations", "snapshot"}
+"""MemoryManager's methods that an engine calls on an AddressSpace, and those that PagedKVCache calls itself."""
+
+
+def public_names(of: type) -> set[str]:
+    return {name for name in dir(of) if not name.startswith("_")}
+
+
+def test_an_engine_finds_every_verb_of_the_manager_on_the_cache() -> None:
+    assert public_names(MemoryManager) - public_names(PagedKVCache) == (OF_HANDLES | OF_THE_CACHE) - {"snapshot"}
+    for name in sorted(
+        public_names(MemoryManager) & public_names(PagedKVCache) - {"snapshot", "plan", "commit", "abort"}
+    ):
+        theirs, ours = getattr(MemoryManager, name), getattr(PagedKVCache, name)
+        assert isinstance(ours, property) == isinstance(theirs, property), name
+        if not isinstance(theirs, property) and name != "resize":  # the manager returns the moves, the cache makes them
+            assert inspect.signature(ours) == inspect.signature(theirs), name
+
+
+def test_the_verbs_of_the_cache_are_those_of_the_manager() -> None:
+    cache = PagedKVCache(SPEC, num_frames=8, watermark=0.25, policy="priority", observe=Observe(events=64, reuse=64))
+    space = cache.open(range(5), tenant=b"acme", priority=2.0, half_life=10.0)
+    cache.commit(cache.plan([space], [8]), list(range(8)))
+    assert (cache.available, cache.reserve, cache.pending, cache.max_pinned) == (6, 2, 0, 4)
+    assert (cache.available_to(b"acme"), cache.free_to(b"acme")) == (6, 6)
+    assert [cache.admits(num_frames) for num_frames in (4, 5)] == [True, False]
+    pin = cache.pin(space, owner="transfer", deadline=1.0)
+    assert cache.overdue(2.0) == [pin]
+    cache.unpin(pin)
+    cache.advise(space, "COLD")
+    cache.retire(1, [space])
+    assert cache.why(list(range(9)), tenant=b"umbra").reason == "other root"
+    assert cache.advance(1) == 2
+    assert len(cache.events_snapshot().blocks) == len(cache.events(0)) == 2
+    assert (cache.evict(1), cache.forget(), cache.mean_run()) == (1, 1, cache.manager.mean_run())
+    assert cache.hit_curve() == cache.manager.hit_curve()
+    cache.set_quota(b"umbra", hard=3)
+    assert cache.usages() == {b"umbra": cache.usage(b"umbra")}
+    cache.own()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ConcurrentUse):
+        pool.submit(cache.open).result()
+    cache.disown()
+    cache.check()
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8_e4m3", "fp8_e5m2"])
@@ -277,8 +347,8 @@ def test_quantised_pools_serve_the_same_calls(kv_dtype: str) -> None:
     outs = []
     for pool in pools:
         batch = pool.plan([pool.open()], [9])
-        write_kv(k, k, pool[0], batch.args)
-        outs.append(paged_attention(q, pool[0], batch.args))
+        write_kv(k, k, pool[0], batch[0])
+        outs.append(paged_attention(q, pool[0], batch[0]))
     error = (outs[0] - outs[1]).abs().max()
     assert 0 < error < {"int8": 0.05, "fp8_e4m3": 0.2, "fp8_e5m2": 0.4, "int4": 0.5}[kv_dtype]
 
@@ -288,7 +358,7 @@ def test_the_kernel_is_chosen_once_and_shown(cache: PagedKVCache) -> None:
     assert cache.kernel.name in str(explain(SPEC))
 
 
-def test_sizes_and_kernels_that_cannot_be_are_refused() -> None:
+def test_impossible_sizes_and_kernels_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="give one of them"):
         PagedKVCache(SPEC)
     with pytest.raises(InvalidRequest, match="give one of them"):
@@ -312,7 +382,7 @@ def test_sizes_and_kernels_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["4", "-1", "yes", ""])
-def test_a_debug_level_that_is_none_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_debug_level_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", value)
     with pytest.raises(InvalidRequest, match="PAGEDKV_DEBUG is .*; it takes 0, 1, 2 or 3"):
         PagedKVCache(SPEC, num_frames=1)

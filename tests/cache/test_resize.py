@@ -1,4 +1,4 @@
-"""The law of a resized cache: every slot that is mapped or cached holds what was written there, wherever it has moved."""
+"""The law of a resized cache: every mapped or cached slot holds the bytes written there, also after a move."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, block_size=4, dtype="fl
 
 
 def store(cache: PagedKVCache, space: AddressSpace, ids: list[int]) -> None:
-    """Each key and value of a token tells the token, its position and its layer."""
+    """Write keys and values that encode the token, its position and the layer."""
     batch = cache.plan([space], [len(ids)])
     for layer in range(len(cache)):
-        told = torch.tensor(ids) * 1000.0 + batch.args.positions + layer / 2
-        k = told[:, None, None].expand(len(ids), 2, 64).contiguous()
-        write_kv(k, -k, cache[layer], batch.args)
+        code = torch.tensor(ids) * 1000.0 + batch.positions + layer / 2
+        k = code[:, None, None].expand(len(ids), 2, 64).contiguous()
+        write_kv(k, -k, cache[layer], batch[layer])
     cache.commit(batch, ids)
 
 
 def read(cache: PagedKVCache, space: AddressSpace) -> None:
     pages, ids = torch.from_numpy(space.pages).long(), torch.from_numpy(space.token_ids)
     for layer in range(len(cache)):
-        told = ids * 1000.0 + torch.arange(len(ids)) + layer / 2
+        code = ids * 1000.0 + torch.arange(len(ids)) + layer / 2
         k, v = (view[pages].reshape(-1, 2, 64)[: len(ids)] for view in (cache[layer].k, cache[layer].v))
-        assert (k == told[:, None, None]).all()
-        assert (v == -told[:, None, None]).all()
+        assert (k == code[:, None, None]).all()
+        assert (v == -code[:, None, None]).all()
 
 
 @pytest.mark.parametrize("sizes", [(9, 30), (300,), (10, 9, 64, 12)])
@@ -65,8 +65,8 @@ def test_attention_after_a_move_is_attention_before() -> None:
 
     def attend() -> torch.Tensor:
         batch = cache.plan([space], [1])
-        write_kv(torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), cache[1], batch.args)
-        out = paged_attention(q, cache[1], batch.args)
+        write_kv(torch.zeros(1, 2, 64), torch.zeros(1, 2, 64), cache[1], batch[1])
+        out = paged_attention(q, cache[1], batch[1])
         cache.abort(batch)
         return out
 

@@ -1,4 +1,4 @@
-"""Snapshots: what is restored is what was there, bit by bit; whatever is damaged is a miss, never garbage."""
+"""Snapshots: a restored page is the stored page, bit by bit; a damaged page is a miss, never garbage."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ PROMPTS = [(b"", [1] * 21), (b"", [1] * 8 + [2] * 9), (b"acme", [1] * 13), (b"",
 
 
 def page_bytes(tenant: bytes, prefix: list[int], group: int, num_bytes: int) -> torch.Tensor:
-    """f(tenant, tokens up to the end of the page, group): what the frame of a page holds."""
+    """Return the bytes of a page's frame: a function of tenant, tokens up to the end of the page, and group."""
     seed = hash((tenant, tuple(prefix), group)) % 2**31
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def prefill(cache: PagedKVCache, tenant: bytes, tokens: list[int]) -> AddressSpace:
     space = cache.open(tokens, tenant=tenant)
-    held = len(space)
-    batch = cache.plan([space], [len(tokens) - held])
+    matched = len(space)
+    batch = cache.plan([space], [len(tokens) - matched])
     for group in range(len(cache.specs)):
         for page, frame in enumerate(space.pages_in(group).tolist()):
-            if page >= held // 4:
+            if page >= matched // 4:
                 cache.storage.frames[frame] = page_bytes(tenant, tokens[: 4 * page + 4], group, cache.frame_bytes)
-    cache.commit(batch, tokens[held:])
+    cache.commit(batch, tokens[matched:])
     return space
 
 
 def assert_holds(cache: PagedKVCache, tenant: bytes, tokens: list[int]) -> int:
-    """Whatever is found of `tokens` has the bytes that were computed for it. Returns how many tokens are."""
+    """Assert that the pages found of `tokens` have the bytes computed for them. Return how many tokens are found."""
     space = cache.open([*tokens, 7], tenant=tenant)
     for group in range(len(cache.specs)):
         for page, frame in enumerate(space.pages_in(group).tolist()):
@@ -64,7 +64,7 @@ def filled(kind: str = "one group") -> PagedKVCache:
     cache = KINDS[kind]()
     for tenant, tokens in PROMPTS[:-1]:
         prefill(cache, tenant, tokens).release()
-    prefill(cache, *PROMPTS[-1])  # and this one runs
+    prefill(cache, *PROMPTS[-1])  # the last sequence is still open
     return cache
 
 
@@ -73,7 +73,7 @@ def pages_of(cache: PagedKVCache) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_restored_is_what_was_there(kind: str, tmp_path: Path) -> None:
+def test_a_restored_page_is_the_stored_page(kind: str, tmp_path: Path) -> None:
     old, new = filled(kind), KINDS[kind]()
     assert old.snapshot(tmp_path) == pages_of(old) == 5 + 2 + 3 + 10
     assert new.restore(tmp_path) == snapshots.Restored(pages=20)
@@ -89,7 +89,7 @@ def test_a_snapshot_leaves_the_cache_as_it_was_and_can_be_taken_again(tmp_path: 
     before = cache.stats()
     cache.snapshot(tmp_path)
     assert cache.stats() == before
-    cache.manager.evict(4)
+    cache.evict(4)
     cache.snapshot(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
@@ -113,9 +113,8 @@ def test_a_flipped_bit_is_a_miss_and_never_garbage(seed: int, tmp_path: Path) ->
     filled("two groups" if seed % 4 == 0 else "one group").snapshot(tmp_path)
     [path] = tmp_path.glob("frames-*")
     rng, data = np.random.default_rng(seed), bytearray(path.read_bytes())
-    at = (
-        int(rng.integers(len(data))) if seed % 2 else int(rng.integers(2048))
-    )  # anywhere, or in header, tokens and order
+    # Anywhere in the file, or in its first bytes: header, tokens and order.
+    at = int(rng.integers(len(data) if seed % 2 else 2048))
     data[at] ^= 1 << int(rng.integers(8))
     path.write_bytes(data)
     new = KINDS["two groups" if seed % 4 == 0 else "one group"]()
@@ -272,7 +271,7 @@ def test_restoring_into_a_cache_that_knows_it_already_changes_no_byte(tmp_path: 
 def test_a_page_that_a_group_has_given_up_is_left_out_with_those_behind_it(tmp_path: Path) -> None:
     cache = KINDS["two groups"]()
     prefill(cache, b"", list(range(24)))
-    assert cache.manager.evict(2) == 2  # of the group with a window, whose other pages are cached or mapped
+    assert cache.evict(2) == 2  # of the group with a window, whose other pages are cached or mapped
     kept = cache.snapshot(tmp_path)
     assert kept < 6
     new = KINDS["two groups"]()
@@ -282,8 +281,8 @@ def test_a_page_that_a_group_has_given_up_is_left_out_with_those_behind_it(tmp_p
 
 
 @pytest.mark.strict
-def test_a_window_hides_nothing_of_what_is_restored(tmp_path: Path) -> None:
-    """A space that has given pages back publishes no more: restoring page by page must not."""
+def test_a_window_hides_no_restored_page(tmp_path: Path) -> None:
+    """A space that has given pages back publishes no further page, so a restore must give none back."""
     old, new = PagedKVCache(LOCAL, num_frames=64), PagedKVCache(LOCAL, num_frames=64)
     tokens = list(range(101))
     prefill(old, b"", tokens)
@@ -319,7 +318,7 @@ def test_a_restore_counts_in_no_figure_of_what_prompts_found(tmp_path: Path) -> 
     new = PagedKVCache(SPEC, num_frames=64, observe=Observe(reuse=64, events=64, other_roots=True))
     new.set_quota(b"acme", hard=32)
     prefill(new, b"acme", [1] * 9)
-    before, curve = new.stats(), new.manager.hit_curve()
+    before, curve = new.stats(), new.hit_curve()
     assert new.restore(tmp_path).pages == pages_of(new)
     after = new.stats()
     for name in (
@@ -333,7 +332,7 @@ def test_a_restore_counts_in_no_figure_of_what_prompts_found(tmp_path: Path) -> 
     ):
         assert getattr(after, name) == getattr(before, name), name
     assert after.tenants[b"acme"].tokens_asked == before.tenants[b"acme"].tokens_asked
-    assert new.manager.hit_curve() == curve
+    assert new.hit_curve() == curve
     new.check()
 
 

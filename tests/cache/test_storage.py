@@ -1,4 +1,4 @@
-"""The pool: a frame is one run of bytes, a layer's slice of it one stream, and no two elements share a byte."""
+"""The pool: a frame is one run of bytes, a layer's slice is one stream, and no two elements share a byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parts(storage: Storage, layer: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_element_has_bytes_of_its_own_inside_its_frame(spec: KVSpec) -> None:
-    """Marking one part of one frame of one layer changes exactly its own bytes, and all of them."""
+    """Fill one part of one layer in one frame: all of its own bytes change, and no other byte."""
     storage = Storage(spec, num_frames=3)
     covered = torch.zeros_like(storage.frames, dtype=torch.int64)
     for layer in range(spec.num_layers):
@@ -53,8 +53,8 @@ def test_one_heads_page_is_one_contiguous_run(spec: KVSpec) -> None:
     layer = Storage(spec, num_frames=2).layers[0]
     for pool in (layer.k, layer.v):
         assert pool[1, :, 0].is_contiguous()
-        heads = pool[1].transpose(0, 1)  # of a single one torch 2.8 gives the stride as 1
-        assert heads.is_contiguous()  # the next head follows at once
+        # The next head follows at once. (Of a single head torch 2.8 gives the stride as 1.)
+        assert pool[1].transpose(0, 1).is_contiguous()
     assert layer.k.data_ptr() % 64 == 0
     assert layer.v.data_ptr() % 64 == 0
 
@@ -98,7 +98,7 @@ def test_amounts_of_memory(text: str | int, expected: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "2 parsecs", "GiB", "-1", "1ib", "9" * 400])
-def test_what_is_no_amount_of_memory(text: str) -> None:
+def test_text_that_is_no_amount_of_memory_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="write (it|an amount) like '2GiB'"):
         parse_bytes(text)
 
@@ -139,7 +139,7 @@ def test_frames_in_an_amount_of_memory() -> None:
         {"window": 0},
     ],
 )
-def test_geometries_that_cannot_be(options: dict[str, object]) -> None:
+def test_impossible_geometries_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
         KVSpec(**{"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, **options})  # type: ignore[arg-type]
 
@@ -150,8 +150,8 @@ def test_every_stored_dtype_has_a_layout() -> None:
         assert Storage(KVSpec(1, 1, 64, dtype=dtype, kv_dtype=name), num_frames=1).layers[0].k.shape[:3] == (1, 16, 1)
 
 
-def test_a_spec_takes_whatever_counts_as_an_int_and_nothing_else() -> None:
-    """Geometry often comes out of an array or a checkpoint's tensor."""
+def test_a_spec_takes_integers_of_every_library_and_nothing_else() -> None:
+    """Geometry often comes from an array or a checkpoint's tensor."""
     spec = KVSpec(
         np.int64(2), np.uint8(2), torch.tensor(64), head_dim_v=np.int32(32), block_size=np.int64(4), window=np.int16(9)
     )

@@ -1,4 +1,4 @@
-"""The text that a scraper gets: every figure of stats(), once."""
+"""The text that a scraper gets has every figure of stats(), once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import fields
 
 import pytest
 
+from pagedkv import KVSpec, PagedKVCache
 from pagedkv.core import MemoryManager, Stats
 from tests.core.oracle import grown
 
@@ -15,7 +16,7 @@ client = pytest.importorskip("prometheus_client", reason="the metrics extra is n
 from pagedkv.integrations import prometheus  # noqa: E402
 
 DERIVED = {"slots_mapped", "tenants"}
-"""mapped x block_size; and what has metrics of its own."""
+"""Fields without a metric: slots_mapped is mapped x block_size, and each tenant has metrics of its own."""
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def mm() -> MemoryManager:
     return mm
 
 
-def scraped(mm: MemoryManager) -> dict[str, float]:
+def scraped(mm: MemoryManager | PagedKVCache) -> dict[str, float]:
     registry = client.CollectorRegistry()
     prometheus.register(mm, pool="gpu0", registry=registry)
     lines = client.generate_latest(registry).decode().splitlines()
@@ -51,8 +52,8 @@ def test_a_scrape_shows_what_stats_says(mm: MemoryManager) -> None:
 
 
 def test_every_figure_of_stats_is_shown_or_derived() -> None:
-    told = {field for field, _ in [*prometheus.GAUGES.values(), *prometheus.COUNTERS.values()]}
-    shown = told | set(prometheus.FRAME_STATES) | set(prometheus.MISSES.values())
+    named = {field for field, _ in [*prometheus.GAUGES.values(), *prometheus.COUNTERS.values()]}
+    shown = named | set(prometheus.FRAME_STATES) | set(prometheus.MISSES.values())
     assert {field.name for field in fields(Stats)} - shown == DERIVED
 
 
@@ -77,13 +78,19 @@ def test_tenants_with_quotas_are_shown_by_name() -> None:
     assert shown['pagedkv_tenant_evictions_total{pool="gpu0",tenant="ff01"}'] == 0
 
 
+def test_a_cache_is_shown_as_its_manager_is() -> None:
+    cache = PagedKVCache(KVSpec(1, 1, 16), num_frames=8)
+    cache.plan([cache.open()], [4])
+    assert scraped(cache) == scraped(cache.manager)
+
+
 def test_a_scrape_follows_the_manager(mm: MemoryManager) -> None:
     before = scraped(mm)['pagedkv_frames{pool="gpu0",state="free"}']
     mm.plan([mm.open()], [4])
     assert scraped(mm)['pagedkv_frames{pool="gpu0",state="free"}'] == before - 1
 
 
-def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "pagedkv.integrations.prometheus")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"install pagedkv\[metrics\]"):

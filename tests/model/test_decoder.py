@@ -100,7 +100,7 @@ def test_a_cache_that_knows_the_prompt_gives_the_same_tokens_from_less_work(chec
         num_computed.append(len(new))
         while len(tokens) < NUM_TOKENS:
             batch = cache.plan([space], [len(new)])
-            logits = decoder.forward(torch.tensor(new), batch.args, cache, logits_of=torch.tensor([len(new) - 1]))
+            logits = decoder.forward(torch.tensor(new), batch, cache, logits_of=torch.tensor([len(new) - 1]))
             cache.commit(batch, new)
             new = [int(logits[0].argmax())]
             tokens += new

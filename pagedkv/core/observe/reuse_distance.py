@@ -181,7 +181,7 @@ class ReuseSampler:
     """The sample of one manager, and the hit rates that it predicts."""
 
     def __init__(self, pages: int, num_frames: int) -> None:
-        self.sample = new_sample(pages, 4 * num_frames)
+        self.sample: Sample = new_sample(pages, 4 * num_frames)
 
     def record_prompt(self, s: State, seed: int, ids: I32) -> None:
         """Record a prompt (int32 [n]) that is opened under the root of fingerprint `seed`."""

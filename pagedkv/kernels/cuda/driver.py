@@ -72,10 +72,10 @@ class Torch:
             return int(runtime.deviceGetAttribute(attribute, device.index))
 
         self.device = device
-        self.arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        self.num_sms = asked(runtime.cudaDevAttrMultiProcessorCount)
-        self.shared_per_block = asked(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
-        self.shared_per_sm = asked(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor)
+        self.arch: str = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        self.num_sms: int = asked(runtime.cudaDevAttrMultiProcessorCount)
+        self.shared_per_block: int = asked(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
+        self.shared_per_sm: int = asked(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor)
 
     def context(self, cuda: Cuda) -> int:
         """Its primary context, current in this thread from here on: by cudaSetDevice, which torch leaves out where it can."""
@@ -178,11 +178,9 @@ class Driver:
         self, about: Torch, cuda: Cuda, launch_early: Callable[..., None] = programmatic_launch.launch_early
     ) -> None:
         self._early = launch_early
-        self.num_sms, self.shared_per_block, self.shared_per_sm = (
-            about.num_sms,
-            about.shared_per_block,
-            about.shared_per_sm,
-        )
+        self.num_sms: int = about.num_sms
+        self.shared_per_block: int = about.shared_per_block
+        self.shared_per_sm: int = about.shared_per_sm
         self._torch, self._cuda, self._context = about, cuda, about.context(cuda)
         self.ready: dict[Any, Any] = {}
         self._functions: dict[Specialisation, tuple[int, int, int]] = {}

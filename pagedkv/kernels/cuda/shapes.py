@@ -211,7 +211,11 @@ class WriteShape:
     kernel = "write_kv"
     threads = 32 * ROW_WARPS
     shared_bytes = 0
-    macros = property(_macros)
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The #defines of this specialisation."""
+        return _macros(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +228,11 @@ class MergeShape:
     kernel = "merge_states"
     threads = 32 * ROW_WARPS
     shared_bytes = 0
-    macros = property(_macros)
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The #defines of this specialisation."""
+        return _macros(self)
 
 
 @dataclass(frozen=True, slots=True)

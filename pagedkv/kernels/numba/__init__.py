@@ -121,8 +121,8 @@ def write_kv(call: WriteCall) -> None:
         _run(loops.write, words, threads)
 
 
-merge_states = reference.merge_states  # torch's operations: little beside attention
-copy_frames = reference.copy_frames  # torch's indexing is a copy of whole rows; there is nothing to compile
+merge_states: Final = reference.merge_states  # torch's operations: little beside attention
+copy_frames: Final = reference.copy_frames  # torch's indexing is a copy of whole rows; there is nothing to compile
 
 
 def _place(words: Words, tensors: tuple[Tensor | None, ...]) -> None:

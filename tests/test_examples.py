@@ -1,0 +1,41 @@
+"""The scripts of examples/: each runs in a process of its own, prints something to check, and is short."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MAX_LINES = 60
+
+
+def test_there_is_an_example_of_each_way_in() -> None:
+    names = {path.stem for path in EXAMPLES}
+    assert names == {"own_engine_manager", "own_engine_cache", "foreign_tensors", "prefix_and_forks", "replay_trace"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_fits_on_one_screen(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_LINES
+    assert f"Run: python examples/{path.name}" in text
+    assert "assert " in text
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_and_its_claims_hold(path: Path, tmp_path: Path) -> None:
+    """Run in another folder, without arguments or an install. The assertions are in the example."""
+    debug = "0" if path.stem == "replay_trace" else "3"  # a proof after each of its thousands of commits takes minutes
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PAGEDKV_DEBUG": debug}
+    command = [sys.executable, str(path)]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert 1 <= len(run.stdout.splitlines()) <= 20
+    assert run.stderr == ""
