@@ -1,4 +1,5 @@
-"""write_kv, merge_states and copy_frames of csrc/cuda in the emulator: the laws that every backend keeps, and what is theirs alone."""
+"""write_kv, merge_states and copy_frames of csrc/cuda in the emulator: the laws of every backend, and those of these
+kernels alone."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pagedkv
 from pagedkv import copy_frames, merge_states, write_kv
 from pagedkv.kernels import reference, registry
 from pagedkv.kernels.args import RotaryTable
-from pagedkv.kernels.cuda import shapes
+from pagedkv.kernels.cuda import specialisation
 from tests.cases import Case, as_bytes, empty_layer
 from tests.kernels import test_compiled_laws, test_laws, test_write
 from tests.kernels.conftest import Runner
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
-# Laws of every backend; they run here with the runner below.
+# Laws of every backend. They run here with the runner below.
 test_a_float64_query_is_refused_with_the_reason = test_compiled_laws.test_a_float64_query_is_refused_with_the_reason
 test_what_is_written_has_the_bits_that_the_reference_writes = (
     test_compiled_laws.test_what_is_written_has_the_bits_that_the_reference_writes
@@ -52,7 +53,7 @@ test_copying_nothing_is_allowed = test_write.test_copying_nothing_is_allowed
 
 @pytest.fixture(params=[900, pytest.param(800, marks=pytest.mark.slow)], ids=["sm_90", "sm_80"])
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
-    """A GPU that converts 8-bit floats by arithmetic, and one that has an instruction."""
+    """Emulate a GPU that converts 8-bit floats by an instruction, and one that does so by arithmetic."""
     machine = Emulator(arch=request.param)
     monkeypatch.setattr(backend, "machine", machine)
     monkeypatch.setattr(registry, "KERNELS", (backend.KERNEL, *registry.KERNELS))
@@ -66,13 +67,13 @@ def runner(machine: Emulator) -> Runner:
     return Runner(backend.KERNEL.name, "cpu")
 
 
-def test_every_operation_of_the_contract_is_its_own(machine: Emulator) -> None:
+def test_every_operation_runs_its_own_kernel(machine: Emulator) -> None:
     built = Case().build()
     pagedkv.paged_attention(built.q, built.layer, built.batch)
     write_kv(torch.randn(3, 2, 64), torch.randn(3, 2, 64), built.layer, built.batch)
     merge_states(torch.randn(3, 4, 64), torch.randn(3, 4), torch.randn(3, 4, 64), torch.randn(3, 4))
     copy_frames(built.layer.k, torch.tensor([[0, 1]], dtype=torch.int32))
-    assert [shape.kernel for shape in machine.launches] == [
+    assert [kernel.name for kernel in machine.launches] == [
         "paged_attention",
         "write_kv",
         "merge_states",
@@ -84,7 +85,9 @@ def test_every_operation_of_the_contract_is_its_own(machine: Emulator) -> None:
 @pytest.mark.parametrize("kv", ["", "fp8_e4m3/token_head", "fp8_e5m2/tensor", "int8/token_head", "int4/token_head"])
 def test_any_dims_and_strides_have_the_bits_of_the_reference(dims: tuple[int, int], kv: str) -> None:
     case = Case(dtype="bfloat16", kv=kv, dims=dims, layout="mixed" if dims[0] != 62 else "HND", heads=(3, 3))
-    fused = torch.randn(7, 9, dims[0] + 1).to(torch.float16)  # rows of a fused projection, at addresses of any kind
+    fused = torch.randn(7, 9, dims[0] + 1).to(
+        torch.float16
+    )  # rows of a fused projection, at addresses of any alignment
     k, v = fused[:, 1:4, : dims[0]], torch.randn(7, 3, dims[1])
     layers = [empty_layer(case, 4) for _ in range(2)]
     for layer, name in zip(layers, (None, "reference"), strict=True):
@@ -140,18 +143,17 @@ def test_frames_are_copied_as_if_all_sources_were_read_first(
     pool = torch.arange(9 * frame[0]).view(9, -1).to(frame[1])
     pairs = torch.tensor(COPIES[copies], dtype=torch.int32)
     assert_copied(pool, pairs)
-    assert_copied(
-        pool[:, : max(1, frame[0] // 3)], torch.cat([pairs, pairs], 1)[:, 1:3].flip(1)
-    )  # views with steps between their elements
-    assert [shape.kernel for shape in machine.launches] == ["copy_frames"] * 2
+    # Both arguments are views with steps between their elements.
+    assert_copied(pool[:, : max(1, frame[0] // 3)], torch.cat([pairs, pairs], 1)[:, 1:3].flip(1))
+    assert [kernel.name for kernel in machine.launches] == ["copy_frames"] * 2
 
 
 @pytest.mark.parametrize("count", [60, 600, 2500])
-def test_very_many_copies_take_narrower_runs_and_then_a_room(count: int, machine: Emulator) -> None:
+def test_very_many_copies_take_narrower_runs_and_then_a_scratch_buffer(count: int, machine: Emulator) -> None:
     pool = torch.randn(2600, 36)
     copies = torch.stack([torch.randint(0, 2600, (count,)), torch.randperm(2600)[:count]], 1).int()
     assert_copied(pool, copies)
-    assert [shape.shared_bytes >> 10 for shape in machine.launches] == {60: [32], 600: [96], 2500: [32, 32]}[count]
+    assert [kernel.shared_bytes >> 10 for kernel in machine.launches] == {60: [32], 600: [96], 2500: [32, 32]}[count]
 
 
 def assert_copied(pool: Tensor, copies: Tensor) -> None:
@@ -193,7 +195,7 @@ def test_each_float_becomes_the_nearest_byte_whichever_way_the_machine_rounds(ar
 
 
 def assert_equal(ours: Tensor, theirs: Tensor) -> None:
-    """Bit for bit, what nobody wrote included."""
+    """Compare all bits, also those that no kernel wrote."""
     assert torch.equal(as_bytes(ours.contiguous()).view(torch.uint8), as_bytes(theirs.contiguous()).view(torch.uint8))
 
 
@@ -201,4 +203,4 @@ def test_a_vector_longer_than_a_warp_holds_is_refused_with_the_limit() -> None:
     from pagedkv.kernels.cuda import backend
 
     case = registry.Case("write_kv", "cuda", dtype="float16", head_dim=2048, head_dim_v=64)
-    assert backend.case_objections(case) == [f"head_dim is 2048; it takes up to {shapes.LONGEST_ROW}"]
+    assert backend.case_objections(case) == [f"head_dim is 2048; it takes up to {specialisation.LONGEST_ROW}"]
