@@ -105,8 +105,7 @@ class OptionalBuild(build_ext):
 
 
 class WithCubins(build_py):
-    """A build_py that compiles CUDA kernels ahead if there is nvcc. An editable install does not, because its sources
-    change."""
+    """A build_py that compiles CUDA kernels ahead if nvcc is found, but not for an editable install."""
 
     def run(self) -> None:
         """Copy the packages, then compile."""

@@ -1,11 +1,11 @@
-"""`make gpu`: all tests and benchmarks that need a GPU, in stages. When time runs out, the results of finished stages
-stay.
+"""`make gpu`: run all tests and benchmarks that need a GPU, in stages.
 
     python scripts/gpu.py [--out FOLDER] [--minutes N] [--rest] [stage ...]
 
 The script needs no network. It installs pagedkv editable, without build isolation or dependencies, into the Python that
 runs it. That Python must have torch >= 2.8 (with CUDA), numpy, numba, pybind11 and setuptools, and for their kernels
-triton and CuPy. A stage that needs pytest or rich says so if they are missing.
+triton and CuPy. A stage that needs pytest or rich says so if they are missing. When time runs out, the results of
+finished stages stay.
 
 Each stage writes FOLDER/<stage>.log while it runs, and one line to FOLDER/summary.txt when it ends. A stage that fails
 or runs out of time does not stop the others, except the first two: without a GPU or an installed pagedkv no other stage

@@ -132,7 +132,7 @@ DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queri
                        i32 from, i32 to, ThreadRole& me) {
     State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}};
     attend(state, p, pages, queries, rows, from, to, me);
-    ptx::sync_block();  // the stages become the sums' memory
+    ptx::sync_block();  // the sums will overwrite the stages
     store_team(me.base, state, me.team, me.first_row, me.part);
     ptx::sync_block();
 }
@@ -160,7 +160,7 @@ DEVICE void fold_chunk(const AttentionParams& p, const Unit& unit, i32 group, bo
     });
     Partial of_row{0.0f, 0.0f, 0.0f};
     if (!last && me.thread < ROWS) of_row = folded(me.thread, 0, 0.0f);
-    ptx::sync_block();  // the sums' memory may become stages again
+    ptx::sync_block();  // the next stages will overwrite the sums
     if (!last && me.thread < ROWS) {
         ptx::shared_write(me.base + TOTALS_AT + 4 * me.thread, of_row.m);
         ptx::shared_write(me.base + TOTALS_AT + 4 * (ROWS + me.thread), of_row.l);
@@ -177,7 +177,7 @@ DEVICE void share_piece(const AttentionParams& p, const Partition<ROWS, STEP_TOK
         mine.store(row, column, load_teams(me.base, row, column));
     });
     if constexpr (SECOND_LAUNCH) {
-        ptx::sync_block();  // the stages take the sums' memory back
+        ptx::sync_block();  // the next stages will overwrite the sums
     } else if (arrive(p, first, partition.num_partials(), me)) {
         merge_unit(p, partition, v_scale, me.thread);
     }

@@ -2,15 +2,17 @@
 // none can be stale, and a decode is one launch.
 //
 // Work is laid out on a line: sequences, in each the tiles of ROWS query rows, in each the kv heads. Such a (sequence,
-// tile, head) is a unit. Its width on the line is OVERHEAD + steps; a step is STEP_TOKENS keys, and the work of a chunk
-// of split_tokens keys is as many steps as it takes. The line is cut into equal shares, one for each CTA:
+// tile, head) is a unit, and OVERHEAD + steps is its width on the line. An item of a unit is one step of STEP_TOKENS
+// keys; with split_tokens, an item is a chunk of so many keys, which counts as several steps. The line is cut into
+// equal shares, one for each CTA:
 //
 //     |  unit 0      |  unit 1   |   unit 2                                         |  unit 3 ...
 //     |   CTA 0          |   CTA 1           |   CTA 2           |   CTA 3
 //
 // So a CTA has at most two units that it shares with others: the one its share begins in and the one its share ends in.
 // Each CTA of a shared unit leaves a partial state, and the unit's last CTA merges them. A `place` is a position on the
-// line. The index of a partial state, and of a unit's ticket, follows from places, with no counting:
+// line. The index of a partial state, and of a unit's ticket, follows from places, with no counting. "Free cut" means
+// that there is no split_tokens, so a share may end after any step:
 //     free cut      the unit's first CTA c: partial state 2 c + 1; each later CTA c: 2 c       max_partials = 2 CTAs
 //     split_tokens  place of the chunk / width of a chunk                                      chunks do not overlap
 // Cost: two passes over the sequences' lengths, 32 at a time; a pass over the row tiles of the lane's sequences.
@@ -19,7 +21,7 @@
 #include "params.h"
 #include "ptx.cuh"
 
-constexpr int OVERHEAD = 2;  // steps that loading the queries and storing the result of a unit cost
+constexpr int OVERHEAD = 2;  // the cost of loading a unit's queries and storing its result, in steps
 
 struct Unit {
     i32 sequence, tile, head;
@@ -88,8 +90,8 @@ template <int ROWS, int STEP_TOKENS> struct Partition {
         return whole_units() ? (starts_here() ? unit.num_items : 0) : item_at(end_of_share());
     }
 
-    // Return whether the current unit begins in this CTA's share. The CTA in whose share it begins serves a unit that
-    // sees no key, and so has no items.
+    // Return whether the current unit begins in this CTA's share. A unit that sees no key has no items: the CTA in
+    // whose share it begins writes its result.
     DEVICE_MEMBER bool starts_here() const { return unit.place >= begin; }
 
     // Return how many partial states the unit leaves.
@@ -98,7 +100,7 @@ template <int ROWS, int STEP_TOKENS> struct Partition {
         if (p.split_tokens) return unit.num_items;
         return static_cast<i32>(owner(unit.num_items - 1) - owner(0)) + 1;
     }
-    // Return the index of the unit's first partial state. It takes a division; the indices of the others take none.
+    // Return the index of the unit's first partial state. This takes a division; the other indices take none.
     DEVICE_MEMBER i64 first_partial() const {
         return p.split_tokens ? unit.place_of(0) / unit.weight : 2 * owner(0) + 1;
     }

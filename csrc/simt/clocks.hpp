@@ -1,7 +1,7 @@
 // The emulator's race detector: vector clocks over the accesses to shared memory.
 //
-//     clock[i][j]   the latest moment of thread j that thread i has seen. Moments of i are counted; one ends when i
-//                   synchronises with other threads
+//     clock[i][j]   the latest moment of thread j that thread i has seen. A moment of i ends when i synchronises
+//                   with other threads
 //     a write of j at moment m is ordered before i   iff   clock[i][j] >= m (or i == j)
 //     a barrier     gives each thread that meets there the maximum of all their clocks
 //
@@ -10,8 +10,8 @@
 // waits for the phase acquires it. Bulk copies go through the async proxy, not through the threads' own path, so they
 // must come after a fence: `fenced` is a second set of clocks, which holds only the moments that a fence ended.
 //
-// The detector keeps, for every two bytes, the last write, and the last read of each warp. So it finds a race whatever
-// order the fibers ran in, except when two lanes of one warp read and only the earlier read races. Complexity: an
+// The detector keeps, for every two bytes, the last write, and the last read of each warp. So it finds a race in
+// any order of the fibers, except when two lanes of one warp read and only the earlier read races. Complexity: an
 // access O(bytes / 2 * warps), a barrier of n threads O(n * threads).
 #pragma once
 
@@ -35,9 +35,9 @@ public:
     void synchronise(const std::vector<uint32_t>& threads);
     void fence(uint32_t thread);                       // order all that `thread` has seen before later bulk copies
     void arrive(uint32_t thread, uint32_t barrier);    // add the clock of `thread` to that of `barrier`
-    void end_phase(uint32_t barrier);
-    void acquire(uint32_t thread, uint32_t barrier);   // the clock at the end of the last phase of `barrier`
-    uint32_t of_barrier(uint32_t barrier) const { return threads_ + barrier; }  // its number among the threads
+    void end_phase(uint32_t barrier);                  // keep the clock of `barrier`, for threads that wait
+    void acquire(uint32_t thread, uint32_t barrier);   // add the clock that `end_phase` kept to that of `thread`
+    uint32_t of_barrier(uint32_t barrier) const { return threads_ + barrier; }  // its index in `clock_`
 
     Race read(uint32_t thread, uint32_t at, uint32_t bytes);
     Race write(uint32_t thread, uint32_t at, uint32_t bytes, State becomes);

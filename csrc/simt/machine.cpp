@@ -23,7 +23,7 @@ static void thread_body() {
         machine.stop("ends with asynchronous copies that it has not waited for");
     }
     if (!machine.early.empty() && !self.waited) {
-        machine.stop("ends without wait_for_last_grid, though its grid began early");
+        machine.stop("ends without a call of wait_for_last_grid, though its grid began early");
     }
     machine.leave();
 }

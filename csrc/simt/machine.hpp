@@ -79,7 +79,7 @@ struct Machine {
     Barrier barriers[16];
     std::vector<Mbarrier> mbarriers;
     std::vector<Run> wrote;  // bytes that this launch has written
-    std::vector<Run> early;  // bytes that the launch before may still write
+    std::vector<Run> early;  // bytes that the previous launch may still write
     std::vector<uint32_t> runnable;
     std::vector<unsigned char> shared;
     Clocks clocks;

@@ -27,7 +27,7 @@ void check_global(const void* at, uint32_t bytes, const char* what) {
     if (reinterpret_cast<uintptr_t>(at) % bytes) stop(" at an address that is no multiple of that");
     for (const Run& run : machine.early) {
         if (machine.threads[machine.current]->waited || p + bytes <= run.start || run.start + run.bytes <= p) continue;
-        stop(" that the grid before may still write, before wait_for_last_grid");
+        stop(" that the previous grid may still write; call wait_for_last_grid first");
     }
     if (last_hit < allowed.size() && inside(allowed[last_hit])) return;
     for (last_hit = 0; last_hit < allowed.size(); ++last_hit) {

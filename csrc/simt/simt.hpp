@@ -1,8 +1,8 @@
 // A CUDA grid on one host thread: the functions that a kernel may call. This file knows nothing of attention.
 //
 // Blocks run one after another in random order. A CUDA thread is a fiber; the scheduler picks a random fiber that can
-// run, and runs it until it must wait. A kernel that relies on behaviour which CUDA leaves undefined ends with a fault,
-// at the line that does so:
+// run, and runs it until it must wait. The emulator faults where a kernel relies on behaviour that CUDA leaves
+// undefined:
 //
 //     shared memory     NaN until written. Each access must be inside the block's memory, aligned, and to bytes that
 //                       were written before. A barrier or a wait must order it after the last conflicting access of
@@ -16,8 +16,8 @@
 //                       fault says where each lane waits.
 //     barriers          are named and have counts. If no thread can run, the fault says what each thread waits for.
 //     global memory     each access must be inside a registered allocation, and aligned.
-//     grids             run one after another. If a grid begins early, no thread may touch what the grid before wrote
-//                       until it has called wait_for_last_grid, and every thread must have called it when it ends.
+//     grids             run one after another. If a grid begins early, a thread must call wait_for_last_grid before it
+//                       touches memory that the previous grid wrote, and each thread must call it before it ends.
 //
 // A fault ends the launch; `simt_launch` returns its text. The emulator does not show the memory model between blocks,
 // bank conflicts, or speed.

@@ -140,8 +140,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, cubin: bytes) -> None:
-    """Write a checksum and the cubin. If the folder cannot be written, the next process compiles again; no error is
-    raised."""
+    """Write a checksum and the cubin. A folder that cannot be written is no error: the next process compiles again."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as aside:

@@ -1,9 +1,9 @@
 """One GPU: the kernels loaded in this process, the memory that outlives a launch, and the launch itself.
 
-The file calls CUDA through three seams, where the tests put recorders: `Cuda`, six functions of cupy.cuda.driver;
-`Torch`, the functions of torch and of the runtime; and `launch_early` of programmatic_launch.py, which CuPy lacks. That
-function sets the only launch attribute in use, and no kernel forms a cluster, so cuda.core is not needed. This file
-knows no attention.
+The file calls CUDA through three interfaces, where the tests put recorders: `Cuda`, six functions of
+cupy.cuda.driver; `TorchDevice`, functions of torch and of the runtime; and `launch_early` of programmatic_launch.py,
+which CuPy lacks. `launch_early` sets the only launch attribute in use, and no kernel forms a cluster, so cuda.core is
+not needed. This file knows no attention.
 
     a launch       allocates only torch's memory of the current stream. It neither waits nor reads the device back, so a
                    CUDA graph captures it as it is. A capture cannot load a kernel: that is refused, with the remedy.
@@ -60,7 +60,7 @@ class Cuda(Protocol):
     def launchKernel(self, function: int, *arguments: int) -> None: ...  # noqa: D102
 
 
-class Torch:
+class TorchDevice:
     """A device as torch and the CUDA runtime see it: architecture, sizes, current stream, memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -139,29 +139,28 @@ class Tickets:
 
     Launches on one stream run one after another and share a set. A graph may be replayed on any stream and beside any
     other graph, so each captured launch has a set of its own, which it keeps even when the graph is deleted. The memory
-    is not torch's: torch.compile's trees of graphs inspect the graph's pool and would report tickets left there as a
+    is not torch's: torch.compile's CUDA graph trees inspect the graph's pool and would report tickets left there as a
     leak.
     """
 
-    def __init__(self, about: Torch) -> None:
-        self._torch, self._left, self._free = about, 0, torch.empty(0, dtype=torch.int32)
+    def __init__(self, device: TorchDevice) -> None:
+        self._device, self._left, self._free = device, 0, torch.empty(0, dtype=torch.int32)
         self._of_stream: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
     def take(self, count: int) -> Tensor | None:
         """Return int32 [>= count] for a launch on the current stream. Return None if the stream is captured and too few
         are left: a capture cannot allocate device memory."""
-        stream = self._torch.stream()
-        if self._torch.is_capturing(stream):
+        stream = self._device.stream()
+        if self._device.is_capturing(stream):
             with self._lock:
                 return self._cut(count) if self._left >= count else None
         found = self._of_stream.get(stream)
         if found is not None and found.numel() >= count and self._left >= RESERVE:
             return found
         with self._lock:
-            if (
-                found is None or found.numel() < count
-            ):  # the set that is too small stays: a launch may still count in it
+            # A set that is too small is not freed: a launch may still count in it.
+            if found is None or found.numel() < count:
                 self._ensure(size := max(4096, 2 * count))
                 found = self._of_stream[stream] = self._cut(size)
             self._ensure(RESERVE)
@@ -170,7 +169,7 @@ class Tickets:
     def _ensure(self, count: int) -> None:
         """Allocate a chunk if fewer than `count` tickets are free."""
         if self._left < count:
-            self._free = self._torch.zeros(max(CHUNK, 2 * count))
+            self._free = self._device.zeros(max(CHUNK, 2 * count))
             self._left = self._free.numel()
 
     def _cut(self, count: int) -> Tensor:
@@ -184,15 +183,15 @@ class Driver:
     """The `Machine` (attention.py) that launches on a GPU."""
 
     def __init__(
-        self, about: Torch, cuda: Cuda, launch_early: Callable[..., None] = programmatic_launch.launch_early
+        self, device: TorchDevice, cuda: Cuda, launch_early: Callable[..., None] = programmatic_launch.launch_early
     ) -> None:
         self._launch_early = launch_early
-        self.num_sms = about.num_sms
-        self.shared_per_block, self.shared_per_sm = about.shared_per_block, about.shared_per_sm
-        self._torch, self._cuda, self._context = about, cuda, about.context(cuda)
+        self.num_sms = device.num_sms
+        self.shared_per_block, self.shared_per_sm = device.shared_per_block, device.shared_per_sm
+        self._device, self._cuda, self._context = device, cuda, device.context(cuda)
         self.ready: dict[Any, Any] = {}
         self._functions: dict[Specialisation, tuple[int, int, int]] = {}
-        self._tickets = Tickets(about)
+        self._tickets = Tickets(device)
 
     def workspace(self, floats: int, like: Tensor) -> Tensor:
         """Return float32 [floats] from torch's allocator, which reuses it when the launches so far have run. In a
@@ -210,10 +209,10 @@ class Driver:
         return torch.empty(shape, dtype=dtype, device=like.device)
 
     def launch(self, kernel: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
-        """Run the kernel on torch's current stream of this device. Raises: InvalidRequest in a capture if it is not
-        loaded.
+        """Run the kernel on torch's current stream of this device.
 
         early: the kernel may begin before the previous launch has ended; it waits for that launch by itself.
+        Raises: InvalidRequest in a capture, if the kernel is not loaded.
         """
         cuda = self._cuda
         before = cuda.ctxGetCurrent()
@@ -221,25 +220,24 @@ class Driver:
             cuda.ctxSetCurrent(self._context)
         try:
             function, threads, shared = self._functions.get(kernel) or self._load(kernel)
-            # An array of one pointer. It keeps `params` alive until the driver has copied them, which it does before it
-            # returns.
+            # An array of one pointer, which keeps `params` alive. The driver copies them before it returns.
             pointers = ctypes.c_char_p(params)
             run = self._launch_early if early else cuda.launchKernel
-            run(function, blocks, 1, 1, threads, 1, 1, shared, self._torch.stream(), ctypes.addressof(pointers), 0)
+            run(function, blocks, 1, 1, threads, 1, 1, shared, self._device.stream(), ctypes.addressof(pointers), 0)
         finally:
             if before not in (0, self._context):
                 cuda.ctxSetCurrent(before)
 
     def _load(self, kernel: Specialisation) -> tuple[int, int, int]:
         """Load a kernel for the life of the process. Return its handle, its threads and its bytes of shared memory."""
-        if self._torch.is_capturing(self._torch.stream()):
+        if self._device.is_capturing(self._device.stream()):
             raise InvalidRequest(
                 f"the kernel {kernel.name} for {kernel.macros} is not loaded yet, and loading cannot be captured in a "
                 f"CUDA graph: run the same step once before capturing it"
             )
         cuda = self._cuda
-        cubin = compiler.cubin_for(kernel.name, kernel.macros, self._torch.arch)
-        with self._torch.beside_captures():
+        cubin = compiler.cubin_for(kernel.name, kernel.macros, self._device.arch)
+        with self._device.beside_captures():
             module = cuda.moduleLoadData(cubin)
             function = cuda.moduleGetFunction(module, kernel.name)
         if kernel.shared_bytes:  # more than 48 KB must be requested
@@ -253,7 +251,7 @@ class Driver:
 def _driver_at(index: int) -> Driver:
     from cupy.cuda import driver as cupy_driver
 
-    return Driver(Torch(torch.device("cuda", index)), cast("Cuda", cupy_driver))
+    return Driver(TorchDevice(torch.device("cuda", index)), cast("Cuda", cupy_driver))
 
 
 def driver_of(device: torch.device) -> Driver:

@@ -22,8 +22,10 @@ LARGEST_HEAD_DIM: Final = 576
 
 
 def parts_of(dims: tuple[int, int], kinds: tuple[int, int]) -> int:
-    """Return how many warps share 16 rows (`WARPS_D`), so that results and float32 operands, of three terms each, fit
-    into registers."""
+    """Return how many warps share 16 rows (`WARPS_D`): enough that results and operands fit into registers.
+
+    A float32 operand has three terms, so it takes more warps.
+    """
     if kinds[0] == KINDS["float32"]:
         return 1 if max(dims) <= 128 else 2 if max(dims) <= 192 else 4
     return 1 if max(dims) <= 256 else 4
@@ -160,16 +162,15 @@ RESERVED: Final = 1024
 def specialise(
     kinds: tuple[int, int], dims: tuple[int, int], row_class: RowClass, keys: Keys, shared: tuple[int, int]
 ) -> AttentionSpecialisation:
-    """Return the specialisation of attention for (Q, KV) kinds and (D, Dv). shared: bytes of it per CTA and per SM.
+    """Return the specialisation of attention for (Q, KV) kinds and (D, Dv). shared: its bytes per CTA and per SM.
 
     Raises: InvalidRequest if shared memory does not hold two stages.
     """
     narrow = max(dims) > 128 or kinds[0] == KINDS["float32"]  # registers hold the scores of 16 keys only
     tile = 16 if narrow else row_class.tile
     if kinds[0] == KINDS["float32"] and row_class.least >= 33:
-        keys = keys._replace(
-            bulk=0
-        )  # arithmetic bounds a prefill in float32, and no registers are left for bulk copies
+        # Arithmetic bounds a prefill in float32, and no registers are left for bulk copies.
+        keys = keys._replace(bulk=0)
     parts = parts_of(dims, kinds)
     warps_m = min(row_class.warps_m, MOST_WARPS // parts)
     warps = (warps_m, min(row_class.warps_n, MOST_WARPS // parts // warps_m))
@@ -192,7 +193,7 @@ def specialise(
 
 
 LONGEST_ROW: Final = 1024
-"""The most elements of a vector that write_kv and merge_states keep in the registers of a warp."""
+"""The most elements of a vector. write_kv keeps them in the registers of a warp; merge_states has the same limit."""
 
 ROW_WARPS: Final = 4
 
@@ -264,8 +265,7 @@ class CopySpecialisation:
 
 
 COPY_RUN: Final = 32 << 10
-"""Bytes of shared memory of a CTA that copies frames: few, so that several CTAs share an SM. Very many copies take
-more."""
+"""Bytes of shared memory of a CTA that copies frames, unless copies are very many. Several such CTAs share an SM."""
 
 _COMMON: Final = (
     ("bfloat16", "bfloat16", 128),
@@ -276,8 +276,7 @@ _COMMON: Final = (
 
 
 def common(shared: tuple[int, int]) -> list[Specialisation]:
-    """Return the specialisations that most models use, which a wheel carries compiled. shared: bytes of it per CTA and
-    per SM."""
+    """Return the specialisations that most models use; a wheel carries them compiled. shared: as for `specialise`."""
     found: list[Specialisation] = []
     for q, kv, dim in _COMMON:
         kinds, scaled = (KINDS[q], KINDS[kv]), int(q != kv)

@@ -1,8 +1,6 @@
-"""csrc/cuda on the host: g++ compiles the same sources against csrc/simt, and `Emulator` is the `Machine` that runs
-them.
+"""csrc/cuda on the host: g++ compiles its sources against csrc/simt, and `Emulator` is the `Machine` that runs them.
 
-Compiled files are kept in the user's cache folder, named by a hash of all sources and options, so a second run compiles
-nothing.
+The user's cache folder keeps compiled files, named by a hash of all sources and options: a second run compiles none.
 """
 
 from __future__ import annotations

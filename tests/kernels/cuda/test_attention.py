@@ -60,8 +60,7 @@ def test_out_and_lse_are_as_accurate_as_plain_torch(case: Case) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kv", ["fp8_e4m3", "fp8_e5m2"])
 def test_every_code_of_8_bits_is_read_as_torch_reads_it_and_nan_stays_nan(kv: str, dtype: str) -> None:
-    """The value of a single key is the result, so the result shows how each code is read, infinities and NaN
-    included."""
+    """The value of a single key is the result, which shows how each code is read, infinities and NaN included."""
     built = Case(q_lens=(1, 1), kv_lens=(1, 1), heads=(1, 1), dims=(128, 128), kv=kv, dtype=dtype).build()
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(built.layer.v.dtype)
     frames = built.batch.block_table[: len(codes), 0].long()

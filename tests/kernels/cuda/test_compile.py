@@ -1,5 +1,4 @@
-"""Every kernel compiles for every architecture, within its budget of registers and shared memory, to the right
-instructions."""
+"""Every kernel compiles for every architecture, to the right instructions, and its registers and shared memory fit."""
 
 from __future__ import annotations
 
@@ -101,8 +100,7 @@ REST = [(wish, arch) for wish in VARIANTS for arch in ARCHITECTURES if (wish, ar
 
 
 def test_an_unmarked_function_is_compiled_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVRTC 13.0 refuses a generic lambda as a host function; every NVRTC refuses an unmarked function without the
-    option."""
+    """Without the option NVRTC takes an unmarked function, and 13.0 a generic lambda, for a host function."""
     plain = 'int one() { return 1; }\nextern "C" __global__ void bare(int* to) { *to = one(); }\n'
     monkeypatch.setattr(compiler, "sources", lambda: {"bare.cuh": plain})
     assert compiler.compile_cubin("bare", {}, "sm_90").cubin.startswith(b"\x7fELF")

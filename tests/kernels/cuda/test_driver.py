@@ -21,7 +21,7 @@ from pagedkv.bench.gpu import launch
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.cuda import attention, compiler, moves, programmatic_launch
 from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS
-from pagedkv.kernels.cuda.driver import CHUNK, LINE, RESERVE, Driver, Torch
+from pagedkv.kernels.cuda.driver import CHUNK, LINE, RESERVE, Driver, TorchDevice
 from pagedkv.kernels.cuda.moves import COPY_LAYOUT, MERGE_LAYOUT, WRITE_LAYOUT
 from pagedkv.kernels.cuda.specialisation import CopySpecialisation
 from tests.cases import Case
@@ -43,13 +43,13 @@ TORCH_CONTEXT, OTHER_CONTEXT = 7000, 7001
 
 
 class Recorder:
-    """cupy.cuda.driver and `Torch` in one: records each call, and checks what the real functions would refuse."""
+    """cupy.cuda.driver and `TorchDevice` in one: records each call, and checks what the real functions would refuse."""
 
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
     arch, num_sms, shared_per_block, shared_per_sm = "sm_90", 3, 227 << 10, 228 << 10
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, emulator: Emulator | None = None) -> None:
-        self.asked: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.launches: list[tuple[int, ...]] = []
         self.loaded: list[Specialisation] = []
         self.allowed_shared: dict[int, int] = {}
@@ -85,7 +85,7 @@ class Recorder:
         return self.current
 
     def ctxSetCurrent(self, context: int) -> None:
-        self.asked.append(("ctxSetCurrent", context))
+        self.calls.append(("ctxSetCurrent", context))
         self.current = context
 
     @contextlib.contextmanager
@@ -97,7 +97,7 @@ class Recorder:
     def moduleLoadData(self, cubin: bytes) -> int:
         assert self.beside, "another thread may be capturing"
         assert self.current == TORCH_CONTEXT, "a module belongs to the current context"
-        self.asked.append(("moduleLoadData", cubin))
+        self.calls.append(("moduleLoadData", cubin))
         return 100 + len(self.loaded)
 
     def moduleGetFunction(self, module: int, name: str) -> int:
@@ -108,7 +108,7 @@ class Recorder:
 
     def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
         assert self.current == TORCH_CONTEXT
-        self.asked.append(("funcSetAttribute", attribute, value))
+        self.calls.append(("funcSetAttribute", attribute, value))
         if attribute == self.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
             assert value <= self.shared_per_block
             self.allowed_shared[function] = value
@@ -165,10 +165,10 @@ def test_a_call_is_launched_as_the_emulator_would_launch_it(
     assert len(recorder.launches) == 3
     assert torch.equal(call.out.view(torch.int16), expected.out.view(torch.int16))
     assert torch.equal(call.lse, expected.lse)
-    assert [name for name, *_ in recorder.asked] == ["moduleLoadData", "funcSetAttribute", "funcSetAttribute"] * 3
-    again = len(recorder.asked)
+    assert [name for name, *_ in recorder.calls] == ["moduleLoadData", "funcSetAttribute", "funcSetAttribute"] * 3
+    after_first = len(recorder.calls)
     attention.attend(call, recorder.driver)
-    assert len(recorder.asked) == again, "the second call loads nothing and sets nothing"
+    assert len(recorder.calls) == after_first, "the second call loads nothing and sets nothing"
 
 
 def attend_nowhere(recorder: Recorder) -> None:
@@ -231,13 +231,13 @@ def test_launches_in_graphs_have_zeroed_tickets_of_their_own_and_record_nothing_
     tickets."""
     recorder = Recorder(monkeypatch)
     attend_nowhere(recorder)
-    asked, recorder.capturing = len(recorder.asked), True
+    before, recorder.capturing = len(recorder.calls), True
     built = Case(dtype="bfloat16").build()
     monkeypatch.setattr(torch, "zeros", None)  # it would add a node to the graph, and memory to the graph's pool
     for recorder.stream_handle in (0x5000, 0x5000, 0x6000):
         attention.attend(call_of(built), recorder.driver)
     assert len(recorder.launches) == 4
-    assert len(recorder.asked) == asked, "a captured call launches once and calls nothing else of the driver"
+    assert len(recorder.calls) == before, "a captured call launches once and calls nothing else of the driver"
     assert apart(*recorder.tickets)
     inside = [
         chunk.data_ptr() <= at < chunk.data_ptr() + 4 * chunk.numel()
@@ -296,13 +296,13 @@ def test_tickets_are_taken_where_ctas_share_units_and_the_last_one_merges(
     assert bool(recorder.chunks) == some
 
 
-def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> Torch:
-    """Return the `Torch` of a device that this machine does not have."""
+def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> TorchDevice:
+    """Return the `TorchDevice` of a device that this machine does not have."""
     from cupy.cuda import runtime
 
     monkeypatch.setattr(runtime, "deviceGetAttribute", lambda attribute, device: 1000 * device + attribute)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    return Torch(torch.device("cuda", index))
+    return TorchDevice(torch.device("cuda", index))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
@@ -312,10 +312,10 @@ def test_attributes_and_streams_are_those_of_the_device_itself_not_of_the_first_
     from cupy.cuda import runtime
 
     monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
-    about = torch_of(3, monkeypatch)
-    assert (about.arch, about.num_sms) == ("sm_93", 3000 + runtime.cudaDevAttrMultiProcessorCount)
+    device = torch_of(3, monkeypatch)
+    assert (device.arch, device.num_sms) == ("sm_93", 3000 + runtime.cudaDevAttrMultiProcessorCount)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0x100 + index))
-    assert about.stream() == 0x103
+    assert device.stream() == 0x103
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0x200 + index, raising=False)
     assert torch_of(2, monkeypatch).stream() == 0x202
 
@@ -340,14 +340,14 @@ def test_tickets_are_zero_for_every_stream_and_taken_beside_captures(monkeypatch
     monkeypatch.setattr(programmatic_launch, "beside_captures", beside_captures)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch, "as_tensor", lambda memory, device: (memory.__cuda_array_interface__, device))
-    about = object.__new__(Torch)
-    about.device = torch.device("cuda", 3)
-    interface, device = about.zeros(10)  # type: ignore[misc]
-    assert (interface["shape"], interface["typestr"], interface["data"], device) == (
+    device = object.__new__(TorchDevice)
+    device.device = torch.device("cuda", 3)
+    interface, placed_on = device.zeros(10)  # type: ignore[misc]
+    assert (interface["shape"], interface["typestr"], interface["data"], placed_on) == (
         (10,),
         "<i4",
         (0x4000, False),
-        about.device,
+        device.device,
     )
     assert calls == [
         *(("relaxed",), ("setDevice", 3), ("streamCreateWithFlags", runtime.streamNonBlocking), ("malloc", 40)),
@@ -361,8 +361,8 @@ def test_a_stream_of_any_device_says_whether_it_is_captured(monkeypatch: pytest.
 
     # CUDA may answer for other streams with an error.
     monkeypatch.setattr(runtime, "streamIsCapturing", {0x5000: 0, 0x6000: 1}.__getitem__)
-    about = torch_of(3, monkeypatch)
-    assert [about.is_capturing(stream) for stream in (0, runtime.streamLegacy, 0x5000, 0x6000)] == [
+    device = torch_of(3, monkeypatch)
+    assert [device.is_capturing(stream) for stream in (0, runtime.streamLegacy, 0x5000, 0x6000)] == [
         False,
         False,
         False,
@@ -383,7 +383,7 @@ def test_threads_that_launch_at_once_all_launch(monkeypatch: pytest.MonkeyPatch)
 def test_more_than_48_kb_of_shared_memory_is_requested_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     recorder.driver.launch(CopySpecialisation(16, 96 << 10), 5, bytes(COPY_LAYOUT.size))
-    assert ("funcSetAttribute", recorder.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 96 << 10) in recorder.asked
+    assert ("funcSetAttribute", recorder.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 96 << 10) in recorder.calls
     assert recorder.launches == [(1, 5, 128, 96 << 10)]
 
 

@@ -13,8 +13,7 @@ from tests.kernels.cuda.emulator import COMPILER, FLAGS, compiled, runtime, text
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
-# Small kernels. `in` and `out` are arrays of floats, `lane` is the thread. They are one translation unit, compiled
-# once.
+# Small kernels, compiled once, as one translation unit. `in` and `out` are arrays of floats, `lane` is the thread.
 KERNELS = {
     "reverse": """ptx::shared_write(4 * lane, p->in[lane]); ptx::sync_block();
         ptx::write(p->out + lane, ptx::shared_read<float>(4 * (63 - lane)));""",
@@ -262,7 +261,7 @@ def test_every_block_counts_once_and_orders_differ(library: ctypes.CDLL) -> None
     assert len(orders) == 4
 
 
-def test_matrices_are_dealt_to_lanes_as_the_manual_says(library: ctypes.CDLL) -> None:
+def test_matrices_are_distributed_to_lanes_as_the_manual_says(library: ctypes.CDLL) -> None:
     out = torch.zeros(512)
     assert run(library, "matrices", torch.zeros(1), out) is None
     for warp in range(2):

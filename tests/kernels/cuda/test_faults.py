@@ -1,5 +1,4 @@
-"""The tests of the kernels can fail: they catch a kernel with one planted mistake, by a fault of the emulator or by a
-wrong result.
+"""The tests catch a kernel with one planted mistake, by a fault of the emulator or by a wrong result.
 
 A mistake replaces a text that must occur in the sources exactly once, so a test whose text is gone fails too.
 """
@@ -39,10 +38,12 @@ MISTAKES = {
         "paged_attention.cuh", "filling + 1 == STAGES ? 0", "filling + 2 >= STAGES ? 0"
     ),
     "stages become sums too early": Planted(
-        "paged_attention.cuh", "ptx::sync_block();  // the stages become", "// the stages become"
+        "paged_attention.cuh", "ptx::sync_block();  // the sums will", "// the sums will"
     ),
     "sums become stages too early": Planted(
-        "paged_attention.cuh", "ptx::sync_block();  // the sums' memory", "// the sums' memory"
+        "paged_attention.cuh",
+        "ptx::sync_block();  // the next stages will overwrite the sums\n    if (!last",
+        "if (!last",
     ),
     "no thread waits to learn which CTA is last": Planted(
         "paged_attention.cuh", "ptx::sync_block();\n    ptx::fence();", "ptx::fence();"
@@ -164,7 +165,7 @@ def test_a_planted_mistake_in_bulk_copies_is_caught(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("case", BULK_CASES, ids=str)
-def test_copied_in_bulk_or_piece_by_piece_the_bits_are_the_same(case: Case) -> None:
+def test_bulk_copies_and_small_copies_give_the_same_bits(case: Case) -> None:
     results = []
     for machine in (bulk(), Emulator(1)):
         call = call_of(case.build())
@@ -189,7 +190,7 @@ PIECES = {
     "a unit of one CTA is merged": Planted("merge_pieces.cuh", " && partition.num_partials() > 1", ""),
     "no unit is merged": Planted("merge_pieces.cuh", "partition.num_partials() > 1", "partition.num_partials() > 9999"),
     "sums become stages while they are stored": Planted(
-        "paged_attention.cuh", "ptx::sync_block();  // the stages take the sums' memory back\n    } else", "} else"
+        "paged_attention.cuh", "ptx::sync_block();  // the next stages will overwrite the sums\n    } else", "} else"
     ),
 }
 
@@ -210,7 +211,7 @@ def test_a_planted_mistake_in_merging_pieces_is_caught(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_pieces_merged_by_a_second_launch_or_by_the_last_to_arrive_have_the_same_bits(case: Case) -> None:
+def test_a_second_launch_and_the_last_cta_merge_pieces_to_the_same_bits(case: Case) -> None:
     results = []
     for machine in (in_pieces(), Emulator(8)):
         call = call_of(case.build())
@@ -220,7 +221,7 @@ def test_pieces_merged_by_a_second_launch_or_by_the_last_to_arrive_have_the_same
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_rows_that_cannot_be_copied_in_bulk_are_copied_in_pieces() -> None:
+def test_rows_that_cannot_be_copied_in_bulk_are_copied_8_bytes_at_a_time() -> None:
     machine = bulk()
     check(Case(dims=(80, 80), kv="int4/token_head", dtype="bfloat16"), machine)
     assert [(kernel.copy, kernel.bulk) for kernel in machine.launches] == [(8, 0)]

@@ -1,5 +1,7 @@
-"""A decode is one node of its CUDA graph: the driver counts nodes while the graph is captured. It needs a GPU; the test
-of the counting does not."""
+"""A decode is one node of its CUDA graph: the driver counts the nodes during the capture.
+
+This test needs a GPU; the test of the counting runs anywhere.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,7 @@ extern "C" int cuGraphGetNodes(void* asked, uintptr_t* nodes, size_t* count) {
 }
 extern "C" int cuGraphNodeGetType(uintptr_t node, int* kind) { return *kind = node & 15, node >> 32 == 0x7f00 ? 0 : 2; }
 """
-"""A stand-in for the driver, with signatures as in cuda.h and one stream with three captured nodes, of kinds 0, 0 and
-5."""
+"""A stand-in for the driver, with signatures as in cuda.h. One stream has three captured nodes, of kinds 0, 0 and 5."""
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs g++")

@@ -1,8 +1,4 @@
-"""The launches of attention: specialisations that fit the SM, workspaces that are long enough, and refusals with
-reasons.
-
-Launches follow from integers of the host alone.
-"""
+"""Launches of attention follow from integers of the host, fit the SM, and have workspaces that are long enough."""
 
 from __future__ import annotations
 
@@ -36,8 +32,7 @@ def results(
 @needs_compiler
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 40])
 def test_with_split_tokens_no_bit_depends_on_how_many_ctas_share_the_work(num_sms: int) -> None:
-    """On 40 SMs each chunk goes to another CTA, and the last CTA merges. On 1 SM, one CTA folds all chunks of a
-    unit."""
+    """On 40 SMs each chunk goes to another CTA, and the last CTA merges; on 1 SM, one CTA folds all chunks."""
     case = Case(q_lens=(1, 3, 1), kv_lens=(400, 250, 77), heads=(8, 2), dtype="bfloat16", sinks=True, split_tokens=64)
     out, lse = results(case, Emulator(num_sms, seed=num_sms))
     expected_out, expected_lse = results(case, Emulator(3))
@@ -140,7 +135,7 @@ def test_heads_that_fit_no_specialisation_are_refused() -> None:
         specialise(BF16, (256, 256), CLASSES[0], Keys(), (20000, 20000))
 
 
-def test_heads_that_do_not_fit_the_gpu_are_an_objection_and_no_surprise_at_the_call(
+def test_heads_that_do_not_fit_the_gpu_are_refused_before_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wide = registry.Case(device="cuda", dtype="float32", kv_dtype="float32", head_dim=576, head_dim_v=512)

@@ -68,8 +68,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
 
 
 def far(x: Tensor, dim: int, folder: Path) -> Tensor:
-    """Return a copy of `x` whose first and last element along `dim` are more than 2^32 elements apart, in a sparse
-    file."""
+    """Return a copy of `x` in a sparse file; its first and last element along `dim` are over 2^32 elements apart."""
     strides = list(x.contiguous().stride())
     strides[dim] = -(-(2**32 + 4096) // max(1, x.shape[dim] - 1) // 64) * 64
     elements = 1 + sum((count - 1) * stride for count, stride in zip(x.shape, strides, strict=True))

@@ -1,5 +1,4 @@
-"""write_kv, merge_states and copy_frames of csrc/cuda in the emulator: the laws of every backend, and those of these
-kernels alone."""
+"""write_kv, merge_states and copy_frames of csrc/cuda in the emulator: laws of every backend, and laws of their own."""
 
 from __future__ import annotations
 
@@ -85,9 +84,8 @@ def test_every_operation_runs_its_own_kernel(machine: Emulator) -> None:
 @pytest.mark.parametrize("kv", ["", "fp8_e4m3/token_head", "fp8_e5m2/tensor", "int8/token_head", "int4/token_head"])
 def test_any_dims_and_strides_have_the_bits_of_the_reference(dims: tuple[int, int], kv: str) -> None:
     case = Case(dtype="bfloat16", kv=kv, dims=dims, layout="mixed" if dims[0] != 62 else "HND", heads=(3, 3))
-    fused = torch.randn(7, 9, dims[0] + 1).to(
-        torch.float16
-    )  # rows of a fused projection, at addresses of any alignment
+    # Rows of a fused projection, at addresses of any alignment.
+    fused = torch.randn(7, 9, dims[0] + 1).to(torch.float16)
     k, v = fused[:, 1:4, : dims[0]], torch.randn(7, 3, dims[1])
     layers = [empty_layer(case, 4) for _ in range(2)]
     for layer, name in zip(layers, (None, "reference"), strict=True):
@@ -101,7 +99,7 @@ def test_any_dims_and_strides_have_the_bits_of_the_reference(dims: tuple[int, in
 @pytest.mark.parametrize(
     "case", [(32, False, (64, 64)), (32, True, (64, 64)), (6, False, (62, 30)), (64, True, (576, 512))], ids=str
 )
-def test_keys_are_turned_to_the_bits_of_the_reference(case: tuple[int, bool, tuple[int, int]]) -> None:
+def test_keys_are_rotated_to_the_bits_of_the_reference(case: tuple[int, bool, tuple[int, int]]) -> None:
     half, interleaved, dims = case
     angles, positions = torch.rand(20, half) * 6, torch.tensor([3, 0, 19, 0, 7, 0, 11])
     rope = RotaryTable(angles.cos(), angles.sin(), interleaved)
@@ -165,7 +163,7 @@ def assert_copied(pool: Tensor, copies: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 30, 512])
-def test_two_states_become_one_as_the_reference_has_it(dtype: torch.dtype, dim: int) -> None:
+def test_two_states_merge_as_in_the_reference(dtype: torch.dtype, dim: int) -> None:
     wide = torch.randn(5, 7, dim + 3).to(dtype)
     out_a, out_b = wide[:, 1:4, :dim], torch.randn(5, 3, dim).to(dtype)
     lse_a, lse_b = (torch.randn(3, 5) * 20).T, torch.randn(5, 3) * 20
@@ -179,7 +177,7 @@ def test_two_states_become_one_as_the_reference_has_it(dtype: torch.dtype, dim: 
 
 
 @pytest.mark.parametrize("arch", [800, 900])
-def test_each_float_becomes_the_nearest_byte_whichever_way_the_machine_rounds(arch: int, machine: Emulator) -> None:
+def test_each_float_becomes_the_nearest_byte_by_instruction_and_by_arithmetic(arch: int, machine: Emulator) -> None:
     machine.arch = arch
     every = torch.arange(256, dtype=torch.uint8)
     for kv, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
