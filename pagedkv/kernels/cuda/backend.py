@@ -48,7 +48,8 @@ def _dim_objections(name: str, dim: int | None, case: Case) -> list[str]:
     if dim is None or (dim % unit == 0 and 0 < dim <= specialisation.LARGEST_HEAD_DIM):
         return []
     return [
-        f"{name} is {dim}; with head dims {dims[0]}/{dims[1]} it takes multiples of {unit} up to {specialisation.LARGEST_HEAD_DIM}"
+        f"{name} is {dim}; with head dims {dims[0]}/{dims[1]} it takes multiples of {unit} "
+        f"up to {specialisation.LARGEST_HEAD_DIM}"
     ]
 
 
