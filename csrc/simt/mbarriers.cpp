@@ -2,9 +2,9 @@
 //
 //     a phase ends   when no arrival is pending and no byte is missing. `pending` is then set to `arrivals` again
 //     missing        bytes expected minus bytes landed. It may be below zero: copies may land before they are expected
-//     landing        as late as possible: only when a thread waits and nothing but copies is missing. Copies land one
-//                    by one, in random order. Copies that are left when no byte is missing stay in flight, as on a
-//                    device
+//     landing        as late as possible: only when a thread waits and all threads have arrived. Copies land one by
+//                    one, in random order. Copies that are left when no byte is missing stay in flight, as may
+//                    happen on a device
 #include <algorithm>
 #include <cstring>
 
