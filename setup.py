@@ -1,11 +1,13 @@
-"""What pyproject.toml cannot say: the folders that become packages elsewhere, and the optional C++ extension.
+"""The part of the build that pyproject.toml cannot express: packages whose folder lies elsewhere, and the optional C++
+extension.
 
-The extension `pagedkv.kernels._cpu` is pybind11 over raw pointers and strides, built from csrc/cpu. It never links against torch, so
-one wheel serves every torch version, and it is optional: without pybind11 or a compiler the install succeeds, one line says what is missing
-and what serves instead (pip shows the line with -v; `pagedkv doctor` says the same at run time).
+The extension `pagedkv.kernels._cpu` is built from csrc/cpu: pybind11 over raw pointers and strides. It does not link
+against torch, so one wheel serves every torch version. The extension is optional: without pybind11 or a compiler the
+install succeeds, and one line says what is missing and which kernels serve instead. pip shows the line with -v;
+`pagedkv doctor` prints the same at run time.
 
-Where nvcc is found, a wheel also carries the most used CUDA kernels as machine code (pagedkv/kernels/cuda_cubins); all others, and all of
-them in a wheel built without nvcc, are compiled at first use.
+If nvcc is found, a wheel also carries the most used CUDA kernels as machine code (pagedkv/kernels/cuda_cubins). All
+other kernels are compiled at first use; so are all kernels of a wheel that was built without nvcc.
 """
 
 from __future__ import annotations
@@ -26,34 +28,38 @@ from setuptools.errors import BaseError, CCompilerError
 
 SOURCES = sorted(path.as_posix() for path in Path("csrc/cpu").rglob("*.cpp"))
 
-
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-X86_FLAGS = {  # a source per instruction set, each with its own flags; which one runs is decided by what the processor has
+# Each instruction set has a source with flags of its own. The processor decides at run time which of them runs.
+X86_FLAGS = {
     "avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "avx512.cpp": [*AVX512, "-mfma", "-mf16c"],
     "avx512_bf16.cpp": [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-mfma", "-mf16c"],
 }
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
-FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # gcc's own AVX-512 headers leave unread lanes undefined
-REMEDY = "The numba kernels serve instead, at a third of the speed. To have the C++ kernels, install {} and then pagedkv again."
+# gcc's own AVX-512 headers leave unread lanes undefined.
+FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+REMEDY = (
+    "The numba kernels serve instead, at a third of the speed. "
+    "To have the C++ kernels, install {} and then install pagedkv again."
+)
 
-
-ELSEWHERE = {  # package: its folder. A top-level `triton_kernels` is another project's name, and `bench` would be anybody's
+# Packages and their folders. `triton_kernels` is another project's top-level name, and `bench` is too common for one.
+ELSEWHERE = {
     "pagedkv.kernels.triton": "triton_kernels",
     "pagedkv.bench": "bench",
-    "pagedkv.kernels.cuda_sources": "csrc/cuda",  # no Python: texts for NVRTC
+    "pagedkv.kernels.cuda_sources": "csrc/cuda",  # sources for NVRTC, no Python
 }
 
 
 def say(line: str) -> None:
-    """One line, on the stream that pip shows with -v."""
+    """Print one line to the stream that pip shows with -v."""
     print(f"pagedkv: {line}", flush=True)
 
 
 def extensions() -> list[Extension]:
-    """The C++ extension; or nothing, and the reason is said."""
+    """Return the C++ extension, or no extension after a line that says why."""
     if not SOURCES:
-        say("csrc/cpu holds no C++ source: no extension to build.")
+        say("csrc/cpu holds no C++ source: there is no extension to build.")
         return []
     if importlib.util.find_spec("pybind11") is None:
         say(f"the C++ kernels are not built: pybind11 is missing. {REMEDY.format('pybind11')}")
@@ -75,10 +81,10 @@ def extensions() -> list[Extension]:
 
 
 class OptionalBuild(build_ext):
-    """Builds the extension if this machine can; says why not if it cannot."""
+    """A build_ext that prints a line if this machine cannot build the extension, and goes on."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Build, or say in one line what is missing; either way the install goes on."""
+        """Build the extension, or print one line that says what is missing. The install goes on in both cases."""
         try:
             self._flags_per_source()
             super().build_extension(ext)
@@ -86,7 +92,7 @@ class OptionalBuild(build_ext):
             say(f"the C++ kernels are not built: {why}. {REMEDY.format('a C++17 compiler')}")
 
     def _flags_per_source(self) -> None:
-        """setuptools knows only flags for all sources: add each one's own as it is compiled."""
+        """Add the flags of each source when it is compiled: setuptools has only flags for all sources."""
         compile_one, x86 = self.compiler._compile, platform.machine().lower() in ("x86_64", "amd64")
 
         def with_own_flags(
@@ -99,7 +105,7 @@ class OptionalBuild(build_ext):
 
 
 class WithCubins(build_py):
-    """Compiles CUDA kernels ahead where nvcc is. An editable install compiles each at first use: its sources change."""
+    """A build_py that compiles CUDA kernels ahead if nvcc is found, but not for an editable install."""
 
     def run(self) -> None:
         """Copy the packages, then compile."""
@@ -110,28 +116,31 @@ class WithCubins(build_py):
 
 
 def build_cubins(nvcc: str, folder: Path) -> None:
-    """The most used kernels of each architecture (or PAGEDKV_CUDA_ARCHS), into `folder`. What nvcc has no longer is left to NVRTC."""
+    """Compile the most used kernels of all architectures, or of those in PAGEDKV_CUDA_ARCHS, into `folder`.
+
+    A kernel that nvcc cannot compile, because nvcc has dropped the architecture, is left to NVRTC.
+    """
     sys.path.insert(0, str(Path(__file__).parent.resolve()))
     from pagedkv import debug
-    from pagedkv.kernels.cuda import compiler, shapes
+    from pagedkv.kernels.cuda import compiler, specialisation
 
     sizes = compiler.ARCHITECTURES
-    wishes = [(arch, shape) for arch in debug.cuda_architectures(sizes) for shape in shapes.common(sizes[arch])]
-    if not wishes:
+    jobs = [(arch, kernel) for arch in debug.cuda_architectures(sizes) for kernel in specialisation.common(sizes[arch])]
+    if not jobs:
         return
     folder.mkdir(parents=True, exist_ok=True)
 
-    def build(wish: tuple[str, shapes.Specialisation]) -> bool:
-        arch, shape = wish
-        target = folder / f"{compiler.key(shape.kernel, shape.macros, arch)}.cubin"
-        macros = [f"-D{name}={value}" for name, value in shape.macros.items()]
+    def build(job: tuple[str, specialisation.Specialisation]) -> bool:
+        arch, kernel = job
+        target = folder / f"{compiler.key(kernel.name, kernel.macros, arch)}.cubin"
+        macros = [f"-D{name}={value}" for name, value in kernel.macros.items()]
         options = ["-cubin", f"-arch={arch}", *compiler.OPTIONS, *macros]
-        command = [nvcc, *options, "-x", "cu", f"csrc/cuda/{shape.kernel}.cuh", "-o", str(target)]
+        command = [nvcc, *options, "-x", "cu", f"csrc/cuda/{kernel.name}.cuh", "-o", str(target)]
         return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = sum(pool.map(build, wishes))
-    say(f"{built} of {len(wishes)} CUDA kernels were compiled by {nvcc}; the others are compiled at first use.")
+        built = sum(pool.map(build, jobs))
+    say(f"{built} of {len(jobs)} CUDA kernels were compiled by {nvcc}; the others are compiled at first use.")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""`make gpu`: everything that needs a GPU, in stages that each leave their results behind when time runs out.
+"""`make gpu`: run all tests and benchmarks that need a GPU, in stages.
 
     python scripts/gpu.py [--out FOLDER] [--minutes N] [--rest] [stage ...]
 
-Needs no network: pagedkv is installed editable, without build isolation or dependencies, into the Python that runs this, which must have
-torch >= 2.8 (with CUDA), numpy, numba, pybind11 and setuptools, and for their kernels triton and CuPy; stages that want pytest or
-rich say so where they are missing. Each stage writes FOLDER/<stage>.log as it goes, and one line to FOLDER/summary.txt when it ends; a
-stage that fails or runs out of time stops no other, but the first two: without a GPU, or uninstalled, there is nothing to be seen.
-Correctness comes before speed: the first stages are short and say whether the kernels run at all. Where commands may take ten minutes
-only: --minutes 9, and again with --rest, which leaves out what passed before. This file knows names of commands only.
+The script needs no network. It installs pagedkv editable, without build isolation or dependencies, into the Python that
+runs it. That Python must have torch >= 2.8 (with CUDA), numpy, numba, pybind11 and setuptools, and for their kernels
+triton and CuPy. A stage that needs pytest or rich says so if they are missing. When time runs out, the results of
+finished stages stay.
+
+Each stage writes FOLDER/<stage>.log while it runs, and one line to FOLDER/summary.txt when it ends. A stage that fails
+or runs out of time does not stop the others, except the first two: without a GPU or an installed pagedkv no other stage
+can run. Correctness comes before speed: the first stages are short and show whether the kernels run at all. If a
+command may take only ten minutes, run with --minutes 9, and again with --rest, which skips the stages that passed. This
+file knows only the names of commands.
 """
 
 from __future__ import annotations
@@ -24,24 +28,30 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = str(max(1, min(8, (os.cpu_count() or 2) // 2)))
-"""Processes that share the GPU while correctness is looked at: compilers and oracles take most of that time. Measurements are alone."""
+"""Processes that share the GPU in tests of correctness, whose time goes mostly to compilers and oracles. Measurements
+run alone."""
 
 SPREAD = ("-n", JOBS) if importlib.util.find_spec("xdist") else ()
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--override-ini=addopts=--import-mode=importlib", "-m", "gpu")
 MACHINE = """
 import importlib.metadata as m, sys, torch
-for name in ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "numba", "numpy", "pytest", "flashinfer-python", "flash-attn"):
+for name in ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "numba", "numpy", "pytest", "flashinfer-python",
+             "flash-attn"):
     try: print(name, m.version(name), end="; ")
     except m.PackageNotFoundError: pass
-if not torch.cuda.is_available(): sys.exit("torch finds no GPU on this machine: there is nothing that could be measured or tested here")
+if not torch.cuda.is_available(): sys.exit("torch finds no GPU on this machine, so nothing can be tested or measured")
 at = torch.cuda.get_device_properties(0)
 print(f"{at.name}, {at.multi_processor_count} processors, {at.total_memory >> 30} GiB, Python {sys.version.split()[0]}")
 """
 
 
 class Stage(NamedTuple):
-    """name: of the stage, its log and its results. arguments: of Python. minutes: at most. vital: the others are no use without it.
-    env: variables of its own."""
+    """One command and its limits.
+
+    name: of the stage, its log and its results. arguments: of Python. minutes: the most that it may take. tool: a
+    command that runs Python, with its arguments. vital: no later stage runs if this one fails. env: environment
+    variables of this stage.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -56,8 +66,9 @@ def _cases(backend: str, *cases: str, jobs: str = JOBS) -> tuple[str, ...]:
 
 
 BENCH = ("-m", "pagedkv.bench.gpu.attention", "--out", "{out}")
-SETTLED = ("--backends", "triton", "cuda")
-"""What others are compared with. The variants of cuda are measured apart: an error on a GPU ends the process, with all that it holds."""
+BASELINES = ("--backends", "triton", "cuda")
+"""The backends that others are compared with. The variants of cuda are measured in another process, because an error on
+a GPU ends the process and loses its results."""
 
 STAGES = (
     Stage("machine", ("-c", MACHINE), 1, vital=True),
@@ -71,7 +82,7 @@ STAGES = (
     Stage("cases", _cases("triton", "small"), 4),
     Stage("cases-cuda", _cases("cuda", "small"), 4),
     Stage("moves", (*PYTEST, "tests/kernels/test_on_gpu.py", "-k", "on_the_gpu"), 3),
-    Stage("bench-quick", (*BENCH, *SETTLED, "--quick", "--no-peers"), 4),
+    Stage("bench-quick", (*BENCH, *BASELINES, "--quick", "--no-peers"), 4),
     Stage(
         "graphs",
         (
@@ -89,7 +100,7 @@ STAGES = (
     Stage("grid-cuda", _cases("cuda", "grid", "large"), 8),
     Stage("grid-cuda-bulk", _cases("cuda-bulk", "grid", "large"), 8),
     Stage("grid-cuda-pieces", _cases("cuda-pieces", "grid", "large"), 8),
-    Stage("bench", (*BENCH, *SETTLED), 9),
+    Stage("bench", (*BENCH, *BASELINES), 9),
     Stage(
         "graphs-variants",
         (*PYTEST, "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py", "-k", "bulk or pieces"),
@@ -99,7 +110,7 @@ STAGES = (
     Stage("tune", ("-m", "pagedkv.bench.gpu.tune", "--out", "{out}"), 9),
     Stage("laws", (*PYTEST, *SPREAD, "tests/kernels"), 15),
 )
-"""In the order of what is worth most when time is short."""
+"""The most useful stages come first, in case time is short."""
 
 SANITIZE = tuple(
     Stage(
@@ -107,25 +118,21 @@ SANITIZE = tuple(
         _cases(backend, "small", jobs="1"),
         15,
         ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
-        env=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
-        if tool == "memcheck"
-        else (),  # inside a cached block nothing is out of bounds
+        # memcheck sees no access out of bounds inside a block that torch caches.
+        env=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),) if tool == "memcheck" else (),
     )
     for backend in ("triton", "cuda", "cuda-bulk", "cuda-pieces")
     for tool in ("memcheck", "racecheck")
 )
-"""`make gpu-sanitize`: slow, and a run of its own."""
+"""The stages of `make gpu-sanitize`, which are slow and run separately."""
 
 
 def run(stage: Stage, out: Path, minutes: float) -> str:
-    """One line: how it ended, and the last line it printed."""
+    """Run a stage. Return one line: how the stage ended, and the last line that it printed."""
     began, log = time.monotonic(), out / f"{stage.name}.log"
     arguments = [argument.replace("{out}", str(out)) for argument in stage.arguments]
-    unset = (
-        "TRITON_INTERPRET",
-        "PAGEDKV_KERNELS",
-        "PAGEDKV_DEBUG",
-    )  # interpreted, forced or checked, nothing here would be true
+    # An interpreted, forced or checked kernel would not be the one to test and measure.
+    unset = ("TRITON_INTERPRET", "PAGEDKV_KERNELS", "PAGEDKV_DEBUG")
     env = {name: value for name, value in os.environ.items() if name not in unset}
     env |= {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"} | dict(stage.env)
     with log.open("w") as file:
@@ -142,7 +149,7 @@ def run(stage: Stage, out: Path, minutes: float) -> str:
         except subprocess.TimeoutExpired:
             ended = f"out of time after {minutes:.1f} minutes"
         finally:
-            if process.poll() is None:  # with the workers it has started
+            if process.poll() is None:  # end the process and the workers it has started
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -152,41 +159,39 @@ def run(stage: Stage, out: Path, minutes: float) -> str:
 
 
 def passed(summary: Path) -> set[str]:
-    """The stages that passed before."""
+    """Return the names of the stages that passed in earlier runs."""
     lines = summary.read_text().splitlines() if summary.exists() else []
     return {line.partition(":")[0] for line in lines if ": passed" in line}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 if every stage passed."""
-    every = {stage.name: stage for stage in (*STAGES, *SANITIZE)}
+    """Run the stages. Return 0 if all passed, else 1."""
+    stages = {stage.name: stage for stage in (*STAGES, *SANITIZE)}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("stages", nargs="*", help="of: " + ", ".join(every))
+    parser.add_argument("stages", nargs="*", help="of: " + ", ".join(stages))
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results")
     parser.add_argument("--minutes", type=float, default=60.0, help="for all stages together")
-    parser.add_argument(
-        "--rest", action="store_true", help="leave out what passed before; the first two are run always"
-    )
-    given = parser.parse_args(argv)
-    if unknown := [name for name in given.stages if name not in every]:
-        parser.error(f"there is no stage {', '.join(unknown)}; there are: {', '.join(every)}")
-    out = given.out.resolve()
+    parser.add_argument("--rest", action="store_true", help="skip stages that passed before, except the first two")
+    options = parser.parse_args(argv)
+    if unknown := [name for name in options.stages if name not in stages]:
+        parser.error(f"there is no stage {', '.join(unknown)}; there are: {', '.join(stages)}")
+    out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    done = passed(out / "summary.txt") if given.rest else set()
-    chosen = [every[name] for name in given.stages] or [
+    done = passed(out / "summary.txt") if options.rest else set()
+    chosen = [stages[name] for name in options.stages] or [
         stage for stage in STAGES if stage.vital or stage.name not in done
     ]
-    left, failed, useless = 60 * given.minutes, 0, ""
+    left, failed, broken = 60 * options.minutes, 0, ""  # broken: why no later stage can run
     for stage in chosen:
         began = time.monotonic()
-        if useless or left <= 10:
-            line = f"{stage.name}: not run: {useless or 'no time is left'}"
+        if broken or left <= 10:
+            line = f"{stage.name}: not run: {broken or 'no time is left'}"
         else:
             line = run(stage, out, min(stage.minutes, left / 60))
         left -= time.monotonic() - began
         if ": passed" not in line:
             failed += 1
-            useless = useless or (f"{stage.name} did not pass" if stage.vital else "")
+            broken = broken or (f"{stage.name} did not pass" if stage.vital else "")
         print(line, flush=True)
         with (out / "summary.txt").open("a") as file:
             file.write(line + "\n")

@@ -1,6 +1,6 @@
-"""What an install brings: built from the sdist, as a stranger would, offline; and what happens where no compiler is.
+"""Wheels and installs, built offline from the sdist as a user would build them, with a compiler and without one.
 
-The builds run in copies of the tree, so that they see only what the sdist carries and leave nothing behind.
+The builds run in copies of the tree, so they see only the files of the sdist and leave no files in the checkout.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PYBIND11_MODULE(_cpu, m) { m.def("answer", [] { return 42; }); }
 
 
 def build(kind: str, tree: Path, out: Path, *, hide: str = "nothing", **env: str) -> tuple[Path, str]:
-    """Build an "sdist", "wheel" or "editable" of `tree` through the PEP 517 door; returns the file and all that was printed.
+    """Build an "sdist", "wheel" or "editable" of `tree` through PEP 517. Return the file and the whole output.
 
     hide: a module that the build must not find.
     """
     out.mkdir(parents=True, exist_ok=True)
     call = f"print('built', build_{kind}({str(out)!r}))"
     program = f"import sys; sys.modules[{hide!r}] = None; from setuptools.build_meta import build_{kind}; {call}"
-    env = {"PAGEDKV_CUDA_ARCHS": "none"} | env  # where nvcc is, it would work for minutes
+    env = {"PAGEDKV_CUDA_ARCHS": "none"} | env  # nvcc, if there is one, would take minutes
     run = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tree,
@@ -60,7 +60,7 @@ def unpacked(sdist: Path, to: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources as the sdist carries them."""
+    """Return a folder with the sources of the sdist."""
     work = tmp_path_factory.mktemp("packaging")
     copy = work / "checkout"
     shutil.copytree(
@@ -71,10 +71,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fresh(tree: Path, tmp_path: Path) -> Path:
-    """A copy of those sources that a test may add to."""
-    return shutil.copytree(
-        tree, tmp_path / "fresh", ignore=shutil.ignore_patterns("build")
-    )  # what was compiled for another test
+    """Return a copy of the sources that a test may change."""
+    # `build` holds files that were compiled for another test.
+    return shutil.copytree(tree, tmp_path / "fresh", ignore=shutil.ignore_patterns("build"))
 
 
 @pytest.fixture(scope="module")
@@ -114,15 +113,11 @@ def test_an_editable_install_maps_the_triton_sources(fresh, tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(editable) as archive:
         archive.extractall(site)
-    program = f"import site; site.addsitedir({str(site)!r}); import pagedkv.kernels.triton as t; print(t.__name__, t.__file__)"
-    alone = [
-        sys.executable,
-        "-I",
-        "-S",
-        "-c",
-        program,
-    ]  # without the site-packages, where pagedkv may be installed already
-    found = subprocess.run(alone, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    program = f"import site; site.addsitedir({str(site)!r}); "
+    program += "import pagedkv.kernels.triton as t; print(t.__name__, t.__file__)"
+    # -S leaves out the site-packages, where pagedkv may be installed already.
+    command = [sys.executable, "-I", "-S", "-c", program]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
     assert found == ["pagedkv.kernels.triton", str(fresh / "triton_kernels/__init__.py")]
 
 
@@ -134,16 +129,16 @@ def test_an_editable_install_maps_the_triton_sources(fresh, tmp_path):
     ],
     ids=["no compiler", "no pybind11"],
 )
-def test_what_is_missing_costs_the_extension_not_the_install(fresh, tmp_path, circumstance, remedy):
+def test_a_missing_tool_costs_the_extension_not_the_install(fresh, tmp_path, circumstance, remedy):
     (fresh / "csrc/cpu").mkdir(parents=True, exist_ok=True)
     (fresh / "csrc/cpu/dummy.cpp").write_text(DUMMY)
     wheel, printed = build("wheel", fresh, tmp_path / "wheel", **circumstance)
     assert not [name for name in names_in(wheel) if name.endswith(".so")]
-    said = {line for line in printed.splitlines() if line.startswith("pagedkv: ")}
-    assert len(said) == 1
-    assert "the C++ kernels are not built" in min(said)
-    assert "numba kernels serve instead" in min(said)
-    assert remedy in min(said)
+    messages = {line for line in printed.splitlines() if line.startswith("pagedkv: ")}
+    assert len(messages) == 1
+    assert "the C++ kernels are not built" in min(messages)
+    assert "numba kernels serve instead" in min(messages)
+    assert remedy in min(messages)
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler here")

@@ -1,35 +1,42 @@
-// paged_attention: the new tokens of a batch attend to the cached tokens of their sequences; decode, drafts, chunks and prefill alike.
+// paged_attention: the new tokens of a batch attend to the cached tokens of their sequences. The same kernel serves
+// decode, verification of drafts, chunked prefill and prefill.
 //
 //     out[i,h,:] = sum_t softmax_t(scale * q[i,h,:] . K(b,t,h/G)) * V(b,t,h/G)        t seen by query i of sequence b
-//     K(b,t,k)   = k_pool[block_table[row(b), t / S], k, t % S, :]                     likewise V
+//     K(b,t,k)   = k_pool[block_table[row(b), t / S], k, t % S, :]                     V(b,t,k) is read in the same way
 //
-// Grid      as many CTAs as fit on the GPU; each takes an equal share of the keys to be read, found by itself (plan.cuh).
-// A unit    ROWS rows, (query, head of the group) pairs of one sequence and kv head: all heads of a group share each byte of KV.
-// A CTA     WARPS_N teams of WARPS_M (x WARPS_D, for wide heads) warps. A team takes every WARPS_N-th tile of keys, 16 rows a warp; teams do not wait for one another
-//           until the unit ends. Decode: four teams of one warp, and no barrier of the block between two keys.
-// Stages    each team's own, in shared memory: STAGES - 1 tiles are under way while one is computed (D = 128, bf16, 3 stages, 2 CTAs on an
-//           SM: 136 KB under way; latency x bandwidth of an H200 wants about 30).
-// Bytes     (D + Dv) * sizeof(kv) per token and kv head, 4 per token of table (from cache), the queries and results. Partial states of
-//           shared units: 4 * (Dv + 2) per row, at most two per CTA.
-// Merging   the last CTA to arrive at a shared unit (a ticket) merges its partial states: no second launch. With SECOND_LAUNCH merge_pieces.cuh
-//           does, in one that begins while this one runs.
+// Grid      as many CTAs as fit on the GPU. Each takes an equal share of the keys and finds it by itself
+//           (partition.cuh).
+// A unit    ROWS rows, which are (query, head of the group) pairs of one sequence and one kv head: all heads of a group
+//           use each byte of KV that is read.
+// A CTA     WARPS_N teams of WARPS_M (x WARPS_D, for wide heads) warps. A team takes every WARPS_N-th tile of keys, a
+//           warp 16 rows. Teams do not wait for one another until the unit ends. A decode has four teams of one warp,
+//           so no barrier of the block stands between two tiles of keys.
+// Stages    buffers in shared memory, each team's own: STAGES - 1 tiles are in flight while one is computed. With D =
+//           128, bf16, 3 stages and 2 CTAs, an SM has 136 KB in flight; latency x bandwidth of an H200 needs about 30.
+// Bytes     (D + Dv) * sizeof(kv) per token and kv head, 4 per token of page table (from cache), the queries and
+//           results. Partial states of shared units: 4 * (Dv + 2) per row, at most two per CTA.
+// Merging   several CTAs may work on one unit. Each stores its partial state and draws a ticket: it counts itself in
+//           with an atomic add. The CTA that arrives last merges the partial states, so there is no second launch. With
+//           SECOND_LAUNCH there are no tickets: merge_pieces.cuh merges, in a launch that begins while this one runs.
 // Tuned     nowhere: no GPU has run this yet. docs/cuda-kernels.md says what was proven without one.
 //
-// Never read: slots >= seq_lens[b], table entries beyond the last page, punched pages. They may hold NaN and absurd numbers.
+// Never read: slots >= seq_lens[b], table entries after the last page, punched pages. They may hold NaN and frame
+// numbers outside the pool.
 #include "merge.cuh"
 #include "params.h"
-#include "plan.cuh"
+#include "partition.cuh"
 #include "scores.cuh"
-#include "shape.cuh"
+#include "specialisation.cuh"
 #include "stages.cuh"
 
-struct Place {  // of this thread
+struct ThreadRole {  // what this thread works on
     u32 base, thread, lane, team, team_thread, first_row;
-    u32 part;  // of WARPS_D
-    u32 phases;  // of the team's stages: what their mbarriers are waited for next
+    u32 part;  // which of the WARPS_D parts of the head dim
+    u32 phases;  // a bit for each stage of the team: the parity to wait for next at its mbarrier
 };
 
-// Row `x` of a unit is head x % G of query x / G. Rows past the last are zeros that may see all: nobody looks at what comes of them.
+// Return what a row may see. Row `x` of a unit is head x % G of query x / G. A row past the unit's last query holds
+// zeros and may see every key; its result is not stored.
 DEVICE Row row_of(const AttentionParams& p, const Unit& unit, i32 group, i32 in_tile) {
     const i32 x = unit.tile * ROWS + in_tile, query = x / group, old = unit.length - unit.queries;
     Row row{old + query, 0, 0x7fffffff, old, nullptr, 0.0f};
@@ -41,14 +48,15 @@ DEVICE Row row_of(const AttentionParams& p, const Unit& unit, i32 group, i32 in_
     return row;
 }
 
-// Queries into shared memory, four elements a time, in as many 16-bit pieces as they need.
-DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, const Place& me) {
-    constexpr int N = Elements::Q_PIECES;
+// Copy the unit's queries into shared memory, four elements at a time, as Q_TERMS 16-bit terms each.
+DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, const ThreadRole& me) {
+    constexpr int N = Elements::Q_TERMS;
     for (u32 quad = me.thread; quad < ROWS * D / 4; quad += THREADS) {
         const i32 in_tile = static_cast<i32>(quad / (D / 4)), column = static_cast<i32>(quad % (D / 4)) * 4;
         const i32 x = unit.tile * ROWS + in_tile, query = x / group;
         const u32 to = me.base + in_tile * Q_STRIDE + 2 * column;
-        const u8* from = static_cast<const u8*>(p.q) + (unit.first_query + query) * p.q_token + (unit.head * group + x % group) * p.q_head;
+        const u8* from = static_cast<const u8*>(p.q) + (unit.first_query + query) * p.q_token +
+                         (unit.head * group + x % group) * p.q_head;
         const bool there = query < unit.queries;
         if constexpr (N == 1) {
             u64 bits = 0;
@@ -69,25 +77,30 @@ DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, 
             split_pair<N, false>(low, f[0], f[1]);
             split_pair<N, false>(high, f[2], f[3]);
 #pragma unroll
-            for (int i = 0; i < N; ++i) ptx::shared_write(to + i * Q_PIECE, static_cast<u64>(high[i]) << 32 | low[i]);
+            for (int i = 0; i < N; ++i) {
+                ptx::shared_write(to + i * Q_TERM_BYTES, static_cast<u64>(high[i]) << 32 | low[i]);
+            }
         }
     }
 }
 
-// This team's tiles of keys [from, to), as a pipeline: while one is computed, the next STAGES - 1 are on their way.
-DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2], i32 from, i32 to,
-                   Place& me) {
+// Attend to this team's tiles of keys [from, to), as a pipeline: while one tile is computed, the next STAGES - 1 are in
+// flight.
+DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, const Queries& queries,
+                   const Row (&rows)[2], i32 from, i32 to, ThreadRole& me) {
     const i32 first = from + static_cast<i32>(me.team) * TILE;
     const i32 steps = first < to ? (to - first + STEP_TOKENS - 1) / STEP_TOKENS : 0;
-    const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES, barriers = me.base + BARRIERS_AT + me.team * 8 * STAGES;
-    const Sharing sharing{me.team, me.part, me.base + SCORES_AT + me.team * SCORES_BYTES + me.first_row / 16 * (SCORES_BYTES / WARPS_M)};
+    const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES;
+    const u32 barriers = me.base + BARRIERS_AT + me.team * 8 * STAGES;
+    const u32 scores = me.base + SCORES_AT + me.team * SCORES_BYTES + me.first_row / 16 * (SCORES_BYTES / WARPS_M);
+    const Sharing sharing{me.team, me.part, scores};
     Tile tile;
     look_up(tile, p, pages, first, to);
     u32 reading = 0, filling = 0;
-    for (i32 step = 1 - STAGES; step < steps; ++step) {  // the first STAGES - 1 only fetch: the same code, once in the kernel
+    for (i32 step = 1 - STAGES; step < steps; ++step) {  // steps below 0 only fetch
         if (step >= 0) {
             wait_for_tile(barriers, me.phases, reading);
-            sync_team(me.team);  // this tile has landed for all, and all have left the stage that is filled next
+            sync_team(me.team);  // the tile has landed for all threads; no thread reads the stage that is filled next
         }
         fetch(tile, p, pages, stages + filling * STAGE_BYTES, barriers + 8 * filling, me.team_thread);
         filling = filling + 1 == STAGES ? 0 : filling + 1;
@@ -99,13 +112,14 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
     if constexpr (!BULK || TOKEN_SCALES) ptx::copy_wait<0>();
 }
 
-// Counts this CTA in; true for the last of `expected`, which then sees what all the others stored.
-DEVICE bool arrive(const AttentionParams& p, i64 slot, i32 expected, const Place& me) {
+// Draw a ticket of the unit whose first partial state is `first`: count this CTA in. Return true for the last of
+// `expected` CTAs; that CTA then sees what all the others stored. It sets the ticket back to 0.
+DEVICE bool arrive(const AttentionParams& p, i64 first, i32 expected, const ThreadRole& me) {
     ptx::fence();
     ptx::sync_block();
     if (me.thread == 0) {
-        const bool last = ptx::atomic_add(p.tickets + slot, 1) + 1 == static_cast<u32>(expected);
-        if (last) ptx::write(p.tickets + slot, 0u);
+        const bool last = ptx::atomic_add(p.tickets + first, 1) + 1 == static_cast<u32>(expected);
+        if (last) ptx::write(p.tickets + first, 0u);
         ptx::shared_write(me.base + LAST_AT, static_cast<u32>(last));
     }
     ptx::sync_block();
@@ -113,22 +127,26 @@ DEVICE bool arrive(const AttentionParams& p, i64 slot, i32 expected, const Place
     return ptx::shared_read<u32>(me.base + LAST_AT) != 0;
 }
 
-// Keys [from, to) for all rows of the unit: the teams' sums are in shared memory when it returns.
-DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2], i32 from, i32 to, Place& me) {
+// Attend to keys [from, to) for all rows of the unit. When it returns, the teams' states are in shared memory.
+DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2],
+                       i32 from, i32 to, ThreadRole& me) {
     State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}};
     attend(state, p, pages, queries, rows, from, to, me);
-    ptx::sync_block();  // the stages become the sums' memory
+    ptx::sync_block();  // the sums will overwrite the stages
     store_team(me.base, state, me.team, me.first_row, me.part);
     ptx::sync_block();
 }
 
-// The chunks of a unit that this CTA does alone, folded from the left.
-DEVICE void fold_chunk(const AttentionParams& p, const Unit& unit, i32 group, bool first, bool last, float v_scale, const Place& me) {
-    float* total = Slot(p, ptx::block_index()).at;
+// Fold one more chunk into the result of a unit that this CTA computes alone, from the left. The last chunk writes the
+// result; before that, the sum of o is in the CTA's partial state, m and l in shared memory.
+DEVICE void fold_chunk(const AttentionParams& p, const Unit& unit, i32 group, bool first, bool last, float v_scale,
+                       const ThreadRole& me) {
+    float* total = PartialState(p, ptx::block_index()).at;
     const auto folded = [&](u32 row, u32 column, float o) {
         const Partial chunk = load_teams(me.base, row, column);
         if (first) return chunk;
-        const float m = ptx::shared_read<float>(me.base + TOTALS_AT + 4 * row), l = ptx::shared_read<float>(me.base + TOTALS_AT + 4 * (ROWS + row));
+        const float m = ptx::shared_read<float>(me.base + TOTALS_AT + 4 * row);
+        const float l = ptx::shared_read<float>(me.base + TOTALS_AT + 4 * (ROWS + row));
         return fold({o, m, l}, chunk);
     };
     for_elements(unit, group, me.thread, [&](u32 row, u32 column, i64 token, i32 head) {
@@ -142,27 +160,31 @@ DEVICE void fold_chunk(const AttentionParams& p, const Unit& unit, i32 group, bo
     });
     Partial of_row{0.0f, 0.0f, 0.0f};
     if (!last && me.thread < ROWS) of_row = folded(me.thread, 0, 0.0f);
-    ptx::sync_block();  // the sums' memory may become stages again
+    ptx::sync_block();  // the next stages will overwrite the sums
     if (!last && me.thread < ROWS) {
         ptx::shared_write(me.base + TOTALS_AT + 4 * me.thread, of_row.m);
         ptx::shared_write(me.base + TOTALS_AT + 4 * (ROWS + me.thread), of_row.l);
     }
 }
 
-// One piece of a shared unit is stored; the last CTA to do so merges all, or merge_pieces does when all CTAs have.
-DEVICE void share_piece(const AttentionParams& p, const Plan<ROWS, STEP_TOKENS>& plan, i32 number, float v_scale, const Place& me) {
-    const i64 first = plan.first_slot();
-    const Slot mine(p, plan.slot(first, number));
-    for_elements(plan.unit, plan.group, me.thread, [&](u32 row, u32 column, i64, i32) { mine.store(row, column, load_teams(me.base, row, column)); });
+// Store piece `number` of a shared unit. The last CTA that does so merges all pieces; with SECOND_LAUNCH merge_pieces
+// does.
+DEVICE void share_piece(const AttentionParams& p, const Partition<ROWS, STEP_TOKENS>& partition, i32 number,
+                        float v_scale, const ThreadRole& me) {
+    const i64 first = partition.first_partial();
+    const PartialState mine(p, partition.partial_index(first, number));
+    for_elements(partition.unit, partition.group, me.thread, [&](u32 row, u32 column, i64, i32) {
+        mine.store(row, column, load_teams(me.base, row, column));
+    });
     if constexpr (SECOND_LAUNCH) {
-        ptx::sync_block();  // the stages take the sums' memory back
-    } else if (arrive(p, first, plan.num_partials(), me)) {
-        merge_unit(p, plan, v_scale, me.thread);
+        ptx::sync_block();  // the next stages will overwrite the sums
+    } else if (arrive(p, first, partition.num_partials(), me)) {
+        merge_unit(p, partition, v_scale, me.thread);
     }
 }
 
 KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams p) {
-    Place me;
+    ThreadRole me;
     me.base = ptx::shared_base();
     me.thread = ptx::thread_index();
     me.lane = me.thread % 32;
@@ -177,27 +199,28 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
     queries.scale = !TOKEN_SCALES && p.k_scale ? p.scale * ptx::read(p.k_scale) : p.scale;
 
-    if constexpr (SECOND_LAUNCH) ptx::let_next_grid_begin();  // all CTAs run at once: none of the next takes the place of one of these
-    Plan<ROWS, STEP_TOKENS> plan(p);
-    for (; plan.more(); plan.advance()) {
-        const Unit& unit = plan.unit;
-        const i32 mine = plan.first_mine(), end = plan.end_mine();
-        if (mine >= end && !(unit.num_items == 0 && plan.starts_here())) continue;
-        load_queries(p, unit, plan.group, me);
+    // All CTAs of this grid run at once, so a CTA of the next grid cannot take the place of one of them.
+    if constexpr (SECOND_LAUNCH) ptx::let_next_grid_begin();
+    Partition<ROWS, STEP_TOKENS> partition(p);
+    for (; partition.more(); partition.advance()) {
+        const Unit& unit = partition.unit;
+        const i32 mine = partition.first_mine(), end = partition.end_mine();
+        if (mine >= end && !(unit.num_items == 0 && partition.starts_here())) continue;
+        load_queries(p, unit, partition.group, me);
         ptx::sync_block();
         keep_queries(queries, me.lane);
         const i32 row = static_cast<i32>(me.first_row + me.lane / 4);
-        const Row rows[2] = {row_of(p, unit, plan.group, row), row_of(p, unit, plan.group, row + 8)};
+        const Row rows[2] = {row_of(p, unit, partition.group, row), row_of(p, unit, partition.group, row + 8)};
         const Pages pages = pages_of(p, unit.sequence, unit.head);
 
-        const bool alone = plan.num_partials() == 1;
-        for (i32 item = mine;;) {  // with split_tokens chunk by chunk, else all at once
+        const bool alone = partition.num_partials() == 1;
+        for (i32 item = mine;;) {  // with split_tokens one chunk at a time, else all keys at once
             const i32 next = p.split_tokens && item < end ? item + 1 : end;
-            attend_all(p, pages, queries, rows, plan.from_key(item), plan.to_key(next), me);
+            attend_all(p, pages, queries, rows, partition.from_key(item), partition.to_key(next), me);
             if (alone) {
-                fold_chunk(p, unit, plan.group, item == mine, next == end, v_scale, me);
+                fold_chunk(p, unit, partition.group, item == mine, next == end, v_scale, me);
             } else {
-                share_piece(p, plan, p.split_tokens ? item : plan.my_partial(), v_scale, me);
+                share_piece(p, partition, p.split_tokens ? item : partition.my_partial(), v_scale, me);
             }
             item = next;
             if (item >= end) break;

@@ -1,8 +1,8 @@
-// The machine, one function per instruction: everything in csrc/cuda that is PTX stands here, and nothing else does.
+// The machine, one function per instruction. All PTX of csrc/cuda is in this file.
 //
-// Two halves declare the same functions. This one is inline PTX, and includes no header at all: a kernel compiles in milliseconds, with
-// NVRTC or nvcc, and 16-bit floats are plain bits in u16 and u32. The other one, csrc/simt/ptx_twin.hpp, runs on a host: it is chosen
-// with -DSIMT_HOST, so the emulator executes the very text of the kernels.
+// Two headers declare the same functions. This one is inline PTX and includes no CUDA header, so a kernel compiles in
+// milliseconds with NVRTC or nvcc; 16-bit floats are plain bits in u16 and u32. The other one, csrc/simt/ptx_twin.hpp,
+// runs on a host. -DSIMT_HOST chooses it, so the emulator executes the same kernel sources.
 //
 // Shared memory is addressed by 32-bit numbers (the .shared window), global memory by pointers. sm_80 and later.
 #pragma once
@@ -35,7 +35,7 @@ struct alignas(16) Words4 {
 
 namespace ptx {
 
-// Where a thread is, and waiting for others.
+// The position of a thread in the grid, barriers and fences.
 
 DEVICE u32 thread_index() { return threadIdx.x; }
 DEVICE u32 block_index() { return blockIdx.x; }
@@ -46,8 +46,9 @@ DEVICE void sync_team(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"
 DEVICE void fence() { __threadfence(); }
 DEVICE u32 atomic_add(u32* at, u32 value) { return atomicAdd(at, value); }
 
-// Two launches of which the second begins early (programmatic dependent launch, sm_90 and later; nothing happens without it): the first says when
-// it may, the second waits until all of the first is done and can be seen.
+// Programmatic dependent launch (sm_90 and later; on older GPUs both functions do nothing): a second grid begins before
+// the first has ended. The first grid says when the second may begin. The second waits until the first has ended and
+// its writes are visible.
 
 DEVICE void let_next_grid_begin() {
     if constexpr (CUDA_ARCH >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -56,7 +57,7 @@ DEVICE void wait_for_last_grid() {
     if constexpr (CUDA_ARCH >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Exchange between the 32 lanes of a warp; all of them take part.
+// Exchange between the 32 lanes of a warp; all lanes take part.
 
 template <class T> DEVICE T shuffle(T x, u32 lane) { return __shfl_sync(~0u, x, lane); }
 template <class T> DEVICE T shuffle_xor(T x, u32 bits) { return __shfl_xor_sync(~0u, x, bits); }
@@ -68,7 +69,8 @@ DEVICE u32 ballot(bool x) { return __ballot_sync(~0u, x); }
 template <class T> DEVICE T read(const T* at) { return *at; }
 template <class T> DEVICE void write(T* at, T x) { *at = x; }
 
-// What another CTA wrote: not taken from this SM's cache, and never before a fence or a ticket that stands before it.
+// Read a value that another CTA wrote. The load bypasses this SM's L1 cache, and the compiler does not move it before
+// an earlier fence or atomic.
 DEVICE float read_cached_nowhere(const float* at) {
     float x;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
@@ -76,7 +78,8 @@ DEVICE float read_cached_nowhere(const float* at) {
 }
 DEVICE Words4 read_cached_nowhere(const Words4* at) {
     Words4 x;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at) : "memory");
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at) : "memory");
     return x;
 }
 
@@ -89,7 +92,8 @@ DEVICE void shared_write(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;"
 DEVICE void shared_write(u32 at, u64 x) { asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(x) : "memory"); }
 DEVICE void shared_write(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
 DEVICE void shared_write(u32 at, const Words4& x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 template <class T> DEVICE T shared_read(u32 at);
 template <> DEVICE_MEMBER u16 shared_read<u16>(u32 at) {
@@ -114,37 +118,47 @@ template <> DEVICE_MEMBER float shared_read<float>(u32 at) {
 }
 template <> DEVICE_MEMBER Words4 shared_read<Words4>(u32 at) {
     Words4 x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
     return x;
 }
 
-// Copies of BYTES (16, 8 or 4) from global to shared memory that run by themselves; zeros land where not `present`, and nothing is read.
+// Asynchronous copies of BYTES (16, 8 or 4) from global to shared memory. If not `present`, zeros land and global
+// memory is not read.
 
 template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool present) {
     if constexpr (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                     ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
     } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(present ? BYTES : 0) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     ::"r"(to), "l"(from), "n"(BYTES), "r"(present ? BYTES : 0) : "memory");
     }
 }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// Copies of `bytes`, a multiple of 16, from global to shared memory by one instruction: both begin at multiples of 16. They land through the
-// async proxy, and count themselves off at an mbarrier, a word of 8 bytes in shared memory: its phase ends when `arrivals` have arrived and as
-// many bytes have landed as were expected. sm_90 and later.
+// Bulk copies: one instruction copies `bytes`, a multiple of 16, from global to shared memory; both addresses are
+// multiples of 16. The bytes land through the async proxy, and the hardware counts them at an mbarrier, a word of 8
+// bytes in shared memory. A phase of the mbarrier ends when `arrivals` threads have arrived and all expected bytes have
+// landed. sm_90 and later.
 
 constexpr bool COPIES_BULK = CUDA_ARCH == 0 || CUDA_ARCH >= 900;  // 0: nvcc's pass for the host
-DEVICE void barrier_init(u32 at, u32 arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory"); }
-DEVICE void fence_barrier_init() {  // what this thread has initialised is seen by copies; by threads after a barrier
+DEVICE void barrier_init(u32 at, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
+// Make the mbarriers that this thread has initialised visible to copies; other threads see them after a block barrier.
+DEVICE void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // loads and stores so far come before copies
+// Order all earlier loads and stores before later bulk copies.
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void barrier_arrive_expecting(u32 at, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
-DEVICE void barrier_wait(u32 at, u32 parity) {  // of the phase that is waited for: phases are 0, 1, 0, 1, ...
+// Wait until the phase of this parity has ended. Parities of successive phases are 0, 1, 0, 1, ...
+DEVICE void barrier_wait(u32 at, u32 parity) {
     u32 over;
     do {
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
@@ -156,7 +170,8 @@ DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Tensor cores. Four 8 x 8 matrices of 16-bit elements, lane l giving the address of row l % 8 of matrix l / 8; and D += A B of 16 x 8 x 16.
+// Tensor cores. Load four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Multiply and add: D += A B of 16 x 8 x 16.
 
 DEVICE void load_matrices(u32 (&m)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -168,15 +183,19 @@ DEVICE void load_matrices_transposed(u32 (&m)[4], u32 at) {
 }
 template <bool HALF> DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if constexpr (HALF) {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     } else {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
 }
 
-// Numbers. `low` is the element with the lower index, in the lower half of the word.
+// Arithmetic and conversions. `low` is the element with the lower index, in the lower half of the word.
 
 template <bool HALF> DEVICE u32 pack(float low, float high) {
     u32 x;
@@ -196,7 +215,8 @@ template <bool HALF> DEVICE u32 fused2(u32 a, u32 b, u32 c) {
     }
     return x;
 }
-DEVICE u32 at_least2(u32 a, u32 b) {  // of two float16 each: all bits of the halves in which a >= b
+// Compare two pairs of float16: set all bits of a half where a >= b, none elsewhere.
+DEVICE u32 at_least2(u32 a, u32 b) {
     u32 x;
     asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
     return x;
@@ -222,13 +242,14 @@ DEVICE float log2(float x) {
 }
 DEVICE float tanh(float x) { return tanhf(x); }
 DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-DEVICE float times(float a, float b) { return __fmul_rn(a, b); }  // never contracted: bits do not depend on what stands beside it
+DEVICE float times(float a, float b) { return __fmul_rn(a, b); }  // never contracted into an fma with its neighbours
 DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
 DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE i32 to_integer(float x) { return __float2int_rn(x); }  // half to even; NaN is 0
 
-// Two floats as bytes of an 8-bit float, what is too large as the largest. The instruction came with sm_89.
+// Convert two floats to bytes of an 8-bit float; a value out of range becomes the largest finite one. The instruction
+// exists from sm_89 on.
 constexpr bool CONVERTS_FP8 = CUDA_ARCH >= 890;
 template <bool E5M2> DEVICE u32 pack_bytes(float low, float high) {
     u16 x = 0;

@@ -1,25 +1,28 @@
-// From the page table to shared memory: which frame holds a key, and the copies that bring a tile of keys and values.
+// The path of keys and values from the page table to shared memory: look up the frame of each key, copy a tile of keys
+// and values into a stage.
 //
-// A lane looks up the frames of the keys `lane`, `lane + 32` of the tile after the next, so that the table's latency passes while earlier
-// tiles are computed. Then it turns them into byte offsets, and the lanes shuffle those to whoever copies a piece of that row. A key past
-// the end, or of a punched page (-1), is not read: zeros land instead, and a bit says so.
+// A lane looks up the frames of the keys `lane` and `lane + 32` of the tile after the next, so the latency of the page
+// table is hidden behind the tiles before it. The lane turns frames into byte offsets, and shuffles pass each offset to
+// the lanes that copy the row. A key past the end, or of a punched page (-1), is not read: zeros land instead, and a
+// bit marks the key as absent.
 //
-// BULK: a lane per key copies its two rows with an instruction each. Who waits at a stage's mbarrier sees what landed; a fence of the copying
-// lane, after the barrier of the team, keeps what was read and written there before (zeros, sums) apart from it. Tiles past the last are not
-// fetched at all, so every phase of an mbarrier is waited for exactly once: its parity is a bit that flips.
+// BULK: one lane per key copies its row of K and its row of V, with one instruction each. A thread that waits at the
+// stage's mbarrier sees the rows that landed. The copying lane issues a fence after the team's barrier: it orders
+// earlier reads and writes of the stage (zeros, sums) before the copies. Tiles past the last are not fetched, so every
+// phase of an mbarrier is waited for exactly once, and its parity is a bit that flips.
 #pragma once
 
 #include "params.h"
-#include "shape.cuh"
+#include "specialisation.cuh"
 
-struct Tile {  // the next to be fetched
+struct Tile {  // the next tile to fetch
     i32 first_key, end_key;
-    i32 frame[ENTRIES];  // of this lane's keys; -1: not there
+    i32 frame[ENTRIES];  // of this lane's keys; -1: no such key
 };
 
-struct Pages {
-    const i32* table;  // the sequence's row
-    const u8* k;  // of the kv head
+struct Pages {  // of one sequence and one kv head
+    const i32* table;  // the sequence's row of the page table
+    const u8* k;
     const u8* v;
     const float* k_scale;
     const float* v_scale;
@@ -46,14 +49,15 @@ DEVICE void look_up(Tile& tile, const AttentionParams& p, const Pages& pages, i3
     }
 }
 
-// One tensor's rows of a tile: ROW_BYTES each, to rows STRIDE apart.
-template <int ROW_BYTES, int STRIDE> DEVICE void copy_rows(u32 to, const u8* pool, const i64 (&offset)[ENTRIES], u32 team_thread) {
-    constexpr int PIECES = ROW_BYTES / COPY, ALL = TILE * PIECES;
+// Copy one tensor's rows of a tile, ROW_BYTES each, to rows that lie STRIDE apart.
+template <int ROW_BYTES, int STRIDE>
+DEVICE void copy_rows(u32 to, const u8* pool, const i64 (&offset)[ENTRIES], u32 team_thread) {
+    constexpr int COPIES_OF_ROW = ROW_BYTES / COPY, ALL = TILE * COPIES_OF_ROW;
 #pragma unroll COPIES_AHEAD
     for (int first = 0; first < ALL; first += TEAM_THREADS) {
-        const u32 piece = static_cast<u32>(first) + team_thread;
-        const bool mine = ALL % TEAM_THREADS == 0 || piece < ALL;
-        const u32 row = mine ? piece / PIECES : 0, within = piece % PIECES * COPY;
+        const u32 copy = static_cast<u32>(first) + team_thread;
+        const bool mine = ALL % TEAM_THREADS == 0 || copy < ALL;
+        const u32 row = mine ? copy / COPIES_OF_ROW : 0, within = copy % COPIES_OF_ROW * COPY;
         i64 from = ptx::shuffle(offset[0], row % 32);
         if constexpr (ENTRIES > 1) {
             const i64 second = ptx::shuffle(offset[ENTRIES - 1], row % 32);
@@ -69,8 +73,10 @@ template <int ROW_BYTES> DEVICE void clear_row(u32 at) {
     for (int byte = 0; byte < ROW_BYTES; byte += 16) ptx::shared_write(at + byte, Words4{0, 0, 0, 0});
 }
 
-// The rows of a tile, a bulk copy each; warps of the team take turns. Where no key is, zeros are written, for the team's next barrier to show.
-DEVICE void copy_rows_bulk(const Pages& pages, const i64 (&k_offset)[ENTRIES], const i64 (&v_offset)[ENTRIES], u32 stage, u32 barrier, u32 team_thread) {
+// Copy the rows of a tile, each by one bulk copy; the warps of the team take turns. Rows of absent keys are set to
+// zero; the team's next barrier makes these zeros visible.
+DEVICE void copy_rows_bulk(const Pages& pages, const i64 (&k_offset)[ENTRIES], const i64 (&v_offset)[ENTRIES],
+                           u32 stage, u32 barrier, u32 team_thread) {
     const u32 lane = team_thread % 32;
     const bool mine = lane % TEAM_WARPS == team_thread / 32;
     u32 rows = 0;
@@ -81,7 +87,8 @@ DEVICE void copy_rows_bulk(const Pages& pages, const i64 (&k_offset)[ENTRIES], c
     ptx::sync_warp();
 #pragma unroll
     for (int e = 0; e < ENTRIES; ++e) {
-        const u32 row = 32 * e + lane, k_at = stage + row * K_STRIDE, v_at = stage + V_IN_STAGE + row * V_STRIDE;
+        const u32 row = 32 * e + lane;
+        const u32 k_at = stage + row * K_STRIDE, v_at = stage + V_IN_STAGE + row * V_STRIDE;
         if (!mine || row >= TILE) continue;
         if (k_offset[e] >= 0) {
             ptx::copy_bulk(k_at, pages.k + k_offset[e], K_ROW, barrier);
@@ -93,8 +100,10 @@ DEVICE void copy_rows_bulk(const Pages& pages, const i64 (&k_offset)[ENTRIES], c
     }
 }
 
-// Starts the copies of a tile into a stage. Those that are no bulk copies are one group, whatever is in it.
-DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 barrier, u32 team_thread) {
+// Start the copies of a tile into a stage. All copies that are not bulk copies form one commit group, which may be
+// empty.
+DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 barrier,
+                  u32 team_thread) {
     const u32 lane = team_thread % 32;
     if (BULK && tile.first_key >= tile.end_key) {
         if constexpr (TOKEN_SCALES) ptx::copy_commit();
@@ -108,8 +117,8 @@ DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages
         const bool present = frame >= 0;
         k_offset[e] = present ? frame * p.k_frame + slot * p.k_slot : -1;
         v_offset[e] = present ? frame * p.v_frame + slot * p.v_slot : -1;
-        const u32 which = ptx::ballot(present);
-        if (team_thread == 0) ptx::shared_write(stage + PRESENT_IN_STAGE + 4 * e, which);
+        const u32 present_bits = ptx::ballot(present);
+        if (team_thread == 0) ptx::shared_write(stage + PRESENT_IN_STAGE + 4 * e, present_bits);
         if constexpr (TOKEN_SCALES) {
             const u32 row = 32 * e + lane, to = stage + SCALES_IN_STAGE + 4 * row;
             const float* k_scale = pages.k_scale + (present ? frame * p.k_scale_frame + slot * p.k_scale_slot : 0);
@@ -129,7 +138,8 @@ DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages
     if constexpr (!BULK || TOKEN_SCALES) ptx::copy_commit();
 }
 
-// Until the oldest tile under way has landed for this thread; for the team, after its barrier. `phases` has a bit for each stage.
+// Wait until the oldest tile in flight has landed for this thread; the team's barrier after it makes the tile visible
+// to the team. `phases` has a bit for each stage.
 DEVICE void wait_for_tile(u32 barriers, u32& phases, u32 stage) {
     if constexpr (!BULK || TOKEN_SCALES) ptx::copy_wait<STAGES - 2>();
     if constexpr (BULK) {
@@ -138,7 +148,8 @@ DEVICE void wait_for_tile(u32 barriers, u32& phases, u32 stage) {
     }
 }
 
-// The mbarrier of each stage of each team: a phase of it takes an arrival of each of the team's warps. Nobody copies before a barrier of the block.
+// Initialise one mbarrier for each stage of each team. A phase takes one arrival of each of the team's warps. A block
+// barrier stands between this and the first copy.
 DEVICE void init_barriers(u32 base, u32 thread) {
     if constexpr (BULK) {
         if (static_cast<int>(thread) < NUM_BARRIERS) {
@@ -148,7 +159,7 @@ DEVICE void init_barriers(u32 base, u32 thread) {
     }
 }
 
-// The warps that share a stage wait for one another; a team of one warp needs no barrier of the block.
+// Wait for the other warps that share a stage. A team of one warp needs no block barrier.
 DEVICE void sync_team(u32 team) {
     if constexpr (TEAM_THREADS == 32) {
         ptx::sync_warp();

@@ -1,4 +1,4 @@
-// The race detector's rules. See clocks.hpp.
+// The rules of the race detector. See clocks.hpp.
 #include "clocks.hpp"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ void Clocks::join(std::vector<std::vector<uint32_t>>& clock, const std::vector<u
     for (uint32_t i : threads) clock[i] = joined_;
 }
 
-void Clocks::meet(const std::vector<uint32_t>& threads) {
+void Clocks::synchronise(const std::vector<uint32_t>& threads) {
     join(clock_, threads);
     join(fenced_, threads);
     for (uint32_t i : threads) ++clock_[i][i];
@@ -37,8 +37,8 @@ void Clocks::fence(uint32_t thread) {
 }
 
 void Clocks::arrive(uint32_t thread, uint32_t barrier) {
-    auto& known = clock_[of_barrier(barrier)];
-    for (size_t j = 0; j < known.size(); ++j) known[j] = std::max(known[j], clock_[thread][j]);
+    auto& clock = clock_[of_barrier(barrier)];
+    for (size_t j = 0; j < clock.size(); ++j) clock[j] = std::max(clock[j], clock_[thread][j]);
     ++clock_[thread][thread];
 }
 
@@ -48,48 +48,69 @@ void Clocks::end_phase(uint32_t barrier) {
     ++clock_[me][me];
 }
 
-void Clocks::learn(uint32_t thread, uint32_t barrier) {
-    for (size_t j = 0; j < ended_[barrier].size(); ++j) clock_[thread][j] = std::max(clock_[thread][j], ended_[barrier][j]);
+void Clocks::acquire(uint32_t thread, uint32_t barrier) {
+    const auto& ended = ended_[barrier];
+    for (size_t j = 0; j < ended.size(); ++j) clock_[thread][j] = std::max(clock_[thread][j], ended[j]);
 }
 
-Clash Clocks::read(uint32_t thread, uint32_t at, uint32_t bytes) {
+Race Clocks::read(uint32_t thread, uint32_t at, uint32_t bytes) {
     for (uint32_t cell = at / 2; cell < (at + bytes + 1) / 2; ++cell) {
         const Cell& c = cells_[cell];
-        if (c.state == State::UNWRITTEN) return {"reads shared memory that nobody wrote", thread};
-        if (c.state == State::IN_FLIGHT) return {"reads what an asynchronous copy has not brought yet (nobody waited for it); it was issued by", c.writer};
-        if (!knows(thread, c.writer, c.moment)) return {"reads without a barrier after the write by", c.writer};
+        if (c.state == State::UNWRITTEN) return {"reads shared memory that no thread has written", thread};
+        if (c.state == State::IN_FLIGHT) {
+            return {"reads bytes of an asynchronous copy that has not landed (wait for it first), issued by", c.writer};
+        }
+        if (!has_seen(thread, c.writer, c.moment)) return {"reads without a barrier after the write by", c.writer};
         readers_[cell * warps_ + thread / 32] = {clock_[thread][thread], static_cast<uint16_t>(thread)};
     }
     return {};
 }
 
-Clash Clocks::write(uint32_t thread, uint32_t at, uint32_t bytes, State becomes) {
+Race Clocks::write(uint32_t thread, uint32_t at, uint32_t bytes, State becomes) {
     const uint32_t now = clock_[thread][thread];
     for (uint32_t cell = at / 2; cell < (at + bytes + 1) / 2; ++cell) {
         Cell& c = cells_[cell];
         const bool lands = c.state == State::IN_FLIGHT && c.writer == thread && becomes == State::WRITTEN;
-        if (c.state == State::IN_FLIGHT && !lands) return {"writes where an asynchronous copy is under way, issued by", c.writer};
-        if (c.state == State::WRITTEN && !knows(thread, c.writer, c.moment)) return {"writes without a barrier after the write by", c.writer};
+        if (c.state == State::IN_FLIGHT && !lands) {
+            return {"writes where an asynchronous copy is in flight, issued by", c.writer};
+        }
+        if (c.state == State::WRITTEN && !has_seen(thread, c.writer, c.moment)) {
+            return {"writes without a barrier after the write by", c.writer};
+        }
         for (uint32_t w = 0; w < warps_ && !lands; ++w) {
             const Reader& r = readers_[cell * warps_ + w];
-            if (r.moment && !knows(thread, r.thread, r.moment)) return {"writes without a barrier after the read by", r.thread};
+            if (r.moment && !has_seen(thread, r.thread, r.moment)) {
+                return {"writes without a barrier after the read by", r.thread};
+            }
         }
         c = {now, static_cast<uint16_t>(thread), becomes};
     }
     return {};
 }
 
-Clash Clocks::issue(uint32_t thread, uint32_t barrier, uint32_t at, uint32_t bytes) {
-    const auto fenced = [&](uint32_t other, uint32_t moment) { return other >= threads_ || fenced_[thread][other] >= moment; };
+Race Clocks::issue(uint32_t thread, uint32_t barrier, uint32_t at, uint32_t bytes) {
+    const auto fenced = [&](uint32_t other, uint32_t moment) {
+        return other >= threads_ || fenced_[thread][other] >= moment;
+    };
     for (uint32_t cell = at / 2; cell < (at + bytes + 1) / 2; ++cell) {
         Cell& c = cells_[cell];
-        if (c.state == State::IN_FLIGHT) return {"copies to where an asynchronous copy is under way, issued by", c.writer};
-        if (c.state == State::WRITTEN && !knows(thread, c.writer, c.moment)) return {"copies without a barrier after the write by", c.writer};
-        if (c.state == State::WRITTEN && !fenced(c.writer, c.moment)) return {"copies without a fence after the write by", c.writer};
+        if (c.state == State::IN_FLIGHT) {
+            return {"copies to where an asynchronous copy is in flight, issued by", c.writer};
+        }
+        if (c.state == State::WRITTEN && !has_seen(thread, c.writer, c.moment)) {
+            return {"copies without a barrier after the write by", c.writer};
+        }
+        if (c.state == State::WRITTEN && !fenced(c.writer, c.moment)) {
+            return {"copies without a fence after the write by", c.writer};
+        }
         for (uint32_t w = 0; w < warps_; ++w) {
             const Reader& r = readers_[cell * warps_ + w];
-            if (r.moment && !knows(thread, r.thread, r.moment)) return {"copies without a barrier after the read by", r.thread};
-            if (r.moment && !fenced(r.thread, r.moment)) return {"copies without a fence after the read by", r.thread};
+            if (r.moment && !has_seen(thread, r.thread, r.moment)) {
+                return {"copies without a barrier after the read by", r.thread};
+            }
+            if (r.moment && !fenced(r.thread, r.moment)) {
+                return {"copies without a fence after the read by", r.thread};
+            }
         }
         c = {0, static_cast<uint16_t>(of_barrier(barrier)), State::IN_FLIGHT};
     }
@@ -98,7 +119,9 @@ Clash Clocks::issue(uint32_t thread, uint32_t barrier, uint32_t at, uint32_t byt
 
 void Clocks::land(uint32_t barrier, uint32_t at, uint32_t bytes) {
     const uint32_t me = of_barrier(barrier);
-    for (uint32_t cell = at / 2; cell < (at + bytes + 1) / 2; ++cell) cells_[cell] = {clock_[me][me], static_cast<uint16_t>(me), State::WRITTEN};
+    for (uint32_t cell = at / 2; cell < (at + bytes + 1) / 2; ++cell) {
+        cells_[cell] = {clock_[me][me], static_cast<uint16_t>(me), State::WRITTEN};
+    }
 }
 
 }  // namespace simt

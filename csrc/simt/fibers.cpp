@@ -33,26 +33,26 @@ simt_switch:
 namespace simt {
 
 namespace {
-Fiber* left = nullptr;  // the fiber that was switched away from last
+Fiber* previous = nullptr;  // the fiber that the last switch left
 }
 
 void fiber_begins() {
 #if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(nullptr, &left->bottom_, &left->size_);
+    __sanitizer_finish_switch_fiber(nullptr, &previous->bottom_, &previous->size_);
 #endif
 }
 
 void Fiber::prepare(void (*entry)()) {
     if (!stack_) stack_.reset(new char[STACK]);
 #if defined(__SANITIZE_ADDRESS__)
-    __asan_unpoison_memory_region(stack_.get(), STACK);  // the frames of a fiber that was left behind are gone
+    __asan_unpoison_memory_region(stack_.get(), STACK);  // stack frames of an abandoned fiber are gone
 #endif
     bottom_ = stack_.get();
     size_ = STACK;
 #ifdef SIMT_OWN_SWITCH
     auto top = reinterpret_cast<uintptr_t>(stack_.get() + STACK) & ~uintptr_t{15};
     auto* frame = reinterpret_cast<void**>(top - 16);
-    *frame = reinterpret_cast<void*>(entry);  // what `ret` takes; the stack is then as after a call
+    *frame = reinterpret_cast<void*>(entry);  // `ret` jumps here; the stack is then as after a call
     pointer_ = frame - 6;
 #else
     getcontext(&context_);
@@ -64,7 +64,7 @@ void Fiber::prepare(void (*entry)()) {
 }
 
 void Fiber::switch_to(Fiber& next) {
-    left = this;
+    previous = this;
 #if defined(__SANITIZE_ADDRESS__)
     void* fake = nullptr;
     __sanitizer_start_switch_fiber(&fake, next.bottom_, next.size_);
@@ -75,7 +75,7 @@ void Fiber::switch_to(Fiber& next) {
     swapcontext(&context_, &next.context_);
 #endif
 #if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(fake, &left->bottom_, &left->size_);
+    __sanitizer_finish_switch_fiber(fake, &previous->bottom_, &previous->size_);
 #endif
 }
 

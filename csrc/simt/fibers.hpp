@@ -1,6 +1,8 @@
-// Fibers: a stack each, and a switch that saves what a call must save. It knows nothing of CUDA.
+// Fibers: each has a stack of its own; a switch saves the registers that a function call preserves. This file knows
+// nothing of CUDA.
 //
-// On x86-64 the switch is 16 instructions; elsewhere ucontext does it, ten times slower. AddressSanitizer is told of every switch.
+// On x86-64 a switch is 16 instructions; elsewhere ucontext switches, ten times slower. Every switch is announced to
+// AddressSanitizer.
 #pragma once
 
 #include <cstddef>
@@ -22,10 +24,10 @@ public:
     Fiber() = default;
     Fiber(const Fiber&) = delete;
 
-    // A fresh stack frame at `entry`, which must never return.
+    // Set the fiber to begin at `entry`, with a fresh stack. `entry` must never return.
     void prepare(void (*entry)());
 
-    // Runs `next` until something switches back to *this.
+    // Run `next`, until a fiber switches back to *this.
     void switch_to(Fiber& next);
 
     static constexpr size_t STACK = 128 << 10;
@@ -37,12 +39,14 @@ private:
 #else
     ucontext_t context_;
 #endif
-    const void* bottom_ = nullptr;  // of the stack, for AddressSanitizer; of the host thread's own once it has been left
+    // The bottom of the stack, for AddressSanitizer. The host's fiber learns that of the host thread at its first
+    // switch.
+    const void* bottom_ = nullptr;
     size_t size_ = 0;
     friend void fiber_begins();
 };
 
-// The first thing an entry does.
+// Finish the switch into a new fiber; an entry calls it first.
 void fiber_begins();
 
 }  // namespace simt

@@ -1,4 +1,5 @@
-// The state of a launch: threads, what each waits for, the block's shared memory. Shared by the files of the emulator, not by kernels.
+// The state of a launch: the threads, what each of them waits for, and the block's shared memory. The files of the
+// emulator share this header; kernels do not include it.
 #pragma once
 
 #include <deque>
@@ -12,7 +13,7 @@
 
 namespace simt {
 
-struct Operands {  // of multiply_add, one lane's
+struct Operands {  // one lane's operands of multiply_add
     const uint32_t* a;
     uint32_t b[2];
     float* d;
@@ -20,7 +21,9 @@ struct Operands {  // of multiply_add, one lane's
 };
 
 void multiply_fragments(Operands* const (&lanes)[32]);
-void check_global(const void* at, uint32_t bytes, const char* what);  // a fault unless it may be touched, at a multiple of `bytes`
+// Stop with a fault unless the current thread may access these bytes and their address is a multiple of `bytes`. `what`
+// is the verb of the fault: "reads", "writes", "copies".
+void check_global(const void* at, uint32_t bytes, const char* what);
 void check_shared(uint32_t at, uint32_t bytes, const char* what);
 
 struct Copy {
@@ -30,7 +33,7 @@ struct Copy {
     bool present;
 };
 
-struct Meeting {  // of lanes of a warp; complete when `arrived` == `mask`
+struct Collective {  // a shuffle, vote or matrix instruction of a warp; complete when `arrived` == `mask`
     const char* kind;
     uint32_t mask, arrived;
     void* lanes[32];
@@ -38,9 +41,9 @@ struct Meeting {  // of lanes of a warp; complete when `arrived` == `mask`
 
 struct Thread {
     Fiber fiber;
-    std::string waits_for;  // empty: it can run, or is done
+    std::string waits_for;  // empty: the thread can run, or is done
     bool done = false;
-    bool waited = false;  // for the grid before
+    bool waited = false;  // it has called wait_for_last_grid
     std::vector<Copy> open;                // issued, not committed
     std::deque<std::vector<Copy>> groups;  // committed, oldest first
 };
@@ -50,18 +53,18 @@ struct Barrier {
     std::vector<uint32_t> arrived;
 };
 
-struct Bulk {  // a copy that counts itself off
+struct Bulk {  // a bulk copy, counted at an mbarrier
     uint32_t to;
     const void* from;
     uint32_t bytes;
 };
 
 struct Mbarrier {
-    uint32_t at, arrivals, pending, parity = 0;  // parity: of the phase that is not over
-    int64_t missing = 0;  // bytes expected and not landed
-    uint32_t owner;       // who initialised it
+    uint32_t at, arrivals, pending, parity = 0;  // parity: of the current phase
+    int64_t missing = 0;  // bytes that are expected and have not landed
+    uint32_t owner;       // the thread that initialised it
     bool fenced = false;
-    std::vector<Bulk> under_way;
+    std::vector<Bulk> in_flight;
     std::vector<uint32_t> waiting;
 };
 
@@ -72,10 +75,11 @@ struct Run {  // of bytes in global memory
 
 struct Machine {
     std::vector<std::unique_ptr<Thread>> threads;
-    std::vector<std::vector<Meeting>> meetings;  // of each warp
+    std::vector<std::vector<Collective>> collectives;  // incomplete ones of each warp
     Barrier barriers[16];
     std::vector<Mbarrier> mbarriers;
-    std::vector<Run> wrote, early;  // by this launch; by the one before, which may still run
+    std::vector<Run> wrote;  // bytes that this launch has written
+    std::vector<Run> early;  // bytes that the previous launch may still write
     std::vector<uint32_t> runnable;
     std::vector<unsigned char> shared;
     Clocks clocks;
@@ -88,12 +92,12 @@ struct Machine {
 
     uint32_t draw(uint32_t below);
     void run_block(uint32_t index, uint32_t shared_bytes);
-    void wait(std::string why);                         // until wake()
+    void wait(std::string why);                         // suspend the current thread until wake()
     void wake(uint32_t thread);
-    void object(const Clash& clash);                    // a fault, if it is one
-    [[noreturn]] void stop(const std::string& what);    // a fault of the current thread
-    void leave();                                       // the current thread runs no more
-    void next(Thread& from);
+    void check(const Race& race);                       // stop with a fault if there is a race
+    [[noreturn]] void stop(const std::string& what);    // end the launch with a fault of the current thread
+    void leave();                                       // end the current thread
+    void next(Thread& from);                            // switch to another thread that can run
 };
 
 extern Machine machine;

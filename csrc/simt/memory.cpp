@@ -1,4 +1,5 @@
-// Global and shared memory, and the copies between them that land late. Every access is checked; see simt.hpp.
+// Global and shared memory, and asynchronous copies between them, which land late. Every access is checked; see
+// simt.hpp.
 #include <algorithm>
 #include <cstring>
 
@@ -20,31 +21,39 @@ size_t last_hit = 0;
 void check_global(const void* at, uint32_t bytes, const char* what) {
     const auto* p = static_cast<const char*>(at);
     const auto inside = [&](const Allocation& a) { return p >= a.start && p + bytes <= a.start + a.bytes; };
-    if (reinterpret_cast<uintptr_t>(at) % bytes) machine.stop(std::string(what) + " " + std::to_string(bytes) + " bytes of global memory at an address that is no multiple of that");
+    const auto stop = [&](const char* why) {
+        machine.stop(std::string(what) + " " + std::to_string(bytes) + " bytes of global memory" + why);
+    };
+    if (reinterpret_cast<uintptr_t>(at) % bytes) stop(" at an address that is no multiple of that");
     for (const Run& run : machine.early) {
         if (machine.threads[machine.current]->waited || p + bytes <= run.start || run.start + run.bytes <= p) continue;
-        machine.stop(std::string(what) + " what the grid before may not have written yet, and has not waited for it");
+        stop(" that the previous grid may still write; call wait_for_last_grid first");
     }
     if (last_hit < allowed.size() && inside(allowed[last_hit])) return;
     for (last_hit = 0; last_hit < allowed.size(); ++last_hit) {
         if (inside(allowed[last_hit])) return;
     }
-    machine.stop(std::string(what) + " " + std::to_string(bytes) + " bytes of global memory outside of every allocation");
+    stop(" outside of every allocation");
 }
 
 void check_shared(uint32_t at, uint32_t bytes, const char* what) {
-    if (at % bytes) machine.stop(std::string(what) + " " + std::to_string(bytes) + " bytes of shared memory at " + std::to_string(at) + ", which is no multiple of that");
+    const auto stop = [&](const std::string& why) {
+        const std::string access = std::string(what) + " " + std::to_string(bytes) + " bytes of shared memory at ";
+        machine.stop(access + std::to_string(at) + why);
+    };
+    if (at % bytes) stop(", which is no multiple of that");
     for (const Mbarrier& barrier : machine.mbarriers) {
-        if (at < barrier.at + 8 && barrier.at < at + bytes) machine.stop(std::string(what) + " shared memory at " + std::to_string(at) + ", where an mbarrier is");
+        if (at < barrier.at + 8 && barrier.at < at + bytes) stop(", where an mbarrier is");
     }
     if (at + bytes > machine.shared.size()) {
-        machine.stop(std::string(what) + " shared memory at " + std::to_string(at) + "; the block has " + std::to_string(machine.shared.size()) + " bytes");
+        stop("; the block has " + std::to_string(machine.shared.size()) + " bytes");
     }
 }
 
 void wait_for_last_grid() { machine.threads[machine.current]->waited = true; }
 
-static void note(void* at, uint64_t bytes) {
+// Record that this launch has written these bytes.
+static void record_write(void* at, uint64_t bytes) {
     const auto* start = static_cast<const char*>(at);
     auto& wrote = machine.wrote;
     if (!wrote.empty() && wrote.back().start + wrote.back().bytes == start) {
@@ -61,13 +70,13 @@ void global_read(void* to, const void* from, uint32_t bytes) {
 
 void global_write(void* to, const void* from, uint32_t bytes) {
     check_global(to, bytes, "writes");
-    note(to, bytes);
+    record_write(to, bytes);
     std::memcpy(to, from, bytes);
 }
 
 uint32_t atomic_add(uint32_t* at, uint32_t value) {
     check_global(at, 4, "adds to");
-    note(at, 4);
+    record_write(at, 4);
     const uint32_t old = *at;
     *at = old + value;
     return old;
@@ -75,20 +84,20 @@ uint32_t atomic_add(uint32_t* at, uint32_t value) {
 
 void shared_read(void* to, uint32_t from, uint32_t bytes) {
     check_shared(from, bytes, "reads");
-    machine.object(machine.clocks.read(machine.current, from, bytes));
+    machine.check(machine.clocks.read(machine.current, from, bytes));
     std::memcpy(to, &machine.shared[from], bytes);
 }
 
 void shared_write(uint32_t to, const void* from, uint32_t bytes) {
     check_shared(to, bytes, "writes");
-    machine.object(machine.clocks.write(machine.current, to, bytes, State::WRITTEN));
+    machine.check(machine.clocks.write(machine.current, to, bytes, State::WRITTEN));
     std::memcpy(&machine.shared[to], from, bytes);
 }
 
 void copy_async(uint32_t to, const void* from, uint32_t bytes, bool present) {
     check_shared(to, bytes, "copies to");
     if (present) check_global(from, bytes, "copies");
-    machine.object(machine.clocks.write(machine.current, to, bytes, State::IN_FLIGHT));
+    machine.check(machine.clocks.write(machine.current, to, bytes, State::IN_FLIGHT));
     std::memset(&machine.shared[to], 0xff, bytes);
     machine.threads[machine.current]->open.push_back({to, from, bytes, present});
 }
@@ -103,7 +112,7 @@ void copy_wait(uint32_t pending) {
     Thread& self = *machine.threads[machine.current];
     while (self.groups.size() > pending) {
         for (const Copy& copy : self.groups.front()) {
-            machine.object(machine.clocks.write(machine.current, copy.to, copy.bytes, State::WRITTEN));
+            machine.check(machine.clocks.write(machine.current, copy.to, copy.bytes, State::WRITTEN));
             if (copy.present) {
                 std::memcpy(&machine.shared[copy.to], copy.from, copy.bytes);
             } else {
@@ -116,7 +125,10 @@ void copy_wait(uint32_t pending) {
 
 }  // namespace simt
 
-void simt_allow(const void* start, uint64_t bytes) { simt::allowed.push_back({static_cast<const char*>(start), bytes}); }
+void simt_allow(const void* start, uint64_t bytes) {
+    simt::allowed.push_back({static_cast<const char*>(start), bytes});
+}
+
 void simt_forbid_all() { simt::allowed.clear(); }
 
 bool simt_wrote(uint64_t number, const void** start, uint64_t* bytes) {
@@ -126,4 +138,7 @@ bool simt_wrote(uint64_t number, const void** start, uint64_t* bytes) {
     *bytes = wrote[number].bytes;
     return true;
 }
-void simt_begin_early(const void* start, uint64_t bytes) { simt::machine.early.push_back({static_cast<const char*>(start), bytes}); }
+
+void simt_begin_early(const void* start, uint64_t bytes) {
+    simt::machine.early.push_back({static_cast<const char*>(start), bytes});
+}

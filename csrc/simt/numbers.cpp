@@ -1,4 +1,5 @@
-// 16-bit floats, by integer arithmetic and one table; and the product of two fragments as the PTX manual lays them out.
+// Conversions of 16-bit and 8-bit floats, by integer arithmetic and one table, and the product of two matrix fragments,
+// laid out as in the PTX manual.
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -9,14 +10,14 @@ namespace simt {
 
 namespace {
 
-// Value of a 16-bit float with `mantissa` bits after the point and an exponent bias: sign, exponent, fraction.
+// Return the value of a 16-bit float: sign, exponent with this bias, `mantissa` bits of fraction.
 float value_of(uint32_t bits, int mantissa, int bias) {
     const uint32_t exponent_bits = 15 - mantissa, fraction = bits & ((1u << mantissa) - 1);
     const int exponent = static_cast<int>(bits >> mantissa & ((1u << exponent_bits) - 1));
     const float sign = bits >> 15 ? -1.0f : 1.0f;
     if (exponent == (1 << exponent_bits) - 1) return fraction ? NAN : sign * INFINITY;
-    const int whole = exponent ? 1 << mantissa : 0;
-    return sign * std::ldexp(static_cast<float>(whole + static_cast<int>(fraction)), (exponent ? exponent : 1) - bias - mantissa);
+    const int units = static_cast<int>(fraction) + (exponent ? 1 << mantissa : 0);
+    return sign * std::ldexp(static_cast<float>(units), (exponent ? exponent : 1) - bias - mantissa);
 }
 
 using Table = std::array<float, 1 << 16>;
@@ -53,7 +54,8 @@ uint16_t from_float(float x, bool half) {
     std::frexp(magnitude, &exponent);
     const int step = std::max(exponent - 11, -24);  // 2 ** step is the unit in the last place
     const auto units = static_cast<uint32_t>(std::nearbyint(std::ldexp(magnitude, -step)));  // ties to even
-    return static_cast<uint16_t>(sign | (units + (static_cast<uint32_t>(step + 24) << 10)));  // a carry goes into the exponent, as it must
+    // A carry out of the mantissa correctly goes into the exponent.
+    return static_cast<uint16_t>(sign | (units + (static_cast<uint32_t>(step + 24) << 10)));
 }
 
 uint32_t nearest_byte(float x, bool e5m2) {
@@ -61,12 +63,13 @@ uint32_t nearest_byte(float x, bool e5m2) {
     const int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
     const uint32_t largest = e5m2 ? 0x7b : 0x7e;
     const auto value = [&](uint32_t code) {
-        const int exponent = static_cast<int>(code >> mantissa), fraction = static_cast<int>(code & ((1u << mantissa) - 1));
-        return std::ldexp(static_cast<double>((exponent ? 1 << mantissa : 0) + fraction), (exponent ? exponent : 1) - bias - mantissa);
+        const int exponent = static_cast<int>(code >> mantissa);
+        const int fraction = static_cast<int>(code & ((1u << mantissa) - 1)) + (exponent ? 1 << mantissa : 0);
+        return std::ldexp(static_cast<double>(fraction), (exponent ? exponent : 1) - bias - mantissa);
     };
     const double magnitude = std::fabs(static_cast<double>(x));
     uint32_t code = 0;
-    while (code < largest && value(code + 1) <= magnitude) ++code;  // the codes are in the order of their values
+    while (code < largest && value(code + 1) <= magnitude) ++code;  // codes are ordered as their values are
     if (code < largest) {
         const double below = magnitude - value(code), above = value(code + 1) - magnitude;
         code += above < below || (above == below && code % 2 == 1);
@@ -74,7 +77,9 @@ uint32_t nearest_byte(float x, bool e5m2) {
     return code | (std::signbit(x) ? 0x80u : 0u);
 }
 
-// A lane is 4 * group + place. A: row group (+ 8), columns 2 place, 2 place + 1 (+ 8). B: rows 2 place ..., column group. D: as A's first.
+// Multiply fragments: D += A B. The lane number is 4 * group + place. A lane holds of A row group (and group + 8),
+// columns 2 place and 2 place + 1 (and + 8); of B rows 2 place and 2 place + 1 (and + 8), column group; of D row group
+// (and group + 8), columns 2 place and 2 place + 1.
 void multiply_fragments(Operands* const (&lanes)[32]) {
     const bool half = lanes[0]->half;
     float a[16][16], b[16][8];
@@ -82,9 +87,13 @@ void multiply_fragments(Operands* const (&lanes)[32]) {
         const int group = lane / 4, place = lane % 4;
         const Operands& mine = *lanes[lane];
         for (int i = 0; i < 8; ++i) {
-            a[group + 8 * (i / 2 % 2)][2 * place + i % 2 + 8 * (i / 4)] = to_float(static_cast<uint16_t>(mine.a[i / 2] >> 16 * (i % 2)), half);
+            const auto bits = static_cast<uint16_t>(mine.a[i / 2] >> 16 * (i % 2));
+            a[group + 8 * (i / 2 % 2)][2 * place + i % 2 + 8 * (i / 4)] = to_float(bits, half);
         }
-        for (int i = 0; i < 4; ++i) b[2 * place + i % 2 + 8 * (i / 2)][group] = to_float(static_cast<uint16_t>(mine.b[i / 2] >> 16 * (i % 2)), half);
+        for (int i = 0; i < 4; ++i) {
+            const auto bits = static_cast<uint16_t>(mine.b[i / 2] >> 16 * (i % 2));
+            b[2 * place + i % 2 + 8 * (i / 2)][group] = to_float(bits, half);
+        }
     }
     float d[16][8] = {};
     for (int row = 0; row < 16; ++row) {

@@ -1,7 +1,7 @@
-// The host's half of csrc/cuda/ptx.cuh: the same functions, in terms of the emulator. It knows no kernel.
+// The functions of csrc/cuda/ptx.cuh for the host, by calls of the emulator. This file knows no kernel.
 //
-// 16-bit floats are converted by integer arithmetic written here once more, round to nearest even, so that a mistake in a kernel's bit
-// tricks does not meet the same mistake on the other side.
+// The emulator converts 16-bit floats by integer arithmetic of its own, round to nearest even, so that a mistake in a
+// kernel's bit operations is not repeated here.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@
 #define DEVICE_MEMBER inline
 #define __grid_constant__
 #ifndef SIMT_ARCH
-#define SIMT_ARCH 900  // what differs between architectures is what this one has
+#define SIMT_ARCH 900  // the architecture whose instructions exist
 #endif
 #define KERNEL(threads, blocks)                                                                    \
     static_assert((threads) % 32 == 0 && (blocks) > 0, "whole warps");                             \
@@ -65,7 +65,9 @@ template <class T> DEVICE T shared_read(u32 at) {
     simt::shared_read(&x, at, sizeof x);
     return x;
 }
-template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool present) { simt::copy_async(to, from, BYTES, present); }
+template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool present) {
+    simt::copy_async(to, from, BYTES, present);
+}
 DEVICE void copy_commit() { simt::copy_commit(); }
 template <int PENDING> DEVICE void copy_wait() { simt::copy_wait(PENDING); }
 
@@ -79,14 +81,17 @@ DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) { simt::
 
 DEVICE void load_matrices(u32 (&m)[4], u32 at) { simt::load_matrices(m, at, false); }
 DEVICE void load_matrices_transposed(u32 (&m)[4], u32 at) { simt::load_matrices(m, at, true); }
-template <bool HALF> DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { simt::multiply_add(d, a, b0, b1, HALF); }
+template <bool HALF> DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    simt::multiply_add(d, a, b0, b1, HALF);
+}
 
 template <bool HALF> DEVICE u32 pack(float low, float high) {
     return simt::from_float(low, HALF) | static_cast<u32>(simt::from_float(high, HALF)) << 16;
 }
 template <bool HALF> DEVICE u32 fused2(u32 a, u32 b, u32 c) {
     float r[2];
-    for (int i = 0; i < 2; ++i) {  // exact in double, but for one rounding that can only matter in the last place of a tie
+    // Products and sums are exact in double, except for one rounding that matters only in the last place of a tie.
+    for (int i = 0; i < 2; ++i) {
         const auto at = [&](u32 x) { return static_cast<double>(simt::to_float(static_cast<u16>(x >> 16 * i), HALF)); };
         r[i] = static_cast<float>(at(a) * at(b) + at(c));
     }
@@ -117,10 +122,14 @@ DEVICE float fused(float a, float b, float c) { return ::fmaf(a, b, c); }
 DEVICE float times(float a, float b) { return a * b; }
 DEVICE float plus(float a, float b) { return a + b; }
 DEVICE float divide(float a, float b) { return a / b; }
-DEVICE i32 to_integer(float x) { return x != x ? 0 : static_cast<i32>(::lrintf(::fmaxf(::fminf(x, 2147483520.0f), -2147483648.0f))); }
+DEVICE i32 to_integer(float x) {
+    return x != x ? 0 : static_cast<i32>(::lrintf(::fmaxf(::fminf(x, 2147483520.0f), -2147483648.0f)));
+}
 
 constexpr bool CONVERTS_FP8 = SIMT_ARCH >= 890;
-template <bool E5M2> DEVICE u32 pack_bytes(float low, float high) { return simt::nearest_byte(low, E5M2) | simt::nearest_byte(high, E5M2) << 8; }
+template <bool E5M2> DEVICE u32 pack_bytes(float low, float high) {
+    return simt::nearest_byte(low, E5M2) | simt::nearest_byte(high, E5M2) << 8;
+}
 DEVICE float larger(float a, float b) { return ::fmaxf(a, b); }
 
 }  // namespace ptx

@@ -1,20 +1,26 @@
-// A CUDA grid on one host thread: what a kernel may ask of it. It knows nothing of attention.
+// A CUDA grid on one host thread: the functions that a kernel may call. This file knows nothing of attention.
 //
-// Blocks run one after another in random order. A CUDA thread is a fiber; of those that can run, a random one runs until it must wait.
-// Everything that is left undefined on a device is made to hurt here, at the line that leaves it so:
+// Blocks run one after another in random order. A CUDA thread is a fiber; the scheduler picks a random fiber that can
+// run, and runs it until it must wait. The emulator faults where a kernel relies on behaviour that CUDA leaves
+// undefined:
 //
-//     shared memory     NaN until written. Every access is checked: inside the block's memory, aligned, written before; and ordered by a
-//                       barrier or a wait after the last access of another thread that conflicts with it (vector clocks, see clocks.hpp).
-//     copy_async        nothing lands before the wait of the thread that copies; what was there is poisoned at once.
-//     copy_bulk         nothing lands before somebody waits at its mbarrier and all have arrived; then copies land in random order until as many
-//                       bytes have as were expected. Seen by those who waited. What the block touched there before must be fenced.
-//     collectives       a warp meets for shuffles, votes, matrices: all lanes of the mask or a fault that says where each one waits.
-//     barriers          named, with counts; when nobody can run, a fault names who waits for what.
-//     global memory     only inside registered allocations, aligned.
-//     grids             run one after another; what the one before wrote may not be touched before wait_for_last_grid if this one begins early,
-//                       and all threads of that one must have waited when they end.
+//     shared memory     NaN until written. Each access must be inside the block's memory, aligned, and to bytes that
+//                       were written before. A barrier or a wait must order it after the last conflicting access of
+//                       another thread (vector clocks, see clocks.hpp).
+//     copy_async        lands only when the copying thread waits for it. The target is poisoned as soon as the copy is
+//                       issued.
+//     copy_bulk         lands only when a thread waits at its mbarrier and all threads have arrived. Copies then land
+//                       in random order, until the expected number of bytes has landed. Only threads that waited may
+//                       read them. The block must fence its earlier accesses to the target.
+//     collectives       shuffles, votes and matrix instructions need all lanes of the mask. If some are missing, the
+//                       fault says where each lane waits.
+//     barriers          are named and have counts. If no thread can run, the fault says what each thread waits for.
+//     global memory     each access must be inside a registered allocation, and aligned.
+//     grids             run one after another. If a grid begins early, a thread must call wait_for_last_grid before it
+//                       touches memory that the previous grid wrote, and each thread must call it before it ends.
 //
-// A fault ends the launch; its text is what `simt_launch` returns. Not shown: the memory model between blocks, bank conflicts, speed.
+// A fault ends the launch; `simt_launch` returns its text. The emulator does not show the memory model between blocks,
+// bank conflicts, or speed.
 #pragma once
 
 #include <cstdint>
@@ -51,19 +57,22 @@ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 void load_matrices(uint32_t (&m)[4], uint32_t at, bool transposed);
 void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool half);
 
-float to_float(uint16_t bits, bool half);      // of float16, or bfloat16
+float to_float(uint16_t bits, bool half);      // half: float16; else bfloat16
 uint16_t from_float(float x, bool half);       // round to nearest even
-uint32_t nearest_byte(float x, bool e5m2);     // of the 8-bit floats, saturating; a tie goes to the even one
+uint32_t nearest_byte(float x, bool e5m2);     // the nearest 8-bit float, saturating; a tie goes to the even code
 
 }  // namespace simt
 
 extern "C" {
-void simt_allow(const void* start, uint64_t bytes);  // an allocation of the device
+// Register an allocation of the device, which kernels may touch.
+void simt_allow(const void* start, uint64_t bytes);
+// Forget all allocations.
 void simt_forbid_all();
-// What the launch wrote, run by run; false past the last.
+// Return run `number` of the bytes that the last launch wrote; false after the last run.
 bool simt_wrote(uint64_t number, const void** start, uint64_t* bytes);
-// The next launch begins early, after one that wrote these bytes (and others of further calls).
+// Let the next launch begin early, after a launch that wrote these bytes (and those of further calls).
 void simt_begin_early(const void* start, uint64_t bytes);
-// Runs kernel(params) on a grid; returns nullptr, or the fault.
-const char* simt_launch(void (*kernel)(const void*), const void* params, uint32_t blocks, uint32_t threads, uint32_t shared_bytes, uint64_t seed);
+// Run kernel(params) on a grid; return nullptr, or the text of the fault.
+const char* simt_launch(void (*kernel)(const void*), const void* params, uint32_t blocks, uint32_t threads,
+                        uint32_t shared_bytes, uint64_t seed);
 }

@@ -1,1 +1,4 @@
-"""cuda: the Python side of the CUDA C++ kernels in csrc/cuda. The registry enters at backend.py; CuPy is imported when it is needed."""
+"""cuda: the Python side of the CUDA C++ kernels in csrc/cuda.
+
+The registry loads backend.py. CuPy is imported only when a kernel is compiled or launched.
+"""

@@ -20,7 +20,16 @@ import torch
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
 from pagedkv.kernels.args import AttentionCall
-from pagedkv.kernels.cuda.shapes import CLASSES, KINDS, Keys, PiecesShape, RowClass, Shape, Specialisation, shape_for
+from pagedkv.kernels.cuda.specialisation import (
+    CLASSES,
+    KINDS,
+    AttentionSpecialisation,
+    Keys,
+    PiecesSpecialisation,
+    RowClass,
+    Specialisation,
+    specialise,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +41,7 @@ _POINTERS = (
 )
 _STRIDES = (
     "q_token q_head k_frame k_slot k_head v_frame v_slot v_head k_scale_frame k_scale_slot k_scale_head v_scale_frame v_scale_slot "
-    "v_scale_head table_row tree_row out_token out_head num_slots"
+    "v_scale_head table_row tree_row out_token out_head max_partials"
 )
 _INTEGERS = (
     "num_sequences num_heads num_kv_heads block_size causal window split_tokens spread min_rows max_rows q_vectors"
@@ -86,16 +95,16 @@ class Machine(Protocol):
     ready: dict[Any, Any]  # what launches calls, by signature
 
     def workspace(self, floats: int, like: Tensor) -> Tensor:
-        """Float32 [>= floats], any content, on the device of `like`; as a room is, free again for others."""
+        """Float32 [>= floats], any content, on the device of `like`; as scratch is, free again for others."""
 
     def tickets(self, count: int, like: Tensor) -> Tensor:
         """int32 [>= count] of zeros on the device of `like`, which the next launch alone uses, or launches in order; they leave zeros."""
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
         """Any content, on the device of `like`; free again for others when it is dropped and the launches so far have run."""
 
-    def launch(self, shape: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
-        """Run the kernel of that shape, on the current stream. early: it may begin before the launch before it has ended."""
+    def launch(self, kernel: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
+        """Run the kernel on the current stream. early: it may begin before the launch before it has ended."""
 
 
 class Launch(NamedTuple):
@@ -106,12 +115,12 @@ class Launch(NamedTuple):
     merge:   what is launched after it, if anything is
     """
 
-    shape: Shape
+    shape: AttentionSpecialisation
     blocks: int
     floats: int
     slots: int
     rest: bytes
-    merge: PiecesShape | None
+    merge: PiecesSpecialisation | None
 
 
 class Ready:
@@ -229,13 +238,13 @@ def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tu
     keys = Keys(copy, token_scales, int(_v_in_k(call)), int(ways.bulk and copy == 16), int(ways.second_launch))
     rows = call.max_seqlen_q * group
     return tuple(
-        _launch(call, machine, shape_for(kinds, dims, row_class, keys, shared), row_class)
+        _launch(call, machine, specialise(kinds, dims, row_class, keys, shared), row_class)
         for row_class in CLASSES
         if group <= row_class.most and rows >= row_class.least and call.q.shape[0]
     )
 
 
-def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowClass) -> Launch:
+def _launch(call: AttentionCall, machine: Machine, shape: AttentionSpecialisation, row_class: RowClass) -> Launch:
     (T, H, _), (_, S, K, _), B = call.q.shape, call.k.shape, call.seq_lens.shape[0]
     blocks, floats = machine.num_sms * shape.blocks, shape.rows * (shape.head_dim_v + 2)
     spread, slots, split = 0, 2 * blocks, min(call.split_tokens or 0, FARTHEST)
@@ -273,12 +282,12 @@ def _launch(call: AttentionCall, machine: Machine, shape: Shape, row_class: RowC
             call.softcap if call.softcap < NO_CAP else 0.0,
         ),
     )
-    merge = PiecesShape(shape) if shared and shape.second_launch else None
+    merge = PiecesSpecialisation(shape) if shared and shape.second_launch else None
     return Launch(shape, blocks, slots * floats, slots if shared and not merge else 0, rest, merge)
 
 
 def _dense(x: Tensor, machine: Machine) -> Tensor:
-    return machine.room(x.shape, x.dtype, x).copy_(x)
+    return machine.scratch(x.shape, x.dtype, x).copy_(x)
 
 
 def _address(x: Tensor | None) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels.cuda import attention, moves, shapes
+from pagedkv.kernels.cuda import attention, moves, specialisation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,33 +36,39 @@ def case_objections(case: Case) -> list[str]:
     for name, dim in (("head_dim", case.head_dim), ("head_dim_v", case.head_dim_v)):
         if case.op == "paged_attention":
             found += _dim_objections(name, dim, case)
-        elif dim is not None and dim > shapes.LONGEST_ROW:
-            found.append(f"{name} is {dim}; it takes up to {shapes.LONGEST_ROW}")
+        elif dim is not None and dim > specialisation.LONGEST_ROW:
+            found.append(f"{name} is {dim}; it takes up to {specialisation.LONGEST_ROW}")
     return found
 
 
 def _dim_objections(name: str, dim: int | None, case: Case) -> list[str]:
     """What attention has against a head dim: fragments of the tensor cores have 16 columns, and warps share wide heads equally."""
     dims = (case.head_dim or dim or 16, case.head_dim_v or dim or 16)
-    unit = 16 * shapes.parts_of(dims, (shapes.KINDS.get(case.dtype or "", 0), 0))
-    if dim is None or (dim % unit == 0 and 0 < dim <= shapes.LARGEST_HEAD_DIM):
+    unit = 16 * specialisation.parts_of(dims, (specialisation.KINDS.get(case.dtype or "", 0), 0))
+    if dim is None or (dim % unit == 0 and 0 < dim <= specialisation.LARGEST_HEAD_DIM):
         return []
     return [
-        f"{name} is {dim}; with head dims {dims[0]}/{dims[1]} it takes multiples of {unit} up to {shapes.LARGEST_HEAD_DIM}"
+        f"{name} is {dim}; with head dims {dims[0]}/{dims[1]} it takes multiples of {unit} "
+        f"up to {specialisation.LARGEST_HEAD_DIM}"
     ]
 
 
 def shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
     """Whether attention, as far as `case` is known, fits into so much shared memory: of a CTA, of an SM."""
-    if case.op != "paged_attention" or case.dtype is None or case.kv_dtype not in shapes.KINDS or case.head_dim is None:
+    if (
+        case.op != "paged_attention"
+        or case.dtype is None
+        or case.kv_dtype not in specialisation.KINDS
+        or case.head_dim is None
+    ):
         return []
-    kinds = (shapes.KINDS[case.dtype], shapes.KINDS[case.kv_dtype])
-    keys = shapes.Keys(
+    kinds = (specialisation.KINDS[case.dtype], specialisation.KINDS[case.kv_dtype])
+    keys = specialisation.Keys(
         token_scales=int("token_head_scale" in case.features), v_in_k=1
     )  # at best V needs no room of its own
     try:
-        for rows in shapes.CLASSES:
-            shapes.shape_for(kinds, (case.head_dim, case.head_dim_v or case.head_dim), rows, keys, shared)
+        for rows in specialisation.CLASSES:
+            specialisation.specialise(kinds, (case.head_dim, case.head_dim_v or case.head_dim), rows, keys, shared)
     except InvalidRequest as why:
         return [str(why)]
     return []

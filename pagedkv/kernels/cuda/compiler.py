@@ -1,11 +1,14 @@
-"""From the texts of csrc/cuda to machine code: what a build of the wheel left behind, else a folder of this user's, else NVRTC.
+"""Compile the sources of csrc/cuda to machine code. A cubin comes from the wheel, else from the user's cache folder,
+else from NVRTC, which compiles it.
 
-    kernel, macros, options, all sources, architecture                   --sha256-->  <package>/cuda_cubins/<key>.cubin    by setup.py
-    kernel, macros, options, all sources, architecture, NVRTC's version  --sha256-->  <cache>/cubins/<key>.cubin
+    code   = kernel, macros, options, all sources, architecture
+    code                     --sha256-->  <package>/cuda_cubins/<key>.cubin    built by setup.py
+    code, NVRTC's version    --sha256-->  <cache>/cubins/<key>.cubin           built at first use
 
-Nothing is keyed by time, path or torch's version. Files appear complete or not at all (written aside, then renamed), so processes share the
-folder without locks; one that is damaged all the same is seen by its checksum and made anew. No nvcc and no CUDA header is needed to
-run: the sources include none. This file knows no attention and no torch, so that setup.py can use it.
+The key holds no time, path or version of torch. A file is written under another name and then renamed, so it appears
+complete or not at all, and processes share the folder without locks. A checksum shows a damaged file, which is compiled
+again. Neither nvcc nor a CUDA header is needed to run: the sources include none. This file knows no attention and no
+torch, so setup.py can use it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 
 OPTIONS: Final = ("-std=c++17", "--ptxas-options=-v")
 NVRTC_ONLY: Final = ("--device-as-default-execution-space",)
-"""NVRTC 13.0 takes a generic lambda inside a kernel for a function of the host, and refuses it; later ones do not."""
+"""NVRTC 13.0 refuses a generic lambda inside a kernel, as if it were a host function; later versions accept it."""
+
 ARCHITECTURES: Final = {
     "sm_80": (163 << 10, 164 << 10),
     "sm_86": (99 << 10, 100 << 10),
@@ -34,16 +38,16 @@ ARCHITECTURES: Final = {
     "sm_100": (227 << 10, 228 << 10),
     "sm_120": (99 << 10, 100 << 10),
 }
-"""What cubins are prebuilt for, and its bytes of shared memory: of a CTA at most, and of an SM. Code of one runs on later ones of the same
-major number."""
+"""The architectures that cubins are prebuilt for, each with its bytes of shared memory: the most of a CTA, and of an
+SM. Code of one architecture runs on later ones of the same major number."""
 
 PREBUILT: Final = Path(__file__).parents[1] / "cuda_cubins"
 _HOMES: Final = (Path(__file__).parents[1] / "cuda_sources", Path(__file__).parents[3] / "csrc/cuda")
-"""In a wheel, and in a checkout."""
+"""The folders of the sources: in a wheel, and in a checkout."""
 
 
 class Compiled(NamedTuple):
-    """A cubin, and what the compiler said of it (registers, spills)."""
+    """A cubin and the log of its compiler (registers, spills)."""
 
     cubin: bytes
     log: str
@@ -51,13 +55,13 @@ class Compiled(NamedTuple):
 
 @cache
 def sources() -> Mapping[str, str]:
-    """The texts of csrc/cuda by name."""
+    """Return the sources of csrc/cuda, by file name."""
     home = next(path for path in _HOMES if path.is_dir())
     return {path.name: path.read_text() for path in sorted(home.iterdir()) if path.suffix in (".cuh", ".h")}
 
 
 def key(kernel: str, macros: Mapping[str, int], arch: str, version: tuple[int, int] | None = None) -> str:
-    """The name of a cubin: equal for equal code. version: of NVRTC; None for what was built with the wheel."""
+    """Return the name of a cubin; equal code has equal names. version: of NVRTC; None for a cubin of the wheel."""
     text = repr(
         (
             kernel,
@@ -71,15 +75,19 @@ def key(kernel: str, macros: Mapping[str, int], arch: str, version: tuple[int, i
     return f"{kernel}-{arch}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
-def nearest(arch: str, known: Iterable[str]) -> str:
-    """The newest of `known` architectures whose code runs on `arch`: of the same major number, and no newer. `arch` if there is none."""
+def nearest(arch: str, supported: Iterable[str]) -> str:
+    """Return the newest of the `supported` architectures whose code runs on `arch`: of the same major number, and no
+    newer. Return `arch` if there is none."""
     mine = int(arch.removeprefix("sm_"))
-    older = [n for n in (int(name.removeprefix("sm_")) for name in known) if n // 10 == mine // 10 and n <= mine]
+    older = [n for n in (int(name.removeprefix("sm_")) for name in supported) if n // 10 == mine // 10 and n <= mine]
     return f"sm_{max(older)}" if older else arch
 
 
 def compile_cubin(kernel: str, macros: Mapping[str, int], arch: str) -> Compiled:
-    """`kernel`.cuh with -D `macros` for an architecture such as "sm_90". Needs NVRTC, no GPU. Raises: NVRTCError, with its log."""
+    """Compile `kernel`.cuh with -D `macros` for an architecture such as "sm_90". It needs NVRTC, but no GPU.
+
+    Raises: NVRTCError, with the compiler's log.
+    """
     from cupy.cuda import nvrtc
 
     texts = sources()
@@ -93,7 +101,7 @@ def compile_cubin(kernel: str, macros: Mapping[str, int], arch: str) -> Compiled
     )
     try:
         nvrtc.compileProgram(program, options)
-        cubin = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes it for a string and drops the last byte, a 0
+        cubin = nvrtc.getCUBIN(program) + b"\0"  # CuPy treats it as a string and drops the last byte, a 0
         return Compiled(cubin, nvrtc.getProgramLog(program).rstrip("\0"))
     except nvrtc.NVRTCError as why:
         why.add_note(nvrtc.getProgramLog(program))
@@ -103,13 +111,16 @@ def compile_cubin(kernel: str, macros: Mapping[str, int], arch: str) -> Compiled
 
 
 def cubin_for(kernel: str, macros: Mapping[str, int], arch: str) -> bytes:
-    """Machine code that runs on `arch`: prebuilt, from the cache, or compiled and then kept there. Raises: NVRTCError."""
+    """Return machine code that runs on `arch`: prebuilt, from the cache folder, or compiled and then kept there.
+
+    Raises: NVRTCError.
+    """
     built = PREBUILT / f"{key(kernel, macros, nearest(arch, ARCHITECTURES))}.cubin"
     with contextlib.suppress(OSError):
         return built.read_bytes()
     from cupy.cuda import nvrtc
 
-    arch = nearest(arch, (f"sm_{n}" for n in nvrtc.getSupportedArchs()))  # an NVRTC older than the GPU
+    arch = nearest(arch, (f"sm_{n}" for n in nvrtc.getSupportedArchs()))  # NVRTC may be older than the GPU
     file = debug.cache_folder() / "cubins" / f"{key(kernel, macros, arch, nvrtc.getVersion())}.cubin"
     found = _read(file)
     if found is None:
@@ -119,7 +130,7 @@ def cubin_for(kernel: str, macros: Mapping[str, int], arch: str) -> bytes:
 
 
 def _read(file: Path) -> bytes | None:
-    """What `_write` left there; None if it is missing or damaged."""
+    """Return the cubin in `file`, or None if the file is missing or damaged."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -129,7 +140,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, cubin: bytes) -> None:
-    """Checksum and cubin. A folder that cannot be written costs time, not the result."""
+    """Write a checksum and the cubin. A folder that cannot be written is no error: the next process compiles again."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as aside:

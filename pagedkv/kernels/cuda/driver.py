@@ -1,13 +1,16 @@
-"""One GPU: kernels loaded in this process, memory that outlives launches, and the launch itself, through CuPy's view of the driver.
+"""One GPU: the kernels loaded in this process, the memory that outlives a launch, and the launch itself.
 
-What this file asks of CUDA is `Cuda`, six functions of cupy.cuda.driver, one that CuPy lacks (cuda_early.py), and four of torch and of the
-runtime (`Torch`): the tests put recorders there. That one sets the only launch attribute there is a use for, so cuda.core is not needed; no
-kernel forms a cluster. This file knows no attention.
+The file calls CUDA through three interfaces, where the tests put recorders: `Cuda`, six functions of
+cupy.cuda.driver; `TorchDevice`, functions of torch and of the runtime; and `launch_early` of programmatic_launch.py,
+which CuPy lacks. `launch_early` sets the only launch attribute in use, and no kernel forms a cluster, so cuda.core is
+not needed. This file knows no attention.
 
-    on a launch    nothing is allocated but torch's memory of the current stream, nothing waits, nothing reads the device back: it is
-                   captured in a CUDA graph as it is. What is loaded on the way would not be: that is refused, with the remedy.
-    tickets        are of no allocator's pool and never given back: a stream has its own, and so has every launch in a graph (`Tickets`).
-    contexts       the device's primary context, torch's. A thread that has none, or another device's, is given it for the launch.
+    a launch       allocates only torch's memory of the current stream. It neither waits nor reads the device back, so a
+                   CUDA graph captures it as it is. A capture cannot load a kernel: that is refused, with the remedy.
+    tickets        belong to no allocator's pool and are never freed. Each stream has a set, and so has each launch in a
+                   graph (`Tickets`).
+    contexts       kernels are loaded in the device's primary context, which torch uses too. If the calling thread has
+                   no context, or another device's, the primary context is current during the launch.
 """
 
 from __future__ import annotations
@@ -28,24 +31,23 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pagedkv.kernels.cuda.shapes import Specialisation
+    from pagedkv.kernels.cuda.specialisation import Specialisation
 
 CARVEOUT: Final = 100
-"""Percent of an SM's memory that is shared, as a wish: nothing here lives from the first cache."""
-
+"""Preferred percent of an SM's L1 memory that is shared memory: no kernel here depends on the L1 cache."""
 
 CHUNK: Final = 1 << 20
-"""Tickets that are taken from the device at once, 4 MB: those of 2000 captured decodes on 132 SMs."""
+"""Tickets that are allocated at once, 4 MB: enough for 2000 captured decodes on 132 SMs."""
 
 RESERVE: Final = CHUNK // 4
-"""With fewer left for captures, a launch outside of them takes another chunk."""
+"""If fewer tickets than this are left for captures, a launch outside of a capture allocates another chunk."""
 
 LINE: Final = 32
-"""Tickets in 128 bytes: no two launches count in one line of the second cache."""
+"""Tickets in 128 bytes, a line of the L2 cache. No two launches count in the same line."""
 
 
 class Cuda(Protocol):
-    """The functions of cupy.cuda.driver that are used here; all raise CUDADriverError."""
+    """The functions of cupy.cuda.driver that this file calls; all raise CUDADriverError."""
 
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: int
     CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: int
@@ -58,27 +60,28 @@ class Cuda(Protocol):
     def launchKernel(self, function: int, *arguments: int) -> None: ...  # noqa: D102
 
 
-class Torch:
-    """What torch, and the runtime, know of a device."""
+class TorchDevice:
+    """A device as torch and the CUDA runtime see it: architecture, sizes, current stream, memory."""
 
     def __init__(self, device: torch.device) -> None:
         from cupy.cuda import runtime
 
         self._runtime = runtime
-        # an id is all that is wanted: torch.cuda.current_stream makes an object of it, for a microsecond or two
+        # torch.cuda.current_stream makes an object of the stream, which costs 1 to 2 us; only the handle is needed.
         self._stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None) or _stream_of
 
-        def asked(attribute: int) -> int:
+        def device_attribute(attribute: int) -> int:
             return int(runtime.deviceGetAttribute(attribute, device.index))
 
         self.device = device
         self.arch: str = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        self.num_sms: int = asked(runtime.cudaDevAttrMultiProcessorCount)
-        self.shared_per_block: int = asked(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
-        self.shared_per_sm: int = asked(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor)
+        self.num_sms: int = device_attribute(runtime.cudaDevAttrMultiProcessorCount)
+        self.shared_per_block: int = device_attribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
+        self.shared_per_sm: int = device_attribute(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor)
 
     def context(self, cuda: Cuda) -> int:
-        """Its primary context, current in this thread from here on: by cudaSetDevice, which torch leaves out where it can."""
+        """Return the device's primary context, and make it current in this thread. cudaSetDevice does that; torch skips
+        the call if the device is already current."""
         from cupy.cuda import runtime
 
         with torch.cuda.device(self.device):
@@ -86,19 +89,20 @@ class Torch:
             return cuda.ctxGetCurrent()
 
     def stream(self) -> int:
-        """The current one's handle."""
+        """Return the handle of the current stream."""
         return self._stream_of(self.device.index)
 
     def is_capturing(self, stream: int) -> bool:
-        """Is that stream captured into a graph? The default one cannot be."""
+        """Return whether this stream is being captured into a graph. The default stream cannot be."""
         return stream not in (0, self._runtime.streamLegacy) and bool(self._runtime.streamIsCapturing(stream))
 
     def beside_captures(self) -> AbstractContextManager[None]:
-        """Inside, what takes memory of the device breaks no capture of another thread."""
+        """Return a context in which allocating device memory does not break a capture of another thread."""
         return programmatic_launch.beside_captures()
 
     def zeros(self, count: int) -> Tensor:
-        """int32 [count] of this device, not from torch's allocator and never given back; zero for all streams. Raises: CUDARuntimeError."""
+        """Return int32 [count] of zeros on this device, which all streams see as zeros. The memory is not from torch's
+        allocator and is never freed. Raises: CUDARuntimeError."""
         from cupy.cuda import runtime
 
         with torch.cuda.device(self.device), self.beside_captures():
@@ -107,18 +111,18 @@ class Torch:
             try:
                 at = runtime.malloc(4 * count)
                 runtime.memsetAsync(at, 0, 4 * count, stream)
-                runtime.streamSynchronize(stream)  # of this memory only: no other stream is waited for
+                runtime.streamSynchronize(stream)  # waits for the memset only, not for other streams
             finally:
                 runtime.streamDestroy(stream)
-        return torch.as_tensor(_Taken(at, count), device=self.device)
+        return torch.as_tensor(_DeviceMemory(at, count), device=self.device)
 
 
 def _stream_of(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-class _Taken:
-    """Memory of the device as torch takes it from others."""
+class _DeviceMemory:
+    """Device memory in the form in which torch accepts it from other libraries."""
 
     def __init__(self, at: int, count: int) -> None:
         self.__cuda_array_interface__ = {
@@ -131,110 +135,116 @@ class _Taken:
 
 
 class Tickets:
-    """Counters of one device that are zero between launches, for launches that may run at once.
+    """Counters on one device for launches that may run at once. All counters are zero between launches.
 
-    Those that follow one another on a stream share a set. A graph may be replayed on any stream, and beside any other graph: each launch
-    that is captured has a set of its own for good, whatever becomes of the graph. None is torch's: what stays of its memory when the
-    graph's pool is looked at (torch.compile's trees of graphs do) would be taken for a leak.
+    Launches on one stream run one after another and share a set. A graph may be replayed on any stream and beside any
+    other graph, so each captured launch has a set of its own, which it keeps even when the graph is deleted. The memory
+    is not torch's: torch.compile's CUDA graph trees inspect the graph's pool and would report tickets left there as a
+    leak.
     """
 
-    def __init__(self, about: Torch) -> None:
-        self._torch, self._left, self._free = about, 0, torch.empty(0, dtype=torch.int32)
+    def __init__(self, device: TorchDevice) -> None:
+        self._device, self._left, self._free = device, 0, torch.empty(0, dtype=torch.int32)
         self._of_stream: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
     def take(self, count: int) -> Tensor | None:
-        """int32 [>= count] for a launch on the current stream; None in a capture, which can take no memory, when there are too few left."""
-        stream = self._torch.stream()
-        if self._torch.is_capturing(stream):
+        """Return int32 [>= count] for a launch on the current stream. Return None if the stream is captured and too few
+        are left: a capture cannot allocate device memory."""
+        stream = self._device.stream()
+        if self._device.is_capturing(stream):
             with self._lock:
                 return self._cut(count) if self._left >= count else None
         found = self._of_stream.get(stream)
         if found is not None and found.numel() >= count and self._left >= RESERVE:
             return found
         with self._lock:
-            if found is None or found.numel() < count:  # a set that is outgrown may still be counted in
-                self._provide(most := max(4096, 2 * count))
-                found = self._of_stream[stream] = self._cut(most)
-            self._provide(RESERVE)
+            # A set that is too small is not freed: a launch may still count in it.
+            if found is None or found.numel() < count:
+                self._ensure(size := max(4096, 2 * count))
+                found = self._of_stream[stream] = self._cut(size)
+            self._ensure(RESERVE)
         return found
 
-    def _provide(self, count: int) -> None:
+    def _ensure(self, count: int) -> None:
+        """Allocate a chunk if fewer than `count` tickets are free."""
         if self._left < count:
-            self._free = self._torch.zeros(max(CHUNK, 2 * count))
+            self._free = self._device.zeros(max(CHUNK, 2 * count))
             self._left = self._free.numel()
 
     def _cut(self, count: int) -> Tensor:
         length = -(-count // LINE) * LINE
-        cut, self._free = self._free[:length], self._free[length:]
+        tickets, self._free = self._free[:length], self._free[length:]
         self._left = self._free.numel()
-        return cut
+        return tickets
 
 
 class Driver:
-    """A `Machine` that is a GPU."""
+    """The `Machine` (attention.py) that launches on a GPU."""
 
     def __init__(
-        self, about: Torch, cuda: Cuda, launch_early: Callable[..., None] = programmatic_launch.launch_early
+        self, device: TorchDevice, cuda: Cuda, launch_early: Callable[..., None] = programmatic_launch.launch_early
     ) -> None:
-        self._early = launch_early
-        self.num_sms: int = about.num_sms
-        self.shared_per_block: int = about.shared_per_block
-        self.shared_per_sm: int = about.shared_per_sm
-        self._torch, self._cuda, self._context = about, cuda, about.context(cuda)
+        self._launch_early = launch_early
+        self.num_sms: int = device.num_sms
+        self.shared_per_block: int = device.shared_per_block
+        self.shared_per_sm: int = device.shared_per_sm
+        self._device, self._cuda, self._context = device, cuda, device.context(cuda)
         self.ready: dict[Any, Any] = {}
         self._functions: dict[Specialisation, tuple[int, int, int]] = {}
-        self._tickets = Tickets(about)
+        self._tickets = Tickets(device)
 
     def workspace(self, floats: int, like: Tensor) -> Tensor:
-        """torch's, and its again when the launches so far have run; in a capture, the graph's."""
+        """Return float32 [floats] from torch's allocator, which reuses it when the launches so far have run. In a
+        capture the memory belongs to the graph."""
         return torch.empty(floats, dtype=torch.float32, device=like.device)
 
     def tickets(self, count: int, like: Tensor) -> Tensor:
-        """Zeros for the next launch; where a capture finds none, they are torch's and the graph sets them to zero at each replay."""
-        taken = self._tickets.take(count)
-        return torch.zeros(count, dtype=torch.int32, device=like.device) if taken is None else taken
+        """Return int32 [>= count] of zeros for the next launch. If a capture finds too few, they come from torch's
+        allocator, and the graph sets them to zero at each replay."""
+        found = self._tickets.take(count)
+        return torch.zeros(count, dtype=torch.int32, device=like.device) if found is None else found
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-        """torch's, and its again when the launches so far have run."""
+    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+        """Return a scratch buffer from torch's allocator, which reuses it when the launches so far have run."""
         return torch.empty(shape, dtype=dtype, device=like.device)
 
-    def launch(self, shape: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
-        """Run the kernel of that shape on torch's current stream of this device. Raises: InvalidRequest in a capture, if not loaded.
+    def launch(self, kernel: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
+        """Run the kernel on torch's current stream of this device.
 
-        early: it may begin before the launch before it has ended, which it then waits for by itself.
+        early: the kernel may begin before the previous launch has ended; it waits for that launch by itself.
+        Raises: InvalidRequest in a capture, if the kernel is not loaded.
         """
         cuda = self._cuda
         before = cuda.ctxGetCurrent()
         if before != self._context:
             cuda.ctxSetCurrent(self._context)
         try:
-            function, threads, shared = self._functions.get(shape) or self._load(shape)
-            pointers = ctypes.c_char_p(
-                params
-            )  # an array of one, which keeps `params`; the driver copies them before it returns
-            run = self._early if early else cuda.launchKernel
-            run(function, blocks, 1, 1, threads, 1, 1, shared, self._torch.stream(), ctypes.addressof(pointers), 0)
+            function, threads, shared = self._functions.get(kernel) or self._load(kernel)
+            # An array of one pointer, which keeps `params` alive. The driver copies them before it returns.
+            pointers = ctypes.c_char_p(params)
+            run = self._launch_early if early else cuda.launchKernel
+            run(function, blocks, 1, 1, threads, 1, 1, shared, self._device.stream(), ctypes.addressof(pointers), 0)
         finally:
             if before not in (0, self._context):
                 cuda.ctxSetCurrent(before)
 
-    def _load(self, shape: Specialisation) -> tuple[int, int, int]:
-        """The kernel's handle, for as long as the process lives; its threads, and its shared memory."""
-        if self._torch.is_capturing(self._torch.stream()):
+    def _load(self, kernel: Specialisation) -> tuple[int, int, int]:
+        """Load a kernel for the life of the process. Return its handle, its threads and its bytes of shared memory."""
+        if self._device.is_capturing(self._device.stream()):
             raise InvalidRequest(
-                f"the kernel {shape.kernel} for {shape.macros} is not loaded yet, and loading cannot be captured in a CUDA graph: "
-                f"run the same step once before capturing it"
+                f"the kernel {kernel.name} for {kernel.macros} is not loaded yet, and loading cannot be captured in a "
+                f"CUDA graph: run the same step once before capturing it"
             )
         cuda = self._cuda
-        cubin = compiler.cubin_for(shape.kernel, shape.macros, self._torch.arch)
-        with self._torch.beside_captures():
+        cubin = compiler.cubin_for(kernel.name, kernel.macros, self._device.arch)
+        with self._device.beside_captures():
             module = cuda.moduleLoadData(cubin)
-            function = cuda.moduleGetFunction(module, shape.kernel)
-        if shape.shared_bytes:  # beyond 48 KB only on request
-            cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shape.shared_bytes)
+            function = cuda.moduleGetFunction(module, kernel.name)
+        if kernel.shared_bytes:  # more than 48 KB must be requested
+            cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes)
             cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CARVEOUT)
-        self._functions[shape] = loaded = (function, shape.threads, shape.shared_bytes)
+        self._functions[kernel] = loaded = (function, kernel.threads, kernel.shared_bytes)
         return loaded
 
 
@@ -242,9 +252,9 @@ class Driver:
 def _driver_at(index: int) -> Driver:
     from cupy.cuda import driver as cupy_driver
 
-    return Driver(Torch(torch.device("cuda", index)), cast("Cuda", cupy_driver))
+    return Driver(TorchDevice(torch.device("cuda", index)), cast("Cuda", cupy_driver))
 
 
 def driver_of(device: torch.device) -> Driver:
-    """The driver of a device, made at its first use."""
+    """Return the driver of a device; the first call makes it."""
     return _driver_at(torch.cuda.current_device() if device.index is None else device.index)

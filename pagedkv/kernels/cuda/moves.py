@@ -15,7 +15,14 @@ import torch
 from pagedkv.kernels import quant, reference
 from pagedkv.kernels.args import WriteCall
 from pagedkv.kernels.cuda.attention import of_signature, scale_strides
-from pagedkv.kernels.cuda.shapes import COPY_RUN, KINDS, CopyShape, MergeShape, WriteShape, vectors_of
+from pagedkv.kernels.cuda.specialisation import (
+    COPY_RUN,
+    KINDS,
+    CopySpecialisation,
+    MergeSpecialisation,
+    WriteSpecialisation,
+    vectors_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +50,7 @@ class ReadyWrite:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._last: tuple[tuple[int, ...], list[tuple[WriteShape, int, bytes]]] = ((), [])
+        self._last: tuple[tuple[int, ...], list[tuple[WriteSpecialisation, int, bytes]]] = ((), [])
 
     def __call__(self, *fields: Any) -> None:
         """Store. fields: of a WriteCall, in order. Modifies: k, v and scales at the slots."""
@@ -73,7 +80,7 @@ def ready(call: WriteCall, machine: Machine) -> ReadyWrite:
     return found
 
 
-def writes_of(call: WriteCall) -> list[tuple[WriteShape, int, bytes]]:
+def writes_of(call: WriteCall) -> list[tuple[WriteSpecialisation, int, bytes]]:
     """What serves writes like this one: kernels, their CTAs, and the parameters after the pointers."""
     T, K, D = call.k_new.shape
     Dv = call.v_new.shape[2]
@@ -82,7 +89,9 @@ def writes_of(call: WriteCall) -> list[tuple[WriteShape, int, bytes]]:
     half = 0 if call.cos is None else call.cos.shape[1]
     kinds = [KINDS[quant.NAMES[x.dtype]] for x in (call.k, call.k_new, call.v_new)]
     rope = 0 if not half else 2 if call.interleaved else 1
-    shape = WriteShape(kinds[0], kinds[1], kinds[2], D, Dv, _kind(call.k_scale), _kind(call.v_scale), rope, half)
+    shape = WriteSpecialisation(
+        kinds[0], kinds[1], kinds[2], D, Dv, _kind(call.k_scale), _kind(call.v_scale), rope, half
+    )
     blocks = -(-T * K // vectors_of(max(D, Dv)))
     # K and V are stored at once, unless rows of one lie in rows of the other (MLA): then K first, as everywhere
     parts = ((0, 1), (1, 1)) if _overlap(call.k, call.v.data_ptr() - call.k.data_ptr(), call.v) else ((0, 2),)
@@ -104,14 +113,14 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, mac
     """Out of `out_a`'s dtype and lse over the keys of both."""
     T, H, Dv = out_a.shape
     out_a, out_b = (x if x.stride(2) == 1 or Dv == 1 else x.contiguous() for x in (out_a, out_b))
-    out, lse = machine.room((T, H, Dv), out_a.dtype, out_a), machine.room((T, H), torch.float32, out_a)
+    out, lse = machine.scratch((T, H, Dv), out_a.dtype, out_a), machine.scratch((T, H), torch.float32, out_a)
     if T and H and Dv:
         size, addresses = out.element_size(), [x.data_ptr() for x in (out_a, out_b, lse_a, lse_b, out, lse)]
         (a_token, a_head, _), (b_token, b_head, _) = out_a.stride(), out_b.stride()
         bits = (a_token | a_head | b_token | b_head | Dv) * size | addresses[0] | addresses[1] | addresses[4]
         steps = (a_token * size, a_head * size, b_token * size, b_head * size, *lse_a.stride(), *lse_b.stride())
         params = MERGE_LAYOUT.pack(*addresses, *steps, T * H, H, bits % (4 * size) == 0)
-        machine.launch(MergeShape(KINDS[quant.NAMES[out.dtype]], Dv), -(-T * H // vectors_of(Dv)), params)
+        machine.launch(MergeSpecialisation(KINDS[quant.NAMES[out.dtype]], Dv), -(-T * H // vectors_of(Dv)), params)
     return out, lse
 
 
@@ -127,7 +136,7 @@ def copy_frames(storage: Tensor, copies: Tensor, machine: Machine) -> None:
     size = storage.element_size()
     frame_bytes, stride = storage[0].numel() * size, storage.stride(0) * size if storage.shape[0] > 1 else 0
     word = min(16, (bits := storage.data_ptr() | frame_bytes | stride) & -bits)
-    small, large = CopyShape(word, COPY_RUN), CopyShape(word, min(machine.shared_per_block, 96 << 10))
+    small, large = CopySpecialisation(word, COPY_RUN), CopySpecialisation(word, min(machine.shared_per_block, 96 << 10))
     numbers, addresses = (copies[:, 0].data_ptr(), copies[:, 1].data_ptr()), (storage.data_ptr(),) * 2
     words, step = frame_bytes // word, copies.stride(0)
     for shape, least in (
@@ -135,13 +144,13 @@ def copy_frames(storage: Tensor, copies: Tensor, machine: Machine) -> None:
         (large, 3),
     ):  # runs of at least so many words (2 to the power of it), if frames are that long
         whole = (words - 1).bit_length()
-        width = min((shape.shared_bytes // shape.place // C).bit_length() - 1, whole, 10)
+        width = min((shape.shared_bytes // shape.shared_word // C).bit_length() - 1, whole, 10)
         if width >= min(least, whole):
             params = COPY_LAYOUT.pack(*addresses, *numbers, stride, stride, words, step, C, width, C)
             return machine.launch(shape, -(-words >> width), params)
     wide = min(words, max(32, MOST_ROOM // (C * word)))  # words of each frame that go by way of the room at a time
-    room = machine.room((C * wide * word,), torch.uint8, storage)
-    at_once = small.shared_bytes // small.place >> 5
+    room = machine.scratch((C * wide * word,), torch.uint8, storage)
+    at_once = small.shared_bytes // small.shared_word >> 5
     for first in range(0, words, wide):
         count, at = min(wide, words - first), addresses[0] + first * word
         for ends, by, strides in (

@@ -1,10 +1,12 @@
-"""The two calls of CUDA's driver that CuPy does not have: `cuLaunchKernelEx`, for a launch that begins before the one before it has ended,
-and `cuThreadExchangeStreamCaptureMode`, so that memory may be taken while another thread captures a graph.
+"""Two functions of CUDA's driver that CuPy lacks.
 
-    CUlaunchConfig      7 numbers of 32 bits: grid, block, shared memory; stream; attributes and how many          56 bytes
-    CUlaunchAttribute   its number, 4 bytes of nothing, a value in 64                                             72 bytes
+`cuLaunchKernelEx` launches a kernel that begins before the previous one has ended. `cuThreadExchangeStreamCaptureMode`
+allows a thread to allocate device memory while another thread captures a graph.
 
-It knows the layout of these two and no kernel.
+    CUlaunchConfig      56 bytes: 7 numbers of 32 bits (grid, block, shared memory); stream; attributes and their number
+    CUlaunchAttribute   72 bytes: its number, 4 bytes of padding, a value in 64 bytes
+
+This file knows the layout of these two structures and no kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Attribute(ctypes.Structure):
 
     _fields_ = (
         ("number", ctypes.c_int),
-        ("_nothing", ctypes.c_char * 4),
+        ("_padding", ctypes.c_char * 4),
         ("value", ctypes.c_int),
         ("_rest", ctypes.c_char * 60),
     )
@@ -39,7 +41,7 @@ class Config(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
-        *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
+        *((f"{size}_{axis}", ctypes.c_uint) for size in ("grid", "block") for axis in "xyz"),
         ("shared", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(Attribute)),
@@ -48,7 +50,11 @@ class Config(ctypes.Structure):
 
 
 def launch_early(function: int, *arguments: int) -> None:
-    """As cupy.cuda.driver.launchKernel: grid and block by axes, shared memory, stream, arguments, 0. Raises: CUDADriverError."""
+    """Launch a kernel that may begin before the previous one has ended. Raises: CUDADriverError.
+
+    arguments: as cupy.cuda.driver.launchKernel takes them: grid x y z, block x y z, shared memory, stream, parameters,
+    0.
+    """
     from cupy.cuda import driver
 
     *sizes, stream, pointers, extra = arguments
@@ -62,7 +68,8 @@ def launch_early(function: int, *arguments: int) -> None:
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
-    """Inside, this thread may do what a capture of another thread forbids to all (torch captures so). Raises: CUDADriverError."""
+    """Let this thread allocate device memory although another thread captures a graph in the mode that forbids this to
+    all threads, as torch does. Raises: CUDADriverError."""
     from cupy.cuda import driver
 
     mode, exchange = ctypes.c_int(RELAXED), library().cuThreadExchangeStreamCaptureMode
@@ -70,10 +77,10 @@ def beside_captures() -> Iterator[None]:
     try:
         yield
     finally:
-        exchange(ctypes.byref(mode))  # which holds what the thread had before
+        exchange(ctypes.byref(mode))  # `mode` holds the mode that the thread had before
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """The driver, which CuPy has loaded already."""
+    """Return the driver's library, which CuPy has loaded already."""
     return ctypes.CDLL("libcuda.so.1")

@@ -1,1 +1,1 @@
-"""The CUDA kernels, proven on a host."""
+"""Tests of the CUDA kernels on a host."""

@@ -1,4 +1,5 @@
-"""The backend `cuda` as a module of the registry, on the emulator: what runs is csrc/cuda, through the Python that launches it on a GPU."""
+"""The backend `cuda` on the emulator, as a module of the registry: csrc/cuda runs on the host, behind the Python code
+of a GPU."""
 
 from __future__ import annotations
 

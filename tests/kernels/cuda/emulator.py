@@ -1,6 +1,6 @@
-"""csrc/cuda on the host: the same sources, compiled by g++ against csrc/simt, behind the same `Machine` that drives a GPU.
+"""csrc/cuda on the host: g++ compiles its sources against csrc/simt, and `Emulator` is the `Machine` that runs them.
 
-What is compiled is kept in a folder of the user's cache, by a hash of all sources and options; so a second run compiles nothing.
+The user's cache folder keeps compiled files, named by a hash of all sources and options: a second run compiles none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.kernels.args import AttentionCall, WriteCall
-    from pagedkv.kernels.cuda.shapes import Specialisation
+    from pagedkv.kernels.cuda.specialisation import Specialisation
 
 CSRC = Path(__file__).parents[3] / "csrc"
 SIMT = sorted((CSRC / "simt").glob("*.cpp"))
@@ -40,9 +40,8 @@ FLAGS = (
     "-ffp-contract=off",
     "-march=native",
 )
-if SANITIZERS := os.environ.get(
-    "SIMT_SANITIZE"
-):  # set by tests/kernels/cuda/test_sanitizers.py, whose Python has their libraries loaded
+# test_sanitizers.py sets this variable, and loads the sanitizers' libraries into Python.
+if SANITIZERS := os.environ.get("SIMT_SANITIZE"):
     FLAGS = (*FLAGS, "-g1", f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all")
 ENTRY = """
 #include "{kernel}.cuh"
@@ -61,7 +60,7 @@ COMPILER = shutil.which("g++")
 
 
 class Fault(Exception):
-    """What the emulator found wrong with a kernel."""
+    """A fault of a kernel, found by the emulator."""
 
 
 def cache_folder() -> Path:
@@ -69,7 +68,10 @@ def cache_folder() -> Path:
 
 
 def compiled(name: str, sources: Mapping[str, str], flags: tuple[str, ...], inputs: tuple[Path, ...] = ()) -> Path:
-    """A file made by g++ from `sources` (by name; those ending .cpp are compiled) and objects; once for equal texts."""
+    """Compile with g++, and return the path of the result. Equal sources and flags are compiled once.
+
+    sources: text by file name; files that end in .cpp are compiled. inputs: objects to link.
+    """
     assert COMPILER
     digest = hashlib.sha256(
         repr((sorted(sources.items()), flags, [path.name for path in inputs])).encode()
@@ -83,7 +85,7 @@ def compiled(name: str, sources: Mapping[str, str], flags: tuple[str, ...], inpu
             units = [file for file in sources if file.endswith(".cpp")]
             command = [COMPILER, *flags, "-I.", *units, *map(str, inputs), "-o", target.name]
             run = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            if run.returncode:  # which is nothing that a test of faults may take for a fault that was caught
+            if run.returncode:  # not a Fault: test_faults.py must not count an error of the compiler as a caught fault
                 raise RuntimeError(f"{' '.join(command)}\n{run.stdout}")
             (Path(work) / target.name).replace(target)
     return target
@@ -94,13 +96,13 @@ def texts(folder: str, *suffixes: str) -> dict[str, str]:
 
 
 def runtime() -> tuple[Path, ...]:
-    """The emulator itself, an object per source."""
+    """Return the object files of the emulator itself, one for each source."""
     headers = texts("simt", ".hpp")
     return tuple(compiled(path.stem, headers | {path.name: path.read_text()}, (*FLAGS, "-c")) for path in SIMT)
 
 
 def wrote(library: ctypes.CDLL) -> list[tuple[int, int]]:
-    """Where the last launch wrote, and how many bytes: runs that do not touch."""
+    """Return (address, bytes) of each run of memory that the last launch wrote. No two runs touch."""
     start, size, found = ctypes.c_void_p(), ctypes.c_uint64(), []
     while library.simt_wrote(len(found), ctypes.byref(start), ctypes.byref(size)):
         found.append((start.value or 0, size.value))
@@ -114,9 +116,10 @@ def wrote(library: ctypes.CDLL) -> list[tuple[int, int]]:
 
 
 class Emulator:
-    """A GPU of a few SMs. `sources` replaces texts of csrc/cuda, to plant faults; seed decides the order of blocks and threads.
+    """A GPU of a few SMs.
 
-    arch: what `CUDA_ARCH` is.
+    sources: the sources of csrc/cuda, which a test may change to plant a fault. seed: of the order of blocks and
+    threads. arch: the value of `CUDA_ARCH`.
     """
 
     ways = attention.Ways()
@@ -131,21 +134,21 @@ class Emulator:
         }
         self.ready: dict[Any, Any] = {}
         self.memory: list[Tensor] = []
-        self.counted = torch.zeros(1, dtype=torch.int32)
+        self.drawn = torch.zeros(1, dtype=torch.int32)
         self.launches: list[Specialisation] = []
         self.wrote: list[tuple[int, int]] = []
 
-    def build(self, shape: Specialisation) -> ctypes.CDLL:
-        """The kernel of that shape, with an emulator of its own."""
+    def build(self, kernel: Specialisation) -> ctypes.CDLL:
+        """Return the library of a kernel, which contains an emulator of its own."""
         entry = ENTRY.format(
-            kernel=shape.kernel,
-            params=PARAMS[shape.kernel],
-            shared="SHARED_BYTES" if shape.kernel == "paged_attention" else shape.shared_bytes,
+            kernel=kernel.name,
+            params=PARAMS[kernel.name],
+            shared="SHARED_BYTES" if kernel.name == "paged_attention" else kernel.shared_bytes,
         )
-        macros = tuple(f"-D{name}={value}" for name, value in shape.macros.items())
+        macros = tuple(f"-D{name}={value}" for name, value in kernel.macros.items())
         headers = self.sources | {"simt.hpp": texts("simt", ".hpp")["simt.hpp"]}
         flags = (*FLAGS, "-DSIMT_HOST", f"-DSIMT_ARCH={self.arch}", *macros, "-shared")
-        path = compiled(shape.kernel, headers | {"entry.cpp": entry}, flags, runtime())
+        path = compiled(kernel.name, headers | {"entry.cpp": entry}, flags, runtime())
         library = ctypes.CDLL(str(path))
         library.simt_launch.restype = ctypes.c_char_p
         library.simt_launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, *[ctypes.c_uint32] * 3, ctypes.c_uint64]
@@ -155,43 +158,46 @@ class Emulator:
         return library
 
     def workspace(self, floats: int, like: Tensor) -> Tensor:
-        """Poisoned, and just as long as it must be."""
+        """Return a workspace of exactly this many floats, filled with NaN."""
         partials = torch.full((floats,), torch.nan)
         self.memory.append(partials)
         return partials
 
     def tickets(self, count: int, like: Tensor) -> Tensor:
-        """Just as many as there must be."""
-        self.counted = torch.zeros(count, dtype=torch.int32)
-        self.memory.append(self.counted)
-        return self.counted
+        """Return exactly this many tickets."""
+        self.drawn = torch.zeros(count, dtype=torch.int32)
+        self.memory.append(self.drawn)
+        return self.drawn
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-        """Poisoned, too."""
-        room = torch.empty(shape, dtype=dtype)
-        room.view(-1).view(torch.uint8).fill_(0xA5)
-        self.memory.append(room)
-        return room
+    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+        """Return a scratch buffer, filled with 0xA5."""
+        scratch = torch.empty(shape, dtype=dtype)
+        scratch.view(-1).view(torch.uint8).fill_(0xA5)
+        self.memory.append(scratch)
+        return scratch
 
-    def launch(self, shape: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
-        """Run it, block by block; early: what the launch before wrote is not there before it is waited for. Raises: Fault."""
-        self.launches.append(shape)
-        library = self.build(shape)
+    def launch(self, kernel: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
+        """Run a kernel, block by block. Raises: Fault.
+
+        early: the kernel must wait for the previous launch before it touches memory that this launch wrote.
+        """
+        self.launches.append(kernel)
+        library = self.build(kernel)
         for start, size in self.wrote if early else ():
             library.simt_begin_early(start, size)
-        assert ctypes.c_uint.in_dll(library, "shared_bytes").value == shape.shared_bytes
+        assert ctypes.c_uint.in_dll(library, "shared_bytes").value == kernel.shared_bytes
         assert ctypes.c_uint.in_dll(library, "params_bytes").value == len(params)
         library.simt_forbid_all()
         for tensor in self.memory:
             storage = tensor.untyped_storage()
             library.simt_allow(storage.data_ptr(), storage.nbytes())
         fault = library.simt_launch(
-            ctypes.cast(library.enter, ctypes.c_void_p), params, blocks, shape.threads, shape.shared_bytes, self.seed
+            ctypes.cast(library.enter, ctypes.c_void_p), params, blocks, kernel.threads, kernel.shared_bytes, self.seed
         )
         if fault:
             raise Fault(fault.decode())
         self.wrote = wrote(library)
-        assert not self.counted.any(), "tickets are left as they were found"
+        assert not self.drawn.any(), "a launch must leave its tickets at zero"
 
     def attend(self, call: AttentionCall) -> None:
         """`paged_attention` of the backend, on this machine. Raises: Fault."""
@@ -218,7 +224,7 @@ class Emulator:
 
 
 def call_of(built: Built, **changes: object) -> AttentionCall:
-    """The flat call of a case; `changes` override its options."""
+    """Return the flat call of a case; `changes` override its options."""
     from pagedkv.kernels.args import AttentionCall
     from pagedkv.kernels.quant import head_dim
 
@@ -230,4 +236,5 @@ def call_of(built: Built, **changes: object) -> AttentionCall:
     order = ("causal", "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "split_tokens")
     pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
     scale = options.get("scale") or q.shape[2] ** -0.5
-    return AttentionCall(q, *pool, *tables, scale, *(options[name] for name in order), out, lse)  # type: ignore[arg-type]
+    chosen = (options[name] for name in order)
+    return AttentionCall(q, *pool, *tables, scale, *chosen, out, lse)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
 
 def served(case: Case) -> bool:
-    """Would the registry, on a machine with a GPU, give this case to the kernel?"""
+    """Return whether the registry would give this case to the kernel, on a machine with a GPU."""
     return not backend.case_objections(registry.Case(dtype=case.dtype, head_dim=case.dims[0], head_dim_v=case.dims[1]))
 
 
@@ -29,7 +29,7 @@ def test_every_case_of_the_shared_grid_is_served() -> None:
 
 SERVED = [case for case in (*SMALL, *GRID, *LARGE) if served(case)]
 SAMPLE = random.Random(0).sample([case for case in (*SMALL, *GRID) if served(case) and sum(case.kv_lens) < 3000], 12)
-"""Of every kind of heads: wide latent ones are among them."""
+"""The cases of `make test`. Wide latent heads are among them."""
 assert any(case.layout == "mla" for case in SAMPLE)
 
 
@@ -53,14 +53,14 @@ def check(case: Case, machine: Emulator) -> None:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in SAMPLE else [pytest.mark.slow]) for case in SERVED], ids=str
 )
-def test_out_and_lse_are_as_right_as_plain_torch(case: Case) -> None:
+def test_out_and_lse_are_as_accurate_as_plain_torch(case: Case) -> None:
     check(case, Emulator())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kv", ["fp8_e4m3", "fp8_e5m2"])
-def test_every_code_of_8_bits_is_its_number_and_what_is_none_stays_none(kv: str, dtype: str) -> None:
-    """A value that is alone is the result, so it shows how each code is read: as torch reads it, infinities and what is no number too."""
+def test_every_code_of_8_bits_is_read_as_torch_reads_it_and_nan_stays_nan(kv: str, dtype: str) -> None:
+    """The value of a single key is the result, which shows how each code is read, infinities and NaN included."""
     built = Case(q_lens=(1, 1), kv_lens=(1, 1), heads=(1, 1), dims=(128, 128), kv=kv, dtype=dtype).build()
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(built.layer.v.dtype)
     frames = built.batch.block_table[: len(codes), 0].long()
@@ -78,8 +78,8 @@ def test_every_code_of_8_bits_is_its_number_and_what_is_none_stays_none(kv: str,
 
 @pytest.mark.parametrize("second_launch", [False, True])
 @pytest.mark.parametrize(("keys", "split_tokens"), [(0, None), (40, None), (400, None), (400, 64)])
-def test_a_sink_without_bound_takes_the_whole_weight(keys: int, split_tokens: int | None, second_launch: bool) -> None:
-    """One CTA, several, or chunks write the result: an infinite sink leaves zeros, one of -inf is none."""
+def test_an_infinite_sink_takes_the_whole_weight(keys: int, split_tokens: int | None, second_launch: bool) -> None:
+    """One CTA, several CTAs or chunks write the result. A sink of +inf leaves zeros; a sink of -inf changes nothing."""
     built = Case(
         q_lens=(1,), kv_lens=(keys,), dims=(64, 64), dtype="bfloat16", sinks=True, split_tokens=split_tokens
     ).build()
@@ -96,7 +96,7 @@ def test_a_sink_without_bound_takes_the_whole_weight(keys: int, split_tokens: in
 
 
 @pytest.mark.parametrize("kv", ["", "fp8_e4m3"])
-def test_a_key_that_is_no_number_makes_its_sequence_none_and_no_other(kv: str) -> None:
+def test_a_nan_key_makes_its_own_sequence_nan_and_no_other(kv: str) -> None:
     built = Case(q_lens=(1, 1), kv_lens=(40, 40), heads=(2, 1), dims=(64, 64), kv=kv, dtype="bfloat16").build()
     built.layer.k.view(torch.uint8 if kv else torch.int16)[built.batch.block_table[0, 0], 3, 0, 5] = (
         0x7F if kv else 0x7FC0

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture, within its budget of registers and shared memory, and is made of the right instructions."""
+"""Every kernel compiles for every architecture, to the right instructions, and its registers and shared memory fit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import pytest
 
 from pagedkv.kernels.cuda import compiler
 from pagedkv.kernels.cuda.compiler import ARCHITECTURES
-from pagedkv.kernels.cuda.shapes import (
+from pagedkv.kernels.cuda.specialisation import (
     CLASSES,
     KINDS,
-    CopyShape,
+    AttentionSpecialisation,
+    CopySpecialisation,
     Keys,
-    MergeShape,
-    PiecesShape,
+    MergeSpecialisation,
+    PiecesSpecialisation,
     RowClass,
-    Shape,
     Specialisation,
-    WriteShape,
-    shape_for,
+    WriteSpecialisation,
+    specialise,
 )
 
 BF16 = KINDS["bfloat16"]
@@ -80,27 +80,27 @@ def _nvrtc() -> None:
         pytest.skip(f"no NVRTC library here (pip install nvidia-cuda-nvrtc): {why}")
 
 
-def shape_of(wish: Wish, arch: str, bulk: int = 0) -> Shape:
+def kernel_of(wish: Wish, arch: str, bulk: int = 0) -> AttentionSpecialisation:
     q, kv, dims, row_class, scales = wish
     copy = 8 if kv == "int4" and dims[0] == 80 else 16
     keys = Keys(copy, scales, int(dims == (576, 512)), bulk)
-    return shape_for((KINDS[q], KINDS[kv]), dims, row_class, keys, ARCHITECTURES[arch])
+    return specialise((KINDS[q], KINDS[kv]), dims, row_class, keys, ARCHITECTURES[arch])
 
 
-def name(value: object) -> str:
-    return (
-        "-".join(map(str, value[:2])) + f" {value[2][0]}/{value[2][1]} rows>={value[3].least} scales={value[4]}"
-        if isinstance(value, tuple)
-        else str(value)
-    )
+def label(value: object) -> str:
+    """Return the id of a test's parameter."""
+    if not isinstance(value, tuple):
+        return str(value)
+    q, kv, dims, row_class, scales = value
+    return f"{q}-{kv} {dims[0]}/{dims[1]} rows>={row_class.least} scales={scales}"
 
 
 QUICK = [(TYPICAL, arch) for arch in ARCHITECTURES] + [(wish, "sm_90") for wish in VARIANTS[1::4]]
 REST = [(wish, arch) for wish in VARIANTS for arch in ARCHITECTURES if (wish, arch) not in QUICK]
 
 
-def test_what_is_not_marked_is_code_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVRTC 13.0 takes a generic lambda for a function of the host, and refuses it, as every NVRTC does a plain function."""
+def test_an_unmarked_function_is_compiled_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the option NVRTC takes an unmarked function, and 13.0 a generic lambda, for a host function."""
     plain = 'int one() { return 1; }\nextern "C" __global__ void bare(int* to) { *to = one(); }\n'
     monkeypatch.setattr(compiler, "sources", lambda: {"bare.cuh": plain})
     assert compiler.compile_cubin("bare", {}, "sm_90").cubin.startswith(b"\x7fELF")
@@ -115,46 +115,49 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize(("wish", "arch", "bulk"), JOBS, ids=name)
+@pytest.mark.parametrize(("wish", "arch", "bulk"), JOBS, ids=label)
 def test_it_compiles_within_its_budget(wish: Wish, arch: str, bulk: int) -> None:
-    shape = shape_of(wish, arch, bulk)
-    _, log = compiler.compile_cubin("paged_attention", shape.macros, arch)
+    kernel = kernel_of(wish, arch, bulk)
+    _, log = compiler.compile_cubin("paged_attention", kernel.macros, arch)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, "local memory is used"
     registers = int(re.search(r"Used (\d+) registers", log)[1])  # type: ignore[index]
-    assert shape.blocks * shape.threads * -(-registers // 8) * 8 <= 1 << 16, (
-        f"{registers} registers: {shape.blocks} CTAs do not fit on an SM"
+    assert kernel.blocks * kernel.threads * -(-registers // 8) * 8 <= 1 << 16, (
+        f"{registers} registers: {kernel.blocks} CTAs do not fit on an SM"
     )
     assert "warning" not in log
 
 
-def pieces_of(wish: Wish, arch: str) -> PiecesShape:
-    return PiecesShape(dataclasses.replace(shape_of(wish, arch), second_launch=1))
+def pieces_of(wish: Wish, arch: str) -> PiecesSpecialisation:
+    return PiecesSpecialisation(dataclasses.replace(kernel_of(wish, arch), second_launch=1))
 
 
 MOVES: dict[str, tuple[Specialisation, int]] = {
-    "write_kv bfloat16": (WriteShape(BF16, BF16, BF16, 128, 128, 0, 0, 0, 0), 40),
-    "write_kv bfloat16 rope": (WriteShape(BF16, BF16, BF16, 128, 128, 0, 0, 1, 64), 48),
-    "write_kv fp8_e4m3 token_head rope": (WriteShape(KINDS["fp8_e4m3"], BF16, BF16, 128, 128, 2, 2, 1, 64), 48),
-    "write_kv int8 token_head": (WriteShape(KINDS["int8"], BF16, BF16, 128, 128, 2, 2, 0, 0), 40),
+    "write_kv bfloat16": (WriteSpecialisation(BF16, BF16, BF16, 128, 128, 0, 0, 0, 0), 40),
+    "write_kv bfloat16 rope": (WriteSpecialisation(BF16, BF16, BF16, 128, 128, 0, 0, 1, 64), 48),
+    "write_kv fp8_e4m3 token_head rope": (
+        WriteSpecialisation(KINDS["fp8_e4m3"], BF16, BF16, 128, 128, 2, 2, 1, 64),
+        48,
+    ),
+    "write_kv int8 token_head": (WriteSpecialisation(KINDS["int8"], BF16, BF16, 128, 128, 2, 2, 0, 0), 40),
     "write_kv int4 tensor, float32": (
-        WriteShape(KINDS["int4"], KINDS["float32"], KINDS["float32"], 256, 256, 1, 1, 2, 128),
+        WriteSpecialisation(KINDS["int4"], KINDS["float32"], KINDS["float32"], 256, 256, 1, 1, 2, 128),
         56,
     ),
-    "write_kv mla": (WriteShape(KINDS["fp8_e5m2"], BF16, BF16, 576, 512, 2, 2, 1, 32), 72),
-    "merge_states bfloat16": (MergeShape(BF16, 128), 40),
+    "write_kv mla": (WriteSpecialisation(KINDS["fp8_e5m2"], BF16, BF16, 576, 512, 2, 2, 1, 32), 72),
+    "merge_states bfloat16": (MergeSpecialisation(BF16, 128), 40),
     "merge_pieces bfloat16": (pieces_of(TYPICAL, "sm_90"), 96),
     "merge_pieces mla": (pieces_of(("bfloat16", "fp8_e4m3", (576, 512), CLASSES[0], 1), "sm_90"), 96),
-    "copy_frames": (CopyShape(16, 32 << 10), 48),
-    "copy_frames, odd": (CopyShape(1, 32 << 10), 48),
+    "copy_frames": (CopySpecialisation(16, 32 << 10), 48),
+    "copy_frames, odd": (CopySpecialisation(1, 32 << 10), 48),
 }
-"""Each with the registers that a thread may take."""
+"""Each with the most registers that a thread may use."""
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("move", MOVES)
-def test_what_moves_rows_compiles_within_its_budget(move: str, arch: str) -> None:
-    shape, budget = MOVES[move]
-    _, log = compiler.compile_cubin(shape.kernel, shape.macros, arch)
+def test_write_merge_and_copy_compile_within_their_budgets(move: str, arch: str) -> None:
+    kernel, budget = MOVES[move]
+    _, log = compiler.compile_cubin(kernel.name, kernel.macros, arch)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, "local memory is used"
     assert int(re.search(r"Used (\d+) registers", log)[1]) <= budget  # type: ignore[index]
     assert "warning" not in log
@@ -162,12 +165,12 @@ def test_what_moves_rows_compiles_within_its_budget(move: str, arch: str) -> Non
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_rows_move_16_bytes_at_a_time_and_8_bit_floats_are_converted_by_instruction(arch: str, tmp_path: Path) -> None:
-    shape = MOVES["copy_frames"][0]
-    sass = disassembled(compiler.compile_cubin(shape.kernel, shape.macros, arch).cubin, tmp_path)
+    kernel = MOVES["copy_frames"][0]
+    sass = disassembled(compiler.compile_cubin(kernel.name, kernel.macros, arch).cubin, tmp_path)
     assert re.findall(r"LDGSTS\S*128", sass)
     assert re.findall(r"STG\S*128", sass)
-    shape = MOVES["write_kv fp8_e4m3 token_head rope"][0]
-    sass = disassembled(compiler.compile_cubin(shape.kernel, shape.macros, arch).cubin, tmp_path)
+    kernel = MOVES["write_kv fp8_e4m3 token_head rope"][0]
+    sass = disassembled(compiler.compile_cubin(kernel.name, kernel.macros, arch).cubin, tmp_path)
     assert bool(re.findall(r"F2FP\S*E4M3", sass)) == (arch >= "sm_89" or len(arch) > 5)
     assert re.findall(r"LDG\S*64", sass), "four new elements are one load"
 
@@ -185,62 +188,65 @@ def disassembled(cubin: bytes, folder: Path) -> str:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_keys_are_copied_16_bytes_at_a_time_and_multiplied_by_tensor_cores(arch: str, tmp_path: Path) -> None:
-    shape = shape_of(TYPICAL, arch)
-    sass = disassembled(compiler.compile_cubin("paged_attention", shape.macros, arch).cubin, tmp_path)
+    kernel = kernel_of(TYPICAL, arch)
+    sass = disassembled(compiler.compile_cubin("paged_attention", kernel.macros, arch).cubin, tmp_path)
     copies = re.findall(r"LDGSTS\S*", sass)
     assert copies
     assert all(".128" in copy for copy in copies), set(copies)
-    assert len(re.findall(r"HMMA\.16816\.F32\.BF16", sass)) >= shape.tile // 8 * (8 + 8)
+    assert len(re.findall(r"HMMA\.16816\.F32\.BF16", sass)) >= kernel.tile // 8 * (8 + 8)
     assert "LDSM.16.MT88.4" in sass, "values are transposed on the way to registers"
     whole = re.findall(r"LDGSTS[^;]*", sass)
     assert all(".ZFILL" in copy or re.search(r", !?U?P\d+ *$", copy) for copy in whole), (
-        "zeros land where no key is: a flag, or a predicate"
+        "zeros land for an absent key: by a flag, or by a predicate"
     )
     assert not re.findall(r"\b(?:LDL|STL)\b", sass), "local memory is used"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_last_cta_to_arrive_sees_what_the_others_stored(arch: str, tmp_path: Path) -> None:
-    """The memory model between CTAs, of which the emulator knows nothing: a fence on each side of the ticket; partials come past the L1."""
-    sass = disassembled(compiler.compile_cubin("paged_attention", shape_of(TYPICAL, arch).macros, arch).cubin, tmp_path)
+    """The emulator does not show the memory model between CTAs. The code has a fence on each side of the ticket, and
+    loads of partial states bypass the L1 cache."""
+    sass = disassembled(
+        compiler.compile_cubin("paged_attention", kernel_of(TYPICAL, arch).macros, arch).cubin, tmp_path
+    )
     order = [
         name.split(".")[0] for name in re.findall(r"\b(?:MEMBAR\.\w+\.GPU|ATOMG\S*ADD\S*|LDG\S*128\.STRONG\.GPU)", sass)
     ]
     assert order[:3] == ["MEMBAR", "ATOMG", "MEMBAR"]
-    assert order[3:] == ["LDG"] * 4, "four pieces are under way at once"
+    assert order[3:] == ["LDG"] * 4, "four pieces are in flight at once"
     pieces = pieces_of(TYPICAL, arch)
-    sass = disassembled(compiler.compile_cubin(pieces.kernel, pieces.macros, arch).cubin, tmp_path)
+    sass = disassembled(compiler.compile_cubin(pieces.name, pieces.macros, arch).cubin, tmp_path)
     assert len(re.findall(r"LDG\S*128\.STRONG\.GPU", sass)) == 4
 
 
 @pytest.mark.parametrize("arch", BULK_ARCHS)
 def test_in_bulk_a_row_is_one_copy_that_an_mbarrier_counts(arch: str, tmp_path: Path) -> None:
     sass = disassembled(
-        compiler.compile_cubin("paged_attention", shape_of(TYPICAL, arch, 1).macros, arch).cubin, tmp_path
+        compiler.compile_cubin("paged_attention", kernel_of(TYPICAL, arch, 1).macros, arch).cubin, tmp_path
     )
     assert re.findall(r"UBLKCP\S*", sass)
     assert {"ARRIVE", "PHASECHK"} <= set(re.findall(r"SYNCS\.(\w+)", sass))
     assert "FENCE.VIEW.ASYNC" in sass
-    assert "LDGSTS" not in sass, "nothing is left to copies of 16 bytes"
+    assert "LDGSTS" not in sass, "no row is copied 16 bytes at a time"
     assert not re.findall(r"\b(?:LDL|STL)\b", sass), "local memory is used"
 
 
 @pytest.mark.parametrize("arch", ["sm_89", *BULK_ARCHS])
 def test_a_second_launch_waits_for_the_first_which_lets_it_begin(arch: str, tmp_path: Path) -> None:
-    shape = pieces_of(TYPICAL, arch)
-    for kernel, instruction in (("paged_attention", "PREEXIT"), ("merge_pieces", "ACQBULK")):
-        sass = disassembled(compiler.compile_cubin(kernel, shape.macros, arch).cubin, tmp_path)
+    macros = pieces_of(TYPICAL, arch).macros
+    for name, instruction in (("paged_attention", "PREEXIT"), ("merge_pieces", "ACQBULK")):
+        sass = disassembled(compiler.compile_cubin(name, macros, arch).cubin, tmp_path)
         assert (instruction in sass) == (arch in BULK_ARCHS)
 
 
 def test_bulk_copies_are_refused_where_the_gpu_has_none() -> None:
     with pytest.raises(Exception, match="NVRTC") as refused:
-        compiler.compile_cubin("paged_attention", shape_of(TYPICAL, "sm_89", 1).macros, "sm_89")
+        compiler.compile_cubin("paged_attention", kernel_of(TYPICAL, "sm_89", 1).macros, "sm_89")
     assert "from sm_90 on" in "\n".join(refused.value.__notes__)
 
 
 def test_a_source_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = shape_of(TYPICAL, "sm_90")
+    kernel = kernel_of(TYPICAL, "sm_90")
     with pytest.raises(Exception, match="NVRTC") as refused:
-        compiler.compile_cubin("paged_attention", shape.macros | {"TILE": 8}, "sm_90")
+        compiler.compile_cubin("paged_attention", kernel.macros | {"TILE": 8}, "sm_90")
     assert "whole fragments" in "\n".join(refused.value.__notes__)

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: what names them, and what happens to folders that are damaged, shared, closed or filled by a build."""
+"""Compiled kernels on disk: their names, and folders that are damaged, shared, read-only or filled by a build."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.args import WriteCall
-from pagedkv.kernels.cuda import attention, compiler, moves, shapes
+from pagedkv.kernels.cuda import attention, compiler, moves, specialisation
 from pagedkv.kernels.cuda.compiler import Compiled, cubin_for, key, nearest
 from tests.cases import Case
 from tests.kernels.cuda.emulator import Emulator, call_of
@@ -28,7 +28,7 @@ MACROS = {"Q_KIND": 0, "HEAD_DIM_V": 64}
 
 
 class Recorder:
-    """Stands for NVRTC, and counts."""
+    """A stand-in for NVRTC that records each compilation."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from cupy.cuda import nvrtc
@@ -56,14 +56,14 @@ def recorder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
 
 
-def test_what_was_compiled_is_found_again(recorder: Recorder, folder: Path) -> None:
+def test_a_compiled_kernel_is_found_again(recorder: Recorder, folder: Path) -> None:
     first = cubin_for("merge_states", MACROS, "sm_90")
     assert cubin_for("merge_states", dict(reversed(MACROS.items())), "sm_90") == first
     assert recorder.calls == [("merge_states", "sm_90")]
     assert [path.name[:19] for path in folder.iterdir()] == ["merge_states-sm_90-"]
 
 
-def test_whatever_changes_the_code_changes_the_name(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_change_of_the_code_changes_the_name(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {key("merge_states", MACROS, "sm_90", (13, 0))}
     names |= {
         key("write_kv", MACROS, "sm_90", (13, 0)),
@@ -78,7 +78,7 @@ def test_whatever_changes_the_code_changes_the_name(recorder: Recorder, monkeypa
         patch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "-G"))
         names.add(key("merge_states", MACROS, "sm_90", (13, 0)))
     texts = dict(compiler.sources())
-    for name in texts:  # of an included file, too
+    for name in texts:  # included files count too
         with monkeypatch.context() as patch:
             patch.setattr(compiler, "sources", lambda name=name: texts | {name: texts[name] + " "})
             names.add(key("merge_states", MACROS, "sm_90", (13, 0)))
@@ -86,7 +86,7 @@ def test_whatever_changes_the_code_changes_the_name(recorder: Recorder, monkeypa
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "a bit", "another file's"])
-def test_a_damaged_file_is_made_anew(damage: str, recorder: Recorder, folder: Path) -> None:
+def test_a_damaged_file_is_compiled_again(damage: str, recorder: Recorder, folder: Path) -> None:
     right = cubin_for("merge_states", MACROS, "sm_90")
     file = next(folder.iterdir())
     content = file.read_bytes()
@@ -111,11 +111,11 @@ def test_writers_at_the_same_time_leave_one_whole_file(recorder: Recorder, folde
         thread.join()
     assert len(set(found)) == 1
     assert len(found) == 8
-    assert len(list(folder.iterdir())) == 1, "nothing written aside is left"
+    assert len(list(folder.iterdir())) == 1, "no temporary file is left"
     assert compiler._read(next(folder.iterdir())) == found[0]
 
 
-def test_a_folder_that_cannot_be_written_costs_time_and_not_the_result(
+def test_a_folder_that_cannot_be_written_costs_a_compilation_not_the_result(
     recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_written_costs_time_and_not_the_result(
     assert len(recorder.calls) == 2
 
 
-def test_a_file_that_cannot_be_put_in_place_leaves_nothing(
+def test_a_file_that_cannot_be_renamed_leaves_no_temporary_file(
     recorder: Recorder, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*paths: object) -> None:
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_put_in_place_leaves_nothing(
     assert list(folder.iterdir()) == []
 
 
-def test_code_built_with_the_wheel_is_taken_before_anything_is_compiled(
+def test_code_of_the_wheel_is_used_before_any_is_compiled(
     recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / f"{key('merge_states', MACROS, 'sm_90')}.cubin").write_bytes(b"built for 90")
@@ -152,14 +152,14 @@ def test_code_built_with_the_wheel_is_taken_before_anything_is_compiled(
 def test_a_gpu_newer_than_nvrtc_runs_the_code_of_the_latest_of_its_kind(recorder: Recorder) -> None:
     cubin_for("merge_states", MACROS, "sm_121")
     assert recorder.calls == [("merge_states", "sm_120")]
-    known = tuple(compiler.ARCHITECTURES)
-    assert [nearest(arch, known) for arch in ("sm_80", "sm_87", "sm_90", "sm_103", "sm_70", "sm_110")] == [
+    supported = tuple(compiler.ARCHITECTURES)
+    assert [nearest(arch, supported) for arch in ("sm_80", "sm_87", "sm_90", "sm_103", "sm_70", "sm_110")] == [
         *("sm_80", "sm_86", "sm_90", "sm_100", "sm_70", "sm_110")
     ]
 
 
 def test_a_kernel_is_read_from_disk_within_20_ms(folder: Path) -> None:
-    """A real one, once compiled; what is left of a load is the driver's."""
+    """The kernel is real and was compiled before. The driver's part of loading is not measured."""
     first = cubin_for("merge_states", MACROS, "sm_90")
     took = []
     for _ in range(9):
@@ -170,9 +170,10 @@ def test_a_kernel_is_read_from_disk_within_20_ms(folder: Path) -> None:
 
 
 def test_naming_code_needs_no_torch() -> None:
-    """setup.py names and builds cubins where only setuptools is."""
-    say = "import sys; from pagedkv.kernels.cuda import compiler, shapes; print('torch' in sys.modules, 'numpy' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", say], check=True, stdout=subprocess.PIPE, text=True)
+    """setup.py names and builds cubins in an environment that has only setuptools."""
+    program = "import sys; from pagedkv.kernels.cuda import compiler, specialisation; "
+    program += "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True)
     assert run.stdout.split() == ["False", "False"]
 
 
@@ -185,26 +186,27 @@ def setup_py() -> ModuleType:
     return setup
 
 
-def test_a_build_with_nvcc_leaves_what_is_looked_for(
+def test_cubins_built_with_nvcc_are_found_at_run_time(
     recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real compiler's part is to compile: here it writes down its arguments, and refuses one architecture."""
+    """A stand-in for nvcc writes its arguments to the output file, and refuses one architecture."""
     setup = setup_py()
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(
-        '#!/bin/sh\nfor last; do :; done\ncase "$*" in *sm_120*) exit 1;; esac\ntest -f csrc/cuda/ptx.cuh && printf "%s" "$*" > "$last"\n'
+        '#!/bin/sh\nfor last; do :; done\ncase "$*" in *sm_120*) exit 1;; esac\n'
+        'test -f csrc/cuda/ptx.cuh && printf "%s" "$*" > "$last"\n'
     )
     nvcc.chmod(0o755)
     monkeypatch.chdir(ROOT)
     setup.build_cubins(str(nvcc), tmp_path / "built")
     monkeypatch.setattr(compiler, "PREBUILT", tmp_path / "built")
     for arch, shared in compiler.ARCHITECTURES.items():
-        for shape in shapes.common(shared):
-            code = cubin_for(shape.kernel, shape.macros, arch).decode()
+        for kernel in specialisation.common(shared):
+            code = cubin_for(kernel.name, kernel.macros, arch).decode()
             if arch != "sm_120":
                 assert code.startswith(f"-cubin -arch={arch} -std=c++17 ")
-                assert all(f" -D{name}={value} " in code for name, value in shape.macros.items())
-                assert f"csrc/cuda/{shape.kernel}.cuh" in code
+                assert all(f" -D{name}={value} " in code for name, value in kernel.macros.items())
+                assert f"csrc/cuda/{kernel.name}.cuh" in code
     assert {arch for _, arch in recorder.calls} == {"sm_120"}
 
 
@@ -222,9 +224,9 @@ def test_a_build_compiles_for_the_architectures_that_are_named(tmp_path: Path, m
         setup_py().build_cubins(str(nvcc), tmp_path / "strange")
 
 
-def test_the_wheel_s_most_used_kernels_are_those_that_calls_ask_for() -> None:
-    """A decode, a prefill and a write of a model with 128 dims launch nothing else."""
-    machine = Asked()
+def test_the_kernels_in_the_wheel_are_those_that_calls_launch() -> None:
+    """A decode, a prefill and a write of a model with head dim 128 launch no other kernels."""
+    machine = LaunchRecorder()
     for dtype, kv in (("bfloat16", ""), ("bfloat16", "fp8_e4m3/token_head")):
         built = Case(q_lens=(40, 1), kv_lens=(64, 16), dims=(128, 128), dtype=dtype, kv=kv, layout="HND").build()
         attention.attend(call_of(built), machine)
@@ -234,16 +236,12 @@ def test_the_wheel_s_most_used_kernels_are_those_that_calls_ask_for() -> None:
     state = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.zeros(4, 2)
     moves.merge_states(*state, *state, machine)
     moves.copy_frames(torch.zeros(8, 1024), torch.tensor([[0, 1]], dtype=torch.int32), machine)
-    assert set(machine.shapes) <= set(shapes.common((machine.shared_per_block, machine.shared_per_sm)))
-    assert len(set(machine.shapes)) == 3 * 2 + 2 + 2
+    assert set(machine.launches) <= set(specialisation.common((machine.shared_per_block, machine.shared_per_sm)))
+    assert len(set(machine.launches)) == 3 * 2 + 2 + 2
 
 
-class Asked(Emulator):
-    """Runs nothing."""
+class LaunchRecorder(Emulator):
+    """A machine that records launches and runs nothing."""
 
-    def launch(self, shape: shapes.Specialisation, blocks: int, params: bytes) -> None:
-        self.launches.append(shape)
-
-    @property
-    def shapes(self) -> list[shapes.Specialisation]:
-        return self.launches
+    def launch(self, kernel: specialisation.Specialisation, blocks: int, params: bytes) -> None:
+        self.launches.append(kernel)

@@ -1,7 +1,7 @@
-"""The last step before a GPU, with a recorder where the driver's API is: what it is given, and that nothing else is asked of it.
+"""driver.py calls CUDA's driver rightly, and calls nothing else. A recorder takes the driver's place.
 
-The recorder follows the pointers of a launch as the driver would, and runs it on the emulator: so bytes are packed, and grids counted, as
-the kernels expect.
+The recorder follows the pointers of a launch as the driver would, and runs the launch on the emulator. So the tests
+show that parameters are packed and grids computed as the kernels expect.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pagedkv.bench.gpu import launch
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.cuda import attention, compiler, moves, programmatic_launch
 from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS
-from pagedkv.kernels.cuda.driver import CHUNK, LINE, RESERVE, Driver, Torch
+from pagedkv.kernels.cuda.driver import CHUNK, LINE, RESERVE, Driver, TorchDevice
 from pagedkv.kernels.cuda.moves import COPY_LAYOUT, MERGE_LAYOUT, WRITE_LAYOUT
-from pagedkv.kernels.cuda.shapes import CopyShape
+from pagedkv.kernels.cuda.specialisation import CopySpecialisation
 from tests.cases import Case
 from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of, compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagedkv.kernels.cuda.shapes import Specialisation
+    from pagedkv.kernels.cuda.specialisation import Specialisation
 
 LAYOUTS = {
     "paged_attention": LAYOUT,
@@ -43,13 +43,13 @@ TORCH_CONTEXT, OTHER_CONTEXT = 7000, 7001
 
 
 class Recorder:
-    """cupy.cuda.driver, and torch's stream: writes down what is asked, and checks what the real ones would object to."""
+    """cupy.cuda.driver and `TorchDevice` in one: records each call, and checks what the real functions would refuse."""
 
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
     arch, num_sms, shared_per_block, shared_per_sm = "sm_90", 3, 227 << 10, 228 << 10
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, emulator: Emulator | None = None) -> None:
-        self.asked: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.launches: list[tuple[int, ...]] = []
         self.loaded: list[Specialisation] = []
         self.allowed_shared: dict[int, int] = {}
@@ -59,9 +59,9 @@ class Recorder:
         self.early: list[int] = []
         self.beside = False
         self.chunks: list[torch.Tensor] = []
-        self.counted: list[tuple[int, int]] = []
+        self.tickets: list[tuple[int, int]] = []  # address and number, of each launch of attention
         load = self.driver._load
-        monkeypatch.setattr(self.driver, "_load", lambda shape: (self.loaded.append(shape), load(shape))[1])
+        monkeypatch.setattr(self.driver, "_load", lambda kernel: (self.loaded.append(kernel), load(kernel))[1])
         monkeypatch.setattr(compiler, "cubin_for", lambda kernel, macros, arch: f"{kernel} {arch}".encode())
 
     def context(self, cuda: object) -> int:
@@ -75,18 +75,17 @@ class Recorder:
         return self.capturing
 
     def zeros(self, count: int) -> torch.Tensor:
-        assert not self.capturing, "a capture cannot take memory of the device"
+        assert not self.capturing, "a capture cannot allocate device memory"
         chunk = torch.zeros(count + LINE, dtype=torch.int32)
-        self.chunks.append(
-            chunk[-chunk.data_ptr() // 4 % LINE :][:count]
-        )  # it begins a line of the cache, as the device's does
+        # The chunk begins at a cache line, as memory of the device does.
+        self.chunks.append(chunk[-chunk.data_ptr() // 4 % LINE :][:count])
         return self.chunks[-1]
 
     def ctxGetCurrent(self) -> int:
         return self.current
 
     def ctxSetCurrent(self, context: int) -> None:
-        self.asked.append(("ctxSetCurrent", context))
+        self.calls.append(("ctxSetCurrent", context))
         self.current = context
 
     @contextlib.contextmanager
@@ -97,19 +96,19 @@ class Recorder:
 
     def moduleLoadData(self, cubin: bytes) -> int:
         assert self.beside, "another thread may be capturing"
-        assert self.current == TORCH_CONTEXT, "what is loaded belongs to the current context"
-        self.asked.append(("moduleLoadData", cubin))
+        assert self.current == TORCH_CONTEXT, "a module belongs to the current context"
+        self.calls.append(("moduleLoadData", cubin))
         return 100 + len(self.loaded)
 
     def moduleGetFunction(self, module: int, name: str) -> int:
         assert module == 100 + len(self.loaded)
-        assert name == self.loaded[-1].kernel
+        assert name == self.loaded[-1].name
         self.allowed_shared[len(self.loaded)] = 48 << 10
         return len(self.loaded)
 
     def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
         assert self.current == TORCH_CONTEXT
-        self.asked.append(("funcSetAttribute", attribute, value))
+        self.calls.append(("funcSetAttribute", attribute, value))
         if attribute == self.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
             assert value <= self.shared_per_block
             self.allowed_shared[function] = value
@@ -127,20 +126,20 @@ class Recorder:
         assert shared <= self.allowed_shared[function]
         assert (stream, extra) == (self.stream_handle, 0)
         self.launches.append((function, grid[0], block[0], shared))
-        shape = self.loaded[function - 1]
-        params = ctypes.string_at(ctypes.c_void_p.from_address(pointers).value or 0, LAYOUTS[shape.kernel].size)
-        if LAYOUTS[shape.kernel] is LAYOUT:
-            said = dict(zip(PARAMS, LAYOUT.unpack(params), strict=True))
-            if said["tickets"]:
-                assert not any(ctypes.string_at(said["tickets"], 4 * said["num_slots"])), (
+        kernel = self.loaded[function - 1]
+        params = ctypes.string_at(ctypes.c_void_p.from_address(pointers).value or 0, LAYOUTS[kernel.name].size)
+        if LAYOUTS[kernel.name] is LAYOUT:
+            fields = dict(zip(PARAMS, LAYOUT.unpack(params), strict=True))
+            if fields["tickets"]:
+                assert not any(ctypes.string_at(fields["tickets"], 4 * fields["max_partials"])), (
                     "a launch begins with tickets that are zero"
                 )
-            self.counted.append((said["tickets"], said["num_slots"]))
+            self.tickets.append((fields["tickets"], fields["max_partials"]))
         if self.run:
-            assert block[0] == shape.threads
-            assert shared == shape.shared_bytes
+            assert block[0] == kernel.threads
+            assert shared == kernel.shared_bytes
             assert self.emulator
-            self.emulator.launch(shape, grid[0], params)
+            self.emulator.launch(kernel, grid[0], params)
 
 
 @pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
@@ -166,10 +165,10 @@ def test_a_call_is_launched_as_the_emulator_would_launch_it(
     assert len(recorder.launches) == 3
     assert torch.equal(call.out.view(torch.int16), expected.out.view(torch.int16))
     assert torch.equal(call.lse, expected.lse)
-    assert [name for name, *_ in recorder.asked] == ["moduleLoadData", "funcSetAttribute", "funcSetAttribute"] * 3
-    again = len(recorder.asked)
+    assert [name for name, *_ in recorder.calls] == ["moduleLoadData", "funcSetAttribute", "funcSetAttribute"] * 3
+    after_first = len(recorder.calls)
     attention.attend(call, recorder.driver)
-    assert len(recorder.asked) == again, "the second call loads nothing and sets nothing"
+    assert len(recorder.calls) == after_first, "the second call loads nothing and sets nothing"
 
 
 def attend_nowhere(recorder: Recorder) -> None:
@@ -200,12 +199,14 @@ def test_another_device_s_context_is_put_back_even_if_the_launch_fails(monkeypat
 
 
 def apart(*taken: tuple[int, int]) -> bool:
-    """Do these (address, tickets) have no line of the cache in common?"""
+    """Return whether no two of these (address, tickets) share a cache line."""
     lines = sorted((at // (4 * LINE), (at + 4 * count - 1) // (4 * LINE)) for at, count in taken)
     return all(last < first for (_, last), (first, _) in itertools.pairwise(lines))
 
 
-def test_each_stream_has_tickets_of_its_own_and_outgrown_ones_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_stream_has_tickets_of_its_own_and_sets_that_became_too_small_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = (recorder := Recorder(monkeypatch)).driver
     like = torch.zeros(1)
     first = driver.tickets(10, like)
@@ -226,32 +227,33 @@ def test_each_stream_has_tickets_of_its_own_and_outgrown_ones_live_on(monkeypatc
 def test_launches_in_graphs_have_zeroed_tickets_of_their_own_and_record_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On one stream and on two: graphs that were captured on the same one may be replayed side by side."""
+    """Graphs that were captured on the same stream may be replayed side by side, so captures on one stream share no
+    tickets."""
     recorder = Recorder(monkeypatch)
     attend_nowhere(recorder)
-    asked, recorder.capturing = len(recorder.asked), True
+    before, recorder.capturing = len(recorder.calls), True
     built = Case(dtype="bfloat16").build()
-    monkeypatch.setattr(torch, "zeros", None)  # a node in the graph, and in the pool of whoever captures
+    monkeypatch.setattr(torch, "zeros", None)  # it would add a node to the graph, and memory to the graph's pool
     for recorder.stream_handle in (0x5000, 0x5000, 0x6000):
         attention.attend(call_of(built), recorder.driver)
     assert len(recorder.launches) == 4
-    assert len(recorder.asked) == asked, "a capture sees one launch, and nothing else of the driver"
-    assert apart(*recorder.counted)
+    assert len(recorder.calls) == before, "a captured call launches once and calls nothing else of the driver"
+    assert apart(*recorder.tickets)
     inside = [
         chunk.data_ptr() <= at < chunk.data_ptr() + 4 * chunk.numel()
-        for at, _ in recorder.counted
+        for at, _ in recorder.tickets
         for chunk in recorder.chunks
     ]
     assert inside == [True] * 4
 
 
-def test_a_capture_that_finds_too_few_tickets_has_the_graph_zero_some_and_later_launches_provide(
+def test_a_capture_with_too_few_tickets_lets_the_graph_zero_some_and_a_later_launch_allocates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver, like = (recorder := Recorder(monkeypatch)).driver, torch.zeros(1)
     monkeypatch.setattr(torch, "empty", lambda count, **options: torch.full((count,), -1, **options))
     recorder.capturing = True
-    assert driver.tickets(10, like).tolist() == [0] * 10, "nothing was taken before the capture"
+    assert driver.tickets(10, like).tolist() == [0] * 10, "no tickets were allocated before the capture"
     assert recorder.chunks == []
     recorder.capturing = False
     driver.tickets(10, like)
@@ -260,7 +262,7 @@ def test_a_capture_that_finds_too_few_tickets_has_the_graph_zero_some_and_later_
     assert all(not tickets.any() and tickets.numel() > CHUNK // 8 for tickets in taken)
     assert apart(*((tickets.data_ptr(), CHUNK // 8 + 1) for tickets in taken[:7]))
     assert len({tickets.untyped_storage().data_ptr() for tickets in taken}) == 3, (
-        "seven of the chunk, and two of torch's"
+        "seven sets come from the chunk, and two from torch"
     )
     recorder.capturing = False
     mine = driver.tickets(10, like)
@@ -270,7 +272,7 @@ def test_a_capture_that_finds_too_few_tickets_has_the_graph_zero_some_and_later_
     assert driver.tickets(RESERVE, like).untyped_storage().data_ptr() == recorder.chunks[1].untyped_storage().data_ptr()
 
 
-def test_what_is_not_loaded_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     recorder.capturing = True
     with pytest.raises(
@@ -290,30 +292,30 @@ def test_tickets_are_taken_where_ctas_share_units_and_the_last_one_merges(
     recorder = Recorder(monkeypatch)
     built = Case(q_lens=(1,), kv_lens=(64,), heads=(2, 1), dtype="bfloat16", split_tokens=split_tokens).build()
     attention.attend(call_of(built), recorder.driver, attention.Ways(second_launch=second_launch))
-    assert [bool(at) for at, _ in recorder.counted] == [some] * (1 + second_launch)
+    assert [bool(at) for at, _ in recorder.tickets] == [some] * (1 + second_launch)
     assert bool(recorder.chunks) == some
 
 
-def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> Torch:
-    """What torch and the runtime know of a device that is not there."""
+def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> TorchDevice:
+    """Return the `TorchDevice` of a device that this machine does not have."""
     from cupy.cuda import runtime
 
     monkeypatch.setattr(runtime, "deviceGetAttribute", lambda attribute, device: 1000 * device + attribute)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    return Torch(torch.device("cuda", index))
+    return TorchDevice(torch.device("cuda", index))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_what_is_asked_is_asked_of_the_device_itself_also_if_it_is_not_the_first(
+def test_attributes_and_streams_are_those_of_the_device_itself_not_of_the_first_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from cupy.cuda import runtime
 
     monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
-    about = torch_of(3, monkeypatch)
-    assert (about.arch, about.num_sms) == ("sm_93", 3000 + runtime.cudaDevAttrMultiProcessorCount)
+    device = torch_of(3, monkeypatch)
+    assert (device.arch, device.num_sms) == ("sm_93", 3000 + runtime.cudaDevAttrMultiProcessorCount)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0x100 + index))
-    assert about.stream() == 0x103
+    assert device.stream() == 0x103
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0x200 + index, raising=False)
     assert torch_of(2, monkeypatch).stream() == 0x202
 
@@ -322,46 +324,45 @@ def test_what_is_asked_is_asked_of_the_device_itself_also_if_it_is_not_the_first
 def test_tickets_are_zero_for_every_stream_and_taken_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     from cupy.cuda import runtime
 
-    told: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
     answers = {"streamCreateWithFlags": 0x77, "malloc": 0x4000}
     for name in ("setDevice", "streamCreateWithFlags", "malloc", "memsetAsync", "streamSynchronize", "streamDestroy"):
         monkeypatch.setattr(
-            runtime, name, lambda *given, name=name: (told.append((name, *given)), answers.get(name))[1]
+            runtime, name, lambda *given, name=name: (calls.append((name, *given)), answers.get(name))[1]
         )
 
     @contextlib.contextmanager
     def beside_captures() -> Iterator[None]:
-        told.append(("relaxed",))
+        calls.append(("relaxed",))
         yield
-        told.append(("as before",))
+        calls.append(("restored",))
 
     monkeypatch.setattr(programmatic_launch, "beside_captures", beside_captures)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(torch, "as_tensor", lambda taken, device: (taken.__cuda_array_interface__, device))
-    about = object.__new__(Torch)
-    about.device = torch.device("cuda", 3)
-    interface, device = about.zeros(10)  # type: ignore[misc]
-    assert (interface["shape"], interface["typestr"], interface["data"], device) == (
+    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: (memory.__cuda_array_interface__, device))
+    device = object.__new__(TorchDevice)
+    device.device = torch.device("cuda", 3)
+    interface, placed_on = device.zeros(10)  # type: ignore[misc]
+    assert (interface["shape"], interface["typestr"], interface["data"], placed_on) == (
         (10,),
         "<i4",
         (0x4000, False),
-        about.device,
+        device.device,
     )
-    assert told == [
+    assert calls == [
         *(("relaxed",), ("setDevice", 3), ("streamCreateWithFlags", runtime.streamNonBlocking), ("malloc", 40)),
-        *(("memsetAsync", 0x4000, 0, 40, 0x77), ("streamSynchronize", 0x77), ("streamDestroy", 0x77), ("as before",)),
+        *(("memsetAsync", 0x4000, 0, 40, 0x77), ("streamSynchronize", 0x77), ("streamDestroy", 0x77), ("restored",)),
     ]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_a_stream_of_any_device_is_asked_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_any_device_says_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     from cupy.cuda import runtime
 
-    monkeypatch.setattr(
-        runtime, "streamIsCapturing", {0x5000: 0, 0x6000: 1}.__getitem__
-    )  # CUDA may answer others with an error
-    about = torch_of(3, monkeypatch)
-    assert [about.is_capturing(stream) for stream in (0, runtime.streamLegacy, 0x5000, 0x6000)] == [
+    # CUDA may answer for other streams with an error.
+    monkeypatch.setattr(runtime, "streamIsCapturing", {0x5000: 0, 0x6000: 1}.__getitem__)
+    device = torch_of(3, monkeypatch)
+    assert [device.is_capturing(stream) for stream in (0, runtime.streamLegacy, 0x5000, 0x6000)] == [
         False,
         False,
         False,
@@ -379,15 +380,15 @@ def test_threads_that_launch_at_once_all_launch(monkeypatch: pytest.MonkeyPatch)
     assert len(recorder.launches) == 6
 
 
-def test_more_than_48_kb_of_shared_memory_is_asked_for_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_48_kb_of_shared_memory_is_requested_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
-    recorder.driver.launch(CopyShape(16, 96 << 10), 5, bytes(COPY_LAYOUT.size))
-    assert ("funcSetAttribute", recorder.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 96 << 10) in recorder.asked
+    recorder.driver.launch(CopySpecialisation(16, 96 << 10), 5, bytes(COPY_LAYOUT.size))
+    assert ("funcSetAttribute", recorder.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 96 << 10) in recorder.calls
     assert recorder.launches == [(1, 5, 128, 96 << 10)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_cupy_has_what_is_asked_of_it() -> None:
+def test_cupy_has_every_function_that_is_called() -> None:
     from cupy.cuda import driver, runtime
 
     for name in (
@@ -419,7 +420,7 @@ extern "C" __global__ void probe() {{}}
 
 
 def offsets() -> list[str]:
-    """What the bytes that Python packs say of `AttentionParams`, as C++."""
+    """Return C++ assertions: the offsets of `AttentionParams` and the sizes of all structures, as Python packs them."""
     lines, at = [], 0
     for code, name in zip(LAYOUT.format.strip("@x4") and expanded(LAYOUT.format), PARAMS, strict=True):
         size = {"Q": 8, "q": 8, "i": 4, "f": 4}[code]
@@ -435,7 +436,7 @@ def offsets() -> list[str]:
 
 
 def expanded(format: str) -> str:
-    """ "2Q3i" as "QQiii"; padding left out."""
+    """Return a format with its counts written out and padding left out: "@2Q3i4x" becomes "QQiii"."""
     codes, count = "", ""
     for letter in format[1:]:
         if letter.isdigit():
@@ -461,7 +462,7 @@ def test_the_device_compiler_lays_params_out_as_python_packs_them(monkeypatch: p
 
 
 def test_a_launch_costs_the_host_little() -> None:
-    """The limit is 10 us, which `python -m pagedkv.bench.gpu.launch` looks at; a busy test machine may take six times that."""
+    """`python -m pagedkv.bench.gpu.launch` checks the limit of 10 us; a busy test machine may take six times that."""
     rows = launch.measured(repetitions=5)
     print(*(f"{row['best']:.1f} us {row['what']}" for row in rows), sep="\n")
     assert len(rows) == 8
@@ -470,13 +471,13 @@ def test_a_launch_costs_the_host_little() -> None:
 
 def test_pieces_are_merged_by_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
-    for split_tokens in (None, 16):  # 16: one unit, so that its chunks are shared
+    for split_tokens in (None, 16):  # 16: there is one unit, so CTAs share its chunks
         built = Case(q_lens=(1,), kv_lens=(64,), heads=(2, 1), dtype="bfloat16", split_tokens=split_tokens).build()
         attention.attend(call_of(built), recorder.driver, attention.Ways(second_launch=True))
-    assert [shape.kernel for shape in recorder.loaded] == ["paged_attention", "merge_pieces"]
+    assert [kernel.name for kernel in recorder.loaded] == ["paged_attention", "merge_pieces"]
     assert recorder.early == [1, 3]
     first, second = recorder.launches[:2]
-    assert first[1:3] == second[1:3], "the same CTAs make the same plan"
+    assert first[1:3] == second[1:3], "equal grids compute the same partition"
     assert second[3] == 0
 
 
@@ -495,9 +496,10 @@ typedef struct {
 } CUlaunchConfig;
 extern "C" size_t seen[15] = {};
 extern "C" int cuLaunchKernelEx(const CUlaunchConfig* c, void* function, void** params, void** extra) {
-    const size_t all[] = {c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ, c->sharedMemBytes,
-        (size_t)c->hStream, c->numAttrs, (size_t)c->attrs->id, (size_t)c->attrs->value.programmaticStreamSerializationAllowed,
-        (size_t)function, (size_t)params, (size_t)extra, sizeof(CUlaunchConfig) * 1000 + sizeof(CUlaunchAttribute)};
+    const size_t all[] = {c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
+        c->sharedMemBytes, (size_t)c->hStream, c->numAttrs, (size_t)c->attrs->id,
+        (size_t)c->attrs->value.programmaticStreamSerializationAllowed, (size_t)function,
+        (size_t)params, (size_t)extra, sizeof(CUlaunchConfig) * 1000 + sizeof(CUlaunchAttribute)};
     for (int i = 0; i < 15; ++i) seen[i] = all[i];
     return (int)c->gridDimZ - 1;
 }
@@ -509,11 +511,12 @@ extern "C" int cuThreadExchangeStreamCaptureMode(int* wanted) {
     return 0;
 }
 """
-"""The driver's side of the launch, as its header lays it out; a grid whose z is not 1 is an error. And a mode of capture."""
+"""A stand-in for the driver: cuLaunchKernelEx, with structures as in cuda.h, which refuses a grid whose z is not 1; and
+a capture mode."""
 
 
 @pytest.mark.skipif(not COMPILER or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy")
-def test_the_driver_is_told_that_a_launch_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_launch_passes_its_attribute_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     from cupy.cuda import driver
 
     library = ctypes.CDLL(str(compiled("driver", {"driver.cpp": HEADER}, ("-O1", "-fPIC", "-shared"))))
@@ -528,7 +531,7 @@ def test_the_driver_is_told_that_a_launch_may_begin_early(monkeypatch: pytest.Mo
     raised: list[int] = []
     monkeypatch.setattr(driver, "check_status", raised.append)
     programmatic_launch.launch_early(1, 7, 1, 2, 128, 1, 1, 0, 0, 0, 0)
-    assert raised == [1], "what the driver answers is looked at"
+    assert raised == [1], "the driver's status must be checked"
     mode = ctypes.c_int.in_dll(library, "mode")
     with contextlib.suppress(MemoryError), programmatic_launch.beside_captures():
         assert mode.value == programmatic_launch.RELAXED
@@ -536,12 +539,12 @@ def test_the_driver_is_told_that_a_launch_may_begin_early(monkeypatch: pytest.Mo
     assert (mode.value, raised) == (1, [1, 0])
 
 
-def test_moves_are_launched_through_the_same_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_and_merges_are_launched_through_the_same_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     pool = torch.zeros(4, 64)
     moves.copy_frames(pool, torch.tensor([[0, 1]], dtype=torch.int32), recorder.driver)
     moves.merge_states(
         torch.zeros(2, 1, 64), torch.zeros(2, 1), torch.zeros(2, 1, 64), torch.zeros(2, 1), recorder.driver
     )
-    assert [shape.kernel for shape in recorder.loaded] == ["copy_frames", "merge_states"]
+    assert [kernel.name for kernel in recorder.loaded] == ["copy_frames", "merge_states"]
     assert [blocks for _, blocks, *_ in recorder.launches] == [1, 1]

@@ -1,4 +1,5 @@
-"""The emulator is a GPU where it matters, and hurts where a GPU leaves things undefined: each promise, with a kernel of a few lines."""
+"""The emulator computes what a GPU computes, and faults where CUDA leaves behaviour undefined. A kernel of a few lines
+tests each promise of csrc/simt/simt.hpp."""
 
 from __future__ import annotations
 
@@ -12,40 +13,45 @@ from tests.kernels.cuda.emulator import COMPILER, FLAGS, compiled, runtime, text
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
-# Small kernels: `in` and `out` are arrays of floats, `lane` is the thread. One translation unit, compiled once.
+# Small kernels, compiled once, as one translation unit. `in` and `out` are arrays of floats, `lane` is the thread.
 KERNELS = {
     "reverse": """ptx::shared_write(4 * lane, p->in[lane]); ptx::sync_block();
         ptx::write(p->out + lane, ptx::shared_read<float>(4 * (63 - lane)));""",
-    "no_barrier": "ptx::shared_write(4 * lane, p->in[lane]); ptx::write(p->out + lane, ptx::shared_read<float>(4 * (63 - lane)));",
-    "warp_barrier_for_block": "ptx::shared_write(4 * lane, 1.0f); ptx::sync_warp(); ptx::shared_read<float>(4 * (63 - lane));",
-    "overwrites_what_is_read": """ptx::shared_write(4 * lane, 1.0f); ptx::sync_block(); ptx::shared_read<float>(4 * (63 - lane));
-        ptx::shared_write(4 * lane, 2.0f);""",
-    "two_write_one_place": "ptx::shared_write(0, 1.0f);",
+    "no_barrier": """ptx::shared_write(4 * lane, p->in[lane]);
+        ptx::write(p->out + lane, ptx::shared_read<float>(4 * (63 - lane)));""",
+    "warp_barrier_for_block": """ptx::shared_write(4 * lane, 1.0f); ptx::sync_warp();
+        ptx::shared_read<float>(4 * (63 - lane));""",
+    "write_after_read": """ptx::shared_write(4 * lane, 1.0f); ptx::sync_block();
+        ptx::shared_read<float>(4 * (63 - lane)); ptx::shared_write(4 * lane, 2.0f);""",
+    "write_after_write": "ptx::shared_write(0, 1.0f);",
     "never_written": "ptx::shared_read<float>(4 * lane);",
     "past_the_end": "ptx::shared_write(4 * (lane + 1000), 1.0f);",
     "odd_address": "ptx::shared_write(4 * lane + 2, 1.0f);",
-    "some_leave": "if (lane < 63) ptx::sync_block();",
+    "one_thread_leaves": "if (lane < 63) ptx::sync_block();",
     "half_a_warp_shuffles": "if (lane % 2) ptx::shuffle(1.0f, 0);",
     "lanes_disagree": "if (lane % 2) ptx::shuffle(1.0f, 0); else ptx::ballot(true);",
     "wild_read": "ptx::read(p->in + 64 + lane);",
     "wild_write": "ptx::write(p->out - 1 - static_cast<int>(lane), 0.0f);",
-    "copies": """ptx::copy_async<4>(4 * lane, p->in + lane, lane % 3 != 0); ptx::copy_commit(); ptx::copy_wait<0>(); ptx::sync_block();
+    "copies": """ptx::copy_async<4>(4 * lane, p->in + lane, lane % 3 != 0); ptx::copy_commit(); ptx::copy_wait<0>();
+        ptx::sync_block();
         ptx::write(p->out + lane, ptx::shared_read<float>(4 * (63 - lane)));""",
-    "copy_not_waited_for": "ptx::copy_async<4>(4 * lane, p->in + lane, true); ptx::copy_commit(); ptx::shared_read<float>(4 * lane);",
-    "copy_waits_for_too_few": """ptx::copy_async<4>(4 * lane, p->in + lane, true); ptx::copy_commit(); ptx::copy_wait<1>();
+    "copy_not_waited_for": """ptx::copy_async<4>(4 * lane, p->in + lane, true); ptx::copy_commit();
         ptx::shared_read<float>(4 * lane);""",
+    "copy_waits_for_too_few": """ptx::copy_async<4>(4 * lane, p->in + lane, true); ptx::copy_commit();
+        ptx::copy_wait<1>(); ptx::shared_read<float>(4 * lane);""",
     "copy_of_another": """ptx::copy_async<4>(4 * lane, p->in + lane, true); ptx::copy_commit(); ptx::copy_wait<0>();
         ptx::shared_read<float>(4 * (lane ^ 1));""",
     "copy_from_nowhere": "ptx::copy_async<4>(4 * lane, p->in + 64, true);",
-    "copy_of_nothing_reads_nothing": """ptx::copy_async<4>(4 * lane, p->in + 9999, false); ptx::copy_commit(); ptx::copy_wait<0>();
-        ptx::write(p->out + lane, ptx::shared_read<float>(4 * lane));""",
+    "copy_of_nothing_reads_nothing": """ptx::copy_async<4>(4 * lane, p->in + 9999, false); ptx::copy_commit();
+        ptx::copy_wait<0>(); ptx::write(p->out + lane, ptx::shared_read<float>(4 * lane));""",
     "copy_left_behind": "ptx::copy_async<4>(4 * lane, p->in + lane, true); ptx::copy_commit();",
     "shuffles": """const float x = p->in[lane];
         ptx::write(p->out + lane, ptx::shuffle_xor(x, 5) + ptx::shuffle(x, 3) + ptx::shuffle_up(x, 1));""",
     "votes": "ptx::write(p->out + lane, static_cast<float>(ptx::ballot(p->in[lane] > 0.0f) & 0xffffffu));",
     "teams": """ptx::shared_write(4 * lane, p->in[lane]); ptx::sync_team(1 + lane / 32, 32);
         ptx::write(p->out + lane, ptx::shared_read<float>(4 * (lane ^ 31)));""",
-    "counts": "ptx::write(p->out + lane, static_cast<float>(ptx::atomic_add(reinterpret_cast<u32*>(p->out) + 64, 1)));",
+    "counts": """const u32 count = ptx::atomic_add(reinterpret_cast<u32*>(p->out) + 64, 1);
+        ptx::write(p->out + lane, static_cast<float>(count));""",
     "matrices": """u32 m[4], t[4]; for (int i = 0; i < 4;
             ++i) ptx::shared_write(16 * lane + 4 * i, lane * 8u + 2 * i | (lane * 8u + 2 * i + 1) << 16);
         ptx::sync_warp(); ptx::load_matrices(m, 16 * lane); ptx::load_matrices_transposed(t, 16 * lane);
@@ -82,7 +88,7 @@ KERNELS |= {
     "bulk_expects_too_much": BEGIN + EXPECT.format(272) + COPY + WAIT + READ,
     "bulk_expects_too_little": BEGIN + EXPECT.format(240) + COPY + "ptx::sync_block();" + WAIT + READ,
     "bulk_expects_nothing": BEGIN + EXPECT.format(0) + COPY + "ptx::sync_block();" + WAIT + READ,
-    "bulk_nobody_arrives": BEGIN + COPY + WAIT + READ,
+    "bulk_no_thread_arrives": BEGIN + COPY + WAIT + READ,
     "bulk_all_arrive": BEGIN + "ptx::barrier_arrive_expecting(1016, 4);" + "ptx::sync_block();" + COPY + WAIT + READ,
     "bulk_of_12_bytes": BEGIN + "ptx::copy_bulk(16 * lane, p->in, 12, 1016);",
     "bulk_to_an_odd_place": BEGIN + "ptx::copy_bulk(16 * lane + 8, p->in, 16, 1016);",
@@ -93,7 +99,7 @@ KERNELS |= {
     "bulk_without_an_mbarrier": "ptx::copy_bulk(16 * lane, p->in, 16, 1016);",
     "bulk_mbarrier_not_fenced": BEGIN.replace("ptx::fence_barrier_init();", "") + COPY,
     "bulk_mbarrier_not_shown": BEGIN.replace("ptx::sync_block();", "") + EXPECT.format(256) + COPY + WAIT,
-    "bulk_mbarrier_begun_twice": BEGIN + BEGIN,
+    "bulk_mbarrier_initialised_twice": BEGIN + BEGIN,
     "bulk_over_an_mbarrier": BEGIN + "ptx::copy_bulk(1008, p->in, 16, 1016);",
     "bulk_over_what_is_read": BEGIN
     + EXPECT.format(256)
@@ -110,49 +116,49 @@ KERNELS |= {
     + WAIT,
     "bulk_over_bulk": BEGIN + EXPECT.format(256) + COPY + "ptx::sync_block();" + COPY,
     "bulk_seen_without_waiting": BEGIN + EXPECT.format(256) + COPY + "if (lane == 0)" + WAIT + READ,
-    "an_mbarrier_is_no_number": BEGIN + "ptx::shared_read<u32>(1020);",
+    "mbarrier_read_as_a_number": BEGIN + "ptx::shared_read<u32>(1020);",
 }
 FAULTS = {
-    "bulk_not_waited_for": "asynchronous copy has not brought yet",
-    "bulk_wrong_parity": "asynchronous copy has not brought yet",
-    "bulk_expects_too_much": "nobody can run: .*the mbarrier at 1016 misses 0 arrivals and 16 bytes",
-    "bulk_expects_too_little": "asynchronous copy has not brought yet|ends with bulk copies that nobody waited for",
-    "bulk_expects_nothing": "asynchronous copy has not brought yet",
-    "bulk_nobody_arrives": "nobody can run: .*the mbarrier at 1016 misses 1 arrivals and 0 bytes",
+    "bulk_not_waited_for": "asynchronous copy that has not landed",
+    "bulk_wrong_parity": "asynchronous copy that has not landed",
+    "bulk_expects_too_much": "no thread can run: .*the mbarrier at 1016 misses 0 arrivals and 16 bytes",
+    "bulk_expects_too_little": "asynchronous copy that has not landed|ends with bulk copies that no thread waited for",
+    "bulk_expects_nothing": "asynchronous copy that has not landed",
+    "bulk_no_thread_arrives": "no thread can run: .*the mbarrier at 1016 misses 1 arrivals and 0 bytes",
     "bulk_all_arrive": "where all 1 have arrived",
-    "bulk_of_12_bytes": "copies 12 bytes in bulk; it takes multiples of 16",
+    "bulk_of_12_bytes": "copies 12 bytes in bulk; a bulk copy takes multiples of 16",
     "bulk_to_an_odd_place": "shared memory at .*, which is no multiple of that",
     "bulk_from_an_odd_place": "address that is no multiple of that",
     "bulk_from_nowhere": "copies 16 bytes of global memory outside",
     "bulk_past_the_end": "the block has 1024 bytes",
-    "bulk_left_behind": "ends with bulk copies that nobody waited for",
-    "bulk_without_an_mbarrier": "an mbarrier at 1016 that nobody initialised",
-    "bulk_mbarrier_not_fenced": "whose beginning no fence shows to copies",
-    "bulk_mbarrier_not_shown": "that nobody initialised|without a barrier after the write by",
-    "bulk_mbarrier_begun_twice": "initialises the mbarrier at 1016 again",
+    "bulk_left_behind": "ends with bulk copies that no thread waited for",
+    "bulk_without_an_mbarrier": "an mbarrier at 1016 that no thread has initialised",
+    "bulk_mbarrier_not_fenced": "without a fence after its initialisation",
+    "bulk_mbarrier_not_shown": "that no thread has initialised|without a barrier after the write by",
+    "bulk_mbarrier_initialised_twice": "initialises the mbarrier at 1016 again",
     "bulk_over_an_mbarrier": "where an mbarrier is",
     "bulk_over_what_is_read": "copies without a (barrier|fence) after the read by|asynchronous copy",
     "bulk_over_what_is_written": "copies without a fence after the write by",
-    "bulk_over_bulk": "copies to where an asynchronous copy is under way",
-    "bulk_seen_without_waiting": "has not brought yet|after the write by an mbarrier's copies|that nobody wrote",
-    "an_mbarrier_is_no_number": "where an mbarrier is",
-    "no_barrier": "that nobody wrote|without a barrier after the write",
-    "warp_barrier_for_block": "that nobody wrote|without a barrier after the write",
-    "overwrites_what_is_read": "without a barrier after the (read|write) by",
-    "two_write_one_place": "writes without a barrier after the write by",
-    "never_written": "reads shared memory that nobody wrote",
+    "bulk_over_bulk": "copies to where an asynchronous copy is in flight",
+    "bulk_seen_without_waiting": "that has not landed|after the write by the bulk copies|that no thread has written",
+    "mbarrier_read_as_a_number": "where an mbarrier is",
+    "no_barrier": "that no thread has written|without a barrier after the write",
+    "warp_barrier_for_block": "that no thread has written|without a barrier after the write",
+    "write_after_read": "without a barrier after the (read|write) by",
+    "write_after_write": "writes without a barrier after the write by",
+    "never_written": "reads shared memory that no thread has written",
     "past_the_end": "shared memory at .*; the block has 1024 bytes",
     "odd_address": "no multiple",
-    "some_leave": "nobody can run: thread .* waits for barrier 0.* 1 threads have ended",
-    "half_a_warp_shuffles": "not in the mask|nobody can run: .*waits for shuffle",
+    "one_thread_leaves": "no thread can run: thread .* waits for barrier 0.* 1 threads have ended",
+    "half_a_warp_shuffles": "not in the mask|no thread can run: .*waits for shuffle",
     "lanes_disagree": "while other lanes of its warp are at",
     "wild_read": "reads 4 bytes of global memory outside of every allocation",
     "wild_write": "writes 4 bytes of global memory outside of every allocation",
-    "copy_not_waited_for": "asynchronous copy has not brought yet",
-    "copy_waits_for_too_few": "asynchronous copy has not brought yet",
-    "copy_of_another": "has not brought yet|without a barrier after the write by|that nobody wrote",
+    "copy_not_waited_for": "asynchronous copy that has not landed",
+    "copy_waits_for_too_few": "asynchronous copy that has not landed",
+    "copy_of_another": "that has not landed|without a barrier after the write by|that no thread has written",
     "copy_from_nowhere": "copies 4 bytes of global memory outside",
-    "copy_left_behind": "ends with asynchronous copies that nobody waited for",
+    "copy_left_behind": "ends with asynchronous copies that it has not waited for",
 }
 
 
@@ -202,7 +208,7 @@ def run(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_is_undefined_on_a_device_is_a_fault_in_any_order(name: str, seed: int, library: ctypes.CDLL) -> None:
+def test_undefined_behaviour_is_a_fault_in_any_order_of_threads(name: str, seed: int, library: ctypes.CDLL) -> None:
     fault = run(library, name, torch.ones(64), torch.zeros(64), seed)
     assert fault is not None
     with pytest.raises(AssertionError, match=FAULTS[name]):
@@ -255,7 +261,7 @@ def test_every_block_counts_once_and_orders_differ(library: ctypes.CDLL) -> None
     assert len(orders) == 4
 
 
-def test_matrices_are_dealt_to_lanes_as_the_manual_says(library: ctypes.CDLL) -> None:
+def test_matrices_are_distributed_to_lanes_as_the_manual_says(library: ctypes.CDLL) -> None:
     out = torch.zeros(512)
     assert run(library, "matrices", torch.zeros(1), out) is None
     for warp in range(2):

@@ -1,6 +1,6 @@
-"""The proof can fail: a kernel with one planted mistake is caught, by a fault of the emulator or by what comes out.
+"""The tests catch a kernel with one planted mistake, by a fault of the emulator or by a wrong result.
 
-Each mistake replaces a text that must stand in the sources exactly once, so a test that no longer plants anything fails too.
+A mistake replaces a text that must occur in the sources exactly once, so a test whose text is gone fails too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
 
 class Planted(NamedTuple):
-    """In `file`, `old` becomes `new`."""
+    """A mistake: the text `old` in `file` becomes `new`."""
 
     file: str
     old: str
@@ -31,24 +31,26 @@ class Planted(NamedTuple):
 
 MISTAKES = {
     "a team does not wait for its lanes": Planted("paged_attention.cuh", "sync_team(me.team);  //", "//"),
-    "nobody waits for the copies": Planted("stages.cuh", "ptx::copy_wait<STAGES - 2>();", "{}"),
+    "no thread waits for the copies": Planted("stages.cuh", "ptx::copy_wait<STAGES - 2>();", "{}"),
     "one copy too few is waited for": Planted("stages.cuh", "copy_wait<STAGES - 2>", "copy_wait<STAGES - 1>"),
-    "a stage is read that was not written": Planted("paged_attention.cuh", "u32 reading = 0,", "u32 reading = 1,"),
+    "an unwritten stage is read": Planted("paged_attention.cuh", "u32 reading = 0,", "u32 reading = 1,"),
     "a stage is filled while it is read": Planted(
         "paged_attention.cuh", "filling + 1 == STAGES ? 0", "filling + 2 >= STAGES ? 0"
     ),
     "stages become sums too early": Planted(
-        "paged_attention.cuh", "ptx::sync_block();  // the stages become", "// the stages become"
+        "paged_attention.cuh", "ptx::sync_block();  // the sums will", "// the sums will"
     ),
     "sums become stages too early": Planted(
-        "paged_attention.cuh", "ptx::sync_block();  // the sums' memory", "// the sums' memory"
+        "paged_attention.cuh",
+        "ptx::sync_block();  // the next stages will overwrite the sums\n    if (!last",
+        "if (!last",
     ),
-    "nobody waits to hear who is last": Planted(
+    "no thread waits to learn which CTA is last": Planted(
         "paged_attention.cuh", "ptx::sync_block();\n    ptx::fence();", "ptx::fence();"
     ),
-    "the last does not merge": Planted("paged_attention.cuh", "p.tickets + slot, 1) + 1", "p.tickets + slot, 1)"),
-    "the ticket stays": Planted("paged_attention.cuh", "if (last) ptx::write(p.tickets + slot, 0u);", ""),
-    "queries of nobody are read": Planted(
+    "the last does not merge": Planted("paged_attention.cuh", "p.tickets + first, 1) + 1", "p.tickets + first, 1)"),
+    "the ticket stays": Planted("paged_attention.cuh", "if (last) ptx::write(p.tickets + first, 0u);", ""),
+    "queries past the last are read": Planted(
         "paged_attention.cuh", "const bool there = query < unit.queries;", "const bool there = true;"
     ),
     "entries past the last page are read": Planted("stages.cuh", "in_tile < TILE && key < end_key", "in_tile < TILE"),
@@ -63,9 +65,9 @@ MISTAKES = {
         "scores.cuh", "        m = ptx::larger(m, ptx::shuffle_xor(m, 2));\n", ""
     ),
     "teams are merged with one weight": Planted("merge.cuh", "all = team ? fold(all, one) : one;", "all = one;"),
-    "pieces share a slot": Planted("plan.cuh", "first + 2 * partial - (partial > 0)", "first + (partial > 0)"),
+    "pieces share a partial state": Planted("partition.cuh", "first + 2 * piece - (piece > 0)", "first + (piece > 0)"),
     "a share begins one item late": Planted(
-        "plan.cuh", "(past + unit.weight - 1) / unit.weight", "(past + unit.weight) / unit.weight"
+        "partition.cuh", "(past + unit.weight - 1) / unit.weight", "(past + unit.weight) / unit.weight"
     ),
     "parts of a score are added before they are there": Planted("scores.cuh", "sync_team(sharing.team);", ""),
     "every warp sums the same part of D": Planted(
@@ -85,7 +87,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_without_a_mistake_they_pass(case: Case) -> None:
+def test_kernels_without_a_mistake_pass(case: Case) -> None:
     check(case, Emulator(8))
 
 
@@ -96,7 +98,7 @@ def test_a_planted_mistake_is_caught(mistake: str) -> None:
 
 
 BULK = {
-    "nobody waits at the mbarrier": Planted(
+    "no thread waits at the mbarrier": Planted(
         "stages.cuh", "ptx::barrier_wait(barriers + 8 * stage, phases >> stage & 1);", "(void)barriers;"
     ),
     "the phase before is waited for": Planted("stages.cuh", "phases >> stage & 1)", "~phases >> stage & 1)"),
@@ -107,7 +109,7 @@ BULK = {
     "punched keys are expected, too": Planted(
         "stages.cuh", "ptx::ballot(mine && k_offset[e] >= 0)", "ptx::ballot(mine && lane < TILE)"
     ),
-    "nobody arrives": Planted(
+    "no warp arrives": Planted(
         "stages.cuh", "if (lane == 0) ptx::barrier_arrive_expecting(", "if (lane == 33) ptx::barrier_arrive_expecting("
     ),
     "every lane arrives": Planted(
@@ -116,15 +118,15 @@ BULK = {
     "a stage is copied to while it is read": Planted(
         "paged_attention.cuh", "filling + 1 == STAGES ? 0", "filling + 2 >= STAGES ? 0"
     ),
-    "copies are not fenced from what was there": Planted("stages.cuh", "    ptx::fence_async();\n", ""),
+    "copies are not fenced from earlier accesses": Planted("stages.cuh", "    ptx::fence_async();\n", ""),
     "mbarriers are not shown to copies": Planted("stages.cuh", "            ptx::fence_barrier_init();\n", ""),
-    "mbarriers lie where sums will": Planted(
-        "shape.cuh", "(BARRIERS_AT + 8 * NUM_BARRIERS + 127)", "(BARRIERS_AT + 127)"
+    "mbarriers overlap the sums": Planted(
+        "specialisation.cuh", "(BARRIERS_AT + 8 * NUM_BARRIERS + 127)", "(BARRIERS_AT + 127)"
     ),
     "rows are as far apart as they are long": Planted(
         "stages.cuh", "k_at = stage + row * K_STRIDE", "k_at = stage + row * K_ROW"
     ),
-    "where no key is nothing is written": Planted("stages.cuh", "            clear_row<K_ROW>(k_at);\n", ""),
+    "the row of an absent key is not cleared": Planted("stages.cuh", "            clear_row<K_ROW>(k_at);\n", ""),
     "every warp copies all rows": Planted("stages.cuh", "lane % TEAM_WARPS == team_thread / 32;", "true;"),
     "tiles past the last are fetched": Planted(
         "stages.cuh", "if (BULK && tile.first_key >= tile.end_key)", "if (false)"
@@ -149,7 +151,7 @@ BULK_CASES = (
 
 
 def bulk() -> Emulator:
-    """Of one SM, so that teams go round their stages and from unit to unit."""
+    """Return an emulator of one SM, so that teams reuse their stages and go from unit to unit."""
     machine = Emulator(1)
     machine.ways = Ways(bulk=True)
     return machine
@@ -159,23 +161,22 @@ def bulk() -> Emulator:
 def test_a_planted_mistake_in_bulk_copies_is_caught(mistake: str) -> None:
     machine = planted(BULK[mistake], bulk())
     assert any(catches(case, machine) for case in BULK_CASES)
-    assert all(shape.bulk for shape in machine.launches)
+    assert all(kernel.bulk for kernel in machine.launches)
 
 
 @pytest.mark.parametrize("case", BULK_CASES, ids=str)
-def test_copied_in_bulk_or_piece_by_piece_the_bits_are_the_same(case: Case) -> None:
-    """What lands is the same, and what is computed of it too."""
+def test_bulk_copies_and_small_copies_give_the_same_bits(case: Case) -> None:
     results = []
     for machine in (bulk(), Emulator(1)):
         call = call_of(case.build())
         machine.attend(call)
         results.append((call.out.float().nan_to_num(7.0), call.lse.nan_to_num(7.0, neginf=9.0)))
-        assert {shape.bulk for shape in machine.launches} == {int(machine.ways.bulk)}
+        assert {kernel.bulk for kernel in machine.launches} == {int(machine.ways.bulk)}
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 PIECES = {
-    "nobody waits for the first launch": Planted("merge_pieces.cuh", "ptx::wait_for_last_grid();", ""),
+    "no thread waits for the first launch": Planted("merge_pieces.cuh", "ptx::wait_for_last_grid();", ""),
     "one thread waits for all": Planted(
         "merge_pieces.cuh", "ptx::wait_for_last_grid();", "if (ptx::thread_index() == 0) ptx::wait_for_last_grid();"
     ),
@@ -186,10 +187,10 @@ PIECES = {
         "merge.cuh", "done < pieces; done += AT_ONCE", "done < AT_ONCE; done += AT_ONCE"
     ),
     "the last piece counts more than once": Planted("merge.cuh", "if (done + i >= pieces) break;", ""),
-    "what one CTA did alone is merged": Planted("merge_pieces.cuh", " && plan.num_partials() > 1", ""),
-    "no unit is merged": Planted("merge_pieces.cuh", "plan.num_partials() > 1", "plan.num_partials() > 9999"),
+    "a unit of one CTA is merged": Planted("merge_pieces.cuh", " && partition.num_partials() > 1", ""),
+    "no unit is merged": Planted("merge_pieces.cuh", "partition.num_partials() > 1", "partition.num_partials() > 9999"),
     "sums become stages while they are stored": Planted(
-        "paged_attention.cuh", "ptx::sync_block();  // the stages take the sums' memory back\n    } else", "} else"
+        "paged_attention.cuh", "ptx::sync_block();  // the next stages will overwrite the sums\n    } else", "} else"
     ),
 }
 
@@ -210,20 +211,20 @@ def test_a_planted_mistake_in_merging_pieces_is_caught(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_pieces_merged_by_a_second_launch_or_by_the_last_to_arrive_have_the_same_bits(case: Case) -> None:
+def test_a_second_launch_and_the_last_cta_merge_pieces_to_the_same_bits(case: Case) -> None:
     results = []
     for machine in (in_pieces(), Emulator(8)):
         call = call_of(case.build())
         machine.attend(call)
         results.append((call.out.float().nan_to_num(7.0), call.lse.nan_to_num(7.0, neginf=9.0)))
-        assert machine.ways.second_launch or "merge_pieces" not in [shape.kernel for shape in machine.launches]
+        assert machine.ways.second_launch or "merge_pieces" not in [kernel.name for kernel in machine.launches]
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_rows_that_cannot_be_copied_in_bulk_are_copied_in_pieces() -> None:
+def test_rows_that_cannot_be_copied_in_bulk_are_copied_8_bytes_at_a_time() -> None:
     machine = bulk()
     check(Case(dims=(80, 80), kv="int4/token_head", dtype="bfloat16"), machine)
-    assert [(shape.copy, shape.bulk) for shape in machine.launches] == [(8, 0)]
+    assert [(kernel.copy, kernel.bulk) for kernel in machine.launches] == [(8, 0)]
 
 
 MOVING = {
@@ -249,13 +250,13 @@ MOVING = {
     ),
     "stored before it came": Planted("copy_frames.cuh", "ptx::copy_wait<0>();", ""),
     "past the end of a frame": Planted("copy_frames.cuh", "if (within < p.frame_words) use", "use"),
-    "what saw nothing is looked at": Planted("merge_states.cuh", "if (w_b != 0.0f) y", "y"),
-    "one weight for both": Planted("merge_states.cuh", "w_b = has_b && !endless ? e_b / sum : 0.0f", "w_b = w_a"),
+    "a state that saw no key is read": Planted("merge_states.cuh", "if (w_b != 0.0f) y", "y"),
+    "one weight for both": Planted("merge_states.cuh", "w_b = has_b && !infinite ? e_b / sum : 0.0f", "w_b = w_a"),
 }
 
 
 def moves_right(machine: Emulator) -> bool:
-    """Is what the three kernels leave what the reference leaves?"""
+    """Return whether the three kernels leave the same bytes as the reference."""
     case, draw = Case(kv="int8/token_head", dims=(80, 80), layout="HND"), torch.Generator().manual_seed(0)
     k, angles = torch.randn(7, 2, 80, generator=draw), torch.rand(7, 16, generator=draw) * 6
     layers = [empty_layer(case, 4) for _ in range(2)]
@@ -294,12 +295,12 @@ def moves_right(machine: Emulator) -> bool:
     return stored and torch.equal(*pools) and torch.allclose(*merged, rtol=1e-5, atol=1e-6)
 
 
-def test_without_a_mistake_they_move_right() -> None:
+def test_writes_copies_and_merges_without_a_mistake_pass() -> None:
     assert moves_right(Emulator())
 
 
 @pytest.mark.parametrize("mistake", MOVING)
-def test_a_planted_mistake_in_what_moves_rows_is_caught(mistake: str) -> None:
+def test_a_planted_mistake_in_writes_copies_and_merges_is_caught(mistake: str) -> None:
     machine = planted(MOVING[mistake], Emulator())
     with contextlib.suppress(Fault):
         assert not moves_right(machine)
@@ -307,7 +308,7 @@ def test_a_planted_mistake_in_what_moves_rows_is_caught(mistake: str) -> None:
 
 def planted(mistake: Planted, machine: Emulator) -> Emulator:
     file, old, new = mistake
-    assert machine.sources[file].count(old) == 1, "the text to replace must stand in the source exactly once"
+    assert machine.sources[file].count(old) == 1, "the text to replace must occur in the source exactly once"
     machine.sources[file] = machine.sources[file].replace(old, new)
     return machine
 

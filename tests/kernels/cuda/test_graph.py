@@ -1,4 +1,7 @@
-"""A decode is one node of its CUDA graph: counted by the driver while the graph is captured, on a GPU; the counting itself anywhere."""
+"""A decode is one node of its CUDA graph: the driver counts the nodes during the capture.
+
+This test needs a GPU; the test of the counting runs anywhere.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ STEP = Case(
 
 
 def nodes(stream: int, library: ctypes.CDLL) -> list[int]:
-    """The kinds of the nodes that the capture of this stream has made so far: the graph may be looked at while it grows."""
+    """Return the kinds of the nodes that the capture of this stream has made so far."""
 
     def ask(function: str, *arguments: object) -> None:
         status = getattr(library, function)(*arguments)
@@ -58,7 +61,8 @@ DRIVER = """
 #include <cstdint>
 struct Graph { size_t count; uintptr_t nodes[3]; };
 static Graph graph = {3, {0x7f0000000010, 0x7f0000000020, 0x7f0000000035}};
-extern "C" int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* name, void** captured, const void** last, size_t* count) {
+extern "C" int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* name, void** captured, const void** last,
+                                         size_t* count) {
     if ((uintptr_t)stream != 0x7fff12345678) return 400;
     *status = 1, *name = 7, *captured = &graph, *last = nullptr, *count = 1;
     return 0;
@@ -71,7 +75,7 @@ extern "C" int cuGraphGetNodes(void* asked, uintptr_t* nodes, size_t* count) {
 }
 extern "C" int cuGraphNodeGetType(uintptr_t node, int* kind) { return *kind = node & 15, node >> 32 == 0x7f00 ? 0 : 2; }
 """
-"""As the driver's header has them, with a stream of which three nodes are captured, of kinds 0, 0 and 5."""
+"""A stand-in for the driver, with signatures as in cuda.h. One stream has three captured nodes, of kinds 0, 0 and 5."""
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs g++")
@@ -91,14 +95,15 @@ def test_nodes_of_a_capture_are_counted_by_their_kinds() -> None:
 def test_a_captured_decode_is_one_kernel_and_nothing_else(
     backend: str, most_queries: int, launches: int, split_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No node sets tickets to zero, copies or waits. Pieces merge in a second launch; longer queries than 16 rows take one a class."""
+    """No node sets tickets to zero, copies or waits. cuda-pieces merges in a second launch; queries of more than 16
+    rows take one launch for each class of rows."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     try:
         registry.resolve(registry.Case(device="cuda", dtype="bfloat16"), backend)
     except KernelUnavailable as refused:
         pytest.skip(str(refused))
-    monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # checks of values read them back, which capture forbids
+    monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # checks read values back, which a capture forbids
     case = replace(
         STEP, q_lens=(most_queries, 1, 1, 1, 1, 1), kv_lens=(700, 40, 700, 33, 512, 97), split_tokens=split_tokens
     )

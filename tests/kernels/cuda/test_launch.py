@@ -1,4 +1,4 @@
-"""What Python adds to the kernel: shapes that fit, workspaces long enough, launches that follow from host integers, and refusals."""
+"""Launches of attention follow from integers of the host, fit the SM, and have workspaces that are long enough."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagedkv import KernelUnavailable
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.cuda import backend, driver
-from pagedkv.kernels.cuda.shapes import CLASSES, KINDS, Keys, shape_for
+from pagedkv.kernels.cuda.specialisation import CLASSES, KINDS, Keys, specialise
 from tests.cases import Case
 from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
 from tests.kernels.cuda.test_attention import check
@@ -32,7 +32,7 @@ def results(
 @needs_compiler
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 40])
 def test_with_split_tokens_no_bit_depends_on_how_many_ctas_share_the_work(num_sms: int) -> None:
-    """On 40 SMs each chunk is another CTA's and the last merges; on 1, one CTA folds all chunks of a unit."""
+    """On 40 SMs each chunk goes to another CTA, and the last CTA merges; on 1 SM, one CTA folds all chunks."""
     case = Case(q_lens=(1, 3, 1), kv_lens=(400, 250, 77), heads=(8, 2), dtype="bfloat16", sinks=True, split_tokens=64)
     out, lse = results(case, Emulator(num_sms, seed=num_sms))
     expected_out, expected_lse = results(case, Emulator(3))
@@ -41,15 +41,16 @@ def test_with_split_tokens_no_bit_depends_on_how_many_ctas_share_the_work(num_sm
 
 
 @needs_compiler
-def test_chunks_of_the_last_unit_have_room_for_their_states() -> None:
-    """Slots follow from places on the line, on which a unit takes two more than its chunks: units * chunks are too few."""
+def test_chunks_of_the_last_unit_have_memory_for_their_partial_states() -> None:
+    """Indices of partial states follow from places on the line, where a unit is wider than its chunks by two: units *
+    chunks partial states would be too few."""
     check(Case((1,), (640,), heads=(8, 2), dtype="bfloat16", split_tokens=64), Emulator(40))
 
 
 @needs_compiler
 @pytest.mark.parametrize("moved", ["address", "stride"])
 @pytest.mark.parametrize("pool", ["k", "v"])
-def test_copies_are_as_small_as_the_odder_of_both_pools_wants(pool: str, moved: str) -> None:
+def test_the_worse_aligned_of_both_pools_decides_the_bytes_of_a_copy(pool: str, moved: str) -> None:
     call, expected = (call_of(Case(dims=(64, 64), dtype="bfloat16").build()) for _ in range(2))
     old, machine = getattr(call, pool), Emulator()
     wide = torch.full((old.numel() // 64 + 1, 68), torch.nan, dtype=old.dtype)
@@ -58,7 +59,7 @@ def test_copies_are_as_small_as_the_odder_of_both_pools_wants(pool: str, moved: 
     odd = type(call)(*(new if name == pool else getattr(call, name) for name in call.__slots__))
     machine.attend(odd)
     Emulator().attend(expected)
-    assert [shape.copy for shape in machine.launches] == [8]
+    assert [kernel.copy for kernel in machine.launches] == [8]
     assert torch.equal(odd.out, expected.out)
     assert torch.equal(odd.lse, expected.lse)
 
@@ -93,24 +94,24 @@ def test_with_split_tokens_no_bit_depends_on_the_rest_of_the_batch() -> None:
 def test_a_decode_is_one_launch_and_long_queries_take_one_for_each_class() -> None:
     machine = Emulator()
     results(Case(dtype="bfloat16"), machine)
-    assert [shape.rows for shape in machine.launches] == [16]
+    assert [kernel.rows for kernel in machine.launches] == [16]
     machine.launches.clear()
     results(Case(q_lens=(40, 1), kv_lens=(64, 16), dtype="bfloat16"), machine)
-    assert [shape.rows for shape in machine.launches] == [16, 32, 64]
+    assert [kernel.rows for kernel in machine.launches] == [16, 32, 64]
 
 
 @pytest.mark.parametrize("row_class", CLASSES)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (576, 512)])
 @pytest.mark.parametrize("shared", [H200, AD102])
-def test_shapes_fit_the_sm(dims: tuple[int, int], shared: tuple[int, int], row_class: object) -> None:
-    shape = shape_for(BF16, dims, row_class, Keys(), shared)  # type: ignore[arg-type]
-    assert shape.shared_bytes <= shared[0]
-    assert shape.blocks * (shape.shared_bytes + 1024) <= shared[1]
-    assert shape.stages >= 2
+def test_specialisations_fit_the_sm(dims: tuple[int, int], shared: tuple[int, int], row_class: object) -> None:
+    kernel = specialise(BF16, dims, row_class, Keys(), shared)  # type: ignore[arg-type]
+    assert kernel.shared_bytes <= shared[0]
+    assert kernel.blocks * (kernel.shared_bytes + 1024) <= shared[1]
+    assert kernel.stages >= 2
 
 
 @needs_compiler
-def test_bulk_copies_are_a_candidate_of_their_own_that_is_only_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bulk_copies_are_a_kernel_of_their_own_that_is_chosen_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     case = registry.Case(device="cuda", dtype="bfloat16", head_dim=128)
     monkeypatch.setattr(backend, "machine_objections", tuple)
     monkeypatch.setattr(backend, "shared_memory", lambda: H200)
@@ -121,26 +122,26 @@ def test_bulk_copies_are_a_candidate_of_their_own_that_is_only_taken_by_name(mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert backend.BULK.objections(case) == []
     order = [kernel.name for kernel in registry.KERNELS]
-    assert order.index("cuda") < order.index("cuda-bulk"), "auto finds the measured one first"
+    assert order.index("cuda") < order.index("cuda-bulk"), "auto finds the measured kernel first"
     machine, call = Emulator(), call_of(Case(dtype="bfloat16").build())
     monkeypatch.setattr(driver, "driver_of", lambda device: machine)
     machine._may_touch(*(getattr(call, name) for name in call.__slots__))
     backend.BULK.paged_attention(call)
-    assert [shape.bulk for shape in machine.launches] == [1]
+    assert [kernel.bulk for kernel in machine.launches] == [1]
 
 
-def test_what_cannot_fit_says_so() -> None:
+def test_heads_that_fit_no_specialisation_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="more shared memory than the 20000 bytes"):
-        shape_for(BF16, (256, 256), CLASSES[0], Keys(), (20000, 20000))
+        specialise(BF16, (256, 256), CLASSES[0], Keys(), (20000, 20000))
 
 
-def test_heads_that_do_not_fit_the_gpu_are_an_objection_and_no_surprise_at_the_call(
+def test_heads_that_do_not_fit_the_gpu_are_refused_before_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wide = registry.Case(device="cuda", dtype="float32", kv_dtype="float32", head_dim=576, head_dim_v=512)
     assert backend.shared_memory_objections(wide, H200) == []
     assert backend.shared_memory_objections(wide._replace(dtype="bfloat16", kv_dtype="bfloat16"), AD102) == []
-    assert backend.shared_memory_objections(wide._replace(kv_dtype=None), AD102) == [], "not known yet"
+    assert backend.shared_memory_objections(wide._replace(kv_dtype=None), AD102) == [], "the dtype is not known yet"
     about = SimpleNamespace(shared_memory_per_block_optin=AD102[0], shared_memory_per_multiprocessor=AD102[1])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: about)
@@ -162,9 +163,9 @@ def test_rows_that_begin_at_odd_addresses_are_refused_with_a_remedy() -> None:
         Emulator().attend(odd)
 
 
-def test_every_missing_part_is_named() -> None:
+def test_every_reason_for_a_refusal_is_named() -> None:
     if torch.cuda.is_available():
-        pytest.skip("this machine has what the others lack")
+        pytest.skip("this machine has a GPU")
     with pytest.raises(KernelUnavailable, match="torch (finds no CUDA device|.* is built without CUDA)"):
         registry.resolve(registry.Case(device="cuda"), "cuda")
     for dims, dtype, why in (

@@ -1,4 +1,4 @@
-"""The laws of every backend, kept by csrc/cuda in the emulator; and places farther apart than 32 bits tell, of whatever has strides."""
+"""csrc/cuda keeps the laws of every backend, in the emulator. Every stride may exceed 32 bits."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
 
 
 def far(x: Tensor, dim: int, folder: Path) -> Tensor:
-    """Equal to `x`, with more than 2^32 elements from its first to its last place along `dim`; what lies between takes no memory."""
+    """Return a copy of `x` in a sparse file; its first and last element along `dim` are over 2^32 elements apart."""
     strides = list(x.contiguous().stride())
     strides[dim] = -(-(2**32 + 4096) // max(1, x.shape[dim] - 1) // 64) * 64
-    places = 1 + sum((count - 1) * stride for count, stride in zip(x.shape, strides, strict=True))
-    sparse = torch.from_file(str(folder / "far"), shared=True, size=places * x.element_size(), dtype=torch.uint8)
+    elements = 1 + sum((count - 1) * stride for count, stride in zip(x.shape, strides, strict=True))
+    sparse = torch.from_file(str(folder / "far"), shared=True, size=elements * x.element_size(), dtype=torch.uint8)
     return sparse.view(x.dtype).as_strided(x.shape, strides).copy_(x)
 
 
@@ -89,7 +89,7 @@ def changed(call: Any, **fields: object) -> Any:
     ],
 )
 @pytest.mark.parametrize("bulk", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_places_farther_apart_than_32_bits_tell_are_found(name: str, dim: int, bulk: bool, tmp_path: Path) -> None:
+def test_strides_beyond_32_bits_are_read_right(name: str, dim: int, bulk: bool, tmp_path: Path) -> None:
     call = call_of(replace(MIXED, dims=(64, 64), mask="tree", rows=True).build())
     expected, machine = changed(call, out=torch.full_like(call.out, torch.nan)), Emulator()
     Emulator().attend(expected)
@@ -119,7 +119,7 @@ def test_places_farther_apart_than_32_bits_tell_are_found(name: str, dim: int, b
         *(("k_scale", 0), ("k_scale", 1), ("v_scale", 2), ("slots", 0), ("positions", 0), ("cos", 0), ("sin", 0)),
     ],
 )
-def test_writes_find_places_farther_apart_than_32_bits_tell(name: str, dim: int, tmp_path: Path) -> None:
+def test_strides_beyond_32_bits_are_written_right(name: str, dim: int, tmp_path: Path) -> None:
     layer = MIXED.build().layer
     k, v, angles = torch.randn(5, 2, 64).bfloat16(), torch.randn(5, 2, 48).bfloat16(), torch.rand(9, 16)
     slots, positions = torch.tensor([3, 40, -1, 17, 60]), torch.tensor([8, 0, 3, 4, 1])
@@ -174,7 +174,7 @@ def test_sequences_without_queries_or_keys_and_batches_without_sequences(
         int(call.cu_seqlens_q[-1]),
     )
     reference.paged_attention(right)
-    for most in {call.max_seqlen_q, 40}:  # as in a graph that was captured for more
+    for most in {call.max_seqlen_q, 40}:  # 40: as in a graph that was captured for more
         machine.ways = Ways(second_launch=second_launch)
         machine.attend(changed(call, max_seqlen_q=most, max_seqlen_k=max(call.max_seqlen_k, 100)))
         assert call.out[rows:].isnan().all()
@@ -182,18 +182,18 @@ def test_sequences_without_queries_or_keys_and_batches_without_sequences(
         assert torch.allclose(call.lse[:rows], right.lse[:rows], atol=1e-4)
 
 
-def test_a_pool_without_frames_serves_who_sees_nothing() -> None:
+def test_a_pool_without_frames_serves_a_query_that_sees_no_key() -> None:
     built = Case(q_lens=(1,), kv_lens=(0,), dims=(64, 64), dtype="bfloat16").build()
     layer = type(built.layer)(built.layer.k[:0], built.layer.v[:0])
     assert (paged_attention(built.q, layer, built.batch) == 0).all()
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 1000, 2**20 + 1])
-def test_absurd_block_sizes_are_served(block_size: int) -> None:
+def test_very_small_and_very_large_block_sizes_are_served(block_size: int) -> None:
     case = Case(q_lens=(1, 5), kv_lens=(70, 9), heads=(2, 1), dims=(64, 64), dtype="bfloat16")
     built = replace(case, block_size=min(block_size, 1000)).build()
     call = call_of(built)
-    if block_size > 1000:  # one frame a sequence, mostly air
+    if block_size > 1000:  # one frame for each sequence, mostly unused
         pools = [torch.zeros(2, block_size, 1, 64, dtype=torch.bfloat16) for _ in "kv"]
         for sequence, (pool, of) in (
             (i, pair) for i in range(2) for pair in zip(pools, (built.layer.k, built.layer.v), strict=True)
@@ -206,7 +206,7 @@ def test_absurd_block_sizes_are_served(block_size: int) -> None:
     assert torch.allclose(call.out, right.out, atol=2**-7, rtol=2**-7)
 
 
-def test_chunks_that_would_leave_too_much_are_folded_by_one_cta_to_the_same_bits(
+def test_chunks_with_too_many_partial_states_are_folded_by_one_cta_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case(q_lens=(1,), kv_lens=(200,), heads=(2, 1), dims=(64, 64), dtype="bfloat16", split_tokens=16)
@@ -224,7 +224,7 @@ def test_chunks_that_would_leave_too_much_are_folded_by_one_cta_to_the_same_bits
 
 
 @pytest.mark.parametrize("softcap", [1e29, 1e31, 3e38])
-def test_a_soft_cap_beyond_every_score_is_none(softcap: float) -> None:
+def test_a_soft_cap_beyond_every_score_changes_nothing(softcap: float) -> None:
     call = call_of(Case(dims=(64, 64)).build())
     Emulator().attend(call)
     out = call.out.clone()
@@ -233,7 +233,7 @@ def test_a_soft_cap_beyond_every_score_is_none(softcap: float) -> None:
 
 
 @pytest.mark.parametrize("word", [1, 16])
-def test_many_copies_go_by_way_of_a_room_of_bounded_size(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_copies_go_through_a_scratch_buffer_of_bounded_size(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves, "MOST_ROOM", 100_000)
     width = 200 * word + (word == 1)
     pool = torch.randint(0, 255, (3000, width), dtype=torch.uint8)
@@ -247,8 +247,8 @@ def test_many_copies_go_by_way_of_a_room_of_bounded_size(word: int, monkeypatch:
     assert len(machine.launches) > 2
 
 
-def test_an_infinite_state_leaves_zeros_and_what_is_no_number_stays_none() -> None:
-    """As in the reference: an infinite sink has the whole weight, and no value."""
+def test_an_infinite_state_leaves_zeros_and_nan_stays_nan() -> None:
+    """As in the reference, an infinite sink takes the whole weight and has no value."""
     out_a, out_b = torch.randn(2, 6, 64), torch.randn(2, 6, 64)
     lse_a = torch.tensor([[torch.inf, torch.inf, 1.0, torch.nan, torch.inf, -torch.inf]] * 2)
     lse_b = torch.tensor([[1.0, torch.inf, torch.inf, 1.0, torch.nan, torch.inf]] * 2)

@@ -1,4 +1,4 @@
-"""write_kv, merge_states and copy_frames of csrc/cuda in the emulator: the laws that every backend keeps, and what is theirs alone."""
+"""write_kv, merge_states and copy_frames of csrc/cuda in the emulator: laws of every backend, and laws of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pagedkv
 from pagedkv import copy_frames, merge_states, write_kv
 from pagedkv.kernels import reference, registry
 from pagedkv.kernels.args import RotaryTable
-from pagedkv.kernels.cuda import shapes
+from pagedkv.kernels.cuda import specialisation
 from tests.cases import Case, as_bytes, empty_layer
 from tests.kernels import test_compiled_laws, test_laws, test_write
 from tests.kernels.conftest import Runner
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
-# Laws of every backend; they run here with the runner below.
+# Laws of every backend. They run here with the runner below.
 test_a_float64_query_is_refused_with_the_reason = test_compiled_laws.test_a_float64_query_is_refused_with_the_reason
 test_what_is_written_has_the_bits_that_the_reference_writes = (
     test_compiled_laws.test_what_is_written_has_the_bits_that_the_reference_writes
@@ -52,7 +52,7 @@ test_copying_nothing_is_allowed = test_write.test_copying_nothing_is_allowed
 
 @pytest.fixture(params=[900, pytest.param(800, marks=pytest.mark.slow)], ids=["sm_90", "sm_80"])
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
-    """A GPU that converts 8-bit floats by arithmetic, and one that has an instruction."""
+    """Emulate a GPU that converts 8-bit floats by an instruction, and one that does so by arithmetic."""
     machine = Emulator(arch=request.param)
     monkeypatch.setattr(backend, "machine", machine)
     monkeypatch.setattr(registry, "KERNELS", (backend.KERNEL, *registry.KERNELS))
@@ -66,13 +66,13 @@ def runner(machine: Emulator) -> Runner:
     return Runner(backend.KERNEL.name, "cpu")
 
 
-def test_every_operation_of_the_contract_is_its_own(machine: Emulator) -> None:
+def test_every_operation_runs_its_own_kernel(machine: Emulator) -> None:
     built = Case().build()
     pagedkv.paged_attention(built.q, built.layer, built.batch)
     write_kv(torch.randn(3, 2, 64), torch.randn(3, 2, 64), built.layer, built.batch)
     merge_states(torch.randn(3, 4, 64), torch.randn(3, 4), torch.randn(3, 4, 64), torch.randn(3, 4))
     copy_frames(built.layer.k, torch.tensor([[0, 1]], dtype=torch.int32))
-    assert [shape.kernel for shape in machine.launches] == [
+    assert [kernel.name for kernel in machine.launches] == [
         "paged_attention",
         "write_kv",
         "merge_states",
@@ -84,7 +84,8 @@ def test_every_operation_of_the_contract_is_its_own(machine: Emulator) -> None:
 @pytest.mark.parametrize("kv", ["", "fp8_e4m3/token_head", "fp8_e5m2/tensor", "int8/token_head", "int4/token_head"])
 def test_any_dims_and_strides_have_the_bits_of_the_reference(dims: tuple[int, int], kv: str) -> None:
     case = Case(dtype="bfloat16", kv=kv, dims=dims, layout="mixed" if dims[0] != 62 else "HND", heads=(3, 3))
-    fused = torch.randn(7, 9, dims[0] + 1).to(torch.float16)  # rows of a fused projection, at addresses of any kind
+    # Rows of a fused projection, at addresses of any alignment.
+    fused = torch.randn(7, 9, dims[0] + 1).to(torch.float16)
     k, v = fused[:, 1:4, : dims[0]], torch.randn(7, 3, dims[1])
     layers = [empty_layer(case, 4) for _ in range(2)]
     for layer, name in zip(layers, (None, "reference"), strict=True):
@@ -98,7 +99,7 @@ def test_any_dims_and_strides_have_the_bits_of_the_reference(dims: tuple[int, in
 @pytest.mark.parametrize(
     "case", [(32, False, (64, 64)), (32, True, (64, 64)), (6, False, (62, 30)), (64, True, (576, 512))], ids=str
 )
-def test_keys_are_turned_to_the_bits_of_the_reference(case: tuple[int, bool, tuple[int, int]]) -> None:
+def test_keys_are_rotated_to_the_bits_of_the_reference(case: tuple[int, bool, tuple[int, int]]) -> None:
     half, interleaved, dims = case
     angles, positions = torch.rand(20, half) * 6, torch.tensor([3, 0, 19, 0, 7, 0, 11])
     rope = RotaryTable(angles.cos(), angles.sin(), interleaved)
@@ -140,18 +141,17 @@ def test_frames_are_copied_as_if_all_sources_were_read_first(
     pool = torch.arange(9 * frame[0]).view(9, -1).to(frame[1])
     pairs = torch.tensor(COPIES[copies], dtype=torch.int32)
     assert_copied(pool, pairs)
-    assert_copied(
-        pool[:, : max(1, frame[0] // 3)], torch.cat([pairs, pairs], 1)[:, 1:3].flip(1)
-    )  # views with steps between their elements
-    assert [shape.kernel for shape in machine.launches] == ["copy_frames"] * 2
+    # Both arguments are views with steps between their elements.
+    assert_copied(pool[:, : max(1, frame[0] // 3)], torch.cat([pairs, pairs], 1)[:, 1:3].flip(1))
+    assert [kernel.name for kernel in machine.launches] == ["copy_frames"] * 2
 
 
 @pytest.mark.parametrize("count", [60, 600, 2500])
-def test_very_many_copies_take_narrower_runs_and_then_a_room(count: int, machine: Emulator) -> None:
+def test_very_many_copies_take_narrower_runs_and_then_a_scratch_buffer(count: int, machine: Emulator) -> None:
     pool = torch.randn(2600, 36)
     copies = torch.stack([torch.randint(0, 2600, (count,)), torch.randperm(2600)[:count]], 1).int()
     assert_copied(pool, copies)
-    assert [shape.shared_bytes >> 10 for shape in machine.launches] == {60: [32], 600: [96], 2500: [32, 32]}[count]
+    assert [kernel.shared_bytes >> 10 for kernel in machine.launches] == {60: [32], 600: [96], 2500: [32, 32]}[count]
 
 
 def assert_copied(pool: Tensor, copies: Tensor) -> None:
@@ -163,7 +163,7 @@ def assert_copied(pool: Tensor, copies: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 30, 512])
-def test_two_states_become_one_as_the_reference_has_it(dtype: torch.dtype, dim: int) -> None:
+def test_two_states_merge_as_in_the_reference(dtype: torch.dtype, dim: int) -> None:
     wide = torch.randn(5, 7, dim + 3).to(dtype)
     out_a, out_b = wide[:, 1:4, :dim], torch.randn(5, 3, dim).to(dtype)
     lse_a, lse_b = (torch.randn(3, 5) * 20).T, torch.randn(5, 3) * 20
@@ -177,7 +177,7 @@ def test_two_states_become_one_as_the_reference_has_it(dtype: torch.dtype, dim: 
 
 
 @pytest.mark.parametrize("arch", [800, 900])
-def test_each_float_becomes_the_nearest_byte_whichever_way_the_machine_rounds(arch: int, machine: Emulator) -> None:
+def test_each_float_becomes_the_nearest_byte_by_instruction_and_by_arithmetic(arch: int, machine: Emulator) -> None:
     machine.arch = arch
     every = torch.arange(256, dtype=torch.uint8)
     for kv, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
@@ -193,7 +193,7 @@ def test_each_float_becomes_the_nearest_byte_whichever_way_the_machine_rounds(ar
 
 
 def assert_equal(ours: Tensor, theirs: Tensor) -> None:
-    """Bit for bit, what nobody wrote included."""
+    """Compare all bits, also those that no kernel wrote."""
     assert torch.equal(as_bytes(ours.contiguous()).view(torch.uint8), as_bytes(theirs.contiguous()).view(torch.uint8))
 
 
@@ -201,4 +201,4 @@ def test_a_vector_longer_than_a_warp_holds_is_refused_with_the_limit() -> None:
     from pagedkv.kernels.cuda import backend
 
     case = registry.Case("write_kv", "cuda", dtype="float16", head_dim=2048, head_dim_v=64)
-    assert backend.case_objections(case) == [f"head_dim is 2048; it takes up to {shapes.LONGEST_ROW}"]
+    assert backend.case_objections(case) == [f"head_dim is 2048; it takes up to {specialisation.LONGEST_ROW}"]

@@ -1,4 +1,4 @@
-"""The emulator and the kernels themselves under AddressSanitizer and UndefinedBehaviorSanitizer: what they do as C++ is defined, too."""
+"""The emulator and the kernels, as C++ on the host, under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def library(name: str) -> str | None:
-    """The path of a sanitizer's runtime, or None."""
+    """Return the path of a sanitizer's runtime, or None."""
     assert COMPILER
     path = subprocess.run(
         [COMPILER, f"-print-file-name={name}"], check=True, stdout=subprocess.PIPE, text=True

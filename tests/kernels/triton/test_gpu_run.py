@@ -276,9 +276,7 @@ def test_without_a_gpu_the_run_says_so_once_and_starts_nothing_else(
     assert gpu.main(["--out", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("machine: FAILED")
-    assert lines[0].endswith(
-        "torch finds no GPU on this machine: there is nothing that could be measured or tested here"
-    )
+    assert lines[0].endswith("torch finds no GPU on this machine, so nothing can be tested or measured")
     assert all(line.endswith("not run: machine did not pass") for line in lines[1:])
     assert len(lines) == len(gpu.STAGES)
     assert (tmp_path / "summary.txt").read_text().splitlines() == lines

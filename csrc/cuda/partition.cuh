@@ -1,46 +1,52 @@
-// Who does what, decided by every warp for itself: no plan is made on the host, none can be stale, and a decode is one launch.
+// The partition of a launch's work among its CTAs. Every warp computes it for itself: the host makes no partition, so
+// none can be stale, and a decode is one launch.
 //
-// Work is laid out on a line: sequences, in each the tiles of ROWS query rows, in each the kv heads. Such a unit takes OVERHEAD + steps,
-// a step being STEP_TOKENS keys (or, with split_tokens, one chunk of so many keys). The line is cut into equal shares, one for each CTA:
+// Work is laid out on a line: sequences, in each the tiles of ROWS query rows, in each the kv heads. Such a (sequence,
+// tile, head) is a unit, and OVERHEAD + steps is its width on the line. An item of a unit is one step of STEP_TOKENS
+// keys; with split_tokens, an item is a chunk of so many keys, which counts as several steps. The line is cut into
+// equal shares, one for each CTA:
 //
 //     |  unit 0      |  unit 1   |   unit 2                                         |  unit 3 ...
 //     |   CTA 0          |   CTA 1           |   CTA 2           |   CTA 3
 //
-// so a CTA begins and ends at most two units that others share. A unit done by several leaves partial states, merged by its last CTA.
-// Slots of partials and tickets follow from the line, with no counting:
-//     free cut      the unit's first CTA c: slot 2 c + 1; each later one: 2 c         num_slots = 2 CTAs
-//     split_tokens  place of the chunk on the line / width of a chunk                 chunks are at least that far apart
+// So a CTA has at most two units that it shares with others: the one its share begins in and the one its share ends in.
+// Each CTA of a shared unit leaves a partial state, and the unit's last CTA merges them. A `place` is a position on the
+// line. The index of a partial state, and of a unit's ticket, follows from places, with no counting. "Free cut" means
+// that there is no split_tokens, so a share may end after any step:
+//     free cut      the unit's first CTA c: partial state 2 c + 1; each later CTA c: 2 c       max_partials = 2 CTAs
+//     split_tokens  place of the chunk / width of a chunk                                      chunks do not overlap
 // Cost: two passes over the sequences' lengths, 32 at a time; a pass over the row tiles of the lane's sequences.
 #pragma once
 
 #include "params.h"
 #include "ptx.cuh"
 
-constexpr int OVERHEAD = 2;  // what a unit costs beside its keys, in steps: queries in, result out
+constexpr int OVERHEAD = 2;  // the cost of loading a unit's queries and storing its result, in steps
 
 struct Unit {
-    i32 sequence, tile, head;  // which
+    i32 sequence, tile, head;
     i32 first_query, queries, length;  // of the sequence
-    i32 begin_key, end_key;  // what the tile's rows may see at most
-    i64 place;  // on the line
+    i32 begin_key, end_key;  // no row of the tile sees a key outside
+    i64 place;  // where the unit begins on the line
     i32 first_item, num_items;  // steps, or chunks (the first chunk has number first_item)
-    i32 weight;  // of an item
+    i32 weight;  // steps of an item
     DEVICE_MEMBER i64 end_place() const { return place + OVERHEAD + static_cast<i64>(num_items) * weight; }
     DEVICE_MEMBER i64 place_of(i32 item) const { return place + OVERHEAD + static_cast<i64>(item) * weight; }
 };
 
 struct Sequence {
-    i32 first_query, queries, length, num_tiles;  // num_tiles 0: not of this launch
+    i32 first_query, queries, length, num_tiles;  // num_tiles 0: another launch serves it
 };
 
-template <int ROWS, int STEP_TOKENS> struct Plan {
+template <int ROWS, int STEP_TOKENS> struct Partition {
     const AttentionParams& p;
     i32 group;  // G
-    i64 share, begin, end;  // of each CTA; of this one
+    i64 share;  // width of each CTA's share
+    i64 begin, end;  // this CTA's share of the line
     Unit unit;
     Sequence sequence;
 
-    DEVICE_MEMBER explicit Plan(const AttentionParams& params) : p(params) {
+    DEVICE_MEMBER explicit Partition(const AttentionParams& params) : p(params) {
         group = p.num_heads / p.num_kv_heads;
         i64 total = 0;
         const i32 lane = static_cast<i32>(ptx::thread_index() % 32);
@@ -54,7 +60,7 @@ template <int ROWS, int STEP_TOKENS> struct Plan {
         if (begin < end) find(lane);
     }
 
-    // Is there a unit that touches this CTA's share?
+    // Return whether the current unit touches this CTA's share.
     DEVICE_MEMBER bool more() const { return begin < end && unit.place < end; }
 
     DEVICE_MEMBER void advance() {
@@ -72,36 +78,46 @@ template <int ROWS, int STEP_TOKENS> struct Plan {
         unit.place = place;
         if (place >= end) return;
         do sequence = load(++b);
-        while (!sequence.num_tiles);  // the line goes on, so there is one
+        while (!sequence.num_tiles);  // the share goes on, so there is a next unit
         fill(b, 0, place);
     }
 
-    // The items of the current unit that are this CTA's.
-    DEVICE_MEMBER i32 first_mine() const { return whole_units() ? (starts_here() ? 0 : unit.num_items) : item_at(begin); }
-    DEVICE_MEMBER i32 end_mine() const { return whole_units() ? (starts_here() ? unit.num_items : 0) : item_at(end_of_share()); }
+    // This CTA computes the items [first_mine(), end_mine()) of the current unit.
+    DEVICE_MEMBER i32 first_mine() const {
+        return whole_units() ? (starts_here() ? 0 : unit.num_items) : item_at(begin);
+    }
+    DEVICE_MEMBER i32 end_mine() const {
+        return whole_units() ? (starts_here() ? unit.num_items : 0) : item_at(end_of_share());
+    }
 
-    // A unit that sees no key has no items: whose is it?
+    // Return whether the current unit begins in this CTA's share. A unit that sees no key has no items: the CTA in
+    // whose share it begins writes its result.
     DEVICE_MEMBER bool starts_here() const { return unit.place >= begin; }
 
-    // How many partial states the unit leaves, and where they lie.
+    // Return how many partial states the unit leaves.
     DEVICE_MEMBER i32 num_partials() const {
         if (unit.num_items <= 1 || whole_units()) return 1;
         if (p.split_tokens) return unit.num_items;
         return static_cast<i32>(owner(unit.num_items - 1) - owner(0)) + 1;
     }
-    // A division each: of the first slot, and of none of the others.
-    DEVICE_MEMBER i64 first_slot() const { return p.split_tokens ? unit.place_of(0) / unit.weight : 2 * owner(0) + 1; }
-    DEVICE_MEMBER i64 slot(i64 first, i32 partial) const { return p.split_tokens ? first + partial : first + 2 * partial - (partial > 0); }
+    // Return the index of the unit's first partial state. This takes a division; the other indices take none.
+    DEVICE_MEMBER i64 first_partial() const {
+        return p.split_tokens ? unit.place_of(0) / unit.weight : 2 * owner(0) + 1;
+    }
+    DEVICE_MEMBER i64 partial_index(i64 first, i32 piece) const {
+        return p.split_tokens ? first + piece : first + 2 * piece - (piece > 0);
+    }
     DEVICE_MEMBER i32 my_partial() const { return static_cast<i32>(ptx::block_index() - owner(0)); }  // of a free cut
 
-    // Keys [from, to) of item i (of items [i, last) of a free cut).
+    // Items [i, last) are the keys [from_key(i), to_key(last)).
     DEVICE_MEMBER i32 from_key(i32 i) const {
         if (!p.split_tokens) return unit.begin_key + i * STEP_TOKENS;
         const i32 cut = (unit.first_item + i) * p.split_tokens;
         return cut > unit.begin_key ? cut : unit.begin_key;
     }
     DEVICE_MEMBER i32 to_key(i32 last) const {
-        const i32 cut = p.split_tokens ? (unit.first_item + last) * p.split_tokens : unit.begin_key + last * STEP_TOKENS;
+        const i32 cut =
+            p.split_tokens ? (unit.first_item + last) * p.split_tokens : unit.begin_key + last * STEP_TOKENS;
         return last == unit.num_items || cut > unit.end_key ? unit.end_key : cut;
     }
 
@@ -109,7 +125,7 @@ private:
     DEVICE_MEMBER bool whole_units() const { return p.split_tokens && !p.spread; }
     DEVICE_MEMBER i64 end_of_share() const { return begin + share; }
     DEVICE_MEMBER i64 owner(i32 item) const { return unit.place_of(item) / share; }
-    DEVICE_MEMBER i32 item_at(i64 place) const {  // the first that begins at `place` or later
+    DEVICE_MEMBER i32 item_at(i64 place) const {  // the first item that begins at `place` or later
         const i64 past = place - unit.place - OVERHEAD;
         if (past <= 0) return 0;
         const i64 item = (past + unit.weight - 1) / unit.weight;
@@ -126,8 +142,8 @@ private:
         return s;
     }
 
-    // What the rows of a tile may see, and in how many items.
-    DEVICE_MEMBER void see(Unit& u, const Sequence& s, i32 tile) const {
+    // Set the keys that the rows of a tile may see, and the items that these keys are cut into.
+    DEVICE_MEMBER void set_keys(Unit& u, const Sequence& s, i32 tile) const {
         const i32 old = s.length - s.queries;
         const i32 first = tile * ROWS / group, last_row = tile * ROWS + ROWS - 1;
         const i32 last = last_row / group < s.queries ? last_row / group : s.queries - 1;
@@ -141,7 +157,7 @@ private:
             u.num_items = (u.end_key - 1) / p.split_tokens + 1 - u.first_item;
             u.weight = (p.split_tokens + STEP_TOKENS - 1) / STEP_TOKENS;
         } else {
-            u.begin_key = u.begin_key / 16 * 16;  // tiles of keys that do not straddle pages; what is left of the window is masked
+            u.begin_key = u.begin_key / 16 * 16;  // tiles do not straddle pages; keys left of the window are masked
             u.first_item = 0;
             u.num_items = (u.end_key - u.begin_key + STEP_TOKENS - 1) / STEP_TOKENS;
             u.weight = 1;
@@ -154,7 +170,7 @@ private:
         for (i32 tile = 0; tile < s.num_tiles; ++tile) {
             Unit u;
             u.place = 0;
-            see(u, s, tile);
+            set_keys(u, s, tile);
             width += u.end_place();
         }
         return width * p.num_kv_heads;
@@ -168,13 +184,13 @@ private:
         unit.queries = sequence.queries;
         unit.length = sequence.length;
         unit.place = place;
-        see(unit, sequence, tile);
+        set_keys(unit, sequence, tile);
     }
 
-    // The unit in which this CTA's share begins.
+    // Set `unit` to the unit in which this CTA's share begins.
     DEVICE_MEMBER void find(i32 lane) {
         i64 before = 0;
-        for (i32 base = 0;; base += 32) {  // begin < total: it ends
+        for (i32 base = 0;; base += 32) {  // begin < total, so the loop ends
             const i64 width = base + lane < p.num_sequences ? width_of(base + lane) : 0;
             i64 upto = width;
 #pragma unroll

@@ -1,7 +1,8 @@
-"""The specialisations of the kernels in csrc/cuda: what the compiler is told, and what a launch of each needs.
+"""The specialisations of the kernels in csrc/cuda: the macros each is compiled with, and the threads and shared memory
+it is launched with.
 
-This file knows geometry and the sizes of csrc/cuda/shape.cuh. It knows neither tensors nor CUDA, and imports neither torch nor numpy, so
-that setup.py can compile the most used ones ahead.
+This file knows geometry and the sizes of csrc/cuda/specialisation.cuh. It knows neither tensors nor CUDA, and imports
+neither torch nor numpy, so that setup.py can compile the most used specialisations ahead.
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ KINDS: Final = {"bfloat16": 0, "float16": 1, "float32": 2, "fp8_e4m3": 3, "fp8_e
 
 BITS: Final = (16, 16, 32, 8, 8, 8, 4)
 LARGEST_HEAD_DIM: Final = 576
-"""Of K and of V in attention: results stay in registers."""
+"""The largest head dim of K and of V in attention: the result stays in registers."""
 
 
 def parts_of(dims: tuple[int, int], kinds: tuple[int, int]) -> int:
-    """Warps that share 16 rows (`WARPS_D`): as many as it takes for results, and float32 operands of three pieces each, to fit."""
+    """Return how many warps share 16 rows (`WARPS_D`): enough that results and operands fit into registers.
+
+    A float32 operand has three terms, so it takes more warps.
+    """
     if kinds[0] == KINDS["float32"]:
         return 1 if max(dims) <= 128 else 2 if max(dims) <= 192 else 4
     return 1 if max(dims) <= 256 else 4
 
 
 class Keys(NamedTuple):
-    """How a call's keys lie and are copied, and pieces merged: bytes of a copy, `TOKEN_SCALES`, `V_IN_K`, `BULK`, `SECOND_LAUNCH`."""
+    """The layout of a call's keys, the way they are copied, and the way partial states are merged.
+
+    copy: bytes of one copy. The other fields are macros of csrc/cuda/specialisation.cuh.
+    """
 
     copy: int = 16
     token_scales: int = 0
@@ -38,7 +45,8 @@ class Keys(NamedTuple):
 
 
 class RowClass(NamedTuple):
-    """Sequences of `least` to `most` query rows, and the warps that serve them: 16 rows each, and teams of these over the keys."""
+    """Sequences of `least` to `most` query rows, and the CTA that serves them: `warps_m` warps of 16 rows, in `warps_n`
+    teams over the keys, `tile` keys at a time."""
 
     least: int
     most: int
@@ -51,8 +59,8 @@ CLASSES: Final = (RowClass(1, 16, 1, 4, 16), RowClass(17, 32, 2, 2, 32), RowClas
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """One specialisation of the kernel: the -D of csrc/cuda/shape.cuh, which says what they mean."""
+class AttentionSpecialisation:
+    """A specialisation of paged_attention. csrc/cuda/specialisation.cuh explains the fields, which are its macros."""
 
     q_kind: int
     kv_kind: int
@@ -70,12 +78,12 @@ class Shape:
     bulk: int
     second_launch: int
 
-    kernel = "paged_attention"
+    name = "paged_attention"
 
     @property
     def macros(self) -> dict[str, int]:
-        """What the compiler is told."""
-        return {name.upper(): getattr(self, name) for name in self.__slots__}
+        """The macros that the kernel is compiled with."""
+        return _macros(self)
 
     @property
     def rows(self) -> int:
@@ -84,12 +92,12 @@ class Shape:
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return 32 * self.warps_m * self.warps_d * self.warps_n
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA: `SHARED_BYTES` in csrc/cuda/shape.cuh."""
+        """Shared memory of a CTA: `SHARED_BYTES` in csrc/cuda/specialisation.cuh."""
         rows = [-(-self.row_bytes(d) // 16) * 16 + 16 for d in (self.head_dim, self.head_dim_v)]
         stage = self.tile * (sum(rows[: 2 - self.v_in_k]) + 8 * self.token_scales) + 16
         queries = self.rows * (2 * self.head_dim + 16) * (3 if self.q_kind == KINDS["float32"] else 1)
@@ -100,35 +108,38 @@ class Shape:
         return -(-(queries + stats + scores + barriers) // 128) * 128 + self.warps_n * max(self.stages * stage, sums)
 
     def row_bytes(self, dim: int) -> int:
-        """One key, or value, of one head in the pool."""
+        """Return the bytes of one key or value of `dim` elements in the pool."""
         return dim * BITS[self.kv_kind] // 8
 
 
 @dataclass(frozen=True, slots=True)
-class PiecesShape:
-    """The specialisation of csrc/cuda/merge_pieces.cuh that merges what an attention kernel of shape `of` leaves."""
+class PiecesSpecialisation:
+    """The specialisation of csrc/cuda/merge_pieces.cuh that merges the partial states of the kernel `attention`."""
 
-    of: Shape
+    attention: AttentionSpecialisation
 
-    kernel = "merge_pieces"
+    name = "merge_pieces"
     shared_bytes = 0
 
     @property
     def macros(self) -> dict[str, int]:
-        """What the compiler is told."""
-        return self.of.macros
+        """The macros that the kernel is compiled with."""
+        return self.attention.macros
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
-        return self.of.threads
+        """Threads of a CTA."""
+        return self.attention.threads
 
 
 class Specialisation(Protocol):
-    """A kernel of csrc/cuda, compiled for one purpose: equal ones are one. kernel: its name, and of its file."""
+    """A kernel of csrc/cuda and the macros it is compiled with. Equal specialisations share one loaded kernel.
+
+    name: of the kernel and, with .cuh, of its file.
+    """
 
     @property
-    def kernel(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...  # noqa: D102
     @property
     def macros(self) -> dict[str, int]: ...  # noqa: D102
     @property
@@ -138,65 +149,67 @@ class Specialisation(Protocol):
 
 
 _FITS: Final = ((2, 4), (2, 3), (1, 4), (1, 3), (1, 2))
-"""(CTAs on an SM, stages), best first. Two CTAs hide each other's beginnings and ends."""
+"""(CTAs on an SM, stages), best first. With two CTAs, one computes while the other begins or ends."""
 
 MOST_WARPS, MOST_THREADS = 8, 256
-"""Of a CTA, and of an SM: each may then have 255 registers."""
+"""Warps of a CTA, and threads of an SM, at most: each thread may then have 255 registers."""
 
 RESERVED: Final = 1024
-"""Bytes of shared memory that the driver takes for each CTA."""
+"""Bytes of shared memory that the driver reserves for each CTA."""
 
 
 @lru_cache(maxsize=1024)
-def shape_for(
+def specialise(
     kinds: tuple[int, int], dims: tuple[int, int], row_class: RowClass, keys: Keys, shared: tuple[int, int]
-) -> Shape:
-    """The specialisation for (Q, KV) kinds and (D, Dv); shared: bytes per CTA and per SM.
+) -> AttentionSpecialisation:
+    """Return the specialisation of attention for (Q, KV) kinds and (D, Dv). shared: its bytes per CTA and per SM.
 
-    Raises: InvalidRequest if not even two stages fit.
+    Raises: InvalidRequest if shared memory does not hold two stages.
     """
-    narrow = max(dims) > 128 or kinds[0] == KINDS["float32"]  # registers for the scores of 16 keys only
+    narrow = max(dims) > 128 or kinds[0] == KINDS["float32"]  # registers hold the scores of 16 keys only
     tile = 16 if narrow else row_class.tile
     if kinds[0] == KINDS["float32"] and row_class.least >= 33:
-        keys = keys._replace(bulk=0)  # a prefill in float32 is bound by arithmetic, and has no registers left for it
+        # Arithmetic bounds a prefill in float32, and no registers are left for bulk copies.
+        keys = keys._replace(bulk=0)
     parts = parts_of(dims, kinds)
     warps_m = min(row_class.warps_m, MOST_WARPS // parts)
     warps = (warps_m, min(row_class.warps_n, MOST_WARPS // parts // warps_m))
     while True:
         for blocks, stages in _FITS:
-            shape = Shape(*kinds, *dims, *warps, tile, stages, *keys[:2], blocks, parts, *keys[2:])
+            kernel = AttentionSpecialisation(*kinds, *dims, *warps, tile, stages, *keys[:2], blocks, parts, *keys[2:])
             if (
-                blocks * shape.threads <= MOST_THREADS
-                and shape.shared_bytes <= shared[0]
-                and blocks * (shape.shared_bytes + RESERVED) <= shared[1]
+                blocks * kernel.threads <= MOST_THREADS
+                and kernel.shared_bytes <= shared[0]
+                and blocks * (kernel.shared_bytes + RESERVED) <= shared[1]
             ):
-                return shape
+                return kernel
         if warps == (1, 1):
             break
-        warps = (warps[0], warps[1] // 2) if warps[1] > 1 else (warps[0] // 2, 1)  # fewer teams, then fewer rows
+        # Take fewer teams, then fewer rows.
+        warps = (warps[0], warps[1] // 2) if warps[1] > 1 else (warps[0] // 2, 1)
     raise InvalidRequest(
         f"head dims {dims} need more shared memory than the {shared[0]} bytes of this GPU; use backend='reference'"
     )
 
 
 LONGEST_ROW: Final = 1024
-"""A vector's elements stay in the registers of a warp."""
+"""The most elements of a vector. write_kv keeps them in the registers of a warp; merge_states has the same limit."""
 
 ROW_WARPS: Final = 4
 
 
-def _macros(shape: object) -> dict[str, int]:
-    return {name.upper(): getattr(shape, name) for name in type(shape).__slots__}  # type: ignore[attr-defined]
+def _macros(kernel: object) -> dict[str, int]:
+    return {name.upper(): getattr(kernel, name) for name in type(kernel).__slots__}  # type: ignore[attr-defined]
 
 
 def vectors_of(head_dim: int) -> int:
-    """Vectors of a CTA: `LANES_OF` in csrc/cuda/rows.cuh."""
+    """Return how many vectors a CTA works on. `LANES_OF` in csrc/cuda/rows.cuh decides the same."""
     return ROW_WARPS * (1 if head_dim > 64 else 2 if head_dim > 32 else 4)
 
 
 @dataclass(frozen=True, slots=True)
-class WriteShape:
-    """One specialisation of csrc/cuda/write_kv.cuh, whose head says what the fields mean."""
+class WriteSpecialisation:
+    """A specialisation of csrc/cuda/write_kv.cuh, whose head explains the fields."""
 
     kv_kind: int
     k_new_kind: int
@@ -208,7 +221,7 @@ class WriteShape:
     rope: int
     rope_pairs: int
 
-    kernel = "write_kv"
+    name = "write_kv"
     threads = 32 * ROW_WARPS
     shared_bytes = 0
 
@@ -219,13 +232,13 @@ class WriteShape:
 
 
 @dataclass(frozen=True, slots=True)
-class MergeShape:
-    """One specialisation of csrc/cuda/merge_states.cuh."""
+class MergeSpecialisation:
+    """A specialisation of csrc/cuda/merge_states.cuh."""
 
     q_kind: int
     head_dim_v: int
 
-    kernel = "merge_states"
+    name = "merge_states"
     threads = 32 * ROW_WARPS
     shared_bytes = 0
 
@@ -236,28 +249,31 @@ class MergeShape:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyShape:
-    """One specialisation of csrc/cuda/copy_frames.cuh: bytes of an access. Its shared memory is the caller's choice."""
+class CopySpecialisation:
+    """A specialisation of csrc/cuda/copy_frames.cuh.
+
+    word: bytes of one access.      shared_bytes: as the caller chooses; more of it holds more copies at once.
+    """
 
     word: int
     shared_bytes: int
 
-    kernel = "copy_frames"
+    name = "copy_frames"
     threads = 128
 
     @property
     def macros(self) -> dict[str, int]:
-        """What the compiler is told."""
+        """The macros that the kernel is compiled with."""
         return {"WORD": self.word}
 
     @property
-    def place(self) -> int:
-        """Bytes of a word in shared memory."""
+    def shared_word(self) -> int:
+        """Bytes that a word takes in shared memory."""
         return max(self.word, 2)
 
 
 COPY_RUN: Final = 32 << 10
-"""Shared memory of a CTA that copies frames, unless the copies are very many: several CTAs then share an SM."""
+"""Bytes of shared memory of a CTA that copies frames, unless copies are very many. Several such CTAs share an SM."""
 
 _COMMON: Final = (
     ("bfloat16", "bfloat16", 128),
@@ -268,13 +284,13 @@ _COMMON: Final = (
 
 
 def common(shared: tuple[int, int]) -> list[Specialisation]:
-    """What most models ask for, on a GPU with so much shared memory per CTA and per SM: worth compiling before anyone asks."""
+    """Return the specialisations that most models use; a wheel carries them compiled. shared: as for `specialise`."""
     found: list[Specialisation] = []
     for q, kv, dim in _COMMON:
         kinds, scaled = (KINDS[q], KINDS[kv]), int(q != kv)
-        found += [shape_for(kinds, (dim, dim), rows, Keys(token_scales=scaled), shared) for rows in CLASSES]
+        found += [specialise(kinds, (dim, dim), row_class, Keys(token_scales=scaled), shared) for row_class in CLASSES]
         found += [
-            WriteShape(kinds[1], kinds[0], kinds[0], dim, dim, 2 * scaled, 2 * scaled, 0, 0),
-            MergeShape(kinds[0], dim),
+            WriteSpecialisation(kinds[1], kinds[0], kinds[0], dim, dim, 2 * scaled, 2 * scaled, 0, 0),
+            MergeSpecialisation(kinds[0], dim),
         ]
-    return [*dict.fromkeys(found), CopyShape(16, COPY_RUN)]
+    return [*dict.fromkeys(found), CopySpecialisation(16, COPY_RUN)]

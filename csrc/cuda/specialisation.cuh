@@ -1,0 +1,74 @@
+// One specialisation: the constants that -D fixes at compile time, and the layout of shared memory.
+// `AttentionSpecialisation` in pagedkv/kernels/cuda/specialisation.py computes the same sizes.
+//
+//     Q_KIND KV_KIND         elements.cuh
+//     HEAD_DIM HEAD_DIM_V    multiples of 16
+//     WARPS_M                warps over query rows, 16 rows each
+//     WARPS_N                teams of such warps, over keys
+//     TILE                   keys that a team takes at a time
+//     STAGES                 tiles of each team in shared memory
+//     COPY                   bytes of one asynchronous copy: 16, 8, 4
+//     TOKEN_SCALES           1: a scale per (token, head) is copied with the keys
+//     BLOCKS                 CTAs that share an SM
+//     WARPS_D                warps that share 16 rows. Each multiplies its part of D and keeps its part of the result's
+//                            columns, so that 512 columns fit into registers. 1 for most dims, 4 above 256
+//     V_IN_K                 1: V is the first part of K in the same memory (MLA) and is read once
+//     BULK                   1: a row is one bulk copy, counted at its stage's mbarrier (sm_90 and later, COPY 16);
+//                            0: a row is many copies
+//     SECOND_LAUNCH          1: merge_pieces.cuh merges partial states, in a launch that begins early;
+//                            0: the CTA that arrives last merges them
+//
+//     shared memory   [ queries: terms x ROWS x D ][ m, l of teams, of totals ][ scores ][ mbarriers ]
+//                     [ team 0: stage 0, 1, ... ][ team 1: ... ] ...
+//     scores          sums over parts of D, exchanged by the WARPS_D warps. The team's barrier before the next tile
+//                     separates these reads from the next writes
+//     a stage         [ TILE rows of K ][ TILE rows of V ][ scales ][ bits: which keys are present ]
+// A row takes 16 bytes more than its elements. Eight rows then begin in eight different groups of banks, so neither
+// ldmatrix nor loads of quads conflict. A bulk copy keeps the layout that bytes have in the pool, so each row is a copy
+// of its own: one copy of a whole page would put all rows' first columns into the same banks. After the last key, the
+// memory of the stages holds the teams' states. The mbarriers keep their memory, and their phases go on.
+#pragma once
+
+#include "elements.cuh"
+
+using Elements = Operands<Q_KIND, KV_KIND>;
+
+constexpr int D = HEAD_DIM, DV = HEAD_DIM_V;
+constexpr int D_PART = D / WARPS_D, DV_PART = DV / WARPS_D;
+constexpr int TEAM_WARPS = WARPS_M * WARPS_D, TEAM_THREADS = 32 * TEAM_WARPS, THREADS = TEAM_THREADS * WARPS_N;
+constexpr int ROWS = 16 * WARPS_M, STEP_TOKENS = TILE * WARPS_N;
+constexpr int ENTRIES = (TILE + 31) / 32;  // keys of a tile that one lane looks up
+
+constexpr int KV_BITS = BITS_OF<KV_KIND>;
+constexpr int K_ROW = D * KV_BITS / 8, V_ROW = DV * KV_BITS / 8;
+constexpr int K_STRIDE = (K_ROW + 15) / 16 * 16 + 16, V_STRIDE = V_IN_K ? K_STRIDE : (V_ROW + 15) / 16 * 16 + 16;
+constexpr int V_IN_STAGE = V_IN_K ? 0 : TILE * K_STRIDE, SCALES_IN_STAGE = TILE * (K_STRIDE + (V_IN_K ? 0 : V_STRIDE));
+constexpr int PRESENT_IN_STAGE = SCALES_IN_STAGE + (TOKEN_SCALES ? 8 * TILE : 0);
+constexpr int STAGE_BYTES = PRESENT_IN_STAGE + 16;
+
+constexpr int Q_STRIDE = 2 * D + 16, Q_TERM_BYTES = ROWS * Q_STRIDE;
+constexpr int TEAM_STATS_AT = Elements::Q_TERMS * Q_TERM_BYTES;  // [WARPS_N][ROWS] of m, then of l
+constexpr int TOTALS_AT = TEAM_STATS_AT + 8 * WARPS_N * ROWS;  // [ROWS] of m, then of l
+constexpr int LAST_AT = TOTALS_AT + 8 * ROWS;
+constexpr int SCORES_AT = LAST_AT + 16;
+constexpr int SCORES_BYTES = WARPS_D > 1 ? 4 * WARPS_M * WARPS_D * 16 * TILE : 0;  // of a team
+constexpr int BARRIERS_AT = SCORES_AT + WARPS_N * SCORES_BYTES;
+constexpr int NUM_BARRIERS = BULK ? WARPS_N * STAGES : 0;  // 8 bytes each, one for each stage
+constexpr int STAGES_AT = (BARRIERS_AT + 8 * NUM_BARRIERS + 127) / 128 * 128;
+constexpr int SUM_STRIDE = 4 * (DV + 8), SUM_BYTES = ROWS * SUM_STRIDE;
+constexpr int STAGES_BYTES = STAGES * STAGE_BYTES;
+constexpr int SHARED_BYTES = STAGES_AT + WARPS_N * (STAGES_BYTES > SUM_BYTES ? STAGES_BYTES : SUM_BYTES);
+
+constexpr int VALUE_TILES = Elements::LDMATRIX ? DV_PART / 8 : (DV_PART + 31) / 32 * 4;  // of 8 columns
+constexpr bool KEEP_QUERIES = D_PART <= 128 && TILE == 16 && Elements::Q_TERMS == 1;  // in registers, where they fit
+// Steps along D whose operands are loaded together.
+constexpr int KEYS_AHEAD = KEEP_QUERIES ? D_PART / 16 : KV_KIND == F32 ? 1 : 2;
+// Copies of a thread whose addresses are computed together. More of them spill registers on sm_120.
+constexpr int COPIES_AHEAD = KV_KIND == F32 ? 2 : 4;
+constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
+
+static_assert(D % (16 * WARPS_D) == 0 && DV % (16 * WARPS_D) == 0 && TILE % 16 == 0, "whole fragments");
+static_assert(K_ROW % COPY == 0 && V_ROW % COPY == 0, "whole copies");
+static_assert(!BULK || (ptx::COPIES_BULK && COPY == 16 && 32 % TEAM_WARPS == 0),
+              "bulk copies are of 16 bytes, from sm_90 on");
+static_assert(ROWS <= THREADS && STAGES >= 2 && TILE <= 64, "a thread for each row; one stage to read and one to fill");
