@@ -13,7 +13,7 @@
 //           shared units: 4 * (Dv + 2) per row, at most two per CTA.
 // Merging   the last CTA to arrive at a shared unit (a ticket) merges its partial states: no second launch. With SECOND_LAUNCH merge_pieces.cuh
 //           does, in one that begins while this one runs.
-// Tuned     nowhere: no GPU has run this yet. docs/cuda-kernels.md says what was proven without one.
+// Tuned     nowhere: no GPU has run this yet. docs/explanation/cuda-kernels.md says what was proven without one.
 //
 // Never read: slots >= seq_lens[b], table entries beyond the last page, punched pages. They may hold NaN and absurd numbers.
 #include "merge.cuh"

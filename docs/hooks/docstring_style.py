@@ -1,0 +1,86 @@
+"""The project's docstrings as Markdown, for mkdocstrings: a griffe extension that mkdocs.yml names.
+
+A docstring is prose, followed by fields. A field is a name, a colon and a text; further lines of the text are indented:
+
+    Map the frames for a step.
+
+    counts:  new tokens of each sequence
+    Shapes:  q [T, H, D]; sinks float32 [H]
+             returns out [T, H, Dv]
+    Raises:  OutOfFrames; nothing was changed then
+
+Markdown would join these lines to one paragraph. This file turns each run of fields into a definition list.
+It knows nothing of HTML.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+FIELD = re.compile(r"^(?P<name>[A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*|\"[^\"]*\"(?=:| {2})):? +(?P<text>\S.*)$")
+SECTIONS = ("Shapes", "Modifies", "Raises", "Returns", "Source", "Cost", "Units")
+ARRAY = re.compile(r"^(?:returns )?\w+(?:, \w+)*:? (?:u?int\d*|float\d*|bool|\[|None)")
+
+
+class DocstringStyle(griffe.Extension):
+    """Rewrite the docstring of every object when griffe has loaded the object."""
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Replace the text of one docstring."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
+
+
+def as_markdown(text: str) -> str:
+    """Return a docstring with its fields as definition lists."""
+    blocks: list[str] = []
+    lines = [*text.expandtabs().splitlines(), ""]
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if field := field_of(line):
+            name, rest = field["name"], [field["text"]]
+            while (at := at + 1) < len(lines) and lines[at].startswith("    "):
+                rest.append(lines[at].strip())
+            blocks.append(f"{name if name in SECTIONS else f'`{name}`'}\n:   {definition(name, rest)}\n")
+            continue
+        if line.startswith(("    ", "|")) or not line.strip():
+            blocks.append(line)
+        else:
+            blocks.append(escaped(line))
+            if at + 1 < len(lines) and field_of(lines[at + 1]):
+                blocks.append("")
+        at += 1
+    return "\n".join(blocks)
+
+
+def field_of(line: str) -> re.Match[str] | None:
+    """Return the match if a line begins a field: `Raises:` and the like, a parameter, or a quoted value."""
+    found = FIELD.match(line)
+    if not found or (line[len(found["name"])] != ":" and not found["name"].startswith('"')):
+        return None
+    capital = found["name"][0].isupper()
+    return None if capital and found["name"] not in SECTIONS else found
+
+
+def definition(name: str, lines: list[str]) -> str:
+    """Return the text of one field. Each array of `Shapes` begins a line of its own."""
+    if name not in ("Shapes", "Returns"):
+        return escaped(" ".join(lines))
+    parts = [part for line in lines for part in re.split(r" {3,}", line)]
+    text = parts[0]
+    for part in parts[1:]:
+        text += ("<br>" if ARRAY.match(part) else " ") + part
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """Return text in which Markdown reads no emphasis and no tag, outside code and our own line breaks."""
+    parts = re.split(r"(`[^`]*`|<br>)", text)
+    return "".join(
+        part if part.startswith("`") or part == "<br>" else part.replace("*", r"\*").replace("<", "&lt;")
+        for part in parts
+    )
