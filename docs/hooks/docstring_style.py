@@ -9,7 +9,8 @@ A docstring is prose, followed by fields. A field is a name, a colon and a text;
              returns out [T, H, Dv]
     Raises:  OutOfFrames; nothing was changed then
 
-Markdown would join these lines to one paragraph. This file turns each run of fields into a definition list.
+Markdown would join these lines to one paragraph. This file turns each run of fields into a definition list, and each
+drawing into a block of code.
 It knows nothing of HTML.
 """
 
@@ -22,6 +23,7 @@ import griffe
 
 FIELD = re.compile(r"^(?P<name>[A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*|\"[^\"]*\"(?=:| {2})):? +(?P<text>\S.*)$")
 SECTIONS = ("Shapes", "Modifies", "Raises", "Returns", "Source", "Cost", "Units")
+DRAWING = re.compile(r"[─│├└┌▶]")
 ARRAY = re.compile(r"^(?:returns )?\w+(?:, \w+)*:? (?:u?int\d*|float\d*|bool|\[|None)")
 
 
@@ -41,6 +43,10 @@ def as_markdown(text: str) -> str:
     at = 0
     while at < len(lines):
         line = lines[at]
+        if drawing := drawn(lines[at:]):
+            blocks += ["", "```text", *drawing, "```", ""]
+            at += len(drawing)
+            continue
         if field := field_of(line):
             name, rest = field["name"], [field["text"]]
             while (at := at + 1) < len(lines) and lines[at].startswith("    "):
@@ -55,6 +61,12 @@ def as_markdown(text: str) -> str:
                 blocks.append("")
         at += 1
     return "\n".join(blocks)
+
+
+def drawn(lines: list[str]) -> list[str]:
+    """Return the lines up to the next empty one if they are a drawing: at least one has a line or an arrow in it."""
+    paragraph = lines[: lines.index("")]
+    return paragraph if any(DRAWING.search(line) for line in paragraph) else []
 
 
 def field_of(line: str) -> re.Match[str] | None:
