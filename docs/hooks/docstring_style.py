@@ -66,7 +66,9 @@ def as_markdown(text: str) -> str:
 def drawn(lines: list[str]) -> list[str]:
     """Return the lines up to the next empty one if they are a drawing: at least one has a line or an arrow in it."""
     paragraph = lines[: lines.index("")]
-    return paragraph if any(DRAWING.search(line) for line in paragraph) else []
+    if not any(DRAWING.search(line) for line in paragraph):
+        return []
+    return [re.sub(r"(?<=\S) {4,}(?=\()", "  ", line) for line in paragraph]  # remarks in brackets need no column
 
 
 def field_of(line: str) -> re.Match[str] | None:
