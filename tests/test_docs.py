@@ -1,6 +1,6 @@
-"""The manual says what is true: its examples run, its tables are the code's, what it names exists, and it builds offline, strictly.
+"""The manual is true: its examples run, its tables are the code's, what it names exists, and it builds offline.
 
-The built site is read, too: each public name has its docstring there, and each page can be switched between light and dark.
+The tests read the built site, too: it shows the docstring of each public name, and each page is light or dark.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EXAMPLES = [page for page in PAGES if python_blocks(page)]
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=ids)
 def test_examples_run_as_printed(page):
-    """Blocks with a prompt (>>>) must print what the page shows; the others must run. One page, one namespace, top to bottom."""
+    """Blocks with a prompt (>>>) print what the page shows; the others run. One page is one namespace."""
     names: dict[str, object] = {"__name__": "__main__"}
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     runner = doctest.DocTestRunner(optionflags=options)
@@ -141,7 +141,7 @@ def test_figures_stand_alone_and_can_be_read_in_the_dark(figure):
     assert not re.findall(r"(?:href|src)\s*=\s*[\"']?http|@import|url\(\s*http", text)
 
 
-# --- the built site -------------------------------------------------------------------------------------------------------------------
+# --- the built site ---
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,10 @@ def squeezed(text: str) -> str:
 def test_the_manual_loads_nothing_from_elsewhere(site):
     built = list(site.rglob("*.html"))
     assert len(built) >= len(MANUAL)
-    loads = r"<(?:script|img|iframe)[^>]*\bsrc=\"?(?:https?:)?//|<link[^>]*rel=\"?(?:stylesheet|preconnect)\"?[^>]*href=\"?(?:https?:)?//"
+    loads = (
+        r"<(?:script|img|iframe)[^>]*\bsrc=\"?(?:https?:)?//"
+        r"|<link[^>]*rel=\"?(?:stylesheet|preconnect)\"?[^>]*href=\"?(?:https?:)?//"
+    )
     assert not [page.name for page in built if re.search(loads, page.read_text())]
 
 

@@ -1,6 +1,6 @@
 """The project's docstrings as Markdown, for mkdocstrings: a griffe extension that mkdocs.yml names.
 
-A docstring is prose, followed by fields. A field is a name, a colon and a text; further lines of the text are indented:
+A docstring is prose, followed by fields. A field is a name, a colon and a text; it ends before the next field:
 
     Map the frames for a step.
 
@@ -10,8 +10,7 @@ A docstring is prose, followed by fields. A field is a name, a colon and a text;
     Raises:  OutOfFrames; nothing was changed then
 
 Markdown would join these lines to one paragraph. This file turns each run of fields into a definition list, and each
-drawing into a block of code.
-It knows nothing of HTML.
+drawing into a block of code. It knows nothing of HTML.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def as_markdown(text: str) -> str:
             continue
         if field := field_of(line):
             name, rest = field["name"], [field["text"]]
-            while (at := at + 1) < len(lines) and lines[at].startswith("    "):
+            while (at := at + 1) < len(lines) and lines[at].strip() and not field_of(lines[at]):
                 rest.append(lines[at].strip())
             blocks.append(f"{name if name in SECTIONS else f'`{name}`'}\n:   {definition(name, rest)}\n")
             continue
