@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import doctest
 import html
+import importlib
 import inspect
 import os
 import re
@@ -228,6 +229,21 @@ def test_environment_variables_are_listed_as_in_the_code(site):
     assert len(rows) > 5
     shown = squeezed(text_of(site / "reference/environment/index.html"))
     assert not [row for row in rows if squeezed(row) not in shown]
+
+
+def test_a_docstring_becomes_prose_fields_and_drawings(monkeypatch):
+    pytest.importorskip("griffe", reason="the docs extra is not installed")
+    monkeypatch.syspath_prepend(str(ROOT / "docs/hooks"))
+    as_markdown = importlib.import_module("docstring_style").as_markdown
+    assert as_markdown("int, frames: a * b.") == "int, frames: a \\* b.\n"  # the first line is prose
+    fields = as_markdown("Go.\n\na, b: one\n    more. c: two.\nShapes: q [T]\n        out [T]\nRaises: Error")
+    assert re.findall(r"^(\S.*)\n:   (.*)", fields, re.M) == [
+        ("`a, b`", "one more."),
+        ("`c`", "two."),
+        ("Shapes", "q [T]<br>out [T]"),
+        ("Raises", "Error"),
+    ]
+    assert "\n```text\nA\n └── B\n```\n" in as_markdown("Tree.\n\nA\n └── B\n")
 
 
 def test_docstrings_become_lists_and_drawings(site):

@@ -16,11 +16,13 @@ drawing into a block of code. It knows nothing of HTML.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import griffe
 
 FIELD = re.compile(r"^(?P<name>[A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*|\"[^\"]*\"(?=:| {2})):? +(?P<text>\S.*)$")
+NEXT_FIELD = re.compile(r"(?<=\.) +(?=(?:\"[^\"]+\"|[a-z_]\w*(?:=\([^)]*\))?(?:, [a-z_]\w*)*): )")
 SECTIONS = ("Shapes", "Modifies", "Raises", "Returns", "Source", "Cost", "Units")
 DRAWING = re.compile(r"[─│├└┌▶]")
 ARRAY = re.compile(r"^(?:returns )?\w+(?:, \w+)*:? (?:u?int\d*|float\d*|bool|\[|None)")
@@ -46,11 +48,12 @@ def as_markdown(text: str) -> str:
             blocks += ["", "```text", *drawing, "```", ""]
             at += len(drawing)
             continue
-        if field := field_of(line):
-            name, rest = field["name"], [field["text"]]
+        if at and field_of(line):
+            first = at
             while (at := at + 1) < len(lines) and lines[at].strip() and not field_of(lines[at]):
-                rest.append(lines[at].strip())
-            blocks.append(f"{name if name in SECTIONS else f'`{name}`'}\n:   {definition(name, rest)}\n")
+                pass
+            for name, rest in fields_in([line.strip() for line in lines[first:at]]):
+                blocks.append(f"{name if name in SECTIONS else f'`{name}`'}\n:   {definition(name, rest)}\n")
             continue
         if line.startswith(("    ", "|")) or not line.strip():
             blocks.append(line)
@@ -77,6 +80,20 @@ def field_of(line: str) -> re.Match[str] | None:
         return None
     capital = found["name"][0].isupper()
     return None if capital and found["name"] not in SECTIONS else found
+
+
+def fields_in(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (name, lines) of the field that `lines` begin with, and of fields that follow it after a full stop."""
+    field = field_of(lines[0])
+    assert field is not None
+    if field["name"] in SECTIONS:
+        yield field["name"], [field["text"], *lines[1:]]
+        return
+    first, *others = NEXT_FIELD.split(" ".join([field["text"], *lines[1:]]))
+    yield field["name"], [first]
+    for other in others:
+        name, _, text = other.partition(":")
+        yield name, [text.strip()]
 
 
 def definition(name: str, lines: list[str]) -> str:
