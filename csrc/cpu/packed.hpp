@@ -11,7 +11,7 @@
 // nothing of a panel are left out.
 // Bytes: with 128 rows a head, packing takes a twentieth of the time, with 256 half of that. What is packed next is asked for during the
 // products (`Soon`): packing took a seventh without that.
-// Tuned: 2 cores, Zen 5, where FMA of one core peak at 242 GFLOP/s: the products reach 225, float32 prefills 210. docs/cpu-kernels.md.
+// Tuned: 2 cores, Zen 5, where FMA of one core peak at 242 GFLOP/s: the products reach 225, float32 prefills 210. docs/explanation/cpu-kernels.md.
 
 template <class M>
 struct Cells {

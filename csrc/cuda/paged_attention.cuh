@@ -18,7 +18,7 @@
 // Merging   several CTAs may work on one unit. Each stores its partial state and draws a ticket: it counts itself in
 //           with an atomic add. The CTA that arrives last merges the partial states, so there is no second launch. With
 //           SECOND_LAUNCH there are no tickets: merge_pieces.cuh merges, in a launch that begins while this one runs.
-// Tuned     nowhere: no GPU has run this yet. docs/cuda-kernels.md says what was proven without one.
+// Tuned     nowhere: no GPU has run this yet. docs/explanation/cuda-kernels.md says what was proven without one.
 //
 // Never read: slots >= seq_lens[b], table entries after the last page, punched pages. They may hold NaN and frame
 // numbers outside the pool.

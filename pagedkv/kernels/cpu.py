@@ -1,6 +1,6 @@
 """The C++ kernels of csrc/cpu, seen from Python: what they cannot do, and which of them runs.
 
-This file knows the extension's argument order and nothing of how it computes; docs/cpu-kernels.md tells that. One source per instruction
+This file knows the extension's argument order and nothing of how it computes; docs/explanation/cpu-kernels.md tells that. One source per instruction
 set is compiled and the best that this processor has is used, unless PAGEDKV_CPU_ISA names another. Threads are as many as torch's
 (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS, on torch's own OpenMP team where that is found.
 """

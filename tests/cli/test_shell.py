@@ -77,7 +77,9 @@ def test_without_a_command_help_is_printed(command):
 def test_the_manual_has_every_option_and_no_other():
     generate = typer.main.get_command(app).commands["generate"]
     options = {name for parameter in generate.params for name in parameter.opts if name.startswith("--")} - {"--help"}
-    rows = re.findall(r"^\| `(--[\w-]+)", (ROOT / "docs/cli.md").read_text(), re.M)
+    page = (ROOT / "docs/reference/command-line.md").read_text()
+    section = page.split("## Options of generate")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(--[\w-]+)", section, re.M)
     assert sorted(rows) == sorted(options)
 
 

@@ -1,6 +1,6 @@
 """The CUDA C++ kernels of csrc/cuda, seen from Python: what they cannot do, and where a call goes.
 
-docs/cuda-kernels.md tells how they work. This file imports no CuPy: that is found missing, or found, when someone asks. Specialisations
+docs/explanation/cuda-kernels.md tells how they work. This file imports no CuPy: that is found missing, or found, when someone asks. Specialisations
 (cuda_shapes.py) are compiled at first use and kept on disk (cuda_compile.py), and run by cuda_driver.py; what a launch is made of is
 cuda_launch.py's for attention, cuda_moves.py's for the other three operations.
 """
