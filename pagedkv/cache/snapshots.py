@@ -22,10 +22,10 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -37,13 +37,49 @@ from pagedkv.core.prefix.export import Page
 from pagedkv.errors import OutOfFrames
 
 if TYPE_CHECKING:
-    from pagedkv.cache.paged import PagedKVCache
+    import numpy.typing as npt
+
+    from pagedkv.cache.batch import PlannedBatch
+    from pagedkv.cache.storage import Storage
     from pagedkv.core.handles import AddressSpace
+    from pagedkv.core.manager import MemoryManager
+    from pagedkv.spec import KVSpec
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 FILE_BYTES: Final = 2**28
 """Bytes of frames in one file, about."""
+
+
+class Cache(Protocol):
+    """The members of PagedKVCache that a snapshot needs."""
+
+    specs: tuple[KVSpec, ...]
+    spec: KVSpec
+    layer_groups: tuple[int, ...]
+    device: torch.device
+    manager: MemoryManager
+    storage: Storage
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of a frame."""
+
+    @property
+    def prefix_cache(self) -> bool:
+        """True if prompts find published pages."""
+
+    def open(self, token_ids: Sequence[int], /, *, tenant: bytes) -> AddressSpace:
+        """Open a space that maps the longest known prefix."""
+
+    def plan(self, batch: Sequence[AddressSpace], counts: Sequence[int], /) -> PlannedBatch:
+        """Map frames for new tokens."""
+
+    def commit(self, batch: PlannedBatch, token_ids: npt.NDArray[np.int32], /) -> None:
+        """Publish the pages that are full."""
+
+    def free_to(self, tenant: bytes, /) -> int:
+        """Return the frames that a plan for `tenant` could take without evicting."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +99,7 @@ class Restored:
     refused: str = ""
 
 
-def fingerprint(cache: PagedKVCache, model: str) -> dict[str, Any]:
+def fingerprint(cache: Cache, model: str) -> dict[str, Any]:
     """Return the facts that two caches must share for their bytes to mean the same."""
     return {
         "format": FORMAT,
@@ -75,7 +111,7 @@ def fingerprint(cache: PagedKVCache, model: str) -> dict[str, Any]:
     }
 
 
-def save(cache: PagedKVCache, folder: Path, model: str) -> int:
+def save(cache: Cache, folder: Path, model: str) -> int:
     """Write every findable page to `folder`; return how many. An older snapshot is valid until all is written."""
     pages = cache.manager.findable_pages()
     tenants = sorted({page.tenant for page in pages})
@@ -119,7 +155,7 @@ class _Digester:
         return hasher.digest()
 
 
-def _tensors(cache: PagedKVCache, part: list[Page], tenants: list[bytes]) -> dict[str, torch.Tensor]:
+def _tensors(cache: Cache, part: list[Page], tenants: list[bytes]) -> dict[str, torch.Tensor]:
     frames = torch.tensor([page.frames for page in part], dtype=torch.int64)
     return {
         "token_ids": torch.from_numpy(np.stack([page.token_ids for page in part])),
@@ -144,7 +180,7 @@ def _flush(path: Path) -> None:
     os.close(descriptor)
 
 
-def load(cache: PagedKVCache, folder: Path, model: str) -> Restored:
+def load(cache: Cache, folder: Path, model: str) -> Restored:
     """Make the intact pages in `folder` findable again, as many as there are free frames for. No frame is evicted."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -179,7 +215,7 @@ class _Restore:
     tip:      the number of the last page of the space, -1 if the space is empty.
     """
 
-    def __init__(self, cache: PagedKVCache, tenants: list[bytes], digester: _Digester) -> None:
+    def __init__(self, cache: Cache, tenants: list[bytes], digester: _Digester) -> None:
         self.cache, self.tenants, self.digester = cache, tenants, digester
         self.restored: dict[int, tuple[bytes, Page]] = {}
         self.left: set[int] = set()

@@ -1,7 +1,7 @@
 """State: every integer of the memory manager, in a handful of arrays.
 
 There is no Python object per frame or page. `frames` holds one record of 44 bytes per frame, so all fields that one
-operation needs of a frame lie in one or two cache lines. With the index, the fingerprints of evicted pages and a bit
+operation needs of a frame lie in one or two cache lines. With the index, the prefix hashes of evicted pages and a bit
 for each free frame, a frame costs at most 48 bytes beside its token ids. `spaces` holds one record per row of the page
 table, and `reg` the scalars and the ends of the lists. The arrays are few because the compiled functions pass the whole
 `State` to one another, which costs time per array. `state.frames["refs"]` is a plain strided numpy view. The records
@@ -122,7 +122,7 @@ FRAME: Final = np.dtype(
         # of a published frame: the frame of the page before, or root_parent(root); of a companion: its leader
         ("parent", np.int32),
         ("parent_generation", np.uint32),
-        ("fingerprint", np.uint32),  # of a published frame: keyed hash of its whole prefix
+        ("prefix_hash", np.uint32),  # of a published frame: keyed hash of its whole prefix
         ("chain", np.int32),  # next published frame in the same bucket
         ("newer", np.int32),  # next frame of the list, towards the newest
         ("older", np.int32),  # next frame of the list, towards the oldest
@@ -148,7 +148,7 @@ SPACE: Final = np.dtype(
         ("length", np.int64),  # committed tokens
         ("planned", np.int64),  # committed and outstanding tokens
         ("stamp", np.int64),  # TICK of the last plan that named the space
-        ("seed", np.uint32),  # fingerprint of the empty prefix of the root
+        ("seed", np.uint32),  # prefix hash of the empty prefix of the root
         ("num_pages", np.int32),
         ("complete", np.int32),  # leading pages that are published
         ("first_hole", np.int32),  # the first punched page, or NO_HOLE
@@ -176,7 +176,7 @@ class State(NamedTuple):
     tokens: I32  # [F, S] the token ids whose KV the frame holds
     chunks: Records  # CHUNK [ceil(F / 64)]
     bucket: I32  # [N] heads of the index; N is the largest power of two up to 23/32 F
-    ghosts: I32  # [G] fingerprints of evicted pages; a newer one overwrites; G is a power of two, at most F/4
+    ghosts: I32  # [G] prefix hashes of evicted pages; a newer one overwrites; G is a power of two, at most F/4
     spaces: Records  # SPACE [A]
     table: I32  # [A, P]
     roots: I32  # [R, 3] open spaces plus published first pages; first successor, as in `successors`; account charged

@@ -16,9 +16,9 @@ from pagedkv.core.state import I64, State
 
 
 def check_index(s: State, seeds: dict[int, int]) -> None:
-    """Check the buckets, the fingerprints and the roots. O(published frames x block_size).
+    """Check the buckets, the prefix hashes and the roots. O(published frames x block_size).
 
-    seeds: the fingerprint of the empty prefix, for each root in use.
+    seeds: the prefix hash of the empty prefix, for each root in use.
     """
     num_buckets = len(s.bucket)
     require(num_buckets & (num_buckets - 1) == 0, "I4", f"the index has {num_buckets} buckets, not a power of two")
@@ -36,7 +36,7 @@ def check_index(s: State, seeds: dict[int, int]) -> None:
             frame=frame,
         )
     _check_roots(s, found)
-    _check_fingerprints(s, np.array(found, np.int64), seeds)
+    _check_prefix_hashes(s, np.array(found, np.int64), seeds)
     for asid in np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING)).tolist():
         _check_chain(s, asid, seeds)
     if len(s.successors):
@@ -61,7 +61,7 @@ def _check_buckets(s: State) -> list[int]:
                 "I4",
                 f"bucket {bucket} of the prefix index names frame {frame}, but the pool has {len(s.frames)} frames",
             )
-            home = int(s.frames["fingerprint"][frame]) & (len(s.bucket) - 1)
+            home = int(s.frames["prefix_hash"][frame]) & (len(s.bucket) - 1)
             require(
                 home == bucket,
                 "I4",
@@ -136,15 +136,15 @@ def _has_prefix(s: State, frame: int) -> bool:
     return bool(s.frames["published"][parent] and same)
 
 
-def _check_fingerprints(s: State, found: I64, seeds: dict[int, int]) -> None:
-    """Check that each fingerprint is the keyed hash of the fingerprint before it and of the page's tokens.
+def _check_prefix_hashes(s: State, found: I64, seeds: dict[int, int]) -> None:
+    """Check that each prefix hash is the keyed hash of the prefix hash before it and of the page's tokens.
 
     A page that lost its prefix is left out: it cannot be hashed again, and no prompt can find it.
     """
     if len(found) == 0:
         return
     parents = s.frames["parent"][found].astype(np.int64)
-    before = s.frames["fingerprint"][np.maximum(parents, 0)].astype(np.uint64)
+    before = s.frames["prefix_hash"][np.maximum(parents, 0)].astype(np.uint64)
     has_parent = (s.frames["published"][np.maximum(parents, 0)] != 0) & (
         s.frames["generation"][np.maximum(parents, 0)] == s.frames["parent_generation"][found]
     )
@@ -158,20 +158,20 @@ def _check_fingerprints(s: State, found: I64, seeds: dict[int, int]) -> None:
         )
         before[place] = seeds[root]
     group = s.frames["published"][found].astype(np.uint64) - np.uint64(1)
-    fingerprints = hashed(int(s.reg[st.KEY]), before, s.tokens[found])
-    fingerprints = np.where(group > 0, before ^ (group * np.uint64(0x9E3779B9) & np.uint64(0xFFFFFFFF)), fingerprints)
-    broken = (fingerprints != s.frames["fingerprint"][found]) & (has_parent | (parents < 0))
+    prefix_hashes = hashed(int(s.reg[st.KEY]), before, s.tokens[found])
+    prefix_hashes = np.where(group > 0, before ^ (group * np.uint64(0x9E3779B9) & np.uint64(0xFFFFFFFF)), prefix_hashes)
+    broken = (prefix_hashes != s.frames["prefix_hash"][found]) & (has_parent | (parents < 0))
     forbid(
         np.isin(np.arange(len(s.frames)), found[broken]),
         "I4",
-        "the fingerprint of a frame is not the hash of its prefix and tokens",
+        "the prefix hash of a frame is not the hash of its prefix and tokens",
     )
 
 
 def hashed(key: int, before: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return uint64 [n]: the fingerprint of each page.
+    """Return uint64 [n]: the prefix hash of each page.
 
-    Shapes: before uint64 [n], the fingerprint of the page before; tokens int32 [n, S], the tokens of the page.
+    Shapes: before uint64 [n], the prefix hash of the page before; tokens int32 [n, S], the tokens of the page.
     """
     multiplier, shift = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
     with np.errstate(over="ignore"):
@@ -179,8 +179,8 @@ def hashed(key: int, before: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         products = (tokens.astype(np.uint32).astype(np.uint64) ^ places) * multiplier
         mixed = (products ^ (products >> shift)).sum(axis=1, dtype=np.uint64)
         mixed = (mixed ^ before) * multiplier
-        fingerprints: np.ndarray = ((mixed ^ (mixed >> shift)) * multiplier) >> shift
-    return fingerprints
+        prefix_hashes: np.ndarray = ((mixed ^ (mixed >> shift)) * multiplier) >> shift
+    return prefix_hashes
 
 
 def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
@@ -190,7 +190,7 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
     require(
         seeds.get(root) == record.seed,
         "I4",
-        f"space {asid} begins with fingerprint {record.seed}, but its root {root} with {seeds.get(root)}",
+        f"space {asid} begins with prefix hash {record.seed}, but its root {root} with {seeds.get(root)}",
         asid=asid,
     )
     before = -2 - root

@@ -2,16 +2,16 @@
 
 An LRU pool of C frames would find a page if fewer than C other pages were used since its last use. That number is the
 reuse distance: the place of the page in the LRU stack (Mattson et al., 1970). This file follows the stack for a sample
-only: the pages whose fingerprint begins with `shift` zero bits. Real distances are those in the sample times 2**shift
+only: the pages whose prefix hash begins with `shift` zero bits. Real distances are those in the sample times 2**shift
 (spatial sampling: Waldspurger et al., SHARDS, FAST 2015). The distances of a prompt are taken when it is opened. Its
 pages enter the stack then, and again when its space is released, each time the last page first, so that a prefix is
 used after its suffix. A full sample drops its least recently used page.
 
-    records [K]   fingerprint, time of last use    tree [2K + 1]   Fenwick tree: how many times are in use up to each
+    records [K]   prefix hash, time of last use    tree [2K + 1]   Fenwick tree: how many times are in use up to each
     at [2K + 1]   time -> record                   hits [K]        uses by distance
 
 Times are numbered anew when they run out. A sampled page costs O(log K), any other a comparison, beside the hash of
-each. This file knows fingerprints and no frames.
+each. This file knows prefix hashes and no frames.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagedkv.core.compiled import compiled, inlined
 from pagedkv.core.prefix import index
 from pagedkv.core.state import I32, I64, KEY, NIL, Records, State
 
-_RECORD: Final = np.dtype([("fingerprint", np.uint32), ("chain", np.int32), ("time", np.int32)], align=True)
+_RECORD: Final = np.dtype([("prefix_hash", np.uint32), ("chain", np.int32), ("time", np.int32)], align=True)
 
 NOW: Final = 0  # the time of the last use
 NUM_RECORDS: Final = 1  # records in use
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
     """The arrays of a sample of K pages."""
 
     records: Records  # _RECORD [K]
-    heads: I32  # [a power of two, K or more] first record of each chain, by the low bits of the fingerprint
+    heads: I32  # [a power of two, K or more] first record of each chain, by the low bits of the prefix hash
     tree: I32  # [2K + 1]
     at: I32  # [2K + 1]
     hits: I64  # [K]
@@ -61,14 +61,14 @@ def new_sample(pages: int, reach: int) -> Sample:
 
 
 @inlined
-def _is_sampled(sample: Sample, fingerprint: int) -> bool:
-    return fingerprint >> (32 - sample.reg[SHIFT]) == 0
+def _is_sampled(sample: Sample, prefix_hash: int) -> bool:
+    return prefix_hash >> (32 - sample.reg[SHIFT]) == 0
 
 
 @inlined
-def _find(sample: Sample, fingerprint: int) -> int:
-    record = sample.heads[fingerprint & (len(sample.heads) - 1)]
-    while record >= 0 and sample.records[record].fingerprint != fingerprint:
+def _find(sample: Sample, prefix_hash: int) -> int:
+    record = sample.heads[prefix_hash & (len(sample.heads) - 1)]
+    while record >= 0 and sample.records[record].prefix_hash != prefix_hash:
         record = sample.records[record].chain
     return record
 
@@ -114,7 +114,7 @@ def _forget_oldest(sample: Sample) -> int:
     record = sample.at[sample.reg[FIRST_TIME]]
     sample.at[sample.reg[FIRST_TIME]] = NIL
     _add(sample.tree, sample.reg[FIRST_TIME], -1)
-    head = np.int64(sample.records[record].fingerprint) & (len(sample.heads) - 1)
+    head = np.int64(sample.records[record].prefix_hash) & (len(sample.heads) - 1)
     here = sample.heads[head]
     if here == record:
         sample.heads[head] = sample.records[record].chain
@@ -127,20 +127,20 @@ def _forget_oldest(sample: Sample) -> int:
 
 
 @compiled
-def record_use(sample: Sample, fingerprint: int) -> None:
-    """Record that the page of this fingerprint is used now."""
-    if not _is_sampled(sample, fingerprint):
+def record_use(sample: Sample, prefix_hash: int) -> None:
+    """Record that the page of this prefix hash is used now."""
+    if not _is_sampled(sample, prefix_hash):
         return
     if sample.reg[NOW] == len(sample.at) - 1:
         _renumber(sample)
-    record = _find(sample, fingerprint)
+    record = _find(sample, prefix_hash)
     if record >= 0:
         sample.at[sample.records[record].time] = NIL
         _add(sample.tree, sample.records[record].time, -1)
     else:
         record = sample.reg[NUM_RECORDS] if sample.reg[NUM_RECORDS] < len(sample.records) else _forget_oldest(sample)
-        head = fingerprint & (len(sample.heads) - 1)
-        sample.records[record].fingerprint = fingerprint
+        head = prefix_hash & (len(sample.heads) - 1)
+        sample.records[record].prefix_hash = prefix_hash
         sample.records[record].chain = sample.heads[head]
         sample.heads[head] = record
         sample.reg[NUM_RECORDS] += 1
@@ -151,30 +151,30 @@ def record_use(sample: Sample, fingerprint: int) -> None:
 
 
 @compiled
-def record_prompt(sample: Sample, key: int, seed: int, size: int, ids: I32, fingerprints: I64) -> None:
+def record_prompt(sample: Sample, key: int, seed: int, size: int, ids: I32, prefix_hashes: I64) -> None:
     """Count the distance of each whole page of a prompt that could be matched, and record its use.
 
-    Shapes: ids int32 [n]; fingerprints int64 [pages], scratch. seed: the fingerprint of the empty prefix.
+    Shapes: ids int32 [n]; prefix_hashes int64 [pages], scratch. seed: the prefix hash of the empty prefix.
     """
-    fingerprint = seed
-    for page in range(len(fingerprints)):
-        fingerprint = index.fingerprint_of(key, fingerprint, ids[page * size : (page + 1) * size])
-        fingerprints[page] = fingerprint
-        if _is_sampled(sample, fingerprint):
+    prefix_hash = seed
+    for page in range(len(prefix_hashes)):
+        prefix_hash = index.prefix_hash_of(key, prefix_hash, ids[page * size : (page + 1) * size])
+        prefix_hashes[page] = prefix_hash
+        if _is_sampled(sample, prefix_hash):
             sample.reg[PAGES_SAMPLED] += 1
-            record = _find(sample, fingerprint)
+            record = _find(sample, prefix_hash)
             if record >= 0:
                 sample.hits[sample.reg[NUM_RECORDS] - _up_to(sample.tree, sample.records[record].time)] += 1
-    sample.reg[PAGES_ASKED] += len(fingerprints)
-    for page in range(len(fingerprints) - 1, -1, -1):
-        record_use(sample, fingerprints[page])
+    sample.reg[PAGES_ASKED] += len(prefix_hashes)
+    for page in range(len(prefix_hashes) - 1, -1, -1):
+        record_use(sample, prefix_hashes[page])
 
 
 @compiled
 def record_release(s: State, sample: Sample, asid: int) -> None:
     """Record a use of the published pages of `asid`, which is released: they were in use until now."""
     for page in range(min(s.spaces[asid].complete, s.spaces[asid].first_hole) - 1, -1, -1):
-        record_use(sample, np.int64(s.frames[s.table[asid, page]].fingerprint))
+        record_use(sample, np.int64(s.frames[s.table[asid, page]].prefix_hash))
 
 
 class ReuseSampler:
@@ -184,10 +184,10 @@ class ReuseSampler:
         self.sample: Sample = new_sample(pages, 4 * num_frames)
 
     def record_prompt(self, s: State, seed: int, ids: I32) -> None:
-        """Record a prompt (int32 [n]) that is opened under the root of fingerprint `seed`."""
+        """Record a prompt (int32 [n]) that is opened under the root of prefix hash `seed`."""
         size = s.tokens.shape[1]
-        fingerprints = np.empty(max(0, len(ids) - 1) // size, np.int64)
-        record_prompt(self.sample, int(s.reg[KEY]), seed, size, ids, fingerprints)
+        prefix_hashes = np.empty(max(0, len(ids) - 1) // size, np.int64)
+        record_prompt(self.sample, int(s.reg[KEY]), seed, size, ids, prefix_hashes)
 
     def counts(self) -> I64:
         """Return int64 [K + 2]: uses by distance in the sample, then the pages asked for, then those in the sample."""

@@ -4,7 +4,7 @@
     page:  sha256("page" ‖ digest of the page before, or of its root ‖ tokens as little-endian int32)
 
 A digest is computed only when a page or its name leaves the process. It is equal in every process and on every machine.
-The fingerprints of the index are not: they are keyed, and have only 32 bits. The words "root" and "page" keep the name
+The prefix hashes of the index are not: they are keyed, and have only 32 bits. The words "root" and "page" keep the name
 of a tenant from passing for a page.
 """
 

@@ -1,13 +1,13 @@
 """The prefix index: from (page before, tokens of this page) to the frame that holds their KV.
 
 It is a chained hash table in arrays: `bucket [N]` heads, `chain [F]` links. The hash covers the whole prefix: the
-`fingerprint` of a page is a keyed hash of the fingerprint before it and of its tokens. A fingerprint outlives its
+`prefix_hash` of a page is a keyed hash of the prefix hash before it and of its tokens. A prefix hash outlives its
 frame, so it tells whether an evicted page comes back. The hash only finds candidates. Identity is then compared exactly
 (I4): the parent's frame and generation, and every token. The parent of a first page is a root, which stands for the
 tenant and its adapters and images.
 
     parent(page 0) = root_parent(root) = -2 - root          parent(page i) = frame of page i - 1
-    fingerprint(page i)  = hash(fingerprint(page i - 1), tokens of page i)          of page -1: the seed of the root
+    prefix hash(page i)  = hash(prefix hash(page i - 1), tokens of page i)          of page -1: the seed of the root
 
 If tokens are matched, not only whole pages (match="token"), each page also has a linked list of its `successors`.
 
@@ -38,8 +38,8 @@ def root_parent(root: int) -> int:
 
 
 @inlined
-def fingerprint_of(key: int, before: int, tokens: I32) -> int:
-    """Return the fingerprint of a page with `tokens` (int32 [S]) after a page with fingerprint `before`.
+def prefix_hash_of(key: int, before: int, tokens: I32) -> int:
+    """Return the prefix hash of a page with `tokens` (int32 [S]) after a page with prefix hash `before`.
 
     key: reg[KEY]. Each token is mixed with a number of its position, and their sum with `before`: so the products do
          not wait for one
@@ -56,28 +56,28 @@ def fingerprint_of(key: int, before: int, tokens: I32) -> int:
 
 
 @inlined
-def prefetch_bucket(s: State, fingerprint: int) -> None:
-    """Prefetch the bucket of a fingerprint that will be looked up."""
-    prefetch(s.bucket, np.int64(fingerprint) & (len(s.bucket) - 1))
+def prefetch_bucket(s: State, prefix_hash: int) -> None:
+    """Prefetch the bucket of a prefix hash that will be looked up."""
+    prefetch(s.bucket, np.int64(prefix_hash) & (len(s.bucket) - 1))
 
 
 @inlined
-def prefetch_candidate(s: State, fingerprint: int) -> None:
+def prefetch_candidate(s: State, prefix_hash: int) -> None:
     """Prefetch the record of the first candidate. The bucket must have arrived."""
-    frame = s.bucket[fingerprint & (len(s.bucket) - 1)]
+    frame = s.bucket[prefix_hash & (len(s.bucket) - 1)]
     if frame >= 0:
         prefetch(s.frames, frame)
         prefetch(s.frames, frame + 1)  # the record may lie across two cache lines
 
 
 @inlined
-def prefetch_next(s: State, fingerprint: int) -> None:
-    """Prefetch the tokens of the first candidate if its fingerprint fits, else record and tokens of the second.
+def prefetch_next(s: State, prefix_hash: int) -> None:
+    """Prefetch the tokens of the first candidate if its prefix hash fits, else record and tokens of the second.
 
     The record of the first candidate must have arrived.
     """
-    frame = s.bucket[fingerprint & (len(s.bucket) - 1)]
-    if frame >= 0 and s.frames[frame].fingerprint != fingerprint:
+    frame = s.bucket[prefix_hash & (len(s.bucket) - 1)]
+    if frame >= 0 and s.frames[frame].prefix_hash != prefix_hash:
         frame = s.frames[frame].chain
         if frame >= 0:
             prefetch(s.frames, frame)
@@ -87,14 +87,14 @@ def prefetch_next(s: State, fingerprint: int) -> None:
 
 
 @inlined
-def find(s: State, parent: int, fingerprint: int, tokens: I32) -> int:
-    """Return the published frame that holds `tokens` (int32 [S], with this fingerprint) after `parent`, or -1."""
+def find(s: State, parent: int, prefix_hash: int, tokens: I32) -> int:
+    """Return the published frame that holds `tokens` (int32 [S], with this prefix hash) after `parent`, or -1."""
     generation = s.frames[parent].generation if parent >= 0 else np.uint32(0)
-    frame = s.bucket[fingerprint & (len(s.bucket) - 1)]
+    frame = s.bucket[prefix_hash & (len(s.bucket) - 1)]
     while frame >= 0:
         record = s.frames[frame]
         if (
-            record.fingerprint == fingerprint
+            record.prefix_hash == prefix_hash
             and record.parent == parent
             and record.parent_generation == generation
             and record.published == 1
@@ -109,16 +109,16 @@ def find(s: State, parent: int, fingerprint: int, tokens: I32) -> int:
 
 
 @inlined
-def insert(s: State, frame: int, parent: int, fingerprint: int) -> None:
-    """Publish the full `frame` with its fingerprint after `parent`. The caller has looked for an equal page."""
-    bucket = fingerprint & (len(s.bucket) - 1)
+def insert(s: State, frame: int, parent: int, prefix_hash: int) -> None:
+    """Publish the full `frame` with its prefix hash after `parent`. The caller has looked for an equal page."""
+    bucket = prefix_hash & (len(s.bucket) - 1)
     s.frames[frame].parent = parent
     s.frames[frame].parent_generation = s.frames[parent].generation if parent >= 0 else np.uint32(0)
-    s.frames[frame].fingerprint = fingerprint
+    s.frames[frame].prefix_hash = prefix_hash
     s.frames[frame].chain = s.bucket[bucket]
     s.bucket[bucket] = frame
     s.frames[frame].published = 1
-    if remembers(s.ghosts, fingerprint):
+    if remembers(s.ghosts, prefix_hash):
         s.frames[frame].uses = 1  # the page was evicted not long ago
     if parent < 0:
         s.roots[-2 - parent, 0] += 1
@@ -129,16 +129,16 @@ def insert(s: State, frame: int, parent: int, fingerprint: int) -> None:
 
 
 @inlined
-def companion_fingerprint(leader_fingerprint: int, group: int) -> int:
-    """Return the fingerprint of the companion in `group` of a leader with that fingerprint."""
-    return leader_fingerprint ^ ((group * 0x9E3779B9) & 0xFFFFFFFF)
+def companion_hash(leader_hash: int, group: int) -> int:
+    """Return the prefix hash of the companion in `group` of a leader with that prefix hash."""
+    return leader_hash ^ ((group * 0x9E3779B9) & 0xFFFFFFFF)
 
 
 @inlined
 def find_companion(s: State, leader: int, group: int) -> int:
     """Return the published companion of `leader` in `group`, or -1. Exact without a comparison of tokens."""
-    fingerprint = companion_fingerprint(np.int64(s.frames[leader].fingerprint), group)
-    frame = s.bucket[fingerprint & (len(s.bucket) - 1)]
+    prefix_hash = companion_hash(np.int64(s.frames[leader].prefix_hash), group)
+    frame = s.bucket[prefix_hash & (len(s.bucket) - 1)]
     while frame >= 0:
         record = s.frames[frame]
         if (
@@ -154,11 +154,11 @@ def find_companion(s: State, leader: int, group: int) -> int:
 @inlined
 def insert_companion(s: State, frame: int, leader: int, group: int) -> None:
     """Publish `frame` as the companion of `leader` in `group`. The caller has checked that none is published."""
-    fingerprint = companion_fingerprint(np.int64(s.frames[leader].fingerprint), group)
-    bucket = fingerprint & (len(s.bucket) - 1)
+    prefix_hash = companion_hash(np.int64(s.frames[leader].prefix_hash), group)
+    bucket = prefix_hash & (len(s.bucket) - 1)
     s.frames[frame].parent = leader
     s.frames[frame].parent_generation = s.frames[leader].generation
-    s.frames[frame].fingerprint = fingerprint
+    s.frames[frame].prefix_hash = prefix_hash
     s.frames[frame].chain = s.bucket[bucket]
     s.bucket[bucket] = frame
     s.frames[frame].published = 1 + group
@@ -169,7 +169,7 @@ def insert_companion(s: State, frame: int, leader: int, group: int) -> None:
 @compiled
 def remove(s: State, frame: int) -> None:
     """Unpublish `frame`: no prompt finds it any more."""
-    bucket = np.int64(s.frames[frame].fingerprint) & (len(s.bucket) - 1)
+    bucket = np.int64(s.frames[frame].prefix_hash) & (len(s.bucket) - 1)
     here = s.bucket[bucket]
     if here == frame:
         s.bucket[bucket] = s.frames[frame].chain
@@ -239,17 +239,17 @@ def find_part(s: State, parent: int, tokens: I32) -> tuple[int, int]:
 
 @compiled
 def remember(s: State, frame: int) -> None:
-    """Keep the fingerprint of `frame`, which is about to be evicted, until another one takes its place in `ghosts`."""
+    """Keep the prefix hash of `frame`, which is about to be evicted, until another one takes its place in `ghosts`."""
     if s.frames[frame].published > 1:
         return  # a companion is missed together with its leader
-    fingerprint = np.int64(s.frames[frame].fingerprint)
-    s.ghosts[fingerprint & (len(s.ghosts) - 1)] = (fingerprint >> 2) + 1
+    prefix_hash = np.int64(s.frames[frame].prefix_hash)
+    s.ghosts[prefix_hash & (len(s.ghosts) - 1)] = (prefix_hash >> 2) + 1
 
 
 @inlined
-def remembers(ghosts: I32, fingerprint: int) -> bool:
-    """Return True if a page of this fingerprint was evicted recently. Rarely wrong: 30 bits of a hash are compared."""
-    return ghosts[fingerprint & (len(ghosts) - 1)] == (fingerprint >> 2) + 1
+def remembers(ghosts: I32, prefix_hash: int) -> bool:
+    """Return True if a page of this prefix hash was evicted recently. Rarely wrong: 30 bits of a hash are compared."""
+    return ghosts[prefix_hash & (len(ghosts) - 1)] == (prefix_hash >> 2) + 1
 
 
 @compiled

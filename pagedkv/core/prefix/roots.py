@@ -10,7 +10,7 @@ from pagedkv.core.state import State
 
 
 class Root(NamedTuple):
-    """A root: its number, and the fingerprint of its empty prefix (`seed`), a keyed digest of the tenant's name."""
+    """A root: its number, and the prefix hash of its empty prefix (`seed`), a keyed digest of the tenant's name."""
 
     number: int
     seed: int

@@ -128,25 +128,25 @@ def match_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> 
 @compiled
 def _match_leaders(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool]:
     size = s.tokens.shape[1]
-    parent, fingerprint = index.root_parent(root), seed
+    parent, prefix_hash = index.root_parent(root), seed
     # a row is at least as wide as the pool, so no published prefix is longer
     whole = min(max(0, (len(token_ids) - 1) // size), len(found))
     for first in range(0, whole, index.AHEAD):
         last = min(first + index.AHEAD, whole)
         for page in range(first, last):
-            fingerprint = index.fingerprint_of(s.reg[KEY], fingerprint, token_ids[page * size : (page + 1) * size])
-            index.prefetch_bucket(s, fingerprint)
-            found[page] = fingerprint - 2**31  # uint32 as int32
+            prefix_hash = index.prefix_hash_of(s.reg[KEY], prefix_hash, token_ids[page * size : (page + 1) * size])
+            index.prefetch_bucket(s, prefix_hash)
+            found[page] = prefix_hash - 2**31  # uint32 as int32
         for page in range(first, last):
             index.prefetch_candidate(s, int(found[page]) + 2**31)
         for page in range(first, last):
             index.prefetch_next(s, int(found[page]) + 2**31)
         for page in range(first, last):
-            fingerprint = int(found[page]) + 2**31
-            frame = index.find(s, parent, fingerprint, token_ids[page * size : (page + 1) * size])
+            prefix_hash = int(found[page]) + 2**31
+            frame = index.find(s, parent, prefix_hash, token_ids[page * size : (page + 1) * size])
             if frame < 0:
-                found[page:last] = HOLE  # as before: the fingerprints were scratch
-                return page, index.remembers(s.ghosts, fingerprint)
+                found[page:last] = HOLE  # as before: the prefix hashes were scratch
+                return page, index.remembers(s.ghosts, prefix_hash)
             found[page] = frame
             parent = frame
     return whole, False
@@ -314,27 +314,27 @@ def publish_pages(s: State, asid: int) -> None:
     """
     if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE or s.spaces[asid].no_publish:
         return
-    parent, fingerprint = index.root_parent(s.spaces[asid].root), int(s.spaces[asid].seed)
+    parent, prefix_hash = index.root_parent(s.spaces[asid].root), int(s.spaces[asid].seed)
     complete, full = int(s.spaces[asid].complete), s.spaces[asid].length // s.tokens.shape[1]
     if complete > 0:
         parent = s.table[asid, complete - 1]
-        fingerprint = int(s.frames[parent].fingerprint)
+        prefix_hash = int(s.frames[parent].prefix_hash)
     for page in range(complete, full):  # hash all pages first, as _match_leaders does
         frame = s.table[asid, page]
         if not s.frames[frame].published:
-            s.frames[frame].fingerprint = index.fingerprint_of(s.reg[KEY], fingerprint, s.tokens[frame])
-            index.prefetch_bucket(s, s.frames[frame].fingerprint)
-            prefetch(s.ghosts, np.int64(s.frames[frame].fingerprint) & (len(s.ghosts) - 1))
-        fingerprint = int(s.frames[frame].fingerprint)
+            s.frames[frame].prefix_hash = index.prefix_hash_of(s.reg[KEY], prefix_hash, s.tokens[frame])
+            index.prefetch_bucket(s, s.frames[frame].prefix_hash)
+            prefetch(s.ghosts, np.int64(s.frames[frame].prefix_hash) & (len(s.ghosts) - 1))
+        prefix_hash = int(s.frames[frame].prefix_hash)
     for page in range(complete + 1, full):  # the prefetch for a single page would come too late
-        index.prefetch_candidate(s, int(s.frames[s.table[asid, page]].fingerprint))
+        index.prefetch_candidate(s, int(s.frames[s.table[asid, page]].prefix_hash))
     for page in range(complete + 1, full):
-        index.prefetch_next(s, int(s.frames[s.table[asid, page]].fingerprint))
+        index.prefetch_next(s, int(s.frames[s.table[asid, page]].prefix_hash))
     for page in range(complete, full):
         frame = s.table[asid, page]
         if not s.frames[frame].published:
-            fingerprint = int(s.frames[frame].fingerprint)
-            existing = index.find(s, parent, fingerprint, s.tokens[frame])
+            prefix_hash = int(s.frames[frame].prefix_hash)
+            existing = index.find(s, parent, prefix_hash, s.tokens[frame])
             if existing >= 0 and s.spaces[asid].outstanding > 0:
                 return  # an outstanding plan reads our page, perhaps through an older table; the last one publishes it
             if existing >= 0:
@@ -344,7 +344,7 @@ def publish_pages(s: State, asid: int) -> None:
                 s.reg[DEDUPLICATED] += 1
                 frame = existing
             else:
-                index.insert(s, frame, parent, fingerprint)
+                index.insert(s, frame, parent, prefix_hash)
         if len(s.groups) > 1 and not layer_groups.publish_companions(s, asid, page):
             return
         s.spaces[asid].complete = page + 1

@@ -168,10 +168,10 @@ def _redirect_parents(old: Records, new: Records, into: I32) -> None:
 
 
 def _lay_out_ghosts(old: I32, new: I32) -> None:
-    """Copy the fingerprints of evicted pages to their places in a table of another size (index.remember)."""
+    """Copy the prefix hashes of evicted pages to their places in a table of another size (index.remember)."""
     places = np.flatnonzero(old)
-    fingerprints = (old[places].astype(np.int64) - 1 << 2) | (places & 3)
-    new[fingerprints & (len(new) - 1)] = old[places]
+    prefix_hashes = (old[places].astype(np.int64) - 1 << 2) | (places & 3)
+    new[prefix_hashes & (len(new) - 1)] = old[places]
 
 
 @compiled
@@ -179,7 +179,7 @@ def _fill_buckets(records: Records, bucket: I32) -> None:
     """Put all published frames into the empty buckets of the index."""
     for frame in range(len(records)):
         if records[frame].published:
-            place = np.int64(records[frame].fingerprint) & (len(bucket) - 1)
+            place = np.int64(records[frame].prefix_hash) & (len(bucket) - 1)
             records[frame].chain = bucket[place]
             bucket[place] = frame
 

@@ -144,7 +144,7 @@ RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
         lambda s: np.intersect1d(later_pages(s), some(s, "status", [st.CACHED])),
         [1, -1],
     ),
-    ("frames", "fingerprint"): (later_links, [1, 2**20]),
+    ("frames", "prefix_hash"): (later_links, [1, 2**20]),
     ("frames", "chain"): (published, [1, -1, 1000]),
     ("frames", "newer"): (listed, [1, -1]),
     ("frames", "older"): (listed, [1, -1]),
@@ -170,7 +170,7 @@ RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
 UNCHECKED: dict[tuple[str, str], str] = {
     ("frames", "uses"): "a hint to the policy: every number is legal",
     ("spaces", "generation"): "handles know it, and no array does; a handle that does not agree is refused (I8)",
-    ("state", "ghosts"): "fingerprints of evicted pages: a hint, which may be overwritten at any time",
+    ("state", "ghosts"): "prefix hashes of evicted pages: a hint, which may be overwritten at any time",
     ("state", "log"): "events: a follower compares them with a snapshot (test_events)",
 }
 

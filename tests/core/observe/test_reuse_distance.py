@@ -81,17 +81,17 @@ def test_the_stack_agrees_with_that_of_a_list() -> None:
     stack: list[int] = []
     hits = [0] * 16
     for _ in range(3000):
-        fingerprint = int(rng.integers(0, 30)) * 977
+        prefix_hash = int(rng.integers(0, 30)) * 977
         if rng.random() < 0.5:
-            ids = np.array([fingerprint, 0], np.int32)
-            fingerprints = np.empty(1, np.int64)
-            reuse_module.record_prompt(sample, 5, 0, 1, ids, fingerprints)
-            fingerprint = int(fingerprints[0])
-            if fingerprint in stack:
-                hits[len(stack) - 1 - stack.index(fingerprint)] += 1
+            ids = np.array([prefix_hash, 0], np.int32)
+            prefix_hashes = np.empty(1, np.int64)
+            reuse_module.record_prompt(sample, 5, 0, 1, ids, prefix_hashes)
+            prefix_hash = int(prefix_hashes[0])
+            if prefix_hash in stack:
+                hits[len(stack) - 1 - stack.index(prefix_hash)] += 1
         else:
-            reuse_module.record_use(sample, fingerprint)
-        stack = [*(other for other in stack if other != fingerprint), fingerprint][-16:]
+            reuse_module.record_use(sample, prefix_hash)
+        stack = [*(other for other in stack if other != prefix_hash), prefix_hash][-16:]
     assert sample.hits.tolist() == hits
     assert sum(hits) > 100
 

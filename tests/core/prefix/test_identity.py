@@ -10,7 +10,7 @@ from tests.core.oracle import grown
 
 
 def test_pages_that_hash_alike_are_told_apart_by_their_tokens(mm: MemoryManager) -> None:
-    """The test changes the tokens of a frame: the fingerprint leads to the frame, but the tokens differ."""
+    """The test changes the tokens of a frame: the prefix hash leads to the frame, but the tokens differ."""
     first = grown(mm, [1, 2, 3, 4, 5])
     mm.state.tokens[first.pages[0]] = [1, 2, 3, 9]
     assert len(mm.open([1, 2, 3, 4, 5])) == 0
