@@ -1,7 +1,8 @@
 # pagedkv: every chore is one target, and every target installs what it needs, once.
 #
-# Everything lives in $(VENV). A stamp there is older than pyproject.toml, setup.py or the C++ sources exactly when an install is due;
-# the wish $(TORCH) is a file that changes only when the wish does. So a second run of any target reinstalls nothing.
+# Everything is installed into $(VENV). A stamp there is older than pyproject.toml, setup.py or the C++ sources if and only
+# if an install is due. $(STAMPS)/torch.wish holds $(TORCH) and is written only when $(TORCH) changes. So a second run of any
+# target installs nothing.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -45,11 +46,12 @@ check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built stric
 bench: $(STAMPS)/dev ## the microbenchmarks; results are appended to bench/results
 	@$(BIN)/python -m pagedkv.bench
 
-gpu: ## on a machine with a GPU and without network: tests, benchmarks, tuning, by the Python that has torch there; into gpu-results/ (STAGES='--minutes 9 --rest')
+gpu: ## with a GPU, no network, by the Python that has torch: tests, benchmarks (STAGES='--minutes 9')
 	@$(PYTHON) scripts/gpu.py $(STAGES)
 
 gpu-sanitize: ## the same machine: the cases under compute-sanitizer
-	@$(PYTHON) scripts/gpu.py sanitize-triton-memcheck sanitize-cuda-memcheck sanitize-triton-racecheck sanitize-cuda-racecheck sanitize-cuda-bulk-memcheck sanitize-cuda-bulk-racecheck sanitize-cuda-pieces-memcheck
+	@$(PYTHON) scripts/gpu.py sanitize-triton-memcheck sanitize-triton-racecheck sanitize-cuda-memcheck \
+		sanitize-cuda-racecheck sanitize-cuda-bulk-memcheck sanitize-cuda-bulk-racecheck sanitize-cuda-pieces-memcheck
 
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)
@@ -58,19 +60,20 @@ clean: ## remove what was built, not $(VENV)
 	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@find $(wildcard pagedkv triton_kernels tests bench scripts) -name __pycache__ -prune -exec rm -rf {} +
 
-# --- installing ---------------------------------------------------------------------------------------------------------------------
+# --- installing -------------------------------------------------------------------------------------------------------
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
-		{ echo "pagedkv needs Python 3.11, 3.12 or 3.13; $(PYTHON) is `$(PYTHON) --version 2>&1`. Name another: make PYTHON=python3.12 ..."; exit 1; }
+		{ echo "pagedkv needs Python 3.11, 3.12 or 3.13; $(PYTHON) is `$(PYTHON) --version 2>&1`."; \
+		echo "Name another: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 
 $(STAMPS)/torch.wish: FORCE | $(BIN)/python
 	@mkdir -p $(STAMPS)
 	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
-# torch first and alone: nothing that follows may choose another. setuptools and pybind11 next: a build without isolation is
-# quicker and sees them.
+# torch first and alone, so that no later install chooses another torch. setuptools and pybind11 next: a build without
+# isolation is quicker, and finds them.
 $(STAMPS)/torch: $(STAMPS)/torch.wish
 	@echo "installing $(TORCH) into $(VENV)"
 	@$(PIP) $(TORCH)

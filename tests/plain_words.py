@@ -1,7 +1,8 @@
-"""A checker of prose: sentences that begin without a subject, and words that hide who does it. `python tests/plain_words.py PATH...` lists them.
+"""A checker of prose: `python tests/plain_words.py PATH...` lists sentences without a subject, and vague words.
 
-Prose is the docstrings and comments of Python, the comments of C++ and CUDA, and the text of Markdown outside code. The checker knows no
-grammar: it looks at the first word of each sentence and at a short list of words. A question may begin as it likes.
+Prose is the docstrings and comments of Python, the comments of C++ and CUDA, and the text of Markdown outside code. The
+checker knows no grammar: it looks at the first word of each sentence and at a short list of words. A question may begin
+with any word.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The prose of the project is plain: the crude half of what that means, which a machine can see (tests/plain_words.py)."""
+"""The prose of the project is plain, as far as a machine can see that (tests/plain_words.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from tests import plain_words
 
 ROOT = Path(__file__).parents[1]
-TREES = "pagedkv triton_kernels csrc bench scripts tests examples docs README.md CHANGELOG.md CONTRIBUTING.md setup.py".split()
+TREES = """
+pagedkv triton_kernels csrc bench scripts tests examples docs README.md CHANGELOG.md CONTRIBUTING.md setup.py
+""".split()
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -95,7 +95,7 @@ class ObservationMixin(ThreadGuard):
         return mask
 
     def frame_generations(self) -> npt.NDArray[np.uint32]:
-        """uint32 [F]: the generation of each frame, which rises when the frame is taken from the free list. A copy. O(frames)."""
+        """uint32 [F]: the generation of each frame; it rises when the frame is taken. A copy. O(frames)."""
         return self.state.frames["generation"].copy()
 
     @contextmanager

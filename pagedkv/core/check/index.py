@@ -218,7 +218,7 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
 
 
 def _check_successors(s: State, published: list[int]) -> None:
-    """Check `successors`: a page with a published prefix is once among the successors of the page before, linked both ways."""
+    """Check that a page with a published prefix is once among the successors of its parent, linked both ways."""
     following: dict[int, list[int]] = {}
     heads = [(frame, int(s.successors[frame, 0])) for frame in published] + [
         (-2 - root, int(first)) for root, first in enumerate(s.roots[:, 1])

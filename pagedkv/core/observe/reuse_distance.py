@@ -1,4 +1,4 @@
-"""ReuseSampler distances: how far apart the uses of a page are, and so what an LRU pool of any size would match. Fixed memory.
+"""Reuse distances: how far apart the uses of a page are, and so the hit rate of an LRU pool of any size.
 
 An LRU pool of C frames would find a page if fewer than C other pages were used since its last use. That number is the
 reuse distance: the place of the page in the LRU stack (Mattson et al., 1970). This file follows the stack for a sample

@@ -117,7 +117,7 @@ _PROMPT_TOTALS = [st.ASKED, st.MATCHED, st.MISSED_EVICTED, st.MISSED_NEW, st.BEL
 
 
 def prompt_counters(reg: I64) -> tuple[I64, I64]:
-    """int64 [5], the counters of prompts, and int64 [accounts, 2], each account's share of ASKED and MATCHED. Copies."""
+    """Return int64 [5], the counters of prompts, and int64 [accounts, 2], the accounts' shares of ASKED and MATCHED."""
     return reg[_PROMPT_TOTALS], st.account_registers(reg)[:, [st.ASKED_BY, st.MATCHED_BY]]
 
 
