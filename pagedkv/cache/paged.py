@@ -36,6 +36,7 @@ from pagedkv.core.tables.layer_groups import Group
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import KVLayer, PagedBatch
+from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
 from pagedkv.kernels.ops import copy_frames
 from pagedkv.spec import KVSpec
 
@@ -99,6 +100,14 @@ class PagedKVCache:
 
     def __len__(self) -> int:
         return len(self.layer_groups)
+
+    def attention(self, layer: int, **options: Any) -> BoundAttention:
+        """Return `bind_attention(cache[layer], **options)` with the kernel of this cache. Bind again after `resize`."""
+        return bind_attention(self[layer], **{"backend": self.backend} | options)
+
+    def write(self, layer: int, **options: Any) -> BoundWrite:
+        """Return `bind_write(cache[layer], **options)` with the kernel of this cache. Bind again after `resize`."""
+        return bind_write(self[layer], **{"backend": self.backend} | options)
 
     @property
     def frame_bytes(self) -> int:

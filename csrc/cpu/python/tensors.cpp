@@ -69,7 +69,7 @@ bool ask(PyObject* x, Tensor& t) {
 
 }  // namespace
 
-bool meet_tensors(PyObject* type, bool by_table) {
+bool register_tensor_type(PyObject* type, bool by_table) {
     if (!PyType_Check(type)) return PyErr_SetString(PyExc_TypeError, "torch.Tensor is a type"), false;
     Py_INCREF(type);
     tensor_type = reinterpret_cast<PyTypeObject*>(type), table = nullptr;

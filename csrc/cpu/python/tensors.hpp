@@ -29,7 +29,7 @@ struct Tensor : Described {
 };
 
 // `type` is torch.Tensor; `by_table` false asks for attributes even where there is a table. False, with an exception set, if it is no type.
-bool meet_tensors(PyObject* type, bool by_table);
+bool register_tensor_type(PyObject* type, bool by_table);
 
 // False if `x` has more than MOST_DIMS dims or cannot be described (sparse, a fake, ...), or is not exactly a torch.Tensor while `any_class` is
 // false. No exception is set.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import torch
 
@@ -184,7 +184,6 @@ class Driver:
             about.shared_per_sm,
         )
         self._torch, self._cuda, self._context = about, cuda, about.context(cuda)
-        self.ready: dict[Any, Any] = {}
         self._functions: dict[Specialisation, tuple[int, int, int]] = {}
         self._tickets = Tickets(about)
 
@@ -197,7 +196,7 @@ class Driver:
         taken = self._tickets.take(count)
         return torch.zeros(count, dtype=torch.int32, device=like.device) if taken is None else taken
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
         """torch's, and its again when the launches so far have run."""
         return torch.empty(shape, dtype=dtype, device=like.device)
 

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -129,7 +129,6 @@ class Emulator:
         self.sources: dict[str, str] = texts("cuda", ".cuh", ".h") | {
             "ptx_twin.hpp": texts("simt", ".hpp")["ptx_twin.hpp"]
         }
-        self.ready: dict[Any, Any] = {}
         self.memory: list[Tensor] = []
         self.counted = torch.zeros(1, dtype=torch.int32)
         self.launches: list[Specialisation] = []
@@ -166,12 +165,12 @@ class Emulator:
         self.memory.append(self.counted)
         return self.counted
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
         """Poisoned, too."""
-        room = torch.empty(shape, dtype=dtype)
-        room.view(-1).view(torch.uint8).fill_(0xA5)
-        self.memory.append(room)
-        return room
+        scratch = torch.empty(shape, dtype=dtype)
+        scratch.view(-1).view(torch.uint8).fill_(0xA5)
+        self.memory.append(scratch)
+        return scratch
 
     def launch(self, shape: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
         """Run it, block by block; early: what the launch before wrote is not there before it is waited for. Raises: Fault."""
