@@ -1,10 +1,11 @@
 """The kernels against the speed of memory, and against what people use today: `pagedkv bench attention`.
 
-One run interleaves, repetition by repetition: our kernels, torch SDPA on contiguous KV, vLLM's CPU kernel where an environment with it is
-named, and the **ceiling**: as many frames, in random order, read by a load-and-xor loop with as many threads; of a write, memcpy. A prefill
-has torch.mm beside it, a square product of as many operations: no bound (in float32 it is slower than others), but a measure. KV is cold: a
-pool of at least 384 MiB, other frames each time. Whoever cannot be measured is reported with the reason. This file knows the public call
-and who is compared; cells.py knows the shapes, pool.py the memory, clock.py the turns.
+One run interleaves, repetition by repetition: our kernels, torch SDPA on contiguous KV, vLLM's CPU kernel where an
+environment with it is named, and the **ceiling**: as many frames, in random order, read by a load-and-xor loop with as
+many threads; of a write, memcpy. A prefill has torch.mm beside it, a square product of as many operations: no bound (in
+float32 it is slower than others), but a measure. KV is cold: a pool of at least 384 MiB, other frames each time. A
+kernel that cannot be measured is reported with the reason. This file knows the public call and its competitors;
+cells.py knows the shapes, pool.py the memory, clock.py the turns.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SLOW: Final = ("numba", "reference")
 
 @dataclass(frozen=True)
 class Asked:
-    """Who is compared, how often, and where vLLM is."""
+    """The kernels to compare, the number of repetitions, and the Python of vLLM."""
 
     kernels: tuple[str, ...] = ("cpu", "numba", "reference")
     repetitions: int = 15
@@ -77,11 +78,11 @@ class Row:
         return None if timing is None else timing.seconds / (CALLS if self.cell.kind == "call" else 1)
 
     def over(self, who: str, other: str) -> float | None:
-        """How many times as fast as `other` `who` is, turn by turn; None if one was not measured."""
+        """Return how many times as fast as `other` `who` is, turn by turn; None if one was not measured."""
         return compared(self.timings.get(who), self.timings.get(other), lambda ours, theirs: theirs / ours)
 
     def record(self) -> dict[str, Any]:
-        """What is written down."""
+        """Return the record of the cell for the results file."""
         results = {}
         for who, timing in self.timings.items():
             seconds = self.seconds(who) or 0.0
@@ -121,7 +122,7 @@ def measure(cells: Iterable[Cell], asked: Asked) -> Iterator[Row]:
 
 
 def _that_fit(group: list[Cell]) -> Iterator[list[Cell]]:
-    """The group in parts whose pools together take less than a quarter of the memory (SDPA and vLLM hold as much again)."""
+    """Yield the group in parts whose pools take less than a quarter of the memory: SDPA and vLLM hold as much again."""
     most = memory() // 4
     part: list[Cell] = []
     for cell in group:
@@ -149,7 +150,7 @@ def _measure_group(cells: list[Cell], asked: Asked, vllm: Vllm | str) -> Iterato
 
 
 def _awake(step: Step) -> Step:
-    """The step, torch's threads woken before its clock starts, as the layer before it in a model would have woken them."""
+    """Return the step with torch's threads woken before its clock starts, as the layer before it in a model does."""
     vector = torch.zeros(1 << 16, dtype=torch.int8)  # two threads' worth
 
     def prepare() -> Callable[[], object]:
@@ -161,7 +162,7 @@ def _awake(step: Step) -> Step:
 
 
 def _variants(cell: Cell, region: torch.Tensor | None, asked: Asked, vllm: Vllm | str) -> dict[str, Step | str]:
-    """Who can be measured on the cell, and why the others cannot."""
+    """Return the steps of all that can be measured on the cell, and the reason for each that cannot."""
     if region is None or Pool.bytes_of(cell) > len(region):
         return dict.fromkeys((*asked.kernels, CEILING), "its pool is larger than a third of this machine's memory")
     pool = Pool(cell, region)
@@ -199,7 +200,7 @@ def _not_here(name: str, cell: Cell) -> str:
     return ""
 
 
-# --- the steps: each prepares a repetition and returns what is timed ---------------------------------------------------------------------
+# --- the steps: each prepares a repetition and returns the function to time ----------------------------------------
 
 
 def _attention(cell: Cell, pool: Pool, name: str) -> Step:
@@ -233,7 +234,7 @@ def _calls(cell: Cell, pool: Pool, name: str) -> Step:
 
 
 def _direct(cell: Cell, pool: Pool) -> Step:
-    """The kernel's own function with a call that is made and checked already: what the torch operator adds is the difference."""
+    """Return the kernel's own function with a checked call: the difference to the others is the cost of the call."""
     batch, layer = pool.batch(pool.draw()), pool.layer
     q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim).to(quant.DTYPES[cell.dtype])
     tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
@@ -289,7 +290,8 @@ def _new_tokens(cell: Cell) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _sdpa(cell: Cell) -> Step | str:
-    """torch SDPA on contiguous KV: for one query the heads of a group as rows, its fastest form; else KV repeated for all heads."""
+    """torch SDPA on contiguous KV: for one query the heads of a group as rows, its fastest form; else KV repeated for
+    all heads."""
     if cell.kv or cell.lengths != "uniform" or cell.pages != "permuted":
         return "it has contiguous sequences of one length, unquantised"
     if cell.batch * cell.context > 300_000:

@@ -1,8 +1,10 @@
-"""The host cost of a launch of the CUDA kernels, up to the driver's own call: `python -m pagedkv.bench.gpu.launch`. Needs no GPU.
+"""The host cost of a launch of the CUDA kernels, up to the driver's own call: `python -m pagedkv.bench.gpu.launch`.
+Needs no GPU.
 
-A recorder that does nothing (`Nothing`) stands for the driver's API, and the tensors are on the CPU. So the figures are our Python and
-C++, and torch's allocation of results and workspace; the driver's own time for a launch comes on top. A decode of one layer is measured, in
-turns: bound calls, functional calls, launchers alone, and calls that were checked but not bound, as with a torch before 2.10.
+A recorder that does nothing (`Nothing`) stands for the driver's API, and the tensors are on the CPU. So the figures are
+our Python and C++, and torch's allocation of results and workspace; the driver's own time for a launch comes on top. A
+decode of one layer is measured, in turns: bound calls, functional calls, launchers alone, and calls that were checked
+but not bound, as with a torch before 2.10.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def bind_write(layer: KVLayer, rope: RotaryTable | None) -> Callable[..., None]:
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """Return the calls to measure: a decode of one layer, 8 sequences, 32 query heads on 8 kv heads of 128, bfloat16."""
+    """Return the calls to measure: a decode of 8 sequences, 32 query heads on 8 kv heads of 128, bfloat16."""
     B, H, K, D, S, P = 8, 32, 8, 128, 16, 256
     pool = torch.zeros(B * P, 2, K, S, D, dtype=torch.bfloat16).permute(1, 0, 3, 2, 4)
     layer, q = KVLayer(pool[0], pool[1]), torch.zeros(B, H, D, dtype=torch.bfloat16)

@@ -1,25 +1,29 @@
-"""Bound calls: a layer and its options are checked once, and each call checks only the arguments that change from call to call.
+"""Bound calls: a layer and its options are checked once, each call checks only the arguments that change.
 
-    bind_attention(layer, options)         checks the layer and the options, asks the registry, makes a Binding of the C++ extension
-    attend(q, batch)                       Binding.attend(...): reads the tensors, compares them with the contract
-        -> results                         the contract is kept and a kernel is registered: a few microseconds, without torch's dispatcher
-        -> an int, the kind of the call    no kernel is registered for this dtype and number of heads: ask the registry, register, call again
-        -> None                            the call takes torch's operator, which checks it again and says in words what is wrong
+    bind_attention(layer, options)   checks layer and options, asks the registry, makes a Binding of the C++ extension
+    attend(q, batch)                 Binding.attend(...) reads the tensors, compares them with the contract, and returns
+        results                      if the contract is kept and a kernel is registered: in a few microseconds,
+                                     without torch's dispatcher
+        the kind of the call, an int if only a kernel for this dtype and number of heads is missing: the registry is
+                                     asked, the kernel is registered, and the call is repeated
+        None                         else: the call takes torch's operator, whose checks say in words what is wrong
 
-**Who states the contract.** checks.py, in words. The extension has the same rules as a predicate without words (keeps_contract in
-csrc/cpu/python). A call that the predicate refuses goes to the operator, so a predicate that is too strict costs time and changes no result.
-tests/kernels/test_bound.py draws calls and compares the two.
+**Who states the contract.** checks.py, in words. The extension has the same rules as a predicate without words
+(keeps_contract in csrc/cpu/python). A call that the predicate refuses goes to the operator, so a predicate that is too
+strict costs time and changes no result. tests/kernels/test_bound.py draws calls and compares the two.
 
-**When torch must see a call.** Dynamo traces the operator. The extension asks torch in each call for dispatch modes, function modes,
-functorch transforms, tracing, the profiler, gradients that are wanted, and negative views, and returns None if there is one. Subclasses of
-Tensor and tensors without memory also go to the operator. PAGEDKV_DEBUG >= 1 sends every call there, because values are checked there.
+**When torch must see a call.** Dynamo traces the operator. The extension asks torch in each call for dispatch modes,
+function modes, functorch transforms, tracing, the profiler, gradients that are wanted, and negative views, and returns
+None if there is one. Subclasses of Tensor and tensors without memory also go to the operator. PAGEDKV_DEBUG >= 1 sends
+every call there, because values are checked there.
 
-**What a binding may not miss.** The tensors of the layer are kept alive and described anew in each call. If their memory moved (set_,
-resize_), the operator serves. PAGEDKV_KERNELS, PAGEDKV_CPU_ISA and PAGEDKV_NUM_THREADS are read when a kernel is chosen: at binding, and
-at the first call of a kind. torch.set_num_threads acts at once.
+**What a binding may not miss.** The tensors of the layer are kept alive and described anew in each call. If their
+memory moved (set_, resize_), the operator serves. PAGEDKV_KERNELS, PAGEDKV_CPU_ISA and PAGEDKV_NUM_THREADS are read
+when a kernel is chosen: at binding, and at the first call of a kind. torch.set_num_threads acts at once.
 
-**Functional calls** of ops.py use bound calls too: `cached` keeps those of a layer in the KVLayer object, by options and environment. The first
-functional call of a key takes the operator, so a KVLayer that is made for one call costs no binding.
+**Functional calls** of ops.py use bound calls too: `cached` keeps those of a layer in the KVLayer object, by options
+and environment. The first functional call of a key takes the operator, so a KVLayer that is made for one call costs no
+binding.
 
 Without the extension, or with a torch that does not tell who observes operators, every call takes the operator.
 """
@@ -46,11 +50,14 @@ if TYPE_CHECKING:
 assert operators  # importing it defines torch.ops.pagedkv
 
 MOST_BOUND: Final = 32
-"""Bound calls that a KVLayer keeps for functional calls. A layer is called with few options: beyond this number all are dropped."""
+"""Bound calls that a KVLayer keeps for functional calls.
+
+A layer is called with few options: beyond this number all are dropped.
+"""
 
 
 def _observers() -> tuple[Any, ...]:
-    """Return C functions without arguments. Each is truthy while its part of torch observes operators. () if this torch lacks one."""
+    """Return C functions, each truthy while its part of torch observes operators; () if torch lacks one."""
     modes = ("_len_torch_dispatch_stack", "_len_torch_function_stack", "_functorch.peek_interpreter_stack")
     try:
         return tuple(attrgetter(name)(torch._C) for name in (*modes, "_is_tracing", "_autograd._profiler_enabled"))
@@ -62,7 +69,10 @@ _OBSERVERS: Final = _observers()
 
 
 def register_torch(*, by_table: bool = True) -> None:
-    """Register torch's types and callbacks with the extension. by_table: read tensors through DLPack's C functions where torch has them."""
+    """Register torch's types and callbacks with the extension.
+
+    by_table: read tensors through DLPack's C functions where torch has them.
+    """
     cpu._cpu.register_torch(
         torch.Tensor, torch.float32, by_table, torch.get_num_threads, torch.is_grad_enabled, _OBSERVERS
     )
@@ -74,15 +84,16 @@ if _extension is not None:
 
 
 class BoundAttention:
-    """`paged_attention` of one layer with fixed options, as `bind_attention` returns it. Hold one for each layer and set of options.
+    """`paged_attention` of one layer with fixed options: the result of `bind_attention`.
 
-    A call checks q, the batch's tensors, tree_mask and out: dtype, shape, strides, device. Values are checked with PAGEDKV_DEBUG >= 1.
+    A call checks q, the batch's tensors, tree_mask and out: dtype, shape, strides, device. Values are checked with
+    PAGEDKV_DEBUG >= 1.
 
     Shapes:   q [T, H, D]; tree_mask bool [T, >= max_seqlen_q]; out [T, H, Dv] of q's dtype
               returns out [T, H, Dv]; with return_lse also float32 [T, H], natural logarithm
     Modifies: out, if given, and returns it.
-    Raises:   InvalidRequest if an argument breaks the contract of `paged_attention`; KernelUnavailable if q's dtype or number of heads, or
-              a tree mask, is one that the named kernel does not take.
+    Raises:   InvalidRequest if an argument breaks the contract of `paged_attention`; KernelUnavailable if q's dtype or
+              number of heads, or a tree mask, is one that the named kernel does not take.
     """
 
     def __init__(self, layer: KVLayer, options: AttentionOptions, backend: str | None) -> None:
@@ -147,14 +158,15 @@ class BoundAttention:
 
 
 class BoundWrite:
-    """`write_kv` into one layer, as `bind_write` returns it. Hold one for each layer.
+    """`write_kv` into one layer: the result of `bind_write`.
 
-    A call checks k, v and the batch's slots and positions: dtype, shape, strides, device. Values are checked with PAGEDKV_DEBUG >= 1.
+    A call checks k, v and the batch's slots and positions: dtype, shape, strides, device. Values are checked with
+    PAGEDKV_DEBUG >= 1.
 
     Shapes:   k [T, K, D], v [T, K, Dv], any float dtype
     Modifies: the layer's k and v at `batch.slots`, and per-(token, head) scales there. A slot < 0 is skipped.
-    Raises:   InvalidRequest if an argument breaks the contract of `write_kv`; KernelUnavailable if the dtype of k or v is one that the
-              named kernel does not take.
+    Raises:   InvalidRequest if an argument breaks the contract of `write_kv`; KernelUnavailable if the dtype of k or v
+              is one that the named kernel does not take.
     """
 
     def __init__(self, layer: KVLayer, rope: RotaryTable | None, backend: str | None) -> None:
@@ -211,10 +223,11 @@ def bind_attention(
     split_tokens: int | None = None,
     backend: str | None = None,
 ) -> BoundAttention:
-    """Return `paged_attention` of `layer` with these options: `attend(q, batch, tree_mask=None, out=None, return_lse=False)`.
+    """Return `paged_attention` of `layer` with these options: `attend(q, batch, *, tree_mask, out, return_lse)`.
 
-    The layer and the options are checked here, once; a call checks its own arguments (see BoundAttention). The options have the meaning
-    that they have in `paged_attention`. The bound call keeps the layer's tensors alive: bind again after `PagedKVCache.resize`.
+    The layer and the options are checked here, once; a call checks its own arguments (see BoundAttention). The options
+    have the meaning that they have in `paged_attention`. The bound call keeps the layer's tensors alive: bind again
+    after `PagedKVCache.resize`.
 
     Shapes: sinks, alibi_slopes float32 [H]; layer as in KVLayer
     Raises: InvalidRequest; KernelUnavailable if the named kernel cannot serve the layer or the options.
@@ -226,8 +239,8 @@ def bind_attention(
 def bind_write(layer: KVLayer, *, rope: RotaryTable | None = None, backend: str | None = None) -> BoundWrite:
     """Return `write_kv` into `layer`: `store(k, v, batch)`.
 
-    The layer and the rotary tables are checked here, once; a call checks its own arguments (see BoundWrite). The bound call keeps the
-    layer's tensors alive: bind again after `PagedKVCache.resize`.
+    The layer and the rotary tables are checked here, once; a call checks its own arguments (see BoundWrite). The bound
+    call keeps the layer's tensors alive: bind again after `PagedKVCache.resize`.
 
     rope:   turn each key by the angles of its token's position (`batch.positions`) before it is stored.
     Shapes: layer as in KVLayer; rope as in RotaryTable
@@ -237,7 +250,7 @@ def bind_write(layer: KVLayer, *, rope: RotaryTable | None = None, backend: str 
 
 
 def _binding(bind: str, tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
-    """Return a Binding of the extension, or None if every call must take the operator: the dispatcher writes out a negative view."""
+    """Return a Binding of the extension; None if the operator must serve, which negative views need."""
     if _extension is None or any(isinstance(x, Tensor) and x.is_neg() for x in tensors):
         return None
     return getattr(_extension, bind)(*tensors, *rest)
@@ -284,7 +297,10 @@ def cached(layer: KVLayer, key: tuple[Any, ...], bind: Callable[[], Any]) -> Any
     if _extension is None:
         return None
     calls = layer._bound
-    full_key = (*key, id(registry.KERNELS), _extension.environment())
+    environment = _extension.environment()
+    if environment is None:
+        return None
+    full_key = (*key, id(registry.KERNELS), environment)
     if calls is None:
         object.__setattr__(layer, "_bound", calls := {})
     try:
@@ -294,7 +310,8 @@ def cached(layer: KVLayer, key: tuple[Any, ...], bind: Callable[[], Any]) -> Any
     if found is None:
         if len(calls) >= MOST_BOUND:
             calls.clear()
-        # The first call leaves an entry without a bound call. It keeps the registry alive, so that no other registry gets its id.
+        # The first call leaves an entry without a bound call. It keeps the registry alive, so that no other registry
+        # gets its id.
         found = calls[full_key] = (None, registry.KERNELS)
     elif found[0] is None:
         found = calls[full_key] = (bind(), registry.KERNELS)

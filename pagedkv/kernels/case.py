@@ -1,6 +1,8 @@
-"""The case that a kernel is judged by, and a kernel as the registry lists it: its name, where it runs, and where its functions are.
+"""The case that a kernel is judged by, and a kernel as the registry lists it: its name, where it runs, and where its
+functions are.
 
-This file defines the words that the registry and the backends share. It imports no backend: a backend is imported when it is asked.
+This file defines the words that the registry and the backends share. It imports no backend: a backend is imported when
+it is asked.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 class Case(NamedTuple):
     """The facts that a kernel may object to. None: a fact that is not known yet. Dtypes go by their names in KVSpec.
 
-    features: of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens", "tensor_scale" and
-    "token_head_scale"; of a write, "rope".
+    features: of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens", "tensor_scale"
+              and "token_head_scale"; of a write, "rope".
     """
 
     op: str = "paged_attention"
@@ -44,7 +46,10 @@ class Case(NamedTuple):
 
 
 def case_of(spec: KVSpec, device: str = "cpu") -> Case:
-    """Return the case of every attention call on a cache of this geometry. `device` is a type ("cuda") or a name ("cuda:1")."""
+    """Return the case of every attention call on a cache of this geometry.
+
+    `device` is a type ("cuda") or a name ("cuda:1").
+    """
     features = frozenset([*(["window"] if spec.window else []), *(["token_head_scale"] if spec.quantised else [])])
     return Case(
         device=device.split(":")[0],
@@ -64,7 +69,10 @@ def attention_case(
     q: Tensor | None,
     tree_mask: Tensor | None,
 ) -> Case:
-    """Return the case of an attention call on `layer`. q None: of all calls with these options, whatever their queries are."""
+    """Return the case of an attention call on `layer`.
+
+    q None: of all calls with these options, whatever their queries are.
+    """
     given = ("window", "sinks", "alibi_slopes", "split_tokens")
     features = {name for name in given if getattr(options, name) is not None} | _scales(layer)
     flags = (("softcap", options.softcap), ("non_causal", not options.causal), ("tree_mask", tree_mask is not None))
@@ -77,7 +85,10 @@ def attention_case(
 
 
 def write_case(layer: KVLayer | WriteCall, has_rope: bool, new: tuple[Tensor, Tensor] | None) -> Case:
-    """Return the case of a write into `layer`. new: K and V of the new tokens; None: of all writes, whatever their dtype is."""
+    """Return the case of a write into `layer`.
+
+    new: K and V of the new tokens; None: of all writes, whatever their dtype is.
+    """
     features = _scales(layer) | ({"rope"} if has_rope else set())
     widest = None if new is None else quant.NAMES[max((x.dtype for x in new), key=lambda dtype: dtype.itemsize)]
     return Case("write_kv", layer.k.device.type, widest, features=features, **_geometry(layer))
@@ -121,16 +132,23 @@ class Backend(Protocol):
 
 
 class BindingBackend(Backend, Protocol):
-    """A backend that prepares bound calls (bound.py). Without these functions a bound call makes an AttentionCall or a WriteCall each time."""
+    """A backend that prepares bound calls (bound.py).
+
+    Without these functions a bound call makes an AttentionCall or a WriteCall each time.
+    """
 
     def bind_attention(self, layer: KVLayer, options: AttentionOptions) -> Callable[..., None]:
-        """Return a function that takes (q, block_table, rows, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, tree_mask, out, lse).
+        """Return a function that takes (q, block_table, rows, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k,
+        tree_mask, out, lse).
 
         All calls of the function have queries of one dtype and one number of heads, and all or none have a tree mask.
         """
 
     def bind_write(self, layer: KVLayer, rope: RotaryTable | None) -> Callable[..., None]:
-        """Return a function that takes (k_new, v_new, slots, positions). All its calls have new tokens of the same dtypes."""
+        """Return a function that takes (k_new, v_new, slots, positions).
+
+        All its calls have new tokens of the same dtypes.
+        """
 
 
 @dataclass(frozen=True)
@@ -139,9 +157,10 @@ class Kernel:
 
     name:       the word that `backend=` and PAGEDKV_KERNELS take.
     where:      the device types that the kernel runs on; None for all.
-    backend:    the place of its functions: a module, or "module:NAME" for an object in it. Imported when it is first used.
-    objections: the function that says why the kernel cannot serve a case, or the module that has it. None: the backend's own. The module
-                is imported on every machine, so it must not need an optional package.
+    backend:    the place of its functions: a module, or "module:NAME" for an object in it. Imported when it is first
+                used.
+    objections: the function that says why the kernel cannot serve a case, or the module that has it. None: the
+                backend's own. The module is imported on every machine, so it must not need an optional package.
     """
 
     name: str

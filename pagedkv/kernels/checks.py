@@ -1,8 +1,10 @@
-"""The checks of a call's arguments. An error names the argument in the letters of the contract, with one text for all backends.
+"""The checks of a call's arguments. An error names the argument in the letters of the contract, with one text for all
+backends.
 
-Shapes, dtypes, devices and strides are always checked: that costs no device synchronisation. Values (slots inside the pool, lengths
-inside the tables, entries that name frames) are read back only with PAGEDKV_DEBUG >= 1, and slots are proven distinct with >= 2.
-The C++ extension states the same rules without the words (keeps_contract in csrc/cpu/python): a call that breaks one comes here.
+Shapes, dtypes, devices and strides are always checked: that costs no device synchronisation. Values (slots inside the
+pool, lengths inside the tables, entries that name frames) are read back only with PAGEDKV_DEBUG >= 1, and slots are
+proven distinct with >= 2. The C++ extension states the same rules without the words (keeps_contract in
+csrc/cpu/python): a call that breaks one comes here.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def write(call: WriteCall) -> None:
         raise InvalidRequest(f"k is {named(call.k_new, 'TKD')} but layer.k has K={pool[0]} kv heads of D={pool[1]}")
     if tuple(call.v_new.shape) != (T, K, pool[2]):
         raise InvalidRequest(
-            f"v is {named(call.v_new, ('T', 'K', 'Dv'))}; with this k and layer.v it must be [T={T}, K={K}, Dv={pool[2]}]"
+            f"v is {named(call.v_new, ('T', 'K', 'Dv'))}; "
+            f"with this k and layer.v it must be [T={T}, K={K}, Dv={pool[2]}]"
         )
     if not (call.k_new.is_floating_point() and call.v_new.is_floating_point()):
         raise InvalidRequest(
@@ -63,7 +66,8 @@ def write(call: WriteCall) -> None:
         )
     if call.slots.dtype != torch.int64 or tuple(call.slots.shape) != (T,):
         raise InvalidRequest(
-            f"batch.slots is {_dtype(call.slots)} {list(call.slots.shape)}; for k {named(call.k_new, 'TKD')} it must be int64 [T={T}]"
+            f"batch.slots is {_dtype(call.slots)} {list(call.slots.shape)}; "
+            f"for k {named(call.k_new, 'TKD')} it must be int64 [T={T}]"
         )
     _last_dim_contiguous(k=call.k_new, v=call.v_new)
     writable(call)
@@ -151,7 +155,8 @@ def writable(call: KVLayer | WriteCall) -> None:
 
 
 def _no_overlap(**tensors: Tensor) -> None:
-    """Raise InvalidRequest if elements share memory: sorted by stride, each dim must step over all that the smaller ones span."""
+    """Raise InvalidRequest if elements share memory: sorted by stride, each dim must step over all that the smaller
+    ones span."""
     for name, x in tensors.items():
         if x.is_contiguous():
             continue
@@ -188,7 +193,8 @@ def _one_device(call: AttentionCall | WriteCall, device: torch.device) -> None:
         x = getattr(call, name)
         if isinstance(x, Tensor) and x.device != device:
             raise InvalidRequest(
-                f"{call.__slots__[0]} is on {device} but {name} is on {x.device}: all tensors of a call live on one device"
+                f"{call.__slots__[0]} is on {device} but {name} is on {x.device}: "
+                "all tensors of a call live on one device"
             )
 
 
@@ -212,14 +218,16 @@ def layer(call: KVLayer | AttentionCall | WriteCall) -> None:
         if scale is None:
             if k.dtype in (torch.int8, torch.uint8):
                 raise InvalidRequest(
-                    f"layer.{name} is None but layer.k is {_dtype(k)}: int8 and int4 need scales, float32 [] or [F, S, K]"
+                    f"layer.{name} is None but layer.k is {_dtype(k)}: "
+                    "int8 and int4 need scales, float32 [] or [F, S, K]"
                 )
         elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), tuple(k.shape[:3])):
             want = f"float32 [] (one for all) or {named(k[..., 0], 'FSK')} (one per token and head)"
             raise InvalidRequest(f"layer.{name} is {_dtype(scale)} {list(scale.shape)}; it must be {want}")
         elif k.dtype not in quant.QMAX:
             raise InvalidRequest(
-                f"layer.{name} is given but layer.k is {_dtype(k)}: only fp8, int8 and int4 pools have scales; pass None"
+                f"layer.{name} is given but layer.k is {_dtype(k)}: "
+                "only fp8, int8 and int4 pools have scales; pass None"
             )
 
 
@@ -228,7 +236,8 @@ def _query_dtype(call: AttentionCall) -> None:
         raise InvalidRequest(f"q is {_dtype(call.q)}; it must be float32, bfloat16 or float16")
     if call.k.dtype not in quant.QMAX and call.q.dtype not in (call.k.dtype, torch.float64):
         raise InvalidRequest(
-            f"q is {_dtype(call.q)} but layer.k is {_dtype(call.k)}: convert q (only fp8, int8 and int4 pools may differ)"
+            f"q is {_dtype(call.q)} but layer.k is {_dtype(call.k)}: "
+            "convert q (only fp8, int8 and int4 pools may differ)"
         )
 
 
@@ -300,7 +309,8 @@ def _table_values(call: AttentionCall) -> None:
     if len(lens) and (counts.max() > call.max_seqlen_q or lens.max() > call.max_seqlen_k):
         bounds = f"max_seqlen_q={call.max_seqlen_q}, max_seqlen_k={call.max_seqlen_k}"
         raise InvalidRequest(
-            f"the batch holds {counts.max()} queries and {lens.max()} tokens in a sequence, more than its bounds {bounds}"
+            f"the batch holds {counts.max()} queries and {lens.max()} tokens in a sequence, "
+            f"more than its bounds {bounds}"
         )
     rows = torch.arange(len(lens)) if call.rows is None else call.rows.cpu().long()
     if len(rows):
@@ -309,7 +319,8 @@ def _table_values(call: AttentionCall) -> None:
     entries = call.block_table.cpu()[rows][used]
     if len(entries) and (entries.max() >= F or entries.min() < -1):
         raise InvalidRequest(
-            f"batch.block_table names frames {entries.min()} to {entries.max()} but the layer has F={F}: 0 to {F - 1}, or -1 if punched"
+            f"batch.block_table names frames {entries.min()} to {entries.max()} but the layer has F={F}: "
+            f"0 to {F - 1}, or -1 if punched"
         )
 
 

@@ -1,8 +1,9 @@
 """The backend "cpu": the C++ kernels of csrc/cpu, their objections, and the choice of an instruction set.
 
-This file knows the extension's functions and not how they compute; see docs/cpu-kernels.md for that. One source per instruction set is
-compiled. The best set of this processor is used, unless PAGEDKV_CPU_ISA names another. The number of threads is torch's
-(`torch.set_num_threads`) or PAGEDKV_NUM_THREADS. The threads are those of torch's OpenMP team if the extension finds it.
+This file knows the extension's functions and not how they compute; see docs/cpu-kernels.md for that. One source per
+instruction set is compiled. The best set of this processor is used, unless PAGEDKV_CPU_ISA names another. The number of
+threads is torch's (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS. The threads are those of torch's OpenMP team if the
+extension finds it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ _LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack of write.hpp
 
 
 def isa() -> str:
-    """Return the instruction set in use: PAGEDKV_CPU_ISA, or the best of this processor. Raises InvalidRequest if it lacks that set."""
+    """Return the instruction set in use: PAGEDKV_CPU_ISA, or the best of this processor.
+
+    Raises InvalidRequest if it lacks that set.
+    """
     sets: tuple[str, ...] = _extension().sets()
     forced = debug.forced_cpu_isa()
     if forced is not None and forced not in sets:
@@ -76,7 +80,10 @@ def write_kv(call: WriteCall) -> None:
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
-    """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first. A frame that is one run of bytes is a memcpy."""
+    """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first.
+
+    A frame that is one run of bytes is a memcpy.
+    """
     if not _are_runs(storage, copies):
         return reference.copy_frames(storage, copies)
     _extension().copy(storage.unsqueeze(-1).flatten(1).view(torch.uint8), copies, num_threads())

@@ -1,4 +1,7 @@
-"""Facts about the tensors of a call that more than one backend needs. This file knows shapes and strides, and no kernel."""
+"""Facts about the tensors of a call that more than one backend needs.
+
+This file knows shapes and strides, and no kernel.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ def scale_kind(scale: Tensor | None) -> int:
 
 
 def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of frames, slots and heads, in elements. They are 0 for one scale of all elements, and for none."""
+    """Return the strides of frames, slots and heads, in elements.
+
+    They are 0 for one scale of all elements, and for none.
+    """
     if scale is None or not scale.dim():
         return (0, 0, 0)
     frame, slot, head = scale.stride()
@@ -25,5 +31,6 @@ def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
 
 
 def is_v_in_k(k: Tensor, v: Tensor) -> bool:
-    """Return True if each row of V is the first part of the row of K, in the same memory (MLA): then a kernel reads it once."""
+    """Return True if each row of V is the first part of the row of K, in the same memory (MLA): then a kernel reads it
+    once."""
     return k.data_ptr() == v.data_ptr() and v.shape[3] <= k.shape[3] and k.stride()[:3] == v.stride()[:3]

@@ -1,11 +1,12 @@
 """The operators of torch: flat tensors in, a checked call to the chosen kernel.
 
-`torch.ops.pagedkv.*` take the fields of an AttentionCall or a WriteCall, and a backend's name. torch.compile sees one opaque node with
-outputs of known shapes and declared mutations. Checks and choice happen inside the operator, so a compiled graph makes both at run time.
-Inference only: no operator has a derivative.
+`torch.ops.pagedkv.*` take the fields of an AttentionCall or a WriteCall, and a backend's name. torch.compile sees one
+opaque node with outputs of known shapes and declared mutations. Checks and choice happen inside the operator, so a
+compiled graph makes both at run time. Inference only: no operator has a derivative.
 
-The operators are made with Library.define / impl / register_fake: `torch.library.custom_op` costs 7 us a call instead of 1.6.
-This file knows schemas and the order check, choose, run. Public functions are in ops.py, calls without the dispatcher in bound.py.
+The operators are made with Library.define / impl / register_fake: `torch.library.custom_op` costs 7 us a call instead
+of 1.6. This file knows schemas and the order check, choose, run. Public functions are in ops.py, calls without the
+dispatcher in bound.py.
 """
 
 from __future__ import annotations

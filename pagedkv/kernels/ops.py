@@ -1,5 +1,7 @@
-"""The public functions of the kernel layer. A functional call goes to torch's operator (operators.py) when its options are new, and to a
-bound call (bound.py) after that. Serving loops bind a layer once instead: `bind_attention`, `bind_write`.
+"""The public functions of the kernel layer.
+
+A functional call goes to torch's operator (operators.py) when its options are new, and to a bound call (bound.py) after
+that. Serving loops bind a layer once instead: `bind_attention`, `bind_write`.
 """
 
 from __future__ import annotations
@@ -67,13 +69,18 @@ def paged_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend from the new tokens of a batch to the cached tokens of their sequences: decode, prefill, chunks, drafts and any mixture.
+    """Attend from the new tokens of a batch to the cached tokens of their sequences.
 
-    score = `scale` * q.k (D ** -0.5 if None), then soft cap c * tanh(s / c), then ALiBi slope_h * (pos_k - pos_q), then masks, then sinks.
-    causal:       bottom-right aligned: the last query of a sequence is its last token. False: every query sees all `seq_lens` tokens.
-    window:       hide what lies `window` or more positions before the query. Positions, here and in ALiBi, are places in the sequence.
+    The batch may be decode, prefill, chunks, drafts and any mixture of them.
+    score = `scale` * q.k (D ** -0.5 if None), then soft cap c * tanh(s / c), then ALiBi slope_h * (pos_k - pos_q), then
+    masks, then sinks.
+    causal:       bottom-right aligned: the last query of a sequence is its last token. False: every query sees all
+                  `seq_lens` tokens.
+    window:       hide what lies `window` or more positions before the query. Positions, here and in ALiBi, are places
+                  in the sequence.
     sinks:        logits that take part in the softmax, and in the LSE, and carry no value.
-    tree_mask:    tree_mask[t, j]: may query t see the j-th new token of its own sequence? It replaces causality among the new tokens.
+    tree_mask:    tree_mask[t, j]: may query t see the j-th new token of its own sequence? It replaces causality among
+                  the new tokens.
     split_tokens: cut keys at multiples of it; results are then bit-equal whatever else is in the batch.
     backend:      a kernel's name, or None for PAGEDKV_KERNELS or else the first in the registry that can.
 
@@ -132,9 +139,9 @@ def write_kv(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over the keys of both, from attention over disjoint halves (sinks belong to one half only).
+    """Return the attention over two disjoint sets of keys, from the attention over each. Sinks belong to one set only.
 
-    lse = ln(e^a + e^b), out = out_a e^(a - lse) + out_b e^(b - lse). Where lse_a is -inf, out_a is not looked at.
+    lse = ln(e^a + e^b), out = out_a e^(a - lse) + out_b e^(b - lse). Where lse_a is -inf, out_a is not read.
     Shapes: out [T, H, Dv], lse float32 [T, H], natural logarithm, any strides; returns the same, contiguous.
     Raises: InvalidRequest.
     """
@@ -155,7 +162,7 @@ def copy_frames(storage: Tensor, copies: Tensor, *, backend: str | None = None) 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """Which kernel serves a case, and why the others do not. Prints as a table."""
+    """The kernel that serves a case, and the objections of each other kernel. Prints as a table."""
 
     case: str
     chosen: str | None
@@ -173,7 +180,8 @@ class Explanation:
 
 
 def explain(case: Case | KVSpec | None = None, *, device: str | None = None) -> Explanation:
-    """Every kernel in order of preference with its objections to a cache's geometry, to a `Case`, or (None) to this machine alone.
+    """Return every kernel in order of preference with its objections to a cache's geometry, to a `Case`, or (None) to
+    this machine alone.
 
     device: a type such as "cuda"; by default CUDA if the machine has it. A `Case` has its own.
     """

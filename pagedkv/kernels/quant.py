@@ -1,10 +1,13 @@
-"""Stored elements: the names that KVSpec uses for torch's dtypes, and the conversion of a float to a stored element and back.
+"""Stored elements: the names that KVSpec uses for torch's dtypes, and the conversion of a float to a stored element and
+back.
 
-    stored = round(clamp(x / scale, -qmax, qmax))        value = stored * scale        scale = amax / qmax, or 1 where that is 0
+    stored = round(clamp(x / scale, -qmax, qmax))
+    value = stored * scale
+    scale = amax / qmax, or 1 where that is 0
 
-int8 and int4 round half to even. They have no NaN, so NaN is stored as 0. fp8 rounds as torch's cast does, and saturates because the value
-is clamped first. int4 keeps two elements in a byte: element 2i in the low nibble, 2i + 1 in the high nibble, each plus 8. This file does
-not know pages, slots or attention.
+int8 and int4 round half to even. They have no NaN, so NaN is stored as 0. fp8 rounds as torch's cast does, and
+saturates because the value is clamped first. int4 keeps two elements in a byte: element 2i in the low nibble, 2i + 1 in
+the high nibble, each plus 8. This file does not know pages, slots or attention.
 """
 
 from __future__ import annotations
@@ -41,13 +44,19 @@ def head_dim(stored: Tensor) -> int:
 
 
 def token_head_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scale of each vector along the last dim of `x` [..., D]: amax / qmax, or 1 where that is 0. float32 [...]."""
+    """Return the scale of each vector along the last dim of `x` [..., D]: amax / qmax, or 1 where that is 0.
+
+    float32 [...].
+    """
     scale = x.float().abs().amax(-1) / QMAX[dtype]
     return torch.where(scale == 0, 1.0, scale)
 
 
 def encode(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """Return `x` [..., D] as elements of `dtype`; `scale` float32 broadcasts over [...], None is 1. int4 halves the last dim."""
+    """Return `x` [..., D] as elements of `dtype`; `scale` float32 broadcasts over [...], None is 1.
+
+    int4 halves the last dim.
+    """
     if dtype not in QMAX:
         return x.to(dtype)
     x = x.float() if scale is None else x.float() / scale[..., None]

@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 
 class Runner(NamedTuple):
-    """One kernel on one device, called as users call it. If the kernel objects, the test is skipped with the reasons."""
+    """One kernel on one device, called as users call it. A kernel that objects skips the test."""
 
     backend: str
     device: str

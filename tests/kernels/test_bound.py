@@ -241,6 +241,13 @@ def test_a_variable_acts_on_the_next_functional_call(monkeypatch: pytest.MonkeyP
         functional(built)
 
 
+def test_variables_that_are_too_long_to_compare_leave_calls_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = CASE.build()
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", "x" * 2000)
+    bound_functional(built)
+    assert not built.layer._bound
+
+
 def test_binding_reads_the_variables_and_refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built = CASE.build()
     monkeypatch.setenv("PAGEDKV_KERNELS", "reference")

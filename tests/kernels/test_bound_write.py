@@ -1,4 +1,4 @@
-"""Bound and functional writes, and copies and merges: equal bytes, equal errors, and torch sees each call that it observes."""
+"""Bound and functional writes, copies and merges: equal bytes and errors, and torch sees the calls that it observes."""
 
 from __future__ import annotations
 
@@ -132,7 +132,8 @@ def test_a_wrong_write_is_refused_with_the_same_text_and_writes_nothing(
 
 @st.composite
 def writes(draw: st.DrawFn) -> tuple[Any, ...]:
-    """New tokens, slots and positions, some of them changed in shape, dtype, stride or number; and whether keys are turned."""
+    """New tokens, slots and positions, some of them changed in shape, dtype, stride or number; and whether keys are
+    turned."""
     pick, (k, v), slots, positions = partial(one_of, draw), new_tokens(), torch.tensor(SLOTS), torch.arange(7)
     others = (
         k.half(),

@@ -1,10 +1,14 @@
 // From Python objects to an Attention.
 //
-//     bind_attention(k, v, k_scale, v_scale, sinks, alibi_slopes, scale, causal, window, softcap, split_tokens)   -> Binding, or None
-//     Binding.attend(q, block_table, rows, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, tree_mask, out, with_lse)
-//     Binding.attend_checked(the same, with the LSE's tensor in the place of with_lse, isa, threads)      a call that Python has checked
+//     bind_attention(k, v, k_scale, v_scale, sinks, alibi_slopes, scale, causal, window, softcap, split_tokens)
+//         returns a Binding, or None if the operator must serve every call
+//     Binding.attend(q, block_table, rows, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, tree_mask, out,
+//                    with_lse)
+//     Binding.attend_checked(the same, but the LSE's tensor for with_lse, isa, threads)
+//         computes a call that Python has checked
 //
-// A Python kernel that serves a bound call takes the arguments of attend, with `out` made and the LSE's tensor in the place of with_lse.
+// A Python kernel that serves a bound call takes the arguments of attend, with `out` made and the LSE's tensor in the
+// place of with_lse.
 #include <algorithm>
 #include <vector>
 
@@ -15,16 +19,21 @@
 namespace pagedkv {
 namespace {
 
-enum { Q, TABLE, ROWS, SEQ_LENS, STARTS, MAX_Q, MAX_K, TREE, OUT, LSE, NUM_ATTEND, ISA = NUM_ATTEND, THREADS, NUM_CHECKED };
+enum { Q, TABLE, ROWS, SEQ_LENS, STARTS, MAX_Q, MAX_K, TREE, OUT, LSE, NUM_ATTEND };
+enum { ISA = NUM_ATTEND, THREADS, NUM_CHECKED };  // attend_checked takes two more
 constexpr int TENSORS[] = {Q, TABLE, ROWS, SEQ_LENS, STARTS, TREE, OUT};
 
-constexpr int64_t FARTHEST = int64_t{1} << 32;  // lengths are int32, so no two positions are so far apart; sums of it fit 64 bits
+// Lengths are int32, so no two positions are so far apart. Sums of two fit 64 bits.
+constexpr int64_t FARTHEST = int64_t{1} << 32;
 
 struct Tensors {
     Tensor at[NUM_ATTEND];
     bool has[NUM_ATTEND] = {};
     View view(int i) const { return has[i] ? view_of(at[i]) : View{}; }
-    bool read(int i, PyObject* x, bool any_class) { return !(has[i] = x != Py_None) || read_tensor(x, at[i], any_class); }
+    bool read(int i, PyObject* x, bool any_class) {
+        has[i] = x != Py_None;
+        return !has[i] || read_tensor(x, at[i], any_class);
+    }
 };
 
 struct Options {
@@ -74,12 +83,14 @@ bool keeps_contract(const Binding& b, const Tensors& t, int64_t max_q) {
     const Tensor &q = t.at[Q], &k = b.tensors[BOUND_K].seen, &table = t.at[TABLE];
     const Tensor &lens = t.at[SEQ_LENS], &starts = t.at[STARTS], &rows = t.at[ROWS];
     const Tensor &tree = t.at[TREE], &out = t.at[OUT];
-    if (q.dims != 3 || !is_beside(q, k) || q.shape[2] != b.attention.D || !has_unit_stride(q) || !is_query(q, k)) return false;
+    if (q.dims != 3 || !is_beside(q, k) || q.shape[2] != b.attention.D) return false;
+    if (!has_unit_stride(q) || !is_query(q, k)) return false;
     int64_t T = q.shape[0], H = q.shape[1];
     if (!H || H % b.attention.K) return false;
     if (!is_int(lens, 32, 1, k) || !is_int(starts, 32, 1, k) || !is_int(table, 32, 2, k)) return false;
     int64_t B = lens.shape[0];
-    if (starts.shape[0] != B + 1 || !has_unit_stride(lens) || !has_unit_stride(starts) || !has_unit_stride(table)) return false;
+    if (starts.shape[0] != B + 1) return false;
+    if (!has_unit_stride(lens) || !has_unit_stride(starts) || !has_unit_stride(table)) return false;
     if (t.has[ROWS] ? !is_int(rows, 32, 1, k) || rows.shape[0] != B : table.shape[0] < B) return false;
     for (int i : {BOUND_SINKS, BOUND_SLOPES}) {
         const Tensor& heads = b.tensors[i].seen;
@@ -101,7 +112,8 @@ bool read_tensors(PyObject* const* x, Tensors& t, bool any_class) {
 
 bool read_call(PyObject* const* x, Tensors& t, int64_t& max_q) {
     int64_t max_k;
-    return read_tensors(x, t, false) && PyBool_Check(x[LSE]) && read_integer(x[MAX_Q], max_q) && read_integer(x[MAX_K], max_k);
+    if (!read_tensors(x, t, false) || !PyBool_Check(x[LSE])) return false;
+    return read_integer(x[MAX_Q], max_q) && read_integer(x[MAX_K], max_k);
 }
 
 bool compute(const Binding& b, const Server& server, Tensors& t, PyObject* out, PyObject* lse) {
@@ -135,7 +147,8 @@ PyObject* bind_attention(PyObject*, PyObject* const* x, Py_ssize_t count) {
     const Tensor &k = b->tensors[BOUND_K].seen, &v = b->tensors[BOUND_V].seen;
     Attention& a = b->attention;
     a.K = k.shape[2], a.S = k.shape[1], a.D = head_dim_of(k), a.Dv = head_dim_of(v), a.kv_type = dtype_of(k);
-    a.k = view_of(k), a.v = view_of(v), a.k_scale = bound_view(*b, BOUND_K_SCALE), a.v_scale = bound_view(*b, BOUND_V_SCALE);
+    a.k = view_of(k), a.v = view_of(v);
+    a.k_scale = bound_view(*b, BOUND_K_SCALE), a.v_scale = bound_view(*b, BOUND_V_SCALE);
     a.sinks = bound_view(*b, BOUND_SINKS), a.slopes = bound_view(*b, BOUND_SLOPES);
     a.causal = o.causal, a.window = o.window < FARTHEST ? o.window : 0, a.split_tokens = std::min(o.split, FARTHEST);
     a.scale = static_cast<float>(o.scale), a.softcap = static_cast<float>(o.softcap);
@@ -148,12 +161,14 @@ PyObject* attend_bound(PyObject* self, PyObject* const* x, Py_ssize_t count) {
     Tensors t;
     int64_t max_q;
     Binding& b = binding_of(self);
-    if (count != NUM_ATTEND || b.op != Op::attention) return type_error("attend takes the ten arguments of a bound attention call");
+    if (count != NUM_ATTEND || b.op != Op::attention)
+        return type_error("attend takes the ten arguments of a bound attention call");
     prefetch(b, &b.attention, sizeof b.attention);
     for (int i : {Q, TABLE, SEQ_LENS, STARTS, OUT}) __builtin_prefetch(x[i]);
     PyObject* floats[2 + Binding::MOST_TENSORS] = {x[Q], x[OUT]};
     for (int i = 0; i < Binding::MOST_TENSORS; i++) __builtin_prefetch(floats[2 + i] = b.tensors[i].object);
-    if (is_observed(floats, 2 + Binding::MOST_TENSORS, 2) || !read_call(x, t, max_q) || !is_unchanged(b) || !keeps_contract(b, t, max_q))
+    if (is_observed(floats, 2 + Binding::MOST_TENSORS, 2) || !read_call(x, t, max_q) || !is_unchanged(b)
+        || !keeps_contract(b, t, max_q))
         return PyErr_Clear(), Py_NewRef(Py_None);
     const Tensor& q = t.at[Q];
     int64_t T = q.shape[0], H = q.shape[1];
@@ -162,10 +177,12 @@ PyObject* attend_bound(PyObject* self, PyObject* const* x, Py_ssize_t count) {
     if (!found) return PyLong_FromLongLong(kind);
     Server server = *found;  // another thread may replace it meanwhile
     Py_XINCREF(server.serve);
-    PyObject* out = t.has[OUT] ? Py_NewRef(x[OUT]) : new_tensor(x[Q], Py_BuildValue("(LLL)", T, H, b.attention.Dv), false);
-    bool with_lse = x[LSE] == Py_True;
-    PyObject* lse = with_lse || server.serve ? new_tensor(x[Q], Py_BuildValue("(LL)", T, H), true) : Py_NewRef(Py_None);
-    bool is_done = out && lse && (server.serve ? hand_over(server.serve, x, out, lse) : compute(b, server, t, out, lse));
+    bool with_lse = x[LSE] == Py_True, makes_lse = with_lse || server.serve;  // Python's kernels always store one
+    PyObject* shape = t.has[OUT] ? nullptr : Py_BuildValue("(LLL)", T, H, b.attention.Dv);
+    PyObject* out = t.has[OUT] ? Py_NewRef(x[OUT]) : new_tensor(x[Q], shape, false);
+    PyObject* lse = makes_lse ? new_tensor(x[Q], Py_BuildValue("(LL)", T, H), true) : Py_NewRef(Py_None);
+    bool is_done = out && lse;
+    if (is_done) is_done = server.serve ? hand_over(server.serve, x, out, lse) : compute(b, server, t, out, lse);
     PyObject* results = !is_done ? nullptr : with_lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
     Py_XDECREF(out), Py_XDECREF(lse), Py_XDECREF(server.serve);
     return results;
@@ -187,7 +204,8 @@ PyObject* attend_checked(PyObject* self, PyObject* const* x, Py_ssize_t count) {
 }
 
 PyMethodDef attention_methods[] = {
-    {"bind_attention", fast_call(bind_attention), METH_FASTCALL, "Bind a checked layer and options; None if the operator must serve."},
+    {"bind_attention", fast_call(bind_attention), METH_FASTCALL,
+        "Bind a checked layer and options; None if the operator must serve."},
     {nullptr, nullptr, 0, nullptr},
 };
 

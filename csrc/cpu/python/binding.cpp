@@ -26,7 +26,8 @@ void dealloc(PyObject* self) {
     type->tp_free(self), Py_DECREF(type);
 }
 
-// add_server(kind, isa, threads, serve): an instruction set's name, or None and a callable. The oldest of too many is forgotten.
+// add_server(kind, isa, threads, serve): an instruction set's name, or None and a callable. The oldest of too many is
+// forgotten.
 PyObject* add_server(PyObject* self, PyObject* const* x, Py_ssize_t count) {
     int64_t kind, threads;
     if (count != 4 || !read_integer(x[0], kind) || !read_integer(x[2], threads))
@@ -78,7 +79,9 @@ Binding* new_binding(Op op, PyObject* const* tensors) {
     Tensor seen[Binding::MOST_TENSORS];
     for (int i = 0; i < Binding::MOST_TENSORS; i++) {
         bool is_pool = i == BOUND_K || i == BOUND_V;
-        if (tensors[i] == Py_None ? is_pool : !read_tensor(tensors[i], seen[i], true) || !is_beside(seen[i], seen[0])) return nullptr;
+        if (tensors[i] == Py_None && is_pool) return nullptr;
+        if (tensors[i] == Py_None) continue;
+        if (!read_tensor(tensors[i], seen[i], true) || !is_beside(seen[i], seen[0])) return nullptr;
         if (is_pool && seen[i].dims != 4) return nullptr;
     }
     if (!binding_type) binding_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
@@ -87,7 +90,8 @@ Binding* new_binding(Op op, PyObject* const* tensors) {
     Binding& b = binding_of(self);
     b.op = op;
     for (int i = 0; i < Binding::MOST_TENSORS; i++)
-        if (tensors[i] != Py_None) b.tensors[i].object = Py_NewRef(tensors[i]), keep_description(seen[i], b.tensors[i].seen);
+        if (tensors[i] != Py_None) b.tensors[i].object = Py_NewRef(tensors[i]), keep_description(seen[i],
+            b.tensors[i].seen);
     return &b;
 }
 
@@ -96,7 +100,8 @@ bool is_unchanged(const Binding& b) {
         if (!tensor.object) continue;
         Tensor now;
         const Tensor& seen = tensor.seen;
-        if (!read_tensor(tensor.object, now, false) || now.address() != seen.address() || now.dims != seen.dims) return false;
+        if (!read_tensor(tensor.object, now, false) || now.address() != seen.address()
+            || now.dims != seen.dims) return false;
         if (now.code != seen.code || now.bits != seen.bits || !is_beside(now, seen)) return false;
         for (int i = 0; i < now.dims; i++)
             if (now.shape[i] != seen.own[i] || now.strides[i] != seen.own[MOST_DIMS + i]) return false;
@@ -116,9 +121,11 @@ bool is_int(const Tensor& t, int bits, int dims, const Tensor& on) {
     return t.code == 0 && t.bits == bits && t.dims == dims && is_beside(t, on);
 }
 
-bool is_float32(const Tensor& t, int dims, const Tensor& on) { return t.code == 2 && t.bits == 32 && t.dims == dims && is_beside(t, on); }
+bool is_float32(const Tensor& t, int dims, const Tensor& on) { return t.code == 2 && t.bits == 32 && t.dims == dims
+    && is_beside(t, on); }
 
-bool is_beside(const Tensor& t, const Tensor& on) { return t.device_type == on.device_type && t.device_id == on.device_id; }
+bool is_beside(const Tensor& t, const Tensor& on) { return t.device_type == on.device_type
+    && t.device_id == on.device_id; }
 
 bool has_unit_stride(const Tensor& t) { return t.shape[t.dims - 1] <= 1 || t.strides[t.dims - 1] == 1; }
 

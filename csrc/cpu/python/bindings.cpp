@@ -1,5 +1,6 @@
-// The module pagedkv.kernels._cpu. It does not depend on torch's headers: tensors.cpp reads tensors through DLPack. Its callers are
-// pagedkv/kernels/cpu.py, with calls that pagedkv/kernels/checks.py has checked, and bound.py. Calls with tensors: attention.cpp, moves.cpp.
+// The module pagedkv.kernels._cpu. It does not depend on torch's headers: tensors.cpp reads tensors through DLPack. Its
+// callers are pagedkv/kernels/cpu.py, with calls that pagedkv/kernels/checks.py has checked, and bound.py. Calls with
+// tensors: attention.cpp, moves.cpp.
 #include <pybind11/pybind11.h>
 
 #include <cstring>
@@ -44,7 +45,8 @@ py::tuple sets() {
 uint64_t read(const std::string& isa, int threads, uintptr_t base, uintptr_t offsets, int64_t count, int64_t bytes) {
     const Isa& set = named(isa);
     py::gil_scoped_release released;
-    return run_read(set, reinterpret_cast<const char*>(base), reinterpret_cast<const int64_t*>(offsets), count, bytes, threads);
+    return run_read(set, reinterpret_cast<const char*>(base), reinterpret_cast<const int64_t*>(offsets), count, bytes,
+        threads);
 }
 
 }  // namespace
@@ -52,8 +54,10 @@ uint64_t read(const std::string& isa, int threads, uintptr_t base, uintptr_t off
 
 PYBIND11_MODULE(_cpu, m) {
     m.doc() = "CPU kernels over raw pointers and strides; see pagedkv/kernels/cpu.py.";
-    m.def("sets", pagedkv::sets, "Return the names of the compiled instruction sets that this processor has, best first.");
-    m.def("runtime", pagedkv::team_runtime, "Return where threads come from: \"OpenMP\" (the process's own runtime) or \"threads\".");
+    m.def("sets", pagedkv::sets,
+        "Return the names of the compiled instruction sets that this processor has, best first.");
+    m.def("runtime", pagedkv::team_runtime,
+        "Return where threads come from: \"OpenMP\" (the process's own runtime) or \"threads\".");
     for (PyMethodDef* methods : {pagedkv::attention_methods, pagedkv::move_methods, pagedkv::state_methods})
         if (PyModule_AddFunctions(m.ptr(), methods)) throw py::error_already_set();
     m.def("read", pagedkv::read, "Load and xor `count` runs of `bytes`: the ceiling that benchmarks compare with.");

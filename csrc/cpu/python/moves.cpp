@@ -50,7 +50,8 @@ bool is_floating(const Tensor& t) { return t.code == 2 || t.code == 4 || t.code 
 bool keeps_contract(const Binding& b, const Tensors& t) {
     const Tensor &k_new = t.at[K_NEW], &v_new = t.at[V_NEW], &k = b.tensors[BOUND_K].seen;
     if (k_new.dims != 3 || v_new.dims != 3 || !is_floating(k_new) || !is_floating(v_new)) return false;
-    if (!is_beside(k_new, k) || !is_beside(v_new, k) || !has_unit_stride(k_new) || !has_unit_stride(v_new)) return false;
+    if (!is_beside(k_new, k) || !is_beside(v_new, k)) return false;
+    if (!has_unit_stride(k_new) || !has_unit_stride(v_new)) return false;
     int64_t T = k_new.shape[0];
     if (k_new.shape[1] != b.write_k.K || k_new.shape[2] != b.write_k.D) return false;
     if (v_new.shape[0] != T || v_new.shape[1] != b.write_v.K || v_new.shape[2] != b.write_v.D) return false;
@@ -82,14 +83,16 @@ PyObject* bind_write(PyObject*, PyObject* const* x, Py_ssize_t count) {
 PyObject* copy(PyObject*, PyObject* const* x, Py_ssize_t count) {
     Tensors t;
     int64_t threads;
-    if (count != NUM_COPY + 1 || !read_integer(x[NUM_COPY], threads)) return type_error("copy takes two tensors and a number of threads");
+    if (count != NUM_COPY + 1 || !read_integer(x[NUM_COPY], threads))
+        return type_error("copy takes two tensors and a number of threads");
     if (!t.read(x, NUM_COPY, true) || !t.has_all(NUM_COPY)) return type_error("these are not a storage and its copies");
     const Tensor &storage = t.at[STORAGE], &copies = t.at[COPIES];
     int64_t bytes = storage.bytes();
     for (int i = 1; i < storage.dims; i++) bytes *= storage.shape[i];
     View frames = view_of(storage), pairs = view_of(copies);
+    int64_t step = frames.stride[0], pair = pairs.stride[0], most = copies.shape[0];
     bool is_done = run_unlocked([&] {
-        run_copies(frames.data, frames.stride[0], bytes, pairs.data, pairs.stride[0], copies.shape[0], static_cast<int>(threads));
+        run_copies(frames.data, step, bytes, pairs.data, pair, most, static_cast<int>(threads));
     });
     return is_done ? Py_NewRef(Py_None) : nullptr;
 }
@@ -107,9 +110,10 @@ PyObject* merge(PyObject*, PyObject* const* x, Py_ssize_t count) {
     PyObject* out = new_tensor(x[OUT_A], Py_BuildValue("(LLL)", shape[0], shape[1], shape[2]), false);
     PyObject* lse = out ? new_tensor(x[LSE_A], Py_BuildValue("(LL)", shape[0], shape[1]), false) : nullptr;
     bool is_done = lse && read_tensor(out, new_out, true) && read_tensor(lse, new_lse, true);
-    if (!is_done && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no plain tensor for the results");
+    if (!is_done && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no tensor for the results");
     if (is_done) {
-        States s{dtype_of(t.at[OUT_A]), shape[0], shape[1], shape[2], t.view(OUT_A), t.view(LSE_A), t.view(OUT_B), t.view(LSE_B),
+        States s{dtype_of(t.at[OUT_A]), shape[0], shape[1], shape[2],
+                 t.view(OUT_A), t.view(LSE_A), t.view(OUT_B), t.view(LSE_B),
                  new_out.address(), new_lse.address()};
         is_done = run_unlocked([&] { run_merge(*isa, s, static_cast<int>(threads)); });
     }
@@ -128,7 +132,8 @@ PyObject* write_bound(PyObject* self, PyObject* const* x, Py_ssize_t count) {
     for (int i = 0; i < NUM_WRITE; i++) __builtin_prefetch(x[i]);
     PyObject* floats[2 + Binding::MOST_TENSORS] = {x[K_NEW], x[V_NEW]};
     for (int i = 0; i < Binding::MOST_TENSORS; i++) __builtin_prefetch(floats[2 + i] = b.tensors[i].object);
-    bool is_read = !is_observed(floats, 2 + Binding::MOST_TENSORS, 2) && t.read(x, NUM_WRITE, false) && t.has_all(POSITIONS);
+    bool is_observed_call = is_observed(floats, 2 + Binding::MOST_TENSORS, 2);
+    bool is_read = !is_observed_call && t.read(x, NUM_WRITE, false) && t.has_all(POSITIONS);
     if (!is_read || !is_unchanged(b) || !keeps_contract(b, t)) return PyErr_Clear(), Py_NewRef(Py_None);
     const Tensor &k_new = t.at[K_NEW], &v_new = t.at[V_NEW];
     int64_t kind = int64_t{k_new.code} << 24 | int64_t{k_new.bits} << 16 | int64_t{v_new.code} << 8 | v_new.bits;
@@ -151,12 +156,14 @@ PyObject* write_checked(PyObject* self, PyObject* const* x, Py_ssize_t count) {
         return type_error("write_checked takes six arguments of a checked write");
     const Isa* isa = isa_of(x[NUM_WRITE]);
     if (!isa) return nullptr;
-    if (!t.read(x, NUM_WRITE, true) || !t.has_all(POSITIONS)) return type_error("these are not the checked arguments of a write");
+    if (!t.read(x, NUM_WRITE, true) || !t.has_all(POSITIONS))
+        return type_error("these are not the checked arguments of a write");
     return compute(b, *isa, static_cast<int>(threads), t) ? Py_NewRef(Py_None) : nullptr;
 }
 
 PyMethodDef move_methods[] = {
-    {"bind_write", fast_call(bind_write), METH_FASTCALL, "Bind a checked layer and rope; None if the operator must serve."},
+    {"bind_write", fast_call(bind_write), METH_FASTCALL,
+        "Bind a checked layer and rope; None if the operator must serve."},
     {"copy", fast_call(copy), METH_FASTCALL, "Copy between frames that are one run of bytes each: a checked call."},
     {"merge", fast_call(merge), METH_FASTCALL, "Return out and LSE of two checked states."},
     {nullptr, nullptr, 0, nullptr},

@@ -19,7 +19,8 @@ namespace {
 PyObject *observers = nullptr, *num_threads = nullptr, *grad_enabled = nullptr, *float32 = nullptr;
 PyObject *requires_grad = nullptr, *is_neg = nullptr, *new_empty = nullptr, *dtype = nullptr;
 
-// The truth of an answer, which is released. True, with no exception set, also if there is none: then the call takes the long way.
+// The truth of an answer, which is released. True, with no exception set, also if there is none: then the call takes
+// the long way.
 bool is_true(PyObject* answer) {
     int truth = answer ? PyObject_IsTrue(answer) : -1;
     Py_XDECREF(answer);
@@ -31,22 +32,24 @@ bool is_tensor(PyObject* x) { return x && x != Py_None; }
 
 // register_torch(torch.Tensor, torch.float32, by_table, torch.get_num_threads, torch.is_grad_enabled, observers)
 PyObject* register_torch(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    if (count != 6 || !PyTuple_Check(x[5])) return type_error("register_torch takes two types, a bool, two functions and a tuple");
+    if (count != 6 || !PyTuple_Check(x[5]))
+        return type_error("register_torch takes two types, a bool, two functions and a tuple");
     if (!register_tensor_type(x[0], x[2] == Py_True)) return nullptr;
     requires_grad = PyUnicode_InternFromString("requires_grad"), is_neg = PyUnicode_InternFromString("is_neg");
     new_empty = PyUnicode_InternFromString("new_empty"), dtype = PyUnicode_InternFromString("dtype");
-    float32 = Py_NewRef(x[1]), num_threads = Py_NewRef(x[3]), grad_enabled = Py_NewRef(x[4]), observers = Py_NewRef(x[5]);
+    float32 = Py_NewRef(x[1]), num_threads = Py_NewRef(x[3]);
+    grad_enabled = Py_NewRef(x[4]), observers = Py_NewRef(x[5]);
     Py_RETURN_NONE;
 }
 
-// The PAGEDKV_* variables as one string of bytes. os.environ takes a microsecond for each.
+// The PAGEDKV_* variables as one string of bytes, None if it is too long. os.environ takes a microsecond for each.
 PyObject* environment(PyObject*, PyObject* const*, Py_ssize_t) {
     char text[1024];
     size_t length = 0;
     for (char** variable = environ; variable && *variable; variable++) {
         if (std::strncmp(*variable, "PAGEDKV_", 8)) continue;
         size_t size = std::strlen(*variable) + 1;
-        if (length + size > sizeof text) return PyErr_SetString(PyExc_OverflowError, "PAGEDKV_* variables exceed 1024 bytes"), nullptr;
+        if (length + size > sizeof text) Py_RETURN_NONE;
         std::memcpy(text + length, *variable, size), length += size;
     }
     return PyBytes_FromStringAndSize(text, static_cast<Py_ssize_t>(length));
@@ -74,7 +77,9 @@ int torch_threads() {
     return threads;
 }
 
-bool read_integer(PyObject* x, int64_t& to) { return PyLong_CheckExact(x) && ((to = PyLong_AsLongLong(x)) != -1 || !PyErr_Occurred()); }
+bool read_integer(PyObject* x, int64_t& to) {
+    return PyLong_CheckExact(x) && ((to = PyLong_AsLongLong(x)) != -1 || !PyErr_Occurred());
+}
 
 bool read_number(PyObject* x, double& to) {
     if (PyFloat_CheckExact(x)) return to = PyFloat_AS_DOUBLE(x), true;
@@ -94,7 +99,8 @@ const Isa* isa_of(PyObject* name) {
 
 Dtype dtype_of(const Tensor& t) {
     if (t.code == 2) return t.bits == 32 ? Dtype::f32 : Dtype::f16;
-    return t.code == 4 ? Dtype::bf16 : t.code == 10 ? Dtype::e4m3 : t.code == 12 ? Dtype::e5m2 : t.code == 0 ? Dtype::i8 : Dtype::i4;
+    if (t.code == 4) return Dtype::bf16;
+    return t.code == 10 ? Dtype::e4m3 : t.code == 12 ? Dtype::e5m2 : t.code == 0 ? Dtype::i8 : Dtype::i4;
 }
 
 View view_of(const Tensor& t) {

@@ -1,5 +1,5 @@
-// What the entry points ask of Python and of torch: which parts of torch observe operators, how many threads to use, new tensors for
-// results; and how arguments of plain types become numbers. It knows no operation and no kernel.
+// Questions of the entry points to torch and Python: does a part of torch observe operators, how many threads to use,
+// new tensors for results. And arguments of plain types as numbers. This file knows no operation and no kernel.
 #pragma once
 
 #include <Python.h>
@@ -13,20 +13,23 @@
 
 namespace pagedkv {
 
-// True if a call must go through torch's dispatcher: a mode, a transform, a trace or the profiler is active; PAGEDKV_DEBUG asks for checks
-// of values; gradients are enabled and one of `tensors` requires one; or one of the first `count_new` is a negative view, which the
-// dispatcher writes out before an operator sees it. Null and None are no tensors.
+// True if a call must go through torch's dispatcher: a mode, a transform, a trace or the profiler is active;
+// PAGEDKV_DEBUG asks for checks of values; gradients are enabled and one of `tensors` requires one; or one of the first
+// `count_new` is a negative view, which the dispatcher writes out before an operator sees it. Null and None are no
+// tensors.
 bool is_observed(PyObject* const* tensors, int count, int count_new);
 
 int torch_threads();  // torch.get_num_threads(); -1, with an exception set, if it raised
 
-// The number in an argument that torch would hand over unchanged. False if the type is another; then an exception may be set.
+// The number in an argument that torch would hand over unchanged. False if the type is another; then an exception may
+// be set.
 bool read_integer(PyObject* x, int64_t& to);
 bool read_number(PyObject* x, double& to);
 bool read_optional(PyObject* x, int64_t& to);  // a positive integer; 0 for None
 
 PyObject* type_error(const char* text);  // sets a TypeError and returns null
-const Isa* isa_of(PyObject* name);       // null, with a TypeError set, if this processor has no instruction set of that name
+// null, with a TypeError set, if this processor has no instruction set of that name
+const Isa* isa_of(PyObject* name);
 
 Dtype dtype_of(const Tensor& t);
 View view_of(const Tensor& t);  // of its first three dims
@@ -50,7 +53,9 @@ bool run_unlocked(const F& work) {
 }
 
 typedef PyObject* (*FastCall)(PyObject* self, PyObject* const* arguments, Py_ssize_t count);
-inline PyCFunction fast_call(FastCall function) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)); }
+inline PyCFunction fast_call(FastCall function) {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
 
 extern PyMethodDef state_methods[];  // register_torch, environment
 

@@ -1,11 +1,12 @@
-"""Launches of attention: which specialisations of csrc/cuda serve a checked call, on how many CTAs, with which parameters.
+"""Launches of attention: which specialisations of csrc/cuda serve a checked call, on how many CTAs, with which
+parameters.
 
-This file knows geometry and the layout of `AttentionParams` in csrc/cuda/params.h. It does not know CUDA: a `Machine` runs the launches,
-either the driver of driver.py or, in the tests, an emulator on the host.
+This file knows geometry and the layout of `AttentionParams` in csrc/cuda/params.h. It does not know CUDA: a `Machine`
+runs the launches, either the driver of driver.py or, in the tests, an emulator on the host.
 
-A sequence with few query rows (queries x G) and a sequence with many need different specialisations. Each launch takes the sequences of
-its class and passes over the others, whatever lengths the device holds. So the launches of a call follow from host integers alone, and a
-captured graph stays right.
+A sequence with few query rows (queries x G) and a sequence with many need different specialisations. Each launch takes
+the sequences of its class and passes over the others, whatever lengths the device holds. So the launches of a call
+follow from host integers alone, and a captured graph stays right.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _POINTERS = (
     "q k v k_scale v_scale block_table rows seq_lens cu_seqlens_q sinks slopes tree_mask out lse partials tickets"
 )
 _STRIDES = (
-    "q_token q_head k_frame k_slot k_head v_frame v_slot v_head k_scale_frame k_scale_slot k_scale_head v_scale_frame v_scale_slot "
-    "v_scale_head table_row tree_row out_token out_head num_slots"
+    "q_token q_head k_frame k_slot k_head v_frame v_slot v_head k_scale_frame k_scale_slot k_scale_head "
+    "v_scale_frame v_scale_slot v_scale_head table_row tree_row out_token out_head num_slots"
 )
 _INTEGERS = (
     "num_sequences num_heads num_kv_heads block_size causal window split_tokens spread min_rows max_rows q_vectors"
@@ -50,7 +51,10 @@ NO_CAP: Final = 1e30
 """A larger soft cap changes no bit of a float32 score, and its product with log2(e) may overflow."""
 
 MOST_PARTIALS: Final = 1 << 30
-"""The most bytes of partial states. Short chunks of long sequences need more: then one CTA folds all chunks of a unit, to the same bits."""
+"""The most bytes of partial states.
+
+Short chunks of long sequences need more: then one CTA folds all chunks of a unit, to the same bits.
+"""
 
 MOST_LAUNCHES: Final = 256
 """Entries of a launcher's cache: the lengths of a prefill differ from step to step."""
@@ -81,10 +85,16 @@ class Machine(Protocol):
         """Return float32 [>= floats] with any content on the device of `like`. It is reused as `scratch` is."""
 
     def tickets(self, count: int, like: Tensor) -> Tensor:
-        """Return int32 [>= count] of zeros on the device of `like`, for the next launch alone or for launches in order. They leave zeros."""
+        """Return int32 [>= count] of zeros on the device of `like`, for the next launch alone or for launches in order.
+
+        They leave zeros.
+        """
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-        """Return a tensor with any content on the device of `like`. It is reused once it is dropped and the launches so far have run."""
+        """Return a tensor with any content on the device of `like`.
+
+        It is reused once it is dropped and the launches so far have run.
+        """
 
     def launch(self, kernel: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
         """Run a kernel on the current stream. early: it may begin before the launch before it has ended."""
@@ -107,10 +117,11 @@ class Launch(NamedTuple):
 
 
 class AttentionLauncher:
-    """Launches attention calls on one layer with fixed options, on one machine: what the backend returns from `bind_attention`.
+    """Launches attention calls on one layer with fixed options, on one machine: what the backend returns from
+    `bind_attention`.
 
-    All calls have queries of one dtype. The launches follow from the integers in the key of `_launches`; they are computed once per key.
-    Pointers, workspace and tickets belong to each call, so threads may share a launcher.
+    All calls have queries of one dtype. The launches follow from the integers in the key of `_launches`; they are
+    computed once per key. Pointers, workspace and tickets belong to each call, so threads may share a launcher.
     """
 
     def __init__(self, layer: KVLayer, options: AttentionOptions, machine: Machine, ways: Ways = PLAIN) -> None:
@@ -136,9 +147,9 @@ class AttentionLauncher:
         if launches is None:
             launches = self._compute(key, (q, table, rows, seq_lens, starts, max_q, max_k), tree, out, lse)
         sinks, slopes = self._heads if self._is_dense else (_dense(x, machine) for x in self._heads)
-        rows, into = _dense(rows, machine), lse if lse.is_contiguous() else machine.scratch(lse.shape, lse.dtype, lse)
+        rows, into = _dense(rows, machine), lse if lse.is_contiguous() else _copy_of(lse, machine)  # padding stays
         if tree is not None and tree.stride(1) != 1:
-            tree = _dense(tree, machine)
+            tree = _copy_of(tree, machine)
         pointers = (
             q_at, *self._pool, table.data_ptr(), _address(rows), seq_lens.data_ptr(), starts.data_ptr(),
             _address(sinks), _address(slopes), _address(tree), out.data_ptr(), into.data_ptr(),
@@ -172,7 +183,10 @@ def attend(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> None:
 
 
 def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tuple[Launch, ...]:
-    """Return the launches that serve calls like this one. Raises InvalidRequest if rows are not aligned, or shared memory is too small."""
+    """Return the launches that serve calls like this one.
+
+    Raises InvalidRequest if rows are not aligned, or shared memory is too small.
+    """
     group = call.q.shape[1] // call.k.shape[2]
     kinds = (KINDS[quant.NAMES[call.q.dtype]], KINDS[quant.NAMES[call.k.dtype]])
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
@@ -214,8 +228,12 @@ def _launch(call: AttentionCall, machine: Machine, kernel: Shape, row_class: Row
     return Launch(kernel, blocks, slots * floats, slots if is_shared and not merge else 0, rest, merge)
 
 
+def _copy_of(x: Tensor, machine: Machine) -> Tensor:
+    return machine.scratch(x.shape, x.dtype, x).copy_(x)
+
+
 def _dense(x: Tensor | None, machine: Machine) -> Tensor | None:
-    return x if x is None or x.is_contiguous() else machine.scratch(x.shape, x.dtype, x).copy_(x)
+    return x if x is None or x.is_contiguous() else _copy_of(x, machine)
 
 
 def _address(x: Tensor | None) -> int:
@@ -241,7 +259,8 @@ def _copy_bytes(call: AttentionCall) -> int:
     copy = min(16, bits & -bits)
     if copy < 4:
         raise InvalidRequest(
-            "rows of layer.k and layer.v begin at addresses that are no multiple of 4 bytes; align the strides of the pool"
+            "rows of layer.k and layer.v begin at addresses that are no multiple of 4 bytes; "
+            "align the strides of the pool"
         )
     return copy
 

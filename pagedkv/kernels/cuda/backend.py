@@ -1,8 +1,8 @@
 """The backends "cuda", "cuda-bulk" and "cuda-pieces": the CUDA C++ kernels of csrc/cuda, and their objections.
 
-docs/cuda-kernels.md explains the kernels. This file does not import CuPy: `objections` looks for it. Specialisations are compiled at
-first use and kept on disk (compiler.py), and driver.py runs them. attention.py computes the launches of attention, moves.py those of the
-other three operations.
+docs/cuda-kernels.md explains the kernels. This file does not import CuPy: `objections` looks for it. Specialisations
+are compiled at first use and kept on disk (compiler.py), and driver.py runs them. attention.py computes the launches of
+attention, moves.py those of the other three operations.
 """
 
 from __future__ import annotations
@@ -41,18 +41,23 @@ def case_objections(case: Case) -> list[str]:
 
 
 def _dim_objections(name: str, dim: int | None, case: Case) -> list[str]:
-    """Return the objections to a head dim: fragments of the tensor cores have 16 columns, and warps share wide heads equally."""
+    """Return the objections to a head dim: fragments of the tensor cores have 16 columns, and warps share wide heads
+    equally."""
     dims = (case.head_dim or dim or 16, case.head_dim_v or dim or 16)
     unit = 16 * shapes.parts_of(dims, (shapes.KINDS.get(case.dtype or "", 0), 0))
     if dim is None or (dim % unit == 0 and 0 < dim <= shapes.LARGEST_HEAD_DIM):
         return []
     return [
-        f"{name} is {dim}; with head dims {dims[0]}/{dims[1]} it takes multiples of {unit} up to {shapes.LARGEST_HEAD_DIM}"
+        f"{name} is {dim}; with head dims {dims[0]}/{dims[1]} it takes multiples of {unit} "
+        f"up to {shapes.LARGEST_HEAD_DIM}"
     ]
 
 
 def shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
-    """Return the objections of attention to this much shared memory of a CTA and of an SM. A fact that `case` lacks is no objection."""
+    """Return the objections of attention to this much shared memory of a CTA and of an SM.
+
+    A fact that `case` lacks is no objection.
+    """
     if case.op != "paged_attention" or case.dtype is None or case.kv_dtype not in shapes.KINDS or case.head_dim is None:
         return []
     kinds = (shapes.KINDS[case.dtype], shapes.KINDS[case.kv_dtype])
@@ -67,7 +72,10 @@ def shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
 
 @cache
 def shared_memory() -> tuple[int, int]:
-    """Return the bytes of shared memory that a CTA may have, and that an SM has. If torch does not tell, there is no limit."""
+    """Return the bytes of shared memory that a CTA may have, and that an SM has.
+
+    If torch does not tell, there is no limit.
+    """
     about = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
     return (
         getattr(about, "shared_memory_per_block_optin", 1 << 30),
@@ -96,11 +104,13 @@ class CudaBackend:
     """The CUDA kernels, launched in one of three ways (attention.Ways). Equal calls give bit-equal results in each."""
 
     def __init__(self, ways: attention.Ways = attention.PLAIN, newer: str = "") -> None:
-        """newer: the beginning of an objection, such as "bulk copies need", to a GPU before compute capability 9.0; "" for none."""
+        """newer: the beginning of an objection, such as "bulk copies need", to a GPU before compute capability 9.0; ""
+        for none."""
         self._ways, self._newer = ways, newer
 
     def objections(self, case: Case) -> list[str]:
-        """Return all reasons why these kernels cannot serve `case`: of this machine, of the case, and of the case on this machine's GPU."""
+        """Return all reasons why these kernels cannot serve `case`: of this machine, of the case, and of the case on
+        this machine's GPU."""
         found = [*machine_objections(), *case_objections(case)]
         return [*(found or shared_memory_objections(case, shared_memory())), *self._too_old()]
 
@@ -134,7 +144,10 @@ class CudaBackend:
         return moves.merge_states(out_a, lse_a, out_b, lse_b, _driver(out_a))
 
     def copy_frames(self, storage: Tensor, copies: Tensor) -> None:
-        """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first. Modifies: the destination frames."""
+        """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first.
+
+        Modifies: the destination frames.
+        """
         moves.copy_frames(storage, copies, _driver(storage))
 
 
@@ -148,7 +161,9 @@ PLAIN: Final = CudaBackend()
 """The kernel "cuda"."""
 
 BULK: Final = CudaBackend(attention.Ways(bulk=True), "bulk copies need")
-"""The kernel "cuda-bulk": one instruction copies a row of K or V whose length and address are multiples of 16 bytes (stages.cuh)."""
+"""The kernel "cuda-bulk": one instruction copies a row of K or V whose length and address are multiples of 16 bytes
+(stages.cuh)."""
 
 PIECES: Final = CudaBackend(attention.Ways(second_launch=True), "launches that begin early need")
-"""The kernel "cuda-pieces": a second launch, which begins before the first has ended, merges the partial results (merge_pieces.cuh)."""
+"""The kernel "cuda-pieces": a second launch, which begins before the first has ended, merges the partial results
+(merge_pieces.cuh)."""

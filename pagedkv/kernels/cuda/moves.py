@@ -1,7 +1,7 @@
 """Launches of write_kv, merge_states and copy_frames: the kernels of csrc/cuda that move rows and frames.
 
-This file knows geometry and the layouts of `WriteParams`, `MergeParams` and `CopyParams` in csrc/cuda/params.h. It does not know CUDA: a
-`Machine` (attention.py) runs the launches.
+This file knows geometry and the layouts of `WriteParams`, `MergeParams` and `CopyParams` in csrc/cuda/params.h. It does
+not know CUDA: a `Machine` (attention.py) runs the launches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ COPY_LAYOUT: Final = struct.Struct("@4Q4q3i4x")
 MERGE_LAYOUT: Final = struct.Struct("@6Q8q3i4x")
 
 MOST_SCRATCH: Final = 64 << 20
-"""Bytes of the scratch buffer for copies that are too many for shared memory. Such copies happen when memory is short."""
+"""Bytes of the scratch buffer for copies that are too many for shared memory. Such copies happen when memory is short.
+"""
 
 _DTYPES: Final = tuple(quant.DTYPES[name] for name in quant.FLOATS)
 
@@ -37,8 +38,8 @@ _DTYPES: Final = tuple(quant.DTYPES[name] for name in quant.FLOATS)
 class WriteLauncher:
     """Launches writes into one layer on one machine: what the backend returns from `bind_write`.
 
-    All writes have new tokens of the same dtypes. The launches follow from the integers in the key of `_launches`; they are computed once
-    per key. Pointers belong to each call, so threads may share a launcher.
+    All writes have new tokens of the same dtypes. The launches follow from the integers in the key of `_launches`; they
+    are computed once per key. Pointers belong to each call, so threads may share a launcher.
     """
 
     def __init__(self, layer: KVLayer, rope: RotaryTable | None, machine: Machine) -> None:
@@ -122,7 +123,10 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, mac
 
 
 def copy_frames(storage: Tensor, copies: Tensor, machine: Machine) -> None:
-    """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first. Modifies: the destination frames."""
+    """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first.
+
+    Modifies: the destination frames.
+    """
     C = len(copies)
     if not C or not storage.numel():
         return

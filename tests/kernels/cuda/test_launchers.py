@@ -1,4 +1,4 @@
-"""A launcher serves each call with its own memory, and computes launches anew when a call differs in a fact that they depend on."""
+"""A launcher serves each call with its own memory, and computes launches anew for each fact that they depend on."""
 
 from __future__ import annotations
 
