@@ -21,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
+from pagedkv.kernels.layout import FARTHEST
 from pagedkv.kernels.triton.elements import part_columns
 from pagedkv.kernels.triton.form import (
-    FARTHEST,
     form_of,
     head_bytes,
     keys_of,

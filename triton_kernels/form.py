@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagedkv.kernels.layout import FARTHEST, is_v_in_k, scale_kind, scale_strides
 from pagedkv.kernels.triton import tuning
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from pagedkv.kernels.case import Case
 
 DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-FARTHEST: Final = 2**30
-"""No sequence is so long: a wider window, or a longer `split_tokens`, is as good as this one. A position less it is int32 still."""
 KINDS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8", torch.uint8: "int4"}
 
 
@@ -137,7 +136,7 @@ def form_of(call: AttentionCall, M: int, N: int) -> Form:
         whole_pages=S % N == 0 and (call.split_tokens or N) % N == 0,
         causal=call.causal, window=call.window is not None, softcap=call.softcap != 0, sinks=call.sinks is not None,
         alibi=call.alibi_slopes is not None, tree=call.tree_mask is not None,
-        k_scale=_scale_kind(call.k_scale), v_scale=_scale_kind(call.v_scale),
+        k_scale=scale_kind(call.k_scale), v_scale=scale_kind(call.v_scale),
         v_in_k=_v_in_k(call, kind), native_fp8=on.native_fp8, float32_products=exact, split=call.split_tokens is not None,
     )  # fmt: skip
 
@@ -177,13 +176,10 @@ def head_bytes(call: AttentionCall) -> int:
     return (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
 
 
-def _scale_kind(scale: Tensor | None) -> int:
-    return 0 if scale is None else 1 if scale.dim() == 0 else 2
-
-
 def _v_in_k(call: AttentionCall, kind: str) -> bool:
-    same = call.v.data_ptr() == call.k.data_ptr() and call.v.stride() == call.k.stride()
-    return same and kind != "int4" and call.out.shape[2] == _widths(call.q.shape[2], kind)[0]
+    """Return True if V is the first part of K, in the same memory, and that part is one of the two that a tile loads."""
+    is_first_part = call.out.shape[2] == _widths(call.q.shape[2], kind)[0]
+    return is_first_part and kind != "int4" and is_v_in_k(call.k, call.v)
 
 
 def as_stored(pool: Tensor) -> Tensor:
@@ -227,8 +223,3 @@ def _run(x: Tensor | None) -> Tensor | None:
 def steps_of(call: AttentionCall) -> tuple[int, ...]:
     """Strides of tokens and heads: of q, of out; and of tokens in lse."""
     return *call.q.stride()[:2], *call.out.stride()[:2], call.lse.stride(0)
-
-
-def scale_strides(scale: Tensor | None) -> tuple[int, ...]:
-    """Of frames, slots and heads; zeros where there is nothing to stride over."""
-    return tuple(scale.stride()) if scale is not None and scale.dim() == 3 else (0, 0, 0)
