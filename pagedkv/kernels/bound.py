@@ -96,8 +96,11 @@ class BoundAttention:
               number of heads, or a tree mask, is one that the named kernel does not take.
     """
 
+    __slots__ = ("_attend", "_backend", "_binding", "_layer", "_options", "kernel")  # fewer cold lines than a dict
+
     def __init__(self, layer: KVLayer, options: AttentionOptions, backend: str | None) -> None:
         self._layer, self._options, self._backend = replace(layer), options, backend or registry.AUTO
+        self._binding: Any = None
         self._attend: Callable[..., Any] | None = None
         self.kernel: Kernel | None = None
         """The kernel that serves, as far as layer and options decide; None while Dynamo traces."""
@@ -169,8 +172,11 @@ class BoundWrite:
               is one that the named kernel does not take.
     """
 
+    __slots__ = ("_backend", "_binding", "_layer", "_rope", "_write", "kernel")
+
     def __init__(self, layer: KVLayer, rope: RotaryTable | None, backend: str | None) -> None:
         self._layer, self._rope, self._backend = replace(layer), rope, backend or registry.AUTO
+        self._binding: Any = None
         self._write: Callable[..., Any] | None = None
         self.kernel: Kernel | None = None
         """The kernel that serves, as far as the layer decides; None while Dynamo traces."""
