@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagedkv.core.handles import AddressSpace
     from pagedkv.errors import InvariantViolation, KernelUnavailable, OutOfFrames, PagedKVError
     from pagedkv.kernels.args import KVLayer, PagedBatch
+    from pagedkv.kernels.bound import bind_attention, bind_write
     from pagedkv.kernels.ops import copy_frames, explain, merge_states, paged_attention, write_kv
     from pagedkv.spec import KVSpec
 
@@ -29,6 +30,8 @@ _HOME = {
     "PagedBatch": "pagedkv.kernels.args",
     "PagedKVCache": "pagedkv.cache.paged",
     "PagedKVError": "pagedkv.errors",
+    "bind_attention": "pagedkv.kernels.bound",
+    "bind_write": "pagedkv.kernels.bound",
     "copy_frames": "pagedkv.kernels.ops",
     "explain": "pagedkv.kernels.ops",
     "merge_states": "pagedkv.kernels.ops",
@@ -46,6 +49,8 @@ __all__ = [
     "PagedBatch",
     "PagedKVCache",
     "PagedKVError",
+    "bind_attention",
+    "bind_write",
     "copy_frames",
     "explain",
     "merge_states",

@@ -1,7 +1,7 @@
 """The architecture, frozen: which module may import which, how long files and functions may be, the public names.
 
-The tests read the sources with `ast`; imports inside functions and under TYPE_CHECKING count. Only the cost of an import
-is measured, in fresh interpreters.
+The tests read the sources with `ast`; imports inside functions and under TYPE_CHECKING count. Only the cost of an
+import is measured, in fresh interpreters.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ FLOORS = {
         "ops",
     ),
 }
-"""The rooms of a layer, each a module or a folder, from the ground floor up. A room imports only rooms of lower floors."""
+"""The rooms of a layer (modules or folders), from the ground floor up. A room imports only rooms of lower floors."""
 
 PUBLIC_NAMES = """AddressSpace InvariantViolation KVLayer KVSpec KernelUnavailable OutOfFrames PagedBatch PagedKVCache
-PagedKVError copy_frames explain merge_states paged_attention write_kv""".split()
+PagedKVError bind_attention bind_write copy_frames explain merge_states paged_attention write_kv""".split()
 
 FILE_LINES_P90, FILE_LINES_MAX = 400, 600
 FUNCTION_LINES_P90, FUNCTION_LINES_MAX, KERNEL_LINES_MAX = 35, 60, 120

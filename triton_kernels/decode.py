@@ -26,11 +26,11 @@ import torch
 import triton
 import triton.language as tl
 
+from pagedkv.kernels.layout import FARTHEST
 from pagedkv.kernels.triton.elements import part_columns
 from pagedkv.kernels.triton.merge import fold
 from pagedkv.kernels.triton.partition import ends_and_share, first_seen_unit, sequence_of_unit, slots_of_sequence
 from pagedkv.kernels.triton.specialisation import (
-    FARTHEST,
     head_bytes,
     keys_of,
     pool_of,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagedkv.kernels.layout import FARTHEST, is_v_in_k, scale_kind, scale_strides
 from pagedkv.kernels.triton import tuning
 
 if TYPE_CHECKING:
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
     from pagedkv.kernels.case import Case
 
 DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-FARTHEST: Final = 2**30
-"""No sequence is so long: a wider window, or a longer `split_tokens`, is as good as this one.
-
-A position less this number still fits int32.
-"""
 KINDS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8", torch.uint8: "int4"}
 
 
@@ -190,14 +186,10 @@ def head_bytes(call: AttentionCall) -> int:
     return (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
 
 
-def scale_kind(scale: Tensor | None) -> int:
-    """Return 0 for no scale, 1 for one scale for all, 2 for a scale per (token, head)."""
-    return 0 if scale is None else 1 if scale.dim() == 0 else 2
-
-
 def _v_in_k(call: AttentionCall, kind: str) -> bool:
-    same = call.v.data_ptr() == call.k.data_ptr() and call.v.stride() == call.k.stride()
-    return same and kind != "int4" and call.out.shape[2] == _widths(call.q.shape[2], kind)[0]
+    """Return True if V is the first part of K in the same memory, and a tile loads that part by itself."""
+    is_first_part = call.out.shape[2] == _widths(call.q.shape[2], kind)[0]
+    return is_first_part and kind != "int4" and is_v_in_k(call.k, call.v)
 
 
 def as_stored(pool: Tensor) -> Tensor:
@@ -250,8 +242,3 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 def strides_of(call: AttentionCall) -> tuple[int, ...]:
     """Return the kernel argument `strides`: of tokens and heads in q and in out, and of tokens in lse."""
     return *call.q.stride()[:2], *call.out.stride()[:2], call.lse.stride(0)
-
-
-def scale_strides(scale: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of frames, slots and heads; zeros for no scale or one scale for all."""
-    return tuple(scale.stride()) if scale is not None and scale.dim() == 3 else (0, 0, 0)

@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels import quant
+from pagedkv.kernels.layout import scale_kind, scale_strides
 from pagedkv.kernels.triton.elements import number, rounded
-from pagedkv.kernels.triton.specialisation import KINDS, as_stored, scale_kind, scale_strides
+from pagedkv.kernels.triton.specialisation import KINDS, as_stored
 
 if TYPE_CHECKING:
     from torch import Tensor

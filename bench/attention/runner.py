@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pagedkv import explain, paged_attention, write_kv
+from pagedkv import bind_attention, bind_write, explain
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.attention.pool import Pool, region_of
 from pagedkv.bench.attention.vllm_peer import Vllm
@@ -215,21 +215,21 @@ def _not_here(name: str, cell: Cell) -> str:
 
 def _attention(cell: Cell, pool: Pool, name: str) -> Step:
     q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim).to(quant.DTYPES[cell.dtype])
-    out = torch.empty_like(q)
+    out, attend = torch.empty_like(q), bind_attention(pool.layer, backend=name)
 
     def prepare() -> Callable[[], object]:
         batch = pool.batch(pool.draw())
-        return lambda: paged_attention(q, pool.layer, batch, out=out, backend=name)
+        return lambda: attend(q, batch, out=out)
 
     return prepare
 
 
 def _write(cell: Cell, pool: Pool, name: str) -> Step:
-    fresh = itertools.cycle(_new_tokens(cell))
+    fresh, store = itertools.cycle(_new_tokens(cell)), bind_write(pool.layer, backend=name)
 
     def prepare() -> Callable[[], object]:
         batch, (k, v) = pool.batch(pool.draw()), next(fresh)
-        return lambda: write_kv(k, v, pool.layer, batch, backend=name)
+        return lambda: store(k, v, batch)
 
     return prepare
 

@@ -40,6 +40,7 @@ from pagedkv.core.prefix.events import Event, Snapshot
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import KVLayer
+from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
 from pagedkv.kernels.case import Kernel
 from pagedkv.kernels.ops import copy_frames
 from pagedkv.spec import KVSpec
@@ -108,6 +109,16 @@ class PagedKVCache:
 
     def __len__(self) -> int:
         return len(self.layer_groups)
+
+    # -- the kernels ---------------------------------------------------------------------------------------------------
+
+    def attention(self, layer: int, **options: Any) -> BoundAttention:
+        """Return `bind_attention(cache[layer], **options)` with the kernel of this cache. Bind again after `resize`."""
+        return bind_attention(self[layer], **{"backend": self.backend} | options)
+
+    def write(self, layer: int, **options: Any) -> BoundWrite:
+        """Return `bind_write(cache[layer], **options)` with the kernel of this cache. Bind again after `resize`."""
+        return bind_write(self[layer], **{"backend": self.backend} | options)
 
     # -- spaces --------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
-"""kernels: tensors in, tensors out. `ops` holds the only entry points, `args` what they are given, `registry` who serves them.
+"""kernels: tensors in, tensors out. `ops` and `bound` hold the entry points, `args` their arguments, `registry` the
+kernels.
 
-May import torch; never core: any engine's page tables will do.
+May import torch, never core: the page tables of any engine will do.
 """
 
 from __future__ import annotations

@@ -1,30 +1,36 @@
-"""What a kernel is given: one layer of the pool, and one batch. Frozen dataclasses of plain tensors; an engine may build them by hand.
+"""The arguments of kernels: one layer of the pool, one batch, one call.
 
-Letters: F frames, S block_size, B sequences, A rows of the page table, P pages, T new tokens, H query heads, K kv heads, G = H / K,
-D head_dim, Dv head_dim of the values.
+They are frozen dataclasses of plain tensors; an engine may build them by hand. AttentionCall and WriteCall are the one
+list of a call's fields: the schemas of torch's operators are derived from them (`declarations`).
+
+Letters: F frames, S block_size, B sequences, A rows of the page table, P pages, T new tokens, H query heads,
+K kv heads, G = H / K, D head_dim, Dv head_dim of the values.
 
     slot of token t of sequence b   =  block_table[rows[b], t // S] * S + t % S
-    query i of sequence b           =  q[cu_seqlens_q[b] + i], at position seq_lens[b] - (cu_seqlens_q[b+1] - cu_seqlens_q[b]) + i
+    query i of sequence b           =  q[cu_seqlens_q[b] + i]
+    its position                    =  seq_lens[b] - (cu_seqlens_q[b+1] - cu_seqlens_q[b]) + i
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import Tensor
 
 
 @dataclass(frozen=True)
 class KVLayer:
-    """One layer of the pool, as strided views; nothing is owned.
+    """One layer of the pool, as strided views of memory that the pool owns.
 
     Shapes:  k [F, S, K, D], v [F, S, K, Dv]; any strides, last dim contiguous.
-             dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8; or uint8 for int4, two elements in a byte:
-             then the last dim is D/2, element 2i in the low and 2i+1 in the high nibble, each stored plus 8.
-             k_scale, v_scale: None (scale 1), float32 [] (per tensor) or float32 [F, S, K] (per token and head);
-             value = stored * scale, scale >= 0 (int4 values are weighed by unsigned integers). Required (not None) for int8 and int4.
+             dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8; or uint8 for int4, two elements in a
+             byte: then the last dim is D/2, element 2i in the low and 2i+1 in the high nibble, each stored plus 8.
+             k_scale, v_scale: None (scale 1), float32 [] (per tensor) or float32 [F, S, K] (per token and head).
+             int8 and int4 need scales. value = stored * scale, and scale >= 0: unsigned integers weigh int4 values.
     """
 
     k: Tensor
@@ -32,14 +38,26 @@ class KVLayer:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    _bound: ClassVar[dict[tuple[Any, ...], Any] | None] = None
+    """The bound calls of functional calls (bound.py). They are an attribute of the instance once there are any."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone.
+
+        Bound calls point to the memory of this layer, so a copy of the layer must not share them.
+        """
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """What one step reads and writes, for every layer alike.
+    """The tables of one step, the same for every layer: page tables, lengths, and the slots of the new tokens.
 
-    Shapes:  block_table int32 [A, P]; entries beyond a sequence's last page, and those of punched pages (-1), are never read
-             seq_lens int32 [B]: KV length, the new tokens included        cu_seqlens_q int32 [B + 1]: where each sequence's queries begin
-             slots int64 [T]: where each new token's K and V are stored; < 0 is skipped        positions int64 [T]: of the new tokens
+    Shapes:  block_table int32 [A, P]; entries past a sequence's last page, and of punched pages (-1), are never read
+             seq_lens int32 [B]: KV length, the new tokens included
+             cu_seqlens_q int32 [B + 1]: the first query of each sequence, and the end of the last
+             slots int64 [T]: the slot of each new token's K and V; < 0 is skipped
+             positions int64 [T]: of the new tokens
              rows int32 [B]: the row of `block_table` of each sequence; None if row b is sequence b
     max_seqlen_q, max_seqlen_k: host ints, upper bounds of what the tensors hold.
     """
@@ -56,10 +74,11 @@ class PagedBatch:
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """The angles by which `write_kv` turns keys before it stores them (RoPE): row p holds cos and sin of position p's.
+    """The angles by which `write_kv` turns keys before it stores them (RoPE): row p holds cos and sin for position p.
 
-    Dims (i, i + R/2) of a head are a pair, (2i, 2i + 1) if `interleaved`: x_a' = x_a cos_i - x_b sin_i, x_b' = x_b cos_i + x_a sin_i.
-    Dims from R on stay as they are. Turned in float32, and rounded once, when stored.
+    Dims (i, i + R/2) of a head are a pair, or (2i, 2i + 1) if `interleaved`:
+    x_a' = x_a cos_i - x_b sin_i, x_b' = x_b cos_i + x_a sin_i. Dims from R on stay as they are.
+    Keys are turned in float32 and rounded once, when they are stored.
 
     Shapes:  cos, sin float32 [positions, R/2], R <= D; last dim contiguous
     """
@@ -69,13 +88,29 @@ class RotaryTable:
     interleaved: bool = False
 
 
+class AttentionOptions(NamedTuple):
+    """The options of `paged_attention` that a bound call fixes, checked. scale: never None."""
+
+    scale: float
+    causal: bool
+    window: int | None
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    split_tokens: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of `paged_attention`, flat and checked: what a backend is handed. The fields are the operator's arguments, in order.
+    """One call of `paged_attention`, flat and checked: the argument of a backend.
 
-    Shapes:   q [T, H, D]; k, v, k_scale, v_scale as in KVLayer; block_table, rows, seq_lens, cu_seqlens_q as in PagedBatch
-              sinks, alibi_slopes float32 [H]; tree_mask bool [T, >= max_seqlen_q]; out [T, H, Dv] of q's dtype; lse float32 [T, H]
-    Modifies: out, lse: the rows that `cu_seqlens_q` names; rows past its last entry are padding, neither read nor written.
+    The fields are the operator's arguments, in order.
+
+    Shapes:   q [T, H, D]; k, v, k_scale, v_scale as in KVLayer
+              block_table, rows, seq_lens, cu_seqlens_q as in PagedBatch
+              sinks, alibi_slopes float32 [H]; tree_mask bool [T, >= max_seqlen_q]
+              out [T, H, Dv] of q's dtype; lse float32 [T, H]
+    Modifies: out, lse: the rows that `cu_seqlens_q` names. Rows past its last entry are padding.
     """
 
     q: Tensor
@@ -105,8 +140,9 @@ class AttentionCall:
 class WriteCall:
     """One call of `write_kv`, flat and checked. The fields are the operator's arguments, in order.
 
-    Shapes:   k_new [T, K, D], v_new [T, K, Dv], any float dtype; k, v, k_scale, v_scale as in KVLayer; slots int64 [T], < 0 skipped
-              positions int64 [T]; cos, sin as in RotaryTable, both None if keys are not turned
+    Shapes:   k_new [T, K, D], v_new [T, K, Dv], any float dtype; k, v, k_scale, v_scale as in KVLayer
+              slots int64 [T], < 0 skipped; positions int64 [T]
+              cos, sin as in RotaryTable, both None if keys are not turned
     Modifies: k and v at `slots`; k_scale and v_scale there too, if they are per (token, head).
     """
 
@@ -121,3 +157,20 @@ class WriteCall:
     cos: Tensor | None
     sin: Tensor | None
     interleaved: bool
+
+
+_SCHEMA_TYPES: Final = {
+    "Tensor": "Tensor", "Tensor | None": "Tensor?", "int": "SymInt", "int | None": "SymInt?",
+    "float": "float", "bool": "bool",
+}  # fmt: skip
+
+
+def declarations(call: type[AttentionCall | WriteCall], modified: Collection[str] = ()) -> dict[str, str]:
+    """Return the declaration of each field of `call` in a schema of torch: {"q": "Tensor q", ...}.
+
+    modified: the fields that the operator writes to.
+    """
+    declared = {field.name: f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(call)}
+    for letter, name in zip("abcd", modified, strict=False):
+        declared[name] = declared[name].replace("Tensor", f"Tensor({letter}!)", 1)
+    return declared

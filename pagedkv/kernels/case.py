@@ -1,6 +1,8 @@
-"""The case that a kernel is judged by, and a kernel as the registry lists it: its name, where it runs, and where its functions are.
+"""The case that a kernel is judged by, and a kernel as the registry lists it: its name, where it runs, and where its
+functions are.
 
-This file defines the words that the registry and the backends share. It imports no backend: a backend is imported when it is asked.
+This file defines the words that the registry and the backends share. It imports no backend: a backend is imported when
+it is asked.
 """
 
 from __future__ import annotations
@@ -10,18 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+from pagedkv.kernels import quant
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.args import AttentionCall, WriteCall
+    from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, RotaryTable, WriteCall
     from pagedkv.spec import KVSpec
 
 
 class Case(NamedTuple):
     """The facts that a kernel may object to. None: a fact that is not known yet. Dtypes go by their names in KVSpec.
 
-    features: of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens", "tensor_scale" and
-    "token_head_scale"; of a write, "rope".
+    features: of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens", "tensor_scale"
+              and "token_head_scale"; of a write, "rope".
     """
 
     op: str = "paged_attention"
@@ -36,13 +40,16 @@ class Case(NamedTuple):
     features: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        facts = zip(self._fields[2:-1], self[2:-1], strict=True)
-        known = [f"{name}={value}" for name, value in facts if value is not None]
-        return " ".join([self.op, "on", self.device, *known, *sorted(self.features)])
+        pairs = zip(self._fields[2:-1], self[2:-1], strict=True)
+        facts = [f"{name}={value}" for name, value in pairs if value is not None]
+        return " ".join([self.op, "on", self.device, *facts, *sorted(self.features)])
 
 
 def case_of(spec: KVSpec, device: str = "cpu") -> Case:
-    """Return the case of every attention call on a cache of this geometry. `device` is a type ("cuda") or a name ("cuda:1")."""
+    """Return the case of every attention call on a cache of this geometry.
+
+    `device` is a type ("cuda") or a name ("cuda:1").
+    """
     features = frozenset([*(["window"] if spec.window else []), *(["token_head_scale"] if spec.quantised else [])])
     return Case(
         device=device.split(":")[0],
@@ -56,10 +63,56 @@ def case_of(spec: KVSpec, device: str = "cpu") -> Case:
     )
 
 
+def attention_case(
+    layer: KVLayer | AttentionCall,
+    options: AttentionOptions | AttentionCall,
+    q: Tensor | None,
+    tree_mask: Tensor | None,
+) -> Case:
+    """Return the case of an attention call on `layer`.
+
+    q None: of all calls with these options, whatever their queries are.
+    """
+    given = ("window", "sinks", "alibi_slopes", "split_tokens")
+    features = {name for name in given if getattr(options, name) is not None} | _scales(layer)
+    flags = (("softcap", options.softcap), ("non_causal", not options.causal), ("tree_mask", tree_mask is not None))
+    geometry = _geometry(layer) | {"features": frozenset(features | {name for name, is_on in flags if is_on})}
+    if q is None:
+        heads = [len(x) for x in (options.sinks, options.alibi_slopes) if x is not None]
+        dtype = None if layer.k.dtype in quant.QMAX else quant.NAMES[layer.k.dtype]
+        return Case("paged_attention", layer.k.device.type, dtype, num_heads=heads[0] if heads else None, **geometry)
+    return Case("paged_attention", q.device.type, quant.NAMES[q.dtype], num_heads=q.shape[1], **geometry)
+
+
+def write_case(layer: KVLayer | WriteCall, has_rope: bool, new: tuple[Tensor, Tensor] | None) -> Case:
+    """Return the case of a write into `layer`.
+
+    new: K and V of the new tokens; None: of all writes, whatever their dtype is.
+    """
+    features = _scales(layer) | ({"rope"} if has_rope else set())
+    widest = None if new is None else quant.NAMES[max((x.dtype for x in new), key=lambda dtype: dtype.itemsize)]
+    return Case("write_kv", layer.k.device.type, widest, features=features, **_geometry(layer))
+
+
+def _geometry(layer: KVLayer | AttentionCall | WriteCall) -> dict[str, Any]:
+    return {
+        "kv_dtype": quant.NAMES[layer.k.dtype],
+        "block_size": layer.k.shape[1],
+        "num_kv_heads": layer.k.shape[2],
+        "head_dim": quant.head_dim(layer.k),
+        "head_dim_v": quant.head_dim(layer.v),
+    }
+
+
+def _scales(layer: KVLayer | AttentionCall | WriteCall) -> frozenset[str]:
+    kinds = {0: "tensor_scale", 3: "token_head_scale"}
+    return frozenset(kinds[scale.dim()] for scale in (layer.k_scale, layer.v_scale) if scale is not None)
+
+
 class Backend(Protocol):
     """The functions that a kernel offers. Their arguments have been checked.
 
-    A backend may also offer `ready(call)` and `ready_write(call)`: callables that take the fields of calls of the same signature (known.py).
+    A backend may also offer the two functions of `BindingBackend`, which save work of the host in bound calls.
     """
 
     def objections(self, case: Case) -> list[str]:
@@ -78,15 +131,36 @@ class Backend(Protocol):
         """Copy frames inside `storage`. Every source is read before a target is written."""
 
 
+class BindingBackend(Backend, Protocol):
+    """A backend that prepares bound calls (bound.py).
+
+    Without these functions a bound call makes an AttentionCall or a WriteCall each time.
+    """
+
+    def bind_attention(self, layer: KVLayer, options: AttentionOptions) -> Callable[..., None]:
+        """Return a function that takes (q, block_table, rows, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k,
+        tree_mask, out, lse).
+
+        All calls of the function have queries of one dtype and one number of heads, and all or none have a tree mask.
+        """
+
+    def bind_write(self, layer: KVLayer, rope: RotaryTable | None) -> Callable[..., None]:
+        """Return a function that takes (k_new, v_new, slots, positions).
+
+        All its calls have new tokens of the same dtypes.
+        """
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One candidate of the registry.
 
     name:       the word that `backend=` and PAGEDKV_KERNELS take.
     where:      the device types that the kernel runs on; None for all.
-    backend:    where its functions are: a module, or "module:NAME" for an object in it. Imported when it is first used.
-    objections: the function that says why the kernel cannot serve a case, or where it is: a module. None: the backend's own. That import
-                happens on every machine, so it must not need an optional package.
+    backend:    the place of its functions: a module, or "module:NAME" for an object in it. Imported when it is first
+                used.
+    objections: the function that says why the kernel cannot serve a case, or the module that has it. None: the
+                backend's own. The module is imported on every machine, so it must not need an optional package.
     """
 
     name: str

@@ -1,7 +1,10 @@
-"""Arguments are what the contract says, or the caller is told in the letters of the contract: one text for all backends.
+"""The checks of a call's arguments. An error names the argument in the letters of the contract, with one text for all
+backends.
 
-Shapes, dtypes, devices and strides are looked at always: that costs no device synchronisation. Values (slots inside the pool, lengths
-inside the tables, entries that name frames) are read back only with PAGEDKV_DEBUG >= 1, and slots are proven distinct with >= 2.
+Shapes, dtypes, devices and strides are always checked: that costs no device synchronisation. Values (slots inside the
+pool, lengths inside the tables, entries that name frames) are read back only with PAGEDKV_DEBUG >= 1, and slots are
+proven distinct with >= 2. The C++ extension states the same rules without the words (keeps_contract in
+csrc/cpu/python): a call that breaks one comes here.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.args import AttentionCall, WriteCall
+    from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, WriteCall
 
 
 def attention(call: AttentionCall) -> None:
-    """Raises: InvalidRequest if `call` breaks the contract of `paged_attention`."""
-    _layer(call)
+    """Raise InvalidRequest if `call` breaks the contract of `paged_attention`."""
+    layer(call)
     T, H, _ = _dims(call.q, "q", "THD")
     K, D, Dv = call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v)
     if call.q.shape[2] != D:
@@ -45,8 +48,8 @@ def attention(call: AttentionCall) -> None:
 
 
 def write(call: WriteCall) -> None:
-    """Raises: InvalidRequest if `call` breaks the contract of `write_kv`."""
-    _layer(call)
+    """Raise InvalidRequest if `call` breaks the contract of `write_kv`."""
+    layer(call)
     T, K, D = _dims(call.k_new, "k", "TKD")
     _dims(call.v_new, "v", ("T", "K", "Dv"))
     pool = (call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v))
@@ -54,7 +57,8 @@ def write(call: WriteCall) -> None:
         raise InvalidRequest(f"k is {named(call.k_new, 'TKD')} but layer.k has K={pool[0]} kv heads of D={pool[1]}")
     if tuple(call.v_new.shape) != (T, K, pool[2]):
         raise InvalidRequest(
-            f"v is {named(call.v_new, ('T', 'K', 'Dv'))}; with this k and layer.v it must be [T={T}, K={K}, Dv={pool[2]}]"
+            f"v is {named(call.v_new, ('T', 'K', 'Dv'))}; "
+            f"with this k and layer.v it must be [T={T}, K={K}, Dv={pool[2]}]"
         )
     if not (call.k_new.is_floating_point() and call.v_new.is_floating_point()):
         raise InvalidRequest(
@@ -62,18 +66,21 @@ def write(call: WriteCall) -> None:
         )
     if call.slots.dtype != torch.int64 or tuple(call.slots.shape) != (T,):
         raise InvalidRequest(
-            f"batch.slots is {_dtype(call.slots)} {list(call.slots.shape)}; for k {named(call.k_new, 'TKD')} it must be int64 [T={T}]"
+            f"batch.slots is {_dtype(call.slots)} {list(call.slots.shape)}; "
+            f"for k {named(call.k_new, 'TKD')} it must be int64 [T={T}]"
         )
     _last_dim_contiguous(k=call.k_new, v=call.v_new)
-    _no_overlap(**{"layer.k": call.k, "layer.v": call.v})
-    _angles(call, T, D)
+    writable(call)
+    if call.cos is not None or call.sin is not None:
+        angles(call.cos, call.sin, D)
+        _positions(call.positions, T)
     _one_device(call, call.k_new.device)
     if debug.level() >= 1:
         _slot_values(call)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """Raises: InvalidRequest if the two states are not of one shape and kind."""
+    """Raise InvalidRequest unless the two states have the same shape, dtype and device."""
     T, H, _ = _dims(out_a, "out_a", ("T", "H", "Dv"))
     if out_a.dtype not in quant.NAMES or out_a.dtype in quant.QMAX:
         raise InvalidRequest(
@@ -95,7 +102,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
 
 
 def copies(storage: Tensor, pairs: Tensor) -> None:
-    """Raises: InvalidRequest if `pairs` are not copies between frames of `storage`."""
+    """Raise InvalidRequest unless `pairs` are copies between frames of `storage`."""
     if storage.dim() < 1 or pairs.dtype != torch.int32 or pairs.dim() != 2 or pairs.shape[1] != 2:
         text = f"storage is {list(storage.shape)} and copies is {list(pairs.shape)} {_dtype(pairs)}"
         raise InvalidRequest(
@@ -108,9 +115,8 @@ def copies(storage: Tensor, pairs: Tensor) -> None:
     _no_overlap(storage=storage)
     if not len(pairs):
         return
-    if (
-        debug.level() >= 1 or pairs.device.type == "cpu"
-    ):  # a wrong frame writes anywhere, and here looking costs no synchronisation
+    # A wrong frame is written anywhere. On the CPU a look at the values costs no synchronisation.
+    if debug.level() >= 1 or pairs.device.type == "cpu":
         _in_range(pairs, "copies", storage.shape[0], "frames in storage")
     if debug.level() >= 1 and len(_repeated(pairs[:, 1])):
         raise InvalidRequest(
@@ -119,7 +125,7 @@ def copies(storage: Tensor, pairs: Tensor) -> None:
 
 
 def named(x: Tensor, letters: str | tuple[str, ...]) -> str:
-    """The shape of `x` with the letters of the contract: "[T=5, H=6, D=64]"."""
+    """Return the shape of `x` with the letters of the contract: "[T=5, H=6, D=64]"."""
     if x.dim() != len(letters):
         return str(list(x.shape))
     return "[" + ", ".join(f"{letter}={size}" for letter, size in zip(letters, x.shape, strict=True)) + "]"
@@ -143,8 +149,14 @@ def _last_dim_contiguous(**tensors: Tensor) -> None:
             )
 
 
+def writable(call: KVLayer | WriteCall) -> None:
+    """Raise InvalidRequest if two elements of k, or two of v, share memory."""
+    _no_overlap(**{"layer.k": call.k, "layer.v": call.v})
+
+
 def _no_overlap(**tensors: Tensor) -> None:
-    """What is written has its own memory for each element: sorted by stride, each dim steps over all that the smaller ones span."""
+    """Raise InvalidRequest if elements share memory: sorted by stride, each dim must step over all that the smaller
+    ones span."""
     for name, x in tensors.items():
         if x.is_contiguous():
             continue
@@ -159,17 +171,18 @@ def _no_overlap(**tensors: Tensor) -> None:
             span = stride * (size - 1) + span
 
 
-def _angles(call: WriteCall, T: int, D: int) -> None:
-    if call.cos is None or call.sin is None:
-        if call.cos is not call.sin:
-            raise InvalidRequest("of rope.cos and rope.sin one is None; give both")
-        return
-    for name, x in (("cos", call.cos), ("sin", call.sin)):
-        if x.dtype != torch.float32 or x.dim() != 2 or not 0 < 2 * x.shape[1] <= D or x.shape != call.cos.shape:
+def angles(cos: Tensor | None, sin: Tensor | None, D: int) -> None:
+    """Raise InvalidRequest unless `cos` and `sin` are the two tables of a RotaryTable for heads of D elements."""
+    if cos is None or sin is None:
+        raise InvalidRequest("of rope.cos and rope.sin one is None; give both")
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x.dtype != torch.float32 or x.dim() != 2 or not 0 < 2 * x.shape[1] <= D or x.shape != cos.shape:
             want = f"two tables float32 [positions, R/2] with R from 2 to D={D}"
             raise InvalidRequest(f"rope.{name} is {_dtype(x)} {list(x.shape)}; cos and sin must be {want}")
-    _last_dim_contiguous(**{"rope.cos": call.cos, "rope.sin": call.sin})
-    positions = call.positions
+    _last_dim_contiguous(**{"rope.cos": cos, "rope.sin": sin})
+
+
+def _positions(positions: Tensor | None, T: int) -> None:
     if positions is None or positions.dtype != torch.int64 or tuple(positions.shape) != (T,):
         given = "None" if positions is None else f"{_dtype(positions)} {list(positions.shape)}"
         raise InvalidRequest(f"batch.positions is {given}; to turn keys it must be int64 [T={T}]")
@@ -180,11 +193,13 @@ def _one_device(call: AttentionCall | WriteCall, device: torch.device) -> None:
         x = getattr(call, name)
         if isinstance(x, Tensor) and x.device != device:
             raise InvalidRequest(
-                f"{call.__slots__[0]} is on {device} but {name} is on {x.device}: all tensors of a call live on one device"
+                f"{call.__slots__[0]} is on {device} but {name} is on {x.device}: "
+                "all tensors of a call live on one device"
             )
 
 
-def _layer(call: AttentionCall | WriteCall) -> None:
+def layer(call: KVLayer | AttentionCall | WriteCall) -> None:
+    """Raise InvalidRequest unless k, v and their scales are one layer of a pool."""
     k, v = call.k, call.v
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         shapes = f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}"
@@ -203,14 +218,16 @@ def _layer(call: AttentionCall | WriteCall) -> None:
         if scale is None:
             if k.dtype in (torch.int8, torch.uint8):
                 raise InvalidRequest(
-                    f"layer.{name} is None but layer.k is {_dtype(k)}: int8 and int4 need scales, float32 [] or [F, S, K]"
+                    f"layer.{name} is None but layer.k is {_dtype(k)}: "
+                    "int8 and int4 need scales, float32 [] or [F, S, K]"
                 )
         elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), tuple(k.shape[:3])):
             want = f"float32 [] (one for all) or {named(k[..., 0], 'FSK')} (one per token and head)"
             raise InvalidRequest(f"layer.{name} is {_dtype(scale)} {list(scale.shape)}; it must be {want}")
         elif k.dtype not in quant.QMAX:
             raise InvalidRequest(
-                f"layer.{name} is given but layer.k is {_dtype(k)}: only fp8, int8 and int4 pools have scales; pass None"
+                f"layer.{name} is given but layer.k is {_dtype(k)}: "
+                "only fp8, int8 and int4 pools have scales; pass None"
             )
 
 
@@ -219,7 +236,8 @@ def _query_dtype(call: AttentionCall) -> None:
         raise InvalidRequest(f"q is {_dtype(call.q)}; it must be float32, bfloat16 or float16")
     if call.k.dtype not in quant.QMAX and call.q.dtype not in (call.k.dtype, torch.float64):
         raise InvalidRequest(
-            f"q is {_dtype(call.q)} but layer.k is {_dtype(call.k)}: convert q (only fp8, int8 and int4 pools may differ)"
+            f"q is {_dtype(call.q)} but layer.k is {_dtype(call.k)}: "
+            "convert q (only fp8, int8 and int4 pools may differ)"
         )
 
 
@@ -253,13 +271,18 @@ def _options(call: AttentionCall, H: int, T: int) -> None:
             f"bool [T={T}, max_seqlen_q={call.max_seqlen_q}]: may new token t see the j-th new token of its sequence?"
         )
         raise InvalidRequest(f"tree_mask is {_dtype(tree)} {list(tree.shape)}; it must be {wanted}")
-    for name, value in (("window", call.window), ("split_tokens", call.split_tokens)):
+    numbers(call)
+
+
+def numbers(options: AttentionOptions | AttentionCall) -> None:
+    """Raise InvalidRequest unless window, split_tokens, scale and softcap are numbers that attention can use."""
+    for name, value in (("window", options.window), ("split_tokens", options.split_tokens)):
         if value is not None and value < 1:
             raise InvalidRequest(f"{name} is {value}; it must be at least 1, or None")
-    if not math.isfinite(call.scale):
-        raise InvalidRequest(f"scale is {call.scale}; it must be a finite number, or None for D ** -0.5")
-    if not 0 <= call.softcap < float("inf"):
-        raise InvalidRequest(f"softcap is {call.softcap}; it must be a finite number, 0 for none")
+    if not math.isfinite(options.scale):
+        raise InvalidRequest(f"scale is {options.scale}; it must be a finite number, or None for D ** -0.5")
+    if not 0 <= options.softcap < float("inf"):
+        raise InvalidRequest(f"softcap is {options.softcap}; it must be a finite number, 0 for none")
 
 
 def _in_range(x: Tensor, name: str, limit: int, of_what: str) -> None:
@@ -271,7 +294,7 @@ def _in_range(x: Tensor, name: str, limit: int, of_what: str) -> None:
 
 
 def _table_values(call: AttentionCall) -> None:
-    """Read the tables back and follow them, as a kernel would. Synchronises with the device."""
+    """Read the tables back and follow them as a kernel does. Synchronises with the device."""
     lens, starts = call.seq_lens.cpu(), call.cu_seqlens_q.cpu()
     counts, (F, S), P = starts.diff(), call.k.shape[:2], call.block_table.shape[1]
     if starts[0] != 0 or (counts < 0).any() or starts[-1] > call.q.shape[0]:
@@ -286,7 +309,8 @@ def _table_values(call: AttentionCall) -> None:
     if len(lens) and (counts.max() > call.max_seqlen_q or lens.max() > call.max_seqlen_k):
         bounds = f"max_seqlen_q={call.max_seqlen_q}, max_seqlen_k={call.max_seqlen_k}"
         raise InvalidRequest(
-            f"the batch holds {counts.max()} queries and {lens.max()} tokens in a sequence, more than its bounds {bounds}"
+            f"the batch holds {counts.max()} queries and {lens.max()} tokens in a sequence, "
+            f"more than its bounds {bounds}"
         )
     rows = torch.arange(len(lens)) if call.rows is None else call.rows.cpu().long()
     if len(rows):
@@ -295,7 +319,8 @@ def _table_values(call: AttentionCall) -> None:
     entries = call.block_table.cpu()[rows][used]
     if len(entries) and (entries.max() >= F or entries.min() < -1):
         raise InvalidRequest(
-            f"batch.block_table names frames {entries.min()} to {entries.max()} but the layer has F={F}: 0 to {F - 1}, or -1 if punched"
+            f"batch.block_table names frames {entries.min()} to {entries.max()} but the layer has F={F}: "
+            f"0 to {F - 1}, or -1 if punched"
         )
 
 

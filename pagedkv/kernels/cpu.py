@@ -1,13 +1,13 @@
-"""The C++ kernels of csrc/cpu, seen from Python: what they cannot do, and which of them runs.
+"""The backend "cpu": the C++ kernels of csrc/cpu, their objections, and the choice of an instruction set.
 
-This file knows the extension's argument order and nothing of how it computes; docs/explanation/cpu-kernels.md tells that. One source per instruction
-set is compiled and the best that this processor has is used, unless PAGEDKV_CPU_ISA names another. Threads are as many as torch's
-(`torch.set_num_threads`) or PAGEDKV_NUM_THREADS, on torch's own OpenMP team where that is found.
+This file knows the extension's functions and not how they compute; see docs/cpu-kernels.md for that. One source per
+instruction set is compiled. The best set of this processor is used, unless PAGEDKV_CPU_ISA names another. The number of
+threads is torch's (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS. The threads are those of torch's OpenMP team if the
+extension finds it.
 """
 
 from __future__ import annotations
 
-from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import reference
+from pagedkv.kernels import quant, reference
 from pagedkv.kernels.args import AttentionCall, WriteCall
 from pagedkv.kernels.threads import num_threads
 
@@ -31,63 +31,72 @@ try:
 except ImportError as _error:
     _cpu, _missing = None, str(_error)
 
-_FIELDS: Final = attrgetter(*AttentionCall.__slots__)
-_WRITE_FIELDS: Final = attrgetter(*WriteCall.__slots__)
-
-FLOATS: Final = ("float32", "bfloat16", "float16")
+if _cpu is not None and not hasattr(_cpu, "bind_attention"):
+    _cpu, _missing = None, "it was built from older sources"
 
 
 def objections(case: Case) -> list[str]:
-    """Why these kernels cannot serve `case`."""
+    """Return all reasons why these kernels cannot serve `case`."""
     if _cpu is None:
         return [f"the extension is not built: {_missing}; install a C++17 compiler and pagedkv again"]
     if case.op == "copy_frames":
         return []
-    if case.dtype not in (None, *FLOATS):
-        return [f"{_SUBJECTS[case.op]} is {case.dtype}; it takes {', '.join(FLOATS)}"]
+    if case.dtype not in (None, *quant.FLOATS):
+        return [f"{_SUBJECTS[case.op]} is {case.dtype}; it takes {', '.join(quant.FLOATS)}"]
     if case.op == "write_kv" and max(case.head_dim or 0, case.head_dim_v or 0) > _LARGEST_WRITE:
         return [f"head_dim is {max(case.head_dim or 0, case.head_dim_v or 0)}; write_kv takes at most {_LARGEST_WRITE}"]
     return []
 
 
 _SUBJECTS: Final = {"paged_attention": "q", "write_kv": "k", "merge_states": "out"}
-_LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in write.hpp
+_LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack of write.hpp
 
 
 def isa() -> str:
-    """The instruction set in use: the best that this processor has, or PAGEDKV_CPU_ISA. Raises: InvalidRequest if it has not that one."""
+    """Return the instruction set in use: PAGEDKV_CPU_ISA, or the best of this processor.
+
+    Raises InvalidRequest if it lacks that set.
+    """
     sets: tuple[str, ...] = _extension().sets()
-    wish = debug.forced_cpu_isa()
-    if wish is not None and wish not in sets:
-        raise InvalidRequest(f"PAGEDKV_CPU_ISA is {wish!r}; this processor and build have: {', '.join(sets)}")
-    return wish or sets[0]
+    forced = debug.forced_cpu_isa()
+    if forced is not None and forced not in sets:
+        raise InvalidRequest(f"PAGEDKV_CPU_ISA is {forced!r}; this processor and build have: {', '.join(sets)}")
+    return forced or sets[0]
 
 
 def paged_attention(call: AttentionCall) -> None:
     """Attend. Modifies: call.out, call.lse."""
-    _extension().attention(*_FIELDS(call), isa(), num_threads())
+    pool, rules = (call.k, call.v, call.k_scale, call.v_scale), (call.scale, call.causal, call.window, call.softcap)
+    binding = _extension().bind_attention(*pool, call.sinks, call.alibi_slopes, *rules, call.split_tokens)
+    tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, call.max_seqlen_k)
+    binding.attend_checked(call.q, *tables, call.tree_mask, call.out, call.lse, isa(), num_threads())
 
 
 def write_kv(call: WriteCall) -> None:
     """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
-    _extension().write(*_WRITE_FIELDS(call), isa(), num_threads())
+    pool = (call.k, call.v, call.k_scale, call.v_scale)
+    binding = _extension().bind_write(*pool, call.cos, call.sin, call.interleaved)
+    binding.write_checked(call.k_new, call.v_new, call.slots, call.positions, isa(), num_threads())
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
-    """`storage[dst] = storage[src]` for each row of `copies`, every source read first; memcpy where a frame is one run of bytes."""
-    if not are_runs(storage, copies):
+    """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first.
+
+    A frame that is one run of bytes is a memcpy.
+    """
+    if not _are_runs(storage, copies):
         return reference.copy_frames(storage, copies)
     _extension().copy(storage.unsqueeze(-1).flatten(1).view(torch.uint8), copies, num_threads())
     return None
 
 
-def are_runs(storage: Tensor, copies: Tensor) -> bool:
-    """Whether each frame is one run of bytes, and each pair of `copies` two numbers in a row."""
+def _are_runs(storage: Tensor, copies: Tensor) -> bool:
+    """Return True if each frame is one run of bytes, and each pair of `copies` two adjacent numbers."""
     return len(storage) > 0 and storage[0].is_contiguous() and not (len(copies) and copies.stride(1) != 1)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The state over the keys of both: out [T, H, Dv] of `out_a`'s dtype, lse float32 [T, H]."""
+    """Return the state over the keys of both: out [T, H, Dv] of `out_a`'s dtype, lse float32 [T, H]."""
     merged: tuple[Tensor, Tensor] = _extension().merge(out_a, lse_a, out_b, lse_b, isa(), num_threads())
     return merged
 

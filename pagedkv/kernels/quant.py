@@ -1,10 +1,13 @@
-"""Stored elements: the names KVSpec uses for torch's dtypes, and how a float becomes a stored element and back.
+"""Stored elements: the names that KVSpec uses for torch's dtypes, and the conversion of a float to a stored element and
+back.
 
-    stored = round(clamp(x / scale, -qmax, qmax))        value = stored * scale        scale = amax / qmax, or 1 where that is 0
+    stored = round(clamp(x / scale, -qmax, qmax))
+    value = stored * scale
+    scale = amax / qmax, or 1 where that is 0
 
-int8 and int4 round half to even, and NaN, which they lack, is 0; fp8 rounds as torch's cast does, and saturates because it is clamped
-first. int4 keeps two elements in a byte: element 2i in the low nibble, 2i + 1 in the high one, each plus 8. This file knows nothing of
-pages, slots or attention.
+int8 and int4 round half to even. They have no NaN, so NaN is stored as 0. fp8 rounds as torch's cast does, and
+saturates because the value is clamped first. int4 keeps two elements in a byte: element 2i in the low nibble, 2i + 1 in
+the high nibble, each plus 8. This file does not know pages, slots or attention.
 """
 
 from __future__ import annotations
@@ -26,25 +29,34 @@ DTYPES: Final = {
 """The torch dtype of a pool whose KVSpec.stored_dtype has this name."""
 
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "float64"}
-"""The name of a torch dtype; float64 is a query's only, for oracles."""
+"""The name of each torch dtype. Only a query can be float64, for oracles."""
+
+FLOATS: Final = ("float32", "bfloat16", "float16")
+"""The names of the dtypes that the compiled kernels compute with."""
 
 QMAX: Final = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0, torch.uint8: 7.0}
-"""The largest magnitude a quantised element is given."""
+"""The largest magnitude of a quantised element."""
 
 
 def head_dim(stored: Tensor) -> int:
-    """Elements in the last dim of a pool tensor: twice its length where two are packed in a byte."""
+    """Return the elements in the last dim of a pool tensor: twice its length where two are packed in a byte."""
     return stored.shape[-1] * (2 if stored.dtype == torch.uint8 else 1)
 
 
 def token_head_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of each vector along the last dim of `x` [..., D]: amax / qmax, 1 where that is 0. float32 [...]."""
+    """Return the scale of each vector along the last dim of `x` [..., D]: amax / qmax, or 1 where that is 0.
+
+    float32 [...].
+    """
     scale = x.float().abs().amax(-1) / QMAX[dtype]
     return torch.where(scale == 0, 1.0, scale)
 
 
 def encode(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """`x` [..., D] as elements of `dtype`; `scale` float32 broadcasts over [...], None is 1. int4 halves the last dim."""
+    """Return `x` [..., D] as elements of `dtype`; `scale` float32 broadcasts over [...], None is 1.
+
+    int4 halves the last dim.
+    """
     if dtype not in QMAX:
         return x.to(dtype)
     x = x.float() if scale is None else x.float() / scale[..., None]
@@ -59,7 +71,7 @@ def encode(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
 
 
 def decode(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The values of `stored` [..., D] in `dtype` (float32 or float64)."""
+    """Return the values of `stored` [..., D] in `dtype` (float32 or float64)."""
     if stored.dtype == torch.uint8:
         stored = torch.stack((stored & 15, stored >> 4), -1).flatten(-2).to(torch.int8) - 8
     values = stored.to(dtype)

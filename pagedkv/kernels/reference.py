@@ -1,15 +1,17 @@
 """The definition: paged attention in plain torch, on any device. Every faster kernel is compared with this one.
 
-Query i of a sequence with n tokens, the last m of them new, is at position p = n - m + i; for a key at t < n in a page that is not punched:
+Query i of a sequence with n tokens, the last m of them new, is at position p = n - m + i. For a key at t < n
+in a page that is not punched:
 
     s[t]    = scale * q . k[t];   c * tanh(s / c) if softcap c;   + slope_h * (t - p) if ALiBi
     visible = t <= p (causal),  or  tree_mask[i, t - (n - m)] for new tokens (tree),  or  always;   and t > p - window
     lse     = ln(sum over visible t of exp(s[t]) + exp(sink_h));   out = sum of exp(s[t] - lse) * v[t]
 
-Sequences with equally many queries and similar lengths are computed together, their keys gathered token by token through the page table
-into a zero-padded [b, n, K, D]: no slot beyond a sequence, no punched page and no padded table entry is read. With `split_tokens` each
-sequence stands alone and its keys are cut at fixed positions: then no result depends, in a single bit, on what else is in the batch.
-This file trusts its arguments (checks.py has seen them). Memory: a group's keys and values in float32 (float64 if q is), and the scores.
+Sequences with equally many queries and similar lengths are computed together, their keys gathered token by token
+through the page table into a zero-padded [b, n, K, D]: no slot beyond a sequence, no punched page and no padded table
+entry is read. With `split_tokens` each sequence stands alone and its keys are cut at fixed positions: then no result
+depends, in a single bit, on what else is in the batch. This file trusts its arguments (checks.py has seen them).
+Memory: a group's keys and values in float32 (float64 if q is), and the scores.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ SCORES_AT_ONCE: Final = 1 << 24
 """Queries are taken in chunks so that at most about this many scores exist at a time (64 MiB in float32)."""
 
 KEYS_AT_ONCE: Final = 1 << 18
-"""Sequences are taken together while their keys are at most this many elements: a batch saves calls until it no longer fits a cache."""
+"""The most elements of keys in a group of sequences: a larger group no longer fits a cache."""
 
 
 class _Group(NamedTuple):
-    """Sequences with equally many queries: `queries` int64 [b, m] rows of q, `lens` int64 [b], `table_rows` int64 [b]."""
+    """Sequences with equally many queries: `queries` int64 [b, m] rows of q, `lens`, `table_rows` int64 [b]."""
 
     queries: Tensor
     lens: Tensor
@@ -43,7 +45,7 @@ class _Group(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Keys and values of a group, by position: `k` [b, K, n, D], `v` [b, K, n, Dv], zero where not `present` bool [b, n]."""
+    """Keys and values of a group by position: k [b, K, n, D], v [b, K, n, Dv], 0 where `present` [b, n] is False."""
 
     k: Tensor
     v: Tensor
@@ -69,7 +71,7 @@ def paged_attention(call: AttentionCall) -> None:
 
 
 def _groups(call: AttentionCall) -> Iterator[_Group]:
-    """The sequences that have queries; in a group the longest is at most about twice the shortest, so padding stays below half."""
+    """Return the sequences that have queries in groups: the longest is at most about twice the shortest of a group."""
     counts, lens = call.cu_seqlens_q.diff().tolist(), call.seq_lens.tolist()
     tokens_at_once = KEYS_AT_ONCE // (call.k.shape[2] * call.q.shape[2])
     members: list[int] = []
@@ -151,7 +153,7 @@ def _attend(call: AttentionCall, group: _Group, keys: _Keys, chunk: slice) -> tu
 
 
 def _mask(call: AttentionCall, group: _Group, part: _Keys, scores: Tensor, where: tuple[slice, int]) -> Tensor:
-    """Soft cap, ALiBi and visibility of `scores` [b, K, G, m, n]: the queries `where[0]` of the group, the keys from `where[1]` on."""
+    """Apply soft cap, ALiBi and masks to `scores` [b, K, G, m, n] of queries `where[0]` and keys from `where[1]`."""
     chunk, first = where
     all_queries = group.queries.shape[1]
     t = first + torch.arange(part.present.shape[1], device=scores.device)  # [n]
@@ -175,7 +177,10 @@ def _mask(call: AttentionCall, group: _Group, part: _Keys, scores: Tensor, where
 
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two states over disjoint keys become one. A state of weight 0 (lse -inf, or the other's inf) may hold anything; NaN stays NaN."""
+    """Merge two states over disjoint keys.
+
+    A state of weight 0 (lse -inf, or the other's inf) may hold anything; NaN stays NaN.
+    """
     lse = torch.logaddexp(lse_a, lse_b)
     weigh_a, weigh_b = (torch.where(lse.isinf(), 0.0, x.sigmoid())[..., None] for x in (lse_a - lse_b, lse_b - lse_a))
     return torch.where(weigh_a == 0, 0.0, out_a * weigh_a) + torch.where(weigh_b == 0, 0.0, out_b * weigh_b), lse
@@ -188,7 +193,10 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def write_kv(call: WriteCall) -> None:
-    """Store each new token's K, turned if there are angles, and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
+    """Store each new token's K, turned if there are angles, and V at its slot.
+
+    Modifies: call.k, call.v, and per-(token, head) scales.
+    """
     kept = call.slots >= 0
     slots, S = call.slots[kept], call.k.shape[1]
     at = (slots // S, slots % S)
@@ -223,7 +231,7 @@ def _turned(call: WriteCall, kept: Tensor) -> Tensor:
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
-    """`storage[dst] = storage[src]` for each row (src, dst) of `copies`; indexing reads every source before one destination is written."""
+    """Run `storage[dst] = storage[src]` for each row (src, dst) of `copies`; indexing reads every source first."""
     if storage.element_size() == 1:
         storage = storage.view(torch.uint8)
     storage[copies[:, 1].long()] = storage[copies[:, 0].long()]

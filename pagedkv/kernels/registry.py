@@ -1,10 +1,11 @@
-"""Which kernel serves a call: an ordered tuple of candidates, the fastest first, each of which may object.
+"""The registry: an ordered tuple of kernels, the fastest first. The first that does not object serves a call.
 
-This file knows names and reasons. It imports no backend: a backend is imported when it is asked, so a machine without Triton, CuPy or a
-compiler pays nothing for their entries. To add a backend: a module with the functions of `Backend` (case.py), and one `Kernel` in KERNELS.
+This file knows names and reasons. It imports no backend: a backend is imported when it is asked, so a machine without
+Triton, CuPy or a compiler pays nothing for their entries. To add a backend, write a module with the functions of
+`Backend` (case.py) and add one `Kernel` to KERNELS.
 
-    name given ("numba", or PAGEDKV_KERNELS)  ->  that kernel, or KernelUnavailable if it objects: nothing falls back silently
-    None or "auto"                            ->  the first kernel that does not object; "reference", the last, never does
+    name given ("numba", or PAGEDKV_KERNELS)   that kernel, or KernelUnavailable if it objects: no silent fallback
+    None or "auto"                             the first kernel that does not object; the last, "reference", never does
 """
 
 from __future__ import annotations
@@ -23,13 +24,11 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu", ("cpu",), "pagedkv.kernels.cpu"),
     Kernel("numba", ("cpu",), "pagedkv.kernels.numba"),
     Kernel("triton", ("cuda", "cpu"), "pagedkv.kernels.triton.backend", "pagedkv.kernels.triton.availability"),
-    Kernel(
-        "cuda", ("cuda",), "pagedkv.kernels.cuda.backend:PLAIN"
-    ),  # moves to the front once a GPU has shown it to be faster
-    Kernel(
-        "cuda-bulk", ("cuda",), "pagedkv.kernels.cuda.backend:BULK"
-    ),  # "auto" never comes to these two: they exist to be
-    Kernel("cuda-pieces", ("cuda",), "pagedkv.kernels.cuda.backend:PIECES"),  # forced, and measured beside "cuda"
+    # "cuda" moves to the front once a GPU has shown it to be faster. "auto" never chooses the two kernels after it:
+    # they are forced, and measured beside "cuda".
+    Kernel("cuda", ("cuda",), "pagedkv.kernels.cuda.backend:PLAIN"),
+    Kernel("cuda-bulk", ("cuda",), "pagedkv.kernels.cuda.backend:BULK"),
+    Kernel("cuda-pieces", ("cuda",), "pagedkv.kernels.cuda.backend:PIECES"),
     Kernel("reference", None, "pagedkv.kernels.reference"),
 )
 """In the order of preference."""
@@ -38,9 +37,9 @@ AUTO: Final = "auto"
 
 
 def resolve(case: Case, backend: str | None = None) -> Kernel:
-    """The kernel that serves `case`.
+    """Return the kernel that serves `case`.
 
-    Raises: KernelUnavailable with every reason if the named kernel objects; InvalidRequest if there is none of that name.
+    Raises: KernelUnavailable with every reason if the named kernel objects; InvalidRequest if no kernel has that name.
     """
     if backend is None or backend == AUTO:
         backend = debug.forced_backend() or AUTO
@@ -63,5 +62,5 @@ def _resolve(case: Case, backend: str, kernels: tuple[Kernel, ...]) -> Kernel:
 
 
 def choose(spec: KVSpec, device: str = "cpu", name: str | None = AUTO) -> Kernel:
-    """The kernel for a cache of this geometry: resolved once, when the cache is built. Raises: as `resolve`."""
+    """Return the kernel for a cache of this geometry, resolved when the cache is built. Raises: as `resolve`."""
     return resolve(case_of(spec, device), name)

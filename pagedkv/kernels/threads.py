@@ -1,4 +1,4 @@
-"""How many threads the CPU kernels use, and whether this process lost its OpenMP team in a fork."""
+"""The number of threads of the CPU kernels, and a test whether this process lost its OpenMP team in a fork."""
 
 from __future__ import annotations
 

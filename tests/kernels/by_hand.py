@@ -1,7 +1,8 @@
-"""The grid of cases without pytest: `python -m tests.kernels.by_hand --backend triton --device cuda [--cases small grid large] [--jobs N]`.
+"""The grid of cases without pytest, for machines that have torch and the needs of a kernel, and no more.
 
-A line a case: how large its errors are against what is allowed, and what failed; the last line counts. For machines that have torch and
-the kernels' own needs, and nothing else.
+    python -m tests.kernels.by_hand --backend triton --device cuda [--cases small grid large] [--jobs N]
+
+It prints a line for each case: its errors over the allowed errors, or the failure. The last line has the counts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.kernels.oracle import allowed_error, oracle, same_precision
 
 
 def ratios(case: Case, backend: str, device: str) -> dict[str, float]:
-    """Error over allowed error of out and lse; inf where a query that sees nothing has something."""
+    """Return error over allowed error of out and lse; inf where a query that sees nothing has something."""
     from pagedkv import paged_attention
 
     built = case.build()
@@ -40,11 +41,11 @@ def ratios(case: Case, backend: str, device: str) -> dict[str, float]:
 
 
 _lost: list[str] = []
-"""The case after which this process has no GPU any more: an address that no kernel may touch ends a context for good."""
+"""The case after which this process has no GPU any more: an illegal address ends the context for good."""
 
 
 def judged(job: tuple[Case, str, str]) -> tuple[bool, str]:
-    """Whether the case keeps the contract, and what to print."""
+    """Return whether the case keeps the contract, and the line to print."""
     case, backend, device = job
     if _lost:
         return False, f"LOST {case}: not run, this process lost its GPU at {_lost[0]}"
@@ -61,7 +62,7 @@ def judged(job: tuple[Case, str, str]) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """0 if every case keeps the contract."""
+    """Print a line for each case; return 0 if every case keeps the contract."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--device", default="cuda")

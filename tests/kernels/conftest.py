@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedkv import KernelUnavailable
-from pagedkv.kernels import known, ops, registry
+from pagedkv.kernels import bound, ops, registry
 from tests.cases import moved
 
 if TYPE_CHECKING:
@@ -23,13 +24,13 @@ torch.set_num_threads(1)
 
 
 class Runner(NamedTuple):
-    """One kernel on one device, called as users call it; skips the test, with the reasons, where the kernel objects."""
+    """One kernel on one device, called as users call it. A kernel that objects skips the test."""
 
     backend: str
     device: str
 
     def attend(self, built: Built, **changes: object) -> tuple[Tensor, Tensor]:
-        """Out and lse on the CPU; `changes` override the options of the case."""
+        """Return out and lse on the CPU; `changes` override the options of the case."""
         q, layer, batch = (moved(x, self.device) for x in built[:3])
         options = {name: moved(x, self.device) for name, x in (built.options | changes).items()}
         try:
@@ -60,16 +61,28 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 
 
 @pytest.fixture
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are not looked at, and the registry is another than any call has seen."""
+def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No functional call is bound yet: the registry is a new one. PAGEDKV_DEBUG is 0 and no kernel is forced."""
     monkeypatch.setattr(registry, "KERNELS", (*registry.KERNELS,))
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")
     monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
 
 
 @pytest.fixture(params=["table", "attributes"])
-def way_to_read(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tensors described by DLPack's table, where torch has it, and by their attributes."""
-    known.meet(by_table=request.param == "table")
+def reader(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run with tensors described by DLPack's table, where torch has it, and by their attributes."""
+    bound.register_torch(by_table=request.param == "table")
     yield
-    known.meet()
+    bound.register_torch()
+
+
+class Names(TorchDispatchMode):
+    """The operators that ran while this mode was active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))

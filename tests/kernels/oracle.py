@@ -1,7 +1,8 @@
-"""What is right: the contract of `paged_attention` in float64, written a second time, and the error a kernel may make.
+"""The oracle: the contract of `paged_attention` in float64, written a second time, and the error a kernel may make.
 
-`oracle` is numpy, one query and head at a time over the logical positions of its sequence. It shares no line with the reference, so a
-mistake must be made twice to pass. `same_precision` is the yardstick of the error; TOLERANCE is the only table of tolerances for attention.
+`oracle` is numpy, one query and head at a time over the logical positions of its sequence. It shares no line with the
+reference, so a mistake must be made twice to pass. `same_precision` is the yardstick of the error; TOLERANCE is the
+only table of tolerances for attention.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def oracle(built: Built) -> State:
 
 
 def same_precision(built: Built) -> State:
-    """Plain dense torch attention with every tensor, scores and probabilities too, in q's dtype: the yardstick of `allowed_error`."""
+    """Plain dense torch attention with every tensor, scores and probabilities too, in q's dtype: the yardstick of
+    `allowed_error`."""
     q, options, dtype = built.q.cpu(), built.options, built.q.dtype
     (T, H, D), softcap = q.shape, options.get("softcap", 0.0)
     out, lse = np.zeros((T, H, stored_dim(built.layer.v))), np.zeros((T, H))
@@ -76,7 +78,8 @@ def same_precision(built: Built) -> State:
 
 
 class Sequence(NamedTuple):
-    """One sequence laid out in logical order, float64: k [n, K, D], v [n, K, Dv] (0 where punched), visible bool [m, n]; its rows of q."""
+    """One sequence laid out in logical order, float64: k [n, K, D], v [n, K, Dv] (0 where punched), visible bool [m,
+    n]; its rows of q."""
 
     k: Array
     v: Array
@@ -134,8 +137,8 @@ def stored_values(pool: Tensor, scale: Tensor | None) -> Array:
 
 
 TOLERANCE = {"floor": 1e-5, "": 2, "fp8_e4m3": 4, "fp8_e5m2": 4, "int8": 4, "int4": 16}
-"""max |x - oracle| <= factor * max |same_precision - oracle| + floor: FlashAttention's rule. As there, both maxima are taken over the whole
-tensor: an element that plain low-precision torch happens to get exactly right asks no kernel for the same luck."""
+"""max |x - oracle| <= factor * max |same_precision - oracle| + floor: FlashAttention's rule. As there, both maxima are
+taken over the whole tensor: an element that plain low-precision torch gets exactly right by luck is no measure."""
 
 
 def allowed_error(case: Case, right: Array, low: Array) -> float:

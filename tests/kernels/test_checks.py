@@ -1,4 +1,5 @@
-"""Each wrong argument is named in the letters of the contract, whichever kernel would have run; nothing is written before it is found."""
+"""Each wrong argument is named in the letters of the contract, whichever kernel would have run; nothing is written
+before it is found."""
 
 from __future__ import annotations
 

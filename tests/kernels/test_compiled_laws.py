@@ -1,4 +1,5 @@
-"""What the compiled backends promise beyond the contract: no bit depends on threads, what is written has the reference's bits.
+"""The promises of the compiled backends beyond the contract: no bit depends on threads, what is written has the
+reference's bits.
 
 `cpu` keeps it with each instruction set, `numba` on either team of threads.
 """

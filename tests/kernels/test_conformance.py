@@ -1,4 +1,5 @@
-"""Each registered kernel keeps the contract of DESIGN section 6, on the grid of tests/cases.py: against float64, memory poisoned."""
+"""Each registered kernel keeps the contract of DESIGN section 6, on the grid of tests/cases.py: against float64, memory
+poisoned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds between two calls of a kernel, whatever the numbers are; equality here is bit for bit unless a tolerance is named."""
+"""Laws between two calls of a kernel, for any numbers; equality here is bit for bit unless a tolerance is named."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ def test_the_default_scale_is_one_over_the_root_of_head_dim(runner: Runner) -> N
 
 @pytest.mark.parametrize("outermost", ["frames", "slots"])
 def test_a_pool_of_more_than_2_31_elements_is_addressed_whole(outermost: str, tmp_path: Path, runner: Runner) -> None:
-    """By 64-bit products of frames and of slots: the last slot lies beyond 2^31, whichever of the two is the outer dim of the memory."""
+    """By 64-bit products of frames and of slots: the last slot lies beyond 2^31, whichever of the two is the outer dim
+    of the memory."""
     if runner.device != "cpu":
         pytest.skip("the sparse file stands in for memory on the CPU only")
     S, K, D = 8, 8, 128

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 WAYS = [("reference", ""), *(("cpu", isa) for isa in (cpu._cpu.sets() if cpu._cpu else ()))]
 HALF_STEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""What rounding to the type costs, relative."""
+"""The relative error of rounding to the type."""
 LEAST = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}
 """And at most, where numbers are subnormal."""
 INF, NAN = torch.inf, torch.nan

@@ -1,6 +1,8 @@
-"""On a real GPU, for each kernel of the registry that runs there: captured graphs, compiled steps, operators, pools beyond 2^31 elements.
+"""On a real GPU, for each kernel of the registry that runs there: captured graphs, compiled steps, operators, pools
+beyond 2^31 elements.
 
-The grid of cases and the laws run there too (`pytest -m gpu`): the `runner` of conftest.py has a cuda form for each kernel.
+The grid of cases and the laws run there too (`pytest -m gpu`): the `runner` of conftest.py has a cuda form for each
+kernel.
 """
 
 from __future__ import annotations
@@ -159,7 +161,10 @@ def test_states_merged_on_the_gpu_are_those_of_the_reference(backend: str) -> No
 def test_a_row_merged_by_the_last_program_is_the_same_every_time(
     split_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's one-launch merge (tuning.json may choose it): whoever comes last, all partials are there. And as good as a second launch."""
+    """Triton's one-launch merge (tuning.json may choose it): whichever program comes last, all partials are there.
+
+    And as good as a second launch.
+    """
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     try:

@@ -1,4 +1,5 @@
-"""The contract on shapes and strides that nobody chose: hypothesis draws cases, every CPU backend keeps them, and a failure shrinks."""
+"""The contract on drawn shapes and strides: hypothesis draws cases, every CPU backend keeps them, and a failure
+shrinks."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ BACKENDS = [
 ]
 KINDS = ["", "fp8_e4m3", *(f"{kind}/{scales}" for kind in POISON for scales in ("tensor", "token_head"))]
 ROUNDED = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""One unit in the last place, relative. On a handful of elements plain torch may be right by luck; rounding the result is allowed."""
+"""One unit in the last place, relative.
+
+On a handful of elements plain torch may be right by luck; rounding the result is allowed.
+"""
 
 
 def examples(count: int) -> Callable[[Any], Any]:

@@ -1,4 +1,7 @@
-"""Which kernel runs: the first that does not object, or the one that was named, or an error with every reason. Never a silent fallback."""
+"""The choice of a kernel: the first that does not object, or the one that was named, or an error with every reason.
+
+Never a silent fallback.
+"""
 
 from __future__ import annotations
 

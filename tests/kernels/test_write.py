@@ -1,4 +1,4 @@
-"""What is stored is what was given, where it was meant to go, and nothing else changes."""
+"""A write stores the given tokens at their slots, and changes no other byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from tests.kernels.conftest import Runner
 
 HALF_STEP = {"": 0.0, "fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3, "int8": 0.5 / 127, "int4": 0.5 / 7}
-"""The largest error of one stored element, relative to the largest of its vector: half a unit in the last place. float32 is exact."""
+"""The largest error of one stored element, relative to the largest of its vector: half a unit in the last place.
+
+float32 is exact.
+"""
 
 SLOTS = [37, -1, 0, 63, 16, -5, 2]
 

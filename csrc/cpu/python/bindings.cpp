@@ -1,13 +1,15 @@
-// pagedkv.kernels._cpu: pointers, strides and sizes come in as integers, so nothing here depends on torch. pagedkv/kernels/cpu.py is the
-// only caller; it trusts arguments that pagedkv/kernels/checks.py has seen. Calls with tensors: calls.cpp, moves.cpp.
+// The module pagedkv.kernels._cpu. It does not depend on torch's headers: tensors.cpp reads tensors through DLPack. Its
+// callers are pagedkv/kernels/cpu.py, with calls that pagedkv/kernels/checks.py has checked, and bound.py. Calls with
+// tensors: attention.cpp, moves.cpp.
 #include <pybind11/pybind11.h>
 
 #include <cstring>
 
-#include "calls.hpp"
+#include "binding.hpp"
 #include "isa/isas.hpp"
 #include "schedule.hpp"
 #include "team.hpp"
+#include "torch_state.hpp"
 
 namespace py = pybind11;
 
@@ -43,7 +45,8 @@ py::tuple sets() {
 uint64_t read(const std::string& isa, int threads, uintptr_t base, uintptr_t offsets, int64_t count, int64_t bytes) {
     const Isa& set = named(isa);
     py::gil_scoped_release released;
-    return run_read(set, reinterpret_cast<const char*>(base), reinterpret_cast<const int64_t*>(offsets), count, bytes, threads);
+    return run_read(set, reinterpret_cast<const char*>(base), reinterpret_cast<const int64_t*>(offsets), count, bytes,
+        threads);
 }
 
 }  // namespace
@@ -51,9 +54,11 @@ uint64_t read(const std::string& isa, int threads, uintptr_t base, uintptr_t off
 
 PYBIND11_MODULE(_cpu, m) {
     m.doc() = "CPU kernels over raw pointers and strides; see pagedkv/kernels/cpu.py.";
-    m.def("sets", pagedkv::sets, "Names of the instruction sets that were compiled and that this processor has, best first.");
-    m.def("runtime", pagedkv::team_runtime, "Where threads come from: \"OpenMP\" (the process's own runtime) or \"threads\".");
-    for (PyMethodDef* methods : {pagedkv::call_methods, pagedkv::move_methods})
+    m.def("sets", pagedkv::sets,
+        "Return the names of the compiled instruction sets that this processor has, best first.");
+    m.def("runtime", pagedkv::team_runtime,
+        "Return where threads come from: \"OpenMP\" (the process's own runtime) or \"threads\".");
+    for (PyMethodDef* methods : {pagedkv::attention_methods, pagedkv::move_methods, pagedkv::state_methods})
         if (PyModule_AddFunctions(m.ptr(), methods)) throw py::error_already_set();
     m.def("read", pagedkv::read, "Load and xor `count` runs of `bytes`: the ceiling that benchmarks compare with.");
 }

@@ -1,245 +1,171 @@
-// From Python objects to a Write, to copies of frames and to two States that become one; known.hpp remembers those that were checked.
+// From Python objects to a Write, to copies of frames and to two States that become one.
 //
-//     write(the fields of a WriteCall, isa, threads)      a checked call                    copy(storage, copies, threads)
-//     write_again(those fields, backend, registry)        True, or None if it is not known  copy_again(storage, copies, backend, registry)
-//     write_at_once(the same)                             None also if something watches    copy_at_once(the same)
-//     remember_write(the same, isa, threads, None)                                          remember_copy(the same, isa, threads, None)
-//
-// Where other kernels serve writes, (..., "", 0, a callable that takes the fields) is remembered instead, as in calls.cpp.
-//
-//     merge, merge_again, merge_at_once, remember_merge: likewise, of (out_a, lse_a, out_b, lse_b); they return the new (out, lse)
-//
-// Which frames are copied is looked at each time: a wrong one would be written anywhere.
-#include "calls.hpp"
-
+//     bind_write(k, v, k_scale, v_scale, cos, sin, interleaved)             -> Binding, or None
+//     Binding.write(k_new, v_new, slots, positions)                         `positions` is None if keys are not turned
+//     Binding.write_checked(k_new, v_new, slots, positions, isa, threads)   calls that Python has checked
+//     copy(storage, copies, threads)
+//     merge(out_a, lse_a, out_b, lse_b, isa, threads)                       returns the new (out, lse)
 #include <algorithm>
 
-#include "known.hpp"
+#include "binding.hpp"
 #include "schedule.hpp"
+#include "torch_state.hpp"
 
 namespace pagedkv {
 namespace {
 
-// The arguments, in the order of the operator (pagedkv/kernels/ops.py).
-enum { K_NEW, V_NEW, K, V, K_SCALE, V_SCALE, SLOTS, POSITIONS, COS, SIN, INTERLEAVED };
-enum { STORAGE, COPIES };
-enum { OUT_A, LSE_A, OUT_B, LSE_B };
-constexpr int OF_WRITE = INTERLEAVED + 1, OF_COPY = COPIES + 1, OF_MERGE = LSE_B + 1;
-constexpr Py_ssize_t CHOICE = 2, SERVER = 2;  // backend and registry; isa and threads, and of who remembers a callable or None
+enum { K_NEW, V_NEW, SLOTS, POSITIONS, NUM_WRITE };
+enum { OUT_A, LSE_A, OUT_B, LSE_B, NUM_STATES };
+enum { STORAGE, COPIES, NUM_COPY };
 
-struct Moved {
-    Tensor at[SIN + 1];
-    bool has[SIN + 1] = {};
-    bool interleaved = false;
+// Tensors of a call, by index; some may be None.
+struct Tensors {
+    Tensor at[4];
+    bool has[4] = {};
+    View view(int i) const { return has[i] ? view_of(at[i]) : View{}; }
+    bool read(PyObject* const* x, int count, bool any_class) {
+        for (int i = 0; i < count; i++)
+            if ((has[i] = x[i] != Py_None) && !read_tensor(x[i], at[i], any_class)) return false;
+        return true;
+    }
+    bool has_all(int count) const { return std::all_of(has, has + count, [](bool is_given) { return is_given; }); }
 };
 
-bool take(PyObject* const* x, int tensors, Moved& m, bool any_class = false) {
-    for (int i = 0; i < tensors; i++) {
-        m.has[i] = x[i] != Py_None;
-        if (m.has[i] && !read_tensor(x[i], m.at[i], any_class)) return false;
-    }
-    if (tensors <= SIN) return std::all_of(m.has, m.has + tensors, [](bool has) { return has; });
-    if (!PyBool_Check(x[INTERLEAVED])) return false;
-    m.interleaved = x[INTERLEAVED] == Py_True;
-    return m.has[K_NEW] && m.has[V_NEW] && m.has[K] && m.has[V] && m.has[SLOTS];
-}
-
-bool sign(const Moved& m, int tensors, PyObject* backend, Signature& s) {
-    for (int i = 0; i < tensors; i++) {
-        if (m.has[i]) s.put(m.at[i]);
-        else s.put(int64_t{-1});
-    }
-    s.put(int64_t{m.interleaved});
-    return s.put_choice(backend);
-}
-
-View view(const Moved& m, int i) { return m.has[i] ? view_of(m.at[i]) : View{}; }
-
-Write write_of(const Moved& m, bool is_v) {
+Write write_into(const Binding& b, int pool, int scale) {
+    const Tensor& into = b.tensors[pool].seen;
     Write w{};
-    const Tensor &fresh = m.at[is_v ? V_NEW : K_NEW], &pool = m.at[is_v ? V : K];
-    int scale = is_v ? V_SCALE : K_SCALE;
-    w.new_type = dtype_of(fresh), w.kv_type = dtype_of(pool);
-    w.K = fresh.shape[1], w.D = fresh.shape[2], w.S = pool.shape[1];
-    w.fresh = view_of(fresh), w.pool = view_of(pool), w.scale = view(m, scale);
-    w.scale_per_token_head = m.has[scale] && m.at[scale].dims == 3;
-    View slots = view(m, SLOTS);
-    w.slots = slots.data, w.slots_stride = slots.stride[0];
-    if (is_v || !m.has[COS]) return w;
-    w.half = m.at[COS].shape[1], w.interleaved = m.interleaved;
-    w.cos = view(m, COS), w.sin = view(m, SIN), w.positions = view(m, POSITIONS);
+    w.kv_type = dtype_of(into), w.K = into.shape[2], w.D = head_dim_of(into), w.S = into.shape[1];
+    w.pool = view_of(into), w.scale = bound_view(b, scale);
+    w.scale_per_token_head = b.tensors[scale].object && b.tensors[scale].seen.dims == 3;
     return w;
 }
 
-bool run(const Moved& m, const Isa& isa, int threads) {
-    Write k = write_of(m, false), v = write_of(m, true);
-    int64_t tokens = m.at[K_NEW].shape[0];
-    return released([&] { run_write(isa, k, tokens, threads), run_write(isa, v, tokens, threads); });
+void put_tokens(Write& w, const Tensor& tokens, View slots) {
+    w.new_type = dtype_of(tokens), w.fresh = view_of(tokens), w.slots = slots.data, w.slots_stride = slots.stride[0];
 }
 
-bool run_copy(const Moved& m, int threads) {
-    const Tensor &storage = m.at[STORAGE], &copies = m.at[COPIES];
+bool is_floating(const Tensor& t) { return t.code == 2 || t.code == 4 || t.code == 10 || t.code == 12; }
+
+// The rules of checks.write in pagedkv/kernels/checks.py for all that may change from call to call.
+bool keeps_contract(const Binding& b, const Tensors& t) {
+    const Tensor &k_new = t.at[K_NEW], &v_new = t.at[V_NEW], &k = b.tensors[BOUND_K].seen;
+    if (k_new.dims != 3 || v_new.dims != 3 || !is_floating(k_new) || !is_floating(v_new)) return false;
+    if (!is_beside(k_new, k) || !is_beside(v_new, k)) return false;
+    if (!has_unit_stride(k_new) || !has_unit_stride(v_new)) return false;
+    int64_t T = k_new.shape[0];
+    if (k_new.shape[1] != b.write_k.K || k_new.shape[2] != b.write_k.D) return false;
+    if (v_new.shape[0] != T || v_new.shape[1] != b.write_v.K || v_new.shape[2] != b.write_v.D) return false;
+    if (!is_int(t.at[SLOTS], 64, 1, k) || t.at[SLOTS].shape[0] != T) return false;
+    if (!b.tensors[BOUND_COS].object) return !t.has[POSITIONS];
+    return t.has[POSITIONS] && is_int(t.at[POSITIONS], 64, 1, k) && t.at[POSITIONS].shape[0] == T;
+}
+
+bool compute(const Binding& b, const Isa& isa, int threads, const Tensors& t) {
+    Write k = b.write_k, v = b.write_v;
+    put_tokens(k, t.at[K_NEW], t.view(SLOTS)), put_tokens(v, t.at[V_NEW], t.view(SLOTS));
+    k.positions = t.view(POSITIONS);
+    int64_t tokens = t.at[K_NEW].shape[0];
+    return run_unlocked([&] { run_write(isa, k, tokens, threads), run_write(isa, v, tokens, threads); });
+}
+
+// bind_write(...): see above. None if the operator must serve every call.
+PyObject* bind_write(PyObject*, PyObject* const* x, Py_ssize_t count) {
+    if (count != 7) return type_error("bind_write takes six tensors and a bool");
+    Binding* b = PyBool_Check(x[6]) ? new_binding(Op::write, x) : nullptr;
+    if (!b) return PyErr_Clear(), Py_NewRef(Py_None);
+    b->write_k = write_into(*b, BOUND_K, BOUND_K_SCALE), b->write_v = write_into(*b, BOUND_V, BOUND_V_SCALE);
+    const Bound& cos = b->tensors[BOUND_COS];
+    b->write_k.half = cos.object ? cos.seen.shape[1] : 0, b->write_k.interleaved = x[6] == Py_True;
+    b->write_k.cos = bound_view(*b, BOUND_COS), b->write_k.sin = bound_view(*b, BOUND_SIN);
+    return reinterpret_cast<PyObject*>(b);
+}
+
+PyObject* copy(PyObject*, PyObject* const* x, Py_ssize_t count) {
+    Tensors t;
+    int64_t threads;
+    if (count != NUM_COPY + 1 || !read_integer(x[NUM_COPY], threads))
+        return type_error("copy takes two tensors and a number of threads");
+    if (!t.read(x, NUM_COPY, true) || !t.has_all(NUM_COPY)) return type_error("these are not a storage and its copies");
+    const Tensor &storage = t.at[STORAGE], &copies = t.at[COPIES];
     int64_t bytes = storage.bytes();
     for (int i = 1; i < storage.dims; i++) bytes *= storage.shape[i];
     View frames = view_of(storage), pairs = view_of(copies);
-    return released([&] { run_copies(frames.data, frames.stride[0], bytes, pairs.data, pairs.stride[0], copies.shape[0], threads); });
+    int64_t step = frames.stride[0], pair = pairs.stride[0], most = copies.shape[0];
+    bool is_done = run_unlocked([&] {
+        run_copies(frames.data, step, bytes, pairs.data, pair, most, static_cast<int>(threads));
+    });
+    return is_done ? Py_NewRef(Py_None) : nullptr;
 }
 
-// (out, lse), made like out_a. Null, with an exception set, if torch cannot make them or memory ran out.
-PyObject* merged(PyObject* const* x, const Moved& m, const Isa& isa, int threads, bool any_class) {
-    const int64_t* shape = m.at[OUT_A].shape;
-    PyObject* out = fresh(x[OUT_A], Py_BuildValue("(LLL)", shape[0], shape[1], shape[2]), false);
-    PyObject* lse = out ? fresh(x[LSE_A], Py_BuildValue("(LL)", shape[0], shape[1]), false) : nullptr;
+PyObject* merge(PyObject*, PyObject* const* x, Py_ssize_t count) {
+    Tensors t;
     Tensor new_out, new_lse;
-    bool well = lse && read_tensor(out, new_out, any_class) && read_tensor(lse, new_lse, any_class);
-    if (!well && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no plain tensor for the results");
-    if (well) {
-        States s{dtype_of(m.at[OUT_A]), shape[0], shape[1], shape[2], view(m, OUT_A), view(m, LSE_A), view(m, OUT_B), view(m, LSE_B),
+    int64_t threads;
+    if (count != NUM_STATES + 2 || !read_integer(x[NUM_STATES + 1], threads))
+        return type_error("merge takes two states, a name and a number of threads");
+    const Isa* isa = isa_of(x[NUM_STATES]);
+    if (!isa) return nullptr;
+    if (!t.read(x, NUM_STATES, true) || !t.has_all(NUM_STATES)) return type_error("these are not two checked states");
+    const int64_t* shape = t.at[OUT_A].shape;
+    PyObject* out = new_tensor(x[OUT_A], Py_BuildValue("(LLL)", shape[0], shape[1], shape[2]), false);
+    PyObject* lse = out ? new_tensor(x[LSE_A], Py_BuildValue("(LL)", shape[0], shape[1]), false) : nullptr;
+    bool is_done = lse && read_tensor(out, new_out, true) && read_tensor(lse, new_lse, true);
+    if (!is_done && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no tensor for the results");
+    if (is_done) {
+        States s{dtype_of(t.at[OUT_A]), shape[0], shape[1], shape[2],
+                 t.view(OUT_A), t.view(LSE_A), t.view(OUT_B), t.view(LSE_B),
                  new_out.address(), new_lse.address()};
-        well = released([&] { run_merge(isa, s, threads); });
+        is_done = run_unlocked([&] { run_merge(*isa, s, static_cast<int>(threads)); });
     }
-    PyObject* results = well ? PyTuple_Pack(2, out, lse) : nullptr;
+    PyObject* results = is_done ? PyTuple_Pack(2, out, lse) : nullptr;
     Py_XDECREF(out), Py_XDECREF(lse);
     return results;
 }
 
-bool in_range(const Moved& m) {
-    View pairs = view_of(m.at[COPIES]);
-    for (int64_t i = 0; i < m.at[COPIES].shape[0]; i++) {
-        const int32_t* pair = reinterpret_cast<const int32_t*>(pairs.data + i * pairs.stride[0]);
-        for (int side = 0; side < 2; side++)
-            if (pair[side] < 0 || pair[side] >= m.at[STORAGE].shape[0]) return false;
-    }
-    return true;
-}
-
-// What serves these `tensors` and what follows them; null, and no exception, if that is not known.
-Server known_server(PyObject* const* x, int fields, int tensors, Moved& m, Op op) {
-    Signature s(op);
-    if (take(x, tensors, m) && sign(m, tensors, x[fields], s)) return server_of(s, x[fields + 1]);
-    PyErr_Clear();
-    return {nullptr, 0, nullptr};
-}
-
-PyObject* remember(PyObject* const* x, int fields, int tensors, Op op) {
-    Moved m;
-    Signature s(op);
-    int64_t threads;
-    PyObject* serve = x[fields + CHOICE + SERVER] == Py_None ? nullptr : x[fields + CHOICE + SERVER];
-    if (!whole(x[fields + CHOICE + 1], threads)) return refused("a number of threads is an int");
-    const Isa* isa = serve ? nullptr : isa_of(x[fields + CHOICE]);
-    if (!isa && !serve) return nullptr;
-    if (take(x, tensors, m) && sign(m, tensors, x[fields], s)) keep(s, x[fields + 1], {isa, static_cast<int>(threads), serve});
-    PyErr_Clear();
-    Py_RETURN_NONE;
-}
-
-PyObject* done(bool well) { return well ? Py_NewRef(Py_True) : nullptr; }
-
-PyObject* write(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    Moved m;
-    int64_t threads;
-    if (count != OF_WRITE + SERVER || !whole(x[OF_WRITE + 1], threads)) return refused("write takes a call's fields, a name and a number");
-    const Isa* isa = isa_of(x[OF_WRITE]);
-    if (!isa) return nullptr;
-    if (!take(x, SIN + 1, m, true)) return PyErr_Occurred() ? nullptr : refused("these are not the checked fields of a WriteCall");
-    return done(run(m, *isa, static_cast<int>(threads)));
-}
-
-PyObject* write_again(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    Moved m;
-    if (count != OF_WRITE + CHOICE) return refused("write_again takes the arguments of the operator, and the registry");
-    Server server = known_server(x, OF_WRITE, SIN + 1, m, Op::write);
-    if (server.serve) {
-        PyObject* nothing = PyObject_Vectorcall(server.serve, x, OF_WRITE, nullptr);
-        bool well = nothing != nullptr;
-        Py_DECREF(server.serve), Py_XDECREF(nothing);
-        return done(well);
-    }
-    if (!server.isa || server.threads < 1) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-    return done(run(m, *server.isa, server.threads));
-}
-
-PyObject* write_at_once(PyObject* self, PyObject* const* x, Py_ssize_t count) {
-    if (count != OF_WRITE + CHOICE) return refused("write_at_once takes the arguments of the operator, and the registry");
-    PyObject* const wanting[] = {x[K_NEW], x[V_NEW], x[K], x[V], x[K_SCALE], x[V_SCALE], x[COS], x[SIN]};
-    return nobody_watches(wanting, 8) ? write_again(self, x, count) : Py_NewRef(Py_None);
-}
-
-PyObject* remember_write(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    if (count != OF_WRITE + CHOICE + SERVER + 1) return refused("remember_write takes what write_again does, a name, a number and a server");
-    return remember(x, OF_WRITE, SIN + 1, Op::write);
-}
-
-PyObject* copy(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    Moved m;
-    int64_t threads;
-    if (count != OF_COPY + 1 || !whole(x[OF_COPY], threads)) return refused("copy takes two tensors and a number of threads");
-    if (!take(x, OF_COPY, m, true)) return PyErr_Occurred() ? nullptr : refused("these are not a storage and its copies");
-    return done(run_copy(m, static_cast<int>(threads)));
-}
-
-PyObject* copy_again(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    Moved m;
-    if (count != OF_COPY + CHOICE) return refused("copy_again takes the arguments of the operator, and the registry");
-    Server server = known_server(x, OF_COPY, OF_COPY, m, Op::copy);
-    if (!server.isa || server.threads < 1 || !in_range(m)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-    return done(run_copy(m, server.threads));
-}
-
-PyObject* copy_at_once(PyObject* self, PyObject* const* x, Py_ssize_t count) {
-    if (count != OF_COPY + CHOICE) return refused("copy_at_once takes the arguments of the operator, and the registry");
-    return nobody_watches(x, 1) ? copy_again(self, x, count) : Py_NewRef(Py_None);
-}
-
-PyObject* remember_copy(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    if (count != OF_COPY + CHOICE + SERVER + 1) return refused("remember_copy takes what copy_again does, a name, a number and a server");
-    return remember(x, OF_COPY, OF_COPY, Op::copy);
-}
-
-PyObject* merge(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    Moved m;
-    int64_t threads;
-    if (count != OF_MERGE + SERVER || !whole(x[OF_MERGE + 1], threads)) return refused("merge takes two states, a name and a number of threads");
-    const Isa* isa = isa_of(x[OF_MERGE]);
-    if (!isa) return nullptr;
-    if (!take(x, OF_MERGE, m, true)) return PyErr_Occurred() ? nullptr : refused("these are not two checked states");
-    return merged(x, m, *isa, static_cast<int>(threads), true);
-}
-
-PyObject* merge_again(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    Moved m;
-    if (count != OF_MERGE + CHOICE) return refused("merge_again takes the arguments of the operator, None and the registry");
-    Server server = known_server(x, OF_MERGE, OF_MERGE, m, Op::merge);
-    if (!server.isa || server.threads < 1) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-    return merged(x, m, *server.isa, server.threads, false);
-}
-
-PyObject* merge_at_once(PyObject* self, PyObject* const* x, Py_ssize_t count) {
-    if (count != OF_MERGE + CHOICE) return refused("merge_at_once takes the arguments of the operator, None and the registry");
-    return nobody_watches(x, OF_MERGE) ? merge_again(self, x, count) : Py_NewRef(Py_None);
-}
-
-PyObject* remember_merge(PyObject*, PyObject* const* x, Py_ssize_t count) {
-    if (count != OF_MERGE + CHOICE + SERVER + 1) return refused("remember_merge takes what merge_again does, a name, a number and a server");
-    return remember(x, OF_MERGE, OF_MERGE, Op::merge);
-}
-
 }  // namespace
 
+PyObject* write_bound(PyObject* self, PyObject* const* x, Py_ssize_t count) {
+    Tensors t;
+    Binding& b = binding_of(self);
+    if (count != NUM_WRITE || b.op != Op::write) return type_error("write takes the four arguments of a bound write");
+    prefetch(b, &b.write_k, 2 * sizeof b.write_k);
+    for (int i = 0; i < NUM_WRITE; i++) __builtin_prefetch(x[i]);
+    PyObject* floats[2 + Binding::MOST_TENSORS] = {x[K_NEW], x[V_NEW]};
+    for (int i = 0; i < Binding::MOST_TENSORS; i++) __builtin_prefetch(floats[2 + i] = b.tensors[i].object);
+    bool is_observed_call = is_observed(floats, 2 + Binding::MOST_TENSORS, 2);
+    bool is_read = !is_observed_call && t.read(x, NUM_WRITE, false) && t.has_all(POSITIONS);
+    if (!is_read || !is_unchanged(b) || !keeps_contract(b, t)) return PyErr_Clear(), Py_NewRef(Py_None);
+    const Tensor &k_new = t.at[K_NEW], &v_new = t.at[V_NEW];
+    int64_t kind = int64_t{k_new.code} << 24 | int64_t{k_new.bits} << 16 | int64_t{v_new.code} << 8 | v_new.bits;
+    const Server* found = server_of(b, kind);
+    if (!found) return PyLong_FromLongLong(kind);
+    Server server = *found;  // another thread may replace it meanwhile
+    Py_XINCREF(server.serve);
+    PyObject* none = server.serve ? PyObject_Vectorcall(server.serve, x, NUM_WRITE, nullptr) : nullptr;
+    int threads = server.threads || server.serve ? server.threads : torch_threads();
+    bool is_done = server.serve ? none != nullptr : threads > 0 && compute(b, *server.isa, threads, t);
+    Py_XDECREF(none), Py_XDECREF(server.serve);
+    return is_done ? Py_NewRef(Py_True) : nullptr;
+}
+
+PyObject* write_checked(PyObject* self, PyObject* const* x, Py_ssize_t count) {
+    Tensors t;
+    int64_t threads;
+    Binding& b = binding_of(self);
+    if (count != NUM_WRITE + 2 || b.op != Op::write || !read_integer(x[NUM_WRITE + 1], threads))
+        return type_error("write_checked takes six arguments of a checked write");
+    const Isa* isa = isa_of(x[NUM_WRITE]);
+    if (!isa) return nullptr;
+    if (!t.read(x, NUM_WRITE, true) || !t.has_all(POSITIONS))
+        return type_error("these are not the checked arguments of a write");
+    return compute(b, *isa, static_cast<int>(threads), t) ? Py_NewRef(Py_None) : nullptr;
+}
+
 PyMethodDef move_methods[] = {
-    {"write", fast(write), METH_FASTCALL, "A checked call."},
-    {"write_again", fast(write_again), METH_FASTCALL, "True after a write whose signature is remembered, else None."},
-    {"write_at_once", fast(write_at_once), METH_FASTCALL, "As write_again, unless one of those who watch says so."},
-    {"remember_write", fast(remember_write), METH_FASTCALL, "A signature that was checked, and what serves it."},
-    {"copy", fast(copy), METH_FASTCALL, "Checked copies between frames that are one run of bytes each."},
-    {"copy_again", fast(copy_again), METH_FASTCALL, "True after copies whose signature is remembered, else None."},
-    {"copy_at_once", fast(copy_at_once), METH_FASTCALL, "As copy_again, unless one of those who watch says so."},
-    {"remember_copy", fast(remember_copy), METH_FASTCALL, "A signature that was checked, and what serves it."},
-    {"merge", fast(merge), METH_FASTCALL, "Two checked states as one: out and lse."},
-    {"merge_again", fast(merge_again), METH_FASTCALL, "Two states as one, if their signature is remembered, else None."},
-    {"merge_at_once", fast(merge_at_once), METH_FASTCALL, "As merge_again, unless one of those who watch says so."},
-    {"remember_merge", fast(remember_merge), METH_FASTCALL, "A signature that was checked, and what serves it."},
+    {"bind_write", fast_call(bind_write), METH_FASTCALL,
+        "Bind a checked layer and rope; None if the operator must serve."},
+    {"copy", fast_call(copy), METH_FASTCALL, "Copy between frames that are one run of bytes each: a checked call."},
+    {"merge", fast_call(merge), METH_FASTCALL, "Return out and LSE of two checked states."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -27,14 +27,15 @@ struct Kind {
     uint8_t code, bits;
 };
 
-// Those that a call may hold, by torch's names and DLPack's numbers.
+// The dtypes that a call may have, by torch's names and DLPack's numbers.
 const Kind KINDS[] = {
-    {"torch.float32", 2, 32},      {"torch.bfloat16", 4, 16},    {"torch.float16", 2, 16}, {"torch.float8_e4m3fn", 10, 8},
+    {"torch.float32", 2, 32},      {"torch.bfloat16", 4, 16},    {"torch.float16", 2, 16},
+    {"torch.float8_e4m3fn", 10, 8},
     {"torch.float8_e5m2", 12, 8}, {"torch.int8", 0, 8},         {"torch.uint8", 1, 8},    {"torch.int32", 0, 32},
     {"torch.int64", 0, 64},       {"torch.bool", 6, 8},
 };
 
-// A Python object of ours, let go at the end.
+// A reference to a Python object, released at the end of its scope.
 struct Owned {
     PyObject* object;
     explicit Owned(PyObject* object) : object(object) {}
@@ -51,7 +52,8 @@ bool integers(PyObject* tuple, int64_t* to) {
 bool ask(PyObject* x, Tensor& t) {
     Owned shape(PyObject_GetAttrString(x, "shape")), strides(PyObject_CallMethod(x, "stride", nullptr));
     Owned data(PyObject_CallMethod(x, "data_ptr", nullptr)), dtype(PyObject_GetAttrString(x, "dtype"));
-    Owned device(PyObject_GetAttrString(x, "device")), type(device.object ? PyObject_GetAttrString(device.object, "type") : nullptr);
+    Owned device(PyObject_GetAttrString(x, "device"));
+    Owned type(device.object ? PyObject_GetAttrString(device.object, "type") : nullptr);
     Owned name(dtype.object ? PyObject_Str(dtype.object) : nullptr);
     if (!data.object || !name.object || !type.object) return false;
     if (!integers(shape.object, t.own) || !integers(strides.object, t.own + MOST_DIMS)) return false;
@@ -69,7 +71,7 @@ bool ask(PyObject* x, Tensor& t) {
 
 }  // namespace
 
-bool meet_tensors(PyObject* type, bool by_table) {
+bool register_tensor_type(PyObject* type, bool by_table) {
     if (!PyType_Check(type)) return PyErr_SetString(PyExc_TypeError, "torch.Tensor is a type"), false;
     Py_INCREF(type);
     tensor_type = reinterpret_cast<PyTypeObject*>(type), table = nullptr;

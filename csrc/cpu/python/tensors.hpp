@@ -1,7 +1,8 @@
 // A Python tensor as this extension sees one: address, shape and strides, read without torch's headers.
 //
-// torch offers DLPack's table of C functions (`Tensor.__dlpack_c_exchange_api__`, a stable ABI), one of which describes a tensor in a few
-// nanoseconds. A torch without it (before 2.10) is asked for its attributes, which takes a microsecond each.
+// torch offers DLPack's table of C functions (`Tensor.__dlpack_c_exchange_api__`, a stable ABI), one of which describes
+// a tensor in a few nanoseconds. In a torch without it (before 2.10) the attributes of the tensor are read, which takes
+// a microsecond each.
 #pragma once
 
 #include <Python.h>
@@ -28,11 +29,12 @@ struct Tensor : Described {
     char* address() const { return static_cast<char*>(data) + byte_offset; }
 };
 
-// `type` is torch.Tensor; `by_table` false asks for attributes even where there is a table. False, with an exception set, if it is no type.
-bool meet_tensors(PyObject* type, bool by_table);
+// `type` is torch.Tensor; `by_table` false asks for attributes even where there is a table. False, with an exception
+// set, if it is no type.
+bool register_tensor_type(PyObject* type, bool by_table);
 
-// False if `x` has more than MOST_DIMS dims or cannot be described (sparse, a fake, ...), or is not exactly a torch.Tensor while `any_class` is
-// false. No exception is set.
+// False if `x` has more than MOST_DIMS dims or cannot be described (sparse, a fake, ...), or is not exactly a
+// torch.Tensor while `any_class` is false. No exception is set.
 bool read_tensor(PyObject* x, Tensor& tensor, bool any_class);
 
 }  // namespace pagedkv

@@ -1,25 +1,25 @@
-"""From a checked call to launches: which specialisations of csrc/cuda serve it, on how many CTAs, with which parameters.
+"""Launches of attention: which specialisations of csrc/cuda serve a checked call, on how many CTAs, with which
+parameters.
 
-This file knows geometry and the layout of `AttentionParams` in csrc/cuda/params.h. It knows no CUDA: what runs a launch is a `Machine`,
-the driver of cuda_driver.py or, in the tests, an emulator on the host.
+This file knows geometry and the layout of `AttentionParams` in csrc/cuda/params.h. It does not know CUDA: a `Machine`
+runs the launches, either the driver of driver.py or, in the tests, an emulator on the host.
 
-A sequence with few query rows (queries x G) and one with many want different shapes; each launch takes the sequences of its class and
-passes over the others, whatever lengths the device holds. So the launches of a call follow from host integers alone: a captured graph
-stays right.
+A sequence with few query rows (queries x G) and a sequence with many need different specialisations. Each launch takes
+the sequences of its class and passes over the others, whatever lengths the device holds. So the launches of a call
+follow from host integers alone, and a captured graph stays right.
 """
 
 from __future__ import annotations
 
 import struct
 from functools import lru_cache
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
-from pagedkv.kernels.args import AttentionCall
+from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer
 from pagedkv.kernels.cuda.specialisation import (
     CLASSES,
     KINDS,
@@ -30,18 +30,17 @@ from pagedkv.kernels.cuda.specialisation import (
     Specialisation,
     specialise,
 )
+from pagedkv.kernels.layout import FARTHEST, is_v_in_k, scale_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
 _POINTERS = (
     "q k v k_scale v_scale block_table rows seq_lens cu_seqlens_q sinks slopes tree_mask out lse partials tickets"
 )
 _STRIDES = (
-    "q_token q_head k_frame k_slot k_head v_frame v_slot v_head k_scale_frame k_scale_slot k_scale_head v_scale_frame v_scale_slot "
-    "v_scale_head table_row tree_row out_token out_head max_partials"
+    "q_token q_head k_frame k_slot k_head v_frame v_slot v_head k_scale_frame k_scale_slot k_scale_head "
+    "v_scale_frame v_scale_slot v_scale_head table_row tree_row out_token out_head max_partials"
 )
 _INTEGERS = (
     "num_sequences num_heads num_kv_heads block_size causal window split_tokens spread min_rows max_rows q_vectors"
@@ -55,28 +54,26 @@ LAYOUT: Final = struct.Struct(
 )
 POINTERS: Final = struct.Struct(f"@{len(_POINTERS.split())}Q")
 REST: Final = struct.Struct(LAYOUT.format.replace(POINTERS.format[1:], ""))
-"""All of it; the pointers, and what follows them."""
-
-FARTHEST: Final = 1 << 30
-"""No sequence is so long: a wider window hides nothing, and a longer chunk holds all. Sums of it fit into 32 bits."""
+"""LAYOUT is the whole of it: POINTERS, and REST after them."""
 
 NO_CAP: Final = 1e30
-"""A soft cap from here on changes no bit of a score that float32 holds, and its product with log2(e) might not be one."""
+"""A larger soft cap changes no bit of a float32 score, and its product with log2(e) may overflow."""
 
 MOST_PARTIALS: Final = 1 << 30
-"""Bytes of partial states. Short chunks of long sequences would leave more: then one CTA folds all chunks of a unit, to the same bits."""
+"""The most bytes of partial states.
 
-MOST_READY: Final = 1024
-"""Signatures that a machine remembers: those of a prefill differ from step to step."""
+Short chunks of long sequences need more: then one CTA folds all chunks of a unit, to the same bits.
+"""
 
-_FIELDS: Final = attrgetter(*AttentionCall.__slots__)
+MOST_LAUNCHES: Final = 256
+"""Entries of a launcher's cache: the lengths of a prefill differ from step to step."""
 
 
 class Ways(NamedTuple):
-    """What may be done in more than one way, with equal results; on sm_90 and later only.
+    """Two choices that do not change results; both need sm_90 or later.
 
-    bulk:          rows are copied in bulk where they may be.
-    second_launch: partial results are merged by a second launch that begins early, not by the last CTA to arrive.
+    bulk:          copy rows in bulk if their size and alignment allow it.
+    second_launch: a second launch, which begins early, merges partial results; else the last CTA to arrive merges them.
     """
 
     bulk: bool = False
@@ -87,35 +84,40 @@ PLAIN: Final = Ways()
 
 
 class Machine(Protocol):
-    """What runs a launch."""
+    """A GPU or its emulator: memory for launches, and launches."""
 
     num_sms: int
     shared_per_block: int
     shared_per_sm: int
-    ready: dict[Any, Any]  # what launches calls, by signature
 
     def workspace(self, floats: int, like: Tensor) -> Tensor:
-        """Float32 [>= floats], any content, on the device of `like`; as scratch is, free again for others."""
+        """Return float32 [>= floats] with any content on the device of `like`. It is reused as `scratch` is."""
 
     def tickets(self, count: int, like: Tensor) -> Tensor:
-        """int32 [>= count] of zeros on the device of `like`, which the next launch alone uses, or launches in order; they leave zeros."""
+        """Return int32 [>= count] of zeros on the device of `like`, for the next launch alone or for launches in order.
+
+        They leave zeros.
+        """
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-        """Any content, on the device of `like`; free again for others when it is dropped and the launches so far have run."""
+        """Return a tensor with any content on the device of `like`.
+
+        It is reused once it is dropped and the launches so far have run.
+        """
 
     def launch(self, kernel: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
-        """Run the kernel on the current stream. early: it may begin before the launch before it has ended."""
+        """Run a kernel on the current stream. early: it may begin before the launch before it has ended."""
 
 
 class Launch(NamedTuple):
-    """What one launch is, whatever its tensors hold and wherever they lie.
+    """One launch without its pointers.
 
-    floats:  of the workspace          slots: tickets it counts in; 0: nobody does
+    floats:  of the workspace          slots: tickets that it counts in; 0: it needs none
     rest:    the parameters after the pointers
-    merge:   what is launched after it, if anything is
+    merge:   the launch that follows and merges partial results, or None
     """
 
-    shape: AttentionSpecialisation
+    kernel: AttentionSpecialisation
     blocks: int
     floats: int
     slots: int
@@ -123,119 +125,83 @@ class Launch(NamedTuple):
     merge: PiecesSpecialisation | None
 
 
-class Ready:
-    """Launches calls of one signature (known.py) on one machine; what follows from the signature is computed once.
+class AttentionLauncher:
+    """Launches attention calls on one layer with fixed options, on one machine: what the backend returns from
+    `bind_attention`.
 
-    Three things that decide are not in a signature: how addresses are aligned, whether K and V are one memory, and how many chunks
-    `split_tokens` may make of the longest sequence. They are looked at in each call; where they differ, all is computed anew. Pointers are
-    each call's own, so are workspace and tickets. Threads may share it.
+    All calls have queries of one dtype. The launches follow from the integers in the key of `_launches`; they are
+    computed once per key. Pointers, workspace and tickets belong to each call, so threads may share a launcher.
     """
 
-    def __init__(self, machine: Machine, ways: Ways = PLAIN) -> None:
-        self._machine, self._ways = machine, ways
-        self._last: tuple[tuple[int, ...], tuple[Launch, ...]] = ((), ())
+    def __init__(self, layer: KVLayer, options: AttentionOptions, machine: Machine, ways: Ways = PLAIN) -> None:
+        self._layer, self._options, self._machine, self._ways = layer, options, machine, ways
+        self._scales = _both_scales(layer.k_scale, layer.v_scale, layer.k)
+        self._pool = (layer.k.data_ptr(), layer.v.data_ptr(), *map(_address, self._scales))
+        self._heads = (options.sinks, options.alibi_slopes)
+        self._is_dense = all(x is None or x.is_contiguous() for x in self._heads)
+        self._launches: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
 
-    def __call__(self, *fields: Any) -> None:
-        """Attend. fields: of an AttentionCall, in order. Modifies: out, lse."""
-        (
-            q,
-            k,
-            v,
-            k_scale,
-            v_scale,
-            table,
-            rows,
-            seq_lens,
-            starts,
-            _,
-            max_k,
-            _,
-            _,
-            _,
-            _,
-            sinks,
-            slopes,
-            tree,
-            split,
-            out,
-            lse,
-        ) = fields
-        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        now = (q_at & 15, (k_at | v_at) & 15, k_at == v_at, -(-max(max_k, 1) // split) if split else 0)
-        decided, launches = self._last  # both at once: another thread may replace them
-        if decided != now:
-            launches = launches_of(AttentionCall(*fields), self._machine, self._ways)
-            self._last = (now, launches)
-        if (k_scale is None) != (v_scale is None):
-            k_scale, v_scale = _both_scales(k_scale, v_scale, q)
-        machine = self._machine
-        rows, sinks, slopes, into = (
-            x if x is None or x.is_contiguous() else _dense(x, machine) for x in (rows, sinks, slopes, lse)
-        )
+    def __call__(
+        self, q: Tensor, table: Tensor, rows: Tensor | None, seq_lens: Tensor, starts: Tensor,
+        max_q: int, max_k: int, tree: Tensor | None, out: Tensor, lse: Tensor,
+    ) -> None:  # fmt: skip
+        """Attend. Modifies: out, lse."""
+        machine, on = self._machine, self._options
+        q_at, split = q.data_ptr(), on.split_tokens
+        key = (
+            q_at & 15, q.shape, q.stride(), out.stride(), table.stride(0), seq_lens.shape, max_q,
+            -(-max(max_k, 1) // split) if split else 0, None if tree is None else (tree.shape[1], tree.stride()),
+        )  # fmt: skip
+        launches = self._launches.get(key)
+        if launches is None:
+            launches = self._compute(key, (q, table, rows, seq_lens, starts, max_q, max_k), tree, out, lse)
+        sinks, slopes = self._heads if self._is_dense else (_dense(x, machine) for x in self._heads)
+        rows, into = _dense(rows, machine), lse if lse.is_contiguous() else _copy_of(lse, machine)  # padding stays
         if tree is not None and tree.stride(1) != 1:
-            tree = _dense(tree, machine)
+            tree = _copy_of(tree, machine)
         pointers = (
-            q_at,
-            k_at,
-            v_at,
-            *map(_address, (k_scale, v_scale, table, rows, seq_lens, starts, sinks, slopes, tree, out, into)),
-        )
-        for shape, blocks, floats, slots, rest, merge in launches:
+            q_at, *self._pool, table.data_ptr(), _address(rows), seq_lens.data_ptr(), starts.data_ptr(),
+            _address(sinks), _address(slopes), _address(tree), out.data_ptr(), into.data_ptr(),
+        )  # fmt: skip
+        for kernel, blocks, floats, slots, rest, merge in launches:
             partials, tickets = machine.workspace(floats, q), machine.tickets(slots, q) if slots else None
             params = POINTERS.pack(*pointers, partials.data_ptr(), _address(tickets)) + rest
-            machine.launch(shape, blocks, params)
+            machine.launch(kernel, blocks, params)
             if merge is not None:
                 machine.launch(merge, blocks, params, early=True)
         if into is not lse:
             lse.copy_(into)
 
+    def _compute(self, key: tuple[Any, ...], tables: tuple[Any, ...], *rest: Any) -> tuple[Launch, ...]:
+        (q, *others), (tree, out, lse), layer, on = tables, rest, self._layer, self._options
+        rules = (*on[:-1], tree, on.split_tokens)
+        fields: tuple[Any, ...] = (q, layer.k, layer.v, *self._scales, *others, *rules, out, lse)
+        if len(self._launches) >= MOST_LAUNCHES:
+            self._launches.clear()
+        launches = self._launches[key] = launches_of(AttentionCall(*fields), self._machine, self._ways)
+        return launches
+
 
 def attend(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> None:
-    """Launch what serves `call`. Modifies: call.out, call.lse."""
-    ready(call, machine, ways)(*_FIELDS(call))
-
-
-def ready(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> Ready:
-    """What launches calls of this one's signature: the same one for equal ones, as long as they are not too many."""
-    tensors = (
-        call.q,
-        call.k,
-        call.v,
-        call.k_scale,
-        call.v_scale,
-        call.block_table,
-        call.seq_lens,
-        call.tree_mask,
-        call.out,
-    )
-    options = (ways, call.max_seqlen_q, call.scale, call.causal, call.window, call.softcap, call.split_tokens)
-    found: Ready = of_signature(machine, tensors, options, lambda: Ready(machine, ways))
-    return found
-
-
-def of_signature(
-    machine: Machine, tensors: Sequence[Tensor | None], options: tuple[object, ...], make: Callable[[], Any]
-) -> Any:
-    """What `make` returned for tensors of the same dtypes, shapes and strides, and for equal options."""
-    signature = (options, *[None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
-    found = machine.ready.get(signature)
-    if found is None:
-        if len(machine.ready) >= MOST_READY:
-            machine.ready.clear()
-        found = machine.ready[signature] = make()
-    return found
+    """Launch the kernels that serve `call`. Modifies: call.out, call.lse."""
+    layer = KVLayer(call.k, call.v, call.k_scale, call.v_scale)
+    rules = (call.scale, call.causal, call.window, call.softcap, call.sinks, call.alibi_slopes)
+    tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, call.max_seqlen_k)
+    launcher = AttentionLauncher(layer, AttentionOptions(*rules, call.split_tokens), machine, ways)
+    launcher(call.q, *tables, call.tree_mask, call.out, call.lse)
 
 
 def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tuple[Launch, ...]:
-    """What serves calls like this one. Raises: InvalidRequest where rows are not aligned, or shared memory does not suffice."""
+    """Return the launches that serve calls like this one.
+
+    Raises InvalidRequest if rows are not aligned, or shared memory is too small.
+    """
     group = call.q.shape[1] // call.k.shape[2]
     kinds = (KINDS[quant.NAMES[call.q.dtype]], KINDS[quant.NAMES[call.k.dtype]])
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
-    copy, token_scales = (
-        _copy_bytes(call),
-        int(any(scale is not None and scale.dim() for scale in (call.k_scale, call.v_scale))),
-    )
-    keys = Keys(copy, token_scales, int(_v_in_k(call)), int(ways.bulk and copy == 16), int(ways.second_launch))
+    copy, scales = _copy_bytes(call), (call.k_scale, call.v_scale)
+    token_scales, v_in_k = any(scale is not None and scale.dim() for scale in scales), is_v_in_k(call.k, call.v)
+    keys = Keys(copy, int(token_scales), int(v_in_k), int(ways.bulk and copy == 16), int(ways.second_launch))
     rows = call.max_seqlen_q * group
     return tuple(
         _launch(call, machine, specialise(kinds, dims, row_class, keys, shared), row_class)
@@ -244,50 +210,39 @@ def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tu
     )
 
 
-def _launch(call: AttentionCall, machine: Machine, shape: AttentionSpecialisation, row_class: RowClass) -> Launch:
+def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisation, row_class: RowClass) -> Launch:
     (T, H, _), (_, S, K, _), B = call.q.shape, call.k.shape, call.seq_lens.shape[0]
-    blocks, floats = machine.num_sms * shape.blocks, shape.rows * (shape.head_dim_v + 2)
+    blocks, floats = machine.num_sms * kernel.blocks, kernel.rows * (kernel.head_dim_v + 2)
     spread, slots, split = 0, 2 * blocks, min(call.split_tokens or 0, FARTHEST)
     if split:
-        units = (T * (H // K) // shape.rows + B) * K
+        units = (T * (H // K) // kernel.rows + B) * K
         chunks = -(-max(call.max_seqlen_k, 1) // split)
         spread = int(units < blocks and chunks > 1 and 4 * floats * units * (chunks + 2) <= MOST_PARTIALS)
         slots = units * (chunks + 2) if spread else blocks
-    shared = bool(spread or not split)  # else no unit is anybody's but one CTA's
-    q, size = call.q, call.q.element_size()
+    is_shared = bool(spread or not split)  # else one CTA owns each unit
+    q, size, tree = call.q, call.q.element_size(), call.tree_mask
     q_token, q_head = q.stride(0) * size, q.stride(1) * size
     pools = [stride * call.k.element_size() for pool in (call.k, call.v) for stride in pool.stride()[:3]]
-    tree_row = (
-        0
-        if call.tree_mask is None
-        else call.tree_mask.stride(0)
-        if call.tree_mask.stride(1) == 1
-        else call.tree_mask.shape[1]
-    )
+    scales = (*scale_strides(call.k_scale), *scale_strides(call.v_scale))
+    tree_row = 0 if tree is None else tree.stride(0) if tree.stride(1) == 1 else tree.shape[1]
+    strides = (q_token, q_head, *pools, *scales, call.block_table.stride(0), tree_row)
+    window, rows = min(call.window or 0, FARTHEST), (row_class.least, row_class.most)
+    q_vectors = (q.data_ptr() | q_token | q_head) % (4 * size) == 0
     rest = REST.pack(
-        *(
-            q_token,
-            q_head,
-            *pools,
-            *scale_strides(call.k_scale),
-            *scale_strides(call.v_scale),
-            call.block_table.stride(0),
-            tree_row,
-        ),
-        *(call.out.stride(0) * size, call.out.stride(1) * size, slots),
-        *(B, H, K, S, call.causal, min(call.window or 0, FARTHEST), split, spread, row_class.least, row_class.most),
-        *(
-            (q.data_ptr() | q_token | q_head) % (4 * size) == 0,
-            call.scale,
-            call.softcap if call.softcap < NO_CAP else 0.0,
-        ),
-    )
-    merge = PiecesSpecialisation(shape) if shared and shape.second_launch else None
-    return Launch(shape, blocks, slots * floats, slots if shared and not merge else 0, rest, merge)
+        *strides, call.out.stride(0) * size, call.out.stride(1) * size, slots,
+        B, H, K, S, call.causal, window, split, spread, *rows, q_vectors,
+        call.scale, call.softcap if call.softcap < NO_CAP else 0.0,
+    )  # fmt: skip
+    merge = PiecesSpecialisation(kernel) if is_shared and kernel.second_launch else None
+    return Launch(kernel, blocks, slots * floats, slots if is_shared and not merge else 0, rest, merge)
 
 
-def _dense(x: Tensor, machine: Machine) -> Tensor:
+def _copy_of(x: Tensor, machine: Machine) -> Tensor:
     return machine.scratch(x.shape, x.dtype, x).copy_(x)
+
+
+def _dense(x: Tensor | None, machine: Machine) -> Tensor | None:
+    return x if x is None or x.is_contiguous() else _copy_of(x, machine)
 
 
 def _address(x: Tensor | None) -> int:
@@ -295,43 +250,33 @@ def _address(x: Tensor | None) -> int:
 
 
 def _both_scales(k_scale: Tensor | None, v_scale: Tensor | None, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Of two of which one is None, as the kernel takes them: one per (token, head) needs another beside it."""
+    """Return both scales as the kernel takes them: beside a scale per (token, head), None becomes one scale of 1."""
     if not any(scale is not None and scale.dim() for scale in (k_scale, v_scale)):
         return k_scale, v_scale
     ones = torch.ones((), device=like.device)
     return ones if k_scale is None else k_scale, ones if v_scale is None else v_scale
 
 
-def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
-    """In elements; one scale for all is one whose strides are 0."""
-    if scale is None or not scale.dim():
-        return (0, 0, 0)
-    frame, slot, head = scale.stride()
-    return (frame, slot, head)
-
-
-def _v_in_k(call: AttentionCall) -> bool:
-    """Is V the first part of K in the same memory, as in MLA?"""
-    k, v = call.k, call.v
-    return k.data_ptr() == v.data_ptr() and v.shape[3] <= k.shape[3] and k.stride()[:3] == v.stride()[:3]
-
-
 def _copy_bytes(call: AttentionCall) -> int:
-    """The largest copy (16, 8 or 4 bytes) that every row of K and V is a multiple of, and begins at one. Raises: InvalidRequest."""
+    """Return the largest copy (16, 8 or 4 bytes) that divides the length and the address of every row of K and V.
+
+    Raises: InvalidRequest if there is none.
+    """
     bits = 0
     for pool in (call.k, call.v):
         bits |= pool.data_ptr() | _steps(pool.shape, pool.stride(), pool.element_size())
     copy = min(16, bits & -bits)
     if copy < 4:
         raise InvalidRequest(
-            "rows of layer.k and layer.v begin at addresses that are no multiple of 4 bytes; align the strides of the pool"
+            "rows of layer.k and layer.v begin at addresses that are no multiple of 4 bytes; "
+            "align the strides of the pool"
         )
     return copy
 
 
 @lru_cache(maxsize=1024)
 def _steps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int:
-    """The bits of all steps, in bytes, that there are from a row of a pool to another, and of a row's length."""
+    """Return the bitwise or of all steps between rows of a pool, and of a row's length, in bytes."""
     bits = shape[3] * size
     for count, stride in zip(shape[:3], strides[:3], strict=True):
         if count > 1:

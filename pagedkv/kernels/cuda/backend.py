@@ -1,8 +1,8 @@
-"""The CUDA C++ kernels of csrc/cuda, seen from Python: what they cannot do, and where a call goes.
+"""The backends "cuda", "cuda-bulk" and "cuda-pieces": the CUDA C++ kernels of csrc/cuda, and their objections.
 
-docs/explanation/cuda-kernels.md tells how they work. This file imports no CuPy: that is found missing, or found, when someone asks. Specialisations
-(cuda_shapes.py) are compiled at first use and kept on disk (cuda_compile.py), and run by cuda_driver.py; what a launch is made of is
-cuda_launch.py's for attention, cuda_moves.py's for the other three operations.
+docs/cuda-kernels.md explains the kernels. This file does not import CuPy: `objections` looks for it. Specialisations
+are compiled at first use and kept on disk (compiler.py), and driver.py runs them. attention.py computes the launches of
+attention, moves.py those of the other three operations.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import quant
 from pagedkv.kernels.cuda import attention, moves, specialisation
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.args import AttentionCall, WriteCall
+    from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, RotaryTable, WriteCall
     from pagedkv.kernels.case import Case
     from pagedkv.kernels.cuda import driver
 
-FLOATS: Final = ("float32", "bfloat16", "float16")
-
 
 def case_objections(case: Case) -> list[str]:
-    """What the kernels cannot do on any machine."""
+    """Return the reasons why the kernels cannot serve `case` on any machine."""
     found = []
-    if case.dtype not in (None, *FLOATS):
+    if case.dtype not in (None, *quant.FLOATS):
         of = {"paged_attention": "q", "write_kv": "k"}.get(case.op, "out")
-        found.append(f"{of} is {case.dtype}; it takes {', '.join(FLOATS)}")
+        found.append(f"{of} is {case.dtype}; it takes {', '.join(quant.FLOATS)}")
     for name, dim in (("head_dim", case.head_dim), ("head_dim_v", case.head_dim_v)):
         if case.op == "paged_attention":
             found += _dim_objections(name, dim, case)
@@ -42,7 +41,8 @@ def case_objections(case: Case) -> list[str]:
 
 
 def _dim_objections(name: str, dim: int | None, case: Case) -> list[str]:
-    """What attention has against a head dim: fragments of the tensor cores have 16 columns, and warps share wide heads equally."""
+    """Return the objections to a head dim: fragments of the tensor cores have 16 columns, and warps share wide heads
+    equally."""
     dims = (case.head_dim or dim or 16, case.head_dim_v or dim or 16)
     unit = 16 * specialisation.parts_of(dims, (specialisation.KINDS.get(case.dtype or "", 0), 0))
     if dim is None or (dim % unit == 0 and 0 < dim <= specialisation.LARGEST_HEAD_DIM):
@@ -54,7 +54,10 @@ def _dim_objections(name: str, dim: int | None, case: Case) -> list[str]:
 
 
 def shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
-    """Whether attention, as far as `case` is known, fits into so much shared memory: of a CTA, of an SM."""
+    """Return the objections of attention to this much shared memory of a CTA and of an SM.
+
+    A fact that `case` lacks is no objection.
+    """
     if (
         case.op != "paged_attention"
         or case.dtype is None
@@ -65,7 +68,7 @@ def shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
     kinds = (specialisation.KINDS[case.dtype], specialisation.KINDS[case.kv_dtype])
     keys = specialisation.Keys(
         token_scales=int("token_head_scale" in case.features), v_in_k=1
-    )  # at best V needs no room of its own
+    )  # V in K needs the least memory
     try:
         for rows in specialisation.CLASSES:
             specialisation.specialise(kinds, (case.head_dim, case.head_dim_v or case.head_dim), rows, keys, shared)
@@ -76,7 +79,10 @@ def shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
 
 @cache
 def shared_memory() -> tuple[int, int]:
-    """Bytes of it that a CTA may have, and that an SM has; without a torch that tells, no limit."""
+    """Return the bytes of shared memory that a CTA may have, and that an SM has.
+
+    If torch does not tell, there is no limit.
+    """
     about = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
     return (
         getattr(about, "shared_memory_per_block_optin", 1 << 30),
@@ -86,7 +92,7 @@ def shared_memory() -> tuple[int, int]:
 
 @cache
 def machine_objections() -> tuple[str, ...]:
-    """What this machine lacks."""
+    """Return what this machine lacks."""
     found = []
     if importlib.util.find_spec("cupy") is None:
         found.append("CuPy is not installed; install pagedkv[cuda13], or [cuda12] for a driver older than 580")
@@ -105,11 +111,13 @@ class CudaBackend:
     """The CUDA kernels, launched in one of three ways (attention.Ways). Equal calls give bit-equal results in each."""
 
     def __init__(self, ways: attention.Ways = attention.PLAIN, newer: str = "") -> None:
-        """newer: the part of a sentence that names what needs compute capability 9.0; "" if nothing does."""
+        """newer: the beginning of an objection, such as "bulk copies need", to a GPU before compute capability 9.0; ""
+        for none."""
         self._ways, self._newer = ways, newer
 
     def objections(self, case: Case) -> list[str]:
-        """Return all reasons why these kernels cannot serve `case`: of this machine, of the case, and of the case on this machine's GPU."""
+        """Return all reasons why these kernels cannot serve `case`: of this machine, of the case, and of the case on
+        this machine's GPU."""
         found = [*machine_objections(), *case_objections(case)]
         return [*(found or shared_memory_objections(case, shared_memory())), *self._too_old()]
 
@@ -126,24 +134,27 @@ class CudaBackend:
         """Attend. Modifies: call.out, call.lse."""
         attention.attend(call, _driver(call.q), self._ways)
 
-    def ready(self, call: AttentionCall) -> attention.Ready:
-        """What attends, given the fields of calls like this one (known.py)."""
-        return attention.ready(call, _driver(call.q), self._ways)
+    def bind_attention(self, layer: KVLayer, options: AttentionOptions) -> attention.AttentionLauncher:
+        """Return the launcher of attention calls on `layer` with these options (bound.py)."""
+        return attention.AttentionLauncher(layer, options, _driver(layer.k), self._ways)
 
     def write_kv(self, call: WriteCall) -> None:
         """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
         moves.write_kv(call, _driver(call.k))
 
-    def ready_write(self, call: WriteCall) -> moves.ReadyWrite:
-        """What writes, given the fields of calls like this one (known.py)."""
-        return moves.ready(call, _driver(call.k))
+    def bind_write(self, layer: KVLayer, rope: RotaryTable | None) -> moves.WriteLauncher:
+        """Return the launcher of writes into `layer` (bound.py)."""
+        return moves.WriteLauncher(layer, rope, _driver(layer.k))
 
     def merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
         """Return out and lse over the keys of both states."""
         return moves.merge_states(out_a, lse_a, out_b, lse_b, _driver(out_a))
 
     def copy_frames(self, storage: Tensor, copies: Tensor) -> None:
-        """`storage[dst] = storage[src]` for each row of `copies`, every source read first. Modifies: the destination frames."""
+        """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first.
+
+        Modifies: the destination frames.
+        """
         moves.copy_frames(storage, copies, _driver(storage))
 
 
@@ -157,7 +168,9 @@ PLAIN: Final = CudaBackend()
 """The kernel "cuda"."""
 
 BULK: Final = CudaBackend(attention.Ways(bulk=True), "bulk copies need")
-"""The kernel "cuda-bulk": one instruction copies a row of K or V, if rows are multiples of 16 bytes and begin at one (stages.cuh)."""
+"""The kernel "cuda-bulk": one instruction copies a row of K or V whose length and address are multiples of 16 bytes
+(stages.cuh)."""
 
 PIECES: Final = CudaBackend(attention.Ways(second_launch=True), "launches that begin early need")
-"""The kernel "cuda-pieces": a second launch, which begins before the first has ended, merges the partial results (merge_pieces.cuh)."""
+"""The kernel "cuda-pieces": a second launch, which begins before the first has ended, merges the partial results
+(merge_pieces.cuh)."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import torch
 
@@ -190,7 +190,6 @@ class Driver:
         self.shared_per_block: int = device.shared_per_block
         self.shared_per_sm: int = device.shared_per_sm
         self._device, self._cuda, self._context = device, cuda, device.context(cuda)
-        self.ready: dict[Any, Any] = {}
         self._functions: dict[Specialisation, tuple[int, int, int]] = {}
         self._tickets = Tickets(device)
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 Words = np.ndarray[Any, np.dtype[np.int64]]
 
 KINDS: Final = {name: kind for kind, name in enumerate(quant.DTYPES)}
-FLOATS: Final = ("float32", "bfloat16", "float16")
 ROWS_AT_ONCE: Final = 64
 """Query rows of a kv head in a unit of work, unless its group alone has more. Twice as many rows of all its heads together."""
 WRITE_ALONE: Final = 16
@@ -46,8 +45,8 @@ def objections(case: Case) -> list[str]:
         return ["numba is not installed: pip install numba"]
     if case.op in ("merge_states", "copy_frames"):
         return []
-    if case.dtype not in (None, *FLOATS):
-        return [f"{'q' if case.op == 'paged_attention' else 'k'} is {case.dtype}; it takes {', '.join(FLOATS)}"]
+    if case.dtype not in (None, *quant.FLOATS):
+        return [f"{'q' if case.op == 'paged_attention' else 'k'} is {case.dtype}; it takes {', '.join(quant.FLOATS)}"]
     return []
 
 

@@ -11,8 +11,6 @@ from pagedkv.kernels.cuda import backend
 from tests.kernels.cuda.emulator import Emulator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 machine = Emulator()
@@ -21,14 +19,6 @@ KERNEL = registry.Kernel("cuda-emulated", ("cpu",), __name__, backend.case_objec
 
 def paged_attention(call: AttentionCall) -> None:
     machine.attend(call)
-
-
-def ready(call: AttentionCall) -> Callable[..., None]:
-    return lambda *fields: machine.attend(AttentionCall(*fields))
-
-
-def ready_write(call: WriteCall) -> Callable[..., None]:
-    return lambda *fields: machine.write_kv(WriteCall(*fields))
 
 
 def write_kv(call: WriteCall) -> None:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -132,7 +132,6 @@ class Emulator:
         self.sources: dict[str, str] = texts("cuda", ".cuh", ".h") | {
             "ptx_twin.hpp": texts("simt", ".hpp")["ptx_twin.hpp"]
         }
-        self.ready: dict[Any, Any] = {}
         self.memory: list[Tensor] = []
         self.drawn = torch.zeros(1, dtype=torch.int32)
         self.launches: list[Specialisation] = []

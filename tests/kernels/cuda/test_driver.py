@@ -462,11 +462,11 @@ def test_the_device_compiler_lays_params_out_as_python_packs_them(monkeypatch: p
 
 
 def test_a_launch_costs_the_host_little() -> None:
-    """`python -m pagedkv.bench.gpu.launch` checks the limit of 10 us; a busy test machine may take six times that."""
+    """`python -m pagedkv.bench.gpu.launch` checks the limits; a busy test machine may take six times as long."""
     rows = launch.measured(repetitions=5)
     print(*(f"{row['best']:.1f} us {row['what']}" for row in rows), sep="\n")
-    assert len(rows) == 8
-    assert all(0 < row["best"] < 6 * launch.LIMIT for row in rows)
+    assert len(rows) == 10
+    assert all(0 < row["best"] < 6 * (row["limit"] or 100) for row in rows)
 
 
 def test_pieces_are_merged_by_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:

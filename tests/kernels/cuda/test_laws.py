@@ -234,7 +234,7 @@ def test_a_soft_cap_beyond_every_score_changes_nothing(softcap: float) -> None:
 
 @pytest.mark.parametrize("word", [1, 16])
 def test_many_copies_go_through_a_scratch_buffer_of_bounded_size(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "MOST_ROOM", 100_000)
+    monkeypatch.setattr(moves, "MOST_SCRATCH", 100_000)
     width = 200 * word + (word == 1)
     pool = torch.randint(0, 255, (3000, width), dtype=torch.uint8)
     sources = torch.randperm(3000)

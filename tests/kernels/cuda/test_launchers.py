@@ -1,0 +1,213 @@
+"""A launcher serves each call with its own memory, and computes launches anew for each fact that they depend on."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pagedkv import KVLayer, bind_attention, bind_write
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import checks, cpu, reference, registry
+from pagedkv.kernels.args import AttentionCall, AttentionOptions, WriteCall
+from pagedkv.kernels.cuda import attention, moves
+from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS, AttentionLauncher
+from tests.cases import Case
+from tests.kernels import conftest
+from tests.kernels.cuda import backend
+from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
+from tests.kernels.cuda.test_driver import Recorder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CASE = Case(q_lens=(1, 1), kv_lens=(300, 77), heads=(4, 2), dims=(64, 64), dtype="bfloat16")
+POOL = ("k", "v", "k_scale", "v_scale")
+unbound = conftest.unbound
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
+needs_extension = pytest.mark.skipif(cpu._cpu is None, reason="the extension serves bound calls")
+
+
+def changed(call: AttentionCall, **fields: object) -> AttentionCall:
+    return AttentionCall(*(fields.get(name, getattr(call, name)) for name in call.__slots__))  # type: ignore[arg-type]
+
+
+def shifted(x: Tensor, elements: int) -> Tensor:
+    """The same tensor, of the same strides, whose memory begins `elements` later than 64 bytes' alignment."""
+    room = torch.zeros(x.untyped_storage().nbytes() // x.element_size() + elements + 64, dtype=x.dtype)
+    begin = -room.data_ptr() // x.element_size() % (64 // x.element_size()) + elements
+    moved = room[begin:].as_strided(x.shape, x.stride())
+    return moved.copy_(x)
+
+
+def launcher_of(call: AttentionCall, machine: Any) -> AttentionLauncher:
+    """Return a launcher for calls on the layer of `call` with its options."""
+    rules = (call.scale, call.causal, call.window, call.softcap, call.sinks, call.alibi_slopes, call.split_tokens)
+    return AttentionLauncher(KVLayer(call.k, call.v, call.k_scale, call.v_scale), AttentionOptions(*rules), machine)
+
+
+def attended(call: AttentionCall, launcher: AttentionLauncher) -> tuple[Tensor, Tensor]:
+    machine: Any = launcher._machine
+    if isinstance(machine, Emulator):
+        machine._may_touch(*(getattr(call, name) for name in call.__slots__))
+    tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, call.max_seqlen_k)
+    call.out.fill_(torch.nan)
+    launcher(call.q, *tables, call.tree_mask, call.out, call.lse)
+    return call.out.clone(), call.lse.clone()
+
+
+CHANGES: dict[str, tuple[Case, Any]] = {
+    "queries begin where they cannot be read in fours": (CASE, lambda call: {"q": shifted(call.q, 1)}),
+    "queries have other strides": (CASE, lambda call: {"q": call.q.repeat(1, 2, 1)[:, ::2]}),
+    "results have other strides": (CASE, lambda call: {"out": call.out.repeat(1, 2, 1)[:, ::2]}),
+    "the page table is wider": (CASE, lambda call: {"block_table": call.block_table.repeat(1, 2)}),
+    "there is another sequence": (
+        CASE,
+        lambda call: {
+            "seq_lens": call.seq_lens[[0, 1, 1]],
+            "block_table": call.block_table[[0, 1, 1]],
+            "cu_seqlens_q": torch.arange(4).int(),
+            "q": call.q[[0, 1, 1]],
+            "out": call.out[[0, 1, 1]],
+            "lse": call.lse[[0, 1, 1]],
+        },
+    ),
+    "a sequence grew by more chunks": (
+        replace(CASE, q_lens=(1,), kv_lens=(300,), split_tokens=16),
+        lambda call: {"seq_lens": torch.full_like(call.seq_lens, 30), "max_seqlen_k": 30},
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("back", [False, True])
+def test_launches_follow_each_fact_that_they_depend_on(change: str, back: bool) -> None:
+    """Both orders: the launches of the first call must not serve the second."""
+    case, fields = CHANGES[change]
+    first = call_of(case.build())
+    first = changed(first, q=shifted(first.q, 0))
+    second = changed(first, **fields(first))
+    calls = (second, first) if back else (first, second)
+    launcher = launcher_of(first, Emulator(8))
+    for call in (*calls, calls[0]):
+        found, expected = attended(call, launcher), attended(call, launcher_of(call, Emulator(8)))
+        assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+    assert len(launcher._launches) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("moved", ["k_new", "v_new"])
+def test_a_write_is_launched_for_its_own_memory(moved: str) -> None:
+    built = replace(CASE, kv="int8/token_head").build()
+    k, v = (shifted(torch.randn(2, 2, 64).bfloat16(), 0) for _ in range(2))
+    layer, slots, machine = built.layer, built.batch.slots, Emulator()
+    launcher = moves.WriteLauncher(layer, None, machine)
+    aligned = {"k_new": k, "v_new": v}
+    for new in (aligned, aligned | {moved: shifted(aligned[moved], 1)}, aligned):
+        pool = [x.clone() for x in (layer.k, layer.v, layer.k_scale, layer.v_scale) if x is not None]
+        right = WriteCall(new["k_new"], new["v_new"], *pool, slots, None, None, None, False)  # type: ignore[arg-type]
+        reference.write_kv(right)
+        machine._may_touch(*new.values(), layer.k, layer.v, layer.k_scale, layer.v_scale, slots)
+        launcher(new["k_new"], new["v_new"], slots, None)
+        assert torch.equal(layer.k, right.k)
+        assert torch.equal(layer.v, right.v)
+    assert len(launcher._launches) == 2
+
+
+@needs_compiler
+def test_rows_of_values_that_lie_in_rows_of_keys_are_written_after_them() -> None:
+    pool = torch.zeros(4, 16, 1, 128).bfloat16()
+    k, v = torch.ones(2, 1, 128).bfloat16(), torch.full((2, 1, 64), 2.0).bfloat16()
+    slots, machine = torch.tensor([3, 40]), Emulator()
+    for values in (torch.zeros(4, 16, 1, 128).bfloat16()[..., :64], pool[..., :64]):
+        machine.write_kv(WriteCall(k, v, pool, values, None, None, slots, None, None, None, False))
+    assert len(machine.launches) == 3
+    assert (pool.view(64, 128)[slots, :64] == 2).all()
+    assert (pool.view(64, 128)[slots, 64:] == 1).all()
+
+
+def test_threads_share_a_launcher_and_each_launches_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, call = Recorder(monkeypatch), call_of(CASE.build())
+    calls = [changed(call, q=shifted(call.q, by)) for by in (0, 4) * 3]
+    seen: list[tuple[int, int]] = []
+
+    def launch(kernel: Any, blocks: int, params: bytes, *, early: bool = False) -> None:
+        fields = dict(zip(PARAMS, LAYOUT.unpack(params), strict=True))
+        seen.append((fields["q"], fields["q_vectors"]))
+
+    monkeypatch.setattr(recorder.driver, "launch", launch)
+    together, launcher = threading.Barrier(len(calls)), launcher_of(call, recorder.driver)
+
+    def attend(each: AttentionCall) -> None:
+        together.wait()
+        for _ in range(50):
+            attended(each, launcher)
+
+    threads = [threading.Thread(target=attend, args=(each,)) for each in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 300
+    assert set(seen) == {(each.q.data_ptr(), int(each.q.data_ptr() % 8 == 0)) for each in calls}
+
+
+def test_launches_are_computed_once_and_do_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    own = attention.launches_of
+    monkeypatch.setattr(attention, "launches_of", lambda *given: made.append(found := own(*given)) or found)
+    monkeypatch.setattr(attention, "MOST_LAUNCHES", 3)
+    recorder, call = Recorder(monkeypatch), call_of(CASE.build())
+    launcher = launcher_of(call, recorder.driver)
+    for _ in range(3):
+        attended(call, launcher)
+    assert (len(made), len(recorder.launches)) == (1, 3)
+    for width in range(1, 9):
+        attended(changed(call, block_table=call.block_table.repeat(1, width)), launcher)
+        assert len(launcher._launches) <= 3
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, unbound: None) -> list[object]:
+    """The calls that the operator checked since; "auto" chooses the emulator."""
+    monkeypatch.setattr(registry, "KERNELS", (backend.KERNEL, *registry.KERNELS))
+    seen: list[object] = []
+    for name in ("attention", "write"):
+        check = getattr(checks, name)
+        monkeypatch.setattr(checks, name, lambda call, check=check: (seen.append(call), check(call)))
+    return seen
+
+
+@needs_compiler
+@needs_extension
+@pytest.mark.parametrize("name", [None, "cuda-emulated"])
+def test_bound_calls_are_served_by_the_emulator(name: str | None, emulated: list[object]) -> None:
+    built, launched = CASE.build(), len(backend.machine.launches)
+    attend, store = bind_attention(built.layer, backend=name), bind_write(built.layer, backend=name)
+    q, k, slots = torch.randn_like(built.q), torch.randn(2, 2, 64).bfloat16(), built.batch.slots
+    store(k, k * 2, built.batch)
+    out, lse = attend(q, built.batch, return_lse=True)
+    into = torch.empty_like(out)
+    assert attend(q, built.batch, out=into) is into
+    assert (len(emulated), len(backend.machine.launches)) == (0, launched + 3)
+    expected = call_of(built._replace(q=q))
+    Emulator().attend(expected)
+    for mine, other in ((out, expected.out), (into, expected.out), (lse, expected.lse)):
+        assert torch.equal(mine, other)
+    S = built.layer.k.shape[1]
+    assert torch.equal(built.layer.k[slots // S, slots % S], k)
+    assert torch.equal(built.layer.v[slots // S, slots % S], k * 2)
+
+
+@needs_compiler
+@needs_extension
+def test_an_objection_of_a_launcher_reaches_the_caller_of_a_bound_call(emulated: list[object]) -> None:
+    built = CASE.build()
+    attend = bind_attention(KVLayer(shifted(built.layer.k, 1), built.layer.v))
+    with pytest.raises(InvalidRequest, match="no multiple of 4 bytes; align the strides"):
+        attend(built.q, built.batch)
+    assert not emulated
