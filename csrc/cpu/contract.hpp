@@ -37,11 +37,11 @@ struct Unit {
     int64_t group;                     // units of one group hold the same rows; the last to arrive merges their states
 };
 
-// Sizes of a state of online softmax, of decoded and of packed vectors, in floats, and of all of a thread's room, in bytes. Rows are
+// Sizes of a state of online softmax, of decoded and of packed vectors, in floats, and of all of a thread's scratch, in bytes. Rows are
 // [kv head][query][head of group].
 //
 //     state    o [rows, Dv padded], m [rows], l [rows]        o = sum of exp(s - m) v, l = sum of exp(s - m)
-struct Room {
+struct Scratch {
     int64_t rows, Dp, Dvp, state_floats, decoded, packed, bytes;
 };
 
@@ -72,8 +72,8 @@ struct States {
 struct Isa {
     const char* name;
     bool (*supported)();
-    void (*attend)(const Attention&, const Unit&, const Room&, char* room);
-    void (*merge)(const Attention&, const Unit& first, int64_t parts, const Room&, char* room);  // of consecutive partials
+    void (*attend)(const Attention&, const Unit&, const Scratch&, char* memory);
+    void (*merge)(const Attention&, const Unit& first, int64_t parts, const Scratch&, char* memory);  // of consecutive partials
     void (*write)(const Write&, int64_t first, int64_t end);
     void (*merge_states)(const States&, int64_t first, int64_t end);  // rows (token, head)
     uint64_t (*read)(const char* base, const int64_t* offsets, int64_t count, int64_t bytes);  // a benchmark's ceiling

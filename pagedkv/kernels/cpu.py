@@ -51,7 +51,7 @@ def objections(case: Case) -> list[str]:
 
 
 _SUBJECTS: Final = {"paged_attention": "q", "write_kv": "k", "merge_states": "out"}
-_LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in write.hpp
+_LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in write.inc
 
 
 def isa() -> str:

@@ -6,5 +6,5 @@
 #define PAGEDKV_SUPPORTED                                                                                              \
     (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&  \
      __builtin_cpu_supports("avx512vl"))
-#include "instruction_set.hpp"
+#include "instruction_set.inc"
 #endif

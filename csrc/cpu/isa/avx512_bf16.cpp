@@ -8,5 +8,5 @@
     (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&  \
      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16") &&                                       \
      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"))
-#include "instruction_set.hpp"
+#include "instruction_set.inc"
 #endif
