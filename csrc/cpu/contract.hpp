@@ -19,22 +19,22 @@ struct View {
 struct Attention {
     Dtype q_type, kv_type;
     int64_t B, H, K, D, Dv, S;
-    View q, k, v, out;                 // q [T, H, D], k and v [F, S, K, *], out [T, H, Dv]
-    View k_scale, v_scale;             // float32 [F, S, K]; one scale has strides 0; data is null for none
-    View table, rows, lse, tree;       // int32 [A, P], int32 [B] or null, float32 [T, H], bool [T, *] or null
-    View sinks, slopes;                // float32 [H] or null
+    View q, k, v, out;  // q [T, H, D], k and v [F, S, K, *], out [T, H, Dv]
+    View k_scale, v_scale;  // float32 [F, S, K]; one scale has strides 0; data is null for none
+    View table, rows, lse, tree;  // int32 [A, P], int32 [B] or null, float32 [T, H], bool [T, *] or null
+    View sinks, slopes;  // float32 [H] or null
     const int32_t *seq_lens, *cu_seqlens_q;
     float scale, softcap;
     bool causal;
-    int64_t window, split_tokens;      // 0 for none
+    int64_t window, split_tokens;  // 0 for none
 };
 
 // Queries [i0, i1) and kv heads [k0, k1) of sequence b, over the keys of chunks [c0, c1). A chunk is `chunk` keys; chunk c begins at key
 // c * chunk. `partial` is where the unit leaves its state if others hold the rest of its keys, null if the unit finishes its rows itself.
 struct Unit {
     int64_t b, i0, i1, k0, k1, c0, c1, chunk;
-    float* partial;                    // one state per chunk
-    int64_t group;                     // units of one group hold the same rows; the last to arrive merges their states
+    float* partial;  // one state per chunk
+    int64_t group;  // units of one group hold the same rows; the last to arrive merges their states
 };
 
 // Sizes of a state of online softmax, of decoded and of packed vectors, in floats, and of all of a thread's scratch, in bytes. Rows are
@@ -45,35 +45,37 @@ struct Scratch {
     int64_t rows, Dp, Dvp, state_floats, decoded, packed, bytes;
 };
 
-constexpr int64_t TILE = 128;          // keys whose scores exist at a time
-constexpr int64_t AT_ONCE = 32;        // keys decoded or packed at a time; columns of values packed at a time
-constexpr int64_t PADDING = 32;        // head dims are padded to a multiple of it inside a unit
+constexpr int64_t TILE = 128;  // keys whose scores exist at a time
+constexpr int64_t AT_ONCE = 32;  // keys decoded or packed at a time; columns of values packed at a time
+constexpr int64_t PADDING = 32;  // head dims are padded to a multiple of it inside a unit
 constexpr int64_t MAX_LANES = 16;
 
 struct Write {
     Dtype new_type, kv_type;
     int64_t K, D, S;
-    View fresh, pool, scale;           // fresh [T, K, D], pool [F, S, K, D], scale as in Attention
+    View fresh, pool, scale;  // fresh [T, K, D], pool [F, S, K, D], scale as in Attention
     bool scale_per_token_head;
-    const char* slots;                 // int64 [T]
+    const char* slots;  // int64 [T]
     int64_t slots_stride;
-    View cos, sin, positions;          // float32 [*, half] and int64 [T], if vectors are turned by the angles of their token's position
-    int64_t half;                      // pairs that are turned: (i, half + i), or (2i, 2i + 1) if interleaved; 0 for none
+    View cos, sin,
+        positions;  // float32 [*, half] and int64 [T], if vectors are turned by the angles of their token's position
+    int64_t half;  // pairs that are turned: (i, half + i), or (2i, 2i + 1) if interleaved; 0 for none
     bool interleaved;
 };
 
 struct States {
-    Dtype type;                        // of out
+    Dtype type;  // of out
     int64_t T, H, Dv;
-    View out_a, lse_a, out_b, lse_b;   // out [T, H, Dv], lse float32 [T, H]
-    char *out, *lse;                   // likewise, without gaps
+    View out_a, lse_a, out_b, lse_b;  // out [T, H, Dv], lse float32 [T, H]
+    char *out, *lse;  // likewise, without gaps
 };
 
 struct Isa {
     const char* name;
     bool (*supported)();
     void (*attend)(const Attention&, const Unit&, const Scratch&, char* memory);
-    void (*merge)(const Attention&, const Unit& first, int64_t parts, const Scratch&, char* memory);  // of consecutive partials
+    void (*merge)(
+        const Attention&, const Unit& first, int64_t parts, const Scratch&, char* memory);  // of consecutive partials
     void (*write)(const Write&, int64_t first, int64_t end);
     void (*merge_states)(const States&, int64_t first, int64_t end);  // rows (token, head)
     uint64_t (*read)(const char* base, const int64_t* offsets, int64_t count, int64_t bytes);  // a benchmark's ceiling

@@ -23,10 +23,11 @@ namespace pagedkv {
 namespace {
 
 constexpr int64_t ROWS_PER_UNIT = 128;
-constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;          // q, o and scores of the rows of a tile stay in the second cache
-constexpr int64_t UNITS_PER_THREAD = 4, LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that one thread folds
-constexpr int64_t RUNS_PER_THREAD = 8;                      // of a bare read
-constexpr int64_t BYTES_PER_THREAD = 128 << 10;             // a thread more is not worth waking for less
+constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;  // q, o and scores of the rows of a tile stay in the second cache
+constexpr int64_t UNITS_PER_THREAD = 4,
+                  LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that one thread folds
+constexpr int64_t RUNS_PER_THREAD = 8;  // of a bare read
+constexpr int64_t BYTES_PER_THREAD = 128 << 10;  // a thread more is not worth waking for less
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -35,9 +36,12 @@ Scratch scratch_of(const Attention& a, const Unit& u) {
     scratch.rows = (u.k1 - u.k0) * (u.i1 - u.i0) * (a.H / a.K);
     scratch.Dp = round_up(a.D, PADDING), scratch.Dvp = round_up(a.Dv, PADDING);
     scratch.state_floats = round_up(scratch.rows * (scratch.Dvp + 2), 16);
-    scratch.decoded = std::max(AT_ONCE * scratch.Dp, TILE * scratch.Dvp), scratch.packed = AT_ONCE * std::max(scratch.Dp, TILE);
-    int64_t padded = (u.k1 - u.k0) * round_up((u.i1 - u.i0) * (a.H / a.K), 4), vectors = scratch.decoded + scratch.packed + scratch.Dp;
-    scratch.bytes = 4 * round_up(2 * scratch.state_floats + padded * (4 * MAX_LANES + TILE + scratch.Dp + scratch.Dvp) + vectors, 16);
+    scratch.decoded = std::max(AT_ONCE * scratch.Dp, TILE * scratch.Dvp),
+    scratch.packed = AT_ONCE * std::max(scratch.Dp, TILE);
+    int64_t padded = (u.k1 - u.k0) * round_up((u.i1 - u.i0) * (a.H / a.K), 4),
+            vectors = scratch.decoded + scratch.packed + scratch.Dp;
+    scratch.bytes = 4 *
+        round_up(2 * scratch.state_floats + padded * (4 * MAX_LANES + TILE + scratch.Dp + scratch.Dvp) + vectors, 16);
     return scratch;
 }
 
@@ -99,8 +103,10 @@ void whole_units(const Attention& a, Partition& partition) {
 int64_t parts_of(const Unit& u, const Span& span, const Partition& partition, int threads) {
     if (threads == 1) return 1;
     int64_t cost = (span.high - span.low) * (u.k1 - u.k0) * (u.i1 - u.i0);
-    int64_t most = threads * UNITS_PER_THREAD, target = std::max<int64_t>(1, (partition.cost + most - 1) / most);  // rounded up: no part too many
-    return std::clamp<int64_t>((cost + target - 1) / target, 1, std::max<int64_t>(1, (span.high - span.low) / LEAST_CHUNK));
+    int64_t most = threads * UNITS_PER_THREAD,
+            target = std::max<int64_t>(1, (partition.cost + most - 1) / most);  // rounded up: no part too many
+    return std::clamp<int64_t>(
+        (cost + target - 1) / target, 1, std::max<int64_t>(1, (span.high - span.low) / LEAST_CHUNK));
 }
 
 void cut_keys(const Attention& a, Partition& partition, int threads) {
@@ -109,9 +115,11 @@ void cut_keys(const Attention& a, Partition& partition, int threads) {
     for (Unit u : whole) {
         Span span = span_of(a, u.b, u.i0, u.i1);
         int64_t parts = parts_of(u, span, partition, threads);
-        if (whole.size() == 1 && parts > threads) parts -= parts % threads;  // the last would be computed by one thread alone
+        if (whole.size() == 1 && parts > threads)
+            parts -= parts % threads;  // the last would be computed by one thread alone
         if (a.split_tokens) u.chunk = a.split_tokens;
-        else if (parts > 1) u.chunk = round_up((span.high - span.low + parts - 1) / parts, a.S <= LEAST_CHUNK ? a.S : 1);
+        else if (parts > 1)
+            u.chunk = round_up((span.high - span.low + parts - 1) / parts, a.S <= LEAST_CHUNK ? a.S : 1);
         u.c0 = span.low / u.chunk, u.c1 = std::max(u.c0 + 1, (span.high + u.chunk - 1) / u.chunk);
         int64_t chunks = u.c1 - u.c0, first = u.c0, end = u.c1, per_unit = (chunks + parts - 1) / parts;
         if (parts == 1 || chunks == 1) {
@@ -119,7 +127,8 @@ void cut_keys(const Attention& a, Partition& partition, int threads) {
             continue;
         }
         u.group = static_cast<int64_t>(partition.groups.size());
-        partition.groups.push_back({static_cast<int64_t>(partition.units.size()), (chunks + per_unit - 1) / per_unit, chunks});
+        partition.groups.push_back(
+            {static_cast<int64_t>(partition.units.size()), (chunks + per_unit - 1) / per_unit, chunks});
         for (int64_t c = first; c < end; c += per_unit) {
             u.c0 = c, u.c1 = std::min(end, c + per_unit);
             partition.units.push_back(u);
@@ -147,7 +156,8 @@ void run_attention(const Isa& isa, const Attention& a, int threads) {
     threads = static_cast<int>(std::clamp<int64_t>(partition.cost * (a.D + a.Dv) * 2 / BYTES_PER_THREAD, 1, threads));
     cut_keys(a, partition, threads);
     place_partials(a, partition, reinterpret_cast<float*>(partials.of(4 * partition.partial_floats)));
-    int64_t scratch_bytes = round_up(partition.scratch_bytes, 4096) + 256, count = static_cast<int64_t>(partition.units.size());
+    int64_t scratch_bytes = round_up(partition.scratch_bytes, 4096) + 256,
+            count = static_cast<int64_t>(partition.units.size());
     char* memory = scratches.of(scratch_bytes * threads);
     std::vector<std::atomic<int64_t>> arrived(partition.groups.size());
     for (auto& counter : arrived) counter = 0;
@@ -186,8 +196,11 @@ void run_merge(const Isa& isa, const States& s, int threads) {
     run_evenly(rows, threads, [&](int64_t first, int64_t end) { isa.merge_states(s, first, end); });
 }
 
-void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies, int64_t copies_stride, int64_t count, int threads) {
-    const auto frame = [&](int64_t i, int side) { return reinterpret_cast<const int32_t*>(copies + i * copies_stride)[side]; };
+void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies, int64_t copies_stride, int64_t count,
+    int threads) {
+    const auto frame = [&](int64_t i, int side) {
+        return reinterpret_cast<const int32_t*>(copies + i * copies_stride)[side];
+    };
     std::unordered_set<int32_t> written;
     for (int64_t i = 0; i < count; i++) written.insert(frame(i, 1));
     std::vector<const char*> from(static_cast<size_t>(count));
@@ -199,7 +212,8 @@ void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies,
     }
     threads = static_cast<int>(std::clamp<int64_t>(count * bytes / BYTES_PER_THREAD, 1, threads));
     run_evenly(count, threads, [&](int64_t first, int64_t end) {
-        for (int64_t i = first; i < end; i++) std::memcpy(frames + frame(i, 1) * stride, from[static_cast<size_t>(i)], static_cast<size_t>(bytes));
+        for (int64_t i = first; i < end; i++)
+            std::memcpy(frames + frame(i, 1) * stride, from[static_cast<size_t>(i)], static_cast<size_t>(bytes));
     });
 }
 
@@ -208,7 +222,8 @@ uint64_t run_read(const Isa& isa, const char* base, const int64_t* offsets, int6
     std::atomic<int64_t> next{0};
     run_team(threads, [&](int) {
         int64_t runs = std::max<int64_t>(1, count / (threads * RUNS_PER_THREAD));
-        for (int64_t i; (i = next.fetch_add(runs)) < count;) sum ^= isa.read(base, offsets + i, std::min(runs, count - i), bytes);
+        for (int64_t i; (i = next.fetch_add(runs)) < count;)
+            sum ^= isa.read(base, offsets + i, std::min(runs, count - i), bytes);
     });
     return sum;
 }

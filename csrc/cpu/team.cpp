@@ -33,7 +33,9 @@ int take(dl_phdr_info* library, void* found) {
     return parallel != nullptr;
 }
 
-int of_torch(dl_phdr_info* library, size_t, void* found) { return is_named(library->dlpi_name, "libtorch_cpu") ? take(library, found) : 0; }
+int of_torch(dl_phdr_info* library, size_t, void* found) {
+    return is_named(library->dlpi_name, "libtorch_cpu") ? take(library, found) : 0;
+}
 
 int of_any(dl_phdr_info* library, size_t, void* found) {
     for (const char* name : {"libgomp", "libomp", "libiomp5"})
@@ -78,15 +80,19 @@ void run_team(int threads, const std::function<void(int)>& work) {
     if (threads <= 1) return work(0);
     if (Parallel parallel = openmp()) {
         Shared shared{work};
-        parallel([](void* data) { Shared* s = static_cast<Shared*>(data); s->work(s->next++); }, &shared, static_cast<unsigned>(threads), 0);
+        parallel(
+            [](void* data) {
+                Shared* s = static_cast<Shared*>(data);
+                s->work(s->next++);
+            },
+            &shared, static_cast<unsigned>(threads), 0);
         return;
     }
     std::vector<std::thread> others;
     others.reserve(static_cast<size_t>(threads));
     try {
         for (int i = 1; i < threads; i++) others.emplace_back(work, i);
-    } catch (const std::system_error&) {
-    }  // no more threads to be had
+    } catch (const std::system_error&) {}  // no more threads to be had
     work(0);
     for (std::thread& other : others) other.join();
 }
