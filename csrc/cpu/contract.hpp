@@ -1,7 +1,8 @@
-// What the parts of the CPU backend say to one another: a call, a unit of its work, one instruction set's functions. Plain data only.
+// The contract between the parts of the CPU backend: a call, a unit of its work, the functions of one instruction set.
+// Plain data only.
 //
-// This header is seen by every instruction set's source and holds no function with a body that could be shared: a copy compiled
-// for AVX-512 that the linker hands to the portable code would be an illegal instruction on an old machine.
+// Every instruction set's source includes this header, so it holds no function with a body that could be shared: if the
+// linker handed a copy compiled for AVX-512 to the portable code, an old machine would meet an illegal instruction.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@ namespace pagedkv {
 
 enum class Dtype : int { f32, bf16, f16, e4m3, e5m2, i8, i4 };
 
-// A strided view; strides in bytes, so that int4 needs no exception. Letters as in pagedkv/kernels/args.py.
+// A strided view. Strides are in bytes, so that int4 needs no exception. Letters as in pagedkv/kernels/args.py.
 struct View {
     char* data = nullptr;
     int64_t stride[3] = {0, 0, 0};
@@ -29,16 +30,17 @@ struct Attention {
     int64_t window, split_tokens;  // 0 for none
 };
 
-// Queries [i0, i1) and kv heads [k0, k1) of sequence b, over the keys of chunks [c0, c1). A chunk is `chunk` keys; chunk c begins at key
-// c * chunk. `partial` is where the unit leaves its state if others hold the rest of its keys, null if the unit finishes its rows itself.
+// Queries [i0, i1) and kv heads [k0, k1) of sequence b, over the keys of chunks [c0, c1). A chunk is `chunk` keys;
+// chunk c begins at key c * chunk. A unit whose rows have keys in other units leaves its state in `partial`; null if it
+// has all keys.
 struct Unit {
     int64_t b, i0, i1, k0, k1, c0, c1, chunk;
     float* partial;  // one state per chunk
-    int64_t group;  // units of one group hold the same rows; the last to arrive merges their states
+    int64_t group;  // units of one group hold the same rows; the unit that finishes last merges their states
 };
 
-// Sizes of a state of online softmax, of decoded and of packed vectors, in floats, and of all of a thread's scratch, in bytes. Rows are
-// [kv head][query][head of group].
+// Sizes of one thread's scratch memory: of a state of online softmax, of decoded and of packed vectors, in floats, and
+// of all together, in bytes. Rows are [kv head][query][head of group].
 //
 //     state    o [rows, Dv padded], m [rows], l [rows]        o = sum of exp(s - m) v, l = sum of exp(s - m)
 struct Scratch {
@@ -58,8 +60,8 @@ struct Write {
     const char* slots;  // int64 [T]
     int64_t slots_stride;
     View cos, sin,
-        positions;  // float32 [*, half] and int64 [T], if vectors are turned by the angles of their token's position
-    int64_t half;  // pairs that are turned: (i, half + i), or (2i, 2i + 1) if interleaved; 0 for none
+        positions;  // float32 [*, half] and int64 [T], if RoPE rotates the vectors
+    int64_t half;  // pairs that RoPE rotates: (i, half + i), or (2i, 2i + 1) if interleaved; 0 for none
     bool interleaved;
 };
 
@@ -67,7 +69,7 @@ struct States {
     Dtype type;  // of out
     int64_t T, H, Dv;
     View out_a, lse_a, out_b, lse_b;  // out [T, H, Dv], lse float32 [T, H]
-    char *out, *lse;  // likewise, without gaps
+    char *out, *lse;  // of the same shapes, contiguous
 };
 
 struct Isa {

@@ -1,12 +1,14 @@
 // From a call to units of work, and from units to threads.
 //
-//     sequence -> tiles of queries (up to 256 rows of one kv head) -> groups of kv heads (up to 128 rows) -> runs of chunks of keys
+//     sequence -> tiles of queries (up to 256 rows of one kv head) -> groups of kv heads (up to 128 rows)
+//              -> runs of chunks of keys
 //
-// A decode step's tile is one query with all kv heads, so that a unit walks whole frames. Keys are cut only where there are too few units
-// to keep every thread busy to the end: then a unit leaves partial states, and the last of its group to arrive folds them, in the order of
-// their keys. With split_tokens the chunks are given, and a unit folds its own: the same sums in the same order, whoever computes them,
-// so neither the rest of the batch nor the number of threads changes a bit.
-// Units are taken from a common counter, the dearest first where their costs differ much (causal tiles: the last one sees most keys).
+// A decode step's tile is one query with all kv heads, so that a unit walks whole frames. Keys are cut only where there
+// are too few units to keep every thread busy to the end: then a unit leaves partial states, and the unit of its group
+// that finishes last folds them, in the order of their keys. With split_tokens the chunks are given, and a unit folds
+// its own: the same sums in the same order on every thread, so neither the rest of the batch nor the number of threads
+// changes a bit. Threads take units from a common counter, the most expensive first where costs differ much (causal
+// tiles: the last tile sees most keys).
 #include "schedule.hpp"
 
 #include <algorithm>
@@ -23,11 +25,11 @@ namespace pagedkv {
 namespace {
 
 constexpr int64_t ROWS_PER_UNIT = 128;
-constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;  // q, o and scores of the rows of a tile stay in the second cache
+constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;  // so that q, o and scores of a tile's rows stay in L2
 constexpr int64_t UNITS_PER_THREAD = 4,
                   LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that one thread folds
 constexpr int64_t RUNS_PER_THREAD = 8;  // of a bare read
-constexpr int64_t BYTES_PER_THREAD = 128 << 10;  // a thread more is not worth waking for less
+constexpr int64_t BYTES_PER_THREAD = 128 << 10;  // less work than this is not worth another thread
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -45,7 +47,7 @@ Scratch scratch_of(const Attention& a, const Unit& u) {
     return scratch;
 }
 
-// Grows and never shrinks: a step needs as much as the last, and fresh pages cost more than the work.
+// Scratch memory that grows and never shrinks: the next step needs as much, and fresh pages cost more than the work.
 struct Memory {
     std::unique_ptr<char, decltype(&std::free)> held{nullptr, std::free};
     int64_t size = 0;
@@ -69,7 +71,7 @@ struct Partition {
     int64_t partial_floats = 0, scratch_bytes = 0, cost = 0;
 };
 
-struct Span {  // of keys that some queries can see
+struct Span {  // the keys that some queries can see
     int64_t low, high;
 };
 
@@ -80,7 +82,7 @@ Span span_of(const Attention& a, int64_t b, int64_t i0, int64_t i1) {
     return {std::min(low, std::max<int64_t>(high, 0)), std::max<int64_t>(high, 0)};
 }
 
-// All units that hold whole rows; keys are not cut yet.
+// Make the units that hold whole rows; keys are not cut yet.
 void whole_units(const Attention& a, Partition& partition) {
     int64_t G = a.H / a.K, per_tile = std::max<int64_t>(1, (a.D + a.Dv > MANY_DIMS ? MOST_ROWS / 2 : MOST_ROWS) / G);
     for (int64_t b = 0; b < a.B; b++) {
@@ -99,12 +101,12 @@ void whole_units(const Attention& a, Partition& partition) {
     }
 }
 
-// Into how many units the keys of `u` are cut.
+// The number of units into which the keys of `u` are cut.
 int64_t parts_of(const Unit& u, const Span& span, const Partition& partition, int threads) {
     if (threads == 1) return 1;
     int64_t cost = (span.high - span.low) * (u.k1 - u.k0) * (u.i1 - u.i0);
     int64_t most = threads * UNITS_PER_THREAD,
-            target = std::max<int64_t>(1, (partition.cost + most - 1) / most);  // rounded up: no part too many
+            target = std::max<int64_t>(1, (partition.cost + most - 1) / most);  // rounded up: no superfluous part
     return std::clamp<int64_t>(
         (cost + target - 1) / target, 1, std::max<int64_t>(1, (span.high - span.low) / LEAST_CHUNK));
 }
@@ -116,7 +118,7 @@ void cut_keys(const Attention& a, Partition& partition, int threads) {
         Span span = span_of(a, u.b, u.i0, u.i1);
         int64_t parts = parts_of(u, span, partition, threads);
         if (whole.size() == 1 && parts > threads)
-            parts -= parts % threads;  // the last would be computed by one thread alone
+            parts -= parts % threads;  // the last part would be computed by one thread alone
         if (a.split_tokens) u.chunk = a.split_tokens;
         else if (parts > 1)
             u.chunk = round_up((span.high - span.low + parts - 1) / parts, a.S <= LEAST_CHUNK ? a.S : 1);
@@ -176,7 +178,7 @@ void run_attention(const Isa& isa, const Attention& a, int threads) {
     });
 }
 
-// Cuts 0 .. count - 1 into one run per thread: for work that is the same everywhere.
+// Cut 0 .. count - 1 into one run per thread: for work that costs the same everywhere.
 static void run_evenly(int64_t count, int threads, const std::function<void(int64_t, int64_t)>& work) {
     std::atomic<int> next{0};  // not the team's index: it may have fewer threads than runs
     run_team(threads, [&](int) {
@@ -204,7 +206,7 @@ void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies,
     std::unordered_set<int32_t> written;
     for (int64_t i = 0; i < count; i++) written.insert(frame(i, 1));
     std::vector<const char*> from(static_cast<size_t>(count));
-    std::vector<std::vector<char>> saved;  // sources that are destinations too
+    std::vector<std::vector<char>> saved;  // sources that are also destinations
     for (int64_t i = 0; i < count; i++) {
         const char* source = frames + frame(i, 0) * stride;
         if (written.count(frame(i, 0))) source = saved.emplace_back(source, source + bytes).data();

@@ -1,4 +1,4 @@
-// From a call to units of work, and from units to threads. What each function does: schedule.cpp.
+// From a call to units of work, and from units to threads: see schedule.cpp.
 #pragma once
 
 #include "contract.hpp"

@@ -1,4 +1,4 @@
-// See team.hpp. Nothing here is linked against an OpenMP runtime: it is looked up among the libraries of the process.
+// See team.hpp. This file links against no OpenMP runtime: it looks one up among the libraries of the process.
 #include "team.hpp"
 
 #include <dlfcn.h>
@@ -25,7 +25,8 @@ bool is_named(const char* path, const char* prefix) {
     return !std::strncmp(name ? name + 1 : path, prefix, std::strlen(prefix));
 }
 
-// GOMP_parallel of a library, or of those it was linked with. LLVM's and Intel's runtimes offer GNU's entry too.
+// Find GOMP_parallel in a library or in the libraries that it was linked with. LLVM's and Intel's runtimes offer GNU's
+// entry point, too.
 int take(dl_phdr_info* library, void* found) {
     void* handle = dlopen(library->dlpi_name, RTLD_LAZY | RTLD_NOLOAD);
     void* parallel = handle ? dlsym(handle, "GOMP_parallel") : nullptr;
@@ -43,8 +44,9 @@ int of_any(dl_phdr_info* library, size_t, void* found) {
     return 0;
 }
 
-// A process may hold several runtimes (scikit-learn brings its own): torch's is the one whose team is there already. Its calls go where the
-// loader bound them: to the first runtime that was loaded for all to see, and only else to the one that it was linked with.
+// A process may hold several runtimes (scikit-learn brings its own). The one to use is torch's, whose threads exist
+// already. The loader binds torch's calls to the first runtime that was loaded globally, and otherwise to the runtime
+// that torch was linked with.
 Parallel find() {
     Parallel parallel = nullptr;
     if (!dl_iterate_phdr(of_torch, &parallel)) {
@@ -62,7 +64,7 @@ Parallel find() { return nullptr; }
 #endif
 
 std::atomic<bool> forked{false};
-const int told_of_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
 Parallel openmp() {
     static const Parallel once = find();
@@ -92,7 +94,7 @@ void run_team(int threads, const std::function<void(int)>& work) {
     others.reserve(static_cast<size_t>(threads));
     try {
         for (int i = 1; i < threads; i++) others.emplace_back(work, i);
-    } catch (const std::system_error&) {}  // no more threads to be had
+    } catch (const std::system_error&) {}  // the system gives no more threads
     work(0);
     for (std::thread& other : others) other.join();
 }
