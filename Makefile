@@ -12,7 +12,7 @@ JOBS   ?= 2
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
-INPUTS := pyproject.toml setup.py $(wildcard csrc/cpu/*.?pp csrc/cpu/*/*.?pp)
+INPUTS := pyproject.toml setup.py $(wildcard csrc/cpu/*.* csrc/cpu/*/*.*)
 
 # One thread per worker: workers that each start a thread per core only wait for one another.
 PYTEST := OMP_NUM_THREADS=1 PAGEDKV_DEBUG=3 $(BIN)/python -m pytest --quiet --numprocesses=$(JOBS) --dist=worksteal

@@ -66,7 +66,7 @@ def extensions() -> list[Extension]:
         return []
     import pybind11
 
-    headers = sorted(path.as_posix() for path in Path("csrc/cpu").rglob("*.hpp"))
+    headers = sorted(path.as_posix() for end in ("hpp", "inc") for path in Path("csrc/cpu").rglob(f"*.{end}"))
     paths = {"include_dirs": [pybind11.get_include(), "csrc/cpu"], "depends": headers}
     return [
         Extension(

@@ -81,11 +81,12 @@ FLOORS = {
         "replay warm",
     ),
     "pagedkv.kernels": (
-        "args quant threads",
+        "args quant threads layout",
         "case checks",
         "reference registry",
         "cpu numba cuda triton",
-        "known",
+        "operators",
+        "bound",
         "ops",
     ),
 }

@@ -1,7 +1,8 @@
-// What the parts of the CPU backend say to one another: a call, a unit of its work, one instruction set's functions. Plain data only.
+// The contract between the parts of the CPU backend: a call, a unit of its work, the functions of one instruction set.
+// Plain data only.
 //
-// This header is seen by every instruction set's source and holds no function with a body that could be shared: a copy compiled
-// for AVX-512 that the linker hands to the portable code would be an illegal instruction on an old machine.
+// Every instruction set's source includes this header, so it holds no function with a body that could be shared: if the
+// linker handed a copy compiled for AVX-512 to the portable code, an old machine would meet an illegal instruction.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@ namespace pagedkv {
 
 enum class Dtype : int { f32, bf16, f16, e4m3, e5m2, i8, i4 };
 
-// A strided view; strides in bytes, so that int4 needs no exception. Letters as in pagedkv/kernels/args.py.
+// A strided view. Strides are in bytes, so that int4 needs no exception. Letters as in pagedkv/kernels/args.py.
 struct View {
     char* data = nullptr;
     int64_t stride[3] = {0, 0, 0};
@@ -19,61 +20,64 @@ struct View {
 struct Attention {
     Dtype q_type, kv_type;
     int64_t B, H, K, D, Dv, S;
-    View q, k, v, out;                 // q [T, H, D], k and v [F, S, K, *], out [T, H, Dv]
-    View k_scale, v_scale;             // float32 [F, S, K]; one scale has strides 0; data is null for none
-    View table, rows, lse, tree;       // int32 [A, P], int32 [B] or null, float32 [T, H], bool [T, *] or null
-    View sinks, slopes;                // float32 [H] or null
+    View q, k, v, out;  // q [T, H, D], k and v [F, S, K, *], out [T, H, Dv]
+    View k_scale, v_scale;  // float32 [F, S, K]; one scale has strides 0; data is null for none
+    View table, rows, lse, tree;  // int32 [A, P], int32 [B] or null, float32 [T, H], bool [T, *] or null
+    View sinks, slopes;  // float32 [H] or null
     const int32_t *seq_lens, *cu_seqlens_q;
     float scale, softcap;
     bool causal;
-    int64_t window, split_tokens;      // 0 for none
+    int64_t window, split_tokens;  // 0 for none
 };
 
-// Queries [i0, i1) and kv heads [k0, k1) of sequence b, over the keys of chunks [c0, c1). A chunk is `chunk` keys; chunk c begins at key
-// c * chunk. `partial` is where the unit leaves its state if others hold the rest of its keys, null if the unit finishes its rows itself.
+// Queries [i0, i1) and kv heads [k0, k1) of sequence b, over the keys of chunks [c0, c1). A chunk is `chunk` keys;
+// chunk c begins at key c * chunk. A unit whose rows have keys in other units leaves its state in `partial`; null if it
+// has all keys.
 struct Unit {
     int64_t b, i0, i1, k0, k1, c0, c1, chunk;
-    float* partial;                    // one state per chunk
-    int64_t group;                     // units of one group hold the same rows; the last to arrive merges their states
+    float* partial;  // one state per chunk
+    int64_t group;  // units of one group hold the same rows; the unit that finishes last merges their states
 };
 
-// Sizes of a state of online softmax, of decoded and of packed vectors, in floats, and of all of a thread's room, in bytes. Rows are
-// [kv head][query][head of group].
+// Sizes of one thread's scratch memory: of a state of online softmax, of decoded and of packed vectors, in floats, and
+// of all together, in bytes. Rows are [kv head][query][head of group].
 //
 //     state    o [rows, Dv padded], m [rows], l [rows]        o = sum of exp(s - m) v, l = sum of exp(s - m)
-struct Room {
+struct Scratch {
     int64_t rows, Dp, Dvp, state_floats, decoded, packed, bytes;
 };
 
-constexpr int64_t TILE = 128;          // keys whose scores exist at a time
-constexpr int64_t AT_ONCE = 32;        // keys decoded or packed at a time; columns of values packed at a time
-constexpr int64_t PADDING = 32;        // head dims are padded to a multiple of it inside a unit
+constexpr int64_t TILE = 128;  // keys whose scores exist at a time
+constexpr int64_t AT_ONCE = 32;  // keys decoded or packed at a time; columns of values packed at a time
+constexpr int64_t PADDING = 32;  // head dims are padded to a multiple of it inside a unit
 constexpr int64_t MAX_LANES = 16;
 
 struct Write {
     Dtype new_type, kv_type;
     int64_t K, D, S;
-    View fresh, pool, scale;           // fresh [T, K, D], pool [F, S, K, D], scale as in Attention
+    View fresh, pool, scale;  // fresh [T, K, D], pool [F, S, K, D], scale as in Attention
     bool scale_per_token_head;
-    const char* slots;                 // int64 [T]
+    const char* slots;  // int64 [T]
     int64_t slots_stride;
-    View cos, sin, positions;          // float32 [*, half] and int64 [T], if vectors are turned by the angles of their token's position
-    int64_t half;                      // pairs that are turned: (i, half + i), or (2i, 2i + 1) if interleaved; 0 for none
+    View cos, sin,
+        positions;  // float32 [*, half] and int64 [T], if RoPE rotates the vectors
+    int64_t half;  // pairs that RoPE rotates: (i, half + i), or (2i, 2i + 1) if interleaved; 0 for none
     bool interleaved;
 };
 
 struct States {
-    Dtype type;                        // of out
+    Dtype type;  // of out
     int64_t T, H, Dv;
-    View out_a, lse_a, out_b, lse_b;   // out [T, H, Dv], lse float32 [T, H]
-    char *out, *lse;                   // likewise, without gaps
+    View out_a, lse_a, out_b, lse_b;  // out [T, H, Dv], lse float32 [T, H]
+    char *out, *lse;  // of the same shapes, contiguous
 };
 
 struct Isa {
     const char* name;
     bool (*supported)();
-    void (*attend)(const Attention&, const Unit&, const Room&, char* room);
-    void (*merge)(const Attention&, const Unit& first, int64_t parts, const Room&, char* room);  // of consecutive partials
+    void (*attend)(const Attention&, const Unit&, const Scratch&, char* memory);
+    void (*merge)(
+        const Attention&, const Unit& first, int64_t parts, const Scratch&, char* memory);  // of consecutive partials
     void (*write)(const Write&, int64_t first, int64_t end);
     void (*merge_states)(const States&, int64_t first, int64_t end);  // rows (token, head)
     uint64_t (*read)(const char* base, const int64_t* offsets, int64_t count, int64_t bytes);  // a benchmark's ceiling

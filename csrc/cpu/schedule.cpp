@@ -1,12 +1,14 @@
 // From a call to units of work, and from units to threads.
 //
-//     sequence -> tiles of queries (up to 256 rows of one kv head) -> groups of kv heads (up to 128 rows) -> runs of chunks of keys
+//     sequence -> tiles of queries (up to 256 rows of one kv head) -> groups of kv heads (up to 128 rows)
+//              -> runs of chunks of keys
 //
-// A decode step's tile is one query with all kv heads, so that a unit walks whole frames. Keys are cut only where there are too few units
-// to keep every thread busy to the end: then a unit leaves partial states, and the last of its group to arrive folds them, in the order of
-// their keys. With split_tokens the chunks are given, and a unit folds its own: the same sums in the same order, whoever computes them,
-// so neither the rest of the batch nor the number of threads changes a bit.
-// Units are taken from a common counter, the dearest first where their costs differ much (causal tiles: the last one sees most keys).
+// A decode step's tile is one query with all kv heads, so that a unit walks whole frames. Keys are cut only where there
+// are too few units to keep every thread busy to the end: then a unit leaves partial states, and the unit of its group
+// that finishes last folds them, in the order of their keys. With split_tokens the chunks are given, and a unit folds
+// its own: the same sums in the same order on every thread, so neither the rest of the batch nor the number of threads
+// changes a bit. Threads take units from a common counter, the most expensive first where costs differ much (causal
+// tiles: the last tile sees most keys).
 #include "schedule.hpp"
 
 #include <algorithm>
@@ -23,25 +25,29 @@ namespace pagedkv {
 namespace {
 
 constexpr int64_t ROWS_PER_UNIT = 128;
-constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;          // q, o and scores of the rows of a tile stay in the second cache
-constexpr int64_t UNITS_PER_THREAD = 4, LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that one thread folds
-constexpr int64_t RUNS_PER_THREAD = 8;                      // of a bare read
-constexpr int64_t BYTES_PER_THREAD = 128 << 10;             // a thread more is not worth waking for less
+constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;  // so that q, o and scores of a tile's rows stay in L2
+constexpr int64_t UNITS_PER_THREAD = 4,
+                  LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that one thread folds
+constexpr int64_t RUNS_PER_THREAD = 8;  // of a bare read
+constexpr int64_t BYTES_PER_THREAD = 128 << 10;  // less work than this is not worth another thread
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-Room room_of(const Attention& a, const Unit& u) {
-    Room room{};
-    room.rows = (u.k1 - u.k0) * (u.i1 - u.i0) * (a.H / a.K);
-    room.Dp = round_up(a.D, PADDING), room.Dvp = round_up(a.Dv, PADDING);
-    room.state_floats = round_up(room.rows * (room.Dvp + 2), 16);
-    room.decoded = std::max(AT_ONCE * room.Dp, TILE * room.Dvp), room.packed = AT_ONCE * std::max(room.Dp, TILE);
-    int64_t padded = (u.k1 - u.k0) * round_up((u.i1 - u.i0) * (a.H / a.K), 4), vectors = room.decoded + room.packed + room.Dp;
-    room.bytes = 4 * round_up(2 * room.state_floats + padded * (4 * MAX_LANES + TILE + room.Dp + room.Dvp) + vectors, 16);
-    return room;
+Scratch scratch_of(const Attention& a, const Unit& u) {
+    Scratch scratch{};
+    scratch.rows = (u.k1 - u.k0) * (u.i1 - u.i0) * (a.H / a.K);
+    scratch.Dp = round_up(a.D, PADDING), scratch.Dvp = round_up(a.Dv, PADDING);
+    scratch.state_floats = round_up(scratch.rows * (scratch.Dvp + 2), 16);
+    scratch.decoded = std::max(AT_ONCE * scratch.Dp, TILE * scratch.Dvp),
+    scratch.packed = AT_ONCE * std::max(scratch.Dp, TILE);
+    int64_t padded = (u.k1 - u.k0) * round_up((u.i1 - u.i0) * (a.H / a.K), 4),
+            vectors = scratch.decoded + scratch.packed + scratch.Dp;
+    scratch.bytes = 4 *
+        round_up(2 * scratch.state_floats + padded * (4 * MAX_LANES + TILE + scratch.Dp + scratch.Dvp) + vectors, 16);
+    return scratch;
 }
 
-// Grows and never shrinks: a step needs as much as the last, and fresh pages cost more than the work.
+// Scratch memory that grows and never shrinks: the next step needs as much, and fresh pages cost more than the work.
 struct Memory {
     std::unique_ptr<char, decltype(&std::free)> held{nullptr, std::free};
     int64_t size = 0;
@@ -59,13 +65,13 @@ struct Group {
     int64_t first_unit, units, states;
 };
 
-struct Plan {
+struct Partition {
     std::vector<Unit> units;
     std::vector<Group> groups;
-    int64_t partial_floats = 0, room_bytes = 0, cost = 0;
+    int64_t partial_floats = 0, scratch_bytes = 0, cost = 0;
 };
 
-struct Span {  // of keys that some queries can see
+struct Span {  // the keys that some queries can see
     int64_t low, high;
 };
 
@@ -76,8 +82,8 @@ Span span_of(const Attention& a, int64_t b, int64_t i0, int64_t i1) {
     return {std::min(low, std::max<int64_t>(high, 0)), std::max<int64_t>(high, 0)};
 }
 
-// All units that hold whole rows; keys are not cut yet.
-void whole_units(const Attention& a, Plan& plan) {
+// Make the units that hold whole rows; keys are not cut yet.
+void whole_units(const Attention& a, Partition& partition) {
     int64_t G = a.H / a.K, per_tile = std::max<int64_t>(1, (a.D + a.Dv > MANY_DIMS ? MOST_ROWS / 2 : MOST_ROWS) / G);
     for (int64_t b = 0; b < a.B; b++) {
         int64_t m = a.cu_seqlens_q[b + 1] - a.cu_seqlens_q[b], tiles = (m + per_tile - 1) / per_tile;
@@ -87,53 +93,58 @@ void whole_units(const Attention& a, Plan& plan) {
             Span span = span_of(a, b, i0, i1);
             for (int64_t k0 = 0; k0 < a.K; k0 += heads) {
                 Unit u{b, i0, i1, k0, std::min(a.K, k0 + heads), 0, 1, std::max<int64_t>(1, span.high), nullptr, -1};
-                plan.units.push_back(u);
-                plan.cost += (span.high - span.low) * (u.k1 - u.k0) * (i1 - i0);
-                plan.room_bytes = std::max(plan.room_bytes, room_of(a, u).bytes);
+                partition.units.push_back(u);
+                partition.cost += (span.high - span.low) * (u.k1 - u.k0) * (i1 - i0);
+                partition.scratch_bytes = std::max(partition.scratch_bytes, scratch_of(a, u).bytes);
             }
         }
     }
 }
 
-// Into how many units the keys of `u` are cut.
-int64_t parts_of(const Unit& u, const Span& span, const Plan& plan, int threads) {
+// The number of units into which the keys of `u` are cut.
+int64_t parts_of(const Unit& u, const Span& span, const Partition& partition, int threads) {
     if (threads == 1) return 1;
     int64_t cost = (span.high - span.low) * (u.k1 - u.k0) * (u.i1 - u.i0);
-    int64_t most = threads * UNITS_PER_THREAD, target = std::max<int64_t>(1, (plan.cost + most - 1) / most);  // rounded up: no part too many
-    return std::clamp<int64_t>((cost + target - 1) / target, 1, std::max<int64_t>(1, (span.high - span.low) / LEAST_CHUNK));
+    int64_t most = threads * UNITS_PER_THREAD,
+            target = std::max<int64_t>(1, (partition.cost + most - 1) / most);  // rounded up: no superfluous part
+    return std::clamp<int64_t>(
+        (cost + target - 1) / target, 1, std::max<int64_t>(1, (span.high - span.low) / LEAST_CHUNK));
 }
 
-void cut_keys(const Attention& a, Plan& plan, int threads) {
+void cut_keys(const Attention& a, Partition& partition, int threads) {
     std::vector<Unit> whole;
-    whole.swap(plan.units);
+    whole.swap(partition.units);
     for (Unit u : whole) {
         Span span = span_of(a, u.b, u.i0, u.i1);
-        int64_t parts = parts_of(u, span, plan, threads);
-        if (whole.size() == 1 && parts > threads) parts -= parts % threads;  // the last would be computed by one thread alone
+        int64_t parts = parts_of(u, span, partition, threads);
+        if (whole.size() == 1 && parts > threads)
+            parts -= parts % threads;  // the last part would be computed by one thread alone
         if (a.split_tokens) u.chunk = a.split_tokens;
-        else if (parts > 1) u.chunk = round_up((span.high - span.low + parts - 1) / parts, a.S <= LEAST_CHUNK ? a.S : 1);
+        else if (parts > 1)
+            u.chunk = round_up((span.high - span.low + parts - 1) / parts, a.S <= LEAST_CHUNK ? a.S : 1);
         u.c0 = span.low / u.chunk, u.c1 = std::max(u.c0 + 1, (span.high + u.chunk - 1) / u.chunk);
         int64_t chunks = u.c1 - u.c0, first = u.c0, end = u.c1, per_unit = (chunks + parts - 1) / parts;
         if (parts == 1 || chunks == 1) {
-            plan.units.push_back(u);
+            partition.units.push_back(u);
             continue;
         }
-        u.group = static_cast<int64_t>(plan.groups.size());
-        plan.groups.push_back({static_cast<int64_t>(plan.units.size()), (chunks + per_unit - 1) / per_unit, chunks});
+        u.group = static_cast<int64_t>(partition.groups.size());
+        partition.groups.push_back(
+            {static_cast<int64_t>(partition.units.size()), (chunks + per_unit - 1) / per_unit, chunks});
         for (int64_t c = first; c < end; c += per_unit) {
             u.c0 = c, u.c1 = std::min(end, c + per_unit);
-            plan.units.push_back(u);
+            partition.units.push_back(u);
         }
-        plan.partial_floats += chunks * room_of(a, u).state_floats;
+        partition.partial_floats += chunks * scratch_of(a, u).state_floats;
     }
 }
 
-void place_partials(const Attention& a, Plan& plan, float* memory) {
-    for (const Group& group : plan.groups) {
+void place_partials(const Attention& a, Partition& partition, float* memory) {
+    for (const Group& group : partition.groups) {
         for (int64_t i = group.first_unit; i < group.first_unit + group.units; i++) {
-            Unit& u = plan.units[static_cast<size_t>(i)];
+            Unit& u = partition.units[static_cast<size_t>(i)];
             u.partial = memory;
-            memory += (u.c1 - u.c0) * room_of(a, u).state_floats;
+            memory += (u.c1 - u.c0) * scratch_of(a, u).state_floats;
         }
     }
 }
@@ -141,32 +152,33 @@ void place_partials(const Attention& a, Plan& plan, float* memory) {
 }  // namespace
 
 void run_attention(const Isa& isa, const Attention& a, int threads) {
-    thread_local Memory rooms, partials;
-    Plan plan;
-    whole_units(a, plan);
-    threads = static_cast<int>(std::clamp<int64_t>(plan.cost * (a.D + a.Dv) * 2 / BYTES_PER_THREAD, 1, threads));
-    cut_keys(a, plan, threads);
-    place_partials(a, plan, reinterpret_cast<float*>(partials.of(4 * plan.partial_floats)));
-    int64_t room_bytes = round_up(plan.room_bytes, 4096) + 256, count = static_cast<int64_t>(plan.units.size());
-    char* memory = rooms.of(room_bytes * threads);
-    std::vector<std::atomic<int64_t>> arrived(plan.groups.size());
+    thread_local Memory scratches, partials;
+    Partition partition;
+    whole_units(a, partition);
+    threads = static_cast<int>(std::clamp<int64_t>(partition.cost * (a.D + a.Dv) * 2 / BYTES_PER_THREAD, 1, threads));
+    cut_keys(a, partition, threads);
+    place_partials(a, partition, reinterpret_cast<float*>(partials.of(4 * partition.partial_floats)));
+    int64_t scratch_bytes = round_up(partition.scratch_bytes, 4096) + 256,
+            count = static_cast<int64_t>(partition.units.size());
+    char* memory = scratches.of(scratch_bytes * threads);
+    std::vector<std::atomic<int64_t>> arrived(partition.groups.size());
     for (auto& counter : arrived) counter = 0;
     std::atomic<int64_t> next{0};
     run_team(threads, [&](int thread) {
-        char* mine = memory + thread * room_bytes;
+        char* mine = memory + thread * scratch_bytes;
         for (int64_t i; (i = next++) < count;) {
-            const Unit& u = plan.units[static_cast<size_t>(i)];
-            Room room = room_of(a, u);
-            isa.attend(a, u, room, mine);
+            const Unit& u = partition.units[static_cast<size_t>(i)];
+            Scratch scratch = scratch_of(a, u);
+            isa.attend(a, u, scratch, mine);
             if (u.group < 0) continue;
-            const Group& group = plan.groups[static_cast<size_t>(u.group)];
+            const Group& group = partition.groups[static_cast<size_t>(u.group)];
             if (++arrived[static_cast<size_t>(u.group)] == group.units)
-                isa.merge(a, plan.units[static_cast<size_t>(group.first_unit)], group.states, room, mine);
+                isa.merge(a, partition.units[static_cast<size_t>(group.first_unit)], group.states, scratch, mine);
         }
     });
 }
 
-// Cuts 0 .. count - 1 into one run per thread: for work that is the same everywhere.
+// Cut 0 .. count - 1 into one run per thread: for work that costs the same everywhere.
 static void run_evenly(int64_t count, int threads, const std::function<void(int64_t, int64_t)>& work) {
     std::atomic<int> next{0};  // not the team's index: it may have fewer threads than runs
     run_team(threads, [&](int) {
@@ -186,12 +198,15 @@ void run_merge(const Isa& isa, const States& s, int threads) {
     run_evenly(rows, threads, [&](int64_t first, int64_t end) { isa.merge_states(s, first, end); });
 }
 
-void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies, int64_t copies_stride, int64_t count, int threads) {
-    const auto frame = [&](int64_t i, int side) { return reinterpret_cast<const int32_t*>(copies + i * copies_stride)[side]; };
+void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies, int64_t copies_stride, int64_t count,
+    int threads) {
+    const auto frame = [&](int64_t i, int side) {
+        return reinterpret_cast<const int32_t*>(copies + i * copies_stride)[side];
+    };
     std::unordered_set<int32_t> written;
     for (int64_t i = 0; i < count; i++) written.insert(frame(i, 1));
     std::vector<const char*> from(static_cast<size_t>(count));
-    std::vector<std::vector<char>> saved;  // sources that are destinations too
+    std::vector<std::vector<char>> saved;  // sources that are also destinations
     for (int64_t i = 0; i < count; i++) {
         const char* source = frames + frame(i, 0) * stride;
         if (written.count(frame(i, 0))) source = saved.emplace_back(source, source + bytes).data();
@@ -199,7 +214,8 @@ void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies,
     }
     threads = static_cast<int>(std::clamp<int64_t>(count * bytes / BYTES_PER_THREAD, 1, threads));
     run_evenly(count, threads, [&](int64_t first, int64_t end) {
-        for (int64_t i = first; i < end; i++) std::memcpy(frames + frame(i, 1) * stride, from[static_cast<size_t>(i)], static_cast<size_t>(bytes));
+        for (int64_t i = first; i < end; i++)
+            std::memcpy(frames + frame(i, 1) * stride, from[static_cast<size_t>(i)], static_cast<size_t>(bytes));
     });
 }
 
@@ -208,7 +224,8 @@ uint64_t run_read(const Isa& isa, const char* base, const int64_t* offsets, int6
     std::atomic<int64_t> next{0};
     run_team(threads, [&](int) {
         int64_t runs = std::max<int64_t>(1, count / (threads * RUNS_PER_THREAD));
-        for (int64_t i; (i = next.fetch_add(runs)) < count;) sum ^= isa.read(base, offsets + i, std::min(runs, count - i), bytes);
+        for (int64_t i; (i = next.fetch_add(runs)) < count;)
+            sum ^= isa.read(base, offsets + i, std::min(runs, count - i), bytes);
     });
     return sum;
 }

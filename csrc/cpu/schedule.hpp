@@ -1,4 +1,4 @@
-// From a call to units of work, and from units to threads. What each function does: schedule.cpp.
+// From a call to units of work, and from units to threads: see schedule.cpp.
 #pragma once
 
 #include "contract.hpp"
@@ -8,7 +8,8 @@ namespace pagedkv {
 void run_attention(const Isa& isa, const Attention& a, int threads);
 void run_write(const Isa& isa, const Write& w, int64_t tokens, int threads);
 void run_merge(const Isa& isa, const States& s, int threads);
-void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies, int64_t copies_stride, int64_t count, int threads);
+void run_copies(
+    char* frames, int64_t stride, int64_t bytes, const char* copies, int64_t copies_stride, int64_t count, int threads);
 uint64_t run_read(const Isa& isa, const char* base, const int64_t* offsets, int64_t count, int64_t bytes, int threads);
 
 }  // namespace pagedkv

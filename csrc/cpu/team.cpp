@@ -1,4 +1,4 @@
-// See team.hpp. Nothing here is linked against an OpenMP runtime: it is looked up among the libraries of the process.
+// See team.hpp. This file links against no OpenMP runtime: it looks one up among the libraries of the process.
 #include "team.hpp"
 
 #include <dlfcn.h>
@@ -25,7 +25,8 @@ bool is_named(const char* path, const char* prefix) {
     return !std::strncmp(name ? name + 1 : path, prefix, std::strlen(prefix));
 }
 
-// GOMP_parallel of a library, or of those it was linked with. LLVM's and Intel's runtimes offer GNU's entry too.
+// Find GOMP_parallel in a library or in the libraries that it was linked with. LLVM's and Intel's runtimes offer GNU's
+// entry point, too.
 int take(dl_phdr_info* library, void* found) {
     void* handle = dlopen(library->dlpi_name, RTLD_LAZY | RTLD_NOLOAD);
     void* parallel = handle ? dlsym(handle, "GOMP_parallel") : nullptr;
@@ -33,7 +34,9 @@ int take(dl_phdr_info* library, void* found) {
     return parallel != nullptr;
 }
 
-int of_torch(dl_phdr_info* library, size_t, void* found) { return is_named(library->dlpi_name, "libtorch_cpu") ? take(library, found) : 0; }
+int of_torch(dl_phdr_info* library, size_t, void* found) {
+    return is_named(library->dlpi_name, "libtorch_cpu") ? take(library, found) : 0;
+}
 
 int of_any(dl_phdr_info* library, size_t, void* found) {
     for (const char* name : {"libgomp", "libomp", "libiomp5"})
@@ -41,8 +44,9 @@ int of_any(dl_phdr_info* library, size_t, void* found) {
     return 0;
 }
 
-// A process may hold several runtimes (scikit-learn brings its own): torch's is the one whose team is there already. Its calls go where the
-// loader bound them: to the first runtime that was loaded for all to see, and only else to the one that it was linked with.
+// A process may hold several runtimes (scikit-learn brings its own). The one to use is torch's, whose threads exist
+// already. The loader binds torch's calls to the first runtime that was loaded globally, and otherwise to the runtime
+// that torch was linked with.
 Parallel find() {
     Parallel parallel = nullptr;
     if (!dl_iterate_phdr(of_torch, &parallel)) {
@@ -60,7 +64,7 @@ Parallel find() { return nullptr; }
 #endif
 
 std::atomic<bool> forked{false};
-const int told_of_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
 Parallel openmp() {
     static const Parallel once = find();
@@ -78,15 +82,19 @@ void run_team(int threads, const std::function<void(int)>& work) {
     if (threads <= 1) return work(0);
     if (Parallel parallel = openmp()) {
         Shared shared{work};
-        parallel([](void* data) { Shared* s = static_cast<Shared*>(data); s->work(s->next++); }, &shared, static_cast<unsigned>(threads), 0);
+        parallel(
+            [](void* data) {
+                Shared* s = static_cast<Shared*>(data);
+                s->work(s->next++);
+            },
+            &shared, static_cast<unsigned>(threads), 0);
         return;
     }
     std::vector<std::thread> others;
     others.reserve(static_cast<size_t>(threads));
     try {
         for (int i = 1; i < threads; i++) others.emplace_back(work, i);
-    } catch (const std::system_error&) {
-    }  // no more threads to be had
+    } catch (const std::system_error&) {}  // the system gives no more threads
     work(0);
     for (std::thread& other : others) other.join();
 }

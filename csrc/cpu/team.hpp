@@ -1,13 +1,15 @@
-// Threads. The work runs on the OpenMP runtime that torch has already loaded, if there is one: then the process has one team, whose
-// threads are awake between torch's own loops and never compete with them. Else plain threads, started for the call; so in a process that
-// was forked after this was loaded: the team stayed with the parent, and OpenMP would wait for it forever.
+// Threads. The work runs on the OpenMP runtime that torch has loaded, if there is one: then the process has one team,
+// whose threads are awake between torch's own loops and never compete with them. Otherwise plain threads are started
+// for the call. A process that was forked after this library was loaded starts plain threads, too: the team stayed with
+// the parent, and OpenMP would wait for it forever.
 #pragma once
 
 #include <functional>
 
 namespace pagedkv {
 
-// Runs work(0) ... work(n - 1) at the same time, n at most `threads` (fewer if there are no more to be had); returns when all have returned.
+// Run work(0) ... work(n - 1) at the same time and return when all have returned. n is at most `threads`, and fewer if
+// the system gives fewer threads.
 void run_team(int threads, const std::function<void(int)>& work);
 
 const char* team_runtime();  // "OpenMP" or "threads"

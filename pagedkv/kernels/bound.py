@@ -10,7 +10,7 @@
 
 **Who states the contract.** checks.py, in words. The extension has the same rules as a predicate without words
 (keeps_contract in csrc/cpu/python). A call that the predicate refuses goes to the operator, so a predicate that is too
-strict costs time and changes no result. tests/kernels/test_bound.py draws calls and compares the two.
+strict costs time and changes no result. tests/kernels/bound/test_bound_attention.py draws calls and compares the two.
 
 **When torch must see a call.** Dynamo traces the operator. The extension asks torch in each call for dispatch modes,
 function modes, functorch transforms, tracing, the profiler, gradients that are wanted, and negative views, and returns

@@ -1,6 +1,6 @@
 """The backend "cpu": the C++ kernels of csrc/cpu, their objections, and the choice of an instruction set.
 
-This file knows the extension's functions and not how they compute; see docs/cpu-kernels.md for that. One source per
+This file knows the extension's functions and not how they compute (docs/explanation/cpu-kernels.md). One source per
 instruction set is compiled. The best set of this processor is used, unless PAGEDKV_CPU_ISA names another. The number of
 threads is torch's (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS. The threads are those of torch's OpenMP team if the
 extension finds it.
@@ -49,7 +49,7 @@ def objections(case: Case) -> list[str]:
 
 
 _SUBJECTS: Final = {"paged_attention": "q", "write_kv": "k", "merge_states": "out"}
-_LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack of write.hpp
+_LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in write.inc
 
 
 def isa() -> str:

@@ -3,8 +3,8 @@
 #define PAGEDKV_AVX512
 #define PAGEDKV_ISA avx512_isa
 #define PAGEDKV_NAME "avx512"
-#define PAGEDKV_SUPPORTED                                                                                              \
-    (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&  \
-     __builtin_cpu_supports("avx512vl"))
-#include "instruction_set.hpp"
+#define PAGEDKV_SUPPORTED                                                                                             \
+    (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \
+        __builtin_cpu_supports("avx512vl"))
+#include "instruction_set.inc"
 #endif

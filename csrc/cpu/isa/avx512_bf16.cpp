@@ -4,9 +4,9 @@
 #define PAGEDKV_BF16_DOT
 #define PAGEDKV_ISA avx512_bf16_isa
 #define PAGEDKV_NAME "avx512_bf16"
-#define PAGEDKV_SUPPORTED                                                                                              \
-    (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&  \
-     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16") &&                                       \
-     __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"))
-#include "instruction_set.hpp"
+#define PAGEDKV_SUPPORTED                                                                                             \
+    (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16") &&                                 \
+        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"))
+#include "instruction_set.inc"
 #endif

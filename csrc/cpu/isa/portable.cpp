@@ -2,4 +2,4 @@
 #define PAGEDKV_ISA portable_isa
 #define PAGEDKV_NAME "portable"
 #define PAGEDKV_SUPPORTED true
-#include "instruction_set.hpp"
+#include "instruction_set.inc"

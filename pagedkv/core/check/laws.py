@@ -20,7 +20,7 @@ from pagedkv.core.check.index import check_index
 from pagedkv.core.check.requirements import forbid, require
 from pagedkv.core.handles import Plan
 from pagedkv.core.pool.policies import Policy
-from pagedkv.core.state import State
+from pagedkv.core.state import I64, State
 from pagedkv.core.tables.layer_groups import Group
 
 
@@ -210,13 +210,13 @@ def _check_spaces(s: State) -> None:
 
 
 def _check_plans(s: State, plans: Collection[Plan]) -> None:
-    """Check the plans, tokens, status and advice of each row, and the pins of each frame."""
+    """Check the plans and tokens of each row, and the pins of each frame."""
     planned, tokens = np.zeros(len(s.spaces), np.int64), np.zeros(len(s.spaces), np.int64)
     for plan in plans:
         for group in range(len(s.groups)):
             np.add.at(planned, plan.rows + group, 1)
             np.add.at(tokens, plan.rows + group, plan.counts)
-    status, used = s.spaces["status"], s.spaces["status"] != st.UNUSED
+    used = s.spaces["status"] != st.UNUSED
     forbid(
         used & (s.spaces["outstanding"] != planned),
         "I6",
@@ -229,6 +229,19 @@ def _check_plans(s: State, plans: Collection[Plan]) -> None:
         "the planned tokens of a row are not its committed ones plus those of its outstanding plans",
         place="space",
     )
+    forbid(
+        s.spaces["stamp"] > s.reg[st.TICK],
+        "I6",
+        f"the stamp of a row is a plan after the newest one, {s.reg[st.TICK]}",
+        place="space",
+    )
+    check_pins(s, [plan.splits for plan in plans])
+    _check_rows(s, planned)
+
+
+def _check_rows(s: State, planned: I64) -> None:
+    """Check the status and the advice of each row. Shapes: planned int64 [A], the outstanding plans that name a row."""
+    status, used = s.spaces["status"], s.spaces["status"] != st.UNUSED
     leads = np.arange(len(status)) % len(s.groups) == 0
     led = np.where(np.repeat(status[leads], len(s.groups)) == st.UNUSED, st.UNUSED, st.FOLLOWING)
     legal = np.where(leads, np.isin(status, (st.UNUSED, st.OPEN, st.CLOSING, st.HELD)), status == led)
@@ -264,12 +277,6 @@ def _check_plans(s: State, plans: Collection[Plan]) -> None:
         "the row of a pin has a plan, or counts published pages",
         place="space",
     )
-    forbid(
-        s.spaces["stamp"] > s.reg[st.TICK],
-        "I6",
-        f"the stamp of a row is a plan after the newest one, {s.reg[st.TICK]}",
-        place="space",
-    )
     advice = s.spaces["advice"].astype(np.int64) + st.NORMAL
     forbid(
         used & ((advice < st.DONTNEED) | (advice >= st.NUM_LISTS)),
@@ -277,7 +284,6 @@ def _check_plans(s: State, plans: Collection[Plan]) -> None:
         f"the advice of a row leads to a list that is not one of the {st.NUM_LISTS}",
         place="space",
     )
-    check_pins(s, [plan.splits for plan in plans])
 
 
 def _check_lists(s: State) -> list[list[int]]:
@@ -313,6 +319,12 @@ def _check_lists(s: State) -> list[list[int]]:
             f"list {number} has {len(listed)} frames and ends at {behind}; its registers say {length} and {newest}",
         )
         lists.append(listed)
+    _check_list_counts(s, lists)
+    return lists
+
+
+def _check_list_counts(s: State, lists: list[list[int]]) -> None:
+    """Check that each frame is on the list that its state asks for, and that the counters agree."""
     on_lists = np.zeros(len(s.frames), np.int64)
     np.add.at(on_lists, np.array([frame for listed in lists for frame in listed], np.int64), 1)
     forbid(
@@ -352,7 +364,6 @@ def _check_lists(s: State) -> list[list[int]]:
         "I7",
         f"the rows of pins map {mapped.sum()} frames, but the counter says {s.reg[st.PINNED]}",
     )
-    return lists
 
 
 def _check_order(s: State, lists: list[list[int]]) -> None:

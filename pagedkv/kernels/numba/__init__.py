@@ -1,11 +1,14 @@
-"""The kernels for machines without a compiler: numba's, seen from Python. What they cannot do, and a call as one array of integers.
+"""The numba backend, seen from Python: kernels for machines without a compiler.
 
-This file knows the layout of that array and nothing of how it is computed (attend_loops.py, write_loops.py). The loops are compiled at
-the first call, some ten seconds once, and kept on disk beside them, or in numba's cache directory where that cannot be written.
+This file knows what the kernels refuse, and turns a call into one int64 array. It knows nothing of the arithmetic:
+attention.py and write.py hold the loops and the layouts of the array. These two are imported at the first call, with
+numba. They are compiled then, which takes some ten seconds once; the machine code is kept on disk beside them, or in
+numba's cache directory if that folder cannot be written.
 
-Threads are as many as torch's (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS, and they are torch's: the team of the OpenMP runtime in
-this process is asked to run the compiled function (GOMP_parallel), so there is one team and none waits for another. Where no such runtime
-is found, and in a fork of the process that has the team, Python threads run it: it does not hold the interpreter's lock.
+The number of threads is torch's (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS. The threads are torch's too: the
+OpenMP runtime of this process runs the compiled function on its team (GOMP_parallel), so there is one team, and no
+thread of another team competes with it for the cores. Without such a runtime, and in a fork of the process that has the
+team, Python threads run the function: it does not hold the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -25,22 +28,22 @@ from pagedkv.kernels import quant, reference
 from pagedkv.kernels.threads import is_forked, num_threads
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from pagedkv.kernels.args import AttentionCall, WriteCall
     from pagedkv.kernels.case import Case
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
+"""A call, as the loops read it."""
 
 KINDS: Final = {name: kind for kind, name in enumerate(quant.DTYPES)}
+"""The kind of each dtype, by its name in KVSpec: the number that elements.py gives to that dtype."""
 ROWS_AT_ONCE: Final = 64
-"""Query rows of a kv head in a unit of work, unless its group alone has more. Twice as many rows of all its heads together."""
+"""The most rows (queries times G) of one kv head in a unit of work, unless G is larger; of all its heads twice that."""
 WRITE_ALONE: Final = 16
-"""Tokens that one thread writes rather than wake others."""
+"""Tokens for which it is not worth waking another thread."""
 
 
 def objections(case: Case) -> list[str]:
-    """Why these kernels cannot serve `case`."""
+    """Return the reasons why these kernels cannot serve `case`."""
     if find_spec("numba") is None:
         return ["numba is not installed: pip install numba"]
     if case.op in ("merge_states", "copy_frames"):
@@ -52,80 +55,60 @@ def objections(case: Case) -> list[str]:
 
 def paged_attention(call: AttentionCall) -> None:
     """Attend. Modifies: call.out, call.lse."""
-    loops, threads = _attend_loops(), num_threads()
+    from pagedkv.kernels.numba import attention
+
+    threads = num_threads()
     (_, H, D), K, Dv, S = call.q.shape, call.k.shape[2], call.out.shape[2], call.k.shape[1]
-    kinds = KINDS[quant.NAMES[call.q.dtype]], KINDS[quant.NAMES[call.k.dtype]]
     queries = max(1, min(call.max_seqlen_q, ROWS_AT_ONCE * K // H))
     heads = min(K, max(1, 2 * ROWS_AT_ONCE * K // (queries * H)))
-    words = np.zeros(loops.WORDS, np.int64)
-    pools = (
-        call.q,
-        call.k,
-        call.v,
-        call.k_scale,
-        call.v_scale,
-        call.block_table,
-        call.rows,
-        call.seq_lens,
-        call.cu_seqlens_q,
-    )
-    _place(words, (*pools, call.sinks, call.alibi_slopes, call.tree_mask, call.out, call.lse))
-    rules = (int(call.causal), call.window or 0, call.split_tokens or 0)
-    words[loops.H : loops.SCALE] = (H, K, D, Dv, S, *kinds, *rules)
-    words.view(np.float64)[loops.SCALE : loops.SOFTCAP + 1] = (call.scale, call.softcap)
-    words[loops.B : loops.UNITS] = (call.seq_lens.shape[0], threads, queries, heads)
-    units, groups, floats = loops.plan(words)
-    rows = queries * heads * (H // K)
-    room = 4 * (rows * (2 * (Dv + 2) + D + loops.TILE) + loops.TILE * max(D, Dv)) + 8 * 3 * loops.TILE + 64
+    words = np.zeros(attention.WORDS, np.int64)
+    pool = (call.k, call.v, call.k_scale, call.v_scale)
+    tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q)
+    options = (call.sinks, call.alibi_slopes, call.tree_mask)
+    _put_tensors(words, (call.q, *pool, *tables, *options, call.out, call.lse))
+    words[attention.H : attention.S + 1] = (H, K, D, Dv, S)
+    words[attention.Q_KIND : attention.KV_KIND + 1] = (_kind(call.q), _kind(call.k))
+    words[attention.CAUSAL : attention.SPLIT_TOKENS + 1] = (call.causal, call.window or 0, call.split_tokens or 0)
+    words.view(np.float64)[attention.SCALE : attention.SOFTCAP + 1] = (call.scale, call.softcap)
+    words[attention.B : attention.UNIT_HEADS + 1] = (call.seq_lens.shape[0], threads, queries, heads)
+    units, groups, num_floats = attention.partition(words)
     threads = max(1, min(threads, len(units)))
-    scratch, partials = np.empty(threads * (room // 8 + 1), np.int64), np.empty(floats, np.float32)
-    ends = (
-        units.ctypes.data,
-        len(units),
-        groups.ctypes.data,
-        partials.ctypes.data,
-        scratch.ctypes.data,
-        (room // 8 + 1) * 8,
-    )
-    words[loops.UNITS : loops.NEXT_UNIT] = ends
-    _run(loops.attend, words, threads)
+    scratch = np.empty((threads, attention.scratch_words(queries * heads * (H // K), D, Dv)), np.int64)
+    partials = np.empty(num_floats, np.float32)
+    memory = (groups.ctypes.data, partials.ctypes.data, scratch.ctypes.data, scratch.strides[0])
+    words[attention.UNITS : attention.SCRATCH_BYTES + 1] = (units.ctypes.data, len(units), *memory)
+    _run(attention.attend, words, threads)
 
 
 def write_kv(call: WriteCall) -> None:
-    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
-    loops = _write_loops()
-    T, threads = call.k_new.shape[0], num_threads()
-    threads = min(threads, -(-T // WRITE_ALONE)) or 1
-    for new, pool, scale, angles in (
-        (call.k_new, call.k, call.k_scale, call.cos),
-        (call.v_new, call.v, call.v_scale, None),
-    ):
-        words, per_token = np.zeros(loops.WORDS, np.int64), int(scale is not None and scale.dim() == 3)
-        turns = () if angles is None else (angles, call.sin, call.positions)
-        _place(words, (new, pool, scale, call.slots, *turns))
-        rotary = 0 if angles is None else angles.shape[1]
-        kinds = KINDS[quant.NAMES[new.dtype]], KINDS[quant.NAMES[pool.dtype]]
-        room = np.empty(threads * new.shape[2], np.float32)
-        words[loops.W_T : loops.W_NEXT] = (
-            T,
-            *new.shape[1:],
-            call.k.shape[1],
-            *kinds,
-            per_token,
-            rotary,
-            call.interleaved,
-            room.ctypes.data,
-        )
-        words[loops.W_RUN] = max(WRITE_ALONE, T // (4 * threads))
-        _run(loops.write, words, threads)
+    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and scales per (token, head)."""
+    from pagedkv.kernels.numba import write
+
+    T = call.k_new.shape[0]
+    threads = min(num_threads(), -(-T // WRITE_ALONE)) or 1
+    keys, values = (call.k_new, call.k, call.k_scale, call.cos), (call.v_new, call.v, call.v_scale, None)
+    for new, pool, scale, cos in (keys, values):
+        words = np.zeros(write.WORDS, np.int64)
+        rope = () if cos is None else (cos, call.sin, call.positions)
+        _put_tensors(words, (new, pool, scale, call.slots, *rope))
+        words[write.T : write.S + 1] = (T, *new.shape[1:], pool.shape[1])
+        is_per_token = scale is not None and scale.dim() == 3
+        words[write.NEW_KIND : write.PER_TOKEN + 1] = (_kind(new), _kind(pool), is_per_token)
+        words[write.ROTARY : write.INTERLEAVED + 1] = (0 if cos is None else cos.shape[1], call.interleaved)
+        scratch = np.empty((threads, new.shape[2]), np.float32)
+        words[write.SCRATCH : write.RUN + 1] = (scratch.ctypes.data, max(WRITE_ALONE, T // (4 * threads)))
+        _run(write.write, words, threads)
 
 
-merge_states: Final = reference.merge_states  # torch's operations: little beside attention
-copy_frames: Final = reference.copy_frames  # torch's indexing is a copy of whole rows; there is nothing to compile
+merge_states: Final = reference.merge_states  # torch's operations cost little beside attention
+copy_frames: Final = reference.copy_frames  # torch's indexing copies whole rows already
 
 
-def _place(words: Words, tensors: tuple[Tensor | None, ...]) -> None:
-    """Four words for each tensor: its address (0: there is none) and strides in bytes; a tensor of no dims has strides 0."""
+def _put_tensors(words: Words, tensors: tuple[Tensor | None, ...]) -> None:
+    """Put each tensor into four words: its address, and the strides in bytes of its first three dims.
+
+    The words of None, and of dims that a tensor lacks, stay 0. Modifies: words.
+    """
     for i, x in enumerate(tensors):
         if x is not None:
             size, words[4 * i] = x.element_size(), x.data_ptr()
@@ -133,20 +116,12 @@ def _place(words: Words, tensors: tuple[Tensor | None, ...]) -> None:
             words[4 * i + 1 : 4 * i + 1 + len(strides)] = [stride * size for stride in strides]
 
 
-def _attend_loops() -> ModuleType:
-    from pagedkv.kernels.numba import attention  # numba: compiles, or loads what it compiled
-
-    return attention
-
-
-def _write_loops() -> ModuleType:
-    from pagedkv.kernels.numba import write
-
-    return write
+def _kind(x: Tensor) -> int:
+    return KINDS[quant.NAMES[x.dtype]]
 
 
 def _run(function: Any, words: Words, threads: int) -> None:
-    """`function` on `threads` threads at once, each with the same words."""
+    """Call `function` with the address of `words` on `threads` threads at once, and wait for all of them."""
     data = ctypes.c_void_p(words.ctypes.data)
     if threads == 1:
         function.ctypes(data)
@@ -163,21 +138,18 @@ def _run(function: Any, words: Words, threads: int) -> None:
 
 @cache
 def _openmp() -> Any:
-    """GOMP_parallel (LLVM's and Intel's runtimes offer it too) where torch's calls of it go, else of any runtime in this process, or None.
+    """Return the GOMP_parallel that torch calls, else that of any OpenMP runtime in this process, or None.
 
-    The loader binds torch's calls to the first runtime that was loaded for all to see, and only else to the one that it was linked with.
+    LLVM's and Intel's runtimes offer GOMP_parallel too. The loader binds torch's calls to the first runtime with global
+    symbols (RTLD_GLOBAL); if there is none, to the runtime that torch was linked with.
     """
     if not sys.platform.startswith("linux"):
         return None
     libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
-    names = (
-        "libtorch_cpu",
-        "libgomp",
-        "libomp",
-        "libiomp5",
-    )  # a symbol is looked for in those that a library was linked with, too
+    # A look-up in libtorch_cpu also searches the libraries that libtorch_cpu was linked with.
+    names = ("libtorch_cpu", "libgomp", "libomp", "libiomp5")
     found = [path for name in names for path in sorted(libraries) if Path(path).name.startswith(name)]
-    for path in (None, *found):  # None: what all see
+    for path in (None, *found):  # None: the global symbols of this process
         parallel = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
         if parallel is not None:
             parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None

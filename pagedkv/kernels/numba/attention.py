@@ -1,19 +1,25 @@
 """Attention of the numba backend, compiled once and kept on disk: loops over addresses and byte strides.
 
     s[r, t] = scale * q[r] . k[t];   c tanh(s / c);   + slope (t - p);   -inf where not visible
-    m, l, o = online softmax over tiles of keys;   out = o / l,   lse = m + ln(l), a sink being one more s without a value
+    m, l, o = online softmax over tiles of keys;   out = o / l,   lse = m + ln(l)
+    A sink is one more s, without a value.
 
-A call is one int64 array: four words for each tensor (address, strides in bytes) and the sizes, at the indices named below. So there is
-one signature, one compilation for all dtypes; a row of any dtype becomes float32 when it is loaded, and everything after that is float32.
+A call is one int64 array, `c` in the loops: tensors as addresses and byte strides, then numbers, at the indices named
+below. So there is one signature and one compilation for all dtypes. A row of any dtype becomes float32 when it is
+loaded; all arithmetic is float32.
 
-Unit of work   queries [i0, i1) and kv heads [h0, h1) of sequence b, over chunks [c0, c1) of its keys. All heads of a page are taken
-               before the next page, K of all, then V of all: a frame is read in the order in which it lies.
-A tile         keys of whole pages, 16 to 64: K rows to float32, R = (i1 - i0) G rows of q against four of them at a time; then V.
-Threads        take units from a counter. If keys were cut, each chunk leaves a state (o, m, l); the last unit of a group to arrive
-               folds them from the left. With `split_tokens` chunks are given, so no bit depends on the batch or on the threads.
+Unit of work   queries [i0, i1) and kv heads [h0, h1) of sequence b, over chunks [c0, c1) of its keys. The loops take
+               all heads of a page before the next page, and K of all heads before V: the order in memory of a frame.
+Tile           one page, small pages of up to 16 keys together, or 64 keys of a larger page. K rows become float32, and
+               each of the (i1 - i0) G rows of a head's q is multiplied by four of them at a time. Then the same for V.
+State          o [rows, Dv], m [rows], l [rows] of online softmax: float32, one after the other, at one address.
+Threads        take units from a counter. If the keys of a group of units were cut, each chunk leaves a partial state,
+               and the unit that finishes last folds the states in the order of their keys. With `split_tokens` the
+               chunks are given, so neither the rest of the batch nor the number of threads changes a bit.
 
-Never read: keys beyond seq_lens, slots of punched pages, padded table entries. Nothing here raises: the arguments were checked.
-`reassoc` and `contract` are allowed where sums become vectors; the folding of states is compiled without, so it is exact everywhere.
+Never read: keys beyond seq_lens, slots of punched pages, padded table entries. The loops raise nothing: the arguments
+were checked. LLVM may reorder and contract sums in the functions marked FAST, which makes vectors of them. The folding
+of states is compiled without FAST, so its bits are the same everywhere.
 """
 
 from __future__ import annotations
@@ -39,41 +45,67 @@ from pagedkv.kernels.numba.elements import (
     _tanh,
 )
 
-# What the int64 array of a call holds. Tensors take four words each, then come numbers.
-TENSORS = (
-    "q",
-    "k",
-    "v",
-    "k_scale",
-    "v_scale",
-    "table",
-    "rows",
-    "lens",
-    "starts",
-    "sinks",
-    "slopes",
-    "tree",
-    "out",
-    "lse",
-)
-Q, KEYS, VALUES, K_SCALE, V_SCALE, TABLE, ROWS, LENS, STARTS, SINKS, SLOPES, TREE, OUT, LSE = range(0, 56, 4)
-H, K, D, DV, S, Q_KIND, KV_KIND, CAUSAL, WINDOW, SPLIT, SCALE, SOFTCAP, B, THREADS = range(56, 70)
-QUERIES, HEADS, UNITS, NUM_UNITS, GROUPS, PARTIALS, ROOM, ROOM_BYTES, NEXT_UNIT, NEXT_THREAD = range(70, 80)
+# The layout of a call's int64 array. A tensor takes four words and is named by the index of the first:
+# its address (0: there is no such tensor), then up to three strides in bytes.
+Q, KEYS, VALUES, K_SCALE, V_SCALE = range(0, 20, 4)
+TABLE, ROWS, SEQ_LENS, CU_SEQLENS = range(20, 36, 4)  # block_table, rows, seq_lens, cu_seqlens_q
+SINKS, SLOPES, TREE = range(36, 48, 4)  # sinks, alibi_slopes, tree_mask
+OUT, LSE = range(48, 56, 4)
+# Then come numbers: sizes; kinds of elements, as in elements.py; options, 0 for none.
+H, K, D, DV, S = range(56, 61)
+Q_KIND, KV_KIND = range(61, 63)
+CAUSAL, WINDOW, SPLIT_TOKENS = range(63, 66)
+SCALE, SOFTCAP = range(66, 68)  # the bits of float64
+# The input of `partition`: sequences, threads, and the most queries and kv heads of a unit.
+B, THREADS, UNIT_QUERIES, UNIT_HEADS = range(68, 72)
+# The units, the groups, and memory: addresses, except NUM_UNITS and SCRATCH_BYTES (those of one thread).
+UNITS, NUM_UNITS, GROUPS, PARTIALS, SCRATCH, SCRATCH_BYTES = range(72, 78)
+# Counters that the threads share: the units and the threads that have begun.
+NEXT_UNIT, NEXT_THREAD = range(78, 80)
 WORDS = 80
+
+# A unit: b, i0, i1, h0, h1, c0, c1, the tokens of a chunk, the index of its group.
+UNIT_WORDS = 9
+# A group is the units of the same queries and heads: the number of units that are not finished, the index in PARTIALS
+# of the group's first float (-1: one unit has all keys), c0 and c1 of all its units together.
+GROUP_WORDS = 4
 
 TILE = 64
 FAST = {"reassoc", "contract", "nsz"}
-UNIT_WORDS, GROUP_WORDS = (
-    9,
-    4,
-)  # b i0 i1 h0 h1 c0 c1 chunk group; units to come, first partial (-1: none), first chunk, end of chunks
+
+
+def scratch_words(rows: int, d: int, dv: int) -> int:
+    """Return the int64 words of one thread's scratch memory, for units of at most `rows` rows.
+
+    The parts lie in this order: two states, q [rows, d], scores [rows, TILE], a tile of keys or values, and the places
+    of the tile's keys, int64 [3, TILE].
+    """
+    size = 4 * (rows * (2 * (dv + 2) + d + TILE) + TILE * max(d, dv)) + 8 * 3 * TILE + 64
+    return size // 8 + 1
+
+
+@njit
+def _entry(c: Any, vector: int, i: int) -> Any:
+    """Return entry i of an int32 vector of the call, as int64."""
+    return np.int64(_ints(c[vector] + i * c[vector + 1], 1)[0])
+
+
+@njit
+def _num_queries(c: Any, b: int) -> Any:
+    """Return the number of new tokens of sequence b."""
+    return _entry(c, CU_SEQLENS, b + 1) - _entry(c, CU_SEQLENS, b)
+
+
+@njit
+def _whole_pages(c: Any) -> Any:
+    """Return the keys of one page, or of the small pages that fit into 16 keys. No tile crosses a multiple of them."""
+    return c[S] if c[S] >= 16 else 16 // c[S] * c[S]
 
 
 @njit
 def _span(c: Any, b: int, i0: int, i1: int) -> Any:
-    """The keys that any of the queries [i0, i1) of sequence b may see: first and end."""
-    n: Any = np.int64(_ints(c[LENS] + b * c[LENS + 1], 1)[0])
-    m = np.int64(_ints(c[STARTS] + (b + 1) * c[STARTS + 1], 1)[0] - _ints(c[STARTS] + b * c[STARTS + 1], 1)[0])
+    """Return the first key that any of the queries [i0, i1) of sequence b may see, and the end of those keys."""
+    n, m = _entry(c, SEQ_LENS, b), _num_queries(c, b)
     first, end = 0, n
     if c[CAUSAL] and not c[TREE]:
         end = min(n, max(0, n - m + i1))
@@ -83,46 +115,45 @@ def _span(c: Any, b: int, i0: int, i1: int) -> Any:
 
 
 @njit(cache=True)
-def plan(c: Any) -> Any:
-    """Units of work int64 [U, 9], groups int64 [N, 4], floats of partial states; see the head of this file.
+def partition(c: Any) -> Any:
+    """Partition a call into units of work.
 
-    Keys are cut where a unit would hold more than a quarter of a thread's share; with `split_tokens`, at its multiples only.
+    Return units int64 [U, UNIT_WORDS], groups int64 [N, GROUP_WORDS] and the number of floats of the partial states.
+    Keys are cut where a unit would hold more than a quarter of a thread's share; with `split_tokens`, only at multiples
+    of `split_tokens`.
     """
-    work, num_bases = 0, 0
+    work, num_groups = 0, 0
     for b in range(c[B]):
-        m = np.int64(_ints(c[STARTS] + (b + 1) * c[STARTS + 1], 1)[0] - _ints(c[STARTS] + b * c[STARTS + 1], 1)[0])
-        for i0 in range(0, m, c[QUERIES]):
-            first, end = _span(c, b, i0, min(m, i0 + c[QUERIES]))
-            num_bases += -(-c[K] // c[HEADS])
-            work += (end - first) * -(-c[K] // c[HEADS])
-    step = c[S] if c[S] >= 16 else 16 // c[S] * c[S]
+        m = _num_queries(c, b)
+        for i0 in range(0, m, c[UNIT_QUERIES]):
+            first, end = _span(c, b, i0, min(m, i0 + c[UNIT_QUERIES]))
+            num_groups += -(-c[K] // c[UNIT_HEADS])
+            work += (end - first) * -(-c[K] // c[UNIT_HEADS])
     target = max(256, -(-work // (4 * c[THREADS]))) if c[THREADS] > 1 else max(1, work)
-    target = -(-target // step) * step
-    units = np.empty(
-        (num_bases + (work // min(target, 256) if c[THREADS] > 1 else 0) + num_bases, UNIT_WORDS), np.int64
-    )
-    groups = np.empty((num_bases, GROUP_WORDS), np.int64)
+    target = -(-target // _whole_pages(c)) * _whole_pages(c)
+    cuts = work // min(target, 256) if c[THREADS] > 1 else 0
+    units = np.empty((2 * num_groups + cuts, UNIT_WORDS), np.int64)
+    groups = np.empty((num_groups, GROUP_WORDS), np.int64)
     u, g, floats = 0, 0, 0
     for b in range(c[B]):
-        m = np.int64(_ints(c[STARTS] + (b + 1) * c[STARTS + 1], 1)[0] - _ints(c[STARTS] + b * c[STARTS + 1], 1)[0])
-        for i0 in range(0, m, c[QUERIES]):
-            i1 = min(m, i0 + c[QUERIES])
+        m = _num_queries(c, b)
+        for i0 in range(0, m, c[UNIT_QUERIES]):
+            i1 = min(m, i0 + c[UNIT_QUERIES])
             first, end = _span(c, b, i0, i1)
-            for h0 in range(0, c[K], c[HEADS]):
-                h1 = min(c[K], h0 + c[HEADS])
-                whole = end - first <= target
-                chunk = c[SPLIT] if c[SPLIT] else (max(1, end) if whole else target)
+            for h0 in range(0, c[K], c[UNIT_HEADS]):
+                h1 = min(c[K], h0 + c[UNIT_HEADS])
+                is_whole = end - first <= target
+                chunk = c[SPLIT_TOKENS] if c[SPLIT_TOKENS] else (max(1, end) if is_whole else target)
                 c0, c1 = first // chunk, -(-end // chunk)
-                run = max(1, c1 - c0) if whole else max(1, target // chunk)
-                count = max(1, -(-(c1 - c0) // run))
-                state = (h1 - h0) * (i1 - i0) * (c[H] // c[K]) * (c[DV] + 2)
-                groups[g, 0], groups[g, 1], groups[g, 2], groups[g, 3] = count, -1, c0, c1
-                if count > 1:
+                per_unit = max(1, c1 - c0) if is_whole else max(1, target // chunk)
+                parts = max(1, -(-(c1 - c0) // per_unit))
+                groups[g, 0], groups[g, 1], groups[g, 2], groups[g, 3] = parts, -1, c0, c1
+                if parts > 1:
                     groups[g, 1] = floats
-                    floats += state * (c1 - c0)
-                for part in range(count):
+                    floats += (h1 - h0) * (i1 - i0) * (c[H] // c[K]) * (c[DV] + 2) * (c1 - c0)
+                for part in range(parts):
                     units[u, 0], units[u, 1], units[u, 2], units[u, 3], units[u, 4] = b, i0, i1, h0, h1
-                    units[u, 5], units[u, 6] = c0 + part * run, min(c1, c0 + (part + 1) * run)
+                    units[u, 5], units[u, 6] = c0 + part * per_unit, min(c1, c0 + (part + 1) * per_unit)
                     units[u, 7], units[u, 8] = chunk, g
                     u += 1
                 g += 1
@@ -131,11 +162,9 @@ def plan(c: Any) -> Any:
 
 @njit
 def _clear(state: int, rows: int, dv: int) -> None:
-    o, m, l = (
-        _floats(state, rows * dv),
-        _floats(state + 4 * rows * dv, rows),
-        _floats(state + 4 * rows * (dv + 1), rows),
-    )
+    """Set a state to that of no keys."""
+    o = _floats(state, rows * dv)
+    m, l = _floats(state + 4 * rows * dv, rows), _floats(state + 4 * rows * (dv + 1), rows)
     for i in range(rows * dv):
         o[i] = 0
     for r in range(rows):
@@ -144,7 +173,7 @@ def _clear(state: int, rows: int, dv: int) -> None:
 
 @njit
 def _fold(into: int, state: int, rows: int, dv: int) -> None:
-    """Two states over disjoint keys become one. Compiled without `contract`: the same bits wherever it is done."""
+    """Fold `state` into `into`: states of the same rows over disjoint keys. Compiled without FAST, see the head."""
     for r in range(rows):
         m, l = _floats(into + 4 * rows * dv, rows), _floats(into + 4 * rows * (dv + 1), rows)
         other_m, other_l = _floats(state + 4 * rows * dv, rows), _floats(state + 4 * rows * (dv + 1), rows)
@@ -160,7 +189,7 @@ def _fold(into: int, state: int, rows: int, dv: int) -> None:
 
 @njit(fastmath=FAST)
 def _dots(q: int, rows: int, k: int, n: int, dim: int, scores: int) -> None:
-    """scores[r, j] = q[r] . k[j] for n keys, a multiple of four; rows of scores are TILE apart."""
+    """Set scores[r, j] to q[r] . k[j] for n keys; n is a multiple of four, and rows of scores are TILE apart."""
     for r in range(rows):
         x, s = _floats(q + 4 * r * dim, dim), _floats(scores + 4 * r * TILE, n)
         for j in range(0, n, 4):
@@ -177,7 +206,7 @@ def _dots(q: int, rows: int, k: int, n: int, dim: int, scores: int) -> None:
 
 @njit(fastmath=FAST)
 def _weigh(o: int, rows: int, v: int, n: int, dim: int, scores: int) -> None:
-    """o[r] += sum over j of scores[r, j] v[j]."""
+    """Add the sum over j of scores[r, j] v[j] to o[r]."""
     for r in range(rows):
         out, p = _floats(o + 4 * r * dim, dim), _floats(scores + 4 * r * TILE, n)
         for j in range(0, n, 4):
@@ -189,14 +218,13 @@ def _weigh(o: int, rows: int, v: int, n: int, dim: int, scores: int) -> None:
 
 
 @njit(fastmath=FAST)
-def _soften(state: int, rows: int, dv: int, scores: int, n: int) -> None:
-    """Scores become weights e^(s - m); m, l and o of `state` follow a maximum that grew."""
+def _to_weights(state: int, rows: int, dv: int, scores: int, n: int) -> None:
+    """Replace scores by weights e^(s - m), and add them to l. Where a row's maximum m grew, rescale l and o first."""
     m, l = _floats(state + 4 * rows * dv, rows), _floats(state + 4 * rows * (dv + 1), rows)
     for r in range(rows):
         s = _floats(scores + 4 * r * TILE, n)
-        highest = np.int32(
-            -2147483648
-        )  # floats are ordered as these integers are, NaN highest: such a maximum becomes vectors
+        # Floats are ordered as these integers are, NaN highest: LLVM makes vectors of a maximum of integers.
+        highest = np.int32(-2147483648)
         for j in range(n):
             bits = np.int32(_as_bits(s[j]))
             highest = max(highest, bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
@@ -219,28 +247,30 @@ def _soften(state: int, rows: int, dv: int, scores: int, n: int) -> None:
 
 
 @njit
-def _shape_scores(c: Any, b: int, rows: Any, t0: int, n: int, there: Any, scores: int) -> None:
-    """Soft cap, ALiBi and visibility of scores [h, i, g, n]; `rows` = (i0, i1, h0, h1), `there[j]` is 0 where key t0 + j is not."""
-    i0, i1, h0, h1 = rows
-    group, length = c[H] // c[K], np.int64(_ints(c[LENS] + b * c[LENS + 1], 1)[0])
-    start = np.int64(_ints(c[STARTS] + b * c[STARTS + 1], 1)[0])
-    new = length - (np.int64(_ints(c[STARTS] + (b + 1) * c[STARTS + 1], 1)[0]) - start)
+def _shape_scores(c: Any, b: int, bounds: Any, t0: int, n: int, exists: Any, scores: int) -> None:
+    """Apply soft cap, ALiBi and masks to scores [h, i, g, n] of the keys from t0 on.
+
+    `bounds` is (i0, i1, h0, h1); exists[j] is 0 if there is no key t0 + j.
+    """
+    i0, i1, h0, h1 = bounds
+    group, start = c[H] // c[K], _entry(c, CU_SEQLENS, b)
+    p0 = _entry(c, SEQ_LENS, b) - _num_queries(c, b)  # the position of the first query
     cap, window = _doubles(c)[SOFTCAP], c[WINDOW]
-    whole = True
+    all_exist = True
     for j in range(n):
-        whole = whole and there[j] != 0
-    hides = (
-        not whole
-        or (c[TREE] and t0 + n > new)
-        or (c[CAUSAL] and t0 + n - 1 > new + i0)
-        or (window and t0 <= new + i1 - 1 - window)
+        all_exist = all_exist and exists[j] != 0
+    is_masked = (
+        not all_exist
+        or (c[TREE] and t0 + n > p0)
+        or (c[CAUSAL] and t0 + n - 1 > p0 + i0)
+        or (window and t0 <= p0 + i1 - 1 - window)
     )
-    if cap == 0 and not c[SLOPES] and not hides:
+    if cap == 0 and not c[SLOPES] and not is_masked:
         return
     row = 0
     for h in range(h0, h1):
         for i in range(i0, i1):
-            p, tree = new + i, _octets(c[TREE] + (start + i) * c[TREE + 1], i1 + 1)
+            p, tree = p0 + i, _octets(c[TREE] + (start + i) * c[TREE + 1], i1 + 1)
             for g in range(group):
                 s = _floats(scores + 4 * row * TILE, n)
                 row += 1
@@ -251,35 +281,40 @@ def _shape_scores(c: Any, b: int, rows: Any, t0: int, n: int, there: Any, scores
                     slope = _floats(c[SLOPES] + (h * group + g) * c[SLOPES + 1], 1)[0]
                     for j in range(n):
                         s[j] += slope * np.float32(t0 + j - p)
-                if not hides:
+                if not is_masked:
                     continue
                 for j in range(n):
                     t = t0 + j
                     if c[TREE]:
-                        seen = t < new or (there[j] != 0 and tree[(t - new) * c[TREE + 2]] != 0)
+                        visible = t < p0 or (exists[j] != 0 and tree[(t - p0) * c[TREE + 2]] != 0)
                     else:
-                        seen = t <= p or not c[CAUSAL]
-                    if not (seen and there[j] != 0 and (window == 0 or t > p - window)):
+                        visible = t <= p or not c[CAUSAL]
+                    if not (visible and exists[j] != 0 and (window == 0 or t > p - window)):
                         s[j] = -np.inf
 
 
 @njit(inline="always")
 def _doubles(c: Any) -> Any:
+    """Return the call's array as float64, for the words that hold such numbers."""
     return c.view(np.float64)
 
 
 @njit
-def _scale_of(c: Any, which: int, frame: int, offset: int, h: int) -> Any:
-    if c[which] == 0:
+def _scale_of(c: Any, scale: int, frame: int, offset: int, h: int) -> Any:
+    """Return the scale of one vector, 1 if there are no scales. `scale` is K_SCALE or V_SCALE."""
+    if c[scale] == 0:
         return np.float32(1)
-    return _floats(c[which] + frame * c[which + 1] + offset * c[which + 2] + h * c[which + 3], 1)[0]
+    return _floats(c[scale] + frame * c[scale + 1] + offset * c[scale + 2] + h * c[scale + 3], 1)[0]
 
 
 @njit
-def _gather(c: Any, pool: int, scale: int, h: int, n: int, where: Any, dim: int, to: int) -> None:
-    """The rows of kv head h of a tile as float32 at `to`; zeros where there is none, up to a multiple of four."""
+def _gather(c: Any, pool: int, scale: int, h: int, n: int, places: Any, dim: int, tile: int) -> None:
+    """Load the n keys or values of kv head h at `places` into `tile`, as float32.
+
+    Rows of holes, and rows from n to the next multiple of four, become zeros.
+    """
     for j in range(-(-n // 4) * 4):
-        row, frame, offset = _floats(to + 4 * j * dim, dim), where[0, j], where[1, j]
+        row, frame, offset = _floats(tile + 4 * j * dim, dim), places[0, j], places[1, j]
         if frame < 0:
             for d in range(dim):
                 row[d] = 0
@@ -289,118 +324,126 @@ def _gather(c: Any, pool: int, scale: int, h: int, n: int, where: Any, dim: int,
 
 
 @njit
-def _attend_chunk(c: Any, b: int, rows: Any, span: Any, room: int, state: int) -> None:
-    """The state of the queries and heads `rows` over keys `span`, into `state`. In `room`: q, then scores, a tile, places."""
-    i0, i1, h0, h1 = rows
+def _attend_chunk(c: Any, b: int, bounds: Any, span: Any, q: int, state: int) -> None:
+    """Compute the state of `bounds` = (i0, i1, h0, h1) over the keys `span` = (first, end), into `state`.
+
+    `q` is the address of the scaled queries; scores, a tile and its places follow them, as in scratch_words.
+    """
+    i0, i1, h0, h1 = bounds
     per_head = (i1 - i0) * (c[H] // c[K])
-    count, dv, size = per_head * (h1 - h0), c[DV], c[S]
-    scores = room + 4 * count * c[D]
-    tile = scores + 4 * count * TILE
-    where = carray(_pointer(tile + 4 * TILE * max(c[D], dv)), (3, TILE), np.int64)
-    row = b if c[ROWS] == 0 else np.int64(_ints(c[ROWS] + b * c[ROWS + 1], 1)[0])
-    step = size if size >= 16 else 16 // size * size
-    _clear(state, count, dv)
+    rows, dv, size = per_head * (h1 - h0), c[DV], c[S]
+    scores = q + 4 * rows * c[D]
+    tile = scores + 4 * rows * TILE
+    # places[:, j]: frame of the tile's key j (-1: a hole, or past the end), offset in the frame, 1 if the key exists
+    places = carray(_pointer(tile + 4 * TILE * max(c[D], dv)), (3, TILE), np.int64)
+    table_row = b if c[ROWS] == 0 else _entry(c, ROWS, b)
+    step = _whole_pages(c)
+    _clear(state, rows, dv)
     t = span[0]
     while t < span[1]:
         n = min((t // step + 1) * step, t + TILE, span[1]) - t
-        padded, some = -(-n // 4) * 4, False
+        padded, any_exists = -(-n // 4) * 4, False
         for j in range(padded):
-            where[0, j], where[1, j], where[2, j] = -1, 0, 0
+            places[0, j], places[1, j], places[2, j] = -1, 0, 0
             if j < n:
-                frame = _ints(c[TABLE] + row * c[TABLE + 1] + (t + j) // size * 4, 1)[0]
-                where[0, j], where[1, j], where[2, j] = frame, (t + j) % size, frame >= 0
-                some = some or frame >= 0
-        if some:
+                frame = _ints(c[TABLE] + table_row * c[TABLE + 1] + (t + j) // size * 4, 1)[0]
+                places[0, j], places[1, j], places[2, j] = frame, (t + j) % size, frame >= 0
+                any_exists = any_exists or frame >= 0
+        if any_exists:
             for h in range(h0, h1):
-                _gather(c, KEYS, K_SCALE, h, n, where, c[D], tile)
+                _gather(c, KEYS, K_SCALE, h, n, places, c[D], tile)
                 first = (h - h0) * per_head
-                _dots(room + 4 * first * c[D], per_head, tile, padded, c[D], scores + 4 * first * TILE)
-            _shape_scores(c, b, rows, t, padded, where[2], scores)
-            _soften(state, count, dv, scores, padded)
+                _dots(q + 4 * first * c[D], per_head, tile, padded, c[D], scores + 4 * first * TILE)
+            _shape_scores(c, b, bounds, t, padded, places[2], scores)
+            _to_weights(state, rows, dv, scores, padded)
             for h in range(h0, h1):
-                _gather(c, VALUES, V_SCALE, h, n, where, dv, tile)
+                _gather(c, VALUES, V_SCALE, h, n, places, dv, tile)
                 first = (h - h0) * per_head
                 _weigh(state + 4 * first * dv, per_head, tile, padded, dv, scores + 4 * first * TILE)
         t += n
 
 
 @njit
-def _finish(c: Any, b: int, rows: Any, state: int) -> None:
-    """Out and lse of a whole state: sinks join, o is divided by l."""
-    i0, i1, h0, h1 = rows
+def _finish(c: Any, b: int, bounds: Any, state: int) -> None:
+    """Write out and lse from the state of all keys: sinks join, and o is divided by l."""
+    i0, i1, h0, h1 = bounds
     group, dv = c[H] // c[K], c[DV]
-    count = (i1 - i0) * group * (h1 - h0)
-    start = np.int64(_ints(c[STARTS] + b * c[STARTS + 1], 1)[0])
-    row = 0
+    rows = (i1 - i0) * group * (h1 - h0)
+    start, row = _entry(c, CU_SEQLENS, b), 0
     for h in range(h0, h1):
         for i in range(i0, i1):
             for g in range(group):
                 o = _floats(state + 4 * row * dv, dv)
-                m, l = (
-                    _floats(state + 4 * (count * dv + row), 1)[0],
-                    _floats(state + 4 * (count * (dv + 1) + row), 1)[0],
-                )
+                m = _floats(state + 4 * (rows * dv + row), 1)[0]
+                l = _floats(state + 4 * (rows * (dv + 1) + row), 1)[0]
                 factor, head = np.float32(1), h * group + g
                 if c[SINKS]:
                     sink = _floats(c[SINKS] + head * c[SINKS + 1], 1)[0]
                     top = sink if sink > m else m
                     if top > -np.inf:
-                        factor = np.float32(1) if m == top else np.float32(math.exp(m - top))  # also of infinity
+                        # The comparisons serve infinite m and sink, whose difference is NaN.
+                        factor = np.float32(1) if m == top else np.float32(math.exp(m - top))
                         l = l * factor + (np.float32(1) if sink == top else np.float32(math.exp(sink - top)))
                         m = top
                 lse = -np.inf if l == 0 else m + math.log(l)
-                _store(
-                    c[Q_KIND],
-                    o,
-                    dv,
-                    np.float32(0) if l == 0 else factor / l,
-                    c[OUT] + (start + i) * c[OUT + 1] + head * c[OUT + 2],
-                )
+                out = c[OUT] + (start + i) * c[OUT + 1] + head * c[OUT + 2]
+                _store(c[Q_KIND], o, dv, np.float32(0) if l == 0 else factor / l, out)
                 _floats(c[LSE] + (start + i) * c[LSE + 1] + head * c[LSE + 2], 1)[0] = lse
                 row += 1
 
 
 @njit
-def _attend(c: Any, u: Any, room: int) -> None:
-    """One unit. In `room`: two states, then what `_attend_chunk` wants there."""
-    b, rows, chunk = u[0], (u[1], u[2], u[3], u[4]), u[7]
-    i0, i1, h0, h1 = rows
-    group, dv = c[H] // c[K], c[DV]
-    count = (i1 - i0) * group * (h1 - h0)
-    floats, start = count * (dv + 2), np.int64(_ints(c[STARTS] + b * c[STARTS + 1], 1)[0])
-    mine, other, inside = room, room + 4 * floats, room + 8 * floats
-    row = 0
+def _load_queries(c: Any, b: int, bounds: Any, q: int) -> None:
+    """Load the queries of `bounds` = (i0, i1, h0, h1), times the call's scale, as float32 [h, i, g, D] at `q`."""
+    i0, i1, h0, h1 = bounds
+    group, start, row = c[H] // c[K], _entry(c, CU_SEQLENS, b), 0
     for h in range(h0, h1):
         for i in range(i0, i1):
             for g in range(group):
                 address = c[Q] + (start + i) * c[Q + 1] + (h * group + g) * c[Q + 2]
-                _load(c[Q_KIND], address, c[D], np.float32(_doubles(c)[SCALE]), _floats(inside + 4 * row * c[D], c[D]))
+                _load(c[Q_KIND], address, c[D], np.float32(_doubles(c)[SCALE]), _floats(q + 4 * row * c[D], c[D]))
                 row += 1
-    first, end = _span(c, b, i0, i1)
-    shared = _longs(c[GROUPS] + u[8] * GROUP_WORDS * 8, GROUP_WORDS)
-    partials = c[PARTIALS] + 4 * shared[1]
-    if shared[1] < 0:
-        _clear(mine, count, dv)
-    for part in range(u[5], u[6]):
-        state = (mine if part == u[5] else other) if shared[1] < 0 else partials + 4 * floats * (part - shared[2])
-        _attend_chunk(c, b, rows, (max(first, part * chunk), min(end, (part + 1) * chunk)), inside, state)
-        if shared[1] < 0 and part > u[5]:
-            _fold(mine, other, count, dv)
-    if shared[1] < 0:
-        _finish(c, b, rows, mine)
-    elif _fetch_add(c[GROUPS] + u[8] * GROUP_WORDS * 8, -1) == 1:  # the last to arrive
-        for part in range(1, shared[3] - shared[2]):
-            _fold(partials, partials + 4 * floats * part, count, dv)
-        _finish(c, b, rows, partials)
+
+
+@njit
+def _attend(c: Any, unit: Any, scratch: int) -> None:
+    """Compute one unit, int64 [UNIT_WORDS], with the scratch memory at `scratch`.
+
+    A unit that has all keys of its group folds its chunks and writes the result. Otherwise each chunk has a partial
+    state of its own, and the last unit of the group folds them and writes the result.
+    """
+    b, bounds = unit[0], (unit[1], unit[2], unit[3], unit[4])
+    c0, c1, chunk = unit[5], unit[6], unit[7]
+    group = _longs(c[GROUPS] + unit[8] * GROUP_WORDS * 8, GROUP_WORDS)
+    is_alone, group_c0, group_c1 = group[1] < 0, group[2], group[3]
+    dv, rows = c[DV], (bounds[1] - bounds[0]) * (c[H] // c[K]) * (bounds[3] - bounds[2])
+    size = 4 * rows * (dv + 2)  # bytes of a state
+    whole, next_chunk, q = scratch, scratch + size, scratch + 2 * size
+    partials = c[PARTIALS] + 4 * group[1]
+    _load_queries(c, b, bounds, q)
+    first, end = _span(c, b, bounds[0], bounds[1])
+    if is_alone:
+        _clear(whole, rows, dv)
+    for part in range(c0, c1):
+        state = (whole if part == c0 else next_chunk) if is_alone else partials + size * (part - group_c0)
+        _attend_chunk(c, b, bounds, (max(first, part * chunk), min(end, (part + 1) * chunk)), q, state)
+        if is_alone and part > c0:
+            _fold(whole, next_chunk, rows, dv)
+    if is_alone:
+        _finish(c, b, bounds, whole)
+    elif _fetch_add(c[GROUPS] + unit[8] * GROUP_WORDS * 8, -1) == 1:  # this unit is the last of its group
+        for part in range(1, group_c1 - group_c0):
+            _fold(partials, partials + size * part, rows, dv)
+        _finish(c, b, bounds, partials)
 
 
 @cfunc(types.void(types.voidptr), cache=True)
 def attend(data: Any) -> None:
-    """A thread's share of a call: units, until there are none. `data`: the int64 array of the call."""
+    """Compute one thread's share of a call: take units until none is left. `data`: the call's array."""
     c = carray(data, (WORDS,), np.int64)
     address = c.ctypes.data
-    room = c[ROOM] + c[ROOM_BYTES] * _fetch_add(address + 8 * NEXT_THREAD, 1)
+    scratch = c[SCRATCH] + c[SCRATCH_BYTES] * _fetch_add(address + 8 * NEXT_THREAD, 1)
     unit = _fetch_add(address + 8 * NEXT_UNIT, 1)
     while unit < c[NUM_UNITS]:
-        _attend(c, _longs(c[UNITS] + unit * UNIT_WORDS * 8, UNIT_WORDS), room)
+        _attend(c, _longs(c[UNITS] + unit * UNIT_WORDS * 8, UNIT_WORDS), scratch)
         unit = _fetch_add(address + 8 * NEXT_UNIT, 1)

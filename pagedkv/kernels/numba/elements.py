@@ -1,9 +1,10 @@
-"""Elements, compiled: what is at an address, as float32, and back. For the loops of the numba backend; knows no page and no attention.
+"""Elements of the numba backend, compiled: from memory to float32 and back. This file knows no page and no attention.
 
-    float16, bfloat16, fp8, int8, int4  --_load-->  float32  --_store, or write_loops.py-->  the same, half to even
+    float16, bfloat16, fp8, int8, int4  --_load-->  float32  --_store, or write.py-->  the same, half to even
 
-Addresses are int64; `_floats(address, n)` and its like are views of n elements there. Compiled without fast-math: conversions are exact,
-and NaN stays NaN. `_exp` and `_tanh` are written out because calls of a library's would keep loops over scores from becoming vectors.
+Addresses are int64; `_floats(address, n)`, `_halves`, `_octets`, `_ints` and `_longs` are views of n elements there.
+These functions are compiled without fast-math: conversions are exact, and NaN stays NaN. `_exp` and `_tanh` are written
+out, because a call of a library's function keeps LLVM from making vectors of a loop over scores.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def _as_bits(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def _fetch_add(typing: Any, address: Any, n: Any) -> Any:
-    """The old value of the int64 at `address`; what others wrote before they added is seen after."""
+    """Add n to the int64 at `address`, atomically, and return its old value.
+
+    After the add, the thread sees all that other threads wrote before their adds.
+    """
 
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
         return builder.atomic_rmw(
@@ -82,7 +86,10 @@ def _longs(address: int, n: int) -> Any:
 
 @njit
 def _exp(x: float) -> Any:
-    """e^x for x <= 0 in float32, 0 below -87; NaN stays NaN. Range reduction by ln 2 in two parts, then a polynomial (Cephes, expf)."""
+    """Return e^x in float32 for x <= 0, and 0 below -87.3; NaN stays NaN.
+
+    Range reduction by ln 2 in two parts, then a polynomial (Cephes, expf).
+    """
     y = np.float32(-87.5) if x < np.float32(-87.5) else x
     k = np.floor(y * np.float32(1.44269504) + np.float32(0.5))
     y = (y - k * np.float32(0.693359375)) + k * np.float32(2.12194440e-4)
@@ -99,7 +106,7 @@ def _exp(x: float) -> Any:
 
 @njit
 def _tanh(x: float) -> Any:
-    """In float32: a polynomial for small x, where 1 - 2 / (e^2x + 1) would cancel (Cephes, tanhf)."""
+    """Return tanh x in float32: by a polynomial for small x, where 1 - 2 / (e^2x + 1) would cancel (Cephes, tanhf)."""
     z = x * x
     p = np.float32(-5.70498872745e-3)
     p = p * z + np.float32(2.06390887954e-2)
@@ -114,6 +121,7 @@ def _tanh(x: float) -> Any:
 
 @njit
 def _of_half(h: int) -> Any:
+    """Return the value of a float16, given by its bits."""
     bits = np.uint32(h & 0x7FFF) << np.uint32(13)
     if bits >= np.uint32(0x0F800000):
         bits += np.uint32(0x70000000)  # infinity, NaN
@@ -126,13 +134,14 @@ def _of_half(h: int) -> Any:
 
 @njit
 def _to_half(x: float) -> Any:
+    """Return the bits of x as float16, half to even."""
     bits = _as_bits(x)
     a, sign = bits & np.uint32(0x7FFFFFFF), (bits >> np.uint32(16)) & np.uint32(0x8000)
     if a > np.uint32(0x7F800000):
         return np.uint16(sign | np.uint32(0x7E00))
     if a >= np.uint32(0x47800000):
         return np.uint16(sign | np.uint32(0x7C00))
-    if a < np.uint32(0x38800000):  # 0.5 has the spacing of half's subnormal numbers: the addition rounds
+    if a < np.uint32(0x38800000):  # float32 at 0.5 has the spacing of subnormal halves: the addition rounds
         return np.uint16(sign | (_as_bits(_as_float(a) + np.float32(0.5)) - np.uint32(0x3F000000)))
     return np.uint16(
         sign | ((a + np.uint32(0xFFF) + ((a >> np.uint32(13)) & np.uint32(1)) - np.uint32(0x38000000)) >> np.uint32(13))
@@ -141,6 +150,7 @@ def _to_half(x: float) -> Any:
 
 @njit
 def _to_bfloat(x: float) -> Any:
+    """Return the bits of x as bfloat16, half to even."""
     bits = _as_bits(x)
     if x != x:
         return np.uint16((bits >> np.uint32(16)) | np.uint32(0x7FC0))
@@ -149,14 +159,14 @@ def _to_bfloat(x: float) -> Any:
 
 @njit
 def _to_fp8(x: float, mantissa: int) -> Any:
-    """e4m3 (3) or e5m2 (2) of a clamped x: half to even."""
+    """Return the byte of a clamped x, half to even: of e4m3 if `mantissa` is 3, of e5m2 if 2."""
     bits = _as_bits(x)
     a, sign = bits & np.uint32(0x7FFFFFFF), (bits >> np.uint32(24)) & np.uint32(0x80)
     smallest, magic, bias = (0x3C800000, 0x46800000, 120 << 3) if mantissa == 3 else (0x38800000, 0x43000000, 112 << 2)
     shift = np.uint32(23 - mantissa)
     if a > np.uint32(0x7F800000):
         return np.uint8(sign | np.uint32(0x7F))
-    if a < np.uint32(smallest):  # the spacing of float32 at `magic` is that of the subnormal numbers
+    if a < np.uint32(smallest):  # float32 at `magic` has the spacing of subnormal fp8: the addition rounds
         return np.uint8(sign | (_as_bits(_as_float(a) + _as_float(np.uint32(magic))) - np.uint32(magic)))
     half = (np.uint32(1) << (shift - np.uint32(1))) - np.uint32(1)
     return np.uint8(sign | (((a + half + ((a >> shift) & np.uint32(1))) >> shift) - np.uint32(bias)))
@@ -164,6 +174,7 @@ def _to_fp8(x: float, mantissa: int) -> Any:
 
 @njit
 def _of_fp8(code: int, mantissa: int) -> Any:
+    """Return the value of a byte of e4m3 (`mantissa` 3) or e5m2 (2)."""
     exponent, fraction = (code & 0x7F) >> mantissa, code & ((1 << mantissa) - 1)
     steps, bias = 1 << mantissa, (7 if mantissa == 3 else 15)
     if (code & 0x7F) == 0x7F or (mantissa == 2 and exponent == 31):
@@ -176,12 +187,12 @@ def _of_fp8(code: int, mantissa: int) -> Any:
 
 
 FP8 = np.array([[_of_fp8.py_func(code, mantissa) for code in range(256)] for mantissa in (3, 2)], np.float32)
-"""Values of e4m3 and e5m2 by their bytes; a constant of the compiled code."""
+"""float32 [2, 256]: the values of e4m3 and of e5m2 by their bytes. A constant of the compiled code."""
 
 
 @njit
 def _load(kind: int, address: int, n: int, factor: float, to: Any) -> None:
-    """to[0:n] = the row of `n` elements at `address`, times `factor`."""
+    """Set to[0:n] to the row of n elements at `address`, times `factor`."""
     if kind == F32:
         floats = _floats(address, n)
         for i in range(n):
@@ -211,7 +222,7 @@ def _load(kind: int, address: int, n: int, factor: float, to: Any) -> None:
 
 @njit
 def _store(kind: int, x: Any, n: int, factor: float, address: int) -> None:
-    """The row at `address` = x[0:n] times `factor`, for kinds that are floats of 4 or 2 bytes."""
+    """Store x[0:n] times `factor` at `address`, as float32, bfloat16 or float16."""
     if kind == F32:
         floats = _floats(address, n)
         for i in range(n):

@@ -1,10 +1,12 @@
 """Writing of the numba backend, compiled once and kept on disk: new tokens' keys or values into their slots.
 
-    x      = the vector, rotated by the angle of its position if there are tables (RoPE)
-    stored = x, or round(clamp(x / scale, -qmax, qmax));   scale = amax / qmax of the vector, 1 where that is 0, if per (token, head)
+    x      = the vector, rotated by the angles of its token's position if there are angles (RoPE)
+    stored = x, or round(clamp(x / scale, -qmax, qmax)) if the pool is quantised
+    scale  = amax / qmax of the vector, or 1 where that is 0, if scales are per (token, head)
 
-A call is one int64 array: four words for each tensor (address, strides in bytes), then numbers, at the indices named below.
-Unit of work: a run of tokens, all kv heads of each. Nothing here raises: the arguments were checked.
+A call is one int64 array, `c` in the loops: tensors as addresses and byte strides, then numbers, at the indices named
+below. Keys and values are two calls. Unit of work: a run of tokens, all kv heads of each. The loops raise nothing: the
+arguments were checked.
 """
 
 from __future__ import annotations
@@ -31,35 +33,48 @@ from pagedkv.kernels.numba.elements import (
     _to_fp8,
 )
 
-TENSORS = ("new", "pool", "scale", "slots", "cos", "sin", "positions")
-W_NEW, W_POOL, W_SCALE, W_SLOTS, W_COS, W_SIN, W_POSITIONS = range(0, 28, 4)
-W_T, W_K, W_D, W_S, W_NEW_KIND, W_KIND, W_PER_TOKEN, W_ROTARY, W_INTERLEAVED, W_ROOM, W_NEXT, W_NEXT_THREAD, W_RUN = (
-    range(28, 41)
-)
+# The layout of a call's int64 array. A tensor takes four words and is named by the index of the first:
+# its address (0: there is no such tensor), then up to three strides in bytes.
+NEW, POOL, SCALE, SLOTS = range(0, 16, 4)
+COS, SIN, POSITIONS = range(16, 28, 4)
+# Sizes; kinds of elements, as in elements.py; 1 if scales are per (token, head); RoPE: angles of a position, layout.
+T, K, D, S = range(28, 32)
+NEW_KIND, POOL_KIND, PER_TOKEN = range(32, 35)
+ROTARY, INTERLEAVED = range(35, 37)
+# The address of the scratch memory, float32 [threads, D], and the tokens of a run.
+SCRATCH, RUN = range(37, 39)
+# Counters that the threads share.
+NEXT_TOKEN, NEXT_THREAD = range(39, 41)
 WORDS = 41
+
+_QMAX = np.array([0, 0, 0, 448, 57344, 127, 7], np.float32)
+"""float32 [7]: the largest magnitude of a stored element, by its kind."""
 
 
 @njit
-def _turn(w: Any, token: int, x: Any) -> None:
-    """Rotate the first dims of x by the angles of the token's position: pairs (i, i + R/2), or (2i, 2i + 1) if interleaved."""
-    position, half = _longs(w[W_POSITIONS] + token * w[W_POSITIONS + 1], 1)[0], w[W_ROTARY]
-    cos = _floats(w[W_COS] + position * w[W_COS + 1], half)
-    sin = _floats(w[W_SIN] + position * w[W_SIN + 1], half)
+def _rotate(c: Any, token: int, x: Any) -> None:
+    """Rotate the first R dims of x by the angles of the token's position.
+
+    Pairs are (i, i + R/2), or (2i, 2i + 1) if interleaved.
+    """
+    position, half = _longs(c[POSITIONS] + token * c[POSITIONS + 1], 1)[0], c[ROTARY]
+    cos = _floats(c[COS] + position * c[COS + 1], half)
+    sin = _floats(c[SIN] + position * c[SIN + 1], half)
     for i in range(half):
-        a, b = (2 * i, 2 * i + 1) if w[W_INTERLEAVED] else (i, i + half)
+        a, b = (2 * i, 2 * i + 1) if c[INTERLEAVED] else (i, i + half)
         first, second = x[a], x[b]
         x[a], x[b] = first * cos[i] - second * sin[i], second * cos[i] + first * sin[i]
 
 
 @njit
 def _nearest(x: float) -> Any:
-    """Half to even; NaN is 0."""
+    """Return the nearest integer, half to even, and 0 for NaN."""
     return np.int32(np.rint(x) if x == x else np.float32(0))
 
 
 @njit
 def _quantise(kind: int, x: Any, n: int, scale: float, address: int) -> None:
-    """round(clamp(x / scale, -qmax, qmax)) as stored elements."""
+    """Store round(clamp(x / scale, -qmax, qmax)) at `address`. Modifies: x, which becomes the clamped quotients."""
     limit, octets = _QMAX[kind], _octets(address, n)
     for i in range(n):
         y = x[i] / scale
@@ -76,51 +91,48 @@ def _quantise(kind: int, x: Any, n: int, scale: float, address: int) -> None:
             octets[i] = _to_fp8(x[i], 3 if kind == E4M3 else 2)
 
 
-_QMAX = np.array([0, 0, 0, 448, 57344, 127, 7], np.float32)
-
-
 @njit
-def _write_vector(w: Any, token: int, slot: int, h: int, x: Any) -> None:
-    """One token's vector of one kv head; x is float32 room for it."""
-    frame, offset, n = slot // w[W_S], slot % w[W_S], w[W_D]
-    fresh = w[W_NEW] + token * w[W_NEW + 1] + h * w[W_NEW + 2]
-    to = w[W_POOL] + frame * w[W_POOL + 1] + offset * w[W_POOL + 2] + h * w[W_POOL + 3]
-    if w[W_NEW_KIND] == w[W_KIND] and not w[W_ROTARY]:
-        size = n * (4 if w[W_KIND] == F32 else 2)
-        source, target = _octets(fresh, size), _octets(to, size)
+def _write_vector(c: Any, token: int, slot: int, h: int, x: Any) -> None:
+    """Store one token's vector of one kv head at `slot`; `x` float32 [D] is scratch memory."""
+    frame, offset, n = slot // c[S], slot % c[S], c[D]
+    new = c[NEW] + token * c[NEW + 1] + h * c[NEW + 2]
+    stored = c[POOL] + frame * c[POOL + 1] + offset * c[POOL + 2] + h * c[POOL + 3]
+    if c[NEW_KIND] == c[POOL_KIND] and not c[ROTARY]:
+        size = n * (4 if c[POOL_KIND] == F32 else 2)
+        source, target = _octets(new, size), _octets(stored, size)
         for i in range(size):
             target[i] = source[i]
         return
-    _load(w[W_NEW_KIND], fresh, n, np.float32(1), x)
-    if w[W_ROTARY]:
-        _turn(w, token, x)
-    if w[W_KIND] <= F16:
-        _store(w[W_KIND], x, n, np.float32(1), to)
+    _load(c[NEW_KIND], new, n, np.float32(1), x)
+    if c[ROTARY]:
+        _rotate(c, token, x)
+    if c[POOL_KIND] <= F16:
+        _store(c[POOL_KIND], x, n, np.float32(1), stored)
         return
     scale = np.float32(1)
-    if w[W_SCALE]:
-        stored = _floats(w[W_SCALE] + frame * w[W_SCALE + 1] + offset * w[W_SCALE + 2] + h * w[W_SCALE + 3], 1)
-        if w[W_PER_TOKEN]:
-            bits = np.uint32(0)  # magnitudes are ordered as their bits are, NaN last
+    if c[SCALE]:
+        scale_of_vector = _floats(c[SCALE] + frame * c[SCALE + 1] + offset * c[SCALE + 2] + h * c[SCALE + 3], 1)
+        if c[PER_TOKEN]:
+            bits = np.uint32(0)  # the bits of the largest magnitude: floats >= 0 are ordered as their bits, NaN last
             for i in range(n):
                 bits = max(bits, _as_bits(x[i]) & np.uint32(0x7FFFFFFF))
-            exact = _as_float(bits) / _QMAX[w[W_KIND]]
-            stored[0] = np.float32(1) if exact == 0 else exact
-        scale = stored[0]
-    _quantise(w[W_KIND], x, n, scale, to)
+            exact = _as_float(bits) / _QMAX[c[POOL_KIND]]
+            scale_of_vector[0] = np.float32(1) if exact == 0 else exact
+        scale = scale_of_vector[0]
+    _quantise(c[POOL_KIND], x, n, scale, stored)
 
 
 @cfunc(types.void(types.voidptr), cache=True)
 def write(data: Any) -> None:
-    """A thread's share of a write: runs of W_RUN tokens, until there are none. `data`: the int64 array of the call."""
-    w = carray(data, (WORDS,), np.int64)
-    address = w.ctypes.data
-    x = _floats(w[W_ROOM] + 4 * w[W_D] * _fetch_add(address + 8 * W_NEXT_THREAD, 1), w[W_D])
-    first = _fetch_add(address + 8 * W_NEXT, w[W_RUN])
-    while first < w[W_T]:
-        for token in range(first, min(w[W_T], first + w[W_RUN])):
-            slot = _longs(w[W_SLOTS] + token * w[W_SLOTS + 1], 1)[0]
+    """Store one thread's share of a call: take runs of tokens until none is left. `data`: the call's array."""
+    c = carray(data, (WORDS,), np.int64)
+    address = c.ctypes.data
+    x = _floats(c[SCRATCH] + 4 * c[D] * _fetch_add(address + 8 * NEXT_THREAD, 1), c[D])
+    first = _fetch_add(address + 8 * NEXT_TOKEN, c[RUN])
+    while first < c[T]:
+        for token in range(first, min(c[T], first + c[RUN])):
+            slot = _longs(c[SLOTS] + token * c[SLOTS + 1], 1)[0]
             if slot >= 0:
-                for h in range(w[W_K]):
-                    _write_vector(w, token, slot, h, x)
-        first = _fetch_add(address + 8 * W_NEXT, w[W_RUN])
+                for h in range(c[K]):
+                    _write_vector(c, token, slot, h, x)
+        first = _fetch_add(address + 8 * NEXT_TOKEN, c[RUN])

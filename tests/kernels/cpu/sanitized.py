@@ -1,8 +1,9 @@
-"""What test_sanitizers.py runs in a process of its own: `python -m tests.kernels.cpu.sanitized EXTENSION grid|break`.
+"""The process that test_sanitizers.py starts: `python -m tests.kernels.cpu.sanitized EXTENSION grid|break`.
 
-`grid`: cases of every feature through each instruction set, on one and on three threads, writes, copies and merges, each as a first call
-and as a known one; results are compared with the reference, so that a build which computes nothing does not pass. `break`: one call that
-reads past a tensor.
+`grid` calls each instruction set with cases of every feature, on one and on three threads, and with writes, copies and
+merges. Each call is made twice: Python checks the arguments of the first; the second has the same signature and skips
+the checks. Some results are compared with the reference, so that a build which computes nothing does not pass. `break`
+makes one call that reads past the end of a tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _T = TypeVar("_T")
 
 
 def load(path: str) -> None:
-    """Put the sanitized extension where the installed one would be looked for."""
+    """Import the sanitized extension from `path` under the name of the installed one."""
     spec = importlib.util.spec_from_file_location("pagedkv.kernels._cpu", path)
     assert spec is not None
     assert spec.loader is not None
@@ -37,7 +38,7 @@ def load(path: str) -> None:
 
 
 def twice(call: Callable[[], _T], op: str) -> _T:
-    """The result of the second of two equal calls, which is a known one: then nothing is checked."""
+    """Make `call` twice and return the second result. The second call fails if Python checks its arguments."""
     from pagedkv.kernels import checks
 
     call()
@@ -50,7 +51,7 @@ def twice(call: Callable[[], _T], op: str) -> _T:
 
 
 def attend(case: Case, compare: bool) -> bool:
-    """Whether `case` has any query."""
+    """Attend twice, with `compare` against the reference; return True if `case` has any query."""
     from pagedkv import paged_attention
 
     built = case.build()
@@ -63,13 +64,13 @@ def attend(case: Case, compare: bool) -> bool:
     assert not again[:rows].isnan().any(), case
     if compare:
         want = paged_attention(built.q, built.layer, built.batch, backend="reference", **built.options)
-        for ours in (out, again):
-            difference = (ours[:rows].float() - want[:rows].float()).abs()
+        for result in (out, again):
+            difference = (result[:rows].float() - want[:rows].float()).abs()
             assert not difference.numel() or difference.max() < 0.05 * (1 + want[:rows].float().abs().max()), case
     return lse.numel() > 0
 
 
-def write(kv: str, dtype: torch.dtype, turned: bool) -> None:
+def write(kv: str, dtype: torch.dtype, rotated: bool) -> None:
     from pagedkv import write_kv
     from pagedkv.kernels.args import RotaryTable
     from tests.kernels.test_write import SLOTS, batch_of
@@ -79,7 +80,7 @@ def write(kv: str, dtype: torch.dtype, turned: bool) -> None:
         layer.k_scale.fill_(0.5), layer.v_scale.fill_(0.75)  # type: ignore[union-attr]
     k, v = torch.randn(7, 2, 66).to(dtype), torch.randn(7, 2, 80).to(dtype)
     k[0, 0, [0, 65]] = torch.nan
-    rope = RotaryTable(torch.ones(1, 33), torch.zeros(1, 33)) if turned else None
+    rope = RotaryTable(torch.ones(1, 33), torch.zeros(1, 33)) if rotated else None
     twice(lambda: write_kv(k, v, layer, batch_of(SLOTS), rope=rope, backend="cpu"), "write")
 
 
@@ -98,9 +99,10 @@ def merge(dtype: torch.dtype, dim: int) -> None:
     from tests.kernels.test_merge import States, keep_the_contract, states, strided
 
     a, lse_a, b, lse_b = states((5, 3, dim), dtype)
-    for given in ((a, lse_a, b, lse_b), (strided(a, (2, 1, 0), (1, 2, 3)), lse_a, b, strided(lse_b, (1, 0), (2, 1)))):
-        keep_the_contract(States(*given))
-        twice(lambda given=given: merge_states(*given), "merge")
+    packed = (a, lse_a, b, lse_b)
+    for pair in (packed, (strided(a, (2, 1, 0), (1, 2, 3)), lse_a, b, strided(lse_b, (1, 0), (2, 1)))):
+        keep_the_contract(States(*pair))
+        twice(lambda pair=pair: merge_states(*pair), "merge")
 
 
 def grid() -> None:
@@ -132,7 +134,7 @@ def broken() -> None:
     built = Case(q_lens=(1, 1), kv_lens=(40, 40)).build()
     os.environ["PAGEDKV_DEBUG"] = "0"
     paged_attention(built.q[:1].clone(), built.layer, built.batch, backend="cpu")  # the second sequence has no query
-    print("nothing was found")
+    print("no sanitizer stopped this process")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The C++ kernels, one instruction set after the other: each keeps the contract alone, and none depends on how the work was cut."""
+"""The C++ kernels: each instruction set keeps the contract, extreme options included, on the threads that torch has."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from pagedkv import write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import cpu, registry
 from pagedkv.kernels.args import KVLayer, PagedBatch
-from pagedkv.kernels.case import Case as Asked
 from tests.cases import GRID, SMALL, Case
 from tests.kernels.conftest import Runner
 from tests.kernels.oracle import allowed_error, oracle, same_precision
 
 if cpu._cpu is None:
-    pytest.skip(registry.KERNELS[0].refuse(Asked())[0], allow_module_level=True)
+    pytest.skip(registry.KERNELS[0].refuse(registry.Case())[0], allow_module_level=True)
 
 SETS = cpu._cpu.sets()
 ON_CPU = Runner("cpu", "cpu")
@@ -57,11 +56,9 @@ def test_every_bfloat16_and_every_tie_becomes_the_fp8_that_torch_says(dtype: tor
     new, one = torch.nn.functional.pad(x, (0, -len(x) % 128)).view(-1, 1, 128), torch.ones(())
     T = len(new)
     k = torch.zeros(T, 1, 1, 128, dtype=dtype)
-    ints = {
-        name: torch.tensor(value, dtype=torch.int32) for name, value in (("cu_seqlens_q", [0, T]), ("seq_lens", [T]))
-    }
+    lengths = {"cu_seqlens_q": torch.tensor([0, T], dtype=torch.int32), "seq_lens": torch.tensor([T]).int()}
     tables = {"block_table": torch.zeros(1, T, dtype=torch.int32), "rows": None, "positions": torch.arange(T)}
-    batch = PagedBatch(**tables, **ints, slots=torch.arange(T), max_seqlen_q=T, max_seqlen_k=T)
+    batch = PagedBatch(**tables, **lengths, slots=torch.arange(T), max_seqlen_q=T, max_seqlen_k=T)
     write_kv(new, new, KVLayer(k, k.clone(), one, one), batch, backend="cpu")
     stored, wanted = k.view(torch.uint8).flatten()[: len(x)], x.clamp(-limit, limit).to(dtype).view(torch.uint8)
     assert torch.equal(stored[~x.isnan()], wanted[~x.isnan()])
@@ -83,7 +80,7 @@ def test_a_sink_of_infinity_takes_everything_and_one_of_minus_infinity_nothing(b
 
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("mask", ["causal", "all", "tree"])
-def test_a_window_beyond_all_places_hides_nothing(mask: str) -> None:
+def test_a_window_longer_than_any_sequence_hides_nothing(mask: str) -> None:
     case = Case(q_lens=(64, 1, 7), kv_lens=(300, 97, 3), mask=mask)
     built = case.build()
     for far in (2**31, 2**40, 2**63 - 1):
@@ -100,7 +97,7 @@ def test_one_vector_may_lie_in_all_slots(backend: str) -> None:
     assert (Runner(backend, "cpu").attend(built)[0] - want).abs().max() < 1e-5
 
 
-def test_an_unknown_instruction_set_is_answered_with_those_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_instruction_set_is_refused_with_a_list_of_those_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDKV_CPU_ISA", "avx1024")
     with pytest.raises(InvalidRequest, match="PAGEDKV_CPU_ISA is 'avx1024'; this processor and build have: .*portable"):
         ON_CPU.attend(Case().build())
@@ -119,7 +116,7 @@ print(KERNELS[0].refuse(Case())[0])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of the process in /proc")
-def test_calls_on_several_threads_start_none_beside_torchs_own() -> None:
+def test_calls_on_several_threads_start_no_thread_beside_those_of_torch() -> None:
     code = """
 import os
 import torch
@@ -135,14 +132,14 @@ if cpu._cpu.runtime() == "OpenMP":
     Runner("cpu", "cpu").attend(built)
     big.exp_()
     assert len(os.listdir("/proc/self/task")) == before, before
-print("none")
+print("no thread was started")
 """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     run = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    assert run.stdout == "none\n"
+    assert run.stdout == "no thread was started\n"
 
 
-def test_threads_are_torchs_own_where_it_has_openmp() -> None:
+def test_threads_are_those_of_torch_if_torch_has_openmp() -> None:
     assert cpu._cpu is not None
     assert cpu._cpu.runtime() == (
         "OpenMP" if "OpenMP" in torch.__config__.parallel_info().partition("parallel backend:")[2] else "threads"

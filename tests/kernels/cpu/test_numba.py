@@ -1,4 +1,4 @@
-"""The numba kernels: what is theirs alone, beside the grid and the laws that every backend keeps."""
+"""The numba kernels: tests of this backend alone. Others test the grid and the laws that every backend keeps."""
 
 from __future__ import annotations
 
@@ -34,27 +34,23 @@ def test_every_fp8_byte_has_torchs_value(dtype: torch.dtype, kind: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "there", "back"),
+    ("dtype", "encode", "decode"),
     [(torch.float16, elements._to_half, elements._of_half), (torch.bfloat16, elements._to_bfloat, None)],
 )
 def test_two_byte_floats_round_as_torch_does(
-    dtype: torch.dtype, there: Callable[..., int], back: Callable[..., float] | None
+    dtype: torch.dtype, encode: Callable[..., int], decode: Callable[..., float] | None
 ) -> None:
     bits = torch.randint(-(2**31), 2**31, (20_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     edges = torch.tensor(
         [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65519.9, 65520.0, 6.1e-5, 5.96e-8, 2.98e-8, 2.99e-8]
     )
     x = torch.cat([bits.view(torch.float32), edges, -edges])
-    stored = (
-        torch.tensor([int(there(np.float32(value))) for value in x.numpy()], dtype=torch.int32)
-        .to(torch.uint16)
-        .view(dtype)
-    )
-    right = x.to(dtype)
+    codes = torch.tensor([int(encode(np.float32(value))) for value in x.numpy()], dtype=torch.int32)
+    stored, right = codes.to(torch.uint16).view(dtype), x.to(dtype)
     assert torch.equal(stored.isnan(), right.isnan())
     assert torch.equal(stored[~right.isnan()].view(torch.int16), right[~right.isnan()].view(torch.int16))
-    if back is not None:
-        read = [back(np.uint16(code)) for code in range(65536)]
+    if decode is not None:
+        read = [decode(np.uint16(code)) for code in range(65536)]
         np.testing.assert_array_equal(read, torch.arange(65536).to(torch.uint16).view(dtype).float().numpy())
 
 
@@ -66,4 +62,4 @@ from pagedkv.kernels.registry import Case, resolve
 print(resolve(Case()).name, "numba" in sys.modules)
 """
     run = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
-    assert run.stdout.split() == ["numba", "False"]  # and asking whether it can does not import it
+    assert run.stdout.split() == ["numba", "False"]  # resolve() chose numba without importing it

@@ -1,7 +1,8 @@
-"""csrc/cpu under AddressSanitizer and UndefinedBehaviorSanitizer: a build of its own in a temporary folder, and part of the grid in it.
+"""csrc/cpu under AddressSanitizer and UndefinedBehaviorSanitizer: a build in a temporary folder runs part of the grid.
 
-The sanitized extension takes the place of the installed one in a process of its own, which has the sanitizers' runtime preloaded (torch
-and Python are not built with it). Every tensor of a case is one allocation, so what is read beyond it is found.
+The sanitized extension replaces the installed one in a process of its own. That process preloads the runtime of the
+sanitizers, because torch and Python are not built with it. Every tensor of a case is one allocation, so the sanitizer
+finds each read beyond a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g1"]
-# Half the time to compile: every access is checked by a call, not by code in its place; null, short and wrong objects are ASan's to find.
+# These halve the time to compile: a call, not inline code, checks each access, and only ASan finds null pointers and
+# objects that are too short or of a wrong type.
 CHEAPER = ["--param=asan-instrumentation-with-call-threshold=100", "-fno-sanitize=null,object-size,vptr"]
 MINUTES = 20
 
@@ -30,11 +32,11 @@ pytestmark = [
 
 
 def recipe():
-    """setup.py as a module: which sources there are, and the flags of each."""
+    """Return setup.py as a module: it lists the sources and the flags of each."""
     spec = importlib.util.spec_from_file_location("pagedkv_setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
     before = Path.cwd()
-    os.chdir(ROOT)  # it names sources relative to itself
+    os.chdir(ROOT)  # setup.py names the sources relative to its folder
     try:
         spec.loader.exec_module(module)
     finally:
@@ -85,8 +87,8 @@ def under_sanitizers(extension, *arguments):
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=MINUTES * 60, check=False)
 
 
-def test_the_runtime_finds_what_it_is_there_to_find(extension):
-    """A call whose q ends before its batch does: without this, silence would prove nothing."""
+def test_the_sanitizers_find_a_read_past_the_end_of_q(extension):
+    """Without this test, a silent run of the grid would prove nothing."""
     run = under_sanitizers(extension, "break")
     assert run.returncode == 99, run.stderr[-3000:]
     assert "heap-buffer-overflow" in run.stderr

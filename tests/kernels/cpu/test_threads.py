@@ -1,4 +1,7 @@
-"""Whose threads compute: those of the runtime that torch has, though there be another; and in a fork, which has lost them, others."""
+"""Threads of the CPU backends: the OpenMP team of torch, even beside another runtime; other threads in a fork.
+
+A fork does not have the threads of its parent, so OpenMP would wait for them for ever.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from pagedkv.kernels import registry
-from pagedkv.kernels.case import Case as Asked
 
 BACKENDS = [
-    name for name in ("cpu", "numba") if not next(k for k in registry.KERNELS if k.name == name).refuse(Asked())
+    name for name in ("cpu", "numba") if not next(k for k in registry.KERNELS if k.name == name).refuse(registry.Case())
 ]
 
 pytestmark = [
@@ -23,7 +25,7 @@ pytestmark = [
 
 BEGIN = """
 import os, re, signal, sys, warnings
-warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads warns
 backend, what = sys.argv[1:3]
 def runtimes():
     return set(re.findall(r"/\\S*/lib(?:gomp|omp|iomp5)[-.]\\S*", open("/proc/self/maps").read()))
@@ -76,7 +78,7 @@ def test_a_fork_of_a_process_that_computed_on_threads_computes(backend: str, wha
     assert run(BEGIN + FORK, backend, what) == "the child ended 0"
 
 
-def test_a_call_loads_no_other_runtime_and_starts_no_other_team(backend: str) -> None:
+def test_a_call_loads_no_second_runtime_and_starts_no_second_team(backend: str) -> None:
     code = """
 parallel_work()
 before = runtimes(), threads()
@@ -94,14 +96,14 @@ import ctypes, re, sys
 from pathlib import Path
 source, own = Path(sys.argv[3]), Path(sys.argv[4])
 name = re.search(rb"libgomp[-0-9a-z.]*\\.so[.0-9]*\\0", source.read_bytes())[0]
-own.write_bytes(source.read_bytes().replace(name, b"libgomz" + name[7:]))  # the loader knows libraries by this name
+own.write_bytes(source.read_bytes().replace(name, b"libgomz" + name[7:]))  # the loader's key for a library
 ctypes.CDLL(str(own), mode=ctypes.RTLD_GLOBAL if sys.argv[2] == "global" else ctypes.RTLD_LOCAL)
 """
 
 
 @pytest.mark.parametrize("what", ["global", pytest.param("local", marks=pytest.mark.slow)])
-def test_of_two_runtimes_in_a_process_torchs_own_computes(backend: str, what: str, tmp_path: Path) -> None:
-    """The other is there first, and named so that it would be found first: its team would be a second one."""
+def test_beside_another_runtime_that_of_torch_computes(backend: str, what: str, tmp_path: Path) -> None:
+    """The other runtime is loaded first, and its name sorts first. If it computed, its team would be a second one."""
     torchs = run(BEGIN + "print(*runtimes())", backend, "").split()
     if len(torchs) != 1 or "libgomp" not in torchs[0]:
         pytest.skip(f"torch's runtime is no libgomp: {torchs}")

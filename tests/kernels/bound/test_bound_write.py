@@ -16,8 +16,8 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, registry
 from pagedkv.kernels.args import KVLayer, RotaryTable, WriteCall
 from tests.cases import AXES, Case, as_bytes, empty_layer
+from tests.kernels.bound.test_bound_attention import objection, one_of
 from tests.kernels.conftest import Names
-from tests.kernels.test_bound import objection, one_of
 from tests.kernels.test_checks import CASE, WRONG_WRITES
 from tests.kernels.test_write import SLOTS, batch_of
 
