@@ -281,11 +281,11 @@ def _gemm(cell: Cell, pool: Pool) -> Step | str:
 
 
 def _memcpy(cell: Cell, pool: Pool) -> Step:
-    fresh, room = itertools.cycle(_new_tokens(cell)), itertools.cycle(_new_tokens(cell))
+    sources, targets = itertools.cycle(_new_tokens(cell)), itertools.cycle(_new_tokens(cell))
 
     def prepare() -> Callable[[], object]:
-        sources, targets = next(fresh), next(room)
-        return lambda: [target.copy_(source) for source, target in zip(sources, targets, strict=True)]
+        source, target = next(sources), next(targets)
+        return lambda: [to.copy_(new) for new, to in zip(source, target, strict=True)]
 
     return prepare
 

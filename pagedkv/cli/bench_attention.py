@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedkv.bench import record
-from pagedkv.bench.attention import cells as grids
 from pagedkv.bench.attention import musts, roofline, runner
+from pagedkv.bench.attention.cells import BASE, full, quick
 from pagedkv.errors import InvalidRequest
 
 
@@ -52,7 +52,7 @@ class Choice:
         threads = self.threads or range(1, min(2, torch.get_num_threads()) + 1)
         given = {name: values for name, values in self.axes.items() if values}
         if not given:
-            grid = grids.full(threads) if self.full else grids.quick(threads)
+            grid = full(threads) if self.full else quick(threads)
             return [cell for cell in grid if not self.kinds or cell.kind in self.kinds]
         chosen = []
         for kind, *values in product(self.kinds or ["decode"], *given.values(), threads):
@@ -66,7 +66,7 @@ class Choice:
             named: dict[str, Any] = new | dict(zip([*given, "threads"], values, strict=True))
             if "heads" in named:
                 named["heads"], named["kv_heads"] = _heads(named["heads"])
-            cell = replace(grids.BASE, kind=kind, **named)
+            cell = replace(BASE, kind=kind, **named)
             chosen.append(replace(cell, new=min(cell.new, cell.context)))
         return chosen
 

@@ -112,9 +112,9 @@ def _gather(call: AttentionCall, group: _Group, dtype: torch.dtype) -> _Keys:
         )  # [tokens, K, D]
         if len(b) == present.numel():  # nothing to pad: the tokens are in order already
             return values.view(*present.shape, *values.shape[1:]).transpose(1, 2)
-        room = values.new_zeros(len(present), values.shape[1], len(t), values.shape[2])
-        room.transpose(1, 2)[b, position] = values
-        return room
+        filled = values.new_zeros(len(present), values.shape[1], len(t), values.shape[2])
+        filled.transpose(1, 2)[b, position] = values
+        return filled
 
     return _Keys(padded(call.k, call.k_scale), padded(call.v, call.v_scale), present)
 
