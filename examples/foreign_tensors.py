@@ -6,7 +6,7 @@ Run: python examples/foreign_tensors.py
 import torch
 import torch.nn.functional as F
 
-from pagedkv import KVLayer, PagedBatch, paged_attention, write_kv
+from pagedkv import KVLayer, PagedBatch, bind_attention, bind_write
 
 NUM_FRAMES, S, K, H, D = 16, 4, 2, 4, 32  # frames, block size, key heads, query heads, head dim
 torch.manual_seed(0)
@@ -14,6 +14,7 @@ torch.manual_seed(0)
 # The engine's memory of one layer, in the layout that vLLM calls NHD. Any strides do if the last dim is contiguous.
 pool = torch.zeros(2, NUM_FRAMES, S, K, D)
 layer = KVLayer(k=pool[0], v=pool[1])
+attend, write = bind_attention(layer), bind_write(layer)  # the layer is checked here, once
 
 # The engine's tables: row b is sequence b, and its pages are anywhere. Entries beyond the last page are never read.
 block_table = torch.tensor([[7, 2, 9], [0, 5, 2**30]], dtype=torch.int32)
@@ -40,8 +41,8 @@ history: list[list[torch.Tensor]] = [[], []]  # the same keys and values without
 for before, new in (([0, 0], [9, 5]), ([9, 5], [1, 1])):
     batch = batch_of(before, new)
     q, k, v = torch.randn(sum(new), H, D), torch.randn(sum(new), K, D), torch.randn(sum(new), K, D)
-    write_kv(k, v, layer, batch)
-    out = paged_attention(q, layer, batch)
+    write(k, v, batch)
+    out = attend(q, batch)
     for b, (start, end) in enumerate(batch.cu_seqlens_q.unfold(0, 2, 1).tolist()):
         history[b].append(torch.stack([k[start:end], v[start:end]]))
         keys, values = torch.cat(history[b], dim=1).transpose(1, 2)  # [K, length, D] each

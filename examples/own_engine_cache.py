@@ -6,7 +6,7 @@ Run: python examples/own_engine_cache.py
 import torch
 import torch.nn.functional as F
 
-from pagedkv import AddressSpace, KVSpec, PagedKVCache, paged_attention, write_kv
+from pagedkv import AddressSpace, KVSpec, PagedKVCache
 
 H, K, D, LAYERS, VOCABULARY = 4, 2, 32, 2, 50  # query heads, key heads, head dim
 torch.manual_seed(0)
@@ -14,6 +14,8 @@ embedding, head = torch.randn(VOCABULARY, H * D), torch.randn(H * D, VOCABULARY)
 projections = [torch.randn(H * D, (H + 2 * K) * D) / (H * D) ** 0.5 for _ in range(LAYERS)]
 spec = KVSpec(num_layers=LAYERS, num_kv_heads=K, head_dim=D, block_size=4, dtype="float32")
 cache = PagedKVCache(spec, num_frames=32)  # or memory="40GiB", device="cuda"
+attend = [cache.attention(layer) for layer in range(LAYERS)]  # bound calls: each layer is checked here, once
+write = [cache.write(layer) for layer in range(LAYERS)]
 
 
 def qkv_of(x: torch.Tensor, layer: int) -> tuple[torch.Tensor, ...]:
@@ -28,8 +30,8 @@ def next_tokens(spaces: list[AddressSpace], new: list[list[int]]) -> list[int]:
     x = embedding[flat]  # the sequences lie one after another: no padding
     for layer in range(LAYERS):
         q, k, v = qkv_of(x, layer)
-        write_kv(k, v, cache[layer], batch[layer])  # first store the new tokens: each also attends to itself
-        x = x + paged_attention(q, cache[layer], batch[layer]).flatten(1)
+        write[layer](k, v, batch[layer])  # first store the new tokens: each also attends to itself
+        x = x + attend[layer](q, batch[layer]).flatten(1)
     cache.commit(batch, flat)
     last = x[batch.cu_seqlens_q[1:].long() - 1]  # the last new token of each sequence
     return (last @ head).argmax(-1).tolist()

@@ -72,11 +72,12 @@ def test_the_example_pages_are_where_readers_look():
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_what_a_page_names_exists(page):
     text = without_comments(page.read_text())
-    named = set(re.findall(rf"(?<![\w/])(?:{TREES})/[\w/.-]*\w\.(?:py|md|svg|cpp|cuh?|jsonl)\b", text))
+    named = set(re.findall(rf"(?<![\w/])(?:{TREES})/[\w/.-]*\w\.(?:py|md|svg|cpp|hpp|inc|cuh?|jsonl)\b", text))
     assert not {name for name in named if not (ROOT / name).exists() and not (ROOT / "pagedkv" / name).exists()}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert not set(re.findall(r"`make ([a-z-]+)", text)) - targets
-    links = {link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith(("http", "#"))}
+    prose = re.sub(r"^```.*?^```|`[^`]*`", "`code`", text, flags=re.M | re.S)
+    links = {link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", prose) if not link.startswith(("http", "#"))}
     assert not {link for link in links if not (page.parent / link).exists()}
 
 

@@ -137,7 +137,7 @@ class PagedKVCache:
         return self.manager.open(token_ids, tenant=tenant, priority=priority, half_life=half_life)
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
-        """Return why `open` finds no more of `token_ids` than it does. See MemoryManager.why."""
+        """Return why `open` finds no more whole pages of `token_ids`. See MemoryManager.why."""
         return self.manager.why(token_ids, tenant=tenant)
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -167,7 +167,11 @@ class PagedKVCache:
         self.manager.commit(_plan_of(batch, "commit"), token_ids, counts)
 
     def abort(self, batch: PlannedBatch) -> None:
-        """Undo `plan`, whether the kernels of the batch ran or not. See MemoryManager.abort."""
+        """Undo `plan`, whether the kernels of the batch ran or not: every sequence is as long as before.
+
+        `plan` has copied shared tail pages, so each sequence that got a copy keeps it: split tails stay split. This is
+        MemoryManager.abort with copied=True.
+        """
         self.manager.abort(_plan_of(batch, "abort"), copied=True)
 
     # -- frames that must stay or may go -------------------------------------------------------------------------------

@@ -135,7 +135,10 @@ class MemoryManager(ObservationMixin, TenantMixin):
         return AddressSpace(self, asid, generation)
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
-        """Return why `open` finds no more of `token_ids`, see misses.Miss. For operators: it looks at all tenants."""
+        """Return why `open` finds no more whole pages of `token_ids`, see misses.Miss.
+
+        For operators: the answer depends on the pages of all tenants.
+        """
         return explain(self.state, self._roots, tenant_name(tenant), token_row(token_ids))
 
     @exclusive
@@ -251,10 +254,11 @@ class MemoryManager(ObservationMixin, TenantMixin):
 
     @exclusive
     def abort(self, plan: Plan, *, copied: bool = False) -> None:
-        """Undo the plan: every page table returns to its state before the plan.
+        """Undo the plan: every sequence is as long as before, and the frames for new tokens are given back.
 
-        copied: whether the copies of the plan were made. If so, KV may have been written after them, and a tail that a
-                copy split stays split.
+        copied: whether you made the copies of the plan. True: each sequence keeps its copy of a shared tail page, as KV
+                may have been written there. False: the targets of the copies are freed, and the sequences share their
+                tail pages as before the plan.
         Raises: PlanConflict if the plan is settled already or is not the newest of its spaces
         """
         self._require_unsettled(plan, "abort")
@@ -371,8 +375,7 @@ class MemoryManager(ObservationMixin, TenantMixin):
     ) -> None:
         """Set how early the pages of `space` are evicted once they are cached. Forks made later inherit the advice.
 
-        "DONTNEED": before all others. "COLD": after DONTNEED, before all others. "WILLNEED": in the policy's order, and
-                    the
+        "DONTNEED": before all others. "COLD": after DONTNEED, before all others. "WILLNEED": in the policy's order; the
         pages count as used once more.
         retain=(priority, half_life): see policies.Priority; half_life counts plans.
         Raises: InvalidRequest for any other advice, or for `retain` if the policy has no retention; StaleHandle

@@ -2,7 +2,8 @@
 
 This file knows names and reasons. It imports no backend: a backend is imported when it is asked, so a machine without
 Triton, CuPy or a compiler pays nothing for their entries. To add a backend, write a module with the functions of
-`Backend` (case.py) and add one `Kernel` to KERNELS.
+`Backend` (case.py) and add one `Kernel` to KERNELS. The package pagedkv.kernels.triton is the folder triton_kernels/ at
+the root of the repository; setup.py maps it.
 
     name given ("numba", or PAGEDKV_KERNELS)   that kernel, or KernelUnavailable if it objects: no silent fallback
     None or "auto"                             the first kernel that does not object; the last, "reference", never does

@@ -30,7 +30,11 @@ class Miss:
 
 
 def explain(s: State, roots: Roots, tenant: bytes, ids: I32) -> Miss:
-    """Return how many tokens `open` would match, and why no more. O(pages), times the tenants if a page is missing."""
+    """Return how many tokens `open` would match in whole pages, and why no more whole pages match.
+
+    With match="token", `open` also matches a part of the next page, which is not counted here.
+    O(pages), times the tenants if a page is missing.
+    """
     size = s.tokens.shape[1]
     whole = max(0, (len(ids) - 1) // size)
     found = np.empty(whole, np.int32)

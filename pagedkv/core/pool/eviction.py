@@ -1,6 +1,7 @@
-"""Eviction: the order in which cached frames are evicted. Compiled functions over the lists in `State`.
+"""Eviction: rank cached frames on lists, and choose the next victim. Compiled functions over the lists in `State`.
 
-policies.py sets the lists up. Evictable frames are on up to 32 lists, each in order of arrival. When its last
+This file evicts no frame: frames.evict takes the victim off its list, out of the index, and frees it. policies.py sets
+the lists up. Evictable frames are on up to 32 lists, each in order of arrival. When its last
 reference is dropped, the policy ranks the frame for a list. The frame enters the list with the clock of that moment as
 its `entered` time. The victim is the oldest frame of the list where this sum is smallest:
 
@@ -145,13 +146,19 @@ def delist(records: Records, reg: I64, frame: int) -> None:
 
 @inlined
 def _lead(s: State, base: int, number: int, now: int) -> int:
-    """Return the clock minus (entered + bonus) of the oldest frame of a list: the greatest lead is evicted first."""
+    """Return the lead of the oldest frame of a list, clock - (entered + bonus).
+
+    The lists compete: the oldest frame of the list with the greatest lead is evicted first.
+    """
     return ((now - s.frames[s.reg[base + OLDEST]].entered) & MASK) - s.reg[FIRST_LIST + 4 * number + BONUS]
 
 
 @compiled
 def foremost(s: State, account: int) -> tuple[int, int]:
-    """Return (list, lead) of the frame that `account` gives up next. The account has an evictable frame."""
+    """Return (list, lead) of the frame that `account` gives up next, see `_lead`. The account has an evictable frame.
+
+    A frame on DONTNEED or COLD has a lead beyond that of every other list.
+    """
     for number in (DONTNEED, COLD):
         if s.reg[list_base(account, number) + LENGTH] > 0:
             return number, MASK * (3 - number)

@@ -61,9 +61,10 @@ def vacate(records: Records, reg: I64, frame: int) -> None:
 
 @compiled
 def _unpublish_companions(s: State, leader: int) -> None:
-    """Unpublish the companions of `leader`, which is about to be freed, and free the cached ones.
+    """Unpublish the companions of `leader`, which is about to be freed. Free the cached ones; retire those with pins.
 
-    A companion that is still published now lost its prefix together with the leader, by a hole.
+    Eviction frees companions before their leader (I9). So a companion is still published here only if the leader is
+    freed because a hole cut both off from their prefix.
     """
     for group in range(1, len(s.groups)):
         frame = index.find_companion(s, leader, group)
@@ -171,8 +172,9 @@ def _fence(records: Records, reg: I64, frame: int) -> None:
 def drop(s: State, frame: int, keep: bool, page: int, advice: int) -> None:
     """Remove a reference to `frame`, page number `page` of a space with that `advice`.
 
-    Without any reference left, the frame is cached if it is published and its prefix stays (`keep`), else retired or
-    free.
+    Without any reference left, a published frame becomes cached if `keep` is True. Every other frame is retired while
+    it has pins, else freed.
+    keep: whether the whole prefix of the frame stays mapped or cached, so that a prompt can still find the frame.
     """
     if drop_reference(s.frames, s.reg, frame, keep, page * s.tokens.shape[1], advice):
         free(s, frame)
@@ -180,7 +182,10 @@ def drop(s: State, frame: int, keep: bool, page: int, advice: int) -> None:
 
 @inlined
 def drop_reference(records: Records, reg: I64, frame: int, keep: bool, position: int, advice: int) -> bool:
-    """Do the same as `drop`, but return True instead of freeing the frame: the caller must free it."""
+    """Do the same as `drop`, but return True instead of freeing the frame: the caller must free it.
+
+    position: of the first token of the frame's page.
+    """
     records[frame].refs -= 1
     if records[frame].refs > 0:
         return False

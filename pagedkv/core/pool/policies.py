@@ -4,8 +4,8 @@ A policy states how frames are ranked (`rule`), by how much each list prolongs t
 never fall), and whether the clock is the number of plans or the value of the last victim (`inflation`). The manager
 reads the object once, at the start; the compiled code of eviction.py does the choosing.
 
-To add a policy: a rule in eviction.rank (or an existing one), a dataclass here, and its name in POLICIES. I9 holds
-without further work.
+To add a policy: write a rule in eviction.rank (or take an existing one), add a dataclass here and its name to POLICIES,
+and add the class to the names that core/policies.py exports. I9 holds without further work.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Quotas: how many frames an account may hold, and whose cached frames are evicted first.
+"""Quotas: how many frames an account may hold, and from which account cached frames are evicted first.
 
 The functions count before they change anything. A plan needs `need[a]` frames for account a, and evicts frames if too
 few are free. Account a gives up at most `gives[a]` frames:
 
     gives[a] = min(evictable[a], max(need[a], used[a] + need[a] - protected[a]))
+
+The registers NEED and GIVES of an account are scratch memory for these two numbers: `measure` and `evict_frames` set
+them, and each eviction takes one from GIVES.
 
 So an account gives frames for its own need always, and for other accounts only frames above its protected share. At its
 hard quota an account must give up frames of its own. Then accounts over their soft quota give up frames, then the rest.
@@ -24,7 +27,7 @@ from pagedkv.core.state import EVICTABLE, GIVES, HARD, I32, I64, NEED, NUM_FREE,
 
 @compiled
 def measure(s: State, asids: I32, counts: I64, split: U8) -> int:
-    """Record NEED and GIVES of each account for a plan. Return the first account whose hard quota forbids it, or -1."""
+    """Set NEED and GIVES of each account for a plan. Return the first account whose hard quota forbids it, or -1."""
     size, reg = s.tokens.shape[1], s.reg
     _clear_scratch(s)
     for i in range(len(asids)):

@@ -41,9 +41,8 @@ def root_parent(root: int) -> int:
 def prefix_hash_of(key: int, before: int, tokens: I32) -> int:
     """Return the prefix hash of a page with `tokens` (int32 [S]) after a page with prefix hash `before`.
 
-    key: reg[KEY]. Each token is mixed with a number of its position, and their sum with `before`: so the products do
-         not wait for one
-    another.
+    key: reg[KEY]. Each token is mixed with a number of its position, and their sum with `before`, so that the products
+         do not wait for one another.
     """
     place, mixed = np.uint64(key), np.uint64(0)
     for i in range(len(tokens)):

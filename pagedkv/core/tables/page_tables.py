@@ -186,7 +186,10 @@ def may_stay_cached(s: State, asid: int, group: int, page: int) -> bool:
 
 @compiled
 def touch_prefix(s: State, parent: int) -> None:
-    """Move the cached frames of the prefix that ends in `parent` behind a page after it that was just cached (I9)."""
+    """Move each cached frame of the prefix that ends in `parent` to the newest end of its list, the last frame first.
+
+    To be called after a page behind this prefix was cached: the page is then evicted before its prefix (I9).
+    """
     while parent >= 0:
         if s.frames[parent].status == CACHED:
             frames.touch(s, parent)

@@ -3,7 +3,7 @@
     plan     count first: frames for new pages and for copies of shared tails; take them only if the pool has them all
     (run)    the caller makes the copies, then writes and reads KV; the sources of copies stay pinned
     commit   store the tokens and publish full pages; planned tokens that are rejected give their frames back
-    abort    restore the page tables; a tail that was split stays split if its copy was made
+    abort    give the new frames back; a space keeps its copy of a shared tail if the copy was made
 
 A space may have several outstanding plans. Commit settles them oldest first, abort newest first.
 Every function returns a code. On any code but OK nothing was changed.
@@ -311,9 +311,11 @@ def commit_step(
 
 @compiled
 def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, copied: bool) -> tuple[int, int]:
-    """Undo a plan, and return (code, where).
+    """Undo a plan: lengths are as before, and the frames for new tokens are given back. Return (code, where).
 
-    If its copies were made (`copied`), split tails stay split, as they may have been written; else they are shared.
+    copied: whether the caller made the plan's copies. If so, each space keeps its copy of a tail, as KV may have been
+            written there. If not, the space maps the source of the copy again, with the other spaces that map the
+            source, and the target is freed.
     """
     size = s.tokens.shape[1]
     for i in range(len(asids)):

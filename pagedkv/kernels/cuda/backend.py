@@ -1,8 +1,8 @@
 """The backends "cuda", "cuda-bulk" and "cuda-pieces": the CUDA C++ kernels of csrc/cuda, and their objections.
 
-docs/cuda-kernels.md explains the kernels. This file does not import CuPy: `objections` looks for it. Specialisations
-are compiled at first use and kept on disk (compiler.py), and driver.py runs them. attention.py computes the launches of
-attention, moves.py those of the other three operations.
+docs/explanation/cuda-kernels.md explains the kernels. This file does not import CuPy: `objections` looks for it.
+Specialisations are compiled at first use and kept on disk (compiler.py), and driver.py runs them. attention.py computes
+the launches of attention, moves.py those of the other three operations.
 """
 
 from __future__ import annotations
