@@ -1,8 +1,8 @@
 # pagedkv: every chore is one target, and every target installs what it needs, once.
 #
-# Everything is installed into $(VENV). A stamp there is older than pyproject.toml, setup.py or the C++ sources if and only
-# if an install is due. $(STAMPS)/torch.wish holds $(TORCH) and is written only when $(TORCH) changes. So a second run of any
-# target installs nothing.
+# Everything is installed into $(VENV). A stamp there is older than pyproject.toml, setup.py or the C++ sources if and
+# only if an install is due. $(STAMPS)/torch.wish holds $(TORCH) and is written only when $(TORCH) changes. So a second
+# run of any target installs nothing.
 
 PYTHON ?= python3
 VENV   ?= .venv

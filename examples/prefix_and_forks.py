@@ -30,7 +30,7 @@ compute(second, [7, 8, 9])
 # A released prompt stays findable until its frames are needed for something else.
 first.release()
 second.release()
-print("after both have ended:", cache.manager)
+print("after both have ended:", cache.stats().cached, "cached frames")
 third = cache.open([*system, 1, 2, 3, 4])
 assert len(third) == 20  # five full pages; the sixth page had three tokens and was not kept
 compute(third, [1, 2, 3, 4])

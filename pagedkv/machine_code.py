@@ -20,12 +20,21 @@ STAMP: Final = "numba.stamp"
 """Name of the file that holds the sha256 of the sources from which the code below the folder was compiled."""
 
 
+def _digest(folder: Path) -> str:
+    """Return a hash of the names and the texts of all sources below `folder`."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(text)} ".encode() + text)
+    return digest.hexdigest()
+
+
 def forget_stale(folder: Path) -> None:
     """Delete numba's compiled code of every module below `folder` if any source there has changed since the last call.
 
     Modifies: the __pycache__ folders in `folder` and below, if they can be written
     """
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))).hexdigest()
+    digest = _digest(folder)
     cache = folder / "__pycache__"
     stamp = cache / STAMP
     try:

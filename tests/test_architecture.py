@@ -301,6 +301,29 @@ def test_imports_form_no_circle():
         pytest.fail(" imports ".join(reversed(circle.args[1])))
 
 
+@pytest.mark.parametrize("source", ["cache.manager.state.reg[0]", "manager._roots", "self.manager._accounts[b'']"])
+def test_the_check_of_private_state_sees_what_it_should(source):
+    assert private_uses(source)
+
+
+def private_uses(source: str) -> list[str]:
+    """Return each expression that reaches into a manager: its `state`, or an attribute that begins with `_`."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and (node.attr == "state" or node.attr.startswith("_"))
+        and ast.unparse(node.value).endswith("manager")
+    ]
+
+
+def test_the_state_of_a_manager_is_private_to_core():
+    outside = {name: path for name, path in PACKAGE.items() if layer_of(name) != "core"}
+    paths = [*outside.values(), *sources("bench", "examples", "scripts")]
+    found = {str(path.relative_to(ROOT)): private_uses(path.read_text()) for path in paths}
+    assert not {path: uses for path, uses in found.items() if uses}
+
+
 def test_the_registry_imports_no_backend():
     backends = {kernel.backend.split(":")[0] for kernel in registry.KERNELS}
     assert not backends & imports_of("pagedkv.kernels.registry", PACKAGE["pagedkv.kernels.registry"].read_text())

@@ -106,3 +106,15 @@ def test_what_is_not_stale_stays(tmp_path: Path) -> None:
     forget_stale(tmp_path)
     assert not kept.exists()
     assert (tmp_path / "__pycache__" / STAMP).exists()
+
+
+def test_text_that_moves_to_the_next_file_makes_the_code_stale(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\ny = 2\n")
+    (tmp_path / "b.py").write_text("z = 3\n")
+    forget_stale(tmp_path)
+    compiled = tmp_path / "__pycache__" / "a.f-1.nbi"
+    compiled.write_text("compiled")
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "b.py").write_text("y = 2\nz = 3\n")
+    forget_stale(tmp_path)
+    assert not compiled.exists()

@@ -74,7 +74,9 @@ def token_row(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:
     if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
         raise InvalidRequest(f"token ids of shape {list(ids.shape)} and dtype {ids.dtype}; give one row of integers")
     if len(ids) and ids.dtype != np.int32 and (ids.min() < -(2**31) or ids.max() >= 2**31):
-        raise InvalidRequest("a token id does not fit int32")
+        raise InvalidRequest(
+            f"token ids go from {ids.min()} to {ids.max()}, which does not fit int32; give smaller ids"
+        )
     # numba takes a read-only array for another type, and would compile every function anew
     return np.require(ids, np.int32, ("C", "A", "W"))
 
@@ -92,7 +94,9 @@ def asid_row(asids: npt.NDArray[np.integer]) -> I32:
             "give one row of integers, or AddressSpaces"
         )
     if asids.dtype != np.int32 and len(asids) and not -(2**31) <= asids.min() <= asids.max() < 2**31:
-        raise InvalidRequest("the number of an address space does not fit int32")
+        raise InvalidRequest(
+            f"asids go from {asids.min()} to {asids.max()}, which does not fit int32; give asids of this manager"
+        )
     return asids.astype(np.int32)
 
 
@@ -110,7 +114,7 @@ def count_row(counts: Sequence[int] | npt.NDArray[np.integer], batch: int) -> I6
             "give one int for each"
         )
     if given.dtype == np.uint64 and batch and given.max() >= 2**63:
-        raise InvalidRequest("a count does not fit int64")
+        raise InvalidRequest(f"a count is {given.max()}; give counts below 2**63")
     return given.astype(np.int64)
 
 

@@ -345,7 +345,8 @@ class MemoryManager(ObservationMixin, TenantMixin):
         oldest = int(reg[st.PASSED]) if newest > reg[st.PASSED] else epoch - 1
         if epoch - oldest >= 2**30:
             raise InvalidRequest(
-                f"retire under epoch {epoch}: {oldest} passed and later ones have not; number the epochs by steps"
+                f"retire under epoch {epoch}: epoch {oldest} passed and later ones have not; "
+                f"keep epochs within 2**30 of it"
             )
         for space in self._require_spaces(batch):
             self._releasable(space)
@@ -375,8 +376,8 @@ class MemoryManager(ObservationMixin, TenantMixin):
     ) -> None:
         """Set how early the pages of `space` are evicted once they are cached. Forks made later inherit the advice.
 
-        "DONTNEED": before all others. "COLD": after DONTNEED, before all others. "WILLNEED": in the policy's order; the
-        pages count as used once more.
+        "DONTNEED": first of all.    "COLD": second, before all pages without advice.
+        "WILLNEED": in the policy's order, and the pages count as used once more.
         retain=(priority, half_life): see policies.Priority; half_life counts plans.
         Raises: InvalidRequest for any other advice, or for `retain` if the policy has no retention; StaleHandle
         """
@@ -488,7 +489,7 @@ class MemoryManager(ObservationMixin, TenantMixin):
         if not isinstance(space, AddressSpace):
             raise InvalidRequest(f"{space!r} is not an AddressSpace; give what open() or fork() returned")
         if space.manager is not self:
-            raise InvalidRequest(f"{space.asid} is an address space of another manager; use the one that opened it")
+            raise InvalidRequest(f"address space {space.asid} belongs to another manager; use the one that opened it")
         return bool(self.state.spaces["generation"][space.asid] != space.generation)
 
     def length_of(self, space: AddressSpace) -> int:
@@ -514,7 +515,7 @@ class MemoryManager(ObservationMixin, TenantMixin):
     def _asid(self, space: AddressSpace) -> int:
         if self.is_stale(space):
             raise StaleHandle(
-                f"address space {space.asid} was released (generation {space.generation} of it); "
+                f"address space {space.asid} was released: this handle is of generation {space.generation}; "
                 f"open or fork a new one{self._last_calls(space)}"
             )
         return space.asid
@@ -534,7 +535,7 @@ class MemoryManager(ObservationMixin, TenantMixin):
     def _require_spaces(batch: Sequence[AddressSpace]) -> Sequence[AddressSpace]:
         if not isinstance(batch, Sequence) or not all(isinstance(space, AddressSpace) for space in batch):
             raise InvalidRequest(
-                "the batch is, or holds, an object that is not an AddressSpace; "
+                "the batch is not a list of AddressSpaces; "
                 "give a list of AddressSpaces, or (to plan) a numpy array of asids"
             )
         return batch
@@ -590,7 +591,7 @@ class MemoryManager(ObservationMixin, TenantMixin):
         if self.state.reg[st.NUM_UNUSED_ASIDS] == 0:
             if 2 * len(self.state.spaces) > st.MAX_SPACES:
                 most = len(self.state.spaces) // len(self.groups)
-                raise InvalidRequest(f"{most} spaces and pins are open, the most that there can be; release some")
+                raise InvalidRequest(f"{most} spaces and pins are open, and the limit is {most}; release some")
             self.state = st.with_more_rows(self.state)
         pages = min(pages, self.num_frames)  # no known prefix is longer than the pool
         if pages > self.state.table.shape[1]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from pagedkv.core.observe.stats import prompt_counters, set_prompt_counters
 from pagedkv.core.prefix.events import Event, EventLog, Snapshot
 from pagedkv.core.prefix.export import Page, findable_pages
 from pagedkv.core.prefix.roots import Root, Roots
-from pagedkv.core.state import FREE, I32, PUBLISHING, State
+from pagedkv.core.state import FREE, I32, I64, PUBLISHING, State
 from pagedkv.core.tables.layer_groups import Group
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
@@ -45,6 +46,15 @@ class Observe:
         flag(self.other_roots, "Observe.other_roots")
         for name in ("events", "reuse"):
             object.__setattr__(self, name, whole(getattr(self, name), f"Observe.{name}", 0, 2**31))
+
+
+class _Suspended(NamedTuple):
+    """The figures and the groups that `restoring` puts back."""
+
+    counters: tuple[I64, I64]
+    missed_other_root: int
+    reuse_counts: I64 | None
+    groups: tuple[Group, ...]
 
 
 class ObservationMixin(ThreadGuard):
@@ -105,20 +115,30 @@ class ObservationMixin(ThreadGuard):
         Inside the context, `open` counts in no statistic of prompts, and a single layer group with a window gives back
         no page, since a space with a hole publishes no further page. Both resume at the end, also after an exception.
         """
-        counters, missed = prompt_counters(self.state.reg), self._missed_other_root
-        reuse_counts = self._reuse_sampler.counts() if self._reuse_sampler else None
-        groups = self.groups
-        if len(groups) == 1:
-            self.groups, self.state.groups[:] = (Group(),), 0
+        suspended = self._suspend()
         try:
             yield
         finally:
-            if len(groups) == 1:
-                self.groups, self.state.groups[:, :2] = groups, (groups[0].window or 0, groups[0].sinks)
-            set_prompt_counters(self.state.reg, *counters)
-            self._missed_other_root = missed
-            if self._reuse_sampler and reuse_counts is not None:
-                self._reuse_sampler.set_counts(reuse_counts)
+            self._resume(suspended)
+
+    @exclusive
+    def _suspend(self) -> _Suspended:
+        counters, missed = prompt_counters(self.state.reg), self._missed_other_root
+        reuse_counts = self._reuse_sampler.counts() if self._reuse_sampler else None
+        suspended = _Suspended(counters, missed, reuse_counts, self.groups)
+        if len(self.groups) == 1:
+            self.groups, self.state.groups[:] = (Group(),), 0
+        return suspended
+
+    @exclusive
+    def _resume(self, suspended: _Suspended) -> None:
+        groups = suspended.groups
+        if len(groups) == 1:
+            self.groups, self.state.groups[:, :2] = groups, (groups[0].window or 0, groups[0].sinks)
+        set_prompt_counters(self.state.reg, *suspended.counters)
+        self._missed_other_root = suspended.missed_other_root
+        if self._reuse_sampler and suspended.reuse_counts is not None:
+            self._reuse_sampler.set_counts(suspended.reuse_counts)
 
     @exclusive
     def events(self, since: int) -> list[Event]:

@@ -63,8 +63,8 @@ class TenantMixin(ThreadGuard):
         root = self._roots.by_tenant.get(tenant)
         if root is not None and self.state.roots[root.number, 0]:
             raise InvalidRequest(
-                f"the first quota of {tenant!r}, which holds frames that are charged to no account; set it before its "
-                "first prompt, or release its spaces and evict its cached frames"
+                f"tenant {tenant!r} holds frames already, which are charged to no account; set its first quota before "
+                "its first prompt, or release its spaces and evict its cached frames"
             )
         account = len(self._accounts) + 1
         if account >= 2**16:

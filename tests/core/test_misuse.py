@@ -51,7 +51,7 @@ MISUSES: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "stale handle, planned": (
         lambda s: s.mm.plan([s.released], [1]),
         StaleHandle,
-        r"space 1 was released \(generation \d+ of it\); open or fork",
+        r"space 1 was released: this handle is of generation \d+; open or fork",
     ),
     "stale handle, forked": (lambda s: s.released.fork(), StaleHandle, "open or fork a new one"),
     "stale handle, read": (lambda s: s.released.pages, StaleHandle, "open or fork a new one"),
@@ -65,12 +65,12 @@ MISUSES: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "foreign handle": (
         lambda s: s.mm.plan([s.foreign], [1]),
         InvalidRequest,
-        "of another manager; use the one that opened it",
+        "belongs to another manager; use the one that opened it",
     ),
     "foreign handle, released": (
         lambda s: s.mm.release(s.foreign),
         InvalidRequest,
-        "of another manager; use the one that opened it",
+        "belongs to another manager; use the one that opened it",
     ),
     "foreign plan": (
         lambda s: s.foreign.manager.abort(s.plan),

@@ -1,9 +1,9 @@
 """Eviction: rank cached frames on lists, and choose the next victim. Compiled functions over the lists in `State`.
 
 This file evicts no frame: frames.evict takes the victim off its list, out of the index, and frees it. policies.py sets
-the lists up. Evictable frames are on up to 32 lists, each in order of arrival. When its last
-reference is dropped, the policy ranks the frame for a list. The frame enters the list with the clock of that moment as
-its `entered` time. The victim is the oldest frame of the list where this sum is smallest:
+the lists up. Evictable frames are on up to 32 lists, each in order of arrival. When its last reference is dropped, the
+policy ranks the frame for a list. The frame enters the list with the clock of that moment as its `entered` time. Each
+list offers its oldest frame; the victim is the offered frame with the smallest sum
 
     entered + bonus[list]                    clock: the number of plans so far, or the value of the last victim
 

@@ -30,8 +30,8 @@ def refuse_plan(s: State, failure: tuple[int, int], asids: I32, counts: I64, acc
         raise InvalidRequest(f"plan asks for {counts[where]} tokens of address space {asids[where]}; give 0 or more")
     if code == steps.TOO_LONG:
         raise InvalidRequest(
-            f"plan asks for {counts[where]} tokens of address space {asids[where]}, but a sequence, and all counts of "
-            "a step together, end at 2**31 - 1 tokens; give fewer"
+            f"plan asks for {counts[where]} tokens of address space {asids[where]}, but a sequence, and "
+            "all counts of a step together, may have at most 2**31 - 1 tokens; give fewer"
         )
     if code == steps.TWICE:
         raise InvalidRequest(f"plan names address space {asids[where]} twice; add its counts up")

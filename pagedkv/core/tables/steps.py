@@ -43,7 +43,7 @@ def _choose_copies(s: State, asids: I32, counts: I64, split: U8, copied: I32) ->
     """Set split[i * G + g] for each tail that must be copied before it is written (I3), and return how many there are.
 
     A tail must be copied if it is shared, published, or the source of an earlier plan's copy, which abort would give
-    back. Tails are counted as if copied in turn, so k writers of a tail with r owners cost min(k, r - 1).
+    back. Tails are counted as if copied in turn: of r spaces that map a tail, k writers make min(k, r - 1) copies.
     copied: int32 [B * G], scratch.
     """
     size, num_groups = s.tokens.shape[1], len(s.groups)

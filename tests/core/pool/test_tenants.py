@@ -266,3 +266,17 @@ def test_check_sees_a_frame_charged_to_another_tenant(mm: MemoryManager) -> None
     mm.state.frames["account"][pages] = mm.state.frames["account"][pages[::-1]]
     with pytest.raises(InvariantViolation, match="charged to another account"):
         mm.check()
+
+
+def test_figures_from_before_the_first_quota_belong_to_everybody_else() -> None:
+    mm = MemoryManager(16, 4)
+    grown(mm, [1] * 12).release()
+    mm.open([1] * 12).release()  # asks for 8 tokens more, and finds them
+    before = mm.stats()
+    mm.set_quota(b"late", hard=8)
+    mm.open([1] * 12).release()
+    mm.open([1] * 12, tenant=b"late").release()  # asks for 8 tokens, and finds none
+    blocks = st.account_registers(mm.state.reg)
+    assert blocks[0, [st.ASKED_BY, st.MATCHED_BY]].tolist() == [before.tokens_asked + 8, before.tokens_matched + 8]
+    assert (mm.usage(b"late").tokens_asked, mm.usage(b"late").tokens_matched) == (8, 0)
+    mm.check()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.errors import ConcurrentUse
 from tests.core.oracle import grown
 
 PROMPT_FIGURES = (
@@ -121,8 +124,8 @@ def test_restoring_counts_in_no_statistic_after_an_exception_either() -> None:
 
 
 def windowed() -> MemoryManager:
-    """Return a manager whose only group sees 4 positions: one page of 4 tokens and a part of the page before."""
-    return MemoryManager(64, 4, groups=(Group(window=4),))
+    """Return a manager whose only group sees the first 2 tokens and 4 positions back."""
+    return MemoryManager(64, 4, groups=(Group(window=4, sinks=2),))
 
 
 def gives_back(mm: MemoryManager, first: int) -> bool:
@@ -148,6 +151,19 @@ def test_a_first_quota_may_be_set_while_restoring() -> None:
     mm.check()
 
 
+def test_restoring_is_refused_to_a_second_thread() -> None:
+    mm = MemoryManager(64, 4)
+    mm.own()
+
+    def restore() -> None:
+        with pytest.raises(ConcurrentUse), mm.restoring():
+            pass
+
+    thread = threading.Thread(target=restore)
+    thread.start()
+    thread.join()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_restoring_suspends_the_window_of_a_single_group_until_it_ends(fails: bool) -> None:
     mm = windowed()
@@ -160,7 +176,7 @@ def test_restoring_suspends_the_window_of_a_single_group_until_it_ends(fails: bo
                 raise OSError("broken file")
     except OSError:
         assert fails
-    assert mm.groups == (Group(window=4),)
+    assert mm.groups == (Group(window=4, sinks=2),)
     assert gives_back(mm, 300)
     mm.check()
 

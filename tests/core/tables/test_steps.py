@@ -68,7 +68,7 @@ def test_plans_of_no_tokens_can_always_be_settled(mm: MemoryManager, counts: tup
 
 @pytest.mark.parametrize("counts", [[2**63 - 1], [2**63 - 1, 2**63 - 1, 2], [2**31], [2**31 - 1, 2**31 - 1]])
 def test_counts_that_no_kernel_could_address_are_refused(mm: MemoryManager, counts: list[int]) -> None:
-    with pytest.raises(InvalidRequest, match="end at 2"):
+    with pytest.raises(InvalidRequest, match="at most 2"):
         mm.plan([mm.open() for _ in counts], counts)
 
 
