@@ -67,6 +67,7 @@ def cuda_architectures(supported: Collection[str]) -> list[str]:
     wanted = [] if text == "none" else [name.strip() for name in text.split(",")] if text else list(supported)
     if unknown := sorted(set(wanted) - set(supported)):
         raise InvalidRequest(
-            f"PAGEDKV_CUDA_ARCHS is {text!r}; {unknown[0]!r} is not one of {', '.join(supported)}; say none for nothing"
+            f"PAGEDKV_CUDA_ARCHS is {text!r}; {unknown[0]!r} is not one of {', '.join(supported)}; "
+            "give 'none' to build for no architecture"
         )
     return wanted

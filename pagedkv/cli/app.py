@@ -106,7 +106,7 @@ def replay_trace(
 
 @benchmarks.callback(invoke_without_command=True)
 def bench(context: typer.Context) -> None:
-    """Microbenchmarks of this machine; what is compared runs in turn, in one run."""
+    """Microbenchmarks of this machine. Compared variants take turns within one run."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 

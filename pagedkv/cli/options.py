@@ -133,9 +133,11 @@ CellsPart = Annotated[
 # bench attention: how to measure and show them
 
 AttentionKernels = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Ours to compare; all that run on a CPU.")
+    list[str] | None, typer.Option(metavar="NAME", help="Our kernels to compare; by default all that run on a CPU.")
 ]
-AttentionRepetitions = Annotated[int, typer.Option(metavar="N", min=1, help="Of each, in turn.")]
+AttentionRepetitions = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Repetitions of each variant; variants take turns.")
+]
 AttentionVllm = Annotated[Path | None, typer.Option(metavar="PATH", help="The Python of an environment with vLLM.")]
 AttentionJson = Annotated[
     bool, typer.Option("--json", help="Print a list of objects on stdout; the tables go to stderr.")

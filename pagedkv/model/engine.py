@@ -7,8 +7,8 @@
     deliver(tokens)                             send text to the listeners; release finished sequences; fork samples
 
 The engine knows requests and tokens; the scheduler and the cache know pages and frames. An interrupted step can be
-stepped again: an error before commit aborts the plan; after commit, `_repair` has the last logits of each sequence
-that did not get its token computed again.
+stepped again: an error before commit aborts the plan; after commit, `_repair` preempts the sequences that did not get
+their token, so that their last logits are recomputed.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Tokenizer:
             raw = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
-                f"{path} is no tokenizer ({error}); it is truncated or not the real file. Fetch it again"
+                f"{path} cannot be read as a tokenizer ({error}); it is truncated or not the real file. Fetch it again"
             ) from None
         config = _read_if_present(folder / "tokenizer_config.json")
         if (folder / "chat_template.jinja").is_file():

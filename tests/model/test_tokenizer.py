@@ -238,7 +238,7 @@ def test_text_is_encoded_as_transformers_does(saved: tuple[Path, Any]) -> None:
     ("name", "content", "sentence"),
     [
         ("tokenizer.json", None, "has no tokenizer.json"),
-        ("tokenizer.json", '{"version": "1.0", "tru', "is no tokenizer"),
+        ("tokenizer.json", '{"version": "1.0", "tru', "cannot be read as a tokenizer"),
         ("tokenizer_config.json", "[]", "holds a list"),
         ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id is '</s>'"),
     ],
