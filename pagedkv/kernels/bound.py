@@ -99,18 +99,17 @@ class _Bound:
             except TypeError:  # an option has a type that torch may convert
                 return
 
-    def _set_kernel(self, kind: int, case: Case) -> None:
-        """Let the kernel for `case` serve calls of a kind, until another kind is called."""
+    def _set_kernel(self, kind: int, case: Case, serve: Callable[[Any], Callable[..., None]]) -> None:
+        """Let the kernel for `case` serve calls of a kind, until another kind is called.
+
+        serve: returns a backend's own function for bound calls, or one that makes an object of a call each time.
+        """
         if kind not in self._servers:
             kernel = registry.resolve(case, self._backend)
             is_ours = kernel.backend == cpu.__name__
-            server = (cpu.isa(), debug.forced_num_threads() or 0, None) if is_ours else ("", 0, self._serve(kernel))
+            server = (cpu.isa(), debug.forced_num_threads() or 0, None) if is_ours else ("", 0, serve(kernel.load()))
             self._servers[kind] = server
         _extension.set_kernel(self._binding, kind, *self._servers[kind])
-
-    def _serve(self, kernel: Kernel) -> Callable[..., None]:
-        """Return the backend's own function for bound calls, or one that makes an object of a call each time."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         k, name = self._layer.k, None if self.kernel is None else self.kernel.name
@@ -161,13 +160,13 @@ class BoundAttention(_Bound):
                 )  # fmt: skip
                 if type(results) is not int:
                     break
-                self._set_kernel(results, attention_case(self._layer, self._options, q_THD, tree_mask))
+                self._set_kernel(results, attention_case(self._layer, self._options, q_THD, tree_mask), self._serve)
             if results is not None:
                 return results
         return attend_by_operator(q_THD, self._layer, batch, self._options, tree_mask, out, return_lse, self._backend)
 
-    def _serve(self, kernel: Kernel) -> Callable[..., None]:
-        backend, x, on = kernel.load(), self._layer, self._options
+    def _serve(self, backend: Any) -> Callable[..., None]:
+        x, on = self._layer, self._options
         if hasattr(backend, "bind_attention"):
             return backend.bind_attention(x, on)  # type: ignore[no-any-return]
 
@@ -222,11 +221,11 @@ class BoundWrite(_Bound):
                     return
                 if done is None:
                     break
-                self._set_kernel(done, write_case(self._layer, self._rope is not None, (k_TKD, v_TKD)))
+                self._set_kernel(done, write_case(self._layer, self._rope is not None, (k_TKD, v_TKD)), self._serve)
         write_by_operator(k_TKD, v_TKD, self._layer, batch, self._rope, self._backend)
 
-    def _serve(self, kernel: Kernel) -> Callable[..., None]:
-        backend, x, rope = kernel.load(), self._layer, self._rope
+    def _serve(self, backend: Any) -> Callable[..., None]:
+        x, rope = self._layer, self._rope
         if hasattr(backend, "bind_write"):
             return backend.bind_write(x, rope)  # type: ignore[no-any-return]
         angles: tuple[Any, ...] = (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved)

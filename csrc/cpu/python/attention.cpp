@@ -58,12 +58,6 @@ bool keeps_contract(const Binding& b, const Tensor* t, int64_t max_q) {
     return is_like(out, q.code, q.bits, 3, k) && has_shape && has_unit_stride(out) && has_own_elements(out);
 }
 
-bool is_served(const Binding& b, PyObject* const* x, const Tensor* t) {
-    int64_t max_q, max_k;
-    return read_integer(x[MAX_Q], max_q) && read_integer(x[MAX_K], max_k) && is_unchanged(b)
-        && keeps_contract(b, t, max_q);
-}
-
 // like.new_empty(shape[, dtype=float32])
 py::object new_tensor(PyObject* like, py::object shape, bool is_float32) {
     static PyObject* const new_empty = PyUnicode_InternFromString("new_empty");
@@ -96,7 +90,9 @@ py::object attend(PyObject* const* x) {
     for (int i : TENSORS) is_read = is_read && read_tensor(x[i], t[i], is_checked);
     is_read = is_read && t[Q].is_given && t[TABLE].is_given && t[SEQ_LENS].is_given && t[STARTS].is_given;
     if (is_checked && !is_read) throw py::type_error("these are not the checked arguments of an attention call");
-    if (!is_read || (!is_checked && !is_served(b, x, t))) return py::none();
+    int64_t max_q, max_k;
+    bool is_served = is_read && (is_checked || (read_integer(x[MAX_Q], max_q) && read_integer(x[MAX_K], max_k)));
+    if (!is_served || (!is_checked && !(is_unchanged(b) && keeps_contract(b, t, max_q)))) return py::none();
     const Tensor& q = t[Q];
     int64_t T = q.shape[0], H = q.shape[1];
     int64_t kind = H << 20 | int64_t{t[TREE].is_given} << 16 | int64_t{q.code} << 8 | q.bits;
@@ -138,17 +134,11 @@ py::object bind_attention(py::object k, py::object v, py::object k_scale, py::ob
     return capsule;
 }
 
-PyMethodDef methods[] = {
-    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(entry<attend, 1 + NUM_ATTEND>)),
-        METH_FASTCALL, "Attend: results, the kind that has no kernel yet, or None."},
-    {nullptr, nullptr, 0, nullptr},
-};
-
 }  // namespace
 
 void define_attention(py::module_& m) {
     m.def("bind_attention", bind_attention, "Bind a checked layer and options; None if the operator must serve.");
-    define_fast(m, methods);
+    define_fast<attend, 1 + NUM_ATTEND>(m, "attend", "Attend: results, the kind that has no kernel yet, or None.");
 }
 
 }  // namespace pagedkv

@@ -98,10 +98,6 @@ bool read_integer(PyObject* x, int64_t& to) {
     return !overflow;
 }
 
-void define_fast(py::module_& m, PyMethodDef* methods) {
-    if (PyModule_AddFunctions(m.ptr(), methods)) throw py::error_already_set();
-}
-
 void define_bindings(py::module_& m) {
     m.def("register_torch", register_torch,
         "Register torch.Tensor, how to read one, and torch's functions: threads, gradients, observers of operators.");

@@ -73,9 +73,16 @@ PyObject* entry(PyObject*, PyObject* const* x, Py_ssize_t count) {
     return nullptr;
 }
 
+// Adds RUN to the module as a function of CPython's fast calling convention.
+template <py::object (*RUN)(PyObject* const*), int COUNT>
+void define_fast(py::module_& m, const char* name, const char* doc) {
+    static PyMethodDef method{name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(entry<RUN, COUNT>)),
+                              METH_FASTCALL, doc};
+    m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
+}
+
 void define_bindings(py::module_& m);
 void define_attention(py::module_& m);
 void define_moves(py::module_& m);
-void define_fast(py::module_& m, PyMethodDef* methods);
 
 }  // namespace pagedkv

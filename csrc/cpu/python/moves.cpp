@@ -103,19 +103,13 @@ void merge(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_
     run_merge(set, s, threads);
 }
 
-PyMethodDef methods[] = {
-    {"write", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(entry<write, 2 + NUM_WRITE>)), METH_FASTCALL,
-        "Store: True, the kind that has no kernel yet, or None."},
-    {nullptr, nullptr, 0, nullptr},
-};
-
 }  // namespace
 
 void define_moves(py::module_& m) {
     m.def("bind_write", bind_write, "Bind a checked layer and rope; None if the operator must serve.");
     m.def("copy", copy, "Copy between frames that are one run of bytes each: a checked call.");
     m.def("merge", merge, "Store out and LSE of two checked states.");
-    define_fast(m, methods);
+    define_fast<write, 2 + NUM_WRITE>(m, "write", "Store: True, the kind that has no kernel yet, or None.");
 }
 
 }  // namespace pagedkv
