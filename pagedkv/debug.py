@@ -52,6 +52,12 @@ def forced_num_threads() -> int | None:
     return None if text is None else int(text)
 
 
+def kernel_choices() -> tuple[str | None, ...]:
+    """Return the variables that decide which kernel serves a call, unread: a key for what was chosen."""
+    get = os.environ.get
+    return get("PAGEDKV_KERNELS"), get("PAGEDKV_CPU_ISA"), get("PAGEDKV_NUM_THREADS")
+
+
 def cache_folder() -> Path:
     """Return PAGEDKV_CACHE_DIR, or pagedkv/ in the user's cache folder if it is unset or empty."""
     folder = os.environ.get("PAGEDKV_CACHE_DIR")

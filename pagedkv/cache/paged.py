@@ -41,8 +41,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import KVLayer
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
-from pagedkv.kernels.case import Kernel
-from pagedkv.kernels.ops import copy_frames
+from pagedkv.kernels.case import Case, Kernel
 from pagedkv.spec import KVSpec
 
 
@@ -88,6 +87,8 @@ class PagedKVCache:
         self.kernel: Kernel = registry.choose(self.spec, self.device.type, kernels)
         forced = kernels not in (None, registry.AUTO) or debug.forced_backend() is not None
         self.backend: str | None = self.kernel.name if forced else None
+        # The cache makes the copies itself, so the kernel is called without the checks of `copy_frames`.
+        self._copy_frames = registry.resolve(Case("copy_frames", self.device.type), self.backend).load().copy_frames
         self.storage: Storage = Storage(self.specs, frames, self.device, layer_groups=self.layer_groups)
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
         # Poisoning starts with the cache or never: later it is unknown which frames were written.
@@ -154,7 +155,7 @@ class PagedKVCache:
                 self._poison()
             if len(plan.splits):
                 copies = torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device)
-                copy_frames(self.storage.frames, copies, backend=self.backend)
+                self._copy_frames(self.storage.frames, copies)
             return planned_batch(plan, self.layer_groups, self._mirror, self.spec.block_size)
         except BaseException:  # the caller has no plan to abort
             self.manager.abort(plan)

@@ -14,7 +14,7 @@ K kv heads, G = H / K, D head_dim, Dv head_dim of the values.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -89,9 +89,21 @@ class RotaryTable:
 
 
 class AttentionOptions(NamedTuple):
-    """The options of `paged_attention` that a bound call fixes, checked. scale: never None."""
+    """The options of `paged_attention` that a bound call fixes. A backend gets a number for scale, never None."""
 
-    scale: float
+    scale: float | None = None
+    causal: bool = True
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    split_tokens: int | None = None
+
+
+class Options(TypedDict, total=False):
+    """AttentionOptions as keyword arguments."""
+
+    scale: float | None
     causal: bool
     window: int | None
     softcap: float

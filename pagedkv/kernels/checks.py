@@ -279,7 +279,7 @@ def numbers(options: AttentionOptions | AttentionCall) -> None:
     for name, value in (("window", options.window), ("split_tokens", options.split_tokens)):
         if value is not None and value < 1:
             raise InvalidRequest(f"{name} is {value}; it must be at least 1, or None")
-    if not math.isfinite(options.scale):
+    if options.scale is not None and not math.isfinite(options.scale):
         raise InvalidRequest(f"scale is {options.scale}; it must be a finite number, or None for D ** -0.5")
     if not 0 <= options.softcap < float("inf"):
         raise InvalidRequest(f"softcap is {options.softcap}; it must be a finite number, 0 for none")

@@ -31,7 +31,7 @@ try:
 except ImportError as _error:
     _cpu, _missing = None, str(_error)
 
-if _cpu is not None and not hasattr(_cpu, "bind_attention"):
+if _cpu is not None and not hasattr(_cpu, "set_kernel"):
     _cpu, _missing = None, "it was built from older sources"
 
 
@@ -66,17 +66,19 @@ def isa() -> str:
 
 def paged_attention(call: AttentionCall) -> None:
     """Attend. Modifies: call.out, call.lse."""
-    pool, rules = (call.k, call.v, call.k_scale, call.v_scale), (call.scale, call.causal, call.window, call.softcap)
-    binding = _extension().bind_attention(*pool, call.sinks, call.alibi_slopes, *rules, call.split_tokens)
+    x, tensors = _extension(), (call.k, call.v, call.k_scale, call.v_scale, call.sinks, call.alibi_slopes)
+    binding = x.bind_attention(*tensors, call.scale, call.causal, call.window, call.softcap, call.split_tokens)
+    x.set_kernel(binding, 0, isa(), num_threads(), None)
     tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, call.max_seqlen_k)
-    binding.attend_checked(call.q, *tables, call.tree_mask, call.out, call.lse, isa(), num_threads())
+    x.attend(binding, call.q, *tables, call.tree_mask, call.out, call.lse)
 
 
 def write_kv(call: WriteCall) -> None:
     """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
-    pool = (call.k, call.v, call.k_scale, call.v_scale)
-    binding = _extension().bind_write(*pool, call.cos, call.sin, call.interleaved)
-    binding.write_checked(call.k_new, call.v_new, call.slots, call.positions, isa(), num_threads())
+    x, pool = _extension(), (call.k, call.v, call.k_scale, call.v_scale)
+    binding = x.bind_write(*pool, call.cos, call.sin, call.interleaved)
+    x.set_kernel(binding, 0, isa(), num_threads(), None)
+    x.write(binding, call.k_new, call.v_new, call.slots, call.positions, True)
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
@@ -84,21 +86,20 @@ def copy_frames(storage: Tensor, copies: Tensor) -> None:
 
     A frame that is one run of bytes is a memcpy.
     """
-    if not _are_runs(storage, copies):
-        return reference.copy_frames(storage, copies)
-    _extension().copy(storage.unsqueeze(-1).flatten(1).view(torch.uint8), copies, num_threads())
-    return None
-
-
-def _are_runs(storage: Tensor, copies: Tensor) -> bool:
-    """Return True if each frame is one run of bytes, and each pair of `copies` two adjacent numbers."""
-    return len(storage) > 0 and storage[0].is_contiguous() and not (len(copies) and copies.stride(1) != 1)
+    # Each frame must be one run of bytes, and each pair of `copies` two adjacent numbers.
+    if len(storage) and storage[0].is_contiguous() and (not len(copies) or copies.stride(1) == 1):
+        is_bytes = storage.dtype == torch.uint8 and storage.dim() == 2
+        storage = storage if is_bytes else storage.unsqueeze(-1).flatten(1).view(torch.uint8)
+        _extension().copy(storage, copies, num_threads())
+    else:
+        reference.copy_frames(storage, copies)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state over the keys of both: out [T, H, Dv] of `out_a`'s dtype, lse float32 [T, H]."""
-    merged: tuple[Tensor, Tensor] = _extension().merge(out_a, lse_a, out_b, lse_b, isa(), num_threads())
-    return merged
+    out, lse = out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+    _extension().merge(out_a, lse_a, out_b, lse_b, out, lse, isa(), num_threads())
+    return out, lse
 
 
 def _extension() -> ModuleType:

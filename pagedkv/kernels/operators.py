@@ -12,7 +12,7 @@ dispatcher in bound.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch import Tensor
 from pagedkv.kernels import checks, quant, registry
 from pagedkv.kernels.args import AttentionCall, WriteCall, declarations
 from pagedkv.kernels.case import Case, attention_case, write_case
+
+if TYPE_CHECKING:
+    from pagedkv.kernels.args import AttentionOptions, KVLayer, PagedBatch, RotaryTable
 
 
 def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,3 +94,29 @@ def _define() -> None:
 
 
 _define()
+
+
+def attend_by_operator(
+    q: Tensor, layer: KVLayer, batch: PagedBatch, on: AttentionOptions, tree_mask: Tensor | None, out: Tensor | None,
+    return_lse: bool, backend: str,
+) -> Any:  # fmt: skip
+    """Attend through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
+    call = (
+        q, layer.k, layer.v, layer.k_scale, layer.v_scale, batch.block_table, batch.rows, batch.seq_lens,
+        batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k, *on[:-1], tree_mask, on.split_tokens,
+    )  # fmt: skip
+    if out is None:
+        out, lse = torch.ops.pagedkv.paged_attention.default(*call, backend)
+    else:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        torch.ops.pagedkv.paged_attention_out.default(*call, out, lse, backend)
+    return (out, lse) if return_lse else out
+
+
+def write_by_operator(
+    k: Tensor, v: Tensor, layer: KVLayer, batch: PagedBatch, rope: RotaryTable | None, backend: str
+) -> None:
+    """Store through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
+    angles = (None, None, None, False) if rope is None else (batch.positions, rope.cos, rope.sin, rope.interleaved)
+    pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
+    torch.ops.pagedkv.write_kv.default(k, v, *pool, batch.slots, *angles, backend)

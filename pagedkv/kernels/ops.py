@@ -7,15 +7,14 @@ that. Serving loops bind a layer once instead: `bind_attention`, `bind_write`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from pagedkv.kernels import bound, registry
-from pagedkv.kernels.args import AttentionOptions, KVLayer, PagedBatch, RotaryTable
-from pagedkv.kernels.bound import bind_attention, bind_write
+from pagedkv.kernels import operators, registry
+from pagedkv.kernels.args import AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable
+from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write, cached
 from pagedkv.kernels.case import Case, case_of
 from pagedkv.spec import KVSpec
 
@@ -31,15 +30,8 @@ __all__ = [
 ]
 
 
-class _Options(TypedDict, total=False):
-    scale: float | None
-    causal: bool
-    window: int | None
-    softcap: float
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
+class _Options(Options, total=False):
     tree_mask: Tensor | None
-    split_tokens: int | None
     out: Tensor | None
     backend: str | None
 
@@ -91,27 +83,16 @@ def paged_attention(
     Modifies: out, if given, and returns it.
     Raises:   InvalidRequest; KernelUnavailable.
     """
-    if not is_dynamo_compiling():
-        plain = (scale, causal, window, softcap, split_tokens)
-        attend = bound.cached(
-            layer,
-            (*plain, *map(type, plain), id(sinks), id(alibi_slopes), backend),  # types: 1, 1.0 and True are equal
-            lambda: bind_attention(
-                layer, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
-                alibi_slopes=alibi_slopes, split_tokens=split_tokens, backend=backend,
-            ),
-        )  # fmt: skip
-        if attend is not None:
-            results: Tensor | tuple[Tensor, Tensor] = attend(
-                q_THD, batch, tree_mask=tree_mask, out=out, return_lse=return_lse
-            )
-            return results
     scale = max(1, q_THD.shape[-1]) ** -0.5 if scale is None else scale
-    options = AttentionOptions(scale, causal, window, softcap, sinks, alibi_slopes, split_tokens)
-    by_operator: Tensor | tuple[Tensor, Tensor] = bound.attend_by_operator(
-        q_THD, layer, batch, options, tree_mask, out, return_lse, backend or registry.AUTO
+    on = AttentionOptions(scale, causal, window, softcap, sinks, alibi_slopes, split_tokens)
+    plain = (scale, causal, window, softcap, split_tokens)
+    key = (*plain, *map(type, plain), id(sinks), id(alibi_slopes), backend)  # types: 1, 1.0 and True are equal
+    attend = cached(layer, key, lambda: BoundAttention(layer, on, backend))
+    if attend is not None:
+        return attend(q_THD, batch, tree_mask=tree_mask, out=out, return_lse=return_lse)  # type: ignore[no-any-return]
+    return operators.attend_by_operator(  # type: ignore[no-any-return]
+        q_THD, layer, batch, on, tree_mask, out, return_lse, backend or registry.AUTO
     )
-    return by_operator
 
 
 def write_kv(
@@ -130,12 +111,12 @@ def write_kv(
     Modifies: layer.k and layer.v at those slots, and per-(token, head) scales there (amax / qmax, 1 where that is 0)
     Raises:   InvalidRequest; KernelUnavailable.
     """
-    if not is_dynamo_compiling():
-        angles = None if rope is None else (id(rope.cos), id(rope.sin), rope.interleaved)
-        store = bound.cached(layer, (angles, backend), lambda: bind_write(layer, rope=rope, backend=backend))
-        if store is not None:
-            return store(k_TKD, v_TKD, batch)  # type: ignore[no-any-return]
-    return bound.write_by_operator(k_TKD, v_TKD, layer, batch, rope, backend or registry.AUTO)
+    angles = None if rope is None else (id(rope.cos), id(rope.sin), rope.interleaved)
+    store = cached(layer, (angles, backend), lambda: BoundWrite(layer, rope, backend))
+    if store is not None:
+        store(k_TKD, v_TKD, batch)
+    else:
+        operators.write_by_operator(k_TKD, v_TKD, layer, batch, rope, backend or registry.AUTO)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,6 +132,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 def copy_frames(storage: Tensor, copies: Tensor, *, backend: str | None = None) -> None:
     """Copy whole frames inside the pool. Every source is read before a destination is written, even if a frame is both.
+
+    The arguments are checked in each call.
 
     Shapes:   storage uint8 [F, frame_bytes], or any tensor whose first dim is frames
               copies int32 [C, 2]: source, destination; destinations distinct

@@ -62,8 +62,7 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 
 @pytest.fixture
 def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No functional call is bound yet: the registry is a new one. PAGEDKV_DEBUG is 0 and no kernel is forced."""
-    monkeypatch.setattr(registry, "KERNELS", (*registry.KERNELS,))
+    """PAGEDKV_DEBUG is 0 and no kernel is forced."""
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")
     monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
 

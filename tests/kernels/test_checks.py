@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pagedkv import copy_frames, merge_states, paged_attention, write_kv
+from pagedkv import bind_attention, bind_write, copy_frames, merge_states, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks
-from pagedkv.kernels.args import AttentionCall, KVLayer, RotaryTable
+from pagedkv.kernels.args import AttentionCall, KVLayer, PagedBatch, RotaryTable
 from tests.cases import Case
 
 if TYPE_CHECKING:
@@ -92,14 +92,32 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
 ]
 
 
+def attend(built: Built) -> None:
+    paged_attention(built.q, built.layer, built.batch, **built.options)
+
+
+def attend_bound(built: Built) -> None:
+    of_call = {name: x for name, x in built.options.items() if name in ("tree_mask", "out")}
+    bound = bind_attention(built.layer, **{name: x for name, x in built.options.items() if name not in of_call})
+    bound(built.q, built.batch, **of_call)
+
+
+def write_bound(k: torch.Tensor, v: torch.Tensor, layer: KVLayer, batch: PagedBatch, rope: RotaryTable | None) -> None:
+    bind_write(layer, rope=rope)(k, v, batch)
+
+
+each_way = pytest.mark.parametrize("attend", [attend, attend_bound])
+
+
+@each_way
 @pytest.mark.parametrize(("change", "text"), WRONG_SHAPES, ids=[text[:50] for _, text in WRONG_SHAPES])
 def test_a_wrong_shape_dtype_or_device_is_named(
-    change: Callable[[Built], Built], text: str, monkeypatch: pytest.MonkeyPatch
+    attend: Callable[[Built], None], change: Callable[[Built], Built], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # always looked at
     built = change(CASE.build())
     with pytest.raises(InvalidRequest) as wrong:
-        paged_attention(built.q, built.layer, built.batch, **built.options)
+        attend(built)
     assert text in str(wrong.value)
 
 
@@ -144,14 +162,15 @@ WRONG_VALUES: list[tuple[Callable[[Built], Built], str]] = [
 ]
 
 
+@each_way
 @pytest.mark.parametrize(("change", "text"), WRONG_VALUES, ids=[text[:50] for _, text in WRONG_VALUES])
 def test_a_wrong_value_is_named_when_debugging(
-    change: Callable[[Built], Built], text: str, monkeypatch: pytest.MonkeyPatch
+    attend: Callable[[Built], None], change: Callable[[Built], Built], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "1")
     built = change(CASE.build())
     with pytest.raises(InvalidRequest) as wrong:
-        paged_attention(built.q, built.layer, built.batch, **built.options)
+        attend(built)
     assert text in str(wrong.value)
 
 
@@ -194,9 +213,10 @@ WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("write", [write_kv, write_bound])
 @pytest.mark.parametrize(("level", "changes", "text"), WRONG_WRITES, ids=[text[:50] for _, _, text in WRONG_WRITES])
 def test_a_wrong_write_is_named_and_writes_nothing(
-    level: str, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+    write: Callable[..., None], level: str, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", level)
     built = CASE.build()
@@ -204,7 +224,7 @@ def test_a_wrong_write_is_named_and_writes_nothing(
     given = {"k": torch.zeros(5, 2, 64), "v": torch.zeros(5, 2, 64), "layer": built.layer, "rope": None} | changes
     tables = {name: value for name, value in changes.items() if name in ("slots", "positions")}
     with pytest.raises(InvalidRequest) as wrong:
-        write_kv(given["k"], given["v"], given["layer"], replace(built.batch, **tables), rope=given["rope"])
+        write(given["k"], given["v"], given["layer"], replace(built.batch, **tables), rope=given["rope"])
     assert text in str(wrong.value)
     assert torch.equal(before, built.layer.k) or torch.equal(before.nan_to_num(7), built.layer.k.nan_to_num(7))
 

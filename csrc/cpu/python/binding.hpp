@@ -1,80 +1,88 @@
-// A bound call: a layer and its options, checked and described once, and the kernels that serve it.
+// A bound call: a layer and its options, checked and described once, and the kernel that serves it.
 //
-// Binding.attend and Binding.write (attention.cpp, moves.cpp) take the arguments that change from call to call and
+// attend and write (attention.cpp, moves.cpp) take a binding and the arguments that change from call to call. They
 // return
 //
-//     the results    if the call keeps the contract, nothing of torch observes operators, and a kernel is registered
-//     an int         if only the kernel is missing: the kind. Python chooses a kernel and calls add_server(kind, ...)
+//     the results    if the call keeps the contract, nothing of torch observes operators, and the kernel is set
+//     an int         if only the kernel is missing: the kind of the call. Python chooses one: set_kernel(kind, ...)
 //     None           else: the call takes torch's operator, whose checks (pagedkv/kernels/checks.py) have the words
 //
 // A **kind** is what the choice of a kernel depends on besides the binding itself: dtypes, the number of heads, whether
-// there is a tree mask. The tensors of the binding are described anew in each call: a layer whose memory moved (set_,
-// resize_) is served by the operator. Caches are cold when a call comes, as each layer's kernel has swept them: the
-// lines of memory that a call touches are what it costs.
+// there is a tree mask. cpu.py makes a binding for each call of an operator; such a call is checked already, and attend
+// and write ask nothing. Caches are cold when a call comes, as each layer's kernel has swept them: the lines of memory
+// that a call touches are what it costs.
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 
 #include "contract.hpp"
 #include "tensors.hpp"
 
 namespace pagedkv {
 
-enum class Op { attention, write };
+namespace py = pybind11;
 
-// A tensor that the binding keeps alive, or null; and its description when it was bound.
-struct Bound {
-    PyObject* object;
-    Tensor seen;
-};
+enum { BOUND_K, BOUND_V, BOUND_K_SCALE, BOUND_V_SCALE, BOUND_SINKS, BOUND_SLOPES, NUM_BOUND };
+enum { BOUND_COS = BOUND_SINKS, BOUND_SIN };
 
-// The kernel that computes calls of a kind: an instruction set of this extension, or a Python callable.
+// The kernel that serves calls of a kind: an instruction set of this extension, or a Python callable.
 struct Server {
-    int64_t kind;
-    const Isa* isa;   // null where `serve` serves
-    int threads;      // 0: as many as torch's at each call
-    PyObject* serve;  // takes the arguments of attend or write, the results made; or null
+    int64_t kind = -1;
+    const Isa* isa = nullptr;  // null where `serve` serves
+    int threads = 0;           // 0: as many as torch's at each call
+    py::object serve;          // takes the arguments of attend or write, with the results' tensors; or null
 };
 
 struct Binding {
-    PyObject_HEAD
-    static constexpr int MOST_TENSORS = 6, MOST_SERVERS = 8;
-    Op op;
-    // attention: k, v, k_scale, v_scale, sinks, alibi_slopes; write: k, v, k_scale, v_scale, cos, sin
-    Bound tensors[MOST_TENSORS];
-    Server servers[MOST_SERVERS];
-    int num_servers, next_server;
-    Attention attention;          // all that does not change from call to call
-    Write write_k, write_v;
+    Server server;
+    Attention attention{};  // what does not change from call to call
+    Write write_k{}, write_v{};
+    py::object objects[NUM_BOUND];
+    Tensor tensors[NUM_BOUND];
 };
 
-enum { BOUND_K, BOUND_V, BOUND_K_SCALE, BOUND_V_SCALE, BOUND_SINKS, BOUND_SLOPES, BOUND_COS = BOUND_SINKS, BOUND_SIN };
+const Isa& isa_of(const std::string& name);  // raises ValueError if this processor has no such instruction set
 
-// A binding that holds the six tensors; null, perhaps without an exception, if one cannot be described or lies on
-// another device.
-Binding* new_binding(Op op, PyObject* const* tensors);
+Binding& binding_of(py::handle capsule);
+// A capsule around a new binding of six tensors; null if one cannot be described or lies on another device.
+py::object new_binding(const py::object (&tensors)[NUM_BOUND]);
 
-Binding& binding_of(PyObject* self);
-// the lines of `b` that every call reads, and those of its `call`
-void prefetch(const Binding& b, const void* call, size_t bytes);
-// its tensors are plain, and have the memory and shapes that they had
-bool is_unchanged(const Binding& b);
-const Server* server_of(const Binding& b, int64_t kind);    // null if there is none yet
-View bound_view(const Binding& b, int i);
+// True if a call must go through torch's dispatcher: a mode, a transform, a trace or the profiler is active;
+// PAGEDKV_DEBUG asks for checks of values; gradients are enabled and one of the two new tensors or of the bound ones
+// requires one; or a new one is a negative view, which the dispatcher writes out before an operator sees it.
+bool is_observed(const Binding& b, PyObject* first, PyObject* second);
 
-// Facts of a tensor that the contract asks for.
-bool is_int(const Tensor& t, int bits, int dims, const Tensor& on);   // signed, on the device of `on`
-bool is_float32(const Tensor& t, int dims, const Tensor& on);
-bool is_beside(const Tensor& t, const Tensor& on);                     // on the same device
-bool has_unit_stride(const Tensor& t);                                // its last dim is contiguous
-// no two of its elements share memory, as far as strides tell
-bool has_own_elements(const Tensor& t);
-int64_t head_dim_of(const Tensor& t);                                 // elements in the last dim: two int4 in a byte
+void prefetch(const Binding& b, PyObject* const* arguments, int count);
+bool is_unchanged(const Binding& b);  // its tensors are plain, and have the memory and shapes that they had
+int threads_of(const Server& server);
+bool read_integer(PyObject* x, int64_t& to);  // false if `x` is no int, or too large
 
-extern PyMethodDef attention_methods[], move_methods[];
-PyObject* attend_bound(PyObject* self, PyObject* const* arguments, Py_ssize_t count);
-PyObject* attend_checked(PyObject* self, PyObject* const* arguments, Py_ssize_t count);
-PyObject* write_bound(PyObject* self, PyObject* const* arguments, Py_ssize_t count);
-PyObject* write_checked(PyObject* self, PyObject* const* arguments, Py_ssize_t count);
+// Makes a function of CPython's calling convention from one that throws.
+template <py::object (*RUN)(PyObject* const*), int COUNT>
+PyObject* entry(PyObject*, PyObject* const* x, Py_ssize_t count) {
+    try {
+        if (count != COUNT) throw py::type_error("this function takes " + std::to_string(COUNT) + " arguments");
+        return RUN(x).release().ptr();
+    } catch (py::error_already_set& raised) {
+        raised.restore();
+    } catch (const py::builtin_exception& raised) {
+        raised.set_error();
+    } catch (const std::exception& failure) {  // memory or threads ran out
+        PyErr_SetString(PyExc_RuntimeError, failure.what());
+    }
+    return nullptr;
+}
+
+// Adds RUN to the module as a function of CPython's fast calling convention.
+template <py::object (*RUN)(PyObject* const*), int COUNT>
+void define_fast(py::module_& m, const char* name, const char* doc) {
+    static PyMethodDef method{name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(entry<RUN, COUNT>)),
+                              METH_FASTCALL, doc};
+    m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
+}
+
+void define_bindings(py::module_& m);
+void define_attention(py::module_& m);
+void define_moves(py::module_& m);
 
 }  // namespace pagedkv

@@ -3,15 +3,10 @@
 // tensors: attention.cpp, moves.cpp.
 #include <pybind11/pybind11.h>
 
-#include <cstring>
-
 #include "binding.hpp"
 #include "isa/isas.hpp"
 #include "schedule.hpp"
 #include "team.hpp"
-#include "torch_state.hpp"
-
-namespace py = pybind11;
 
 namespace pagedkv {
 
@@ -22,18 +17,13 @@ const Isa* const ISAS[] = {
     &portable_isa, nullptr,
 };
 
-const Isa* isa_named(const char* name) {
-    for (const Isa* const* isa = ISAS; name && *isa; isa++)
-        if (!std::strcmp(name, (*isa)->name) && (*isa)->supported()) return *isa;
-    return nullptr;
+const Isa& isa_of(const std::string& name) {
+    for (const Isa* const* isa = ISAS; *isa; isa++)
+        if (name == (*isa)->name && (*isa)->supported()) return **isa;
+    throw py::value_error("this processor has no " + name);
 }
 
 namespace {
-
-const Isa& named(const std::string& name) {
-    if (const Isa* isa = isa_named(name.c_str())) return *isa;
-    throw py::value_error("this processor has no " + name);
-}
 
 py::tuple sets() {
     py::list names;
@@ -43,7 +33,7 @@ py::tuple sets() {
 }
 
 uint64_t read(const std::string& isa, int threads, uintptr_t base, uintptr_t offsets, int64_t count, int64_t bytes) {
-    const Isa& set = named(isa);
+    const Isa& set = isa_of(isa);
     py::gil_scoped_release released;
     return run_read(set, reinterpret_cast<const char*>(base), reinterpret_cast<const int64_t*>(offsets), count, bytes,
         threads);
@@ -58,7 +48,6 @@ PYBIND11_MODULE(_cpu, m) {
         "Return the names of the compiled instruction sets that this processor has, best first.");
     m.def("runtime", pagedkv::team_runtime,
         "Return where threads come from: \"OpenMP\" (the process's own runtime) or \"threads\".");
-    for (PyMethodDef* methods : {pagedkv::attention_methods, pagedkv::move_methods, pagedkv::state_methods})
-        if (PyModule_AddFunctions(m.ptr(), methods)) throw py::error_already_set();
+    pagedkv::define_bindings(m), pagedkv::define_attention(m), pagedkv::define_moves(m);
     m.def("read", pagedkv::read, "Load and xor `count` runs of `bytes`: the ceiling that benchmarks compare with.");
 }

@@ -1,20 +1,29 @@
 // See tensors.hpp.
 #include "tensors.hpp"
 
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
 #include <cstring>
+
+namespace py = pybind11;
 
 namespace pagedkv {
 namespace {
 
-struct Version {
-    uint32_t major, minor;
+// DLPack's DLTensor, and its DLPackExchangeAPI, of whose functions one is used here.
+struct Described {
+    void* data;
+    int32_t device_type, device_id, dims;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
 };
-
-// DLPack's DLPackExchangeAPI; of its functions one is used here.
 struct Table {
-    Version version;
-    void* older;
-    void *allocate, *own, *make;
+    uint32_t major, minor;
+    void *older, *allocate, *own, *make;
     int (*describe)(void* tensor, Described* out);
     void* stream;
 };
@@ -22,76 +31,97 @@ struct Table {
 PyTypeObject* tensor_type = nullptr;
 const Table* table = nullptr;
 
-struct Kind {
-    const char* name;
-    uint8_t code, bits;
-};
-
 // The dtypes that a call may have, by torch's names and DLPack's numbers.
-const Kind KINDS[] = {
-    {"torch.float32", 2, 32},      {"torch.bfloat16", 4, 16},    {"torch.float16", 2, 16},
-    {"torch.float8_e4m3fn", 10, 8},
-    {"torch.float8_e5m2", 12, 8}, {"torch.int8", 0, 8},         {"torch.uint8", 1, 8},    {"torch.int32", 0, 32},
-    {"torch.int64", 0, 64},       {"torch.bool", 6, 8},
+const struct { const char* name; uint8_t code, bits; } KINDS[] = {
+    {"torch.float32", 2, 32}, {"torch.bfloat16", 4, 16}, {"torch.float16", 2, 16}, {"torch.float8_e4m3fn", 10, 8},
+    {"torch.float8_e5m2", 12, 8}, {"torch.int8", 0, 8}, {"torch.uint8", 1, 8}, {"torch.int32", 0, 32},
+    {"torch.int64", 0, 64}, {"torch.bool", 6, 8},
 };
 
-// A reference to a Python object, released at the end of its scope.
-struct Owned {
-    PyObject* object;
-    explicit Owned(PyObject* object) : object(object) {}
-    Owned(const Owned&) = delete;
-    ~Owned() { Py_XDECREF(object); }
-};
-
-bool integers(PyObject* tuple, int64_t* to) {
-    Py_ssize_t count = tuple && PyTuple_Check(tuple) ? PyTuple_GET_SIZE(tuple) : MOST_DIMS + 1;
-    for (Py_ssize_t i = 0; i < count && count <= MOST_DIMS; i++) to[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
-    return count <= MOST_DIMS && !PyErr_Occurred();
+bool describe(PyObject* x, Tensor& t) {
+    Described d;
+    if (table->describe(x, &d)) return PyErr_Clear(), false;
+    if (d.dims > MOST_DIMS || d.lanes != 1) return false;
+    std::copy_n(d.shape, d.dims, t.shape), std::copy_n(d.strides, d.dims, t.strides);
+    t.data = d.data ? static_cast<char*>(d.data) + d.byte_offset : nullptr;
+    t.device_type = d.device_type, t.device_id = d.device_id, t.dims = d.dims, t.code = d.code, t.bits = d.bits;
+    return true;
 }
 
-bool ask(PyObject* x, Tensor& t) {
-    Owned shape(PyObject_GetAttrString(x, "shape")), strides(PyObject_CallMethod(x, "stride", nullptr));
-    Owned data(PyObject_CallMethod(x, "data_ptr", nullptr)), dtype(PyObject_GetAttrString(x, "dtype"));
-    Owned device(PyObject_GetAttrString(x, "device"));
-    Owned type(device.object ? PyObject_GetAttrString(device.object, "type") : nullptr);
-    Owned name(dtype.object ? PyObject_Str(dtype.object) : nullptr);
-    if (!data.object || !name.object || !type.object) return false;
-    if (!integers(shape.object, t.own) || !integers(strides.object, t.own + MOST_DIMS)) return false;
-    if (PyUnicode_CompareWithASCIIString(type.object, "cpu")) return false;
-    t.data = PyLong_AsVoidPtr(data.object), t.byte_offset = 0, t.lanes = 1;
-    t.device_type = 1, t.device_id = 0, t.dims = static_cast<int32_t>(PyTuple_GET_SIZE(shape.object));
-    t.shape = t.own, t.strides = t.own + MOST_DIMS;
-    for (const Kind& kind : KINDS) {
-        if (PyUnicode_CompareWithASCIIString(name.object, kind.name)) continue;
-        t.code = kind.code, t.bits = kind.bits;
-        return !PyErr_Occurred();
+bool read_attributes(py::handle x, Tensor& t) {
+    try {
+        auto shape = py::cast<std::vector<int64_t>>(x.attr("shape"));
+        auto strides = py::cast<std::vector<int64_t>>(x.attr("stride")());
+        std::string device = py::str(x.attr("device")), dtype = py::str(x.attr("dtype"));
+        if (shape.size() > MOST_DIMS || device != "cpu") return false;
+        std::copy(shape.begin(), shape.end(), t.shape), std::copy(strides.begin(), strides.end(), t.strides);
+        t.data = reinterpret_cast<char*>(py::cast<uintptr_t>(x.attr("data_ptr")()));
+        t.device_type = 1, t.dims = static_cast<int32_t>(shape.size());
+        for (const auto& kind : KINDS)
+            if (dtype == kind.name) return t.code = kind.code, t.bits = kind.bits, true;
+    } catch (const std::exception&) {  // an attribute is missing, or of another type
     }
     return false;
 }
 
 }  // namespace
 
-bool register_tensor_type(PyObject* type, bool by_table) {
-    if (!PyType_Check(type)) return PyErr_SetString(PyExc_TypeError, "torch.Tensor is a type"), false;
-    Py_INCREF(type);
-    tensor_type = reinterpret_cast<PyTypeObject*>(type), table = nullptr;
-    Owned capsule(by_table ? PyObject_GetAttrString(type, "__dlpack_c_exchange_api__") : nullptr);
-    if (capsule.object) {
-        const Table* found = static_cast<const Table*>(PyCapsule_GetPointer(capsule.object, "dlpack_exchange_api"));
-        if (found && found->version.major == 1) table = found;
-    }
+void register_tensor_type(PyObject* type, bool by_table) {
+    tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(type)), table = nullptr;
+    py::object capsule = by_table ? py::getattr(type, "__dlpack_c_exchange_api__", py::none()) : py::none();
+    if (capsule.is_none()) return;
+    const auto* found = static_cast<const Table*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (found && found->major == 1) table = found;
     PyErr_Clear();
+}
+
+bool read_tensor(PyObject* x, Tensor& t, bool any_class) {
+    std::memset(&t, 0, sizeof t);  // so that equal tensors are equal in each byte
+    if (x == Py_None) return true;
+    bool is_plain = Py_TYPE(x) == tensor_type;
+    if (!is_plain && !any_class) return false;
+    bool is_empty = false;
+    t.is_given = is_plain && table ? describe(x, t) : read_attributes(x, t);
+    for (int i = 0; i < t.dims; i++) is_empty |= !t.shape[i];
+    return t.is_given && (t.data || is_empty);
+}
+
+Dtype dtype_of(const Tensor& t) {
+    if (t.code == 2) return t.bits == 32 ? Dtype::f32 : Dtype::f16;
+    if (t.code == 4) return Dtype::bf16;
+    return t.code == 10 ? Dtype::e4m3 : t.code == 12 ? Dtype::e5m2 : t.code == 0 ? Dtype::i8 : Dtype::i4;
+}
+
+View view_of(const Tensor& t) {
+    int64_t bytes = t.bits / 8;
+    return {t.data, {t.strides[0] * bytes, t.strides[1] * bytes, t.strides[2] * bytes}};
+}
+
+bool is_like(const Tensor& t, int code, int bits, int dims, const Tensor& on) {
+    return t.code == code && t.bits == bits && t.dims == dims && is_beside(t, on);
+}
+
+bool is_beside(const Tensor& t, const Tensor& on) {
+    return t.device_type == on.device_type && t.device_id == on.device_id;
+}
+
+bool has_unit_stride(const Tensor& t) { return t.shape[t.dims - 1] <= 1 || t.strides[t.dims - 1] == 1; }
+
+bool has_own_elements(const Tensor& t) {
+    std::pair<int64_t, int64_t> steps[MOST_DIMS] = {};  // (stride, elements beyond the first) of each dim
+    for (int i = 0; i < t.dims; i++) {
+        if (!t.shape[i]) return true;
+        if (t.shape[i] > 1) steps[i] = {t.strides[i], t.shape[i] - 1};
+    }
+    std::sort(steps, steps + MOST_DIMS);
+    int64_t span = 1;
+    for (const auto& [stride, others] : steps) {
+        if (others && stride < span) return false;
+        span += stride * others;
+    }
     return true;
 }
 
-bool read_tensor(PyObject* x, Tensor& tensor, bool any_class) {
-    bool plain = Py_TYPE(x) == tensor_type;
-    if (!plain && !any_class) return false;
-    bool described = plain && table ? table->describe(x, &tensor) == 0 : ask(x, tensor);
-    if (!described) PyErr_Clear();
-    bool empty = false;
-    for (int i = 0; described && i < tensor.dims; i++) empty |= !tensor.shape[i];
-    return described && tensor.dims <= MOST_DIMS && tensor.lanes == 1 && (tensor.data || empty);
-}
+int64_t head_dim_of(const Tensor& t) { return t.shape[t.dims - 1] * (t.code == 1 ? 2 : 1); }
 
 }  // namespace pagedkv

@@ -9,32 +9,35 @@
 
 #include <cstdint>
 
+#include "contract.hpp"
+
 namespace pagedkv {
 
 constexpr int MOST_DIMS = 4;
 
-// The layout is DLPack's DLTensor.
-struct Described {
-    void* data;
+struct Tensor {
+    char* data;
+    int64_t shape[MOST_DIMS], strides[MOST_DIMS];  // strides in elements; 0 past the last dim
     int32_t device_type, device_id, dims;
-    uint8_t code, bits;  // of an element: DLPack's kind of number, and how many bits of it
-    uint16_t lanes;
-    int64_t *shape, *strides;  // strides in elements
-    uint64_t byte_offset;
+    uint8_t code, bits;  // of an element: DLPack's kind of number (0 int, 2 float, 4 bfloat, 6 bool), and its bits
+    bool is_given;       // false for None: then all is 0
 };
 
-struct Tensor : Described {
-    int64_t own[2 * MOST_DIMS];  // shape and strides, where the attributes were asked
-    int64_t bytes() const { return bits / 8; }
-    char* address() const { return static_cast<char*>(data) + byte_offset; }
-};
+// `type` is torch.Tensor; `by_table` false reads attributes even where there is a table.
+void register_tensor_type(PyObject* type, bool by_table);
 
-// `type` is torch.Tensor; `by_table` false asks for attributes even where there is a table. False, with an exception
-// set, if it is no type.
-bool register_tensor_type(PyObject* type, bool by_table);
-
-// False if `x` has more than MOST_DIMS dims or cannot be described (sparse, a fake, ...), or is not exactly a
-// torch.Tensor while `any_class` is false. No exception is set.
+// Describes a tensor, or None. False if `x` has more than MOST_DIMS dims or cannot be described (sparse, a fake, ...),
+// or is not exactly a torch.Tensor while `any_class` is false. No exception is set.
 bool read_tensor(PyObject* x, Tensor& tensor, bool any_class);
+
+Dtype dtype_of(const Tensor& t);
+View view_of(const Tensor& t);  // of its first three dims
+
+// Facts of a tensor that the contract asks for.
+bool is_like(const Tensor& t, int code, int bits, int dims, const Tensor& on);  // on the device of `on`
+bool is_beside(const Tensor& t, const Tensor& on);                              // on the same device
+bool has_unit_stride(const Tensor& t);                                          // its last dim is contiguous
+bool has_own_elements(const Tensor& t);  // no two of its elements share memory, as far as strides tell
+int64_t head_dim_of(const Tensor& t);    // elements in the last dim: two int4 in a byte
 
 }  // namespace pagedkv
