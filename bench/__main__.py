@@ -8,6 +8,7 @@ import sys
 for command in (
     ["-m", "pagedkv", "bench", "manager"],
     ["-m", "pagedkv", "bench", "attention"],
+    ["-m", "pagedkv.bench.attention.calls"],
     ["-m", "pagedkv.bench.gpu.launch"],
 ):
     print(f"\n{' '.join(command)}", flush=True)
