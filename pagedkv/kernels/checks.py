@@ -196,6 +196,22 @@ def _one_device(call: AttentionCall | WriteCall, device: torch.device) -> None:
                 f"{call.__slots__[0]} is on {device} but {name} is on {x.device}: "
                 "all tensors of a call live on one device"
             )
+        if isinstance(x, Tensor) and x.numel():
+            _in_memory(_ARGUMENTS.get(name, name), x)
+
+
+_ARGUMENTS = {"k": "layer.k", "v": "layer.v", "k_new": "k", "v_new": "v"}  # what callers name otherwise than fields
+
+
+def _in_memory(name: str, x: Tensor) -> None:
+    """Raise InvalidRequest if `x` reaches beyond its storage: an owner freed or shrank it (`resize_`)."""
+    reach = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    wanted, given = (reach + 1) * x.element_size(), x.untyped_storage().nbytes()
+    if wanted > given:
+        raise InvalidRequest(
+            f"{name} spans {wanted} bytes but its storage has {given}: the memory was freed or shrunk; "
+            "pass a tensor that owns its memory"
+        )
 
 
 def layer(call: KVLayer | AttentionCall | WriteCall) -> None:

@@ -320,6 +320,21 @@ def test_a_layer_whose_memory_moved_is_read_where_it_is_now(prepare: Callable[..
     assert torch.equal(attend(), functional(built._replace(layer=replace(built.layer))))
 
 
+@each_way
+def test_a_layer_or_query_whose_memory_was_freed_is_named(prepare: Callable[..., Any]) -> None:
+    built = CASE.build()
+    attend = prepare(built)
+    attend()
+    freed = built.q.clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(InvalidRequest, match=r"^q spans \d+ bytes but its storage has 0"):
+        attend(built._replace(q=freed))
+    storage = built.layer.k.untyped_storage()
+    storage.resize_(storage.nbytes() - 4)
+    with pytest.raises(InvalidRequest, match=r"^layer\.k spans \d+ bytes but its storage has \d+:"):
+        attend()
+
+
 def test_a_copy_of_a_layer_has_no_bound_calls_of_the_first() -> None:
     built = CASE.build()
     bound_functional(built)
