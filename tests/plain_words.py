@@ -1,8 +1,8 @@
 """A checker of prose: `python tests/plain_words.py PATH...` lists sentences without a subject, and vague words.
 
-Prose is the docstrings and comments of Python, the comments of C++ and CUDA, and the text of Markdown outside code. The
-checker knows no grammar: it looks at the first word of each sentence and at a short list of words. A question may begin
-with any word.
+Prose is the docstrings, comments and raised messages of Python, the comments of C++ and CUDA, and the text of Markdown
+outside code. The checker knows no grammar: it looks at the first word of each sentence and at a short list of words. A
+question may begin with any word.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         yield from _docstrings(text)
+        yield from _messages(text)
         yield from _comments(text)
     elif path.suffix == ".md":
         text = re.sub(
@@ -69,6 +70,17 @@ def _docstrings(text: str) -> Iterator[tuple[int, str, bool]]:
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 for offset, paragraph in _paragraphs(value.value):
                     yield child.lineno + offset, paragraph, offset == 0
+
+
+def _messages(text: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield the text of each exception that is raised. A value in it counts as a word."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise):
+            for part in ast.walk(node):
+                words = part.values if isinstance(part, ast.JoinedStr) else [part]
+                said = "".join(str(word.value) if isinstance(word, ast.Constant) else "X" for word in words)
+                if " " in said and isinstance(part, ast.JoinedStr | ast.Constant):
+                    yield part.lineno, said[:1].upper() + said[1:], False
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:

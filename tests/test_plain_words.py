@@ -43,6 +43,9 @@ def test_no_line_is_wider_than_120_columns(tree):
         ('"""Return the frames that are free."""', ""),
         ('"""Is it free? Who asks?"""', ""),
         ("x = 'What is in a string is not prose'\n", ""),
+        ("raise ValueError('what is asked is not there')\n", "begins without a subject"),
+        ("raise ValueError(f'{x} is read by nobody')\n", "say who or what"),
+        ("raise ValueError(f'{x} is too large; give less')\n", ""),
     ],
 )
 def test_the_checker_sees_what_it_should(tmp_path, source, complaint):

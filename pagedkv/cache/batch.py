@@ -49,8 +49,15 @@ class PlannedBatch(PagedBatch):
         return f"{type(self).__name__}({sizes})"
 
 
-class _NoSuchTensor(InvalidRequest, AttributeError):
-    """A tensor that a GroupedBatch has once for each group. An AttributeError too, so that `hasattr` says False."""
+class NoSuchLayer(InvalidRequest, IndexError):
+    """Raised for a layer that the model does not have. An IndexError too, so that `for` over a cache ends."""
+
+    def __init__(self, name: str, layer: int, num_layers: int) -> None:
+        super().__init__(f"{name}[{layer}] of a model of {num_layers} layers; give 0 to {num_layers - 1}")
+
+
+class DiffersByGroup(InvalidRequest, AttributeError):
+    """Raised for a tensor that a GroupedBatch has once for each group. An AttributeError, so `hasattr` says False."""
 
 
 class GroupedBatch(PlannedBatch):
@@ -78,7 +85,10 @@ class GroupedBatch(PlannedBatch):
         )
 
     def __getitem__(self, layer: int) -> PagedBatch:
-        return self._groups[self._layer_groups[layer]]
+        try:
+            return self._groups[self._layer_groups[layer]]
+        except IndexError:
+            raise NoSuchLayer("batch", layer, len(self._layer_groups)) from None
 
     @property
     def slots(self) -> NoReturn:  # type: ignore[override]
@@ -96,7 +106,7 @@ class GroupedBatch(PlannedBatch):
         self._refuse("block_table")
 
     def _refuse(self, name: str) -> NoReturn:
-        raise _NoSuchTensor(
+        raise DiffersByGroup(
             f"batch.{name} is asked of a batch of {len(self._groups)} layer groups, each of which has its own; "
             "give the kernels batch[layer], beside cache[layer]"
         )

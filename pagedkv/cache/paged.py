@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ import torch
 
 from pagedkv import debug
 from pagedkv.cache import snapshots
-from pagedkv.cache.batch import PlannedBatch, planned_batch
+from pagedkv.cache.batch import NoSuchLayer, PlannedBatch, planned_batch
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.snapshots import Restored
 from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
@@ -43,6 +44,8 @@ from pagedkv.kernels.args import KVLayer
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
 from pagedkv.kernels.case import Case, Kernel
 from pagedkv.spec import KVSpec
+
+Bound = TypeVar("Bound", BoundAttention, BoundWrite)
 
 
 class PagedKVCache:
@@ -90,6 +93,7 @@ class PagedKVCache:
         # The cache makes the copies itself, so the kernel is called without the checks of `copy_frames`.
         self._copy_frames = registry.resolve(Case("copy_frames", self.device.type), self.backend).load().copy_frames
         self.storage: Storage = Storage(self.specs, frames, self.device, layer_groups=self.layer_groups)
+        self._bound: WeakKeyDictionary[BoundAttention | BoundWrite, int] = WeakKeyDictionary()
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
         # Poisoning starts with the cache or never: later it is unknown which frames were written.
         self._poisons = debug.level() >= 2
@@ -106,7 +110,10 @@ class PagedKVCache:
         return self.storage.frame_bytes
 
     def __getitem__(self, layer: int) -> KVLayer:
-        return self.storage.layers[layer]
+        try:
+            return self.storage.layers[layer]
+        except IndexError:
+            raise NoSuchLayer("cache", layer, len(self)) from None
 
     def __len__(self) -> int:
         return len(self.layer_groups)
@@ -114,12 +121,17 @@ class PagedKVCache:
     # -- the kernels ---------------------------------------------------------------------------------------------------
 
     def attention(self, layer: int, **options: Any) -> BoundAttention:
-        """Return `bind_attention(cache[layer], **options)` with the kernel of this cache. Bind again after `resize`."""
-        return bind_attention(self[layer], **{"backend": self.backend} | options)
+        """Return `bind_attention(cache[layer], **options)` with the kernel of this cache. It follows `resize`."""
+        return self._follow(layer, bind_attention(self[layer], **{"backend": self.backend} | options))
 
     def write(self, layer: int, **options: Any) -> BoundWrite:
-        """Return `bind_write(cache[layer], **options)` with the kernel of this cache. Bind again after `resize`."""
-        return bind_write(self[layer], **{"backend": self.backend} | options)
+        """Return `bind_write(cache[layer], **options)` with the kernel of this cache. It follows `resize`."""
+        return self._follow(layer, bind_write(self[layer], **{"backend": self.backend} | options))
+
+    def _follow(self, layer: int, call: Bound) -> Bound:
+        """Note that `call` serves a layer of this pool, until it is collected."""
+        self._bound[call] = layer
+        return call
 
     # -- spaces --------------------------------------------------------------------------------------------------------
 
@@ -276,7 +288,8 @@ class PagedKVCache:
     def resize(self, num_frames: int) -> None:
         """Make the pool larger or smaller and keep its contents. Both pools exist meanwhile. See MemoryManager.resize.
 
-        `cache[layer]` is a new view afterwards: fetch it again, and capture CUDA graphs anew.
+        `cache[layer]` is a new view afterwards: fetch it again, and capture CUDA graphs anew. The bound calls of
+        `attention` and `write` serve the new pool.
         Raises: as MemoryManager.resize, and InvalidRequest if the memory cannot be had; nothing was changed then
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
@@ -286,6 +299,8 @@ class PagedKVCache:
         stayed = np.setdiff1d(used[used < self.storage.num_frames], moves[:, 1].numpy())
         storage.take_over(self.storage, torch.from_numpy(stayed), moves)
         self.storage = storage
+        for call, layer in self._bound.items():
+            call.rebind(self[layer])
         self._begin_poison()
 
     # -- on disk -------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from pagedkv import debug
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, quant, registry
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable, WriteCall
 from pagedkv.kernels.case import Case, attention_case, write_case
@@ -81,9 +82,12 @@ if cpu._cpu is not None:
 class _Bound:
     """A layer, a binding of the extension to it, and the kernel for each kind of call."""
 
-    __slots__ = ("_backend", "_binding", "_layer", "_servers", "kernel")  # fewer cold lines than a dict
+    # Slots are on fewer cold lines than a dict.
+    __slots__ = ("__weakref__", "_backend", "_binding", "_layer", "_servers", "kernel")
 
     def __init__(self, layer: KVLayer, backend: str | None) -> None:
+        if not isinstance(layer, KVLayer):
+            raise InvalidRequest(f"layer is of type {type(layer).__name__}; give a KVLayer, such as cache[0]")
         self._layer, self._backend = replace(layer), backend or registry.AUTO
         self._binding: Any = None
         self._servers: dict[int, tuple[str, int, Callable[..., None] | None]] = {}
@@ -116,6 +120,12 @@ class _Bound:
         return f"{type(self).__name__}(k {checks.named(k, 'FSKD')} {k.dtype} on {k.device}, kernel={name!r})"
 
 
+def _adopt(call: _Bound, new: _Bound) -> None:
+    """Make `call` serve what `new` serves."""
+    for name in _Bound.__slots__[1:]:
+        setattr(call, name, getattr(new, name))
+
+
 class BoundAttention(_Bound):
     """`paged_attention` of one layer with fixed options: the result of `bind_attention`.
 
@@ -125,6 +135,13 @@ class BoundAttention(_Bound):
 
     __slots__ = ("_options",)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._layer, self._options, self._backend)
+
+    def rebind(self, layer: KVLayer) -> None:
+        """Serve `layer` from now on, with the same options. Raises: as `bind_attention`; nothing was changed then."""
+        _adopt(self, BoundAttention(layer, self._options, self._backend))
+
     def __init__(self, layer: KVLayer, options: AttentionOptions, backend: str | None) -> None:
         super().__init__(layer, backend)
         if options.scale is None:
@@ -133,6 +150,7 @@ class BoundAttention(_Bound):
         if not is_dynamo_compiling():
             checks.layer(layer)
             checks.numbers(options)
+            checks.per_head(options)
             tensors = (layer.k, layer.v, layer.k_scale, layer.v_scale, options.sinks, options.alibi_slopes)
             rules = (*options[:4], options.split_tokens)
             self._bind(attention_case(layer, options, None, None), "bind_attention", tensors, *rules)
@@ -199,12 +217,21 @@ class BoundWrite(_Bound):
 
     __slots__ = ("_rope",)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._layer, self._rope, self._backend)
+
+    def rebind(self, layer: KVLayer) -> None:
+        """Store into `layer` from now on. Raises: as `bind_write`; nothing was changed then."""
+        _adopt(self, BoundWrite(layer, self._rope, self._backend))
+
     def __init__(self, layer: KVLayer, rope: RotaryTable | None, backend: str | None) -> None:
         super().__init__(layer, backend)
         self._rope = rope
         if not is_dynamo_compiling():
             checks.layer(layer)
             checks.writable(layer)
+            if not isinstance(rope, RotaryTable | None):
+                raise InvalidRequest(f"rope is {rope!r}; give a RotaryTable, or None")
             if rope is not None:
                 checks.angles(rope.cos, rope.sin, quant.head_dim(layer.k))
             *angles, is_interleaved = (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved)
@@ -241,7 +268,7 @@ def bind_attention(layer: KVLayer, *, backend: str | None = None, **options: Unp
 
     The layer and the options are checked here, once; a call checks its own arguments. The options are those of
     `paged_attention`: scale, causal, window, softcap, sinks, alibi_slopes, split_tokens, backend. The bound call keeps
-    the layer's tensors alive: bind again after `PagedKVCache.resize`.
+    the layer's tensors alive. `attend.rebind(layer)` gives it the tensors of another layer of the same model.
 
     Raises: InvalidRequest; KernelUnavailable if the named kernel cannot serve the layer or the options.
     """
@@ -252,7 +279,7 @@ def bind_write(layer: KVLayer, *, rope: RotaryTable | None = None, backend: str 
     """Return `write_kv` into `layer`: `store(k, v, batch)`.
 
     The layer and the rotary tables are checked here, once; a call checks its own arguments. The bound call keeps the
-    layer's tensors alive: bind again after `PagedKVCache.resize`.
+    layer's tensors alive. `store.rebind(layer)` gives it the tensors of another layer of the same model.
 
     Raises: InvalidRequest; KernelUnavailable if the named kernel cannot serve the layer.
     """

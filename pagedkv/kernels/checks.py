@@ -10,6 +10,7 @@ csrc/cpu/python): a call that breaks one comes here.
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -276,9 +277,7 @@ def _tables(call: AttentionCall) -> None:
 
 
 def _options(call: AttentionCall, H: int, T: int) -> None:
-    for name, x in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
-        if x is not None and (x.dtype != torch.float32 or tuple(x.shape) != (H,)):
-            raise InvalidRequest(f"{name} is {_dtype(x)} {list(x.shape)}; it must be float32 [H={H}]")
+    per_head(call, H)
     tree = call.tree_mask
     if tree is not None and (
         tree.dtype != torch.bool or tree.dim() != 2 or tree.shape[0] != T or tree.shape[1] < call.max_seqlen_q
@@ -290,11 +289,24 @@ def _options(call: AttentionCall, H: int, T: int) -> None:
     numbers(call)
 
 
+def per_head(options: AttentionOptions | AttentionCall, H: int | None = None) -> None:
+    """Raise InvalidRequest unless sinks and alibi_slopes are float32 [H], or [any number] if H is None."""
+    for name, x in (("sinks", options.sinks), ("alibi_slopes", options.alibi_slopes)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.dim() != 1 or len(x) != (H or len(x)):
+            given = f"{_dtype(x)} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+            raise InvalidRequest(f"{name} is {given}; it must be float32 [{f'H={H}' if H else 'H'}]")
+
+
 def numbers(options: AttentionOptions | AttentionCall) -> None:
     """Raise InvalidRequest unless window, split_tokens, scale and softcap are numbers that attention can use."""
     for name, value in (("window", options.window), ("split_tokens", options.split_tokens)):
-        if value is not None and value < 1:
-            raise InvalidRequest(f"{name} is {value}; it must be at least 1, or None")
+        if value is not None and (not isinstance(value, Integral) or not 1 <= value < 2**63):
+            raise InvalidRequest(f"{name} is {value!r}; it must be an integer of at least 1, or None")
+    for name, number in (("scale", options.scale), ("softcap", options.softcap)):
+        if not isinstance(number, Real | None):
+            raise InvalidRequest(f"{name} is {number!r}; it must be a number")
     if options.scale is not None and not math.isfinite(options.scale):
         raise InvalidRequest(f"scale is {options.scale}; it must be a finite number, or None for D ** -0.5")
     if not 0 <= options.softcap < float("inf"):

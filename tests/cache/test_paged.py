@@ -22,7 +22,7 @@ from pagedkv import (
     write_kv,
 )
 from pagedkv.cache import PlannedBatch
-from pagedkv.cache import batch as batches
+from pagedkv.cache import batch as cache_batch
 from pagedkv.cache.batch import on_device
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.core import AddressSpace, MemoryManager, Observe
@@ -161,7 +161,7 @@ def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
         raise error("broken off")
 
     with monkeypatch.context() as patch:
-        patch.setattr(batches if place == "on_cpu" else cache, place, breaking)
+        patch.setattr(cache_batch if place == "on_cpu" else cache, place, breaking)
         with pytest.raises(error, match="broken off"):
             cache.plan([space, twin], [3, 3])
     assert (space.pages.tolist(), twin.pages.tolist()) == tables

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -54,6 +57,38 @@ def test_every_slot_holds_its_token_after_moves(sizes: tuple[int, ...]) -> None:
     store(cache, fork, [1, 2, 3])
     read(cache, fork)
     read(cache, kept)
+
+
+def test_the_bound_calls_of_a_cache_follow_its_pool() -> None:
+    cache, space = PagedKVCache(SPEC, num_frames=24), None
+    attend, write = cache.attention(1, window=9), cache.write(1)
+    space = cache.open()
+    store(cache, space, list(range(20)))
+    cache.resize(30)
+    cache.resize(6)
+    batch = cache.plan([space], [1])
+    q, k = torch.randn(1, 2, 64), torch.randn(1, 2, 64)
+    write(k, -k, batch)
+    frame, offset = divmod(int(batch.slots[0]), 4)
+    assert torch.equal(cache[1].k[frame, offset], k[0])
+    assert torch.equal(attend(q, batch), paged_attention(q, cache[1], batch, window=9))
+    del attend, write
+    gc.collect()
+    assert not cache._bound
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_layer_that_the_model_does_not_have_is_refused(layers: int) -> None:
+    specs = [SPEC, replace(SPEC, window=8)][:layers]
+    cache = PagedKVCache(specs if layers > 1 else SPEC, num_frames=8)
+    for call in (lambda: cache[9], lambda: cache.attention(9), lambda: cache.write(-9)):
+        with pytest.raises(InvalidRequest, match=r"cache\[-?9\] of a model of \d layers; give 0 to \d"):
+            call()
+    assert len(list(cache)) == len(cache)
+    if layers > 1:
+        batch = cache.plan([cache.open()], [1])
+        with pytest.raises(InvalidRequest, match=r"batch\[9\] of a model of 4 layers; give 0 to 3"):
+            batch[9]
 
 
 def test_attention_after_a_move_is_attention_before() -> None:

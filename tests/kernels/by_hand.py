@@ -52,13 +52,13 @@ def judged(job: tuple[Case, str, str]) -> tuple[bool, str]:
     try:
         found = ratios(case, backend, device)
         good = all(value <= 1 for value in found.values())  # NaN is not
-        told = " ".join(f"{name} {value:.2f}" for name, value in found.items())
+        text = " ".join(f"{name} {value:.2f}" for name, value in found.items())
     except Exception as why:
         notes = "".join(f"\n{note}" for note in getattr(why, "__notes__", ()))  # a compiler's log
-        good, told = False, f"{type(why).__name__}: {why}"[:300] + notes[:3000]
-        if "illegal" in told or "misaligned" in told or "CUDA error" in told or "CUDA_ERROR_LAUNCH" in told:
+        good, text = False, f"{type(why).__name__}: {why}"[:300] + notes[:3000]
+        if "illegal" in text or "misaligned" in text or "CUDA error" in text or "CUDA_ERROR_LAUNCH" in text:
             _lost.append(str(case))
-    return good, f"{'ok  ' if good else 'FAIL'} {case}: {told}"
+    return good, f"{'ok  ' if good else 'FAIL'} {case}: {text}"
 
 
 def main() -> int:

@@ -116,15 +116,15 @@ def only(built: Built, b: int) -> Built:
 
 def test_out_is_filled_where_given_and_padding_is_left_alone(runner: Runner) -> None:
     built = replace(MIXED, padding=2).build(0, runner.device)
-    room = torch.full((built.q.shape[0], 4, 2 * 64), 7.0, device=runner.device)[
+    buffer = torch.full((built.q.shape[0], 4, 2 * 64), 7.0, device=runner.device)[
         ..., :64
     ]  # strided, as in a fused buffer
 
-    out = paged_attention(built.q, built.layer, built.batch, out=room, backend=runner.backend, **built.options)
+    out = paged_attention(built.q, built.layer, built.batch, out=buffer, backend=runner.backend, **built.options)
 
-    assert out is room
-    assert torch.equal(room[:-2].cpu(), runner.attend(built)[0][:-2])
-    assert (room[-2:] == 7).all()
+    assert out is buffer
+    assert torch.equal(buffer[:-2].cpu(), runner.attend(built)[0][:-2])
+    assert (buffer[-2:] == 7).all()
 
 
 def test_the_default_scale_is_one_over_the_root_of_head_dim(runner: Runner) -> None:

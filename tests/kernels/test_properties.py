@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pagedkv import copy_frames, write_kv
 from pagedkv.kernels import registry
-from pagedkv.kernels.case import Case as Asked
+from pagedkv.kernels.case import Case as RegistryCase
 from tests.cases import DTYPES, POISON, Case, as_bytes, empty_layer
 from tests.kernels.conftest import Runner
 from tests.kernels.oracle import allowed_error, oracle, same_precision
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 BACKENDS = [
     name
     for name in ("cpu", "numba", "reference")
-    if not next(k for k in registry.KERNELS if k.name == name).refuse(Asked())
+    if not next(k for k in registry.KERNELS if k.name == name).refuse(RegistryCase())
 ]
 KINDS = ["", "fp8_e4m3", *(f"{kind}/{scales}" for kind in POISON for scales in ("tensor", "token_head"))]
 ROUNDED = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -79,9 +79,9 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
 def strided(built: Built, gap: int) -> Built:
     """q as a slice of a wider buffer, such as a fused qkv."""
     T, H, D = built.q.shape
-    room = torch.full((T, H + gap, D + 8 * gap), torch.nan).to(built.q.dtype)[:, gap:, 8 * gap :]
-    room.copy_(built.q)
-    return built._replace(q=room)
+    padded = torch.full((T, H + gap, D + 8 * gap), torch.nan).to(built.q.dtype)[:, gap:, 8 * gap :]
+    padded.copy_(built.q)
+    return built._replace(q=padded)
 
 
 def keeps_the_contract(case: Case, gap: int, backend: str) -> None:

@@ -69,12 +69,12 @@ def test_a_call_is_judged_by_what_it_asks() -> None:
 
 @pytest.mark.usefixtures("three")
 def test_explain_names_every_kernel_its_reasons_and_the_choice() -> None:
-    told = explain(KVSpec(1, 2, 128), device="cpu")
-    assert list(told.objections) == [kernel.name for kernel in registry.KERNELS]
-    assert told.objections["fast"] == ["head_dim is 128; it takes at most 64"]
-    assert told.chosen == choose(KVSpec(1, 2, 128)).name
-    assert f"> {told.chosen}" in repr(told)
-    assert "CuPy is not installed" in repr(told)
+    explained = explain(KVSpec(1, 2, 128), device="cpu")
+    assert list(explained.objections) == [kernel.name for kernel in registry.KERNELS]
+    assert explained.objections["fast"] == ["head_dim is 128; it takes at most 64"]
+    assert explained.chosen == choose(KVSpec(1, 2, 128)).name
+    assert f"> {explained.chosen}" in repr(explained)
+    assert "CuPy is not installed" in repr(explained)
     assert explain(Case(head_dim=32)).chosen == "fast"
     assert explain(device="cpu").chosen == "fast"
 

@@ -20,8 +20,9 @@ namespace {
 enum { Q, TABLE, ROWS, SEQ_LENS, STARTS, MAX_Q, MAX_K, TREE, OUT, LSE, NUM_ATTEND };
 constexpr int TENSORS[] = {Q, TABLE, ROWS, SEQ_LENS, STARTS, TREE, OUT};
 
-// Lengths are int32, so no two positions are so far apart. Sums of two fit 64 bits.
-constexpr int64_t FARTHEST = int64_t{1} << 32;
+// Lengths are int32, so no two positions are so far apart: a wider window hides no key. (Kernels whose arithmetic has
+// 32 bits use pagedkv.kernels.layout.FARTHEST.)
+constexpr int64_t NO_LIMIT = int64_t{1} << 32;
 
 // The LSE of a caller who does not want one goes to this scratch buffer of the thread.
 View discarded_lse(int64_t T, int64_t H) {
@@ -129,8 +130,8 @@ py::object bind_attention(py::object k, py::object v, py::object k_scale, py::ob
     a.k = view_of(t[BOUND_K]), a.v = view_of(t[BOUND_V]), a.k_scale = view_of(t[BOUND_K_SCALE]);
     a.v_scale = view_of(t[BOUND_V_SCALE]), a.sinks = view_of(t[BOUND_SINKS]), a.slopes = view_of(t[BOUND_SLOPES]);
     a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap), a.causal = causal;
-    a.window = window.value_or(0) < FARTHEST ? window.value_or(0) : 0;
-    a.split_tokens = std::min(split.value_or(0), FARTHEST);
+    a.window = window.value_or(0) < NO_LIMIT ? window.value_or(0) : 0;
+    a.split_tokens = std::min(split.value_or(0), NO_LIMIT);
     return capsule;
 }
 

@@ -7,7 +7,7 @@ import pytest
 
 from pagedkv.core import MemoryManager, Observe
 from pagedkv.core import state as st
-from pagedkv.core.observe import reuse_distance as reuse_module
+from pagedkv.core.observe import reuse_distance
 from pagedkv.core.observe.reuse_distance import SHIFT, ReuseSampler, new_sample
 from pagedkv.core.replay import ESTIMATE, replay
 from pagedkv.core.state import I32
@@ -85,12 +85,12 @@ def test_the_stack_agrees_with_that_of_a_list() -> None:
         if rng.random() < 0.5:
             ids = np.array([prefix_hash, 0], np.int32)
             prefix_hashes = np.empty(1, np.int64)
-            reuse_module.record_prompt(sample, 5, 0, 1, ids, prefix_hashes)
+            reuse_distance.record_prompt(sample, 5, 0, 1, ids, prefix_hashes)
             prefix_hash = int(prefix_hashes[0])
             if prefix_hash in stack:
                 hits[len(stack) - 1 - stack.index(prefix_hash)] += 1
         else:
-            reuse_module.record_use(sample, prefix_hash)
+            reuse_distance.record_use(sample, prefix_hash)
         stack = [*(other for other in stack if other != prefix_hash), prefix_hash][-16:]
     assert sample.hits.tolist() == hits
     assert sum(hits) > 100
@@ -127,7 +127,7 @@ def test_the_curve_of_a_resized_pool_ends_with_the_sample() -> None:
 
 def test_the_sample_never_grows() -> None:
     reuse = curve(conversations(3, turns=2000, users=900), followed=100, reach=100, key=9)
-    assert reuse.sample.reg[reuse_module.NUM_RECORDS] == 100
+    assert reuse.sample.reg[reuse_distance.NUM_RECORDS] == 100
     assert sum(array.nbytes for array in reuse.sample) < 100 * 44 + 200
 
 

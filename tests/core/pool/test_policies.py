@@ -9,19 +9,20 @@ import pytest
 
 from pagedkv.core import MemoryManager, policies
 from pagedkv.core.policies import LFU, LRU, POLICIES, Cost, Policy, Priority, TwoQueues
-from pagedkv.core.pool import policies as home
+from pagedkv.core.pool import policies as pool_policies
 
 
 def test_the_documented_path_gives_the_same_objects_as_pool_policies() -> None:
     for name in policies.__all__:
-        assert getattr(policies, name) is getattr(home, name)
+        assert getattr(policies, name) is getattr(pool_policies, name)
     assert {LRU, TwoQueues, LFU, Cost, Priority} == set(POLICIES.values())
-    assert Policy is home.Policy
+    assert Policy is pool_policies.Policy
 
 
 def test_every_class_of_pool_policies_is_re_exported() -> None:
-    defined = {name for name, value in vars(home).items() if getattr(value, "__module__", "") == home.__name__}
-    assert {name for name in defined if isinstance(getattr(home, name), type)} <= set(policies.__all__)
+    names, module = vars(pool_policies).items(), pool_policies.__name__
+    defined = {name for name, value in names if getattr(value, "__module__", "") == module}
+    assert {name for name in defined if isinstance(getattr(pool_policies, name), type)} <= set(policies.__all__)
 
 
 @pytest.mark.parametrize("policy", [LRU(), TwoQueues(scale=2), LFU(), Cost(scale=512), Priority()])

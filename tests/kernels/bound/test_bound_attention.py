@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pagedkv import KVLayer, PagedKVError, bind_attention, paged_attention
+from pagedkv import KVLayer, PagedKVError, bind_attention, bind_write, paged_attention
 from pagedkv.errors import InvalidRequest, KernelUnavailable
 from pagedkv.kernels import bound, checks, cpu, reference, registry
 from pagedkv.kernels.args import AttentionCall
@@ -206,8 +206,22 @@ def test_binding_reads_the_variables_and_refuses_at_once(monkeypatch: pytest.Mon
     assert "kernel='reference'" in repr(bind_attention(built.layer))
     with pytest.raises(KernelUnavailable, match="runs on cuda"):
         bind_attention(built.layer, backend="cuda")
-    with pytest.raises(InvalidRequest, match="window is 0; it must be at least 1"):
-        bind_attention(built.layer, window=0)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"window": 0}, "window is 0; it must be an integer of at least 1"),
+        ({"window": 2.5}, "window is 2.5; it must be an integer"),
+        ({"split_tokens": 1 << 70}, "split_tokens is 1180591620717411303424; it must be"),
+        ({"softcap": "5"}, "softcap is '5'; it must be a number"),
+        ({"sinks": torch.zeros(6).double()}, r"sinks is float64 \[6\]; it must be float32 \[H\]"),
+        ({"alibi_slopes": torch.zeros(2, 3)}, r"alibi_slopes is float32 \[2, 3\]; it must be float32 \[H\]"),
+        ({"sinks": [0.0] * 6}, r"sinks is \[0.0, .*; it must be float32"),
+    ]
+    for options, text in wrong:
+        with pytest.raises(InvalidRequest, match=text):
+            bind_attention(built.layer, **options)
+    with pytest.raises(InvalidRequest, match="layer is of type Tensor; give a KVLayer"):
+        bind_attention(built.layer.k)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="rope is 10000; give a RotaryTable"):
+        bind_write(built.layer, rope=10000)  # type: ignore[arg-type]
 
 
 WRONG_TYPES = [{"window": 2.5}, {"window": True}, {"causal": 1}, {"softcap": "5"}, {"sinks": True}, {"window": 1 << 70}]
@@ -222,7 +236,7 @@ def test_an_option_of_a_wrong_type_is_treated_as_the_operator_treats_it(options:
         expected = functional(built._replace(layer=replace(built.layer)), **plain | options)  # a first call
     except Exception as why:
         for _ in range(3):
-            with pytest.raises((type(why), TypeError)):
+            with pytest.raises((type(why), TypeError, InvalidRequest)):
                 functional(built, **plain | options)
     else:  # torch converts it
         for _ in range(3):
@@ -342,6 +356,21 @@ def test_a_copy_of_a_layer_has_no_bound_calls_of_the_first() -> None:
     for other in (copy.copy(built.layer), copy.deepcopy(built.layer), pickle.loads(pickle.dumps(built.layer))):
         assert other._bound is None
         assert isinstance(other, KVLayer)
+
+
+def test_a_copy_of_a_bound_call_serves_a_layer_of_its_own() -> None:
+    built = CASE.build()
+    attend, store = bind_attention(built.layer, window=3), bind_write(built.layer)
+    want = attend(built.q, built.batch)
+    attends = [copy.deepcopy(attend), pickle.loads(pickle.dumps(attend))]
+    stores = [copy.deepcopy(store), pickle.loads(pickle.dumps(store))]
+    built.layer.k.zero_()
+    for other in attends:
+        assert torch.equal(other(built.q, built.batch), want)
+    tables = replace(built.batch, slots=torch.zeros(1, dtype=torch.int64))
+    for other in stores:
+        other(torch.ones(1, 2, 64), torch.ones(1, 2, 64), tables)
+    assert not built.layer.k.any()
 
 
 def test_bound_calls_neither_grow_without_bound_nor_keep_a_layer_alive() -> None:

@@ -32,9 +32,9 @@ needs_extension = pytest.mark.skipif(cpu._cpu is None, reason="the extension ser
 
 def shifted(x: Tensor, elements: int) -> Tensor:
     """The same tensor, of the same strides, whose memory begins `elements` later than 64 bytes' alignment."""
-    room = torch.zeros(x.untyped_storage().nbytes() // x.element_size() + elements + 64, dtype=x.dtype)
-    begin = -room.data_ptr() // x.element_size() % (64 // x.element_size()) + elements
-    moved = room[begin:].as_strided(x.shape, x.stride())
+    buffer = torch.zeros(x.untyped_storage().nbytes() // x.element_size() + elements + 64, dtype=x.dtype)
+    begin = -buffer.data_ptr() // x.element_size() % (64 // x.element_size()) + elements
+    moved = buffer[begin:].as_strided(x.shape, x.stride())
     return moved.copy_(x)
 
 

@@ -14,7 +14,7 @@ from pagedkv.kernels.args import WriteCall
 from pagedkv.kernels.cuda import attention, moves
 from pagedkv.kernels.cuda.attention import Ways
 from tests.cases import Case
-from tests.kernels import test_laws as shared
+from tests.kernels import test_laws as kernel_laws
 from tests.kernels.conftest import Runner
 from tests.kernels.cuda import backend
 from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
@@ -27,26 +27,28 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
-test_merging_two_halves_equals_the_whole = shared.test_merging_two_halves_equals_the_whole
-test_moving_frames_changes_no_bit = shared.test_moving_frames_changes_no_bit
+test_merging_two_halves_equals_the_whole = kernel_laws.test_merging_two_halves_equals_the_whole
+test_moving_frames_changes_no_bit = kernel_laws.test_moving_frames_changes_no_bit
 test_with_split_tokens_the_rest_of_the_batch_changes_no_bit = (
-    shared.test_with_split_tokens_the_rest_of_the_batch_changes_no_bit
+    kernel_laws.test_with_split_tokens_the_rest_of_the_batch_changes_no_bit
 )
 test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit = (
-    shared.test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit
+    kernel_laws.test_with_split_tokens_a_neighbours_tree_mask_changes_no_bit
 )
 test_out_is_filled_where_given_and_padding_is_left_alone = (
-    shared.test_out_is_filled_where_given_and_padding_is_left_alone
+    kernel_laws.test_out_is_filled_where_given_and_padding_is_left_alone
 )
-test_the_default_scale_is_one_over_the_root_of_head_dim = shared.test_the_default_scale_is_one_over_the_root_of_head_dim
+test_the_default_scale_is_one_over_the_root_of_head_dim = (
+    kernel_laws.test_the_default_scale_is_one_over_the_root_of_head_dim
+)
 test_a_pool_of_more_than_2_31_elements_is_addressed_whole = (
-    shared.test_a_pool_of_more_than_2_31_elements_is_addressed_whole
+    kernel_laws.test_a_pool_of_more_than_2_31_elements_is_addressed_whole
 )
 test_small_tensors_of_any_stride_are_read_where_they_are = (
-    shared.test_small_tensors_of_any_stride_are_read_where_they_are
+    kernel_laws.test_small_tensors_of_any_stride_are_read_where_they_are
 )
 test_a_window_or_a_split_beyond_every_length_is_as_good_as_any = (
-    shared.test_a_window_or_a_split_beyond_every_length_is_as_good_as_any
+    kernel_laws.test_a_window_or_a_split_beyond_every_length_is_as_good_as_any
 )
 
 MIXED = Case(
