@@ -77,6 +77,7 @@ FLOORS = {
         "tables last_callers",
         "observe check thread_guard",
         "observation tenants",
+        "recovery",
         "manager",
         "replay warm",
     ),

@@ -16,6 +16,7 @@ Layers with different windows form groups: a list of KVSpecs, one for each group
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,8 @@ from pagedkv.core.manager import Counts, Spaces
 from pagedkv.core.observe.misses import Miss
 from pagedkv.core.observe.stats import Usage
 from pagedkv.core.prefix.events import Event, Snapshot
+from pagedkv.core.recovery import Assignment, Recovered
+from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import KVLayer
@@ -294,13 +297,13 @@ class PagedKVCache:
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
         storage = Storage(self.specs, num_frames, self.device, layer_groups=self.layer_groups)
-        moves = torch.from_numpy(self.manager.resize(num_frames).astype(np.int64))
-        used = np.flatnonzero(~self.manager.free_mask())
-        stayed = np.setdiff1d(used[used < self.storage.num_frames], moves[:, 1].numpy())
-        storage.take_over(self.storage, torch.from_numpy(stayed), moves)
-        self.storage = storage
-        for call, layer in self._bound.items():
-            call.rebind(self[layer])
+
+        def move(stayed: npt.NDArray[np.int64], moves: I32) -> list[Assignment]:
+            storage.take_over(self.storage, torch.from_numpy(stayed), torch.from_numpy(moves.astype(np.int64)))
+            bound = [call.rebinding(storage.layers[layer]) for call, layer in self._bound.items()]
+            return [(self, "storage", storage), (self, "_poisoned", None), *itertools.chain(*bound)]
+
+        self.manager.resize(num_frames, move)
         self._begin_poison()
 
     # -- on disk -------------------------------------------------------------------------------------------------------
@@ -353,6 +356,14 @@ class PagedKVCache:
         """
         return self.manager.snapshot()
 
+    def recover(self) -> Recovered:
+        """Give back the frames of plans, spaces and pins whose handles were dropped. See MemoryManager.recover."""
+        return self.manager.recover()
+
+    def attach(self, asid: int) -> AddressSpace:
+        """Return a handle of a space that `AddressSpace.detach` left without one. See MemoryManager.attach."""
+        return self.manager.attach(asid)
+
     def own(self) -> None:
         """Let only the calling thread use this cache from now on. See MemoryManager.own."""
         self.manager.own()
@@ -375,10 +386,12 @@ class PagedKVCache:
     def _begin_poison(self) -> None:
         """Set the state that `_poison` compares with: no frame is poisoned yet."""
         self._generations = self.manager.frame_generations()
-        self._poisoned = np.zeros(self.num_frames, bool)
+        self._poisoned: npt.NDArray[np.bool_] | None = np.zeros(self.num_frames, bool)
 
     def _poison(self) -> None:
         """Fill with NaN every frame that is free, or was taken since the last call. Called before any write."""
+        if self._poisoned is None:  # a resize was interrupted at its end
+            return self._begin_poison()
         free, generations = self.manager.free_mask(), self.manager.frame_generations()
         stale = np.flatnonzero((free | (generations != self._generations)) & ~self._poisoned)
         self.storage.poison(torch.from_numpy(stale))

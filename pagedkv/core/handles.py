@@ -2,18 +2,21 @@
 
 A handle names a row of the page table by number and generation, so a stale handle is refused at the call that uses it
 (I8). An AddressSpace holds no figures of its own: it asks the manager that opened it, through the few methods of
-`Manager`. This file must not know tables or rules.
+`Manager`. A handle that is collected before it was given back warns: what it names stays until
+`MemoryManager.recover`. This file must not know tables or rules.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from pagedkv.core.pool.free_runs import runs_in
-from pagedkv.core.state import I32, I64
+from pagedkv.core.state import HEAD, I32, I64, NUM_COPIES, OUTSTANDING, STATUS
 
 
 class Manager(Protocol):
@@ -43,6 +46,22 @@ class Manager(Protocol):
     def release(self, space: AddressSpace) -> None:
         """Give back all frames."""
 
+    def detach(self, space: AddressSpace) -> None:
+        """Leave the space open when its handle is collected."""
+
+    def holds(self, pin: Pin) -> bool:
+        """Return True if the frames of `pin` are pinned."""
+
+
+def report_loss(handle: AddressSpace | Plan | Pin, loss: str) -> None:
+    """Warn that a handle was collected before it was given back. At the end of the process all handles are.
+
+    The warning does not name the handle as its source: a recorder of warnings would keep the handle alive.
+    """
+    if not sys.is_finalizing():
+        opened = f"opened at {handle.opened_at}" if handle.opened_at else "PAGEDKV_DEBUG=1 says where it was opened"
+        warnings.warn(f"{loss}; {opened}. recover() gives its frames back", ResourceWarning, 2)
+
 
 class AddressSpace:
     """The page table and length of one sequence, made by `MemoryManager.open` and `fork`.
@@ -51,13 +70,20 @@ class AddressSpace:
     even if its number belongs to another space by then (I8).
     """
 
-    __slots__ = ("asid", "generation", "manager")
+    __slots__ = ("__weakref__", "asid", "generation", "manager", "opened_at", "watched")
     manager: Manager
     asid: int
     generation: int
+    opened_at: str
+    watched: bool
 
-    def __init__(self, manager: Manager, asid: int, generation: int) -> None:
-        self.manager, self.asid, self.generation = manager, asid, generation
+    def __init__(self, manager: Manager, asid: int, generation: int, opened_at: str = "") -> None:
+        self.manager, self.asid, self.generation, self.opened_at = manager, asid, generation, opened_at
+        self.watched = True  # until the space is released or detached
+
+    def __del__(self) -> None:
+        if getattr(self, "watched", False) and not self.manager.is_stale(self):  # __init__ may have been interrupted
+            report_loss(self, f"address space {self.asid} was dropped before release()")
 
     def __len__(self) -> int:
         return self.manager.length_of(self)
@@ -118,6 +144,15 @@ class AddressSpace:
         """
         self.manager.release(self)
 
+    def detach(self) -> int:
+        """Return the asid, for an engine that keeps integers: the space stays open when this handle is collected.
+
+        The engine releases it by a handle later: `manager.attach(asid)` returns one.
+        Raises: StaleHandle
+        """
+        self.manager.detach(self)
+        return self.asid
+
     def __repr__(self) -> str:
         if self.manager.is_stale(self):
             return f"AddressSpace(asid={self.asid}, released)"
@@ -137,61 +172,142 @@ class GroupPlan:
     copies: I32
 
 
-@dataclass(eq=False, slots=True)
-class Plan:
-    """The slots of one step. The frames are mapped already; the caller copies, then writes KV, then commits.
+class Step:
+    """The arrays of one step, as the compiled functions of tables/steps.py fill and settle them.
 
-    Shapes: slots int64 [T]: frame * block_size + offset of each new token, sequence by sequence
-            positions int64 [T]: the position of each new token in its sequence
-            copies int32 [C, 2]: source and target frames, to be copied before any KV is written; the targets are
-                distinct, and none of them is a source
-            seq_lens int32 [B]: KV length after the step
-            cu_seqlens_q int32 [B + 1]: the first new token of each sequence
-            rows int32 [B]: the asid of each sequence
-            block_table int32 [A, P]: the live page tables themselves, not a copy
+    Shapes: rows int32 [B]: the asid of each sequence
+            counts int64 [B]: new tokens of each sequence
+            longs int64: status, number of copies | slots [G, T] | positions [T] | starts [B]
+            ints int32:  cu_seqlens_q [B + 1] | seq_lens [B] | scratch [B, G] | splits [C, 4], in a space for [B * G, 4]
+    All figures below are views of these arrays, which are made before the step is planned: boxing results of compiled
+    functions would run Python code, and a signal could lose them.
     """
 
-    slots: I64
-    positions: I64
-    seq_lens: I32
-    cu_seqlens_q: I32
-    rows: I32
-    block_table: I32
-    starts: I64
-    """int64 [B]: KV length before the step."""
-    counts: I64
-    """int64 [B]: new tokens of each sequence."""
-    group_slots: I64 = field(repr=False)
-    """int64 [G, T]: the slots of each layer group; row 0 is `slots`."""
-    splits: I32 = field(repr=False)
-    """int32 [C, 4]: source, target and row of each copy; 1 if the prefix of the source is pinned as well, else 0."""
-    manager: object = field(repr=False)
-    """The MemoryManager that made the plan. No other one may settle it."""
-    settled: str = ""
-    """"", "committed" or "aborted"."""
+    __slots__ = ("__weakref__", "counts", "ints", "longs", "num_groups", "num_tokens", "rows")
+
+    def __init__(
+        self, rows: I32, counts: I64, num_tokens: int, num_groups: int, arrays: tuple[I64, I32] | None = None
+    ) -> None:
+        """arrays: longs and ints of a step that was made before."""
+        batch = len(rows)
+        self.rows: I32 = rows
+        self.counts: I64 = counts
+        self.num_tokens: int = num_tokens
+        """T: new tokens of the step."""
+        self.num_groups: int = num_groups
+        longs, ints = arrays or (
+            np.zeros(HEAD + (num_groups + 1) * num_tokens + batch, np.int64),
+            np.zeros(2 * batch + 1 + 5 * batch * num_groups, np.int32),
+        )
+        self.longs: I64 = longs
+        self.ints: I32 = ints
+
+    @property
+    def settled(self) -> str:
+        """ "", "committed" or "aborted"."""
+        return _SETTLED[self.longs[STATUS]]
+
+    @property
+    def is_outstanding(self) -> bool:
+        """Whether frames are mapped for the step, and it is neither committed nor aborted."""
+        return bool(self.longs[STATUS] == OUTSTANDING)
+
+    @property
+    def group_slots(self) -> I64:
+        """int64 [G, T]: the slots of each layer group; row 0 is `slots`."""
+        end = HEAD + self.num_groups * self.num_tokens
+        return self.longs[HEAD:end].reshape(self.num_groups, self.num_tokens)
+
+    @property
+    def slots(self) -> I64:
+        """int64 [T]: frame * block_size + offset of each new token, sequence by sequence."""
+        return self.longs[HEAD : HEAD + self.num_tokens]
+
+    @property
+    def positions(self) -> I64:
+        """int64 [T]: the position of each new token in its sequence."""
+        first = HEAD + self.num_groups * self.num_tokens
+        return self.longs[first : first + self.num_tokens]
+
+    @property
+    def starts(self) -> I64:
+        """int64 [B]: KV length before the step."""
+        return self.longs[len(self.longs) - len(self.rows) :]
+
+    @property
+    def cu_seqlens_q(self) -> I32:
+        """int32 [B + 1]: the first new token of each sequence."""
+        return self.ints[: len(self.rows) + 1]
+
+    @property
+    def seq_lens(self) -> I32:
+        """int32 [B]: KV length after the step."""
+        return self.ints[len(self.rows) + 1 : 2 * len(self.rows) + 1]
+
+    @property
+    def num_copies(self) -> int:
+        """C: copies of shared tail pages."""
+        return int(self.longs[NUM_COPIES])
+
+    @property
+    def splits(self) -> I32:
+        """int32 [C, 4]: source, target and row of each copy; 1 if the prefix of the source is pinned too, else 0."""
+        first = (2 + self.num_groups) * len(self.rows) + 1
+        return self.ints[first : first + 4 * self.num_copies].reshape(-1, 4)
 
     @property
     def copies(self) -> I32:
-        """int32 [C, 2]: source and target frames."""
+        """int32 [C, 2]: source and target frames, to be copied before any KV is written.
+
+        The targets are distinct, and none of them is a source.
+        """
         return self.splits[:, :2]
+
+
+_SETTLED: Final = ("", "", "committed", "aborted")
+
+
+class Plan(Step):
+    """The slots of one step. The frames are mapped already; the caller copies, then writes KV, then commits.
+
+    block_table: int32 [A, P], the live page tables themselves, not a copy. Read them; the manager alone writes there.
+    manager:     the MemoryManager that made the plan. No other one may settle it.
+    A plan that is dropped before it is settled keeps its frames mapped. A ResourceWarning says so, and
+    `MemoryManager.recover` aborts it.
+    """
+
+    __slots__ = ("block_table", "manager", "number", "opened_at")
+    block_table: I32
+    number: int
+
+    def __init__(self, manager: Manager, step: Step, opened_at: str) -> None:
+        super().__init__(step.rows, step.counts, step.num_tokens, step.num_groups, (step.longs, step.ints))
+        self.manager: Manager = manager
+        self.opened_at: str = opened_at
 
     def group(self, number: int) -> GroupPlan:
         """Return the rows, slots and copies of one layer group; positions and lengths are equal for all groups."""
-        mine = (self.splits[:, 2] - number) % len(self.group_slots) == 0
-        return GroupPlan(self.rows + np.int32(number), self.group_slots[number], self.splits[mine, :2])
+        splits = self.splits
+        mine = (splits[:, 2] - number) % self.num_groups == 0
+        return GroupPlan(self.rows + np.int32(number), self.group_slots[number], splits[mine, :2])
 
-    @property
-    def num_tokens(self) -> int:
-        """T: new tokens of the step."""
-        return len(self.slots)
+    def __repr__(self) -> str:
+        sizes = f"{len(self.rows)} sequences, {self.num_tokens} new tokens, {self.num_copies} copies"
+        return f"Plan({sizes}, {self.settled or 'outstanding'})"
+
+    def __del__(self) -> None:
+        if hasattr(self, "opened_at") and self.longs[STATUS] == OUTSTANDING:
+            report_loss(self, f"a plan of {len(self.rows)} sequences was dropped before commit() or abort()")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Pin:
     """The handle of pinned frames, made by `MemoryManager.pin` and given back to `unpin`.
 
     A row of the page table maps the frames, so none of them is evicted, moved or written (I7). `owner` and `deadline`
     come from the caller and serve `overdue`: a transfer that never ends is found by its name, before the pool is full.
+    The manager keeps a pin that has a deadline. Any other pin that is dropped before unpin() keeps its frames pinned: a
+    ResourceWarning says so, and `MemoryManager.recover` unpins them.
     """
 
     asid: int
@@ -199,3 +315,9 @@ class Pin:
     num_frames: int
     owner: str
     deadline: float | None
+    manager: Manager = field(repr=False, compare=False)
+    opened_at: str = field(default="", repr=False, compare=False)
+
+    def __del__(self) -> None:
+        if hasattr(self, "opened_at") and self.manager.holds(self):
+            report_loss(self, f"a pin of {self.num_frames} frames was dropped before unpin()")

@@ -6,7 +6,8 @@ time. One thread calls it; a second thread that calls during another call is ref
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +16,15 @@ from pagedkv import debug
 from pagedkv.core import state as st
 from pagedkv.core.arguments import asid_row, count_row, flag, frame_row, real, tenant_name, token_row, whole
 from pagedkv.core.check.laws import Expected, check_state
-from pagedkv.core.handles import AddressSpace, Pin, Plan
-from pagedkv.core.observation import ObservationMixin, Observe
+from pagedkv.core.handles import AddressSpace, Pin, Plan, Step
+from pagedkv.core.observation import Observe
 from pagedkv.core.observe.misses import Miss, explain
 from pagedkv.core.observe.reuse_distance import record_release
 from pagedkv.core.observe.stats import Stats, gather, mean_run
 from pagedkv.core.pool import frames
 from pagedkv.core.pool.policies import Policy, Priority, chosen, install, retention
 from pagedkv.core.prefix.roots import Roots
+from pagedkv.core.recovery import Assignment, RecoveryMixin, assign_together
 from pagedkv.core.state import I32
 from pagedkv.core.tables import page_tables, steps
 from pagedkv.core.tables.forget import forget_pages
@@ -37,7 +39,10 @@ Spaces = Sequence[AddressSpace] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
-class MemoryManager(ObservationMixin, TenantMixin):
+Move = Callable[[npt.NDArray[np.int64], I32], Iterable[Assignment]]
+
+
+class MemoryManager(RecoveryMixin, TenantMixin):
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
     policy:       the order in which cached frames are evicted: "lru", "2q", "lfu", "cost", "priority", or an object of
@@ -100,8 +105,7 @@ class MemoryManager(ObservationMixin, TenantMixin):
         install(self.policy, self.state.reg)
         self._roots = Roots()
         self._accounts: dict[bytes, int] = {}  # account of each tenant that has a quota
-        self._pins: dict[int, Pin] = {}  # the pin of each row that holds pinned frames
-        self._plans: set[Plan] = set()  # the plans that are not settled yet
+        self._begin_recovery()
         self._begin_guard()
 
     # -- spaces --------------------------------------------------------------------------------------------------------
@@ -132,7 +136,7 @@ class MemoryManager(ObservationMixin, TenantMixin):
         asid, generation = page_tables.open_space(self.state, root.number, root.seed, advice, ids)
         if self._is_observed:
             self._record_open(tenant, root, ids, asid)
-        return AddressSpace(self, asid, generation)
+        return self._opened(asid, generation)
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
         """Return why `open` finds no more whole pages of `token_ids`, see misses.Miss.
@@ -147,7 +151,7 @@ class MemoryManager(ObservationMixin, TenantMixin):
         asid = self._settled_asid(space, "fork")
         self._grow_tables()
         child = page_tables.fork_space(self.state, asid)
-        return AddressSpace(self, child, int(self.state.spaces["generation"][child]))
+        return self._opened(child, int(self.state.spaces["generation"][child]))
 
     @exclusive
     def truncate(self, space: AddressSpace, length: int) -> None:
@@ -187,7 +191,8 @@ class MemoryManager(ObservationMixin, TenantMixin):
     @exclusive
     def release(self, space: AddressSpace) -> None:
         """See AddressSpace.release."""
-        self._close(self._releasable(space))
+        self._release([self._releasable(space)])
+        space.watched = False
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -200,26 +205,16 @@ class MemoryManager(ObservationMixin, TenantMixin):
         """
         asids = self._asids(batch)
         wanted = count_row(counts, len(asids))
-        step = steps.plan_step(self.state, asids, wanted)
-        if step.code == steps.NARROW:
-            self.state = st.with_wider_table(self.state, step.where)
-            step = steps.plan_step(self.state, asids, wanted)
-        if step.code != steps.OK:
-            refuse_plan(self.state, (step.code, step.where), asids, wanted, self._accounts)
-        plan = Plan(
-            slots=step.slots[0],
-            positions=step.positions,
-            seq_lens=step.seq_lens,
-            cu_seqlens_q=step.cu_seqlens_q,
-            rows=asids,
-            block_table=self.state.table,
-            starts=step.starts,
-            counts=wanted,
-            group_slots=step.slots,
-            splits=step.copies,
-            manager=self,
-        )
-        self._plans.add(plan)
+        num_tokens = steps.num_tokens(wanted, self.num_frames * self.block_size)
+        plan = self._new_plan(Step(asids, wanted, num_tokens, len(self.groups)))
+        code, where = steps.plan_step(self.state, asids, wanted, plan.longs, plan.ints)
+        if code == steps.NARROW:
+            self.state = st.with_wider_table(self.state, where)
+            code, where = steps.plan_step(self.state, asids, wanted, plan.longs, plan.ints)
+        if code != steps.OK:
+            del self._plans[plan.number]
+            refuse_plan(self.state, (code, where), asids, wanted, self._accounts)
+        plan.block_table = self.state.table
         return plan
 
     @exclusive
@@ -234,7 +229,7 @@ class MemoryManager(ObservationMixin, TenantMixin):
         Raises: PlanConflict if the plan is settled, if an older plan of a space is not, or if a newer plan follows
                 tokens that are rolled back; InvalidRequest if the numbers do not fit. Nothing was changed then.
         """
-        self._require_unsettled(plan, "commit")
+        self._require_own(plan, "commit")
         accepted = plan.counts if counts is None else count_row(counts, len(plan.rows))
         ids = token_row(token_ids)
         if len(ids) != (plan.num_tokens if counts is None else accepted.sum()):
@@ -242,13 +237,10 @@ class MemoryManager(ObservationMixin, TenantMixin):
                 f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} "
                 "spaces; give one count for each space, and as many ids as they add up to"
             )
-        code, where = steps.commit_step(
-            self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, accepted, ids
-        )
+        code, where = steps.commit_step(self.state, plan.rows, plan.longs, plan.ints, accepted, ids)
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
-        plan.settled = "committed"
-        self._plans.discard(plan)
+        self._plans.pop(plan.number, None)
         if debug.level() >= 3:
             self.check(3)
 
@@ -261,14 +253,11 @@ class MemoryManager(ObservationMixin, TenantMixin):
                 tail pages as before the plan.
         Raises: PlanConflict if the plan is settled already or is not the newest of its spaces
         """
-        self._require_unsettled(plan, "abort")
-        code, where = steps.abort_step(
-            self.state, plan.rows, plan.starts, plan.cu_seqlens_q, plan.splits, flag(copied, "copied")
-        )
+        self._require_own(plan, "abort")
+        code, where = steps.abort_step(self.state, plan.rows, plan.longs, plan.ints, flag(copied, "copied"))
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
-        plan.settled = "aborted"
-        self._plans.discard(plan)
+        self._plans.pop(plan.number, None)
 
     # -- pins, epochs, advice ------------------------------------------------------------------------------------------
 
@@ -307,27 +296,23 @@ class MemoryManager(ObservationMixin, TenantMixin):
             if isinstance(what, AddressSpace)
             else page_tables.pin_frames(self.state, closure)
         )
-        self._pins[row] = Pin(row, int(self.state.spaces["generation"][row]), num_frames, owner, deadline)
-        return self._pins[row]
+        generation = int(self.state.spaces["generation"][row])
+        pin = Pin(row, generation, num_frames, owner, deadline, self, self._call_site())
+        self._pins[row] = ref(pin) if deadline is None else pin  # overdue() names the one with a deadline
+        return pin
 
     @exclusive
     def unpin(self, pin: Pin) -> None:
         """Unpin the frames of `pin`. Raises: DoubleRelease the second time."""
         if not isinstance(pin, Pin):
             raise InvalidRequest(f"unpin of {pin!r}; give the handle that pin() returned")
-        if self._pins.get(pin.asid) is not pin:  # not ==: another manager may have an equal Pin
+        if not self.holds(pin):
             raise DoubleRelease(
                 f"pin {pin.asid} of {pin.owner or 'an unnamed owner'} was given back already, or made by another "
                 "manager; give each to the manager that made it, and drop the handle after unpin()"
             )
-        del self._pins[pin.asid]
-        self._bump_generation(pin.asid)
         page_tables.unpin_row(self.state, pin.asid)
-
-    def overdue(self, now: float) -> list[Pin]:
-        """Return the pins whose deadline, on the caller's clock, is before `now`. None is unpinned by this call."""
-        now = real(now, "now")
-        return [pin for pin in self._pins.values() if pin.deadline is not None and pin.deadline < now]
+        del self._pins[pin.asid]
 
     @exclusive
     def retire(self, epoch: int, batch: Sequence[AddressSpace] = ()) -> None:
@@ -352,9 +337,9 @@ class MemoryManager(ObservationMixin, TenantMixin):
             self._releasable(space)
         if len({space.asid for space in batch}) < len(batch):
             raise DoubleRelease("retire names an address space twice")
-        reg[st.EPOCH], reg[st.PASSED] = epoch, oldest
+        self._release([space.asid for space in batch], (epoch, oldest))
         for space in batch:
-            self._close(space.asid)
+            space.watched = False
 
     @exclusive
     def advance(self, epoch: int) -> int:
@@ -412,10 +397,12 @@ class MemoryManager(ObservationMixin, TenantMixin):
         Raises:  InvalidRequest while there are pins, since a pin promises that its frames stay. Nothing was changed
                  then.
         """
-        if self._pins:
-            pinned, owner = int(self.state.reg[st.PINNED]), next(iter(self._pins.values())).owner
+        rows = np.flatnonzero(self.state.spaces["status"] == st.HELD).tolist()
+        if rows:
+            pinned, first = int(self.state.reg[st.PINNED]), self._pin_of(rows[0])
+            owner = first.owner if first else "a pin that was dropped"
             raise InvalidRequest(
-                f"forget() while {len(self._pins)} pins hold {pinned} frames, the first for "
+                f"forget() while {len(rows)} pins hold {pinned} frames, the first for "
                 f"{owner or 'an unnamed owner'}; unpin them first"
             )
         freed = int(forget_pages(self.state))
@@ -424,24 +411,29 @@ class MemoryManager(ObservationMixin, TenantMixin):
         return freed
 
     @exclusive
-    def resize(self, num_frames: int) -> I32:
+    def resize(self, num_frames: int, move: Move | None = None) -> I32:
         """Make the pool larger or smaller.
 
         A smaller pool evicts cached frames until the rest fits, then moves the frames that lie beyond the new end.
         Spaces, plans and the prefixes that prompts find stay the same.
-        Returns: int32 [M, 2]: source and target of each frame that moved; copy its bytes before the next plan. Sources
-                 lie beyond the new end, targets below it.
+        move:    a function of (frames that stay, int64 [n]; frames that move, int32 [M, 2], source and target). It
+                 copies their bytes to a second pool before anything has changed, and returns (object, attribute, value)
+                 for each attribute that changes with the pool: all are set at once. If it raises, nothing was changed.
+        Returns: int32 [M, 2]: source and target of each frame that moved. Sources lie beyond the new end, targets below
+                 it. Without `move`, copy their bytes before the next plan.
         Raises:  OutOfFrames if the mapped frames do not fit; PlanConflict or InvalidRequest if a frame of a plan, an
                  epoch or a pin would move. Nothing was changed then.
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
         refuse_resize(self.state, num_frames)
-        old = self.state
-        self.state, moves = resized(old, num_frames)
-        self._log.renumber(old, moves)
+        old = st.copied(self.state)  # frames are evicted there: if `move` fails, nothing was changed
+        state, moves = resized(old, num_frames)
+        used = np.flatnonzero(state.frames["status"][: len(old.frames)] != st.FREE)
+        others = move(np.setdiff1d(used, moves[:, 1]), moves) if move else ()
+        mine = (self, "state", state), (self, "num_frames", num_frames), self._log.renumbered(old, moves)
+        assign_together((*mine, *others))
         if self._last_callers:
             self._last_callers.renumber(moves, num_frames)
-        self.num_frames = num_frames
         if debug.level() >= 3:
             self.check()
         return moves
@@ -467,7 +459,13 @@ class MemoryManager(ObservationMixin, TenantMixin):
         """
         seeds = {root.number: root.seed for root in self._roots.by_tenant.values()}
         try:
-            check_state(self.state, level, Expected(self.policy, seeds, self._plans, self.groups))
+            check_state(
+                self.state,
+                level,
+                Expected(
+                    self.policy, seeds, [step for _, step in self._plans.values() if step.is_outstanding], self.groups
+                ),
+            )
         except InvariantViolation as broken:
             if self._last_callers is None:
                 raise
@@ -552,15 +550,15 @@ class MemoryManager(ObservationMixin, TenantMixin):
         """Return a sentence for an error, the last calls that used the space; "" unless debug level 3 records them."""
         return self._last_callers.of_space(space.asid) if self._last_callers else ""
 
-    def _close(self, asid: int) -> None:
+    def _release(self, asids: list[int], epochs: tuple[int, int] | None = None) -> None:
+        """Close spaces. epochs: open the first one, whose predecessors after the second one have not passed."""
         if self._reuse_sampler:
-            record_release(self.state, self._reuse_sampler.sample, asid)
-        self._bump_generation(asid)
-        page_tables.close_space(self.state, asid)
-
-    def _bump_generation(self, asid: int) -> None:
-        """Make every handle of the row stale."""
-        self.state.spaces["generation"][asid : asid + 1] += 1  # a slice: numpy warns if a single number wraps around
+            for asid in asids:
+                record_release(self.state, self._reuse_sampler.sample, asid)
+        if epochs is None:
+            page_tables.release_space(self.state, asids[0])
+        else:
+            page_tables.retire_spaces(self.state, *epochs, np.array(asids, np.int32))
 
     def _retention(self, priority: float, half_life: float) -> int:
         if not isinstance(self.policy, Priority):
@@ -579,13 +577,11 @@ class MemoryManager(ObservationMixin, TenantMixin):
             )
         return asid
 
-    def _require_unsettled(self, plan: Plan, verb: str) -> None:
+    def _require_own(self, plan: Plan, verb: str) -> None:
         if not isinstance(plan, Plan):
             raise InvalidRequest(f"{verb} of {plan!r}; give what plan() returned")
         if plan.manager is not self:
             raise InvalidRequest(f"{verb}: this plan was made by another manager; give it back to that one")
-        if plan.settled:
-            raise PlanConflict(f"{verb}: this plan was {plan.settled} already; make a new one")
 
     def _grow_tables(self, pages: int = 0) -> None:
         if self.state.reg[st.NUM_UNUSED_ASIDS] == 0:

@@ -106,6 +106,16 @@ NUM_REGISTERS: Final = FIRST_LIST + 4 * (FENCED + 1)
 ACCOUNT: Final = 4 * NUM_LISTS + 12
 """Registers of a block: a multiple of 4, so that the four figures of a list lie in one cache line."""
 
+# the head of Step.longs (handles.py)
+STATUS: Final = 0
+NUM_COPIES: Final = 1
+HEAD: Final = 2
+
+# status of a step; 0: not planned. The compiled functions compare and set it, so a plan is settled once
+OUTSTANDING: Final = 1
+COMMITTED: Final = 2
+ABORTED: Final = 3
+
 
 FRAME: Final = np.dtype(
     [
@@ -198,6 +208,11 @@ def list_registers(reg: I64) -> I64:
 def account_registers(reg: I64) -> I64:
     """int64 [N, ACCOUNT], a view: the block of each account; N = 0 until a tenant has a quota."""
     return reg[NUM_REGISTERS:].reshape(-1, ACCOUNT)
+
+
+def copied(state: State) -> State:
+    """Return a copy of every array."""
+    return State._make([array.copy() for array in state])
 
 
 def with_account(state: State) -> State:

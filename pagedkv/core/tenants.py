@@ -69,7 +69,8 @@ class TenantMixin(ThreadGuard):
         account = len(self._accounts) + 1
         if account >= 2**16:
             raise InvalidRequest(f"{account - 1} tenants have quotas, the most that there can be")
-        self.state = st.with_account(self.state)
+        if account >= len(st.account_registers(self.state.reg)):  # else a call was interrupted at the next line
+            self.state = st.with_account(self.state)
         self._accounts[tenant] = account
         return account
 

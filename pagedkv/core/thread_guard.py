@@ -2,7 +2,8 @@
 
 During a call the arrays may break their invariants, so a second caller would read or write nonsense. The guard covers
 every method that changes the state (`exclusive`), and those that read events. Any thread may read figures (`stats`,
-lengths).
+lengths). A call that a signal interrupted may not be able to say that it ended. So a second caller is refused only if
+the first call is found on the stack of its thread.
 
 `own()` makes the guard stricter: the calling thread is the owner, and a call from any other thread is refused at any
 moment. It lasts until the other thread calls `own()` itself, when the work was handed over, or the owner calls
@@ -11,6 +12,7 @@ moment. It lasts until the other thread calls `own()` itself, when the work was 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
@@ -31,8 +33,9 @@ class ThreadGuard:
     state: State
 
     def _begin_guard(self) -> None:
-        """Make the lock. At PAGEDKV_DEBUG=3 also the record of last callers."""
-        self._entered = threading.Lock()
+        """Begin without a call. At PAGEDKV_DEBUG=3 also the record of last callers."""
+        self._calls: dict[int, list[int]] = {}
+        """The call under way, at key 0, as a list with its thread. See `_succeed`."""
         self._owner, self._owner_name = _ANYONE, ""
         self._last_callers: LastCallers | None = None
         if debug.level() >= 3:
@@ -43,12 +46,11 @@ class ThreadGuard:
 
         Raises: ConcurrentUse while a call of another thread is under way
         """
-        if not self._entered.acquire(blocking=False):
+        if any(map(_is_running, list(self._calls.values()))):
             raise ConcurrentUse(
                 "own() was called while another call was under way; hand a manager over between two calls"
             )
         self._owner, self._owner_name = threading.get_ident(), threading.current_thread().name
-        self._entered.release()
 
     def disown(self) -> None:
         """Allow any thread to use this manager again, one at a time."""
@@ -62,8 +64,23 @@ class ThreadGuard:
                 f"thread {self._owner_name!r} owns the manager. Call own() in the new thread when work was handed over "
                 "to it, or disown() if a lock of your own orders the calls."
             )
-        if not self._entered.locked():  # if it is locked, `exclusive` refuses the caller as a second one
+        if not self._calls:  # else `exclusive` refuses the caller as a second one
             self.own()
+
+    def _succeed(self, call: list[int], verb: str) -> None:
+        """Let `call` follow a call that was interrupted before it could say that it ended. Raises: ConcurrentUse.
+
+        The calls are a chain: that at key 0, then the one at the key of the one before. All but the last have ended.
+        """
+        key = 0
+        while (before := self._calls.setdefault(key, call)) is not call:
+            if _is_running(before):
+                raise ConcurrentUse(
+                    f"MemoryManager.{verb} was called while another call was under way; one thread owns a manager. "
+                    "Call it from one thread, or hold a lock of your own around it."
+                )
+            # a call that ended meanwhile took the chain with it
+            key = id(before) if self._calls.get(key) is before else 0
 
 
 Self = TypeVar("Self", bound=ThreadGuard)
@@ -81,11 +98,9 @@ def exclusive(
     def guarded(self: Self, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if self._owner and self._owner != threading.get_ident():
             self._own_or_refuse(verb)
-        if not self._entered.acquire(blocking=False):
-            raise ConcurrentUse(
-                f"MemoryManager.{verb} was called while another call was under way; one thread owns a manager. "
-                "Call it from one thread, or hold a lock of your own around it."
-            )
+        call = [threading.get_ident()]
+        if self._calls.setdefault(0, call) is not call:
+            self._succeed(call, verb)
         try:
             if self._last_callers is None:
                 return method(self, *args, **kwargs)
@@ -94,6 +109,17 @@ def exclusive(
             self._last_callers.after(self.state, verb, args, result)
             return result
         finally:
-            self._entered.release()
+            self._calls.clear()
 
     return guarded
+
+
+_GUARDED: Final = exclusive(ThreadGuard.own).__code__  # type: ignore[attr-defined]
+
+
+def _is_running(call: list[int]) -> bool:
+    """Return whether a frame of `guarded` that made `call` is on the stack of its thread."""
+    frame = sys._current_frames().get(call[0])
+    while frame is not None and not (frame.f_code is _GUARDED and frame.f_locals.get("call") is call):
+        frame = frame.f_back
+    return frame is not None

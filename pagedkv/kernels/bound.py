@@ -94,6 +94,30 @@ class _Bound:
         self.kernel: Kernel | None = None
         """The kernel that serves, as far as layer and options decide; None while Dynamo traces."""
 
+    def rebinding(self, layer: KVLayer) -> list[tuple[object, str, object]]:
+        """Return (self, attribute, value) for each attribute that changes if `layer` is served, with the same options.
+
+        Raises: as when the call was bound
+        """
+        kind, (_, *options) = self._made_of()
+        new = kind(layer, *options)
+        return [(self, name, getattr(new, name)) for name in _Bound.__slots__[1:]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._made_of()
+
+    def _made_of(self) -> tuple[type[_Bound], tuple[Any, ...]]:
+        """Return the class, and the arguments that make an equal bound call: the layer first."""
+        raise NotImplementedError
+
+    def rebind(self, layer: KVLayer) -> None:
+        """Serve `layer` from now on, with the same options.
+
+        Raises: as when the call was bound; nothing was changed then
+        """
+        for _, name, value in self.rebinding(layer):
+            setattr(self, name, value)
+
     def _bind(self, case: Case, bind: str, tensors: tuple[Any, ...], *rest: Any) -> None:
         """Resolve the kernel, and make the binding unless the operator must serve each call."""
         self.kernel = registry.resolve(case, self._backend)
@@ -120,12 +144,6 @@ class _Bound:
         return f"{type(self).__name__}(k {checks.named(k, 'FSKD')} {k.dtype} on {k.device}, kernel={name!r})"
 
 
-def _adopt(call: _Bound, new: _Bound) -> None:
-    """Make `call` serve what `new` serves."""
-    for name in _Bound.__slots__[1:]:
-        setattr(call, name, getattr(new, name))
-
-
 class BoundAttention(_Bound):
     """`paged_attention` of one layer with fixed options: the result of `bind_attention`.
 
@@ -135,12 +153,8 @@ class BoundAttention(_Bound):
 
     __slots__ = ("_options",)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def _made_of(self) -> tuple[type[_Bound], tuple[Any, ...]]:
         return type(self), (self._layer, self._options, self._backend)
-
-    def rebind(self, layer: KVLayer) -> None:
-        """Serve `layer` from now on, with the same options. Raises: as `bind_attention`; nothing was changed then."""
-        _adopt(self, BoundAttention(layer, self._options, self._backend))
 
     def __init__(self, layer: KVLayer, options: AttentionOptions, backend: str | None) -> None:
         super().__init__(layer, backend)
@@ -217,12 +231,8 @@ class BoundWrite(_Bound):
 
     __slots__ = ("_rope",)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def _made_of(self) -> tuple[type[_Bound], tuple[Any, ...]]:
         return type(self), (self._layer, self._rope, self._backend)
-
-    def rebind(self, layer: KVLayer) -> None:
-        """Store into `layer` from now on. Raises: as `bind_write`; nothing was changed then."""
-        _adopt(self, BoundWrite(layer, self._rope, self._backend))
 
     def __init__(self, layer: KVLayer, rope: RotaryTable | None, backend: str | None) -> None:
         super().__init__(layer, backend)

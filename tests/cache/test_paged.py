@@ -295,7 +295,18 @@ def test_the_batch_of_one_group_is_the_batch_of_each_layer(cache: PagedKVCache) 
         list(batch)  # type: ignore[call-overload]
 
 
-OF_HANDLES = {"fork", "truncate", "punch", "release", "is_stale", "length_of", "pages_of", "tokens_of"}
+OF_HANDLES = {
+    "fork",
+    "truncate",
+    "punch",
+    "release",
+    "is_stale",
+    "length_of",
+    "pages_of",
+    "tokens_of",
+    "detach",
+    "holds",
+}
 OF_THE_CACHE = {"findable_pages", "restoring", "free_mask", "frame_generations", "snapshot"}
 """MemoryManager's methods that an engine calls on an AddressSpace, and those that PagedKVCache calls itself."""
 

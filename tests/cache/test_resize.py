@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
+from pagedkv.cache.storage import Storage
 from pagedkv.core import AddressSpace
 from pagedkv.errors import InvalidRequest, OutOfFrames
+from tests.interrupts import Interrupter, count_instructions
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, block_size=4, dtype="float32")
 
@@ -121,3 +123,59 @@ def test_a_refused_resize_leaves_the_bytes_where_they_are() -> None:
             cache.resize(size)
     assert cache.storage is storage
     read(cache, space)
+
+
+def fragmented() -> tuple[PagedKVCache, AddressSpace]:
+    """Return a cache in which a space, its bound call and cached pages lie above free frames."""
+    cache = PagedKVCache(SPEC, num_frames=24)
+    blocker, space, cached = cache.open(), cache.open(), cache.open()
+    store(cache, blocker, list(range(20)))
+    store(cache, space, list(range(50, 60)))
+    store(cache, cached, list(range(100, 117)))
+    blocker.release()
+    cached.release()
+    return cache, space
+
+
+def sizes(cache: PagedKVCache) -> tuple[int, int, int]:
+    return cache.num_frames, cache.storage.num_frames, len(cache.manager.state.frames)
+
+
+@pytest.mark.parametrize("size", [4, 60])
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError, KeyboardInterrupt])
+def test_a_resize_that_fails_changes_nothing(
+    size: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, space = fragmented()
+    before = cache.stats()
+
+    def fail(*_: object) -> None:
+        raise error("no memory")
+
+    monkeypatch.setattr(Storage, "take_over", fail)
+    with pytest.raises(error, match="no memory"):
+        cache.resize(size)
+    assert (cache.stats(), *sizes(cache)) == (before, 24, 24, 24)
+    assert len(cache.open(list(range(100, 118)))) == 16
+    read(cache, space)
+    cache.check()
+
+
+def test_an_interrupted_resize_is_whole_or_did_not_happen() -> None:
+    cache, _ = fragmented()
+    write, attend = cache.write(1), cache.attention(1)
+    total = count_instructions(lambda: cache.resize(4))
+    seen = set()
+    for at in range(1, total + 1, 5):
+        cache, space = fragmented()
+        write, attend = cache.write(1), cache.attention(1)
+        with pytest.raises(KeyboardInterrupt):
+            Interrupter(at).run(lambda cache=cache: cache.resize(4))
+        cache.check()
+        seen.add(sizes(cache))
+        read(cache, space)
+        batch, q = cache.plan([space], [1]), torch.ones(1, 2, 64)
+        write(q, q, batch)
+        assert torch.equal(attend(q, batch), paged_attention(q, cache[1], batch))
+        cache.commit(batch, [7])
+    assert seen == {(24, 24, 24), (4, 4, 4)}

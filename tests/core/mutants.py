@@ -362,6 +362,20 @@ FAULTS = (
         MACHINE,
     ),
     Fault(
+        "a pin holds the pages that prompts find: it holds the duplicates of a space that could not share them yet",
+        "tables/page_tables.py",
+        "    publish_pages(s, pin)\n",
+        "",
+        "test_pins.py",
+    ),
+    Fault(
+        "a plan is settled once: its status says that it is outstanding for ever",
+        "tables/steps.py",
+        "    longs[STATUS] = COMMITTED\n",
+        "",
+        "interrupts/test_interrupts.py",
+    ),
+    Fault(
         "a plan that is given up returns its frames: it keeps them",
         "tables/steps.py",
         "            page_tables.drop_tail(s, np.int64(asids[i]), (starts[i] + size - 1) // size)\n",

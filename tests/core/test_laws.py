@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 
 import numpy as np
@@ -13,6 +12,7 @@ from pagedkv.core import state as st
 from pagedkv.core.observe.misses import Miss
 from pagedkv.core.policies import POLICIES, Cost
 from pagedkv.errors import ConcurrentUse, DoubleRelease, InvalidRequest, InvariantViolation, OutOfFrames
+from tests.core.interrupts.concurrency import call_under_way
 from tests.core.oracle import grown
 
 
@@ -176,20 +176,8 @@ def test_the_waste_of_a_shared_frame_is_counted_once(mm: MemoryManager) -> None:
 
 
 def test_a_second_thread_is_refused(mm: MemoryManager) -> None:
-    mm._entered.acquire()  # as if a call were under way
-    raised: list[BaseException] = []
-
-    def intrude() -> None:
-        try:
-            mm.open([1])
-        except ConcurrentUse as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=intrude)
-    thread.start()
-    thread.join()
-    mm._entered.release()
-    assert "one thread owns a manager" in str(raised[0])
+    with call_under_way(mm), pytest.raises(ConcurrentUse, match="owns (a|the) manager"):
+        mm.open([1])
 
 
 @pytest.mark.parametrize("bad", [{"num_frames": 0, "block_size": 4}, {"num_frames": 4, "block_size": 0}])

@@ -19,6 +19,7 @@ from pagedkv.errors import (
     PlanConflict,
     StaleHandle,
 )
+from tests.core.interrupts.concurrency import call_under_way
 from tests.core.oracle import everything, grown
 
 
@@ -225,9 +226,9 @@ def test_a_manager_has_no_owner_by_default(scene: Scene) -> None:
 
 
 def test_a_manager_is_not_taken_over_in_the_middle_of_a_call(scene: Scene) -> None:
-    scene.mm._entered.acquire()  # as if a call were under way
-    assert isinstance(in_a_thread(scene.mm.own), ConcurrentUse)
-    scene.mm._entered.release()
+    with call_under_way(scene.mm):
+        assert isinstance(in_a_thread(scene.mm.own), ConcurrentUse)
+    assert in_a_thread(scene.mm.own) is None
 
 
 # -- level 3 ----------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def _check_list(s: State, number: int, frame: int, now: int) -> None:
 
 
 def check_pins(s: State, splits: list[np.ndarray]) -> None:
-    """Check the pins of each frame. splits: the copies of each outstanding plan (int32 [C, 4], PlannedStep.copies).
+    """Check the pins of each frame. splits: the copies of each outstanding plan (int32 [C, 4], Step.splits).
 
     A frame is pinned once by each copy that reads it or a page after it, and once by a fence.
     """

@@ -39,6 +39,8 @@ def check_index(s: State, seeds: dict[int, int]) -> None:
     _check_prefix_hashes(s, np.array(found, np.int64), seeds)
     for asid in np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING)).tolist():
         _check_chain(s, asid, seeds)
+    for row in (np.flatnonzero(s.spaces["status"][:: len(s.groups)] == st.HELD) * len(s.groups)).tolist():
+        _check_pinned_prefixes(s, row)
     if len(s.successors):
         _check_successors(s, found)
 
@@ -214,6 +216,19 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
         expected = full if s.reg[st.PUBLISHING] and not record.no_publish else 0
         require(
             complete == expected, "I4", f"space {asid} has {complete} published pages instead of {expected}", asid=asid
+        )
+
+
+def _check_pinned_prefixes(s: State, row: int) -> None:
+    """Check that a pin holds the page before each published page it holds: else eviction would orphan the page (I9)."""
+    held = s.table[row, : min(int(s.spaces["num_pages"][row]), int(s.spaces["first_hole"][row]))]
+    for frame in held.tolist():
+        parent = int(s.frames["parent"][frame])
+        require(
+            not s.frames["published"][frame] or parent < 0 or parent in held,
+            "I9",
+            f"frame {frame} is pinned by row {row}, but the page before it, {parent}, is not",
+            frame=frame,
         )
 
 

@@ -18,7 +18,7 @@ from pagedkv.core.check.accounts import check_accounts
 from pagedkv.core.check.eviction import check_pins, check_policy
 from pagedkv.core.check.index import check_index
 from pagedkv.core.check.requirements import forbid, require
-from pagedkv.core.handles import Plan
+from pagedkv.core.handles import Step
 from pagedkv.core.pool.policies import Policy
 from pagedkv.core.state import I64, State
 from pagedkv.core.tables.layer_groups import Group
@@ -32,7 +32,7 @@ class Expected(NamedTuple):
 
     policy: Policy
     seeds: dict[int, int]
-    plans: Collection[Plan]
+    plans: Collection[Step]
     groups: tuple[Group, ...]
 
 
@@ -209,7 +209,7 @@ def _check_spaces(s: State) -> None:
     )
 
 
-def _check_plans(s: State, plans: Collection[Plan]) -> None:
+def _check_plans(s: State, plans: Collection[Step]) -> None:
     """Check the plans and tokens of each row, and the pins of each frame."""
     planned, tokens = np.zeros(len(s.spaces), np.int64), np.zeros(len(s.spaces), np.int64)
     for plan in plans:

@@ -22,11 +22,11 @@ from pagedkv.core.compiled import compiled
 from pagedkv.core.pool import frames
 from pagedkv.core.pool.accounts import number_of, of_space, register
 from pagedkv.core.pool.eviction import foremost
-from pagedkv.core.state import EVICTABLE, GIVES, HARD, I32, I64, NEED, NUM_FREE, PROTECTED, SOFT, U8, USED, State
+from pagedkv.core.state import EVICTABLE, GIVES, HARD, I32, I64, NEED, NUM_FREE, PROTECTED, SOFT, USED, State
 
 
 @compiled
-def measure(s: State, asids: I32, counts: I64, split: U8) -> int:
+def measure(s: State, asids: I32, counts: I64, split: I32) -> int:
     """Set NEED and GIVES of each account for a plan. Return the first account whose hard quota forbids it, or -1."""
     size, reg = s.tokens.shape[1], s.reg
     _clear_scratch(s)

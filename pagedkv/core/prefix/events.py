@@ -147,13 +147,12 @@ class EventLog:
             history.pop()  # no page was published under it
         history.append((int(s.reg[LOGGED]) + 1, tenant))
 
-    def renumber(self, s: State, moves: I32) -> None:
-        """Rename the published frames that are about to move, source to target (int32 [M, 2]). No event results."""
+    def renumbered(self, s: State, moves: I32) -> tuple[EventLog, str, object]:
+        """Return the attribute to set when frames have moved, source to target (int32 [M, 2]). No event results."""
         if len(s.log):
             self._fold(s, int(s.reg[LOGGED]))
-            self._names |= {
-                target: self._names.pop(source) for source, target in moves.tolist() if source in self._names
-            }
+        into = dict(moves.tolist())
+        return self, "_names", {into.get(frame, frame): name for frame, name in self._names.items()}
 
     def events(self, s: State, since: int) -> list[Event]:
         """Return the events after number `since`. O(events).

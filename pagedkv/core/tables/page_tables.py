@@ -28,6 +28,7 @@ from pagedkv.core.state import (
     CHUNK_FRAMES,
     CLOSING,
     DEDUPLICATED,
+    EPOCH,
     FOLLOWING,
     HELD,
     HOLE,
@@ -41,6 +42,7 @@ from pagedkv.core.state import (
     NUM_REGISTERS,
     NUM_UNUSED_ASIDS,
     OPEN,
+    PASSED,
     PINNED,
     PUBLISHING,
     UNUSED,
@@ -299,6 +301,21 @@ def close_space(s: State, asid: int) -> None:
 
 
 @compiled
+def release_space(s: State, asid: int) -> None:
+    """Make every handle of `asid` stale (I8), and close it."""
+    s.spaces[asid].generation = (int(s.spaces[asid].generation) + 1) & 0xFFFFFFFF
+    close_space(s, asid)
+
+
+@compiled
+def retire_spaces(s: State, epoch: int, passed: int, asids: I32) -> None:
+    """Open `epoch`, while the epochs after `passed` have not passed, and release `asids` under it."""
+    s.reg[EPOCH], s.reg[PASSED] = epoch, passed
+    for asid in asids:
+        release_space(s, np.int64(asid))
+
+
+@compiled
 def count_use(s: State, asid: int) -> None:
     """Count one more use of every page of `asid`, as a match does."""
     for row in range(asid, asid + len(s.groups)):
@@ -356,7 +373,11 @@ def publish_pages(s: State, asid: int) -> None:
 
 @compiled
 def pin_space(s: State, asid: int) -> int:
-    """Open a HELD row that maps the committed full pages of `asid`, and return it. O(pages)."""
+    """Open a HELD row that maps the committed full pages of `asid`, and return it. O(pages).
+
+    The row publishes its pages at once. A space may not yet have done so while a plan is outstanding, but a pin must
+    hold the frames that prompts find: a page that is published already is shared, not held twice.
+    """
     pin = _new_row(s, s.spaces[asid].root, s.spaces[asid].seed)
     pages = s.spaces[asid].length // s.tokens.shape[1]
     for group in range(len(s.groups)):
@@ -368,6 +389,10 @@ def pin_space(s: State, asid: int) -> int:
             if frame != HOLE:
                 frames.share(s.frames, s.reg, frame)
     _hold(s, pin, pages)
+    s.spaces[pin].complete = min(s.spaces[asid].complete, pages)
+    s.spaces[pin].no_publish = s.spaces[asid].no_publish
+    publish_pages(s, pin)
+    s.spaces[pin].complete = s.spaces[pin].no_publish = 0  # a pin publishes no further page
     return pin
 
 
@@ -428,6 +453,6 @@ def pin_frames(s: State, closure: I32) -> int:
 
 @compiled
 def unpin_row(s: State, row: int) -> None:
-    """Unmap the frames of a HELD row, and give the row back."""
+    """Unmap the frames of a HELD row, and give the row back. Its handle is stale."""
     s.reg[PINNED] -= frames_in(s, row, s.spaces[row].num_pages)
-    close_space(s, row)
+    release_space(s, row)

@@ -14,7 +14,7 @@ from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict, QuotaExcee
 
 
 def refuse_plan(s: State, failure: tuple[int, int], asids: I32, counts: I64, accounts: dict[bytes, int]) -> NoReturn:
-    """Raise the error of a step that could not be planned. failure: (code, where) of PlannedStep."""
+    """Raise the error of a step that could not be planned. failure: (code, where) of plan_step."""
     code, where = failure
     if code == steps.OVER_QUOTA:
         figures = st.account_registers(s.reg)[where]
@@ -40,6 +40,8 @@ def refuse_plan(s: State, failure: tuple[int, int], asids: I32, counts: I64, acc
 
 def refuse_settling(s: State, plan: Plan, code: int, where: int) -> NoReturn:
     """Raise the error of a plan that could not be committed or aborted."""
+    if code == steps.SETTLED:
+        raise PlanConflict(f"this plan was {plan.settled} already; make a new one")
     asid = plan.rows[where]
     if code == steps.OUT_OF_ORDER:
         raise PlanConflict(

@@ -11,14 +11,31 @@ Every function returns a code. On any code but OK nothing was changed.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
-from pagedkv.core.compiled import allocating, compiled, inlined
+from pagedkv.core.compiled import compiled, inlined
 from pagedkv.core.pool import frames, free_runs, quotas
 from pagedkv.core.pool.accounts import of_space
-from pagedkv.core.state import CLOSING, COPIES, I32, I64, NUM_EVICTABLE, NUM_FREE, NUM_REGISTERS, OPEN, TICK, U8, State
+from pagedkv.core.state import (
+    ABORTED,
+    CLOSING,
+    COMMITTED,
+    COPIES,
+    HEAD,
+    I32,
+    I64,
+    NUM_COPIES,
+    NUM_EVICTABLE,
+    NUM_FREE,
+    NUM_REGISTERS,
+    OPEN,
+    OUTSTANDING,
+    STATUS,
+    TICK,
+    State,
+)
 from pagedkv.core.tables import page_tables
 
 # codes, and the meaning of `where` beside them
@@ -32,6 +49,7 @@ OUT_OF_ORDER: Final = 6
 TOO_MANY: Final = 7
 NOT_NEWEST: Final = 8
 TOO_LONG: Final = 9
+SETTLED: Final = 10  # the plan was committed or aborted already
 OVER_QUOTA: Final = 20  # where = the account
 PROTECTED_SHARES: Final = 21  # where = how many frames are needed, more than protected shares let be evicted
 
@@ -39,7 +57,7 @@ MOST_TOKENS: Final = 2**31 - 1  # of a sequence and of a step: kernels take both
 
 
 @inlined
-def _choose_copies(s: State, asids: I32, counts: I64, split: U8, copied: I32) -> int:
+def _choose_copies(s: State, asids: I32, counts: I64, split: I32, copied: I32) -> int:
     """Set split[i * G + g] for each tail that must be copied before it is written (I3), and return how many there are.
 
     A tail must be copied if it is shared, published, or the source of an earlier plan's copy, which abort would give
@@ -63,7 +81,7 @@ def _choose_copies(s: State, asids: I32, counts: I64, split: U8, copied: I32) ->
 
 
 @compiled
-def _measure(s: State, asids: I32, counts: I64, split: U8, scratch: I32) -> tuple[int, int, int, int]:
+def _measure(s: State, asids: I32, counts: I64, split: I32, scratch: I32) -> tuple[int, int, int, int]:
     """Count what a plan needs, without changing the pool.
 
     Returns: (code, where, copies, tokens); where = frames needed if the code is OK
@@ -143,71 +161,71 @@ def _unpin_source(s: State, source: int, chained: int) -> None:
         parent = s.frames[parent].parent
 
 
-class PlannedStep(NamedTuple):
-    """The result of `plan_step`. On any code but OK `where` says what stopped the plan, and the arrays mean nothing.
-
-    copies: source, target and row of each copy, and 1 if the prefix of the source is pinned with it.
-    """
-
-    code: int
-    where: int
-    slots: I64  # [G, T]
-    positions: I64  # [T]
-    copies: I32  # [C, 4]
-    seq_lens: I32  # [B]
-    cu_seqlens_q: I32  # [B + 1]
-    starts: I64  # [B]
-
-
-@allocating
-def plan_step(s: State, asids: I32, counts: I64) -> PlannedStep:
-    """Map frames for `counts` new tokens of each space: for all spaces, or for none on any code but OK."""
-    batch = len(asids)
-    split = np.zeros(batch * len(s.groups), np.uint8)
-    code, where, num_copies, num_tokens = _measure(s, asids, counts, split, np.empty(batch * len(s.groups), np.int32))
-    slots = np.empty((len(s.groups), num_tokens), np.int64)
-    positions = np.empty(num_tokens, np.int64)
-    copies = np.empty((num_copies, 4), np.int32)
-    seq_lens = np.empty(batch, np.int32)
-    cu_seqlens = np.zeros(batch + 1, np.int32)
-    starts = np.empty(batch, np.int64)
-    if code == OK:
-        if len(s.reg) > NUM_REGISTERS:
-            quotas.reclaim(s, where)
-        else:
-            frames.reclaim(s, where)
-        _split_tails(s, asids, split, copies)
-        _map_tokens(s, asids, counts, slots, (positions, starts, seq_lens, cu_seqlens))
-    return PlannedStep(code, where, slots, positions, copies, seq_lens, cu_seqlens, starts)
+@compiled
+def num_tokens(counts: I64, most: int) -> int:
+    """Return the sum of `counts`; 0 if one of them is negative or the sum is above `most`: then no plan can succeed."""
+    total = 0
+    for count in counts:
+        if count < 0 or count > most - total:
+            return 0
+        total += count
+    return total
 
 
 @compiled
-def _split_tails(s: State, asids: I32, split: U8, copies: I32) -> None:
-    """Split the tails that `split` names: companions before their leaders, so that their sources go first (I9)."""
+def plan_step(s: State, asids: I32, counts: I64, longs: I64, ints: I32) -> tuple[int, int]:
+    """Map frames for `counts` new tokens of each space: for all spaces, or for none on any code but OK.
+
+    longs, ints: the arrays of a `Step`, zeros. Returns: (code, where)
+    """
+    batch, num_groups = len(asids), len(s.groups)
+    split, splits = ints[2 * batch + 1 : _first_split(s, asids)], ints[_first_split(s, asids) :]
+    code, where, num_copies, tokens = _measure(s, asids, counts, split, splits)
+    if code != OK:
+        split[:] = 0  # the caller may plan again with the same arrays
+        return code, where
+    if len(longs) != HEAD + (num_groups + 1) * tokens + batch:
+        return SHORT, where  # `tokens` is above what the pool can hold, so `num_tokens` was 0: not reached
+    if len(s.reg) > NUM_REGISTERS:
+        quotas.reclaim(s, where)
+    else:
+        frames.reclaim(s, where)
+    _split_tails(s, asids, split, splits)
+    _map_tokens(s, asids, counts, longs, ints)
+    longs[STATUS], longs[NUM_COPIES] = OUTSTANDING, num_copies
+    return OK, where
+
+
+@compiled
+def _split_tails(s: State, asids: I32, split: I32, splits: I32) -> None:
+    """Split the tails that `split` names: companions before their leaders, so that their sources go first (I9).
+
+    Modifies: splits, four numbers for each tail: source, target, row, 1 if the prefix of the source is pinned with it
+    """
     c, num_groups = 0, len(s.groups)
     for i in range(len(asids)):
         for group in range(num_groups - 1, -1, -1):
             if split[i * num_groups + group]:
-                copies[c, 0], copies[c, 1], copies[c, 3] = _split_tail(s, asids[i], group)
-                copies[c, 2] = asids[i] + group
-                c += 1
-    s.reg[COPIES] += c
+                splits[c], splits[c + 1], splits[c + 3] = _split_tail(s, asids[i], group)
+                splits[c + 2] = asids[i] + group
+                c += 4
+    s.reg[COPIES] += c // 4
 
 
 @compiled
-def _map_tokens(s: State, asids: I32, counts: I64, slots: I64, batch: tuple[I64, I64, I32, I32]) -> None:
-    """Map frames for the new tokens of each space; there are enough.
-
-    Modifies: slots [G, T]; batch: positions [T], starts [B], seq_lens [B], cu_seqlens [B + 1]
-    """
-    positions, starts, seq_lens, cu_seqlens = batch
+def _map_tokens(s: State, asids: I32, counts: I64, longs: I64, ints: I32) -> None:
+    """Map frames for the new tokens of each space; there are enough. Modifies: the parts of a `Step`."""
+    num_groups = len(s.groups)
+    tokens = (len(longs) - HEAD - len(asids)) // (num_groups + 1)
+    slots, positions = longs[HEAD : HEAD + num_groups * tokens], longs[HEAD + num_groups * tokens :]
+    starts, cu_seqlens, seq_lens = positions[tokens:], ints, ints[len(asids) + 1 :]
     t = 0
     for i in range(len(asids)):
         start = s.spaces[asids[i]].planned
         end = start + counts[i]
         for group in range(len(s.groups)):
             row = asids[i] + group
-            _map_row(s, row, start, slots[group, t : t + counts[i]])
+            _map_row(s, row, start, slots[group * tokens + t : group * tokens + t + counts[i]])
             s.spaces[row].planned = end
             s.spaces[row].outstanding += 1
         for position in range(start, end):
@@ -267,14 +285,15 @@ def _store(s: State, asid: int, start: int, token_ids: I32) -> None:
 
 
 @compiled
-def commit_step(
-    s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, accepted: I64, token_ids: I32
-) -> tuple[int, int]:
+def commit_step(s: State, asids: I32, longs: I64, ints: I32, accepted: I64, token_ids: I32) -> tuple[int, int]:
     """Commit the first `accepted[i]` planned tokens of each space, and give the rest back.
 
-    Shapes: token_ids int32 [sum(accepted)], in plan order
+    Shapes: token_ids int32 [sum(accepted)], in plan order; longs, ints: the arrays of the plan's `Step`
     Returns: (code, where)
     """
+    if longs[STATUS] != OUTSTANDING:
+        return SETTLED, 0
+    starts, cu_seqlens, splits = longs[len(longs) - len(asids) :], ints, ints[_first_split(s, asids) :]
     size = s.tokens.shape[1]
     for i in range(len(asids)):
         planned = cu_seqlens[i + 1] - cu_seqlens[i]
@@ -284,8 +303,8 @@ def commit_step(
             return TOO_MANY, i
         if accepted[i] < planned and s.spaces[asids[i]].planned != starts[i] + planned:
             return NOT_NEWEST, i
-    for c in range(len(copies)):
-        _unpin_source(s, copies[c, 0], copies[c, 3])
+    for c in range(longs[NUM_COPIES]):
+        _unpin_source(s, splits[4 * c], splits[4 * c + 3])
     t, sliding = 0, False
     for group in range(len(s.groups)):
         sliding |= s.groups[group, 0] > 0
@@ -306,17 +325,27 @@ def commit_step(
             _settle(s, asid)
         if sliding and s.spaces[asid].status == OPEN and accepted[i]:
             page_tables.slide_windows(s, asid, starts[i])
+    longs[STATUS] = COMMITTED
     return OK, 0
 
 
+@inlined
+def _first_split(s: State, asids: I32) -> int:
+    """Return where in `Step.ints` the splits begin."""
+    return 2 * len(asids) + 1 + len(asids) * len(s.groups)
+
+
 @compiled
-def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, copied: bool) -> tuple[int, int]:
+def abort_step(s: State, asids: I32, longs: I64, ints: I32, copied: bool) -> tuple[int, int]:
     """Undo a plan: lengths are as before, and the frames for new tokens are given back. Return (code, where).
 
     copied: whether the caller made the plan's copies. If so, each space keeps its copy of a tail, as KV may have been
             written there. If not, the space maps the source of the copy again, with the other spaces that map the
             source, and the target is freed.
     """
+    if longs[STATUS] != OUTSTANDING:
+        return SETTLED, 0
+    starts, cu_seqlens, splits = longs[len(longs) - len(asids) :], ints, ints[_first_split(s, asids) :]
     size = s.tokens.shape[1]
     for i in range(len(asids)):
         planned = cu_seqlens[i + 1] - cu_seqlens[i]
@@ -327,19 +356,20 @@ def abort_step(s: State, asids: I32, starts: I64, cu_seqlens: I32, copies: I32, 
             for row in range(asids[i], asids[i] + len(s.groups)):
                 s.spaces[row].planned = starts[i]
             page_tables.drop_tail(s, np.int64(asids[i]), (starts[i] + size - 1) // size)
-    for c in range(len(copies)):
-        source, target, row = copies[c, 0], copies[c, 1], copies[c, 2]
+    for c in range(longs[NUM_COPIES]):
+        source, target, row = splits[4 * c], splits[4 * c + 1], splits[4 * c + 2]
         if not copied:
             page = s.spaces[row].num_pages - 1
             frames.share(s.frames, s.reg, source)
             s.table[row, page] = source
             frames.drop(s, target, False, page, 0)
-        _unpin_source(s, source, copies[c, 3])
+        _unpin_source(s, source, splits[4 * c + 3])
     for i in range(len(asids)):
         asid = np.int64(asids[i])
         for row in range(asid, asid + len(s.groups)):
             s.spaces[row].outstanding -= 1
         _settle(s, asid)
+    longs[STATUS] = ABORTED
     return OK, 0
 
 

@@ -1,0 +1,168 @@
+"""Recovery: what keeps a manager whole when a signal interrupts Python, or a handle is dropped.
+
+**Interrupts.** Python runs signal handlers between two of its instructions, so any line may raise KeyboardInterrupt. No
+handler runs inside a compiled function, as long as it takes and returns arrays and ints: its whole change is made, or
+none of it. So each change of the state is one compiled call, or one assignment of a new State. `assign_together` is one
+call for several attributes. A handle, which Python notes beside the state, may then be missing; it is never wrong:
+
+    interrupted              the state                          afterwards
+    before the compiled call as before                          nothing to do
+    after it                 a space, plan or pin is there      no handle names it: recover() gives it back
+    while a plan is settled  the plan's own status says so      commit or abort a second time is refused
+
+**Dropped handles.** A registry knows each handle by a weak reference. `recover` aborts plans, closes spaces and unpins
+frames that no living handle names. Spaces of `detach` are left alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable
+from itertools import starmap
+from pathlib import Path
+from typing import Final, NamedTuple
+from weakref import ref
+
+import numpy as np
+
+from pagedkv import debug
+from pagedkv.core import state as st
+from pagedkv.core.arguments import real
+from pagedkv.core.handles import AddressSpace, Manager, Pin, Plan, Step
+from pagedkv.core.observation import ObservationMixin
+from pagedkv.core.tables import page_tables, steps
+from pagedkv.core.thread_guard import exclusive
+from pagedkv.errors import InvalidRequest
+
+Assignment = tuple[object, str, object]
+"""An object, the name of one of its attributes, and its new value."""
+
+
+def assign_together(assignments: Iterable[Assignment]) -> None:
+    """Set several attributes in one call of C functions, which no signal handler can interrupt."""
+    deque(starmap(setattr, tuple(assignments)), maxlen=0)
+
+
+class Recovered(NamedTuple):
+    """The result of `recover`: how many plans it aborted, spaces it closed and pins it gave back."""
+
+    plans: int
+    spaces: int
+    pins: int
+
+
+class RecoveryMixin(ObservationMixin, Manager):
+    """The registry of the handles of a manager, and `recover`."""
+
+    def _begin_recovery(self) -> None:
+        # the handle of each open space by asid, or the generation of a detached one; entries of closed spaces are stale
+        self._handles: dict[int, ref[AddressSpace] | int] = {}
+        self._plans: dict[int, tuple[ref[Plan], Step]] = {}  # the plans that are not settled yet, in order
+        self._num_plans = 0
+        self._pins: dict[int, Pin | ref[Pin]] = {}  # the pin of each row that holds pinned frames
+        self._names_openers = debug.level() >= 1
+
+    def _opened(self, asid: int, generation: int) -> AddressSpace:
+        """Return the handle of a space that was just opened."""
+        space = AddressSpace(self, asid, generation, self._call_site())
+        self._handles[asid] = ref(space)
+        return space
+
+    def _new_plan(self, step: Step) -> Plan:
+        """Return the handle of a step, known to `recover` before its frames are mapped."""
+        plan, number = Plan(self, step, self._call_site()), self._num_plans
+        self._num_plans = number + 1
+        plan.number = number
+        self._plans[number] = ref(plan), step
+        return plan
+
+    def _call_site(self) -> str:
+        """Return the innermost line of the stack that is outside of core and cache; "" unless debugging asks for it."""
+        frame = sys._getframe(1) if self._names_openers else None
+        while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+            frame = frame.f_back
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
+
+    @exclusive
+    def detach(self, space: AddressSpace) -> None:
+        """See AddressSpace.detach."""
+        self.length_of(space)  # raises for a stale handle
+        self._handles[space.asid] = space.generation
+        space.watched = False
+
+    @exclusive
+    def attach(self, asid: int) -> AddressSpace:
+        """Return a handle of the open space `asid`, which `detach` left without one.
+
+        Raises: InvalidRequest if no detached space has this number
+        """
+        generation = self._handles.get(asid)
+        if not isinstance(generation, int) or not self._is_open(asid, generation):
+            raise InvalidRequest(f"attach to address space {asid!r}; give an asid that AddressSpace.detach() returned")
+        return self._opened(asid, generation)
+
+    @exclusive
+    def recover(self) -> Recovered:
+        """Give back what no handle names: after an interrupt, or when handles were dropped.
+
+        Plans whose handle was collected are aborted, newest first; such spaces are closed and such pins given back.
+        A plan that a newer, living plan follows stays until the newer one is settled. Handles are collected with the
+        exception whose traceback holds them, so call this outside of `except`. O(rows of the page table).
+        Returns: how many of each
+        """
+        return Recovered(self._abort_lost_plans(), self._close_lost_spaces(), self._unpin_lost_frames())
+
+    def _abort_lost_plans(self) -> int:
+        aborted = 0
+        for number, (plan, step) in reversed(list(self._plans.items())):
+            if step.is_outstanding and plan() is None:
+                code, _ = steps.abort_step(self.state, step.rows, step.longs, step.ints, False)
+                aborted += code == steps.OK
+            if not step.is_outstanding:
+                del self._plans[number]
+        return aborted
+
+    def _close_lost_spaces(self) -> int:
+        closed, num_groups = 0, len(self.groups)
+        for asid in (np.flatnonzero(self.state.spaces["status"][::num_groups] == st.OPEN) * num_groups).tolist():
+            handle, generation = self._handles.get(asid), int(self.state.spaces["generation"][asid])
+            space = handle() if isinstance(handle, ref) else None
+            if handle != generation and (space is None or space.generation != generation):
+                page_tables.release_space(self.state, asid)
+                closed += 1
+        return closed
+
+    def _unpin_lost_frames(self) -> int:
+        unpinned, num_groups = 0, len(self.groups)
+        for row in (np.flatnonzero(self.state.spaces["status"][::num_groups] == st.HELD) * num_groups).tolist():
+            pin, generation = self._pin_of(row), int(self.state.spaces["generation"][row])
+            if pin is None or pin.generation != generation:
+                page_tables.unpin_row(self.state, row)
+                unpinned += 1
+        return unpinned
+
+    def holds(self, pin: Pin) -> bool:
+        """Return True if the frames of `pin` are pinned by it."""
+        is_current = self.state.spaces["generation"][pin.asid] == pin.generation
+        return pin.manager is self and bool(is_current and self.state.spaces["status"][pin.asid] == st.HELD)
+
+    def overdue(self, now: float) -> list[Pin]:
+        """Return the pins whose deadline, on the caller's clock, is before `now`. None is unpinned by this call."""
+        now = real(now, "now")
+        held = [pin for pin in self._pins.values() if isinstance(pin, Pin) and self.holds(pin)]
+        return [pin for pin in held if pin.deadline is not None and pin.deadline < now]
+
+    def _pin_of(self, row: int) -> Pin | None:
+        """Return the pin whose frames a row holds; None if the pin was collected."""
+        pin = self._pins.get(row)
+        return pin() if isinstance(pin, ref) else pin
+
+    def _is_open(self, asid: int, generation: int) -> bool:
+        spaces = self.state.spaces
+        return (
+            0 <= asid < len(spaces) and spaces["status"][asid] == st.OPEN and spaces["generation"][asid] == generation
+        )
+
+
+_INSIDE: Final = tuple(str(Path(__file__).parents[1] / folder) for folder in ("core", "cache"))

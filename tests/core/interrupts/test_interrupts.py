@@ -1,0 +1,211 @@
+"""An interrupt at any instruction of a call leaves a manager that `recover` makes whole: no leak, no broken law."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from pagedkv.core import AddressSpace, Group, MemoryManager, Observe, Pin, Plan
+from pagedkv.core.state import EPOCH
+from pagedkv.errors import ConcurrentUse, InvalidRequest, PlanConflict
+from tests.core.interrupts.concurrency import call_under_way
+from tests.core.oracle import grown
+from tests.interrupts import Interrupter, count_instructions
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+MANAGERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "observed": {"observe": Observe(events=64, reuse=64, other_roots=True)},
+    "groups": {"groups": (Group(), Group(window=40))},
+    "token": {"match": "token", "policy": "2q"},
+}
+
+
+@dataclass
+class Engine:
+    """A caller that behaves as an engine should: it keeps its handles, and aborts its plan after an exception."""
+
+    mm: MemoryManager
+    spaces: list[AddressSpace] = field(default_factory=list)
+    plan: Plan | None = None
+    pins: list[Pin] = field(default_factory=list)
+
+    @classmethod
+    def new(cls, kind: str) -> Engine:
+        mm = MemoryManager(64, 4, **MANAGERS[kind])
+        return cls(mm, [grown(mm, list(range(9))), grown(mm, list(range(20, 27)))])
+
+    def step(self, counts: list[int], accepted: list[int] | None = None) -> None:
+        try:
+            self.plan = self.mm.plan(self.spaces, counts)
+            kept = counts if accepted is None else accepted
+            self.mm.commit(self.plan, list(range(sum(kept))), accepted)
+        except BaseException:
+            if self.plan is not None and not self.plan.settled:
+                self.mm.abort(self.plan)
+            raise
+        finally:
+            self.plan = None
+
+    def end(self) -> None:
+        """Give everything back, and show that the pool is whole."""
+        self.mm.recover()
+        self.mm.check()
+        for pin in (*self.pins, *self.mm.overdue(6.0)):
+            if self.mm.holds(pin):
+                self.mm.unpin(pin)
+        for space in self.spaces:
+            if not self.mm.is_stale(space):
+                self.step_alone(space)
+                space.release()
+        epoch = int(self.mm.state.reg[EPOCH]) + 1
+        self.mm.retire(epoch)
+        self.mm.advance(epoch)
+        self.mm.check()
+        now = self.mm.stats()
+        assert (now.spaces, now.mapped, now.retired, now.pinned) == (0, 0, 0, 0)
+        assert self.mm.recover() == (0, 0, 0)
+
+    def step_alone(self, space: AddressSpace) -> None:
+        self.mm.commit(self.mm.plan([space], [1]), [7])
+
+
+CALLS: dict[str, Callable[[Engine], Any]] = {
+    "open": lambda e: e.spaces.append(e.mm.open(list(range(8)), tenant=b"new")),
+    "open of a prefix": lambda e: e.spaces.append(e.mm.open(list(range(12)))),
+    "fork": lambda e: e.spaces.append(e.spaces[0].fork()),
+    "decode step": lambda e: e.step([1, 1]),
+    "prefill step": lambda e: e.step([30, 2]),
+    "rejected drafts": lambda e: e.step([6, 2], [1, 0]),
+    "plan and abort": lambda e: e.mm.abort(e.mm.plan(e.spaces, [3, 5])),
+    "copied abort": lambda e: (e.spaces.append(e.spaces[0].fork()), e.mm.abort(e.mm.plan(e.spaces, [1, 1, 1]))),
+    "truncate": lambda e: e.spaces[0].truncate(5),
+    "punch": lambda e: e.spaces[0].punch(0, 1),
+    "release": lambda e: e.spaces[0].release(),
+    "pin": lambda e: e.pins.append(e.mm.pin(e.spaces[0])),
+    "pin with a deadline": lambda e: e.pins.append(e.mm.pin(e.spaces[0], owner="copy", deadline=5.0)),
+    "pin of frames": lambda e: e.pins.append(e.mm.pin(e.spaces[0].pages[:1])),
+    "unpin": lambda e: e.mm.unpin(e.mm.pin(e.spaces[0])),
+    "retire": lambda e: e.mm.retire(5, e.spaces[:1]),
+    "advance": lambda e: (e.mm.retire(5, e.spaces[:1]), e.mm.advance(5)),
+    "advise": lambda e: e.mm.advise(e.spaces[0]),
+    "evict": lambda e: (e.spaces[0].release(), e.mm.evict(1)),
+    "resize": lambda e: (e.mm.resize(80), e.mm.resize(20)),
+    "forget": lambda e: e.mm.forget(),
+    "quota": lambda e: e.mm.set_quota(b"new", hard=9, protected=2),
+    "detach": lambda e: e.spaces.append(e.mm.attach(e.spaces[0].detach())),
+}
+
+
+@pytest.mark.parametrize("kind", MANAGERS)
+@pytest.mark.parametrize("at_most", [12, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("call", CALLS)
+def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(call: str, kind: str, at_most: int) -> None:
+    if kind in ("groups", "token") and call == "pin of frames":
+        pytest.skip("the same code")
+    CALLS[call](Engine.new(kind))  # compiles what is not compiled yet
+    gc.collect()
+    engine = Engine.new(kind)
+    total = count_instructions(lambda: CALLS[call](engine))
+    for at in range(1, total + 1, max(1, total // at_most)):
+        engine = Engine.new(kind)
+        try:
+            Interrupter(at).run(lambda engine=engine: CALLS[call](engine))
+        except KeyboardInterrupt as why:
+            where = str(why)
+        try:
+            engine.end()
+        except Exception as error:
+            raise AssertionError(f"after an interrupt at {where}: {error}") from error
+
+
+def test_a_call_that_a_signal_interrupted_does_not_lock_the_manager(mm: MemoryManager) -> None:
+    mm._calls[0] = [0]  # of a thread that has ended
+    mm.open([1])
+    mm._calls[0] = [threading.get_ident()]
+    mm.open([1])
+    mm._calls[0] = [threading.get_ident()]
+    with call_under_way(mm):
+        with pytest.raises(ConcurrentUse):
+            mm.open([1])
+        with pytest.raises(ConcurrentUse):
+            mm.own()
+    assert not mm._calls
+
+
+def test_a_plan_is_settled_once_whatever_its_attributes_say(mm: MemoryManager) -> None:
+    space = mm.open()
+    plan = mm.plan([space], [6])
+    mm.commit(plan, range(6))  # type: ignore[arg-type]
+    for settle in (lambda: mm.abort(plan), lambda: mm.commit(plan, list(range(6)))):
+        with pytest.raises(PlanConflict, match="this plan was committed already"):
+            settle()
+    assert len(space) == 6
+    mm.check()
+    assert not mm._plans
+
+
+LOST = ["address space 1", "a plan of 1 sequences", "a pin of 1 frames"]
+
+
+def test_recover_gives_back_what_no_handle_names_and_nothing_else(mm: MemoryManager) -> None:
+    kept, lost, detached = grown(mm, [1, 2, 3, 4, 5]), mm.open(), grown(mm, [7, 8]).detach()
+    lost_plan, pins = mm.plan([lost], [5]), [mm.pin(kept), mm.pin(kept, owner="disk", deadline=3.0), mm.pin(kept)]
+    plan = mm.plan([kept], [1])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        del lost, lost_plan
+        pins.pop(), pins.pop()
+    texts = [str(warning.message) for warning in seen]
+    assert [warning.category for warning in seen] == [ResourceWarning] * 3, texts
+    assert [text.split(" was dropped")[0] for text in texts] == LOST
+    assert all("opened at test_interrupts.py:" in text for text in texts), texts
+    assert mm.recover() == (1, 1, 1)
+    mm.check()
+    assert mm.recover() == (0, 0, 0)
+    assert [pin.owner for pin in mm.overdue(4.0)] == ["disk"]
+    mm.unpin(mm.overdue(4.0)[0])
+    mm.unpin(pins[0])
+    mm.commit(plan, [6])
+    kept.release()
+    back = mm.attach(detached)
+    assert back.token_ids.tolist() == [7, 8]
+    for wrong in (detached, 15, -1, 99):  # it has a handle now; no space; no row
+        with pytest.raises(InvalidRequest, match=f"attach to address space {wrong}"):
+            mm.attach(wrong)
+    back.release()
+    assert mm.stats().spaces == 0
+
+
+@pytest.mark.parametrize("kind", MANAGERS)
+def test_compiled_functions_that_change_the_state_run_no_python(kind: str) -> None:
+    """A signal handler runs between two instructions of Python: inside of such a call there is none."""
+    ran: set[tuple[str, str]] = set()
+
+    def look(frame: FrameType, event: str, arg: object) -> None:
+        caller = frame.f_back
+        if event == "call" and caller and "numba" in frame.f_code.co_filename and _is_ours(caller):
+            ran.add((caller.f_code.co_name, frame.f_code.co_name))
+
+    for call in CALLS.values():
+        call(Engine.new(kind))
+        engine = Engine.new(kind)
+        sys.setprofile(look)
+        try:
+            call(engine)
+        finally:
+            sys.setprofile(None)
+    assert ran <= {("pin", "_numba_unpickle")}  # prefix_closure returns an array, and changes nothing
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return "numba" not in frame.f_code.co_filename
