@@ -11,6 +11,7 @@ PagedKVError
  ├── StaleHandle         the space was released; its number may belong to another space now
  │    └── DoubleRelease  the space or pin was given back twice
  ├── PlanConflict        a plan and another operation are out of order
+ ├── QueueFull           the engine has as many waiting requests as it may have; submit again later
  ├── EventsLost          a reader of events fell behind the log
  ├── ConcurrentUse       two threads used one manager
  ├── KernelUnavailable   no kernel can run this case; the error has the reasons of each
@@ -88,6 +89,20 @@ class PlanConflict(PagedKVError):
 
     Commit or abort the plans of a space before fork, truncate or punch; abort the newest plan of a space first.
     """
+
+
+class QueueFull(PagedKVError):
+    """Raised by `Engine.submit` when max_waiting requests wait already. Submit again later, or raise the limit.
+
+    waiting, max_waiting: requests.
+    """
+
+    def __init__(self, waiting: int, max_waiting: int) -> None:
+        self.waiting: int = waiting
+        self.max_waiting: int = max_waiting
+        super().__init__(
+            f"{waiting} requests wait already and Limits.max_waiting is {max_waiting}; submit again later, or raise it"
+        )
 
 
 class EventsLost(PagedKVError):

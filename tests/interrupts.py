@@ -14,10 +14,7 @@ _PACKAGE = str(Path(pagedkv.__file__).parent)
 
 
 class Interrupter:
-    """Counts the instructions of the package that run, and raises KeyboardInterrupt before the one with number `at`.
-
-    Finalisers are left out: Python prints an exception that is raised there, and goes on.
-    """
+    """Counts the instructions of the package that run, and raises KeyboardInterrupt before the one with number `at`."""
 
     def __init__(self, at: int | None = None) -> None:
         self.count, self.at = 0, at
@@ -31,7 +28,7 @@ class Interrupter:
             sys.settrace(None)
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_PACKAGE) or _is_in_finaliser(frame):
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._step
@@ -43,12 +40,6 @@ class Interrupter:
                 where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 raise KeyboardInterrupt(f"instruction {self.at}, {where}")
         return self._step
-
-
-def _is_in_finaliser(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
 
 
 def count_instructions(work: Callable[[], Any]) -> int:

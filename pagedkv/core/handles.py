@@ -2,15 +2,12 @@
 
 A handle names a row of the page table by number and generation, so a stale handle is refused at the call that uses it
 (I8). An AddressSpace holds no figures of its own: it asks the manager that opened it, through the few methods of
-`Manager`. A handle that is collected before it was given back warns: what it names stays until
-`MemoryManager.recover`. This file must not know tables or rules.
+`Manager`. This file must not know tables, rules, or what happens to a handle that is dropped (recovery.py).
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
@@ -53,16 +50,6 @@ class Manager(Protocol):
         """Return True if the frames of `pin` are pinned."""
 
 
-def report_loss(handle: AddressSpace | Plan | Pin, loss: str) -> None:
-    """Warn that a handle was collected before it was given back. At the end of the process all handles are.
-
-    The warning does not name the handle as its source: a recorder of warnings would keep the handle alive.
-    """
-    if not sys.is_finalizing():
-        opened = f"opened at {handle.opened_at}" if handle.opened_at else "PAGEDKV_DEBUG=1 says where it was opened"
-        warnings.warn(f"{loss}; {opened}. recover() gives its frames back", ResourceWarning, 2)
-
-
 class AddressSpace:
     """The page table and length of one sequence, made by `MemoryManager.open` and `fork`.
 
@@ -70,20 +57,13 @@ class AddressSpace:
     even if its number belongs to another space by then (I8).
     """
 
-    __slots__ = ("__weakref__", "asid", "generation", "manager", "opened_at", "watched")
+    __slots__ = ("__weakref__", "asid", "generation", "manager")
     manager: Manager
     asid: int
     generation: int
-    opened_at: str
-    watched: bool
 
-    def __init__(self, manager: Manager, asid: int, generation: int, opened_at: str = "") -> None:
-        self.manager, self.asid, self.generation, self.opened_at = manager, asid, generation, opened_at
-        self.watched = True  # until the space is released or detached
-
-    def __del__(self) -> None:
-        if getattr(self, "watched", False) and not self.manager.is_stale(self):  # __init__ may have been interrupted
-            report_loss(self, f"address space {self.asid} was dropped before release()")
+    def __init__(self, manager: Manager, asid: int, generation: int) -> None:
+        self.manager, self.asid, self.generation = manager, asid, generation
 
     def __len__(self) -> int:
         return self.manager.length_of(self)
@@ -276,14 +256,13 @@ class Plan(Step):
     `MemoryManager.recover` aborts it.
     """
 
-    __slots__ = ("block_table", "manager", "number", "opened_at")
+    __slots__ = ("block_table", "manager", "number")
     block_table: I32
     number: int
 
-    def __init__(self, manager: Manager, step: Step, opened_at: str) -> None:
+    def __init__(self, manager: Manager, step: Step) -> None:
         super().__init__(step.rows, step.counts, step.num_tokens, step.num_groups, (step.longs, step.ints))
         self.manager: Manager = manager
-        self.opened_at: str = opened_at
 
     def group(self, number: int) -> GroupPlan:
         """Return the rows, slots and copies of one layer group; positions and lengths are equal for all groups."""
@@ -294,10 +273,6 @@ class Plan(Step):
     def __repr__(self) -> str:
         sizes = f"{len(self.rows)} sequences, {self.num_tokens} new tokens, {self.num_copies} copies"
         return f"Plan({sizes}, {self.settled or 'outstanding'})"
-
-    def __del__(self) -> None:
-        if hasattr(self, "opened_at") and self.longs[STATUS] == OUTSTANDING:
-            report_loss(self, f"a plan of {len(self.rows)} sequences was dropped before commit() or abort()")
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -315,9 +290,3 @@ class Pin:
     num_frames: int
     owner: str
     deadline: float | None
-    manager: Manager = field(repr=False, compare=False)
-    opened_at: str = field(default="", repr=False, compare=False)
-
-    def __del__(self) -> None:
-        if hasattr(self, "opened_at") and self.manager.holds(self):
-            report_loss(self, f"a pin of {self.num_frames} frames was dropped before unpin()")

@@ -7,7 +7,6 @@ time. One thread calls it; a second thread that calls during another call is ref
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -192,7 +191,6 @@ class MemoryManager(RecoveryMixin, TenantMixin):
     def release(self, space: AddressSpace) -> None:
         """See AddressSpace.release."""
         self._release([self._releasable(space)])
-        space.watched = False
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -296,9 +294,8 @@ class MemoryManager(RecoveryMixin, TenantMixin):
             if isinstance(what, AddressSpace)
             else page_tables.pin_frames(self.state, closure)
         )
-        generation = int(self.state.spaces["generation"][row])
-        pin = Pin(row, generation, num_frames, owner, deadline, self, self._call_site())
-        self._pins[row] = ref(pin) if deadline is None else pin  # overdue() names the one with a deadline
+        pin = Pin(row, int(self.state.spaces["generation"][row]), num_frames, owner, deadline)
+        self._pins[row] = self._watch(pin) if deadline is None else pin  # overdue() names the one with a deadline
         return pin
 
     @exclusive
@@ -338,8 +335,6 @@ class MemoryManager(RecoveryMixin, TenantMixin):
         if len({space.asid for space in batch}) < len(batch):
             raise DoubleRelease("retire names an address space twice")
         self._release([space.asid for space in batch], (epoch, oldest))
-        for space in batch:
-            space.watched = False
 
     @exclusive
     def advance(self, epoch: int) -> int:
@@ -559,6 +554,8 @@ class MemoryManager(RecoveryMixin, TenantMixin):
             page_tables.release_space(self.state, asids[0])
         else:
             page_tables.retire_spaces(self.state, *epochs, np.array(asids, np.int32))
+        for asid in asids:
+            self._handles.pop(asid, None)
 
     def _retention(self, priority: float, half_life: float) -> int:
         if not isinstance(self.policy, Priority):

@@ -10,18 +10,21 @@ call for several attributes. A handle, which Python notes beside the state, may 
     after it                 a space, plan or pin is there      no handle names it: recover() gives it back
     while a plan is settled  the plan's own status says so      commit or abort a second time is refused
 
-**Dropped handles.** A registry knows each handle by a weak reference. `recover` aborts plans, closes spaces and unpins
-frames that no living handle names. Spaces of `detach` are left alone.
+**Dropped handles.** A registry knows each handle by a weak reference. The finaliser is a C function, which appends the
+reference to a list: a finaliser in Python would swallow an interrupt. The next call that opens something warns
+(ResourceWarning). `recover` aborts plans, closes spaces and unpins frames that no living handle names. Spaces of
+`detach` are left alone.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import deque
 from collections.abc import Iterable
 from itertools import starmap
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -37,6 +40,9 @@ from pagedkv.errors import InvalidRequest
 
 Assignment = tuple[object, str, object]
 """An object, the name of one of its attributes, and its new value."""
+
+
+Handle = TypeVar("Handle", AddressSpace, Plan, Pin)
 
 
 def assign_together(assignments: Iterable[Assignment]) -> None:
@@ -60,22 +66,64 @@ class RecoveryMixin(ObservationMixin, Manager):
         self._handles: dict[int, ref[AddressSpace] | int] = {}
         self._plans: dict[int, tuple[ref[Plan], Step]] = {}  # the plans that are not settled yet, in order
         self._num_plans = 0
+        self._lost: deque[ref[Any]] = (
+            deque()
+        )  # the references to handles that were collected before they were given back
+        self._sites: dict[int, str] = {}  # by the id of the reference to a handle, where it was opened
         self._pins: dict[int, Pin | ref[Pin]] = {}  # the pin of each row that holds pinned frames
         self._names_openers = debug.level() >= 1
 
     def _opened(self, asid: int, generation: int) -> AddressSpace:
         """Return the handle of a space that was just opened."""
-        space = AddressSpace(self, asid, generation, self._call_site())
-        self._handles[asid] = ref(space)
+        space = AddressSpace(self, asid, generation)
+        self._handles[asid] = self._watch(space)
         return space
 
     def _new_plan(self, step: Step) -> Plan:
         """Return the handle of a step, known to `recover` before its frames are mapped."""
-        plan, number = Plan(self, step, self._call_site()), self._num_plans
+        plan, number = Plan(self, step), self._num_plans
         self._num_plans = number + 1
         plan.number = number
-        self._plans[number] = ref(plan), step
+        self._plans[number] = self._watch(plan), step
         return plan
+
+    def _watch(self, handle: Handle) -> ref[Handle]:
+        """Return a reference that is added to `_lost` if the handle is collected before the reference is dropped."""
+        if self._lost:
+            self._report_lost()
+        watch = ref(handle, self._lost.append)
+        if self._names_openers:
+            if len(self._sites) > 64 + 2 * (len(self._handles) + len(self._plans) + len(self._pins)):
+                self._forget_sites()
+            self._sites[id(watch)] = self._call_site()
+        return watch
+
+    def _forget_sites(self) -> None:
+        """Drop the records of handles that were given back."""
+        everything = (*self._handles.values(), *(plan for plan, _ in self._plans.values()), *self._pins.values())
+        self._sites = {site: self._sites[site] for site in map(id, everything) if site in self._sites}
+
+    def _report_lost(self) -> None:
+        """Warn of each handle that was collected, while what it names is still there."""
+        while self._lost:
+            watch = self._lost.popleft()
+            if loss := self._loss_of(watch):
+                site = self._sites.get(id(watch))
+                opened = f"opened at {site}" if site else "PAGEDKV_DEBUG=1 says where it was opened"
+                warnings.warn(f"{loss}; {opened}. recover() gives its frames back", ResourceWarning, 5)
+
+    def _loss_of(self, watch: ref[Any]) -> str:
+        status = self.state.spaces["status"]
+        for asid, handle in self._handles.items():
+            if handle is watch and status[asid] == st.OPEN:
+                return f"address space {asid} was dropped before release()"
+        for plan, step in self._plans.values():
+            if plan is watch and step.is_outstanding:
+                return f"a plan of {len(step.rows)} sequences was dropped before commit() or abort()"
+        for row, pin in self._pins.items():
+            if pin is watch and status[row] == st.HELD:
+                return f"a pin by row {row} was dropped before unpin()"
+        return ""
 
     def _call_site(self) -> str:
         """Return the innermost line of the stack that is outside of core and cache; "" unless debugging asks for it."""
@@ -89,7 +137,6 @@ class RecoveryMixin(ObservationMixin, Manager):
         """See AddressSpace.detach."""
         self.length_of(space)  # raises for a stale handle
         self._handles[space.asid] = space.generation
-        space.watched = False
 
     @exclusive
     def attach(self, asid: int) -> AddressSpace:
@@ -111,7 +158,10 @@ class RecoveryMixin(ObservationMixin, Manager):
         exception whose traceback holds them, so call this outside of `except`. O(rows of the page table).
         Returns: how many of each
         """
-        return Recovered(self._abort_lost_plans(), self._close_lost_spaces(), self._unpin_lost_frames())
+        self._report_lost()
+        recovered = Recovered(self._abort_lost_plans(), self._close_lost_spaces(), self._unpin_lost_frames())
+        self._forget_sites()
+        return recovered
 
     def _abort_lost_plans(self) -> int:
         aborted = 0
@@ -130,6 +180,7 @@ class RecoveryMixin(ObservationMixin, Manager):
             space = handle() if isinstance(handle, ref) else None
             if handle != generation and (space is None or space.generation != generation):
                 page_tables.release_space(self.state, asid)
+                self._handles.pop(asid, None)
                 closed += 1
         return closed
 
@@ -139,13 +190,14 @@ class RecoveryMixin(ObservationMixin, Manager):
             pin, generation = self._pin_of(row), int(self.state.spaces["generation"][row])
             if pin is None or pin.generation != generation:
                 page_tables.unpin_row(self.state, row)
+                self._pins.pop(row, None)
                 unpinned += 1
         return unpinned
 
     def holds(self, pin: Pin) -> bool:
         """Return True if the frames of `pin` are pinned by it."""
-        is_current = self.state.spaces["generation"][pin.asid] == pin.generation
-        return pin.manager is self and bool(is_current and self.state.spaces["status"][pin.asid] == st.HELD)
+        is_current = self._pin_of(pin.asid) is pin and self.state.spaces["status"][pin.asid] == st.HELD
+        return bool(is_current and self.state.spaces["generation"][pin.asid] == pin.generation)
 
     def overdue(self, now: float) -> list[Pin]:
         """Return the pins whose deadline, on the caller's clock, is before `now`. None is unpinned by this call."""

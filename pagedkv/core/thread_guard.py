@@ -32,13 +32,13 @@ class ThreadGuard:
 
     state: State
 
-    def _begin_guard(self) -> None:
-        """Begin without a call. At PAGEDKV_DEBUG=3 also the record of last callers."""
+    def _begin_guard(self, *, strict: bool = True) -> None:
+        """Begin without a call. strict: at PAGEDKV_DEBUG=3 the first caller is the owner, and calls are recorded."""
         self._calls: dict[int, list[int]] = {}
         """The call under way, at key 0, as a list with its thread. See `_succeed`."""
         self._owner, self._owner_name = _ANYONE, ""
         self._last_callers: LastCallers | None = None
-        if debug.level() >= 3:
+        if strict and debug.level() >= 3:
             self._owner, self._last_callers = _FIRST_CALLER, LastCallers()
 
     def own(self) -> None:
@@ -76,8 +76,8 @@ class ThreadGuard:
         while (before := self._calls.setdefault(key, call)) is not call:
             if _is_running(before):
                 raise ConcurrentUse(
-                    f"MemoryManager.{verb} was called while another call was under way; one thread owns a manager. "
-                    "Call it from one thread, or hold a lock of your own around it."
+                    f"{type(self).__name__}.{verb.lstrip('_')} was called while another call was under way; one thread "
+                    "owns it at a time. Call it from one thread, or hold a lock of your own around it."
                 )
             # a call that ended meanwhile took the chain with it
             key = id(before) if self._calls.get(key) is before else 0

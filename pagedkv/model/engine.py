@@ -6,14 +6,25 @@
     cache.commit(batch, ..)                     the computed KV becomes valid, and its full pages findable
     deliver(tokens)                             send text to the listeners; release finished sequences; fork samples
 
-The engine knows requests and tokens; the scheduler and the cache know pages and frames. An interrupted step can be
-stepped again: an error before commit aborts the plan; after commit, `_repair` preempts the sequences that did not get
-their token, so that their last logits are recomputed.
+The engine knows requests and tokens; the scheduler and the cache know pages and frames.
+
+**Interrupts.** A step may be interrupted at any instruction, and stepped again. The requests and the tokens that their
+completions have are the truth; appending a token is what gives it to a completion. Everything else is made from them:
+after a step that did not end, `_restart` gives all frames back, queues a new sequence for each unfinished completion,
+and computes its text again. Most of its KV is found in the prefix cache.
+
+**Failures.** A request whose logits are not finite, whose listener raises or whose deadline passed ends alone, with
+finish_reason "error".
+
+**Threads.** Any thread may submit and cancel at any time: `submit` appends to an inbox that the next step empties, and
+`cancel` marks completions that the next step removes. One thread at a time may step.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +33,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pagedkv.cache import PagedKVCache
+from pagedkv.core.arguments import real, tenant_name, token_row, whole
+from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.core.warm import warm_up
-from pagedkv.errors import InvalidRequest
+from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.request import Completion, OnText, Request, StopStrings
-from pagedkv.model.sampler import SamplingParams, SamplingRow, sample
+from pagedkv.model.sampler import BadLogits, SamplingParams, SamplingRow, sample
 from pagedkv.model.scheduler import Chunk, Limits, Scheduler, SequenceState
 from pagedkv.model.tokenizer import Tokenizer
 
@@ -60,11 +73,12 @@ class Meter:
         return self.slots_wasted / self.slots_mapped if self.slots_mapped else 0.0
 
 
-class Engine:
-    """Continuous batching over one model and one paged cache, in this thread.
+class Engine(ThreadGuard):
+    """Continuous batching over one model and one paged cache.
 
     Call `submit` and `step`, or `generate` to do both until all prompts are finished. A pool that runs out of frames
-    costs time (sequences are preempted and computed again), never tokens.
+    costs time (sequences are preempted and computed again), never tokens. Any thread may submit and cancel; one thread
+    at a time steps.
     """
 
     def __init__(
@@ -75,7 +89,10 @@ class Engine:
         self.cache: PagedKVCache = cache
         self.scheduler: Scheduler = Scheduler(cache, limits or Limits())
         self.meter: Meter = Meter()
-        self._stepping = False
+        self._inbox: deque[Request] = deque()
+        self._requests: dict[Request, None] = {}  # those taken from the inbox and not yet reported, in order
+        self._is_whole, self._was_interrupted = True, False
+        self._begin_guard(strict=False)
         self._check_geometry()
 
     @classmethod
@@ -129,18 +146,31 @@ class Engine:
         num_samples: int = 1,
         on_text: OnText | None = None,
         tenant: bytes = b"",
+        timeout: float | None = None,
     ) -> Request:
         """Queue a prompt (text, or token ids) and return its request, whose completions grow as the engine steps.
 
-        Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, or more tokens than the pool or the
-            model can hold
+        timeout: seconds from now after which the request ends, with what it has and finish_reason "error".
+        Any thread may call this, also while another one steps.
+        Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, an argument of a wrong type, or more
+            tokens than the pool or the model can hold; QueueFull if Limits.max_waiting requests wait already
         """
-        params = params or SamplingParams()
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        self._check_request(prompt, ids, params, num_samples)
-        request = Request(ids, params, tenant, on_text)
+        params = SamplingParams() if params is None else params
+        ids = self._prompt_ids(prompt)
+        num_samples = whole(num_samples, "num_samples", 1, self.scheduler.limits.max_sequences + 1)
+        self._check_request(ids, params)
+        if on_text is not None and not callable(on_text):
+            raise InvalidRequest(f"on_text is {on_text!r}; give a function of (completion, text), or None")
+        now = time.perf_counter()
+        deadline = None if timeout is None else now + real(timeout, "timeout")
+        if deadline is not None and deadline <= now:
+            raise InvalidRequest(f"timeout is {timeout} s: the request would end before it begins; give more than 0")
+        waiting, most = len(self._inbox) + len(self.scheduler.waiting), self.scheduler.limits.max_waiting
+        if most is not None and waiting >= most:
+            raise QueueFull(waiting, most)
+        request = Request(ids, params, tenant_name(tenant), on_text, submitted_at=now, deadline=deadline)
         request.completions = [Completion(request, index) for index in range(num_samples)]
-        self.scheduler.add(self._new_sequence(request.completions[0]))
+        self._inbox.append(request)
         return request
 
     def generate(
@@ -170,20 +200,25 @@ class Engine:
         return requests
 
     def cancel(self, request: Request) -> None:
-        """Stop `request` at once and give back its frames. Finished completions keep their finish_reason."""
-        for sequence in self.scheduler.sequences_of(request):
-            self.scheduler.remove(sequence)
+        """End `request`: its completions that run are "cancelled", and get no further token.
+
+        Its frames are given back at once, or by the step that is under way or the next one. Any thread may call this.
+        """
         for completion in request.completions:
-            completion.finish_reason = completion.finish_reason or "cancelled"
+            completion.end("cancelled")
+            completion.is_reported |= completion.finish_reason == "cancelled"
+        try:
+            self._take_in()
+        except ConcurrentUse:  # a step is under way, or another thread owns the cache
+            return
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is running or waiting."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self._inbox or self.scheduler.running or self.scheduler.waiting) or not self._is_whole
 
     def run(self) -> None:
         """Step until no sequence is left. Raises: as `step`."""
-        self._refuse_reentry()
         while self.has_work:
             self.step()
 
@@ -191,35 +226,83 @@ class Engine:
         """Compute one batch: the next chunk of some prompts, the next token of all other running sequences.
 
         After any exception, step again: no token is lost.
-        Returns: the completions that finished in this step.
-        Raises: InvalidRequest if a listener calls step; the first error that a listener raised, after all listeners
-            were called. A request whose listener raised continues unless it is cancelled.
+        Returns: the completions that finished, and whose listeners know that, since the last step that returned.
+        Raises: InvalidRequest if a listener calls step; ConcurrentUse if another thread is stepping; any error of the
+            model. An error that concerns one request ends that request and is not raised.
         """
-        self._refuse_reentry()
-        self._stepping = True
         try:
             return self._step()
-        finally:
-            self._stepping = False
+        except ConcurrentUse:
+            if [threading.get_ident()] in self._calls.values():
+                raise InvalidRequest(
+                    "a listener called step, run or generate of the engine that is stepping; "
+                    "a listener may only submit and cancel"
+                ) from None
+            raise
 
+    @exclusive
     def _step(self) -> list[Completion]:
-        """Repair, choose and plan chunks, compute, sample, commit, deliver: the steps of the file head."""
-        self._repair()
+        """Take in what is new, choose and plan chunks, compute, sample, commit, deliver: the steps of the file head."""
+        if not self._is_whole:
+            self._restart()
+        self._is_whole = False
+        self._take_in_now()
         chunks, batch = self.scheduler.next_step()
-        if batch is None:
-            return []
+        if batch is not None:
+            self._compute(chunks, batch)
+        finished = self._report()
+        self._measure()
+        self._is_whole = True
+        return finished
+
+    def _compute(self, chunks: list[Chunk], batch: PlannedBatch) -> None:
+        """Run the model over the batch, commit it, and give each sequence its next token."""
         try:
             token_ids = [token for chunk in chunks for token in chunk.token_ids]
             families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
             tokens = self._sample(families, self._forward(token_ids, chunks, batch))
-            self.cache.commit(batch, token_ids)
+            if -1 in tokens:  # no prompt may find the KV of a request without usable logits
+                kept = [chunk for chunk in chunks if not chunk.sequence.completion.error]
+                counts = [0 if chunk.sequence.completion.error else chunk.num_tokens for chunk in chunks]
+                self.cache.commit(batch, [token for chunk in kept for token in chunk.token_ids], counts)
+            else:
+                self.cache.commit(batch, token_ids)
         except BaseException:
             if not batch.plan.settled:
                 self.cache.abort(batch)
             raise
-        finished = self._deliver(families, tokens)
-        self._measure()
-        return finished
+        self._deliver(families, tokens)
+
+    @exclusive
+    def _take_in(self) -> None:
+        if not self._is_whole:
+            self._restart()
+            self._is_whole = True
+        self._take_in_now()
+
+    def _take_in_now(self) -> None:
+        """Queue what was submitted, end what is over its time, and give back the frames of what has ended."""
+        if self._was_interrupted:  # a traceback may have kept handles alive until now
+            self.cache.recover()
+        while self._inbox:
+            request = self._inbox[0]
+            if request not in self._requests:
+                self._requests[request] = None
+                self.scheduler.add(self._new_sequence(request.completions[0]))
+            self._inbox.popleft()
+        now = time.perf_counter()
+        for request in list(self._requests):
+            if all(completion.is_reported for completion in request.completions):
+                del self._requests[request]
+            elif request.deadline is not None and now > request.deadline:
+                late = f"the request was not finished {request.deadline - request.submitted_at:g} s after it came"
+                for completion in request.completions:
+                    completion.end("error", late)
+        self._remove_ended()
+
+    def _remove_ended(self) -> None:
+        for sequence in [s for s in (*self.scheduler.running, *self.scheduler.waiting) if s.completion.finish_reason]:
+            self.scheduler.remove(sequence)
 
     def _forward(self, token_ids: list[int], chunks: list[Chunk], batch: PlannedBatch) -> Tensor:
         """Compute the logits after each sequence's last token, for the sequences that this step completes.
@@ -242,95 +325,129 @@ class Engine:
         return [parent, *(self._new_sequence(c) for c in parent.receivers if c is not parent.completion)]
 
     def _sample(self, families: list[list[SequenceState]], logits: Tensor) -> list[int]:
-        """Draw the next token of each member of each family, in this order. Row n of the logits is that of family n."""
-        logits_rows = [n for n, family in enumerate(families) for _ in family]
-        if not logits_rows:
-            return []
-        members = [member for family in families for member in family]
-        for member in members:
-            # An interrupted step lost a token that was already drawn: draw the same one again, as the seed demands.
-            if member.num_drawn != len(member.completion.token_ids):
-                member.rewind()
-            member.num_drawn += 1
-        rows = [SamplingRow(member.completion.request.params, member.generator, member.tokens) for member in members]
-        tokens: list[int] = sample(logits[torch.tensor(logits_rows, device=logits.device)], rows).tolist()
+        """Draw the next token of each member of each family, in this order. Row n of the logits is that of family n.
+
+        A member whose logits are no numbers ends, and gets -1.
+        """
+        members = [(member, n) for n, family in enumerate(families) for member in family]
+        tokens = [-1] * len(members)
+        drawing = list(range(len(members)))
+        while drawing:
+            rows = [self._sampling_row(members[i][0]) for i in drawing]
+            try:
+                drawn = sample(logits[torch.tensor([members[i][1] for i in drawing], device=logits.device)], rows)
+            except BadLogits as error:
+                for row in error.rows:
+                    members[drawing[row]][0].completion.end("error", str(error))
+                drawing = [i for row, i in enumerate(drawing) if row not in error.rows]
+                continue
+            for i, token in zip(drawing, drawn.tolist(), strict=True):
+                members[i][0].num_drawn += 1
+                tokens[i] = token
+            break
         return tokens
 
-    def _deliver(self, families: list[list[SequenceState]], tokens: list[int]) -> list[Completion]:
-        """Append its token to each sequence, then notify the listeners. Returns the completions that finished.
+    def _sampling_row(self, member: SequenceState) -> SamplingRow:
+        # An interrupted step lost a token that was already drawn: draw the same one again, as the seed demands.
+        if member.num_drawn != len(member.completion.token_ids):
+            member.rewind()
+        return SamplingRow(member.completion.request.params, member.generator, member.tokens)
+
+    def _deliver(self, families: list[list[SequenceState]], tokens: list[int]) -> None:
+        """Append its token to each sequence.
 
         The samples of a family fork before its parent takes its token: the parent may finish and release its frames.
         """
-        deliveries: list[tuple[Completion, str]] = []
         next_tokens = iter(tokens)
-        try:
-            for parent, *children in families:
-                parent_token, place = next(next_tokens), len(deliveries)
-                for child in children:
+        for parent, *children in families:
+            parent_token = next(next_tokens)
+            for child in children:
+                token = next(next_tokens)
+                if not child.completion.finish_reason:
                     self.scheduler.fork(parent, child)
-                    deliveries.append((child.completion, self._take(child, next(next_tokens))))
-                deliveries.insert(place, (parent.completion, self._take(parent, parent_token)))
-        finally:
-            self._notify(deliveries)
-        return [completion for completion, _ in deliveries if completion.finish_reason]
+                    self._take(child, token)
+            if not parent.completion.finish_reason:
+                self._take(parent, parent_token)
+        self._remove_ended()
 
-    def _notify(self, deliveries: list[tuple[Completion, str]]) -> None:
-        """Call all listeners, even if some of them raise; then raise the first error."""
-        errors: list[BaseException] = []
-        for completion, text in deliveries:
-            on_text = completion.request.on_text
-            if on_text and completion.finish_reason != "cancelled" and (text or completion.finish_reason):
-                try:
-                    on_text(completion, text)
-                except BaseException as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
+    def _take(self, sequence: SequenceState, token: int) -> None:
+        """Give one token to a completion, and show its text. A finished sequence leaves the scheduler later."""
+        completion = sequence.completion
+        completion.token_ids.append(token)  # from here on the completion has it, whatever is interrupted
+        text, reason = self._read(sequence, token)
+        completion.text += text
+        completion.last_token_at = time.perf_counter()
+        if len(completion.token_ids) == 1:
+            completion.first_token_at = completion.last_token_at
+        if reason:
+            completion.end(reason)
 
-    def _take(self, sequence: SequenceState, token: int) -> str:
-        """Append one token and return the text that may be shown. A finished sequence leaves the scheduler."""
-        completion, params = sequence.completion, sequence.completion.request.params
-        length = len(completion.token_ids) + 1
+    def _read(self, sequence: SequenceState, token: int) -> tuple[str, str]:
+        """Append a token to a sequence; return the text that may be shown, and the reason if the text ends with it."""
+        params = sequence.completion.request.params
+        sequence.tokens.append(token)
+        length = len(sequence.tokens) - len(sequence.completion.request.prompt_ids)
         ended = token in params.stop_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
         text, stopped = ("", False) if ended else sequence.stops.push(sequence.stream.push(token))
         reason = "stop" if ended or stopped else ""
-        if length >= params.max_tokens or len(sequence.tokens) + 1 >= self.decoder.config.max_position_embeddings:
+        if length >= params.max_tokens or len(sequence.tokens) >= self.decoder.config.max_position_embeddings:
             reason = reason or "length"
         if reason and not stopped:
             rest, stopped = sequence.stops.push(sequence.stream.finish())
             text += rest if stopped else rest + sequence.stops.finish()
-        completion.last_token_at = time.perf_counter()  # no line below can fail
-        if length == 1:
-            completion.first_token_at = completion.last_token_at
-        completion.text += text
-        completion.token_ids.append(token)
-        sequence.tokens.append(token)
-        completion.finish_reason = reason
-        if reason:
-            self.scheduler.remove(sequence)
-        return text
+        return text, reason
 
-    def _repair(self) -> None:
-        """Preempt the sequences that lost their token when a step was interrupted after its commit.
+    def _report(self) -> list[Completion]:
+        """Call the listeners of all requests that have new text or ended, and forget those that are finished.
 
-        Such a sequence is running but has no token left to compute. After the preemption its last logits are computed
-        again. All newer sequences are preempted too, which keeps the queues in order. A sample that was forked and got
-        no token is removed; its parent forks it again. The stream and the stop strings are rebuilt from the delivered
-        tokens. A finished sequence that is still running is removed.
+        A cancelled completion counts as reported. Returns: the completions that finished
         """
-        running = self.scheduler.running
-        for sequence in [s for s in running if s.completion.finish_reason]:
-            self.scheduler.remove(sequence)
-        while any(sequence.remaining == 0 for sequence in running):
-            newest = running[-1]
-            if newest.remaining == 0 and newest.completion.index and not newest.completion.token_ids:
-                self.scheduler.remove(newest)
-                continue
-            delivered, fresh = newest.completion.token_ids, self._new_sequence(newest.completion)
-            for token in delivered:
-                fresh.stops.push(fresh.stream.push(token))
-            newest.tokens, newest.stream, newest.stops = fresh.tokens + delivered, fresh.stream, fresh.stops
-            self.scheduler.preempt(newest)
+        finished: list[Completion] = []
+        for request in list(self._requests):
+            for completion in request.completions:
+                text, is_end = completion.text[completion.num_sent :], bool(completion.finish_reason)
+                if completion.is_reported or not (text or is_end):
+                    continue
+                completion.num_sent += len(text)
+                if request.on_text:
+                    self._tell(request.on_text, completion, text)
+                if is_end and not completion.is_reported:
+                    finished.append(completion)
+                    completion.is_reported = True
+            if all(completion.is_reported for completion in request.completions):
+                del self._requests[request]
+        self._remove_ended()  # a listener may have cancelled
+        return finished
+
+    def _tell(self, on_text: OnText, completion: Completion, text: str) -> None:
+        """Call a listener. If it raises, its request ends."""
+        try:
+            on_text(completion, text)
+        except Exception as error:
+            for one in completion.request.completions:
+                one.end("error", f"the listener raised {type(error).__name__}: {error}")
+
+    def _restart(self) -> None:
+        """Begin anew from the requests and the tokens they have, after a step that did not end."""
+        self._was_interrupted = True
+        sequences: list[SequenceState] = []
+        for request in self._requests:
+            first = request.completions[0]
+            for completion in request.completions:
+                sequence, text = self._new_sequence(completion), ""
+                for token in completion.token_ids:
+                    more, reason = self._read(sequence, token)
+                    text += more
+                    if reason:
+                        completion.end(reason)
+                completion.text = text
+                if completion.token_ids and not completion.first_token_at:
+                    completion.first_token_at = completion.last_token_at = time.perf_counter()
+                # without a token, the first sample computes the prompt of all
+                waits_for_first = completion.index and not (completion.token_ids or first.token_ids)
+                if not completion.finish_reason and not waits_for_first:
+                    sequences.append(sequence)
+        self.scheduler.restart(sequences)
 
     def _new_sequence(self, completion: Completion) -> SequenceState:
         params, request = completion.request.params, completion.request
@@ -338,13 +455,6 @@ class Engine:
         return SequenceState(
             completion, list(request.prompt_ids), generator, self.tokenizer.stream(), StopStrings(params.stop)
         )
-
-    def _refuse_reentry(self) -> None:
-        if self._stepping:
-            raise InvalidRequest(
-                "a listener called step, run or generate of the engine that is stepping; "
-                "a listener may only submit and cancel"
-            )
 
     def _check_geometry(self) -> None:
         """Raise InvalidRequest if the cache was not made for the keys and values of this decoder."""
@@ -376,18 +486,28 @@ class Engine:
         self.meter.slots_mapped += now.slots_mapped
         self.meter.slots_wasted += now.slots_wasted
 
-    def _check_request(self, prompt: Prompt, ids: list[int], params: SamplingParams, num_samples: int) -> None:
-        config, spec, frames = self.decoder.config, self.cache.spec, self.cache.num_frames
-        if not len(prompt) or not ids:
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, which may be text."""
+        if isinstance(prompt, str):
+            ids: list[int] = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, bytes | bytearray) or (isinstance(prompt, Sequence) and bool in map(type, prompt)):
+            raise InvalidRequest(f"the prompt is {type(prompt).__name__}; give text (str), or a list of token ids")
+        else:
+            ids = token_row(prompt).tolist()
+        if not ids:
             raise InvalidRequest("the prompt is empty; give at least one token")
+        return ids
+
+    def _check_request(self, ids: list[int], params: SamplingParams) -> None:
+        config, spec, frames = self.decoder.config, self.cache.spec, self.cache.num_frames
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params is {params!r}; give SamplingParams, or None for greedy decoding")
         strange = [token for token in ids if not 0 <= token < config.vocab_size]
         if strange:
             raise InvalidRequest(
                 f"token id {strange[0]} is outside the vocabulary of {config.vocab_size} tokens; "
                 "encode the prompt with the tokenizer of this model"
             )
-        if not 1 <= num_samples <= self.scheduler.limits.max_sequences:
-            raise InvalidRequest(f"num_samples is {num_samples}; give 1 to {self.scheduler.limits.max_sequences}")
         if len(ids) >= config.max_position_embeddings:
             raise InvalidRequest(
                 f"the prompt has {len(ids)} tokens, the model ends at {config.max_position_embeddings} "

@@ -22,7 +22,10 @@ OnText = Callable[["Completion", str], None]
 
 @dataclass(eq=False)
 class Request:
-    """One prompt, its sampling parameters, and its `completions`, which grow while the engine steps."""
+    """One prompt, its sampling parameters, and its `completions`, which grow while the engine steps.
+
+    deadline: seconds of time.perf_counter() at which the request ends, finished or not; None for no end.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -30,6 +33,7 @@ class Request:
     on_text: OnText | None = None
     completions: list[Completion] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
+    deadline: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -44,7 +48,8 @@ class Completion:
     token_ids:     the tokens generated so far, the end token included
     text:          the text of these tokens that may be shown: without the end token and the stop string
     finish_reason: "" while the completion runs; then "stop" (end token, stop id or stop string), "length" (max_tokens,
-                   or the model's last position) or "cancelled"
+                   or the model's last position), "cancelled" or "error"
+    error:         the reason of an "error", in words
     cached_tokens: prompt tokens found in the prefix cache, not computed, when the request was first admitted
     first_token_at, last_token_at: seconds of time.perf_counter()
     """
@@ -57,6 +62,19 @@ class Completion:
     cached_tokens: int = 0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    error: str = ""
+    was_admitted: bool = field(default=False, repr=False)
+    """Whether the prompt has ever been scheduled: then `cached_tokens` is known."""
+    num_sent: int = field(default=0, repr=False)
+    """Characters of `text` that the listener got."""
+    is_reported: bool = field(default=False, repr=False)
+    """Whether the listener, and the caller of `step`, know that the completion has finished."""
+
+    def end(self, reason: str, error: str = "") -> None:
+        """Finish the completion, unless it has finished."""
+        if not self.finish_reason:
+            self.error = error
+            self.finish_reason = reason
 
     @property
     def ttft_s(self) -> float:

@@ -125,21 +125,28 @@ class SamplingRow(NamedTuple):
     history: Sequence[int] | Tensor = ()
 
 
+class BadLogits(InvalidRequest):
+    """Raised for logits from which no token can be drawn. rows: their numbers."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows: list[int] = rows
+        super().__init__(
+            f"the logits of rows {rows} hold NaN, +inf or only -inf: checkpoint or cache is damaged, or the dtype (or "
+            "the repetition penalty) overflows; try dtype float32, or PAGEDKV_DEBUG=3"
+        )
+
+
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Choose the next token of each request.
 
     Shapes:   logits float32 [B, V], on any device; returns int64 [B] on the same device
     Modifies: the generators of the rows that are not greedy
-    Raises:   InvalidRequest if the largest logit of a row is not finite: any token would be wrong
+    Raises:   BadLogits if the largest logit of a row is not finite: any token would be wrong. No generator has moved.
     """
     logits = _penalised(logits, rows)
     broken = ~logits.amax(dim=-1).isfinite()
     if broken.any():
-        raise InvalidRequest(
-            f"the logits of rows {broken.nonzero().flatten().tolist()} hold NaN, +inf or only -inf: "
-            "checkpoint or cache is damaged, or the dtype (or the repetition penalty) overflows; "
-            "try dtype float32, or PAGEDKV_DEBUG=3"
-        )
+        raise BadLogits(broken.nonzero().flatten().tolist())
     tokens = logits.argmax(dim=-1)
     drawing = [b for b, row in enumerate(rows) if not row.params.greedy]
     if drawing:

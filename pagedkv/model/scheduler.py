@@ -15,11 +15,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
+from pagedkv.core.arguments import whole
+from pagedkv.core.recovery import assign_together
+from pagedkv.errors import OutOfFrames, QuotaExceeded
 from pagedkv.model.request import Completion, Request, StopStrings
 from pagedkv.model.sampler import skip
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
     from pagedkv.cache import PagedKVCache, PlannedBatch
@@ -33,27 +37,28 @@ class Limits:
 
     max_batch_tokens: new tokens in a step, summed over all sequences. max_sequences: sequences running at once.
     prefill_chunk:    tokens of one prompt in a step; None for no limit but max_batch_tokens.
+    max_waiting:      requests that wait for their first step; `Engine.submit` refuses more. None for no limit.
     """
 
     max_batch_tokens: int = 2048
     max_sequences: int = 256
     prefill_chunk: int | None = None
+    max_waiting: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "max_sequences", "prefill_chunk"):
+        for name in ("max_batch_tokens", "max_sequences", "prefill_chunk", "max_waiting"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidRequest(f"Limits.{name} is {value}; it must be at least 1")
+            if value is not None or name in ("max_batch_tokens", "max_sequences"):
+                whole(value, f"Limits.{name}", 1)
 
 
 @dataclass(eq=False)
 class SequenceState:
     """One completion while it is computed: its tokens, and the address space with the KV of those already computed.
 
-    tokens:       prompt and output so far
-    space:        None while the sequence waits
-    num_drawn:    the number of tokens drawn from `generator` so far
-    was_admitted: whether the sequence has ever run
+    tokens:    prompt and output so far
+    space:     None while the sequence waits
+    num_drawn: the number of tokens drawn from `generator` so far
     """
 
     completion: Completion
@@ -63,7 +68,6 @@ class SequenceState:
     stops: StopStrings
     space: AddressSpace | None = None
     num_drawn: int = 0
-    was_admitted: bool = False
 
     def rewind(self) -> None:
         """Restart the generator and skip the draws of the tokens that the completion has."""
@@ -149,7 +153,7 @@ class Scheduler:
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
         """Let `child` continue from the tokens of `parent`, sharing its frames, and run beside it."""
         assert parent.space is not None
-        child.space, child.was_admitted = parent.space.fork(), True
+        child.space = parent.space.fork()
         self.running.insert(self.running.index(parent) + child.completion.index, child)
 
     def remove(self, sequence: SequenceState) -> None:
@@ -167,6 +171,17 @@ class Scheduler:
         self.remove(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
+
+    def restart(self, sequences: Iterable[SequenceState]) -> None:
+        """Let `sequences` wait, and forget all others: after an interrupt, which may have left the queues half changed.
+
+        The frames of the sequences that ran are given back. A call that was interrupted can be repeated.
+        """
+        for sequence in (*self.running, *self.waiting):
+            if sequence.space is not None and not self.cache.manager.is_stale(sequence.space):
+                sequence.space.release()
+        queues = (self, "waiting", deque(sequences)), (self, "running", list[SequenceState]())
+        assign_together((*queues, (self, "_available_at_refusal", -1)))
 
     def sequences_of(self, request: Request) -> list[SequenceState]:
         """Return the sequences of `request`, running or waiting."""
@@ -213,9 +228,9 @@ class Scheduler:
             self._available_at_refusal = cache.available
             return False
         self._available_at_refusal = -1
-        for completion in () if sequence.was_admitted else sequence.receivers:
-            completion.cached_tokens = len(space)
-        sequence.was_admitted = True
+        for completion in sequence.receivers:
+            if not completion.was_admitted:
+                completion.cached_tokens, completion.was_admitted = len(space), True
         return True
 
     def _frames_needed(self, sequence: SequenceState) -> int:

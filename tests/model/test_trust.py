@@ -1,0 +1,394 @@
+"""Trust: no interrupt, no bad request and no second thread loses a token, leaks a frame or stops the other requests."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
+from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.request import Completion
+from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.tokenizer import TextStream
+from tests.interrupts import Interrupter, count_instructions
+
+from .conftest import prompt_of
+from .test_engine import build, idle, outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .conftest import Checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+PARAMS = SamplingParams(max_tokens=6, temperature=1.0, seed=3)
+
+
+def submitted(engine: Engine, **options: Any) -> list[Any]:
+    """Submit a family of samples, a short prompt and one that begins as the first does."""
+    return [
+        engine.submit(prompt_of(40), PARAMS, num_samples=3, **options),
+        engine.submit(prompt_of(9), PARAMS, **options),
+        engine.submit(prompt_of(40)[:20], PARAMS, **options),
+    ]
+
+
+def texts(requests: list[Any]) -> list[str]:
+    return [completion.text for request in requests for completion in request.completions]
+
+
+@pytest.fixture
+def undisturbed(checkpoint: Callable[[str], Checkpoint]) -> list[Any]:
+    engine = build(checkpoint("llama"))
+    requests = submitted(engine)
+    engine.run()
+    return requests
+
+
+def assert_equal(got: list[Any], want: list[Any], engine: Engine) -> None:
+    assert outputs(got) == outputs(want)
+    assert texts(got) == texts(want)
+    assert [c.finish_reason for r in got for c in r.completions] == [
+        c.finish_reason for r in want for c in r.completions
+    ]
+    gc.collect()
+    engine.step()
+    assert idle(engine)
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["_measure", "_report", "_take", "_read", "_restart", "fork", "push", "forward"])
+@pytest.mark.parametrize("num_frames", [400, 13])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_interrupted_anywhere_loses_no_tokens(
+    place: str,
+    num_frames: int,
+    error: type[BaseException],
+    undisturbed: list[Any],
+    checkpoint: Callable[[str], Checkpoint],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some calls of `place` raise before they do anything (`push` and `forward`: after they have done their work)."""
+    engine = build(checkpoint("llama"), num_frames=num_frames)
+    owner = {"fork": engine.scheduler, "push": TextStream, "forward": engine.decoder}.get(place, engine)
+    real, dice, interrupts = getattr(owner, place), random.Random(1), 0
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        nonlocal interrupts
+        if dice.random() < (0.5 if place == "_restart" else 0.2):
+            interrupts += 1
+            if place in ("push", "forward"):
+                real(*args, **options)
+            raise error("interrupted")
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, place, interrupted)
+    if place == "_restart":
+        monkeypatch.setattr(engine, "_measure", after(engine._measure, dice, error))
+    got = submitted(engine)
+    while engine.has_work:
+        with contextlib.suppress(error):
+            engine.step()
+    assert interrupts >= 1
+    monkeypatch.undo()
+    assert_equal(got, undisturbed, engine)
+
+
+def after(
+    real: Callable[..., None], dice: random.Random, error: type[BaseException] = KeyboardInterrupt
+) -> Callable[..., None]:
+    """Return a function that sometimes raises after it has done its work."""
+
+    def call(*args: Any) -> None:
+        real(*args)
+        if dice.random() < 0.3:
+            raise error
+
+    return call
+
+
+@pytest.mark.parametrize("at_most", [30, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("step", [0, 1, 3], ids=["prefill", "decode", "later"])
+def test_no_instruction_of_a_step_is_a_wrong_place_for_an_interrupt(
+    step: int, at_most: int, undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    def begun() -> tuple[Engine, list[Any]]:
+        engine = build(checkpoint("llama"), num_frames=60)
+        requests = submitted(engine)
+        for _ in range(step):
+            engine.step()
+        return engine, requests
+
+    total = count_instructions(begun()[0].step)
+    for at in range(1, total + 1, max(1, total // at_most)):
+        engine, requests = begun()
+        try:
+            Interrupter(at).run(engine.step)
+        except KeyboardInterrupt as why:
+            where = str(why)
+        try:
+            engine.run()
+            assert_equal(requests, undisturbed, engine)
+        except BaseException as error:
+            raise AssertionError(f"after an interrupt at {where}: {error}") from error
+
+
+@pytest.mark.parametrize("signals", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_real_signals_lose_nothing(
+    signals: int, undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """A timer raises KeyboardInterrupt at random moments of steps, until there were so many interrupts."""
+    build(checkpoint("llama")).generate([prompt_of(9)], PARAMS)  # loads what is not loaded yet
+    dice, interrupts, armed = random.Random(5), 0, False
+
+    def ring(*_: object) -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGALRM, ring)
+    try:
+        while interrupts < signals:
+            engine = build(checkpoint("llama"), num_frames=60)
+            requests = submitted(engine)
+            while engine.has_work:
+                try:
+                    armed = True
+                    signal.setitimer(signal.ITIMER_REAL, dice.uniform(2e-5, 6e-3))
+                    engine.step()
+                    armed = False
+                except KeyboardInterrupt:
+                    armed = False
+                    interrupts += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            assert_equal(requests, undisturbed, engine)
+    finally:
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_an_engine_goes_on_while_a_traceback_holds_its_handles(
+    undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(checkpoint("llama"), num_frames=60)
+    got, real, kept = submitted(engine), engine.cache.abort, []
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.cache, "abort", fail)
+    monkeypatch.setattr(engine.cache, "commit", fail)
+    try:
+        engine.step()
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    monkeypatch.undo()
+    assert engine.cache.abort == real
+    engine.run()
+    assert outputs(got) == outputs(undisturbed)
+    assert not idle(engine)  # the traceback holds a plan
+    kept.clear()
+    assert_equal(got, undisturbed, engine)
+
+
+# -- one request -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tenant": "acme"}, "tenant is 'acme'; a tenant's name is bytes"),
+        ({"tenant": None}, "tenant is None"),
+        ({"num_samples": 1.5}, "num_samples is 1.5"),
+        ({"num_samples": "2"}, "num_samples is '2'"),
+        ({"num_samples": True}, "num_samples is True"),
+        ({"num_samples": 10**6}, "num_samples is 1000000"),
+        ({"on_text": 5}, "on_text is 5; give a function"),
+        ({"timeout": "soon"}, "timeout is 'soon'"),
+        ({"timeout": 0}, "timeout is 0 s"),
+        ({"params": {"max_tokens": 3}}, "give SamplingParams, or None"),
+        ({"prompt": [1.7, 2.2]}, "float64; give one row of integers"),
+        ({"prompt": ["5"]}, "give one row of integers"),
+        ({"prompt": b"hello"}, "the prompt is bytes; give text"),
+        ({"prompt": [1, True]}, "the prompt is list; give text"),
+        ({"prompt": [[1], [2]]}, "give one row of integers"),
+        ({"prompt": [[1], [2, 3]]}, "are not a row of numbers"),
+        ({"prompt": None}, "give one row of integers"),
+        ({"prompt": (n for n in (1, 2))}, "give one row of integers"),
+        ({"prompt": [2**40]}, "does not fit int32"),
+        ({"prompt": [10**6]}, "token id 1000000 is outside the vocabulary"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": []}, "the prompt is empty"),
+    ],
+    ids=str,
+)
+def test_everything_about_a_request_is_checked_when_it_is_submitted(
+    options: dict[str, Any], text: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    engine = build(checkpoint("llama"))
+    with pytest.raises(InvalidRequest, match=text.replace("(", r"\(")):
+        engine.submit(**{"prompt": [1, 2], **options})
+    assert not engine.has_work
+
+
+def test_prompts_may_be_rows_of_integers_of_any_library(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"))
+    ids = torch.tensor([5, 6, 7])
+    requests = [engine.submit(prompt) for prompt in (ids, ids.numpy(), (5, 6, 7), range(5, 8), "w5 w6 w7")]
+    assert [request.prompt_ids for request in requests] == [[5, 6, 7]] * 5
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_request_without_usable_logits_ends_alone(
+    broken: float,
+    step: int,
+    undisturbed: list[Any],
+    checkpoint: Callable[[str], Checkpoint],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = build(checkpoint("llama"))
+    doomed = engine.submit([7] * 30, SamplingParams(max_tokens=9), num_samples=2)
+    got, real = submitted(engine), engine.decoder.forward
+    for _ in range(step):
+        engine.step()
+
+    def forward(*args: Any, **options: Any) -> Any:
+        logits = real(*args, **options).clone()
+        logits[: 2 if step else 1] = broken  # it is the oldest: its rows are the first
+        return logits
+
+    monkeypatch.setattr(engine.decoder, "forward", forward)
+    finished = engine.step()
+    monkeypatch.undo()
+    assert finished == doomed.completions
+    assert [(c.finish_reason, len(c.token_ids)) for c in doomed.completions] == [("error", step)] * 2
+    assert "hold NaN, +inf or only -inf" in doomed.completions[0].error
+    engine.run()
+    if not step:
+        space = engine.cache.open([7] * 30)
+        assert len(space) == 0  # its KV is not found by others
+        space.release()
+    assert_equal(got, undisturbed, engine)
+
+
+def test_a_listener_that_raises_ends_its_own_request(
+    undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    engine = build(checkpoint("llama"))
+    heard: dict[int, str] = {}
+
+    def fail(completion: Completion, text: str) -> None:
+        if len(completion.token_ids) == 2:
+            raise RuntimeError("no such terminal")
+
+    def listen(completion: Completion, text: str) -> None:
+        heard[id(completion)] = heard.get(id(completion), "") + text
+
+    failing = engine.submit(prompt_of(12), SamplingParams(max_tokens=5), num_samples=2, on_text=fail)
+    got = submitted(engine, on_text=listen)
+    engine.run()
+    ends = [(c.finish_reason, c.error) for c in failing.completions]
+    assert ends == [("error", "the listener raised RuntimeError: no such terminal")] * 2
+    assert heard == {id(c): c.text for r in got for c in r.completions}
+    assert_equal(got, undisturbed, engine)
+
+
+def test_a_listener_hears_each_piece_once_although_steps_are_interrupted(
+    undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, dice = build(checkpoint("llama"), num_frames=60), random.Random(2)
+    heard: dict[int, list[str]] = {}
+    got = submitted(engine, on_text=lambda completion, text: heard.setdefault(id(completion), []).append(text))
+    monkeypatch.setattr(engine, "_measure", after(engine._measure, dice))
+    monkeypatch.setattr(engine, "_deliver", after(engine._deliver, dice))
+    while engine.has_work:
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.step()
+    monkeypatch.undo()
+    assert ["".join(heard[id(c)]) for r in got for c in r.completions] == texts(undisturbed)
+    assert_equal(got, undisturbed, engine)
+
+
+def test_a_request_ends_at_its_deadline(undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"))
+    hasty = engine.submit(prompt_of(30), SamplingParams(max_tokens=200), timeout=0.05, num_samples=2)
+    got = submitted(engine, timeout=60)
+    engine.step()
+    time.sleep(0.06)
+    engine.run()
+    assert [c.finish_reason for c in hasty.completions] == ["error"] * 2
+    assert hasty.completions[0].error == "the request was not finished 0.05 s after it came"
+    assert_equal(got, undisturbed, engine)
+
+
+def test_load_beyond_the_limit_is_refused(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), limits=Limits(max_waiting=2, max_sequences=1))
+    requests = [engine.submit(prompt_of(9), PARAMS) for _ in range(2)]
+    with pytest.raises(QueueFull, match=r"2 requests wait already and Limits.max_waiting is 2") as why:
+        engine.submit(prompt_of(9), PARAMS)
+    assert (why.value.waiting, why.value.max_waiting) == (2, 2)
+    engine.step()
+    requests.append(engine.submit(prompt_of(9), PARAMS))
+    engine.run()
+    assert all(request.finished for request in requests)
+    for wrong in ({"max_waiting": 0}, {"max_sequences": None}, {"prefill_chunk": 2.5}):
+        with pytest.raises(InvalidRequest, match=f"Limits.{next(iter(wrong))} is"):
+            Limits(**wrong)
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("each", [60, pytest.param(5000, marks=pytest.mark.slow)])
+def test_threads_submit_cancel_and_step(each: int, checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Four threads submit and cancel, and step when they can; none of their requests is lost."""
+    engine, lock = build(checkpoint("llama"), num_frames=400), threading.Lock()
+    requests: list[Any] = []
+    problems: list[BaseException] = []
+
+    def work(number: int) -> None:
+        dice, mine = random.Random(number), []
+        try:
+            for n in range(each):
+                params = SamplingParams(max_tokens=dice.randint(1, 3))
+                mine.append(engine.submit(prompt_of(dice.randint(1, 20)), params, num_samples=dice.choice((1, 1, 2))))
+                if dice.random() < 0.2:
+                    engine.cancel(dice.choice(mine))
+                if n % 20 == 0:
+                    try:
+                        engine.step()
+                    except ConcurrentUse:
+                        continue
+            with lock:
+                requests.extend(mine)
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        try:
+            engine.step()
+        except ConcurrentUse:
+            time.sleep(0)
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    engine.run()
+    assert len(requests) == 4 * each
+    assert all(request.finished for request in requests)
+    reasons = {c.finish_reason for r in requests for c in r.completions}
+    assert reasons <= {"length", "cancelled"}
+    assert idle(engine)
+    assert not engine._requests
