@@ -296,6 +296,8 @@ def covering(axes: dict[str, tuple[Any, ...]], *, candidates: int = 24) -> list[
 
 def _case(point: dict[str, Any]) -> Case:
     q_lens, kv_lens = LENGTHS[point.pop("lengths")]
+    if point["mask"] != "all":  # a causal sequence has its new tokens, or none at all
+        kv_lens = tuple(max(n, q) if n else 0 for q, n in zip(q_lens, kv_lens, strict=True))
     return Case(q_lens=q_lens, kv_lens=kv_lens, **point)
 
 
@@ -311,9 +313,11 @@ SMALL = (
             ((), ()),
             ((0, 0), (5, 0)),
             ((17, 1), (17, 512)),
-            *(LENGTHS[x] for x in ("mixed", "more queries than tokens")),
+            LENGTHS["mixed"],
         ]
     ),
+    _case({"lengths": "more queries than tokens", "mask": "all"}),
+    _case({"lengths": "more queries than tokens", "mask": "causal"}),
     *(replace(_DRAFTS, heads=heads) for heads in AXES["heads"]),
     *(replace(_DRAFTS, dims=dims) for dims in AXES["dims"]),
     *(replace(_DRAFTS, block_size=size) for size in AXES["block_size"]),

@@ -45,16 +45,20 @@ def offsets(at, sizes, strides):
 
 @triton.jit
 def copy_kernel(
-    pool, scratch, copies, copy_stride, frame_stride, sizes, strides, count, OUT: tl.constexpr, BLOCK: tl.constexpr
-):
+    pool, scratch, copies, num_frames, copy_stride, frame_stride, sizes, strides, count,
+    OUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Move one run of copy c between its frame and its row of `scratch`: to `scratch` if OUT, otherwise to the frame.
 
-    copies: the column of `copies` that names the frames.
+    copies: the column of `copies` that names the frames. A frame beyond the pool is neither read nor written.
     """
     runs = tl.cdiv(count, BLOCK)
     c, run = (tl.program_id(0) // runs).to(tl.int64), (tl.program_id(0) % runs).to(tl.int64)
     at = run * BLOCK + tl.arange(0, BLOCK)
-    inside = pool + tl.load(copies + c * copy_stride).to(tl.int64) * frame_stride + offsets(at, sizes, strides)
+    frame = tl.load(copies + c * copy_stride).to(tl.int64)
+    if (frame < 0) | (frame >= num_frames):
+        return
+    inside = pool + frame * frame_stride + offsets(at, sizes, strides)
     saved = scratch + c * count + at
     if OUT:
         tl.store(saved, tl.load(inside, mask=at < count, other=0), mask=at < count)
@@ -72,8 +76,9 @@ def copy_frames(storage: Tensor, copies: Tensor) -> None:
     scratch = words.new_empty((len(copies), count))
     for out, column in ((True, copies[:, 0]), (False, copies[:, 1])):
         copy_kernel[(len(copies) * triton.cdiv(count, BLOCK),)](
-            words, scratch, column, copies.stride(0), words.stride(0), sizes, strides, count, OUT=out, BLOCK=BLOCK
-        )
+            words, scratch, column, len(words), copies.stride(0), words.stride(0), sizes, strides, count,
+            OUT=out, BLOCK=BLOCK,
+        )  # fmt: skip
 
 
 def _words(storage: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
     stored = x, or round(clamp(x / scale, -qmax, qmax)), half to even
     scale  = one for all; or per (token, head): amax / qmax of the vector, 1 if that is 0
 
-Grid      (tokens, groups of HEADS kv heads). A slot < 0 is skipped.
+Grid      (tokens, groups of HEADS kv heads). A slot < 0, or beyond the pool, is skipped.
 Program   reads its vectors once and writes them once. It reads a rotated vector twice, the second time from cache, to
           have each element beside the other one of its pair.
 Bytes     2 * (D + Dv) * K elements per token, read and written; the time is that of memory or of the launch.
@@ -126,7 +126,7 @@ def store_vectors(
 
 @triton.jit
 def write_kernel(
-    k_new, v_new, k, v, k_scale, v_scale, slots, positions, cos, sin, K,
+    k_new, v_new, k, v, k_scale, v_scale, slots, positions, cos, sin, K, num_slots,
     kn_token, kn_head, vn_token, vn_head, k_frame, k_slot, k_head, v_frame, v_slot, v_head,
     ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head, slots_stride, positions_stride, cos_stride, sin_stride,
     S: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr,
@@ -136,7 +136,7 @@ def write_kernel(
     """One program: key and value of HEADS kv heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token * slots_stride)
-    if slot < 0:
+    if (slot < 0) | (slot >= num_slots):
         return
     frame, at = slot // S, slot % S
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
@@ -171,7 +171,7 @@ def write_kv(call: WriteCall) -> None:
     widths = [triton.next_power_of_2(max(1, x.shape[3])) for x in (call.k, call.v)]
     write_kernel[T, triton.cdiv(K, heads)](
         call.k_new, call.v_new, as_stored(call.k), as_stored(call.v), *scales,
-        call.slots, call.positions, call.cos, call.sin, K,
+        call.slots, call.positions, call.cos, call.sin, K, call.k.shape[0] * call.k.shape[1],
         *call.k_new.stride()[:2], *call.v_new.stride()[:2], *call.k.stride()[:3], *call.v.stride()[:3],
         *(stride for scale in scales for stride in scale_strides(scale)),
         *map(_stride, (call.slots, call.positions, call.cos, call.sin)),

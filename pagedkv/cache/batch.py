@@ -135,7 +135,7 @@ def on_cpu(plan: Plan, group: int = 0) -> dict[str, Any]:
     """
     of_group = plan.group(group) if group else plan
     return {
-        "block_table": torch.from_numpy(plan.block_table),
+        "block_table": torch.from_numpy(plan.live_table),
         "seq_lens": torch.from_numpy(plan.seq_lens),
         "cu_seqlens_q": torch.from_numpy(plan.cu_seqlens_q),
         "slots": torch.from_numpy(of_group.slots),

@@ -250,19 +250,27 @@ _SETTLED: Final = ("", "", "committed", "aborted")
 class Plan(Step):
     """The slots of one step. The frames are mapped already; the caller copies, then writes KV, then commits.
 
-    block_table: int32 [A, P], the live page tables themselves, not a copy. Read them; the manager alone writes there.
+    block_table: int32 [A, P], the live page tables, not a copy; read-only, as the manager alone writes there.
+    live_table:  the same, writable, for libraries that take no read-only array (torch.from_numpy). Never write there.
     manager:     the MemoryManager that made the plan. No other one may settle it.
     A plan that is dropped before it is settled keeps its frames mapped. A ResourceWarning says so, and
     `MemoryManager.recover` aborts it.
     """
 
-    __slots__ = ("block_table", "manager", "number")
-    block_table: I32
+    __slots__ = ("live_table", "manager", "number")
+    live_table: I32
     number: int
 
     def __init__(self, manager: Manager, step: Step) -> None:
         super().__init__(step.rows, step.counts, step.num_tokens, step.num_groups, (step.longs, step.ints))
         self.manager: Manager = manager
+
+    @property
+    def block_table(self) -> I32:
+        """int32 [A, P]: the live page tables, read-only."""
+        table = self.live_table.view()
+        table.flags.writeable = False
+        return table
 
     def group(self, number: int) -> GroupPlan:
         """Return the rows, slots and copies of one layer group; positions and lengths are equal for all groups."""

@@ -212,7 +212,7 @@ class MemoryManager(RecoveryMixin, TenantMixin):
         if code != steps.OK:
             del self._plans[plan.number]
             refuse_plan(self.state, (code, where), asids, wanted, self._accounts)
-        plan.block_table = self.state.table
+        plan.live_table = self.state.table
         return plan
 
     @exclusive

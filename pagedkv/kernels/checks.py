@@ -2,9 +2,10 @@
 backends.
 
 Shapes, dtypes, devices and strides are always checked: that costs no device synchronisation. Values (slots inside the
-pool, lengths inside the tables, entries that name frames) are read back only with PAGEDKV_DEBUG >= 1, and slots are
-proven distinct with >= 2. The C++ extension states the same rules without the words (keeps_contract in
-csrc/cpu/python): a call that breaks one comes here.
+pool, lengths inside the tables, entries that name frames) are always checked on the CPU, by the kernels; on another
+device they are read back only with PAGEDKV_DEBUG >= 1. Slots are proven distinct with >= 2. The C++ extension states
+the same rules without the words (keeps_contract and names_what_is_there in csrc/cpu/python): a call that breaks one
+comes here.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def attention(call: AttentionCall) -> None:
     if tuple(call.lse.shape) != (T, H) or call.lse.dtype != torch.float32:
         raise InvalidRequest(f"lse is {named(call.lse, 'TH')} {_dtype(call.lse)}; it must be float32 [T={T}, H={H}]")
     if debug.level() >= 1:
-        _table_values(call)
+        table_values(call)
 
 
 def write(call: WriteCall) -> None:
@@ -77,7 +78,7 @@ def write(call: WriteCall) -> None:
         _positions(call.positions, T)
     _one_device(call, call.k_new.device)
     if debug.level() >= 1:
-        _slot_values(call)
+        slot_values(call)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
@@ -294,9 +295,14 @@ def per_head(options: AttentionOptions | AttentionCall, H: int | None = None) ->
     for name, x in (("sinks", options.sinks), ("alibi_slopes", options.alibi_slopes)):
         if x is None:
             continue
-        if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.dim() != 1 or len(x) != (H or len(x)):
+        if (
+            not isinstance(x, Tensor)
+            or x.dtype != torch.float32
+            or x.dim() != 1
+            or len(x) != (len(x) if H is None else H)
+        ):
             given = f"{_dtype(x)} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
-            raise InvalidRequest(f"{name} is {given}; it must be float32 [{f'H={H}' if H else 'H'}]")
+            raise InvalidRequest(f"{name} is {given}; it must be float32 [H{'' if H is None else f'={H}'}]")
 
 
 def numbers(options: AttentionOptions | AttentionCall) -> None:
@@ -321,8 +327,11 @@ def _in_range(x: Tensor, name: str, limit: int, of_what: str) -> None:
         )
 
 
-def _table_values(call: AttentionCall) -> None:
-    """Read the tables back and follow them as a kernel does. Synchronises with the device."""
+def table_values(call: AttentionCall) -> None:
+    """Raise InvalidRequest if the tables name what is not there. Synchronises with the device.
+
+    The CPU's kernels follow the same rules in each call (names_what_is_there in csrc/cpu/python).
+    """
     lens, starts = call.seq_lens.cpu(), call.cu_seqlens_q.cpu()
     counts, (F, S), P = starts.diff(), call.k.shape[:2], call.block_table.shape[1]
     if starts[0] != 0 or (counts < 0).any() or starts[-1] > call.q.shape[0]:
@@ -334,17 +343,24 @@ def _table_values(call: AttentionCall) -> None:
         raise InvalidRequest(
             f"batch.seq_lens goes from {read.min()} to {read.max()} but a row of {P} pages of {S} holds 0 to {P * S}"
         )
-    if len(lens) and (counts.max() > call.max_seqlen_q or lens.max() > call.max_seqlen_k):
+    short = ((lens > 0) & (lens < counts)).nonzero().flatten()
+    if call.causal and len(short):  # an empty sequence is allowed: its queries see nothing
+        b = int(short[0])
+        raise InvalidRequest(
+            f"sequence {b} has {int(counts[b])} queries and batch.seq_lens says {int(lens[b])} tokens: seq_lens counts "
+            "the new tokens too. For keys of another sequence, give causal=False"
+        )
+    if len(read) and (counts.max() > call.max_seqlen_q or read.max() > call.max_seqlen_k):
         bounds = f"max_seqlen_q={call.max_seqlen_q}, max_seqlen_k={call.max_seqlen_k}"
         raise InvalidRequest(
-            f"the batch holds {counts.max()} queries and {lens.max()} tokens in a sequence, "
+            f"the batch holds {counts.max()} queries and {read.max()} tokens in a sequence, "
             f"more than its bounds {bounds}"
         )
     rows = torch.arange(len(lens)) if call.rows is None else call.rows.cpu().long()
-    if len(rows):
-        _in_range(rows, "batch.rows", call.block_table.shape[0], "rows in batch.block_table")
-    used = torch.arange(P) < ((lens + S - 1) // S * (counts > 0))[:, None]
-    entries = call.block_table.cpu()[rows][used]
+    if len(read):
+        _in_range(rows[counts > 0], "batch.rows", call.block_table.shape[0], "rows in batch.block_table")
+    used = torch.arange(P) < ((read + S - 1) // S)[:, None]
+    entries = call.block_table.cpu()[rows[counts > 0]][used]
     if len(entries) and (entries.max() >= F or entries.min() < -1):
         raise InvalidRequest(
             f"batch.block_table names frames {entries.min()} to {entries.max()} but the layer has F={F}: "
@@ -352,7 +368,8 @@ def _table_values(call: AttentionCall) -> None:
         )
 
 
-def _slot_values(call: WriteCall) -> None:
+def slot_values(call: WriteCall) -> None:
+    """Raise InvalidRequest if a slot or a position is not there. Synchronises with the device."""
     F, S = call.k.shape[:2]
     stored = call.slots[call.slots >= 0]
     if len(stored):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import quant, reference
+from pagedkv.kernels import checks, quant, reference
 from pagedkv.kernels.args import AttentionCall, WriteCall
 from pagedkv.kernels.threads import num_threads
 
@@ -65,20 +65,25 @@ def isa() -> str:
 
 
 def paged_attention(call: AttentionCall) -> None:
-    """Attend. Modifies: call.out, call.lse."""
+    """Attend. Modifies: call.out, call.lse. Raises: InvalidRequest for tables that name what is not there."""
     x, tensors = _extension(), (call.k, call.v, call.k_scale, call.v_scale, call.sinks, call.alibi_slopes)
     binding = x.bind_attention(*tensors, call.scale, call.causal, call.window, call.softcap, call.split_tokens)
     x.set_kernel(binding, 0, isa(), num_threads(), None)
     tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, call.max_seqlen_k)
-    x.attend(binding, call.q, *tables, call.tree_mask, call.out, call.lse)
+    if x.attend(binding, call.q, *tables, call.tree_mask, call.out, call.lse) is None:
+        checks.table_values(call)
 
 
 def write_kv(call: WriteCall) -> None:
-    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
+    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales.
+
+    Raises: InvalidRequest for slots and positions that are not there
+    """
     x, pool = _extension(), (call.k, call.v, call.k_scale, call.v_scale)
     binding = x.bind_write(*pool, call.cos, call.sin, call.interleaved)
     x.set_kernel(binding, 0, isa(), num_threads(), None)
-    x.write(binding, call.k_new, call.v_new, call.slots, call.positions, True)
+    if x.write(binding, call.k_new, call.v_new, call.slots, call.positions, True) is None:
+        checks.slot_values(call)
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:

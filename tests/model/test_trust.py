@@ -117,10 +117,9 @@ def after(
     return call
 
 
-@pytest.mark.parametrize("at_most", [30, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("step", [0, 1, 3], ids=["prefill", "decode", "later"])
-def test_no_instruction_of_a_step_is_a_wrong_place_for_an_interrupt(
-    step: int, at_most: int, undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
+def test_an_interrupt_at_some_instructions_of_a_step_loses_nothing(
+    step: int, undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
 ) -> None:
     def begun() -> tuple[Engine, list[Any]]:
         engine = build(checkpoint("llama"), num_frames=60)
@@ -130,17 +129,37 @@ def test_no_instruction_of_a_step_is_a_wrong_place_for_an_interrupt(
         return engine, requests
 
     total = count_instructions(begun()[0].step)
-    for at in range(1, total + 1, max(1, total // at_most)):
+    for at in range(1, total + 1, total // 30):
         engine, requests = begun()
-        try:
-            Interrupter(at).run(engine.step)
-        except KeyboardInterrupt as why:
-            where = str(why)
-        try:
-            engine.run()
-            assert_equal(requests, undisturbed, engine)
-        except BaseException as error:
-            raise AssertionError(f"after an interrupt at {where}: {error}") from error
+        interrupt_and_compare(engine, requests, undisturbed, at)
+
+
+def interrupt_and_compare(engine: Engine, requests: list[Any], undisturbed: list[Any], at: int) -> None:
+    where = "no instruction"
+    try:
+        Interrupter(at).run(engine.step)
+    except KeyboardInterrupt as why:
+        where = str(why)
+    try:
+        engine.run()
+        assert_equal(requests, undisturbed, engine)
+    except BaseException as error:
+        raise AssertionError(f"after an interrupt at {where}: {error}") from error
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_instruction_of_a_step_loses_nothing(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """The step in which the prompt of a family of two samples ends: it forks, delivers and finishes one of them."""
+
+    def begun() -> tuple[Engine, list[Any]]:
+        engine = build(checkpoint("llama"), num_frames=60)
+        params = SamplingParams(max_tokens=2, temperature=1.0, seed=3)
+        return engine, [engine.submit(prompt_of(18), params, num_samples=2)]
+
+    whole, undisturbed = begun()
+    whole.run()
+    for at in range(1, count_instructions(begun()[0].step) + 1):
+        interrupt_and_compare(*begun(), undisturbed, at)
 
 
 @pytest.mark.parametrize("signals", [60, pytest.param(2000, marks=pytest.mark.slow)])

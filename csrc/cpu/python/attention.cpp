@@ -5,6 +5,8 @@
 //     attend(binding, q, block_table, rows, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, tree_mask, out, lse)
 //         lse: a bool, whether the caller wants one; or, if Python has checked the call, the LSE's tensor
 //
+// Both return None if a table names what is not there: then checks.table_values has the words.
+//
 // A Python kernel that serves a bound call takes the arguments of attend after the first, with tensors for out and lse.
 #include <pybind11/stl.h>
 
@@ -59,6 +61,31 @@ bool keeps_contract(const Binding& b, const Tensor* t, int64_t max_q) {
     return is_like(out, q.code, q.bits, 3, k) && has_shape && has_unit_stride(out) && has_own_elements(out);
 }
 
+int32_t entry(const Tensor& t, int64_t i) { return reinterpret_cast<const int32_t*>(t.data)[i]; }
+
+// The rules of checks.table_values for all that a kernel follows: memory on the CPU can be read without waiting for a
+// device, so a call never reads or writes outside of its tensors. The entry of a punched page is -1.
+// O(sequences + pages).
+bool names_what_is_there(const Binding& b, const Tensor* t, int64_t max_q, int64_t max_k) {
+    const Tensor &table = t[TABLE], &rows = t[ROWS];
+    int64_t B = t[SEQ_LENS].shape[0], S = b.attention.S, frames = b.tensors[BOUND_K].shape[0];
+    if (entry(t[STARTS], 0) != 0 || entry(t[STARTS], B) > t[Q].shape[0]) return false;
+    for (int64_t i = 0; i < B; i++) {
+        int64_t queries = int64_t{entry(t[STARTS], i + 1)} - entry(t[STARTS], i), length = entry(t[SEQ_LENS], i);
+        if (queries < 0 || queries > max_q) return false;
+        if (!queries) continue;
+        int64_t row = rows.is_given ? entry(rows, i * rows.strides[0]) : i, pages = (length + S - 1) / S;
+        bool is_short = b.attention.causal && length > 0 && length < queries;  // queries before the first token
+        if (length < 0 || is_short || length > max_k || pages > table.shape[1]) return false;
+        if (row < 0 || row >= table.shape[0]) return false;
+        const int32_t* entries = reinterpret_cast<const int32_t*>(table.data) + row * table.strides[0];
+        bool is_outside = false;
+        for (int64_t page = 0; page < pages; page++) is_outside |= (entries[page] >= frames) | (entries[page] < -1);
+        if (is_outside) return false;
+    }
+    return true;
+}
+
 // like.new_empty(shape[, dtype=float32])
 py::object new_tensor(PyObject* like, py::object shape, bool is_float32) {
     static PyObject* const new_empty = PyUnicode_InternFromString("new_empty");
@@ -92,8 +119,9 @@ py::object attend(PyObject* const* x) {
     is_read = is_read && t[Q].is_given && t[TABLE].is_given && t[SEQ_LENS].is_given && t[STARTS].is_given;
     if (is_checked && !is_read) throw py::type_error("these are not the checked arguments of an attention call");
     int64_t max_q, max_k;
-    bool is_served = is_read && (is_checked || (read_integer(x[MAX_Q], max_q) && read_integer(x[MAX_K], max_k)));
-    if (!is_served || (!is_checked && !(is_unchanged(b) && keeps_contract(b, t, max_q)))) return py::none();
+    if (!is_read || !read_integer(x[MAX_Q], max_q) || !read_integer(x[MAX_K], max_k)) return py::none();
+    if (!is_checked && !(is_unchanged(b) && keeps_contract(b, t, max_q))) return py::none();
+    if (t[Q].device_type == CPU_DEVICE && !names_what_is_there(b, t, max_q, max_k)) return py::none();
     const Tensor& q = t[Q];
     int64_t T = q.shape[0], H = q.shape[1];
     int64_t kind = H << 20 | int64_t{t[TREE].is_given} << 16 | int64_t{q.code} << 8 | q.bits;

@@ -1,7 +1,9 @@
 // From Python objects to a Write, to copies of frames and to two States that become one.
 //
 //     bind_write(k, v, k_scale, v_scale, cos, sin, interleaved)            returns a binding, or None
-//     write(binding, k_new, v_new, slots, positions, is_checked)           `positions` is None if keys are not turned
+//     write(binding, k_new, v_new, slots, positions, is_checked)           `positions` is None if keys are not turned;
+//                                                     returns None if a slot or a position is not there: then
+//                                                     checks.slot_values has the words
 //     copy(storage, copies, threads)                                       calls that Python has checked:
 //     merge(out_a, lse_a, out_b, lse_b, out, lse, isa, threads)            out and lse are contiguous
 #include <algorithm>
@@ -38,6 +40,20 @@ bool keeps_contract(const Binding& b, const Tensor* t) {
     return is_like(t[POSITIONS], 0, 64, 1, k) && t[POSITIONS].shape[0] == T;
 }
 
+// The rules of checks.slot_values for all that a kernel follows. O(tokens).
+bool names_what_is_there(const Binding& b, const Tensor* t) {
+    const Tensor &slots = t[SLOTS], &positions = t[POSITIONS];
+    int64_t end = b.tensors[BOUND_K].shape[0] * b.write_k.S, angles = b.tensors[BOUND_COS].shape[0];
+    for (int64_t i = 0; i < slots.shape[0]; i++) {
+        int64_t slot = reinterpret_cast<const int64_t*>(slots.data)[i * slots.strides[0]];
+        if (slot >= end) return false;
+        if (slot < 0 || !positions.is_given) continue;
+        int64_t position = reinterpret_cast<const int64_t*>(positions.data)[i * positions.strides[0]];
+        if (position < 0 || position >= angles) return false;
+    }
+    return true;
+}
+
 void compute(const Binding& b, const Server& server, const Tensor* t) {
     Write writes[] = {b.write_k, b.write_v};
     for (int i : {K_NEW, V_NEW}) {
@@ -59,6 +75,7 @@ py::object write(PyObject* const* x) {
     is_read = is_read && t[K_NEW].is_given && t[V_NEW].is_given && t[SLOTS].is_given;
     if (is_checked && !is_read) throw py::type_error("these are not the checked arguments of a write");
     if (!is_read || (!is_checked && !(is_unchanged(b) && keeps_contract(b, t)))) return py::none();
+    if (t[SLOTS].device_type == CPU_DEVICE && !names_what_is_there(b, t)) return py::none();
     int64_t kind = int64_t{t[K_NEW].code} << 24 | t[K_NEW].bits << 16 | t[V_NEW].code << 8 | t[V_NEW].bits;
     Server server = b.server;  // a copy: another thread may set another kernel meanwhile
     if (!is_checked && server.kind != kind) return py::int_(kind);

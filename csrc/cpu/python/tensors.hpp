@@ -14,6 +14,7 @@
 namespace pagedkv {
 
 constexpr int MOST_DIMS = 4;
+constexpr int CPU_DEVICE = 1;  // DLPack's number
 
 struct Tensor {
     char* data;

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from pagedkv.kernels.cuda.attention import Machine
 
 WRITE_POINTERS: Final = struct.Struct("@10Q")
-WRITE_REST: Final = struct.Struct("@20q9i4x")
-WRITE_LAYOUT: Final = struct.Struct("@10Q20q9i4x")  # both
-COPY_LAYOUT: Final = struct.Struct("@4Q4q3i4x")
+WRITE_REST: Final = struct.Struct("@21q9i4x")
+WRITE_LAYOUT: Final = struct.Struct("@10Q21q9i4x")  # both
+COPY_LAYOUT: Final = struct.Struct("@4Q4q4i")
 MERGE_LAYOUT: Final = struct.Struct("@6Q8q3i4x")
 
 MOST_SCRATCH: Final = 64 << 20
@@ -108,6 +108,7 @@ def writes_of(call: WriteCall) -> list[tuple[WriteSpecialisation, int, bytes]]:
     strides += [stride * x.element_size() for x in (call.k, call.v) for stride in x.stride()[:3]]
     strides += [*scale_strides(call.k_scale), *scale_strides(call.v_scale)]
     strides += [0 if x is None else x.stride(0) for x in tables]
+    strides += [call.k.shape[0] * call.k.shape[1]]  # num_slots
     quads = [_aligned(x, 4 * x.element_size()) for x in (call.k_new, call.v_new)]
     quads += [_aligned(x, 2 if x.dtype == torch.uint8 else 4 * x.element_size()) for x in (call.k, call.v)]
     rests = (WRITE_REST.pack(*strides, T, K, call.k.shape[1], first, count, *quads) for first, count in parts)
@@ -150,7 +151,7 @@ def copy_frames(storage: Tensor, copies: Tensor, machine: Machine) -> None:
         whole = (words - 1).bit_length()
         width = min((kernel.shared_bytes // kernel.shared_word // C).bit_length() - 1, whole, 10)
         if width >= min(least, whole):
-            params = COPY_LAYOUT.pack(*addresses, *numbers, stride, stride, words, step, C, width, C)
+            params = COPY_LAYOUT.pack(*addresses, *numbers, stride, stride, words, step, C, width, C, len(storage))
             return machine.launch(kernel, -(-words >> width), params)
     wide = min(
         words, max(32, MOST_SCRATCH // (C * word))
@@ -162,7 +163,8 @@ def copy_frames(storage: Tensor, copies: Tensor, machine: Machine) -> None:
         gather = ((at, scratch.data_ptr()), (numbers[0], 0), (stride, wide * word))
         scatter = ((scratch.data_ptr(), at), (0, numbers[1]), (wide * word, stride))
         for ends, by, strides in (gather, scatter):
-            machine.launch(small, -(-count >> 5), COPY_LAYOUT.pack(*ends, *by, *strides, count, step, C, 5, most_runs))
+            params = COPY_LAYOUT.pack(*ends, *by, *strides, count, step, C, 5, most_runs, len(storage))
+            machine.launch(small, -(-count >> 5), params)
     return None
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from torch import Tensor
 
-from pagedkv.kernels import quant, reference
+from pagedkv.kernels import checks, quant, reference
 from pagedkv.kernels.threads import is_forked, num_threads
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def objections(case: Case) -> list[str]:
 
 
 def paged_attention(call: AttentionCall) -> None:
-    """Attend. Modifies: call.out, call.lse."""
+    """Attend. Modifies: call.out, call.lse. Raises: InvalidRequest for tables that name what is not there."""
     from pagedkv.kernels.numba import attention
 
     threads = num_threads()
@@ -71,6 +71,10 @@ def paged_attention(call: AttentionCall) -> None:
     words[attention.CAUSAL : attention.SPLIT_TOKENS + 1] = (call.causal, call.window or 0, call.split_tokens or 0)
     words.view(np.float64)[attention.SCALE : attention.SOFTCAP + 1] = (call.scale, call.softcap)
     words[attention.B : attention.UNIT_HEADS + 1] = (call.seq_lens.shape[0], threads, queries, heads)
+    ends = (call.q.shape[0], call.k.shape[0], *call.block_table.shape, call.max_seqlen_q, call.max_seqlen_k)
+    words[attention.NUM_TOKENS : attention.MOST_KEYS + 1] = ends
+    if not attention.is_in_bounds(words):
+        checks.table_values(call)
     units, groups, num_floats = attention.partition(words)
     threads = max(1, min(threads, len(units)))
     scratch = np.empty((threads, attention.scratch_words(queries * heads * (H // K), D, Dv)), np.int64)
@@ -81,12 +85,16 @@ def paged_attention(call: AttentionCall) -> None:
 
 
 def write_kv(call: WriteCall) -> None:
-    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and scales per (token, head)."""
+    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and scales per (token, head).
+
+    Raises: InvalidRequest for slots and positions that are not there
+    """
     from pagedkv.kernels.numba import write
 
     T = call.k_new.shape[0]
     threads = min(num_threads(), -(-T // WRITE_ALONE)) or 1
     keys, values = (call.k_new, call.k, call.k_scale, call.cos), (call.v_new, call.v, call.v_scale, None)
+    num_slots = call.k.shape[0] * call.k.shape[1]
     for new, pool, scale, cos in (keys, values):
         words = np.zeros(write.WORDS, np.int64)
         rope = () if cos is None else (cos, call.sin, call.positions)
@@ -97,6 +105,9 @@ def write_kv(call: WriteCall) -> None:
         words[write.ROTARY : write.INTERLEAVED + 1] = (0 if cos is None else cos.shape[1], call.interleaved)
         scratch = np.empty((threads, new.shape[2]), np.float32)
         words[write.SCRATCH : write.RUN + 1] = (scratch.ctypes.data, max(WRITE_ALONE, T // (4 * threads)))
+        words[write.NUM_SLOTS : write.NUM_ANGLES + 1] = (num_slots, 0 if cos is None else cos.shape[0])
+        if new is call.k_new and not write.is_in_bounds(words):
+            checks.slot_values(call)
         _run(write.write, words, threads)
 
 

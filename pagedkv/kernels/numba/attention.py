@@ -18,8 +18,8 @@ Threads        take units from a counter. If the keys of a group of units were c
                chunks are given, so neither the rest of the batch nor the number of threads changes a bit.
 
 Never read: keys beyond seq_lens, slots of punched pages, padded table entries. The loops raise nothing: the arguments
-were checked. LLVM may reorder and contract sums in the functions marked FAST, which makes vectors of them. The folding
-of states is compiled without FAST, so its bits are the same everywhere.
+were checked, and `is_in_bounds` looked at the tables. LLVM may reorder and contract sums in the functions marked FAST,
+which makes vectors of them. The folding of states is compiled without FAST, so its bits are the same everywhere.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ B, THREADS, UNIT_QUERIES, UNIT_HEADS = range(68, 72)
 UNITS, NUM_UNITS, GROUPS, PARTIALS, SCRATCH, SCRATCH_BYTES = range(72, 78)
 # Counters that the threads share: the units and the threads that have begun.
 NEXT_UNIT, NEXT_THREAD = range(78, 80)
-WORDS = 80
+# The ends of what the tables may name: queries of q, frames, rows and pages of the table; max_seqlen_q, max_seqlen_k.
+NUM_TOKENS, NUM_FRAMES, NUM_ROWS, NUM_PAGES, MOST_QUERIES, MOST_KEYS = range(80, 86)
+WORDS = 86
 
 # A unit: b, i0, i1, h0, h1, c0, c1, the tokens of a chunk, the index of its group.
 UNIT_WORDS = 9
@@ -112,6 +114,32 @@ def _span(c: Any, b: int, i0: int, i1: int) -> Any:
     if c[WINDOW]:
         first = max(0, n - m + i0 - c[WINDOW] + 1)
     return first, max(first, end)
+
+
+@njit(cache=True)
+def is_in_bounds(c: Any) -> bool:
+    """Return whether the tables of a call name only what is there: the rules of checks.table_values.
+
+    O(sequences + pages).
+    """
+    if _entry(c, CU_SEQLENS, 0) != 0 or _entry(c, CU_SEQLENS, c[B]) > c[NUM_TOKENS]:
+        return False
+    for b in range(c[B]):
+        m, n = _num_queries(c, b), _entry(c, SEQ_LENS, b)
+        if m < 0 or m > c[MOST_QUERIES]:
+            return False
+        if m == 0:
+            continue
+        row, pages = _entry(c, ROWS, b) if c[ROWS] else b, (n + c[S] - 1) // c[S]
+        if n < 0 or (c[CAUSAL] and 0 < n < m) or n > c[MOST_KEYS]:
+            return False
+        if pages > c[NUM_PAGES] or row < 0 or row >= c[NUM_ROWS]:
+            return False
+        entries = _ints(c[TABLE] + row * c[TABLE + 1], pages)
+        for page in range(pages):
+            if entries[page] >= c[NUM_FRAMES] or entries[page] < -1:
+                return False
+    return True
 
 
 @njit(cache=True)

@@ -45,10 +45,26 @@ ROTARY, INTERLEAVED = range(35, 37)
 SCRATCH, RUN = range(37, 39)
 # Counters that the threads share.
 NEXT_TOKEN, NEXT_THREAD = range(39, 41)
-WORDS = 41
+# The ends of what the call may name: slots of the pool, positions of the angles.
+NUM_SLOTS, NUM_ANGLES = range(41, 43)
+WORDS = 43
 
 _QMAX = np.array([0, 0, 0, 448, 57344, 127, 7], np.float32)
 """float32 [7]: the largest magnitude of a stored element, by its kind."""
+
+
+@njit(cache=True)
+def is_in_bounds(c: Any) -> bool:
+    """Return whether slots and positions are there: the rules of checks.slot_values. O(tokens)."""
+    for token in range(c[T]):
+        slot = _longs(c[SLOTS] + token * c[SLOTS + 1], 1)[0]
+        if slot >= c[NUM_SLOTS]:
+            return False
+        if slot >= 0 and c[COS]:
+            position = _longs(c[POSITIONS] + token * c[POSITIONS + 1], 1)[0]
+            if position < 0 or position >= c[NUM_ANGLES]:
+                return False
+    return True
 
 
 @njit

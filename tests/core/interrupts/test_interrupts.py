@@ -154,6 +154,15 @@ def test_a_plan_is_settled_once_whatever_its_attributes_say(mm: MemoryManager) -
     assert not mm._plans
 
 
+def test_only_the_manager_writes_page_tables(mm: MemoryManager) -> None:
+    plan = mm.plan([mm.open()], [6])
+    with pytest.raises(ValueError, match="read-only"):
+        plan.block_table[0, 0] = 9
+    assert plan.block_table.base is not None
+    assert (plan.block_table == mm.state.table).all()
+    mm.abort(plan)
+
+
 LOST = ["address space 1", "a plan of 1 sequences", "a pin by row 5"]
 
 

@@ -17,6 +17,7 @@ from tests.kernels import test_compiled_laws, test_laws, test_write
 from tests.kernels.conftest import Runner
 from tests.kernels.cuda import backend
 from tests.kernels.cuda.emulator import COMPILER, Emulator
+from tests.kernels.test_hostile_tables import check_that_nothing_beyond_the_pool_is_written
 from tests.kernels.test_write import SLOTS, batch_of
 
 if TYPE_CHECKING:
@@ -202,3 +203,11 @@ def test_a_vector_longer_than_a_warp_holds_is_refused_with_the_limit() -> None:
 
     case = registry.Case("write_kv", "cuda", dtype="float16", head_dim=2048, head_dim_v=64)
     assert backend.case_objections(case) == [f"head_dim is 2048; it takes up to {specialisation.LONGEST_ROW}"]
+
+
+@pytest.mark.parametrize("num_copies", [5, 400])
+def test_nothing_beyond_the_pool_is_written(machine: Emulator, num_copies: int) -> None:
+    """400 copies go through a scratch buffer."""
+    check_that_nothing_beyond_the_pool_is_written(
+        machine.write_kv, lambda frames, copies: machine.copy_frames(frames, copies.repeat(num_copies // 5, 1))
+    )

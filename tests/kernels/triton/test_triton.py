@@ -29,6 +29,7 @@ from tests.cases import GRID, SMALL, Case, empty_layer
 from tests.kernels import test_write
 from tests.kernels.conftest import Runner
 from tests.kernels.oracle import allowed_error, oracle, same_precision
+from tests.kernels.test_hostile_tables import check_that_nothing_beyond_the_pool_is_written
 from tests.kernels.test_write import SLOTS, batch_of
 from tests.kernels.triton.compiled import call_of
 
@@ -65,7 +66,7 @@ _DRAFTS = Case(q_lens=(1, 4, 3), kv_lens=(70, 4, 33))
 SAMPLE = (
     Case(),
     Case(q_lens=(1,), kv_lens=(0,)),
-    Case(q_lens=(3, 0, 4), kv_lens=(2, 5, 17), heads=(5, 1), sinks=True),
+    Case(q_lens=(3, 0, 4), kv_lens=(2, 5, 17), heads=(5, 1), sinks=True, mask="all"),
     replace(
         _DRAFTS, heads=(28, 4), dims=(80, 80), block_size=5, dtype="bfloat16", layout="mixed", window=20, alibi=True
     ),
@@ -519,3 +520,7 @@ def test_the_laws_of_every_backend_hold() -> None:
     )
     assert run.returncode == 0, run.stdout
     assert " passed" in run.stdout
+
+
+def test_nothing_beyond_the_pool_is_written() -> None:
+    check_that_nothing_beyond_the_pool_is_written(backend.write_kv, backend.copy_frames)
