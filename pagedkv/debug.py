@@ -2,8 +2,8 @@
 
 | variable            | values   | effect                                                                             |
 |---------------------|----------|------------------------------------------------------------------------------------|
-| PAGEDKV_DEBUG       | 0        | no checks beyond those that keep the tables sound (the default)                    |
-|                     | 1        | as 0, and arguments of kernels and plans are checked                               |
+| PAGEDKV_DEBUG       | 0        | checks that cost O(batch) and wait for no device (the default)                     |
+|                     | 1        | as 0, and values of arguments are checked on every device                          |
 |                     | 2        | as 1, and unmapped frames are filled with NaN, planned slots are proven distinct   |
 |                     | 3        | as 2, and `check()` proves I1-I9 after every commit; errors name the last callers  |
 | PAGEDKV_KERNELS     | a name   | the backend for calls that name none, or "auto"                                    |

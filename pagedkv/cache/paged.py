@@ -308,23 +308,26 @@ class PagedKVCache:
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 
-    def snapshot(self, folder: str | Path, *, model: str = "") -> int:
+    def snapshot(self, folder: str | Path, *, model: str = "", key: bytes | None = None) -> int:
         """Write every page that a prompt can find, bytes and tokens, to `folder` for `restore`; return how many pages.
 
         model: a name for the weights (a checkpoint's digest, for example); `restore` must be given the same name.
+        key:   16 to 64 secret bytes: a page that was not written with this key is a miss in `restore`. Without a key,
+               who can write to the folder can plant pages under any tenant's prefix.
         A page that one layer group has given up is left out, with the pages behind it. An older snapshot in `folder` is
-        valid until the new one is complete. O(bytes).
-        Raises: OSError from the file system
+        valid until the new one is complete, also if the process is killed. Other files are not touched. O(bytes).
+        Raises: OSError from the file system; BlockingIOError while another process writes a snapshot there
         """
-        return snapshots.save(self, _folder(folder), _name(model))
+        return snapshots.save(self, _folder(folder), _name(model), _key(key))
 
-    def restore(self, folder: str | Path, *, model: str = "") -> Restored:
+    def restore(self, folder: str | Path, *, model: str = "", key: bytes | None = None) -> Restored:
         """Make the intact pages of a snapshot findable again, as many as fit into free frames. No frame is evicted.
 
+        key: that of `snapshot`.
         A page whose digest does not fit its bytes, tokens, prefix or tenant is a miss, and so are the pages behind it.
         A snapshot of another model or layout is refused as a whole. A damaged file never raises: see Restored.
         """
-        return snapshots.load(self, _folder(folder), _name(model))
+        return snapshots.load(self, _folder(folder), _name(model), _key(key))
 
     # -- observation and checks ----------------------------------------------------------------------------------------
 
@@ -421,9 +424,21 @@ def _device(device: torch.device | str) -> torch.device:
 
 def _folder(folder: str | Path) -> Path:
     try:
-        return Path(folder)
+        path = Path(folder)
     except TypeError:
         raise InvalidRequest(f"folder is {folder!r}; give a path") from None
+    if "\0" in str(path):
+        raise InvalidRequest(f"folder is {folder!r}; a path has no zero byte")
+    return path
+
+
+def _key(key: bytes | None) -> bytes | None:
+    if key is not None and not (isinstance(key, bytes) and snapshots.LEAST_KEY <= len(key) <= snapshots.MOST_KEY):
+        given = f"{len(key)} bytes" if isinstance(key, bytes) else repr(type(key).__name__)
+        raise InvalidRequest(
+            f"key is {given}; give {snapshots.LEAST_KEY} to {snapshots.MOST_KEY} secret bytes, or None"
+        )
+    return key
 
 
 def _name(model: str) -> str:

@@ -1,12 +1,18 @@
 """Snapshots: the prefix cache on disk, for a restart that is not cold. A page that cannot be verified is a miss.
 
-    folder/manifest.json    files, tenants, fingerprint; replaced last, in one step: a crash leaves the old snapshot
-    folder/frames-<draw>-00000.safetensors    pages [n]: token_ids int32 [n, S], parent int64 [n], tenant int32 [n],
+    folder/pagedkv.json     files, tenants, fingerprint; replaced last, in one step: a crash leaves the old snapshot
+    folder/pagedkv-<draw>-00000.safetensors   pages [n]: token_ids int32 [n, S], parent int64 [n], tenant int32 [n],
                                               frames uint8 [n, G, frame_bytes], digest uint8 [n, 32]
+    folder/pagedkv.writing  the draw of a snapshot that is not whole yet; the next writer removes its files
+    folder/pagedkv.lock     held while a snapshot is written: a second writer gets BlockingIOError
 
     name        = of a page: chained over its tenant and all tokens up to its end (core/prefix/digests.py)
     fingerprint = sha256(format, model, KVSpecs, layer groups, windows, byte order)
-    digest      = sha256(fingerprint ‖ name ‖ bytes of its frames)
+    digest      = sha256(fingerprint ‖ name ‖ bytes of its frames), or BLAKE2b under the caller's key
+
+Other files in the folder are not touched: a writer removes the files of the snapshot that it replaced, by the names in
+its manifest, and those of a writer that died, by its draw. A reader takes regular files only, and none that is larger
+than its pages.
 
 So a flipped bit in bytes, tokens, order or tenant is seen, and the pages behind the damaged page are missed with it.
 Frame numbers are not stored: a restore plans and commits into free frames, and a page that the cache has already stays
@@ -17,10 +23,14 @@ This file knows the layout of the folder; it must not know the layout of a frame
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
 import os
+import re
 import secrets
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -29,8 +39,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as safetensors_bytes
 
 from pagedkv.core.prefix.digests import page_digest, root_digest
 from pagedkv.core.prefix.export import Page
@@ -45,10 +57,20 @@ if TYPE_CHECKING:
     from pagedkv.core.manager import MemoryManager
     from pagedkv.spec import KVSpec
 
-FORMAT: Final = 1
-MANIFEST: Final = "manifest.json"
-FILE_BYTES: Final = 2**28
-"""Bytes of frames in one file, about."""
+FORMAT: Final = 2
+MANIFEST: Final = "pagedkv.json"
+WRITING: Final = "pagedkv.writing"
+LOCK: Final = "pagedkv.lock"
+_DRAW: Final = re.compile(r"[0-9a-f]{16}")
+_OWN_FILE: Final = re.compile(r"pagedkv-[0-9a-f]{16}-[0-9]{5,9}\.safetensors")
+MOST_MANIFEST_BYTES: Final = 2**26
+MOST_HEADER_BYTES: Final = 2**16
+"""Of a file with frames: the header of safetensors, which names five tensors."""
+LEAST_KEY: Final = 16
+"""Bytes of a key."""
+MOST_KEY: Final = hashlib.blake2b.MAX_KEY_SIZE
+FILE_BYTES: Final = 2**27
+"""Bytes of frames in one file, about. A file is made in memory first."""
 
 
 class Cache(Protocol):
@@ -99,10 +121,11 @@ class Restored:
     refused: str = ""
 
 
-def fingerprint(cache: Cache, model: str) -> dict[str, Any]:
+def fingerprint(cache: Cache, model: str, key: bytes | None) -> dict[str, Any]:
     """Return the facts that two caches must share for their bytes to mean the same."""
     return {
         "format": FORMAT,
+        "digest": "sha256" if key is None else "blake2b with a key",
         "model": model,
         "specs": [asdict(spec) for spec in cache.specs],
         "layer_groups": list(cache.layer_groups),
@@ -111,41 +134,87 @@ def fingerprint(cache: Cache, model: str) -> dict[str, Any]:
     }
 
 
-def save(cache: Cache, folder: Path, model: str) -> int:
-    """Write every findable page to `folder`; return how many. An older snapshot is valid until all is written."""
+def save(cache: Cache, folder: Path, model: str, key: bytes | None) -> int:
+    """Write every findable page to `folder`; return how many. An older snapshot is valid until all is written.
+
+    Raises: OSError if the disk does; BlockingIOError while another writer is at work in `folder`
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BlockingIOError(errno.EAGAIN, "another process is writing a snapshot here", str(folder)) from None
+    try:
+        _remove_unfinished(folder)
+        before = _files_of(folder)
+        count = _save(cache, folder, (fingerprint(cache, model, key), key))
+        for name in before:
+            (folder / name).unlink(missing_ok=True)
+        return count
+    finally:
+        lock.release()
+
+
+def _save(cache: Cache, folder: Path, sealed: tuple[dict[str, Any], bytes | None]) -> int:
+    facts, draw, digester = sealed[0], secrets.token_hex(8), _Digester(*sealed)
     pages = cache.manager.findable_pages()
     tenants = sorted({page.tenant for page in pages})
-    facts, draw = fingerprint(cache, model), secrets.token_hex(8)
-    digester = _Digester(facts)
     names: list[bytes] = []
     for page in pages:
         names.append(page_digest(names[page.parent] if page.parent >= 0 else root_digest(page.tenant), page.token_ids))
-    folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, Any]] = []
     per_file = max(1, FILE_BYTES // (len(cache.specs) * cache.frame_bytes))
-    for first in range(0, len(pages), per_file):
-        part = pages[first : first + per_file]
-        tensors = _tensors(cache, part, tenants)
-        digests = [
-            digester.digest(name, frames)
-            for name, frames in zip(names[first:], tensors["frames"].numpy(), strict=False)
-        ]
-        tensors["digest"] = torch.from_numpy(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32).copy())
-        files.append({"name": f"frames-{draw}-{len(files):05}.safetensors", "pages": len(part)})
-        _write(folder / files[-1]["name"], lambda path, tensors=tensors: save_file(tensors, path))
-    manifest = {"fingerprint": facts, "tenants": [tenant.hex() for tenant in tenants], "files": files}
-    _write(folder / MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1), encoding="utf-8"))
-    for path in folder.glob("frames-*"):
-        if path.name not in {entry["name"] for entry in files}:
-            path.unlink(missing_ok=True)
+    try:
+        _write(folder / WRITING, draw.encode())
+        for first in range(0, len(pages), per_file):
+            part = pages[first : first + per_file]
+            tensors = _tensors(cache, part, tenants)
+            digests = [
+                digester.digest(name, frames)
+                for name, frames in zip(names[first:], tensors["frames"].numpy(), strict=False)
+            ]
+            tensors["digest"] = torch.from_numpy(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32).copy())
+            files.append({"name": f"pagedkv-{draw}-{len(files):05}.safetensors", "pages": len(part)})
+            _write(folder / files[-1]["name"], safetensors_bytes(tensors))
+        manifest = {"fingerprint": facts, "tenants": [tenant.hex() for tenant in tenants], "files": files}
+        _write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    except BaseException:
+        _remove_unfinished(folder)
+        raise
+    (folder / WRITING).unlink()
     return len(pages)
 
 
-class _Digester:
-    """Digests of pages under one fingerprint."""
+def _files_of(folder: Path) -> list[str]:
+    """Return the names of the files of the snapshot in `folder`: those that a snapshot gives."""
+    try:
+        listed = [entry["name"] for entry in json.loads(_read(folder / MANIFEST, MOST_MANIFEST_BYTES))["files"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
+    return [name for name in listed if isinstance(name, str) and _OWN_FILE.fullmatch(name)]
 
-    def __init__(self, facts: dict[str, Any]) -> None:
-        self._fingerprinted = hashlib.sha256(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove the files of a writer that died or failed before its manifest was in place."""
+    try:
+        draw = _read(folder / WRITING, 16).decode("ascii")
+    except (OSError, ValueError):
+        return
+    current = _files_of(folder)
+    if _DRAW.fullmatch(draw):
+        for path in folder.glob(f"pagedkv-{draw}-*"):
+            if path.name not in current:
+                path.unlink(missing_ok=True)
+    (folder / WRITING).unlink(missing_ok=True)
+
+
+class _Digester:
+    """Digests of pages under one fingerprint, and one key if there is one."""
+
+    def __init__(self, facts: dict[str, Any], key: bytes | None) -> None:
+        self._fingerprinted = hashlib.sha256() if key is None else hashlib.blake2b(key=key, digest_size=32)
+        self._fingerprinted.update(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
 
     def digest(self, name: bytes, frames: np.ndarray) -> bytes:
         """Return 32 bytes for the page of this name with these frames (uint8 [G, frame_bytes])."""
@@ -165,38 +234,59 @@ def _tensors(cache: Cache, part: list[Page], tenants: list[bytes]) -> dict[str, 
     }
 
 
-def _write(path: Path, write: Any) -> None:
-    """Call `write` for a file beside `path`, flush that file to the disk, and rename it to `path`."""
+def _write(path: Path, content: bytes) -> None:
+    """Write a file beside `path`, flush it to the disk, and rename it to `path`."""
     beside = path.with_name(f"{path.name}.part")
-    write(beside)
-    _flush(beside)
-    os.replace(beside, path)
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
     _flush(path.parent)
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def load(cache: Cache, folder: Path, model: str) -> Restored:
+def _read(path: Path, most: int) -> bytes:
+    """Return the content of a regular file of at most `most` bytes. Raises: OSError for any other."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for a writer
+    with open(descriptor, "rb") as file:
+        _require_regular(path, os.fstat(descriptor), most)
+        return file.read(most + 1)
+
+
+def _require_regular(path: Path, status: os.stat_result, most: int) -> None:
+    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+        raise OSError(f"{path} is no regular file of at most {most} bytes")
+
+
+def load(cache: Cache, folder: Path, model: str, key: bytes | None) -> Restored:
     """Make the intact pages in `folder` findable again, as many as there are free frames for. No frame is evicted."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(_read(folder / MANIFEST, MOST_MANIFEST_BYTES))
         stored, tenants = manifest["fingerprint"], [bytes.fromhex(tenant) for tenant in manifest["tenants"]]
         files = [(folder / Path(entry["name"]).name, int(entry["pages"])) for entry in manifest["files"]]
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return Restored(refused=f"{folder} holds no snapshot that can be read ({error!r})")
-    if any(pages < 0 for _, pages in files):
-        return Restored(refused=f"{folder} holds no snapshot that can be read (a file with a negative number of pages)")
-    facts = fingerprint(cache, model)
+    if len(set(files)) < len(files) or not all(0 <= pages < 2**31 for _, pages in files):
+        return Restored(refused=f"{folder} holds no snapshot that can be read (a file that occurs twice, or its pages)")
+    facts = fingerprint(cache, model, key)
     if stored != facts:
         wrong = [name for name in facts if not isinstance(stored, dict) or stored.get(name) != facts[name]]
         return Restored(refused=f"the snapshot in {folder} was made for another {', '.join(wrong)}")
     if not cache.prefix_cache:
         return Restored(refused="this cache finds no prefixes (prefix_cache=False)")
-    restore = _Restore(cache, tenants, _Digester(facts))
+    restore = _Restore(cache, tenants, _Digester(facts, key))
     with cache.manager.restoring():
         try:
             return restore.run(files)
@@ -297,6 +387,8 @@ class _Restore:
 def _rows(path: Path, count: int, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[Row]:
     """Yield the `count` pages of a file; none if the file cannot be read or has other shapes."""
     try:
+        most = sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values()) + MOST_HEADER_BYTES
+        _require_regular(path, os.stat(path), most)
         tensors = load_file(path)
         as_expected = all(
             name in tensors and (tensors[name].dtype, tuple(tensors[name].shape)) == expected

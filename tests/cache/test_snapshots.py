@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from pagedkv import KVSpec, PagedKVCache
@@ -68,6 +73,10 @@ def filled(kind: str = "one group") -> PagedKVCache:
     return cache
 
 
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {snapshots.LOCK}
+
+
 def pages_of(cache: PagedKVCache) -> int:
     return int((cache.manager.state.frames["published"] == 1).sum())
 
@@ -91,17 +100,15 @@ def test_a_snapshot_leaves_the_cache_as_it_was_and_can_be_taken_again(tmp_path: 
     assert cache.stats() == before
     cache.evict(4)
     cache.snapshot(tmp_path)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        ["manifest.json", *(entry["name"] for entry in manifest["files"])]
-    )
+    manifest = json.loads((tmp_path / snapshots.MANIFEST).read_text())
+    assert names_in(tmp_path) == {snapshots.MANIFEST, *(entry["name"] for entry in manifest["files"])}
     assert KINDS["one group"]().restore(tmp_path).pages == pages_of(cache) == 16
 
 
 def test_many_files_are_one_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "FILE_BYTES", 3 * SPEC.frame_bytes)
     filled().snapshot(tmp_path)
-    assert len(list(tmp_path.glob("frames-*"))) == 7
+    assert len(list(tmp_path.glob("pagedkv-*"))) == 7
     new = KINDS["one group"]()
     assert new.restore(tmp_path).pages == 20
     for tenant, tokens in PROMPTS:
@@ -111,7 +118,7 @@ def test_many_files_are_one_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("seed", range(40))
 def test_a_flipped_bit_is_a_miss_and_never_garbage(seed: int, tmp_path: Path) -> None:
     filled("two groups" if seed % 4 == 0 else "one group").snapshot(tmp_path)
-    [path] = tmp_path.glob("frames-*")
+    [path] = tmp_path.glob("pagedkv-*")
     rng, data = np.random.default_rng(seed), bytearray(path.read_bytes())
     # Anywhere in the file, or in its first bytes: header, tokens and order.
     at = int(rng.integers(len(data) if seed % 2 else 2048))
@@ -129,7 +136,7 @@ def test_a_flipped_bit_is_a_miss_and_never_garbage(seed: int, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["token_ids", "parent", "tenant", "frames", "digest"])
 def test_every_part_of_a_page_is_under_its_digest(name: str, tmp_path: Path) -> None:
     filled().snapshot(tmp_path)
-    [path] = tmp_path.glob("frames-*")
+    [path] = tmp_path.glob("pagedkv-*")
     tensors = load_file(path)
     chained = next(at for at in range(20) if int(tensors["parent"][at]) >= 0 and int((tensors["parent"] == at).sum()))
     tensors[name][chained] = tensors[name][chained] + 1 if name != "tenant" else 1 - tensors[name][chained]
@@ -146,7 +153,7 @@ def test_every_part_of_a_page_is_under_its_digest(name: str, tmp_path: Path) -> 
 def test_a_truncated_file_is_a_miss(keep: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "FILE_BYTES", 8 * SPEC.frame_bytes)
     filled().snapshot(tmp_path)
-    path = sorted(tmp_path.glob("frames-*"))[1]
+    path = sorted(tmp_path.glob("pagedkv-*"))[1]
     data = path.read_bytes()
     path.write_bytes(data[: int(keep if keep > 1 else keep * len(data))])
     new = KINDS["one group"]()
@@ -202,7 +209,7 @@ def test_a_snapshot_of_another_model_is_refused(tmp_path: Path) -> None:
 )
 def test_a_folder_without_snapshot_is_a_miss(text: str | None, tmp_path: Path) -> None:
     if text is not None:
-        (tmp_path / "manifest.json").write_text(text)
+        (tmp_path / snapshots.MANIFEST).write_text(text)
     done = KINDS["one group"]().restore(tmp_path)
     assert done.pages == 0
     assert done.refused
@@ -211,36 +218,157 @@ def test_a_folder_without_snapshot_is_a_miss(text: str | None, tmp_path: Path) -
 @pytest.mark.parametrize("pages", [-1, 10**15])
 def test_a_manifest_that_counts_other_pages_than_there_are_is_a_miss_at_once(pages: int, tmp_path: Path) -> None:
     filled().snapshot(tmp_path)
-    path = tmp_path / "manifest.json"
+    path = tmp_path / snapshots.MANIFEST
     manifest = json.loads(path.read_text())
     manifest["files"][0]["pages"] = pages
     path.write_text(json.dumps(manifest))
     done = KINDS["one group"]().restore(tmp_path)
-    assert (done.pages, done.bad) == (0, max(0, pages))
-    assert bool(done.refused) == (pages < 0)
+    assert (done.pages, done.bad) == (0, 0)
+    assert "its pages" in done.refused
 
 
-def test_a_crash_while_writing_leaves_the_snapshot_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_os_error_and_leaves_the_snapshot_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = filled()
     cache.snapshot(tmp_path)
-    write = snapshots._write
-    for survived in range(2):  # the file of frames, then the manifest
-        written = [0]
+    before = names_in(tmp_path)
+    monkeypatch.setattr(snapshots, "FILE_BYTES", 3 * SPEC.frame_bytes)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for most in (10, 3000, 20_000):  # the draw, the first file, the larger manifest or a file
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+            with pytest.raises(OSError, match="File too large"):
+                cache.snapshot(tmp_path)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert names_in(tmp_path) == before
+            assert KINDS["one group"]().restore(tmp_path).pages == 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
 
-        def breaking(path: Path, fill: Any, survived: int = survived, written: list[int] = written) -> None:
-            written[0] += 1
-            if written[0] > survived:
-                path.with_name(f"{path.name}.part").write_bytes(b"half")
-                raise OSError("no space left")
-            write(path, fill)
 
-        monkeypatch.setattr(snapshots, "_write", breaking)
-        with pytest.raises(OSError, match="no space"):
-            cache.snapshot(tmp_path)
-        assert KINDS["one group"]().restore(tmp_path).pages == 20
-    monkeypatch.setattr(snapshots, "_write", write)
-    cache.snapshot(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2  # what the crashes left is gone
+KILLED = """
+import os, sys, torch
+from pathlib import Path
+from pagedkv.cache import snapshots
+from tests.cache.test_snapshots import SPEC, filled
+folder, at, calls = Path(sys.argv[1]), int(sys.argv[2]), 0
+def dying(real):
+    def call(*args, **options):
+        global calls
+        calls += 1
+        if calls == at:
+            os.kill(os.getpid(), 9)
+        return real(*args, **options)
+    return call
+snapshots.FILE_BYTES = 9 * SPEC.frame_bytes
+cache = filled()
+for name in ("replace", "fsync", "open"):
+    setattr(snapshots.os, name, dying(getattr(os, name)))
+Path.unlink = dying(Path.unlink)
+cache.snapshot(folder, model="new")
+print(calls)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_a_whole_snapshot(tmp_path: Path) -> None:
+    """The child dies before its n-th call that changes the folder. One snapshot is whole; the next writer cleans up."""
+
+    def run(at: int, folder: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", KILLED, str(folder), str(at)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+
+    whole = run(0, tmp_path / "whole")
+    total = int(whole.stdout)
+    assert total > 20
+    found = set()
+    for at in sorted({*range(1, total + 1, 10), total - 4, total - 2, total}):
+        folder = tmp_path / str(at)
+        filled().snapshot(folder, model="old")
+        assert run(at, folder).returncode == -signal.SIGKILL
+        pages = tuple(KINDS["one group"]().restore(folder, model=model).pages for model in ("old", "new"))
+        assert pages in ((20, 0), (0, 20))
+        found.add(pages)
+        filled().snapshot(folder, model="next")
+        assert KINDS["one group"]().restore(folder, model="next").pages == 20
+        assert len(names_in(folder)) == 2 or pages == (0, 20)
+    assert found == {(20, 0), (0, 20)}
+
+
+def test_other_files_of_the_folder_are_left_alone(tmp_path: Path) -> None:
+    others = {
+        "frames-of-my-video.mp4",
+        "manifest.json",
+        "pagedkv-notes.txt",
+        "pagedkv-0123456789abcdef-00000.safetensors",
+    }
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "frames-of-a-folder").mkdir()
+    for _ in range(2):
+        filled().snapshot(tmp_path)
+    assert all((tmp_path / name).read_text() == "mine" for name in others)
+    assert len(names_in(tmp_path) - others) == 3
+
+
+def test_a_manifest_names_no_file_of_others(tmp_path: Path) -> None:
+    """A manifest that somebody changed does not make the next writer remove the files that it lists."""
+    cache = filled()
+    cache.snapshot(tmp_path / "cache")
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "cache" / "precious").write_text("mine")
+    path = tmp_path / "cache" / snapshots.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["files"] += [
+        {"name": name, "pages": 1} for name in ("../precious", "precious", str(tmp_path / "precious"))
+    ]
+    path.write_text(json.dumps(manifest))
+    cache.snapshot(tmp_path / "cache")
+    assert (tmp_path / "precious").exists()
+    assert (tmp_path / "cache" / "precious").exists()
+
+
+def test_a_second_writer_is_refused_and_the_first_is_whole(tmp_path: Path) -> None:
+    with FileLock(tmp_path / snapshots.LOCK):
+        with pytest.raises(BlockingIOError, match="another process is writing a snapshot here"):
+            filled().snapshot(tmp_path)
+        assert names_in(tmp_path) == set()
+    filled().snapshot(tmp_path)
+    assert KINDS["one group"]().restore(tmp_path).pages == 20
+
+
+@pytest.mark.parametrize("which", [snapshots.MANIFEST, "frames"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "large", "device"])
+def test_only_regular_files_of_the_right_size_are_read(which: str, kind: str, tmp_path: Path) -> None:
+    filled().snapshot(tmp_path)
+    [path] = [tmp_path / which] if which == snapshots.MANIFEST else tmp_path.glob("pagedkv-*")
+    content = path.read_bytes()
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(content)
+        os.truncate(path, 2**40)  # a hole
+    done = KINDS["one group"]().restore(tmp_path)
+    assert done.pages == 0
+    assert done.refused or done.bad == 20
+
+
+def test_a_page_needs_the_key_of_its_snapshot(tmp_path: Path) -> None:
+    key = b"0123456789abcdef"
+    filled().snapshot(tmp_path, key=key)
+    assert KINDS["one group"]().restore(tmp_path, key=key).pages == 20
+    assert KINDS["one group"]().restore(tmp_path, key=b"another key of 16").bad == 20
+    assert "another digest" in KINDS["one group"]().restore(tmp_path).refused
+    for wrong in (b"short", b"x" * 65, "0123456789abcdef"):
+        with pytest.raises(InvalidRequest, match="give 16 to 64 secret bytes, or None"):
+            filled().snapshot(tmp_path, key=wrong)  # type: ignore[arg-type]
 
 
 def test_a_smaller_pool_takes_what_fits_and_evicts_nothing(tmp_path: Path) -> None:
@@ -343,4 +471,6 @@ def test_a_folder_and_a_model_are_named_by_text(verb: str, tmp_path: Path) -> No
         call(tmp_path, model=b"x")
     with pytest.raises(InvalidRequest, match="folder is 7; give a path"):
         call(7)
+    with pytest.raises(InvalidRequest, match="a path has no zero byte"):
+        call("a\0b")
     assert not list(tmp_path.iterdir())
