@@ -248,7 +248,6 @@ def test_an_engine_goes_on_while_a_traceback_holds_its_handles(
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": []}, "the prompt is empty"),
     ],
-    ids=str,
 )
 def test_everything_about_a_request_is_checked_when_it_is_submitted(
     options: dict[str, Any], text: str, checkpoint: Callable[[str], Checkpoint]
