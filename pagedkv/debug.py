@@ -9,7 +9,7 @@
 | PAGEDKV_KERNELS     | a name   | the backend for calls that name none, or "auto"                                    |
 | PAGEDKV_CPU_ISA     | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable    |
 | PAGEDKV_NUM_THREADS | a number | threads of the `cpu` and `numba` backends; by default as many as torch uses        |
-| PAGEDKV_CACHE_DIR   | a folder | the place of compiled CUDA kernels; by default pagedkv/ in the user's cache folder |
+| PAGEDKV_CACHE_DIR   | a folder | the place of compiled code; by default pagedkv/ in the user's cache folder         |
 | PAGEDKV_CUDA_ARCHS  | names    | the architectures that a wheel has CUDA kernels for, as sm_90,sm_100; or none      |
 """
 

@@ -1,23 +1,74 @@
-"""Machine code on disk: delete numba's cache of compiled functions when a source file has changed.
+"""Machine code on disk: where numba keeps the functions that it compiled from one set of sources.
 
 Numba compiles a function again when its own file changes, but not when a function that it calls, perhaps inlined,
-changes in another file. So after an upgrade in place, or an edit, old code would run inside new callers. `forget_stale`
-treats all sources below a folder as one unit: when any of them has changed, it deletes all code that was compiled from
-them. The check costs less than a millisecond an import.
+changes in another file. So the name of the folder holds the digest of all sources: after an upgrade in place, or an
+edit, the folder is another one. The digest costs less than a millisecond an import.
 
-If the folder cannot be written, numba keeps its cache elsewhere (NUMBA_CACHE_DIR, or the user's cache); that cache is
-not checked.
+    NUMBA_CACHE_DIR            if it is set
+    <cache>/machine-code       the cache folder of debug.py: PAGEDKV_CACHE_DIR, or pagedkv/ in the user's cache
+    <tmp>/pagedkv-<user>       if neither can be written; code of the folders above is copied there first
+    (memory)                   if nothing can be written: every process compiles anew
+
+Nothing is written beside the sources, so an installation may be read-only, and nothing is left when it is removed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-STAMP: Final = "numba.stamp"
-"""Name of the file that holds the sha256 of the sources from which the code below the folder was compiled."""
+from pagedkv import debug
+
+MOST_FOLDERS: Final = 4
+"""Folders of older sources that are kept: other versions, in other environments, may still use them."""
+
+
+class MachineCode:
+    """The place for the compiled functions of the sources below one folder; makes numba's decorators use it."""
+
+    def __init__(self, sources: Path, config: Any) -> None:
+        """config: numba.config, whose CACHE_DIR is set while a function is decorated."""
+        self.folder: Path | None = folder_for(sources)
+        self._config = config
+
+    def keep(self, decorator: Callable[..., Any], *args: Any, **options: Any) -> Callable[[Any], Any]:
+        """Return `decorator(*args, **options)`, which keeps what it compiles in `folder`."""
+
+        def decorate(function: Any) -> Any:
+            before, self._config.CACHE_DIR = self._config.CACHE_DIR, str(self.folder or "")
+            try:
+                return decorator(*args, cache=self.folder is not None, **options)(function)
+            finally:
+                self._config.CACHE_DIR = before
+
+        return decorate
+
+
+def folder_for(sources: Path) -> Path | None:
+    """Return the folder for functions compiled from the sources below `sources`; None if no folder can be written.
+
+    Modifies: makes the folder, and removes those of older sources if there are more than MOST_FOLDERS
+    """
+    name, unwritable = f"{sources.name}-{_digest(sources)[:16]}", list[Path]()
+    for base in _bases():
+        place = base / name
+        if not _can_write(place):
+            unwritable.append(place)
+            continue
+        for full in unwritable:
+            if full.is_dir() and not any(place.iterdir()):
+                shutil.copytree(full, place, dirs_exist_ok=True)
+        _remove_older(place, sources.name)
+        return place
+    return None
 
 
 def _digest(folder: Path) -> str:
@@ -29,22 +80,38 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def forget_stale(folder: Path) -> None:
-    """Delete numba's compiled code of every module below `folder` if any source there has changed since the last call.
+def _bases() -> Iterator[Path]:
+    if given := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(given)
+    with suppress(RuntimeError):  # the user has no home
+        yield debug.cache_folder() / "machine-code"
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    yield Path(tempfile.gettempdir()) / f"pagedkv-{user}"
 
-    Modifies: the __pycache__ folders in `folder` and below, if they can be written
-    """
-    digest = _digest(folder)
-    cache = folder / "__pycache__"
-    stamp = cache / STAMP
+
+def _can_write(place: Path) -> bool:
+    """Make `place`, and return whether this user can make files there, and no other user: code is loaded from it."""
     try:
-        if stamp.exists() and stamp.read_text() == digest:
-            return
-        cache.mkdir(exist_ok=True)
-        for compiled in (*folder.rglob("__pycache__/*.nbi"), *folder.rglob("__pycache__/*.nbc")):
-            compiled.unlink(missing_ok=True)
-        written = stamp.with_suffix(f".{os.getpid()}")  # several processes may start at once
-        written.write_text(digest)
-        written.replace(stamp)
-    except OSError:  # a read-only installation
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mine, above = place.stat(), place.parent.stat().st_mode
+        if hasattr(os, "getuid") and (mine.st_uid != os.getuid() or mine.st_mode & stat.S_IWOTH):
+            return False
+        if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+            return False
+        tempfile.TemporaryFile(dir=place).close()
+        os.utime(place)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_older(place: Path, name: str) -> None:
+    """Remove all but the newest folders of other sources of this name, unless they were used in the last hour."""
+    try:
+        others = [path for path in place.parent.glob(f"{name}-*") if path != place]
+        by_use = sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in by_use[MOST_FOLDERS:]:
+            if path.stat().st_mtime < time.time() - 3600:
+                shutil.rmtree(path, ignore_errors=True)
+    except OSError:  # another process removes them
         return

@@ -51,6 +51,7 @@ ALSO = {
         "pagedkv.core",
         "pagedkv.core.policies",
         "pagedkv.core.replay",
+        "pagedkv.core.warm",
         "pagedkv.kernels.registry",
         "pagedkv.bench",
     },

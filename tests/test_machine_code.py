@@ -1,120 +1,162 @@
-"""numba's cache follows the sources of a function and of the functions that it calls, in the folder and below."""
+"""Compiled functions are never those of other sources, and need no folder beside the sources, nor any folder at all."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from pagedkv.machine_code import STAMP, forget_stale
+from pagedkv import machine_code
+from pagedkv.machine_code import MOST_FOLDERS, folder_for
 
-CALLED = "import numba\n@numba.njit(cache=True)\ndef answer():\n    return {}\n"
-CALLER = (
-    "import numba\nfrom called import answer\n@numba.njit(cache=True)\ndef ask():\n    return answer()\nprint(ask())\n"
-)
-FORGET = (
-    "from pathlib import Path\nfrom pagedkv.machine_code import forget_stale\nforget_stale(Path('.'))\nimport caller"
-)
-
-
-def output_of(folder: Path, program: str) -> str:
-    """Run `program` in `folder`, with numba's cache beside the sources, and return its output."""
-    env = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"} | {
-        "PYTHONPATH": str(Path(__file__).parents[1])
-    }
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env=env, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout.strip()
+ROOT = Path(__file__).parents[1]
+PLACE = """
+import numba
+from pathlib import Path
+from pagedkv.machine_code import MachineCode
+MACHINE_CODE = MachineCode(Path(__file__).parent, numba.config)
+njit = MACHINE_CODE.keep(numba.njit, {options})
+"""
+PLAIN = "import numba\nnjit = numba.njit(cache=True)\n"
+CALLED = "from pkg.place import njit\n@njit\ndef answer():\n    return {}\n"
+CALLER = "from pkg.a.x import answer\nfrom pkg.place import njit\n@njit\ndef ask():\n    return answer()\n"
+ASK = "from pkg.b.y import ask\nprint(ask())"
 
 
-@pytest.mark.parametrize(
-    ("program", "after"), [("import caller", "1"), (FORGET, "2")], ids=["numba alone", "forget_stale"]
-)
-def test_a_function_that_is_called_from_another_file_is_never_an_old_one(
-    tmp_path: Path, program: str, after: str
-) -> None:
-    (tmp_path / "called.py").write_text(CALLED.format(1))
-    (tmp_path / "caller.py").write_text(CALLER)
-    assert output_of(tmp_path, program) == "1"
-    (tmp_path / "called.py").write_text(CALLED.format(2))
-    assert output_of(tmp_path, program) == after  # once numba alone prints 2, machine_code.py can be removed
+def package_in(folder: Path, place: str) -> None:
+    """Write a package in which pkg/b/y.py calls a function of pkg/a/x.py."""
+    for name, source in (("pkg/place.py", place), ("pkg/a/x.py", CALLED.format(1)), ("pkg/b/y.py", CALLER)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(source)
+        (folder / name).with_name("__init__.py").touch()
 
 
-INLINED = "import numba\n@numba.njit(cache=True, forceinline=True)\ndef answer():\n    return {}\n"
-ASKING = "import numba\nfrom pkg.a.x import answer\n@numba.njit(cache=True)\ndef ask():\n    return answer()\n"
-UNRELATED = "import numba\n@numba.njit(cache=True)\ndef twice(n):\n    return 2 * n\n"
-ASK = "from pkg.b.y import ask\nfrom pkg.c.z import twice\nprint(ask(), twice(4))"
-FORGET_BELOW = "from pathlib import Path\nfrom pagedkv.machine_code import forget_stale\nforget_stale(Path('pkg'))\n"
-
-
-def package_in(folder: Path) -> None:
-    """Write a package in which pkg/b/y.py inlines a function of pkg/a/x.py, and pkg/c/z.py uses neither."""
-    for name, source in (("a/x.py", INLINED.format(1)), ("b/y.py", ASKING), ("c/z.py", UNRELATED)):
-        (folder / "pkg" / name).parent.mkdir(parents=True)
-        (folder / "pkg" / name).write_text(source)
-        (folder / "pkg" / name).with_name("__init__.py").touch()
-    (folder / "pkg" / "__init__.py").touch()
+def output_of(folder: Path, program: str, **env: str) -> str:
+    """Run `program` in `folder`, with machine code in folder/cache, and return its output."""
+    inherited = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    usual = {"PYTHONPATH": str(ROOT), "PAGEDKV_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=folder, env=inherited | usual | env, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize(
-    ("before_import", "after"), [("", "1 8"), (FORGET_BELOW, "2 8")], ids=["numba alone", "forget"]
+    ("place", "after"),
+    [(PLAIN, "1"), (PLACE.format(options=""), "2"), (PLACE.format(options="forceinline=True"), "2")],
+    ids=["numba alone", "called", "inlined"],
 )
-def test_a_function_inlined_from_another_sub_folder_is_never_an_old_one(
-    tmp_path: Path, before_import: str, after: str
+def test_a_function_called_from_another_file_is_never_an_old_one(tmp_path: Path, place: str, after: str) -> None:
+    package_in(tmp_path, place)
+    assert output_of(tmp_path, ASK) == "1"
+    (tmp_path / "pkg/a/x.py").write_text(CALLED.format(2))
+    assert output_of(tmp_path, ASK) == after  # once numba alone prints 2, the digest can go
+
+
+def test_nothing_is_written_beside_the_sources(tmp_path: Path) -> None:
+    package_in(tmp_path, PLACE.format(options=""))
+    before = {path for path in (tmp_path / "pkg").rglob("*") if "__pycache__" not in path.parts}
+    assert output_of(tmp_path, ASK) == "1"
+    assert not list((tmp_path / "pkg").rglob("*.nb[ic]"))
+    assert {path for path in (tmp_path / "pkg").rglob("*") if "__pycache__" not in path.parts} == before
+    [folder] = (tmp_path / "cache/machine-code").iterdir()
+    assert len(list(folder.rglob("*.nbi"))) == 2
+
+
+RECORDED = """
+from numba.core import event
+with event.install_recorder("numba:compile") as compiled:
+    from pkg.b.y import ask
+    ask()
+print(len(compiled.buffer))
+"""
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    package_in(tmp_path, PLACE.format(options=""))
+    assert output_of(tmp_path, RECORDED) != "0"
+    assert output_of(tmp_path, RECORDED) == "0"
+
+
+HARDENED = """
+import tempfile
+tempfile.tempdir = "/dev/null/tmp"
+import pagedkv.core, pagedkv.core.compiled as c
+from pagedkv.machine_code import folder_for
+from pagedkv.core.prefix.index import root_parent
+assert c.MACHINE_CODE.folder is None
+print(root_parent(3), c.compiled(lambda x: x + 1)(4))
+"""
+
+
+def test_without_any_folder_functions_are_compiled_in_memory(tmp_path: Path) -> None:
+    """A container with a read-only root file system and no home."""
+    nowhere = {"PAGEDKV_CACHE_DIR": "/dev/null/cache", "NUMBA_CACHE_DIR": "/dev/null/numba", "HOME": "/nonexistent"}
+    assert output_of(tmp_path, HARDENED, **nowhere) == "-5 5"
+
+
+def test_code_of_a_read_only_image_is_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/a.py").write_text("x = 1")
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "image"))
+    monkeypatch.setattr(machine_code.tempfile, "tempdir", str(tmp_path))
+    warm = folder_for(tmp_path / "src")
+    assert warm is not None
+    assert warm.parent == tmp_path / "image/machine-code"
+    (warm / "a.f-1.nbi").write_text("compiled")
+    can_write = machine_code._can_write
+    monkeypatch.setattr(machine_code, "_can_write", lambda place: "image" not in place.parts and can_write(place))
+    copied = folder_for(tmp_path / "src")
+    assert copied is not None
+    assert copied.parent.name.startswith("pagedkv-")
+    assert (copied / "a.f-1.nbi").read_text() == "compiled"
+    (copied / "a.f-1.nbi").write_text("newer")
+    assert folder_for(tmp_path / "src") == copied
+    assert (copied / "a.f-1.nbi").read_text() == "newer"
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="permissions of POSIX")
+def test_code_is_loaded_from_no_folder_that_others_can_write(tmp_path: Path) -> None:
+    place = tmp_path / "base" / "core-1"
+    assert machine_code._can_write(place)
+    assert place.stat().st_mode & 0o777 == 0o700
+    place.chmod(0o702)
+    assert not machine_code._can_write(place)
+    place.chmod(0o700)
+    place.parent.chmod(0o777)
+    assert not machine_code._can_write(place)
+    place.parent.chmod(0o1777)  # as /tmp: others cannot replace what is ours
+    assert machine_code._can_write(place)
+
+
+def test_folders_of_older_sources_go_when_they_are_many_and_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package_in(tmp_path)
-    assert output_of(tmp_path, before_import + ASK) == "1 8"
-    (tmp_path / "pkg/a/x.py").write_text(INLINED.format(2))
-    assert output_of(tmp_path, before_import + ASK) == after
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "src").mkdir()
+    folders: list[Path] = []
+    for version in range(MOST_FOLDERS + 4):
+        (tmp_path / "src/a.py").write_text(f"x = {version}")
+        folders.append(folder_for(tmp_path / "src") or tmp_path)
+        age = time.time() - 10_000 + version
+        os.utime(folders[-1], (age, age))
+    assert len(set(folders)) == MOST_FOLDERS + 4
+    assert [folder.exists() for folder in folders] == [False] * 3 + [True] * (MOST_FOLDERS + 1)
+    for text in ("y = 1", "z = 1"):
+        (tmp_path / "src/b.py").write_text(text)
+        assert folder_for(tmp_path / "src") not in folders
 
 
-def test_code_of_every_sub_folder_is_deleted_when_one_source_changes(tmp_path: Path) -> None:
-    package_in(tmp_path)
-    output_of(tmp_path, FORGET_BELOW + ASK)
-    folders = [tmp_path / "pkg" / name / "__pycache__" for name in ("a", "b", "c")]
-    assert all(list(folder.glob("*.nb[ic]")) for folder in folders[1:])
-    forget_stale(tmp_path / "pkg")
-    assert all(list(folder.glob("*.nb[ic]")) for folder in folders[1:])  # no source has changed
-    (tmp_path / "pkg/a/x.py").write_text(INLINED.format(2))
-    forget_stale(tmp_path / "pkg")
-    assert not any(list(folder.glob("*.nb[ic]")) for folder in folders)
-    assert (tmp_path / "pkg/__pycache__" / STAMP).exists()
-
-
-def test_a_new_source_in_a_sub_folder_makes_the_code_stale(tmp_path: Path) -> None:
-    package_in(tmp_path)
-    forget_stale(tmp_path / "pkg")
-    (tmp_path / "pkg/b/__pycache__").mkdir()
-    compiled = tmp_path / "pkg/b/__pycache__/y.ask-1.nbi"
-    compiled.write_text("compiled")
-    (tmp_path / "pkg/c/new.py").write_text("x = 1")
-    forget_stale(tmp_path / "pkg")
-    assert not compiled.exists()
-
-
-def test_what_is_not_stale_stays(tmp_path: Path) -> None:
-    (tmp_path / "one.py").write_text("x = 1")
-    forget_stale(tmp_path)
-    kept = tmp_path / "__pycache__" / "one.f-1.nbi"
-    kept.write_text("compiled")
-    forget_stale(tmp_path)
-    assert kept.exists()
-    (tmp_path / "one.py").write_text("x = 2")
-    forget_stale(tmp_path)
-    assert not kept.exists()
-    assert (tmp_path / "__pycache__" / STAMP).exists()
-
-
-def test_text_that_moves_to_the_next_file_makes_the_code_stale(tmp_path: Path) -> None:
+def test_text_that_moves_to_the_next_file_is_another_source(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\ny = 2\n")
     (tmp_path / "b.py").write_text("z = 3\n")
-    forget_stale(tmp_path)
-    compiled = tmp_path / "__pycache__" / "a.f-1.nbi"
-    compiled.write_text("compiled")
+    before = machine_code._digest(tmp_path)
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "b.py").write_text("y = 2\nz = 3\n")
-    forget_stale(tmp_path)
-    assert not compiled.exists()
+    assert machine_code._digest(tmp_path) != before

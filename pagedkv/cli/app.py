@@ -85,6 +85,14 @@ def doctor() -> None:
     run()
 
 
+@app.command()
+def warm() -> None:
+    """Compile everything that is compiled at first use (about a minute, once), for an image or before a server."""
+    from pagedkv.cli.warm import run  # torch
+
+    run()
+
+
 @app.command("replay")
 def replay_trace(
     trace: options.ReplayTrace,

@@ -21,6 +21,7 @@ from rich.text import Text
 import pagedkv
 from pagedkv import debug
 from pagedkv.cli.report import size
+from pagedkv.cli.warm import place
 
 REQUIRED: Final = ("torch", "numba", "numpy", "safetensors", "tokenizers")
 OPTIONAL: Final = ("triton", "cupy-cuda12x", "cupy-cuda13x", "transformers")
@@ -77,6 +78,7 @@ def _facts() -> dict[str, str]:
         "cpu": _cpu(),
         "threads": f"{torch.get_num_threads()} of torch, "
         f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used",
+        "compiled code": place().removeprefix("compiled functions are "),
         "memory": _memory(),
         "huge pages": _huge_pages(),
     }

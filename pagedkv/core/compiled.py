@@ -21,9 +21,9 @@ import numba.extending
 from numba.core.cgutils import get_item_pointer, ir
 from numba.np.arrayobj import make_array
 
-from pagedkv.machine_code import forget_stale
+from pagedkv.machine_code import MachineCode
 
-forget_stale(Path(__file__).parent)
+MACHINE_CODE: Final = MachineCode(Path(__file__).parent, numba.config)
 
 Result = TypeVar("Result")
 
@@ -35,15 +35,15 @@ class Compiler(Protocol):
         """Return the compiled function."""
 
 
-_WITHOUT_COUNTS: Final[dict[str, Any]] = {"cache": True, "_nrt": False, "error_model": "numpy"}
+_WITHOUT_COUNTS: Final[dict[str, Any]] = {"_nrt": False, "error_model": "numpy"}
 
-compiled: Compiler = numba.njit(**_WITHOUT_COUNTS)
+compiled: Compiler = MACHINE_CODE.keep(numba.njit, **_WITHOUT_COUNTS)
 """Decorator of functions that allocate nothing."""
 
-inlined: Compiler = numba.njit(**_WITHOUT_COUNTS, forceinline=True)
+inlined: Compiler = MACHINE_CODE.keep(numba.njit, **_WITHOUT_COUNTS, forceinline=True)
 """Decorator of functions that run for each frame or space: a real call passes 80 words of `State` on the stack."""
 
-allocating: Compiler = numba.njit(cache=True, error_model="numpy")
+allocating: Compiler = MACHINE_CODE.keep(numba.njit, error_model="numpy")
 """Decorator of functions that make arrays."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer.main
 
-from pagedkv import __version__
+from pagedkv import __version__, machine_code
 from pagedkv.cli.app import app
 from pagedkv.kernels import registry
 from pagedkv.model.records import DEMO_ANSWER
@@ -108,3 +108,12 @@ def test_doctor_lists_facts_about_the_machine(command, monkeypatch):
     assert "debug level 2" in facts["pagedkv"]
     assert f"{torch.get_num_threads()} of torch" in facts["threads"]
     assert {"extension", "triton", "cpu", "memory", "huge pages"} <= set(facts)
+
+
+def test_warm_compiles_everything_and_says_where(command, monkeypatch):
+    out = command("warm").out
+    assert re.search(r"memory manager +\d+\.\d s\nnumba kernels +\d+\.\d s\n", out)
+    assert "compiled functions are kept in" in out
+    monkeypatch.setattr(machine_code, "_can_write", lambda place: False)
+    out = command("warm").out
+    assert "no folder can be written: each process compiles in memory; set PAGEDKV_CACHE_DIR" in out

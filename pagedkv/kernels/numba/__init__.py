@@ -2,8 +2,7 @@
 
 This file knows what the kernels refuse, and turns a call into one int64 array. It knows nothing of the arithmetic:
 attention.py and write.py hold the loops and the layouts of the array. These two are imported at the first call, with
-numba. They are compiled then, which takes some ten seconds once; the machine code is kept on disk beside them, or in
-numba's cache directory if that folder cannot be written.
+numba. They are compiled then, which takes some ten seconds once; the machine code is kept on disk (machine_code.py).
 
 The number of threads is torch's (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS. The threads are torch's too: the
 OpenMP runtime of this process runs the compiled function on its team (GOMP_parallel), so there is one team, and no

@@ -31,6 +31,7 @@ import numpy as np
 from numba import carray, cfunc, njit, types
 
 from pagedkv.kernels.numba.elements import (
+    MACHINE_CODE,
     _as_bits,
     _as_float,
     _exp,
@@ -116,7 +117,7 @@ def _span(c: Any, b: int, i0: int, i1: int) -> Any:
     return first, max(first, end)
 
 
-@njit(cache=True)
+@MACHINE_CODE.keep(njit)
 def is_in_bounds(c: Any) -> bool:
     """Return whether the tables of a call name only what is there: the rules of checks.table_values.
 
@@ -142,7 +143,7 @@ def is_in_bounds(c: Any) -> bool:
     return True
 
 
-@njit(cache=True)
+@MACHINE_CODE.keep(njit)
 def partition(c: Any) -> Any:
     """Partition a call into units of work.
 
@@ -465,7 +466,7 @@ def _attend(c: Any, unit: Any, scratch: int) -> None:
         _finish(c, b, bounds, partials)
 
 
-@cfunc(types.void(types.voidptr), cache=True)
+@MACHINE_CODE.keep(cfunc, types.void(types.voidptr))
 def attend(data: Any) -> None:
     """Compute one thread's share of a call: take units until none is left. `data`: the call's array."""
     c = carray(data, (WORDS,), np.int64)

@@ -12,13 +12,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from pagedkv.machine_code import forget_stale
+from pagedkv.machine_code import MachineCode
 
-forget_stale(Path(__file__).parent)
+MACHINE_CODE = MachineCode(Path(__file__).parent, numba.config)
 
 F32, BF16, F16, E4M3, E5M2, I8, I4 = range(7)  # the order of quant.DTYPES
 

@@ -22,6 +22,7 @@ from pagedkv.kernels.numba.elements import (
     F32,
     I4,
     I8,
+    MACHINE_CODE,
     _as_bits,
     _as_float,
     _fetch_add,
@@ -53,7 +54,7 @@ _QMAX = np.array([0, 0, 0, 448, 57344, 127, 7], np.float32)
 """float32 [7]: the largest magnitude of a stored element, by its kind."""
 
 
-@njit(cache=True)
+@MACHINE_CODE.keep(njit)
 def is_in_bounds(c: Any) -> bool:
     """Return whether slots and positions are there: the rules of checks.slot_values. O(tokens)."""
     for token in range(c[T]):
@@ -138,7 +139,7 @@ def _write_vector(c: Any, token: int, slot: int, h: int, x: Any) -> None:
     _quantise(c[POOL_KIND], x, n, scale, stored)
 
 
-@cfunc(types.void(types.voidptr), cache=True)
+@MACHINE_CODE.keep(cfunc, types.void(types.voidptr))
 def write(data: Any) -> None:
     """Store one thread's share of a call: take runs of tokens until none is left. `data`: the call's array."""
     c = carray(data, (WORDS,), np.int64)
