@@ -6,8 +6,8 @@ against torch, so one wheel serves every torch version. The extension is optiona
 install succeeds, and one line says what is missing and which kernels serve instead. pip shows the line with -v;
 `pagedkv doctor` prints the same at run time.
 
-If nvcc is found, a wheel also carries the most used CUDA kernels as machine code (pagedkv/kernels/cuda_cubins). All
-other kernels are compiled at first use; so are all kernels of a wheel that was built without nvcc.
+If nvcc is found, a wheel also carries the most used CUDA kernels as machine code (pagedkv/kernels/cuda_cubins): for the
+GPUs of this machine, or for PAGEDKV_CUDA_ARCHS. All other kernels are compiled at first use.
 """
 
 from __future__ import annotations
@@ -115,8 +115,18 @@ class WithCubins(build_py):
             build_cubins(nvcc, Path(self.build_lib) / "pagedkv/kernels/cuda_cubins")
 
 
+def present_architectures() -> set[str]:
+    """Return the architectures of the GPUs in this machine, as sm_90."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return set()
+    return {f"sm_{line.strip().replace('.', '')}" for line in listed.splitlines() if line.strip()}
+
+
 def build_cubins(nvcc: str, folder: Path) -> None:
-    """Compile the most used kernels of all architectures, or of those in PAGEDKV_CUDA_ARCHS, into `folder`.
+    """Compile the most used kernels of the GPUs in this machine, or of PAGEDKV_CUDA_ARCHS, into `folder`.
 
     A kernel that nvcc cannot compile, because nvcc has dropped the architecture, is left to NVRTC.
     """
@@ -125,7 +135,8 @@ def build_cubins(nvcc: str, folder: Path) -> None:
     from pagedkv.kernels.cuda import compiler, specialisation
 
     sizes = compiler.ARCHITECTURES
-    jobs = [(arch, kernel) for arch in debug.cuda_architectures(sizes) for kernel in specialisation.common(sizes[arch])]
+    wanted = debug.cuda_architectures(sizes, present_architectures())
+    jobs = [(arch, kernel) for arch in wanted for kernel in specialisation.common(sizes[arch])]
     if not jobs:
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,8 @@
 | PAGEDKV_CPU_ISA     | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable    |
 | PAGEDKV_NUM_THREADS | a number | threads of the `cpu` and `numba` backends; by default as many as torch uses        |
 | PAGEDKV_CACHE_DIR   | a folder | the place of compiled code; by default pagedkv/ in the user's cache folder         |
-| PAGEDKV_CUDA_ARCHS  | names    | the architectures that a wheel has CUDA kernels for, as sm_90,sm_100; or none      |
+| PAGEDKV_CUDA_ARCHS  | names    | the architectures that a build compiles CUDA kernels for, as sm_90,sm_100; all;    |
+|                     |          | none; by default those of the GPUs of the machine that builds                      |
 """
 
 from __future__ import annotations
@@ -64,16 +65,20 @@ def cache_folder() -> Path:
     return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkv"
 
 
-def cuda_architectures(supported: Collection[str]) -> list[str]:
-    """Return the architectures listed in PAGEDKV_CUDA_ARCHS: [] for "none", all of `supported` if it is unset.
+def cuda_architectures(supported: Collection[str], present: Collection[str] = ()) -> list[str]:
+    """Return the architectures listed in PAGEDKV_CUDA_ARCHS: [] for "none", all of `supported` for "all".
+
+    If it is unset: those of `present`, the GPUs of this machine, that are supported.
 
     Raises: InvalidRequest for an architecture that is not supported
     """
     text = os.environ.get("PAGEDKV_CUDA_ARCHS")
-    wanted = [] if text == "none" else [name.strip() for name in text.split(",")] if text else list(supported)
+    if text in ("none", "all"):
+        return list(supported) if text == "all" else []
+    wanted = [name.strip() for name in text.split(",")] if text else sorted(set(present) & set(supported))
     if unknown := sorted(set(wanted) - set(supported)):
         raise InvalidRequest(
             f"PAGEDKV_CUDA_ARCHS is {text!r}; {unknown[0]!r} is not one of {', '.join(supported)}; "
-            "give 'none' to build for no architecture"
+            "give 'all' to build for each of them, 'none' for no architecture"
         )
     return wanted

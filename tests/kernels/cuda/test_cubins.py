@@ -198,6 +198,7 @@ def test_cubins_built_with_nvcc_are_found_at_run_time(
     )
     nvcc.chmod(0o755)
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", "all")
     setup.build_cubins(str(nvcc), tmp_path / "built")
     monkeypatch.setattr(compiler, "PREBUILT", tmp_path / "built")
     for arch, shared in compiler.ARCHITECTURES.items():
@@ -219,6 +220,15 @@ def test_a_build_compiles_for_the_architectures_that_are_named(tmp_path: Path, m
         monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", value)
         setup_py().build_cubins(str(nvcc), tmp_path / value)
         assert {cubin.read_text().split()[1].removeprefix("-arch=") for cubin in (tmp_path / value).glob("*")} == found
+    monkeypatch.delenv("PAGEDKV_CUDA_ARCHS")
+    smi = tmp_path / "nvidia-smi"
+    for number, (listed, found) in enumerate((("9.0\n9.0\n7.5\n", {"sm_90"}), ("", set()))):
+        smi.write_text(f"#!/bin/sh\nprintf '{listed}'\n")
+        smi.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        setup_py().build_cubins(str(nvcc), tmp_path / f"present {number}")
+        built = (tmp_path / f"present {number}").glob("*")
+        assert {cubin.read_text().split()[1].removeprefix("-arch=") for cubin in built} == found
     monkeypatch.setenv("PAGEDKV_CUDA_ARCHS", "sm_90,sm_13")
     with pytest.raises(InvalidRequest, match="'sm_13' is not one of sm_80, "):
         setup_py().build_cubins(str(nvcc), tmp_path / "strange")
