@@ -162,6 +162,7 @@ def test_a_damaged_frame_changes_the_answer(
         assert answers(engine, [prompt])[0] != question.answer
         return
     request = engine.submit(prompt, SHORT)
+    engine._take_in()
     for sequence in engine.scheduler.waiting:
         engine.scheduler._admit(sequence)
     engine.scheduler.running.append(engine.scheduler.waiting.popleft())

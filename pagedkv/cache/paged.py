@@ -371,6 +371,10 @@ class PagedKVCache:
         """Let only the calling thread use this cache from now on. See MemoryManager.own."""
         self.manager.own()
 
+    def hand_over(self) -> None:
+        """Make the calling thread the owner if there is an owner. See MemoryManager.hand_over."""
+        self.manager.hand_over()
+
     def disown(self) -> None:
         """Let any thread use this cache again, one at a time. See MemoryManager.disown."""
         self.manager.disown()

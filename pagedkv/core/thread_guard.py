@@ -52,6 +52,14 @@ class ThreadGuard:
             )
         self._owner, self._owner_name = threading.get_ident(), threading.current_thread().name
 
+    def hand_over(self) -> None:
+        """Make the calling thread the owner if there is an owner: for a caller whose own lock orders the threads.
+
+        Raises: ConcurrentUse while a call of another thread is under way
+        """
+        if self._owner:
+            self.own()
+
     def disown(self) -> None:
         """Allow any thread to use this manager again, one at a time."""
         self._owner = _ANYONE

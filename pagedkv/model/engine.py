@@ -243,6 +243,7 @@ class Engine(ThreadGuard):
     @exclusive
     def _step(self) -> list[Completion]:
         """Take in what is new, choose and plan chunks, compute, sample, commit, deliver: the steps of the file head."""
+        self.cache.hand_over()
         if not self._is_whole:
             self._restart()
         self._is_whole = False
@@ -275,6 +276,7 @@ class Engine(ThreadGuard):
 
     @exclusive
     def _take_in(self) -> None:
+        self.cache.hand_over()
         if not self._is_whole:
             self._restart()
             self._is_whole = True

@@ -162,9 +162,9 @@ class Scheduler:
         if sequence.space is None:
             self.waiting.remove(sequence)
             return
-        self.running.remove(sequence)
-        sequence.space.release()
+        sequence.space.release()  # first: if it raises, nothing was changed
         sequence.space = None
+        self.running.remove(sequence)
 
     def preempt(self, sequence: SequenceState) -> None:
         """Give back the frames of `sequence` and make it the next to admit. Call it for the newest: order is kept."""

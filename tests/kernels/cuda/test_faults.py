@@ -228,7 +228,9 @@ def test_rows_that_cannot_be_copied_in_bulk_are_copied_8_bytes_at_a_time() -> No
 
 
 MOVING = {
-    "a token without a slot is stored": Planted("write_kv.cuh", "v.there = slot >= 0;", "v.there = true;"),
+    "a token without a slot is stored": Planted(
+        "write_kv.cuh", "v.there = slot >= 0 && slot < p.num_slots;", "v.there = true;"
+    ),
     "the wrong place in a frame": Planted(
         "write_kv.cuh", "at = slot - frame * size;", "at = size - 1 - (slot - frame * size);"
     ),
@@ -249,7 +251,9 @@ MOVING = {
         "copy_frames.cuh", "ptx::sync_block();  // the run of every", "// the run of every"
     ),
     "stored before it came": Planted("copy_frames.cuh", "ptx::copy_wait<0>();", ""),
-    "past the end of a frame": Planted("copy_frames.cuh", "if (within < p.frame_words) use", "use"),
+    "past the end of a frame": Planted(
+        "copy_frames.cuh", "if (!is_frame || within >= p.frame_words) continue;", "if (!is_frame) continue;"
+    ),
     "a state that saw no key is read": Planted("merge_states.cuh", "if (w_b != 0.0f) y", "y"),
     "one weight for both": Planted("merge_states.cuh", "w_b = has_b && !infinite ? e_b / sum : 0.0f", "w_b = w_a"),
 }

@@ -91,7 +91,7 @@ SAMPLE = (
     Case(q_lens=(20,), kv_lens=(150,), heads=(2, 1), window=30, block_size=128, alibi=True),
     Case(
         q_lens=(17, 2, 40),
-        kv_lens=(30, 2, 12),
+        kv_lens=(30, 2, 40),
         heads=(7, 1),
         mask="tree",
         kv="int4/tensor",
