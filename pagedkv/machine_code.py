@@ -64,7 +64,7 @@ def folder_for(sources: Path) -> Path | None:
             unwritable.append(place)
             continue
         for full in unwritable:
-            if full.is_dir() and not any(place.iterdir()):
+            if _is_trusted(full, {0, _USER}) and not any(place.iterdir()):
                 shutil.copytree(full, place, dirs_exist_ok=True)
         _remove_older(place, sources.name)
         return place
@@ -85,18 +85,36 @@ def _bases() -> Iterator[Path]:
         yield Path(given)
     with suppress(RuntimeError):  # the user has no home
         yield debug.cache_folder() / "machine-code"
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    yield Path(tempfile.gettempdir()) / f"pagedkv-{user}"
+    yield Path(tempfile.gettempdir()) / f"pagedkv-{_USER}"
+
+
+_USER: Final = os.getuid() if hasattr(os, "getuid") else 0
+
+
+def _is_trusted(place: Path, owners: set[int]) -> bool:
+    """Return whether `place` and the folder above are folders of `owners` that no other user can write.
+
+    The folder above may be one of root's where each user removes his own files only, as /tmp.
+    """
+    try:
+        mine, above = place.lstat(), place.parent.lstat()
+    except OSError:
+        return False
+    shared = stat.S_IWGRP | stat.S_IWOTH
+    is_tmp = above.st_uid == 0 and bool(above.st_mode & stat.S_ISVTX)
+    is_mine = stat.S_ISDIR(mine.st_mode) and (
+        os.name != "posix" or (mine.st_uid in owners and not mine.st_mode & shared)
+    )
+    is_safe_above = os.name != "posix" or is_tmp or (above.st_uid in owners and not above.st_mode & shared)
+    return is_mine and is_safe_above
 
 
 def _can_write(place: Path) -> bool:
     """Make `place`, and return whether this user can make files there, and no other user: code is loaded from it."""
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mine, above = place.stat(), place.parent.stat().st_mode
-        if hasattr(os, "getuid") and (mine.st_uid != os.getuid() or mine.st_mode & stat.S_IWOTH):
-            return False
-        if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place.mkdir(mode=0o700, exist_ok=True)
+        if not _is_trusted(place, {_USER}):
             return False
         tempfile.TemporaryFile(dir=place).close()
         os.utime(place)

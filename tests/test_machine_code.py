@@ -126,13 +126,37 @@ def test_code_is_loaded_from_no_folder_that_others_can_write(tmp_path: Path) -> 
     place = tmp_path / "base" / "core-1"
     assert machine_code._can_write(place)
     assert place.stat().st_mode & 0o777 == 0o700
-    place.chmod(0o702)
-    assert not machine_code._can_write(place)
+    for mode in (0o702, 0o720):
+        place.chmod(mode)
+        assert not machine_code._can_write(place)
     place.chmod(0o700)
-    place.parent.chmod(0o777)
-    assert not machine_code._can_write(place)
-    place.parent.chmod(0o1777)  # as /tmp: others cannot replace what is ours
-    assert machine_code._can_write(place)
+    for mode in (0o777, 0o770):
+        place.parent.chmod(mode)
+        assert not machine_code._can_write(place)
+    if os.getuid() == 0:
+        place.parent.chmod(0o1777)  # as /tmp: others cannot replace what is ours
+        assert machine_code._can_write(place)
+        os.chown(place.parent, 12345, -1)  # whose owner may
+        assert not machine_code._can_write(place)
+    target = tmp_path / "target"
+    target.mkdir(mode=0o700)
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "mine/link").symlink_to(target)
+    assert not machine_code._can_write(tmp_path / "mine/link")
+
+
+def test_code_is_copied_from_no_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "src").mkdir()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "open"))
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "mine"))
+    planted = tmp_path / "open" / f"src-{machine_code._digest(tmp_path / 'src')[:16]}"
+    planted.mkdir(parents=True)
+    (planted / "a.nbi").write_text("planted")
+    planted.chmod(0o777)
+    place = folder_for(tmp_path / "src")
+    assert place is not None
+    assert place.parent == tmp_path / "mine/machine-code"
+    assert not list(place.iterdir())
 
 
 def test_folders_of_older_sources_go_when_they_are_many_and_unused(

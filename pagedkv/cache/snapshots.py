@@ -3,7 +3,7 @@
     folder/pagedkv.json     files, tenants, fingerprint; replaced last, in one step: a crash leaves the old snapshot
     folder/pagedkv-<draw>-00000.safetensors   pages [n]: token_ids int32 [n, S], parent int64 [n], tenant int32 [n],
                                               frames uint8 [n, G, frame_bytes], digest uint8 [n, 32]
-    folder/pagedkv.writing  the draw of a snapshot that is not whole yet; the next writer removes its files
+    folder/pagedkv.writing  the draws of a snapshot that is not whole yet and of the one before: random parts of names
     folder/pagedkv.lock     held while a snapshot is written: a second writer gets BlockingIOError
 
     name        = of a page: chained over its tenant and all tokens up to its end (core/prefix/digests.py)
@@ -147,11 +147,10 @@ def save(cache: Cache, folder: Path, model: str, key: bytes | None) -> int:
         raise BlockingIOError(errno.EAGAIN, "another process is writing a snapshot here", str(folder)) from None
     try:
         _remove_unfinished(folder)
-        before = _files_of(folder)
-        count = _save(cache, folder, (fingerprint(cache, model, key), key))
-        for name in before:
-            (folder / name).unlink(missing_ok=True)
-        return count
+        try:
+            return _save(cache, folder, (fingerprint(cache, model, key), key))
+        finally:
+            _remove_unfinished(folder)  # the files of the older snapshot, or of this one
     finally:
         lock.release()
 
@@ -165,24 +164,23 @@ def _save(cache: Cache, folder: Path, sealed: tuple[dict[str, Any], bytes | None
         names.append(page_digest(names[page.parent] if page.parent >= 0 else root_digest(page.tenant), page.token_ids))
     files: list[dict[str, Any]] = []
     per_file = max(1, FILE_BYTES // (len(cache.specs) * cache.frame_bytes))
-    try:
-        _write(folder / WRITING, draw.encode())
-        for first in range(0, len(pages), per_file):
-            part = pages[first : first + per_file]
-            tensors = _tensors(cache, part, tenants)
-            digests = [
-                digester.digest(name, frames)
-                for name, frames in zip(names[first:], tensors["frames"].numpy(), strict=False)
-            ]
-            tensors["digest"] = torch.from_numpy(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32).copy())
-            files.append({"name": f"pagedkv-{draw}-{len(files):05}.safetensors", "pages": len(part)})
-            _write(folder / files[-1]["name"], safetensors_bytes(tensors))
-        manifest = {"fingerprint": facts, "tenants": [tenant.hex() for tenant in tenants], "files": files}
-        _write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-    except BaseException:
-        _remove_unfinished(folder)
-        raise
-    (folder / WRITING).unlink()
+    older = {name.split("-")[1] for name in _files_of(folder)}
+    _write(folder / WRITING, " ".join([draw, *older]).encode(), draw)
+    for first in range(0, len(pages), per_file):
+        part = pages[first : first + per_file]
+        tensors = _tensors(cache, part, tenants)
+        digests = [
+            digester.digest(name, frames)
+            for name, frames in zip(names[first:], tensors["frames"].numpy(), strict=False)
+        ]
+        tensors["digest"] = torch.from_numpy(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32).copy())
+        files.append({"name": f"pagedkv-{draw}-{len(files):05}.safetensors", "pages": len(part)})
+        _write(folder / files[-1]["name"], safetensors_bytes(tensors), draw)
+    manifest = {"fingerprint": facts, "tenants": [tenant.hex() for tenant in tenants], "files": files}
+    content = json.dumps(manifest, indent=1).encode()
+    if len(content) > MOST_MANIFEST_BYTES:
+        raise OSError(errno.EFBIG, f"the manifest would have {len(content)} bytes, more than restore reads")
+    _write(folder / MANIFEST, content, draw)
     return len(pages)
 
 
@@ -196,13 +194,13 @@ def _files_of(folder: Path) -> list[str]:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove the files of a writer that died or failed before its manifest was in place."""
+    """Remove the files of the draws that `pagedkv.writing` names, but for those of the snapshot that is valid now."""
     try:
-        draw = _read(folder / WRITING, 16).decode("ascii")
+        draws = _read(folder / WRITING, MOST_HEADER_BYTES).decode("ascii").split()
     except (OSError, ValueError):
         return
     current = _files_of(folder)
-    if _DRAW.fullmatch(draw):
+    for draw in filter(_DRAW.fullmatch, draws):
         for path in folder.glob(f"pagedkv-{draw}-*"):
             if path.name not in current:
                 path.unlink(missing_ok=True)
@@ -234,11 +232,11 @@ def _tensors(cache: Cache, part: list[Page], tenants: list[bytes]) -> dict[str, 
     }
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file beside `path`, flush it to the disk, and rename it to `path`."""
-    beside = path.with_name(f"{path.name}.part")
+def _write(path: Path, content: bytes, draw: str) -> None:
+    """Write a new file beside `path`, flush it to the disk, and rename it to `path`."""
+    beside = path.with_name(f"pagedkv-{draw}-{path.name}.part")
     try:
-        with open(beside, "wb") as file:
+        with open(beside, "xb") as file:  # never through a link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -126,6 +126,7 @@ class MemoryManager(RecoveryMixin, TenantMixin):
         Raises: InvalidRequest if the ids are not one row of int32 numbers, or for a priority that the policy does not
                 use
         """
+        self._report_lost()
         ids, tenant = token_row(token_ids), tenant_name(tenant)
         priority, half_life = real(priority, "priority"), real(half_life, "half_life")
         advice = self._retention(priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
@@ -147,6 +148,7 @@ class MemoryManager(RecoveryMixin, TenantMixin):
     @exclusive
     def fork(self, space: AddressSpace) -> AddressSpace:
         """See AddressSpace.fork."""
+        self._report_lost()
         asid = self._settled_asid(space, "fork")
         self._grow_tables()
         child = page_tables.fork_space(self.state, asid)
@@ -267,6 +269,7 @@ class MemoryManager(RecoveryMixin, TenantMixin):
         for each.
         Raises: InvalidRequest beyond `max_pinned`, or for frames that no prompt can find; StaleHandle
         """
+        self._report_lost()
         deadline = None if deadline is None else real(deadline, "deadline")
         if isinstance(what, AddressSpace):
             asid = self._asid(what)

@@ -81,6 +81,7 @@ class RecoveryMixin(ObservationMixin, Manager):
 
     def _new_plan(self, step: Step) -> Plan:
         """Return the handle of a step, known to `recover` before its frames are mapped."""
+        self._report_lost()
         plan, number = Plan(self, step), self._num_plans
         self._num_plans = number + 1
         plan.number = number
@@ -89,8 +90,6 @@ class RecoveryMixin(ObservationMixin, Manager):
 
     def _watch(self, handle: Handle) -> ref[Handle]:
         """Return a reference that is added to `_lost` if the handle is collected before the reference is dropped."""
-        if self._lost:
-            self._report_lost()
         watch = ref(handle, self._lost.append)
         if self._names_openers:
             if len(self._sites) > 64 + 2 * (len(self._handles) + len(self._plans) + len(self._pins)):
@@ -104,13 +103,23 @@ class RecoveryMixin(ObservationMixin, Manager):
         self._sites = {site: self._sites[site] for site in map(id, everything) if site in self._sites}
 
     def _report_lost(self) -> None:
-        """Warn of each handle that was collected, while what it names is still there."""
+        """Warn of each handle that was collected. To be called before anything changes: a warning may be an error."""
+        if self._lost:
+            self._warn(self._losses())
+
+    def _losses(self) -> list[str]:
+        """Return a text for each handle that was collected, while what it names is still there. Modifies: _lost."""
+        losses: list[str] = []
         while self._lost:
             watch = self._lost.popleft()
             if loss := self._loss_of(watch):
                 site = self._sites.get(id(watch))
-                opened = f"opened at {site}" if site else "PAGEDKV_DEBUG=1 says where it was opened"
-                warnings.warn(f"{loss}; {opened}. recover() gives its frames back", ResourceWarning, 5)
+                losses.append(f"{loss}; {f'opened at {site}' if site else 'PAGEDKV_DEBUG=1 says where it was opened'}")
+        return losses
+
+    def _warn(self, losses: list[str]) -> None:
+        for loss in losses:
+            warnings.warn(f"{loss}. recover() gives its frames back", ResourceWarning, 5)
 
     def _loss_of(self, watch: ref[Any]) -> str:
         status = self.state.spaces["status"]
@@ -158,9 +167,10 @@ class RecoveryMixin(ObservationMixin, Manager):
         exception whose traceback holds them, so call this outside of `except`. O(rows of the page table).
         Returns: how many of each
         """
-        self._report_lost()
+        losses = self._losses()
         recovered = Recovered(self._abort_lost_plans(), self._close_lost_spaces(), self._unpin_lost_frames())
         self._forget_sites()
+        self._warn(losses)  # last: a filter may make errors of warnings
         return recovered
 
     def _abort_lost_plans(self) -> int:

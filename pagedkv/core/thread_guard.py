@@ -36,6 +36,7 @@ class ThreadGuard:
         """Begin without a call. strict: at PAGEDKV_DEBUG=3 the first caller is the owner, and calls are recorded."""
         self._calls: dict[int, list[int]] = {}
         """The call under way, at key 0, as a list with its thread. See `_succeed`."""
+        self._succession = threading.Lock()
         self._owner, self._owner_name = _ANYONE, ""
         self._last_callers: LastCallers | None = None
         if strict and debug.level() >= 3:
@@ -46,11 +47,14 @@ class ThreadGuard:
 
         Raises: ConcurrentUse while a call of another thread is under way
         """
-        if any(map(_is_running, list(self._calls.values()))):
+        if self._is_under_way():
             raise ConcurrentUse(
                 "own() was called while another call was under way; hand a manager over between two calls"
             )
         self._owner, self._owner_name = threading.get_ident(), threading.current_thread().name
+
+    def _is_under_way(self) -> bool:
+        return any(map(_is_running, list(self._calls.values())))
 
     def hand_over(self) -> None:
         """Make the calling thread the owner if there is an owner: for a caller whose own lock orders the threads.
@@ -78,17 +82,20 @@ class ThreadGuard:
     def _succeed(self, call: list[int], verb: str) -> None:
         """Let `call` follow a call that was interrupted before it could say that it ended. Raises: ConcurrentUse.
 
-        The calls are a chain: that at key 0, then the one at the key of the one before. All but the last have ended.
+        A call is under way while it is at key 0. Only its own end removes it there; if its frame is gone, it has no end
+        any more, and the first thread to hold the lock takes its place.
         """
-        key = 0
-        while (before := self._calls.setdefault(key, call)) is not call:
-            if _is_running(before):
-                raise ConcurrentUse(
-                    f"{type(self).__name__}.{verb.lstrip('_')} was called while another call was under way; one thread "
-                    "owns it at a time. Call it from one thread, or hold a lock of your own around it."
-                )
-            # a call that ended meanwhile took the chain with it
-            key = id(before) if self._calls.get(key) is before else 0
+        with self._succession:  # CPython calls no signal handler between taking the lock and entering the block
+            before = self._calls.setdefault(0, call)
+            if before is call:
+                return
+            if not _is_running(before) and self._calls.get(0) is before:
+                self._calls[0] = call
+                return
+        raise ConcurrentUse(
+            f"{type(self).__name__}.{verb.lstrip('_')} was called while another call was under way; one thread owns it "
+            "at a time. Call it from one thread, or hold a lock of your own around it."
+        )
 
 
 Self = TypeVar("Self", bound=ThreadGuard)
@@ -117,7 +124,7 @@ def exclusive(
             self._last_callers.after(self.state, verb, args, result)
             return result
         finally:
-            self._calls.clear()
+            del self._calls[0]
 
     return guarded
 

@@ -17,7 +17,8 @@ function modes, functorch transforms, tracing, the profiler, gradients that are 
 None if there is one. Subclasses of Tensor and tensors without memory also go to the operator. PAGEDKV_DEBUG >= 1 sends
 every call there, because values are checked there.
 
-**What a binding may not miss.** The tensors of the layer are kept alive and described anew in each call. If their
+**What a binding may not miss.** The tensors of the layer are kept alive and described anew in each call. A tensor whose
+storage was shrunk beneath it (`untyped_storage().resize_`) is not seen unless PAGEDKV_DEBUG >= 1. If their
 memory moved (set_, resize_), the operator serves. PAGEDKV_KERNELS, PAGEDKV_CPU_ISA and PAGEDKV_NUM_THREADS are read
 when a kernel is chosen: at binding, and at the first call of a kind. torch.set_num_threads acts at once.
 

@@ -27,6 +27,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import starmap
+from operator import call
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -233,7 +235,7 @@ class Engine(ThreadGuard):
         try:
             return self._step()
         except ConcurrentUse:
-            if [threading.get_ident()] in self._calls.values():
+            if [threading.get_ident()] in self._calls.values() and self._is_under_way():
                 raise InvalidRequest(
                     "a listener called step, run or generate of the engine that is stepping; "
                     "a listener may only submit and cancel"
@@ -279,8 +281,9 @@ class Engine(ThreadGuard):
         self.cache.hand_over()
         if not self._is_whole:
             self._restart()
-            self._is_whole = True
+        self._is_whole = False
         self._take_in_now()
+        self._is_whole = True
 
     def _take_in_now(self) -> None:
         """Queue what was submitted, end what is over its time, and give back the frames of what has ended."""
@@ -410,24 +413,33 @@ class Engine(ThreadGuard):
                 text, is_end = completion.text[completion.num_sent :], bool(completion.finish_reason)
                 if completion.is_reported or not (text or is_end):
                     continue
-                completion.num_sent += len(text)
                 if request.on_text:
-                    self._tell(request.on_text, completion, text)
-                if is_end and not completion.is_reported:
+                    self._tell(request.on_text, completion, text, is_end=is_end)
+                completion.num_sent, completion.is_reported = len(completion.text), bool(completion.finish_reason)
+                if completion.is_reported and completion.finish_reason != "cancelled":
                     finished.append(completion)
-                    completion.is_reported = True
             if all(completion.is_reported for completion in request.completions):
                 del self._requests[request]
         self._remove_ended()  # a listener may have cancelled
         return finished
 
-    def _tell(self, on_text: OnText, completion: Completion, text: str) -> None:
-        """Call a listener. If it raises, its request ends."""
+    def _tell(self, on_text: OnText, completion: Completion, text: str, *, is_end: bool) -> None:
+        """Call a listener, and note what it got, so that an interrupt repeats no piece. If it raises, its request ends.
+
+        The notes and the call are made by one call of C functions: only an interrupt inside of the listener loses a
+        piece, which the listener may have taken.
+        """
+        sent = completion.num_sent + len(text)
+        calls = (setattr, completion, "num_sent", sent), (on_text, completion, text)
         try:
-            on_text(completion, text)
+            deque(starmap(call, (*calls, (setattr, completion, "is_reported", is_end))), maxlen=0)
         except Exception as error:
+            try:
+                reason = f"the listener raised {type(error).__name__}: {error}"
+            except Exception:  # the error has no words
+                reason = f"the listener raised {type(error).__name__}"
             for one in completion.request.completions:
-                one.end("error", f"the listener raised {type(error).__name__}: {error}")
+                one.end("error", reason)
 
     def _restart(self) -> None:
         """Begin anew from the requests and the tokens they have, after a step that did not end."""
@@ -446,7 +458,9 @@ class Engine(ThreadGuard):
                 if completion.token_ids and not completion.first_token_at:
                     completion.first_token_at = completion.last_token_at = time.perf_counter()
                 # without a token, the first sample computes the prompt of all
-                waits_for_first = completion.index and not (completion.token_ids or first.token_ids)
+                waits_for_first = completion.index and not (
+                    completion.token_ids or first.token_ids or first.finish_reason
+                )
                 if not completion.finish_reason and not waits_for_first:
                     sequences.append(sequence)
         self.scheduler.restart(sequences)

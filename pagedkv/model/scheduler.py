@@ -144,11 +144,21 @@ class Scheduler:
                 # At a quota, only the tenant's own sequences can give frames back.
                 tenant = error.tenant if isinstance(error, QuotaExceeded) else None
                 candidates = [s for s in self.running if tenant is None or s.completion.request.tenant == tenant]
+                if len(candidates) == 1 and tenant is not None:  # the quota is too small for this request alone
+                    self._end(candidates[0], str(error))
+                    chunks = self._choose(admit=False)
+                    continue
                 if len(candidates) == 1:
                     raise
                 self.preempt(candidates[-1])
                 chunks = self._choose(admit=False)
         return [], None
+
+    def _end(self, sequence: SequenceState, error: str) -> None:
+        """End the request of `sequence` with an error, and take it out of its queue."""
+        for completion in sequence.completion.request.completions:
+            completion.end("error", error)
+        self.remove(sequence)
 
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
         """Let `child` continue from the tokens of `parent`, sharing its frames, and run beside it."""

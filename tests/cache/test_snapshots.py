@@ -293,8 +293,14 @@ def test_a_writer_that_is_killed_leaves_a_whole_snapshot(tmp_path: Path) -> None
         found.add(pages)
         filled().snapshot(folder, model="next")
         assert KINDS["one group"]().restore(folder, model="next").pages == 20
-        assert len(names_in(folder)) == 2 or pages == (0, 20)
+        assert {name for name in names_in(folder) if not name.endswith("-pagedkv.writing.part")} == whole_names(folder)
     assert found == {(20, 0), (0, 20)}
+
+
+def whole_names(folder: Path) -> set[str]:
+    """Return the names of a snapshot and nothing else. (A first file of 16 bytes, not yet in place, may be left.)"""
+    manifest = json.loads((folder / snapshots.MANIFEST).read_text())
+    return {snapshots.MANIFEST, *(entry["name"] for entry in manifest["files"])}
 
 
 def test_other_files_of_the_folder_are_left_alone(tmp_path: Path) -> None:
@@ -311,6 +317,33 @@ def test_other_files_of_the_folder_are_left_alone(tmp_path: Path) -> None:
         filled().snapshot(tmp_path)
     assert all((tmp_path / name).read_text() == "mine" for name in others)
     assert len(names_in(tmp_path) - others) == 3
+
+
+@pytest.mark.parametrize("name", ["pagedkv.json.part", "pagedkv.writing.part", "pagedkv.json", "pagedkv.writing"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_snapshot_is_written_through_no_link_or_pipe(name: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    if kind == "link":
+        (folder / name).symlink_to(tmp_path / "notes")
+    else:
+        os.mkfifo(folder / name)
+    assert filled().snapshot(folder) == 20
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert KINDS["one group"]().restore(folder).pages == 20
+
+
+def test_a_manifest_that_restore_would_not_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled().snapshot(tmp_path)
+    before = names_in(tmp_path)
+    monkeypatch.setattr(snapshots, "MOST_MANIFEST_BYTES", 2000)
+    monkeypatch.setattr(snapshots, "FILE_BYTES", 1)
+    with pytest.raises(OSError, match="more than restore reads"):
+        filled().snapshot(tmp_path)
+    monkeypatch.undo()
+    assert names_in(tmp_path) == before
+    assert KINDS["one group"]().restore(tmp_path).pages == 20
 
 
 def test_a_manifest_names_no_file_of_others(tmp_path: Path) -> None:

@@ -337,6 +337,56 @@ def test_a_listener_hears_each_piece_once_although_steps_are_interrupted(
     assert_equal(got, undisturbed, engine)
 
 
+def test_a_listener_whose_error_has_no_words_ends_its_own_request(
+    undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    engine = build(checkpoint("llama"))
+
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    def fail(*_: object) -> None:
+        raise Wordless
+
+    failing, got = engine.submit(prompt_of(12), on_text=fail), submitted(engine)
+    engine.run()
+    assert failing.completions[0].error == "the listener raised Wordless"
+    assert_equal(got, undisturbed, engine)
+
+
+def test_a_prompt_above_its_tenants_quota_ends_alone(
+    undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    engine = build(checkpoint("llama"))
+    engine.cache.set_quota(b"small", hard=1)
+    doomed, got = engine.submit(prompt_of(40), tenant=b"small"), submitted(engine)
+    engine.run()
+    assert doomed.completions[0].finish_reason == "error"
+    assert "small" in doomed.completions[0].error
+    assert_equal(got, undisturbed, engine)
+
+
+def test_an_interrupted_cancel_loses_no_other_request(
+    undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    def begun() -> tuple[Engine, Any, list[Any]]:
+        engine = build(checkpoint("llama"), num_frames=60)
+        doomed = engine.submit(prompt_of(30), PARAMS)
+        engine.step()
+        return engine, doomed, submitted(engine)
+
+    engine, doomed, _ = begun()
+    total = count_instructions(lambda: engine.cancel(doomed))
+    for at in range(1, total + 1, total // 20):
+        engine, doomed, got = begun()
+        with contextlib.suppress(KeyboardInterrupt):
+            Interrupter(at).run(lambda engine=engine, doomed=doomed: engine.cancel(doomed))
+        engine.run()
+        assert doomed.finished
+        assert_equal(got, undisturbed, engine)
+
+
 def test_a_request_ends_at_its_deadline(undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]) -> None:
     engine = build(checkpoint("llama"))
     hasty = engine.submit(prompt_of(30), SamplingParams(max_tokens=200), timeout=0.05, num_samples=2)

@@ -64,7 +64,8 @@ bool keeps_contract(const Binding& b, const Tensor* t, int64_t max_q) {
 int32_t entry(const Tensor& t, int64_t i) { return reinterpret_cast<const int32_t*>(t.data)[i]; }
 
 // The rules of checks.table_values for all that a kernel follows: memory on the CPU can be read without waiting for a
-// device, so a call never reads or writes outside of its tensors. The entry of a punched page is -1.
+// device, so a call never reads or writes outside of its tensors, as their shapes and strides
+// tell. The entry of a punched page is -1.
 // O(sequences + pages).
 bool names_what_is_there(const Binding& b, const Tensor* t, int64_t max_q, int64_t max_k) {
     const Tensor &table = t[TABLE], &rows = t[ROWS];

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagedkv.core import AddressSpace, Group, MemoryManager, Observe, Pin, Plan
@@ -142,6 +144,42 @@ def test_a_call_that_a_signal_interrupted_does_not_lock_the_manager(mm: MemoryMa
     assert not mm._calls
 
 
+def test_threads_that_follow_an_interrupted_call_enter_one_at_a_time() -> None:
+    """Stale calls are planted all the time, as if each call were interrupted at its end."""
+    mm, inside, most, served = MemoryManager(16, 4), [0], [0], [0]
+
+    class Counting:
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0)
+            inside[0] -= 1
+            served[0] += 1
+            return np.zeros(1, np.int32)
+
+    def work() -> None:
+        for _ in range(300):
+            try:
+                mm.open(Counting()).release()  # type: ignore[arg-type]
+            except ConcurrentUse:
+                mm._calls.setdefault(0, [threading.get_ident()])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert most == [1]
+    assert served[0] > 0
+    mm.recover()
+    mm.check()
+
+
 def test_a_plan_is_settled_once_whatever_its_attributes_say(mm: MemoryManager) -> None:
     space = mm.open()
     plan = mm.plan([space], [6])
@@ -161,6 +199,21 @@ def test_only_the_manager_writes_page_tables(mm: MemoryManager) -> None:
     assert plan.block_table.base is not None
     assert (plan.block_table == mm.state.table).all()
     mm.abort(plan)
+
+
+def test_a_warning_that_is_an_error_changes_nothing(mm: MemoryManager) -> None:
+    kept = grown(mm, [1, 2, 3, 4, 5])
+    for call in (mm.open, kept.fork, lambda: mm.pin(kept), lambda: mm.plan([kept], [1])):
+        mm.open()  # dropped
+        before = mm.stats().spaces
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(ResourceWarning, match="was dropped before release"):
+                call()
+        assert mm.stats().spaces == before
+        assert mm.recover() == (0, 1, 0)
+    assert mm.stats().spaces == 1
+    mm.check()
 
 
 LOST = ["address space 1", "a plan of 1 sequences", "a pin by row 5"]
