@@ -147,6 +147,7 @@ def test_a_call_that_a_signal_interrupted_does_not_lock_the_manager(mm: MemoryMa
 def test_threads_that_follow_an_interrupted_call_enter_one_at_a_time() -> None:
     """Stale calls are planted all the time, as if each call were interrupted at its end."""
     mm, inside, most, served = MemoryManager(16, 4), [0], [0], [0]
+    mm.disown()  # at PAGEDKV_DEBUG=3 the first caller would own it
 
     class Counting:
         def __array__(self, *_: Any, **__: Any) -> Any:
