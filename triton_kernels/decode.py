@@ -222,7 +222,8 @@ def paged_decode(call: AttentionCall) -> None:
         max_queries = min(max_queries, call.max_seqlen_q)
     rows = triton.next_power_of_2(call.q.shape[1] // K * max_queries)
     M = max(16, min(tuned.M, rows))
-    spec = replace(specialisation_of(call, M=M, N=keys_of(call, M, tuned.N)), one_launch=tuned.one_launch)
+    spec = specialisation_of(call, M=M, N=keys_of(call, M, tuned.N))
+    spec = replace(spec, one_launch=tuned.one_launch, mixed=max_queries > 1)
     many_warps = M == 64 or (M == 32 and spec.dtype == tl.float32)  # with fewer warps, accumulators would spill
 
     heads, unit = K * spec.head_tiles, min(call.split_tokens or spec.N, FARTHEST)

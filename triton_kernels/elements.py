@@ -2,7 +2,7 @@
 
     kind    a byte x becomes                                   factor, folded into scores and outputs
     e4m3    float8e4nv, converted natively; or fp16 bits       1; or 256, for fp16's exponent is biased by 8 more
-            (x & 0x80) << 8 | (x & 0x7f) << 7
+            (x & 0x80) << 8 | (x & 0x7f) << 7; fp16's NaN for x & 0x7f = 0x7f
     e5m2    fp16 bits x << 8                                   1
     int8    an exact small number                              1
     int4    two numbers: (x & 15) - 8, (x >> 4) - 8            1
@@ -65,7 +65,8 @@ def element(x, SPEC: tl.constexpr):
             x = x.to(tl.float8e4nv, bitcast=True).to(TO)
         else:
             wide = x.to(tl.uint16)
-            x = ((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True).to(TO)
+            magnitude = tl.where((wide & 0x7F) == 0x7F, 0x7E00, (wide & 0x7F) << 7).to(tl.uint16)  # 0x7F is NaN
+            x = ((wide & 0x80) << 8 | magnitude).to(tl.float16, bitcast=True).to(TO)
     elif SPEC.kind == "e5m2":
         x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(TO)
     elif SPEC.kind == "int8":

@@ -40,6 +40,7 @@ class Specialisation:
     k_scale, v_scale: 0 no scale, 1 one scale for all, 2 a scale per (token, head).
     v_in_k:           V is the first part of K in the same memory (MLA): it is read once.
     one_launch:       the program that stores decode's last partial merges them; there is no second launch.
+    mixed:            rows of a tile may see different keys, for they are of several queries.
     """
 
     dtype: Any
@@ -65,6 +66,7 @@ class Specialisation:
     float32_products: str = "ieee"
     split: bool = False
     one_launch: bool = False
+    mixed: bool = True
 
     @cached_property
     def factor(self) -> float:

@@ -11,6 +11,9 @@
 
     never read         a key at or past `end`, a key of a punched page (-1), a table entry past the last page: every
                        load is masked, and a masked value is 0, so that 0 * NaN cannot happen
+    hidden values      a row that does not see a key still multiplies its value by p = 0. If SPEC.mixed, rows of a tile
+                       see different keys; if a result is NaN then, the keys are walked again: values that are not
+                       finite count as 0, and the rows that see one become NaN
 
 Each product with a stride is 64-bit. Logarithms have base 2 in this file; the LSE that leaves the kernels is natural.
 Scales of keys multiply scores; scales of values multiply p, or the sum if there is one scale for all; elements are
@@ -113,6 +116,12 @@ def scored(s, t, position, slopes, scale, softcap, SPEC: tl.constexpr):
 
 
 @triton.jit
+def finite(x):
+    """Return whether each element of `x` is a number, and not infinite."""
+    return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
 def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPEC: tl.constexpr):
     """Return the state of a tile's rows over the keys first..end: acc0 [M, V0], acc1 [M, V1], m [M], l [M].
 
@@ -120,6 +129,19 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
     pool, rules: as in specialisation.py.   slopes: the ALiBi slope of each row.
     rows: (position, ok, tree_row, position of the first new token, number of new tokens).
     """
+    acc0, acc1, m, l = walk_once(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, False, SPEC)
+    if SPEC.mixed:
+        is_nan = tl.sum((acc0 != acc0).to(tl.int32)) + tl.sum((acc1 != acc1).to(tl.int32))
+        if is_nan > 0:
+            acc0, acc1, m, l = walk_once(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, True, SPEC)
+    return acc0, acc1, m, l
+
+
+@triton.jit
+def walk_once(
+    q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, APART: tl.constexpr, SPEC: tl.constexpr
+):
+    """Return the result of `walk`. APART: a value that is not finite makes the rows NaN that see it, and no others."""
     q0, q1 = q_parts
     (
         k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head,
@@ -141,6 +163,7 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
     l = tl.full([SPEC.M], 0.0, tl.float32)
     acc0 = tl.full([SPEC.M, SPEC.V0], 0.0, tl.float32)
     acc1 = tl.full([SPEC.M, SPEC.second], 0.0, tl.float32)
+    spoiled = tl.zeros([SPEC.M], tl.int32)
     n = tl.arange(0, SPEC.N)
     if SPEC.whole_pages:
         ahead = tl.load(table_row + first // SPEC.S, mask=first < end, other=-1)
@@ -154,6 +177,8 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
             ahead = tl.load(table_row + (t + SPEC.N) // SPEC.S, mask=t + SPEC.N < end, other=-1)
         slot = (start % SPEC.S + n if SPEC.whole_pages else t % SPEC.S).to(tl.int64)
         present = t < tl.where(frame >= 0, end, 0)
+        if SPEC.window:
+            present = present & (t > rows[3] - window)  # no new token sees a key before
         frame = frame.to(tl.int64)
 
         k0, k1 = parts(k, frame * k_frame + slot * k_slot, present, SPEC.K0, SPEC.K1, SPEC.k_limit, SPEC)
@@ -163,7 +188,8 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
         if SPEC.k_scale == 2:
             s = s * tl.load(k_scale + frame * ks_frame + slot * ks_slot, mask=present, other=0.0)[None, :]
         s = scored(s, t, rows[0], slopes, scale, softcap, SPEC)
-        s = tl.where(seen(t, present, rows, window, tree, SPEC), s, float("-inf"))
+        sees = seen(t, present, rows, window, tree, SPEC)
+        s = tl.where(sees, s, float("-inf"))
 
         top = tl.maximum(m, tl.max(s, 1))
         safe = tl.where(top == float("-inf"), 0.0, top)
@@ -173,16 +199,29 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
         l = l * fade + tl.sum(p, 1)
         acc0 = acc0 * fade[:, None]
         acc1 = acc1 * fade[:, None]
+        by = present.to(tl.float32)
         if SPEC.v_scale == 2:
-            p = p * tl.load(v_scale + frame * vs_frame + slot * vs_slot, mask=present, other=0.0)[None, :]
-        p = rounded(p, SPEC.dtype)
+            by = tl.load(v_scale + frame * vs_frame + slot * vs_slot, mask=present, other=0.0)
         if SPEC.v_in_k:
-            acc0 = product(p, k0, acc0, SPEC)
+            v0, v1 = k0, k0
         else:
             v0, v1 = parts(v, frame * v_frame + slot * v_slot, present, SPEC.V0, SPEC.V1, SPEC.v_limit, SPEC)
-            acc0 = product(p, v0, acc0, SPEC)
-            if SPEC.kind == "int4" or SPEC.V1 > 0:
-                acc1 = product(p, v1, acc1, SPEC)
+        if APART:
+            lost = tl.where(finite(by), 0, 1)
+            by = tl.where(finite(by), by, 0.0)
+            if SPEC.kind != "int8" and SPEC.kind != "int4":
+                lost = lost | tl.max(tl.where(finite(v0), 0, 1), 1) | tl.max(tl.where(finite(v1), 0, 1), 1)
+                v0, v1 = tl.where(finite(v0), v0, 0.0).to(v0.dtype), tl.where(finite(v1), v1, 0.0).to(v1.dtype)
+            spoiled = spoiled | tl.max(tl.where(sees & (lost != 0)[None, :], 1, 0), 1)
+        if SPEC.v_scale == 2:
+            p = p * by[None, :]
+        p = rounded(p, SPEC.dtype)
+        acc0 = product(p, v0, acc0, SPEC)
+        if not SPEC.v_in_k and (SPEC.kind == "int4" or SPEC.V1 > 0):
+            acc1 = product(p, v1, acc1, SPEC)
+    if APART:
+        acc0 = tl.where(spoiled[:, None] != 0, float("nan"), acc0)
+        acc1 = tl.where(spoiled[:, None] != 0, float("nan"), acc1)
     value_scale = SPEC.factor * 1.0
     if SPEC.v_scale == 1:
         value_scale = value_scale * tl.load(v_scale)

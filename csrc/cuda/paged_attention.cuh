@@ -35,6 +35,16 @@ struct ThreadRole {  // what this thread works on
     u32 phases;  // a bit for each stage of the team: the parity to wait for next at its mbarrier
 };
 
+// Make the rows NaN that are marked.
+DEVICE void spoil(State& state, u32 marks, u32 lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (!ptx::shared_read<u32>(marks + 4 * ((lane >> 2) + 8 * r))) continue;
+#pragma unroll
+        for (int n = 0; n < VALUE_TILES; ++n) state.o[n][2 * r] = state.o[n][2 * r + 1] = ptx::as_float(0x7fc00000u);
+    }
+}
+
 // Return what a row may see. Row `x` of a unit is head x % G of query x / G. A row past the unit's last query holds
 // zeros and may see every key; its result is not stored.
 DEVICE Row row_of(const AttentionParams& p, const Unit& unit, i32 group, i32 in_tile) {
@@ -84,16 +94,19 @@ DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, 
     }
 }
 
+// The words that mark 16 rows of a team. They lie where m of these rows will be stored.
+DEVICE u32 marks_at(u32 team, u32 first_row) { return TEAM_STATS_AT + 4 * (team * ROWS + first_row); }
+
 // Attend to this team's tiles of keys [from, to), as a pipeline: while one tile is computed, the next STAGES - 1 are in
-// flight.
+// flight. `apart`: see set_apart in scores.cuh.
 DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, const Queries& queries,
-                   const Row (&rows)[2], i32 from, i32 to, ThreadRole& me) {
+                   const Row (&rows)[2], i32 from, i32 to, ThreadRole& me, bool apart) {
     const i32 first = from + static_cast<i32>(me.team) * TILE;
     const i32 steps = first < to ? (to - first + STEP_TOKENS - 1) / STEP_TOKENS : 0;
     const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES;
     const u32 barriers = me.base + BARRIERS_AT + me.team * 8 * STAGES;
     const u32 scores = me.base + SCORES_AT + me.team * SCORES_BYTES + me.first_row / 16 * (SCORES_BYTES / WARPS_M);
-    const Sharing sharing{me.team, me.part, scores};
+    const Sharing sharing{me.team, me.part, scores, me.base + marks_at(me.team, me.first_row)};
     Tile tile;
     look_up(tile, p, pages, first, to);
     u32 reading = 0, filling = 0;
@@ -106,7 +119,8 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
         filling = filling + 1 == STAGES ? 0 : filling + 1;
         look_up(tile, p, pages, first + (step + STAGES) * STEP_TOKENS, to);
         if (step < 0) continue;
-        attend_tile(state, p, queries, rows, first + step * STEP_TOKENS, stages + reading * STAGE_BYTES, sharing);
+        const i32 first_key = first + step * STEP_TOKENS;
+        attend_tile(state, p, queries, rows, first_key, stages + reading * STAGE_BYTES, sharing, apart);
         reading = reading + 1 == STAGES ? 0 : reading + 1;
     }
     if constexpr (!BULK || TOKEN_SCALES) ptx::copy_wait<0>();
@@ -129,12 +143,28 @@ DEVICE bool arrive(const AttentionParams& p, i64 first, i32 expected, const Thre
 
 // Attend to keys [from, to) for all rows of the unit. When it returns, the teams' states are in shared memory.
 DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2],
-                       i32 from, i32 to, ThreadRole& me) {
+                       i32 from, i32 to, ThreadRole& me, bool apart) {
     State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}};
-    attend(state, p, pages, queries, rows, from, to, me);
+    const u32 marks = me.base + marks_at(me.team, me.first_row);
+    if (apart && me.part == 0 && me.lane < 16) ptx::shared_write(marks + 4 * me.lane, 0u);
+    attend(state, p, pages, queries, rows, from, to, me, apart);
     ptx::sync_block();  // the sums will overwrite the stages
+    if (apart) {
+        spoil(state, marks, me.lane);
+        ptx::sync_block();  // m and l will overwrite the marks
+    }
+    const u32 votes = ptx::ballot(has_nan(state));
+    if (me.lane == 0) ptx::shared_write(me.base + VOTES_AT + me.thread / 8, votes);
     store_team(me.base, state, me.team, me.first_row, me.part);
     ptx::sync_block();
+}
+
+// Return whether the result of attend_all holds a NaN.
+DEVICE bool any_nan(const ThreadRole& me) {
+    u32 any = 0;
+#pragma unroll
+    for (u32 warp = 0; warp < THREADS / 32; ++warp) any |= ptx::shared_read<u32>(me.base + VOTES_AT + 4 * warp);
+    return any != 0;
 }
 
 // Fold one more chunk into the result of a unit that this CTA computes alone, from the left. The last chunk writes the
@@ -214,9 +244,16 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
         const Pages pages = pages_of(p, unit.sequence, unit.head);
 
         const bool alone = partition.num_partials() == 1;
+        const bool mixed = unit.queries > 1 || p.window;  // a row may be NaN from a value that it does not see
+        bool apart = false;
         for (i32 item = mine;;) {  // with split_tokens one chunk at a time, else all keys at once
             const i32 next = p.split_tokens && item < end ? item + 1 : end;
-            attend_all(p, pages, queries, rows, partition.from_key(item), partition.to_key(next), me);
+            attend_all(p, pages, queries, rows, partition.from_key(item), partition.to_key(next), me, apart);
+            if (mixed && !apart && any_nan(me)) {
+                apart = true;  // once more, see set_apart
+                continue;
+            }
+            apart = false;
             if (alone) {
                 fold_chunk(p, unit, partition.group, item == mine, next == end, v_scale, me);
             } else {

@@ -18,11 +18,11 @@
 //     SECOND_LAUNCH          1: merge_pieces.cuh merges partial states, in a launch that begins early;
 //                            0: the CTA that arrives last merges them
 //
-//     shared memory   [ queries: terms x ROWS x D ][ m, l of teams, of totals ][ scores ][ mbarriers ]
+//     shared memory   [ queries: terms x ROWS x D ][ m, l of teams, of totals ][ votes ][ scores ][ mbarriers ]
 //                     [ team 0: stage 0, 1, ... ][ team 1: ... ] ...
 //     scores          sums over parts of D, exchanged by the WARPS_D warps. The team's barrier before the next tile
 //                     separates these reads from the next writes
-//     a stage         [ TILE rows of K ][ TILE rows of V ][ scales ][ bits: which keys are present ]
+//     a stage         [ TILE rows of K ][ TILE rows of V ][ scales ][ bits: which keys are present, which are lost ]
 // A row takes 16 bytes more than its elements. Eight rows then begin in eight different groups of banks, so neither
 // ldmatrix nor loads of quads conflict. A bulk copy keeps the layout that bytes have in the pool, so each row is a copy
 // of its own: one copy of a whole page would put all rows' first columns into the same banks. After the last key, the
@@ -44,13 +44,15 @@ constexpr int K_ROW = D * KV_BITS / 8, V_ROW = DV * KV_BITS / 8;
 constexpr int K_STRIDE = (K_ROW + 15) / 16 * 16 + 16, V_STRIDE = V_IN_K ? K_STRIDE : (V_ROW + 15) / 16 * 16 + 16;
 constexpr int V_IN_STAGE = V_IN_K ? 0 : TILE * K_STRIDE, SCALES_IN_STAGE = TILE * (K_STRIDE + (V_IN_K ? 0 : V_STRIDE));
 constexpr int PRESENT_IN_STAGE = SCALES_IN_STAGE + (TOKEN_SCALES ? 8 * TILE : 0);
+constexpr int LOST_IN_STAGE = PRESENT_IN_STAGE + 8;  // bits: which values are not finite
 constexpr int STAGE_BYTES = PRESENT_IN_STAGE + 16;
 
 constexpr int Q_STRIDE = 2 * D + 16, Q_TERM_BYTES = ROWS * Q_STRIDE;
 constexpr int TEAM_STATS_AT = Elements::Q_TERMS * Q_TERM_BYTES;  // [WARPS_N][ROWS] of m, then of l
 constexpr int TOTALS_AT = TEAM_STATS_AT + 8 * WARPS_N * ROWS;  // [ROWS] of m, then of l
 constexpr int LAST_AT = TOTALS_AT + 8 * ROWS;
-constexpr int SCORES_AT = LAST_AT + 16;
+constexpr int VOTES_AT = LAST_AT + 16;  // [warps]: lanes whose result holds a NaN
+constexpr int SCORES_AT = VOTES_AT + (THREADS / 8 + 15) / 16 * 16;
 constexpr int SCORES_BYTES = WARPS_D > 1 ? 4 * WARPS_M * WARPS_D * 16 * TILE : 0;  // of a team
 constexpr int BARRIERS_AT = SCORES_AT + WARPS_N * SCORES_BYTES;
 constexpr int NUM_BARRIERS = BULK ? WARPS_N * STAGES : 0;  // 8 bytes each, one for each stage

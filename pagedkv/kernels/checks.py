@@ -25,6 +25,18 @@ if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, WriteCall
 
 
+def inference_only(**tensors: Tensor | None) -> None:
+    """Raise InvalidRequest if torch would record the call for a backward pass: no operator has a derivative."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise InvalidRequest(
+                f"{name} requires grad, and the kernels are for inference only: they have no derivative; "
+                "call them under torch.inference_mode() or torch.no_grad()"
+            )
+
+
 def attention(call: AttentionCall) -> None:
     """Raise InvalidRequest if `call` breaks the contract of `paged_attention`."""
     layer(call)

@@ -2,7 +2,7 @@
 
 `torch.ops.pagedkv.*` take the fields of an AttentionCall or a WriteCall, and a backend's name. torch.compile sees one
 opaque node with outputs of known shapes and declared mutations. Checks and choice happen inside the operator, so a
-compiled graph makes both at run time. Inference only: no operator has a derivative.
+compiled graph makes both at run time. No operator has a derivative: the functions here refuse tensors that require one.
 
 The operators are made with Library.define / impl / register_fake: `torch.library.custom_op` costs 7 us a call instead
 of 1.6. This file knows schemas and the order check, choose, run. Public functions are in ops.py, calls without the
@@ -96,11 +96,17 @@ def _define() -> None:
 _define()
 
 
+def _pool(layer: KVLayer) -> dict[str, Tensor | None]:
+    names = ("k", "v", "k_scale", "v_scale")
+    return {f"layer.{name}": getattr(layer, name) for name in names}
+
+
 def attend_by_operator(
     q: Tensor, layer: KVLayer, batch: PagedBatch, on: AttentionOptions, tree_mask: Tensor | None, out: Tensor | None,
     return_lse: bool, backend: str,
 ) -> Any:  # fmt: skip
     """Attend through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
+    checks.inference_only(q=q, out=out, sinks=on.sinks, alibi_slopes=on.alibi_slopes, **_pool(layer))
     call = (
         q, layer.k, layer.v, layer.k_scale, layer.v_scale, batch.block_table, batch.rows, batch.seq_lens,
         batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k, *on[:-1], tree_mask, on.split_tokens,
@@ -117,6 +123,7 @@ def write_by_operator(
     k: Tensor, v: Tensor, layer: KVLayer, batch: PagedBatch, rope: RotaryTable | None, backend: str
 ) -> None:
     """Store through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
+    checks.inference_only(k=k, v=v, **_pool(layer))
     angles = (None, None, None, False) if rope is None else (batch.positions, rope.cos, rope.sin, rope.interleaved)
     pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
     torch.ops.pagedkv.write_kv.default(k, v, *pool, batch.slots, *angles, backend)

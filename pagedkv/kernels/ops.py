@@ -12,7 +12,7 @@ from typing import Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from pagedkv.kernels import operators, registry
+from pagedkv.kernels import checks, operators, registry
 from pagedkv.kernels.args import AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write, cached
 from pagedkv.kernels.case import Case, case_of
@@ -126,6 +126,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     Shapes: out [T, H, Dv], lse float32 [T, H], natural logarithm, any strides; returns the same, contiguous.
     Raises: InvalidRequest.
     """
+    checks.inference_only(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     merged: tuple[Tensor, Tensor] = torch.ops.pagedkv.merge_states.default(out_a, lse_a, out_b, lse_b)
     return merged
 
@@ -140,6 +141,7 @@ def copy_frames(storage: Tensor, copies: Tensor, *, backend: str | None = None) 
     Modifies: the destination frames.
     Raises:   InvalidRequest; KernelUnavailable.
     """
+    checks.inference_only(storage=storage)
     torch.ops.pagedkv.copy_frames.default(storage, copies, backend or registry.AUTO)
 
 

@@ -143,12 +143,14 @@ def _attend(call: AttentionCall, group: _Group, keys: _Keys, chunk: slice) -> tu
         span = slice(first, first + step)
         part = _Keys(keys.k[:, :, span], keys.v[:, :, span], keys.present[:, span])
         scores = (q @ part.k.transpose(-1, -2)).view(b, K, H // K, m, -1)
-        scores = _mask(call, group, part, scores, (chunk, first))
+        visible, distance = _visible(call, group, part.present, (chunk, first))
+        visible = visible[:, None, None]
+        scores = _shape(call, distance, scores).masked_fill(~visible, -torch.inf)
         lse = scores.logsumexp(-1)
         p = (
             scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None]
         ).exp()  # a row that sees nothing: exp(-inf) = 0
-        out = (p.view(b, K, H // K * m, -1) @ part.v).view(b, K, H // K, m, -1)
+        out = _weigh(p, part.v, visible)
         state = (out, lse) if state is None else _merge(*state, out, lse)
     assert state is not None
     if call.sinks is not None:  # a sink is a state with a logit and no value
@@ -157,19 +159,40 @@ def _attend(call: AttentionCall, group: _Group, keys: _Keys, chunk: slice) -> tu
     return state[0].permute(0, 3, 1, 2, 4).reshape(b, m, H, -1), state[1].permute(0, 3, 1, 2).reshape(b, m, H)
 
 
-def _mask(call: AttentionCall, group: _Group, part: _Keys, scores: Tensor, where: tuple[slice, int]) -> Tensor:
-    """Apply soft cap, ALiBi and masks to `scores` [b, K, G, m, n] of queries `where[0]` and keys from `where[1]`."""
-    chunk, first = where
-    all_queries = group.queries.shape[1]
-    t = first + torch.arange(part.present.shape[1], device=scores.device)  # [n]
-    new = (group.lens - all_queries)[:, None]  # [b, 1]: the position of the first new token
-    p = (new + torch.arange(all_queries, device=scores.device)[chunk])[:, :, None]  # [b, m, 1]
+def _weigh(p: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Return the sums [b, K, G, m, Dv] of p [b, K, G, m, n] times v [b, K, n, Dv] over the visible keys.
+
+    visible: bool [b, 1, 1, m, n]
+
+    0 * NaN is NaN: a value that is not finite is added to the queries that see it, apart from the product of matrices.
+    """
+    b, K, G, m, n = p.shape
+    finite = v.isfinite()
+    out = (p.reshape(b, K, G * m, n) @ v.masked_fill(~finite, 0.0)).view(b, K, G, m, -1)
+    for t in (~finite.all(-1)).any(1).any(0).nonzero().flatten():
+        lost = v[:, :, None, None, t].masked_fill(finite[:, :, None, None, t], 0.0)
+        out = out + torch.where(visible[..., t, None], p[..., t, None] * lost, 0.0)
+    return out
+
+
+def _shape(call: AttentionCall, distance: Tensor, scores: Tensor) -> Tensor:
+    """Return `scores` [b, K, G, m, n] after soft cap and ALiBi; `distance` [b, m, n] is t - p."""
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes.to(scores.dtype).view(1, *scores.shape[1:3], 1, 1)
-        scores = scores + slopes * (t - p)[:, None, None].to(scores.dtype)
-    visible = part.present[:, None]  # [b, 1, n]
+        scores = scores + slopes * distance[:, None, None].to(scores.dtype)
+    return scores
+
+
+def _visible(call: AttentionCall, group: _Group, present: Tensor, where: tuple[slice, int]) -> tuple[Tensor, Tensor]:
+    """Return bool [b, m, n], which keys from `where[1]` on the queries `where[0]` see, and t - p, also [b, m, n]."""
+    chunk, first = where
+    all_queries = group.queries.shape[1]
+    t = first + torch.arange(present.shape[1], device=present.device)  # [n]
+    new = (group.lens - all_queries)[:, None]  # [b, 1]: the position of the first new token
+    p = (new + torch.arange(all_queries, device=present.device)[chunk])[:, :, None]  # [b, m, 1]
+    visible = present[:, None]  # [b, 1, n]
     if call.tree_mask is not None:
         j = (t - new)[:, None].expand(-1, p.shape[1], -1)  # [b, m, n]: key t is the j-th new token
         among_new = call.tree_mask[group.queries[:, chunk]].gather(2, j.clamp(0, all_queries - 1))
@@ -178,7 +201,7 @@ def _mask(call: AttentionCall, group: _Group, part: _Keys, scores: Tensor, where
         visible = visible & (t <= p)
     if call.window is not None:
         visible = visible & (t > p - call.window)
-    return scores.masked_fill(~visible[:, None, None], -torch.inf)
+    return visible.expand(-1, p.shape[1], -1), t - p
 
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

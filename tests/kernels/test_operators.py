@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from pagedkv import copy_frames, merge_states, paged_attention, write_kv
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.args import AttentionCall, KVLayer, PagedBatch, WriteCall
 from tests.cases import Case
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.kernels.conftest import Runner
 
 CASE = Case(q_lens=(1, 4), kv_lens=(40, 6), window=20)
 QUANTISED = Case(q_lens=(1, 4), kv_lens=(40, 6), kv="int8/token_head", layout="HND", sinks=True, rows=True)
@@ -76,3 +82,28 @@ def test_a_compiled_step_is_one_graph_and_gives_the_same_bits(case: Case) -> Non
         results.append((run(q, k, layer, batch, storage), layer.k.float().nan_to_num(9), storage))
     for eager, traced in zip(*results, strict=True):
         assert torch.equal(eager, traced)
+
+
+def test_no_function_takes_part_in_a_backward_pass(runner: Runner) -> None:
+    built = Case(q_lens=(3,), kv_lens=(20,)).build()
+    q, k = built.q.clone().requires_grad_(), torch.randn(3, 2, 64, requires_grad=True)
+    out, lse = torch.randn(3, 4, 64, requires_grad=True), torch.randn(3, 4)
+    calls: dict[str, Callable[[], object]] = {
+        "q": lambda: paged_attention(q, built.layer, built.batch, backend=runner.backend),
+        "k": lambda: write_kv(k, k, built.layer, built.batch, backend=runner.backend),
+        "out_b": lambda: merge_states(out.detach(), lse, out, lse),
+        "storage": lambda: copy_frames(out, torch.tensor([[0, 1]], dtype=torch.int32)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(InvalidRequest, match=f"{name} requires grad, and the kernels are for inference only"):
+            call()
+    assert not built.layer.k.requires_grad
+
+
+def test_a_compiled_function_does_not_lose_a_gradient_in_silence() -> None:
+    built = Case(q_lens=(3,), kv_lens=(20,)).build()
+    attend = torch.compile(lambda q: paged_attention(q, built.layer, built.batch), backend="aot_eager")
+    with pytest.raises(Exception, match="inference only"):
+        attend(built.q.clone().requires_grad_())
+    with torch.no_grad():
+        attend(built.q.clone().requires_grad_())

@@ -101,7 +101,7 @@ class AttentionSpecialisation:
         rows = [-(-self.row_bytes(d) // 16) * 16 + 16 for d in (self.head_dim, self.head_dim_v)]
         stage = self.tile * (sum(rows[: 2 - self.v_in_k]) + 8 * self.token_scales) + 16
         queries = self.rows * (2 * self.head_dim + 16) * (3 if self.q_kind == KINDS["float32"] else 1)
-        stats = 8 * self.rows * (self.warps_n + 1) + 16
+        stats = 8 * self.rows * (self.warps_n + 1) + 16 + -(-self.threads // 128) * 16
         scores = self.warps_n * 4 * self.warps_m * self.warps_d * 16 * self.tile if self.warps_d > 1 else 0
         barriers = 8 * self.warps_n * self.stages * self.bulk
         sums = 4 * self.rows * (self.head_dim_v + 8)

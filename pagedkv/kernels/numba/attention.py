@@ -435,6 +435,53 @@ def _load_queries(c: Any, b: int, bounds: Any, q: int) -> None:
 
 
 @njit
+def _has_nan(c: Any, b: int, bounds: Any, row: int) -> bool:
+    """Return whether the results of `bounds` hold a NaN. At the address `row` is room for Dv float32."""
+    i0, i1, h0, h1 = bounds
+    group, start, x = c[H] // c[K], _entry(c, CU_SEQLENS, b), _floats(row, c[DV])
+    for i in range(i0, i1):
+        for head in range(h0 * group, h1 * group):
+            _load(c[Q_KIND], c[OUT] + (start + i) * c[OUT + 1] + head * c[OUT + 2], c[DV], np.float32(1), x)
+            for d in range(c[DV]):
+                if x[d] != x[d]:
+                    return True
+    return False
+
+
+@njit
+def _mend(c: Any, b: int, bounds: Any, scratch: int) -> None:
+    """Compute the queries of `bounds` again whose results hold a NaN, each alone, over the keys that it sees.
+
+    0 * NaN is NaN: a value that is not finite reaches all rows that were computed together, also those that do not see
+    it. A NaN that a query sees is there again.
+    """
+    i0, i1, h0, h1 = bounds
+    if not (c[TREE] or (i1 - i0 > 1 and (c[CAUSAL] or c[WINDOW]))):
+        return
+    start, dv, rows = _entry(c, CU_SEQLENS, b), c[DV], c[H] // c[K] * (h1 - h0)
+    new = _entry(c, SEQ_LENS, b) - _num_queries(c, b)
+    size = 4 * rows * (dv + 2)
+    whole, part, q = scratch, scratch + size, scratch + 2 * size
+    for i in range(i0, i1):
+        query = (i, i + 1, h0, h1)
+        if not _has_nan(c, b, query, scratch):
+            continue
+        _load_queries(c, b, query, q)
+        _clear(whole, rows, dv)
+        first, end = _span(c, b, i, i + 1)
+        tree = c[TREE] + (start + i) * c[TREE + 1]
+        while first < end:
+            stop = first if c[TREE] else end
+            while stop < end and (stop < new or _octets(tree + (stop - new) * c[TREE + 2], 1)[0] != 0):
+                stop += 1
+            if first < stop:
+                _attend_chunk(c, b, query, (first, stop), q, part)
+                _fold(whole, part, rows, dv)
+            first = stop + 1
+        _finish(c, b, query, whole)
+
+
+@njit
 def _attend(c: Any, unit: Any, scratch: int) -> None:
     """Compute one unit, int64 [UNIT_WORDS], with the scratch memory at `scratch`.
 
@@ -460,10 +507,12 @@ def _attend(c: Any, unit: Any, scratch: int) -> None:
             _fold(whole, next_chunk, rows, dv)
     if is_alone:
         _finish(c, b, bounds, whole)
+        _mend(c, b, bounds, scratch)
     elif _fetch_add(c[GROUPS] + unit[8] * GROUP_WORDS * 8, -1) == 1:  # this unit is the last of its group
         for part in range(1, group_c1 - group_c0):
             _fold(partials, partials + size * part, rows, dv)
         _finish(c, b, bounds, partials)
+        _mend(c, b, bounds, scratch)
 
 
 @MACHINE_CODE.keep(cfunc, types.void(types.voidptr))

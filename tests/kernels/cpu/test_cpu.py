@@ -16,6 +16,7 @@ from pagedkv.kernels import cpu, registry
 from pagedkv.kernels.args import KVLayer, PagedBatch
 from tests.cases import GRID, SMALL, Case
 from tests.kernels.conftest import Runner
+from tests.kernels.hostile.test_values import HIDDEN, check_hidden_values
 from tests.kernels.oracle import allowed_error, oracle, same_precision
 
 if cpu._cpu is None:
@@ -144,3 +145,9 @@ def test_threads_are_those_of_torch_if_torch_has_openmp() -> None:
     assert cpu._cpu.runtime() == (
         "OpenMP" if "OpenMP" in torch.__config__.parallel_info().partition("parallel backend:")[2] else "threads"
     )
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("case", HIDDEN, ids=str)
+def test_each_instruction_set_keeps_hidden_values_hidden(case: Case) -> None:
+    check_hidden_values(case, ON_CPU)

@@ -69,7 +69,11 @@ MISTAKES = {
     "a share begins one item late": Planted(
         "partition.cuh", "(past + unit.weight - 1) / unit.weight", "(past + unit.weight) / unit.weight"
     ),
-    "parts of a score are added before they are there": Planted("scores.cuh", "sync_team(sharing.team);", ""),
+    "parts of a score are added before they are there": Planted(
+        "scores.cuh",
+        "sync_team(sharing.team);\n#pragma unroll\n        for (int i",
+        "#pragma unroll\n        for (int i",
+    ),
     "every warp sums the same part of D": Planted(
         "scores.cuh", "stage + sharing.part * (D_PART * KV_BITS / 8)", "stage"
     ),

@@ -19,6 +19,7 @@ from tests.kernels.conftest import Runner
 from tests.kernels.cuda import backend
 from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
 from tests.kernels.cuda.test_attention import check
+from tests.kernels.hostile.test_values import HIDDEN, check_hidden_values
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,6 +68,21 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(registry, "KERNELS", (backend.KERNEL, *registry.KERNELS))
     monkeypatch.setenv("PAGEDKV_KERNELS", backend.KERNEL.name)
     return Runner(backend.KERNEL.name, "cpu")
+
+
+SOONER = [HIDDEN[i] for i in (1, 4, 6, 11, 12, 14)]
+
+
+@pytest.mark.parametrize("ways", [Ways(), Ways(bulk=True), Ways(second_launch=True)], ids=str)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in SOONER else [pytest.mark.slow]) for case in HIDDEN], ids=str
+)
+def test_a_value_that_is_not_finite_reaches_only_queries_that_see_it(
+    case: Case, number: float, ways: Ways, runner: Runner
+) -> None:
+    backend.machine.ways = ways
+    check_hidden_values(case, runner, number, whole_rows=True)
 
 
 def far(x: Tensor, dim: int, folder: Path) -> Tensor:

@@ -17,7 +17,7 @@ from tests.kernels import test_compiled_laws, test_laws, test_write
 from tests.kernels.conftest import Runner
 from tests.kernels.cuda import backend
 from tests.kernels.cuda.emulator import COMPILER, Emulator
-from tests.kernels.test_hostile_tables import check_that_nothing_beyond_the_pool_is_written
+from tests.kernels.hostile.test_tables import check_that_nothing_beyond_the_pool_is_written
 from tests.kernels.test_write import SLOTS, batch_of
 
 if TYPE_CHECKING:

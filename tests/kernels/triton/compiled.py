@@ -263,7 +263,7 @@ MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "UTCMMA", "QGMMA", "OMMA")
 
 
 def nvidia(cubin: bytes) -> dict[str, Any]:
-    """Read from the SASS: registers, spill instructions, and counts of other instructions."""
+    """Read from the SASS: registers, spill instructions in the main loops, and counts of other instructions."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -274,10 +274,12 @@ def nvidia(cubin: bytes) -> dict[str, Any]:
             subprocess.run([tools / "cuobjdump", flag, file.name], check=True, stdout=subprocess.PIPE, text=True).stdout
             for flag in ("-res-usage", "-sass")
         )
-    operations = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]+)", sass, re.M)
+    line = r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]+)(.*)"
+    lines = [(int(at, 16), op, rest) for at, op, rest in re.findall(line, sass, re.M)]
+    operations = [op for _, op, _ in lines]
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
-        "spills": sum(op.startswith(("LDL", "STL")) for op in operations),
+        "spills": sum(op.startswith(("LDL", "STL")) for body in main_loops(lines) for op in body),
         "wide": sum(
             (op.startswith(("LDGSTS", "LDG")) and ".128" in op) or op.startswith("UBLKCP") for op in operations
         ),
@@ -287,6 +289,22 @@ def nvidia(cubin: bytes) -> dict[str, Any]:
         "cores": sorted({op.partition(".")[0] for op in operations if op.startswith(MATRIX)}),
         "instructions": len(operations),
     }
+
+
+def main_loops(lines: list[tuple[int, str, str]]) -> list[list[str]]:
+    """Return the operations of the loops that count, from address, operation and operands of each line.
+
+    These are the innermost loops; if some multiply matrices, the first of them alone. It is the first walk of tile.py;
+    the second walk serves values that are not finite. A branch to a lower address closes a loop.
+    """
+    index, loops = {at: i for i, (at, _, _) in enumerate(lines)}, set()
+    for i, (at, op, rest) in enumerate(lines):
+        target = re.search(r"0x([0-9a-f]+)", rest)
+        if op.startswith("BRA") and target and int(target[1], 16) < at:
+            loops.add((index[int(target[1], 16)], i + 1))
+    inner = sorted(a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops))
+    bodies = [[op for _, op, _ in lines[first:last]] for first, last in inner]
+    return [body for body in bodies if any(op.startswith(MATRIX) for op in body)][:1] or bodies
 
 
 def amd(text: str) -> dict[str, Any]:

@@ -43,7 +43,8 @@ The attention kernels may use all registers.
 """
 
 SPILLS = 16
-"""The most instructions that move registers to memory and back; a few outside the loop do no harm.
+"""The most instructions that move registers to memory and back: on NVIDIA's processors in the main loops, on AMD's in
+the whole kernel.
 
 MORE_SPILLS has the exceptions, with their causes.
 """
