@@ -32,7 +32,7 @@ def calls() -> dict[str, Callable[[], object]]:
     """Return the calls to measure, by name."""
     layer = KVLayer(torch.zeros(8, 16, 1, 64), torch.zeros(8, 16, 1, 64))
     table, lens, starts = (torch.tensor(values, dtype=torch.int32) for values in ([[0]], [1], [0, 1]))
-    batch = PagedBatch(table, lens, starts, torch.tensor([0]), torch.tensor([0]), max_seqlen_q=1, max_seqlen_k=1)
+    batch = PagedBatch(table, lens, starts, max_seqlen_q=1, max_seqlen_k=1, slots=torch.tensor([0]))
     q, new, lse = torch.randn(1, 1, 64), torch.randn(1, 1, 64), torch.zeros(1, 1)
     out, frames = torch.empty_like(q), torch.zeros(4, 256, dtype=torch.uint8)
     pairs = torch.tensor([[0, 1]], dtype=torch.int32)

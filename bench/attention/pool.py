@@ -91,4 +91,6 @@ class Pool:
         rows = torch.arange(cell.batch).repeat_interleave(cell.new)
         slots = table[rows, positions // cell.block_size].long() * cell.block_size + positions % cell.block_size
         starts = torch.arange(cell.batch + 1, dtype=torch.int32) * cell.new
-        return PagedBatch(table, torch.tensor(lens, dtype=torch.int32), starts, slots, positions, cell.new, max(lens))
+        return PagedBatch(
+            table, torch.tensor(lens, dtype=torch.int32), starts, cell.new, max(lens), slots=slots, positions=positions
+        )

@@ -105,7 +105,7 @@ def calls() -> dict[str, Callable[[], object]]:
     layer, q = KVLayer(pool[0], pool[1]), torch.zeros(B, H, D, dtype=torch.bfloat16)
     new, out, lse = torch.zeros(B, K, D, dtype=torch.bfloat16), torch.empty_like(q), torch.zeros(B, H)
     table, lens, starts = torch.arange(B * P).view(B, P).int(), torch.full((B,), S * P).int(), torch.arange(B + 1).int()
-    batch = PagedBatch(table, lens, starts, torch.arange(B) * S, torch.arange(B), max_seqlen_q=1, max_seqlen_k=S * P)
+    batch = PagedBatch(table, lens, starts, max_seqlen_q=1, max_seqlen_k=S * P, slots=torch.arange(B) * S)
     options = AttentionOptions(D**-0.5, True, None, 0.0, None, None, None)
     tables = (table, None, lens, starts, 1, S * P)
     call = AttentionCall(q, *pool, None, None, *tables, *options[:-1], None, None, out, lse)

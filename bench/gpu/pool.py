@@ -66,15 +66,12 @@ class GpuPool:
         B, table = self.cell.batch, torch.full((self.cell.batch, max(self.pages)), -1, dtype=torch.int32)
         for row, (count, drawn) in enumerate(zip(self.pages, frames.split(self.pages), strict=True)):
             table[row, :count] = drawn
-        none = torch.zeros(B * self.cell.new, dtype=torch.int64, device=self.device)
         lens = torch.tensor(self.cell.lens(), dtype=torch.int32, device=self.device)
         starts = torch.arange(B + 1, dtype=torch.int32, device=self.device) * self.cell.new
         return PagedBatch(
             table.to(self.device),
             lens,
             starts,
-            none,
-            none,
             max_seqlen_q=self.cell.new,
             max_seqlen_k=max(self.cell.lens()),
         )

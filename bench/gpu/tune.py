@@ -84,8 +84,7 @@ def prefill_steps(pool: GpuPool, tokens: int = 2048) -> list[Step]:
     q = torch.randn(tokens, cell.heads, cell.head_dim, device=pool.device).to(quant.DTYPES[cell.dtype])
     step = pool.batches()[0]
     lens, starts = step.seq_lens[:1], torch.tensor([0, tokens], dtype=torch.int32, device=pool.device)
-    none = torch.zeros(tokens, dtype=torch.int64, device=pool.device)
-    batch = PagedBatch(step.block_table[:1], lens, starts, none, none, max_seqlen_q=tokens, max_seqlen_k=cell.context)
+    batch = PagedBatch(step.block_table[:1], lens, starts, max_seqlen_q=tokens, max_seqlen_k=cell.context)
     return [lambda: paged_attention(q, pool.layer, batch, backend="triton")] * 4
 
 

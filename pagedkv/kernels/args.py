@@ -16,10 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypedDict
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class KVLayer:
     Shapes:  k [F, S, K, D], v [F, S, K, Dv]; any strides, last dim contiguous.
              dtype float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8; or uint8 for int4, two elements in a
              byte: then the last dim is D/2, element 2i in the low and 2i+1 in the high nibble, each stored plus 8.
-             k_scale, v_scale: None (scale 1), float32 [] (per tensor) or float32 [F, S, K] (per token and head).
+             k_scale, v_scale: None (scale 1), a number or float32 [] (per tensor), or float32 [F, S, K] (per token
+             and head). A number becomes a tensor on the device of k.
              int8 and int4 need scales. value = stored * scale, and scale >= 0: unsigned integers weigh int4 values.
     """
 
@@ -37,6 +39,18 @@ class KVLayer:
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    if TYPE_CHECKING:  # the arguments; the fields hold tensors
+
+        def __init__(
+            self, k: Tensor, v: Tensor, k_scale: Tensor | float | None = None, v_scale: Tensor | float | None = None
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(self, name)
+            if type(scale) in (float, int):
+                object.__setattr__(self, name, torch.tensor(float(scale), device=self.k.device))
 
     _bound: ClassVar[dict[tuple[Any, ...], Any] | None] = None
     """The bound calls of functional calls (bound.py). They are an attribute of the instance once there are any."""
@@ -56,20 +70,20 @@ class PagedBatch:
     Shapes:  block_table int32 [A, P]; entries past a sequence's last page, and of punched pages (-1), are never read
              seq_lens int32 [B]: KV length, the new tokens included
              cu_seqlens_q int32 [B + 1]: the first query of each sequence, and the end of the last
-             slots int64 [T]: the slot of each new token's K and V; < 0 is skipped
-             positions int64 [T]: of the new tokens
              rows int32 [B]: the row of `block_table` of each sequence; None if row b is sequence b
+             slots int64 [T]: the slot of each new token's K and V; < 0 is skipped. None if `write_kv` gets the slots
+             positions int64 [T]: of the new tokens; None if no key is turned and no model asks
     max_seqlen_q, max_seqlen_k: host ints, upper bounds of what the tensors hold.
     """
 
     block_table: Tensor
     seq_lens: Tensor
     cu_seqlens_q: Tensor
-    slots: Tensor
-    positions: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
     rows: Tensor | None = None
+    slots: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,23 @@ class AttentionOptions(NamedTuple):
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
     split_tokens: int | None = None
+
+    def is_float32(self) -> bool:
+        """Return whether sinks and alibi_slopes are as backends take them."""
+        return not any(_is_other_float(x) for x in (self.sinks, self.alibi_slopes))
+
+    def in_float32(self) -> AttentionOptions:
+        """Return the options with sinks and alibi_slopes in float32. Models store them in their own dtype."""
+        if self.is_float32():
+            return self
+        sinks, slopes = (
+            x.float() if x is not None and _is_other_float(x) else x for x in (self.sinks, self.alibi_slopes)
+        )
+        return self._replace(sinks=sinks, alibi_slopes=slopes)
+
+
+def _is_other_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float32
 
 
 class Options(TypedDict, total=False):

@@ -43,7 +43,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, quant, registry
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable, WriteCall
 from pagedkv.kernels.case import Case, attention_case, write_case
-from pagedkv.kernels.operators import attend_by_operator, write_by_operator
+from pagedkv.kernels.operators import attend_by_operator, slots_of, write_by_operator
 
 if TYPE_CHECKING:
     from pagedkv.kernels.case import Kernel
@@ -161,7 +161,7 @@ class BoundAttention(_Bound):
         super().__init__(layer, backend)
         if options.scale is None:
             options = options._replace(scale=max(1, quant.head_dim(layer.k)) ** -0.5)
-        self._options = options
+        self._options = options = options.in_float32()
         if not is_dynamo_compiling():
             checks.layer(layer)
             checks.numbers(options)
@@ -226,7 +226,7 @@ class BoundAttention(_Bound):
 class BoundWrite(_Bound):
     """`write_kv` into one layer: the result of `bind_write`.
 
-    A call checks k, v and the batch's slots and positions: dtype, shape, strides, device. Values are checked with
+    A call checks k, v, slots and positions: dtype, shape, strides, device. Values are checked with
     PAGEDKV_DEBUG >= 1. Shapes, what is modified and what is raised are as in `write_kv`.
     """
 
@@ -249,18 +249,22 @@ class BoundWrite(_Bound):
             tensors = (layer.k, layer.v, layer.k_scale, layer.v_scale, *angles)
             self._bind(write_case(layer, rope is not None, None), "bind_write", tensors, is_interleaved)
 
-    def __call__(self, k_TKD: Tensor, v_TKD: Tensor, batch: PagedBatch) -> None:
-        """Store the keys and values of the new tokens of a batch. See `write_kv`."""
+    def __call__(
+        self, k_TKD: Tensor, v_TKD: Tensor, slots: Tensor | PagedBatch, positions: Tensor | None = None
+    ) -> None:
+        """Store the keys and values of the new tokens at `slots`, or at those of a batch. See `write_kv`."""
         if not is_dynamo_compiling() and self._binding is not None:
-            positions = None if self._rope is None else batch.positions
+            at, places = slots_of(slots, positions)
+            if self._rope is None:
+                places = None
             while True:
-                done = _extension.write(self._binding, k_TKD, v_TKD, batch.slots, positions, False)
+                done = _extension.write(self._binding, k_TKD, v_TKD, at, places, False)
                 if done is True:
                     return
                 if done is None:
                     break
                 self._set_kernel(done, write_case(self._layer, self._rope is not None, (k_TKD, v_TKD)), self._serve)
-        write_by_operator(k_TKD, v_TKD, self._layer, batch, self._rope, self._backend)
+        write_by_operator(k_TKD, v_TKD, self._layer, slots, positions, self._rope, self._backend)
 
     def _serve(self, backend: Any) -> Callable[..., None]:
         x, rope = self._layer, self._rope
@@ -287,7 +291,7 @@ def bind_attention(layer: KVLayer, *, backend: str | None = None, **options: Unp
 
 
 def bind_write(layer: KVLayer, *, rope: RotaryTable | None = None, backend: str | None = None) -> BoundWrite:
-    """Return `write_kv` into `layer`: `store(k, v, batch)`.
+    """Return `write_kv` into `layer`: `store(k, v, slots, positions=None)`; `slots` may be a PagedBatch.
 
     The layer and the rotary tables are checked here, once; a call checks its own arguments. The bound call keeps the
     layer's tensors alive. `store.rebind(layer)` gives it the tensors of another layer of the same model.

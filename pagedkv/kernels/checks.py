@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, WriteCall
 
 
+def given(**tensors: object) -> None:
+    """Raise InvalidRequest for an argument that must be a tensor, and is not."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise InvalidRequest(f"{name} is {x!r}; it must be a tensor, or a PagedBatch that has one")
+
+
 def inference_only(**tensors: Tensor | None) -> None:
     """Raise InvalidRequest if torch would record the call for a backward pass: no operator has a derivative."""
     if not torch.is_grad_enabled():
@@ -80,7 +87,7 @@ def write(call: WriteCall) -> None:
         )
     if call.slots.dtype != torch.int64 or tuple(call.slots.shape) != (T,):
         raise InvalidRequest(
-            f"batch.slots is {_dtype(call.slots)} {list(call.slots.shape)}; "
+            f"slots is {_dtype(call.slots)} {list(call.slots.shape)}; "
             f"for k {named(call.k_new, 'TKD')} it must be int64 [T={T}]"
         )
     _last_dim_contiguous(k=call.k_new, v=call.v_new)
@@ -199,7 +206,7 @@ def angles(cos: Tensor | None, sin: Tensor | None, D: int) -> None:
 def _positions(positions: Tensor | None, T: int) -> None:
     if positions is None or positions.dtype != torch.int64 or tuple(positions.shape) != (T,):
         given = "None" if positions is None else f"{_dtype(positions)} {list(positions.shape)}"
-        raise InvalidRequest(f"batch.positions is {given}; to turn keys it must be int64 [T={T}]")
+        raise InvalidRequest(f"positions is {given}; to turn keys it must be int64 [T={T}]")
 
 
 def _one_device(call: AttentionCall | WriteCall, device: torch.device) -> None:
@@ -303,7 +310,10 @@ def _options(call: AttentionCall, H: int, T: int) -> None:
 
 
 def per_head(options: AttentionOptions | AttentionCall, H: int | None = None) -> None:
-    """Raise InvalidRequest unless sinks and alibi_slopes are float32 [H], or [any number] if H is None."""
+    """Raise InvalidRequest unless sinks and alibi_slopes are float32 [H], or [any number] if H is None.
+
+    The entry points convert other float dtypes (`AttentionOptions.in_float32`).
+    """
     for name, x in (("sinks", options.sinks), ("alibi_slopes", options.alibi_slopes)):
         if x is None:
             continue
@@ -385,12 +395,12 @@ def slot_values(call: WriteCall) -> None:
     F, S = call.k.shape[:2]
     stored = call.slots[call.slots >= 0]
     if len(stored):
-        _in_range(stored, "batch.slots", F * S, f"slots in F={F} frames of S={S}")
+        _in_range(stored, "slots", F * S, f"slots in F={F} frames of S={S}")
     if call.cos is not None and call.positions is not None and len(stored):
-        _in_range(call.positions[call.slots >= 0], "batch.positions", call.cos.shape[0], "positions in rope.cos")
+        _in_range(call.positions[call.slots >= 0], "positions", call.cos.shape[0], "positions in rope.cos")
     if debug.level() >= 2 and len(_repeated(stored)):
         raise InvalidRequest(
-            f"batch.slots names slots {_repeated(stored)[:8]} more than once: two tokens cannot be stored in one place"
+            f"slots names slots {_repeated(stored)[:8]} more than once: two tokens cannot be stored in one place"
         )
 
 

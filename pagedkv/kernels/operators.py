@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels import checks, quant, registry
-from pagedkv.kernels.args import AttentionCall, WriteCall, declarations
+from pagedkv.kernels.args import AttentionCall, PagedBatch, WriteCall, declarations
 from pagedkv.kernels.case import Case, attention_case, write_case
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.args import AttentionOptions, KVLayer, PagedBatch, RotaryTable
+    from pagedkv.kernels.args import AttentionOptions, KVLayer, RotaryTable
 
 
 def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,6 +106,7 @@ def attend_by_operator(
     return_lse: bool, backend: str,
 ) -> Any:  # fmt: skip
     """Attend through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
+    on = on.in_float32()
     checks.inference_only(q=q, out=out, sinks=on.sinks, alibi_slopes=on.alibi_slopes, **_pool(layer))
     call = (
         q, layer.k, layer.v, layer.k_scale, layer.v_scale, batch.block_table, batch.rows, batch.seq_lens,
@@ -119,11 +120,21 @@ def attend_by_operator(
     return (out, lse) if return_lse else out
 
 
+def slots_of(slots: Tensor | PagedBatch, positions: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return slots and positions, those of the batch if `slots` is one; `positions`, if given, take precedence."""
+    if isinstance(slots, PagedBatch):
+        return slots.slots, slots.positions if positions is None else positions
+    return slots, positions
+
+
 def write_by_operator(
-    k: Tensor, v: Tensor, layer: KVLayer, batch: PagedBatch, rope: RotaryTable | None, backend: str
-) -> None:
+    k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor | PagedBatch, positions: Tensor | None,
+    rope: RotaryTable | None, backend: str,
+) -> None:  # fmt: skip
     """Store through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
+    at, positions = slots_of(slots, positions)
+    checks.given(slots=at)
     checks.inference_only(k=k, v=v, **_pool(layer))
-    angles = (None, None, None, False) if rope is None else (batch.positions, rope.cos, rope.sin, rope.interleaved)
+    angles = (None, None, None, False) if rope is None else (positions, rope.cos, rope.sin, rope.interleaved)
     pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
-    torch.ops.pagedkv.write_kv.default(k, v, *pool, batch.slots, *angles, backend)
+    torch.ops.pagedkv.write_kv.default(k, v, *pool, at, *angles, backend)

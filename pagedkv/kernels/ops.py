@@ -76,7 +76,7 @@ def paged_attention(
     split_tokens: cut keys at multiples of it; results are then bit-equal whatever else is in the batch.
     backend:      a kernel's name, or None for PAGEDKV_KERNELS or else the first in the registry that can.
 
-    Shapes:   q [T, H, D]; sinks, alibi_slopes float32 [H]; tree_mask bool [T, >= max_seqlen_q]
+    Shapes:   q [T, H, D]; sinks, alibi_slopes [H] of any float dtype; tree_mask bool [T, >= max_seqlen_q]
               returns out [T, H, Dv] of q's dtype; with return_lse also float32 [T, H], natural logarithm
               a query that sees nothing has out 0 and lse -inf (the sink, if there are sinks)
               rows of q past cu_seqlens_q[-1] are padding: neither read nor written
@@ -85,6 +85,11 @@ def paged_attention(
     """
     scale = max(1, q_THD.shape[-1]) ** -0.5 if scale is None else scale
     on = AttentionOptions(scale, causal, window, softcap, sinks, alibi_slopes, split_tokens)
+    if (sinks is not None or alibi_slopes is not None) and not on.is_float32():
+        # converted in each call: a bound call would not see later changes
+        return operators.attend_by_operator(  # type: ignore[no-any-return]
+            q_THD, layer, batch, on, tree_mask, out, return_lse, backend or registry.AUTO
+        )
     plain = (scale, causal, window, softcap, split_tokens)
     key = (*plain, *map(type, plain), id(sinks), id(alibi_slopes), backend)  # types: 1, 1.0 and True are equal
     attend = cached(layer, key, lambda: BoundAttention(layer, on, backend))
@@ -99,24 +104,26 @@ def write_kv(
     k_TKD: Tensor,
     v_TKD: Tensor,
     layer: KVLayer,
-    batch: PagedBatch,
+    slots: Tensor | PagedBatch,
+    positions: Tensor | None = None,
     *,
     rope: RotaryTable | None = None,
     backend: str | None = None,
 ) -> None:
-    """Store the keys and values of the new tokens at `batch.slots`; a slot < 0 is skipped. Quantises if the layer does.
+    """Store the keys and values of the new tokens at `slots`; a slot < 0 is skipped. Quantises if the layer does.
 
-    rope:     turn each key by the angles of its token's position (`batch.positions`) on the way; values are left alone.
-    Shapes:   k [T, K, D], v [T, K, Dv], any float dtype
+    slots:    the slot of each token, or a PagedBatch, whose slots and positions are taken.
+    rope:     turn each key by the angles of its token's position on the way; values are left alone.
+    Shapes:   k [T, K, D], v [T, K, Dv], any float dtype; slots int64 [T]; positions int64 [T], needed with rope
     Modifies: layer.k and layer.v at those slots, and per-(token, head) scales there (amax / qmax, 1 where that is 0)
     Raises:   InvalidRequest; KernelUnavailable.
     """
     angles = None if rope is None else (id(rope.cos), id(rope.sin), rope.interleaved)
     store = cached(layer, (angles, backend), lambda: BoundWrite(layer, rope, backend))
     if store is not None:
-        store(k_TKD, v_TKD, batch)
+        store(k_TKD, v_TKD, slots, positions)
     else:
-        operators.write_by_operator(k_TKD, v_TKD, layer, batch, rope, backend or registry.AUTO)
+        operators.write_by_operator(k_TKD, v_TKD, layer, slots, positions, rope, backend or registry.AUTO)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

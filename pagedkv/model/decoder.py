@@ -95,7 +95,10 @@ class Decoder:
         Modifies: the pool behind `layers`, at batch.slots
         """
         batches = [batch[i] if hasattr(batch, "__getitem__") else batch for i in range(self.config.num_layers)]
-        tables = {rope: rotary.tables(batches[0].positions, self.dtype) for rope, rotary in self._rotary.items()}
+        positions = batches[0].positions
+        if positions is None:
+            raise InvalidRequest("batch.positions is None; the decoder rotates queries and keys to int64 positions [T]")
+        tables = {rope: rotary.tables(positions, self.dtype) for rope, rotary in self._rotary.items()}
         x = F.embedding(token_ids, self.weights.embedding) * self._embedding_scale
         for i, weights in enumerate(self.weights.layers):
             q, k, v = self._queries_keys_values(x, weights, tables[self.config.ropes[i]])

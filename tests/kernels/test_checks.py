@@ -69,7 +69,7 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
         "batch.block_table is int32 [1, 4]; it must be int32 [A >= B=2, P] (or give batch.rows)",
     ),
     (option(sinks=torch.zeros(5)), "sinks is float32 [5]; it must be float32 [H=6]"),
-    (option(alibi_slopes=torch.zeros(6).double()), "alibi_slopes is float64 [6]; it must be float32 [H"),
+    (option(alibi_slopes=torch.zeros(6).long()), "alibi_slopes is int64 [6]; it must be float32 [H"),
     (
         option(tree_mask=torch.ones(5, 3, dtype=torch.bool)),
         "tree_mask is bool [5, 3]; it must be bool [T=5, max_seqlen_q=4]",
@@ -180,12 +180,12 @@ WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
     ("0", {"k": torch.zeros(5, 2, 32)}, "k is [T=5, K=2, D=32] but layer.k has K=2 kv heads of D=64"),
     ("0", {"v": torch.zeros(4, 2, 64)}, "v is [T=4, K=2, Dv=64]; with this k and layer.v it must be [T=5, K=2, Dv=64]"),
     ("0", {"k": torch.zeros(5, 2, 64).int()}, "k is int32 and v is float32; write_kv takes floats"),
-    ("0", {"slots": torch.zeros(4).long()}, "batch.slots is int64 [4]; for k [T=5, K=2, D=64] it must be int64 [T=5]"),
-    ("0", {"slots": torch.zeros(5, dtype=INT32)}, "batch.slots is int32 [5]"),
+    ("0", {"slots": torch.zeros(4).long()}, "slots is int64 [4]; for k [T=5, K=2, D=64] it must be int64 [T=5]"),
+    ("0", {"slots": torch.zeros(5, dtype=INT32)}, "slots is int32 [5]"),
     (
         "1",
         {"slots": torch.tensor([0, 1, 2, 3, 112])},
-        "batch.slots holds 0 to 112 but there are 112 slots in F=7 frames of S=16: 0 to 111 are allowed",
+        "slots holds 0 to 112 but there are 112 slots in F=7 frames of S=16: 0 to 111 are allowed",
     ),
     (
         "0",
@@ -206,10 +206,10 @@ WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
     (
         "0",
         {"rope": TURNS, "positions": torch.zeros(4).long()},
-        "batch.positions is int64 [4]; to turn keys it must be int64 [T=5]",
+        "positions is int64 [4]; to turn keys it must be int64 [T=5]",
     ),
-    ("1", {"rope": TURNS}, "batch.positions holds 0 to 39 but there are 39 positions in rope.cos: 0 to 38 are allowed"),
-    ("2", {"slots": torch.tensor([0, 9, 9, -1, -1])}, "batch.slots names slots [9] more than once"),
+    ("1", {"rope": TURNS}, "positions holds 0 to 39 but there are 39 positions in rope.cos: 0 to 38 are allowed"),
+    ("2", {"slots": torch.tensor([0, 9, 9, -1, -1])}, "slots names slots [9] more than once"),
 ]
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pagedkv import copy_frames, merge_states, paged_attention, write_kv
+from pagedkv import bind_attention, copy_frames, merge_states, paged_attention, write_kv
 from pagedkv.kernels.args import KVLayer, PagedBatch
-from tests.cases import Built, Case
+from tests.cases import Built, Case, moved
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -227,6 +227,37 @@ def test_a_value_whose_scale_is_no_number_is_not_hidden(kv: str, runner: Runner)
         scales = scale.clone()
         scales[int(table[0, place // 16]), place % 16] = torch.nan
         assert runner.attend(built._replace(layer=replace(built.layer, v_scale=scales)))[0].isnan().all(), place
+
+
+@pytest.mark.parametrize("kv", ["fp8_e4m3", "int8"])
+def test_a_scale_may_be_a_number(kv: str, runner: Runner) -> None:
+    built = Case(q_lens=(1, 4), kv_lens=(40, 60), dtype="bfloat16", kv=f"{kv}/tensor").build()
+    k, v = built.layer.k, built.layer.v
+    tensors = built._replace(layer=KVLayer(k, v, torch.tensor(0.5), torch.tensor(2.0)))
+    numbers = built._replace(layer=KVLayer(k, v, 0.5, 2))
+    assert numbers.layer.k_scale.dtype == torch.float32
+    for a, b in zip(runner.attend(tensors), runner.attend(numbers), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_sinks_and_slopes_may_have_any_float_dtype(dtype: torch.dtype, runner: Runner) -> None:
+    built = Case(q_lens=(1, 4), kv_lens=(40, 60), sinks=True, alibi=True).build()
+    given = {name: built.options[name].to(dtype) for name in ("sinks", "alibi_slopes")}
+    options = built.options | {name: x.float() for name, x in given.items()}
+    wanted = runner.attend(built._replace(options=options))
+    attend = bind_attention(
+        moved(built.layer, runner.device),
+        backend=runner.backend,
+        sinks=moved(given["sinks"], runner.device),
+        alibi_slopes=moved(given["alibi_slopes"], runner.device),
+    )
+    bound = attend(moved(built.q, runner.device), moved(built.batch, runner.device), return_lse=True)
+    for found in (runner.attend(built, **given), runner.attend(built, **given), [x.cpu() for x in bound]):
+        assert torch.equal(found[0], wanted[0])
+        assert torch.equal(found[1], wanted[1])
+    given["sinks"].fill_(50.0)  # the functional call reads them each time
+    assert (runner.attend(built, **given)[1] > 49).all()
 
 
 def attend_plainly(q: Tensor, kv: Tensor) -> Tensor:

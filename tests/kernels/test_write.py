@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from pagedkv import KernelUnavailable, copy_frames, write_kv
+from pagedkv import KernelUnavailable, bind_write, copy_frames, write_kv
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.args import KVLayer, PagedBatch, RotaryTable
 from tests.cases import AXES, Case, as_bytes, empty_layer, moved
 from tests.kernels.oracle import stored_values
@@ -30,9 +32,8 @@ SLOTS = [37, -1, 0, 63, 16, -5, 2]
 def batch_of(slots: list[int]) -> PagedBatch:
     """A batch of which only the slots are looked at."""
     none = torch.zeros(1, dtype=torch.int32)
-    return PagedBatch(
-        none[None], none, none, torch.tensor(slots, dtype=torch.int64), torch.zeros(len(slots)).long(), 0, 0
-    )
+    tables = {"block_table": none[None], "seq_lens": none, "cu_seqlens_q": none, "max_seqlen_q": 0, "max_seqlen_k": 0}
+    return PagedBatch(**tables, slots=torch.tensor(slots, dtype=torch.int64), positions=torch.zeros(len(slots)).long())
 
 
 def stored(layer: KVLayer, slots: list[int]) -> tuple[Tensor, Tensor]:
@@ -41,6 +42,36 @@ def stored(layer: KVLayer, slots: list[int]) -> tuple[Tensor, Tensor]:
     pools = ((layer.k, layer.k_scale), (layer.v, layer.v_scale))
     k, v = (torch.from_numpy(stored_values(*pool)).flatten(0, 1)[slots] for pool in pools)
     return k, v
+
+
+def test_slots_alone_store_what_a_batch_stores(runner: Runner) -> None:
+    case = Case(dims=(64, 80))
+    k, v, batch = torch.rand(7, 2, 64), torch.rand(7, 2, 80), batch_of(SLOTS)
+    turns, positions = RotaryTable(torch.rand(9, 32), torch.rand(9, 32)), torch.tensor([3, 0, 8, 1, 1, 2, 5])
+    for rope, places in ((None, None), (turns, positions)):
+        layers = [moved(empty_layer(case, 4), runner.device) for _ in range(3)]
+        there = [moved(x, runner.device) for x in (k, v, batch.slots, places)]
+        table = rope and RotaryTable(*(moved(x, runner.device) for x in (rope.cos, rope.sin)))
+        whole = moved(replace(batch, positions=places), runner.device)
+        write_kv(*there[:2], layers[0], whole, rope=table, backend=runner.backend)
+        write_kv(*there[:2], layers[1], *there[2:], rope=table, backend=runner.backend)
+        bind_write(layers[2], rope=table, backend=runner.backend)(*there[:2], *there[2:])
+        for layer in layers[1:]:
+            assert layer.k.nan_to_num(9).equal(layers[0].k.nan_to_num(9))
+            assert layer.v.nan_to_num(9).equal(layers[0].v.nan_to_num(9))
+
+
+def test_a_store_without_slots_or_positions_is_refused() -> None:
+    layer, new = empty_layer(Case(), 4), torch.rand(7, 2, 64)
+    for slots in (replace(batch_of(SLOTS), slots=None), None):
+        for store in (partial(write_kv, new, new, layer), partial(bind_write(layer), new, new)):
+            with pytest.raises(
+                InvalidRequest, match="slots is None; it must be a tensor, or a PagedBatch that has one"
+            ):
+                store(slots)
+    turns = RotaryTable(torch.rand(9, 32), torch.rand(9, 32))
+    with pytest.raises(InvalidRequest, match=r"positions is None; to turn keys it must be int64 \[T=7\]"):
+        write_kv(new, new, layer, torch.tensor(SLOTS), rope=turns)
 
 
 @pytest.mark.parametrize("layout", AXES["layout"])

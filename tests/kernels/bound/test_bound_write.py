@@ -158,7 +158,7 @@ def test_float64_is_refused_whichever_of_the_two_it_is(which: int) -> None:
     new[which] = new[which].double()
     for write in (partial(write_kv, layer=layer, backend="cpu"), bind_write(layer, backend="cpu")):
         with pytest.raises(Exception, match="k is float64; it takes float32, bfloat16, float16"):
-            write(*new, batch=batch)
+            write(*new, slots=batch)
     bind_write(layer)(*new, batch)  # another kernel serves
     assert torch.equal(layer.v.flatten(0, 1)[AT], new[1][KEPT].float())
 
