@@ -79,6 +79,7 @@ FLOORS = {
         "observe check thread_guard",
         "observation tenants",
         "recovery",
+        "pins",
         "manager",
         "replay warm",
     ),

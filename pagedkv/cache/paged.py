@@ -177,9 +177,13 @@ class PagedKVCache:
             raise
 
     def commit(
-        self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None
-    ) -> None:
-        """Append `token_ids`, whose KV was written at the slots of `batch`. See MemoryManager.commit."""
+        self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer] | None,
+        counts: Counts | None = None,
+    ) -> None:  # fmt: skip
+        """Append `token_ids`, whose KV was written at the slots of `batch`; None if you do not know them.
+
+        See MemoryManager.commit.
+        """
         self.manager.commit(_plan_of(batch, "commit"), token_ids, counts)
 
     def abort(self, batch: PlannedBatch) -> None:

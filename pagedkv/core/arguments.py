@@ -81,6 +81,11 @@ def token_row(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:
     return np.require(ids, np.int32, ("C", "A", "W"))
 
 
+def unnamed_row(counts: npt.NDArray[np.int64], most: int) -> I32:
+    """int32 [sum(counts)]: -1 for each token, at most `most` of them. A larger sum is an error of the caller."""
+    return np.full(max(0, min(int(counts.sum()), most)), -1, np.int32)
+
+
 def asid_row(asids: npt.NDArray[np.integer]) -> I32:
     """int32 [B]: a copy of the asids, which the plan keeps.
 

@@ -13,17 +13,27 @@ import numpy.typing as npt
 
 from pagedkv import debug
 from pagedkv.core import state as st
-from pagedkv.core.arguments import asid_row, count_row, flag, frame_row, real, tenant_name, token_row, whole
+from pagedkv.core.arguments import (
+    asid_row,
+    count_row,
+    flag,
+    real,
+    tenant_name,
+    token_row,
+    unnamed_row,
+    whole,
+)
 from pagedkv.core.check.laws import Expected, check_state
-from pagedkv.core.handles import AddressSpace, Pin, Plan, Step
+from pagedkv.core.handles import AddressSpace, Plan, Step
 from pagedkv.core.observation import Observe
 from pagedkv.core.observe.misses import Miss, explain
 from pagedkv.core.observe.reuse_distance import record_release
 from pagedkv.core.observe.stats import Stats, gather, mean_run
+from pagedkv.core.pins import PinMixin
 from pagedkv.core.pool import frames
 from pagedkv.core.pool.policies import Policy, Priority, chosen, install, retention
 from pagedkv.core.prefix.roots import Roots
-from pagedkv.core.recovery import Assignment, RecoveryMixin, assign_together
+from pagedkv.core.recovery import Assignment, assign_together
 from pagedkv.core.state import I32
 from pagedkv.core.tables import page_tables, steps
 from pagedkv.core.tables.forget import forget_pages
@@ -41,7 +51,7 @@ Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Move = Callable[[npt.NDArray[np.int64], I32], Iterable[Assignment]]
 
 
-class MemoryManager(RecoveryMixin, TenantMixin):
+class MemoryManager(PinMixin, TenantMixin):
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
     policy:       the order in which cached frames are evicted: "lru", "2q", "lfu", "cost", "priority", or an object of
@@ -219,10 +229,12 @@ class MemoryManager(RecoveryMixin, TenantMixin):
 
     @exclusive
     def commit(
-        self, plan: Plan, token_ids: Sequence[int] | npt.NDArray[np.integer], counts: Counts | None = None
+        self, plan: Plan, token_ids: Sequence[int] | npt.NDArray[np.integer] | None, counts: Counts | None = None
     ) -> None:
         """Append `token_ids`, whose KV lies in the slots of `plan`, to their sequences, and publish full pages.
 
+        token_ids: None if you do not know them. The tokens are kept, and their ids read as -1. Their pages and all
+                   later pages of the space are never published, so no prompt finds them.
         Shapes: token_ids int32 [sum(counts)], in plan order
                 counts [B]: how many of the planned tokens of each sequence are kept; None for all. The others, rejected
                 drafts, are rolled back and their frames given back.
@@ -231,13 +243,15 @@ class MemoryManager(RecoveryMixin, TenantMixin):
         """
         self._require_own(plan, "commit")
         accepted = plan.counts if counts is None else count_row(counts, len(plan.rows))
-        ids = token_row(token_ids)
+        ids = unnamed_row(accepted, plan.num_tokens) if token_ids is None else token_row(token_ids)
         if len(ids) != (plan.num_tokens if counts is None else accepted.sum()):
             raise InvalidRequest(
                 f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} "
                 "spaces; give one count for each space, and as many ids as they add up to"
             )
-        code, where = steps.commit_step(self.state, plan.rows, plan.longs, plan.ints, accepted, ids)
+        code, where = steps.commit_step(
+            self.state, plan.rows, plan.longs, plan.ints, accepted, ids, token_ids is not None
+        )
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
         self._plans.pop(plan.number, None)
@@ -259,60 +273,7 @@ class MemoryManager(RecoveryMixin, TenantMixin):
             refuse_settling(self.state, plan, code, where)
         self._plans.pop(plan.number, None)
 
-    # -- pins, epochs, advice ------------------------------------------------------------------------------------------
-
-    @exclusive
-    def pin(self, what: AddressSpace | npt.NDArray[np.int32], *, owner: str = "", deadline: float | None = None) -> Pin:
-        """Keep frames until `unpin`: the committed full pages of a space, or published frames and their whole prefixes.
-
-        A write to a pinned frame copies the frame first. O(pages). A frame of several pins counts under the cap once
-        for each.
-        Raises: InvalidRequest beyond `max_pinned`, or for frames that no prompt can find; StaleHandle
-        """
-        self._report_lost()
-        deadline = None if deadline is None else real(deadline, "deadline")
-        if isinstance(what, AddressSpace):
-            asid = self._asid(what)
-            pages = int(self.state.spaces["length"][asid]) // self.block_size
-            num_frames = int(page_tables.frames_in(self.state, asid, pages))
-        else:
-            wanted = frame_row(what, self.num_frames)
-            if not len(wanted):
-                raise InvalidRequest("pin of no frames; name at least one, or pin the space that maps them")
-            unfindable, closure = page_tables.prefix_closure(self.state, wanted)
-            if unfindable >= 0:
-                raise InvalidRequest(
-                    f"pin of frame {unfindable}: it is not published under a whole prefix; pin the space that maps it"
-                )
-            pages = num_frames = len(closure)
-        pinned = int(self.state.reg[st.PINNED])
-        if pinned + num_frames > self.max_pinned:
-            raise InvalidRequest(
-                f"pin of {num_frames} frames: pins hold {pinned} of at most {self.max_pinned}; "
-                "unpin some, or raise max_pinned"
-            )
-        self._grow_tables(pages=pages)
-        row = (
-            page_tables.pin_space(self.state, asid)
-            if isinstance(what, AddressSpace)
-            else page_tables.pin_frames(self.state, closure)
-        )
-        pin = Pin(row, int(self.state.spaces["generation"][row]), num_frames, owner, deadline)
-        self._pins[row] = self._watch(pin) if deadline is None else pin  # overdue() names the one with a deadline
-        return pin
-
-    @exclusive
-    def unpin(self, pin: Pin) -> None:
-        """Unpin the frames of `pin`. Raises: DoubleRelease the second time."""
-        if not isinstance(pin, Pin):
-            raise InvalidRequest(f"unpin of {pin!r}; give the handle that pin() returned")
-        if not self.holds(pin):
-            raise DoubleRelease(
-                f"pin {pin.asid} of {pin.owner or 'an unnamed owner'} was given back already, or made by another "
-                "manager; give each to the manager that made it, and drop the handle after unpin()"
-            )
-        page_tables.unpin_row(self.state, pin.asid)
-        del self._pins[pin.asid]
+    # -- epochs, advice (pins: pins.py) --------------------------------------------------------------------------------
 
     @exclusive
     def retire(self, epoch: int, batch: Sequence[AddressSpace] = ()) -> None:
@@ -435,11 +396,6 @@ class MemoryManager(RecoveryMixin, TenantMixin):
         if debug.level() >= 3:
             self.check()
         return moves
-
-    @property
-    def max_pinned(self) -> int:
-        """int, frames: how many pins may hold."""
-        return int(self._shares[1] * self.num_frames)
 
     def stats(self) -> Stats:
         """Return the counters and the waste in mapped frames. O(open spaces), or O(frames) if a tenant has a quota."""

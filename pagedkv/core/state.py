@@ -167,11 +167,14 @@ SPACE: Final = np.dtype(
         ("generation", np.uint32),
         ("advice", np.int8),  # list - NORMAL, set by advise() and open()
         ("status", np.uint8),
-        ("no_publish", np.uint8),  # 1 after forget(): the space holds forgotten pages, and publishes none
+        ("no_publish", np.uint8),  # FORGOTTEN or UNNAMED: the space publishes no further page; else 0
         ("unused_asid", np.int32),  # entry i of the stack of unused asids is kept in row i; it says nothing about row i
     ],
     align=True,
 )
+
+FORGOTTEN: Final = 1  # forget() came after some of its pages were computed; none of its pages is published
+UNNAMED: Final = 2  # it holds tokens without ids; only pages before them are published
 
 NO_HOLE: Final = np.iinfo(np.int32).max
 MAX_SPACES: Final = 2**16 - 2

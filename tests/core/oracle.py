@@ -32,6 +32,8 @@ class Believed:
     tokens: list[int]
     holes: set[int] = field(default_factory=set)
     released: bool = False
+    unnamed: set[int] = field(default_factory=set)
+    """Positions of tokens that were committed without their ids."""
     behind: list[set[int]] = field(default_factory=list)
     """For each group, the pages that were given back behind the window."""
 
@@ -149,7 +151,7 @@ class Oracle:
         for position, token in enumerate(believed.tokens):
             page, offset = divmod(position, self.size)
             if group == 0:
-                assert read[position] == (-1 if page in holes else token)
+                assert read[position] == (-1 if page in holes or position in believed.unnamed else token)
             if page in holes:
                 continue
             stored = self.memory.get(pages[page] * self.size + offset)
@@ -182,9 +184,10 @@ class Oracle:
         behind = [self.invisible_pages(group, len(tokens)) if group else set[int]() for group in self.groups]
         return Believed(space, tenant, tokens, behind=behind)
 
-    def record_commit(self, believed: Believed, tokens: list[int]) -> None:
+    def record_commit(self, believed: Believed, tokens: list[int], *, named: bool = True) -> None:
         """Record that `tokens` were committed, so windows move on. A page behind a punched one stays until release."""
         before = len(believed.tokens)
+        believed.unnamed |= set() if named else set(range(before, before + len(tokens)))
         believed.tokens.extend(tokens)
         for group in self.groups if tokens else ():
             gone = self.invisible_pages(group, len(believed.tokens))

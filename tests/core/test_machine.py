@@ -33,7 +33,12 @@ GROUPS = [
 def copied(parent: Believed, child: AddressSpace) -> Believed:
     """Return the beliefs about a fork."""
     return Believed(
-        child, parent.tenant, list(parent.tokens), set(parent.holes), behind=[set(behind) for behind in parent.behind]
+        child,
+        parent.tenant,
+        list(parent.tokens),
+        set(parent.holes),
+        unnamed=set(parent.unnamed),
+        behind=[set(behind) for behind in parent.behind],
     )
 
 
@@ -197,10 +202,12 @@ class Machine(RuleBasedStateMachine):
             len(t) if o in later else data.draw(some.integers(0, len(t)))
             for o, t in zip(step.owners, step.tokens, strict=True)
         ]
-        self.mm.commit(step.plan, [token for t, k in zip(step.tokens, kept, strict=True) for token in t[:k]], kept)
+        named = data.draw(some.sampled_from([True, True, True, False]))
+        ids = [token for t, k in zip(step.tokens, kept, strict=True) for token in t[:k]]
+        self.mm.commit(step.plan, ids if named else None, kept)
         self.oracle.plans.remove(step)
         for owner, tokens, keep in zip(step.owners, step.tokens, kept, strict=True):
-            self.oracle.record_commit(owner, tokens[:keep])
+            self.oracle.record_commit(owner, tokens[:keep], named=named)
         self.refused(PlanConflict, lambda: self.mm.commit(step.plan, flat))
         self.refused(PlanConflict, lambda: self.mm.abort(step.plan))
 
@@ -265,6 +272,7 @@ class Machine(RuleBasedStateMachine):
             return
         believed.space.truncate(length)
         del believed.tokens[length:]
+        believed.unnamed = {position for position in believed.unnamed if position < length}
         believed.holes = {page for page in believed.holes if page < -(-length // self.mm.block_size)}
         believed.behind = [
             {page for page in behind if page < -(-length // self.mm.block_size)} for behind in believed.behind

@@ -131,7 +131,7 @@ class Walk:
     def run(self, batch: list[AddressSpace], counts: list[int]) -> None:
         plan = self.mm.plan(batch, counts)
         accepted = [count if self.below(4) else self.below(count + 1) for count in counts]
-        self.mm.commit(plan, self.ids(sum(accepted)), accepted)
+        self.mm.commit(plan, self.ids(sum(accepted)) if self.below(16) else None, accepted)
 
     # -- overlapping plans --------------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from pagedkv.core.state import (
     PASSED,
     PINNED,
     PUBLISHING,
+    UNNAMED,
     UNUSED,
     State,
 )
@@ -251,8 +252,8 @@ def truncate_space(s: State, asid: int, length: int) -> None:
     size = s.tokens.shape[1]
     pages = (length + size - 1) // size
     drop_tail(s, asid, pages)
-    if length == 0:
-        s.spaces[asid].no_publish = 0  # no page from before forget() is left
+    if length == 0 or (s.spaces[asid].no_publish == UNNAMED and length <= s.spaces[asid].complete * size):
+        s.spaces[asid].no_publish = 0  # no page from before forget() is left, and no token without an id
     for row in range(asid, asid + len(s.groups)):
         _set_length(s, row, length, pages)
         s.spaces[row].complete = min(s.spaces[row].complete, length // size)

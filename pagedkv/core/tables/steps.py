@@ -34,6 +34,7 @@ from pagedkv.core.state import (
     OUTSTANDING,
     STATUS,
     TICK,
+    UNNAMED,
     State,
 )
 from pagedkv.core.tables import page_tables
@@ -285,9 +286,12 @@ def _store(s: State, asid: int, start: int, token_ids: I32) -> None:
 
 
 @compiled
-def commit_step(s: State, asids: I32, longs: I64, ints: I32, accepted: I64, token_ids: I32) -> tuple[int, int]:
+def commit_step(
+    s: State, asids: I32, longs: I64, ints: I32, accepted: I64, token_ids: I32, named: bool
+) -> tuple[int, int]:
     """Commit the first `accepted[i]` planned tokens of each space, and give the rest back.
 
+    named:  whether token_ids are the tokens' ids; if not, the spaces publish no further page.
     Shapes: token_ids int32 [sum(accepted)], in plan order; longs, ints: the arrays of the plan's `Step`
     Returns: (code, where)
     """
@@ -312,6 +316,8 @@ def commit_step(s: State, asids: I32, longs: I64, ints: I32, accepted: I64, toke
         asid = np.int64(asids[i])  # one type, so that each function it is passed to is compiled once
         _store(s, asid, starts[i], token_ids[t : t + accepted[i]])
         t += accepted[i]
+        if not named and accepted[i] and s.spaces[asid].no_publish == 0:
+            s.spaces[asid].no_publish = UNNAMED
         length = s.spaces[asid].length + accepted[i]
         rejected = accepted[i] < cu_seqlens[i + 1] - cu_seqlens[i]
         for row in range(asid, asid + len(s.groups)):

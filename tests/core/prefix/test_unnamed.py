@@ -1,0 +1,89 @@
+"""Tokens that were committed without their ids are kept, and no prompt ever finds their KV."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedkv.core import Group, MemoryManager
+from pagedkv.errors import InvalidRequest
+
+
+def test_tokens_without_ids_are_kept_and_never_found() -> None:
+    mm = MemoryManager(num_frames=16, block_size=2)
+    space = mm.open()
+    mm.commit(mm.plan([space], [5]), None)
+    assert len(space) == 5
+    assert space.token_ids.tolist() == [-1] * 5
+    mm.commit(mm.plan([space], [4]), [1, 2, 3, 4])  # what follows them is not found either
+    space.release()
+    assert mm.stats().cached == 0
+    for prompt in ([-1] * 6, [1, 2, 3, 4], [-1] * 5 + [1, 2, 3, 4, 5]):
+        assert len(mm.open(prompt)) == 0
+
+
+def test_pages_before_the_first_token_without_an_id_stay_findable() -> None:
+    mm = MemoryManager(num_frames=16, block_size=2)
+    space = mm.open()
+    mm.commit(mm.plan([space], [4]), [1, 2, 3, 4])
+    mm.commit(mm.plan([space], [4]), None)
+    space.release()
+    assert len(mm.open([1, 2, 3, 4, 5, 6, 7])) == 4
+
+
+def test_two_forks_with_different_tokens_without_ids_never_share_a_page() -> None:
+    """Zeros in place of unknown ids let the pages of two beams pass for one."""
+    mm = MemoryManager(num_frames=16, block_size=2)
+    parent = mm.open()
+    mm.commit(mm.plan([parent], [2]), [1, 2])
+    child = parent.fork()
+    mm.commit(mm.plan([parent, child], [4, 4]), None)
+    assert not set(parent.pages[1:].tolist()) & set(child.pages[1:].tolist())
+    assert mm.stats().deduplicated == 0
+
+
+@pytest.mark.parametrize(("length", "found"), [(4, 8), (5, 4), (3, 8), (0, 8)])
+def test_a_space_that_drops_its_tokens_without_ids_publishes_again(length: int, found: int) -> None:
+    mm = MemoryManager(num_frames=16, block_size=2)
+    prompt = [*range(1, 9)]
+    space = mm.open()
+    mm.commit(mm.plan([space], [4]), prompt[:4])
+    mm.commit(mm.plan([space], [3]), None)
+    space.truncate(length)
+    mm.commit(mm.plan([space], [8 - length]), prompt[length:])
+    space.release()
+    assert len(mm.open([*prompt, 9])) == found
+
+
+def test_forks_of_tokens_without_ids_publish_nothing_and_pins_keep_them() -> None:
+    mm = MemoryManager(num_frames=16, block_size=2, groups=(Group(), Group(window=4)))
+    space = mm.open()
+    mm.commit(mm.plan([space], [2]), None)
+    child = space.fork()
+    mm.commit(mm.plan([child], [2]), [3, 4])
+    pin = mm.pin(child)
+    for each in (space, child):
+        each.release()
+    assert mm.stats().cached == 0
+    mm.unpin(pin)
+    assert mm.stats().free == 16
+
+
+def test_a_rejected_plan_of_tokens_without_ids_leaves_the_space_as_it_was() -> None:
+    mm = MemoryManager(num_frames=16, block_size=2)
+    space = mm.open()
+    mm.commit(mm.plan([space], [3]), None, [0])
+    mm.commit(mm.plan([space], [2]), [1, 2])
+    space.release()
+    assert len(mm.open([1, 2, 3])) == 2
+
+
+@pytest.mark.parametrize("counts", [[4], [-1], [10**12], [1, 1]])
+def test_counts_that_do_not_fit_are_refused_without_ids_too(counts: list[int]) -> None:
+    mm = MemoryManager(num_frames=16, block_size=2)
+    space = mm.open()
+    plan = mm.plan([space], [3])
+    with pytest.raises(InvalidRequest):
+        mm.commit(plan, None, counts)
+    mm.commit(plan, None, np.array([2]))
+    assert len(space) == 2
