@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 
 # --- the laws ---------------------------------------------------------------------------------------------------------
 
-FREE = {"errors", "spec", "debug", "machine_code"}
+FREE = {"errors", "spec", "debug", "machine_code", "regular_files"}
 """Integers and names only; every layer may import them, they import one another and the standard library."""
 
 ARROWS = {
@@ -64,7 +64,7 @@ THIRD_PARTY = {
     "kernels": {"numpy", "numba", "torch", "triton", "cupy", "cuda"},
     "free": set(),
 }
-"""The packages that these layers may import from outside. "free" stands for errors, spec, debug and machine_code."""
+"""The packages that these layers may import from outside. "free" stands for the modules of FREE."""
 
 EXTRAS_AT_HOME = ("pagedkv.integrations", "pagedkv.kernels.triton", "pagedkv.kernels.cuda")
 """Modules that are imported only after someone found their extra installed."""

@@ -30,7 +30,6 @@ import math
 import os
 import re
 import secrets
-import stat
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -44,6 +43,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as safetensors_bytes
 
+from pagedkv import regular_files
 from pagedkv.core.prefix.digests import page_digest, root_digest
 from pagedkv.core.prefix.export import Page
 from pagedkv.errors import OutOfFrames
@@ -187,7 +187,9 @@ def _save(cache: Cache, folder: Path, sealed: tuple[dict[str, Any], bytes | None
 def _files_of(folder: Path) -> list[str]:
     """Return the names of the files of the snapshot in `folder`: those that a snapshot gives."""
     try:
-        listed = [entry["name"] for entry in json.loads(_read(folder / MANIFEST, MOST_MANIFEST_BYTES))["files"]]
+        listed = [
+            entry["name"] for entry in json.loads(regular_files.read(folder / MANIFEST, MOST_MANIFEST_BYTES))["files"]
+        ]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return []
     return [name for name in listed if isinstance(name, str) and _OWN_FILE.fullmatch(name)]
@@ -196,7 +198,7 @@ def _files_of(folder: Path) -> list[str]:
 def _remove_unfinished(folder: Path) -> None:
     """Remove the files of the draws that `pagedkv.writing` names, but for those of the snapshot that is valid now."""
     try:
-        draws = _read(folder / WRITING, MOST_HEADER_BYTES).decode("ascii").split()
+        draws = regular_files.read(folder / WRITING, MOST_HEADER_BYTES).decode("ascii").split()
     except (OSError, ValueError):
         return
     current = _files_of(folder)
@@ -255,23 +257,10 @@ def _flush(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _read(path: Path, most: int) -> bytes:
-    """Return the content of a regular file of at most `most` bytes. Raises: OSError for any other."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for a writer
-    with open(descriptor, "rb") as file:
-        _require_regular(path, os.fstat(descriptor), most)
-        return file.read(most + 1)
-
-
-def _require_regular(path: Path, status: os.stat_result, most: int) -> None:
-    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-        raise OSError(f"{path} is no regular file of at most {most} bytes")
-
-
 def load(cache: Cache, folder: Path, model: str, key: bytes | None) -> Restored:
     """Make the intact pages in `folder` findable again, as many as there are free frames for. No frame is evicted."""
     try:
-        manifest = json.loads(_read(folder / MANIFEST, MOST_MANIFEST_BYTES))
+        manifest = json.loads(regular_files.read(folder / MANIFEST, MOST_MANIFEST_BYTES))
         stored, tenants = manifest["fingerprint"], [bytes.fromhex(tenant) for tenant in manifest["tenants"]]
         files = [(folder / Path(entry["name"]).name, int(entry["pages"])) for entry in manifest["files"]]
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -386,7 +375,7 @@ def _rows(path: Path, count: int, shapes: dict[str, tuple[torch.dtype, tuple[int
     """Yield the `count` pages of a file; none if the file cannot be read or has other shapes."""
     try:
         most = sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values()) + MOST_HEADER_BYTES
-        _require_regular(path, os.stat(path), most)
+        regular_files.require(path, most)
         tensors = load_file(path)
         as_expected = all(
             name in tensors and (tensors[name].dtype, tuple(tensors[name].shape)) == expected

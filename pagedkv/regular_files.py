@@ -1,0 +1,46 @@
+"""Files from a folder that is not trusted: only regular files are read, and only up to a size.
+
+A name in such a folder may lead to a pipe, which has no end or no writer, to a device, or to a file of many terabytes.
+The kind and the size of a file are known before it is opened. A symbolic link is followed to its target.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+_KINDS: Final = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def read(path: Path, most: int) -> bytes:
+    """Return the content of a regular file of at most `most` bytes. A file of another kind is not opened.
+
+    Raises: OSError for a file that is missing, of another kind, larger, or unreadable; strerror is the reason
+    """
+    require(path, most)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # the file may be a pipe by now
+    with open(descriptor, "rb") as file:
+        _require(path, os.fstat(descriptor), most)
+        return file.read(most + 1)
+
+
+def require(path: Path, most: int | None = None) -> None:
+    """Raise OSError unless `path` is a regular file of at most `most` bytes. The file is not opened."""
+    _require(path, os.stat(path), most)
+
+
+def _require(path: Path, status: os.stat_result, most: int | None) -> None:
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'a special file')}, not a regular file", str(path))
+    if most is not None and status.st_size > most:
+        raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, at most {most:,} are read", str(path))
