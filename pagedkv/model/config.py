@@ -21,12 +21,12 @@ Two styles of config.json are read. Up to transformers 4: `rope_theta`, `rope_sc
 
 from __future__ import annotations
 
-import json
-import math
+import reprlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.errors import CheckpointError
+from pagedkv.model.files import read_json
 from pagedkv.spec import COMPUTE_DTYPES, KVSpec
 
 if TYPE_CHECKING:
@@ -38,6 +38,12 @@ ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS: Final = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+MOST: Final = 2**31 - 1
+MOST_LAYERS: Final = 4096
+MOST_NUMBER: Final = 1e30
+LEAST_NUMBER: Final = 1e-30
+"""Limits of the integers and numbers of a config. Weights are compared with the shards before they are allocated."""
 
 _GEMMA: Final[dict[str, Any]] = {
     "num_attention_heads": 8,
@@ -135,7 +141,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, where: str = "config.json") -> ModelConfig:
         """Build the config from the values of a config.json; errors call the file `where`. Raises: as `load`."""
-        return _model_config(_Fields(_text_part(values, where), where))
+        values = _text_part(values, where)
+        return _model_config(_Fields(values, where, values["model_type"]))
 
     def spec(self, *, block_size: int = 16, kv_dtype: str | None = None, dtype: str | None = None) -> KVSpec:
         """Return the geometry of a KV cache with one group of all layers. Only the kernels know the layers' windows.
@@ -180,29 +187,6 @@ class ModelConfig:
         return [(window, layers[at : at + size]) for window, layers in ordered for at in range(0, len(layers), size)]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint, which holds one object.
-
-    Raises: CheckpointError if the file is missing, is not JSON, or holds no object
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        present = ", ".join(sorted(p.name for p in path.parent.glob("*"))[:8]) or "nothing"
-        raise CheckpointError(
-            f"{path.parent} has no {path.name}, only: {present}. Give the folder of a Hugging Face checkpoint"
-        ) from None
-    except (OSError, ValueError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise CheckpointError(
-            f"{path} cannot be read as JSON ({error}); it is truncated or not the real file. Fetch it again"
-        ) from None
-    if not isinstance(values, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(values).__name__}, not an object; it is not the real file. Fetch it again"
-        )
-    return values
-
-
 def _text_part(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the language model's part of a config. Gemma 3 with vision keeps it under `text_config`.
 
@@ -219,8 +203,10 @@ def _text_part(values: dict[str, Any], where: str) -> dict[str, Any]:
         }
         values = {**outer, **nested}
         kind = values["model_type"] = "gemma3_text"
-    if kind not in FAMILIES:
-        raise CheckpointError(f"{where}: model_type is {kind!r}; this decoder knows {', '.join(FAMILIES)} and gemma3")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise CheckpointError(
+            f"{where}: model_type is {shown(kind)}; this decoder knows {', '.join(FAMILIES)} and gemma3"
+        )
     if values.get("use_bidirectional_attention"):
         raise CheckpointError(
             f"{where}: use_bidirectional_attention is set; this decoder is causal and would give wrong results"
@@ -228,11 +214,15 @@ def _text_part(values: dict[str, Any], where: str) -> dict[str, Any]:
     return values
 
 
+def shown(value: object) -> str:
+    """Return a value for an error: its repr, shortened."""
+    return reprlib.repr(value)
+
+
 class _Fields:
     """The fields of one object of config.json, checked for type and range. Errors name file, field and value."""
 
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        family = values.get("model_type", "")
+    def __init__(self, values: dict[str, Any], where: str, family: str = "") -> None:
         present = {key: value for key, value in values.items() if value is not None}
         # A null counts as absent, except in the fields where it switches off a family's default.
         nulls = {key: None for key, value in values.items() if value is None and key in ("sliding_window", *_SOFTCAPS)}
@@ -241,29 +231,33 @@ class _Fields:
 
     def bad(self, name: str, must: str) -> CheckpointError:
         """Return the error for a field that is missing or wrong; `must` says what the field must be."""
-        found = f"is {self.values[name]!r}" if name in self.values else "is missing"
+        found = f"is {shown(self.values[name])}" if name in self.values else "is missing"
         return CheckpointError(f"{self.where}: {name} {found}; it must be {must}")
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Return an integer of at least 1."""
+    def integer(self, name: str, default: int | None = None, *, most: int = MOST) -> int:
+        """Return an integer from 1 to `most`."""
         value = self.values.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.bad(name, "an integer of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.bad(name, f"an integer from 1 to {most:,}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number of at least 0."""
+        """Return a number from 0 to MOST_NUMBER."""
         value = self.values.get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-            raise self.bad(name, "a number of at least 0")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MOST_NUMBER:
+            raise self.bad(name, f"a number from 0 to {MOST_NUMBER:g}")
         return float(value)
 
-    def positive(self, name: str, default: float | None = None) -> float:
-        """Return a finite number above 0."""
+    def positive(self, name: str, default: float | None = None, *, least: float = LEAST_NUMBER) -> float:
+        """Return a number from `least` to MOST_NUMBER."""
         value = self.number(name, default)
-        if value == 0:
-            raise self.bad(name, "a number above 0")
+        if value < least:
+            raise self.bad(name, f"a number from {least:g} to {MOST_NUMBER:g}")
         return value
+
+    def positive_or(self, name: str, default: float) -> float:
+        """Return a number from LEAST_NUMBER to MOST_NUMBER; `default` for 0 or an absent field."""
+        return self.positive(name, default) if self.number(name, default) else default
 
     def cap(self, name: str) -> float:
         """Return a soft cap: a number above 0, or 0.0 for a null or absent field."""
@@ -333,12 +327,12 @@ def _model_config(f: _Fields) -> ModelConfig:
 
 def _layer_types(f: _Fields) -> tuple[str, ...]:
     """Return FULL or SLIDING for each layer: from `layer_types`, or by the rule of the family's older configs."""
-    num_layers = f.integer("num_hidden_layers")
+    num_layers = f.integer("num_hidden_layers", most=MOST_LAYERS)
     listed = f.values.get("layer_types")
     if f.family in ("llama", "mistral"):  # these read no `layer_types`: all layers are alike
         return (SLIDING if f.family == "mistral" and f.values["sliding_window"] is not None else FULL,) * num_layers
     if listed is not None:
-        if not isinstance(listed, list) or len(listed) != num_layers or not set(listed) <= {FULL, SLIDING}:
+        if not isinstance(listed, list) or len(listed) != num_layers or any(t not in (FULL, SLIDING) for t in listed):
             raise f.bad("layer_types", f"a list of {num_layers} times {FULL} or {SLIDING}")
         return tuple(listed)
     slides: Callable[[int], bool]
@@ -371,19 +365,21 @@ def _rope(f: _Fields, layer_type: str) -> RopeConfig:
     given = f.values.get("rope_parameters") or f.values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise f.bad("rope_parameters" if f.values.get("rope_parameters") else "rope_scaling", "an object")
-    theta = f.positive("rope_theta", 10_000.0)
+    theta = f.positive("rope_theta", 10_000.0, least=2)
     # Gemma 3's sliding layers have a base of their own, and the old style never scales them.
     if f.family == "gemma3_text" and layer_type == SLIDING:
-        theta = f.positive("rope_local_base_freq", 10_000.0)
+        theta = f.positive("rope_local_base_freq", 10_000.0, least=2)
         given = given if "rope_parameters" in f.values else {}
     if any(isinstance(part, dict) for part in given.values()):
         given = given.get(layer_type) or {}
-    r = _Fields(dict(given), f"{f.where}: rope of {layer_type}")
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{f.where}: the rope of {layer_type} is {shown(given)}; it must be an object")
+    r = _Fields(given, f"{f.where}: rope of {layer_type}")
     kind = r.choice("rope_type" if "rope_type" in r.values else "type", "default", ROPE_KINDS)
     partial = r.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise CheckpointError(f"{r.where}: partial_rotary_factor is {partial}; this decoder rotates whole heads (1.0)")
-    theta = r.positive("rope_theta", theta)
+    theta = r.positive("rope_theta", theta, least=2)
     if kind == "default":
         return RopeConfig(theta=theta)
     longest = f.integer("max_position_embeddings")
@@ -392,14 +388,17 @@ def _rope(f: _Fields, layer_type: str) -> RopeConfig:
     if kind == "linear":
         return RopeConfig(kind, theta, factor)
     if kind == "llama3":
-        return RopeConfig(kind, theta, factor, original, r.positive("low_freq_factor"), r.positive("high_freq_factor"))
+        low, high = r.positive("low_freq_factor"), r.positive("high_freq_factor")
+        if high <= low:
+            raise r.bad("high_freq_factor", f"above low_freq_factor ({low:g})")
+        return RopeConfig(kind, theta, factor, original, low, high)
     return RopeConfig(
         kind,
         theta,
         factor,
         original,
-        beta_fast=r.number("beta_fast", 32.0) or 32.0,
-        beta_slow=r.number("beta_slow", 1.0) or 1.0,
+        beta_fast=r.positive_or("beta_fast", 32.0),
+        beta_slow=r.positive_or("beta_slow", 1.0),
         attention_factor=r.number("attention_factor") if "attention_factor" in r.values else None,
         mscale=r.number("mscale", 0.0),
         mscale_all_dim=r.number("mscale_all_dim", 0.0),

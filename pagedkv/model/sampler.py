@@ -17,7 +17,7 @@ its seed and not on the other requests of the batch.
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -73,6 +73,7 @@ class SamplingParams:
         stop_holds = all(isinstance(text, str) and text for text in self.stop)
         self._demand("stop", stop_holds, "one or more strings, none empty")
         self._demand("stop_ids", all(_is_int(token) and token >= 0 for token in self.stop_ids), "token ids")
+        self._demand("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
 
     def _demand(self, name: str, holds: bool, must: str) -> None:
         if not holds:
@@ -110,7 +111,8 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # compared, not converted: JSON has integers that are too large for a float
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class SamplingRow(NamedTuple):

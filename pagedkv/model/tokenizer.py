@@ -7,22 +7,27 @@ generation_config.json and config.json (optional).
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
 
 from pagedkv.errors import CheckpointError, InvalidRequest
-from pagedkv.model.config import read_json
+from pagedkv.model.config import shown
+from pagedkv.model.files import is_present, read_bytes, read_json, read_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from jinja2 import Template
 
 REPLACEMENT: Final = "\ufffd"
 """The character that a decoder shows for bytes that are not, or not yet, a whole character."""
+
+MOST_TOKENIZER_BYTES: Final = 2**27
+"""Bytes of tokenizer.json. That of Gemma 3, with 262,144 tokens, has 33 million."""
 
 
 class Tokenizer:
@@ -51,20 +56,16 @@ class Tokenizer:
 
         Raises: CheckpointError if tokenizer.json is missing or damaged, or another file does not hold what it should
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not is_present(folder, "tokenizer.json"):
             raise CheckpointError(
                 f"{folder} has no tokenizer.json; save the tokenizer in the fast format (tokenizer.model is not read)"
             )
-        try:
-            raw = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(
-                f"{path} cannot be read as a tokenizer ({error}); it is truncated or not the real file. Fetch it again"
-            ) from None
-        config = _read_if_present(folder / "tokenizer_config.json")
-        if (folder / "chat_template.jinja").is_file():
-            config["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        data = read_bytes(folder / "tokenizer.json", MOST_TOKENIZER_BYTES)
+        with _failures(f"{folder / 'tokenizer.json'} cannot be read as a tokenizer"):
+            raw = tokenizers.Tokenizer.from_buffer(data)
+        config = _read_if_present(folder, "tokenizer_config.json")
+        if is_present(folder, "chat_template.jinja"):
+            config["chat_template"] = read_text(folder / "chat_template.jinja")
         return cls(raw, config=config, eos_ids=_eos_ids(folder))
 
     @property
@@ -76,7 +77,8 @@ class Tokenizer:
         """Return the token ids of `text`.
 
         special_tokens: add the tokens that the tokenizer puts around a text; a rendered chat contains them already.
-        Raises: InvalidRequest if `text` holds half of a surrogate pair
+        Raises: InvalidRequest if `text` holds half of a surrogate pair; CheckpointError if the tokenizer cannot encode
+            the text, for example because it has no token for unknown characters
         """
         try:
             text.encode()
@@ -85,11 +87,16 @@ class Tokenizer:
                 f"character {error.start} of the text is {text[error.start]!r}, half of a surrogate pair; "
                 "give valid Unicode"
             ) from None
-        return list(self.raw.encode(text, add_special_tokens=special_tokens).ids)
+        with _failures("tokenizer.json cannot encode the text"):
+            return list(self.raw.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`. An id that the tokenizer does not have adds no text."""
-        return self.raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Return the text of `token_ids`. An id that the tokenizer does not have adds no text.
+
+        Raises: CheckpointError if the tokenizer cannot decode them
+        """
+        with _failures("tokenizer.json cannot decode tokens"):
+            return self.raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """Return a new stream, which turns tokens into text one at a time."""
@@ -124,8 +131,8 @@ class Tokenizer:
         """Return the source of the chat template; of several, the one named "default"."""
         template = self.config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            templates = {part.get("name"): part.get("template") for part in template if isinstance(part, dict)}
-            template = templates.get("default")
+            named = (part for part in template if isinstance(part, dict) and part.get("name") == "default")
+            template = next((part.get("template") for part in named), None)
         if not isinstance(template, str):
             raise InvalidRequest("the checkpoint has no chat template; give plain text, or a checkpoint tuned for chat")
         return template
@@ -140,18 +147,32 @@ class Tokenizer:
         return None if text is None else self.raw.token_to_id(text)
 
 
-def _read_if_present(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+def _read_if_present(folder: Path, name: str) -> dict[str, Any]:
+    return read_json(folder / name) if is_present(folder, name) else {}
+
+
+@contextmanager
+def _failures(sentence: str) -> Iterator[None]:
+    """Turn an error of the library, which raises bare Exception and, if it panics, a BaseException of its own."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise CheckpointError(
+            f"{sentence} ({error}); the file is truncated or not the real one. Fetch it again"
+        ) from None
 
 
 def _eos_ids(folder: Path) -> list[int]:
     """Read the end tokens of generation_config.json, or else of config.json. The field holds one id or several."""
-    config = _read_if_present(folder / "config.json")
-    configs = (_read_if_present(folder / "generation_config.json"), config, config.get("text_config") or {})
+    config = _read_if_present(folder, "config.json")
+    nested = config.get("text_config")
+    configs = (_read_if_present(folder, "generation_config.json"), config, nested if isinstance(nested, dict) else {})
     found: Any = next((values["eos_token_id"] for values in configs if values.get("eos_token_id") is not None), [])
     ids = found if isinstance(found, list) else [found]
-    if not all(isinstance(i, int) for i in ids):
-        raise CheckpointError(f"{folder}: eos_token_id is {found!r}; it must be a token id or a list of them")
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise CheckpointError(f"{folder}: eos_token_id is {shown(found)}; it must be a token id or a list of them")
     return ids
 
 

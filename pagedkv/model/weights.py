@@ -8,18 +8,24 @@
 Files are mapped, not read: each tensor goes from the page cache straight to its place in the decoder's memory and is
 converted on the way. So the peak is one copy of the weights in the dtype computed in. A tensor that the config does not
 account for is an error, not a warning: an ignored bias or quantisation scale means wrong text.
+
+A checkpoint is not trusted. The decoder is built twice: first on torch's meta device, which allocates nothing, and then
+in memory. So names, shapes and dtypes of config.json and of the files' headers agree before anything is allocated.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from pagedkv import regular_files
 from pagedkv.errors import CheckpointError
-from pagedkv.model.config import read_json
+from pagedkv.model.config import shown
+from pagedkv.model.files import is_plain_name, is_present, listed, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +40,10 @@ SINGLE: Final = "model.safetensors"
 
 PREFIXES: Final = ("model.", "model.language_model.", "language_model.model.")
 """Prefixes of a language model's tensors: alone, or inside Gemma 3 with vision (transformers 5, then 4)."""
+
+META: Final = torch.device("meta")
+FLOATS: Final = ("F16", "BF16", "F32", "F64")
+"""The dtypes that are read, by their names in safetensors."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +84,25 @@ class Weights:
 def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Weights:
     """Load the weights of `folder` for the decoder that `config` describes.
 
-    Raises: CheckpointError if a file or tensor is missing, damaged, of another shape, or unknown to the config
+    Raises: CheckpointError if a file or tensor is missing, damaged, of another shape, or unknown to the config, or if
+        the weights are larger than the memory of this machine
     """
-    source = _Source(folder, dtype, device)
+    source = _Source(folder, dtype)
+    _weights(source, config)
+    source.refuse_leftovers()
+    source.place(device)
+    return _weights(source, config)
+
+
+def _weights(source: _Source, config: ModelConfig) -> Weights:
+    """Read all weights. A source on the meta device checks them and reads none."""
     embedding = source.matrix([("embed_tokens.weight", config.vocab_size)], config.hidden_size)
-    weights = Weights(
+    return Weights(
         embedding=embedding,
         layers=tuple(_layer(source, config, i) for i in range(config.num_layers)),
         norm=_norm(source, config, "norm.weight"),
         head=_head(source, config, embedding),
     )
-    source.refuse_leftovers()
-    return weights
 
 
 def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor:
@@ -94,7 +111,8 @@ def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor:
         return embedding
     head = source.matrix([("lm_head.weight", config.vocab_size)], config.hidden_size)
     # A checkpoint may save a tied head too. A saved head that differs was trained: transformers uses it as well.
-    return embedding if config.tie_embeddings and torch.equal(head, embedding) else head
+    equal = config.tie_embeddings and source.device != META and torch.equal(head, embedding)
+    return embedding if equal else head
 
 
 def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
@@ -145,28 +163,32 @@ def _norm(source: _Source, config: ModelConfig, name: str, size: int | None = No
 
 
 class _Source:
-    """The tensors of a folder by name, in one file or many. It records which were read, to refuse leftovers."""
+    """The tensors of a folder by name, in one file or many. It records which were read, to refuse leftovers.
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.folder, self.dtype, self.device = folder, dtype, device
+    device: of the tensors that it makes: META, on which nothing is allocated, until `place` sets another one.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.folder, self.dtype, self.device = folder, dtype, META
         self.files: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
         for file in _files(folder):
-            try:
-                self.files[file] = safe_open(folder / file, framework="pt")
-            except FileNotFoundError:
-                raise CheckpointError(
-                    f"{folder} has no {file}, which its {INDEX} names; fetch the missing file"
-                ) from None
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{folder / file} is no whole safetensors file ({error}); it is truncated, or a git-lfs pointer. "
-                    "Fetch it again"
-                ) from None
+            self.files[file] = _opened(folder, file)
             self.file_of |= dict.fromkeys(self.files[file].keys(), file)
         found = (prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in self.file_of)
         self.prefix = next(found, PREFIXES[0])
         self.names_read: set[str] = set()
+        self.num_bytes = 0
+
+    def place(self, device: torch.device) -> None:
+        """Make tensors on `device` from now on. Raises: CheckpointError if this machine's memory is too small."""
+        memory = _memory_bytes() if device.type == "cpu" else None
+        if memory is not None and self.num_bytes > memory:
+            raise CheckpointError(
+                f"the weights of {self.folder} take {self.num_bytes:,} bytes in {str(self.dtype).split('.')[1]}, and "
+                f"this machine has {memory:,} bytes of memory; give a smaller model or a smaller dtype"
+            )
+        self.device = device
 
     def full_name(self, name: str) -> str:
         """Return the name under which the checkpoint stores the tensor `name`."""
@@ -176,33 +198,38 @@ class _Source:
 
     def matrix(self, parts: Sequence[tuple[str, int]], columns: int | None = None) -> Tensor:
         """Read tensors and stack them along their rows: [sum of rows, columns], or [sum of rows] without `columns`."""
-        shape = (sum(rows for _, rows in parts), *(() if columns is None else (columns,)))
+        tail = () if columns is None else (columns,)
+        names = [self._checked(name, (rows, *tail)) for name, rows in parts]
+        shape = (sum(rows for _, rows in parts), *tail)
         stacked = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if self.device == META:
+            self.num_bytes += stacked.nbytes
+            return stacked
         row = 0
-        for name, rows in parts:
-            stacked[row : row + rows].copy_(self._view(name, (rows, *shape[1:])))
+        for name, (_, rows) in zip(names, parts, strict=True):
+            stacked[row : row + rows].copy_(self.files[self.file_of[name]].get_tensor(name))
             row += rows
         return stacked
 
-    def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of the file, mapped and not copied. Raises: CheckpointError for a wrong shape or dtype"""
+    def _checked(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the full name of a tensor. Raises: CheckpointError if it is absent, or of a wrong shape or dtype"""
         name = self.full_name(name)
         if name not in self.file_of:
             raise CheckpointError(
                 f"{self.folder} has no tensor {name} {list(shape)}; config.json and safetensors are not of one model"
             )
-        tensor: Tensor = self.files[self.file_of[name]].get_tensor(name)
-        if tuple(tensor.shape) != shape:
+        header = self.files[self.file_of[name]].get_slice(name)
+        if tuple(header.get_shape()) != shape:
             raise CheckpointError(
-                f"{self.folder}: tensor {name} is {list(tensor.shape)} and config.json asks for {list(shape)}; "
+                f"{self.folder}: tensor {name} is {shown(header.get_shape())} and config.json asks for {list(shape)}; "
                 "config.json and safetensors are not of one model"
             )
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
+        if header.get_dtype() not in FLOATS:
             raise CheckpointError(
-                f"{self.folder}: tensor {name} is {tensor.dtype}; give a float32, bfloat16 or float16 checkpoint"
+                f"{self.folder}: tensor {name} is {header.get_dtype()}; give a float32, bfloat16 or float16 checkpoint"
             )
         self.names_read.add(name)
-        return tensor
+        return name
 
     def refuse_leftovers(self) -> None:
         """Raise CheckpointError if a layer holds tensors that the decoder did not read."""
@@ -215,23 +242,55 @@ class _Source:
         if unread:
             raise CheckpointError(
                 f"{self.folder} holds {len(unread)} tensors that config.json does not account for "
-                f"({', '.join(unread[:3])}); the weights are quantised or adapted, or belong to another model. "
-                "Give a plain checkpoint"
+                f"({', '.join(name[:80] for name in unread[:3])}); the weights are quantised or adapted, or belong to "
+                "another model. Give a plain checkpoint"
             )
+
+
+def _opened(folder: Path, file: str) -> Any:
+    """Map a safetensors file. Raises: CheckpointError if it is missing, is not a regular file, or is damaged"""
+    try:
+        regular_files.require(folder / file)
+        return safe_open(folder / file, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {file}, which its {INDEX} names; fetch the missing file") from None
+    except (SafetensorError, OSError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{folder / file} is no whole safetensors file ({reason}); it is truncated, or a git-lfs pointer. "
+            "Fetch it again"
+        ) from None
+    except RuntimeError as error:  # torch maps the file
+        raise CheckpointError(
+            f"{folder / file} cannot be mapped into memory ({error}); give a checkpoint that is smaller than the memory"
+        ) from None
+
+
+def _memory_bytes() -> int | None:
+    """Return the physical memory of this machine; None if the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _files(folder: Path) -> list[str]:
     """Return the names of the safetensors files of a folder. Raises: CheckpointError if there are none"""
-    if (folder / INDEX).exists():
+    if is_present(folder, INDEX):
         named = read_json(folder / INDEX).get("weight_map")
         if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
             raise CheckpointError(
                 f"{folder / INDEX} has no weight_map from tensors to files; it is damaged. Fetch it again"
             )
-        return sorted(set(named.values()))
-    if (folder / SINGLE).exists():
+        files = sorted(set(named.values()))
+        if outside := [file for file in files if not is_plain_name(file)]:
+            raise CheckpointError(
+                f"{folder / INDEX} names the file {shown(outside[0])}; a shard must be a file of the same folder. "
+                "Fetch the index again"
+            )
+        return files
+    if is_present(folder, SINGLE):
         return [SINGLE]
-    present = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise CheckpointError(
-        f"{folder} has neither {SINGLE} nor {INDEX}, only: {present}. Give a checkpoint in safetensors format"
+        f"{folder} has neither {SINGLE} nor {INDEX}, only: {listed(folder)}. Give a checkpoint in safetensors format"
     )

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagedkv.errors import CheckpointError
+from pagedkv.model import weights
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.weights import INDEX, SINGLE
 
@@ -142,7 +143,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "integers": (
         edit(lambda t: t.update({K_PROJ: torch.zeros(48, 64, dtype=torch.int8)})),
-        "torch.int8; give a float32",
+        "I8; give a float32",
     ),
     "unread": (
         edit(lambda t: t.update({"model.layers.0.mlp.extra": torch.zeros(1)})),
@@ -164,6 +165,39 @@ def test_damage_is_named_in_one_line(copy: Path, name: str) -> None:
         Decoder.load(copy)
     assert "\n" not in str(refused.value)
     assert str(copy) in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["missing", "missing head", "shape", "integers", "unread"])
+def test_nothing_is_allocated_before_all_headers_agree_with_the_config(
+    copy: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DAMAGE[name][0](copy)
+    empty = torch.empty
+
+    def on_meta(*shape: Any, device: torch.device, **options: Any) -> Tensor:
+        assert device == torch.device("meta")
+        return empty(*shape, device=device, **options)
+
+    monkeypatch.setattr(torch, "empty", on_meta)
+    with pytest.raises(CheckpointError):
+        Decoder.load(copy)
+
+
+def test_weights_larger_than_the_memory_are_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(tensor.nbytes for tensor in tensors_of(Decoder.load(copy).weights))
+    monkeypatch.setattr(weights, "_memory_bytes", lambda: size)
+    Decoder.load(copy)
+    monkeypatch.setattr(weights, "_memory_bytes", lambda: size - 1)
+    with pytest.raises(CheckpointError, match=f"take {size:,} bytes in float32, and this machine has"):
+        Decoder.load(copy)
+    Decoder.load(copy, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("file", ["../copy/model.safetensors", "{folder}/model.safetensors", "", ".", "a\\b", "a\0b"])
+def test_an_index_names_files_of_its_folder_only(copy: Path, file: str) -> None:
+    shard({"a": file.format(folder=copy)})(copy)
+    with pytest.raises(CheckpointError, match="a shard must be a file of the same folder"):
+        Decoder.load(copy)
 
 
 def test_the_frequency_tables_of_old_checkpoints_are_ignored(copy: Path) -> None:
