@@ -6,22 +6,19 @@ generation_config.json and config.json (optional).
 
 from __future__ import annotations
 
-import json
 from contextlib import contextmanager
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
 
 from pagedkv.errors import CheckpointError, InvalidRequest
+from pagedkv.model.chat_template import ChatTemplate
 from pagedkv.model.config import shown
 from pagedkv.model.files import is_present, read_bytes, read_json, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
-
-    from jinja2 import Template
 
 REPLACEMENT: Final = "\ufffd"
 """The character that a decoder shows for bytes that are not, or not yet, a whole character."""
@@ -48,7 +45,7 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(
             i for i, token in raw.get_added_tokens_decoder().items() if token.special
         )
-        self._template: Template | None = None
+        self._template: ChatTemplate | None = None
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -107,25 +104,19 @@ class Tokenizer:
     ) -> str:
         """Render `messages`, each {"role": ..., "content": ...}, with the checkpoint's chat template.
 
-        Encode the result with special_tokens=False. variables: further names for the template.
+        Encode the result with special_tokens=False. variables: further names for the template; JSON values.
+        The template comes from the checkpoint and is not trusted: it runs in a sandbox, in a process of its own that
+        has 2 s of processor time and 1 GiB of memory for each call.
         Raises: InvalidRequest if there is no template, or the template refuses the messages; CheckpointError if the
-            template is not valid
+            template is not valid, or takes too much time or memory
         """
-        from jinja2 import TemplateError
-
-        self._template = self._template or _compile(self._chat_template())
+        self._template = self._template or ChatTemplate(self._chat_template())
         texts = {name: self._text_of(name) for name in self.config if name.endswith("_token")}
         special_tokens = {name: text for name, text in texts.items() if text is not None}
-        try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**special_tokens, **variables},
-            )
-        except (TemplateError, TypeError) as error:
-            raise InvalidRequest(f"the checkpoint's chat template refuses these messages: {error}") from None
+        names = {"messages": list(messages), "tools": None, "documents": None}
+        return self._template.render(
+            {**names, "add_generation_prompt": add_generation_prompt, **special_tokens, **variables}
+        )
 
     def _chat_template(self) -> str:
         """Return the source of the chat template; of several, the one named "default"."""
@@ -174,54 +165,6 @@ def _eos_ids(folder: Path) -> list[int]:
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise CheckpointError(f"{folder}: eos_token_id is {shown(found)}; it must be a token id or a list of them")
     return ids
-
-
-def _compile(source: str) -> Template:
-    """Compile a chat template with the settings, filters and names that Hugging Face templates expect.
-
-    The template comes with the checkpoint and is not trusted: it runs in a sandbox.
-    """
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """The tag `{% generation %}`, which marks a model's text for training. Here the tag renders only its body."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            """Parse up to `{% endgeneration %}` and return the body."""
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        """Refuse the messages; chat templates call this function."""
-        raise TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        """Serialise `value`. Jinja's own filter would escape for HTML."""
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise CheckpointError(
-            f"the checkpoint's chat template is not valid ({error}); fetch it again, or give plain text"
-        ) from None
 
 
 class TextStream:
