@@ -7,9 +7,11 @@ torch.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as typing.TYPE_CHECKING, whose import takes longer than the rest of this module
 if TYPE_CHECKING:
+    from typing import Any
+
     from pagedkv.cache.paged import PagedKVCache
     from pagedkv.core.handles import AddressSpace
     from pagedkv.errors import InvariantViolation, KernelUnavailable, OutOfFrames, PagedKVError

@@ -105,7 +105,7 @@ def test_the_results_of_benchmarks_stay_in_the_checkout(wheel):
 def test_the_command_is_declared(wheel):
     with zipfile.ZipFile(wheel) as archive:
         entry = archive.read(f"pagedkv-{pagedkv.__version__}.dist-info/entry_points.txt").decode()
-    assert "pagedkv = pagedkv.cli.app:main" in entry
+    assert "pagedkv = pagedkv.__main__:main" in entry
 
 
 def test_an_editable_install_maps_the_triton_sources(fresh, tmp_path):

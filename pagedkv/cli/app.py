@@ -1,11 +1,10 @@
 """The commands of `pagedkv`, their defaults and exit statuses. --help is quick: commands import their modules late.
 
     0    done
-    1    the reader of stdout closed it
     2    bad input: one line on stderr, "pagedkv: error: ...", for any file or option
     130  Ctrl-C
 
-A traceback means a bug in pagedkv.
+A traceback means a bug in pagedkv. `pagedkv/__main__.py` has the statuses of a process whose stdout fails.
 """
 
 from __future__ import annotations
@@ -26,6 +25,9 @@ app: Final = typer.Typer(
 
 benchmarks: Final = typer.Typer(add_completion=False)
 app.add_typer(benchmarks, name="bench")
+
+MOST_WORDS: Final = 4000
+"""Characters of an error on stderr."""
 
 ShellError: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 """ClickException, the base class of the errors that typer raises for bad options. Newer versions of typer bundle click
@@ -183,18 +185,22 @@ def bench_attention(
 
 def main(argv: list[str] | None = None) -> None:
     """Run `pagedkv` with `argv` (None: this process's arguments) and exit with a status listed in the file head."""
+    sys.exit(invoke(argv))
+
+
+def invoke(argv: list[str] | None = None) -> int:
+    """Run `pagedkv` with `argv` (None: this process's arguments) and return a status listed in the file head."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a locale without some character must not stop the run
     try:
         _check_environment()
-        status = app(argv, prog_name="pagedkv", standalone_mode=False) or 0
+        return app(argv, prog_name="pagedkv", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
-        status = 130
+        return 130
     except ShellError as error:
-        status = _complain(error.format_message())
+        return _complain(error.format_message())
     except PagedKVError as error:
-        status = _complain(str(error))
-    sys.exit(status)
+        return _complain(str(error))
 
 
 def _check_environment() -> None:
@@ -206,7 +212,14 @@ def _check_environment() -> None:
 
 
 def _complain(text: str) -> int:
-    """Print an error as one line on stderr, further lines joined by semicolons. Returns: exit status 2."""
+    """Print an error as one line on stderr, further lines joined by semicolons. Returns: exit status 2.
+
+    The text may be from a file that is not trusted: control characters are escaped, and a long text is cut.
+    """
     first, *rest = (line.strip() for line in text.splitlines() if line.strip())
-    print("pagedkv: error:", " ".join([first, "; ".join(rest)]).strip(), file=sys.stderr)
+    line = " ".join([first, "; ".join(rest)]).strip()
+    if len(line) > MOST_WORDS:
+        line = f"{line[: MOST_WORDS // 2]} ... {line[-MOST_WORDS // 2 :]}"
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    print("pagedkv: error:", shown, file=sys.stderr)
     return 2

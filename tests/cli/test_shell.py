@@ -37,7 +37,7 @@ def test_a_pipe_is_read_and_so_is_a_dash():
     assert empty.stderr == "pagedkv: error: the prompt on stdin is empty; give at least one character\n"
 
 
-def test_a_closed_stdout_ends_quietly_with_status_1():
+def test_a_reader_that_closes_the_pipe_ends_the_command_quietly_with_status_141():
     with subprocess.Popen(
         [*PAGEDKV, "generate", "--json"],
         cwd=ROOT,
@@ -50,7 +50,7 @@ def test_a_closed_stdout_ends_quietly_with_status_1():
         assert run.stderr
         run.stdout.close()
         assert run.stderr.read() == ""
-    assert run.returncode == 1
+    assert run.returncode == 141
 
 
 def test_help_loads_no_torch():
@@ -66,7 +66,7 @@ def test_help_loads_no_torch():
 
 
 def test_the_project_names_the_entry_point():
-    assert 'pagedkv = "pagedkv.cli.app:main"' in (ROOT / "pyproject.toml").read_text()
+    assert 'pagedkv = "pagedkv.__main__:main"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_without_a_command_help_is_printed(command):
