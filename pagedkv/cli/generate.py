@@ -56,10 +56,19 @@ def run(job: Job) -> None:
                 bar.advance(engine.step())
             if not live:
                 bar.print(report.as_json(request, engine) if job.as_json else _block(request, prompt))
+    _require_success(requests, job.source)
     if not job.as_json:
         if live:
             screen.print()  # a block of text ends with a blank line anyway
         screen.print(report.table(requests, engine))
+
+
+def _require_success(requests: list[Request], source: Source) -> None:
+    """Raise InvalidRequest if a request ended with an error: its checkpoint may hold weights that are no numbers."""
+    for request, prompt in zip(requests, source.prompts, strict=True):
+        for completion in request.completions:
+            if completion.error:
+                raise InvalidRequest(f"{prompt.where}: {completion.error}")
 
 
 def _submitted(job: Job, live: Live | None) -> tuple[list[Request], Engine]:

@@ -20,6 +20,9 @@ from pagedkv.model.records import DEMO_PROMPT
 PATIENCE_S: Final = 1.0
 """Seconds without input on stdin after which stderr says that stdin is being read."""
 
+MOST_BYTES: Final = 2**28
+"""Bytes of a source of prompts. A device may have no end."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -86,19 +89,22 @@ def _stdin() -> str:
     if not select.select([0], [], [], PATIENCE_S)[0]:
         print("pagedkv: reading the prompt from stdin", file=sys.stderr)
     try:
-        return _decoded(sys.stdin.buffer.read(), "stdin")
+        return _decoded(sys.stdin.buffer.read(MOST_BYTES + 1), "stdin")
     except OSError as error:
         raise InvalidRequest(f"cannot read stdin: {error.strerror}") from None
 
 
 def _file(path: Path) -> str:
     try:
-        return _decoded(path.read_bytes(), str(path))
+        with path.open("rb") as file:
+            return _decoded(file.read(MOST_BYTES + 1), str(path))
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}; give a file of prompts") from None
 
 
 def _decoded(data: bytes, where: str) -> str:
+    if len(data) > MOST_BYTES:
+        raise InvalidRequest(f"{where} has more than {MOST_BYTES:,} bytes; give the prompts in several files")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
