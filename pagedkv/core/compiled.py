@@ -18,7 +18,9 @@ from typing import Any, Final, Protocol, TypeVar
 
 import numba
 import numba.extending
+from numba import types
 from numba.core.cgutils import get_item_pointer, ir
+from numba.core.registry import CPUDispatcher
 from numba.np.arrayobj import make_array
 
 from pagedkv.machine_code import MachineCode
@@ -37,14 +39,51 @@ class Compiler(Protocol):
 
 _WITHOUT_COUNTS: Final[dict[str, Any]] = {"_nrt": False, "error_model": "numpy"}
 
-compiled: Compiler = MACHINE_CODE.keep(numba.njit, **_WITHOUT_COUNTS)
-"""Decorator of functions that allocate nothing."""
 
-inlined: Compiler = MACHINE_CODE.keep(numba.njit, **_WITHOUT_COUNTS, forceinline=True)
-"""Decorator of functions that run for each frame or space: a real call passes 80 words of `State` on the stack."""
+class Inner(CPUDispatcher):
+    """A function that only compiled functions call; its machine code is part of theirs. In Python it runs uncompiled.
 
-allocating: Compiler = MACHINE_CODE.keep(numba.njit, error_model="numpy")
-"""Decorator of functions that make arrays."""
+    Numba would compile it for each width of an integer and for each constant that a caller passes. All of them are
+    passed as int64, so it is compiled once.
+    """
+
+    def __call__(self, *args: Any) -> Any:
+        """Return the result of the Python function."""
+        return self.py_func(*args)
+
+    def get_call_template(self, args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
+        """Return numba's description of a call with arguments of these types."""
+        return super().get_call_template(tuple(_widest(arg) for arg in args), kws)
+
+
+def _widest(kind: Any) -> Any:
+    """Return int64 for the type of an integer or constant that an int64 can hold, and every other type as it is."""
+    plain = types.unliteral(kind)
+    return types.int64 if isinstance(plain, types.Integer) and plain.bitwidth < 64 else plain
+
+
+def _inner(**options: Any) -> Compiler:
+    def decorate(function: Any) -> Any:
+        if numba.config.DISABLE_JIT:
+            return function
+        return Inner(function, targetoptions={**_WITHOUT_COUNTS, **_NO_ENTRIES, "nopython": True, **options})
+
+    return decorate
+
+
+_NO_ENTRIES: Final[dict[str, Any]] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+compiled: Compiler = MACHINE_CODE.keep(numba.njit, **_WITHOUT_COUNTS, no_cfunc_wrapper=True)
+"""Decorator of functions that Python calls, and that allocate nothing."""
+
+inner: Compiler = _inner()
+"""Decorator of functions that compiled functions call."""
+
+inlined: Compiler = _inner(forceinline=True)
+"""Decorator of inner functions that run for each frame or space: a call passes 80 words of `State` on the stack."""
+
+allocating: Compiler = MACHINE_CODE.keep(numba.njit, error_model="numpy", no_cfunc_wrapper=True)
+"""Decorator of functions that Python calls, and that make arrays."""
 
 
 def _prefetch(array: Any, at: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.prefix import index
 from pagedkv.core.state import I32, I64, KEY, NIL, Records, State
 
@@ -89,7 +89,7 @@ def _up_to(tree: I32, time: int) -> int:
     return total
 
 
-@compiled
+@inner
 def _renumber(sample: Sample) -> None:
     """Number the times anew from 1, in the same order. O(K), after K uses or more."""
     now = 0
@@ -126,7 +126,7 @@ def _forget_oldest(sample: Sample) -> int:
     return record
 
 
-@compiled
+@inner
 def record_use(sample: Sample, prefix_hash: int) -> None:
     """Record that the page of this prefix hash is used now."""
     if not _is_sampled(sample, prefix_hash):

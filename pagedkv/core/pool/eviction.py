@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.compiled import inlined, inner
 from pagedkv.core.pool.accounts import count, list_base, register
 from pagedkv.core.state import (
     CLOCK,
@@ -153,7 +153,7 @@ def _lead(s: State, base: int, number: int, now: int) -> int:
     return ((now - s.frames[s.reg[base + OLDEST]].entered) & MASK) - s.reg[FIRST_LIST + 4 * number + BONUS]
 
 
-@compiled
+@inner
 def foremost(s: State, account: int) -> tuple[int, int]:
     """Return (list, lead) of the frame that `account` gives up next, see `_lead`. The account has an evictable frame.
 
@@ -176,7 +176,7 @@ def foremost(s: State, account: int) -> tuple[int, int]:
     return best, lead
 
 
-@compiled
+@inner
 def victim(s: State, account: int) -> int:
     """Return the frame of `account` to be evicted next, or NIL, and advance a clock that follows the victims."""
     if s.reg[NUM_EVICTABLE] == 0:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.pool import free_runs
 from pagedkv.core.pool.accounts import count
 from pagedkv.core.pool.eviction import MASK, OLDEST, delist, enlist, enter, leave, raise_floor, rank, victim
@@ -59,7 +59,7 @@ def vacate(records: Records, reg: I64, frame: int) -> None:
     count(records, reg, frame, USED, -1)
 
 
-@compiled
+@inner
 def _unpublish_companions(s: State, leader: int) -> None:
     """Unpublish the companions of `leader`, which is about to be freed. Free the cached ones; retire those with pins.
 
@@ -83,7 +83,7 @@ def _unpublish_companions(s: State, leader: int) -> None:
                 s.reg[NUM_RETIRED] += 1
 
 
-@compiled
+@inner
 def free(s: State, frame: int) -> None:
     """Free `frame`, which no page table maps and no work reads."""
     if s.frames[frame].published:
@@ -94,7 +94,7 @@ def free(s: State, frame: int) -> None:
     free_runs.put(s.chunks, s.reg, frame, 1)
 
 
-@compiled
+@inner
 def evict(s: State, account: int) -> int:
     """Free the frame of `account` that the policy evicts first, and return its number; -1 if there is none."""
     frame = victim(s, account)
@@ -108,7 +108,7 @@ def evict(s: State, account: int) -> int:
     return frame
 
 
-@compiled
+@inner
 def reclaim(s: State, wanted: int) -> None:
     """Evict until `wanted` frames are free; for pools without quotas. The caller has checked that there are enough."""
     while s.reg[NUM_FREE] < wanted:
@@ -158,7 +158,7 @@ def map_matched(s: State, frame: int) -> None:
     s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
 
 
-@compiled
+@inner
 def _fence(records: Records, reg: I64, frame: int) -> None:
     if records[frame].place == AMONG_FENCED:
         leave(records, reg, frame)
@@ -168,7 +168,7 @@ def _fence(records: Records, reg: I64, frame: int) -> None:
     enter(records, reg, frame, FENCED)
 
 
-@compiled
+@inner
 def drop(s: State, frame: int, keep: bool, page: int, advice: int) -> None:
     """Remove a reference to `frame`, page number `page` of a space with that `advice`.
 
@@ -209,7 +209,7 @@ def drop_reference(records: Records, reg: I64, frame: int, keep: bool, position:
     return False
 
 
-@compiled
+@inner
 def touch(s: State, frame: int) -> None:
     """Move a cached frame to the end of its list, as if it were mapped and dropped now."""
     if s.frames[frame].pins == 0:
@@ -221,7 +221,7 @@ def touch(s: State, frame: int) -> None:
         enlist(s.frames, s.reg, frame)
 
 
-@compiled
+@inner
 def pin(s: State, frame: int) -> None:
     """Add a pin to `frame`: it is neither evicted nor reused while it has a pin (I7)."""
     if s.frames[frame].pins == 0 and s.frames[frame].status == CACHED:
@@ -229,7 +229,7 @@ def pin(s: State, frame: int) -> None:
     s.frames[frame].pins += 1
 
 
-@compiled
+@inner
 def unpin(s: State, frame: int) -> None:
     """Remove a pin. Without any pin left, a cached frame is evictable and a retired frame is free."""
     s.frames[frame].pins -= 1

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.compiled import inlined, inner
 from pagedkv.core.state import ALL_FREE, FREE_LISTS, HOLE, I32, I64, NIL, NUM_FREE, Records
 
 SCARCE: Final = 1
@@ -61,7 +61,7 @@ def _lowest(bits: np.uint64) -> int:
     return place
 
 
-@compiled
+@inner
 def _move(chunks: Records, reg: I64, chunk: int, source: int, target: int) -> None:
     """Move `chunk` from one list to the head of another. List 0 stands for no list."""
     if source:
@@ -94,7 +94,7 @@ def put(chunks: Records, reg: I64, first: int, count: int) -> None:
         _move(chunks, reg, chunk, source, target)
 
 
-@compiled
+@inner
 def _begin(chunks: Records, reg: I64) -> int:
     """Return the frame where a new run begins. The caller has checked that a frame is free."""
     chunk = int(reg[FREE_LISTS + WHOLE])
@@ -118,7 +118,7 @@ def runs_in(pages: I32) -> I32:
     return np.stack([pages[begins], ends - begins + 1], axis=1).astype(np.int32)
 
 
-@compiled
+@inner
 def take(chunks: Records, reg: I64, last: int, wanted: int) -> tuple[int, int]:
     """Take up to `wanted` consecutive frames of one chunk, after frame `last` if possible. Return (first, count).
 

@@ -18,14 +18,14 @@ Complexity: O(accounts) for a plan and for an eviction. The functions run only i
 
 from __future__ import annotations
 
-from pagedkv.core.compiled import compiled
+from pagedkv.core.compiled import inner
 from pagedkv.core.pool import frames
 from pagedkv.core.pool.accounts import number_of, of_space, register
 from pagedkv.core.pool.eviction import foremost
 from pagedkv.core.state import EVICTABLE, GIVES, HARD, I32, I64, NEED, NUM_FREE, PROTECTED, SOFT, USED, State
 
 
-@compiled
+@inner
 def measure(s: State, asids: I32, counts: I64, split: I32) -> int:
     """Set NEED and GIVES of each account for a plan. Return the first account whose hard quota forbids it, or -1."""
     size, reg = s.tokens.shape[1], s.reg
@@ -45,13 +45,13 @@ def measure(s: State, asids: I32, counts: I64, split: I32) -> int:
     return -1
 
 
-@compiled
+@inner
 def _clear_scratch(s: State) -> None:
     for account in range(number_of(s.reg)):
         s.reg[register(account, NEED)] = s.reg[register(account, GIVES)] = 0
 
 
-@compiled
+@inner
 def givable(s: State) -> int:
     """Return the sum of GIVES: how many frames all accounts give up for the plan that was measured."""
     total = 0
@@ -60,7 +60,7 @@ def givable(s: State) -> int:
     return total
 
 
-@compiled
+@inner
 def reclaim(s: State, wanted: int) -> None:
     """Evict, for the plan that was measured, until `wanted` frames are free and no account exceeds its hard quota."""
     reg = s.reg
@@ -72,7 +72,7 @@ def reclaim(s: State, wanted: int) -> None:
         _evict_of(s, _next_account(s))
 
 
-@compiled
+@inner
 def evict_frames(s: State, wanted: int) -> int:
     """Evict up to `wanted` frames that no plan needs, protected ones last. Return how many."""
     _clear_scratch(s)
@@ -90,13 +90,13 @@ def evict_frames(s: State, wanted: int) -> int:
     return evicted
 
 
-@compiled
+@inner
 def _evict_of(s: State, account: int) -> None:
     frames.evict(s, account)
     s.reg[register(account, GIVES)] -= 1
 
 
-@compiled
+@inner
 def _next_account(s: State) -> int:
     """Return the account that gives up the next frame: the one whose foremost frame has the greatest lead.
 

@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from pagedkv.core.compiled import compiled, inlined, prefetch
+from pagedkv.core.compiled import inlined, inner, prefetch
 from pagedkv.core.prefix.events import log_removed, log_stored
 from pagedkv.core.state import I32, State
 
@@ -165,7 +165,7 @@ def insert_companion(s: State, frame: int, leader: int, group: int) -> None:
         log_stored(s.log, s.reg, (frame, leader, group), s.tokens[leader])
 
 
-@compiled
+@inner
 def remove(s: State, frame: int) -> None:
     """Unpublish `frame`: no prompt finds it any more."""
     bucket = np.int64(s.frames[frame].prefix_hash) & (len(s.bucket) - 1)
@@ -216,7 +216,7 @@ def _unlink_successor(successors: I32, roots: I32, frame: int, parent: int) -> N
         roots[-2 - parent, 1] = following
 
 
-@compiled
+@inner
 def find_part(s: State, parent: int, tokens: I32) -> tuple[int, int]:
     """Return (frame, length) of the successor of `parent` with the longest common beginning with `tokens`, or (-1, 0).
 
@@ -236,7 +236,7 @@ def find_part(s: State, parent: int, tokens: I32) -> tuple[int, int]:
     return best, longest
 
 
-@compiled
+@inner
 def remember(s: State, frame: int) -> None:
     """Keep the prefix hash of `frame`, which is about to be evicted, until another one takes its place in `ghosts`."""
     if s.frames[frame].published > 1:
@@ -251,7 +251,7 @@ def remembers(ghosts: I32, prefix_hash: int) -> bool:
     return ghosts[prefix_hash & (len(ghosts) - 1)] == (prefix_hash >> 2) + 1
 
 
-@compiled
+@inner
 def reaches_root(s: State, frame: int) -> bool:
     """Return True if the whole prefix of the published `frame` is still published. O(pages of the prefix)."""
     while True:

@@ -8,7 +8,7 @@ O(frames + spaces), however much was published. This file does not know pins: a 
 
 from __future__ import annotations
 
-from pagedkv.core.compiled import compiled
+from pagedkv.core.compiled import compiled, inner
 from pagedkv.core.pool import free_runs
 from pagedkv.core.pool.eviction import delist
 from pagedkv.core.pool.frames import vacate
@@ -53,7 +53,7 @@ def forget_pages(s: State) -> int:
     return freed
 
 
-@compiled
+@inner
 def _free_cached(s: State, frame: int) -> int:
     """Free or retire `frame`, which is no longer published, if it was cached. Return 1 if it is free now."""
     if s.frames[frame].status != CACHED:

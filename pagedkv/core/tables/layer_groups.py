@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 
 from pagedkv.core.arguments import whole
-from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.pool import frames
 from pagedkv.core.prefix import index
 from pagedkv.core.state import DEDUPLICATED, HOLE, I32, I64, State
@@ -96,7 +96,7 @@ def is_visible(s: State, group: int, page: int, length: int) -> bool:
     return page >= first_visible_page(s, group, length) or page < num_sink_pages(s, group)
 
 
-@compiled
+@inner
 def usable_pages(s: State, leaders: I32, pages: int) -> int:
     """Return the most pages, of the first `pages` leaders, after which every group has what the next query sees.
 
@@ -133,7 +133,7 @@ def _last_lacking_page(s: State, leaders: I32, group: int, pages: int) -> int:
     return -1
 
 
-@compiled
+@inner
 def map_companions(s: State, asid: int, pages: int) -> None:
     """Map the pages that the query after `pages` pages sees in the rows of the other groups; make holes of the rest."""
     for group in range(1, len(s.groups)):
@@ -148,7 +148,7 @@ def map_companions(s: State, asid: int, pages: int) -> None:
                 s.spaces[row].first_hole = min(s.spaces[row].first_hole, page)
 
 
-@compiled
+@inner
 def publish_companions(s: State, asid: int, page: int) -> bool:
     """Publish the companions of `page`, whose leader is published. Return False if an outstanding plan forbids it.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagedkv.core.compiled import allocating, compiled, inlined, prefetch
+from pagedkv.core.compiled import allocating, compiled, inlined, inner, prefetch
 from pagedkv.core.pool import frames, free_runs
 from pagedkv.core.pool.accounts import register
 from pagedkv.core.prefix import index
@@ -52,7 +52,7 @@ from pagedkv.core.state import (
 from pagedkv.core.tables import layer_groups
 
 
-@compiled
+@inner
 def _new_row(s: State, root: int, seed: int) -> int:
     """Take a row for each group off the stack of unused asids, and return the row of group 0."""
     s.reg[NUM_UNUSED_ASIDS] -= 1
@@ -128,7 +128,7 @@ def match_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> 
     return pages, evicted or pages < leaders  # companions were published with their leaders
 
 
-@compiled
+@inner
 def _match_leaders(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool]:
     size = s.tokens.shape[1]
     parent, prefix_hash = index.root_parent(root), seed
@@ -187,7 +187,7 @@ def may_stay_cached(s: State, asid: int, group: int, page: int) -> bool:
     return s.frames[frame].floor > 0 and s.frames[frame].published > 0 and index.reaches_root(s, frame)
 
 
-@compiled
+@inner
 def touch_prefix(s: State, parent: int) -> None:
     """Move each cached frame of the prefix that ends in `parent` to the newest end of its list, the last frame first.
 
@@ -213,7 +213,7 @@ def _unmap(s: State, asid: int, group: int, page: int) -> None:
         touch_prefix(s, parent)
 
 
-@compiled
+@inner
 def drop_tail(s: State, asid: int, num_pages: int) -> None:
     """Unmap the pages of `asid` from `num_pages` on: companions before their leaders, and the last page first."""
     for group in range(len(s.groups) - 1, -1, -1):
@@ -271,7 +271,7 @@ def punch_space(s: State, asid: int, first: int, last: int) -> None:
         s.spaces[row].first_hole = min(s.spaces[row].first_hole, first)
 
 
-@compiled
+@inner
 def slide_windows(s: State, asid: int, before: int) -> None:
     """Unmap the pages behind the windows of `asid`, which no query sees again. before: its length until this commit."""
     for group in range(len(s.groups) - 1, -1, -1):
@@ -287,7 +287,7 @@ def slide_windows(s: State, asid: int, before: int) -> None:
                 s.spaces[row].first_hole = min(s.spaces[row].first_hole, first)
 
 
-@compiled
+@inner
 def close_space(s: State, asid: int) -> None:
     """Unmap every page and give the row back. While a plan is outstanding, mark the row CLOSING for the last plan."""
     if s.spaces[asid].outstanding > 0:
@@ -326,7 +326,7 @@ def count_use(s: State, asid: int) -> None:
                 s.frames[frame].uses = min(255, int(s.frames[frame].uses) + 1)
 
 
-@compiled
+@inner
 def publish_pages(s: State, asid: int) -> None:
     """Publish the committed full pages of `asid`. If an equal page is published already, map that page and free ours.
 
@@ -427,14 +427,14 @@ def prefix_closure(s: State, wanted: I32) -> tuple[int, I32]:
     for frame in wanted:
         if s.frames[frame].published == 0 or not index.reaches_root(s, frame):
             return frame, closure[:0]
-        new = 0
+        first = count
         while frame >= 0 and seen[frame] == 0:
             seen[frame] = 1
-            closure[count + new] = frame
-            new += 1
+            closure[count] = frame
+            count += 1
             frame = s.frames[frame].parent
-        closure[count : count + new] = closure[count : count + new][::-1].copy()
-        count += new
+        for i in range((count - first) // 2):  # numba takes 1 s to compile the assignment of a slice
+            closure[first + i], closure[count - 1 - i] = closure[count - 1 - i], closure[first + i]
     return -1, closure[:count]
 
 

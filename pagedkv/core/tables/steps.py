@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from pagedkv.core.compiled import compiled, inlined
+from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.pool import frames, free_runs, quotas
 from pagedkv.core.pool.accounts import of_space
 from pagedkv.core.state import (
@@ -81,7 +81,7 @@ def _choose_copies(s: State, asids: I32, counts: I64, split: I32, copied: I32) -
     return copies
 
 
-@compiled
+@inner
 def _measure(s: State, asids: I32, counts: I64, split: I32, scratch: I32) -> tuple[int, int, int, int]:
     """Count what a plan needs, without changing the pool.
 
@@ -124,7 +124,7 @@ def _measure(s: State, asids: I32, counts: I64, split: I32, scratch: I32) -> tup
     return OK, needed + copies, copies, tokens
 
 
-@compiled
+@inner
 def _split_tail(s: State, asid: int, group: int) -> tuple[int, int, int]:
     """Give `asid` a tail of its own, and pin the old one until the plan is settled.
 
@@ -153,7 +153,7 @@ def _split_tail(s: State, asid: int, group: int) -> tuple[int, int, int]:
     return source, target, 1 if chained else 0
 
 
-@compiled
+@inner
 def _unpin_source(s: State, source: int, chained: int) -> None:
     parent = s.frames[source].parent if chained else -1
     frames.unpin(s, source)
@@ -197,7 +197,7 @@ def plan_step(s: State, asids: I32, counts: I64, longs: I64, ints: I32) -> tuple
     return OK, where
 
 
-@compiled
+@inner
 def _split_tails(s: State, asids: I32, split: I32, splits: I32) -> None:
     """Split the tails that `split` names: companions before their leaders, so that their sources go first (I9).
 
@@ -213,7 +213,7 @@ def _split_tails(s: State, asids: I32, split: I32, splits: I32) -> None:
     s.reg[COPIES] += c // 4
 
 
-@compiled
+@inner
 def _map_tokens(s: State, asids: I32, counts: I64, longs: I64, ints: I32) -> None:
     """Map frames for the new tokens of each space; there are enough. Modifies: the parts of a `Step`."""
     num_groups = len(s.groups)
@@ -262,7 +262,7 @@ def _map_row(s: State, row: int, start: int, slots: I64) -> None:
     s.spaces[row].num_pages = page
 
 
-@compiled
+@inner
 def _settle(s: State, asid: int) -> None:
     """Close `asid` or publish its pages, now that one plan fewer is outstanding."""
     if s.spaces[asid].status == CLOSING:
