@@ -51,6 +51,10 @@ class MachineCode:
 
         return decorate
 
+    def has(self, name: str) -> bool:
+        """Return whether a function of this name was compiled in this folder, or cannot be kept in any folder."""
+        return self.folder is None or any(self.folder.rglob(f"*.{name}-*.nbi"))
+
 
 def folder_for(sources: Path) -> Path | None:
     """Return the folder for functions compiled from the sources below `sources`; None if no folder can be written.

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, Final
 
 import torch
+from numba.core import event
 from rich.console import Console
+from rich.text import Text
 
 import pagedkv.core
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
@@ -21,6 +25,35 @@ def run() -> None:
     for name, compile_all in (("memory manager", warm_up), ("numba kernels", _warm_numba)):
         console.print(f"{name:16}{_seconds(compile_all):6.1f} s")
     console.print(place())
+
+
+PARTS: Final = {
+    "pagedkv.core": "the memory manager for this machine takes about 15 s",
+    "pagedkv.kernels.numba": "the numba kernels for this machine takes about 10 s",
+}
+"""The packages whose functions numba compiles."""
+
+
+class _Announcer(event.Listener):  # type: ignore[misc]
+    """Prints a line when numba begins to compile a package, once for each package."""
+
+    def __init__(self, screen: Console) -> None:
+        self._screen, self._parts = screen, dict(PARTS)
+
+    def on_start(self, event: Any) -> None:
+        module = event.data["dispatcher"].py_func.__module__
+        for package in [package for package in self._parts if module.startswith(package)]:
+            line = f"pagedkv: compiling {self._parts.pop(package)}; {place()}"
+            self._screen.print(Text(line), soft_wrap=True)
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+def announced(screen: Console) -> AbstractContextManager[None]:
+    """Return a context in which a line on `screen` says that functions are being compiled, if they are."""
+    manager: AbstractContextManager[None] = event.install_listener("numba:compile", _Announcer(screen))
+    return manager
 
 
 def _seconds(work: Callable[[], None]) -> float:

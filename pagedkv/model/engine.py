@@ -37,7 +37,7 @@ import torch
 from pagedkv.cache import PagedKVCache
 from pagedkv.core.arguments import real, tenant_name, token_row, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
-from pagedkv.core.warm import warm_up
+from pagedkv.core.warm import warm_up_step
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.request import Completion, OnText, Request, StopStrings
@@ -137,7 +137,7 @@ class Engine(ThreadGuard):
         cache = PagedKVCache(
             specs, layer_groups=config.layer_groups() if grouped else None, device=device, **cache_options
         )
-        warm_up()  # last, so that bad input is refused without waiting for the compilation
+        warm_up_step()  # last, so that bad input is refused without waiting for the compilation
         return cls(decoder, tokenizer, cache, limits=limits)
 
     def submit(

@@ -8,9 +8,11 @@ import re
 import sys
 
 import pytest
+from numba.core import event
 from rich.console import Console
 
 from pagedkv.cli.generate import Bar
+from pagedkv.core.tables import steps
 from pagedkv.model.engine import Engine
 from pagedkv.model.records import DEMO_ANSWER, DEMO_PROMPT
 from pagedkv.model.request import Completion
@@ -119,6 +121,28 @@ def test_options_reach_the_engine(command):
     assert ask(*wild)["text"] != ask("--max-tokens", 8)["text"]
     for narrow in (("--top-k", 1), ("--top-p", 1e-9), ("--min-p", 1)):
         assert ask(*wild, *narrow)["text"] == ask("--max-tokens", 8)["text"]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_the_compiler_is_announced_once_and_never_beside_json(command, monkeypatch, options):
+    load = Engine.load
+
+    def compile_and_load(*args, **kwargs):
+        for function in (steps.plan_step, steps.commit_step):
+            with event.trigger_event("numba:compile", data={"dispatcher": function}):
+                pass
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(Engine, "load", compile_and_load)
+    status, _, err = command("generate", "--prompt", LAMP, *options)
+    assert status == 0
+    assert err.count("pagedkv: compiling the memory manager for this machine") == (not options)
+    assert ("compiled functions are kept in" in err) == (not options)
+
+
+def test_a_run_that_compiles_nothing_says_nothing_of_it(command):
+    command("generate", "--prompt", LAMP)
+    assert "compiling" not in command("generate", "--prompt", LAMP).err
 
 
 @pytest.fixture

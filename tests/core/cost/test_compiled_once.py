@@ -16,6 +16,24 @@ with event.install_recorder("numba:compile") as compiled:
     work()
 print(len(compiled.buffer) and sorted({record.data["dispatcher"].py_func.__name__ for _, record in compiled.buffer}))
 """
+ENGINE = (
+    """
+from pagedkv.model.engine import Engine
+from pagedkv.model.records import DEMO_PROMPT
+engine = Engine.load(num_frames=64)
+engine.cache.set_quota(b"small", hard=40, protected=4)
+def work():
+    for tenant in (b"", b"small"):
+        requests = [engine.submit(DEMO_PROMPT, num_samples=3, tenant=tenant) for _ in range(3)]
+        engine.step()
+        engine.cancel(requests[0])
+        engine._is_whole = False  # as after an interrupt
+        engine.step()
+        engine.scheduler.preempt(engine.scheduler.running[-1])
+        engine.run()
+"""
+    + RECORDED
+)
 WARM = "from pagedkv.core.warm import warm_up as work" + RECORDED
 WALKS = (
     """
@@ -43,6 +61,19 @@ def test_a_second_process_compiles_nothing() -> None:
 
 
 @pytest.mark.slow
+def test_a_step_of_a_loaded_engine_compiles_nothing(tmp_path: Path) -> None:
+    """Requests of two tenants, with forks, preemptions, a cancellation and a restart."""
+    assert run(ENGINE, NUMBA_CACHE_DIR=str(tmp_path)) == "0"
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_the_end_of_a_step(tmp_path: Path) -> None:
+    compiled = run(WARM.replace("warm_up ", "warm_up_step "), NUMBA_CACHE_DIR=str(tmp_path))
+    assert "plan_step" in compiled
+    assert "commit_step" not in compiled
+
+
+@pytest.mark.slow
 def test_warm_up_compiles_all_that_later_calls_need(tmp_path: Path) -> None:
-    assert "commit_step" in run(WARM, NUMBA_CACHE_DIR=str(tmp_path))
+    assert "plan_step" in run(WARM, NUMBA_CACHE_DIR=str(tmp_path))
     assert run(WALKS, NUMBA_CACHE_DIR=str(tmp_path)) == "0"
