@@ -124,7 +124,8 @@ def _joined(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 def files(paths: list[Path]) -> list[Path]:
     """Return the sources below `paths`, without the builds."""
     found = [below for path in paths for below in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    return [path for path in found if path.suffix in SOURCES and not {"__pycache__", ".venv"} & set(path.parts)]
+    built = re.compile(r"__pycache__|\.venv.*")
+    return [path for path in found if path.suffix in SOURCES and not any(map(built.fullmatch, path.parts))]
 
 
 if __name__ == "__main__":
