@@ -5,6 +5,7 @@ The builds run in copies of the tree, so they see only the files of the sdist an
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -79,6 +80,35 @@ def fresh(tree: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", tree, tmp_path_factory.mktemp("wheel"))[0]
+
+
+def kept() -> list[str]:
+    """Return the files of the checkout that git does not ignore; skips the test outside of a checkout."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this is no checkout")
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_the_sdist_holds_all_that_git_keeps_and_no_more(tree):
+    packed = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
+    made = {name for name in packed if name in ("PKG-INFO", "setup.cfg") or ".egg-info/" in name}
+    built = {name for name in packed if name.startswith("build/")}  # by tests that ran before
+    hidden = {name for name in kept() if name.startswith(".")}  # for git, the formatter and the continuous run
+    assert packed - made - built == set(kept()) - hidden
+
+
+def test_the_version_stands_in_one_place():
+    named = [name for name in kept() if Path(name).suffix in (".py", ".toml", ".cfg", ".yml")]
+    assert [name for name in named if f'"{pagedkv.__version__}"' in (ROOT / name).read_text()] == [
+        "pagedkv/__init__.py"
+    ]
+    headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
+    assert headings[0].removeprefix("## ").split(",")[0] == pagedkv.__version__
+    assert importlib.metadata.version("pagedkv") == pagedkv.__version__
 
 
 def test_the_wheel_owns_one_top_level_name(wheel):
