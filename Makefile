@@ -22,7 +22,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check bench gpu gpu-sanitize docs clean FORCE
+.PHONY: help demo test test-all check bench gpu gpu-sanitize docs wheel clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -55,6 +55,9 @@ gpu-sanitize: ## the same machine: the cases under compute-sanitizer
 
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)
+
+wheel: ## sdist and wheels into dist/, each proven in a fresh environment (PYTHONS='python3.11 python3.12')
+	@$(PYTHON) scripts/wheels.py --torch '$(TORCH)' $(PYTHONS)
 
 clean: ## remove what was built, not $(VENV)
 	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
