@@ -104,10 +104,10 @@ def _prove(python: Path, wheel: Path, torch: str, folder: Path) -> None:
     """Install `wheel`, let it answer the demo, and remove it. Exits if the answer is wrong or something is left."""
     _run(python, "-m", "pip", "install", "--quiet", torch)
     _run(python, "-m", "pip", "install", "--quiet", str(wheel))
-    answer = _run(python, "-m", "pagedkv", "generate", cwd=folder).strip()
+    answer = _run(python, str(python.parent / "pagedkv"), "generate", cwd=folder).strip()
     if answer != ANSWER:
         sys.exit(f"the demo answered {answer!r} and not {ANSWER!r}")
-    print(_run(python, "-m", "pagedkv", "doctor", cwd=folder).strip())
+    print(_run(python, str(python.parent / "pagedkv"), "doctor", cwd=folder).strip())
     _run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "pagedkv")
     left = "import importlib.util as u, site, pathlib as p; "
     left += "print(u.find_spec('pagedkv'), *(f for s in site.getsitepackages() for f in p.Path(s).glob('pagedkv*')))"
