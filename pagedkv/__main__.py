@@ -97,10 +97,12 @@ class _Messages(io.FileIO):
 
     def write(self, data: ReadableBuffer, /) -> int:
         """Write bytes and return their number."""
+        lost = len(memoryview(data).cast("B"))
         try:
-            return super().write(data) or 0
+            written = super().write(data)
         except OSError:
-            return len(memoryview(data).cast("B"))
+            return lost
+        return lost if written is None else written  # None: a pipe that is full and does not block
 
 
 def _failed(reason: int | None) -> NoReturn:

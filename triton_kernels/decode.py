@@ -223,7 +223,7 @@ def paged_decode(call: AttentionCall) -> None:
     rows = triton.next_power_of_2(call.q.shape[1] // K * max_queries)
     M = max(16, min(tuned.M, rows))
     spec = specialisation_of(call, M=M, N=keys_of(call, M, tuned.N))
-    spec = replace(spec, one_launch=tuned.one_launch, mixed=max_queries > 1)
+    spec = replace(spec, one_launch=tuned.one_launch, mixed=max_queries > 1 or call.tree_mask is not None)
     many_warps = M == 64 or (M == 32 and spec.dtype == tl.float32)  # with fewer warps, accumulators would spill
 
     heads, unit = K * spec.head_tiles, min(call.split_tokens or spec.N, FARTHEST)

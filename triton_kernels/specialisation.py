@@ -40,7 +40,7 @@ class Specialisation:
     k_scale, v_scale: 0 no scale, 1 one scale for all, 2 a scale per (token, head).
     v_in_k:           V is the first part of K in the same memory (MLA): it is read once.
     one_launch:       the program that stores decode's last partial merges them; there is no second launch.
-    mixed:            rows of a tile may see different keys, for they are of several queries.
+    mixed:            a tile may load values that not all of its rows see.
     """
 
     dtype: Any

@@ -35,7 +35,7 @@ struct ThreadRole {  // what this thread works on
     u32 phases;  // a bit for each stage of the team: the parity to wait for next at its mbarrier
 };
 
-// Make the rows NaN that are marked.
+// Set the marked rows to NaN.
 DEVICE void spoil(State& state, u32 marks, u32 lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -244,7 +244,7 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
         const Pages pages = pages_of(p, unit.sequence, unit.head);
 
         const bool alone = partition.num_partials() == 1;
-        const bool mixed = unit.queries > 1 || p.window;  // a row may be NaN from a value that it does not see
+        const bool mixed = unit.queries > 1 || p.window || p.tree_mask;  // a row may not see all values that are read
         bool apart = false;
         for (i32 item = mine;;) {  // with split_tokens one chunk at a time, else all keys at once
             const i32 next = p.split_tokens && item < end ? item + 1 : end;

@@ -51,7 +51,7 @@ class _Announcer(event.Listener):  # type: ignore[misc]
 
 
 def announced(screen: Console) -> AbstractContextManager[None]:
-    """Return a context in which a line on `screen` says that functions are being compiled, if they are."""
+    """Return a context that prints a line on `screen` when numba begins to compile a package."""
     manager: AbstractContextManager[None] = event.install_listener("numba:compile", _Announcer(screen))
     return manager
 

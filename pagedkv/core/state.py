@@ -162,21 +162,20 @@ SPACE: Final = np.dtype(
         ("num_pages", np.int32),
         ("complete", np.int32),  # leading pages that are published
         ("first_hole", np.int32),  # the first punched page, or NO_HOLE
+        ("named", np.int32),  # leading pages whose token ids are known: only they may be published; ALL_NAMED
         ("outstanding", np.int32),  # plans that are not settled
         ("root", np.int32),
         ("generation", np.uint32),
         ("advice", np.int8),  # list - NORMAL, set by advise() and open()
         ("status", np.uint8),
-        ("no_publish", np.uint8),  # FORGOTTEN or UNNAMED: the space publishes no further page; else 0
+        ("no_publish", np.uint8),  # 1 after forget(): the space holds forgotten pages, and publishes none
         ("unused_asid", np.int32),  # entry i of the stack of unused asids is kept in row i; it says nothing about row i
     ],
     align=True,
 )
 
-FORGOTTEN: Final = 1  # forget() came after some of its pages were computed; none of its pages is published
-UNNAMED: Final = 2  # it holds tokens without ids; only pages before them are published
-
 NO_HOLE: Final = np.iinfo(np.int32).max
+ALL_NAMED: Final = np.iinfo(np.int32).max
 MAX_SPACES: Final = 2**16 - 2
 """The most rows of the page table: `refs` and `pins` are uint16. A frame gets at most one reference and one pin from
 each row, and one pin from a fence."""
@@ -235,6 +234,7 @@ def with_account(state: State) -> State:
 def _unused_spaces(first: int, count: int, num_groups: int) -> Records:
     records = np.zeros(count, SPACE).view(np.recarray)
     records["first_hole"] = NO_HOLE
+    records["named"] = ALL_NAMED
     records["unused_asid"][: count // num_groups] = _leading(first, count, num_groups)
     return records
 

@@ -61,7 +61,7 @@ def warm_up_step() -> None:
 def compile_settling() -> None:
     """Compile the functions that end a step, without calling them: the part of the second process."""
     state, rows, counts = MemoryManager(num_frames=8, block_size=2).state, np.zeros(1, np.int32), np.zeros(1, np.int64)
-    _compile(steps.commit_step, state, rows, counts, rows, counts, rows)
+    _compile(steps.commit_step, state, rows, counts, rows, counts, rows, True)
     _compile(steps.abort_step, state, rows, counts, rows, False)
     _compile(page_tables.release_space, state, 0)
 

@@ -13,7 +13,10 @@ K kv heads, G = H / K, D head_dim, Dv head_dim of the values.
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypedDict
 
 import torch
@@ -51,8 +54,8 @@ class KVLayer:
     def __post_init__(self) -> None:
         for name in ("k_scale", "v_scale"):
             scale = getattr(self, name)
-            if type(scale) in (float, int):
-                object.__setattr__(self, name, torch.tensor(float(scale), device=self.k.device))
+            if scale is not None and not isinstance(scale, Tensor):
+                object.__setattr__(self, name, _scale_of(name, scale, self.k))
 
     _bound: ClassVar[dict[tuple[Any, ...], Any] | None] = None
     """The bound calls of functional calls (bound.py). They are an attribute of the instance once there are any."""
@@ -121,6 +124,15 @@ class KVLayer:
         Bound calls point to the memory of this layer, so a copy of the layer must not share them.
         """
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def _scale_of(name: str, scale: object, k: Tensor) -> Tensor:
+    """Return a scale for all elements, given as a number, as float32 []. A fill on the device waits for no host."""
+    if isinstance(scale, Real) and not isinstance(scale, bool):
+        with suppress(OverflowError):
+            if math.isfinite(number := float(scale)):
+                return torch.full((), number, dtype=torch.float32, device=k.device)
+    raise InvalidRequest(f"layer.{name} is {scale!r}; give a number, a float32 tensor [] or [F, S, K], or None")
 
 
 def _viewed(tensor: Tensor, shape: list[int]) -> Tensor | None:

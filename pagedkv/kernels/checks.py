@@ -324,7 +324,7 @@ def per_head(options: AttentionOptions | AttentionCall, H: int | None = None) ->
             or len(x) != (len(x) if H is None else H)
         ):
             given = f"{_dtype(x)} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
-            raise InvalidRequest(f"{name} is {given}; it must be float32 [H{'' if H is None else f'={H}'}]")
+            raise InvalidRequest(f"{name} is {given}; it must be a float tensor [H{'' if H is None else f'={H}'}]")
 
 
 def numbers(options: AttentionOptions | AttentionCall) -> None:

@@ -134,7 +134,10 @@ def write_by_operator(
     """Store through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
     at, positions = slots_of(slots, positions)
     checks.given(slots=at)
-    checks.inference_only(k=k, v=v, **_pool(layer))
+    if positions is not None:
+        checks.given(positions=positions)
+    angles_given = {} if rope is None else {"rope.cos": rope.cos, "rope.sin": rope.sin}
+    checks.inference_only(k=k, v=v, **_pool(layer), **angles_given)
     angles = (None, None, None, False) if rope is None else (positions, rope.cos, rope.sin, rope.interleaved)
     pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
     torch.ops.pagedkv.write_kv.default(k, v, *pool, at, *angles, backend)

@@ -5,7 +5,9 @@ objects, but a template may loop for years, or multiply a string until the memor
 whose memory and processor time the system limits: `python -I -S chat_sandbox.py FOLDER...` takes the folders of jinja2
 and markupsafe, and answers each line of stdin by a line on stdout.
 
-    {"source": ..., "variables": {...}}   ->   {"text": ...}  or  {"kind": "source" or "messages", "error": ...}
+    {"source": ..., "variables": {...}}  ->  {"text": ...}  or  {"kind": ..., "error": ...}
+
+The kind of an error is "source", "messages" or "limit".
 
 A template that takes more than CPU_SECONDS ends the process, by SIGPROF. Without the module `resource` or interval
 timers (Windows) the only limit is that of the parent, in seconds of time.
@@ -49,7 +51,7 @@ def main() -> None:
         try:
             answer = _answer(compiled, **json.loads(line))
         except MemoryError:
-            answer = {"kind": "source", "error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
+            answer = {"kind": "limit", "error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
         except RecursionError:
             answer = {"kind": "source", "error": "it is nested too deeply, or calls itself without end"}
         sys.stdout.write(json.dumps(answer) + "\n")
@@ -68,7 +70,7 @@ def _answer(compiled: Callable[[str], Template], source: str, variables: dict[st
     except Exception as error:  # a template can raise anything
         return {"kind": "messages", "error": _words(error)}
     if len(text) > MOST_CHARACTERS:
-        return {"kind": "source", "error": f"its text has {len(text):,} characters, the limit is {MOST_CHARACTERS:,}"}
+        return {"kind": "limit", "error": f"its text has {len(text):,} characters, the limit is {MOST_CHARACTERS:,}"}
     return {"text": text}
 
 

@@ -57,6 +57,11 @@ class ChatTemplate:
             return answer["text"]
         if answer["kind"] == "messages":
             raise InvalidRequest(f"the checkpoint's chat template refuses these messages: {answer['error']}")
+        if answer["kind"] == "limit":
+            raise CheckpointError(
+                f"the checkpoint's chat template exceeds a limit ({answer['error']}); "
+                "give fewer messages, or plain text"
+            )
         raise CheckpointError(
             f"the checkpoint's chat template is not valid ({answer['error']}); fetch it again, or give plain text"
         )
@@ -75,7 +80,7 @@ class ChatTemplate:
             return dict(json.loads(line))
         except (OSError, ValueError):  # the child has ended, perhaps within a line
             self._stop()
-            return {"kind": "source", "error": _reason(child.returncode)}
+            return {"kind": "limit", "error": _reason(child.returncode)}
         except BaseException:  # an interrupt: the answer would be taken for that of the next request
             self._stop()
             raise

@@ -68,8 +68,8 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
         batch(block_table=torch.zeros(1, 4, dtype=INT32)),
         "batch.block_table is int32 [1, 4]; it must be int32 [A >= B=2, P] (or give batch.rows)",
     ),
-    (option(sinks=torch.zeros(5)), "sinks is float32 [5]; it must be float32 [H=6]"),
-    (option(alibi_slopes=torch.zeros(6).long()), "alibi_slopes is int64 [6]; it must be float32 [H"),
+    (option(sinks=torch.zeros(5)), "sinks is float32 [5]; it must be a float tensor [H=6]"),
+    (option(alibi_slopes=torch.zeros(6).long()), "alibi_slopes is int64 [6]; it must be a float tensor [H"),
     (
         option(tree_mask=torch.ones(5, 3, dtype=torch.bool)),
         "tree_mask is bool [5, 3]; it must be bool [T=5, max_seqlen_q=4]",

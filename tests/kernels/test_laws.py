@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
 from pagedkv import bind_attention, copy_frames, merge_states, paged_attention, write_kv
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.args import KVLayer, PagedBatch
 from tests.cases import Built, Case, moved
 
@@ -236,8 +238,20 @@ def test_a_scale_may_be_a_number(kv: str, runner: Runner) -> None:
     tensors = built._replace(layer=KVLayer(k, v, torch.tensor(0.5), torch.tensor(2.0)))
     numbers = built._replace(layer=KVLayer(k, v, 0.5, 2))
     assert numbers.layer.k_scale.dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert KVLayer(k, v, np.float64(0.5), np.float32(2)).v_scale.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
     for a, b in zip(runner.attend(tensors), runner.attend(numbers), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("scale", [True, "1", 10**400, float("nan"), [1.0]])
+def test_a_scale_that_is_no_number_is_refused(scale: object) -> None:
+    layer = Case(kv="int8/tensor").build().layer
+    with pytest.raises(InvalidRequest, match=r"layer\.v_scale is .*; give a number, a float32 tensor"):
+        KVLayer(layer.k, layer.v, 1.0, scale)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -70,6 +70,11 @@ def test_a_store_without_slots_or_positions_is_refused() -> None:
             ):
                 store(slots)
     turns = RotaryTable(torch.rand(9, 32), torch.rand(9, 32))
+    with pytest.raises(InvalidRequest, match=r"positions is \[0, 1\]; it must be a tensor"):
+        write_kv(new, new, layer, torch.tensor(SLOTS), [0, 1], rope=turns)  # type: ignore[arg-type]
+    learnt = RotaryTable(torch.rand(9, 32, requires_grad=True), torch.rand(9, 32))
+    with pytest.raises(InvalidRequest, match=r"rope\.cos requires grad"):
+        write_kv(new, new, layer, torch.tensor(SLOTS), torch.arange(7), rope=learnt)
     with pytest.raises(InvalidRequest, match=r"positions is None; to turn keys it must be int64 \[T=7\]"):
         write_kv(new, new, layer, torch.tensor(SLOTS), rope=turns)
 

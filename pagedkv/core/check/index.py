@@ -212,8 +212,8 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
             frame=frame,
         )
         before = frame
-    if record.outstanding == 0 and record.first_hole == st.NO_HOLE and record.no_publish != st.UNNAMED:
-        expected = full if s.reg[st.PUBLISHING] and not record.no_publish else 0
+    if record.outstanding == 0 and record.first_hole == st.NO_HOLE:
+        expected = min(full, int(record.named)) if s.reg[st.PUBLISHING] and not record.no_publish else 0
         require(
             complete == expected, "I4", f"space {asid} has {complete} published pages instead of {expected}", asid=asid
         )

@@ -254,15 +254,15 @@ def _check_rows(s: State, planned: I64) -> None:
     )
     no_publish = s.spaces["no_publish"]
     forbid(
-        no_publish > st.UNNAMED * leads,
+        no_publish > leads,
         "I4",
-        "no_publish of a row is above 2, or is set in a row of another group than 0",
+        "no_publish of a row is above 1, or is set in a row of another group than 0",
         place="space",
     )
     forbid(
-        used & (no_publish == st.FORGOTTEN) & (s.spaces["complete"] > 0),
+        used & (no_publish > 0) & (s.spaces["complete"] > 0),
         "I4",
-        "a space that holds forgotten pages has published pages",
+        "a space with no_publish set has published pages",
         place="space",
     )
     forbid(

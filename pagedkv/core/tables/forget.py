@@ -18,7 +18,6 @@ from pagedkv.core.state import (
     AMONG_FENCED,
     CACHED,
     CACHED_FENCED,
-    FORGOTTEN,
     NIL,
     NUM_CACHED,
     NUM_RETIRED,
@@ -46,7 +45,7 @@ def forget_pages(s: State) -> int:
     for asid in range(0, len(s.spaces), len(s.groups)):
         if s.spaces[asid].status != UNUSED:
             s.spaces[asid].complete = 0
-            s.spaces[asid].no_publish = FORGOTTEN
+            s.spaces[asid].no_publish = 1
             s.roots[s.spaces[asid].root, 0] += 1
     if len(s.log):
         log_cleared(s.log, s.reg)

@@ -21,6 +21,7 @@ from pagedkv.core.pool import frames, free_runs
 from pagedkv.core.pool.accounts import register
 from pagedkv.core.prefix import index
 from pagedkv.core.state import (
+    ALL_NAMED,
     ASKED,
     ASKED_BY,
     BELOW_PAGE,
@@ -45,7 +46,6 @@ from pagedkv.core.state import (
     PASSED,
     PINNED,
     PUBLISHING,
-    UNNAMED,
     UNUSED,
     State,
 )
@@ -63,6 +63,7 @@ def _new_row(s: State, root: int, seed: int) -> int:
         s.spaces[row].seed = seed
         s.spaces[row].advice = 0
         s.spaces[row].no_publish = 0
+        s.spaces[row].named = ALL_NAMED
         s.spaces[row].complete = 0
         s.spaces[row].outstanding = 0
         s.spaces[row].first_hole = NO_HOLE
@@ -169,6 +170,7 @@ def fork_space(s: State, asid: int) -> int:
         s.spaces[new].advice = s.spaces[row].advice
         s.spaces[new].complete = s.spaces[row].complete
         s.spaces[new].no_publish = s.spaces[row].no_publish
+        s.spaces[new].named = s.spaces[row].named
         s.spaces[new].first_hole = s.spaces[row].first_hole
         _set_length(s, new, s.spaces[row].length, s.spaces[row].num_pages)
     return child
@@ -252,8 +254,10 @@ def truncate_space(s: State, asid: int, length: int) -> None:
     size = s.tokens.shape[1]
     pages = (length + size - 1) // size
     drop_tail(s, asid, pages)
-    if length == 0 or (s.spaces[asid].no_publish == UNNAMED and length <= s.spaces[asid].complete * size):
-        s.spaces[asid].no_publish = 0  # no page from before forget() is left, and no token without an id
+    if length == 0:
+        s.spaces[asid].no_publish = 0  # no page from before forget() is left
+    if length <= np.int64(s.spaces[asid].named) * size:
+        s.spaces[asid].named = ALL_NAMED  # no token without an id is left
     for row in range(asid, asid + len(s.groups)):
         _set_length(s, row, length, pages)
         s.spaces[row].complete = min(s.spaces[row].complete, length // size)
@@ -336,7 +340,8 @@ def publish_pages(s: State, asid: int) -> None:
     if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE or s.spaces[asid].no_publish:
         return
     parent, prefix_hash = index.root_parent(s.spaces[asid].root), int(s.spaces[asid].seed)
-    complete, full = int(s.spaces[asid].complete), s.spaces[asid].length // s.tokens.shape[1]
+    complete = int(s.spaces[asid].complete)
+    full = min(s.spaces[asid].length // s.tokens.shape[1], np.int64(s.spaces[asid].named))
     if complete > 0:
         parent = s.table[asid, complete - 1]
         prefix_hash = int(s.frames[parent].prefix_hash)
@@ -391,9 +396,10 @@ def pin_space(s: State, asid: int) -> int:
                 frames.share(s.frames, s.reg, frame)
     _hold(s, pin, pages)
     s.spaces[pin].complete = min(s.spaces[asid].complete, pages)
-    s.spaces[pin].no_publish = s.spaces[asid].no_publish
+    s.spaces[pin].no_publish, s.spaces[pin].named = s.spaces[asid].no_publish, s.spaces[asid].named
     publish_pages(s, pin)
     s.spaces[pin].complete = s.spaces[pin].no_publish = 0  # a pin publishes no further page
+    s.spaces[pin].named = ALL_NAMED
     return pin
 
 

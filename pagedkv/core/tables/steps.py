@@ -34,7 +34,6 @@ from pagedkv.core.state import (
     OUTSTANDING,
     STATUS,
     TICK,
-    UNNAMED,
     State,
 )
 from pagedkv.core.tables import page_tables
@@ -51,6 +50,7 @@ TOO_MANY: Final = 7
 NOT_NEWEST: Final = 8
 TOO_LONG: Final = 9
 SETTLED: Final = 10  # the plan was committed or aborted already
+NEGATIVE_ID: Final = 11  # where = index of a token id below 0
 OVER_QUOTA: Final = 20  # where = the account
 PROTECTED_SHARES: Final = 21  # where = how many frames are needed, more than protected shares let be evicted
 
@@ -291,7 +291,7 @@ def commit_step(
 ) -> tuple[int, int]:
     """Commit the first `accepted[i]` planned tokens of each space, and give the rest back.
 
-    named:  whether token_ids are the tokens' ids; if not, the spaces publish no further page.
+    named:  whether token_ids are the tokens' ids; if not, only pages before these tokens are published.
     Shapes: token_ids int32 [sum(accepted)], in plan order; longs, ints: the arrays of the plan's `Step`
     Returns: (code, where)
     """
@@ -307,6 +307,10 @@ def commit_step(
             return TOO_MANY, i
         if accepted[i] < planned and s.spaces[asids[i]].planned != starts[i] + planned:
             return NOT_NEWEST, i
+    if named:
+        for t in range(len(token_ids)):
+            if token_ids[t] < 0:  # the ids of unnamed tokens read as -1, and name no token
+                return NEGATIVE_ID, t
     for c in range(longs[NUM_COPIES]):
         _unpin_source(s, splits[4 * c], splits[4 * c + 3])
     t, sliding = 0, False
@@ -316,8 +320,8 @@ def commit_step(
         asid = np.int64(asids[i])  # one type, so that each function it is passed to is compiled once
         _store(s, asid, starts[i], token_ids[t : t + accepted[i]])
         t += accepted[i]
-        if not named and accepted[i] and s.spaces[asid].no_publish == 0:
-            s.spaces[asid].no_publish = UNNAMED
+        if not named and accepted[i]:
+            s.spaces[asid].named = min(s.spaces[asid].named, starts[i] // size)
         length = s.spaces[asid].length + accepted[i]
         rejected = accepted[i] < cu_seqlens[i + 1] - cu_seqlens[i]
         for row in range(asid, asid + len(s.groups)):

@@ -450,10 +450,10 @@ def _has_nan(c: Any, b: int, bounds: Any, row: int) -> bool:
 
 @njit
 def _mend(c: Any, b: int, bounds: Any, scratch: int) -> None:
-    """Compute the queries of `bounds` again whose results hold a NaN, each alone, over the keys that it sees.
+    """Recompute each query of `bounds` whose result holds a NaN, one at a time, over the keys that the query sees.
 
-    0 * NaN is NaN: a value that is not finite reaches all rows that were computed together, also those that do not see
-    it. A NaN that a query sees is there again.
+    0 * NaN is NaN: a value that is not finite reaches all rows that were computed together, also rows that do not see
+    the value. If the query sees a NaN, its result is NaN again.
     """
     i0, i1, h0, h1 = bounds
     if not (c[TREE] or (i1 - i0 > 1 and (c[CAUSAL] or c[WINDOW]))):

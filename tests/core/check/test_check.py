@@ -162,8 +162,8 @@ RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
     ("spaces", "outstanding"): (rows, [1, -1]),
     ("spaces", "root"): (rows, [1, 2]),
     ("spaces", "advice"): (rows, [40, -40]),
-    # 2 (UNNAMED) is legal for every space: it withholds pages and lets none be found
-    ("spaces", "no_publish"): (lambda s: settled_rows(s)[s.spaces["complete"][settled_rows(s)] > 0], [1, 3, -1]),
+    ("spaces", "no_publish"): (lambda s: settled_rows(s)[s.spaces["complete"][settled_rows(s)] > 0], [1, 2, -1]),
+    ("spaces", "named"): (settled_rows, [1, 2]),
     ("spaces", "status"): (without_plans, [1, 2, 3]),
     ("spaces", "unused_asid"): (lambda s: np.arange(s.reg[st.NUM_UNUSED_ASIDS]), [1, -1]),
 }

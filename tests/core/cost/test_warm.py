@@ -30,6 +30,17 @@ def test_a_step_is_warmed_up_without_the_second_process(second: Path, text: str)
     warm.warm_up_step()
 
 
+def test_the_second_process_compiles_the_functions_that_end_a_step() -> None:
+    mm = MemoryManager(num_frames=8, block_size=2)
+    mm.commit(mm.plan([mm.open()], [1]), [1])
+    settling = (warm.steps.commit_step, warm.steps.abort_step, warm.page_tables.release_space)
+    before = [len(function.signatures) for function in settling]
+    warm.compile_settling()
+    after = [len(function.signatures) for function in settling]
+    assert after[0] == before[0], "it compiles for other types than a commit has"
+    assert min(after) == 1
+
+
 def test_an_interrupt_ends_the_second_process(second: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt

@@ -78,6 +78,30 @@ def test_a_rejected_plan_of_tokens_without_ids_leaves_the_space_as_it_was() -> N
     assert len(mm.open([1, 2, 3])) == 2
 
 
+def test_pages_that_waited_for_an_outstanding_plan_are_published_after_tokens_without_ids() -> None:
+    mm = MemoryManager(num_frames=32, block_size=2)
+    other, space = mm.open(), mm.open()
+    first, second = mm.plan([space], [6]), mm.plan([space], [2])
+    mm.commit(mm.plan([other], [2]), [1, 2])
+    mm.commit(first, [1, 2, 3, 4, 5, 6])  # its first page is published already, and `second` may read ours
+    pin = mm.pin(space)
+    mm.commit(second, None)
+    mm.unpin(pin)
+    for each in (space, other):
+        each.release()
+    assert len(mm.open([1, 2, 3, 4, 5, 6, 7])) == 6
+
+
+def test_an_id_below_0_is_refused() -> None:
+    """Tokens without ids read as -1: committed as ids, different texts would pass for one."""
+    mm = MemoryManager(num_frames=16, block_size=2)
+    space = mm.open()
+    plan = mm.plan([space], [3])
+    with pytest.raises(InvalidRequest, match="token id 1 of this commit is negative; give ids of 0 or more, or None"):
+        mm.commit(plan, [5, -1, 7])
+    mm.commit(plan, [5, 6, 7])
+
+
 @pytest.mark.parametrize("counts", [[4], [-1], [10**12], [1, 1]])
 def test_counts_that_do_not_fit_are_refused_without_ids_too(counts: list[int]) -> None:
     mm = MemoryManager(num_frames=16, block_size=2)

@@ -212,9 +212,9 @@ def test_binding_reads_the_variables_and_refuses_at_once(monkeypatch: pytest.Mon
         ({"window": 2.5}, "window is 2.5; it must be an integer"),
         ({"split_tokens": 1 << 70}, "split_tokens is 1180591620717411303424; it must be"),
         ({"softcap": "5"}, "softcap is '5'; it must be a number"),
-        ({"sinks": torch.zeros(6).int()}, r"sinks is int32 \[6\]; it must be float32 \[H\]"),
-        ({"alibi_slopes": torch.zeros(2, 3)}, r"alibi_slopes is float32 \[2, 3\]; it must be float32 \[H\]"),
-        ({"sinks": [0.0] * 6}, r"sinks is \[0.0, .*; it must be float32"),
+        ({"sinks": torch.zeros(6).int()}, r"sinks is int32 \[6\]; it must be a float tensor \[H\]"),
+        ({"alibi_slopes": torch.zeros(2, 3)}, r"alibi_slopes is float32 \[2, 3\]; it must be a float tensor \[H\]"),
+        ({"sinks": [0.0] * 6}, r"sinks is \[0.0, .*; it must be a float tensor"),
     ]
     for options, text in wrong:
         with pytest.raises(InvalidRequest, match=text):

@@ -19,7 +19,7 @@ from tests.kernels.conftest import Runner
 from tests.kernels.cuda import backend
 from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
 from tests.kernels.cuda.test_attention import check
-from tests.kernels.hostile.test_values import HIDDEN, check_hidden_values
+from tests.kernels.hostile.test_values import HIDDEN, check_hidden_tree, check_hidden_values
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,6 +83,11 @@ def test_a_value_that_is_not_finite_reaches_only_queries_that_see_it(
 ) -> None:
     backend.machine.ways = ways
     check_hidden_values(case, runner, number, whole_rows=True)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_value_that_a_tree_hides_from_a_single_query_does_not_reach_it(seen: bool, runner: Runner) -> None:
+    check_hidden_tree(runner, seen=seen)
 
 
 def far(x: Tensor, dim: int, folder: Path) -> Tensor:

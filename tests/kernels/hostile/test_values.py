@@ -1,5 +1,6 @@
-"""A value that is not finite reaches the queries that see it, and no others: 0 * NaN is NaN, so masks alone do not do.
+"""A value that is not finite reaches the queries that see it, and no others.
 
+0 * NaN is NaN, so masks alone are not enough.
 `planted` overwrites values of tokens that some queries see and some do not. The oracle reads visible keys only, so it
 says which results stay finite, and which numbers they have.
 """
@@ -98,6 +99,19 @@ def check_hidden_values(case: Case, runner: Runner, number: float = torch.nan, *
 @pytest.mark.parametrize("case", HIDDEN, ids=str)
 def test_a_value_that_is_not_finite_reaches_only_queries_that_see_it(case: Case, number: float, runner: Runner) -> None:
     check_hidden_values(case, runner, number)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_value_that_a_tree_hides_from_a_single_query_does_not_reach_it(seen: bool, runner: Runner) -> None:
+    check_hidden_tree(runner, seen=seen)
+
+
+def check_hidden_tree(runner: Runner, *, seen: bool) -> None:
+    """Let a single query not see its own token, or the token before, and plant a NaN there."""
+    built = Case(q_lens=(1,), kv_lens=(20,), heads=(2, 1), mask="tree").build()
+    built.options["tree_mask"][:] = False
+    built.layer.v[built.batch.block_table[0, 1], 2 if seen else 3, 0, 0] = torch.nan
+    assert runner.attend(built)[0].isnan().any() == seen
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -29,7 +29,7 @@ from tests.cases import GRID, SMALL, Case, empty_layer
 from tests.kernels import test_write
 from tests.kernels.conftest import Runner
 from tests.kernels.hostile.test_tables import check_that_nothing_beyond_the_pool_is_written
-from tests.kernels.hostile.test_values import HIDDEN, check_hidden_values
+from tests.kernels.hostile.test_values import HIDDEN, check_hidden_tree, check_hidden_values
 from tests.kernels.oracle import allowed_error, oracle, same_precision
 from tests.kernels.test_write import SLOTS, batch_of
 from tests.kernels.triton.compiled import call_of
@@ -134,6 +134,11 @@ def test_a_sample_of_the_grid_keeps_the_contract(case: Case) -> None:
 @pytest.mark.parametrize("case", HIDDEN, ids=str)
 def test_a_value_that_is_not_finite_reaches_only_queries_that_see_it(case: Case, number: float) -> None:
     check_hidden_values(case, INTERPRETER, number, whole_rows=True)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_value_that_a_tree_hides_from_a_single_query_does_not_reach_it(seen: bool) -> None:
+    check_hidden_tree(INTERPRETER, seen=seen)
 
 
 @pytest.mark.slow
