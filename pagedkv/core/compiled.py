@@ -40,7 +40,7 @@ class Compiler(Protocol):
 _WITHOUT_COUNTS: Final[dict[str, Any]] = {"_nrt": False, "error_model": "numpy"}
 
 
-class Inner(CPUDispatcher):
+class _Inner(CPUDispatcher):
     """A function that only compiled functions call; its machine code is part of theirs. In Python it runs uncompiled.
 
     Numba would compile it for each width of an integer and for each constant that a caller passes. All of them are
@@ -66,7 +66,7 @@ def _inner(**options: Any) -> Compiler:
     def decorate(function: Any) -> Any:
         if numba.config.DISABLE_JIT:
             return function
-        return Inner(function, targetoptions={**_WITHOUT_COUNTS, **_NO_ENTRIES, "nopython": True, **options})
+        return _Inner(function, targetoptions={**_WITHOUT_COUNTS, **_NO_ENTRIES, "nopython": True, **options})
 
     return decorate
 
