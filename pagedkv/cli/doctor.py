@@ -75,6 +75,7 @@ def _facts() -> dict[str, str]:
         "python": f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}",
         **{name: _version(name) for name in REQUIRED},
         **{name: _version(name) for name in OPTIONAL},
+        "torch": torch.__version__,  # with the build, which the metadata of wheels on PyPI leave out
         "cpu": _cpu(),
         "threads": f"{torch.get_num_threads()} of torch, "
         f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores may be used",
