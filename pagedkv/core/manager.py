@@ -233,8 +233,8 @@ class MemoryManager(PinMixin, TenantMixin):
     ) -> None:
         """Append `token_ids`, whose KV lies in the slots of `plan`, to their sequences, and publish full pages.
 
-        token_ids: None if you do not know them. The tokens are kept, and their ids read as -1. Their pages and all
-                   later pages of the space are never published, so no prompt finds them.
+        token_ids: None if you do not know them. The tokens are kept, and their ids read as -1, which must not be
+                   committed as ids. Their pages and all later pages of the space are never published.
         Shapes: token_ids int32 [sum(counts)], in plan order
                 counts [B]: how many of the planned tokens of each sequence are kept; None for all. The others, rejected
                 drafts, are rolled back and their frames given back.

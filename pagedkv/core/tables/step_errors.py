@@ -42,8 +42,6 @@ def refuse_settling(s: State, plan: Plan, code: int, where: int) -> NoReturn:
     """Raise the error of a plan that could not be committed or aborted."""
     if code == steps.SETTLED:
         raise PlanConflict(f"this plan was {plan.settled} already; make a new one")
-    if code == steps.NEGATIVE_ID:
-        raise InvalidRequest(f"token id {where} of this commit is negative; give ids of 0 or more, or None for all ids")
     asid = plan.rows[where]
     if code == steps.OUT_OF_ORDER:
         raise PlanConflict(

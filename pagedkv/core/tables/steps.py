@@ -50,7 +50,6 @@ TOO_MANY: Final = 7
 NOT_NEWEST: Final = 8
 TOO_LONG: Final = 9
 SETTLED: Final = 10  # the plan was committed or aborted already
-NEGATIVE_ID: Final = 11  # where = index of a token id below 0
 OVER_QUOTA: Final = 20  # where = the account
 PROTECTED_SHARES: Final = 21  # where = how many frames are needed, more than protected shares let be evicted
 
@@ -307,10 +306,6 @@ def commit_step(
             return TOO_MANY, i
         if accepted[i] < planned and s.spaces[asids[i]].planned != starts[i] + planned:
             return NOT_NEWEST, i
-    if named:
-        for t in range(len(token_ids)):
-            if token_ids[t] < 0:  # the ids of unnamed tokens read as -1, and name no token
-                return NEGATIVE_ID, t
     for c in range(longs[NUM_COPIES]):
         _unpin_source(s, splits[4 * c], splits[4 * c + 3])
     t, sliding = 0, False

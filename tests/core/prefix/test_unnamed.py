@@ -92,16 +92,6 @@ def test_pages_that_waited_for_an_outstanding_plan_are_published_after_tokens_wi
     assert len(mm.open([1, 2, 3, 4, 5, 6, 7])) == 6
 
 
-def test_an_id_below_0_is_refused() -> None:
-    """Tokens without ids read as -1: committed as ids, different texts would pass for one."""
-    mm = MemoryManager(num_frames=16, block_size=2)
-    space = mm.open()
-    plan = mm.plan([space], [3])
-    with pytest.raises(InvalidRequest, match="token id 1 of this commit is negative; give ids of 0 or more, or None"):
-        mm.commit(plan, [5, -1, 7])
-    mm.commit(plan, [5, 6, 7])
-
-
 @pytest.mark.parametrize("counts", [[4], [-1], [10**12], [1, 1]])
 def test_counts_that_do_not_fit_are_refused_without_ids_too(counts: list[int]) -> None:
     mm = MemoryManager(num_frames=16, block_size=2)
