@@ -70,13 +70,16 @@ def generate(
     if num_frames is not None and memory is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
     source = prompts.read(prompt, prompt_file, dash)
-    from pagedkv.cli.generate import Job, run  # torch
-
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop or ()}
     sampling |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling |= {"repetition_penalty": repetition_penalty}
     pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels, "dtype": dtype}
-    run(Job(source, model, sampling, pool, num_samples, chat, as_json))
+    from pagedkv.cli.compiling import announced  # numba
+
+    with announced(quiet=as_json) as screen:
+        from pagedkv.cli.generate import Job, run  # torch, while other processes compile
+
+        run(Job(source, model, sampling, pool, num_samples, chat, as_json), screen)
 
 
 @app.command()

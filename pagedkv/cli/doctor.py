@@ -20,8 +20,8 @@ from rich.text import Text
 
 import pagedkv
 from pagedkv import debug
+from pagedkv.cli.compiling import place
 from pagedkv.cli.report import size
-from pagedkv.cli.warm import place
 
 REQUIRED: Final = ("torch", "numba", "numpy", "safetensors", "tokenizers")
 OPTIONAL: Final = ("triton", "cupy-cuda12x", "cupy-cuda13x", "transformers")

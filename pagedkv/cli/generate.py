@@ -20,7 +20,6 @@ from rich.text import Text
 
 from pagedkv.cli import report
 from pagedkv.cli.prompts import Prompt, Source
-from pagedkv.cli.warm import announced
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion, Request
@@ -40,14 +39,11 @@ class Job:
     as_json: bool
 
 
-def run(job: Job) -> None:
-    """Generate and print all outputs of `job`. Raises: PagedKVError; for bad input, before anything is printed."""
-    screen = Console(stderr=True, highlight=False)
-    with nullcontext() if job.as_json else announced(screen):
-        _run(job, screen)
+def run(job: Job, screen: Console) -> None:
+    """Generate and print all outputs of `job`; the report goes to `screen`.
 
-
-def _run(job: Job, screen: Console) -> None:
+    Raises: PagedKVError; for bad input, before anything is printed.
+    """
     live = None if job.source.many or job.as_json else Live(job.num_samples)
     with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
         requests, engine = _submitted(job, live)

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Final
 
 import torch
-from numba.core import event
 from rich.console import Console
-from rich.text import Text
 
-import pagedkv.core
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
+from pagedkv.cli.compiling import place
 from pagedkv.core.warm import warm_up
-from pagedkv.machine_code import folder_for
 
 
 def run() -> None:
@@ -25,35 +19,6 @@ def run() -> None:
     for name, compile_all in (("memory manager", warm_up), ("numba kernels", _warm_numba)):
         console.print(f"{name:16}{_seconds(compile_all):6.1f} s")
     console.print(place())
-
-
-PARTS: Final = {
-    "pagedkv.core": "the memory manager for this machine takes about 15 s",
-    "pagedkv.kernels.numba": "the numba kernels for this machine takes about 10 s",
-}
-"""The packages whose functions numba compiles."""
-
-
-class _Announcer(event.Listener):  # type: ignore[misc]
-    """Prints a line when numba begins to compile a package, once for each package."""
-
-    def __init__(self, screen: Console) -> None:
-        self._screen, self._parts = screen, dict(PARTS)
-
-    def on_start(self, event: Any) -> None:
-        module = event.data["dispatcher"].py_func.__module__
-        for package in [package for package in self._parts if module.startswith(package)]:
-            line = f"pagedkv: compiling {self._parts.pop(package)}; {place()}"
-            self._screen.print(Text(line), soft_wrap=True)
-
-    def on_end(self, event: Any) -> None:
-        pass
-
-
-def announced(screen: Console) -> AbstractContextManager[None]:
-    """Return a context that prints a line on `screen` when numba begins to compile a package."""
-    manager: AbstractContextManager[None] = event.install_listener("numba:compile", _Announcer(screen))
-    return manager
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -70,11 +35,3 @@ def _warm_numba() -> None:
     paged_attention(k, cache[0], batch, backend="numba")
     cache.abort(batch)
     space.release()
-
-
-def place() -> str:
-    """Return where compiled functions are kept, as a sentence."""
-    folder = folder_for(Path(pagedkv.core.__file__).parent)
-    if folder is None:
-        return "no folder can be written: each process compiles in memory; set PAGEDKV_CACHE_DIR to a folder"
-    return f"compiled functions are kept in {folder.parent}"

@@ -3,14 +3,17 @@
 Numba compiles a function at its first call, once for each machine; later processes load the machine code from disk. A
 signal that interrupts the compiler or the loading leaves the manager as it was before the call, but numba may be unable
 to load functions afterwards. So an engine warms up before its first step.
+
+Two processes compile the functions of a step at the same time. They read no request and write only machine code.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from contextlib import suppress
 from typing import Any, Final
 
 import numba
@@ -19,6 +22,7 @@ import numpy as np
 from pagedkv.core.compiled import MACHINE_CODE
 from pagedkv.core.manager import MemoryManager
 from pagedkv.core.observation import Observe
+from pagedkv.core.state import I32, I64, State
 from pagedkv.core.tables import page_tables, steps
 
 
@@ -46,52 +50,93 @@ def warm_up() -> None:
 def warm_up_step() -> None:
     """Call the compiled functions that a step calls: open, plan, commit, abort, fork and release.
 
-    The first time on a machine a second process compiles a part of them.
+    The first time on a machine, other processes compile them, see begin_warm_up. This process compiles what they could
+    not.
     """
-    with _second_compiler():
-        mm = MemoryManager(num_frames=8, block_size=2)
-        parent = mm.open([1])
-        plan = mm.plan([parent], [3])
-    mm.commit(plan, [1, 2, 3])
+    begin_warm_up()
+    _wait()
+    mm = MemoryManager(num_frames=8, block_size=2)
+    parent = mm.open([1])
+    mm.commit(mm.plan([parent], [3]), [1, 2, 3])
     mm.abort(mm.plan([parent], [1]))
     parent.fork().release()
     parent.release()
 
 
-def compile_settling() -> None:
-    """Compile the functions that end a step, without calling them: the part of the second process."""
-    state, rows, counts = MemoryManager(num_frames=8, block_size=2).state, np.zeros(1, np.int32), np.zeros(1, np.int64)
-    _compile(steps.commit_step, state, rows, counts, rows, counts, rows, True)
-    _compile(steps.abort_step, state, rows, counts, rows, False)
-    _compile(page_tables.release_space, state, 0)
+def begin_warm_up() -> bool:
+    """Start processes that compile what a step calls; the caller may load its weights meanwhile. Idempotent.
 
-
-def _compile(function: Any, *args: Any) -> None:
-    if not numba.config.DISABLE_JIT:
-        function.compile(tuple(map(numba.typeof, args)))
-
-
-_SECOND: Final = "from pagedkv.core.warm import compile_settling; compile_settling()"
-
-
-@contextmanager
-def _second_compiler() -> Iterator[None]:
-    """Let another process compile a part, and wait for it at the end, unless that part is on disk already.
-
-    The caller compiles what the other process could not.
+    They end with this process. warm_up_step waits for them.
+    Returns: whether they run. False if the functions are on disk already, or if no process can be started
     """
-    if not sys.executable or MACHINE_CODE.has("commit_step"):
-        yield
-        return
-    quiet = subprocess.DEVNULL
+    if not _compilers and sys.executable and not all(map(MACHINE_CODE.has, PARTS)):
+        quiet = subprocess.DEVNULL
+        with suppress(OSError):  # this machine allows no further process
+            for part in PARTS:
+                command = [sys.executable, "-c", _PROGRAM, part]
+                _compilers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet))
+    return bool(_compilers)
+
+
+def _wait() -> None:
+    """Wait for the processes, and end them if the wait is interrupted."""
     try:
-        second = subprocess.Popen([sys.executable, "-c", _SECOND], stdin=quiet, stdout=quiet, stderr=quiet)
-    except OSError:  # this machine allows no further process
-        yield
-        return
-    with second:
-        try:
-            yield
-        except BaseException:
-            second.kill()
-            raise
+        for process in _compilers:
+            process.wait()
+    finally:
+        for process in _compilers:
+            process.kill()
+        while _compilers:
+            _compilers.pop().communicate()
+
+
+def compile_part(last: str) -> None:
+    """Compile, without calls, the functions of the part of a step whose last function is `last`."""
+    state, rows, counts = MemoryManager(num_frames=8, block_size=2).state, np.zeros(1, np.int32), np.zeros(1, np.int64)
+    for function, *args in PARTS[last](state, rows, counts):
+        if not numba.config.DISABLE_JIT:
+            function.compile(tuple(map(numba.typeof, args)))
+
+
+Calls = list[tuple[Any, ...]]
+
+
+def _planning(state: State, rows: I32, counts: I64) -> Calls:
+    return [
+        (page_tables.open_space, state, 0, 0, 0, rows),
+        (page_tables.fork_space, state, 0),
+        (steps.num_tokens, counts, 0),
+        (steps.plan_step, state, rows, counts, counts, rows),
+    ]
+
+
+def _settling(state: State, rows: I32, counts: I64) -> Calls:
+    return [
+        (page_tables.release_space, state, 0),
+        (steps.abort_step, state, rows, counts, rows, False),
+        (steps.commit_step, state, rows, counts, rows, counts, rows, True),
+    ]
+
+
+PARTS: Final = {"plan_step": _planning, "commit_step": _settling}
+"""The parts of a step, each with arguments of its functions, under the name of the function that is compiled last."""
+
+_compilers: Final[list[subprocess.Popen[bytes]]] = []
+
+_PROGRAM: Final = """
+import gc, sys
+gc.disable()  # the compiler makes many objects that live: to look for garbage takes a tenth of its time
+from pagedkv.core import warm
+warm.end_with_parent()
+warm.compile_part(sys.argv[1])
+"""
+
+
+def end_with_parent() -> None:
+    """Let this process end when stdin does: when the process that holds the other end of the pipe has ended."""
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

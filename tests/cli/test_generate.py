@@ -11,6 +11,7 @@ import pytest
 from numba.core import event
 from rich.console import Console
 
+from pagedkv.cli import compiling
 from pagedkv.cli.generate import Bar
 from pagedkv.core.tables import steps
 from pagedkv.model.engine import Engine
@@ -123,8 +124,9 @@ def test_options_reach_the_engine(command):
         assert ask(*wild, *narrow)["text"] == ask("--max-tokens", 8)["text"]
 
 
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["by other processes", "here"])
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
-def test_the_compiler_is_announced_once_and_never_beside_json(command, monkeypatch, options):
+def test_the_compiler_is_announced_once_and_never_beside_json(command, monkeypatch, options, elsewhere):
     load = Engine.load
 
     def compile_and_load(*args, **kwargs):
@@ -134,6 +136,7 @@ def test_the_compiler_is_announced_once_and_never_beside_json(command, monkeypat
         return load(*args, **kwargs)
 
     monkeypatch.setattr(Engine, "load", compile_and_load)
+    monkeypatch.setattr(compiling, "begin_warm_up", lambda: elsewhere)
     status, _, err = command("generate", "--prompt", LAMP, *options)
     assert status == 0
     assert err.count("pagedkv: compiling the memory manager for this machine") == (not options)

@@ -67,10 +67,8 @@ def test_a_step_of_a_loaded_engine_compiles_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_process_compiles_the_end_of_a_step(tmp_path: Path) -> None:
-    compiled = run(WARM.replace("warm_up ", "warm_up_step "), NUMBA_CACHE_DIR=str(tmp_path))
-    assert "plan_step" in compiled
-    assert "commit_step" not in compiled
+def test_other_processes_compile_a_step(tmp_path: Path) -> None:
+    assert run(WARM.replace("warm_up ", "warm_up_step "), NUMBA_CACHE_DIR=str(tmp_path)) == "0"
 
 
 @pytest.mark.slow
