@@ -147,8 +147,10 @@ def on_cpu(plan: Plan, group: int = 0) -> dict[str, Any]:
 
 
 def on_device(plan: Plan, mirror: DeviceMirror, block_size: int, group: int = 0) -> dict[str, Any]:
-    """Return these fields on the mirror's device: one transfer of small arrays, one of changed table entries."""
+    """Return these fields on the mirror's device: one transfer of small arrays, one of table entries."""
     host = on_cpu(plan, group)
+    table, rows = mirror.update(plan.live_table, host["rows"].numpy(), -(-plan.seq_lens // block_size))
+    host["rows"] = torch.from_numpy(rows)
     names = ("slots", "positions", "seq_lens", "cu_seqlens_q", "rows")  # 8-byte elements first: each part is aligned
     packed = torch.from_numpy(np.concatenate([host[name].numpy().view(np.uint8) for name in names]))
     sent, offset = packed.to(mirror.device, non_blocking=True), 0
@@ -157,5 +159,4 @@ def on_device(plan: Plan, mirror: DeviceMirror, block_size: int, group: int = 0)
         size = host[name].numel() * host[name].element_size()
         parts[name] = sent[offset : offset + size].view(host[name].dtype)
         offset += size
-    num_pages = -(-host["max_seqlen_k"] // block_size)
-    return {**host, **parts, "block_table": mirror.update(plan.block_table, host["rows"].numpy(), num_pages)}
+    return {**host, **parts, "block_table": table}

@@ -1,19 +1,35 @@
-"""DeviceMirror: a copy of the page tables on the device, at a fixed address. A step sends the changed entries.
+"""DeviceMirror: the page tables on the device, in one of two forms that kernels read alike.
+
+A table of up to MOST_BYTES is copied whole. Its address, which CUDA graphs hold, changes only when the table grows.
 
     host    int32 [A, P]   the page tables of the memory manager; they change at plan, commit, fork, ...
     sent    int32 [A, P]   host memory: the entries that the device has
-    table   int32 [A, P]   device memory; its address, which CUDA graphs hold, changes only when the host table grows
+    table   int32 [A, P]   device memory
 
 A step compares the rows it will read with `sent`, and sends one packed list of (place, frame). O(pages of the batch) on
 the host, O(changes) on the bus. Entries of pages that no step has read yet are -1 on the device.
+
+A larger table, which one long sequence makes wide, would take device memory for entries that no row has. Then each step
+sends the pages of its own rows, one row behind the other, and the table is a view whose rows overlap:
+
+    entries   |row 0 ....|row 1|row 2 ........|-1 ...     each row begins at a multiple of UNIT
+    table     int32 [units, widest row], strides (UNIT, 1): row `u` begins at entry u * UNIT
+
+What lies behind the pages of a row there belongs to the next row. Kernels read no entry behind the pages of a row. The
+address is another one in each step.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 import torch
 
 from pagedkv.core.state import I32
+
+MOST_BYTES: Final = 2**26
+UNIT: Final = 16
 
 
 class DeviceMirror:
@@ -24,11 +40,17 @@ class DeviceMirror:
         self.sent: I32 = np.empty((0, 0), np.int32)
         self.table: torch.Tensor = torch.empty((0, 0), dtype=torch.int32, device=device)
 
-    def update(self, host: I32, rows: I32, num_pages: int) -> torch.Tensor:
-        """Send changed entries among the first `num_pages` pages of `rows`; return the device's table, int32 [A, P].
+    def update(self, host: I32, rows: I32, num_pages: I32) -> tuple[torch.Tensor, I32]:
+        """Bring the first `num_pages[i]` pages of row `rows[i]` to the device.
 
-        Shapes: host int32 [A, P], rows int32 [B]
+        Shapes:  host int32 [A, P], rows int32 [B], num_pages int32 [B]
+        Returns: the table on the device, int32, and the rows in it, int32 [B]
         """
+        if host.nbytes > MOST_BYTES:
+            return self._packed(host, rows, num_pages)
+        return self._changed(host, rows, int(num_pages.max(initial=0))), rows
+
+    def _changed(self, host: I32, rows: I32, num_pages: int) -> torch.Tensor:
         if self.sent.shape != host.shape:
             self.sent = np.full_like(host, -1)
             self.table = torch.full(host.shape, -1, dtype=torch.int32, device=self.device)
@@ -41,3 +63,12 @@ class DeviceMirror:
             packed = torch.from_numpy(np.stack([places, frames.astype(np.int64)])).to(self.device, non_blocking=True)
             self.table.view(-1).index_copy_(0, packed[0], packed[1].to(torch.int32))
         return self.table
+
+    def _packed(self, host: I32, rows: I32, num_pages: I32) -> tuple[torch.Tensor, I32]:
+        units = -(-num_pages.astype(np.int64) // UNIT)
+        first, width = np.cumsum(units) - units, int(num_pages.max(initial=1))
+        entries = np.full(int(units.sum()) * UNIT + width, -1, np.int32)
+        for row, begin, count in zip(rows.tolist(), (first * UNIT).tolist(), num_pages.tolist(), strict=True):
+            entries[begin : begin + count] = host[row, :count]
+        sent = torch.from_numpy(entries).to(self.device, non_blocking=True)
+        return sent.as_strided((int(units.sum()) + 1, width), (UNIT, 1)), first.astype(np.int32)

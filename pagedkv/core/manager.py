@@ -515,6 +515,8 @@ class MemoryManager(PinMixin, TenantMixin):
             page_tables.retire_spaces(self.state, *epochs, np.array(asids, np.int32))
         for asid in asids:
             self._handles.pop(asid, None)
+        if self.state.reg[st.CLOSED_LONG]:
+            st.return_memory(self.state)
 
     def _retention(self, priority: float, half_life: float) -> int:
         if not isinstance(self.policy, Priority):
@@ -540,6 +542,8 @@ class MemoryManager(PinMixin, TenantMixin):
             raise InvalidRequest(f"{verb}: this plan was made by another manager; give it back to that one")
 
     def _grow_tables(self, pages: int = 0) -> None:
+        if self.state.reg[st.CLOSED_LONG]:  # of a space that a plan or a pin kept open after release
+            st.return_memory(self.state)
         if self.state.reg[st.NUM_UNUSED_ASIDS] == 0:
             if 2 * len(self.state.spaces) > st.MAX_SPACES:
                 most = len(self.state.spaces) // len(self.groups)

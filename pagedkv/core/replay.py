@@ -39,6 +39,9 @@ ESTIMATE: Final = "estimate"
 SAMPLED_PAGES: Final = 8192
 """Pages that the estimate samples."""
 
+MOST_CHARACTERS: Final = 2**24
+"""Characters of a line of a trace. A device such as /dev/zero has no end of line."""
+
 _NEVER: Final = 2**62
 
 
@@ -59,8 +62,8 @@ class Replayed:
 def read_trace(path: str | Path) -> list[I32]:
     """Return the hash ids of each request (int32 [n]). Raises: InvalidRequest that names the first malformed line."""
     requests: list[I32] = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+    with open(path, encoding="utf-8") as file:  # a pipe too: `pagedkv replay <(zcat trace.gz)`
+        for number, line in enumerate(iter(lambda: file.readline(MOST_CHARACTERS + 1), ""), 1):
             try:
                 requests.append(_hash_ids(line))
             except (ValueError, RecursionError) as why:
@@ -75,6 +78,8 @@ def read_trace(path: str | Path) -> list[I32]:
 
 def _hash_ids(line: str) -> I32:
     """int32 [n]: the hash ids of one request. Raises: ValueError that says what is wrong with the line"""
+    if len(line) > MOST_CHARACTERS:
+        raise ValueError(f"it has more than {MOST_CHARACTERS:,} characters")
     if not line.strip():
         raise ValueError("an empty line")
     request = json.loads(line)

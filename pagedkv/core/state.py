@@ -12,7 +12,10 @@ This file knows layout and growth; it must not know any rule about the meaning o
 
 from __future__ import annotations
 
+import mmap
 import secrets
+import sys
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -85,7 +88,10 @@ AMONG_FENCED: Final = 1 + FENCED
 # reg, after the scalars: the heads of the lists of chunks 1, 2 and 3 (free_runs.py) at FREE_LISTS + list
 FREE_LISTS: Final = LOGGED
 
-# reg, after the heads: for each of the 33 lists of frames its oldest frame, newest frame, length and bonus
+# reg, after the heads: rows of LONG pages or more that were closed, and whose memory was not given back since
+CLOSED_LONG: Final = FREE_LISTS + 4
+
+# reg, after that: for each of the 33 lists of frames its oldest frame, newest frame, length and bonus
 FIRST_LIST: Final = 32
 NUM_REGISTERS: Final = FIRST_LIST + 4 * (FENCED + 1)
 
@@ -164,6 +170,7 @@ SPACE: Final = np.dtype(
         ("first_hole", np.int32),  # the first punched page, or NO_HOLE
         ("named", np.int32),  # leading pages whose token ids are known: only they may be published; ALL_NAMED
         ("outstanding", np.int32),  # plans that are not settled
+        ("held", np.int32),  # of an unused row, the pages that it held when it was closed
         ("root", np.int32),
         ("generation", np.uint32),
         ("advice", np.int8),  # list - NORMAL, set by advise() and open()
@@ -190,7 +197,7 @@ class State(NamedTuple):
     bucket: I32  # [N] heads of the index; N is the largest power of two up to 23/32 F
     ghosts: I32  # [G] prefix hashes of evicted pages; a newer one overwrites; G is a power of two, at most F/4
     spaces: Records  # SPACE [A]
-    table: I32  # [A, P]
+    table: I32  # [A, P]; what lies behind the pages of a row means nothing
     roots: I32  # [R, 3] open spaces plus published first pages; first successor, as in `successors`; account charged
     # [F, 3] of a page: its first successor (the newest); the next and the previous page with the same parent.
     # [0, 3] unless tokens are matched.
@@ -214,7 +221,8 @@ def account_registers(reg: I64) -> I64:
 
 def copied(state: State) -> State:
     """Return a copy of every array."""
-    return State._make([array.copy() for array in state])
+    table = _table_like(state, *state.table.shape)
+    return State._make([table if array is state.table else array.copy() for array in state])
 
 
 def with_account(state: State) -> State:
@@ -253,6 +261,59 @@ def _on_lines(rows: int, width: int) -> I32:
     memory = np.zeros(rows * width + 16, np.int32)
     skipped = -memory.ctypes.data % 64 // 4
     return memory[skipped : skipped + rows * width].reshape(rows, width)
+
+
+LAZY_BYTES: Final = 2**22
+"""Bytes of a page table from which on memory is taken when it is written, and given back when a long row is closed."""
+
+LONG: Final = 4 * mmap.PAGESIZE // 4
+"""Pages of a long row, whose entries take four pages of the system's memory."""
+
+
+def _new_table(rows: int, width: int) -> I32:
+    """int32 [rows, width]: holes, or zeros that take memory when they are written, a page of the system at a time.
+
+    One long sequence makes the table wide, and the rows of the short ones beside it stay empty behind their pages.
+    """
+    if 4 * rows * width < LAZY_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return np.full((rows, width), HOLE, np.int32)
+    reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+    try:
+        memory = mmap.mmap(-1, 4 * rows * width, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve)
+    except OSError as error:
+        raise MemoryError(f"a page table of {rows} rows and {width} pages: {error}") from None
+    with suppress(OSError, AttributeError):  # numpy asks for huge pages, of which the first entry of a row takes one
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.int32).reshape(rows, width)
+
+
+def _table_like(state: State, rows: int, width: int) -> I32:
+    """Return a table of that shape, at least as large, with the pages of `state`. O(pages)."""
+    old, num_pages, step = state.table, state.spaces["num_pages"], mmap.PAGESIZE // 4
+    table = _new_table(rows, width)
+    for first in range(0, old.shape[1], step):
+        used = np.flatnonzero(num_pages[: len(old)] > first)
+        part = slice(first, min(first + step, old.shape[1]))
+        table[used, part] = old[used, part]
+    return table
+
+
+def return_memory(state: State) -> None:
+    """Give the memory of the entries of long rows that were closed back to the system. O(rows)."""
+    memory, spaces = _memory_of(state.table), state.spaces
+    rows = np.flatnonzero((spaces["status"] == UNUSED) & (spaces["held"] >= LONG))
+    for row in rows.tolist() if memory else ():
+        first, last = (bound * state.table.strides[0] for bound in (row, row + 1))
+        first += -first % mmap.PAGESIZE
+        memory.madvise(mmap.MADV_DONTNEED, first, last - last % mmap.PAGESIZE - first)
+    spaces["held"][rows] = state.reg[CLOSED_LONG] = 0
+
+
+def _memory_of(array: Any) -> Any:
+    """Return the mapping that an array lies in, or None."""
+    while isinstance(array, np.ndarray | memoryview):
+        array = array.base if isinstance(array, np.ndarray) else array.obj
+    return array if isinstance(array, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") else None
 
 
 def _power_of_two(at_most: int) -> int:
@@ -296,7 +357,7 @@ def new_state(
         bucket=np.full(_power_of_two(23 * num_frames // 32), NIL, np.int32),
         ghosts=np.zeros(_power_of_two(num_frames // 4), np.int32),
         spaces=_unused_spaces(0, rows, len(groups)),
-        table=np.full((rows, width), HOLE, np.int32),
+        table=_new_table(rows, width),
         roots=_unused_roots(16),
         successors=np.full((num_frames if by_token else 0, 3), NIL, np.int32),
         reg=reg,
@@ -311,11 +372,10 @@ def with_more_rows(state: State) -> State:
     more = old // len(state.groups)
     spaces = np.concatenate([state.spaces, _unused_spaces(old, old, len(state.groups))]).view(np.recarray)
     spaces["unused_asid"][height : height + more] = _leading(old, old, len(state.groups))
-    state.reg[NUM_UNUSED_ASIDS] += more
-    return state._replace(
-        spaces=spaces,
-        table=np.concatenate([state.table, np.full_like(state.table, HOLE)]),
-    )
+    table = _table_like(state, 2 * old, state.table.shape[1])
+    reg = state.reg.copy()  # so that an interrupt before the state is exchanged changes nothing
+    reg[NUM_UNUSED_ASIDS] += more
+    return state._replace(spaces=spaces, table=table, reg=reg)
 
 
 def with_wider_table(state: State, num_pages: int) -> State:
@@ -323,9 +383,7 @@ def with_wider_table(state: State, num_pages: int) -> State:
     rows, width = state.table.shape
     while width < num_pages:
         width *= 2
-    table = np.full((rows, width), HOLE, np.int32)
-    table[:, : state.table.shape[1]] = state.table
-    return state._replace(table=table)
+    return state._replace(table=_table_like(state, rows, width))
 
 
 def with_more_roots(state: State) -> State:

@@ -23,6 +23,7 @@ from pagedkv import (
 )
 from pagedkv.cache import PlannedBatch
 from pagedkv.cache import batch as cache_batch
+from pagedkv.cache import mirror as mirror_module
 from pagedkv.cache.batch import on_device
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.core import AddressSpace, MemoryManager, Observe
@@ -228,8 +229,10 @@ def test_commit_and_abort_refuse_anything_but_a_planned_batch(cache: PagedKVCach
     cache.commit(batch, [1, 2])
 
 
-def test_the_packed_batch_is_the_plan(cache: PagedKVCache) -> None:
+@pytest.mark.parametrize("most_bytes", [2**26, 0], ids=["whole table", "rows of the step"])
+def test_the_packed_batch_is_the_plan(cache: PagedKVCache, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of a GPU, taken on the CPU: the same numbers arrive."""
+    monkeypatch.setattr(mirror_module, "MOST_BYTES", most_bytes)
     mirror = DeviceMirror(torch.device("cpu"))
     spaces = [cache.open() for _ in range(3)]
     for step in range(30):
@@ -241,11 +244,11 @@ def test_the_packed_batch_is_the_plan(cache: PagedKVCache) -> None:
             else cache.plan(spaces[3:6], [1, 1, 1])
         )
         sent = on_device(batch.plan, mirror, block_size=4)
-        for name in ("seq_lens", "cu_seqlens_q", "slots", "positions", "rows"):
+        for name in ("seq_lens", "cu_seqlens_q", "slots", "positions"):
             assert torch.equal(sent[name], getattr(batch, name)), name
-        for row, length in zip(batch.plan.rows, batch.plan.seq_lens, strict=True):
+        for there, row, length in zip(sent["rows"], batch.plan.rows, batch.plan.seq_lens, strict=True):
             pages = -(-int(length) // 4)
-            assert torch.equal(sent["block_table"][row, :pages], batch.block_table[row, :pages])
+            assert torch.equal(sent["block_table"][there, :pages], batch.block_table[row, :pages])
         if cache.available < 8:
             cache.abort(batch)
             break
@@ -255,11 +258,36 @@ def test_the_packed_batch_is_the_plan(cache: PagedKVCache) -> None:
 def test_the_mirror_keeps_its_address_while_the_table_does() -> None:
     mirror, host = DeviceMirror(torch.device("cpu")), np.full((4, 8), -1, np.int32)
     host[1, :3] = [5, 6, 7]
-    address = mirror.update(host, np.array([1], np.int32), 3).data_ptr()
+    row, pages = np.array([1], np.int32), np.array([3], np.int32)
+    address = mirror.update(host, row, pages)[0].data_ptr()
     host[1, 1] = 9
-    table = mirror.update(host, np.array([1], np.int32), 3)
+    table, rows = mirror.update(host, row, pages)
     assert table.data_ptr() == address
-    assert table[1, :3].tolist() == [5, 9, 7]
+    assert table[rows[0], :3].tolist() == [5, 9, 7]
+
+
+def test_a_wide_table_takes_device_memory_for_the_pages_of_a_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows overlap; the kernels read no entry behind the pages of a row."""
+    wide, specs = 70_000, KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=1, dtype="float32")
+    cache, mirror = PagedKVCache(specs, num_frames=wide + 300, prefix_cache=False), DeviceMirror(torch.device("cpu"))
+    spaces = [cache.open() for _ in range(256)]
+    long, short = spaces[7], spaces[:7] + spaces[8:20]
+    for space in (*short, long):  # a prefill of its own for each
+        num_tokens = wide if space is long else 1 + space.asid % 5
+        batch = cache.plan([space], [num_tokens])
+        k = torch.randn(num_tokens, 1, 8)
+        write_kv(k, -k, cache[0], batch)
+        cache.commit(batch, None)
+    batch = cache.plan([*short, long], [1] * 20)
+    sent = on_device(batch.plan, mirror, block_size=1)
+    assert batch.block_table.nbytes > 2**26
+    assert sent["block_table"].untyped_storage().nbytes() <= 2 * 4 * (wide + 16 * 20)
+    q, k = torch.randn(20, 2, 8), torch.randn(20, 1, 8)
+    write_kv(k, -k, cache[0], batch)
+    for backend in ("cpu", "numba", "reference"):
+        out = paged_attention(q, cache[0], PagedBatch(**sent), backend=backend)
+        torch.testing.assert_close(out, paged_attention(q, cache[0], batch, backend=backend), rtol=0, atol=0)
+    cache.abort(batch)
 
 
 @pytest.mark.parametrize("by_layer", [True, False])

@@ -107,6 +107,12 @@ def test_a_line_that_is_no_request_is_named_with_what_is_wrong(tmp_path: Path, l
         replay(path)
 
 
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="the system has no /dev/zero")
+def test_a_file_without_an_end_of_line_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="line 1: not a request .it has more than 16,777,216 characters"):
+        replay("/dev/zero")
+
+
 def test_unknown_policies_and_absurd_sizes_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="2q, lfu, cost, priority, belady"):
         replay([np.array([1], np.int32)], policies=["fifo"])

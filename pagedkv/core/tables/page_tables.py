@@ -27,6 +27,7 @@ from pagedkv.core.state import (
     BELOW_PAGE,
     CACHED,
     CHUNK_FRAMES,
+    CLOSED_LONG,
     CLOSING,
     DEDUPLICATED,
     EPOCH,
@@ -35,6 +36,7 @@ from pagedkv.core.state import (
     HOLE,
     I32,
     KEY,
+    LONG,
     MATCHED,
     MATCHED_BY,
     MISSED_EVICTED,
@@ -297,6 +299,10 @@ def close_space(s: State, asid: int) -> None:
     if s.spaces[asid].outstanding > 0:
         s.spaces[asid].status = CLOSING
         return
+    for row in range(asid, asid + len(s.groups)):
+        s.spaces[row].held = s.spaces[row].num_pages
+    if s.spaces[asid].num_pages >= LONG:
+        s.reg[CLOSED_LONG] += 1
     drop_tail(s, asid, np.int64(0))  # a literal 0 would be one more type to compile for
     s.roots[s.spaces[asid].root, 0] -= 1
     for row in range(asid, asid + len(s.groups)):
