@@ -59,7 +59,8 @@ class Case:
     heads, dims: (H, K) and (D, Dv)
     kv: "" for the dtype of q; or a quantised dtype and its scales: "int8/token_head", "fp8_e4m3/tensor", "fp8_e4m3" (1)
     layout: "NHD", "HND" (gaps between frames, as in a pool of several layers), "mixed" (K beside V), "mla" (V within K)
-    mask: "causal", "all", "tree"
+    mask: "causal", "all", "tree", "some" (every second sequence is causal)
+    window: as callers give it; with positions on the right the call is not causal, unless a tensor says so
     rows, punched, padding: an indirection from sequences to rows; random pages missing; extra rows of q
     """
 
@@ -72,7 +73,7 @@ class Case:
     kv: str = ""
     layout: str = "NHD"
     mask: str = "causal"
-    window: int | None = None
+    window: int | tuple[int | None, int | None] | None = None
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
@@ -101,8 +102,10 @@ class Case:
             "window": self.window,
             "softcap": self.softcap,
             "split_tokens": self.split_tokens,
-            "causal": self.mask != "all",
+            "causal": self.mask != "all" and not (isinstance(self.window, tuple) and self.window[1] != 0),
         }
+        if self.mask == "some":
+            options["causal"] = torch.arange(len(self.q_lens)) % 2 == 1
         if self.sinks:
             options["sinks"] = torch.randn(H, generator=draw) * 2
         if self.alibi:
@@ -256,8 +259,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "block_size": (1, 5, 8, 16, 32, 64, 128, 256),
     "dtype": ("float32", "bfloat16", "float16"),
     "layout": ("NHD", "HND", "mixed"),
-    "mask": ("causal", "all", "tree"),
-    "window": (None, 1, 64, 1024),
+    "mask": ("causal", "all", "tree", "some"),
+    "window": (None, 1, 64, 1024, (40, 3), (None, 20), (0, None)),
     "softcap": (0.0, 50.0),
     "sinks": (False, True),
     "alibi": (False, True),
@@ -296,12 +299,22 @@ def covering(axes: dict[str, tuple[Any, ...]], *, candidates: int = 24) -> list[
 
 def _case(point: dict[str, Any]) -> Case:
     q_lens, kv_lens = LENGTHS[point.pop("lengths")]
+    if point["mask"] == "causal" and isinstance(point.get("window"), tuple):
+        point["window"] = (point["window"][0], 0)
     if point["mask"] != "all":  # a causal sequence has its new tokens, or none at all
         kv_lens = tuple(max(n, q) if n else 0 for q, n in zip(q_lens, kv_lens, strict=True))
     return Case(q_lens=q_lens, kv_lens=kv_lens, **point)
 
 
 GRID = tuple(_case(point) for point in covering(AXES))
+
+MASKS = (
+    Case(q_lens=(3, 1, 20, 40), kv_lens=(2, 0, 50, 130), heads=(2, 1), mask="some", window=(30, 2)),
+    Case(q_lens=(1, 5, 40), kv_lens=(33, 40, 60), heads=(8, 2), mask="some", dtype="bfloat16", split_tokens=32),
+    Case(q_lens=(3, 20, 1), kv_lens=(40, 30, 97), mask="all", window=(None, 4), dtype="bfloat16", layout="HND"),
+    Case(q_lens=(4, 19), kv_lens=(60, 33), heads=(8, 1), mask="tree", window=(25, 3), rows=True, punched=True),
+)
+"""Two-sided windows, and sequences of which some are causal."""
 
 _DRAFTS = Case(q_lens=(1, 4, 3, 0, 5), kv_lens=(40, 4, 70, 9, 33))
 SMALL = (
@@ -318,13 +331,18 @@ SMALL = (
     ),
     _case({"lengths": "more queries than tokens", "mask": "all"}),
     _case({"lengths": "more queries than tokens", "mask": "causal"}),
+    *(Case(*LENGTHS["more queries than tokens"], mask="some", window=window) for window in (None, (None, 1), (1, 0))),
+    *(Case(*LENGTHS["more queries than tokens"], mask="all", window=window) for window in ((None, 0), (2, 1))),
+    *MASKS,
     *(replace(_DRAFTS, heads=heads) for heads in AXES["heads"]),
     *(replace(_DRAFTS, dims=dims) for dims in AXES["dims"]),
     *(replace(_DRAFTS, block_size=size) for size in AXES["block_size"]),
     *(replace(_DRAFTS, layout=layout) for layout in AXES["layout"]),
     *(replace(_DRAFTS, dtype=dtype) for dtype in AXES["dtype"]),
     *(replace(_DRAFTS, dtype="bfloat16", kv=kv, layout="HND") for kv in AXES["kv"]),
-    *(replace(_DRAFTS, **{option: value}) for option in ("mask", "window", "split_tokens") for value in AXES[option]),
+    *(replace(_DRAFTS, **{option: value}) for option in ("mask", "split_tokens") for value in AXES[option]),
+    *(replace(_DRAFTS, window=window) for window in AXES["window"] if not isinstance(window, tuple)),
+    *(replace(_DRAFTS, mask="all", window=window) for window in AXES["window"] if isinstance(window, tuple)),
     *(
         replace(_DRAFTS, **option)
         for option in ({"softcap": 50.0}, {"sinks": True}, {"alibi": True}, {"rows": True}, {"padding": 3})

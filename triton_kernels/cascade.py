@@ -41,9 +41,9 @@ def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
     """
     if not shared_tokens or not call.max_seqlen_q or not call.seq_lens.shape[0] or not call.q.shape[0]:
         return backend.paged_attention(call)
-    for name in ("window", "alibi_slopes", "split_tokens"):
+    for name, given in (("window", "window"), ("right", "window"), ("alibi_slopes",) * 2, ("split_tokens",) * 2):
         if getattr(call, name) is not None:
-            raise InvalidRequest(f"cascade_attention does not support {name}: call paged_attention")
+            raise InvalidRequest(f"cascade_attention does not support {given}: call paged_attention")
     S, T = call.k.shape[1], call.q.shape[0]
     if shared_tokens % S or not 0 < shared_tokens <= call.max_seqlen_k:
         raise InvalidRequest(
@@ -61,6 +61,7 @@ def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
         causal=False,
         sinks=None,
         tree_mask=None,
+        causal_of=None,
         out=torch.empty_like(call.out),
         lse=torch.empty_like(call.lse),
     )

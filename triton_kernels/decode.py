@@ -34,6 +34,7 @@ from pagedkv.kernels.triton.specialisation import (
     head_bytes,
     keys_of,
     pool_of,
+    right_of,
     rules_of,
     specialisation_of,
     strides_of,
@@ -107,11 +108,11 @@ def piece(q, h, b, begin, end, unit, pool, tables, rules, strides, SPEC: tl.cons
 
     Units of sequence b are counted from the first one that any query sees.
     """
-    table, table_stride, table_rows, seq_lens, cu_seqlens_q = tables
+    table, table_stride, table_rows, seq_lens, cu_seqlens_q, _ = tables
     window, slopes, tree_stride = rules[2], rules[4], rules[6]
     n = tl.load(seq_lens + b)
     token, query, head, ok, num_new = rows_of(h, b, cu_seqlens_q, SPEC.M, SPEC)
-    rows = (n - num_new + query, ok, token * tree_stride, n - num_new, num_new)
+    rows = (n - num_new + query, ok, token * tree_stride, n - num_new, num_new, right_of(b, tables, rules))
     if SPEC.alibi:
         slopes = tl.load(slopes + head, mask=ok, other=0.0)
 
@@ -172,7 +173,7 @@ def merge_kernel(
     The decode kernel has finished the sequences of a single piece.
     """
     b, query, h = tl.program_id(0) // max_queries, tl.program_id(0) % max_queries, tl.program_id(1)
-    _, _, _, seq_lens, cu_seqlens_q = tables
+    _, _, _, seq_lens, cu_seqlens_q, _ = tables
     _, _, out_token, out_head, lse_token = strides
     first_query = tl.load(cu_seqlens_q + b)
     num_new = tl.load(cu_seqlens_q + b + 1) - first_query

@@ -31,6 +31,7 @@ from pagedkv.kernels.triton.specialisation import (
     head_bytes,
     keys_of,
     pool_of,
+    right_of,
     rules_of,
     specialisation_of,
     strides_of,
@@ -53,7 +54,7 @@ def prefill_kernel(
 ):  # fmt: skip
     """One program: one tile of queries, one kv head (and tile of its query heads), one split of the keys."""
     tile, h, z = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    table, table_stride, table_rows, seq_lens, cu_seqlens_q = tables
+    table, table_stride, table_rows, seq_lens, cu_seqlens_q, _ = tables
     window, slopes, tree_stride = rules[2], rules[4], rules[6]
     kv_head, head_tile = h // SPEC.head_tiles, h % SPEC.head_tiles
     index = tl.arange(0, BATCH)
@@ -68,13 +69,14 @@ def prefill_kernel(
     query, head, ok = query_rows(head_tile, first_query, num_new, SPEC.M, SPEC)
     head += kv_head * SPEC.G
     token = (begin + query).to(tl.int64)
-    rows = (n - num_new + query, ok, token * tree_stride, n - num_new, num_new)
+    right = right_of(b, tables, rules)
+    rows = (n - num_new + query, ok, token * tree_stride, n - num_new, num_new, right)
     if SPEC.alibi:
         slopes = tl.load(slopes + head, mask=ok, other=0.0)
 
     first, last = n * 0, n
-    if SPEC.causal and not SPEC.tree:
-        last = tl.minimum(n, n - num_new + first_query + SPEC.queries)
+    if SPEC.right:
+        last = tl.minimum(n, n - num_new + first_query + SPEC.queries + right)
     if SPEC.window:
         first = tl.maximum(n - num_new + first_query - window + 1, 0) // SPEC.N * SPEC.N
     if SPLITS > 1:

@@ -41,6 +41,7 @@ class Specialisation:
     v_in_k:           V is the first part of K in the same memory (MLA): it is read once.
     one_launch:       the program that stores decode's last partial merges them; there is no second launch.
     mixed:            a tile may load values that not all of its rows see.
+    right:            some query may not see all positions after it: causality, or a window.
     """
 
     dtype: Any
@@ -53,7 +54,7 @@ class Specialisation:
     N: int
     heads: int
     whole_pages: bool = False
-    causal: bool = True
+    right: bool = True
     window: bool = False
     softcap: bool = False
     sinks: bool = False
@@ -141,8 +142,8 @@ def specialisation_of(call: AttentionCall, M: int, N: int) -> Specialisation:
     return Specialisation(
         dtype=DTYPES[call.q.dtype], kind=kind, S=S, G=G, D=D, Dv=Dv, M=M, N=N, heads=heads,
         whole_pages=S % N == 0 and (call.split_tokens or N) % N == 0,
-        causal=call.causal, window=call.window is not None, softcap=call.softcap != 0, sinks=call.sinks is not None,
-        alibi=call.alibi_slopes is not None, tree=call.tree_mask is not None,
+        right=is_right_bounded(call), window=call.window is not None, softcap=call.softcap != 0,
+        sinks=call.sinks is not None, alibi=call.alibi_slopes is not None, tree=call.tree_mask is not None,
         k_scale=scale_kind(call.k_scale), v_scale=scale_kind(call.v_scale),
         v_in_k=_v_in_k(call, kind), native_fp8=on.native_fp8,
         float32_products=float32_products, split=call.split_tokens is not None,
@@ -208,15 +209,21 @@ def pool_of(call: AttentionCall) -> tuple[Any, ...]:
 
 
 def tables_of(call: AttentionCall) -> tuple[Any, ...]:
-    """Return the kernel argument `tables`: page tables, their row stride, the row of each sequence, lengths, starts.
+    """Return the kernel argument `tables`: page tables, their row stride, the row of each sequence, lengths, starts,
+    and which sequences are causal.
 
     starts: cu_seqlens_q, where the queries of each sequence begin.
+    The last is None if all sequences see equally far, or a tree mask replaces causality.
     """
-    return call.block_table, call.block_table.stride(0), _contiguous(call.rows), call.seq_lens, call.cu_seqlens_q
+    causal_of = None if call.tree_mask is not None else _contiguous(call.causal_of)
+    rows = _contiguous(call.rows)
+    return call.block_table, call.block_table.stride(0), rows, call.seq_lens, call.cu_seqlens_q, causal_of
 
 
 def rules_of(call: AttentionCall) -> tuple[Any, ...]:
-    """Return the kernel argument `rules`: scale, soft cap, window, sinks, slopes, tree mask and its stride.
+    """Return the kernel argument `rules`: scale, soft cap, window, sinks, slopes, tree mask and its stride, right.
+
+    right: positions after its own that a query sees, unless `tables` says that its sequence is causal.
 
     An option that the call does not use is None or 0.
     """
@@ -230,7 +237,28 @@ def rules_of(call: AttentionCall) -> tuple[Any, ...]:
         _contiguous(call.alibi_slopes),
         tree,
         0 if tree is None else tree.stride(0),
+        0 if _is_causal(call) else FARTHEST if call.right is None else min(call.right, FARTHEST),
     )
+
+
+def _is_causal(call: AttentionCall) -> bool:
+    """Return whether causality bounds the queries of all sequences."""
+    return call.causal and call.causal_of is None and call.tree_mask is None
+
+
+def is_right_bounded(call: AttentionCall) -> bool:
+    """Return whether causality or a window hides positions after some query."""
+    some_causal = call.causal_of is not None and call.tree_mask is None
+    return _is_causal(call) or some_causal or call.right is not None
+
+
+@triton.jit
+def right_of(b, tables, rules):
+    """Return the positions after its own that a query of sequence b sees; a tree mask may hide more."""
+    causal_of, right = tables[5], rules[7]
+    if causal_of is not None:
+        right = tl.where(tl.load(causal_of + b) != 0, 0, right)
+    return right
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

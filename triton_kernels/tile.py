@@ -85,15 +85,15 @@ def store_parts(to, row, ok, first, second, SPEC: tl.constexpr):
 @triton.jit
 def seen(t, present, rows, window, tree, SPEC: tl.constexpr):
     """Return bool [M, N]: whether each row may see the key at each position of `t`."""
-    position, ok, tree_row, new, num_new = rows
+    position, ok, tree_row, new, num_new, right = rows
     visible = present[None, :]
     if SPEC.tree:
         j = t - new
         among_new = (j >= 0) & (j < num_new) & present
         allowed = tl.load(tree + tree_row[:, None] + j[None, :], mask=ok[:, None] & among_new[None, :], other=1)
         visible = visible & (allowed != 0)
-    elif SPEC.causal:
-        visible = visible & (t[None, :] <= position[:, None])
+    if SPEC.right:
+        visible = visible & (t[None, :] <= (position + right)[:, None])
     if SPEC.window:
         visible = visible & (t[None, :] > (position - window)[:, None])
     return visible
@@ -127,7 +127,8 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
 
     q_parts: from `load_query`.             table_row: pointer to the sequence's row of the page tables.
     pool, rules: as in specialisation.py.   slopes: the ALiBi slope of each row.
-    rows: (position, ok, tree_row, position of the first new token, number of new tokens).
+    rows: (position, ok, tree_row, position of the first new token, number of new tokens, positions after its own that a
+    row may see).
     """
     acc0, acc1, m, l = walk_once(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, False, SPEC)
     if SPEC.mixed:
@@ -147,7 +148,7 @@ def walk_once(
         k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head,
         ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head,
     ) = pool  # fmt: skip
-    scale, softcap, window, _, _, tree, _ = rules
+    scale, softcap, window, _, _, tree, _, _ = rules
     wide = kv_head.to(tl.int64)
     k, v = k + wide * k_head, v + wide * v_head
     if SPEC.k_scale == 2:

@@ -248,7 +248,7 @@ def _direct(cell: Cell, pool: Pool) -> Step:
     batch, layer = pool.batch(pool.draw()), pool.layer
     q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim).to(quant.DTYPES[cell.dtype])
     tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    rules = (cell.head_dim**-0.5, True, None, 0.0, None, None, None, None)
+    rules = (cell.head_dim**-0.5, True, None, None, 0.0, None, None, None, None, None)
     pools = (layer.k, layer.v, layer.k_scale, layer.v_scale)
     call = AttentionCall(q, *pools, *tables, *rules, torch.empty_like(q), torch.empty(q.shape[:2]))
 

@@ -106,9 +106,9 @@ def calls() -> dict[str, Callable[[], object]]:
     new, out, lse = torch.zeros(B, K, D, dtype=torch.bfloat16), torch.empty_like(q), torch.zeros(B, H)
     table, lens, starts = torch.arange(B * P).view(B, P).int(), torch.full((B,), S * P).int(), torch.arange(B + 1).int()
     batch = PagedBatch(table, lens, starts, max_seqlen_q=1, max_seqlen_k=S * P, slots=torch.arange(B) * S)
-    options = AttentionOptions(D**-0.5, True, None, 0.0, None, None, None)
+    options = AttentionOptions(D**-0.5)
     tables = (table, None, lens, starts, 1, S * P)
-    call = AttentionCall(q, *pool, None, None, *tables, *options[:-1], None, None, out, lse)
+    call = AttentionCall(q, *pool, None, None, *tables, *options[:-1], None, None, None, out, lse)
     stored = WriteCall(new, new, *pool, None, None, batch.slots, None, None, None, False)
     attend, store = bind_attention(layer, options), bind_write(layer, None)
     bound, bound_write = (
@@ -119,7 +119,7 @@ def calls() -> dict[str, Callable[[], object]]:
     return {
         "attend, bound": lambda: bound(q, batch),
         "paged_attention": lambda: pagedkv.paged_attention(q, layer, batch, backend=KERNEL.name),
-        "AttentionLauncher alone": lambda: attend(q, *tables, None, out, lse),
+        "AttentionLauncher alone": lambda: attend(q, *tables, None, None, out, lse),
         "paged_attention, after the checks": lambda: paged_attention(call),
         "store, bound": lambda: bound_write(new, new, batch),
         "write_kv": lambda: pagedkv.write_kv(new, new, layer, batch, backend=KERNEL.name),

@@ -23,18 +23,23 @@ struct Attention {
     View q, k, v, out;  // q [T, H, D], k and v [F, S, K, *], out [T, H, Dv]
     View k_scale, v_scale;  // float32 [F, S, K]; one scale has strides 0; data is null for none
     View table, rows, lse, tree;  // int32 [A, P], int32 [B] or null, float32 [T, H], bool [T, *] or null
+    View causal_of;  // bool [>= B], or null: `causal` holds for all sequences
     View sinks, slopes;  // float32 [H] or null
     const int32_t *seq_lens, *cu_seqlens_q;
     float scale, softcap;
     bool causal;
     int64_t window, split_tokens;  // 0 for none
+    int64_t right;  // positions after its own that a query may see if its sequence is not causal; NO_LIMIT for all
 };
+
+// Lengths are int32, so no two positions are so far apart.
+constexpr int64_t NO_LIMIT = int64_t{1} << 32;
 
 // Queries [i0, i1) and kv heads [k0, k1) of sequence b, over the keys of chunks [c0, c1). A chunk is `chunk` keys;
 // chunk c begins at key c * chunk. A unit whose rows have keys in other units leaves its state in `partial`; null if it
-// has all keys.
+// has all keys. A query at position p sees no key after p + right; a tree mask may hide more.
 struct Unit {
-    int64_t b, i0, i1, k0, k1, c0, c1, chunk;
+    int64_t b, i0, i1, k0, k1, c0, c1, chunk, right;
     float* partial;  // one state per chunk
     int64_t group;  // units of one group hold the same rows; the unit that finishes last merges their states
 };

@@ -75,10 +75,15 @@ struct Span {  // the keys that some queries can see
     int64_t low, high;
 };
 
-Span span_of(const Attention& a, int64_t b, int64_t i0, int64_t i1) {
+int64_t right_of(const Attention& a, int64_t b) {
+    bool causal = a.causal_of.data ? a.causal_of.data[b * a.causal_of.stride[0]] : a.causal;
+    return causal && !a.tree.data ? 0 : a.right;
+}
+
+Span span_of(const Attention& a, int64_t b, int64_t i0, int64_t i1, int64_t right) {
     int64_t n = a.seq_lens[b], position = n - (a.cu_seqlens_q[b + 1] - a.cu_seqlens_q[b]) + i0;
     int64_t low = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
-    int64_t high = a.causal && !a.tree.data ? std::min(n, position + i1 - i0) : n;
+    int64_t high = std::min(n, position + i1 - i0 + right);
     return {std::min(low, std::max<int64_t>(high, 0)), std::max<int64_t>(high, 0)};
 }
 
@@ -87,12 +92,14 @@ void whole_units(const Attention& a, Partition& partition) {
     int64_t G = a.H / a.K, per_tile = std::max<int64_t>(1, (a.D + a.Dv > MANY_DIMS ? MOST_ROWS / 2 : MOST_ROWS) / G);
     for (int64_t b = 0; b < a.B; b++) {
         int64_t m = a.cu_seqlens_q[b + 1] - a.cu_seqlens_q[b], tiles = (m + per_tile - 1) / per_tile;
+        int64_t right = right_of(a, b);
         for (int64_t tile = tiles - 1; tile >= 0; tile--) {
             int64_t i0 = tile * per_tile, i1 = std::min(m, i0 + per_tile);
             int64_t heads = std::clamp<int64_t>(ROWS_PER_UNIT / ((i1 - i0) * G), 1, a.K);
-            Span span = span_of(a, b, i0, i1);
+            Span span = span_of(a, b, i0, i1, right);
             for (int64_t k0 = 0; k0 < a.K; k0 += heads) {
-                Unit u{b, i0, i1, k0, std::min(a.K, k0 + heads), 0, 1, std::max<int64_t>(1, span.high), nullptr, -1};
+                int64_t k1 = std::min(a.K, k0 + heads), chunk = std::max<int64_t>(1, span.high);
+                Unit u{b, i0, i1, k0, k1, 0, 1, chunk, right, nullptr, -1};
                 partition.units.push_back(u);
                 partition.cost += (span.high - span.low) * (u.k1 - u.k0) * (i1 - i0);
                 partition.scratch_bytes = std::max(partition.scratch_bytes, scratch_of(a, u).bytes);
@@ -115,7 +122,7 @@ void cut_keys(const Attention& a, Partition& partition, int threads) {
     std::vector<Unit> whole;
     whole.swap(partition.units);
     for (Unit u : whole) {
-        Span span = span_of(a, u.b, u.i0, u.i1);
+        Span span = span_of(a, u.b, u.i0, u.i1, u.right);
         int64_t parts = parts_of(u, span, partition, threads);
         if (whole.size() == 1 && parts > threads)
             parts -= parts % threads;  // the last part would be computed by one thread alone

@@ -51,7 +51,7 @@ DEVICE Row row_of(const AttentionParams& p, const Unit& unit, i32 group, i32 in_
     const i32 x = unit.tile * ROWS + in_tile, query = x / group, old = unit.length - unit.queries;
     Row row{old + query, 0, 0x7fffffff, old, nullptr, 0.0f};
     if (query >= unit.queries) return row;
-    row.end = p.causal && !p.tree_mask && row.position + 1 < unit.length ? row.position + 1 : unit.length;
+    row.end = row.position + 1 + unit.right < unit.length ? row.position + 1 + unit.right : unit.length;
     row.begin = p.window && row.position + 1 > p.window ? row.position + 1 - p.window : 0;
     if (p.tree_mask) row.tree = p.tree_mask + (unit.first_query + query) * p.tree_row;
     if (p.slopes) row.slope = ptx::read(p.slopes + unit.head * group + x % group) * LOG2_E;

@@ -25,7 +25,7 @@ constexpr int OVERHEAD = 2;  // the cost of loading a unit's queries and storing
 
 struct Unit {
     i32 sequence, tile, head;
-    i32 first_query, queries, length;  // of the sequence
+    i32 first_query, queries, length, right;  // of the sequence
     i32 begin_key, end_key;  // no row of the tile sees a key outside
     i64 place;  // where the unit begins on the line
     i32 first_item, num_items;  // steps, or chunks (the first chunk has number first_item)
@@ -36,6 +36,7 @@ struct Unit {
 
 struct Sequence {
     i32 first_query, queries, length, num_tiles;  // num_tiles 0: another launch serves it
+    i32 right;  // positions after its own that a query may see; a tree mask may hide more
 };
 
 template <int ROWS, int STEP_TOKENS> struct Partition {
@@ -137,6 +138,8 @@ private:
         s.first_query = ptx::read(p.cu_seqlens_q + b);
         s.queries = ptx::read(p.cu_seqlens_q + b + 1) - s.first_query;
         s.length = s.queries ? ptx::read(p.seq_lens + b) : 0;
+        const bool causal = p.causal_of ? ptx::read(p.causal_of + b * p.causal_step) : p.causal;
+        s.right = causal && !p.tree_mask ? 0 : p.right;
         const i64 rows = static_cast<i64>(s.queries) * group;
         s.num_tiles = rows < p.min_rows || rows > p.max_rows ? 0 : static_cast<i32>((rows + ROWS - 1) / ROWS);
         return s;
@@ -147,7 +150,7 @@ private:
         const i32 old = s.length - s.queries;
         const i32 first = tile * ROWS / group, last_row = tile * ROWS + ROWS - 1;
         const i32 last = last_row / group < s.queries ? last_row / group : s.queries - 1;
-        u.end_key = p.causal && !p.tree_mask && old + last + 1 < s.length ? old + last + 1 : s.length;
+        u.end_key = old + last + 1 + s.right < s.length ? old + last + 1 + s.right : s.length;
         u.begin_key = p.window && old + first + 1 > p.window ? old + first + 1 - p.window : 0;
         if (u.end_key <= u.begin_key) {
             u.begin_key = u.end_key = u.first_item = u.num_items = 0;
@@ -183,6 +186,7 @@ private:
         unit.first_query = sequence.first_query;
         unit.queries = sequence.queries;
         unit.length = sequence.length;
+        unit.right = sequence.right;
         unit.place = place;
         set_keys(unit, sequence, tile);
     }

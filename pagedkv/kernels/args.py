@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypedDict
 
 import torch
@@ -186,16 +186,31 @@ class RotaryTable:
     interleaved: bool = False
 
 
+Window = int | tuple[int | None, int | None]
+"""A window as callers give it: w, the last w positions; or (left, right), see `sides`."""
+
+
 class AttentionOptions(NamedTuple):
-    """The options of `paged_attention` that a bound call fixes. A backend gets a number for scale, never None."""
+    """The options of `paged_attention` that a bound call fixes. A backend gets a number for scale, never None.
+
+    window: positions that a query sees up to its own, its own included; None: all before it
+    right:  positions after its own that a query sees if its sequence is not causal; None: all
+    """
 
     scale: float | None = None
     causal: bool = True
     window: int | None = None
+    right: int | None = None
     softcap: float = 0.0
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
     split_tokens: int | None = None
+
+    @classmethod
+    def of(cls, *, window: Window | None = None, **others: Any) -> AttentionOptions:
+        """Return the options as callers give them. Raises: InvalidRequest for a window that has no two sides."""
+        left, right = sides(window)
+        return cls(window=left, right=right, **others)
 
     def is_float32(self) -> bool:
         """Return whether sinks and alibi_slopes are as backends take them."""
@@ -211,6 +226,24 @@ class AttentionOptions(NamedTuple):
         return self._replace(sinks=sinks, alibi_slopes=slopes)
 
 
+def sides(window: Window | None) -> tuple[int | None, int | None]:
+    """Return `window` and `right` of AttentionOptions.
+
+    window: None; w; or (left, right), the numbers of positions before and after the query that it sees, None or -1 for
+            all. So w is (w - 1, None).
+    Raises: InvalidRequest for a tuple that is not two such numbers
+    """
+    if not isinstance(window, tuple | list):
+        return window, None
+    if len(window) != 2 or not all(x is None or (isinstance(x, Integral) and -1 <= x < 2**63 - 1) for x in window):
+        raise InvalidRequest(
+            f"window is {window!r}; a tuple must be (left, right), the numbers of positions before and after the query "
+            "that it sees: integers of at least 0, None or -1 for all"
+        )
+    left, right = (None if x == -1 else x for x in window)
+    return None if left is None else left + 1, right
+
+
 def _is_other_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float32
 
@@ -220,7 +253,7 @@ class Options(TypedDict, total=False):
 
     scale: float | None
     causal: bool
-    window: int | None
+    window: Window | None
     softcap: float
     sinks: Tensor | None
     alibi_slopes: Tensor | None
@@ -235,7 +268,9 @@ class AttentionCall:
 
     Shapes:   q [T, H, D]; k, v, k_scale, v_scale as in KVLayer
               block_table, rows, seq_lens, cu_seqlens_q as in PagedBatch
+              window, right as in AttentionOptions
               sinks, alibi_slopes float32 [H]; tree_mask bool [T, >= max_seqlen_q]
+              causal_of bool [>= B]: which sequences are causal; None: all or none, as `causal` says
               out [T, H, Dv] of q's dtype; lse float32 [T, H]
     Modifies: out, lse: the rows that `cu_seqlens_q` names. Rows past its last entry are padding.
     """
@@ -254,10 +289,12 @@ class AttentionCall:
     scale: float
     causal: bool
     window: int | None
+    right: int | None
     softcap: float
     sinks: Tensor | None
     alibi_slopes: Tensor | None
     tree_mask: Tensor | None
+    causal_of: Tensor | None
     split_tokens: int | None
     out: Tensor
     lse: Tensor

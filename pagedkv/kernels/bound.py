@@ -148,8 +148,9 @@ class _Bound:
 class BoundAttention(_Bound):
     """`paged_attention` of one layer with fixed options: the result of `bind_attention`.
 
-    A call checks q, the batch's tensors, tree_mask and out: dtype, shape, strides, device. Values are checked with
-    PAGEDKV_DEBUG >= 1. Shapes, what is modified and what is raised are as in `paged_attention`.
+    A call may say which sequences of its batch are causal: causal bool [>= B]; None: as when the call was bound.
+    A call checks q, the batch's tensors, tree_mask, causal and out: dtype, shape, strides, device. Values are checked
+    with PAGEDKV_DEBUG >= 1. Shapes, what is modified and what is raised are as in `paged_attention`.
     """
 
     __slots__ = ("_options",)
@@ -167,36 +168,38 @@ class BoundAttention(_Bound):
             checks.numbers(options)
             checks.per_head(options)
             tensors = (layer.k, layer.v, layer.k_scale, layer.v_scale, options.sinks, options.alibi_slopes)
-            rules = (*options[:4], options.split_tokens)
-            self._bind(attention_case(layer, options, None, None), "bind_attention", tensors, *rules)
+            rules = (*options[:5], options.split_tokens)
+            self._bind(attention_case(layer, options, None), "bind_attention", tensors, *rules)
 
     @overload
     def __call__(
-        self, q_THD: Tensor, batch: PagedBatch, *, tree_mask: Tensor | None = None, out: Tensor | None = None,
-        return_lse: Literal[False] = False,
+        self, q_THD: Tensor, batch: PagedBatch, *, causal: Tensor | None = None, tree_mask: Tensor | None = None,
+        out: Tensor | None = None, return_lse: Literal[False] = False,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def __call__(
-        self, q_THD: Tensor, batch: PagedBatch, *, tree_mask: Tensor | None = None, out: Tensor | None = None,
-        return_lse: bool,
+        self, q_THD: Tensor, batch: PagedBatch, *, causal: Tensor | None = None, tree_mask: Tensor | None = None,
+        out: Tensor | None = None, return_lse: bool,
     ) -> Any: ...  # fmt: skip
     def __call__(
-        self, q_THD: Tensor, batch: PagedBatch, *, tree_mask: Tensor | None = None, out: Tensor | None = None,
-        return_lse: bool = False,
+        self, q_THD: Tensor, batch: PagedBatch, *, causal: Tensor | None = None, tree_mask: Tensor | None = None,
+        out: Tensor | None = None, return_lse: bool = False,
     ) -> Any:  # fmt: skip
         """Attend from the new tokens of a batch to the cached tokens of their sequences. See `paged_attention`."""
         if not is_dynamo_compiling() and self._binding is not None:
             while True:
                 results = _extension.attend(
                     self._binding, q_THD, batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q,
-                    batch.max_seqlen_q, batch.max_seqlen_k, tree_mask, out, return_lse,
+                    batch.max_seqlen_q, batch.max_seqlen_k, tree_mask, causal, out, return_lse,
                 )  # fmt: skip
                 if type(results) is not int:
                     break
-                self._set_kernel(results, attention_case(self._layer, self._options, q_THD, tree_mask), self._serve)
+                case = attention_case(self._layer, self._options, q_THD, (tree_mask, causal))
+                self._set_kernel(results, case, self._serve)
             if results is not None:
                 return results
-        return attend_by_operator(q_THD, self._layer, batch, self._options, tree_mask, out, return_lse, self._backend)
+        on, masks = self._options, (tree_mask, causal)
+        return attend_by_operator(q_THD, self._layer, batch, on, masks, out, return_lse, self._backend)
 
     def _serve(self, backend: Any) -> Callable[..., None]:
         x, on = self._layer, self._options
@@ -204,7 +207,7 @@ class BoundAttention(_Bound):
             return backend.bind_attention(x, on)  # type: ignore[no-any-return]
 
         def serve(q: Tensor, *others: Any) -> None:
-            *tables, tree_mask, out, lse = others
+            *tables, tree_mask, causal_of, out, lse = others
             fields: tuple[Any, ...] = (
                 q,
                 x.k,
@@ -214,6 +217,7 @@ class BoundAttention(_Bound):
                 *tables,
                 *on[:-1],
                 tree_mask,
+                causal_of,
                 on[-1],
                 out,
                 lse,
@@ -279,15 +283,16 @@ class BoundWrite(_Bound):
 
 
 def bind_attention(layer: KVLayer, *, backend: str | None = None, **options: Unpack[Options]) -> BoundAttention:
-    """Return `paged_attention` of `layer` with these options: `attend(q, batch, *, tree_mask, out, return_lse)`.
+    """Return `paged_attention` of `layer` with these options.
 
+    The result is called as `attend(q, batch, *, causal, tree_mask, out, return_lse)`.
     The layer and the options are checked here, once; a call checks its own arguments. The options are those of
     `paged_attention`: scale, causal, window, softcap, sinks, alibi_slopes, split_tokens, backend. The bound call keeps
     the layer's tensors alive. `attend.rebind(layer)` gives it the tensors of another layer of the same model.
 
     Raises: InvalidRequest; KernelUnavailable if the named kernel cannot serve the layer or the options.
     """
-    return BoundAttention(layer, AttentionOptions(**options), backend)
+    return BoundAttention(layer, AttentionOptions.of(**options), backend)
 
 
 def bind_write(layer: KVLayer, *, rope: RotaryTable | None = None, backend: str | None = None) -> BoundWrite:

@@ -67,15 +67,22 @@ def attention_case(
     layer: KVLayer | AttentionCall,
     options: AttentionOptions | AttentionCall,
     q: Tensor | None,
-    tree_mask: Tensor | None,
+    masks: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Case:
     """Return the case of an attention call on `layer`.
 
+    masks:  tree_mask and causal_of of the call
     q None: of all calls with these options, whatever their queries are.
     """
-    given = ("window", "sinks", "alibi_slopes", "split_tokens")
+    given = ("sinks", "alibi_slopes", "split_tokens")
     features = {name for name in given if getattr(options, name) is not None} | _scales(layer)
-    flags = (("softcap", options.softcap), ("non_causal", not options.causal), ("tree_mask", tree_mask is not None))
+    tree_mask, causal_of = masks
+    flags = (
+        ("window", options.window is not None or options.right is not None),
+        ("softcap", options.softcap),
+        ("non_causal", not options.causal or causal_of is not None),
+        ("tree_mask", tree_mask is not None),
+    )
     geometry = _geometry(layer) | {"features": frozenset(features | {name for name, is_on in flags if is_on})}
     if q is None:
         heads = [len(x) for x in (options.sinks, options.alibi_slopes) if x is not None]

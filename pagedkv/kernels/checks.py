@@ -221,7 +221,13 @@ def _one_device(call: AttentionCall | WriteCall, device: torch.device) -> None:
             _in_memory(_ARGUMENTS.get(name, name), x)
 
 
-_ARGUMENTS = {"k": "layer.k", "v": "layer.v", "k_new": "k", "v_new": "v"}  # what callers name otherwise than fields
+_ARGUMENTS = {
+    "k": "layer.k",
+    "v": "layer.v",
+    "k_new": "k",
+    "v_new": "v",
+    "causal_of": "causal",
+}  # what callers name otherwise than fields
 
 
 def _in_memory(name: str, x: Tensor) -> None:
@@ -298,6 +304,11 @@ def _tables(call: AttentionCall) -> None:
 
 def _options(call: AttentionCall, H: int, T: int) -> None:
     per_head(call, H)
+    each, B = call.causal_of, call.seq_lens.shape[0]
+    if each is not None and (each.dtype != torch.bool or each.dim() != 1 or len(each) < B):
+        raise InvalidRequest(
+            f"causal is {_dtype(each)} {list(each.shape)}; a tensor must be bool [B={B}]: which sequences are causal?"
+        )
     tree = call.tree_mask
     if tree is not None and (
         tree.dtype != torch.bool or tree.dim() != 2 or tree.shape[0] != T or tree.shape[1] < call.max_seqlen_q
@@ -328,7 +339,17 @@ def per_head(options: AttentionOptions | AttentionCall, H: int | None = None) ->
 
 
 def numbers(options: AttentionOptions | AttentionCall) -> None:
-    """Raise InvalidRequest unless window, split_tokens, scale and softcap are numbers that attention can use."""
+    """Raise InvalidRequest unless causal, window, split_tokens, scale and softcap are what attention can use."""
+    if isinstance(options.causal, Tensor):
+        raise InvalidRequest(
+            "causal is a tensor, one entry for each sequence of a batch: give it to the bound call with the batch, "
+            "attend(q, batch, causal=...); here causal is True or False"
+        )
+    if options.right and options.causal:
+        raise InvalidRequest(
+            f"window shows {options.right} positions after a query, and a causal query sees none of them: "
+            "give (left, 0), or causal=False"
+        )
     for name, value in (("window", options.window), ("split_tokens", options.split_tokens)):
         if value is not None and (not isinstance(value, Integral) or not 1 <= value < 2**63):
             raise InvalidRequest(f"{name} is {value!r}; it must be an integer of at least 1, or None")
@@ -365,8 +386,9 @@ def table_values(call: AttentionCall) -> None:
         raise InvalidRequest(
             f"batch.seq_lens goes from {read.min()} to {read.max()} but a row of {P} pages of {S} holds 0 to {P * S}"
         )
-    short = ((lens > 0) & (lens < counts)).nonzero().flatten()
-    if call.causal and len(short):  # an empty sequence is allowed: its queries see nothing
+    causal = torch.tensor(call.causal) if call.causal_of is None else call.causal_of.cpu()[: len(lens)]
+    short = (causal & (lens > 0) & (lens < counts)).nonzero().flatten()
+    if len(short):  # an empty sequence is allowed: its queries see nothing
         b = int(short[0])
         raise InvalidRequest(
             f"sequence {b} has {int(counts[b])} queries and batch.seq_lens says {int(lens[b])} tokens: seq_lens counts "

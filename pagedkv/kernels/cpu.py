@@ -67,10 +67,11 @@ def isa() -> str:
 def paged_attention(call: AttentionCall) -> None:
     """Attend. Modifies: call.out, call.lse. Raises: InvalidRequest for tables that name what is not there."""
     x, tensors = _extension(), (call.k, call.v, call.k_scale, call.v_scale, call.sinks, call.alibi_slopes)
-    binding = x.bind_attention(*tensors, call.scale, call.causal, call.window, call.softcap, call.split_tokens)
+    rules = (call.scale, call.causal, call.window, call.right, call.softcap, call.split_tokens)
+    binding = x.bind_attention(*tensors, *rules)
     x.set_kernel(binding, 0, isa(), num_threads(), None)
     tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, call.max_seqlen_k)
-    if x.attend(binding, call.q, *tables, call.tree_mask, call.out, call.lse) is None:
+    if x.attend(binding, call.q, *tables, call.tree_mask, call.causal_of, call.out, call.lse) is None:
         checks.table_values(call)
 
 

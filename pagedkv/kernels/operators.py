@@ -39,7 +39,7 @@ def _paged_attention(*args: Any) -> tuple[Tensor, Tensor]:
 def _paged_attention_out(*args: Any) -> None:
     call = AttentionCall(*args[:-1])
     checks.attention(call)
-    kernel = registry.resolve(attention_case(call, call, call.q, call.tree_mask), args[-1])
+    kernel = registry.resolve(attention_case(call, call, call.q, (call.tree_mask, call.causal_of)), args[-1])
     kernel.load().paged_attention(call)
 
 
@@ -102,15 +102,18 @@ def _pool(layer: KVLayer) -> dict[str, Tensor | None]:
 
 
 def attend_by_operator(
-    q: Tensor, layer: KVLayer, batch: PagedBatch, on: AttentionOptions, tree_mask: Tensor | None, out: Tensor | None,
-    return_lse: bool, backend: str,
+    q: Tensor, layer: KVLayer, batch: PagedBatch, on: AttentionOptions, masks: tuple[Tensor | None, Tensor | None],
+    out: Tensor | None, return_lse: bool, backend: str,
 ) -> Any:  # fmt: skip
-    """Attend through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
+    """Attend through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable.
+
+    masks: tree_mask and causal_of
+    """
     on = on.in_float32()
     checks.inference_only(q=q, out=out, sinks=on.sinks, alibi_slopes=on.alibi_slopes, **_pool(layer))
     call = (
         q, layer.k, layer.v, layer.k_scale, layer.v_scale, batch.block_table, batch.rows, batch.seq_lens,
-        batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k, *on[:-1], tree_mask, on.split_tokens,
+        batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k, *on[:-1], *masks, on.split_tokens,
     )  # fmt: skip
     if out is None:
         out, lse = torch.ops.pagedkv.paged_attention.default(*call, backend)

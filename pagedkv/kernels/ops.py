@@ -7,13 +7,13 @@ that. Serving loops bind a layer once instead: `bind_attention`, `bind_write`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from pagedkv.kernels import checks, operators, registry
-from pagedkv.kernels.args import AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable
+from pagedkv.kernels.args import AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable, Window, sides
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write, cached
 from pagedkv.kernels.case import Case, case_of
 from pagedkv.spec import KVSpec
@@ -31,6 +31,7 @@ __all__ = [
 
 
 class _Options(Options, total=False):
+    causal: bool | Tensor  # type: ignore[misc]  # a bound call gets a tensor with each batch
     tree_mask: Tensor | None
     out: Tensor | None
     backend: str | None
@@ -50,8 +51,8 @@ def paged_attention(
     batch: PagedBatch,
     *,
     scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
+    causal: bool | Tensor = True,
+    window: Window | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -67,9 +68,10 @@ def paged_attention(
     score = `scale` * q.k (D ** -0.5 if None), then soft cap c * tanh(s / c), then ALiBi slope_h * (pos_k - pos_q), then
     masks, then sinks.
     causal:       bottom-right aligned: the last query of a sequence is its last token. False: every query sees all
-                  `seq_lens` tokens.
-    window:       hide what lies `window` or more positions before the query. Positions, here and in ALiBi, are places
-                  in the sequence.
+                  `seq_lens` tokens. A tensor says it for each sequence.
+    window:       w: hide what lies w or more positions before the query. (left, right): show so many positions before
+                  the query, its own, and so many after it; None or -1 shows all. So w is (w - 1, None). A causal query
+                  sees nothing after it in any window. Positions, here and in ALiBi, are places in the sequence.
     sinks:        logits that take part in the softmax, and in the LSE, and carry no value.
     tree_mask:    tree_mask[t, j]: may query t see the j-th new token of its own sequence? It replaces causality among
                   the new tokens.
@@ -77,6 +79,7 @@ def paged_attention(
     backend:      a kernel's name, or None for PAGEDKV_KERNELS or else the first in the registry that can.
 
     Shapes:   q [T, H, D]; sinks, alibi_slopes [H] of any float dtype; tree_mask bool [T, >= max_seqlen_q]
+              causal bool [>= B]
               returns out [T, H, Dv] of q's dtype; with return_lse also float32 [T, H], natural logarithm
               a query that sees nothing has out 0 and lse -inf (the sink, if there are sinks)
               rows of q past cu_seqlens_q[-1] are padding: neither read nor written
@@ -84,19 +87,25 @@ def paged_attention(
     Raises:   InvalidRequest; KernelUnavailable.
     """
     scale = max(1, q_THD.shape[-1]) ** -0.5 if scale is None else scale
-    on = AttentionOptions(scale, causal, window, softcap, sinks, alibi_slopes, split_tokens)
+    left, right = sides(window) if isinstance(window, tuple | list) else (window, None)
+    causal_of = causal if isinstance(causal, Tensor) else None
+    is_causal: Any = causal if causal_of is None else False
+    on = AttentionOptions(scale, is_causal, left, right, softcap, sinks, alibi_slopes, split_tokens)
+    masks = (tree_mask, causal_of)
     if (sinks is not None or alibi_slopes is not None) and not on.is_float32():
         # converted in each call: a bound call would not see later changes
         return operators.attend_by_operator(  # type: ignore[no-any-return]
-            q_THD, layer, batch, on, tree_mask, out, return_lse, backend or registry.AUTO
+            q_THD, layer, batch, on, masks, out, return_lse, backend or registry.AUTO
         )
-    plain = (scale, causal, window, softcap, split_tokens)
+    plain = (scale, is_causal, left, right, softcap, split_tokens)
     key = (*plain, *map(type, plain), id(sinks), id(alibi_slopes), backend)  # types: 1, 1.0 and True are equal
     attend = cached(layer, key, lambda: BoundAttention(layer, on, backend))
     if attend is not None:
-        return attend(q_THD, batch, tree_mask=tree_mask, out=out, return_lse=return_lse)  # type: ignore[no-any-return]
+        return attend(  # type: ignore[no-any-return]
+            q_THD, batch, causal=causal_of, tree_mask=tree_mask, out=out, return_lse=return_lse
+        )
     return operators.attend_by_operator(  # type: ignore[no-any-return]
-        q_THD, layer, batch, on, tree_mask, out, return_lse, backend or registry.AUTO
+        q_THD, layer, batch, on, masks, out, return_lse, backend or registry.AUTO
     )
 
 

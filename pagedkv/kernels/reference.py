@@ -4,7 +4,8 @@ Query i of a sequence with n tokens, the last m of them new, is at position p = 
 in a page that is not punched:
 
     s[t]    = scale * q . k[t];   c * tanh(s / c) if softcap c;   + slope_h * (t - p) if ALiBi
-    visible = t <= p (causal),  or  tree_mask[i, t - (n - m)] for new tokens (tree),  or  always;   and t > p - window
+    visible = t <= p (causal),  or  tree_mask[i, t - (n - m)] for new tokens (tree),  or  always
+              and t > p - window and t <= p + right
     lse     = ln(sum over visible t of exp(s[t]) + exp(sink_h));   out = sum of exp(s[t] - lse) * v[t]
 
 Sequences with equally many queries and similar lengths are computed together, their keys gathered token by token
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels import checks, quant
+from pagedkv.kernels.layout import FARTHEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,11 +39,15 @@ KEYS_AT_ONCE: Final = 1 << 18
 
 
 class _Group(NamedTuple):
-    """Sequences with equally many queries: `queries` int64 [b, m] rows of q, `lens`, `table_rows` int64 [b]."""
+    """Sequences with equally many queries: `queries` int64 [b, m] rows of q, `lens`, `table_rows` int64 [b].
+
+    causal: bool [b] or []
+    """
 
     queries: Tensor
     lens: Tensor
     table_rows: Tensor
+    causal: Tensor
 
 
 class _Keys(NamedTuple):
@@ -95,7 +101,8 @@ def _group(call: AttentionCall, members: list[int], m: int) -> _Group:
     index = torch.tensor(members, device=call.q.device)
     queries = call.cu_seqlens_q[index].long()[:, None] + torch.arange(m, device=call.q.device)
     rows = index if call.rows is None else call.rows[index].long()
-    return _Group(queries, call.seq_lens[index].long(), rows)
+    causal = torch.tensor(call.causal, device=index.device) if call.causal_of is None else call.causal_of[index]
+    return _Group(queries, call.seq_lens[index].long(), rows, causal)
 
 
 def _gather(call: AttentionCall, group: _Group, dtype: torch.dtype) -> _Keys:
@@ -197,10 +204,12 @@ def _visible(call: AttentionCall, group: _Group, present: Tensor, where: tuple[s
         j = (t - new)[:, None].expand(-1, p.shape[1], -1)  # [b, m, n]: key t is the j-th new token
         among_new = call.tree_mask[group.queries[:, chunk]].gather(2, j.clamp(0, all_queries - 1))
         visible = visible & ((j < 0) | among_new)
-    elif call.causal:
-        visible = visible & (t <= p)
+    else:
+        visible = visible & ((t <= p) | ~group.causal.view(-1, 1, 1))
     if call.window is not None:
         visible = visible & (t > p - call.window)
+    if call.right is not None:
+        visible = visible & (t <= p + min(call.right, FARTHEST))
     return visible.expand(-1, p.shape[1], -1), t - p
 
 

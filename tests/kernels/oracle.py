@@ -93,6 +93,8 @@ def logical(built: Built) -> list[Sequence]:
     S, K = layer.k.shape[1:3]
     k, v = stored_values(layer.k, layer.k_scale), stored_values(layer.v, layer.v_scale)
     tree, window = built.options.get("tree_mask"), built.options.get("window")
+    left, right = window if isinstance(window, tuple) else (None if window is None else window - 1, None)
+    causal = built.options.get("causal", True)
     starts, sequences = batch.cu_seqlens_q.tolist(), []
     for b, n in enumerate(batch.seq_lens.tolist()):
         rows = list(range(starts[b], starts[b + 1]))
@@ -114,8 +116,9 @@ def logical(built: Built) -> list[Sequence]:
                 if tree is not None:
                     seen = t < first_new or bool(tree[row, t - first_new])
                 else:
-                    seen = t <= first_new + i or not built.options.get("causal", True)
-                visible[i, t] = seen and (window is None or t > first_new + i - window)
+                    seen = t <= first_new + i or not (causal[b] if isinstance(causal, Tensor) else causal)
+                seen = seen and (left is None or t >= first_new + i - left)
+                visible[i, t] = seen and (right is None or t <= first_new + i + right)
         sequences.append(Sequence(keys, values, visible, rows))
     return sequences
 

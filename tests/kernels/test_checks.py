@@ -75,6 +75,15 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
         "tree_mask is bool [5, 3]; it must be bool [T=5, max_seqlen_q=4]",
     ),
     (option(window=0), "window is 0; it must be an integer of at least 1, or None"),
+    *(
+        (option(window=window), f"window is {window}; a tuple must be (left, right), the numbers of positions before")
+        for window in [(1, 2, 3), (), (-2, 0), (0, 1.5), ("4", 0), (2**63 - 1, 0)]
+    ),
+    (option(window=(4, 1)), "window shows 1 positions after a query, and a causal query sees none of them"),
+    *(
+        (option(causal=x), f"causal is {str(x.dtype)[6:]} {list(x.shape)}; a tensor must be bool [B=2]")
+        for x in (torch.ones(1, dtype=torch.bool), torch.ones(2), torch.ones(1, 2, dtype=torch.bool))
+    ),
     (option(split_tokens=-1), "split_tokens is -1; it must be an integer of at least 1, or None"),
     (option(softcap=-1.0), "softcap is -1.0; it must be a finite number, 0 for none"),
     (option(scale=float("nan")), "scale is nan; it must be a finite number, or None for D ** -0.5"),
@@ -98,7 +107,10 @@ def attend(built: Built) -> None:
 
 def attend_bound(built: Built) -> None:
     of_call = {name: x for name, x in built.options.items() if name in ("tree_mask", "out")}
-    bound = bind_attention(built.layer, **{name: x for name, x in built.options.items() if name not in of_call})
+    fixed = {name: x for name, x in built.options.items() if name not in of_call}
+    if isinstance(built.options["causal"], torch.Tensor):
+        of_call["causal"], fixed["causal"] = fixed["causal"], False
+    bound = bind_attention(built.layer, **fixed)
     bound(built.q, built.batch, **of_call)
 
 

@@ -25,7 +25,7 @@ QUANTISED = Case(q_lens=(1, 4), kv_lens=(40, 6), kv="int8/token_head", layout="H
 def attention_args(case: Case) -> tuple[Any, ...]:
     q, layer, batch, options = case.build()
     tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    rule = (0.125, options["causal"], options["window"], options["softcap"], options.get("sinks"), None, None, None)
+    rule = (0.125, True, options["window"], None, options["softcap"], options.get("sinks"), None, None, None, None)
     return (q, layer.k, layer.v, layer.k_scale, layer.v_scale, *tables, *rule)
 
 

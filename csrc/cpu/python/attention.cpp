@@ -1,8 +1,9 @@
 // From Python objects to an Attention.
 //
-//     bind_attention(k, v, k_scale, v_scale, sinks, alibi_slopes, scale, causal, window, softcap, split_tokens)
+//     bind_attention(k, v, k_scale, v_scale, sinks, alibi_slopes, scale, causal, window, right, softcap, split_tokens)
 //         returns a binding, or None if the operator must serve every call
-//     attend(binding, q, block_table, rows, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, tree_mask, out, lse)
+//     attend(binding, q, block_table, rows, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, tree_mask, causal_of,
+//            out, lse)
 //         lse: a bool, whether the caller wants one; or, if Python has checked the call, the LSE's tensor
 //
 // Both return None if a table names what is not there: then checks.table_values has the words.
@@ -19,12 +20,8 @@
 namespace pagedkv {
 namespace {
 
-enum { Q, TABLE, ROWS, SEQ_LENS, STARTS, MAX_Q, MAX_K, TREE, OUT, LSE, NUM_ATTEND };
-constexpr int TENSORS[] = {Q, TABLE, ROWS, SEQ_LENS, STARTS, TREE, OUT};
-
-// Lengths are int32, so no two positions are so far apart: a wider window hides no key. (Kernels whose arithmetic has
-// 32 bits use pagedkv.kernels.layout.FARTHEST.)
-constexpr int64_t NO_LIMIT = int64_t{1} << 32;
+enum { Q, TABLE, ROWS, SEQ_LENS, STARTS, MAX_Q, MAX_K, TREE, CAUSAL_OF, OUT, LSE, NUM_ATTEND };
+constexpr int TENSORS[] = {Q, TABLE, ROWS, SEQ_LENS, STARTS, TREE, CAUSAL_OF, OUT};
 
 // The LSE of a caller who does not want one goes to this scratch buffer of the thread.
 View discarded_lse(int64_t T, int64_t H) {
@@ -42,7 +39,7 @@ bool is_query(const Tensor& q, const Tensor& k) {
 // The rules of checks.attention in pagedkv/kernels/checks.py for all that may change from call to call.
 bool keeps_contract(const Binding& b, const Tensor* t, int64_t max_q) {
     const Tensor &q = t[Q], &k = b.tensors[BOUND_K], &table = t[TABLE], &rows = t[ROWS], &lens = t[SEQ_LENS];
-    const Tensor &starts = t[STARTS], &tree = t[TREE], &out = t[OUT];
+    const Tensor &starts = t[STARTS], &tree = t[TREE], &causal = t[CAUSAL_OF], &out = t[OUT];
     if (q.dims != 3 || !is_beside(q, k) || q.shape[2] != b.attention.D) return false;
     if (!has_unit_stride(q) || !is_query(q, k)) return false;
     int64_t T = q.shape[0], H = q.shape[1], B = lens.shape[0];
@@ -56,6 +53,7 @@ bool keeps_contract(const Binding& b, const Tensor* t, int64_t max_q) {
         if (heads.is_given && (!is_like(heads, 2, 32, 1, k) || heads.shape[0] != H)) return false;
     }
     if (tree.is_given && (!is_like(tree, 6, 8, 2, k) || tree.shape[0] != T || tree.shape[1] < max_q)) return false;
+    if (causal.is_given && (!is_like(causal, 6, 8, 1, k) || causal.shape[0] < B)) return false;
     if (!out.is_given) return true;
     bool has_shape = out.shape[0] == T && out.shape[1] == H && out.shape[2] == b.attention.Dv;
     return is_like(out, q.code, q.bits, 3, k) && has_shape && has_unit_stride(out) && has_own_elements(out);
@@ -68,7 +66,7 @@ int32_t entry(const Tensor& t, int64_t i) { return reinterpret_cast<const int32_
 // tell. The entry of a punched page is -1.
 // O(sequences + pages).
 bool names_what_is_there(const Binding& b, const Tensor* t, int64_t max_q, int64_t max_k) {
-    const Tensor &table = t[TABLE], &rows = t[ROWS];
+    const Tensor &table = t[TABLE], &rows = t[ROWS], &causal = t[CAUSAL_OF];
     int64_t B = t[SEQ_LENS].shape[0], S = b.attention.S, frames = b.tensors[BOUND_K].shape[0];
     if (entry(t[STARTS], 0) != 0 || entry(t[STARTS], B) > t[Q].shape[0]) return false;
     for (int64_t i = 0; i < B; i++) {
@@ -76,7 +74,8 @@ bool names_what_is_there(const Binding& b, const Tensor* t, int64_t max_q, int64
         if (queries < 0 || queries > max_q) return false;
         if (!queries) continue;
         int64_t row = rows.is_given ? entry(rows, i * rows.strides[0]) : i, pages = (length + S - 1) / S;
-        bool is_short = b.attention.causal && length > 0 && length < queries;  // queries before the first token
+        bool is_causal = causal.is_given ? causal.data[i * causal.strides[0]] : b.attention.causal;
+        bool is_short = is_causal && length > 0 && length < queries;  // queries before the first token
         if (length < 0 || is_short || length > max_k || pages > table.shape[1]) return false;
         if (row < 0 || row >= table.shape[0]) return false;
         const int32_t* entries = reinterpret_cast<const int32_t*>(table.data) + row * table.strides[0];
@@ -103,7 +102,8 @@ void compute(const Binding& b, const Server& server, const Tensor* t, const Tens
     const Tensor& q = t[Q];
     a.q_type = dtype_of(q), a.B = t[SEQ_LENS].shape[0], a.H = q.shape[1];
     a.q = view_of(q), a.out = view_of(out), a.table = view_of(t[TABLE]), a.rows = view_of(t[ROWS]);
-    a.tree = view_of(t[TREE]), a.seq_lens = reinterpret_cast<const int32_t*>(t[SEQ_LENS].data);
+    a.tree = view_of(t[TREE]), a.causal_of = view_of(t[CAUSAL_OF]);
+    a.seq_lens = reinterpret_cast<const int32_t*>(t[SEQ_LENS].data);
     a.cu_seqlens_q = reinterpret_cast<const int32_t*>(t[STARTS].data);
     int threads = threads_of(server);
     py::gil_scoped_release released;
@@ -125,7 +125,8 @@ py::object attend(PyObject* const* x) {
     if (t[Q].device_type == CPU_DEVICE && !names_what_is_there(b, t, max_q, max_k)) return py::none();
     const Tensor& q = t[Q];
     int64_t T = q.shape[0], H = q.shape[1];
-    int64_t kind = H << 20 | int64_t{t[TREE].is_given} << 16 | int64_t{q.code} << 8 | q.bits;
+    int64_t given = int64_t{t[TREE].is_given} << 16 | int64_t{t[CAUSAL_OF].is_given} << 17;
+    int64_t kind = H << 20 | given | int64_t{q.code} << 8 | q.bits;
     Server server = b.server;  // a copy: another thread may set another kernel meanwhile
     if (!is_checked && server.kind != kind) return py::int_(kind);
     bool with_lse = x[LSE] == Py_True, makes_lse = with_lse || server.serve;  // Python's kernels always store one
@@ -147,8 +148,8 @@ py::object attend(PyObject* const* x) {
 }
 
 py::object bind_attention(py::object k, py::object v, py::object k_scale, py::object v_scale, py::object sinks,
-    py::object slopes, double scale, bool causal, std::optional<int64_t> window, double softcap,
-    std::optional<int64_t> split) {
+    py::object slopes, double scale, bool causal, std::optional<int64_t> window,
+    std::optional<int64_t> right, double softcap, std::optional<int64_t> split) {
     py::object capsule = new_binding({k, v, k_scale, v_scale, sinks, slopes});
     if (!capsule) return py::none();
     Binding& b = binding_of(capsule);
@@ -160,6 +161,7 @@ py::object bind_attention(py::object k, py::object v, py::object k_scale, py::ob
     a.v_scale = view_of(t[BOUND_V_SCALE]), a.sinks = view_of(t[BOUND_SINKS]), a.slopes = view_of(t[BOUND_SLOPES]);
     a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap), a.causal = causal;
     a.window = window.value_or(0) < NO_LIMIT ? window.value_or(0) : 0;
+    a.right = std::min(right.value_or(NO_LIMIT), NO_LIMIT);
     a.split_tokens = std::min(split.value_or(0), NO_LIMIT);
     return capsule;
 }

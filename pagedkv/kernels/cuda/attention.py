@@ -36,21 +36,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _POINTERS = (
-    "q k v k_scale v_scale block_table rows seq_lens cu_seqlens_q sinks slopes tree_mask out lse partials tickets"
+    "q k v k_scale v_scale block_table rows seq_lens cu_seqlens_q sinks slopes tree_mask causal_of out lse partials "
+    "tickets"
 )
 _STRIDES = (
     "q_token q_head k_frame k_slot k_head v_frame v_slot v_head k_scale_frame k_scale_slot k_scale_head "
-    "v_scale_frame v_scale_slot v_scale_head table_row tree_row out_token out_head max_partials"
+    "v_scale_frame v_scale_slot v_scale_head table_row tree_row causal_step out_token out_head max_partials"
 )
 _INTEGERS = (
-    "num_sequences num_heads num_kv_heads block_size causal window split_tokens spread min_rows max_rows q_vectors"
+    "num_sequences num_heads num_kv_heads block_size causal window right split_tokens spread min_rows max_rows "
+    "q_vectors"
 )
 _FLOATS = "scale softcap"
 PARAMS: Final = (*_POINTERS.split(), *_STRIDES.split(), *_INTEGERS.split(), *_FLOATS.split())
 """The fields of `AttentionParams`, in order."""
 
 LAYOUT: Final = struct.Struct(
-    f"@{len(_POINTERS.split())}Q{len(_STRIDES.split())}q{len(_INTEGERS.split())}i{len(_FLOATS.split())}f4x"
+    f"@{len(_POINTERS.split())}Q{len(_STRIDES.split())}q{len(_INTEGERS.split())}i{len(_FLOATS.split())}f"
 )
 POINTERS: Final = struct.Struct(f"@{len(_POINTERS.split())}Q")
 REST: Final = struct.Struct(LAYOUT.format.replace(POINTERS.format[1:], ""))
@@ -143,7 +145,7 @@ class AttentionLauncher:
 
     def __call__(
         self, q: Tensor, table: Tensor, rows: Tensor | None, seq_lens: Tensor, starts: Tensor,
-        max_q: int, max_k: int, tree: Tensor | None, out: Tensor, lse: Tensor,
+        max_q: int, max_k: int, tree: Tensor | None, causal_of: Tensor | None, out: Tensor, lse: Tensor,
     ) -> None:  # fmt: skip
         """Attend. Modifies: out, lse."""
         machine, on = self._machine, self._options
@@ -151,17 +153,19 @@ class AttentionLauncher:
         key = (
             q_at & 15, q.shape, q.stride(), out.stride(), table.stride(0), seq_lens.shape, max_q,
             -(-max(max_k, 1) // split) if split else 0, None if tree is None else (tree.shape[1], tree.stride()),
+            None if causal_of is None else causal_of.stride(),
         )  # fmt: skip
         launches = self._launches.get(key)
         if launches is None:
-            launches = self._compute(key, (q, table, rows, seq_lens, starts, max_q, max_k), tree, out, lse)
+            masks = (tree, causal_of)
+            launches = self._compute(key, (q, table, rows, seq_lens, starts, max_q, max_k), masks, out, lse)
         sinks, slopes = self._heads if self._is_dense else (_dense(x, machine) for x in self._heads)
         rows, into = _dense(rows, machine), lse if lse.is_contiguous() else _copy_of(lse, machine)  # padding stays
         if tree is not None and tree.stride(1) != 1:
             tree = _copy_of(tree, machine)
         pointers = (
             q_at, *self._pool, table.data_ptr(), _address(rows), seq_lens.data_ptr(), starts.data_ptr(),
-            _address(sinks), _address(slopes), _address(tree), out.data_ptr(), into.data_ptr(),
+            _address(sinks), _address(slopes), _address(tree), _address(causal_of), out.data_ptr(), into.data_ptr(),
         )  # fmt: skip
         for kernel, blocks, floats, slots, rest, merge in launches:
             partials, tickets = machine.workspace(floats, q), machine.tickets(slots, q) if slots else None
@@ -173,8 +177,8 @@ class AttentionLauncher:
             lse.copy_(into)
 
     def _compute(self, key: tuple[Any, ...], tables: tuple[Any, ...], *rest: Any) -> tuple[Launch, ...]:
-        (q, *others), (tree, out, lse), layer, on = tables, rest, self._layer, self._options
-        rules = (*on[:-1], tree, on.split_tokens)
+        (q, *others), (masks, out, lse), layer, on = tables, rest, self._layer, self._options
+        rules = (*on[:-1], *masks, on.split_tokens)
         fields: tuple[Any, ...] = (q, layer.k, layer.v, *self._scales, *others, *rules, out, lse)
         if len(self._launches) >= MOST_LAUNCHES:
             self._launches.clear()
@@ -185,10 +189,10 @@ class AttentionLauncher:
 def attend(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> None:
     """Launch the kernels that serve `call`. Modifies: call.out, call.lse."""
     layer = KVLayer(call.k, call.v, call.k_scale, call.v_scale)
-    rules = (call.scale, call.causal, call.window, call.softcap, call.sinks, call.alibi_slopes)
+    rules = (call.scale, call.causal, call.window, call.right, call.softcap, call.sinks, call.alibi_slopes)
     tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, call.max_seqlen_k)
     launcher = AttentionLauncher(layer, AttentionOptions(*rules, call.split_tokens), machine, ways)
-    launcher(call.q, *tables, call.tree_mask, call.out, call.lse)
+    launcher(call.q, *tables, call.tree_mask, call.causal_of, call.out, call.lse)
 
 
 def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tuple[Launch, ...]:
@@ -225,12 +229,14 @@ def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisati
     pools = [stride * call.k.element_size() for pool in (call.k, call.v) for stride in pool.stride()[:3]]
     scales = (*scale_strides(call.k_scale), *scale_strides(call.v_scale))
     tree_row = 0 if tree is None else tree.stride(0) if tree.stride(1) == 1 else tree.shape[1]
-    strides = (q_token, q_head, *pools, *scales, call.block_table.stride(0), tree_row)
+    causal_step = 0 if call.causal_of is None else call.causal_of.stride(0)
+    strides = (q_token, q_head, *pools, *scales, call.block_table.stride(0), tree_row, causal_step)
     window, rows = min(call.window or 0, FARTHEST), (row_class.least, row_class.most)
+    right = FARTHEST if call.right is None else min(call.right, FARTHEST)
     q_vectors = (q.data_ptr() | q_token | q_head) % (4 * size) == 0
     rest = REST.pack(
         *strides, call.out.stride(0) * size, call.out.stride(1) * size, slots,
-        B, H, K, S, call.causal, window, split, spread, *rows, q_vectors,
+        B, H, K, S, call.causal, window, right, split, spread, *rows, q_vectors,
         call.scale, call.softcap if call.softcap < NO_CAP else 0.0,
     )  # fmt: skip
     merge = PiecesSpecialisation(kernel) if is_shared and kernel.second_launch else None

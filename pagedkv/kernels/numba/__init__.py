@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from pagedkv.kernels import checks, quant, reference
+from pagedkv.kernels.layout import FARTHEST
 from pagedkv.kernels.threads import is_forked, num_threads
 
 if TYPE_CHECKING:
@@ -63,11 +64,13 @@ def paged_attention(call: AttentionCall) -> None:
     words = np.zeros(attention.WORDS, np.int64)
     pool = (call.k, call.v, call.k_scale, call.v_scale)
     tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q)
-    options = (call.sinks, call.alibi_slopes, call.tree_mask)
+    options = (call.sinks, call.alibi_slopes, call.tree_mask, call.causal_of)
     _put_tensors(words, (call.q, *pool, *tables, *options, call.out, call.lse))
     words[attention.H : attention.S + 1] = (H, K, D, Dv, S)
     words[attention.Q_KIND : attention.KV_KIND + 1] = (_kind(call.q), _kind(call.k))
-    words[attention.CAUSAL : attention.SPLIT_TOKENS + 1] = (call.causal, call.window or 0, call.split_tokens or 0)
+    right = FARTHEST if call.right is None else min(call.right, FARTHEST)
+    rules = (call.causal, call.window or 0, right, call.split_tokens or 0)
+    words[attention.CAUSAL : attention.SPLIT_TOKENS + 1] = rules
     words.view(np.float64)[attention.SCALE : attention.SOFTCAP + 1] = (call.scale, call.softcap)
     words[attention.B : attention.UNIT_HEADS + 1] = (call.seq_lens.shape[0], threads, queries, heads)
     ends = (call.q.shape[0], call.k.shape[0], *call.block_table.shape, call.max_seqlen_q, call.max_seqlen_k)

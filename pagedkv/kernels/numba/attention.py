@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, njit, types
 
+from pagedkv.kernels.layout import FARTHEST
 from pagedkv.kernels.numba.elements import (
     MACHINE_CODE,
     _as_bits,
@@ -50,22 +51,22 @@ from pagedkv.kernels.numba.elements import (
 # its address (0: there is no such tensor), then up to three strides in bytes.
 Q, KEYS, VALUES, K_SCALE, V_SCALE = range(0, 20, 4)
 TABLE, ROWS, SEQ_LENS, CU_SEQLENS = range(20, 36, 4)  # block_table, rows, seq_lens, cu_seqlens_q
-SINKS, SLOPES, TREE = range(36, 48, 4)  # sinks, alibi_slopes, tree_mask
-OUT, LSE = range(48, 56, 4)
-# Then come numbers: sizes; kinds of elements, as in elements.py; options, 0 for none.
-H, K, D, DV, S = range(56, 61)
-Q_KIND, KV_KIND = range(61, 63)
-CAUSAL, WINDOW, SPLIT_TOKENS = range(63, 66)
-SCALE, SOFTCAP = range(66, 68)  # the bits of float64
+SINKS, SLOPES, TREE, CAUSAL_OF = range(36, 52, 4)  # sinks, alibi_slopes, tree_mask, causal_of
+OUT, LSE = range(52, 60, 4)
+# Then come numbers: sizes; kinds of elements, as in elements.py; options, 0 for none (RIGHT: FARTHEST).
+H, K, D, DV, S = range(60, 65)
+Q_KIND, KV_KIND = range(65, 67)
+CAUSAL, WINDOW, RIGHT, SPLIT_TOKENS = range(67, 71)
+SCALE, SOFTCAP = range(71, 73)  # the bits of float64
 # The input of `partition`: sequences, threads, and the most queries and kv heads of a unit.
-B, THREADS, UNIT_QUERIES, UNIT_HEADS = range(68, 72)
+B, THREADS, UNIT_QUERIES, UNIT_HEADS = range(73, 77)
 # The units, the groups, and memory: addresses, except NUM_UNITS and SCRATCH_BYTES (those of one thread).
-UNITS, NUM_UNITS, GROUPS, PARTIALS, SCRATCH, SCRATCH_BYTES = range(72, 78)
+UNITS, NUM_UNITS, GROUPS, PARTIALS, SCRATCH, SCRATCH_BYTES = range(77, 83)
 # Counters that the threads share: the units and the threads that have begun.
-NEXT_UNIT, NEXT_THREAD = range(78, 80)
+NEXT_UNIT, NEXT_THREAD = range(83, 85)
 # The ends of what the tables may name: queries of q, frames, rows and pages of the table; max_seqlen_q, max_seqlen_k.
-NUM_TOKENS, NUM_FRAMES, NUM_ROWS, NUM_PAGES, MOST_QUERIES, MOST_KEYS = range(80, 86)
-WORDS = 86
+NUM_TOKENS, NUM_FRAMES, NUM_ROWS, NUM_PAGES, MOST_QUERIES, MOST_KEYS = range(85, 91)
+WORDS = 91
 
 # A unit: b, i0, i1, h0, h1, c0, c1, the tokens of a chunk, the index of its group.
 UNIT_WORDS = 9
@@ -100,6 +101,20 @@ def _num_queries(c: Any, b: int) -> Any:
 
 
 @njit
+def _is_causal(c: Any, b: int) -> Any:
+    """Return whether sequence b is causal."""
+    if c[CAUSAL_OF]:
+        return _octets(c[CAUSAL_OF] + b * c[CAUSAL_OF + 1], 1)[0] != 0
+    return c[CAUSAL] != 0
+
+
+@njit
+def _right(c: Any, b: int) -> Any:
+    """Return the positions after its own that a query of sequence b sees. A tree mask may hide more of them."""
+    return 0 if _is_causal(c, b) and not c[TREE] else c[RIGHT]
+
+
+@njit
 def _whole_pages(c: Any) -> Any:
     """Return the keys of one page, or of the small pages that fit into 16 keys. No tile crosses a multiple of them."""
     return c[S] if c[S] >= 16 else 16 // c[S] * c[S]
@@ -109,9 +124,7 @@ def _whole_pages(c: Any) -> Any:
 def _span(c: Any, b: int, i0: int, i1: int) -> Any:
     """Return the first key that any of the queries [i0, i1) of sequence b may see, and the end of those keys."""
     n, m = _entry(c, SEQ_LENS, b), _num_queries(c, b)
-    first, end = 0, n
-    if c[CAUSAL] and not c[TREE]:
-        end = min(n, max(0, n - m + i1))
+    first, end = 0, min(n, max(0, n - m + i1 + _right(c, b)))
     if c[WINDOW]:
         first = max(0, n - m + i0 - c[WINDOW] + 1)
     return first, max(first, end)
@@ -132,7 +145,7 @@ def is_in_bounds(c: Any) -> bool:
         if m == 0:
             continue
         row, pages = _entry(c, ROWS, b) if c[ROWS] else b, (n + c[S] - 1) // c[S]
-        if n < 0 or (c[CAUSAL] and 0 < n < m) or n > c[MOST_KEYS]:
+        if n < 0 or (_is_causal(c, b) and 0 < n < m) or n > c[MOST_KEYS]:
             return False
         if pages > c[NUM_PAGES] or row < 0 or row >= c[NUM_ROWS]:
             return False
@@ -284,14 +297,14 @@ def _shape_scores(c: Any, b: int, bounds: Any, t0: int, n: int, exists: Any, sco
     i0, i1, h0, h1 = bounds
     group, start = c[H] // c[K], _entry(c, CU_SEQLENS, b)
     p0 = _entry(c, SEQ_LENS, b) - _num_queries(c, b)  # the position of the first query
-    cap, window = _doubles(c)[SOFTCAP], c[WINDOW]
+    cap, window, right = _doubles(c)[SOFTCAP], c[WINDOW], _right(c, b)
     all_exist = True
     for j in range(n):
         all_exist = all_exist and exists[j] != 0
     is_masked = (
         not all_exist
         or (c[TREE] and t0 + n > p0)
-        or (c[CAUSAL] and t0 + n - 1 > p0 + i0)
+        or t0 + n - 1 > p0 + i0 + right
         or (window and t0 <= p0 + i1 - 1 - window)
     )
     if cap == 0 and not c[SLOPES] and not is_masked:
@@ -314,10 +327,9 @@ def _shape_scores(c: Any, b: int, bounds: Any, t0: int, n: int, exists: Any, sco
                     continue
                 for j in range(n):
                     t = t0 + j
-                    if c[TREE]:
+                    visible = t <= p + right
+                    if c[TREE] and visible:
                         visible = t < p0 or (exists[j] != 0 and tree[(t - p0) * c[TREE + 2]] != 0)
-                    else:
-                        visible = t <= p or not c[CAUSAL]
                     if not (visible and exists[j] != 0 and (window == 0 or t > p - window)):
                         s[j] = -np.inf
 
@@ -456,7 +468,7 @@ def _mend(c: Any, b: int, bounds: Any, scratch: int) -> None:
     the value. If the query sees a NaN, its result is NaN again.
     """
     i0, i1, h0, h1 = bounds
-    if not (c[TREE] or (i1 - i0 > 1 and (c[CAUSAL] or c[WINDOW]))):
+    if not (c[TREE] or (i1 - i0 > 1 and (_right(c, b) < FARTHEST or c[WINDOW]))):
         return
     start, dv, rows = _entry(c, CU_SEQLENS, b), c[DV], c[H] // c[K] * (h1 - h0)
     new = _entry(c, SEQ_LENS, b) - _num_queries(c, b)

@@ -49,8 +49,10 @@ def functional(built: Built, **changes: Any) -> Any:
 def bind(built: Built, **changes: Any) -> Callable[..., Any]:
     """Return the bound call of a case: it takes another case of the same layer and options, and arguments of a call."""
     options = built.options | changes
-    attend = bind_attention(built.layer, **{name: x for name, x in options.items() if name not in PER_CALL})
     usual = {name: x for name, x in options.items() if name in PER_CALL}
+    if isinstance(options["causal"], torch.Tensor):
+        usual["causal"], options["causal"] = options["causal"], False
+    attend = bind_attention(built.layer, **{name: x for name, x in options.items() if name not in PER_CALL})
     return lambda other=built, **changes: attend(other.q, other.batch, **usual | changes)
 
 
@@ -156,22 +158,24 @@ def calls(draw: st.DrawFn) -> tuple[Built, dict[str, Any]]:
     table = pick(table, table[:1], table.mT, table[0], table.long())
     rows = x.rows if x.rows is None else pick(x.rows, x.rows[:1], x.rows.long(), None)
     T, H = (*q.shape, 1, 1)[:2]
+    each = torch.tensor([True, False, True])
+    causal = pick(None, each[:2], each, each[:1], each.int(), each[None], each.repeat_interleave(2)[::2])
     trees, outs = torch.ones(T, 4, dtype=torch.bool), torch.zeros(T, 2 * H, 64, dtype=q.dtype)
     tree = pick(None, trees, trees[:, :3], trees.byte(), trees.repeat(1, 2)[:, ::2], trees[:-1])
     whole = outs[:, :H].clone()
     out = pick(None, whole, whole[..., :32], whole[:, :1].expand(T, H, 64), whole.short(), outs[:, ::2])
     max_q = pick(4, 5, 3)
     tables = replace(x, seq_lens=lens, cu_seqlens_q=starts, block_table=table, rows=rows, max_seqlen_q=max_q)
-    return built._replace(q=q, batch=tables), {"tree_mask": tree, "out": out}
+    return built._replace(q=q, batch=tables), {"tree_mask": tree, "causal": causal, "out": out}
 
 
 @settings(max_examples=300, deadline=None)
 @given(call=calls())
 def test_the_predicate_of_a_bound_call_agrees_with_the_checks(call: tuple[Built, dict[str, Any]]) -> None:
-    (q, x, batch, _), tree, out = call[0][:4], call[1]["tree_mask"], call[1]["out"]
+    (q, x, batch, _), masks, out = call[0][:4], (call[1]["tree_mask"], call[1]["causal"]), call[1]["out"]
     tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    kept = cpu._cpu.attend(bind_attention(x)._binding, q, *tables, tree, out, False)
-    shape, rules = (*q.shape, 1, 1)[:2], (0.125, True, None, 0.0, None, None, tree, None)
+    kept = cpu._cpu.attend(bind_attention(x)._binding, q, *tables, *masks, out, False)
+    shape, rules = (*q.shape, 1, 1)[:2], (0.125, True, None, None, 0.0, None, None, *masks, None)
     results = (torch.zeros(*shape, 64, dtype=q.dtype) if out is None else out, torch.zeros(*shape))
     flat = AttentionCall(q, x.k, x.v, x.k_scale, x.v_scale, *tables, *rules, *results)
     why = objection(checks.attention, flat) or objection(checks.table_values, flat)
@@ -395,8 +399,8 @@ def test_bound_calls_neither_grow_without_bound_nor_keep_a_layer_alive() -> None
 def test_wrong_arguments_of_the_extension_are_type_errors() -> None:
     binding = bind_attention(CASE.build().layer)._binding
     for call, arguments, text in (
-        (cpu._cpu.attend, (binding,), "takes 11 arguments"),
-        (cpu._cpu.attend, (binding, *[None] * 10), "not the checked arguments of an attention call"),
+        (cpu._cpu.attend, (binding,), "takes 12 arguments"),
+        (cpu._cpu.attend, (binding, *[None] * 11), "not the checked arguments of an attention call"),
         (cpu._cpu.write, (binding, *[None] * 4, True), "not the checked arguments of a write"),
         (cpu._cpu.copy, (None, None, 1), "no tensor of a checked call"),
     ):
@@ -404,13 +408,14 @@ def test_wrong_arguments_of_the_extension_are_type_errors() -> None:
             call(*arguments)
     with pytest.raises(ValueError, match="this processor has no avx1024"):
         cpu._cpu.set_kernel(binding, 1, "avx1024", 1, None)
-    assert cpu._cpu.bind_attention(None, *[None] * 5, 1.0, True, None, 0.0, None) is None
+    assert cpu._cpu.bind_attention(None, *[None] * 5, 1.0, True, None, None, 0.0, None) is None
 
 
 def test_results_of_a_wrong_shape_are_refused_by_the_operator() -> None:
     q, x, batch = CASE.build()[:3]
     tables = (batch.block_table, None, batch.seq_lens, batch.cu_seqlens_q, 4, 40)
-    call = (q, x.k, x.v, None, None, *tables, 0.125, True, None, 0.0, None, None, None, None, torch.zeros(5, 6, 64))
+    rules = (0.125, True, None, None, 0.0, None, None, None, None, None)
+    call = (q, x.k, x.v, None, None, *tables, *rules, torch.zeros(5, 6, 64))
     for lse in (torch.zeros(5, 5), torch.zeros(5, 6, dtype=torch.float64)):
         with pytest.raises(InvalidRequest, match=r"lse is .*; it must be float32 \[T=5, H=6\]"):
             torch.ops.pagedkv.paged_attention_out.default(*call, lse, "auto")

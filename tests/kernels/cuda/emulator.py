@@ -224,7 +224,7 @@ class Emulator:
 
 def call_of(built: Built, **changes: object) -> AttentionCall:
     """Return the flat call of a case; `changes` override its options."""
-    from pagedkv.kernels.args import AttentionCall
+    from pagedkv.kernels.args import AttentionCall, sides
     from pagedkv.kernels.quant import head_dim
 
     q, layer, batch = built[:3]
@@ -232,8 +232,12 @@ def call_of(built: Built, **changes: object) -> AttentionCall:
     out = torch.full((*q.shape[:2], head_dim(layer.v)), torch.nan, dtype=q.dtype)
     lse = torch.full(q.shape[:2], torch.nan)
     tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    order = ("causal", "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "split_tokens")
+    causal, causal_of = options["causal"], None
+    if isinstance(causal, torch.Tensor):
+        causal, causal_of = False, causal
+    window, right = sides(options["window"])  # type: ignore[arg-type]
+    order = ("softcap", "sinks", "alibi_slopes", "tree_mask")
     pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
     scale = options.get("scale") or q.shape[2] ** -0.5
-    chosen = (options[name] for name in order)
+    chosen = (causal, window, right, *(options[name] for name in order), causal_of, options["split_tokens"])
     return AttentionCall(q, *pool, *tables, scale, *chosen, out, lse)  # type: ignore[arg-type]

@@ -28,9 +28,10 @@ def test_every_case_of_the_shared_grid_is_served() -> None:
 
 
 SERVED = [case for case in (*SMALL, *GRID, *LARGE) if served(case)]
-SAMPLE = random.Random(0).sample([case for case in (*SMALL, *GRID) if served(case) and sum(case.kv_lens) < 3000], 12)
+LATENT = [case for case in SMALL if case.layout == "mla"]
+SHORT = [case for case in (*SMALL, *GRID) if served(case) and sum(case.kv_lens) < 3000]
+SAMPLE = [LATENT[0], *random.Random(0).sample(SHORT, 11)]
 """The cases of `make test`. Wide latent heads are among them."""
-assert any(case.layout == "mla" for case in SAMPLE)
 
 
 def check(case: Case, machine: Emulator) -> None:

@@ -61,6 +61,9 @@ MISTAKES = {
     "the wrong operand of P V": Planted("scores.cuh", "put(1, low[2], low[3]);", "put(1, high[2], high[3]);"),
     "sums keep an old maximum": Planted("scores.cuh", "state.l[r] * shrink + sum", "state.l[r] + sum"),
     "the window is forgotten": Planted("scores.cuh", "key >= row.begin && ", ""),
+    "the window has no right side": Planted(
+        "paged_attention.cuh", "row.end = row.position + 1 + unit.right < unit.length", "row.end = unit.right < 0"
+    ),
     "only half of the row's maximum": Planted(
         "scores.cuh", "        m = ptx::larger(m, ptx::shuffle_xor(m, 2));\n", ""
     ),
@@ -84,7 +87,7 @@ MISTAKES = {
 }
 CASES = (
     Case((1, 1, 1), (700, 40, 333), heads=(8, 2), dtype="bfloat16", window=600, punched=True, layout="HND", padding=3),
-    Case((40, 1), (400, 9), heads=(4, 2), dtype="bfloat16", window=64),
+    Case((40, 1), (400, 9), heads=(4, 2), dtype="bfloat16", mask="some", window=(63, 5)),
     Case((1,) * 8, (90,) * 8, heads=(4, 2), dtype="bfloat16", split_tokens=40),
     Case((2,), (200,), heads=(8, 1), dims=(576, 512), dtype="bfloat16", layout="mla"),
 )

@@ -40,7 +40,7 @@ def shifted(x: Tensor, elements: int) -> Tensor:
 
 def launcher_of(call: AttentionCall, machine: Any) -> AttentionLauncher:
     """Return a launcher for calls on the layer of `call` with its options."""
-    rules = (call.scale, call.causal, call.window, call.softcap, call.sinks, call.alibi_slopes, call.split_tokens)
+    rules = tuple(getattr(call, name) for name in AttentionOptions._fields)
     return AttentionLauncher(KVLayer(call.k, call.v, call.k_scale, call.v_scale), AttentionOptions(*rules), machine)
 
 
@@ -50,7 +50,7 @@ def attended(call: AttentionCall, launcher: AttentionLauncher) -> tuple[Tensor, 
         machine._may_touch(*(getattr(call, name) for name in call.__slots__))
     tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, call.max_seqlen_k)
     call.out.fill_(torch.nan)
-    launcher(call.q, *tables, call.tree_mask, call.out, call.lse)
+    launcher(call.q, *tables, call.tree_mask, call.causal_of, call.out, call.lse)
     return call.out.clone(), call.lse.clone()
 
 
@@ -67,6 +67,10 @@ CHANGES: dict[str, tuple[Case, Any]] = {
     "queries have other strides": (CASE, lambda call: {"q": call.q.repeat(1, 2, 1)[:, ::2]}),
     "results have other strides": (CASE, lambda call: {"out": call.out.repeat(1, 2, 1)[:, ::2]}),
     "the page table is wider": (CASE, lambda call: {"block_table": call.block_table.repeat(1, 2)}),
+    "causality has another stride": (
+        replace(CASE, mask="some"),
+        lambda call: {"causal_of": call.causal_of.repeat_interleave(2)[::2]},
+    ),
     "there is another sequence": (CASE, with_another_sequence),
     "a sequence grew by more chunks": (SPLIT, lambda call: {"seq_lens": call.seq_lens - 270, "max_seqlen_k": 30}),
 }

@@ -13,7 +13,7 @@ from pagedkv.kernels import reference, registry
 from pagedkv.kernels.args import WriteCall
 from pagedkv.kernels.cuda import attention, moves
 from pagedkv.kernels.cuda.attention import Ways
-from tests.cases import Case
+from tests.cases import MASKS, Case
 from tests.kernels import test_laws as kernel_laws
 from tests.kernels.conftest import Runner
 from tests.kernels.cuda import backend
@@ -70,7 +70,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     return Runner(backend.KERNEL.name, "cpu")
 
 
-SOONER = [HIDDEN[i] for i in (1, 4, 6, 11, 12, 14)]
+SOONER = [HIDDEN[i] for i in (1, 4, 6, 7, 13, 14, 16)]
 
 
 @pytest.mark.parametrize("ways", [Ways(), Ways(bulk=True), Ways(second_launch=True)], ids=str)
@@ -282,6 +282,11 @@ def test_an_infinite_state_leaves_zeros_and_nan_stays_nan() -> None:
     assert torch.allclose(out, right, equal_nan=True)
     assert (out[:, (0, 1, 2, 5)] == 0).all()
     assert out[:, 3:5].isnan().all()
+
+
+@pytest.mark.parametrize("case", MASKS, ids=str)
+def test_a_query_sees_its_window_on_both_sides_and_its_sequence_says_if_it_is_causal(case: Case) -> None:
+    check(case, Emulator())
 
 
 def test_the_widest_window_hides_nothing_from_queries_before_the_first_key() -> None:

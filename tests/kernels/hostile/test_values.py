@@ -29,6 +29,8 @@ HIDDEN = (
     replace(CHUNKS, window=7, mask="all", dtype="bfloat16"),
     replace(CHUNKS, q_lens=(2, 9, 6), mask="tree"),
     replace(CHUNKS, q_lens=(2, 9, 6), mask="tree", window=30, dtype="bfloat16"),
+    replace(CHUNKS, window=(7, 3), mask="all"),
+    replace(CHUNKS, mask="some", heads=(16, 1), dtype="bfloat16"),
     replace(CHUNKS, heads=(8, 1), softcap=20.0, sinks=True, alibi=True),
     replace(CHUNKS, heads=(32, 1), dtype="bfloat16"),
     replace(CHUNKS, split_tokens=32),

@@ -64,8 +64,9 @@ def call_of(**changes: Any) -> Any:
     tree = torch.ones(T, g["q_len"], dtype=torch.bool) if options.get("tree") else None
     return AttentionCall(
         q, k, v, scale, scale, ints["table"], None, ints["lens"], starts, g["q_len"], g["n"],
-        0.1, True, options.get("window"), options.get("softcap", 0.0),
+        0.1, options.get("causal", True), options.get("window"), options.get("right"), options.get("softcap", 0.0),
         heads if options.get("sinks") else None, heads if options.get("alibi") else None, tree,
+        torch.ones(B, dtype=torch.bool) if options.get("some") else None,
         options.get("split_tokens"), out, lse,
     )  # fmt: skip
 
@@ -104,6 +105,7 @@ LAUNCHES: dict[str, Any] = {
     "decode, every option": lambda: attention(q_len=4, **EVERYTHING),
     "decode, split": lambda: attention(split_tokens=1024),
     "decode, window": lambda: attention(window=1024, sinks=True),
+    "decode, window on both sides": lambda: attention(q_len=4, causal=False, window=1024, right=3, some=True),
     **{f"decode, {kv}": (lambda kv=kv: attention(kv=kv)) for kv in QUANTISED},
     # Triton makes an argument of value 1 a constant
     "decode, one of everything": lambda: attention(B=1, H=1, K=1, D=64, Dv=64, S=2, n=1, window=1),
@@ -129,6 +131,7 @@ LAUNCHES: dict[str, Any] = {
     "prefill, float32 over int4, head 256": lambda: attention(
         q_len=1024, D=256, Dv=256, dtype="float32", kv="int4/token_head"
     ),
+    "prefill, window on both sides": lambda: attention(q_len=1024, causal=False, window=1024, right=512, some=True),
     "prefill, every option": lambda: attention(q_len=1024, **EVERYTHING),
     "prefill, fp8": lambda: attention(q_len=1024, kv="fp8_e4m3/token_head"),
     "prefill, mla": lambda: attention(q_len=1024, H=128, K=1, D=576, Dv=512, S=64, mla=True),

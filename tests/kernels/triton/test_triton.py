@@ -25,7 +25,7 @@ from pagedkv import KernelUnavailable, copy_frames, explain, paged_attention, wr
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import reference, registry
 from pagedkv.kernels.args import AttentionCall, RotaryTable, WriteCall
-from tests.cases import GRID, SMALL, Case, empty_layer
+from tests.cases import GRID, MASKS, SMALL, Case, empty_layer
 from tests.kernels import test_write
 from tests.kernels.conftest import Runner
 from tests.kernels.hostile.test_tables import check_that_nothing_beyond_the_pool_is_written
@@ -100,6 +100,7 @@ SAMPLE = (
         rows=True,
         padding=1,
     ),
+    *MASKS,
     # the first position is -28; the position less the window must not overflow
     Case(q_lens=(7, 40, 3), kv_lens=(132, 12, 2), mask="all", window=2**31 - 1, split_tokens=16),
 )
@@ -407,7 +408,7 @@ def test_cascade_attention_gives_the_result_of_one_pass(case: Case) -> None:
     out, lse = INTERPRETER.attend(built)
     o = built.options
     tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    rule = (64**-0.5, o["causal"], None, o["softcap"], o.get("sinks"), None, o.get("tree_mask"), None)
+    rule = (64**-0.5, o["causal"], None, None, o["softcap"], o.get("sinks"), None, o.get("tree_mask"), None, None)
     results = torch.full_like(out, 7.0), torch.full_like(lse, 7.0)
     call = AttentionCall(built.q, *vars(built.layer).values(), *tables, *rule, *results)
     cascade.cascade_attention(call, shared)
@@ -419,6 +420,8 @@ def test_cascade_attention_gives_the_result_of_one_pass(case: Case) -> None:
     assert torch.equal(results[0][:T], out[:T]), "no prefix"
     with pytest.raises(InvalidRequest, match="cascade_attention does not support window"):
         cascade.cascade_attention(replace(call, window=5), shared)
+    with pytest.raises(InvalidRequest, match="cascade_attention does not support window"):
+        cascade.cascade_attention(replace(call, right=5), shared)
     with pytest.raises(InvalidRequest, match="shared_tokens is 50; it must be a multiple of block_size=16"):
         cascade.cascade_attention(call, 50)
 
