@@ -84,6 +84,7 @@ FLOORS = {
         "replay warm",
     ),
     "pagedkv.kernels": (
+        "padded",
         "args quant threads layout",
         "case checks",
         "reference registry",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.padded import padded
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -168,6 +169,20 @@ class PagedBatch:
     rows: Tensor | None = None
     slots: Tensor | None = None
     positions: Tensor | None = None
+
+    def padded(self, mask: Tensor) -> PagedBatch:
+        """Return this batch for padded tensors: q, k and v [B, heads, L, D], in which row b is sequence b.
+
+        mask: which columns of each row are its new tokens. Padding may lie before and after them, not between them.
+        A store skips padding; attention gives it out 0 and lse -inf (the sink, if there are sinks). The result has
+        three sequences for each, and B * L tokens: a `causal` tensor or a tree mask is made for these. One result
+        serves all layers of a step. Nothing is read back from a device.
+
+        Shapes: mask bool [B, L], on the device of the batch
+        Raises: InvalidRequest; for a mask that is not that of the new tokens, on the CPU and with PAGEDKV_DEBUG >= 1
+        """
+        changed: dict[str, Any] = padded(mask, self.seq_lens, self.cu_seqlens_q, self.rows, self.slots, self.positions)
+        return PagedBatch(self.block_table, max_seqlen_q=mask.shape[1], max_seqlen_k=self.max_seqlen_k, **changed)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, quant, registry
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable, WriteCall
 from pagedkv.kernels.case import Case, attention_case, write_case
-from pagedkv.kernels.operators import attend_by_operator, slots_of, write_by_operator
+from pagedkv.kernels.operators import attend_by_operator, slots_of, tokens_of, write_by_operator
+from pagedkv.kernels.padded import attend_padded
 
 if TYPE_CHECKING:
     from pagedkv.kernels.case import Kernel
@@ -198,6 +199,13 @@ class BoundAttention(_Bound):
                 self._set_kernel(results, case, self._serve)
             if results is not None:
                 return results
+            if q_THD.dim() == 4:
+                return attend_padded(
+                    lambda q, into: self(
+                        q, batch, causal=causal, tree_mask=tree_mask, out=into, return_lse=return_lse
+                    ),
+                    q_THD, out, batch.cu_seqlens_q, batch.slots,
+                )  # fmt: skip
         on, masks = self._options, (tree_mask, causal)
         return attend_by_operator(q_THD, self._layer, batch, on, masks, out, return_lse, self._backend)
 
@@ -268,6 +276,8 @@ class BoundWrite(_Bound):
                 if done is None:
                     break
                 self._set_kernel(done, write_case(self._layer, self._rope is not None, (k_TKD, v_TKD)), self._serve)
+            if k_TKD.dim() == 4 and at is not None:
+                return self(*tokens_of(k_TKD, v_TKD, at, places))
         write_by_operator(k_TKD, v_TKD, self._layer, slots, positions, self._rope, self._backend)
 
     def _serve(self, backend: Any) -> Callable[..., None]:

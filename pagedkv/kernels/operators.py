@@ -20,6 +20,7 @@ from torch import Tensor
 from pagedkv.kernels import checks, quant, registry
 from pagedkv.kernels.args import AttentionCall, PagedBatch, WriteCall, declarations
 from pagedkv.kernels.case import Case, attention_case, write_case
+from pagedkv.kernels.padded import as_tokens, attend_padded
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionOptions, KVLayer, RotaryTable
@@ -109,6 +110,11 @@ def attend_by_operator(
 
     masks: tree_mask and causal_of
     """
+    if q.dim() == 4:
+        return attend_padded(
+            lambda rows, into: attend_by_operator(rows, layer, batch, on, masks, into, return_lse, backend),
+            q, out, batch.cu_seqlens_q, batch.slots,
+        )  # fmt: skip
     on = on.in_float32()
     checks.inference_only(q=q, out=out, sinks=on.sinks, alibi_slopes=on.alibi_slopes, **_pool(layer))
     call = (
@@ -130,6 +136,14 @@ def slots_of(slots: Tensor | PagedBatch, positions: Tensor | None) -> tuple[Tens
     return slots, positions
 
 
+def tokens_of(k: Tensor, v: Tensor, *per_token: Tensor | None) -> tuple[Any, ...]:
+    """Return the arguments of a store with k and v [B, K, L, D] as those of its tokens.
+
+    per_token: slots and positions, [B * L] or [B, L]
+    """
+    return as_tokens(k), as_tokens(v), *(x.flatten() if x is not None and x.dim() == 2 else x for x in per_token)
+
+
 def write_by_operator(
     k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor | PagedBatch, positions: Tensor | None,
     rope: RotaryTable | None, backend: str,
@@ -139,6 +153,8 @@ def write_by_operator(
     checks.given(slots=at)
     if positions is not None:
         checks.given(positions=positions)
+    if k.dim() == 4:
+        k, v, at, positions = tokens_of(k, v, at, positions)
     angles_given = {} if rope is None else {"rope.cos": rope.cos, "rope.sin": rope.sin}
     checks.inference_only(k=k, v=v, **_pool(layer), **angles_given)
     angles = (None, None, None, False) if rope is None else (positions, rope.cos, rope.sin, rope.interleaved)

@@ -20,6 +20,7 @@ from tests.kernels.cuda import backend
 from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
 from tests.kernels.cuda.test_attention import check
 from tests.kernels.hostile.test_values import HIDDEN, check_hidden_tree, check_hidden_values
+from tests.kernels.masks import test_padded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -282,6 +283,12 @@ def test_an_infinite_state_leaves_zeros_and_nan_stays_nan() -> None:
     assert torch.allclose(out, right, equal_nan=True)
     assert (out[:, (0, 1, 2, 5)] == 0).all()
     assert out[:, 3:5].isnan().all()
+
+
+@pytest.mark.parametrize("case", test_padded.CASES, ids=str)
+def test_rows_of_a_padded_query_are_those_of_its_tokens(case: Case, runner: Runner) -> None:
+    built, mask = case.build(), test_padded.mask_of(case, "both")
+    test_padded.padded_is_right(built, mask, test_padded.spread(built.q, mask, torch.nan), runner)
 
 
 @pytest.mark.parametrize("case", MASKS, ids=str)

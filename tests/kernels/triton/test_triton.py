@@ -30,6 +30,7 @@ from tests.kernels import test_write
 from tests.kernels.conftest import Runner
 from tests.kernels.hostile.test_tables import check_that_nothing_beyond_the_pool_is_written
 from tests.kernels.hostile.test_values import HIDDEN, check_hidden_tree, check_hidden_values
+from tests.kernels.masks import test_padded
 from tests.kernels.oracle import allowed_error, oracle, same_precision
 from tests.kernels.test_write import SLOTS, batch_of
 from tests.kernels.triton.compiled import call_of
@@ -129,6 +130,12 @@ def keeps_the_contract(case: Case) -> None:
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_sample_of_the_grid_keeps_the_contract(case: Case) -> None:
     keeps_the_contract(case)
+
+
+@pytest.mark.parametrize("case", test_padded.CASES, ids=str)
+def test_rows_of_a_padded_query_are_those_of_its_tokens(case: Case) -> None:
+    built, mask = case.build(), test_padded.mask_of(case, "both")
+    test_padded.padded_is_right(built, mask, test_padded.spread(built.q, mask, torch.nan), INTERPRETER)
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
