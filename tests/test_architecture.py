@@ -79,7 +79,7 @@ FLOORS = {
         "observe check thread_guard",
         "observation tenants",
         "recovery",
-        "pins",
+        "pins spaces",
         "manager",
         "replay warm",
     ),

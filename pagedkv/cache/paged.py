@@ -152,6 +152,10 @@ class PagedKVCache:
         """
         return self.manager.open(token_ids, tenant=tenant, priority=priority, half_life=half_life)
 
+    def lookup(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> int:
+        """Return how many of `token_ids` `open` would map now, and change nothing. See MemoryManager.lookup."""
+        return self.manager.lookup(token_ids, tenant=tenant)
+
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
         """Return why `open` finds no more whole pages of `token_ids`. See MemoryManager.why."""
         return self.manager.why(token_ids, tenant=tenant)

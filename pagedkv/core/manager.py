@@ -18,7 +18,6 @@ from pagedkv.core.arguments import (
     count_row,
     flag,
     real,
-    tenant_name,
     token_row,
     unnamed_row,
     whole,
@@ -26,7 +25,6 @@ from pagedkv.core.arguments import (
 from pagedkv.core.check.laws import Expected, check_state
 from pagedkv.core.handles import AddressSpace, Plan, Step
 from pagedkv.core.observation import Observe
-from pagedkv.core.observe.misses import Miss, explain
 from pagedkv.core.observe.reuse_distance import record_release
 from pagedkv.core.observe.stats import Stats, gather, mean_run
 from pagedkv.core.pins import PinMixin
@@ -34,13 +32,13 @@ from pagedkv.core.pool import frames
 from pagedkv.core.pool.policies import Policy, Priority, chosen, install, retention
 from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.recovery import Assignment, assign_together
+from pagedkv.core.spaces.opening import OpeningMixin
 from pagedkv.core.state import I32
 from pagedkv.core.tables import page_tables, steps
 from pagedkv.core.tables.forget import forget_pages
 from pagedkv.core.tables.layer_groups import Group, group_lacking_pages, group_rows, group_tuple
 from pagedkv.core.tables.resize import refuse_resize, resized
 from pagedkv.core.tables.step_errors import refuse_plan, refuse_settling
-from pagedkv.core.tenants import TenantMixin
 from pagedkv.core.thread_guard import exclusive
 from pagedkv.errors import DoubleRelease, InvalidRequest, InvariantViolation, PlanConflict, StaleHandle
 
@@ -51,7 +49,7 @@ Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Move = Callable[[npt.NDArray[np.int64], I32], Iterable[Assignment]]
 
 
-class MemoryManager(PinMixin, TenantMixin):
+class MemoryManager(PinMixin, OpeningMixin):
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
     policy:       the order in which cached frames are evicted: "lru", "2q", "lfu", "cost", "priority", or an object of
@@ -118,42 +116,6 @@ class MemoryManager(PinMixin, TenantMixin):
         self._begin_guard()
 
     # -- spaces --------------------------------------------------------------------------------------------------------
-
-    @exclusive
-    def open(
-        self,
-        token_ids: Sequence[int] | npt.NDArray[np.integer] = (),
-        *,
-        tenant: bytes = b"",
-        priority: float = 1.0,
-        half_life: float = 1000.0,
-    ) -> AddressSpace:
-        """Open a space that maps the longest known prefix of `token_ids`; its `len(space)` tokens need no computation.
-
-        At least one token is left to compute, since the caller needs its logits. Equal tokens of different tenants
-        never match each other: put an adapter's or image's digest into `tenant` too. `priority`, `half_life`: see
-        advise(retain=).
-        Raises: InvalidRequest if the ids are not one row of int32 numbers, or for a priority that the policy does not
-                use
-        """
-        self._report_lost()
-        ids, tenant = token_row(token_ids), tenant_name(tenant)
-        priority, half_life = real(priority, "priority"), real(half_life, "half_life")
-        advice = self._retention(priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
-        self._grow_tables(pages=len(ids) // self.block_size + 1)
-        root, self.state = self._roots.of(tenant, self.state)
-        self._charge_root(tenant, root.number)
-        asid, generation = page_tables.open_space(self.state, root.number, root.seed, advice, ids)
-        if self._is_observed:
-            self._record_open(tenant, root, ids, asid)
-        return self._opened(asid, generation)
-
-    def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
-        """Return why `open` finds no more whole pages of `token_ids`, see misses.Miss.
-
-        For operators: the answer depends on the pages of all tenants.
-        """
-        return explain(self.state, self._roots, tenant_name(tenant), token_row(token_ids))
 
     @exclusive
     def fork(self, space: AddressSpace) -> AddressSpace:

@@ -39,6 +39,7 @@ def warm_up() -> None:
     mm.retire(1)
     space.release()
     mm.advance(1)
+    mm.lookup([1])
     twin = mm.open([1, 2, 3])
     mm.commit(mm.plan([twin], [2]), [1, 2])
     mm.unpin(mm.pin(twin.pages))

@@ -42,6 +42,7 @@ IDENTITY, MACHINE, STEPS, GROUPS = (
     "tables/test_steps.py",
     "tables/test_layer_groups.py",
 )
+OPENING = "spaces/test_opening.py"
 ORDER, TENANTS, RESIZE, EVENTS = (
     "pool/test_eviction_order.py",
     "pool/test_tenants.py",
@@ -367,6 +368,13 @@ FAULTS = (
         "    publish_pages(s, pin)\n",
         "",
         "test_pins.py",
+    ),
+    Fault(
+        "a prompt that is looked up finds what open maps: whole pages alone",
+        "observe/misses.py",
+        "    return int(pages * size + common)\n",
+        "    return int(pages * size)\n",
+        OPENING,
     ),
     Fault(
         "a plan is settled once: its status says that it is outstanding for ever",

@@ -52,6 +52,8 @@ WRONG: dict[str, Call] = {
     "open with a half-life of text": lambda m, a: m.open(half_life="long"),  # type: ignore[arg-type]
     "open with a priority of NaN": lambda m, a: m.open(priority=float("nan")),
     "why for a tenant of text": lambda m, a: m.why([1], tenant="a"),  # type: ignore[arg-type]
+    "lookup of text": lambda m, a: m.lookup("abc"),  # type: ignore[arg-type]
+    "lookup for tenant None": lambda m, a: m.lookup([1], tenant=None),  # type: ignore[arg-type]
     "fork of a number": lambda m, a: m.fork(a.asid),  # type: ignore[arg-type]
     "release of None": lambda m, a: m.release(None),  # type: ignore[arg-type]
     "truncate to half a token": lambda m, a: a.truncate(1.5),  # type: ignore[arg-type]

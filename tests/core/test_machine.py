@@ -99,6 +99,7 @@ class Machine(RuleBasedStateMachine):
         before = everything(self.mm)
         missed = self.mm.why(tokens, tenant=tenant)
         assert missed.tokens_matched == expected // self.mm.block_size * self.mm.block_size
+        assert self.mm.lookup(tokens, tenant=tenant) == expected
         assert everything(self.mm) == before
         space = self.mm.open(tokens, tenant=tenant)
         assert len(space) == expected

@@ -116,7 +116,10 @@ class Walk:
     def open(self) -> None:
         if len(self.spaces) < self.world.max_spaces:
             priority = 1.0 + self.below(3) if self.world.policy == "priority" else 1.0
-            self.spaces.append(self.mm.open(self.prompt(), tenant=TENANTS[self.below(3)], priority=priority))
+            prompt, tenant = self.prompt(), TENANTS[self.below(3)]
+            known = self.mm.lookup(prompt, tenant=tenant)
+            self.spaces.append(self.mm.open(prompt, tenant=tenant, priority=priority))
+            assert len(self.spaces[-1]) == known
 
     def prefill(self) -> None:
         self.open()

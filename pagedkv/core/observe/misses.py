@@ -1,4 +1,4 @@
-"""Misses: why a prompt is not found. This file only looks: it maps no page and changes no counter."""
+"""Misses: how much of a prompt is known, and why no more of it. This file only looks: it changes no number."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def explain(s: State, roots: Roots, tenant: bytes, ids: I32) -> Miss:
     found = np.empty(whole, np.int32)
     pages, evicted = 0, False
     if tenant in roots.by_tenant:
-        pages, evicted = page_tables.match_prefix(s, *roots.by_tenant[tenant], ids, found)
+        pages, _, _, evicted = page_tables.match_prefix(s, *roots.by_tenant[tenant], ids, found)
     if whole == 0:
         reason = "below one page"
     elif pages == whole:
@@ -56,3 +56,13 @@ def explain(s: State, roots: Roots, tenant: bytes, ids: I32) -> Miss:
     else:
         reason = "never published"
     return Miss(reason, pages * size)
+
+
+def known_tokens(s: State, roots: Roots, tenant: bytes, ids: I32) -> int:
+    """Return how many tokens `open` would match, parts of a page included."""
+    if tenant not in roots.by_tenant:
+        return 0
+    size = s.tokens.shape[1]
+    found = np.empty(max(0, (len(ids) - 1) // size), np.int32)
+    pages, _, common, _ = page_tables.match_prefix(s, *roots.by_tenant[tenant], ids, found)
+    return int(pages * size + common)

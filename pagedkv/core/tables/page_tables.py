@@ -89,21 +89,17 @@ def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32) -> t
     """
     asid = _new_row(s, root, seed)
     size = s.tokens.shape[1]
-    pages, evicted = match_prefix(s, root, seed, token_ids, s.table[asid])
-    parent = s.table[asid, pages - 1] if pages else index.root_parent(root)
+    pages, frame, common, evicted = match_prefix(s, root, seed, token_ids, s.table[asid])
     layer_groups.map_companions(s, asid, pages)
     for page in range(pages):
         frames.map_matched(s, s.table[asid, page])
     num_pages, matched = pages, pages * size
-    asked = max(0, (len(token_ids) - 1) // size * size)
-    if len(s.successors):
-        asked = max(0, len(token_ids) - 1)
-        frame, common = index.find_part(s, parent, token_ids[matched:asked])
-        if frame >= 0:  # another space sees this page: the first write copies it
-            frames.map_matched(s, frame)
-            s.table[asid, pages] = frame
-            num_pages += 1
-            matched += common
+    asked = max(0, len(token_ids) - 1) if len(s.successors) else max(0, (len(token_ids) - 1) // size * size)
+    if frame >= 0:  # another space sees this page: the first write copies it
+        frames.map_matched(s, frame)
+        s.table[asid, pages] = frame
+        num_pages += 1
+        matched += common
     s.reg[ASKED] += asked
     s.reg[BELOW_PAGE] += max(0, len(token_ids) - 1) - asked
     s.reg[MATCHED] += matched
@@ -119,16 +115,22 @@ def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32) -> t
 
 
 @compiled
-def match_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool]:
+def match_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, int, int, bool]:
     """Find the longest published prefix that every group has, short of the last token.
 
-    Returns: (pages, whether the next page was evicted not long ago)
+    Returns: (pages, a frame whose page begins as the next page does or -1, how many tokens they have in common, whether
+             the next page was evicted not long ago). Only match="token" looks for a part of a page.
     Modifies: `found` (int32 [at least pages]), which receives the frames of group 0. Nothing else is changed.
     """
     leaders, evicted = _match_leaders(s, root, seed, token_ids, found)
     pages = layer_groups.usable_pages(s, found, leaders)
     found[pages:leaders] = HOLE
-    return pages, evicted or pages < leaders  # companions were published with their leaders
+    frame, common = -1, 0
+    if len(s.successors):
+        parent = found[pages - 1] if pages else index.root_parent(root)
+        rest = token_ids[pages * s.tokens.shape[1] : max(0, len(token_ids) - 1)]
+        frame, common = index.find_part(s, parent, rest)
+    return pages, frame, common, evicted or pages < leaders  # companions were published with their leaders
 
 
 @inner
