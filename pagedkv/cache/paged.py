@@ -40,6 +40,7 @@ from pagedkv.core.observe.misses import Miss
 from pagedkv.core.observe.stats import Usage
 from pagedkv.core.prefix.events import Event, Snapshot
 from pagedkv.core.recovery import Assignment, Recovered
+from pagedkv.core.spaces.opening import Salt
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
@@ -143,6 +144,7 @@ class PagedKVCache:
         token_ids: Sequence[int] | npt.NDArray[np.integer] = (),
         *,
         tenant: bytes = b"",
+        salt: Salt = b"",
         priority: float = 1.0,
         half_life: float = 1000.0,
     ) -> AddressSpace:
@@ -150,15 +152,17 @@ class PagedKVCache:
 
         The handle has the verbs of one sequence: fork, truncate, punch, release.
         """
-        return self.manager.open(token_ids, tenant=tenant, priority=priority, half_life=half_life)
+        return self.manager.open(token_ids, tenant=tenant, salt=salt, priority=priority, half_life=half_life)
 
-    def lookup(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> int:
+    def lookup(
+        self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b""
+    ) -> int:
         """Return how many of `token_ids` `open` would map now, and change nothing. See MemoryManager.lookup."""
-        return self.manager.lookup(token_ids, tenant=tenant)
+        return self.manager.lookup(token_ids, tenant=tenant, salt=salt)
 
-    def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"") -> Miss:
+    def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b"") -> Miss:
         """Return why `open` finds no more whole pages of `token_ids`. See MemoryManager.why."""
-        return self.manager.why(token_ids, tenant=tenant)
+        return self.manager.why(token_ids, tenant=tenant, salt=salt)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

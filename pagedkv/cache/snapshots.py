@@ -1,12 +1,12 @@
 """Snapshots: the prefix cache on disk, for a restart that is not cold. A page that cannot be verified is a miss.
 
-    folder/pagedkv.json     files, tenants, fingerprint; replaced last, in one step: a crash leaves the old snapshot
+    folder/pagedkv.json     files, tenants, salts, fingerprint; replaced last, in one step: a crash leaves the old one
     folder/pagedkv-<draw>-00000.safetensors   pages [n]: token_ids int32 [n, S], parent int64 [n], tenant int32 [n],
-                                              frames uint8 [n, G, frame_bytes], digest uint8 [n, 32]
+                                              salts int32 [n], frames uint8 [n, G, frame_bytes], digest uint8 [n, 32]
     folder/pagedkv.writing  the draws of a snapshot that is not whole yet and of the one before: random parts of names
     folder/pagedkv.lock     held while a snapshot is written: a second writer gets BlockingIOError
 
-    name        = of a page: chained over its tenant and all tokens up to its end (core/prefix/digests.py)
+    name        = of a page: chained over its tenant, and all tokens and salts up to its end (core/prefix/digests.py)
     fingerprint = sha256(format, model, KVSpecs, layer groups, windows, byte order)
     digest      = sha256(fingerprint ‖ name ‖ bytes of its frames), or BLAKE2b under the caller's key
 
@@ -14,9 +14,9 @@ Other files in the folder are not touched: a writer removes the files of the sna
 its manifest, and those of a writer that died, by its draw. A reader takes regular files only, and none that is larger
 than its pages.
 
-So a flipped bit in bytes, tokens, order or tenant is seen, and the pages behind the damaged page are missed with it.
-Frame numbers are not stored: a restore plans and commits into free frames, and a page that the cache has already stays
-as it is.
+So a flipped bit in bytes, tokens, order, salt or tenant is seen, and the pages behind the damaged page are missed with
+it. Frame numbers are not stored: a restore plans and commits into free frames, and a page that the cache has already
+stays as it is.
 
 This file knows the layout of the folder; it must not know the layout of a frame.
 """
@@ -31,7 +31,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -46,6 +46,7 @@ from safetensors.torch import save as safetensors_bytes
 from pagedkv import regular_files
 from pagedkv.core.prefix.digests import page_digest, root_digest
 from pagedkv.core.prefix.export import Page
+from pagedkv.core.prefix.roots import Salts
 from pagedkv.errors import OutOfFrames
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from pagedkv.core.manager import MemoryManager
     from pagedkv.spec import KVSpec
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 MANIFEST: Final = "pagedkv.json"
 WRITING: Final = "pagedkv.writing"
 LOCK: Final = "pagedkv.lock"
@@ -91,7 +92,7 @@ class Cache(Protocol):
     def prefix_cache(self) -> bool:
         """True if prompts find published pages."""
 
-    def open(self, token_ids: Sequence[int], /, *, tenant: bytes) -> AddressSpace:
+    def open(self, token_ids: Sequence[int], /, *, tenant: bytes, salt: Mapping[int, bytes]) -> AddressSpace:
         """Open a space that maps the longest known prefix."""
 
     def plan(self, batch: Sequence[AddressSpace], counts: Sequence[int], /) -> PlannedBatch:
@@ -158,17 +159,18 @@ def save(cache: Cache, folder: Path, model: str, key: bytes | None) -> int:
 def _save(cache: Cache, folder: Path, sealed: tuple[dict[str, Any], bytes | None]) -> int:
     facts, draw, digester = sealed[0], secrets.token_hex(8), _Digester(*sealed)
     pages = cache.manager.findable_pages()
-    tenants = sorted({page.tenant for page in pages})
+    tenants, salts = sorted({page.tenant for page in pages}), sorted({page.salts for page in pages})
     names: list[bytes] = []
     for page in pages:
-        names.append(page_digest(names[page.parent] if page.parent >= 0 else root_digest(page.tenant), page.token_ids))
+        before = names[page.parent] if page.parent >= 0 else root_digest(page.tenant)
+        names.append(page_digest(before, page.token_ids, page.salts))
     files: list[dict[str, Any]] = []
     per_file = max(1, FILE_BYTES // (len(cache.specs) * cache.frame_bytes))
     older = {name.split("-")[1] for name in _files_of(folder)}
     _write(folder / WRITING, " ".join([draw, *older]).encode(), draw)
     for first in range(0, len(pages), per_file):
         part = pages[first : first + per_file]
-        tensors = _tensors(cache, part, tenants)
+        tensors = _tensors(cache, part, tenants, salts)
         digests = [
             digester.digest(name, frames)
             for name, frames in zip(names[first:], tensors["frames"].numpy(), strict=False)
@@ -176,7 +178,12 @@ def _save(cache: Cache, folder: Path, sealed: tuple[dict[str, Any], bytes | None
         tensors["digest"] = torch.from_numpy(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32).copy())
         files.append({"name": f"pagedkv-{draw}-{len(files):05}.safetensors", "pages": len(part)})
         _write(folder / files[-1]["name"], safetensors_bytes(tensors), draw)
-    manifest = {"fingerprint": facts, "tenants": [tenant.hex() for tenant in tenants], "files": files}
+    manifest = {
+        "fingerprint": facts,
+        "tenants": [tenant.hex() for tenant in tenants],
+        "salts": [[[offset, salt.hex()] for offset, salt in own] for own in salts],
+        "files": files,
+    }
     content = json.dumps(manifest, indent=1).encode()
     if len(content) > MOST_MANIFEST_BYTES:
         raise OSError(errno.EFBIG, f"the manifest would have {len(content)} bytes, more than restore reads")
@@ -224,12 +231,13 @@ class _Digester:
         return hasher.digest()
 
 
-def _tensors(cache: Cache, part: list[Page], tenants: list[bytes]) -> dict[str, torch.Tensor]:
+def _tensors(cache: Cache, part: list[Page], tenants: list[bytes], salts: list[Salts]) -> dict[str, torch.Tensor]:
     frames = torch.tensor([page.frames for page in part], dtype=torch.int64)
     return {
         "token_ids": torch.from_numpy(np.stack([page.token_ids for page in part])),
         "parent": torch.tensor([page.parent for page in part], dtype=torch.int64),
         "tenant": torch.tensor([tenants.index(page.tenant) for page in part], dtype=torch.int32),
+        "salts": torch.tensor([salts.index(page.salts) for page in part], dtype=torch.int32),
         "frames": cache.storage.frames[frames.to(cache.device)].cpu(),
     }
 
@@ -262,6 +270,7 @@ def load(cache: Cache, folder: Path, model: str, key: bytes | None) -> Restored:
     try:
         manifest = json.loads(regular_files.read(folder / MANIFEST, MOST_MANIFEST_BYTES))
         stored, tenants = manifest["fingerprint"], [bytes.fromhex(tenant) for tenant in manifest["tenants"]]
+        salts = [_salts(own, cache.spec.block_size) for own in manifest["salts"]] if "salts" in manifest else []
         files = [(folder / Path(entry["name"]).name, int(entry["pages"])) for entry in manifest["files"]]
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return Restored(refused=f"{folder} holds no snapshot that can be read ({error!r})")
@@ -273,12 +282,23 @@ def load(cache: Cache, folder: Path, model: str, key: bytes | None) -> Restored:
         return Restored(refused=f"the snapshot in {folder} was made for another {', '.join(wrong)}")
     if not cache.prefix_cache:
         return Restored(refused="this cache finds no prefixes (prefix_cache=False)")
-    restore = _Restore(cache, tenants, _Digester(facts, key))
+    restore = _Restore(cache, tenants, salts, _Digester(facts, key))
     with cache.manager.restoring():
         try:
             return restore.run(files)
         finally:
             restore.close()
+
+
+def _salts(own: list[list[Any]], block_size: int) -> Salts:
+    """Return the salts of a page as a manifest lists them. Raises: ValueError or TypeError if a page has no such."""
+    salts = tuple((offset, bytes.fromhex(salt)) for offset, salt in own)
+    offsets = [offset for offset, _ in salts]
+    if offsets != sorted(set(offsets)) or not all(type(at) is int and 0 <= at < block_size for at in offsets):
+        raise ValueError("salts whose offsets are not in order")
+    if not all(salt for _, salt in salts):
+        raise ValueError("an empty salt")
+    return salts
 
 
 Row = dict[str, torch.Tensor]
@@ -292,8 +312,8 @@ class _Restore:
     tip:      the number of the last page of the space, -1 if the space is empty.
     """
 
-    def __init__(self, cache: Cache, tenants: list[bytes], digester: _Digester) -> None:
-        self.cache, self.tenants, self.digester = cache, tenants, digester
+    def __init__(self, cache: Cache, tenants: list[bytes], salts: list[Salts], digester: _Digester) -> None:
+        self.cache, self.tenants, self.salts, self.digester = cache, tenants, salts, digester
         self.restored: dict[int, tuple[bytes, Page]] = {}
         self.left: set[int] = set()
         self.space: AddressSpace | None = None
@@ -320,39 +340,46 @@ class _Restore:
             "token_ids": (torch.int32, (count, cache.spec.block_size)),
             "parent": (torch.int64, (count,)),
             "tenant": (torch.int32, (count,)),
+            "salts": (torch.int32, (count,)),
             "frames": (torch.uint8, (count, len(cache.specs), cache.frame_bytes)),
             "digest": (torch.uint8, (count, 32)),
         }
 
     def _restore_page(self, number: int, row: Row) -> None:
         """Add a page to `restored` or to `left`; a bad page is added to neither."""
-        parent, tenant = int(row["parent"]), int(row["tenant"])
+        parent, tenant, salts = int(row["parent"]), int(row["tenant"]), int(row["salts"])
         if parent in self.left:
             self.left.add(number)
-        if not 0 <= tenant < len(self.tenants) or (parent != -1 and parent not in self.restored):
+        if not (0 <= tenant < len(self.tenants) and 0 <= salts < len(self.salts)):
             return
-        page = Page((), parent, self.tenants[tenant], row["token_ids"].numpy())
-        name = page_digest(self.restored[parent][0] if parent >= 0 else root_digest(page.tenant), page.token_ids)
+        if parent != -1 and parent not in self.restored:
+            return
+        page = Page((), parent, self.tenants[tenant], row["token_ids"].numpy(), self.salts[salts])
+        before = self.restored[parent][0] if parent >= 0 else root_digest(page.tenant)
+        name = page_digest(before, page.token_ids, page.salts)
         intact = self.digester.digest(name, row["frames"].numpy()) == row["digest"].numpy().tobytes()
         if not intact or (parent >= 0 and self.restored[parent][1].tenant != page.tenant):
             return
-        if self._open_at(parent, page.tenant) and self._grow(page, row["frames"]):
+        if self._open_at(parent, page) and self._grow(page, row["frames"]):
             self.restored[number], self.tip = (name, page), number
         else:
             self.left.add(number)
 
-    def _open_at(self, parent: int, tenant: bytes) -> bool:
-        """Make `space` one that ends with page `parent`. Return False if that page cannot be found any more."""
-        if self.space is not None and parent >= 0 and self.tip == parent:
+    def _open_at(self, parent: int, page: Page) -> bool:
+        """Make `space` one that ends with page `parent`, before `page`. Return False if `parent` cannot be found."""
+        if self.space is not None and parent >= 0 and self.tip == parent and not page.salts:
             return True
         self.close()
         chain: list[int] = []
         while parent >= 0:
             chain.append(parent)
             parent = self.restored[parent][1].parent
-        prefix = [token for number in reversed(chain) for token in self.restored[number][1].token_ids.tolist()]
-        self.space = self.cache.open([*prefix, 0], tenant=tenant)
-        self.tip = chain[0] if chain else -1
+        chain.reverse()
+        prefix = [token for number in chain for token in self.restored[number][1].token_ids.tolist()]
+        size, pages = self.cache.spec.block_size, [*(self.restored[number][1] for number in chain), page]
+        salt = {at * size + offset: own for at, each in enumerate(pages) for offset, own in each.salts}
+        self.space = self.cache.open([*prefix, 0], tenant=page.tenant, salt=salt)
+        self.tip = chain[-1] if chain else -1
         return len(self.space) == len(prefix)
 
     def _grow(self, page: Page, frames: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ number is a mistake of the caller.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, cast
 
@@ -61,6 +61,15 @@ def tenant_name(tenant: Any) -> bytes:
     if type(tenant) is not bytes:
         raise InvalidRequest(f"tenant is {tenant!r}; a tenant's name is bytes, such as b'acme' or a digest")
     return tenant
+
+
+def salt_row(salt: Any) -> tuple[tuple[int, bytes], ...]:
+    """Return the positions and digests of `salt` in order: bytes count from position 0 on, and b"" is no salt."""
+    if type(salt) is bytes:
+        return ((0, salt),) if salt else ()
+    if not isinstance(salt, Mapping) or not all(type(digest) is bytes and digest for digest in salt.values()):
+        raise InvalidRequest(f"salt is {salt!r}; give bytes, or {{position: bytes}} with a digest for each position")
+    return tuple(sorted((whole(position, "position of a salt", 0, 2**31), salt[position]) for position in salt))
 
 
 def token_row(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> I32:

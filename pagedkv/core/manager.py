@@ -373,7 +373,7 @@ class MemoryManager(PinMixin, OpeningMixin):
         level: 1 checks the counters, 2 also every frame, 3 also every page, list and index entry.
         Raises: InvariantViolation that names the law and the first frame or space that breaks it
         """
-        seeds = {root.number: root.seed for root in self._roots.by_tenant.values()}
+        seeds = {root.number: root.seed for _, root in self._roots.every()}
         try:
             check_state(
                 self.state,

@@ -20,7 +20,7 @@ from pagedkv.core.observe.reuse_distance import ReuseSampler
 from pagedkv.core.observe.stats import prompt_counters, set_prompt_counters
 from pagedkv.core.prefix.events import Event, EventLog, Snapshot
 from pagedkv.core.prefix.export import Page, findable_pages
-from pagedkv.core.prefix.roots import Root, Roots
+from pagedkv.core.prefix.roots import Root, Roots, Salts
 from pagedkv.core.state import FREE, I32, I64, PUBLISHING, State
 from pagedkv.core.tables.layer_groups import Group
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
@@ -31,7 +31,7 @@ from pagedkv.errors import InvalidRequest
 class Observe:
     """The records that a MemoryManager keeps about itself.
 
-    events:      number of the last events kept for `events(since)`, 12 + 4 x block_size bytes each; 0 for none.
+    events:      number of the last events kept for `events(since)`, 16 + 4 x block_size bytes each; 0 for none.
     reuse:       number of pages sampled for `hit_curve()`, 40 to 44 bytes each; 8192 is a good number; 0 for none.
     other_roots: whether `stats().missed_other_root` is counted. If a prompt is not wholly found, `open` then looks the
                  prompt up for every other tenant, O(pages x tenants). The time that `open` takes tells a tenant which
@@ -77,15 +77,16 @@ class ObservationMixin(ThreadGuard):
             self._reuse_sampler = ReuseSampler(pages, -(-self.num_frames // len(self.groups)))
         self._missed_other_root = 0
 
-    def _record_open(self, tenant: bytes, root: Root, ids: I32, asid: int) -> None:
-        """Record that space `asid` was opened for the prompt `ids`."""
+    def _record_open(self, prompt: tuple[bytes, Salts], root: Root, ids: I32, asid: int) -> None:
+        """Record that space `asid` was opened for the prompt `ids`. prompt: its tenant and its salts."""
         if self._observe.events:
-            self._log.root_taken(self.state, root.number, tenant)
+            for each in self._roots.chain(*prompt, self.state.tokens.shape[1]):
+                self._log.root_taken(self.state, each.number, (prompt[0], each.own))
         if self._reuse_sampler:
-            self._reuse_sampler.record_prompt(self.state, root.seed, ids)
+            self._reuse_sampler.record_prompt(self.state, root, ids)
         if not self._observe.other_roots:
             return
-        if misses.explain(self.state, self._roots, tenant, ids).reason == misses.OTHER_ROOT:
+        if misses.explain(self.state, self._roots, prompt, ids).reason == misses.OTHER_ROOT:
             unit = 1 if len(self.state.successors) else self.state.tokens.shape[1]
             self._missed_other_root += (len(ids) - 1) // unit * unit - int(self.state.spaces["length"][asid])
 

@@ -1,8 +1,8 @@
 """State: every integer of the memory manager, in a handful of arrays.
 
-There is no Python object per frame or page. `frames` holds one record of 44 bytes per frame, so all fields that one
+There is no Python object per frame or page. `frames` holds one record of 48 bytes per frame, so all fields that one
 operation needs of a frame lie in one or two cache lines. With the index, the prefix hashes of evicted pages and a bit
-for each free frame, a frame costs at most 48 bytes beside its token ids. `spaces` holds one record per row of the page
+for each free frame, a frame costs at most 52 bytes beside its token ids. `spaces` holds one record per row of the page
 table, and `reg` the scalars and the ends of the lists. The arrays are few because the compiled functions pass the whole
 `State` to one another, which costs time per array. `state.frames["refs"]` is a plain strided numpy view. The records
 are recarrays, so that the same functions run uncompiled too (NUMBA_DISABLE_JIT=1): their own slow twin.
@@ -138,6 +138,7 @@ FRAME: Final = np.dtype(
         # of a published frame: the frame of the page before, or root_parent(root); of a companion: its leader
         ("parent", np.int32),
         ("parent_generation", np.uint32),
+        ("salt", np.int32),  # of a published frame: 1 + the root whose salts lie in its page (roots.py); 0 for none
         ("prefix_hash", np.uint32),  # of a published frame: keyed hash of its whole prefix
         ("chain", np.int32),  # next published frame in the same bucket
         ("newer", np.int32),  # next frame of the list, towards the newest
@@ -181,6 +182,14 @@ SPACE: Final = np.dtype(
     align=True,
 )
 
+# columns of `roots`
+IN_USE: Final = 0  # open spaces of the root, plus published pages: its first pages, or those with its salts
+SUCCESSOR: Final = 1  # the first successor, as in `successors`
+CHARGED: Final = 2  # account charged
+SALTED_PAGE: Final = 3  # the page with its salts; -1 for the root of a tenant without salts
+ROOT_BEFORE: Final = 4  # the root of the tenant with the salts of earlier pages; NIL if there is none
+SALT_SEED: Final = 5  # a keyed digest of its salts, which is mixed into the prefix hash of its page
+
 NO_HOLE: Final = np.iinfo(np.int32).max
 ALL_NAMED: Final = np.iinfo(np.int32).max
 MAX_SPACES: Final = 2**16 - 2
@@ -198,12 +207,12 @@ class State(NamedTuple):
     ghosts: I32  # [G] prefix hashes of evicted pages; a newer one overwrites; G is a power of two, at most F/4
     spaces: Records  # SPACE [A]
     table: I32  # [A, P]; what lies behind the pages of a row means nothing
-    roots: I32  # [R, 3] open spaces plus published first pages; first successor, as in `successors`; account charged
+    roots: I32  # [R, 6], see below
     # [F, 3] of a page: its first successor (the newest); the next and the previous page with the same parent.
     # [0, 3] unless tokens are matched.
     successors: I32
     reg: I64  # [NUM_REGISTERS], and ACCOUNT more for each account
-    log: I32  # [E, 3 + S] the last events (events.py); [0, 3 + S] if none are kept
+    log: I32  # [E, 4 + S] the last events (events.py); [0, 4 + S] if none are kept
     groups: (
         I64  # [layer groups, 4] window (0: sees all), sinks, and two columns of scratch for layer_groups.usable_pages
     )
@@ -253,7 +262,7 @@ def _leading(first: int, count: int, num_groups: int) -> I32:
 
 
 def _unused_roots(count: int) -> I32:
-    return np.tile(np.array([0, NIL, 0], np.int32), (count, 1))
+    return np.tile(np.array([0, NIL, 0, -1, NIL, 0], np.int32), (count, 1))
 
 
 def _on_lines(rows: int, width: int) -> I32:
@@ -361,7 +370,7 @@ def new_state(
         roots=_unused_roots(16),
         successors=np.full((num_frames if by_token else 0, 3), NIL, np.int32),
         reg=reg,
-        log=np.zeros((events, 3 + block_size), np.int32),
+        log=np.zeros((events, 4 + block_size), np.int32),
         groups=groups,
     )
 

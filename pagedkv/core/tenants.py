@@ -60,8 +60,7 @@ class TenantMixin(ThreadGuard):
         st.account_registers(self.state.reg)[account, [st.HARD, st.SOFT, st.PROTECTED]] = [*limits, protected]
 
     def _new_account(self, tenant: bytes) -> int:
-        root = self._roots.by_tenant.get(tenant)
-        if root is not None and self.state.roots[root.number, 0]:
+        if self._roots.is_used(tenant, self.state):
             raise InvalidRequest(
                 f"tenant {tenant!r} holds frames already, which are charged to no account; set its first quota before "
                 "its first prompt, or release its spaces and evict its cached frames"
@@ -76,7 +75,7 @@ class TenantMixin(ThreadGuard):
 
     def _charge_root(self, tenant: bytes, number: int) -> None:
         if self._accounts:
-            self.state.roots[number, 2] = self._accounts.get(tenant, 0)
+            self.state.roots[number, st.CHARGED] = self._accounts.get(tenant, 0)
 
     @property
     def available(self) -> int:

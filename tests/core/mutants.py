@@ -74,6 +74,20 @@ FAULTS = (
         IDENTITY,
     ),
     Fault(
+        "a page has the salts of the prompt that it was computed for: they are not compared",
+        "prefix/index.py",
+        "            and record.salt == salt\n",
+        "",
+        "prefix/test_salts.py",
+    ),
+    Fault(
+        "a part of a page is shared without salts alone: salts are not looked at",
+        "prefix/index.py",
+        " if s.frames[frame].salt == 0 else 0\n",
+        "\n",
+        "prefix/test_salts.py",
+    ),
+    Fault(
         "identity is exact: the hash is believed",
         "prefix/index.py",
         "            if different == 0:\n",

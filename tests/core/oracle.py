@@ -19,13 +19,14 @@ from pagedkv.core import state as st
 from pagedkv.core.prefix.events import AllBlocksCleared, BlockStored, Event
 from pagedkv.errors import EventsLost, OutOfFrames, QuotaExceeded
 
-Prefix = tuple[bytes, tuple[int, ...], int]
-"""Tenant, the tokens up to and including the stored one, layer group."""
+Salts = tuple[tuple[int, bytes], ...]
+Prefix = tuple[bytes, tuple[int, ...], int, Salts]
+"""Tenant, the tokens up to and including the stored one, layer group, the salts up to the stored token."""
 
 
 @dataclass(eq=False)
 class Believed:
-    """One open space: its tenant, its committed tokens, its punched pages."""
+    """One open space: its tenant, its committed tokens, its punched pages, its salts."""
 
     space: AddressSpace
     tenant: bytes
@@ -36,6 +37,7 @@ class Believed:
     """Positions of tokens that were committed without their ids."""
     behind: list[set[int]] = field(default_factory=list)
     """For each group, the pages that were given back behind the window."""
+    salts: Salts = ()
 
 
 @dataclass(eq=False)
@@ -102,7 +104,7 @@ class Oracle:
                     slots = iter(step.plan.group(group).slots.tolist())
                     for owner, before, new in zip(step.owners, step.starts, step.tokens, strict=True):
                         for count in range(1, len(new) + 1):
-                            self.memory[next(slots)] = (owner.tenant, (*before, *new[:count]), group)
+                            self.memory[next(slots)] = stored(owner, (*before, *new[:count]), group)
                 step.has_run = True
             if step is upto:
                 return
@@ -154,11 +156,10 @@ class Oracle:
                 assert read[position] == (-1 if page in holes or position in believed.unnamed else token)
             if page in holes:
                 continue
-            stored = self.memory.get(pages[page] * self.size + offset)
+            found = self.memory.get(pages[page] * self.size + offset)
             if self.has_contents(pages[page]):
-                assert stored == (believed.tenant, tuple(believed.tokens[: position + 1]), group), (
-                    f"position {position} of {space}"
-                )
+                expected = stored(believed, tuple(believed.tokens[: position + 1]), group)
+                assert found == expected, f"position {position} of {space}"
 
     def has_contents(self, frame: int) -> bool:
         """Return False for the target of a copy that has not been made yet."""
@@ -179,10 +180,10 @@ class Oracle:
         """Return the pages that were punched, or given back behind the window."""
         return believed.holes | (believed.behind[group] if believed.behind else set())
 
-    def believed(self, space: AddressSpace, tenant: bytes, tokens: list[int]) -> Believed:
+    def believed(self, space: AddressSpace, tenant: bytes, tokens: list[int], salts: Salts = ()) -> Believed:
         """Return the beliefs about a space that has just been opened and maps `tokens`; group 0 maps all of them."""
         behind = [self.invisible_pages(group, len(tokens)) if group else set[int]() for group in self.groups]
-        return Believed(space, tenant, tokens, behind=behind)
+        return Believed(space, tenant, tokens, behind=behind, salts=salts)
 
     def record_commit(self, believed: Believed, tokens: list[int], *, named: bool = True) -> None:
         """Record that `tokens` were committed, so windows move on. A page behind a punched one stays until release."""
@@ -279,9 +280,9 @@ class Oracle:
             found.append(parent)
         return None
 
-    def longest_match(self, tenant: bytes, tokens: list[int]) -> int:
+    def longest_match(self, tenant: bytes, tokens: list[int], salts: Salts = ()) -> int:
         """Return how many of `tokens` open() must match, by a walk over a dict of all published frames."""
-        frames, successors = self.mm.state.frames, {}
+        frames, successors, own = self.mm.state.frames, {}, own_salts(self.mm)
         companions: set[tuple[int, int]] = set()
         for frame in np.flatnonzero(frames["published"]).tolist():
             parent, group = int(frames["parent"][frame]), int(frames["published"][frame]) - 1
@@ -289,11 +290,11 @@ class Oracle:
                 if group:
                     companions.add((parent, group))
                 else:
-                    successors[parent, tuple(self.mm.state.tokens[frame].tolist())] = frame
+                    successors[parent, tuple(self.mm.state.tokens[frame].tolist()), own[frame]] = frame
         at = -2 - self.mm._roots.by_tenant[tenant].number if tenant in self.mm._roots.by_tenant else None
         found, last, leaders = 0, at, []
         while at is not None and found + self.size < len(tokens):
-            at = successors.get((at, tuple(tokens[found : found + self.size])))
+            at = successors.get((at, tuple(tokens[found : found + self.size]), salts_in(salts, found, self.size)))
             found += self.size if at is not None else 0
             last = at if at is not None else last
             leaders += [at] if at is not None else []
@@ -304,10 +305,10 @@ class Oracle:
         ):
             leaders.pop()
             found -= self.size
-        if not len(self.mm.state.successors) or last is None:
+        if not len(self.mm.state.successors) or last is None or salts_in(salts, found, self.size):
             return found
         rest = tokens[found:-1]
-        pages = [page for parent, page in successors if parent == last]
+        pages = [page for parent, page, salted in successors if parent == last and not salted]
         return found + max(
             (
                 next((i for i, (a, b) in enumerate(zip(page, rest, strict=False)) if a != b), min(len(page), len(rest)))
@@ -315,6 +316,23 @@ class Oracle:
             ),
             default=0,
         )
+
+
+def stored(owner: Believed, prefix: tuple[int, ...], group: int) -> Prefix:
+    """Return what is stored for the last token of `prefix`."""
+    return owner.tenant, prefix, group, tuple(salt for salt in owner.salts if salt[0] < len(prefix))
+
+
+def salts_in(salts: Salts, first: int, size: int) -> Salts:
+    """Return the salts in the page that begins at position `first`, with their offsets in it."""
+    return tuple((position - first, digest) for position, digest in salts if first <= position < first + size)
+
+
+def own_salts(mm: MemoryManager) -> dict[int, Salts]:
+    """Return the salts in the page of each published frame."""
+    salts = {1 + root.number: root.own for root in mm._roots.salted.values()}
+    frames = np.flatnonzero(mm.state.frames["published"] == 1).tolist()
+    return {frame: salts[at] if (at := int(mm.state.frames["salt"][frame])) else () for frame in frames}
 
 
 def everything(mm: MemoryManager) -> tuple[bytes, ...]:
@@ -339,21 +357,26 @@ def everything(mm: MemoryManager) -> tuple[bytes, ...]:
     )
 
 
-def grown(mm: MemoryManager, tokens: list[int], tenant: bytes = b"") -> AddressSpace:
+def grown(
+    mm: MemoryManager, tokens: list[int], tenant: bytes = b"", salt: bytes | dict[int, bytes] = b""
+) -> AddressSpace:
     """Return a new space that holds `tokens`, committed."""
-    space = mm.open(tokens, tenant=tenant)
+    space = mm.open(tokens, tenant=tenant, salt=salt)
     rest = tokens[len(space) :]
     mm.commit(mm.plan([space], [len(rest)]), rest)
     return space
 
 
-def content_digest(tenant: bytes, prefix: list[int], block_size: int = 4) -> bytes:
+def content_digest(tenant: bytes, prefix: list[int], block_size: int = 4, salts: Salts = ()) -> bytes:
     """Return the name of the last page of `prefix` in events and snapshots: sha256 chained over the whole prefix."""
     digest = hashlib.sha256(b"root" + tenant).digest()
     for at in range(0, len(prefix), block_size):
         digest = hashlib.sha256(
             b"page" + digest + struct.pack(f"<{block_size}i", *prefix[at : at + block_size])
         ).digest()
+        if own := salts_in(salts, at, block_size):
+            packed = b"".join(struct.pack("<ii", offset, len(salt)) + salt for offset, salt in own)
+            digest = hashlib.sha256(b"salt" + digest + packed).digest()
     return digest
 
 
@@ -366,16 +389,21 @@ def names_by_frame(mm: MemoryManager) -> dict[tuple[int, int], bytes]:
     """Return {(frame, generation): name} of all pages that can be found, by a walk from each to its root."""
     frames, tenants = mm.state.frames, {root.number: name for name, root in mm._roots.by_tenant.items()}
     names: dict[tuple[int, int], bytes] = {}
+    own = own_salts(mm)
     for found in np.flatnonzero(frames["published"] == 1).tolist():
-        frame, prefix = found, list[int]()
+        frame, prefix, pages = found, list[int](), list[Salts]()
         while frame >= 0:
             prefix = mm.state.tokens[frame].tolist() + prefix
+            pages.insert(0, own[frame])
             parent, generation = int(frames["parent"][frame]), frames["parent_generation"][frame]
             if parent >= 0 and not (frames["published"][parent] and frames["generation"][parent] == generation):
                 break
             frame = parent
         else:
-            names[found, int(frames["generation"][found])] = content_digest(tenants[-2 - frame], prefix, mm.block_size)
+            size = mm.block_size
+            salts = tuple((at * size + offset, salt) for at, page in enumerate(pages) for offset, salt in page)
+            name = content_digest(tenants[-2 - frame], prefix, size, salts)
+            names[found, int(frames["generation"][found])] = name
     return names
 
 

@@ -52,6 +52,11 @@ WRONG: dict[str, Call] = {
     "open with a half-life of text": lambda m, a: m.open(half_life="long"),  # type: ignore[arg-type]
     "open with a priority of NaN": lambda m, a: m.open(priority=float("nan")),
     "why for a tenant of text": lambda m, a: m.why([1], tenant="a"),  # type: ignore[arg-type]
+    "open with a salt of text": lambda m, a: m.open(salt="cat"),  # type: ignore[arg-type]
+    "open with an empty salt": lambda m, a: m.open(salt={3: b""}),
+    "open with a salt at text": lambda m, a: m.open(salt={"3": b"cat"}),  # type: ignore[dict-item]
+    "open with a salt before the prompt": lambda m, a: m.open(salt={-1: b"cat"}),
+    "why with a salt of a number": lambda m, a: m.why([1], salt=3),  # type: ignore[arg-type]
     "lookup of text": lambda m, a: m.lookup("abc"),  # type: ignore[arg-type]
     "lookup for tenant None": lambda m, a: m.lookup([1], tenant=None),  # type: ignore[arg-type]
     "fork of a number": lambda m, a: m.fork(a.asid),  # type: ignore[arg-type]

@@ -515,10 +515,10 @@ def test_check_sees_a_shared_frame_about_to_be_written(mm: MemoryManager) -> Non
 
 
 @pytest.mark.parametrize("num_frames", [2**16, 91_180, 100_000])
-def test_metadata_is_at_most_48_bytes_a_frame(num_frames: int) -> None:
+def test_metadata_is_at_most_52_bytes_a_frame(num_frames: int) -> None:
     state = MemoryManager(num_frames=num_frames, block_size=16).state
     per_frame = (state.frames.nbytes + state.chunks.nbytes + state.bucket.nbytes + state.ghosts.nbytes) / num_frames
-    assert per_frame <= 48
+    assert per_frame <= 52
 
 
 def test_misses_are_counted_by_reason() -> None:

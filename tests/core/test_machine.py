@@ -12,10 +12,11 @@ from pagedkv.core import AddressSpace, Group, MemoryManager, Observe
 from pagedkv.core import state as st
 from pagedkv.core.policies import POLICIES
 from pagedkv.errors import DoubleRelease, InvalidRequest, OutOfFrames, PlanConflict, StaleHandle
-from tests.core.oracle import Believed, Follower, Oracle, Outstanding, everything, names_by_frame
+from tests.core.oracle import Believed, Follower, Oracle, Outstanding, Salts, everything, names_by_frame
 
 TOKENS = some.sampled_from([0, 0, 0, 1])  # two words, one of them rare, so that prefixes meet
 TENANTS = some.sampled_from([b"", b"acme", b"umbra"])
+SALTS = some.sampled_from([(), (), (), ((0, b"adapter"),), ((3, b"cat"),), ((3, b"dog"),), ((2, b"cat"), (6, b"dog"))])
 LIMITS = some.sampled_from([None, None, 3, 6, 9])  # in tenths of the pool
 POOLS = some.one_of(some.integers(4, 14), some.integers(4, 14), some.integers(15, 48))  # frames for each group
 GROUPS = [
@@ -39,6 +40,7 @@ def copied(parent: Believed, child: AddressSpace) -> Believed:
         set(parent.holes),
         unnamed=set(parent.unnamed),
         behind=[set(behind) for behind in parent.behind],
+        salts=parent.salts,
     )
 
 
@@ -93,23 +95,24 @@ class Machine(RuleBasedStateMachine):
     def busy(self, believed: Believed) -> bool:
         return any(believed in p.owners for p in self.oracle.plans)
 
-    @rule(tokens=some.lists(TOKENS, max_size=14), tenant=TENANTS)
-    def open(self, tokens: list[int], tenant: bytes) -> None:
-        expected = self.oracle.longest_match(tenant, tokens)
+    @rule(tokens=some.lists(TOKENS, max_size=14), tenant=TENANTS, salts=SALTS)
+    def open(self, tokens: list[int], tenant: bytes, salts: Salts = ()) -> None:
+        expected = self.oracle.longest_match(tenant, tokens, salts)
         before = everything(self.mm)
-        missed = self.mm.why(tokens, tenant=tenant)
+        salt = dict(salts)
+        missed = self.mm.why(tokens, tenant=tenant, salt=salt)
         assert missed.tokens_matched == expected // self.mm.block_size * self.mm.block_size
-        assert self.mm.lookup(tokens, tenant=tenant) == expected
+        assert self.mm.lookup(tokens, tenant=tenant, salt=salt) == expected
         assert everything(self.mm) == before
-        space = self.mm.open(tokens, tenant=tenant)
+        space = self.mm.open(tokens, tenant=tenant, salt=salt)
         assert len(space) == expected
         assert len(space) == 0 or self.prefix_cache
-        self.oracle.spaces.append(self.oracle.believed(space, tenant, tokens[: len(space)]))
+        self.oracle.spaces.append(self.oracle.believed(space, tenant, tokens[: len(space)], salts))
 
-    @rule(tokens=some.lists(TOKENS, min_size=5, max_size=17), tenant=TENANTS)
-    def prefill(self, tokens: list[int], tenant: bytes) -> None:
+    @rule(tokens=some.lists(TOKENS, min_size=5, max_size=17), tenant=TENANTS, salts=SALTS)
+    def prefill(self, tokens: list[int], tenant: bytes, salts: Salts = ()) -> None:
         """Compute the rest of a prompt in one step, which is what an engine does most."""
-        self.open(tokens, tenant)
+        self.open(tokens, tenant, salts)
         believed = self.oracle.spaces[-1]
         self.make_plan([believed], [tokens[len(believed.tokens) :]])
         self.settle_everything()
@@ -358,8 +361,8 @@ class Machine(RuleBasedStateMachine):
         unit = max(1, self.mm.num_frames // 10)
         hard, soft, protected = hard and hard * unit, soft and soft * unit, protected * unit
         account = self.mm._accounts.get(tenant)
-        root = self.mm._roots.by_tenant.get(tenant)
-        in_use = account is None and root is not None and self.mm.state.roots[root.number, 0] > 0
+        roots = [root.number for name, root in self.mm._roots.every() if name == tenant]
+        in_use = account is None and self.mm.state.roots[roots, st.IN_USE].any()
         others = sum(quota[2] for other, quota in self.oracle.quotas.items() if other != account)
         if in_use or (hard is not None and protected > hard) or protected + others > self.mm.num_frames:
             self.refused(InvalidRequest, lambda: self.mm.set_quota(tenant, hard=hard, soft=soft, protected=protected))

@@ -18,6 +18,7 @@ from pagedkv.core import state as st
 from pagedkv.errors import EventsLost, InvalidRequest, OutOfFrames, PlanConflict
 
 WORDS, TENANTS = 3, (b"", b"a", b"b")
+SALTS: tuple[dict[int, bytes], ...] = ({}, {}, {}, {}, {5: b"cat"}, {5: b"dog", 21: b"cat"})
 KEY = 0x5EED  # of the hash; without it every process would draw its own
 FIRST_EPOCH = 2**31 - 4  # epochs are kept modulo 2**31
 
@@ -117,8 +118,9 @@ class Walk:
         if len(self.spaces) < self.world.max_spaces:
             priority = 1.0 + self.below(3) if self.world.policy == "priority" else 1.0
             prompt, tenant = self.prompt(), TENANTS[self.below(3)]
-            known = self.mm.lookup(prompt, tenant=tenant)
-            self.spaces.append(self.mm.open(prompt, tenant=tenant, priority=priority))
+            salt = SALTS[self.below(len(SALTS))]
+            known = self.mm.lookup(prompt, tenant=tenant, salt=salt)
+            self.spaces.append(self.mm.open(prompt, tenant=tenant, salt=salt, priority=priority))
             assert len(self.spaces[-1]) == known
 
     def prefill(self) -> None:

@@ -23,7 +23,7 @@ def check_accounts(s: State) -> None:
     owner, num_accounts = s.frames["account"], max(1, len(blocks))
     forbid(owner >= num_accounts, "I1", f"a frame is charged to an account beyond the last one, {num_accounts - 1}")
     forbid(
-        (s.roots[:, 2] < 0) | (s.roots[:, 2] >= num_accounts),
+        (s.roots[:, st.CHARGED] < 0) | (s.roots[:, st.CHARGED] >= num_accounts),
         "I1",
         f"a root is charged to an account that is not one of 0 to {num_accounts - 1}",
         place="root",
@@ -52,7 +52,7 @@ def check_accounts(s: State) -> None:
     opened = np.repeat(s.spaces["status"][:: len(s.groups)] == st.OPEN, len(s.groups))
     for asid in np.flatnonzero(opened):
         pages = s.table[asid, : s.spaces["num_pages"][asid]]
-        foreign = pages[(pages >= 0) & (owner[pages] != s.roots[s.spaces["root"][asid], 2])]
+        foreign = pages[(pages >= 0) & (owner[pages] != s.roots[s.spaces["root"][asid], st.CHARGED])]
         require(
             not len(foreign),
             "I1",

@@ -46,9 +46,9 @@ def check_index(s: State, seeds: dict[int, int]) -> None:
 
 
 def _identity(s: State, frame: int) -> tuple[int, int, int, bytes]:
-    """Return (1 + group, parent, its generation, tokens) of a page; a companion has the tokens of its leader."""
+    """Return (1 + group, parent, its generation, tokens and salt) of a page; a companion has those of its leader."""
     number = int(s.frames["published"][frame])
-    tokens = s.tokens[frame].tobytes() if number == 1 else b""
+    tokens = s.tokens[frame].tobytes() + s.frames["salt"][frame].tobytes() if number == 1 else b""
     return number, int(s.frames["parent"][frame]), int(s.frames["parent_generation"][frame]), tokens
 
 
@@ -120,9 +120,16 @@ def _check_roots(s: State, found: list[int]) -> None:
             require(
                 not orphaned, "I9", f"frame {frame} is cached, but the page before it, {parent}, is gone", frame=frame
             )
+    salts = s.frames["salt"][np.array(found, np.int64)]
+    require(
+        not len(found) or 0 <= salts.min() <= salts.max() <= len(s.roots),
+        "I4",
+        f"a published frame has the salts of a root that is not one of the {len(s.roots)} roots",
+    )
+    np.add.at(counted, salts[salts > 0] - 1, 1)
     np.add.at(counted, s.spaces["root"][:: len(s.groups)][s.spaces["status"][:: len(s.groups)] != st.UNUSED], 1)
     forbid(
-        counted != s.roots[:, 0],
+        counted != s.roots[:, st.IN_USE],
         "I4",
         "a root must count the spaces and the published first pages under it, and counts another number",
         place="root",
@@ -159,6 +166,8 @@ def _check_prefix_hashes(s: State, found: I64, seeds: dict[int, int]) -> None:
             frame=int(found[place]),
         )
         before[place] = seeds[root]
+    salts = s.frames["salt"][found]
+    before ^= np.where(salts > 0, s.roots[salts - 1, st.SALT_SEED].view(np.uint32), 0).astype(np.uint64)
     group = s.frames["published"][found].astype(np.uint64) - np.uint64(1)
     prefix_hashes = hashed(int(s.reg[st.KEY]), before, s.tokens[found])
     prefix_hashes = np.where(group > 0, before ^ (group * np.uint64(0x9E3779B9) & np.uint64(0xFFFFFFFF)), prefix_hashes)
@@ -195,7 +204,8 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
         f"space {asid} begins with prefix hash {record.seed}, but its root {root} with {seeds.get(root)}",
         asid=asid,
     )
-    before = -2 - root
+    salts = _salts_of(s, root)
+    before = -2 - salts.pop(-1)
     for page in range(min(complete, int(record.first_hole))):
         frame = int(row[page])
         require(
@@ -211,12 +221,28 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
             f"frame {frame} of page {page} of space {asid} was not published after {before}, the page before it",
             frame=frame,
         )
+        salt = int(s.frames["salt"][frame])
+        require(
+            salt == 1 + salts.get(page, -1),
+            "I4",
+            f"frame {frame} of page {page} of space {asid} has salt {salt} instead of {1 + salts.get(page, -1)}",
+            frame=frame,
+        )
         before = frame
     if record.outstanding == 0 and record.first_hole == st.NO_HOLE:
         expected = min(full, int(record.named)) if s.reg[st.PUBLISHING] and not record.no_publish else 0
         require(
             complete == expected, "I4", f"space {asid} has {complete} published pages instead of {expected}", asid=asid
         )
+
+
+def _salts_of(s: State, root: int) -> dict[int, int]:
+    """Return {page: root whose salts lie in the page} of a space with `root`; -1: the root of its tenant."""
+    found: dict[int, int] = {}
+    while root != st.NIL and len(found) <= len(s.roots):
+        found[int(s.roots[root, st.SALTED_PAGE])] = root
+        root = int(s.roots[root, st.ROOT_BEFORE])
+    return found
 
 
 def _check_pinned_prefixes(s: State, row: int) -> None:
@@ -236,7 +262,7 @@ def _check_successors(s: State, published: list[int]) -> None:
     """Check that a page with a published prefix is once among the successors of its parent, linked both ways."""
     following: dict[int, list[int]] = {}
     heads = [(frame, int(s.successors[frame, 0])) for frame in published] + [
-        (-2 - root, int(first)) for root, first in enumerate(s.roots[:, 1])
+        (-2 - root, int(first)) for root, first in enumerate(s.roots[:, st.SUCCESSOR])
     ]
     for parent, frame in heads:
         before = st.NIL

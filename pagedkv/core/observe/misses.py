@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from pagedkv.core.prefix.roots import Roots
+from pagedkv.core.prefix.roots import Roots, Salts
 from pagedkv.core.state import I32, State
 from pagedkv.core.tables import page_tables
 
@@ -21,7 +21,7 @@ class Miss:
     "nothing missed"    every page that can be matched is matched; one token is always left to compute
     "below one page"    the prompt is too short: without its last token it does not fill a page
     "evicted"           the next page was evicted not long ago (recognised by a hash, wrong once in 2**30)
-    "other root"        the next page is published for another tenant only
+    "other root"        the next page is published for another tenant, or with other salts, only
     "never published"   the next page was never published, or was evicted long ago
     """
 
@@ -29,18 +29,21 @@ class Miss:
     tokens_matched: int
 
 
-def explain(s: State, roots: Roots, tenant: bytes, ids: I32) -> Miss:
+def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> Miss:
     """Return how many tokens `open` would match in whole pages, and why no more whole pages match.
 
-    With match="token", `open` also matches a part of the next page, which is not counted here.
-    O(pages), times the tenants if a page is missing.
+    prompt: its tenant and its salts. With match="token", `open` also matches a part of the next page, which is not
+            counted here.
+    O(pages), times the roots if a page is missing.
     """
     size = s.tokens.shape[1]
     whole = max(0, (len(ids) - 1) // size)
     found = np.empty(whole, np.int32)
     pages, evicted = 0, False
-    if tenant in roots.by_tenant:
-        pages, _, _, evicted = page_tables.match_prefix(s, *roots.by_tenant[tenant], ids, found)
+    own, begin = roots.known(*prompt, s)
+    if own is not None:
+        known = ids if begin < 0 else ids[: begin * size + 1]
+        pages, _, _, evicted = page_tables.match_prefix(s, own.number, own.seed, known, found)
     if whole == 0:
         reason = "below one page"
     elif pages == whole:
@@ -48,9 +51,9 @@ def explain(s: State, roots: Roots, tenant: bytes, ids: I32) -> Miss:
     elif evicted:
         reason = "evicted"
     elif any(
-        page_tables.match_prefix(s, *root, ids, found)[0] > pages
-        for name, root in roots.by_tenant.items()
-        if name != tenant
+        page_tables.match_prefix(s, root.number, root.seed, ids, found)[0] > pages
+        for _, root in roots.every()
+        if root != own and root.number < len(s.roots)
     ):
         reason = OTHER_ROOT
     else:
@@ -58,11 +61,13 @@ def explain(s: State, roots: Roots, tenant: bytes, ids: I32) -> Miss:
     return Miss(reason, pages * size)
 
 
-def known_tokens(s: State, roots: Roots, tenant: bytes, ids: I32) -> int:
-    """Return how many tokens `open` would match, parts of a page included."""
-    if tenant not in roots.by_tenant:
+def known_tokens(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> int:
+    """Return how many tokens `open` would match, parts of a page included. prompt: its tenant and its salts."""
+    root, begin = roots.known(*prompt, s)
+    if root is None:
         return 0
     size = s.tokens.shape[1]
+    ids = ids if begin < 0 else ids[: begin * size + 1]  # no page with the next salt is known
     found = np.empty(max(0, (len(ids) - 1) // size), np.int32)
-    pages, _, common, _ = page_tables.match_prefix(s, *roots.by_tenant[tenant], ids, found)
+    pages, _, common, _ = page_tables.match_prefix(s, root.number, root.seed, ids, found)
     return int(pages * size + common)

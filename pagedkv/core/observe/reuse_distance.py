@@ -22,6 +22,7 @@ import numpy as np
 
 from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.prefix import index
+from pagedkv.core.prefix.roots import Root
 from pagedkv.core.state import I32, I64, KEY, NIL, Records, State
 
 _RECORD: Final = np.dtype([("prefix_hash", np.uint32), ("chain", np.int32), ("time", np.int32)], align=True)
@@ -151,14 +152,18 @@ def record_use(sample: Sample, prefix_hash: int) -> None:
 
 
 @compiled
-def record_prompt(sample: Sample, key: int, seed: int, size: int, ids: I32, prefix_hashes: I64) -> None:
+def record_prompt(
+    sample: Sample, key: int, seed: int, size: int, ids: I32, prefix_hashes: I64, roots: I32, root: int
+) -> None:
     """Count the distance of each whole page of a prompt that could be matched, and record its use.
 
-    Shapes: ids int32 [n]; prefix_hashes int64 [pages], scratch. seed: the prefix hash of the empty prefix.
+    Shapes: ids int32 [n]; prefix_hashes int64 [pages], scratch; roots: those of the State
+    root, seed: of the prompt, and the prefix hash of the empty prefix.
     """
     prefix_hash = seed
     for page in range(len(prefix_hashes)):
-        prefix_hash = index.prefix_hash_of(key, prefix_hash, ids[page * size : (page + 1) * size])
+        before = index.salted(roots, prefix_hash, index.salt_at(roots, root, page))
+        prefix_hash = index.prefix_hash_of(key, before, ids[page * size : (page + 1) * size])
         prefix_hashes[page] = prefix_hash
         if _is_sampled(sample, prefix_hash):
             sample.reg[PAGES_SAMPLED] += 1
@@ -183,11 +188,11 @@ class ReuseSampler:
     def __init__(self, pages: int, num_frames: int) -> None:
         self.sample: Sample = new_sample(pages, 4 * num_frames)
 
-    def record_prompt(self, s: State, seed: int, ids: I32) -> None:
-        """Record a prompt (int32 [n]) that is opened under the root of prefix hash `seed`."""
+    def record_prompt(self, s: State, root: Root, ids: I32) -> None:
+        """Record a prompt (int32 [n]) that is opened under `root`."""
         size = s.tokens.shape[1]
         prefix_hashes = np.empty(max(0, len(ids) - 1) // size, np.int64)
-        record_prompt(self.sample, int(s.reg[KEY]), seed, size, ids, prefix_hashes)
+        record_prompt(self.sample, int(s.reg[KEY]), root.seed, size, ids, prefix_hashes, s.roots, root.number)
 
     def counts(self) -> I64:
         """Return int64 [K + 2]: uses by distance in the sample, then the pages asked for, then those in the sample."""

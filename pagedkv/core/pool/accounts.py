@@ -12,7 +12,7 @@ a frame has one account.
 from __future__ import annotations
 
 from pagedkv.core.compiled import inlined
-from pagedkv.core.state import ACCOUNT, FENCED, FIRST_LIST, I64, NUM_REGISTERS, Records, State
+from pagedkv.core.state import ACCOUNT, CHARGED, FENCED, FIRST_LIST, I64, NUM_REGISTERS, Records, State
 
 
 @inlined
@@ -48,4 +48,4 @@ def count(records: Records, reg: I64, frame: int, name: int, change: int) -> Non
 @inlined
 def of_space(s: State, asid: int) -> int:
     """Return the account that is charged for the frames of the space."""
-    return int(s.roots[s.spaces[asid].root, 2])
+    return int(s.roots[s.spaces[asid].root, CHARGED])

@@ -2,18 +2,22 @@
 
     root:  sha256("root" ‖ tenant)
     page:  sha256("page" ‖ digest of the page before, or of its root ‖ tokens as little-endian int32)
+    page with salts: sha256("salt" ‖ digest of a page without them ‖ for each salt: its offset and its length as
+                            little-endian int32, and the salt)
 
 A digest is computed only when a page or its name leaves the process. It is equal in every process and on every machine.
-The prefix hashes of the index are not: they are keyed, and have only 32 bits. The words "root" and "page" keep the name
-of a tenant from passing for a page.
+The prefix hashes of the index are not: they are keyed, and have only 32 bits. The words "root", "page" and "salt" keep
+the name of a tenant from passing for a page.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 
 import numpy as np
 
+from pagedkv.core.prefix.roots import Salts
 from pagedkv.core.state import I32
 
 
@@ -22,6 +26,13 @@ def root_digest(tenant: bytes) -> bytes:
     return hashlib.sha256(b"root" + tenant).digest()
 
 
-def page_digest(before: bytes, tokens: I32) -> bytes:
-    """32 bytes: the digest of a page that holds `tokens` (int32 [S]) after a page, or root, with digest `before`."""
-    return hashlib.sha256(b"page" + before + np.ascontiguousarray(tokens, "<i4").tobytes()).digest()
+def page_digest(before: bytes, tokens: I32, salts: Salts = ()) -> bytes:
+    """32 bytes: the digest of a page that holds `tokens` (int32 [S]) after a page, or root, with digest `before`.
+
+    salts: those of the page, with their offsets in the page.
+    """
+    digest = hashlib.sha256(b"page" + before + np.ascontiguousarray(tokens, "<i4").tobytes()).digest()
+    if not salts:
+        return digest
+    parts = [struct.pack("<2i", offset, len(salt)) + salt for offset, salt in salts]
+    return hashlib.sha256(b"salt" + digest + b"".join(parts)).digest()

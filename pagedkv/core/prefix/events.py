@@ -1,6 +1,6 @@
 """Events: a log of the pages that became findable or ceased to be, for routers that send prompts to caches.
 
-    index.insert, index.remove  ──▶  s.log [E, 3 + S]: a ring of integers; event n (1, 2, ...) is in row n % E
+    index.insert, index.remove  ──▶  s.log [E, 4 + S]: a ring of integers; event n (1, 2, ...) is in row n % E
     events(since), snapshot()   ──▶  fold: read the ring from where the last fold stopped, and name pages by digests
 
 The compiled functions write one row an event, O(block_size), and make no object. Digests are computed when a reader
@@ -29,21 +29,22 @@ import numpy as np
 
 from pagedkv.core.compiled import inlined
 from pagedkv.core.prefix.digests import page_digest, root_digest
+from pagedkv.core.prefix.roots import Salts
 from pagedkv.core.state import I32, I64, LOGGED, State
 from pagedkv.errors import EventsLost, InvalidRequest
 
 STORED: Final = 1
 REMOVED: Final = 2
 CLEARED: Final = 3
-HEAD: Final = 3  # columns before the tokens: kind + 4 x group, frame, parent (for a companion: its leader)
+HEAD: Final = 4  # columns before the tokens: kind + 4 x group, frame, parent (for a companion: its leader), salt
 
 
 @inlined
-def log_stored(log: I32, reg: I64, page: tuple[int, int, int], tokens: I32) -> None:
-    """Log that `page`, (frame, parent, group), which holds `tokens` (int32 [S]), was published."""
+def log_stored(log: I32, reg: I64, page: tuple[int, int, int, int], tokens: I32) -> None:
+    """Log that `page`, (frame, parent, group, salt), which holds `tokens` (int32 [S]), was published."""
     reg[LOGGED] += 1
     row = reg[LOGGED] % len(log)
-    log[row, 0], log[row, 1], log[row, 2] = STORED + 4 * page[2], page[0], page[1]
+    log[row, 0], log[row, 1], log[row, 2], log[row, 3] = STORED + 4 * page[2], page[0], page[1], page[3]
     for i in range(len(tokens)):
         log[row, HEAD + i] = tokens[i]
 
@@ -53,7 +54,7 @@ def log_removed(log: I32, reg: I64, frame: int) -> None:
     """Log that `frame` was unpublished."""
     reg[LOGGED] += 1
     row = reg[LOGGED] % len(log)
-    log[row, 0], log[row, 1], log[row, 2] = REMOVED, frame, 0
+    log[row, 0], log[row, 1], log[row, 2], log[row, 3] = REMOVED, frame, 0, 0
 
 
 @inlined
@@ -61,7 +62,7 @@ def log_cleared(log: I32, reg: I64) -> None:
     """Log that all pages were unpublished."""
     reg[LOGGED] += 1
     row = reg[LOGGED] % len(log)
-    log[row, 0], log[row, 1], log[row, 2] = CLEARED, 0, 0
+    log[row, 0], log[row, 1], log[row, 2], log[row, 3] = CLEARED, 0, 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,9 @@ class BlockStored:
     """A page became findable. The field names are those of vLLM and SGLang; digests are 32 bytes.
 
     parent_block_hash: None for a first page.
-    tenant:            the `tenant` given to `open`; adapters and images are part of it.
+    tenant:            the `tenant` given to `open`.
     group:             the layer group. The events of the other groups follow that of group 0.
+    salts:             the salts given to `open` that lie in the page, with their offsets in it.
     """
 
     sequence: int
@@ -80,6 +82,7 @@ class BlockStored:
     block_size: int
     tenant: bytes
     group: int = 0
+    salts: Salts = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +118,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _PageName:
-    """The name of a published frame: its digest, the digest of the page before, its tenant, its layer group."""
+    """The name of a published frame: its digest, that of the page before, its tenant, its layer group, its salts."""
 
     digest: bytes
     before: bytes | None
     tenant: bytes
     group: int = 0
+    salts: Salts = ()
 
 
 class EventLog:
@@ -133,19 +137,23 @@ class EventLog:
         self._subjects: dict[
             int, _PageName | None
         ] = {}  # event in the ring: its page; None if a reader skips the event
-        self._tenants: dict[int, list[tuple[int, bytes]]] = {}  # root: [(first event, tenant from that event on)]
+        # root: [(first event, tenant and salts of the root from that event on)]
+        self._roots: dict[int, list[tuple[int, tuple[bytes, Salts]]]] = {}
 
-    def root_taken(self, s: State, number: int, tenant: bytes) -> None:
-        """Record that root `number` belongs to `tenant` from the next event on. A second call does nothing."""
-        history = self._tenants.setdefault(number, [])
-        if history and history[-1][1] == tenant:
+    def root_taken(self, s: State, number: int, name: tuple[bytes, Salts]) -> None:
+        """Record that root `number` has this tenant and these salts from the next event on. A second call does nothing.
+
+        The salts are those of its page, with their offsets in the page.
+        """
+        history = self._roots.setdefault(number, [])
+        if history and history[-1][1] == name:
             return
         oldest = int(s.reg[LOGGED]) - len(s.log)
         while len(history) > 1 and history[1][0] <= oldest:  # no event in the ring is older than the next entry
             history.pop(0)
         if history and history[-1][0] == s.reg[LOGGED] + 1:
             history.pop()  # no page was published under it
-        history.append((int(s.reg[LOGGED]) + 1, tenant))
+        history.append((int(s.reg[LOGGED]) + 1, name))
 
     def renumbered(self, s: State, moves: I32) -> tuple[EventLog, str, object]:
         """Return the attribute to set when frames have moved, source to target (int32 [M, 2]). No event results."""
@@ -185,10 +193,10 @@ class EventLog:
         if newest - self._folded > len(s.log):
             self._rebuild(s, newest)
         for number in range(self._folded + 1, newest + 1):
-            kind, frame, parent = s.log[number % len(s.log), :HEAD].tolist()
+            kind, frame, parent, salt = s.log[number % len(s.log), :HEAD].tolist()
             if kind % 4 == STORED:
                 self._subjects[number] = self._store(
-                    frame, self._name(number, (parent, kind // 4), s.log[number % len(s.log), HEAD:])
+                    frame, self._name(number, (parent, kind // 4, salt), s.log[number % len(s.log), HEAD:])
                 )
             elif kind == REMOVED:
                 self._subjects[number] = self._remove(frame)
@@ -197,20 +205,27 @@ class EventLog:
             self._subjects.pop(number - len(s.log), None)
         self._folded = newest
 
-    def _name(self, number: int, place: tuple[int, int], tokens: I32) -> _PageName | None:
-        """Return the name of a page published by event `number` at `place`, (parent, group).
+    def _name(self, number: int, place: tuple[int, int, int], tokens: I32) -> _PageName | None:
+        """Return the name of a page published by event `number` at `place`, (parent, group, salt).
 
         None if the page before has no name, which happens only after the fold began again.
         """
-        parent, group = place
+        parent, group, salt = place
         if group:
             leader = self._names.get(parent)
-            return _PageName(leader.digest, leader.before, leader.tenant, group) if leader else None
+            return _PageName(leader.digest, leader.before, leader.tenant, group, leader.salts) if leader else None
+        salts = self._root_at(salt - 1, number)[1] if salt else ()
         if parent >= 0:
             before = self._names.get(parent)
-            return _PageName(page_digest(before.digest, tokens), before.digest, before.tenant) if before else None
-        tenant = next(tenant for begin, tenant in reversed(self._tenants[-2 - parent]) if begin <= number)
-        return _PageName(page_digest(root_digest(tenant), tokens), None, tenant)
+            if before is None:
+                return None
+            return _PageName(page_digest(before.digest, tokens, salts), before.digest, before.tenant, 0, salts)
+        tenant, _ = self._root_at(-2 - parent, number)
+        return _PageName(page_digest(root_digest(tenant), tokens, salts), None, tenant, 0, salts)
+
+    def _root_at(self, root: int, number: int) -> tuple[bytes, Salts]:
+        """Return the tenant and the salts that a root had at event `number`."""
+        return next(name for begin, name in reversed(self._roots[root]) if begin <= number)
 
     def _store(self, frame: int, named: _PageName | None) -> _PageName | None:
         if named is None:
@@ -248,7 +263,7 @@ class EventLog:
         for frame in _prefixes_first(s, np.flatnonzero(s.frames["published"]).tolist()):
             parent, group = int(s.frames["parent"][frame]), int(s.frames["published"][frame]) - 1
             if parent < 0 or _is_page_before(s, parent, frame):
-                self._store(frame, self._name(newest, (parent, group), s.tokens[frame]))
+                self._store(frame, self._name(newest, (parent, group, int(s.frames["salt"][frame])), s.tokens[frame]))
 
 
 def _is_page_before(s: State, parent: int, frame: int) -> bool:
@@ -272,14 +287,14 @@ def _prefixes_first(s: State, frames: list[int]) -> list[int]:
 
 
 def _stored(number: int, named: _PageName, tokens: I32) -> BlockStored:
-    return BlockStored(
-        number, (named.digest,), named.before, tuple(tokens.tolist()), len(tokens), named.tenant, named.group
-    )
+    ids = tuple(tokens.tolist())
+    return BlockStored(number, (named.digest,), named.before, ids, len(ids), named.tenant, named.group, named.salts)
 
 
 def as_map(event: Event, *, medium: str = "GPU") -> dict[str, Any]:
     """Return the event in vLLM's form, to be encoded by msgpack: a map that contains its type, digests as bytes."""
     if isinstance(event, BlockStored):
+        keys = [*([event.tenant] if event.tenant else []), *(salt for _, salt in event.salts)]
         return {
             "type": "BlockStored",
             "block_hashes": list(event.block_hashes),
@@ -289,7 +304,7 @@ def as_map(event: Event, *, medium: str = "GPU") -> dict[str, Any]:
             "lora_id": None,
             "medium": medium,
             "lora_name": None,
-            "extra_keys": [[event.tenant]] * len(event.block_hashes) if event.tenant else None,
+            "extra_keys": [keys] * len(event.block_hashes) if keys else None,
             "group_idx": event.group,
         }
     if isinstance(event, BlockRemoved):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedkv.core.prefix.roots import Roots
+from pagedkv.core.prefix.roots import Roots, Salts
 from pagedkv.core.state import I32, State
 
 
@@ -17,6 +17,7 @@ class Page(NamedTuple):
     parent: int  # index of the page before in the same list, -1 for a first page
     tenant: bytes
     token_ids: I32  # int32 [S]
+    salts: Salts = ()  # of this page, with their offsets in it
 
 
 def findable_pages(s: State, roots: Roots) -> list[Page]:
@@ -26,6 +27,7 @@ def findable_pages(s: State, roots: Roots) -> list[Page]:
     left out, with all pages behind it.
     """
     tenants = {root.number: tenant for tenant, root in roots.by_tenant.items()}
+    salts = {root.number: root.own for root in roots.salted.values()}
     following, companions = _links(s)
     found: list[Page] = []
     waiting = [(frame, -1) for first in sorted(following) if first < 0 for frame in following[first]]
@@ -35,7 +37,8 @@ def findable_pages(s: State, roots: Roots) -> list[Page]:
         if min(frames) >= 0:
             root = int(-2 - s.frames["parent"][frame])
             tenant = found[parent].tenant if parent >= 0 else tenants[root]
-            found.append(Page(frames, parent, tenant, s.tokens[frame].copy()))
+            own = salts.get(int(s.frames["salt"][frame]) - 1, ())
+            found.append(Page(frames, parent, tenant, s.tokens[frame].copy(), own))
             waiting += [(child, len(found) - 1) for child in following.get(frame, [])]
     return found
 

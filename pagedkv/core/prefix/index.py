@@ -3,11 +3,12 @@
 It is a chained hash table in arrays: `bucket [N]` heads, `chain [F]` links. The hash covers the whole prefix: the
 `prefix_hash` of a page is a keyed hash of the prefix hash before it and of its tokens. A prefix hash outlives its
 frame, so it tells whether an evicted page comes back. The hash only finds candidates. Identity is then compared exactly
-(I4): the parent's frame and generation, and every token. The parent of a first page is a root, which stands for the
-tenant and its adapters and images.
+(I4): the parent's frame and generation, every token, and the salts of the page. The parent of a first page is a root,
+which stands for the tenant.
 
     parent(page 0) = root_parent(root) = -2 - root          parent(page i) = frame of page i - 1
-    prefix hash(page i)  = hash(prefix hash(page i - 1), tokens of page i)          of page -1: the seed of the root
+    prefix hash(page i)  = hash(prefix hash(page i - 1) ^ seed of its salts, tokens of page i)    of page -1: the seed
+                                                                                                  of the root
 
 If tokens are matched, not only whole pages (match="token"), each page also has a linked list of its `successors`.
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from pagedkv.core.compiled import inlined, inner, prefetch
 from pagedkv.core.prefix.events import log_removed, log_stored
-from pagedkv.core.state import I32, State
+from pagedkv.core.state import I32, IN_USE, NIL, ROOT_BEFORE, SALT_SEED, SALTED_PAGE, SUCCESSOR, State
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: an odd number without pattern
 _SHIFT = np.uint64(32)
@@ -35,6 +36,28 @@ AHEAD: Final = 64  # pages that are prefetched together when a prompt is looked 
 def root_parent(root: int) -> int:
     """Return the number below -1 that stands for `root` as the parent of a first page."""
     return -2 - root
+
+
+@inlined
+def first_root(roots: I32, root: int) -> int:
+    """Return the root of the same tenant without salts."""
+    while roots[root, ROOT_BEFORE] != NIL:
+        root = roots[root, ROOT_BEFORE]
+    return root
+
+
+@inlined
+def salt_at(roots: I32, root: int, page: int) -> int:
+    """Return 1 + the root whose salts lie in `page` of a space with `root`, or 0 if the page has no salt."""
+    while roots[root, SALTED_PAGE] > page:
+        root = roots[root, ROOT_BEFORE]
+    return root + 1 if roots[root, SALTED_PAGE] == page else 0
+
+
+@inlined
+def salted(roots: I32, before: int, salt: int) -> int:
+    """Return the prefix hash `before` of a page, mixed with the salts of the page."""
+    return np.int64(before) ^ (np.int64(roots[salt - 1, SALT_SEED]) & _LOW) if salt > 0 else np.int64(before)
 
 
 @inlined
@@ -86,8 +109,11 @@ def prefetch_next(s: State, prefix_hash: int) -> None:
 
 
 @inlined
-def find(s: State, parent: int, prefix_hash: int, tokens: I32) -> int:
-    """Return the published frame that holds `tokens` (int32 [S], with this prefix hash) after `parent`, or -1."""
+def find(s: State, parent: int, prefix_hash: int, tokens: I32, salt: int = 0) -> int:
+    """Return the published frame that holds `tokens` (int32 [S], with this prefix hash) after `parent`, or -1.
+
+    salt: of the page, as `salt_at` returns it.
+    """
     generation = s.frames[parent].generation if parent >= 0 else np.uint32(0)
     frame = s.bucket[prefix_hash & (len(s.bucket) - 1)]
     while frame >= 0:
@@ -96,6 +122,7 @@ def find(s: State, parent: int, prefix_hash: int, tokens: I32) -> int:
             record.prefix_hash == prefix_hash
             and record.parent == parent
             and record.parent_generation == generation
+            and record.salt == salt
             and record.published == 1
         ):
             different = np.int32(0)
@@ -108,9 +135,10 @@ def find(s: State, parent: int, prefix_hash: int, tokens: I32) -> int:
 
 
 @inlined
-def insert(s: State, frame: int, parent: int, prefix_hash: int) -> None:
+def insert(s: State, frame: int, parent: int, prefix_hash: int, salt: int = 0) -> None:
     """Publish the full `frame` with its prefix hash after `parent`. The caller has looked for an equal page."""
     bucket = prefix_hash & (len(s.bucket) - 1)
+    s.frames[frame].salt = salt
     s.frames[frame].parent = parent
     s.frames[frame].parent_generation = s.frames[parent].generation if parent >= 0 else np.uint32(0)
     s.frames[frame].prefix_hash = prefix_hash
@@ -120,11 +148,13 @@ def insert(s: State, frame: int, parent: int, prefix_hash: int) -> None:
     if remembers(s.ghosts, prefix_hash):
         s.frames[frame].uses = 1  # the page was evicted not long ago
     if parent < 0:
-        s.roots[-2 - parent, 0] += 1
+        s.roots[-2 - parent, IN_USE] += 1
+    if salt > 0:
+        s.roots[salt - 1, IN_USE] += 1
     if len(s.successors):
         _link_successor(s.successors, s.roots, frame, parent)
     if len(s.log):
-        log_stored(s.log, s.reg, (frame, parent, 0), s.tokens[frame])
+        log_stored(s.log, s.reg, (frame, parent, 0, salt), s.tokens[frame])
 
 
 @inlined
@@ -161,8 +191,9 @@ def insert_companion(s: State, frame: int, leader: int, group: int) -> None:
     s.frames[frame].chain = s.bucket[bucket]
     s.bucket[bucket] = frame
     s.frames[frame].published = 1 + group
+    s.frames[frame].salt = 0  # its leader has the salts
     if len(s.log):
-        log_stored(s.log, s.reg, (frame, leader, group), s.tokens[leader])
+        log_stored(s.log, s.reg, (frame, leader, group, 0), s.tokens[leader])
 
 
 @inner
@@ -186,21 +217,23 @@ def remove(s: State, frame: int) -> None:
     ):
         _unlink_successor(s.successors, s.roots, frame, parent)  # without the parent, its list is gone as well
     if parent < 0:
-        s.roots[-2 - parent, 0] -= 1
+        s.roots[-2 - parent, IN_USE] -= 1
+    if s.frames[frame].salt > 0:
+        s.roots[s.frames[frame].salt - 1, IN_USE] -= 1
     if len(s.log):
         log_removed(s.log, s.reg, frame)
 
 
 @inlined
 def _link_successor(successors: I32, roots: I32, frame: int, parent: int) -> None:
-    first = successors[parent, 0] if parent >= 0 else roots[-2 - parent, 1]
+    first = successors[parent, 0] if parent >= 0 else roots[-2 - parent, SUCCESSOR]
     successors[frame, 0], successors[frame, 1], successors[frame, 2] = -1, first, -1
     if first >= 0:
         successors[first, 2] = frame
     if parent >= 0:
         successors[parent, 0] = frame
     else:
-        roots[-2 - parent, 1] = frame
+        roots[-2 - parent, SUCCESSOR] = frame
 
 
 @inlined
@@ -213,22 +246,23 @@ def _unlink_successor(successors: I32, roots: I32, frame: int, parent: int) -> N
     elif parent >= 0:
         successors[parent, 0] = following
     else:
-        roots[-2 - parent, 1] = following
+        roots[-2 - parent, SUCCESSOR] = following
 
 
 @inner
 def find_part(s: State, parent: int, tokens: I32) -> tuple[int, int]:
     """Return (frame, length) of the successor of `parent` with the longest common beginning with `tokens`, or (-1, 0).
 
-    Only the 32 successors published last are compared.
+    Only the 32 successors published last are compared, and none with a salt.
     """
     best, longest = -1, 0
-    frame = s.successors[parent, 0] if parent >= 0 else s.roots[-2 - parent, 1]
+    frame = s.successors[parent, 0] if parent >= 0 else s.roots[-2 - parent, SUCCESSOR]
     for _ in range(32):
         if frame < 0:
             break
         common = 0
-        while common < len(tokens) and common < s.tokens.shape[1] and s.tokens[frame, common] == tokens[common]:
+        most = min(len(tokens), s.tokens.shape[1]) if s.frames[frame].salt == 0 else 0
+        while common < most and s.tokens[frame, common] == tokens[common]:
             common += 1
         if common > longest:
             best, longest = frame, common

@@ -18,10 +18,12 @@ from pagedkv.core.state import (
     AMONG_FENCED,
     CACHED,
     CACHED_FENCED,
+    IN_USE,
     NIL,
     NUM_CACHED,
     NUM_RETIRED,
     RETIRED,
+    SUCCESSOR,
     UNUSED,
     State,
 )
@@ -40,13 +42,13 @@ def forget_pages(s: State) -> int:
     for bucket in range(len(s.bucket)):
         s.bucket[bucket] = NIL
     for root in range(len(s.roots)):
-        s.roots[root, 0] = 0
-        s.roots[root, 1] = NIL
+        s.roots[root, IN_USE] = 0
+        s.roots[root, SUCCESSOR] = NIL
     for asid in range(0, len(s.spaces), len(s.groups)):
         if s.spaces[asid].status != UNUSED:
             s.spaces[asid].complete = 0
             s.spaces[asid].no_publish = 1
-            s.roots[s.spaces[asid].root, 0] += 1
+            s.roots[s.spaces[asid].root, IN_USE] += 1
     if len(s.log):
         log_cleared(s.log, s.reg)
     return freed

@@ -26,6 +26,7 @@ from pagedkv.core.state import (
     ASKED_BY,
     BELOW_PAGE,
     CACHED,
+    CHARGED,
     CHUNK_FRAMES,
     CLOSED_LONG,
     CLOSING,
@@ -35,6 +36,7 @@ from pagedkv.core.state import (
     HELD,
     HOLE,
     I32,
+    IN_USE,
     KEY,
     LONG,
     MATCHED,
@@ -48,6 +50,7 @@ from pagedkv.core.state import (
     PASSED,
     PINNED,
     PUBLISHING,
+    SALTED_PAGE,
     UNUSED,
     State,
 )
@@ -70,7 +73,7 @@ def _new_row(s: State, root: int, seed: int) -> int:
         s.spaces[row].outstanding = 0
         s.spaces[row].first_hole = NO_HOLE
         _set_length(s, row, 0, 0)
-    s.roots[root, 0] += 1
+    s.roots[root, IN_USE] += 1
     return asid
 
 
@@ -104,8 +107,8 @@ def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32) -> t
     s.reg[BELOW_PAGE] += max(0, len(token_ids) - 1) - asked
     s.reg[MATCHED] += matched
     if len(s.reg) > NUM_REGISTERS:
-        s.reg[register(s.roots[root, 2], ASKED_BY)] += asked
-        s.reg[register(s.roots[root, 2], MATCHED_BY)] += matched
+        s.reg[register(s.roots[root, CHARGED], ASKED_BY)] += asked
+        s.reg[register(s.roots[root, CHARGED], MATCHED_BY)] += matched
     s.reg[MISSED_EVICTED if evicted else MISSED_NEW] += asked - matched
     for row in range(asid, asid + len(s.groups)):
         s.spaces[row].advice = advice
@@ -126,8 +129,8 @@ def match_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> 
     pages = layer_groups.usable_pages(s, found, leaders)
     found[pages:leaders] = HOLE
     frame, common = -1, 0
-    if len(s.successors):
-        parent = found[pages - 1] if pages else index.root_parent(root)
+    if len(s.successors) and index.salt_at(s.roots, root, pages) == 0:
+        parent = found[pages - 1] if pages else index.root_parent(index.first_root(s.roots, root))
         rest = token_ids[pages * s.tokens.shape[1] : max(0, len(token_ids) - 1)]
         frame, common = index.find_part(s, parent, rest)
     return pages, frame, common, evicted or pages < leaders  # companions were published with their leaders
@@ -136,12 +139,15 @@ def match_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> 
 @inner
 def _match_leaders(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, bool]:
     size = s.tokens.shape[1]
-    parent, prefix_hash = index.root_parent(root), seed
+    parent, prefix_hash = index.root_parent(index.first_root(s.roots, root)), seed
+    has_salts = s.roots[root, SALTED_PAGE] >= 0
     # a row is at least as wide as the pool, so no published prefix is longer
     whole = min(max(0, (len(token_ids) - 1) // size), len(found))
     for first in range(0, whole, index.AHEAD):
         last = min(first + index.AHEAD, whole)
         for page in range(first, last):
+            if has_salts:
+                prefix_hash = index.salted(s.roots, prefix_hash, index.salt_at(s.roots, root, page))
             prefix_hash = index.prefix_hash_of(s.reg[KEY], prefix_hash, token_ids[page * size : (page + 1) * size])
             index.prefetch_bucket(s, prefix_hash)
             found[page] = prefix_hash - 2**31  # uint32 as int32
@@ -151,7 +157,8 @@ def _match_leaders(s: State, root: int, seed: int, token_ids: I32, found: I32) -
             index.prefetch_next(s, int(found[page]) + 2**31)
         for page in range(first, last):
             prefix_hash = int(found[page]) + 2**31
-            frame = index.find(s, parent, prefix_hash, token_ids[page * size : (page + 1) * size])
+            salt = index.salt_at(s.roots, root, page) if has_salts else 0
+            frame = index.find(s, parent, prefix_hash, token_ids[page * size : (page + 1) * size], salt)
             if frame < 0:
                 found[page:last] = HOLE  # as before: the prefix hashes were scratch
                 return page, index.remembers(s.ghosts, prefix_hash)
@@ -306,7 +313,7 @@ def close_space(s: State, asid: int) -> None:
     if s.spaces[asid].num_pages >= LONG:
         s.reg[CLOSED_LONG] += 1
     drop_tail(s, asid, np.int64(0))  # a literal 0 would be one more type to compile for
-    s.roots[s.spaces[asid].root, 0] -= 1
+    s.roots[s.spaces[asid].root, IN_USE] -= 1
     for row in range(asid, asid + len(s.groups)):
         s.spaces[row].status = UNUSED
     s.spaces[s.reg[NUM_UNUSED_ASIDS]].unused_asid = asid
@@ -347,7 +354,9 @@ def publish_pages(s: State, asid: int) -> None:
     """
     if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE or s.spaces[asid].no_publish:
         return
-    parent, prefix_hash = index.root_parent(s.spaces[asid].root), int(s.spaces[asid].seed)
+    root = np.int64(s.spaces[asid].root)
+    has_salts = s.roots[root, SALTED_PAGE] >= 0
+    parent, prefix_hash = index.root_parent(index.first_root(s.roots, root)), int(s.spaces[asid].seed)
     complete = int(s.spaces[asid].complete)
     full = min(s.spaces[asid].length // s.tokens.shape[1], np.int64(s.spaces[asid].named))
     if complete > 0:
@@ -356,6 +365,8 @@ def publish_pages(s: State, asid: int) -> None:
     for page in range(complete, full):  # hash all pages first, as _match_leaders does
         frame = s.table[asid, page]
         if not s.frames[frame].published:
+            if has_salts:
+                prefix_hash = index.salted(s.roots, prefix_hash, index.salt_at(s.roots, root, page))
             s.frames[frame].prefix_hash = index.prefix_hash_of(s.reg[KEY], prefix_hash, s.tokens[frame])
             index.prefetch_bucket(s, s.frames[frame].prefix_hash)
             prefetch(s.ghosts, np.int64(s.frames[frame].prefix_hash) & (len(s.ghosts) - 1))
@@ -368,7 +379,8 @@ def publish_pages(s: State, asid: int) -> None:
         frame = s.table[asid, page]
         if not s.frames[frame].published:
             prefix_hash = int(s.frames[frame].prefix_hash)
-            existing = index.find(s, parent, prefix_hash, s.tokens[frame])
+            salt = index.salt_at(s.roots, root, page) if has_salts else 0
+            existing = index.find(s, parent, prefix_hash, s.tokens[frame], salt)
             if existing >= 0 and s.spaces[asid].outstanding > 0:
                 return  # an outstanding plan reads our page, perhaps through an older table; the last one publishes it
             if existing >= 0:
@@ -378,7 +390,7 @@ def publish_pages(s: State, asid: int) -> None:
                 s.reg[DEDUPLICATED] += 1
                 frame = existing
             else:
-                index.insert(s, frame, parent, prefix_hash)
+                index.insert(s, frame, parent, prefix_hash, salt)
         if len(s.groups) > 1 and not layer_groups.publish_companions(s, asid, page):
             return
         s.spaces[asid].complete = page + 1

@@ -37,6 +37,7 @@ from pagedkv.core.state import (
     PASSED,
     PEAK,
     PROTECTED,
+    SUCCESSOR,
     Records,
     State,
     account_registers,
@@ -121,7 +122,7 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
         *(block[: 4 * NUM_LISTS].reshape(NUM_LISTS, 4) for block in account_registers(reg)),
     ):
         lists[:, :2] = _renumbered(lists[:, :2], into)
-    roots[:, 1] = _renumbered(roots[:, 1], into)
+    roots[:, SUCCESSOR] = _renumbered(roots[:, SUCCESSOR], into)
     _lay_out_ghosts(s.ghosts, fresh.ghosts)
     _fill_buckets(fresh.frames, fresh.bucket)
     _take_used_frames(fresh.frames, fresh.chunks, fresh.reg)
