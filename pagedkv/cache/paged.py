@@ -40,7 +40,7 @@ from pagedkv.core.observe.misses import Miss
 from pagedkv.core.observe.stats import Usage
 from pagedkv.core.prefix.events import Event, Snapshot
 from pagedkv.core.recovery import Assignment, Recovered
-from pagedkv.core.spaces.opening import Salt
+from pagedkv.core.spaces.opening import Opened, Salt
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
@@ -153,6 +153,24 @@ class PagedKVCache:
         The handle has the verbs of one sequence: fork, truncate, punch, release.
         """
         return self.manager.open(token_ids, tenant=tenant, salt=salt, priority=priority, half_life=half_life)
+
+    def open_batch(
+        self,
+        rows: Sequence[Sequence[int] | npt.NDArray[np.integer]],
+        *,
+        tenant: bytes | Sequence[bytes] = b"",
+        salt: Salt | Sequence[Salt] = b"",
+        pads: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        priority: float = 1.0,
+        half_life: float = 1000.0,
+    ) -> Opened:
+        """Open a space for each prompt, all or none; say which leading columns are known in every row.
+
+        See MemoryManager.open_batch.
+        """
+        return self.manager.open_batch(
+            rows, tenant=tenant, salt=salt, pads=pads, priority=priority, half_life=half_life
+        )
 
     def lookup(
         self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b""

@@ -503,14 +503,19 @@ class MemoryManager(PinMixin, OpeningMixin):
         if plan.manager is not self:
             raise InvalidRequest(f"{verb}: this plan was made by another manager; give it back to that one")
 
-    def _grow_tables(self, pages: int = 0) -> None:
+    def _grow_tables(self, pages: int = 0, spaces: int = 1) -> None:
+        """Make room for so many more spaces, and for a space of so many pages."""
         if self.state.reg[st.CLOSED_LONG]:  # of a space that a plan or a pin kept open after release
             st.return_memory(self.state)
-        if self.state.reg[st.NUM_UNUSED_ASIDS] == 0:
-            if 2 * len(self.state.spaces) > st.MAX_SPACES:
-                most = len(self.state.spaces) // len(self.groups)
-                raise InvalidRequest(f"{most} spaces and pins are open, and the limit is {most}; release some")
-            self.state = st.with_more_rows(self.state)
+        if self.state.reg[st.NUM_UNUSED_ASIDS] < spaces:
+            most = rows = len(self.state.spaces) // len(self.groups)
+            used = rows - int(self.state.reg[st.NUM_UNUSED_ASIDS])
+            while 2 * most * len(self.groups) <= st.MAX_SPACES:
+                most *= 2
+            if used + spaces > most:
+                raise InvalidRequest(f"{used} spaces and pins are open, and the limit is {most}; release some")
+            while self.state.reg[st.NUM_UNUSED_ASIDS] < spaces:
+                self.state = st.with_more_rows(self.state)
         pages = min(pages, self.num_frames)  # no known prefix is longer than the pool
         if pages > self.state.table.shape[1]:
             self.state = st.with_wider_table(self.state, pages)

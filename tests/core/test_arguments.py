@@ -57,6 +57,13 @@ WRONG: dict[str, Call] = {
     "open with a salt at text": lambda m, a: m.open(salt={"3": b"cat"}),  # type: ignore[dict-item]
     "open with a salt before the prompt": lambda m, a: m.open(salt={-1: b"cat"}),
     "why with a salt of a number": lambda m, a: m.why([1], salt=3),  # type: ignore[arg-type]
+    "open_batch of text": lambda m, a: m.open_batch("abc"),
+    "open_batch of one row": lambda m, a: m.open_batch([1, 2]),  # type: ignore[list-item]
+    "open_batch with a row of text": lambda m, a: m.open_batch([[1], "abc"]),  # type: ignore[list-item]
+    "open_batch with too few tenants": lambda m, a: m.open_batch([[1], [2]], tenant=[b"a"]),
+    "open_batch with too many pads": lambda m, a: m.open_batch([[1]], pads=[0, 0]),
+    "open_batch with a pad below 0": lambda m, a: m.open_batch([[1]], pads=[-1]),
+    "open_batch with a wrong salt": lambda m, a: m.open_batch([[1], [2]], salt=[b"", 3]),  # type: ignore[list-item]
     "lookup of text": lambda m, a: m.lookup("abc"),  # type: ignore[arg-type]
     "lookup for tenant None": lambda m, a: m.lookup([1], tenant=None),  # type: ignore[arg-type]
     "fork of a number": lambda m, a: m.fork(a.asid),  # type: ignore[arg-type]

@@ -109,6 +109,17 @@ class Machine(RuleBasedStateMachine):
         assert len(space) == 0 or self.prefix_cache
         self.oracle.spaces.append(self.oracle.believed(space, tenant, tokens[: len(space)], salts))
 
+    @rule(rows=some.lists(some.lists(TOKENS, max_size=9), max_size=3), tenant=TENANTS, salts=SALTS)
+    def open_batch(self, rows: list[list[int]], tenant: bytes, salts: Salts) -> None:
+        """Open some prompts at once. Opening maps frames and publishes none, so no row changes what another finds."""
+        expected = [self.oracle.longest_match(tenant, tokens, salts) for tokens in rows]
+        spaces, skip = self.mm.open_batch(rows, tenant=tenant, salt=dict(salts))
+        assert [len(space) for space in spaces] == expected
+        assert skip == min(expected, default=0)
+        for space, tokens in zip(spaces, rows, strict=True):
+            self.oracle.spaces.append(self.oracle.believed(space, tenant, tokens[: len(space)], salts))
+        self.refused(InvalidRequest, lambda: self.mm.open_batch([*rows, "no row"], tenant=tenant))  # type: ignore[list-item]
+
     @rule(tokens=some.lists(TOKENS, min_size=5, max_size=17), tenant=TENANTS, salts=SALTS)
     def prefill(self, tokens: list[int], tenant: bytes, salts: Salts = ()) -> None:
         """Compute the rest of a prompt in one step, which is what an engine does most."""

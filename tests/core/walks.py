@@ -123,6 +123,14 @@ class Walk:
             self.spaces.append(self.mm.open(prompt, tenant=tenant, salt=salt, priority=priority))
             assert len(self.spaces[-1]) == known
 
+    def open_batch(self) -> None:
+        rows = [self.prompt() for _ in range(min(3, self.world.max_spaces - len(self.spaces)))]
+        known = [self.mm.lookup(row, tenant=TENANTS[1]) for row in rows]
+        opened = self.mm.open_batch(rows, tenant=TENANTS[1])
+        assert [len(space) for space in opened.spaces] == known
+        assert opened.skip == min(known, default=0)
+        self.spaces += opened.spaces
+
     def prefill(self) -> None:
         self.open()
         if not self.busy(space := self.spaces[-1]):
@@ -316,6 +324,7 @@ OFTEN = (
 )
 SOMETIMES = (Walk.fork, Walk.truncate, Walk.punch, Walk.cancel, Walk.complete_again, Walk.pin, Walk.unpin)
 RARELY = (
+    Walk.open_batch,
     Walk.retire,
     Walk.advance,
     Walk.advise,

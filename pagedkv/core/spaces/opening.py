@@ -7,21 +7,51 @@ references; `lookup` and `why` only look: they change no reference, no order of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.core.arguments import real, salt_row, tenant_name, token_row
+from pagedkv.core.arguments import real, salt_row, tenant_name, token_row, whole
 from pagedkv.core.handles import AddressSpace
 from pagedkv.core.observe.misses import Miss, explain, known_tokens
+from pagedkv.core.prefix.roots import Salts
 from pagedkv.core.recovery import RecoveryMixin
-from pagedkv.core.state import State
+from pagedkv.core.state import I32, State
 from pagedkv.core.tables import page_tables
 from pagedkv.core.tenants import TenantMixin
 from pagedkv.core.thread_guard import exclusive
+from pagedkv.errors import InvalidRequest
 
 Salt = bytes | Mapping[int, bytes]
+
+
+class Opened(NamedTuple):
+    """The result of `open_batch`.
+
+    spaces: one for each row, in order.
+    skip:   how many leading columns need no computation in any row: padding, or tokens that are known. A row may know
+            more tokens: `len(space)` says how many.
+    """
+
+    spaces: list[AddressSpace]
+    skip: int
+
+
+def _listed(value: Any, what: str) -> list[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence | np.ndarray):
+        raise InvalidRequest(f"{what} is {value!r}; give a list")
+    return list(value)
+
+
+def _for_each(value: Any, count: int, what: str) -> list[Any]:
+    """Return a list of `count` entries: `value` itself, or its value for every row."""
+    if isinstance(value, bytes | Mapping):
+        return [value] * count
+    entries = _listed(value, what)
+    if len(entries) != count:
+        raise InvalidRequest(f"{what} has {len(entries)} entries for {count} rows; give one for each row")
+    return entries
 
 
 class OpeningMixin(RecoveryMixin, TenantMixin):
@@ -32,7 +62,7 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
 
     if TYPE_CHECKING:
 
-        def _grow_tables(self, pages: int = 0) -> None: ...
+        def _grow_tables(self, pages: int = 0, spaces: int = 1) -> None: ...
         def _retention(self, priority: float, half_life: float) -> int: ...
 
     @exclusive
@@ -57,9 +87,52 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         """
         self._report_lost()
         ids, tenant, salts = token_row(token_ids), tenant_name(tenant), () if salt == b"" else salt_row(salt)
-        priority, half_life = real(priority, "priority"), real(half_life, "half_life")
-        advice = self._retention(priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
+        advice = self._advice_of(priority, half_life)
         self._grow_tables(pages=len(ids) // self.block_size + 1)
+        return self._open(ids, tenant, salts, advice)
+
+    @exclusive
+    def open_batch(
+        self,
+        rows: Sequence[Sequence[int] | npt.NDArray[np.integer]],
+        *,
+        tenant: bytes | Sequence[bytes] = b"",
+        salt: Salt | Sequence[Salt] = b"",
+        pads: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        priority: float = 1.0,
+        half_life: float = 1000.0,
+    ) -> Opened:
+        """Open a space for each prompt of `rows`, as `open` does: for all of them or for none.
+
+        tenant, salt: for all rows, or a list with one for each row. priority, half_life: for all rows.
+        pads: how many columns of padding stand before each row, in a host that computes rectangles; None for no
+              padding.
+        Raises: as `open`; InvalidRequest if a list has not one entry for each row. Nothing was changed then
+        """
+        self._report_lost()
+        ids = [token_row(row) for row in _listed(rows, "rows")]
+        tenants = [tenant_name(one) for one in _for_each(tenant, len(ids), "tenant")]
+        salts = [salt_row(one) for one in _for_each(salt, len(ids), "salt")]
+        columns = [0] * len(ids) if pads is None else [whole(pad, "a pad") for pad in _for_each(pads, len(ids), "pads")]
+        advice = self._advice_of(priority, half_life)
+        self._grow_tables(pages=max(map(len, ids), default=0) // self.block_size + 1, spaces=len(ids))
+        spaces: list[AddressSpace] = []
+        try:
+            for row, name, own in zip(ids, tenants, salts, strict=True):
+                spaces.append(self._open(row, name, own, advice))
+        except BaseException:
+            for space in spaces:
+                page_tables.release_space(self.state, space.asid)
+            raise
+        lengths = [int(self.state.spaces["length"][space.asid]) for space in spaces]
+        return Opened(spaces, min((pad + length for pad, length in zip(columns, lengths, strict=True)), default=0))
+
+    def _advice_of(self, priority: float, half_life: float) -> int:
+        priority, half_life = real(priority, "priority"), real(half_life, "half_life")
+        return self._retention(priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
+
+    def _open(self, ids: I32, tenant: bytes, salts: Salts, advice: int) -> AddressSpace:
+        """Open a space. The tables have room, and the arguments were checked."""
         root, self.state = self._roots.of(tenant, self.state, salts)
         self._charge_root(tenant, root.number)
         asid, generation = page_tables.open_space(self.state, root.number, root.seed, advice, ids)

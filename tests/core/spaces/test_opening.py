@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.core import state as st
+from pagedkv.errors import InvalidRequest
 from tests.core.oracle import everything, grown
 
 PROMPT = list(range(100, 130))
@@ -44,3 +46,49 @@ def test_lookup_counts_only_pages_that_every_group_has() -> None:
     assert mm.lookup(PROMPT[:17]) == 16
     mm.evict(4)
     assert mm.lookup(PROMPT[:17]) == 4
+
+
+def test_a_batch_is_opened_as_its_rows_would_be() -> None:
+    one, many = MemoryManager(64, 4), MemoryManager(64, 4)
+    rows = [PROMPT, PROMPT[:9], [1, 2], PROMPT]
+    for mm in (one, many):
+        grown(mm, PROMPT, b"acme", {13: b"cat"}).release()
+    tenants, salts = [b"acme", b"acme", b"acme", b""], [{13: b"cat"}, b"", b"", b""]
+    spaces = [one.open(row, tenant=t, salt=s) for row, t, s in zip(rows, tenants, salts, strict=True)]  # type: ignore[arg-type]
+    opened = many.open_batch(rows, tenant=tenants, salt=salts)  # type: ignore[arg-type]
+    assert [space.pages.tolist() for space in opened.spaces] == [space.pages.tolist() for space in spaces]
+    assert [len(space) for space in opened.spaces] == [28, 8, 0, 0]
+    assert one.stats() == many.stats()
+    many.check()
+
+
+@pytest.mark.parametrize(("pads", "skip"), [(None, 4), ([0, 0, 0], 4), ([0, 4, 22], 12), ([3, 5, 11], 13)])
+def test_a_batch_skips_the_columns_that_every_row_knows(mm: MemoryManager, pads: list[int] | None, skip: int) -> None:
+    grown(mm, PROMPT[:13])
+    rows = [PROMPT, PROMPT[:9], PROMPT[:5]]
+    opened = mm.open_batch(rows, pads=pads)
+    assert opened.skip == skip
+    assert [len(space) for space in opened.spaces] == [12, 8, 4]
+    assert mm.open_batch([]) == ([], 0)
+
+
+def test_a_batch_is_opened_for_all_rows_or_for_none() -> None:
+    mm = MemoryManager(16, 4, groups=tuple(Group() for _ in range(64)))
+    most = 2**15 // 64
+    kept = mm.open_batch([[1]] * (most - 3)).spaces
+    before = everything(mm)
+    with pytest.raises(InvalidRequest, match=f"{most - 3} spaces and pins are open, and the limit is {most}"):
+        mm.open_batch([[1]] * 4)
+    assert everything(mm) == before
+    assert len(mm.open_batch([[1]] * 3).spaces) == 3
+    assert mm.state.reg[st.NUM_UNUSED_ASIDS] == 0
+    del kept
+
+
+def test_the_handles_of_a_batch_are_released_one_by_one(mm: MemoryManager) -> None:
+    a, b = mm.open_batch([[1, 2], [3]]).spaces
+    a.release()
+    mm.commit(mm.plan([b], [1]), [3])
+    b.release()
+    assert mm.recover() == (0, 0, 0)
+    assert mm.stats().spaces == 0
