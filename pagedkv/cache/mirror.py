@@ -15,7 +15,7 @@ sends the pages of its own rows, one row behind the other, and the table is a vi
     entries   |row 0 ....|row 1|row 2 ........|-1 ...     each row begins at a multiple of UNIT
     table     int32 [units, widest row], strides (UNIT, 1): row `u` begins at entry u * UNIT
 
-What lies behind the pages of a row there belongs to the next row. Kernels read no entry behind the pages of a row. The
+Entries behind the pages of a row are those of the next row. Kernels read no entry behind the pages of a row. The
 address is another one in each step.
 """
 

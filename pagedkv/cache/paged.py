@@ -204,13 +204,13 @@ class PagedKVCache:
 
     def commit(
         self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer] | None,
-        counts: Counts | None = None,
+        counts: Counts | None = None, *, keep_planned: bool = False,
     ) -> None:  # fmt: skip
         """Append `token_ids`, whose KV was written at the slots of `batch`; None if you do not know them.
 
-        See MemoryManager.commit.
+        keep_planned: whether planned tokens beyond `counts` stay planned, or are rolled back. See MemoryManager.commit.
         """
-        self.manager.commit(_plan_of(batch, "commit"), token_ids, counts)
+        self.manager.commit(_plan_of(batch, "commit"), token_ids, counts, keep_planned=keep_planned)
 
     def abort(self, batch: PlannedBatch) -> None:
         """Undo `plan`, whether the kernels of the batch ran or not: every sequence is as long as before.

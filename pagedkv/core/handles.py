@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from pagedkv.core.pool.free_runs import runs_in
-from pagedkv.core.state import HEAD, I32, I64, NUM_COPIES, OUTSTANDING, STATUS
+from pagedkv.core.state import HEAD, I32, I64, NUM_COPIES, OUTSTANDING, PARTLY, STATUS
 
 
 class Manager(Protocol):
@@ -189,8 +189,13 @@ class Step:
 
     @property
     def is_outstanding(self) -> bool:
-        """Whether frames are mapped for the step, and it is neither committed nor aborted."""
-        return bool(self.longs[STATUS] == OUTSTANDING)
+        """Whether frames are mapped for the step, and it is neither committed to its end nor aborted."""
+        return int(self.longs[STATUS]) in (OUTSTANDING, PARTLY)
+
+    @property
+    def remaining(self) -> I64:
+        """int64 [B]: planned tokens of each sequence that no commit(keep_planned=True) has kept yet. A copy."""
+        return self.seq_lens - self.starts
 
     @property
     def group_slots(self) -> I64:
@@ -211,7 +216,7 @@ class Step:
 
     @property
     def starts(self) -> I64:
-        """int64 [B]: KV length before the step."""
+        """int64 [B]: KV length before the step, plus the tokens that commit(keep_planned=True) has kept since."""
         return self.longs[len(self.longs) - len(self.rows) :]
 
     @property
@@ -226,7 +231,7 @@ class Step:
 
     @property
     def num_copies(self) -> int:
-        """C: copies of shared tail pages."""
+        """C: copies of shared tail pages; 0 once a part of the step is committed, as they were made then."""
         return int(self.longs[NUM_COPIES])
 
     @property
@@ -244,7 +249,7 @@ class Step:
         return self.splits[:, :2]
 
 
-_SETTLED: Final = ("", "", "committed", "aborted")
+_SETTLED: Final = ("", "", "committed", "aborted", "")
 
 
 class Plan(Step):

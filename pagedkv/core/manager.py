@@ -191,7 +191,12 @@ class MemoryManager(PinMixin, OpeningMixin):
 
     @exclusive
     def commit(
-        self, plan: Plan, token_ids: Sequence[int] | npt.NDArray[np.integer] | None, counts: Counts | None = None
+        self,
+        plan: Plan,
+        token_ids: Sequence[int] | npt.NDArray[np.integer] | None,
+        counts: Counts | None = None,
+        *,
+        keep_planned: bool = False,
     ) -> None:
         """Append `token_ids`, whose KV lies in the slots of `plan`, to their sequences, and publish full pages.
 
@@ -200,23 +205,28 @@ class MemoryManager(PinMixin, OpeningMixin):
         Shapes: token_ids int32 [sum(counts)], in plan order
                 counts [B]: how many of the planned tokens of each sequence are kept; None for all. The others, rejected
                 drafts, are rolled back and their frames given back.
+        keep_planned: whether the others stay planned instead. The plan then begins behind the tokens that were kept
+                (`plan.starts`, `plan.remaining`) and stays outstanding until all its tokens are committed, a commit
+                rolls the rest back, or abort does. Its slots stay what they were, and its copies count as made.
         Raises: PlanConflict if the plan is settled, if an older plan of a space is not, or if a newer plan follows
                 tokens that are rolled back; InvalidRequest if the numbers do not fit. Nothing was changed then.
         """
         self._require_own(plan, "commit")
-        accepted = plan.counts if counts is None else count_row(counts, len(plan.rows))
+        partly, keep = plan.longs[st.STATUS] == st.PARTLY, flag(keep_planned, "keep_planned")
+        accepted = (plan.remaining if partly else plan.counts) if counts is None else count_row(counts, len(plan.rows))
         ids = unnamed_row(accepted, plan.num_tokens) if token_ids is None else token_row(token_ids)
-        if len(ids) != (plan.num_tokens if counts is None else accepted.sum()):
+        if len(ids) != (plan.num_tokens if counts is None and not partly else accepted.sum()):
             raise InvalidRequest(
                 f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} "
                 "spaces; give one count for each space, and as many ids as they add up to"
             )
         code, where = steps.commit_step(
-            self.state, plan.rows, plan.longs, plan.ints, accepted, ids, token_ids is not None
+            self.state, plan.rows, plan.longs, plan.ints, accepted, ids, token_ids is not None, keep
         )
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
-        self._plans.pop(plan.number, None)
+        if not keep or not plan.is_outstanding:
+            self._plans.pop(plan.number, None)
         if debug.level() >= 3:
             self.check(3)
 
@@ -224,6 +234,7 @@ class MemoryManager(PinMixin, OpeningMixin):
     def abort(self, plan: Plan, *, copied: bool = False) -> None:
         """Undo the plan: every sequence is as long as before, and the frames for new tokens are given back.
 
+        What commit(keep_planned=True) has kept stays.
         copied: whether you made the copies of the plan. True: each sequence keeps its copy of a shared tail page, as KV
                 may have been written there. False: the targets of the copies are freed, and the sequences share their
                 tail pages as before the plan.

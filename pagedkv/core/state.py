@@ -121,6 +121,7 @@ HEAD: Final = 2
 OUTSTANDING: Final = 1
 COMMITTED: Final = 2
 ABORTED: Final = 3
+PARTLY: Final = 4  # outstanding, and a part of its tokens is committed
 
 
 FRAME: Final = np.dtype(
@@ -206,7 +207,7 @@ class State(NamedTuple):
     bucket: I32  # [N] heads of the index; N is the largest power of two up to 23/32 F
     ghosts: I32  # [G] prefix hashes of evicted pages; a newer one overwrites; G is a power of two, at most F/4
     spaces: Records  # SPACE [A]
-    table: I32  # [A, P]; what lies behind the pages of a row means nothing
+    table: I32  # [A, P]; entries behind the pages of a row mean nothing
     roots: I32  # [R, 6], see below
     # [F, 3] of a page: its first successor (the newest); the next and the previous page with the same parent.
     # [0, 3] unless tokens are matched.

@@ -115,7 +115,7 @@ def _settling(state: State, rows: I32, counts: I64) -> Calls:
     return [
         (page_tables.release_space, state, 0),
         (steps.abort_step, state, rows, counts, rows, False),
-        (steps.commit_step, state, rows, counts, rows, counts, rows, True),
+        (steps.commit_step, state, rows, counts, rows, counts, rows, True, False),
     ]
 
 

@@ -398,6 +398,27 @@ FAULTS = (
         "interrupts/test_interrupts.py",
     ),
     Fault(
+        "the rest of a plan stays planned if the caller says so: it is rolled back",
+        "tables/steps.py",
+        "        rejected = starts[i] + accepted[i] < ends[i] and not keep\n",
+        "        rejected = starts[i] + accepted[i] < ends[i]\n",
+        "tables/test_kept_plans.py",
+    ),
+    Fault(
+        "a plan that is kept begins behind its committed tokens: it begins where it began",
+        "tables/steps.py",
+        "            starts[i] += accepted[i]\n",
+        "            pass\n",
+        "tables/test_kept_plans.py",
+    ),
+    Fault(
+        "the source of a copy is unpinned once: again when the rest of its plan is settled",
+        "tables/steps.py",
+        "        longs[STATUS], longs[NUM_COPIES] = PARTLY, 0\n",
+        "        longs[STATUS] = PARTLY\n",
+        "tables/test_kept_plans.py",
+    ),
+    Fault(
         "a plan that is given up returns its frames: it keeps them",
         "tables/steps.py",
         "            page_tables.drop_tail(s, np.int64(asids[i]), (starts[i] + size - 1) // size)\n",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -118,7 +120,8 @@ class Machine(RuleBasedStateMachine):
         assert skip == min(expected, default=0)
         for space, tokens in zip(spaces, rows, strict=True):
             self.oracle.spaces.append(self.oracle.believed(space, tenant, tokens[: len(space)], salts))
-        self.refused(InvalidRequest, lambda: self.mm.open_batch([*rows, "no row"], tenant=tenant))  # type: ignore[list-item]
+        wrong: list[Any] = [*rows, "no row"]
+        self.refused(InvalidRequest, lambda: self.mm.open_batch(wrong, tenant=tenant))
 
     @rule(tokens=some.lists(TOKENS, min_size=5, max_size=17), tenant=TENANTS, salts=SALTS)
     def prefill(self, tokens: list[int], tenant: bytes, salts: Salts = ()) -> None:
@@ -213,16 +216,23 @@ class Machine(RuleBasedStateMachine):
             return
         self.oracle.run(step)
         later = [o for p in self.oracle.plans[at + 1 :] for o, t in zip(p.owners, p.tokens, strict=True) if t]
+        keep = data.draw(some.sampled_from([False, False, True]))
         kept = [
-            len(t) if o in later else data.draw(some.integers(0, len(t)))
+            len(t) if o in later and not keep else data.draw(some.integers(0, len(t)))
             for o, t in zip(step.owners, step.tokens, strict=True)
         ]
         named = data.draw(some.sampled_from([True, True, True, False]))
         ids = [token for t, k in zip(step.tokens, kept, strict=True) for token in t[:k]]
-        self.mm.commit(step.plan, ids if named else None, kept)
+        self.mm.commit(step.plan, ids if named else None, kept, keep_planned=keep)
+        for owner, tokens, count in zip(step.owners, step.tokens, kept, strict=True):
+            self.oracle.record_commit(owner, tokens[:count], named=named)
+        rest = [tokens[count:] for tokens, count in zip(step.tokens, kept, strict=True)]
+        assert step.plan.is_outstanding == (keep and any(rest))
+        if step.plan.is_outstanding:
+            step.tokens = rest
+            assert step.plan.remaining.tolist() == [len(tokens) for tokens in rest]
+            return
         self.oracle.plans.remove(step)
-        for owner, tokens, keep in zip(step.owners, step.tokens, kept, strict=True):
-            self.oracle.record_commit(owner, tokens[:keep], named=named)
         self.refused(PlanConflict, lambda: self.mm.commit(step.plan, flat))
         self.refused(PlanConflict, lambda: self.mm.abort(step.plan))
 

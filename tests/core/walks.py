@@ -162,11 +162,15 @@ class Walk:
             counts = np.diff(plan.cu_seqlens_q).astype(np.int64)
             if self.below(3) == 0:
                 counts = np.array([self.below(int(count) + 1) for count in counts], np.int64)
+            keep = self.below(4) == 0
             if self.below(3):
-                done = self.tolerate(PlanConflict, lambda: self.mm.commit(plan, self.ids(int(counts.sum())), counts))
+                ids, counts = self.ids(int(counts.sum())), np.minimum(counts, plan.remaining)
+                done = self.tolerate(
+                    PlanConflict, lambda: self.mm.commit(plan, ids[: counts.sum()], counts, keep_planned=keep)
+                )
             else:
                 done = self.tolerate(PlanConflict, lambda: self.mm.abort(plan, copied=bool(self.below(2))))
-            if done:
+            if done and not plan.is_outstanding:
                 self.settled = self.plans.pop(at)[0]
 
     def complete_again(self) -> None:
@@ -284,7 +288,7 @@ class Walk:
         """Commit all outstanding plans, and let the newest epoch pass."""
         while self.plans:
             plan, _ = self.plans.pop(0)
-            self.mm.commit(plan, self.ids(int(plan.cu_seqlens_q[-1])))
+            self.mm.commit(plan, self.ids(int(plan.remaining.sum())))
         self.mm.advance(self.epoch)
 
     def relieve_pool(self) -> None:

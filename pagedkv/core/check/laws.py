@@ -215,7 +215,7 @@ def _check_plans(s: State, plans: Collection[Step]) -> None:
     for plan in plans:
         for group in range(len(s.groups)):
             np.add.at(planned, plan.rows + group, 1)
-            np.add.at(tokens, plan.rows + group, plan.counts)
+            np.add.at(tokens, plan.rows + group, plan.remaining)
     used = s.spaces["status"] != st.UNUSED
     forbid(
         used & (s.spaces["outstanding"] != planned),

@@ -57,7 +57,10 @@ def salt_at(roots: I32, root: int, page: int) -> int:
 @inlined
 def salted(roots: I32, before: int, salt: int) -> int:
     """Return the prefix hash `before` of a page, mixed with the salts of the page."""
-    return np.int64(before) ^ (np.int64(roots[salt - 1, SALT_SEED]) & _LOW) if salt > 0 else np.int64(before)
+    mixed = np.int64(before)
+    if salt > 0:
+        mixed ^= np.int64(roots[salt - 1, SALT_SEED]) & _LOW
+    return mixed  # type: ignore[return-value]
 
 
 @inlined

@@ -50,8 +50,8 @@ def refuse_settling(s: State, plan: Plan, code: int, where: int) -> NoReturn:
         )
     if code == steps.TOO_MANY:
         raise InvalidRequest(
-            f"commit keeps more tokens of address space {asid} than the {plan.counts[where]} planned, or fewer than 0; "
-            f"give a count from 0 to {plan.counts[where]}"
+            f"commit keeps more tokens of address space {asid} than the {plan.remaining[where]} planned, or fewer than "
+            f"0; give a count from 0 to {plan.remaining[where]}"
         )
     raise PlanConflict(
         f"cannot give back planned tokens of address space {asid}: a newer plan follows them; abort the newer one first"

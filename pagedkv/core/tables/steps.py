@@ -2,7 +2,8 @@
 
     plan     count first: frames for new pages and for copies of shared tails; take them only if the pool has them all
     (run)    the caller makes the copies, then writes and reads KV; the sources of copies stay pinned
-    commit   store the tokens and publish full pages; planned tokens that are rejected give their frames back
+    commit   store the tokens and publish full pages; planned tokens that are rejected give their frames back, or stay
+             planned: then the step begins behind the kept ones, and stays outstanding until its end
     abort    give the new frames back; a space keeps its copy of a shared tail if the copy was made
 
 A space may have several outstanding plans. Commit settles them oldest first, abort newest first.
@@ -32,6 +33,7 @@ from pagedkv.core.state import (
     NUM_REGISTERS,
     OPEN,
     OUTSTANDING,
+    PARTLY,
     STATUS,
     TICK,
     State,
@@ -286,28 +288,31 @@ def _store(s: State, asid: int, start: int, token_ids: I32) -> None:
 
 @compiled
 def commit_step(
-    s: State, asids: I32, longs: I64, ints: I32, accepted: I64, token_ids: I32, named: bool
+    s: State, asids: I32, longs: I64, ints: I32, accepted: I64, token_ids: I32, named: bool, keep: bool
 ) -> tuple[int, int]:
     """Commit the first `accepted[i]` planned tokens of each space, and give the rest back.
 
     named:  whether token_ids are the tokens' ids; if not, only pages before these tokens are published.
+    keep:   whether the rest stays planned instead.
     Shapes: token_ids int32 [sum(accepted)], in plan order; longs, ints: the arrays of the plan's `Step`
     Returns: (code, where)
     """
-    if longs[STATUS] != OUTSTANDING:
+    if longs[STATUS] != OUTSTANDING and longs[STATUS] != PARTLY:
         return SETTLED, 0
-    starts, cu_seqlens, splits = longs[len(longs) - len(asids) :], ints, ints[_first_split(s, asids) :]
-    size = s.tokens.shape[1]
+    starts, ends, splits = longs[len(longs) - len(asids) :], ints[len(asids) + 1 :], ints[_first_split(s, asids) :]
+    size, left = s.tokens.shape[1], 0
     for i in range(len(asids)):
-        planned = cu_seqlens[i + 1] - cu_seqlens[i]
+        planned = ends[i] - starts[i]
         if planned > 0 and s.spaces[asids[i]].length != starts[i]:
             return OUT_OF_ORDER, i
         if accepted[i] < 0 or accepted[i] > planned:
             return TOO_MANY, i
-        if accepted[i] < planned and s.spaces[asids[i]].planned != starts[i] + planned:
+        if accepted[i] < planned and s.spaces[asids[i]].planned != ends[i] and not keep:
             return NOT_NEWEST, i
+        left += planned - accepted[i]
     for c in range(longs[NUM_COPIES]):
         _unpin_source(s, splits[4 * c], splits[4 * c + 3])
+    keep = keep and left > 0
     t, sliding = 0, False
     for group in range(len(s.groups)):
         sliding |= s.groups[group, 0] > 0
@@ -318,10 +323,10 @@ def commit_step(
         if not named and accepted[i]:
             s.spaces[asid].named = min(s.spaces[asid].named, starts[i] // size)
         length = s.spaces[asid].length + accepted[i]
-        rejected = accepted[i] < cu_seqlens[i + 1] - cu_seqlens[i]
+        rejected = starts[i] + accepted[i] < ends[i] and not keep
         for row in range(asid, asid + len(s.groups)):
             s.spaces[row].length = length
-            s.spaces[row].outstanding -= 1
+            s.spaces[row].outstanding -= not keep
             if rejected:
                 s.spaces[row].planned = length
         if rejected:
@@ -330,7 +335,12 @@ def commit_step(
             _settle(s, asid)
         if sliding and s.spaces[asid].status == OPEN and accepted[i]:
             page_tables.slide_windows(s, asid, starts[i])
-    longs[STATUS] = COMMITTED
+        if keep:
+            starts[i] += accepted[i]
+    if keep:
+        longs[STATUS], longs[NUM_COPIES] = PARTLY, 0
+    else:
+        longs[STATUS] = COMMITTED
     return OK, 0
 
 
@@ -344,20 +354,21 @@ def _first_split(s: State, asids: I32) -> int:
 def abort_step(s: State, asids: I32, longs: I64, ints: I32, copied: bool) -> tuple[int, int]:
     """Undo a plan: lengths are as before, and the frames for new tokens are given back. Return (code, where).
 
+    Of a plan that is committed in part, the rest is undone.
+
     copied: whether the caller made the plan's copies. If so, each space keeps its copy of a tail, as KV may have been
             written there. If not, the space maps the source of the copy again, with the other spaces that map the
             source, and the target is freed.
     """
-    if longs[STATUS] != OUTSTANDING:
+    if longs[STATUS] != OUTSTANDING and longs[STATUS] != PARTLY:
         return SETTLED, 0
-    starts, cu_seqlens, splits = longs[len(longs) - len(asids) :], ints, ints[_first_split(s, asids) :]
+    starts, ends, splits = longs[len(longs) - len(asids) :], ints[len(asids) + 1 :], ints[_first_split(s, asids) :]
     size = s.tokens.shape[1]
     for i in range(len(asids)):
-        planned = cu_seqlens[i + 1] - cu_seqlens[i]
-        if planned > 0 and s.spaces[asids[i]].planned != starts[i] + planned:
+        if ends[i] > starts[i] and s.spaces[asids[i]].planned != ends[i]:
             return NOT_NEWEST, i
     for i in range(len(asids)):
-        if cu_seqlens[i + 1] > cu_seqlens[i]:
+        if ends[i] > starts[i]:
             for row in range(asids[i], asids[i] + len(s.groups)):
                 s.spaces[row].planned = starts[i]
             page_tables.drop_tail(s, np.int64(asids[i]), (starts[i] + size - 1) // size)

@@ -58,6 +58,16 @@ class Engine:
         finally:
             self.plan = None
 
+    def step_in_parts(self, counts: list[int], kept: list[int]) -> None:
+        plan = self.mm.plan(self.spaces, counts)
+        try:
+            self.mm.commit(plan, list(range(sum(kept))), kept, keep_planned=True)
+            self.mm.commit(plan, list(range(sum(counts) - sum(kept))))
+        except BaseException:
+            if not plan.settled:
+                self.mm.abort(plan)
+            raise
+
     def end(self) -> None:
         """Give everything back, and show that the pool is whole."""
         self.mm.recover()
@@ -89,6 +99,7 @@ CALLS: dict[str, Callable[[Engine], Any]] = {
     "decode step": lambda e: e.step([1, 1]),
     "prefill step": lambda e: e.step([30, 2]),
     "rejected drafts": lambda e: e.step([6, 2], [1, 0]),
+    "part of a plan": lambda e: e.step_in_parts([6, 2], [1, 0]),
     "plan and abort": lambda e: e.mm.abort(e.mm.plan(e.spaces, [3, 5])),
     "copied abort": lambda e: (e.spaces.append(e.spaces[0].fork()), e.mm.abort(e.mm.plan(e.spaces, [1, 1, 1]))),
     "truncate": lambda e: e.spaces[0].truncate(5),

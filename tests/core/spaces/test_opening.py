@@ -53,9 +53,10 @@ def test_a_batch_is_opened_as_its_rows_would_be() -> None:
     rows = [PROMPT, PROMPT[:9], [1, 2], PROMPT]
     for mm in (one, many):
         grown(mm, PROMPT, b"acme", {13: b"cat"}).release()
-    tenants, salts = [b"acme", b"acme", b"acme", b""], [{13: b"cat"}, b"", b"", b""]
-    spaces = [one.open(row, tenant=t, salt=s) for row, t, s in zip(rows, tenants, salts, strict=True)]  # type: ignore[arg-type]
-    opened = many.open_batch(rows, tenant=tenants, salt=salts)  # type: ignore[arg-type]
+    tenants = [b"acme", b"acme", b"acme", b""]
+    salts: list[dict[int, bytes]] = [{13: b"cat"}, {}, {}, {}]
+    spaces = [one.open(row, tenant=t, salt=s) for row, t, s in zip(rows, tenants, salts, strict=True)]
+    opened = many.open_batch(rows, tenant=tenants, salt=salts)
     assert [space.pages.tolist() for space in opened.spaces] == [space.pages.tolist() for space in spaces]
     assert [len(space) for space in opened.spaces] == [28, 8, 0, 0]
     assert one.stats() == many.stats()
