@@ -117,8 +117,7 @@ class EventsLost(PagedKVError):
         self.first_available: int = first_available
         super().__init__(
             f"events {since + 1} to {first_available - 1} are no longer in the log; begin again from "
-            "MemoryManager.snapshot() (PagedKVCache.events_snapshot()), and read more often or keep more events "
-            "(Observe(events=))"
+            "snapshot() (PagedKVCache.events_snapshot()), and read more often or keep more events (events=)"
         )
 
 

@@ -78,7 +78,7 @@ FLOORS = {
         "tables last_callers",
         "observe check thread_guard",
         "observation tenants",
-        "recovery",
+        "recovery frame_pool",
         "pins spaces",
         "manager",
         "replay warm",

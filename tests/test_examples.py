@@ -16,7 +16,14 @@ MAX_LINES = 60
 
 def test_there_is_an_example_of_each_way_in() -> None:
     names = {path.stem for path in EXAMPLES}
-    assert names == {"own_engine_manager", "own_engine_cache", "foreign_tensors", "prefix_and_forks", "replay_trace"}
+    assert names == {
+        "own_engine_manager",
+        "own_engine_cache",
+        "own_page_tables",
+        "foreign_tensors",
+        "prefix_and_forks",
+        "replay_trace",
+    }
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -17,7 +17,6 @@ from pagedkv.core.arguments import (
     asid_row,
     count_row,
     flag,
-    real,
     token_row,
     unnamed_row,
     whole,
@@ -28,8 +27,8 @@ from pagedkv.core.observation import Observe
 from pagedkv.core.observe.reuse_distance import record_release
 from pagedkv.core.observe.stats import Stats, gather, mean_run
 from pagedkv.core.pins import PinMixin
-from pagedkv.core.pool import frames
-from pagedkv.core.pool.policies import Policy, Priority, chosen, install, retention
+from pagedkv.core.pool import epochs
+from pagedkv.core.pool.policies import Policy, advised, chosen, install
 from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.recovery import Assignment, assign_together
 from pagedkv.core.spaces.opening import OpeningMixin
@@ -39,6 +38,7 @@ from pagedkv.core.tables.forget import forget_pages
 from pagedkv.core.tables.layer_groups import Group, group_lacking_pages, group_rows, group_tuple
 from pagedkv.core.tables.resize import refuse_resize, resized
 from pagedkv.core.tables.step_errors import refuse_plan, refuse_settling
+from pagedkv.core.tenants import pool_shares
 from pagedkv.core.thread_guard import exclusive
 from pagedkv.errors import DoubleRelease, InvalidRequest, InvariantViolation, PlanConflict, StaleHandle
 
@@ -81,15 +81,7 @@ class MemoryManager(PinMixin, OpeningMixin):
         self.num_frames: int = whole(num_frames, "num_frames", 1, 2**31)
         self.block_size: int = whole(block_size, "block_size", 1, 2**31)
         self.policy: Policy = chosen(policy)
-        self._shares = real(watermark, "watermark"), real(max_pinned, "max_pinned")
-        if not 0.0 <= self._shares[0] < 1.0:
-            raise InvalidRequest(
-                f"watermark is {watermark}; it is the share of the pool to keep free, from 0 to less than 1"
-            )
-        if not 0.0 <= self._shares[1] <= 1.0:
-            raise InvalidRequest(
-                f"max_pinned is {max_pinned}; it is the share of the pool that pins may hold, from 0 to 1"
-            )
+        self._shares = pool_shares(watermark, max_pinned)
         if not isinstance(match, str) or match not in ("page", "token"):
             raise InvalidRequest(f"match is {match!r}; it is 'page' or 'token'")
         self.groups: tuple[Group, ...] = group_tuple(groups)
@@ -257,21 +249,12 @@ class MemoryManager(PinMixin, OpeningMixin):
         sees that step n has finished.
         Raises: InvalidRequest unless `epoch` is newer than the last one; DoubleRelease. Nothing was changed then.
         """
-        reg, epoch = self.state.reg, whole(epoch, "epoch")
-        newest = int(reg[st.EPOCH])
-        if epoch <= newest:
-            raise InvalidRequest(f"retire under epoch {epoch}: epoch {newest} was opened already; give a larger number")
-        oldest = int(reg[st.PASSED]) if newest > reg[st.PASSED] else epoch - 1
-        if epoch - oldest >= 2**30:
-            raise InvalidRequest(
-                f"retire under epoch {epoch}: epoch {oldest} passed and later ones have not; "
-                f"keep epochs within 2**30 of it"
-            )
+        opening = epochs.opening(self.state.reg, epoch)
         for space in self._require_spaces(batch):
             self._releasable(space)
         if len({space.asid for space in batch}) < len(batch):
             raise DoubleRelease("retire names an address space twice")
-        self._release([space.asid for space in batch], (epoch, oldest))
+        self._release([space.asid for space in batch], opening)
 
     @exclusive
     def advance(self, epoch: int) -> int:
@@ -280,12 +263,7 @@ class MemoryManager(PinMixin, OpeningMixin):
         Returns: how many frames waited for them. A second call for the same epoch does nothing.
         Raises:  InvalidRequest for an epoch that was not opened
         """
-        newest, epoch = int(self.state.reg[st.EPOCH]), whole(epoch, "epoch", -1)
-        if epoch > newest:
-            raise InvalidRequest(f"advance to epoch {epoch}: the newest one is {newest}; retire(epoch) opens one")
-        if epoch <= self.state.reg[st.PASSED]:
-            return 0  # epochs are kept modulo 2**31: a very old one could be taken for a future one
-        return int(frames.pass_epoch(self.state, epoch))
+        return epochs.advance(self.state, epoch)
 
     @exclusive
     def advise(
@@ -299,14 +277,7 @@ class MemoryManager(PinMixin, OpeningMixin):
         Raises: InvalidRequest for any other advice, or for `retain` if the policy has no retention; StaleHandle
         """
         asid = self._asid(space)
-        offsets = {"DONTNEED": st.DONTNEED - st.NORMAL, "COLD": st.COLD - st.NORMAL, "WILLNEED": 0}
-        if not isinstance(advice, str) or advice not in offsets:
-            raise InvalidRequest(f"advice is {advice!r}; it is one of {', '.join(offsets)}")
-        if retain is not None and not (isinstance(retain, tuple | list) and len(retain) == 2):
-            raise InvalidRequest(f"retain is {retain!r}; give (priority, half_life)")
-        offset = offsets[advice]
-        if retain is not None:
-            offset = self._retention(real(retain[0], "priority"), real(retain[1], "half_life"))
+        offset = advised(self.policy, advice, retain)
         if advice == "WILLNEED":
             page_tables.count_use(self.state, asid)
         self.state.spaces["advice"][asid] = offset
@@ -490,14 +461,6 @@ class MemoryManager(PinMixin, OpeningMixin):
             self._handles.pop(asid, None)
         if self.state.reg[st.CLOSED_LONG]:
             st.return_memory(self.state)
-
-    def _retention(self, priority: float, half_life: float) -> int:
-        if not isinstance(self.policy, Priority):
-            raise InvalidRequest(
-                f"priority {priority} with half-life {half_life} under policy {self.policy.name!r}, which has no "
-                "priorities; use policy='priority'"
-            )
-        return retention(priority, half_life)
 
     def _settled_asid(self, space: AddressSpace, verb: str) -> int:
         asid = self._asid(space)

@@ -9,13 +9,25 @@ from __future__ import annotations
 import numpy as np
 
 from pagedkv.core import state as st
-from pagedkv.core.arguments import tenant_name, whole
+from pagedkv.core.arguments import real, tenant_name, whole
 from pagedkv.core.observe.stats import Usage, usages_of
 from pagedkv.core.pool.frames import pending
 from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.state import State
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
+
+
+def pool_shares(watermark: object, max_pinned: object) -> tuple[float, float]:
+    """Return both shares of a pool as floats. Raises: InvalidRequest unless they are from 0 to 1."""
+    kept_free, pinned = real(watermark, "watermark"), real(max_pinned, "max_pinned")
+    if not 0.0 <= kept_free < 1.0:
+        raise InvalidRequest(
+            f"watermark is {watermark}; it is the share of the pool to keep free, from 0 to less than 1"
+        )
+    if not 0.0 <= pinned <= 1.0:
+        raise InvalidRequest(f"max_pinned is {max_pinned}; it is the share of the pool that pins may hold, from 0 to 1")
+    return kept_free, pinned
 
 
 class TenantMixin(ThreadGuard):

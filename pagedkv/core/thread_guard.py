@@ -72,7 +72,7 @@ class ThreadGuard:
         """Make the calling thread the owner if the first caller is to be it, else raise ConcurrentUse."""
         if self._owner != _FIRST_CALLER:
             raise ConcurrentUse(
-                f"MemoryManager.{verb} was called from thread {threading.current_thread().name!r}; "
+                f"{type(self).__name__}.{verb.lstrip('_')} was called from thread {threading.current_thread().name!r}; "
                 f"thread {self._owner_name!r} owns the manager. Call own() in the new thread when work was handed over "
                 "to it, or disown() if a lock of your own orders the calls."
             )

@@ -20,6 +20,7 @@ import numba
 import numpy as np
 
 from pagedkv.core.compiled import MACHINE_CODE
+from pagedkv.core.frame_pool.pool import FramePool
 from pagedkv.core.manager import MemoryManager
 from pagedkv.core.observation import Observe
 from pagedkv.core.state import I32, I64, State
@@ -46,6 +47,27 @@ def warm_up() -> None:
     mm.evict(1)
     mm.resize(16)
     mm.forget()
+    warm_up_frame_pool()
+
+
+def warm_up_frame_pool() -> None:
+    """Call every compiled function of a FramePool once."""
+    pool = FramePool(num_frames=8, key_bytes=4, events=1)
+    frames = pool.take(2)
+    held = pool.publish(frames, [b"key1", b"key2"])
+    pool.share(pool.find([b"key1"]))
+    pool.drop(held)
+    pool.drop(pool.take_one())
+    pool.drop(pool.take([7]))
+    pool.pin(frames)
+    pool.unpin(frames)
+    pool.retire(1)
+    pool.advance(1)
+    pool.victims(1)
+    pool.evict(1)
+    pool.unpublish(frames)
+    pool.recover(np.zeros(8, np.int32))
+    pool.forget()
 
 
 def warm_up_step() -> None:

@@ -15,10 +15,10 @@ from pagedkv.core.check.requirements import forbid, require
 from pagedkv.core.state import I64, State
 
 
-def check_index(s: State, seeds: dict[int, int]) -> None:
+def check_index(s: State, seeds: dict[int, int], *, twins: bool = False) -> None:
     """Check the buckets, the prefix hashes and the roots. O(published frames x block_size).
 
-    seeds: the prefix hash of the empty prefix, for each root in use.
+    seeds: the prefix hash of the empty prefix, for each root in use. twins: whether two frames may have one identity.
     """
     num_buckets = len(s.bucket)
     require(num_buckets & (num_buckets - 1) == 0, "I4", f"the index has {num_buckets} buckets, not a power of two")
@@ -30,7 +30,7 @@ def check_index(s: State, seeds: dict[int, int]) -> None:
     identities = Counter(_identity(s, frame) for frame in whole)
     for frame in whole:
         require(
-            identities[_identity(s, frame)] == 1,
+            twins or identities[_identity(s, frame)] == 1,
             "I4",
             f"frame {frame} has the same group, parent and tokens as another published frame",
             frame=frame,

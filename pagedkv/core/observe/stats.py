@@ -74,6 +74,38 @@ class Stats:
         return self.tokens_matched / self.tokens_asked if self.tokens_asked else 0.0
 
 
+@dataclass(frozen=True)
+class PoolStats:
+    """The present contents of a FramePool, and totals of its past. All figures are counts of frames."""
+
+    num_frames: int
+    free: int
+    mapped: int  # with references
+    cached: int
+    retired: int
+    evictable: int
+    pending: int  # retired, or cached and waiting for an epoch: available once the work under way has finished
+    pinned: int  # a frame of several pins counts for each
+    named: int  # with a key
+    peak_mapped: int
+    evictions: int
+    tenants: dict[bytes, Usage] = field(default_factory=dict)  # the tenants that have quotas
+
+
+def gather_pool(s: State, tenants: dict[bytes, Usage]) -> PoolStats:
+    """Return the figures of this moment of a frame pool. O(1)."""
+    count = {name: int(s.reg[register]) for name, register in _COUNTERS.items() if name in PoolStats.__annotations__}
+    num_frames = len(s.frames)
+    return PoolStats(
+        num_frames=num_frames,
+        mapped=num_frames - count["free"] - count["cached"] - count["retired"],
+        pending=pending(s),
+        named=int(s.roots[0, 0]),
+        tenants=tenants,
+        **count,
+    )
+
+
 def gather(s: State, missed_other_root: int, tenants: dict[bytes, Usage]) -> Stats:
     """Return the figures of this moment. O(open spaces), and again for tails that are full pages of another space."""
     rows = np.flatnonzero((s.spaces["status"] == st.OPEN) | (s.spaces["status"] == st.CLOSING))

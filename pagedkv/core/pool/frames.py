@@ -37,6 +37,7 @@ from pagedkv.core.state import (
     FENCED,
     FIRST_LIST,
     FREE,
+    I32,
     I64,
     MAPPED,
     NIL,
@@ -72,15 +73,25 @@ def _unpublish_companions(s: State, leader: int) -> None:
             continue
         index.remove(s, frame)
         if s.frames[frame].status == CACHED:
-            s.reg[NUM_CACHED] -= 1
-            if s.frames[frame].pins == 0:
-                delist(s.frames, s.reg, frame)
-                vacate(s.frames, s.reg, frame)
-                free_runs.put(s.chunks, s.reg, frame, 1)
-            else:
-                s.reg[CACHED_FENCED] -= s.frames[frame].place == AMONG_FENCED
-                s.frames[frame].status = RETIRED
-                s.reg[NUM_RETIRED] += 1
+            free_cached(s, frame)
+
+
+@inner
+def free_cached(s: State, frame: int) -> bool:
+    """Free the cached `frame`, which the index does not find any more; retire it while it has pins.
+
+    Returns: whether the frame is free
+    """
+    s.reg[NUM_CACHED] -= 1
+    if s.frames[frame].pins > 0:
+        s.reg[CACHED_FENCED] -= s.frames[frame].place == AMONG_FENCED
+        s.frames[frame].status = RETIRED
+        s.reg[NUM_RETIRED] += 1
+        return False
+    delist(s.frames, s.reg, frame)
+    vacate(s.frames, s.reg, frame)
+    free_runs.put(s.chunks, s.reg, frame, 1)
+    return True
 
 
 @inner
@@ -106,6 +117,35 @@ def evict(s: State, account: int) -> int:
         count(s.frames, s.reg, frame, EVICTED, 1)
         free(s, frame)
     return frame
+
+
+@inner
+def set_aside(s: State, account: int) -> int:
+    """Unlink the frame of `account` that is evicted next from its list, and return its number; -1 if there is none.
+
+    The frame is not evicted: `put_back` restores what this function modifies.
+    """
+    frame = victim(s, account)
+    if frame != NIL:
+        place = s.frames[frame].place
+        delist(s.frames, s.reg, frame)
+        s.frames[frame].place = place
+        count(s.frames, s.reg, frame, USED, -1)
+    return frame
+
+
+@inner
+def put_back(s: State, aside: I32, reg: I64) -> None:
+    """Link the frames `aside`, in the order in which `set_aside` returned them, to their lists again.
+
+    reg: int64 [registers], the registers as they were before the first of them was set aside
+    """
+    for i in range(len(aside) - 1, -1, -1):
+        frame = aside[i]
+        if s.frames[frame].newer != NIL:
+            s.frames[s.frames[frame].newer].older = frame
+    for register in range(len(reg)):
+        s.reg[register] = reg[register]
 
 
 @inner
@@ -169,19 +209,19 @@ def _fence(records: Records, reg: I64, frame: int) -> None:
 
 
 @inner
-def drop(s: State, frame: int, keep: bool, page: int, advice: int) -> None:
+def drop(s: State, frame: int, keep: int, page: int, advice: int) -> None:
     """Remove a reference to `frame`, page number `page` of a space with that `advice`.
 
-    Without any reference left, a published frame becomes cached if `keep` is True. Every other frame is retired while
-    it has pins, else freed.
-    keep: whether the whole prefix of the frame stays mapped or cached, so that a prompt can still find the frame.
+    Without any reference left, a published frame becomes cached if `keep` is 1 (or True), and any frame if `keep` is 2.
+    Every other frame is retired while it has pins, else freed.
+    keep: of a page, whether its whole prefix stays mapped or cached, so that a prompt can still find the frame.
     """
     if drop_reference(s.frames, s.reg, frame, keep, page * s.tokens.shape[1], advice):
         free(s, frame)
 
 
 @inlined
-def drop_reference(records: Records, reg: I64, frame: int, keep: bool, position: int, advice: int) -> bool:
+def drop_reference(records: Records, reg: I64, frame: int, keep: int, position: int, advice: int) -> bool:
     """Do the same as `drop`, but return True instead of freeing the frame: the caller must free it.
 
     position: of the first token of the frame's page.
@@ -192,7 +232,7 @@ def drop_reference(records: Records, reg: I64, frame: int, keep: bool, position:
     fenced = reg[EPOCH] > reg[PASSED]
     if fenced:
         _fence(records, reg, frame)
-    if records[frame].published and keep:
+    if keep > (records[frame].published == 0):
         records[frame].status = CACHED
         records[frame].rank = rank(records, reg, frame, position, advice)
         reg[NUM_CACHED] += 1

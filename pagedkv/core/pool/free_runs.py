@@ -128,7 +128,13 @@ def take(chunks: Records, reg: I64, last: int, wanted: int) -> tuple[int, int]:
     chunk = first >> 6
     if last < 0 or chunk >= len(chunks) or (chunks[chunk].bits >> np.uint64(first & 63)) & _ONE == _NONE:
         first = _begin(chunks, reg)
-        chunk = first >> 6
+    return first, take_from(chunks, reg, first, wanted)
+
+
+@inlined
+def take_from(chunks: Records, reg: I64, first: int, wanted: int) -> int:
+    """Take up to `wanted` consecutive frames of one chunk from frame `first` on, which is free. Return how many."""
+    chunk = first >> 6
     before = chunks[chunk].bits
     bit = _ONE << np.uint64(first & 63)
     after, count = before, 0
@@ -141,4 +147,4 @@ def take(chunks: Records, reg: I64, last: int, wanted: int) -> tuple[int, int]:
     source, target = _kind(before), _kind(after)
     if source != target:
         _move(chunks, reg, chunk, source, target)
-    return first, count
+    return count

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from pagedkv.core import state as st
-from pagedkv.core.arguments import whole
+from pagedkv.core.arguments import real, whole
 from pagedkv.core.pool import eviction
 from pagedkv.core.state import I64
 from pagedkv.errors import InvalidRequest
@@ -155,3 +155,25 @@ def retention(priority: float, half_life: float) -> int:
             f"retain=({priority}, {half_life}); give a priority of at least 1 and a half-life of more than 0 plans"
         )
     return math.ceil(min(st.NUM_LISTS - st.NORMAL - 1, math.log2(half_life * math.log2(priority) + 1)))
+
+
+def retained(policy: Policy, priority: float, half_life: float) -> int:
+    """Return the `retention` under `policy`. Raises: InvalidRequest if the policy has no priorities."""
+    if not isinstance(policy, Priority):
+        raise InvalidRequest(
+            f"priority {priority} with half-life {half_life} under policy {policy.name!r}, which has no "
+            "priorities; use policy='priority'"
+        )
+    return retention(priority, half_life)
+
+
+def advised(policy: Policy, advice: str, retain: tuple[float, float] | None) -> int:
+    """Return list - NORMAL of frames with that advice. Raises: InvalidRequest for advice that makes no sense."""
+    offsets = {"DONTNEED": st.DONTNEED - st.NORMAL, "COLD": st.COLD - st.NORMAL, "WILLNEED": 0}
+    if not isinstance(advice, str) or advice not in offsets:
+        raise InvalidRequest(f"advice is {advice!r}; it is one of {', '.join(offsets)}")
+    if retain is None:
+        return offsets[advice]
+    if not (isinstance(retain, tuple | list) and len(retain) == 2):
+        raise InvalidRequest(f"retain is {retain!r}; give (priority, half_life)")
+    return retained(policy, real(retain[0], "priority"), real(retain[1], "half_life"))

@@ -13,16 +13,31 @@ hard quota an account must give up frames of its own. Then accounts over their s
 Each time, the policy picks the frame over all of these accounts. Free frames serve every account, so the sum of `gives`
 decides whether a plan is possible.
 
-Complexity: O(accounts) for a plan and for an eviction. The functions run only if a tenant has a quota.
+Complexity: O(accounts) for a plan and for an eviction. All functions but evict_frames run only if a tenant has a quota.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from pagedkv.core.compiled import inner
 from pagedkv.core.pool import frames
 from pagedkv.core.pool.accounts import number_of, of_space, register
 from pagedkv.core.pool.eviction import foremost
-from pagedkv.core.state import EVICTABLE, GIVES, HARD, I32, I64, NEED, NUM_FREE, PROTECTED, SOFT, USED, State
+from pagedkv.core.state import (
+    EVICTABLE,
+    GIVES,
+    HARD,
+    I32,
+    I64,
+    NEED,
+    NUM_FREE,
+    NUM_REGISTERS,
+    PROTECTED,
+    SOFT,
+    USED,
+    State,
+)
 
 
 @inner
@@ -36,6 +51,20 @@ def measure(s: State, asids: I32, counts: I64, split: I32) -> int:
         for group in range(len(s.groups)):
             copies += split[i * len(s.groups) + group]
         reg[register(of_space(s, asids[i]), NEED)] += (pages - s.spaces[asids[i]].num_pages) * len(s.groups) + copies
+    return _set_gives(s)
+
+
+@inner
+def measure_one(s: State, account: int, count: int) -> int:
+    """Do the same as `measure` for `count` frames that one account needs."""
+    _clear_scratch(s)
+    s.reg[register(account, NEED)] = count
+    return _set_gives(s)
+
+
+@inner
+def _set_gives(s: State) -> int:
+    reg = s.reg
     for account in range(number_of(reg)):
         used, need = reg[register(account, USED)], reg[register(account, NEED)]
         evictable, hard = reg[register(account, EVICTABLE)], reg[register(account, HARD)]
@@ -73,8 +102,13 @@ def reclaim(s: State, wanted: int) -> None:
 
 
 @inner
-def evict_frames(s: State, wanted: int) -> int:
-    """Evict up to `wanted` frames that no plan needs, protected ones last. Return how many."""
+def evict_frames(s: State, wanted: int, aside: I32) -> int:
+    """Evict up to `wanted` frames that no plan needs, protected ones last. Return how many.
+
+    aside: int32 [0], or [wanted] to take the frames off their lists only, and to write their numbers there.
+    """
+    if len(s.reg) == NUM_REGISTERS:
+        return _evict_in_order(s, wanted, aside)
     _clear_scratch(s)
     for account in range(number_of(s.reg)):
         surplus = max(0, s.reg[register(account, USED)] - s.reg[register(account, PROTECTED)])
@@ -85,8 +119,27 @@ def evict_frames(s: State, wanted: int) -> int:
             for account in range(number_of(s.reg)):
                 s.reg[register(account, GIVES)] = s.reg[register(account, EVICTABLE)]
         while evicted < wanted and givable(s) > 0:
-            _evict_of(s, _next_account(s))
+            account = _next_account(s)
+            if len(aside):
+                aside[evicted] = frames.set_aside(s, account)
+                s.reg[register(account, GIVES)] -= 1
+            else:
+                _evict_of(s, account)
             evicted += 1
+    return evicted
+
+
+@inner
+def _evict_in_order(s: State, wanted: int, aside: I32) -> int:
+    """Do the same for a pool without accounts."""
+    evicted = 0
+    while evicted < wanted:
+        frame = frames.set_aside(s, np.int64(0)) if len(aside) else frames.evict(s, np.int64(0))
+        if frame < 0:
+            break
+        if len(aside):
+            aside[evicted] = frame
+        evicted += 1
     return evicted
 
 

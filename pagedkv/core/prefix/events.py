@@ -117,7 +117,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class _PageName:
+class PageName:
     """The name of a published frame: its digest, that of the page before, its tenant, its layer group, its salts."""
 
     digest: bytes
@@ -132,11 +132,9 @@ class EventLog:
 
     def __init__(self) -> None:
         self._folded = 0  # the last event folded
-        self._names: dict[int, _PageName] = {}  # published frame: its name, as of event `_folded`
+        self._names: dict[int, PageName] = {}  # published frame: its name, as of event `_folded`
         self._copies: Counter[tuple[bytes, int]] = Counter()  # (digest, group): how many frames have it
-        self._subjects: dict[
-            int, _PageName | None
-        ] = {}  # event in the ring: its page; None if a reader skips the event
+        self._subjects: dict[int, PageName | None] = {}  # event in the ring: its page; None if a reader skips the event
         # root: [(first event, tenant and salts of the root from that event on)]
         self._roots: dict[int, list[tuple[int, tuple[bytes, Salts]]]] = {}
 
@@ -185,7 +183,7 @@ class EventLog:
         for frame in _prefixes_first(s, list(self._names)):
             named = self._names[frame]
             leader = int(s.frames["parent"][frame]) if named.group else frame  # only leaders have their tokens recorded
-            blocks.setdefault((named.digest, named.group), _stored(newest, named, s.tokens[leader]))
+            blocks.setdefault((named.digest, named.group), self._stored(newest, named, s.tokens[leader]))
         return Snapshot(newest, tuple(blocks.values()))
 
     def _fold(self, s: State, newest: int) -> None:
@@ -205,7 +203,7 @@ class EventLog:
             self._subjects.pop(number - len(s.log), None)
         self._folded = newest
 
-    def _name(self, number: int, place: tuple[int, int, int], tokens: I32) -> _PageName | None:
+    def _name(self, number: int, place: tuple[int, int, int], tokens: I32) -> PageName | None:
         """Return the name of a page published by event `number` at `place`, (parent, group, salt).
 
         None if the page before has no name, which happens only after the fold began again.
@@ -213,28 +211,28 @@ class EventLog:
         parent, group, salt = place
         if group:
             leader = self._names.get(parent)
-            return _PageName(leader.digest, leader.before, leader.tenant, group, leader.salts) if leader else None
+            return PageName(leader.digest, leader.before, leader.tenant, group, leader.salts) if leader else None
         salts = self._root_at(salt - 1, number)[1] if salt else ()
         if parent >= 0:
             before = self._names.get(parent)
             if before is None:
                 return None
-            return _PageName(page_digest(before.digest, tokens, salts), before.digest, before.tenant, 0, salts)
+            return PageName(page_digest(before.digest, tokens, salts), before.digest, before.tenant, 0, salts)
         tenant, _ = self._root_at(-2 - parent, number)
-        return _PageName(page_digest(root_digest(tenant), tokens, salts), None, tenant, 0, salts)
+        return PageName(page_digest(root_digest(tenant), tokens, salts), None, tenant, 0, salts)
 
     def _root_at(self, root: int, number: int) -> tuple[bytes, Salts]:
         """Return the tenant and the salts that a root had at event `number`."""
         return next(name for begin, name in reversed(self._roots[root]) if begin <= number)
 
-    def _store(self, frame: int, named: _PageName | None) -> _PageName | None:
+    def _store(self, frame: int, named: PageName | None) -> PageName | None:
         if named is None:
             return None
         self._names[frame] = named
         self._copies[named.digest, named.group] += 1
         return named if self._copies[named.digest, named.group] == 1 else None
 
-    def _remove(self, frame: int) -> _PageName | None:
+    def _remove(self, frame: int) -> PageName | None:
         named = self._names.pop(frame, None)
         if named is None:
             return None
@@ -251,10 +249,14 @@ class EventLog:
         if named is None:
             return None
         return (
-            _stored(number, named, row[HEAD:])
+            self._stored(number, named, row[HEAD:])
             if row[0] % 4 == STORED
             else BlockRemoved(number, (named.digest,), named.group)
         )
+
+    def _stored(self, number: int, named: PageName, tokens: I32) -> BlockStored:
+        ids = tuple(tokens.tolist())
+        return BlockStored(number, (named.digest,), named.before, ids, len(ids), named.tenant, named.group, named.salts)
 
     def _rebuild(self, s: State, newest: int) -> None:
         """Name the published pages from the arrays, except pages that lost their prefix: no prompt can find them."""
@@ -284,11 +286,6 @@ def _prefixes_first(s: State, frames: list[int]) -> list[int]:
             frame = parent if parent >= 0 and _is_page_before(s, parent, frame) else -1
         ordered += reversed(chain)
     return ordered
-
-
-def _stored(number: int, named: _PageName, tokens: I32) -> BlockStored:
-    ids = tuple(tokens.tolist())
-    return BlockStored(number, (named.digest,), named.before, ids, len(ids), named.tenant, named.group, named.salts)
 
 
 def as_map(event: Event, *, medium: str = "GPU") -> dict[str, Any]:

@@ -276,8 +276,8 @@ def find_part(s: State, parent: int, tokens: I32) -> tuple[int, int]:
 @inner
 def remember(s: State, frame: int) -> None:
     """Keep the prefix hash of `frame`, which is about to be evicted, until another one takes its place in `ghosts`."""
-    if s.frames[frame].published > 1:
-        return  # a companion is missed together with its leader
+    if s.frames[frame].published != 1:
+        return  # a companion is missed together with its leader; a frame of a FramePool may have no name
     prefix_hash = np.int64(s.frames[frame].prefix_hash)
     s.ghosts[prefix_hash & (len(s.ghosts) - 1)] = (prefix_hash >> 2) + 1
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pagedkv.core.arguments import real, salt_row, tenant_name, token_row, whole
 from pagedkv.core.handles import AddressSpace
 from pagedkv.core.observe.misses import Miss, explain, known_tokens
+from pagedkv.core.pool.policies import Policy, retained
 from pagedkv.core.prefix.roots import Salts
 from pagedkv.core.recovery import RecoveryMixin
 from pagedkv.core.state import I32, State
@@ -59,11 +60,11 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
 
     state: State
     block_size: int
+    policy: Policy
 
     if TYPE_CHECKING:
 
         def _grow_tables(self, pages: int = 0, spaces: int = 1) -> None: ...
-        def _retention(self, priority: float, half_life: float) -> int: ...
 
     @exclusive
     def open(
@@ -129,7 +130,7 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
 
     def _advice_of(self, priority: float, half_life: float) -> int:
         priority, half_life = real(priority, "priority"), real(half_life, "half_life")
-        return self._retention(priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
+        return retained(self.policy, priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
 
     def _open(self, ids: I32, tenant: bytes, salts: Salts, advice: int) -> AddressSpace:
         """Open a space. The tables have room, and the arguments were checked."""

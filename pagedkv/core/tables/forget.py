@@ -8,25 +8,11 @@ O(frames + spaces), however much was published. This file does not know pins: a 
 
 from __future__ import annotations
 
-from pagedkv.core.compiled import compiled, inner
-from pagedkv.core.pool import free_runs
-from pagedkv.core.pool.eviction import delist
-from pagedkv.core.pool.frames import vacate
+from pagedkv.core.compiled import compiled
+from pagedkv.core.pool import frames
 from pagedkv.core.prefix import index
 from pagedkv.core.prefix.events import log_cleared
-from pagedkv.core.state import (
-    AMONG_FENCED,
-    CACHED,
-    CACHED_FENCED,
-    IN_USE,
-    NIL,
-    NUM_CACHED,
-    NUM_RETIRED,
-    RETIRED,
-    SUCCESSOR,
-    UNUSED,
-    State,
-)
+from pagedkv.core.state import CACHED, IN_USE, NIL, SUCCESSOR, UNUSED, State
 
 
 @compiled
@@ -38,7 +24,8 @@ def forget_pages(s: State) -> int:
             index.remember(s, frame)
             s.frames[frame].published = 0
             s.frames[frame].floor = 0
-            freed += _free_cached(s, frame)
+            if s.frames[frame].status == CACHED:
+                freed += frames.free_cached(s, frame)
     for bucket in range(len(s.bucket)):
         s.bucket[bucket] = NIL
     for root in range(len(s.roots)):
@@ -52,20 +39,3 @@ def forget_pages(s: State) -> int:
     if len(s.log):
         log_cleared(s.log, s.reg)
     return freed
-
-
-@inner
-def _free_cached(s: State, frame: int) -> int:
-    """Free or retire `frame`, which is no longer published, if it was cached. Return 1 if it is free now."""
-    if s.frames[frame].status != CACHED:
-        return 0
-    s.reg[NUM_CACHED] -= 1
-    if s.frames[frame].pins > 0:
-        s.reg[CACHED_FENCED] -= s.frames[frame].place == AMONG_FENCED
-        s.frames[frame].status = RETIRED
-        s.reg[NUM_RETIRED] += 1
-        return 0
-    delist(s.frames, s.reg, frame)
-    vacate(s.frames, s.reg, frame)
-    free_runs.put(s.chunks, s.reg, frame, 1)
-    return 1

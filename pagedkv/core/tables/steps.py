@@ -392,9 +392,4 @@ def abort_step(s: State, asids: I32, longs: I64, ints: I32, copied: bool) -> tup
 @compiled
 def evict_frames(s: State, count: int) -> int:
     """Evict up to `count` frames in the policy's order, and return how many were evicted."""
-    done = 0
-    if len(s.reg) > NUM_REGISTERS:
-        return quotas.evict_frames(s, count)
-    while done < count and frames.evict(s, np.int64(0)) >= 0:
-        done += 1
-    return done
+    return quotas.evict_frames(s, count, s.ghosts[:0])

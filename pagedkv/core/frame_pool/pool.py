@@ -1,0 +1,455 @@
+"""FramePool: the door to the frames below address spaces. It checks arguments and raises errors.
+
+The engine holds the page tables, and counts on the pool for the rest: which frames are free, which are referenced, what
+a key finds, and which frame is evicted next. The compiled functions are those of MemoryManager (pool/, prefix/), called
+in batches (batches.py). This file must not know spaces, plans, tokens or tensors.
+
+Each change of the pool is one compiled call, in which neither a signal handler nor another thread runs. So the methods
+that an engine calls for each step take no part in the guard of threads: they look whether a guarded method runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import get_ident
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv import debug
+from pagedkv.core import state as st
+from pagedkv.core.arguments import flag, tenant_name, whole
+from pagedkv.core.check.frame_pool import check_frame_pool
+from pagedkv.core.frame_pool import batches
+from pagedkv.core.frame_pool.key_log import KeyLog
+from pagedkv.core.frame_pool.packed import pack
+from pagedkv.core.frame_pool.rows import Frames, Keys, frame_numbers, key_row, token_positions
+from pagedkv.core.observe.stats import PoolStats, gather_pool
+from pagedkv.core.pool import epochs
+from pagedkv.core.pool.policies import Policy, advised, chosen, install
+from pagedkv.core.prefix.events import Event, Snapshot
+from pagedkv.core.prefix.roots import Roots
+from pagedkv.core.state import I32, I64
+from pagedkv.core.tables import steps
+from pagedkv.core.tables.forget import forget_pages
+from pagedkv.core.tables.step_errors import refuse_plan
+from pagedkv.core.tenants import TenantMixin, pool_shares
+from pagedkv.core.thread_guard import exclusive
+from pagedkv.errors import InvalidRequest
+
+
+class FramePool(TenantMixin):
+    """A pool of frames for an engine with page tables of its own: references, keys, eviction.
+
+    A frame that is taken has one reference. Without a reference, a frame that has a key stays cached: `find` finds it
+    until it is evicted. Any other frame is free.
+
+    key_bytes:  the length of a key. Keys are opaque, and compared byte for byte.
+    policy:     the order in which cached frames are evicted, see MemoryManager.
+    twins:      whether several frames may have one key. If not, `publish` says which frame has it.
+    events:     number of the last events kept for `events(since)`.
+    watermark:  share of the pool that `admits` keeps free for the sequences that run already.
+    max_pinned: share of the pool that `pin` may hold.
+    Raises:     InvalidRequest for sizes or options that make no sense.
+    """
+
+    def __init__(
+        self,
+        num_frames: int,
+        *,
+        key_bytes: int = 32,
+        policy: str | Policy = "lru",
+        twins: bool = False,
+        events: int = 0,
+        watermark: float = 0.0,
+        max_pinned: float = 0.5,
+    ) -> None:
+        self.num_frames: int = whole(num_frames, "num_frames", 1, 2**31)
+        self.key_bytes: int = whole(key_bytes, "key_bytes", 1, 4097)
+        self.policy: Policy = chosen(policy)
+        self.twins: bool = flag(twins, "twins")
+        self._shares = pool_shares(watermark, max_pinned)
+        num_events, words = whole(events, "events", 0, 2**31), -(-self.key_bytes // 4)
+        try:
+            state = st.new_state(
+                self.num_frames, np.zeros((1, 4), np.int64), block_size=words, publishing=True, events=num_events
+            )
+        except (MemoryError, ValueError) as error:
+            raise InvalidRequest(
+                f"{num_frames} frames with keys of {key_bytes} bytes and {events} events: no memory for them ({error})"
+            ) from None
+        install(self.policy, state.reg)
+        self._log = KeyLog(self.key_bytes)
+        self._roots = Roots()  # a key names no tenant, so there are none
+        self._accounts = {}
+        self._proves = debug.level() >= 3
+        self._held = state, pack(state)
+        self._begin_guard()
+        self._last_callers = None  # they know address spaces
+
+    @property
+    def state(self) -> st.State:
+        """State: the arrays, private to core."""
+        return self._held[0]
+
+    @state.setter
+    def state(self, state: st.State) -> None:
+        self._held = state, pack(state)
+
+    # -- references ----------------------------------------------------------------------------------------------------
+
+    def take(self, wanted: Frames, *, after: int = -1, tenant: bytes = b"") -> I32:
+        """Take frames, each with one reference: `wanted` is how many, or a row of free frames to be taken by number.
+
+        Cached frames are evicted in the policy's order if too few are free, each with its key.
+        after:   a frame; the new frames follow it if these are free, so that the frames of a sequence form runs.
+        tenant:  charged for the frames until they are free again, if it has a quota.
+        Returns: int32 [n], the frames
+        Raises:  OutOfFrames, QuotaExceeded; InvalidRequest for a frame that is not free. Nothing was changed then.
+        """
+        if self._calls or self._owner:
+            self._enter("take")
+        account = self._account(tenant) if tenant or self._accounts else 0
+        if type(wanted) is not int:
+            if not isinstance(wanted, np.integer | bool):
+                return self._take_these(wanted, account)
+            wanted = whole(wanted, "wanted")
+        if not 0 <= wanted <= self.num_frames or not -1 <= after < self.num_frames:
+            self._refuse_count(wanted, after)
+        taken = np.empty(wanted, np.int32)
+        code = batches.take(self._held[1], taken, after, account)
+        if code != steps.OK:
+            self._refuse_take(code, wanted, account)
+        if self._proves:
+            self.check()
+        return taken
+
+    def take_one(self, *, after: int = -1, tenant: bytes = b"") -> int:
+        """Take one frame, and return its number. The same as `take(1)` in half the time."""
+        if self._calls or self._owner:
+            self._enter("take_one")
+        account = self._account(tenant) if tenant or self._accounts else 0
+        if not -1 <= after < self.num_frames:
+            self._refuse_count(1, after)
+        frame = batches.take_one(self._held[1], after, account)
+        if frame < 0:
+            self._refuse_take(frame + batches.MOST_FRAMES, 1, account)
+        if self._proves:
+            self.check()
+        return frame
+
+    def share(self, frames: Frames) -> None:
+        """Add a reference to each of `frames`, which are referenced or cached, and count the use for the policy.
+
+        A frame that is named twice gets two references.
+        Raises: InvalidRequest for a free frame. Nothing was changed then.
+        """
+        if self._calls or self._owner:
+            self._enter("share")
+        row = frame_numbers(frames)
+        at = batches.share(self._held[1], row)
+        if at != batches.ALL:
+            self._refuse(row, at, "share", "is free; take it, or share a frame that has references or a key")
+        if self._proves:
+            self.check()
+
+    def drop(
+        self,
+        frames: Frames,
+        *,
+        last: bool = False,
+        advice: str = "WILLNEED",
+        retain: tuple[float, float] | None = None,
+        positions: Sequence[int] | npt.NDArray[np.integer] | None = None,
+    ) -> None:
+        """Remove a reference from each of `frames`. Frames dropped first are evicted first: give tails before prefixes.
+
+        last:      keep a frame without a key, too, until the policy evicts it: its contents may still be read.
+        advice:    "DONTNEED": evicted first of all. "COLD": before all frames without advice. "WILLNEED": in the
+                   policy's order.
+        retain:    (priority, half_life), see policies.Priority; half_life counts calls that take frames.
+        positions: the position of the first token of each frame, for the policy "cost".
+        Raises:    InvalidRequest for a frame without so many references. Nothing was changed then.
+        """
+        if self._calls or self._owner:
+            self._enter("drop")
+        offset = 0 if advice == "WILLNEED" and retain is None else advised(self.policy, advice, retain)
+        keep = batches.KEEP_ALL if last else batches.KEEP_NAMED
+        if type(frames) is int and positions is None and -1 <= frames < self.num_frames:
+            at, row = batches.drop_one(self._held[1], frames, keep, offset), None
+        else:
+            row = frame_numbers(frames)
+            places = _NO_POSITIONS if positions is None else token_positions(positions, len(row))
+            at = batches.drop(self._held[1], row, keep, offset, places)
+        if at != batches.ALL:
+            row = frame_numbers(frames) if row is None else row
+            self._refuse(row, at, "drop", "has no such reference; drop each reference once")
+        if self._proves:
+            self.check()
+
+    def references(self) -> I32:
+        """int32 [F]: the references of each frame. A copy. O(frames)."""
+        return self.state.frames["refs"].astype(np.int32)
+
+    def recover(self, references: npt.NDArray[np.integer]) -> int:
+        """Drop the references that no page table holds, as after an interrupt that lost what `take` returned.
+
+        references: int [F], how many references of each frame your page tables hold.
+        Returns: how many references were dropped
+        Raises:  InvalidRequest if a frame has fewer references. Nothing was changed then.
+        """
+        self._enter("recover")
+        counts = frame_numbers(references)
+        if len(counts) != self.num_frames:
+            raise InvalidRequest(
+                f"recover got the references of {len(counts)} frames; give one number for each of {self.num_frames}"
+            )
+        frame, dropped = batches.settle(self._held[1], counts)
+        if frame != batches.ALL:
+            raise InvalidRequest(
+                f"recover: your tables hold {counts[frame]} references of frame {frame}, which has "
+                f"{self.state.frames['refs'][frame]}; a reference was dropped twice"
+            )
+        if self._proves:
+            self.check()
+        return dropped
+
+    # -- keys ----------------------------------------------------------------------------------------------------------
+
+    def publish(self, frames: Frames, keys: Keys) -> I32:
+        """Give each of `frames` its key, so that `find` finds the frame. Its contents must be computed.
+
+        keys:    bytes, `key_bytes` each: an array of rows, such as uint8 [n, key_bytes], or a list of bytes objects.
+        Returns: int32 [n], the frame that has each key. Without `twins`, that is another one if the key was published
+                 before: yours got no key; you may share that one and drop yours.
+        Raises:  InvalidRequest for a frame without references, or with another key. Nothing was changed then.
+        """
+        if self._calls or self._owner:
+            self._enter("publish")
+        row, named = frame_numbers(frames), key_row(keys, self.key_bytes)
+        if len(row) != len(keys):
+            raise InvalidRequest(f"publish got {len(row)} frames and {len(keys)} keys; give one key for each frame")
+        held = np.empty(len(row), np.int32)
+        at = batches.publish(self._held[1], row, named, held, self.twins)
+        if at != batches.ALL:
+            self._refuse_name(row, at)
+        if self._proves:
+            self.check()
+        return held
+
+    def unpublish(self, frames: Frames) -> None:
+        """Take the keys of `frames` away. A frame without references is free then. Frames without a key stay as is."""
+        if self._calls or self._owner:
+            self._enter("unpublish")
+        row = frame_numbers(frames)
+        at = batches.unpublish(self._held[1], row)
+        if at != batches.ALL:
+            self._refuse(row, at, "unpublish", "")
+        if self._proves:
+            self.check()
+
+    def find(self, keys: Keys) -> I32:
+        """int32 [n]: the frame that has each key, or -1. Nothing is changed: `share` the frames that you will use.
+
+        Of twins, the one published last is found.
+        """
+        if self._calls or self._owner:
+            self._enter("find")
+        row = key_row(keys, self.key_bytes)
+        found = np.empty(len(keys), np.int32)
+        batches.find(self._held[1], row, found)
+        return found
+
+    def names(self, frames: Frames) -> list[bytes | None]:
+        """Return the key of each of `frames`, or None."""
+        row = frame_numbers(frames)
+        beyond = np.flatnonzero((row < 0) | (row >= self.num_frames))
+        if len(beyond):
+            self._refuse(row, int(beyond[0]), "names", "")
+        named, words = self.state.frames["published"][row].tolist(), self.state.tokens[row]
+        return [
+            key.tobytes()[: self.key_bytes] if has_name else None for key, has_name in zip(words, named, strict=True)
+        ]
+
+    # -- eviction ------------------------------------------------------------------------------------------------------
+
+    def victims(self, count: int) -> I32:
+        """int32 [at most count]: the frames that `evict(count)` would free, in this order. O(count)."""
+        self._enter("victims")
+        found = np.empty(min(whole(count, "count"), int(self.state.reg[st.NUM_EVICTABLE])), np.int32)
+        return found[: batches.victims(self._held[1], found, self.state.reg.copy())]
+
+    @exclusive
+    def evict(self, count: int) -> int:
+        """Free up to `count` cached frames, in the policy's order. Return how many were freed."""
+        evicted = int(steps.evict_frames(self.state, whole(count, "count")))
+        if self._proves:
+            self.check()
+        return evicted
+
+    @exclusive
+    def forget(self) -> int:
+        """Take all keys away, as after an update of the weights. Return how many cached frames are free now. O(frames).
+
+        Readers of events get AllBlocksCleared.
+        Raises: InvalidRequest while frames are pinned, since a pin promises that its frames stay
+        """
+        if pinned := int(self.state.reg[st.PINNED]):
+            raise InvalidRequest(f"forget() while there are {pinned} pins; unpin the frames first")
+        freed = int(forget_pages(self.state))
+        if self._proves:
+            self.check()
+        return freed
+
+    # -- pins and epochs -----------------------------------------------------------------------------------------------
+
+    @property
+    def max_pinned(self) -> int:
+        """int: the most pins at a time."""
+        return int(self._shares[1] * self.num_frames)
+
+    def pin(self, frames: Frames) -> None:
+        """Keep `frames`, which are referenced or cached, until `unpin`: they are neither evicted nor reused.
+
+        Pins are counted: a frame that is pinned twice is unpinned twice.
+        Raises: InvalidRequest beyond `max_pinned`, or for a frame without contents. Nothing was changed then.
+        """
+        self._enter("pin")
+        row, pinned = frame_numbers(frames), int(self.state.reg[st.PINNED])
+        if pinned + len(row) > self.max_pinned:
+            raise InvalidRequest(
+                f"pin of {len(row)} frames: there are {pinned} pins of at most {self.max_pinned}; "
+                "unpin some, or raise max_pinned"
+            )
+        at = batches.pin(self._held[1], row)
+        if at != batches.ALL:
+            self._refuse(row, at, "pin", "is neither referenced nor cached; pin a frame while it is")
+        if self._proves:
+            self.check()
+
+    def unpin(self, frames: Frames) -> None:
+        """Remove a pin from each of `frames`. Raises: InvalidRequest for a frame that is not pinned so often."""
+        self._enter("unpin")
+        row = frame_numbers(frames)
+        at = batches.unpin(self._held[1], row)
+        if at != batches.ALL:
+            self._refuse(row, at, "unpin", "has no such pin; unpin once for each pin()")
+        if self._proves:
+            self.check()
+
+    @exclusive
+    def retire(self, epoch: int) -> None:
+        """Open `epoch`: work was launched that may read any frame referenced now.
+
+        A frame that is dropped later waits for `advance(epoch)`. Epochs grow, see MemoryManager.retire.
+        Raises: InvalidRequest unless `epoch` is newer than the last one
+        """
+        self.state.reg[[st.EPOCH, st.PASSED]] = epochs.opening(self.state.reg, epoch)
+
+    @exclusive
+    def advance(self, epoch: int) -> int:
+        """Make the frames available that waited for `epoch` or an older one, and return how many waited.
+
+        Raises: InvalidRequest for an epoch that was not opened
+        """
+        passed = epochs.advance(self.state, epoch)
+        if self._proves:
+            self.check()
+        return passed
+
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    @exclusive
+    def events(self, since: int) -> list[Event]:
+        """Return the events after number `since` (0: from the beginning). `block_hashes` of an event holds one key.
+
+        Raises: EventsLost if some of them have left the ring: begin again from `snapshot()`;
+                InvalidRequest if the pool keeps no events
+        """
+        return self._required_log().events(self.state, whole(since, "since"))
+
+    @exclusive
+    def snapshot(self) -> Snapshot:
+        """Return every key that can be found, and the number of the last event. O(frames that have keys).
+
+        Raises: InvalidRequest if the pool keeps no events
+        """
+        return self._required_log().snapshot(self.state)
+
+    def _required_log(self) -> KeyLog:
+        if not len(self.state.log):
+            raise InvalidRequest("this pool keeps no events; make it with events=N, where N is the number to keep")
+        return self._log
+
+    def stats(self) -> PoolStats:
+        """Return the counters of the pool. O(1), or O(frames) if a tenant has a quota."""
+        return gather_pool(self.state, self.usages())
+
+    def check(self, level: int = 3) -> None:
+        """Check the invariants. O(frames). Compare `references()` with your page tables for I2.
+
+        level: 1 checks the counters, 2 also every frame, 3 also every list and index entry.
+        Raises: InvariantViolation that names the law and the first frame that breaks it
+        """
+        check_frame_pool(self.state, level, self.policy, twins=self.twins)
+
+    def __repr__(self) -> str:
+        now = self.stats()
+        return (
+            f"FramePool({self.num_frames} frames, keys of {self.key_bytes} bytes: "
+            f"{now.free} free, {now.mapped} referenced, {now.cached} cached)"
+        )
+
+    # -- private -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, verb: str) -> None:
+        """Refuse a second owner, and a call during a guarded call of another thread. Raises: ConcurrentUse."""
+        if self._owner and self._owner != get_ident():
+            self._own_or_refuse(verb)
+        if self._calls:
+            self._succeed([get_ident()], verb)
+            self._calls.pop(0, None)
+
+    def _account(self, tenant: bytes) -> int:
+        return self._accounts.get(tenant_name(tenant), 0)
+
+    def _take_these(self, wanted: Frames, account: int) -> I32:
+        row = frame_numbers(wanted)
+        code, at = batches.take_these(self._held[1], row, account)
+        if code != steps.OK:
+            self._refuse_take(code, len(row), account)
+        if at != batches.ALL:
+            self._refuse(row, at, "take", "is not free; share it, or take any frames by their count")
+        if self._proves:
+            self.check()
+        return row.copy()
+
+    def _refuse_count(self, wanted: int, after: int) -> NoReturn:
+        whole(wanted, "wanted", 0, self.num_frames + 1)
+        raise InvalidRequest(f"after is {after}; give a frame, 0 to {self.num_frames - 1}, or -1 for none")
+
+    def _refuse_take(self, code: int, wanted: int, account: int) -> NoReturn:
+        where = account if code == steps.OVER_QUOTA else wanted
+        refuse_plan(self.state, (code, where), _NO_FRAMES, _NO_POSITIONS, self._accounts)
+
+    def _refuse(self, row: I32, at: int, verb: str, why: str) -> NoReturn:
+        frame = int(row[at])
+        if not 0 <= frame < self.num_frames:
+            why = f"is no frame of this pool; give 0 to {self.num_frames - 1}"
+        elif self.state.frames["refs"][frame] == batches.MOST_REFERENCES and verb == "share":
+            why = f"has {batches.MOST_REFERENCES} references, the most that a frame can have; drop some first"
+        raise InvalidRequest(f"{verb} of frame {frame}, number {at} of {len(row)}: it {why}")
+
+    def _refuse_name(self, row: I32, at: int) -> NoReturn:
+        frame = int(row[at])
+        why = "has no references; take it, compute its contents, then publish it"
+        if 0 <= frame < self.num_frames and self.state.frames["status"][frame] == st.MAPPED:
+            why = "has another key; unpublish it first"
+            if frame in row[:at]:
+                why = "was named before in this call; publish it once"
+        self._refuse(row, at, "publish", why)
+
+
+_NO_POSITIONS: I64 = np.empty(0, np.int64)
+_NO_FRAMES: I32 = np.empty(0, np.int32)
