@@ -200,14 +200,18 @@ class BoundAttention(_Bound):
             if results is not None:
                 return results
             if q_THD.dim() == 4:
-                return attend_padded(
-                    lambda q, into: self(
-                        q, batch, causal=causal, tree_mask=tree_mask, out=into, return_lse=return_lse
-                    ),
-                    q_THD, out, batch.cu_seqlens_q, batch.slots,
-                )  # fmt: skip
+                return self._attend_padded(q_THD, batch, (tree_mask, causal), out, return_lse)
         on, masks = self._options, (tree_mask, causal)
         return attend_by_operator(q_THD, self._layer, batch, on, masks, out, return_lse, self._backend)
+
+    def _attend_padded(self, q: Tensor, batch: PagedBatch, masks: Any, out: Tensor | None, return_lse: bool) -> Any:
+        # A closure in __call__ would make its arguments cells, which every call pays for.
+        tree_mask, causal = masks
+
+        def attend(rows: Tensor, into: Tensor | None) -> Any:
+            return self(rows, batch, causal=causal, tree_mask=tree_mask, out=into, return_lse=return_lse)
+
+        return attend_padded(attend, q, out, batch.cu_seqlens_q, batch.slots)
 
     def _serve(self, backend: Any) -> Callable[..., None]:
         x, on = self._layer, self._options
@@ -316,11 +320,11 @@ def bind_write(layer: KVLayer, *, rope: RotaryTable | None = None, backend: str 
     return BoundWrite(layer, rope, backend)
 
 
-def cached(layer: KVLayer, key: tuple[Any, ...], bind: Callable[[], Any]) -> Any:
+def cached(layer: KVLayer, key: tuple[Any, ...], bind: Callable[..., Any], *arguments: Any) -> Any:
     """Return the bound call of `layer` for `key` and the environment; None if a functional call takes the operator.
 
     The first call with `key` takes the operator, so a KVLayer that is made for one call costs no binding.
-    bind: makes the bound call, at the second call with `key`.
+    bind(layer, *arguments): makes the bound call, at the second call with `key`.
     """
     if is_dynamo_compiling() or _extension is None:
         return None
@@ -337,5 +341,5 @@ def cached(layer: KVLayer, key: tuple[Any, ...], bind: Callable[[], Any]) -> Any
             calls.clear()
         found = calls[key] = None
     elif found is None:
-        found = calls[key] = bind()
+        found = calls[key] = bind(layer, *arguments)
     return found

@@ -111,8 +111,9 @@ def attend_by_operator(
     masks: tree_mask and causal_of
     """
     if q.dim() == 4:
+        rest = (return_lse, backend)
         return attend_padded(
-            lambda rows, into: attend_by_operator(rows, layer, batch, on, masks, into, return_lse, backend),
+            lambda rows, into: attend_by_operator(rows, layer, batch, on, masks, into, *rest),
             q, out, batch.cu_seqlens_q, batch.slots,
         )  # fmt: skip
     on = on.in_float32()

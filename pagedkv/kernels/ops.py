@@ -90,26 +90,32 @@ def paged_attention(
     Raises:   InvalidRequest; KernelUnavailable.
     """
     scale = max(1, q_THD.shape[-1]) ** -0.5 if scale is None else scale
-    left, right = sides(window) if isinstance(window, tuple | list) else (window, None)
-    causal_of = causal if isinstance(causal, Tensor) else None
-    is_causal: Any = causal if causal_of is None else False
-    on = AttentionOptions(scale, is_causal, left, right, softcap, sinks, alibi_slopes, split_tokens)
-    masks = (tree_mask, causal_of)
-    if (sinks is not None or alibi_slopes is not None) and not on.is_float32():
-        # converted in each call: a bound call would not see later changes
-        return operators.attend_by_operator(  # type: ignore[no-any-return]
-            q_THD, layer, batch, on, masks, out, return_lse, backend or registry.AUTO
-        )
-    plain = (scale, is_causal, left, right, softcap, split_tokens)
-    key = (*plain, *map(type, plain), id(sinks), id(alibi_slopes), backend)  # types: 1, 1.0 and True are equal
-    attend = cached(layer, key, lambda: BoundAttention(layer, on, backend))
-    if attend is not None:
-        return attend(  # type: ignore[no-any-return]
-            q_THD, batch, causal=causal_of, tree_mask=tree_mask, out=out, return_lse=return_lse
-        )
+    right: int | None = None
+    each: Tensor | None = None
+    if window is not None and type(window) is not int:
+        window, right = sides(window)
+    if causal is not True and isinstance(causal, Tensor):
+        each = causal
+        causal = False
+    plain = (scale, causal, window, softcap, split_tokens)
+    options: tuple[Any, ...] = (scale, causal, window, right, softcap, sinks, alibi_slopes, split_tokens)
+    # Sinks and slopes of another dtype are converted in each call: a bound call would not see later changes.
+    if (sinks is None and alibi_slopes is None) or AttentionOptions(*options).is_float32():
+        # types: 1, 1.0 and True are equal
+        key = (*plain, *map(type, plain), right, id(sinks), id(alibi_slopes), backend)
+        attend = cached(layer, key, _bound, options, backend)
+        if attend is not None:
+            return attend(  # type: ignore[no-any-return]
+                q_THD, batch, causal=each, tree_mask=tree_mask, out=out, return_lse=return_lse
+            )
+    on, masks = AttentionOptions(*options), (tree_mask, each)
     return operators.attend_by_operator(  # type: ignore[no-any-return]
         q_THD, layer, batch, on, masks, out, return_lse, backend or registry.AUTO
     )
+
+
+def _bound(layer: KVLayer, options: tuple[Any, ...], backend: str | None) -> BoundAttention:
+    return BoundAttention(layer, AttentionOptions(*options), backend)
 
 
 def write_kv(
@@ -134,7 +140,7 @@ def write_kv(
     Raises:   InvalidRequest; KernelUnavailable.
     """
     angles = None if rope is None else (id(rope.cos), id(rope.sin), rope.interleaved)
-    store = cached(layer, (angles, backend), lambda: BoundWrite(layer, rope, backend))
+    store = cached(layer, (angles, backend), BoundWrite, rope, backend)
     if store is not None:
         store(k_TKD, v_TKD, slots, positions)
     else:
