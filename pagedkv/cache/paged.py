@@ -17,7 +17,8 @@ Layers with different windows form groups: a list of KVSpecs, one for each group
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from pagedkv import debug
-from pagedkv.cache import snapshots
+from pagedkv.cache import sizes, snapshots
 from pagedkv.cache.batch import NoSuchLayer, PlannedBatch, planned_batch
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.snapshots import Restored
@@ -42,12 +43,14 @@ from pagedkv.core.prefix.events import Event, Snapshot
 from pagedkv.core.recovery import Assignment, Recovered
 from pagedkv.core.spaces.opening import Opened, Salt
 from pagedkv.core.state import I32
-from pagedkv.errors import InvalidRequest
+from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import KVLayer
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
 from pagedkv.kernels.case import Case, Kernel
 from pagedkv.spec import KVSpec
+
+_LOG = logging.getLogger(__name__)
 
 Bound = TypeVar("Bound", BoundAttention, BoundWrite)
 
@@ -59,14 +62,17 @@ class PagedKVCache:
                   (KVSpec.window). A frame is as large as the largest group needs, so groups with equal numbers of
                   layers waste no memory.
     layer_groups: the group of each layer; None: the layers of group 0 come first, then those of group 1, and so on.
-    num_frames:   the size of the pool; or give `memory` to fill: "40GiB", or an int of bytes.
+    num_frames:   the size of the pool; or give `memory` to fill: "40GiB", or an int of bytes. Without both, the pool
+                  may hold half of the available memory of a CPU, which the system hands out as frames are first
+                  written, or nine tenths of the free memory of a GPU. There it begins with an eighth, and `plan`
+                  doubles it when frames run out, see `limit` and `on_resize`.
     kernels:      a backend's name, or "auto". The choice is made here, once, and shown in the repr.
     manager_options: the keyword options of MemoryManager, for example policy="2q".
 
     `backend` is the argument for the kernels' calls: the backend's name if one was forced, else None. With None a call
     that the chosen kernel objects to (for a soft cap, for example) goes to the next kernel.
-    Raises: InvalidRequest if both sizes are given, or none, or the memory cannot be had; KernelUnavailable if the named
-            backend objects
+    Raises: InvalidRequest if both sizes are given, or the memory cannot be had; KernelUnavailable if the named backend
+            objects
     """
 
     def __init__(
@@ -80,14 +86,12 @@ class PagedKVCache:
         kernels: str = registry.AUTO,
         **manager_options: Any,
     ) -> None:
-        if (num_frames is None) == (memory is None):
-            raise InvalidRequest(f"num_frames is {num_frames} and memory is {memory}; give one of them")
         self.specs: tuple[KVSpec, ...] = specs_of(spec)
         self.layer_groups: tuple[int, ...] = groups_of_layers(self.specs, layer_groups)
         self.spec: KVSpec = self.specs[0]
         self.device: torch.device = _device(device)
-        largest = max(self.specs, key=lambda spec: spec.frame_bytes)
-        frames = whole(num_frames if memory is None else largest.frames_in(memory), "num_frames", 1, 2**31)
+        frames, self._limit = sizes.pool_sizes(self.specs, num_frames, memory, self.device)
+        self._has_size = num_frames is not None or memory is not None
         manager_options.setdefault("groups", [Group(window=spec.window) for spec in self.specs])
         self.manager: MemoryManager = MemoryManager(frames, self.spec.block_size, **manager_options)
         _refuse_other_groups(self.manager.groups, self.specs)
@@ -97,6 +101,7 @@ class PagedKVCache:
         # The cache makes the copies itself, so the kernel is called without the checks of `copy_frames`.
         self._copy_frames = registry.resolve(Case("copy_frames", self.device.type), self.backend).load().copy_frames
         self.storage: Storage = Storage(self.specs, frames, self.device, layer_groups=self.layer_groups)
+        self._resized: list[Callable[[PagedKVCache], object]] = []
         self._bound: WeakKeyDictionary[BoundAttention | BoundWrite, int] = WeakKeyDictionary()
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
         # Poisoning starts with the cache or never: later it is unknown which frames were written.
@@ -107,6 +112,18 @@ class PagedKVCache:
     def num_frames(self) -> int:
         """Frames in the pool."""
         return self.manager.num_frames
+
+    @property
+    def limit(self) -> int:
+        """Frames that the pool may grow to on demand: `num_frames`, unless a cache on a GPU was given no size."""
+        return max(self._limit, self.num_frames)
+
+    def on_resize(self, callback: Callable[[PagedKVCache], object]) -> None:
+        """Call `callback(cache)` after each resize of the pool, on demand or by `resize`.
+
+        For owners of CUDA graphs and of `cache[layer]`: both name the old pool then.
+        """
+        self._resized.append(callback)
 
     @property
     def frame_bytes(self) -> int:
@@ -190,7 +207,12 @@ class PagedKVCache:
         Modifies: the bytes of copied frames; with PAGEDKV_DEBUG >= 2 the bytes of newly taken frames, which become NaN
         Raises:   OutOfFrames, InvalidRequest, StaleHandle, KernelUnavailable; nothing was changed then
         """
-        plan = self.manager.plan(batch, counts)
+        try:
+            plan = self.manager.plan(batch, counts)
+        except OutOfFrames as lack:
+            if not self._grow(lack):
+                raise
+            plan = self.manager.plan(batch, counts)
         try:
             if self._poisons:
                 self._poison()
@@ -276,8 +298,8 @@ class PagedKVCache:
 
     @property
     def available(self) -> int:
-        """Frames that a plan could take now: free or evictable."""
-        return self.manager.available
+        """Frames that a plan could take now: free, evictable, or those that the pool may grow by."""
+        return self.manager.available + self.limit - self.num_frames
 
     @property
     def pending(self) -> int:
@@ -304,7 +326,8 @@ class PagedKVCache:
 
     def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
         """Return True if a new sequence may take `num_frames` frames and leave `reserve`. See MemoryManager.admits."""
-        return self.manager.admits(num_frames, tenant=tenant)
+        growth = self.limit - self.num_frames
+        return self.manager.admits(max(0, whole(num_frames, "num_frames") - growth), tenant=tenant)
 
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
         """Limit the frames of `tenant`; `spec.frames_in("2GiB")` converts bytes. See MemoryManager.set_quota."""
@@ -321,8 +344,8 @@ class PagedKVCache:
     def resize(self, num_frames: int) -> None:
         """Make the pool larger or smaller and keep its contents. Both pools exist meanwhile. See MemoryManager.resize.
 
-        `cache[layer]` is a new view afterwards: fetch it again, and capture CUDA graphs anew. The bound calls of
-        `attention` and `write` serve the new pool.
+        `cache[layer]` is a new view afterwards: fetch it again, and capture CUDA graphs anew (`on_resize` tells you).
+        The bound calls of `attention` and `write` serve the new pool. A later `plan` may grow it again up to `limit`.
         Raises: as MemoryManager.resize, and InvalidRequest if the memory cannot be had; nothing was changed then
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
@@ -335,6 +358,26 @@ class PagedKVCache:
 
         self.manager.resize(num_frames, move)
         self._begin_poison()
+        for callback in self._resized:
+            callback(self)
+
+    def _grow(self, lack: OutOfFrames) -> bool:
+        """Enlarge a pool that may grow, and return whether the plan that lacked frames can be made now.
+
+        A pool does not grow while a plan is outstanding: the caller may hold `cache[layer]` of its step.
+        """
+        size = sizes.grown(self.num_frames, lack.shortfall, self.limit)
+        if isinstance(lack, QuotaExceeded) or size - self.num_frames < lack.shortfall or self.manager.has_plans:
+            return False
+        before, frame_mib = self.num_frames, self.frame_bytes / 2**20
+        try:
+            self.resize(size)
+        except InvalidRequest as reason:  # another program took the memory
+            self._limit = self.num_frames
+            _LOG.warning("the pool stays at %d frames: %s", self.num_frames, reason)
+            return False
+        _LOG.info("the pool has grown from %d to %d frames, %.0f MiB", before, size, size * frame_mib)
+        return True
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 
@@ -430,7 +473,10 @@ class PagedKVCache:
         if self._poisoned is None:  # a resize was interrupted at its end
             return self._begin_poison()
         free, generations = self.manager.free_mask(), self.manager.frame_generations()
-        stale = np.flatnonzero((free | (generations != self._generations)) & ~self._poisoned)
+        stale = (free | (generations != self._generations)) & ~self._poisoned
+        if not self._has_size:
+            stale &= generations > 0  # a frame that was never taken has no memory yet
+        stale = np.flatnonzero(stale)
         self.storage.poison(torch.from_numpy(stale))
         self._generations, self._poisoned = generations, free
 

@@ -226,7 +226,7 @@ class MemoryManager(PinMixin, OpeningMixin):
     def abort(self, plan: Plan, *, copied: bool = False) -> None:
         """Undo the plan: every sequence is as long as before, and the frames for new tokens are given back.
 
-        What commit(keep_planned=True) has kept stays.
+        Tokens that commit(keep_planned=True) has kept stay.
         copied: whether you made the copies of the plan. True: each sequence keeps its copy of a shared tail page, as KV
                 may have been written there. False: the targets of the copies are freed, and the sequences share their
                 tail pages as before the plan.

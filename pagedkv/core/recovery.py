@@ -204,6 +204,11 @@ class RecoveryMixin(ObservationMixin, Manager):
                 unpinned += 1
         return unpinned
 
+    @property
+    def has_plans(self) -> bool:
+        """True while a plan is outstanding."""
+        return any(step.is_outstanding for _, step in self._plans.values())
+
     def holds(self, pin: Pin) -> bool:
         """Return True if the frames of `pin` are pinned by it."""
         is_current = self._pin_of(pin.asid) is pin and self.state.spaces["status"][pin.asid] == st.HELD

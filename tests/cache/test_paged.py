@@ -403,8 +403,6 @@ def test_the_kernel_is_chosen_once_and_shown(cache: PagedKVCache) -> None:
 
 def test_impossible_sizes_and_kernels_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="give one of them"):
-        PagedKVCache(SPEC)
-    with pytest.raises(InvalidRequest, match="give one of them"):
         PagedKVCache(SPEC, num_frames=1, memory="1GiB")
     with pytest.raises(InvalidRequest, match="num_frames is 2.5"):
         PagedKVCache(SPEC, num_frames=2.5)  # type: ignore[arg-type]
