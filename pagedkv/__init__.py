@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pagedkv.errors import InvariantViolation, KernelUnavailable, OutOfFrames, PagedKVError
     from pagedkv.kernels.args import KVLayer, PagedBatch
     from pagedkv.kernels.bound import bind_attention, bind_write
-    from pagedkv.kernels.ops import copy_frames, explain, merge_states, paged_attention, write_kv
+    from pagedkv.kernels.ops import copy_frames, explain, gather_kv, merge_states, paged_attention, write_kv
     from pagedkv.spec import KVSpec
 
 __version__ = "0.1.0"
@@ -36,6 +36,7 @@ _HOME = {
     "bind_write": "pagedkv.kernels.bound",
     "copy_frames": "pagedkv.kernels.ops",
     "explain": "pagedkv.kernels.ops",
+    "gather_kv": "pagedkv.kernels.ops",
     "merge_states": "pagedkv.kernels.ops",
     "paged_attention": "pagedkv.kernels.ops",
     "write_kv": "pagedkv.kernels.ops",
@@ -55,6 +56,7 @@ __all__ = [
     "bind_write",
     "copy_frames",
     "explain",
+    "gather_kv",
     "merge_states",
     "paged_attention",
     "write_kv",

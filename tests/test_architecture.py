@@ -97,7 +97,7 @@ FLOORS = {
 """The rooms of a layer (modules or folders), from the ground floor up. A room imports only rooms of lower floors."""
 
 PUBLIC_NAMES = """AddressSpace InvariantViolation KVLayer KVSpec KernelUnavailable OutOfFrames PagedBatch PagedKVCache
-PagedKVError bind_attention bind_write copy_frames explain merge_states paged_attention write_kv""".split()
+PagedKVError bind_attention bind_write copy_frames explain gather_kv merge_states paged_attention write_kv""".split()
 
 FILE_LINES_P90, FILE_LINES_MAX = 400, 600
 FUNCTION_LINES_P90, FUNCTION_LINES_MAX, KERNEL_LINES_MAX = 35, 60, 120

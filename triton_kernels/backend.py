@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from pagedkv.kernels.triton import copy, decode, merge, prefill, write
+from pagedkv.kernels.triton import copy, decode, gather, merge, prefill, write
 from pagedkv.kernels.triton.elements import INTERPRET
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ IS_AMD: Final = torch.version.hip is not None
 
 merge_states = merge.merge_states
 write_kv = write.write_kv
+gather_kv = gather.gather_kv
 copy_frames = copy.copy_frames
 
 
@@ -52,6 +53,7 @@ def objections(case: Case) -> list[str]:
     serve = {
         "paged_attention": (decode, prefill),
         "write_kv": (write,),
+        "gather_kv": (gather,),
         "merge_states": (merge,),
         "copy_frames": (copy,),
     }

@@ -70,6 +70,18 @@ struct Write {
     bool interleaved;
 };
 
+struct Gather {
+    Dtype kv_type, out_type;
+    int64_t B, K, D, S;
+    int64_t L;  // rows of each sequence, if results are padded
+    View pool, scale;  // as in Write
+    View out;  // [B, L, K, D]; packed, [N, K, D]: a sequence has stride 0
+    View table, rows;  // as in Attention
+    const int32_t *seq_lens, *first;
+    const int64_t* starts;  // [B + 1]: the first row of each sequence, if results are packed; null if padded
+    bool streams;  // stores bypass the caches: each vector of `out` is whole lines of 64 bytes
+};
+
 struct States {
     Dtype type;  // of out
     int64_t T, H, Dv;
@@ -84,6 +96,7 @@ struct Isa {
     void (*merge)(
         const Attention&, const Unit& first, int64_t parts, const Scratch&, char* memory);  // of consecutive partials
     void (*write)(const Write&, int64_t first, int64_t end);
+    void (*gather)(const Gather&, int64_t first, int64_t end);  // rows
     void (*merge_states)(const States&, int64_t first, int64_t end);  // rows (token, head)
     uint64_t (*read)(const char* base, const int64_t* offsets, int64_t count, int64_t bytes);  // a benchmark's ceiling
 };

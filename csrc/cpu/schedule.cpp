@@ -198,6 +198,11 @@ void run_write(const Isa& isa, const Write& w, int64_t tokens, int threads) {
     run_evenly(tokens, threads, [&](int64_t first, int64_t end) { isa.write(w, first, end); });
 }
 
+void run_gather(const Isa& isa, const Gather& g, int64_t rows, int threads) {
+    threads = static_cast<int>(std::clamp<int64_t>(rows * g.K * g.D * 4 / BYTES_PER_THREAD, 1, threads));
+    run_evenly(rows, threads, [&](int64_t first, int64_t end) { isa.gather(g, first, end); });
+}
+
 void run_merge(const Isa& isa, const States& s, int threads) {
     int64_t rows = s.T * s.H, bytes = rows * s.Dv * (s.type == Dtype::f32 ? 12 : 6);
     if (!rows) return;

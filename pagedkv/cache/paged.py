@@ -44,10 +44,11 @@ from pagedkv.core.recovery import Assignment, Recovered
 from pagedkv.core.spaces.opening import Opened, Salt
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
-from pagedkv.kernels import registry
+from pagedkv.kernels import quant, registry
 from pagedkv.kernels.args import KVLayer
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
 from pagedkv.kernels.case import Case, Kernel
+from pagedkv.kernels.ops import gather_kv
 from pagedkv.spec import KVSpec
 
 _LOG = logging.getLogger(__name__)
@@ -148,6 +149,13 @@ class PagedKVCache:
     def write(self, layer: int, **options: Any) -> BoundWrite:
         """Return `bind_write(cache[layer], **options)` with the kernel of this cache. It follows `resize`."""
         return self._follow(layer, bind_write(self[layer], **{"backend": self.backend} | options))
+
+    def gather(
+        self, layer: int, batch: PlannedBatch, first: torch.Tensor | int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `gather_kv(cache[layer], batch[layer], first)` in the dtype of the model."""
+        dtype = quant.DTYPES[self.spec.dtype]
+        return gather_kv(self[layer], batch[layer], first, dtype=dtype, backend=self.backend)
 
     def _follow(self, layer: int, call: Bound) -> Bound:
         """Note that `call` serves a layer of this pool, until it is collected."""

@@ -1,7 +1,8 @@
 """The arguments of kernels: one layer of the pool, one batch, one call.
 
-They are frozen dataclasses of plain tensors; an engine may build them by hand. AttentionCall and WriteCall are the one
-list of a call's fields: the schemas of torch's operators are derived from them (`declarations`).
+They are frozen dataclasses of plain tensors; an engine may build them by hand. AttentionCall, WriteCall and
+GatherSource are the one list of a call's fields: the schemas of torch's operators are derived from them
+(`declarations`).
 
 Letters: F frames, S block_size, B sequences, A rows of the page table, P pages, T new tokens, H query heads,
 K kv heads, G = H / K, D head_dim, Dv head_dim of the values.
@@ -338,13 +339,56 @@ class WriteCall:
     interleaved: bool
 
 
+@dataclass(frozen=True, slots=True)
+class GatherSource:
+    """The tokens that a call of `gather_kv` reads. The fields are the operator's arguments, in order.
+
+    Row j of sequence b is position first[b] + j. A position before 0, at or past seq_lens[b], or in a punched page has
+    no token.
+
+    Shapes:   k, v, k_scale, v_scale as in KVLayer; block_table, rows, seq_lens as in PagedBatch; first int32 [B]
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    block_table: Tensor
+    rows: Tensor | None
+    seq_lens: Tensor
+    first: Tensor
+
+    def starts(self) -> Tensor:
+        """Return int64 [B + 1]: where the rows of each sequence begin in packed results, and the end of the last."""
+        counts = (self.seq_lens.long() - self.first).clamp_(min=0)
+        return torch.nn.functional.pad(counts, (1, 0)).cumsum_(0)
+
+
+@dataclass(frozen=True, slots=True)
+class GatherCall:
+    """One call of `gather_kv`, flat and checked: the argument of a backend.
+
+    Shapes:   starts int64 [B + 1]: of `source`, for packed results; None if they are padded
+              k_out [N, K, D], v_out [N, K, Dv] if packed; [B, L, K, D], [B, L, K, Dv] if padded: row j < L of each
+              sequence. Float elements of one dtype, any strides, last dim contiguous.
+    Modifies: k_out, v_out: the values, times their scales; 0 where there is no token. Packed: rows before starts[B].
+    """
+
+    source: GatherSource
+    starts: Tensor | None
+    k_out: Tensor
+    v_out: Tensor
+
+
 _SCHEMA_TYPES: Final = {
     "Tensor": "Tensor", "Tensor | None": "Tensor?", "int": "SymInt", "int | None": "SymInt?",
     "float": "float", "bool": "bool",
 }  # fmt: skip
 
 
-def declarations(call: type[AttentionCall | WriteCall], modified: Collection[str] = ()) -> dict[str, str]:
+def declarations(
+    call: type[AttentionCall | WriteCall | GatherSource], modified: Collection[str] = ()
+) -> dict[str, str]:
     """Return the declaration of each field of `call` in a schema of torch: {"q": "Tensor q", ...}.
 
     modified: the fields that the operator writes to.

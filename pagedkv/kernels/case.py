@@ -17,7 +17,15 @@ from pagedkv.kernels import quant
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, RotaryTable, WriteCall
+    from pagedkv.kernels.args import (
+        AttentionCall,
+        AttentionOptions,
+        GatherCall,
+        GatherSource,
+        KVLayer,
+        RotaryTable,
+        WriteCall,
+    )
     from pagedkv.spec import KVSpec
 
 
@@ -101,7 +109,13 @@ def write_case(layer: KVLayer | WriteCall, has_rope: bool, new: tuple[Tensor, Te
     return Case("write_kv", layer.k.device.type, widest, features=features, **_geometry(layer))
 
 
-def _geometry(layer: KVLayer | AttentionCall | WriteCall) -> dict[str, Any]:
+def gather_case(call: GatherCall) -> Case:
+    """Return the case of a gather; `dtype` is that of the results."""
+    pool, into = call.source, call.k_out
+    return Case("gather_kv", into.device.type, quant.NAMES[into.dtype], features=_scales(pool), **_geometry(pool))
+
+
+def _geometry(layer: KVLayer | AttentionCall | WriteCall | GatherSource) -> dict[str, Any]:
     return {
         "kv_dtype": quant.NAMES[layer.k.dtype],
         "block_size": layer.k.shape[1],
@@ -111,7 +125,7 @@ def _geometry(layer: KVLayer | AttentionCall | WriteCall) -> dict[str, Any]:
     }
 
 
-def _scales(layer: KVLayer | AttentionCall | WriteCall) -> frozenset[str]:
+def _scales(layer: KVLayer | AttentionCall | WriteCall | GatherSource) -> frozenset[str]:
     kinds = {0: "tensor_scale", 3: "token_head_scale"}
     return frozenset(kinds[scale.dim()] for scale in (layer.k_scale, layer.v_scale) if scale is not None)
 
@@ -130,6 +144,9 @@ class Backend(Protocol):
 
     def write_kv(self, call: WriteCall) -> None:
         """Store call.k_new and call.v_new."""
+
+    def gather_kv(self, call: GatherCall) -> None:
+        """Fill call.k_out and call.v_out."""
 
     def merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
         """Return out and lse over the keys of both states."""

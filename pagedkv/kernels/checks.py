@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import quant
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, WriteCall
+    from pagedkv.kernels.args import AttentionCall, AttentionOptions, GatherCall, GatherSource, KVLayer, WriteCall
 
 
 def given(**tensors: object) -> None:
@@ -98,6 +99,67 @@ def write(call: WriteCall) -> None:
     _one_device(call, call.k_new.device)
     if debug.level() >= 1:
         slot_values(call)
+
+
+def position(first: Any) -> int:
+    """Return `first` of a gather, given as an int. Raise InvalidRequest if it is none of 32 bits."""
+    number = int(first) if isinstance(first, Integral) else 2**31
+    if not -(2**31) <= number < 2**31:
+        raise InvalidRequest(f"first is {first!r}; give a position, or a tensor int32 [B] of them")
+    return number
+
+
+def result_dtype(layer: KVLayer, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of what is gathered from `layer`. Raise InvalidRequest if there is none, or no float."""
+    given = layer.k.dtype if dtype is None else dtype
+    if quant.NAMES.get(given) not in quant.FLOATS:
+        of_layer = "None, and layer.k is " if dtype is None else ""
+        raise InvalidRequest(
+            f"dtype is {of_layer}{str(given).removeprefix('torch.')}; give one of {', '.join(quant.FLOATS)}"
+        )
+    return given
+
+
+def gather_source(source: GatherSource) -> None:
+    """Raise InvalidRequest if `source` breaks the contract of `gather_kv`."""
+    layer(source)
+    B = _sequences(source)
+    _int32(first=(source.first, B, f"[B={B}], or an int"))
+    _last_dim_contiguous(**{"batch.seq_lens": source.seq_lens}, first=source.first)
+    _one_device(source, source.k.device)
+    if debug.level() >= 1 or source.k.device.type == "cpu":
+        gather_values(source)
+
+
+def gather_results(call: GatherCall) -> None:
+    """Raise InvalidRequest unless the tensors of `out` can hold what `gather_kv` returns."""
+    x, K, padded = call.source, call.source.k.shape[2], call.k_out.dim() == 4
+    B, rows = len(x.seq_lens), call.k_out.shape[:-2]
+    for name, pool, out in (("k", x.k, call.k_out), ("v", x.v, call.v_out)):
+        if out.dim() not in (3, 4) or out.shape[:-2] != rows or tuple(out.shape[-2:]) != (K, quant.head_dim(pool)):
+            last = f"K={K}, {quant.head_dim(pool)}"
+            raise InvalidRequest(
+                f"out's {name} is {list(out.shape)}; it must be packed [N, {last}] or padded [B={B}, L, {last}], "
+                "and k and v must have the same rows"
+            )
+        if quant.NAMES.get(out.dtype) not in quant.FLOATS or out.dtype != call.k_out.dtype:
+            raise InvalidRequest(
+                f"out's {name} is {_dtype(out)}; k and v must be of one dtype, out of {', '.join(quant.FLOATS)}"
+            )
+        if out.device != x.k.device:
+            raise InvalidRequest(
+                f"layer.k is on {x.k.device} but out's {name} is on {out.device}: "
+                "all tensors of a call live on one device"
+            )
+    if padded and rows[0] != B:
+        raise InvalidRequest(f"out holds {rows[0]} sequences and the batch has B={B}")
+    _last_dim_contiguous(**{"out's k": call.k_out, "out's v": call.v_out})
+    _no_overlap(**{"out's k": call.k_out, "out's v": call.v_out})
+    if call.starts is not None and (debug.level() >= 1 or x.k.device.type == "cpu") and rows[0] < int(call.starts[-1]):
+        raise InvalidRequest(
+            f"out holds {rows[0]} rows and the sequences have {int(call.starts[-1])} tokens from `first` on; "
+            "give at least as many"
+        )
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
@@ -209,7 +271,7 @@ def _positions(positions: Tensor | None, T: int) -> None:
         raise InvalidRequest(f"positions is {given}; to turn keys it must be int64 [T={T}]")
 
 
-def _one_device(call: AttentionCall | WriteCall, device: torch.device) -> None:
+def _one_device(call: AttentionCall | WriteCall | GatherSource, device: torch.device) -> None:
     for name in call.__slots__:
         x = getattr(call, name)
         if isinstance(x, Tensor) and x.device != device:
@@ -241,7 +303,7 @@ def _in_memory(name: str, x: Tensor) -> None:
         )
 
 
-def layer(call: KVLayer | AttentionCall | WriteCall) -> None:
+def layer(call: KVLayer | AttentionCall | WriteCall | GatherSource) -> None:
     """Raise InvalidRequest unless k, v and their scales are one layer of a pool."""
     k, v = call.k, call.v
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
@@ -285,21 +347,28 @@ def _query_dtype(call: AttentionCall) -> None:
 
 
 def _tables(call: AttentionCall) -> None:
-    B, dims = call.seq_lens.shape[0] if call.seq_lens.dim() == 1 else -1, {}
-    dims["seq_lens"] = (call.seq_lens, (B,), "[B]")
-    dims["cu_seqlens_q"] = (call.cu_seqlens_q, (B + 1,), f"[B + 1 = {B + 1}]")
-    if call.rows is not None:
-        dims["rows"] = (call.rows, (B,), f"[B={B}]")
-    for name, (x, shape, text) in dims.items():
-        if x.dtype != torch.int32 or tuple(x.shape) != shape:
-            raise InvalidRequest(f"batch.{name} is {_dtype(x)} {list(x.shape)}; it must be int32 {text}")
+    B = _sequences(call)
+    _int32(**{"batch.cu_seqlens_q": (call.cu_seqlens_q, B + 1, f"[B + 1 = {B + 1}]")})
+    _last_dim_contiguous(**{"batch.seq_lens": call.seq_lens, "batch.cu_seqlens_q": call.cu_seqlens_q})
+
+
+def _sequences(call: AttentionCall | GatherSource) -> int:
+    """Return B. Raise InvalidRequest unless seq_lens, rows and block_table describe B sequences."""
+    B = call.seq_lens.shape[0] if call.seq_lens.dim() == 1 else -1
+    _int32(**{"batch.seq_lens": (call.seq_lens, B, "[B]"), "batch.rows": (call.rows, B, f"[B={B}]")})
     table = call.block_table
     if table.dtype != torch.int32 or table.dim() != 2 or (call.rows is None and table.shape[0] < B):
         rows = "[A, P]" if call.rows is not None else f"[A >= B={B}, P] (or give batch.rows)"
         raise InvalidRequest(f"batch.block_table is {_dtype(table)} {list(table.shape)}; it must be int32 {rows}")
-    _last_dim_contiguous(
-        **{"batch.block_table": table, "batch.seq_lens": call.seq_lens, "batch.cu_seqlens_q": call.cu_seqlens_q}
-    )
+    _last_dim_contiguous(**{"batch.block_table": table})
+    return B
+
+
+def _int32(**lists: tuple[Tensor | None, int, str]) -> None:
+    """Raise InvalidRequest for a tensor that is not int32 of this length. The text is its shape in an error."""
+    for name, (x, length, text) in lists.items():
+        if x is not None and (x.dtype != torch.int32 or tuple(x.shape) != (length,)):
+            raise InvalidRequest(f"{name} is {_dtype(x)} {list(x.shape)}; it must be int32 {text}")
 
 
 def _options(call: AttentionCall, H: int, T: int) -> None:
@@ -405,6 +474,30 @@ def table_values(call: AttentionCall) -> None:
         _in_range(rows[counts > 0], "batch.rows", call.block_table.shape[0], "rows in batch.block_table")
     used = torch.arange(P) < ((read + S - 1) // S)[:, None]
     entries = call.block_table.cpu()[rows[counts > 0]][used]
+    _frames(entries, F)
+
+
+def gather_values(source: GatherSource) -> None:
+    """Raise InvalidRequest if the tables name what is not there. Synchronises with the device."""
+    (F, S), (A, P) = source.k.shape[:2], source.block_table.shape
+    # numpy, as an operation of torch costs as much as a small gather
+    lens, first = source.seq_lens.cpu().numpy().astype(np.int64), source.first.cpu().numpy()
+    if not len(lens):
+        return
+    if lens.min() < 0 or lens.max() > P * S:
+        raise InvalidRequest(
+            f"batch.seq_lens goes from {lens.min()} to {lens.max()} but a row of {P} pages of {S} holds 0 to {P * S}"
+        )
+    if source.rows is not None:
+        _in_range(source.rows, "batch.rows", A, "rows in batch.block_table")
+    begin, end = np.maximum(first, 0) // S, -(-lens // S)
+    table = source.block_table[:, : end.max()].cpu().numpy()
+    rows = table[: len(lens)] if source.rows is None else table[source.rows.cpu().numpy()]
+    pages = np.arange(rows.shape[1])
+    _frames(rows[(pages >= begin[:, None]) & (pages < end[:, None])], F)
+
+
+def _frames(entries: Any, F: int) -> None:
     if len(entries) and (entries.max() >= F or entries.min() < -1):
         raise InvalidRequest(
             f"batch.block_table names frames {entries.min()} to {entries.max()} but the layer has F={F}: "

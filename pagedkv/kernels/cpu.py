@@ -17,7 +17,7 @@ from torch import Tensor
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, quant, reference
-from pagedkv.kernels.args import AttentionCall, WriteCall
+from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
 from pagedkv.kernels.threads import num_threads
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ try:
 except ImportError as _error:
     _cpu, _missing = None, str(_error)
 
-if _cpu is not None and not hasattr(_cpu, "set_kernel"):
+if _cpu is not None and not hasattr(_cpu, "gather"):
     _cpu, _missing = None, "it was built from older sources"
 
 
@@ -48,8 +48,8 @@ def objections(case: Case) -> list[str]:
     return []
 
 
-_SUBJECTS: Final = {"paged_attention": "q", "write_kv": "k", "merge_states": "out"}
-_LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in write.inc
+_SUBJECTS: Final = {"paged_attention": "q", "write_kv": "k", "gather_kv": "out", "merge_states": "out"}
+_LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in moves/write.inc
 
 
 def isa() -> str:
@@ -85,6 +85,14 @@ def write_kv(call: WriteCall) -> None:
     x.set_kernel(binding, 0, isa(), num_threads(), None)
     if x.write(binding, call.k_new, call.v_new, call.slots, call.positions, True) is None:
         checks.slot_values(call)
+
+
+def gather_kv(call: GatherCall) -> None:
+    """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
+    x = call.source
+    tables = (x.block_table, x.rows, x.seq_lens, x.first, call.starts)
+    for pool, scale, out in ((x.k, x.k_scale, call.k_out), (x.v, x.v_scale, call.v_out)):
+        _extension().gather(pool, scale, *tables, out, isa(), num_threads())
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:

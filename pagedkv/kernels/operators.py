@@ -1,8 +1,9 @@
 """The operators of torch: flat tensors in, a checked call to the chosen kernel.
 
-`torch.ops.pagedkv.*` take the fields of an AttentionCall or a WriteCall, and a backend's name. torch.compile sees one
-opaque node with outputs of known shapes and declared mutations. Checks and choice happen inside the operator, so a
-compiled graph makes both at run time. No operator has a derivative: the functions here refuse tensors that require one.
+`torch.ops.pagedkv.*` take the fields of an AttentionCall, a WriteCall or a GatherSource, and a backend's name.
+torch.compile sees one opaque node with outputs of known shapes and declared mutations. Checks and choice happen inside
+the operator, so a compiled graph makes both at run time. No operator has a derivative: the functions here refuse
+tensors that require one.
 
 The operators are made with Library.define / impl / register_fake: `torch.library.custom_op` costs 7 us a call instead
 of 1.6. This file knows schemas and the order check, choose, run. Public functions are in ops.py, calls without the
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, quant, registry
-from pagedkv.kernels.args import AttentionCall, PagedBatch, WriteCall, declarations
-from pagedkv.kernels.case import Case, attention_case, write_case
+from pagedkv.kernels.args import AttentionCall, GatherCall, GatherSource, PagedBatch, WriteCall, declarations
+from pagedkv.kernels.case import Case, attention_case, gather_case, write_case
 from pagedkv.kernels.padded import as_tokens, attend_padded
 
 if TYPE_CHECKING:
@@ -51,6 +53,35 @@ def _write_kv(*args: Any) -> None:
     kernel.load().write_kv(call)
 
 
+def _gather_kv(*args: Any) -> tuple[Tensor, Tensor]:
+    *fields, dtype, backend = args
+    checks.gather_source(source := GatherSource(*fields))
+    starts = source.starts()
+    results = _gathered(source, int(starts[-1]), dtype)
+    _gather(GatherCall(source, starts, *results), backend)
+    return results
+
+
+def _gather_kv_out(*args: Any) -> None:
+    *fields, k_out, v_out, backend = args
+    checks.gather_source(source := GatherSource(*fields))
+    _gather(GatherCall(source, source.starts() if k_out.dim() == 3 else None, k_out, v_out), backend)
+
+
+def _gather(call: GatherCall, backend: str) -> None:
+    checks.gather_results(call)
+    registry.resolve(gather_case(call), backend).load().gather_kv(call)
+
+
+def _gathered(source: GatherSource, rows: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    k, v = ((rows, x.shape[2], quant.head_dim(x)) for x in (source.k, source.v))
+    return source.k.new_empty(k, dtype=dtype), source.k.new_empty(v, dtype=dtype)
+
+
+def _fake_gather_kv(*args: Any) -> tuple[Tensor, Tensor]:
+    return _gathered(GatherSource(*args[:-2]), torch.library.get_ctx().new_dynamic_size(), args[-2])
+
+
 def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     checks.merge(out_a, lse_a, out_b, lse_b)
     case = Case("merge_states", out_a.device.type, quant.NAMES[out_a.dtype], head_dim_v=out_a.shape[-1])
@@ -73,11 +104,14 @@ _LIBRARY: Any = torch.library.Library("pagedkv", "DEF")  # type: ignore[no-untyp
 def _define() -> None:
     attention = declarations(AttentionCall, modified=("out", "lse"))
     write = declarations(WriteCall, modified=("k", "v", "k_scale", "v_scale"))
+    gather = ", ".join(declarations(GatherSource).values())
     inputs = ", ".join(text for name, text in attention.items() if name not in ("out", "lse"))
     schemas = {
         "paged_attention": f"({inputs}, str backend) -> (Tensor, Tensor)",
         "paged_attention_out": f"({', '.join(attention.values())}, str backend) -> ()",
         "write_kv": f"({', '.join(write.values())}, str backend) -> ()",
+        "gather_kv": f"({gather}, ScalarType dtype, str backend) -> (Tensor, Tensor)",
+        "gather_kv_out": f"({gather}, Tensor(a!) k_out, Tensor(b!) v_out, str backend) -> ()",
         "merge_states": "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
         "copy_frames": "(Tensor(a!) storage, Tensor copies, str backend) -> ()",
     }
@@ -85,6 +119,8 @@ def _define() -> None:
         "paged_attention": (_paged_attention, lambda *args: _results(args[0], args[2])),
         "paged_attention_out": (_paged_attention_out, _fake_nothing),
         "write_kv": (_write_kv, _fake_nothing),
+        "gather_kv": (_gather_kv, _fake_gather_kv),
+        "gather_kv_out": (_gather_kv_out, _fake_nothing),
         "merge_states": (_merge_states, lambda a, la, b, lb: (a.new_empty(a.shape), la.new_empty(la.shape))),
         "copy_frames": (_copy_frames, _fake_nothing),
     }
@@ -128,6 +164,30 @@ def attend_by_operator(
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         torch.ops.pagedkv.paged_attention_out.default(*call, out, lse, backend)
     return (out, lse) if return_lse else out
+
+
+def gather_by_operator(
+    layer: KVLayer, batch: PagedBatch, first: Tensor | int, out: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype | None, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gather through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
+    lens = batch.seq_lens
+    if not isinstance(first, Tensor):
+        first = torch.full_like(lens, checks.position(first))
+    call = (layer.k, layer.v, layer.k_scale, layer.v_scale, batch.block_table, batch.rows, lens, first)
+    if out is None:
+        dtype = checks.result_dtype(layer, dtype)
+        checks.inference_only(**_pool(layer))
+        out = torch.ops.pagedkv.gather_kv.default(*call, dtype, backend)
+    else:
+        if not isinstance(out, tuple | list) or len(out) != 2 or dtype not in (None, out[0].dtype):
+            raise InvalidRequest(
+                f"out is {type(out).__name__} and dtype is {dtype}; give the pair (k, v), and no dtype"
+            )
+        checks.given(**{"out's k": out[0], "out's v": out[1]})
+        checks.inference_only(**_pool(layer), **{"out's k": out[0], "out's v": out[1]})
+        torch.ops.pagedkv.gather_kv_out.default(*call, *out, backend)
+    return out  # type: ignore[no-any-return]
 
 
 def slots_of(slots: Tensor | PagedBatch, positions: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -24,6 +24,7 @@ __all__ = [
     "bind_write",
     "copy_frames",
     "explain",
+    "gather_kv",
     "merge_states",
     "paged_attention",
     "write_kv",
@@ -145,6 +146,34 @@ def write_kv(
         store(k_TKD, v_TKD, slots, positions)
     else:
         operators.write_by_operator(k_TKD, v_TKD, layer, slots, positions, rope, backend or registry.AUTO)
+
+
+def gather_kv(
+    layer: KVLayer,
+    batch: PagedBatch,
+    first: Tensor | int = 0,
+    out: tuple[Tensor, Tensor] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Copy K and V of the sequences of a batch out of their pages, in the order of their tokens, and dequantise them.
+
+    Of the batch, `block_table`, `rows` and `seq_lens` are read. A punched page gives zeros.
+
+    first: the position with which each sequence begins. Positions before 0 give zeros, so `first=seq_lens - L` pads
+           every sequence to L rows on the left.
+    out:   where to store K and V. Packed, or padded: row [b, j] is position first[b] + j, and zeros after the last
+           token. Without `out`, the host waits for the device to know how many tokens there are.
+    dtype: of the result, without `out`. None: that of the layer; a quantised layer needs a dtype.
+    Shapes:   first an int, or int32 [B]
+              returns k [N, K, D] and v [N, K, Dv], packed: sequence after sequence, N = sum(seq_lens - first)
+              out packed, of N or more rows, or padded k [B, L, K, D] and v [B, L, K, Dv]; any strides, last dim
+              contiguous; float32, bfloat16 or float16
+    Modifies: out, if given, and returns it. Packed: rows after the first N stay as they are.
+    Raises:   InvalidRequest; KernelUnavailable.
+    """
+    return operators.gather_by_operator(layer, batch, first, out, dtype, backend or registry.AUTO)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from pagedkv.kernels.layout import FARTHEST
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagedkv.kernels.args import AttentionCall, WriteCall
+    from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
     from pagedkv.kernels.case import Case
 
 SCORES_AT_ONCE: Final = 1 << 24
@@ -268,6 +268,27 @@ def _turned(call: WriteCall, kept: Tensor) -> Tensor:
     turned = turned.clone()
     turned[..., a], turned[..., b] = pair
     return turned
+
+
+def gather_kv(call: GatherCall) -> None:
+    """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
+    x, S = call.source, call.source.k.shape[1]
+    counts = x.first.new_full(x.first.shape, call.k_out.shape[1]) if call.starts is None else call.starts.diff()
+    b = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    j = torch.arange(len(b), device=b.device) - (counts.cumsum(0) - counts)[b]
+    to = (b, j) if call.starts is None else (call.starts[b] + j,)
+    position = x.first.long()[b] + j
+    held = (position >= 0) & (position < x.seq_lens[b])
+    table_rows, page = b if x.rows is None else x.rows.long()[b], position // S
+    frame = torch.full_like(position, -1)
+    frame[held] = x.block_table[table_rows[held], page[held]].long()
+    held = frame >= 0
+    at = (frame[held], position[held] % S)
+    for pool, scale, out in ((x.k, x.k_scale, call.k_out), (x.v, x.v_scale, call.v_out)):
+        values = quant.decode(_read(pool, at), scale if scale is None or not scale.dim() else scale[at], torch.float32)
+        gathered = out.new_zeros(len(b), *out.shape[-2:])
+        gathered[held] = values.to(out.dtype)
+        out[to] = gathered
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:

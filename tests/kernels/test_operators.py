@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pagedkv import copy_frames, merge_states, paged_attention, write_kv
+from pagedkv import copy_frames, gather_kv, merge_states, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels.args import AttentionCall, KVLayer, PagedBatch, WriteCall
+from pagedkv.kernels.args import AttentionCall, GatherSource, KVLayer, PagedBatch, WriteCall
 from tests.cases import Case
 
 if TYPE_CHECKING:
@@ -45,6 +45,32 @@ def test_opcheck_finds_nothing(case: Case) -> None:
     torch.library.opcheck(ops.write_kv.default, write_args(case))
 
 
+def gather_args(case: Case) -> tuple[Any, ...]:
+    _, layer, batch, _ = case.build()
+    lens = batch.seq_lens
+    return (layer.k, layer.v, layer.k_scale, layer.v_scale, batch.block_table, batch.rows, lens, torch.ones_like(lens))
+
+
+@pytest.mark.parametrize("case", [CASE, QUANTISED], ids=str)
+def test_opcheck_finds_nothing_in_a_gather(case: Case) -> None:
+    ops, call = torch.ops.pagedkv, gather_args(case)
+    for out in (torch.zeros(50, 2, 64), torch.zeros(2, 7, 2, 64)):
+        torch.library.opcheck(ops.gather_kv_out.default, (*call, out, out + 1, "auto"))
+    torch.library.opcheck(ops.gather_kv.default, (*call, torch.float32, "auto"))
+
+
+def test_a_compiled_gather_gives_the_same_bits() -> None:
+    _, layer, batch, _ = CASE.build()
+
+    def step(layer: KVLayer, batch: PagedBatch, out: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return gather_kv(layer, batch, out=out)[0] + gather_kv(layer, batch, 3, out)[1]
+
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        results.append(run(layer, batch, (torch.zeros(2, 50, 2, 64), torch.zeros(2, 50, 2, 64))))
+    assert torch.equal(*results)
+
+
 def test_opcheck_finds_nothing_in_merge_and_copy() -> None:
     out, lse = torch.randn(3, 2, 8), torch.randn(3, 2)
     torch.library.opcheck(torch.ops.pagedkv.merge_states.default, (out, lse, out + 1, lse - 1))
@@ -55,10 +81,15 @@ def test_opcheck_finds_nothing_in_merge_and_copy() -> None:
 
 def test_the_fields_of_a_call_are_the_arguments_of_its_operator() -> None:
     """The operators hand their arguments over by position."""
-    schemas = {"paged_attention_out": AttentionCall, "write_kv": WriteCall}
-    for name, call in schemas.items():
+    schemas: dict[str, tuple[Any, list[str]]] = {
+        "paged_attention_out": (AttentionCall, []),
+        "write_kv": (WriteCall, []),
+        "gather_kv": (GatherSource, ["dtype"]),
+        "gather_kv_out": (GatherSource, ["k_out", "v_out"]),
+    }
+    for name, (call, others) in schemas.items():
         arguments = [argument.name for argument in getattr(torch.ops.pagedkv, name).default._schema.arguments]
-        assert arguments == [*(field.name for field in fields(call)), "backend"]
+        assert arguments == [*(field.name for field in fields(call)), *others, "backend"]
 
 
 @pytest.mark.parametrize("case", [CASE, QUANTISED], ids=str)

@@ -1,10 +1,11 @@
-// From Python objects to a Write, to copies of frames and to two States that become one.
+// From Python objects to a Write, to a Gather, to copies of frames and to two States that become one.
 //
 //     bind_write(k, v, k_scale, v_scale, cos, sin, interleaved)            returns a binding, or None
 //     write(binding, k_new, v_new, slots, positions, is_checked)           `positions` is None if keys are not turned;
 //                                                     returns None if a slot or a position is not there: then
 //                                                     checks.slot_values has the words
 //     copy(storage, copies, threads)                                       calls that Python has checked:
+//     gather(pool, scale, block_table, rows, seq_lens, first, starts, out, isa, threads)     of K, or of V
 //     merge(out_a, lse_a, out_b, lse_b, out, lse, isa, threads)            out and lse are contiguous
 #include <algorithm>
 
@@ -13,6 +14,8 @@
 
 namespace pagedkv {
 namespace {
+
+constexpr int64_t STREAMED_BYTES = 8 << 20;  // results of a gather that bypass the caches
 
 enum { K_NEW, V_NEW, SLOTS, POSITIONS, NUM_WRITE };
 
@@ -110,6 +113,36 @@ void copy(py::handle storage, py::handle copies, int threads) {
     run_copies(frames.data, step, bytes, pairs.data, pair, pairs.shape[0], threads);
 }
 
+Tensor checked_or_none(py::handle x) { return x.is_none() ? Tensor{} : checked(x); }
+
+// Whether the results are larger than a cache, and each vector of them is whole lines.
+bool is_streamed(const Tensor& out, const View& view, int64_t bytes) {
+    int64_t bits = reinterpret_cast<intptr_t>(out.data) | view.stride[0] | view.stride[1] | view.stride[2];
+    return bytes >= STREAMED_BYTES && (bits | out.shape[out.dims - 1] * out.bits / 8) % 64 == 0;
+}
+
+void gather(py::handle pool, py::handle scale, py::handle block_table, py::handle rows, py::handle seq_lens,
+    py::handle first, py::handle starts, py::handle out, const std::string& isa, int threads) {
+    Tensor from = checked(pool), into = checked(out), lens = checked(seq_lens), positions = checked(first);
+    Tensor table_rows = checked_or_none(rows), ends = checked_or_none(starts);
+    bool is_packed = into.dims == 3;
+    Gather g{};
+    g.kv_type = dtype_of(from), g.out_type = dtype_of(into);
+    g.B = lens.shape[0], g.K = from.shape[2], g.D = head_dim_of(from), g.S = from.shape[1];
+    g.L = is_packed ? 0 : into.shape[1];
+    g.pool = view_of(from), g.scale = view_of(checked_or_none(scale)), g.out = view_of(into);
+    if (is_packed) g.out.stride[2] = g.out.stride[1], g.out.stride[1] = g.out.stride[0], g.out.stride[0] = 0;
+    g.table = view_of(checked(block_table)), g.rows = view_of(table_rows);
+    g.seq_lens = reinterpret_cast<const int32_t*>(lens.data);
+    g.first = reinterpret_cast<const int32_t*>(positions.data);
+    g.starts = reinterpret_cast<const int64_t*>(ends.data);
+    int64_t count = is_packed ? g.starts[g.B] : g.B * g.L;
+    g.streams = is_streamed(into, g.out, count * g.K * g.D * into.bits / 8);
+    const Isa& set = isa_of(isa);
+    py::gil_scoped_release released;
+    run_gather(set, g, count, threads);
+}
+
 void merge(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b, py::handle out, py::handle lse,
     const std::string& isa, int threads) {
     Tensor a = checked(out_a), b = checked(out_b), into = checked(out), into_lse = checked(lse);
@@ -125,6 +158,7 @@ void merge(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_
 void define_moves(py::module_& m) {
     m.def("bind_write", bind_write, "Bind a checked layer and rope; None if the operator must serve.");
     m.def("copy", copy, "Copy between frames that are one run of bytes each: a checked call.");
+    m.def("gather", gather, "Copy the vectors of sequences out of their pages: a checked call.");
     m.def("merge", merge, "Store out and LSE of two checked states.");
     define_fast<write, 2 + NUM_WRITE>(m, "write", "Store: True, the kind that has no kernel yet, or None.");
 }

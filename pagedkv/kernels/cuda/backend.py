@@ -2,7 +2,7 @@
 
 docs/explanation/cuda-kernels.md explains the kernels. This file does not import CuPy: `objections` looks for it.
 Specialisations are compiled at first use and kept on disk (compiler.py), and driver.py runs them. attention.py computes
-the launches of attention, moves.py those of the other three operations.
+the launches of attention, moves.py those of the other four operations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pagedkv.kernels.cuda import attention, moves, specialisation
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, RotaryTable, WriteCall
+    from pagedkv.kernels.args import AttentionCall, AttentionOptions, GatherCall, KVLayer, RotaryTable, WriteCall
     from pagedkv.kernels.case import Case
     from pagedkv.kernels.cuda import driver
 
@@ -35,7 +35,7 @@ def case_objections(case: Case) -> list[str]:
     for name, dim in (("head_dim", case.head_dim), ("head_dim_v", case.head_dim_v)):
         if case.op == "paged_attention":
             found += _dim_objections(name, dim, case)
-        elif dim is not None and dim > specialisation.LONGEST_ROW:
+        elif case.op != "gather_kv" and dim is not None and dim > specialisation.LONGEST_ROW:
             found.append(f"{name} is {dim}; it takes up to {specialisation.LONGEST_ROW}")
     return found
 
@@ -145,6 +145,10 @@ class CudaBackend:
     def bind_write(self, layer: KVLayer, rope: RotaryTable | None) -> moves.WriteLauncher:
         """Return the launcher of writes into `layer` (bound.py)."""
         return moves.WriteLauncher(layer, rope, _driver(layer.k))
+
+    def gather_kv(self, call: GatherCall) -> None:
+        """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
+        moves.gather_kv(call, _driver(call.k_out))
 
     def merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
         """Return out and lse over the keys of both states."""

@@ -232,6 +232,27 @@ class WriteSpecialisation:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherSpecialisation:
+    """A specialisation of csrc/cuda/gather_kv.cuh, whose head explains the fields."""
+
+    kv_kind: int
+    out_kind: int
+    head_dim: int
+    head_dim_v: int
+    k_scale: int
+    v_scale: int
+
+    name = "gather_kv"
+    threads = 32 * ROW_WARPS
+    shared_bytes = 0
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The #defines of this specialisation."""
+        return _macros(self)
+
+
+@dataclass(frozen=True, slots=True)
 class MergeSpecialisation:
     """A specialisation of csrc/cuda/merge_states.cuh."""
 

@@ -1,8 +1,9 @@
 """The numba backend, seen from Python: kernels for machines without a compiler.
 
 This file knows what the kernels refuse, and turns a call into one int64 array. It knows nothing of the arithmetic:
-attention.py and write.py hold the loops and the layouts of the array. These two are imported at the first call, with
-numba. They are compiled then, which takes some ten seconds once; the machine code is kept on disk (machine_code.py).
+attention.py, write.py and gather.py hold the loops and the layouts of the array. They are imported at the first call,
+with numba. They are compiled then, which takes some ten seconds once; the machine code is kept on disk
+(machine_code.py).
 
 The number of threads is torch's (`torch.set_num_threads`) or PAGEDKV_NUM_THREADS. The threads are torch's too: the
 OpenMP runtime of this process runs the compiled function on its team (GOMP_parallel), so there is one team, and no
@@ -28,7 +29,7 @@ from pagedkv.kernels.layout import FARTHEST
 from pagedkv.kernels.threads import is_forked, num_threads
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.args import AttentionCall, WriteCall
+    from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
     from pagedkv.kernels.case import Case
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
@@ -39,7 +40,7 @@ KINDS: Final = {name: kind for kind, name in enumerate(quant.DTYPES)}
 ROWS_AT_ONCE: Final = 64
 """The most rows (queries times G) of one kv head in a unit of work, unless G is larger; of all its heads twice that."""
 WRITE_ALONE: Final = 16
-"""Tokens for which it is not worth waking another thread."""
+"""Tokens of a write, or of a gather, for which it is not worth waking another thread."""
 
 
 def objections(case: Case) -> list[str]:
@@ -49,7 +50,8 @@ def objections(case: Case) -> list[str]:
     if case.op in ("merge_states", "copy_frames"):
         return []
     if case.dtype not in (None, *quant.FLOATS):
-        return [f"{'q' if case.op == 'paged_attention' else 'k'} is {case.dtype}; it takes {', '.join(quant.FLOATS)}"]
+        subject = {"paged_attention": "q", "gather_kv": "out"}.get(case.op, "k")
+        return [f"{subject} is {case.dtype}; it takes {', '.join(quant.FLOATS)}"]
     return []
 
 
@@ -111,6 +113,27 @@ def write_kv(call: WriteCall) -> None:
         if new is call.k_new and not write.is_in_bounds(words):
             checks.slot_values(call)
         _run(write.write, words, threads)
+
+
+def gather_kv(call: GatherCall) -> None:
+    """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
+    from pagedkv.kernels.numba import gather
+
+    x, (B, L) = call.source, call.k_out.shape[:2]
+    B, L, N = (B, L, B * L) if call.starts is None else (len(x.seq_lens), 0, int(call.starts[-1]))
+    threads = min(num_threads(), -(-N // WRITE_ALONE)) or 1
+    tables = (x.block_table, x.rows, x.seq_lens, x.first, call.starts)
+    for pool, scale, out in ((x.k, x.k_scale, call.k_out), (x.v, x.v_scale, call.v_out)):
+        words = np.zeros(gather.WORDS, np.int64)
+        rows = out if call.starts is None else out[None]
+        _put_tensors(words, (pool, scale, *tables, rows))
+        words[gather.B : gather.S + 1] = (B, L, N, *rows.shape[2:], pool.shape[1])
+        words[gather.POOL_KIND : gather.OUT_KIND + 1] = (_kind(pool), _kind(out))
+        if call.starts is not None:
+            words[gather.OUT + 1] = 0  # rows are numbered over all sequences
+        scratch = np.empty((threads, rows.shape[3]), np.float32)
+        words[gather.SCRATCH : gather.RUN + 1] = (scratch.ctypes.data, max(WRITE_ALONE, N // (4 * threads)))
+        _run(gather.gather, words, threads)
 
 
 merge_states: Final = reference.merge_states  # torch's operations cost little beside attention

@@ -22,7 +22,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.cuda import attention, compiler, moves, programmatic_launch
 from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS
 from pagedkv.kernels.cuda.driver import CHUNK, LINE, RESERVE, Driver, TorchDevice
-from pagedkv.kernels.cuda.moves import COPY_LAYOUT, MERGE_LAYOUT, WRITE_LAYOUT
+from pagedkv.kernels.cuda.moves import COPY_LAYOUT, GATHER_LAYOUT, MERGE_LAYOUT, WRITE_LAYOUT
 from pagedkv.kernels.cuda.specialisation import CopySpecialisation
 from tests.cases import Case
 from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of, compiled
@@ -36,6 +36,7 @@ LAYOUTS = {
     "paged_attention": LAYOUT,
     "merge_pieces": LAYOUT,
     "write_kv": WRITE_LAYOUT,
+    "gather_kv": GATHER_LAYOUT,
     "merge_states": MERGE_LAYOUT,
     "copy_frames": COPY_LAYOUT,
 }
@@ -429,6 +430,7 @@ def offsets() -> list[str]:
     sizes = {
         "AttentionParams": LAYOUT,
         "WriteParams": WRITE_LAYOUT,
+        "GatherParams": GATHER_LAYOUT,
         "CopyParams": COPY_LAYOUT,
         "MergeParams": MERGE_LAYOUT,
     }

@@ -152,6 +152,19 @@ def write(kv: str = "", rope: bool = False) -> None:
     write_kv(WriteCall(new, new, call.k, call.v, call.k_scale, call.v_scale, ints, ints, table, table, False))
 
 
+def gather(kv: str = "") -> None:
+    import torch
+
+    from pagedkv.kernels.args import GatherCall, GatherSource
+    from pagedkv.kernels.triton.backend import gather_kv
+
+    call = call_of(kv=kv)
+    pool = (call.k, call.v, call.k_scale, call.v_scale)
+    source = GatherSource(*pool, call.block_table, call.rows, call.seq_lens, torch.zeros_like(call.seq_lens))
+    out = torch.empty(4096, call.k.shape[2], 128, dtype=torch.bfloat16)
+    gather_kv(GatherCall(source, source.starts(), out, out.clone()))
+
+
 def merge() -> None:
     import torch
 
@@ -183,6 +196,8 @@ LAUNCHES |= {
     "write, rotated": lambda: write(rope=True),
     **{f"write, {kv}": (lambda kv=kv: write(kv)) for kv in QUANTISED},
     "merge": merge,
+    "gather": gather,
+    **{f"gather, {kv}": (lambda kv=kv: gather(kv)) for kv in QUANTISED},
     "copy": copy,
     "ceiling": ceiling,
 }

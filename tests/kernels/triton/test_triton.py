@@ -24,10 +24,11 @@ import torch
 from pagedkv import KernelUnavailable, copy_frames, explain, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import reference, registry
-from pagedkv.kernels.args import AttentionCall, RotaryTable, WriteCall
+from pagedkv.kernels.args import AttentionCall, GatherCall, GatherSource, RotaryTable, WriteCall
 from tests.cases import GRID, MASKS, SMALL, Case, empty_layer
 from tests.kernels import test_write
 from tests.kernels.conftest import Runner
+from tests.kernels.gather import test_gather
 from tests.kernels.hostile.test_tables import check_that_nothing_beyond_the_pool_is_written
 from tests.kernels.hostile.test_values import HIDDEN, check_hidden_tree, check_hidden_values
 from tests.kernels.masks import test_padded
@@ -105,6 +106,15 @@ SAMPLE = (
     # the first position is -28; the position less the window must not overflow
     Case(q_lens=(7, 40, 3), kv_lens=(132, 12, 2), mask="all", window=2**31 - 1, split_tokens=16),
 )
+
+
+@pytest.mark.parametrize("kv", ["", "fp8_e4m3/token_head", "fp8_e5m2/tensor", "int8/token_head", "int4/tensor"])
+def test_a_gather_is_what_the_pages_hold(kv: str) -> None:
+    test_gather.test_a_gather_is_what_the_pages_hold(kv, "HND", INTERPRETER)
+
+
+def test_one_length_for_all_pads_on_the_left_or_on_the_right() -> None:
+    test_gather.test_one_length_for_all_pads_on_the_left_or_on_the_right(INTERPRETER)
 
 
 @pytest.fixture
@@ -476,7 +486,10 @@ def test_the_host_reads_no_tensor_to_launch(changes: dict[str, Any], kernels: st
     angles = torch.zeros(64, 32), torch.zeros(64, 32)
     backend.write_kv(WriteCall(new, new, call.k, call.v, call.k_scale, call.v_scale, ints, ints, *angles, False))
     backend.copy_frames(call.k, PAIRS)
-    assert unreadable[-3:] == ["write_kernel", "copy_kernel", "copy_kernel"]
+    source = GatherSource(call.k, call.v, *[None] * 2, call.block_table, call.rows, call.seq_lens, call.seq_lens)
+    starts, out = torch.zeros(len(call.seq_lens) + 1, dtype=torch.int64), torch.empty(8, 2, call.k.shape[-1])
+    backend.gather_kv(GatherCall(source, starts, out, out))
+    assert unreadable[-4:] == ["write_kernel", "copy_kernel", "copy_kernel", "gather_kernel"]
 
 
 def test_without_the_interpreter_the_refusal_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,9 @@ RESIDENT = dict.fromkeys(("decode", "decode, page 64", "decode, head 64", "decod
 
 REGISTERS = {
     "merge_kernel": 128,
-    **dict.fromkeys("write_kernel copy_kernel merge_splits_kernel merge_states_kernel read_kernel".split(), 64),
+    **dict.fromkeys(
+        "write_kernel gather_kernel copy_kernel merge_splits_kernel merge_states_kernel read_kernel".split(), 64
+    ),
 }
 """Registers of kernels that hide latency with many programs at a time; the widest merges rows of 512.
 
