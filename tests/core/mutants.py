@@ -50,6 +50,12 @@ ORDER, TENANTS, RESIZE, EVENTS = (
     "prefix/test_events.py",
 )
 
+POOL_LAWS, POOL_KEYS, POOL_MACHINE = (
+    "frame_pool/test_pool_laws.py",
+    "frame_pool/test_pool_keys.py",
+    "frame_pool/test_pool_machine.py",
+)
+
 FAULTS = (
     Fault(
         "a prefix is findable only once it was computed: published at plan",
@@ -424,5 +430,96 @@ FAULTS = (
         "            page_tables.drop_tail(s, np.int64(asids[i]), (starts[i] + size - 1) // size)\n",
         "            pass\n",
         STEPS,
+    ),
+    Fault(
+        "a batch that drops a reference too many changes nothing: the references before it are gone",
+        "frame_pool/batches.py",
+        "            _add_references(s, dropped[:i], 1)\n",
+        "",
+        POOL_LAWS,
+    ),
+    Fault(
+        "a frame named twice in a batch needs two references: it is looked at once",
+        "frame_pool/batches.py",
+        "        s.frames[frame].refs -= 1\n    _add_references(s, dropped, 1)\n",
+        "",
+        POOL_LAWS,
+    ),
+    Fault(
+        "a frame has one key: a second one in the same batch replaces it",
+        "frame_pool/batches.py",
+        "!= MAPPED or s.frames[frame].published >= _MARK:",
+        "!= MAPPED:",
+        POOL_KEYS,
+    ),
+    Fault(
+        "a frame has one key: another one is taken for the same",
+        "frame_pool/batches.py",
+        "    return s.frames[frame].published == 0 or _has_key(s, frame, key)\n",
+        "    return True\n",
+        POOL_KEYS,
+    ),
+    Fault(
+        "a key has one frame: a second one is published beside it",
+        "frame_pool/batches.py",
+        "    if not twins:\n",
+        "    if False:\n",
+        POOL_KEYS,
+    ),
+    Fault(
+        "a frame without a key is free when it is dropped: it is kept like a cached one",
+        "pool/frames.py",
+        "    if keep > (records[frame].published == 0):\n",
+        "    if keep:\n",
+        POOL_LAWS,
+    ),
+    Fault(
+        "a name that is taken away frees the frame that only the name kept: the frame stays cached",
+        "frame_pool/batches.py",
+        "        if s.frames[frame].status == CACHED:\n            frames.free_cached(s, frame)\n",
+        "",
+        POOL_LAWS,
+    ),
+    Fault(
+        "victims changes nothing: what it unlinks stays unlinked",
+        "pool/frames.py",
+        "            s.frames[s.frames[frame].newer].older = frame\n",
+        "            pass\n",
+        POOL_LAWS,
+    ),
+    Fault(
+        "victims are those of quotas: protected shares are not looked at",
+        "pool/quotas.py",
+        "                aside[evicted] = frames.set_aside(s, account)\n",
+        "                aside[evicted] = frames.set_aside(s, np.int64(0))\n",
+        POOL_LAWS,
+    ),
+    Fault(
+        "an unpin takes back a pin of the caller: it takes the fence of an epoch",
+        "frame_pool/batches.py",
+        "s.frames[frame].pins == (s.frames[frame].place == AMONG_FENCED):",
+        "s.frames[frame].pins == 0:",
+        POOL_LAWS,
+    ),
+    Fault(
+        "a quota bounds frames that are taken by number: it does not",
+        "frame_pool/batches.py",
+        "        if quotas.measure_one(s, account, len(wanted)) >= 0:\n            return OVER_QUOTA, ALL\n",
+        "        quotas.measure_one(s, account, len(wanted))\n",
+        POOL_LAWS,
+    ),
+    Fault(
+        "an unnamed frame has no page before it: it is ranked after frame 0",
+        "frame_pool/batches.py",
+        "        s.frames[frame].parent = index.root_parent(_ROOT)  # as",
+        "        pass  # as",
+        POOL_MACHINE,
+    ),
+    Fault(
+        "a use counts for the policy: a share does not count",
+        "frame_pool/batches.py",
+        "        frames.map_matched(s, np.int64(shared[i]))\n",
+        "        frames.share(s.frames, s.reg, np.int64(shared[i]))\n",
+        POOL_LAWS,
     ),
 )

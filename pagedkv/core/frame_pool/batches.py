@@ -125,7 +125,7 @@ def take_these(packed: Packed, wanted: I32, account: int) -> tuple[int, int]:
         quotas.reclaim(s, np.int64(0))
     for i in range(len(wanted)):
         frame = np.int64(wanted[i])
-        free_runs.take_from(s.chunks, s.reg, frame, np.int64(1))
+        free_runs.take_this(s.chunks, s.reg, frame)
         frames.claim(s.frames, s.reg, frame, account)
     _end_taking(s)
     return OK, ALL

@@ -128,13 +128,7 @@ def take(chunks: Records, reg: I64, last: int, wanted: int) -> tuple[int, int]:
     chunk = first >> 6
     if last < 0 or chunk >= len(chunks) or (chunks[chunk].bits >> np.uint64(first & 63)) & _ONE == _NONE:
         first = _begin(chunks, reg)
-    return first, take_from(chunks, reg, first, wanted)
-
-
-@inlined
-def take_from(chunks: Records, reg: I64, first: int, wanted: int) -> int:
-    """Take up to `wanted` consecutive frames of one chunk from frame `first` on, which is free. Return how many."""
-    chunk = first >> 6
+        chunk = first >> 6
     before = chunks[chunk].bits
     bit = _ONE << np.uint64(first & 63)
     after, count = before, 0
@@ -147,4 +141,17 @@ def take_from(chunks: Records, reg: I64, first: int, wanted: int) -> int:
     source, target = _kind(before), _kind(after)
     if source != target:
         _move(chunks, reg, chunk, source, target)
-    return count
+    return first, count
+
+
+@inner
+def take_this(chunks: Records, reg: I64, frame: int) -> None:
+    """Take `frame`, which is free. `take` has a body of its own: with one in common, a decode step is 4 % slower."""
+    chunk = frame >> 6
+    before = chunks[chunk].bits
+    after = before ^ (_ONE << np.uint64(frame & 63))
+    chunks[chunk].bits = after
+    reg[NUM_FREE] -= 1
+    source, target = _kind(before), _kind(after)
+    if source != target:
+        _move(chunks, reg, chunk, source, target)

