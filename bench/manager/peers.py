@@ -19,11 +19,13 @@ once and returns its seconds, or raise Absent:
     allocate()              take BATCH blocks and free them
     match()                 open a prompt of PAGES blocks that a full manager has published
     publish()               store a new prompt of PAGES blocks in a full manager
+    frames(call)            one of FRAME_CALLS in the life of ROW blocks below any sequence; see frame_pool.py
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -48,6 +50,8 @@ POOL, PAGES, BATCH = 100_000, 250, 1000
 GROWTH = 256  # tokens by which sequences grow before they start again
 
 DECODE = {"decode 256": (256, 20_000), "decode 1024": (1024, 40_000)}
+FRAME_CALLS = ("take frames", "publish frames", "drop frames", "find frames", "share frames", "one frame")
+FRAME_POOL, ROW, KEY_BYTES = 4096, 64, 36  # blocks, blocks of a call, bytes of vLLM's digest and group
 ALLOCATE, MATCH, PUBLISH, BYTES = "get and free", "match", "publish", "bytes"
 
 
@@ -192,6 +196,41 @@ class VLLM:
 
         return run
 
+    def frames(self, call: str) -> Run:
+        run = self._lives()
+        return lambda: run()[call]
+
+    @functools.cache  # noqa: B019 - one adapter a process
+    def _lives(self) -> Callable[[], dict[str, float]]:
+        from vllm.v1.core.block_pool import BlockPool
+        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+        pool, seconds = BlockPool(FRAME_POOL + 1, True, BLOCK), {}  # one of them is the null block
+
+        def name(blocks: list[Any], hashes: list[bytes]) -> None:
+            for block, digest in zip(blocks, hashes, strict=True):  # the loop of BlockPool.cache_full_blocks
+                pool._insert_block_hash(make_block_hash_with_group_id(digest, 0), block, num_tokens=BLOCK)
+
+        def alone() -> None:
+            pool.free_blocks(pool.get_new_blocks(1))
+
+        def run() -> dict[str, float]:
+            hashes, blocks, found = [random.randbytes(KEY_BYTES - 4) for _ in range(ROW)], [], []
+            seconds["take frames"] = timed(lambda: blocks.extend(pool.get_new_blocks(ROW)))
+            seconds["publish frames"] = timed(lambda: name(blocks, hashes))
+            seconds["drop frames"] = timed(lambda: pool.free_blocks(reversed(blocks)))
+            seconds["find frames"] = timed(lambda: found.extend(pool.get_cached_block(one, [0])[0] for one in hashes))
+            seconds["share frames"] = timed(lambda: pool.touch(found))
+            if found != blocks:
+                raise Absent("found other blocks than were published")
+            pool.free_blocks(found)
+            seconds["one frame"] = timed(alone)
+            return seconds
+
+        for _ in range(FRAME_POOL // ROW + 1):
+            run()
+        return run
+
 
 class SGLang:
     """SGLang's RadixCache, pages of 16 tokens.
@@ -222,6 +261,9 @@ class SGLang:
 
     def allocate(self) -> Run:
         raise Absent("RadixCache does not allocate; the pools beside it are torch and Triton")
+
+    def frames(self, call: str) -> Run:
+        raise Absent("its allocator hands out slots of tokens, and has neither references nor keys")
 
     def match(self) -> Run:
         cache, turn = self.full(), itertools.count()
@@ -326,6 +368,9 @@ class NanoVLLM:
 
         return lambda: timed(work)
 
+    def frames(self, call: str) -> Run:
+        raise Absent("BlockManager takes and frees the blocks of whole sequences")
+
     def match(self) -> Run:
         manager, turn = self.full(), itertools.count()
 
@@ -367,6 +412,8 @@ def make(adapter: Any, case: str) -> Run:
     """Build the state of a case; return a function that runs the case once and returns its seconds, or bytes."""
     if case in DECODE:
         return adapter.decode(*DECODE[case])
+    if case in FRAME_CALLS:
+        return adapter.frames(case)
     if case == BYTES:
         size = held_by(adapter.full) / POOL
         return lambda: size

@@ -16,13 +16,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from pagedkv.bench.manager import peers
-from pagedkv.bench.manager.peers import BATCH, BLOCK, GROWTH, PAGES, POOL, timed
+from pagedkv.bench.manager import frame_pool, peers
+from pagedkv.bench.manager.peers import BATCH, BLOCK, GROWTH, PAGES, POOL, ROW, timed
 from pagedkv.core import AddressSpace, Group, MemoryManager
 from pagedkv.errors import InvalidRequest
 
@@ -233,6 +234,17 @@ CASES: Final = (
     Case("publish a block, pool of 1e5", "ns", 150, PAGES, lambda: publish(PAGES, POOL), peers.PUBLISH),
     Case("fork 4,096 pages", "us", 20, 1, lambda: fork(4096)),
     Case("create a pool of 1e6", "ms", 100, 1, lambda: create(1_000_000), rounds=5),
+    *(
+        Case(name, "ns" if work > 1 else "us", limit, work, partial(frame_pool.life, call), call)
+        for name, call, limit, work in (
+            ("take a frame, by 64, each of which evicts one", "take frames", 80, ROW),
+            ("give a frame its key, by 64", "publish frames", 65, ROW),
+            ("drop a frame, by 64", "drop frames", 40, ROW),
+            ("find a frame by its key, by 64", "find frames", 60, ROW),
+            ("share a frame, by 64", "share frames", 30, ROW),
+            ("take and drop one frame alone", "one frame", 1.2, 1),
+        )
+    ),
     Case("a block, token ids included", "bytes", 48 + 4 * BLOCK, 1, lambda: held(POOL, PAGES), peers.BYTES, rounds=1),
 )
 

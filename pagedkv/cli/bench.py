@@ -70,7 +70,7 @@ def _print(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     for name in ("", "unit", *names[:1], "limit", *(name.split()[0] for name in names[1:])):
         table.add_column(name, justify="left" if name in ("", "unit") else "right")
     for row in (row for row in rows if row["who"] == names[0]):
-        limit = "" if row["limit"] is None else f"{row['limit']:,.0f}{' over' if row['median'] > row['limit'] else ''}"
+        limit = "" if row["limit"] is None else f"{row['limit']:,.4g}{' over' if row['median'] > row['limit'] else ''}"
         others = (_against(row, found.get((name, row["case"]))) for name in names[1:])
         table.add_row(row["case"], row["unit"], f"{row['median']:,.1f}", limit, *others)
     console = Console(highlight=False)

@@ -478,7 +478,7 @@ FAULTS = (
         "frame_pool/batches.py",
         "        if s.frames[frame].status == CACHED:\n            frames.free_cached(s, frame)\n",
         "",
-        POOL_LAWS,
+        POOL_KEYS,
     ),
     Fault(
         "victims changes nothing: what it unlinks stays unlinked",

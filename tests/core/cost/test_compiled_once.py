@@ -35,6 +35,7 @@ def work():
     + RECORDED
 )
 WARM = "from pagedkv.core.warm import warm_up as work" + RECORDED
+FRAME_POOL = "from pagedkv.core.warm import warm_up_frame_pool as work" + RECORDED
 WALKS = (
     """
 from tests.core.walks import WORLDS, Walk
@@ -58,6 +59,11 @@ def run(program: str, **env: str) -> str:
 def test_a_second_process_compiles_nothing() -> None:
     run(WALKS)
     assert run(WALKS) == "0"
+
+
+def test_a_second_process_compiles_no_call_of_a_frame_pool() -> None:
+    run(FRAME_POOL)
+    assert run(FRAME_POOL) == "0"
 
 
 @pytest.mark.slow

@@ -136,6 +136,8 @@ def test_a_frame_is_published_while_it_has_references_and_under_one_key(pool: Fr
     with pytest.raises(InvalidRequest, match="2 frames and 1 keys"):
         pool.publish([frame, other], [key(1)])
     pool.unpublish(frame)
+    with pytest.raises(InvalidRequest, match="was named before in this call"):
+        pool.publish([frame, frame], [key(2), key(1)])  # the second key is the one that the frame had
     assert pool.publish([frame], [key(2)]).tolist() == [frame]
     assert pool.find([key(1), key(2)]).tolist() == [-1, frame]
 
