@@ -57,6 +57,9 @@ class MemoryManager(PinMixin, OpeningMixin):
     prefix_cache: publish full pages at commit and map them again for equal prefixes.
     match:        "page": match whole pages. "token": match also the longest common part of the next page, which the
                   first write copies.
+    append_only:  keep each page of a sequence in its frame, for an engine whose workers were told the page table once.
+                  A page that turns out to be published already is then not exchanged for the published one: the
+                  sequence holds a copy, and publishes nothing from there on.
     watermark:    share of the pool that `admits` keeps free for the sequences that run already.
     max_pinned:   share of the pool that `pin` may hold.
     observe:      what the manager records about itself, see Observe; nothing by default.
@@ -73,6 +76,7 @@ class MemoryManager(PinMixin, OpeningMixin):
         policy: str | Policy = "lru",
         prefix_cache: bool = True,
         match: str = "page",
+        append_only: bool = False,
         watermark: float = 0.0,
         max_pinned: float = 0.5,
         observe: Observe | None = None,
@@ -86,14 +90,15 @@ class MemoryManager(PinMixin, OpeningMixin):
             raise InvalidRequest(f"match is {match!r}; it is 'page' or 'token'")
         self.groups: tuple[Group, ...] = group_tuple(groups)
         self._begin_observation(observe)
-        prefix_cache, by_token, events = flag(prefix_cache, "prefix_cache"), match == "token", self._observe.events
+        prefix_cache, append_only = flag(prefix_cache, "prefix_cache"), flag(append_only, "append_only")
+        by_token, events = match == "token", self._observe.events
         rows = group_rows(self.groups, prefix_cache=prefix_cache, by_token=by_token)
         try:
             self.state: st.State = st.new_state(
                 self.num_frames,
                 rows,
                 block_size=self.block_size,
-                publishing=prefix_cache,
+                publishing=prefix_cache + (prefix_cache and append_only),
                 by_token=by_token,
                 events=events,
             )
@@ -204,10 +209,15 @@ class MemoryManager(PinMixin, OpeningMixin):
                 tokens that are rolled back; InvalidRequest if the numbers do not fit. Nothing was changed then.
         """
         self._require_own(plan, "commit")
-        partly, keep = plan.longs[st.STATUS] == st.PARTLY, flag(keep_planned, "keep_planned")
-        accepted = (plan.remaining if partly else plan.counts) if counts is None else count_row(counts, len(plan.rows))
+        keep, whole_plan = (
+            flag(keep_planned, "keep_planned"),
+            counts is None and plan.longs[st.STATUS] == st.OUTSTANDING,
+        )
+        accepted = (
+            plan.counts if whole_plan else plan.remaining if counts is None else count_row(counts, len(plan.rows))
+        )
         ids = unnamed_row(accepted, plan.num_tokens) if token_ids is None else token_row(token_ids)
-        if len(ids) != (plan.num_tokens if counts is None and not partly else accepted.sum()):
+        if len(ids) != (plan.num_tokens if whole_plan else accepted.sum()):
             raise InvalidRequest(
                 f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} "
                 "spaces; give one count for each space, and as many ids as they add up to"

@@ -63,7 +63,7 @@ AMONG_FENCED: Final = 1 + FENCED
     NUM_UNUSED_ASIDS,  # height of the stack of unused asids
     TICK,  # number of the last plan: the manager's clock; also the test whether a plan names a space twice
     KEY,  # key of the hash, drawn per process
-    PUBLISHING,  # 1 if full pages are published
+    PUBLISHING,  # 1 if full pages are published, 2 if the tables are append-only besides
     MATCHED,  # tokens that open() found
     ASKED,  # tokens that open() looked for
     EVICTIONS,
@@ -170,7 +170,9 @@ SPACE: Final = np.dtype(
         ("num_pages", np.int32),
         ("complete", np.int32),  # leading pages that are published
         ("first_hole", np.int32),  # the first punched page, or NO_HOLE
-        ("named", np.int32),  # leading pages whose token ids are known: only they may be published; ALL_NAMED
+        # leading pages that may be published; ALL_NAMED. The ids of the next page are unknown, or an append-only
+        # table keeps it although an equal page is published
+        ("named", np.int32),
         ("outstanding", np.int32),  # plans that are not settled
         ("held", np.int32),  # of an unused row, the pages that it held when it was closed
         ("root", np.int32),
@@ -350,7 +352,7 @@ def _free_chunks(num_frames: int, reg: I64) -> Records:
 
 
 def new_state(
-    num_frames: int, groups: I64, *, block_size: int, publishing: bool, by_token: bool = False, events: int = 0
+    num_frames: int, groups: I64, *, block_size: int, publishing: int, by_token: bool = False, events: int = 0
 ) -> State:
     """Return a pool of free frames and an empty page table. O(num_frames); zeros cost time at their first touch."""
     rows, width = 16 * len(groups), 16  # of the page table, which grows

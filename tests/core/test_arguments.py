@@ -118,6 +118,7 @@ WRONG: dict[str, Call] = {
     "is_stale of text": lambda m, a: m.is_stale("a"),  # type: ignore[arg-type]
     "is_stale of a space of another manager": lambda m, a: m.is_stale(MemoryManager(8, 4).open()),
     "prefix_cache of text": lambda m, a: MemoryManager(8, 4, prefix_cache="no"),  # type: ignore[arg-type]
+    "append_only of text": lambda m, a: MemoryManager(8, 4, append_only="yes"),  # type: ignore[arg-type]
     "prefix_cache of None": lambda m, a: MemoryManager(8, 4, prefix_cache=None),  # type: ignore[arg-type]
     "match of an array": lambda m, a: MemoryManager(8, 4, match=np.array([])),  # type: ignore[arg-type]
     "Observe of other roots, as text": lambda m, a: Observe(other_roots="yes"),  # type: ignore[arg-type]

@@ -59,6 +59,7 @@ class Machine(RuleBasedStateMachine):
             [Observe(events=3), Observe(events=50, reuse=16), Observe(events=1000, other_roots=True)]
         ),
         groups=some.sampled_from(GROUPS),
+        append_only=some.sampled_from([False, False, True]),
     )
     def build(
         self,
@@ -69,19 +70,27 @@ class Machine(RuleBasedStateMachine):
         match: str,
         watch: Observe,
         groups: tuple[Group, ...],
+        append_only: bool,
     ) -> None:
         match = match if len(groups) == 1 else "page"
         prefix_cache = prefix_cache and (len(groups) == 1 or groups[0].window is None)
         num_frames *= len(groups)
         self.first_size = num_frames
         self.mm = MemoryManager(
-            num_frames, block_size, prefix_cache=prefix_cache, policy=policy, match=match, observe=watch, groups=groups
+            num_frames,
+            block_size,
+            prefix_cache=prefix_cache,
+            policy=policy,
+            match=match,
+            append_only=append_only,
+            observe=watch,
+            groups=groups,
         )
         self.reader = Follower(self.mm, since=0)
         self.named: dict[tuple[int, int], bytes] = {}
         self.epoch = 2**31 - 4  # epochs are kept modulo 2**31
         self.oracle = Oracle(self.mm)
-        self.prefix_cache = prefix_cache
+        self.prefix_cache, self.append_only = prefix_cache, append_only
         self.dead: list[Believed] = []
 
     def pick(self, data: some.DataObject, *, settled: bool = True) -> Believed:
@@ -223,7 +232,12 @@ class Machine(RuleBasedStateMachine):
         ]
         named = data.draw(some.sampled_from([True, True, True, False]))
         ids = [token for t, k in zip(step.tokens, kept, strict=True) for token in t[:k]]
+        tables = [self.oracle.table(owner) for owner in step.owners]
         self.mm.commit(step.plan, ids if named else None, kept, keep_planned=keep)
+        for owner, table in zip(step.owners, tables, strict=True):
+            if self.append_only and owner in self.oracle.spaces:
+                now = self.oracle.table(owner)
+                assert all(frame in (-1, before) for frame, before in zip(now, table, strict=False))
         for owner, tokens, count in zip(step.owners, step.tokens, kept, strict=True):
             self.oracle.record_commit(owner, tokens[:count], named=named)
         rest = [tokens[count:] for tokens, count in zip(step.tokens, kept, strict=True)]

@@ -56,6 +56,7 @@ class Walk:
             policy=world.policy,
             match="token" if by_token else "page",
             groups=world.groups,
+            append_only=seed % 5 == 0,
             observe=Observe(events=16, reuse=32),
         )
         self.mm.state.reg[st.KEY] = KEY

@@ -27,7 +27,7 @@ from pagedkv.core.arguments import whole
 from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.pool import frames
 from pagedkv.core.prefix import index
-from pagedkv.core.state import DEDUPLICATED, HOLE, I32, I64, State
+from pagedkv.core.state import DEDUPLICATED, HOLE, I32, I64, PUBLISHING, State
 from pagedkv.errors import InvalidRequest
 
 MOST_GROUPS: Final = 64  # `published` is a byte
@@ -161,7 +161,7 @@ def publish_companions(s: State, asid: int, page: int) -> bool:
         if frame == HOLE or s.frames[frame].published:
             continue
         existing = index.find_companion(s, leader, group)
-        if existing >= 0 and s.spaces[asid].outstanding > 0:
+        if existing >= 0 and (s.spaces[asid].outstanding > 0 or s.reg[PUBLISHING] == 2):
             return False
         if existing >= 0:
             frames.share(s.frames, s.reg, existing)

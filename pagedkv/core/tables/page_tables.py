@@ -350,7 +350,8 @@ def publish_pages(s: State, asid: int) -> None:
     """Publish the committed full pages of `asid`. If an equal page is published already, map that page and free ours.
 
     So an identity has one frame, a prefix is one chain, and two prompts that were computed at the same time share
-    afterwards. No page is exchanged while a plan of the space is outstanding.
+    afterwards. No page is exchanged while a plan of the space is outstanding. An append-only table exchanges none: the
+    space keeps its own page, and publishes neither that page nor a later one, whose prefix another frame holds.
     """
     if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE or s.spaces[asid].no_publish:
         return
@@ -381,6 +382,9 @@ def publish_pages(s: State, asid: int) -> None:
             prefix_hash = int(s.frames[frame].prefix_hash)
             salt = index.salt_at(s.roots, root, page) if has_salts else 0
             existing = index.find(s, parent, prefix_hash, s.tokens[frame], salt)
+            if existing >= 0 and s.reg[PUBLISHING] == 2:
+                s.spaces[asid].named = page
+                return
             if existing >= 0 and s.spaces[asid].outstanding > 0:
                 return  # an outstanding plan reads our page, perhaps through an older table; the last one publishes it
             if existing >= 0:

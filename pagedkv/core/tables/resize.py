@@ -102,9 +102,7 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     into[num_frames:] = NIL
     into[sources] = targets
     same = min(num_frames, len(s.frames))
-    fresh = new_state(
-        num_frames, s.groups, block_size=s.tokens.shape[1], publishing=True, by_token=len(s.successors) > 0
-    )
+    fresh = new_state(num_frames, s.groups, block_size=s.tokens.shape[1], publishing=1, by_token=len(s.successors) > 0)
     for name in ("frames", "tokens", "successors"):
         old, new = getattr(s, name), getattr(fresh, name)
         if len(old):
