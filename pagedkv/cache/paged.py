@@ -207,6 +207,15 @@ class PagedKVCache:
         """Return why `open` finds no more whole pages of `token_ids`. See MemoryManager.why."""
         return self.manager.why(token_ids, tenant=tenant, salt=salt)
 
+    def reorder(
+        self, spaces: Sequence[AddressSpace], index: Sequence[int] | npt.NDArray[np.integer]
+    ) -> list[AddressSpace]:
+        """Return a continuation of `spaces[index[i]]` for each entry, and release the rest. See MemoryManager.reorder.
+
+        No bytes are copied: the next plan copies shared tails before they are written.
+        """
+        return self.manager.reorder(spaces, index)
+
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def plan(self, batch: Spaces, counts: Counts) -> PlannedBatch:

@@ -16,7 +16,7 @@ from pagedkv.core.state import HOLE, I32, UNUSED, State
 
 _CORE: Final = str(Path(__file__).parent)
 _DEPTH: Final = 4
-_OPENING: Final = ("open", "fork")
+_OPENING: Final = ("open", "open_batch", "fork")
 _CLOSING: Final = ("release", "retire")
 
 

@@ -32,6 +32,7 @@ from pagedkv.core.pool.policies import Policy, advised, chosen, install
 from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.recovery import Assignment, assign_together
 from pagedkv.core.spaces.opening import OpeningMixin
+from pagedkv.core.spaces.reordering import ReorderMixin
 from pagedkv.core.state import I32
 from pagedkv.core.tables import page_tables, steps
 from pagedkv.core.tables.forget import forget_pages
@@ -49,7 +50,7 @@ Counts = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Move = Callable[[npt.NDArray[np.int64], I32], Iterable[Assignment]]
 
 
-class MemoryManager(PinMixin, OpeningMixin):
+class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
     """Page tables over a pool of `num_frames` frames of `block_size` tokens each.
 
     policy:       the order in which cached frames are evicted: "lru", "2q", "lfu", "cost", "priority", or an object of

@@ -41,6 +41,7 @@ def warm_up() -> None:
     space.release()
     mm.advance(1)
     mm.lookup([1])
+    mm.reorder([mm.open([1])], [])
     twin = mm.open([1, 2, 3])
     mm.commit(mm.plan([twin], [2]), [1, 2])
     mm.unpin(mm.pin(twin.pages))

@@ -404,6 +404,13 @@ FAULTS = (
         "interrupts/test_interrupts.py",
     ),
     Fault(
+        "a beam that no other continues is released: it stays",
+        "spaces/reordering.py",
+        "if at not in used], np.int32)",
+        "if at < 0], np.int32)",
+        "spaces/test_reordering.py",
+    ),
+    Fault(
         "a page of an append-only table keeps its frame: it is exchanged for an equal one",
         "tables/page_tables.py",
         "            if existing >= 0 and s.reg[PUBLISHING] == 2:\n",

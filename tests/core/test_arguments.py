@@ -67,6 +67,12 @@ WRONG: dict[str, Call] = {
     "lookup of text": lambda m, a: m.lookup("abc"),  # type: ignore[arg-type]
     "lookup for tenant None": lambda m, a: m.lookup([1], tenant=None),  # type: ignore[arg-type]
     "fork of a number": lambda m, a: m.fork(a.asid),  # type: ignore[arg-type]
+    "reorder of a number": lambda m, a: m.reorder(3, [0]),  # type: ignore[arg-type]
+    "reorder by a number": lambda m, a: m.reorder([a], 0),  # type: ignore[arg-type]
+    "reorder by half": lambda m, a: m.reorder([a], [0.5]),  # type: ignore[list-item]
+    "reorder by an index beyond the spaces": lambda m, a: m.reorder([a], [0, 1]),
+    "reorder of a space named twice": lambda m, a: m.reorder([a, a], [0]),
+    "reorder of nothing": lambda m, a: m.reorder([], [0]),
     "release of None": lambda m, a: m.release(None),  # type: ignore[arg-type]
     "truncate to half a token": lambda m, a: a.truncate(1.5),  # type: ignore[arg-type]
     "truncate to True": lambda m, a: a.truncate(True),

@@ -295,6 +295,28 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.oracle.spaces)
     @rule(data=some.data())
+    def reorder(self, data: some.DataObject) -> None:
+        """The beams of a search go on: some once, some several times, some not at all."""
+        beams = data.draw(some.lists(some.sampled_from(self.oracle.spaces), min_size=1, max_size=3, unique=True))
+        index = data.draw(some.lists(some.integers(0, len(beams) - 1), max_size=4))
+        spaces = [believed.space for believed in beams]
+        if any(self.busy(beams[at]) and index.count(at) > 1 for at in index):
+            self.refused(PlanConflict, lambda: self.mm.reorder(spaces, index))
+            return
+        result = self.mm.reorder(spaces, index)
+        for place, at in enumerate(index):
+            if at in index[:place]:
+                assert result[place].pages.tolist() == spaces[at].pages.tolist()
+                self.oracle.spaces.append(copied(beams[at], result[place]))
+            else:
+                assert result[place] is spaces[at]
+        for at, believed in enumerate(beams):
+            if at not in index:
+                self.oracle.spaces.remove(believed)
+                self.dead.append(believed)
+
+    @precondition(lambda self: self.oracle.spaces)
+    @rule(data=some.data())
     def truncate(self, data: some.DataObject) -> None:
         believed = self.pick(data)
         length = data.draw(some.integers(0, len(believed.tokens)))

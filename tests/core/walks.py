@@ -200,6 +200,14 @@ class Walk:
             space = self.any()
             self.tolerate(PlanConflict, lambda: self.spaces.append(space.fork()))
 
+    def reorder(self) -> None:
+        """Beams go on: one space twice, another once, the third ends."""
+        if len(self.spaces) > 3:
+            beams = self.spaces[:3]
+            index = [self.below(3) for _ in beams]
+            if self.tolerate(PlanConflict, lambda: beams.extend(self.mm.reorder(beams, index))):
+                self.spaces[:3] = beams[3:]
+
     def truncate(self) -> None:
         """Truncate to any length; refused in a hole, or where a window would see one."""
         space = self.any()
@@ -327,7 +335,7 @@ OFTEN = (
     Walk.settle,
     Walk.release,
 )
-SOMETIMES = (Walk.fork, Walk.truncate, Walk.punch, Walk.cancel, Walk.complete_again, Walk.pin, Walk.unpin)
+SOMETIMES = (Walk.fork, Walk.reorder, Walk.truncate, Walk.punch, Walk.cancel, Walk.complete_again, Walk.pin, Walk.unpin)
 RARELY = (
     Walk.open_batch,
     Walk.retire,

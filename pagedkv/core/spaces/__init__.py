@@ -1,1 +1,1 @@
-"""spaces: the methods of MemoryManager that open address spaces, one by one or several at once."""
+"""spaces: the methods of MemoryManager that open address spaces, one or several at once, and that reorder them."""

@@ -336,6 +336,15 @@ def retire_spaces(s: State, epoch: int, passed: int, asids: I32) -> None:
 
 
 @compiled
+def reorder_spaces(s: State, forked: I32, released: I32) -> None:
+    """Fork each space of `forked`, whose entries become the children, and then release the spaces of `released`."""
+    for i in range(len(forked)):
+        forked[i] = fork_space(s, np.int64(forked[i]))
+    for asid in released:
+        release_space(s, np.int64(asid))
+
+
+@compiled
 def count_use(s: State, asid: int) -> None:
     """Count one more use of every page of `asid`, as a match does."""
     for row in range(asid, asid + len(s.groups)):

@@ -95,6 +95,7 @@ CALLS: dict[str, Callable[[Engine], Any]] = {
     "open": lambda e: e.spaces.append(e.mm.open(list(range(8)), tenant=b"new")),
     "open of a prefix": lambda e: e.spaces.append(e.mm.open(list(range(12)))),
     "open of a batch": lambda e: e.spaces.extend(e.mm.open_batch([list(range(12)), [4]], salt=[b"", b"s"]).spaces),
+    "reorder": lambda e: setattr(e, "spaces", e.mm.reorder(e.spaces, [1, 1, 1])),
     "fork": lambda e: e.spaces.append(e.spaces[0].fork()),
     "decode step": lambda e: e.step([1, 1]),
     "prefill step": lambda e: e.step([30, 2]),

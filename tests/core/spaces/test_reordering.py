@@ -1,0 +1,79 @@
+"""The laws of reorder: beams go on where others are, all of them or none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedkv.core import Group, MemoryManager, Observe
+from pagedkv.errors import InvalidRequest, PlanConflict, StaleHandle
+from tests.core.oracle import everything, grown
+
+
+@pytest.mark.parametrize("groups", [(Group(),), (Group(), Group(window=4))])
+@pytest.mark.parametrize("index", [[0, 1, 2], [2, 0, 2], [1, 1, 1, 1], [2], []])
+def test_each_result_goes_on_where_its_source_is(groups: tuple[Group, ...], index: list[int]) -> None:
+    mm = MemoryManager(64, 4, groups=groups)
+    beams = [grown(mm, [beam] * 7) for beam in range(3)]
+    pages = [[beam.pages_in(group).tolist() for group in range(len(groups))] for beam in beams]
+    result = mm.reorder(beams, np.array(index, np.int64))
+    mm.check()
+    assert [[space.pages_in(group).tolist() for group in range(len(groups))] for space in result] == [
+        pages[at] for at in index
+    ]
+    assert mm.stats().spaces == len(index)
+    for place, at in enumerate(index):
+        assert (result[place] is beams[at]) == (at not in index[:place])
+    if result:
+        mm.commit(mm.plan(result, [1] * len(result)), list(range(50, 50 + len(result))))
+    assert [space.token_ids.tolist() for space in result] == [[at] * 7 + [50 + i] for i, at in enumerate(index)]
+    mm.check()
+
+
+def test_the_same_order_takes_no_space_and_no_frame(mm: MemoryManager) -> None:
+    beams = [grown(mm, [beam] * 7) for beam in range(3)]
+    before = everything(mm)
+    assert mm.reorder(beams, [0, 1, 2]) == beams
+    assert everything(mm) == before
+
+
+def test_a_beam_that_ends_gives_its_frames_back_and_its_handle_is_stale() -> None:
+    mm = MemoryManager(16, 4, observe=Observe(reuse=16))
+    beams = [grown(mm, [beam] * 7) for beam in range(3)]
+    free = mm.stats().free
+    result = mm.reorder(beams, [0, 0, 0])
+    assert mm.stats().free == free + 2  # the tails; the full pages stay cached
+    with pytest.raises(StaleHandle):
+        beams[1].fork()
+    for space in result:
+        space.release()
+    assert mm.recover() == (0, 0, 0)
+    mm.check()
+
+
+def test_all_beams_are_reordered_or_none(mm: MemoryManager) -> None:
+    beams = [grown(mm, [beam] * 7) for beam in range(3)]
+    plan = mm.plan([beams[1]], [1])
+    before = everything(mm)
+    with pytest.raises(PlanConflict, match="reorder of address space"):
+        mm.reorder(beams, [1, 1, 0])
+    for index in ([0, 3], [-1], [True]):
+        with pytest.raises(InvalidRequest):
+            mm.reorder(beams, index)
+    assert everything(mm) == before
+    assert mm.reorder(beams, [1]) == [beams[1]]  # moved, with its plan
+    mm.commit(plan, [9])
+    assert beams[1].token_ids.tolist() == [1] * 7 + [9]
+    with pytest.raises(StaleHandle):
+        mm.reorder(beams, [1])
+    mm.check()
+
+
+def test_the_frames_of_a_beam_that_ends_wait_for_the_epoch(mm: MemoryManager) -> None:
+    beams = [grown(mm, [beam] * 7) for beam in range(2)]
+    mm.retire(1)
+    mm.reorder(beams, [0])
+    assert mm.pending == 2
+    mm.advance(1)
+    assert mm.pending == 0
+    mm.check()
