@@ -64,14 +64,14 @@ def parse_bytes(text: str | int) -> int:
     return int(amount)
 
 
-def _count(value: Any, name: str) -> int:
-    """Return `value` as an int of at least 1. Integers of numpy and torch count as ints; bools do not."""
+def _count(value: Any, name: str, least: int = 1) -> int:
+    """Return `value` as an int of at least `least`. Integers of numpy and torch count as ints; bools do not."""
     try:
-        number = 0 if isinstance(value, bool) or type(value).__name__ == "bool" else index(value)
+        number = least - 1 if isinstance(value, bool) or type(value).__name__ == "bool" else index(value)
     except TypeError:
-        number = 0
-    if number < 1:
-        raise InvalidRequest(f"KVSpec.{name} is {value!r}; it must be an int of at least 1")
+        number = least - 1
+    if number < least:
+        raise InvalidRequest(f"KVSpec.{name} is {value!r}; it must be an int of at least {least}")
     return number
 
 
@@ -87,6 +87,7 @@ class KVSpec:
     dtype:    the dtype that the model computes in: "float32", "bfloat16" or "float16".
     kv_dtype: the dtype of the stored KV: None for the same, or "fp8_e4m3", "fp8_e5m2", "int8", "int4".
     window:   the number of positions that a query sees, its own included; None for all.
+    keep:     how many positions behind the window stay in the pool, so that a rollback (truncate) may cross the window.
     Raises:   InvalidRequest for a geometry that cannot be laid out.
     """
 
@@ -98,12 +99,16 @@ class KVSpec:
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     window: int | None = None
+    keep: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "head_dim_v", "window"):
             value = getattr(self, name)
             if value is not None or name not in ("head_dim_v", "window"):
                 object.__setattr__(self, name, _count(value, name))
+        object.__setattr__(self, "keep", _count(self.keep, "keep", 0))
+        if self.keep and self.window is None:
+            raise InvalidRequest(f"KVSpec.keep is {self.keep} without a window; every position stays without one")
         if not isinstance(self.dtype, str) or self.dtype not in COMPUTE_DTYPES:
             raise InvalidRequest(f"KVSpec.dtype is {self.dtype!r}; it must be one of {', '.join(COMPUTE_DTYPES)}")
         stored = [name for name in BITS if name == self.dtype or name not in COMPUTE_DTYPES]

@@ -22,7 +22,7 @@ from pagedkv.core.prefix.events import Event, EventLog, Snapshot
 from pagedkv.core.prefix.export import Page, findable_pages
 from pagedkv.core.prefix.roots import Root, Roots, Salts
 from pagedkv.core.state import FREE, I32, I64, PUBLISHING, State
-from pagedkv.core.tables.layer_groups import Group
+from pagedkv.core.tables.layer_groups import Group, group_rows
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
 
@@ -135,7 +135,8 @@ class ObservationMixin(ThreadGuard):
     def _resume(self, suspended: _Suspended) -> None:
         groups = suspended.groups
         if len(groups) == 1:
-            self.groups, self.state.groups[:, :2] = groups, (groups[0].window or 0, groups[0].sinks)
+            rows = group_rows(groups, prefix_cache=False, by_token=False)
+            self.groups, self.state.groups[:] = groups, rows
         set_prompt_counters(self.state.reg, *suspended.counters)
         self._missed_other_root = suspended.missed_other_root
         if self._reuse_sampler and suspended.reuse_counts is not None:

@@ -217,7 +217,7 @@ class State(NamedTuple):
     reg: I64  # [NUM_REGISTERS], and ACCOUNT more for each account
     log: I32  # [E, 4 + S] the last events (events.py); [0, 4 + S] if none are kept
     groups: (
-        I64  # [layer groups, 4] window (0: sees all), sinks, and two columns of scratch for layer_groups.usable_pages
+        I64  # [layer groups, 5] window (0: sees all), sinks, two columns of scratch for layer_groups.usable_pages, keep
     )
 
 

@@ -176,6 +176,27 @@ def test_groups_that_do_not_fit_together_are_refused(
 
 def test_groups_and_specs_have_the_same_windows() -> None:
     with pytest.raises(
-        InvalidRequest, match=r"windows \[3\] and their specs \[None\]; give each Group the window of its KVSpec"
+        InvalidRequest, match=r"windows \[3\] and keep \[0\] positions behind them, their specs \[None\]"
     ):
         PagedKVCache(KVSpec(1, 1, 64), num_frames=8, groups=[Group(window=3)])
+
+
+def test_a_spec_keeps_positions_behind_its_window() -> None:
+    """A rollback crosses the window, and the frames that a sequence may hold are counted with them."""
+    spec = KVSpec(1, 1, 64, block_size=4, dtype="float32", window=4, keep=8)
+    cache = PagedKVCache([replace(spec, window=None, keep=0), spec], num_frames=64)
+    space = cache.open()
+    cache.commit(cache.plan([space], [30]), range(30))
+    assert (space.pages_in(1) >= 0).tolist() == [False] * 4 + [True] * 4
+    space.truncate(24)
+    most = cache.frames_for(30, 1)
+    for token in range(24, 30):
+        cache.commit(cache.plan([space], [1]), [token])
+        assert cache.stats().mapped <= most
+    cache.check()
+
+
+@pytest.mark.parametrize("wrong", [{"keep": 4}, {"window": 4, "keep": -1}, {"window": 4, "keep": True}])
+def test_a_spec_that_keeps_nonsense_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match=r"KVSpec.keep is"):
+        KVSpec(1, 1, 64, **wrong)  # type: ignore[arg-type]

@@ -123,8 +123,15 @@ FAULTS = (
     Fault(
         "windows move on committed tokens: they move on planned ones",
         "tables/page_tables.py",
-        "layer_groups.first_visible_page(s, group, s.spaces[row].length), s.spaces[row].num_pages)",
-        "layer_groups.first_visible_page(s, group, s.spaces[row].planned), s.spaces[row].num_pages)",
+        "layer_groups.first_kept_page(s, group, s.spaces[row].length), s.spaces[row].num_pages)",
+        "layer_groups.first_kept_page(s, group, s.spaces[row].planned), s.spaces[row].num_pages)",
+        GROUPS,
+    ),
+    Fault(
+        "as many positions behind a window stay as the caller says: none",
+        "tables/layer_groups.py",
+        "    return first_visible_page(s, group, length - s.groups[group, _KEEP])\n",
+        "    return first_visible_page(s, group, length)\n",
         GROUPS,
     ),
     Fault(

@@ -176,6 +176,10 @@ class Oracle:
         visible = {p // self.size for p in positions} | ({length // self.size} if length % self.size else set())
         return set(range(-(-length // self.size))) - visible
 
+    def given_back(self, group: int, length: int) -> set[int]:
+        """Return the pages that a commit gives back when a sequence has `length` tokens."""
+        return self.invisible_pages(group, max(0, length - self.mm.groups[group].keep))
+
     def holes(self, believed: Believed, group: int) -> set[int]:
         """Return the pages that were punched, or given back behind the window."""
         return believed.holes | (believed.behind[group] if believed.behind else set())
@@ -191,9 +195,9 @@ class Oracle:
         believed.unnamed |= set() if named else set(range(before, before + len(tokens)))
         believed.tokens.extend(tokens)
         for group in self.groups if tokens else ():
-            gone = self.invisible_pages(group, len(believed.tokens))
+            gone = self.given_back(group, len(believed.tokens))
             if self.holes(believed, group):
-                visible = set(range(-(-before // self.size))) - self.invisible_pages(group, before)
+                visible = set(range(-(-before // self.size))) - self.given_back(group, before)
                 gone &= visible | set(range(-(-before // self.size), -(-len(believed.tokens) // self.size)))
             believed.behind[group] |= gone
 

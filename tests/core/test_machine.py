@@ -28,6 +28,8 @@ GROUPS = [
     (Group(window=3, sinks=2),),
     (Group(), Group(window=5, sinks=2)),
     (Group(), Group(window=1), Group()),
+    (Group(), Group(window=2, sinks=1, keep=5)),
+    (Group(window=3, keep=2),),
     (Group(), Group(window=2, sinks=5), Group(window=9), Group(window=3)),
     (Group(window=3), Group()),  # without a prefix cache
 ]

@@ -39,7 +39,7 @@ WORLDS = {
     "plain": World(),
     "quotas": World(quotas=True),
     "window": World(groups=(Group(window=9, sinks=2),), quotas=True),
-    "groups": World(num_frames=224, groups=(Group(), Group(window=7, sinks=3)), quotas=True),
+    "groups": World(num_frames=224, groups=(Group(), Group(window=7, sinks=3, keep=6)), quotas=True),
     "three": World(num_frames=288, block_size=3, groups=(Group(), Group(window=1), Group())),
 }
 

@@ -40,8 +40,9 @@ def check_state(s: State, level: int, expected: Expected) -> None:
     """Raise InvariantViolation at the first broken law. O(frames + pages) at level 3."""
     level = whole(level, "level of check (1: counters, 2: frames, 3: everything)", 1, 4)
     check_counters(s)
-    windows, wanted = s.groups[:, :2].tolist(), [[group.window or 0, group.sinks] for group in expected.groups]
-    require(windows == wanted, "I9", f"the windows and sinks of the groups are {windows} instead of {wanted}")
+    windows = s.groups[:, [0, 1, 4]].tolist()
+    wanted = [[group.window or 0, group.sinks, group.keep] for group in expected.groups]
+    require(windows == wanted, "I9", f"window, sinks and keep of the groups are {windows} instead of {wanted}")
     if level >= 2:
         check_frames(s)
     if level >= 3:

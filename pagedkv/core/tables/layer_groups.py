@@ -36,20 +36,29 @@ MOST_GROUPS: Final = 64  # `published` is a byte
 _PRESENT_FROM: Final = 2  # the group has every page from this one on,
 _SINKS_PRESENT: Final = 3  # and this many leading pages
 
+_KEEP: Final = 4  # column: positions that stay behind the window
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers whose queries see `window` positions back, own one included (None: all), and the first `sinks` tokens."""
+    """Layers whose queries see `window` positions back, own one included (None: all), and the first `sinks` tokens.
+
+    keep: how many positions behind the window are not given back, so that a sequence may be truncated by as many.
+    """
 
     window: int | None = None
     sinks: int = 0
+    keep: int = 0
 
     def __post_init__(self) -> None:
         if self.window is not None:  # a query sees its own position at least
             object.__setattr__(self, "window", whole(self.window, "window", 1, 2**31))
         object.__setattr__(self, "sinks", whole(self.sinks, "sinks", 0, 2**31))
+        object.__setattr__(self, "keep", whole(self.keep, "keep", 0, 2**31))
         if self.sinks and self.window is None:
             raise InvalidRequest(f"sinks is {self.sinks} without a window; give a window where sinks are more than 0")
+        if self.keep and self.window is None:
+            raise InvalidRequest(f"keep is {self.keep} without a window; give a window where keep is more than 0")
 
 
 def group_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -60,7 +69,7 @@ def group_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def group_rows(groups: tuple[Group, ...], *, prefix_cache: bool, by_token: bool) -> I64:
-    """Return int64 [G, 4]: window (0 for none) and sinks of each group, and two columns of scratch.
+    """Return int64 [G, 5]: window (0 for none) and sinks of each group, two columns of scratch, and keep.
 
     Raises: InvalidRequest for groups that cannot share a pool
     """
@@ -73,7 +82,7 @@ def group_rows(groups: tuple[Group, ...], *, prefix_cache: bool, by_token: bool)
             "group 0 leads the prefix cache and keeps all pages, but it has a window; "
             "give a group without window first, or prefix_cache=False"
         )
-    return np.array([(group.window or 0, group.sinks, 0, 0) for group in groups], np.int64)
+    return np.array([(group.window or 0, group.sinks, 0, 0, group.keep) for group in groups], np.int64)
 
 
 @inlined
@@ -81,6 +90,12 @@ def first_visible_page(s: State, group: int, length: int) -> int:
     """Return the first page, apart from sinks, that a query at position `length` or later sees."""
     window = s.groups[group, 0]
     return max(0, length + 1 - window) // s.tokens.shape[1] if window > 0 else 0
+
+
+@inlined
+def first_kept_page(s: State, group: int, length: int) -> int:
+    """Return the first page, apart from sinks, that stays when the sequence has `length` tokens."""
+    return first_visible_page(s, group, length - s.groups[group, _KEEP])
 
 
 @inlined

@@ -288,14 +288,17 @@ def punch_space(s: State, asid: int, first: int, last: int) -> None:
 
 @inner
 def slide_windows(s: State, asid: int, before: int) -> None:
-    """Unmap the pages behind the windows of `asid`, which no query sees again. before: its length until this commit."""
+    """Unmap the pages behind the windows of `asid`, which no query sees again, except those to keep.
+
+    before: its length until this commit.
+    """
     for group in range(len(s.groups) - 1, -1, -1):
         row = asid + group
         if s.groups[group, 0] > 0:
             first = layer_groups.num_sink_pages(s, group)
             if s.spaces[row].first_hole != NO_HOLE:  # earlier pages were given back earlier
-                first = max(first, layer_groups.first_visible_page(s, group, before))
-            last = min(layer_groups.first_visible_page(s, group, s.spaces[row].length), s.spaces[row].num_pages)
+                first = max(first, layer_groups.first_kept_page(s, group, before))
+            last = min(layer_groups.first_kept_page(s, group, s.spaces[row].length), s.spaces[row].num_pages)
             for page in range(last - 1, first - 1, -1):
                 _unmap(s, asid, group, page)
             if first < last:

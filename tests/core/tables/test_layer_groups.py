@@ -155,6 +155,31 @@ def test_a_sequence_is_not_truncated_to_a_length_whose_window_is_gone(two: Memor
     two.check()
 
 
+def test_a_rollback_may_cross_as_many_positions_as_are_kept_behind_the_window() -> None:
+    mm = MemoryManager(64, 4, groups=(Group(), Group(window=8, sinks=2, keep=9)))
+    space = grown(mm, PROMPT)
+    # the query at position 21 sees 14 .. 21, so page 3 stays
+    assert (space.pages_in(1) >= 0).tolist() == [True, False, False, True, True, True, True, True]
+    with pytest.raises(InvalidRequest, match="group 1 sees 8 positions back"):
+        space.truncate(18)
+    space.truncate(21)
+    mm.check()
+    mm.commit(mm.plan([space], [9]), PROMPT[21:])
+    assert space.token_ids.tolist() == PROMPT
+    mm.check()
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_positions_are_kept_while_tokens_come_one_by_one(group: int) -> None:
+    mm = MemoryManager(64, 4, groups=(Group(), Group(window=3, keep=6))[1 - group :])
+    space = mm.open()
+    for token in range(40):
+        mm.commit(mm.plan([space], [1]), [token])
+        first = max(0, token + 1 - 6 - 2) // 4
+        assert (space.pages_in(group) >= 0).tolist() == [page >= first for page in range(token // 4 + 1)]
+    mm.check()
+
+
 def test_a_single_group_with_a_window_gives_back_the_pages_behind_it() -> None:
     mm = MemoryManager(32, 4, groups=(Group(window=8),))
     space = grown(mm, PROMPT)
@@ -265,6 +290,8 @@ def test_the_table_grows_by_whole_spaces() -> None:
         (lambda: Group(window=2**31), r"below 2\*\*31"),
         (lambda: Group(window=2, sinks=2**63 - 1), r"below 2\*\*31"),
         (lambda: Group(sinks=4), "give a window"),
+        (lambda: Group(keep=4), "give a window"),
+        (lambda: Group(window=4, keep=-1), "int of 0 or more"),
         (lambda: Group(window=4, sinks=-1), "int of 0 or more"),
         (lambda: MemoryManager(4, 4, groups=()), "0 layer groups"),
         (lambda: MemoryManager(4, 4, groups=(Group(window=4), Group())), "group 0 leads"),
