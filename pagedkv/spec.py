@@ -4,7 +4,8 @@ One layer's slice of a frame, in address order (K kv heads, S block_size, D head
 
     | K  [K, S, D] | V  [K, S, Dv] | k_scale f32 [K, S] | v_scale f32 [K, S] |
 
-Each region is padded to 64 bytes; scales exist only if the KV is quantised. A frame is `num_layers` such slices, one
+Each region is padded to 64 bytes; scales exist only if the KV is quantised. If values lie in keys (`value_in_key`), V
+and v_scale have no region of their own: they are views of K and k_scale. A frame is `num_layers` such slices, one
 after the other: one contiguous run of bytes.
 """
 
@@ -88,6 +89,8 @@ class KVSpec:
     kv_dtype: the dtype of the stored KV: None for the same, or "fp8_e4m3", "fp8_e5m2", "int8", "int4".
     window:   the number of positions that a query sees, its own included; None for all.
     keep:     how many positions behind the window stay in the pool, so that a rollback (truncate) may cross the window.
+    value_in_key: each value is the first Dv elements of its key, as the latents of MLA with absorbed attention:
+              head_dim 576, head_dim_v 512, num_kv_heads 1. Only keys are stored: `write_kv(k, None, ...)`.
     Raises:   InvalidRequest for a geometry that cannot be laid out.
     """
 
@@ -100,6 +103,7 @@ class KVSpec:
     kv_dtype: str | None = None
     window: int | None = None
     keep: int = 0
+    value_in_key: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "head_dim_v", "window"):
@@ -122,6 +126,12 @@ class KVSpec:
                 f"int4 packs two elements in a byte: head dims {self.head_dim} and {self.value_dim} must be even"
             )
 
+        if not isinstance(self.value_in_key, bool) or (self.value_in_key and self.value_dim > self.head_dim):
+            raise InvalidRequest(
+                f"KVSpec.value_in_key is {self.value_in_key!r} with head_dim {self.head_dim} and head_dim_v "
+                f"{self.value_dim}; it must be a bool, and a value in a key is no longer than the key"
+            )
+
     @property
     def value_dim(self) -> int:
         """Dv: `head_dim_v`, or `head_dim` if that is None."""
@@ -138,7 +148,10 @@ class KVSpec:
         return self.stored_dtype not in COMPUTE_DTYPES
 
     def regions(self) -> dict[str, tuple[int, int]]:
-        """Return (offset in a layer's slice, bytes used) of "k", "v" and, if quantised, "k_scale" and "v_scale"."""
+        """Return (offset in a layer's slice, bytes used) of "k", "v" and, if quantised, "k_scale" and "v_scale".
+
+        Without those of V if values lie in keys.
+        """
         rows = self.num_kv_heads * self.block_size
         sizes = {
             "k": rows * self.head_dim * BITS[self.stored_dtype] // 8,
@@ -146,6 +159,8 @@ class KVSpec:
         }
         if self.quantised:
             sizes |= {"k_scale": rows * 4, "v_scale": rows * 4}
+        if self.value_in_key:
+            sizes = {name: size for name, size in sizes.items() if name.startswith("k")}
         offset, regions = 0, {}
         for name, size in sizes.items():
             regions[name] = (offset, size)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -123,7 +123,7 @@ class Storage:
 
     def _layer(self, spec: KVSpec, place: int) -> KVLayer:
         """Return the views of the layer that has this place, from 0, in its group."""
-        parts = {}
+        parts: dict[str, Any] = {}
         packed = 2 if spec.stored_dtype == "int4" else 1
         for name, (offset, _) in spec.regions().items():
             is_scale = name.endswith("_scale")
@@ -134,6 +134,8 @@ class Storage:
             strides = (self.frame_bytes // size, dim, spec.block_size * dim, 1)
             view = typed.as_strided(shape, strides, (place * spec.layer_bytes + offset) // size)
             parts[name] = _without_base(view[..., 0] if is_scale else view)
+        if spec.value_in_key:  # torch knows these views, as it must: a store into the keys changes the values
+            parts |= {"v": parts["k"][..., : spec.value_dim // packed], "v_scale": parts.get("k_scale")}
         return KVLayer(**parts)
 
     def take_over(self, old: Storage, used: torch.Tensor, moves: torch.Tensor) -> None:

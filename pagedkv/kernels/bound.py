@@ -264,12 +264,14 @@ class BoundWrite(_Bound):
             *angles, is_interleaved = (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved)
             tensors = (layer.k, layer.v, layer.k_scale, layer.v_scale, *angles)
             self._bind(write_case(layer, rope is not None, None), "bind_write", tensors, is_interleaved)
+            if not checks.scales_of_two(layer):
+                self._binding = None  # the operator refuses values
 
     def __call__(
-        self, k_TKD: Tensor, v_TKD: Tensor, slots: Tensor | PagedBatch, positions: Tensor | None = None
+        self, k_TKD: Tensor, v_TKD: Tensor | None, slots: Tensor | PagedBatch, positions: Tensor | None = None
     ) -> None:
         """Store the keys and values of the new tokens at `slots`, or at those of a batch. See `write_kv`."""
-        if not is_dynamo_compiling() and self._binding is not None:
+        if not is_dynamo_compiling() and self._binding is not None and v_TKD is not None:
             at, places = slots_of(slots, positions)
             if self._rope is None:
                 places = None

@@ -11,6 +11,7 @@ comes here.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import quant
+from pagedkv.kernels import layout, quant
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall, AttentionOptions, GatherCall, GatherSource, KVLayer, WriteCall
@@ -69,9 +70,35 @@ def attention(call: AttentionCall) -> None:
         table_values(call)
 
 
+def keys_alone(call: WriteCall) -> WriteCall:
+    """Return `call` as a store of keys that hold their values: V has no elements. Raise InvalidRequest if they do not.
+
+    Scales per tensor may be apart: the store does not change them.
+    """
+    layer(call)
+    scales = (call.k_scale, call.v_scale)
+    per_tensor = all(scale is not None and not scale.dim() for scale in scales)
+    if not layout.is_v_in_k(call.k, call.v) or not (per_tensor or layout.is_one_scale(*scales)):
+        raise InvalidRequest(
+            "v is None, but layer.v is not the first part of layer.k with the same scales; give v, or a layer of a "
+            "cache with KVSpec.value_in_key"
+        )
+    return replace(call, v=call.k.new_empty((*call.k.shape[:3], 0)), v_scale=None)
+
+
+def scales_of_two(layer: KVLayer | WriteCall) -> bool:
+    """Return False if K and V share scales per (token, head): a value would replace the scale of its key."""
+    k_scale, v_scale = layer.k_scale, layer.v_scale
+    per_token = k_scale is not None and k_scale.dim() == 3 and k_scale.numel() > 0
+    return not per_token or not layout.is_one_scale(k_scale, v_scale)
+
+
 def write(call: WriteCall) -> None:
     """Raise InvalidRequest if `call` breaks the contract of `write_kv`."""
-    layer(call)
+    if call.v.shape[-1]:  # else `keys_alone` has looked at the layer
+        layer(call)
+    if not scales_of_two(call):
+        raise InvalidRequest("layer.k and layer.v have the same scales, as values lie in keys; give v=None")
     T, K, D = _dims(call.k_new, "k", "TKD")
     _dims(call.v_new, "v", ("T", "K", "Dv"))
     pool = (call.k.shape[2], quant.head_dim(call.k), quant.head_dim(call.v))

@@ -34,3 +34,10 @@ def is_v_in_k(k: Tensor, v: Tensor) -> bool:
     """Return True if each row of V is the first part of the row of K, in the same memory (MLA): then a kernel reads it
     once."""
     return k.data_ptr() == v.data_ptr() and v.shape[3] <= k.shape[3] and k.stride()[:3] == v.stride()[:3]
+
+
+def is_one_scale(k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
+    """Return True if K and V have the same scales in the same memory, or none."""
+    if k_scale is None or v_scale is None:
+        return k_scale is v_scale
+    return k_scale.data_ptr() == v_scale.data_ptr() and k_scale.stride() == v_scale.stride()

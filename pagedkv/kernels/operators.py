@@ -48,6 +48,8 @@ def _paged_attention_out(*args: Any) -> None:
 
 def _write_kv(*args: Any) -> None:
     call = WriteCall(*args[:-1])
+    if call.v_new.dim() and not call.v_new.shape[-1]:
+        call = checks.keys_alone(call)
     checks.write(call)
     kernel = registry.resolve(write_case(call, call.cos is not None, (call.k_new, call.v_new)), args[-1])
     kernel.load().write_kv(call)
@@ -206,10 +208,12 @@ def tokens_of(k: Tensor, v: Tensor, *per_token: Tensor | None) -> tuple[Any, ...
 
 
 def write_by_operator(
-    k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor | PagedBatch, positions: Tensor | None,
+    k: Tensor, v: Tensor | None, layer: KVLayer, slots: Tensor | PagedBatch, positions: Tensor | None,
     rope: RotaryTable | None, backend: str,
 ) -> None:  # fmt: skip
     """Store through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
+    if v is None:  # the operator knows it by values of no elements
+        v = k[..., :0]
     at, positions = slots_of(slots, positions)
     checks.given(slots=at)
     if positions is not None:

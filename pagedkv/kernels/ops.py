@@ -121,7 +121,7 @@ def _bound(layer: KVLayer, options: tuple[Any, ...], backend: str | None) -> Bou
 
 def write_kv(
     k_TKD: Tensor,
-    v_TKD: Tensor,
+    v_TKD: Tensor | None,
     layer: KVLayer,
     slots: Tensor | PagedBatch,
     positions: Tensor | None = None,
@@ -133,6 +133,7 @@ def write_kv(
 
     slots:    the slot of each token, or a PagedBatch, whose slots and positions are taken.
     rope:     turn each key by the angles of its token's position on the way; values are left alone.
+    v:        None if each value is the first part of its key in the pool (KVSpec.value_in_key): only keys are stored.
     k and v may be padded, [B, K, L, D]; slots and positions then are [B, L] or [B * L], or those of
     `batch.padded(mask)`.
 

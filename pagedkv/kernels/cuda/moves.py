@@ -101,10 +101,11 @@ def writes_of(call: WriteCall) -> list[tuple[WriteSpecialisation, int, bytes]]:
     kinds = [KINDS[quant.NAMES[x.dtype]] for x in (call.k, call.k_new, call.v_new)]
     rope = 0 if not half else 2 if call.interleaved else 1
     scales = (scale_kind(call.k_scale), scale_kind(call.v_scale))
-    kernel = WriteSpecialisation(kinds[0], kinds[1], kinds[2], D, Dv, *scales, rope, half)
+    kernel = WriteSpecialisation(kinds[0], kinds[1], kinds[2], D, Dv or D, *scales, rope, half)
     blocks = -(-T * K // vectors_of(max(D, Dv)))
     # One launch stores K and V, unless rows of one lie in rows of the other (MLA): then K first, as in every backend.
-    parts = ((0, 1), (1, 1)) if _overlap(call.k, call.v) else ((0, 2),)
+    # Values of no elements lie in keys, which are stored alone.
+    parts = ((0, 1),) if not Dv else ((0, 1), (1, 1)) if _overlap(call.k, call.v) else ((0, 2),)
     tables = (call.slots, call.positions, call.cos, call.sin)
     strides = [stride * x.element_size() for x in (call.k_new, call.v_new) for stride in x.stride()[:2]]
     strides += [stride * x.element_size() for x in (call.k, call.v) for stride in x.stride()[:3]]

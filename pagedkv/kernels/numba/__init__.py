@@ -99,7 +99,7 @@ def write_kv(call: WriteCall) -> None:
     threads = min(num_threads(), -(-T // WRITE_ALONE)) or 1
     keys, values = (call.k_new, call.k, call.k_scale, call.cos), (call.v_new, call.v, call.v_scale, None)
     num_slots = call.k.shape[0] * call.k.shape[1]
-    for new, pool, scale, cos in (keys, values):
+    for new, pool, scale, cos in (keys, values) if call.v_new.shape[2] else (keys,):
         words = np.zeros(write.WORDS, np.int64)
         rope = () if cos is None else (cos, call.sin, call.positions)
         _put_tensors(words, (new, pool, scale, call.slots, *rope))

@@ -19,6 +19,7 @@ from tests.kernels.cuda import backend
 from tests.kernels.cuda.emulator import COMPILER, Emulator
 from tests.kernels.gather import test_gather
 from tests.kernels.hostile.test_tables import check_that_nothing_beyond_the_pool_is_written
+from tests.kernels.latents import test_latents
 from tests.kernels.test_write import SLOTS, batch_of
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ test_copies_read_every_source_before_one_destination_is_written = (
     test_write.test_copies_read_every_source_before_one_destination_is_written
 )
 test_copying_nothing_is_allowed = test_write.test_copying_nothing_is_allowed
+test_absorbed_attention_is_the_expanded_attention = test_latents.test_absorbed_attention_is_the_expanded_attention
+test_a_store_of_keys_alone_is_a_store_of_keys = test_latents.test_a_store_of_keys_alone_is_a_store_of_keys
 test_a_gather_is_what_the_pages_hold = test_gather.test_a_gather_is_what_the_pages_hold
 test_a_gather_takes_any_head_dim = test_gather.test_a_gather_takes_any_head_dim
 test_latents_that_hold_their_values_are_gathered_as_both = (
