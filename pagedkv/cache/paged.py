@@ -30,6 +30,7 @@ import torch
 from pagedkv import debug
 from pagedkv.cache import sizes, snapshots
 from pagedkv.cache.batch import NoSuchLayer, PlannedBatch, planned_batch
+from pagedkv.cache.graph_breaks import breaks_graph
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.snapshots import Restored
 from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
@@ -164,6 +165,7 @@ class PagedKVCache:
 
     # -- spaces --------------------------------------------------------------------------------------------------------
 
+    @breaks_graph
     def open(
         self,
         token_ids: Sequence[int] | npt.NDArray[np.integer] = (),
@@ -179,6 +181,7 @@ class PagedKVCache:
         """
         return self.manager.open(token_ids, tenant=tenant, salt=salt, priority=priority, half_life=half_life)
 
+    @breaks_graph
     def open_batch(
         self,
         rows: Sequence[Sequence[int] | npt.NDArray[np.integer]],
@@ -197,6 +200,7 @@ class PagedKVCache:
             rows, tenant=tenant, salt=salt, pads=pads, priority=priority, half_life=half_life
         )
 
+    @breaks_graph
     def lookup(
         self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b""
     ) -> int:
@@ -207,6 +211,7 @@ class PagedKVCache:
         """Return why `open` finds no more whole pages of `token_ids`. See MemoryManager.why."""
         return self.manager.why(token_ids, tenant=tenant, salt=salt)
 
+    @breaks_graph
     def reorder(
         self, spaces: Sequence[AddressSpace], index: Sequence[int] | npt.NDArray[np.integer]
     ) -> list[AddressSpace]:
@@ -218,6 +223,7 @@ class PagedKVCache:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
+    @breaks_graph
     def plan(self, batch: Spaces, counts: Counts) -> PlannedBatch:
         """Map frames for `counts[i]` new tokens of each space, and copy shared tails. See MemoryManager.plan.
 
@@ -241,6 +247,7 @@ class PagedKVCache:
             self.manager.abort(plan)
             raise
 
+    @breaks_graph
     def commit(
         self, batch: PlannedBatch, token_ids: Sequence[int] | npt.NDArray[np.integer] | None,
         counts: Counts | None = None, *, keep_planned: bool = False,
@@ -251,6 +258,7 @@ class PagedKVCache:
         """
         self.manager.commit(_plan_of(batch, "commit"), token_ids, counts, keep_planned=keep_planned)
 
+    @breaks_graph
     def abort(self, batch: PlannedBatch) -> None:
         """Undo `plan`, whether the kernels of the batch ran or not: every sequence is as long as before.
 
