@@ -223,7 +223,8 @@ def tables_of(call: AttentionCall) -> tuple[Any, ...]:
 def rules_of(call: AttentionCall) -> tuple[Any, ...]:
     """Return the kernel argument `rules`: scale, soft cap, window, sinks, slopes, tree mask and its stride, right.
 
-    right: positions after its own that a query sees, unless `tables` says that its sequence is causal.
+    right: positions after its own that a query sees, unless `tables` says that its sequence is causal; None for 0, if
+           all are causal: then no register holds it.
 
     An option that the call does not use is None or 0.
     """
@@ -237,7 +238,7 @@ def rules_of(call: AttentionCall) -> tuple[Any, ...]:
         _contiguous(call.alibi_slopes),
         tree,
         0 if tree is None else tree.stride(0),
-        0 if _is_causal(call) else FARTHEST if call.right is None else min(call.right, FARTHEST),
+        None if _is_causal(call) else FARTHEST if call.right is None else min(call.right, FARTHEST),
     )
 
 
@@ -256,7 +257,9 @@ def is_right_bounded(call: AttentionCall) -> bool:
 def right_of(b, tables, rules):
     """Return the positions after its own that a query of sequence b sees; a tree mask may hide more."""
     causal_of, right = tables[5], rules[7]
-    if causal_of is not None:
+    if right is None:
+        right = 0
+    elif causal_of is not None:
         right = tl.where(tl.load(causal_of + b) != 0, 0, right)
     return right
 

@@ -131,7 +131,6 @@ LAUNCHES: dict[str, Any] = {
     "prefill, float32 over int4, head 256": lambda: attention(
         q_len=1024, D=256, Dv=256, dtype="float32", kv="int4/token_head"
     ),
-    "prefill, window on both sides": lambda: attention(q_len=1024, causal=False, window=1024, right=512, some=True),
     "prefill, every option": lambda: attention(q_len=1024, **EVERYTHING),
     "prefill, fp8": lambda: attention(q_len=1024, kv="fp8_e4m3/token_head"),
     "prefill, mla": lambda: attention(q_len=1024, H=128, K=1, D=576, Dv=512, S=64, mla=True),
