@@ -247,10 +247,12 @@ def sides(window: Window | None) -> tuple[int | None, int | None]:
 
     window: None; w; or (left, right), the numbers of positions before and after the query that it sees, None or -1 for
             all. So w is (w - 1, None).
-    Raises: InvalidRequest for a tuple that is not two such numbers
+    Raises: InvalidRequest for anything else
     """
     if not isinstance(window, tuple | list):
-        return window, None
+        if window is None or isinstance(window, Integral | torch.SymInt):
+            return window, None
+        raise InvalidRequest(f"window is {window!r}; give an integer, (left, right), or None for all positions")
     if len(window) != 2 or not all(x is None or (isinstance(x, Integral) and -1 <= x < 2**63 - 1) for x in window):
         raise InvalidRequest(
             f"window is {window!r}; a tuple must be (left, right), the numbers of positions before and after the query "

@@ -79,6 +79,10 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
         (option(window=window), f"window is {window}; a tuple must be (left, right), the numbers of positions before")
         for window in [(1, 2, 3), (), (-2, 0), (0, 1.5), ("4", 0), (2**63 - 1, 0)]
     ),
+    *(
+        (option(window=window), f"window is {window!r}; give an integer, (left, right), or None for all positions")
+        for window in ("4", 1.5, torch.ones(1))
+    ),
     (option(window=(4, 1)), "window shows 1 positions after a query, and a causal query sees none of them"),
     *(
         (option(causal=x), f"causal is {str(x.dtype)[6:]} {list(x.shape)}; a tensor must be bool [B=2]")

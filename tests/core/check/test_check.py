@@ -145,6 +145,7 @@ RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
         [1, -1],
     ),
     ("frames", "prefix_hash"): (later_links, [1, 2**20]),
+    ("frames", "salt"): (published, [1, 2]),
     ("frames", "chain"): (published, [1, -1, 1000]),
     ("frames", "newer"): (listed, [1, -1]),
     ("frames", "older"): (listed, [1, -1]),
@@ -170,6 +171,10 @@ RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
 
 UNCHECKED: dict[tuple[str, str], str] = {
     ("frames", "uses"): "a hint to the policy: every number is legal",
+    (
+        "spaces",
+        "held",
+    ): "a wrong number gives memory back twice, or keeps it until the row is closed again",
     ("spaces", "generation"): "handles know it, and no array does; a handle that does not agree is refused (I8)",
     ("state", "ghosts"): "prefix hashes of evicted pages: a hint, which may be overwritten at any time",
     ("state", "log"): "events: a follower compares them with a snapshot (test_events)",
@@ -183,7 +188,7 @@ REGISTERS: dict[int, list[int]] = {
     st.NUM_UNUSED_ASIDS: [1, -1],
     st.TICK: [-20],
     st.KEY: [1, -1],
-    st.PUBLISHING: [1, -1],
+    st.PUBLISHING: [2, -1],  # 2 is legal, too
     st.MATCHED: [1, -1],
     st.ASKED: [1, -1],
     st.EVICTIONS: [-1000],
@@ -207,6 +212,7 @@ REGISTERS: dict[int, list[int]] = {
 }
 
 UNCHECKED_REGISTERS = {
+    st.CLOSED_LONG: "above 0, the next call that opens a space looks for rows whose memory is to be given back",
     st.CLOCK: "only policies whose clock is the value of the last victim have one",
 }
 
