@@ -30,6 +30,8 @@ def breaks_graph(method: Callable[Parameters, Result]) -> Callable[Parameters, R
         finally:
             set_eval_frame(compiler)
 
-    untraced._torchdynamo_disable = True  # type: ignore[attr-defined]
-    untraced._torchdynamo_disable_msg = f"{method.__name__} of a KV cache is no part of a graph"  # type: ignore[attr-defined]
+    vars(untraced).update(
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_msg=f"{method.__name__} of a KV cache is no part of a graph",
+    )
     return untraced

@@ -73,7 +73,7 @@ class FramePool(TenantMixin):
         num_events, words = whole(events, "events", 0, 2**31), -(-self.key_bytes // 4)
         try:
             state = st.new_state(
-                self.num_frames, np.zeros((1, 4), np.int64), block_size=words, publishing=True, events=num_events
+                self.num_frames, np.zeros((1, 5), np.int64), block_size=words, publishing=True, events=num_events
             )
         except (MemoryError, ValueError) as error:
             raise InvalidRequest(
