@@ -10,13 +10,14 @@ from rich.console import Console
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
 from pagedkv.cli.compiling import place
-from pagedkv.core.warm import warm_up
+from pagedkv.core.warm import warm_up, warm_up_frame_pool
 
 
 def run() -> None:
     """Compile the functions of core and the numba kernels, and print how long each took and where the code is kept."""
     console = Console(highlight=False)
-    for name, compile_all in (("memory manager", warm_up), ("numba kernels", _warm_numba)):
+    parts = ("memory manager", warm_up), ("frame pool", warm_up_frame_pool), ("numba kernels", _warm_numba)
+    for name, compile_all in parts:
         console.print(f"{name:16}{_seconds(compile_all):6.1f} s")
     console.print(place())
 

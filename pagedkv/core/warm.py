@@ -28,7 +28,7 @@ from pagedkv.core.tables import page_tables, steps
 
 
 def warm_up() -> None:
-    """Call every compiled function of core once, on a small pool of its own."""
+    """Call every compiled function of a MemoryManager once, on a small pool of its own."""
     warm_up_step()
     mm = MemoryManager(num_frames=8, block_size=2, observe=Observe(events=1, reuse=1, other_roots=True))
     space = mm.open([1])
@@ -48,11 +48,10 @@ def warm_up() -> None:
     mm.evict(1)
     mm.resize(16)
     mm.forget()
-    warm_up_frame_pool()
 
 
 def warm_up_frame_pool() -> None:
-    """Call every compiled function of a FramePool once."""
+    """Call every compiled function of a FramePool once, on a small pool of its own."""
     pool = FramePool(num_frames=8, key_bytes=4, events=1)
     frames = pool.take(2)
     held = pool.publish(frames, [b"key1", b"key2"])

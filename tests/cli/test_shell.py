@@ -112,7 +112,7 @@ def test_doctor_lists_facts_about_the_machine(command, monkeypatch):
 
 def test_warm_compiles_everything_and_says_where(command, monkeypatch):
     out = command("warm").out
-    assert re.search(r"memory manager +\d+\.\d s\nnumba kernels +\d+\.\d s\n", out)
+    assert re.search(r"memory manager +\d+\.\d s\nframe pool +\d+\.\d s\nnumba kernels +\d+\.\d s\n", out)
     assert "compiled functions are kept in" in out
     monkeypatch.setattr(machine_code, "_can_write", lambda place: False)
     out = command("warm").out

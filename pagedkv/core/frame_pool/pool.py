@@ -33,6 +33,7 @@ from pagedkv.core.prefix.roots import Roots
 from pagedkv.core.state import I32, I64
 from pagedkv.core.tables import steps
 from pagedkv.core.tables.forget import forget_pages
+from pagedkv.core.tables.layer_groups import Group, group_rows
 from pagedkv.core.tables.step_errors import refuse_plan
 from pagedkv.core.tenants import TenantMixin, pool_shares
 from pagedkv.core.thread_guard import exclusive
@@ -73,7 +74,11 @@ class FramePool(TenantMixin):
         num_events, words = whole(events, "events", 0, 2**31), -(-self.key_bytes // 4)
         try:
             state = st.new_state(
-                self.num_frames, np.zeros((1, 5), np.int64), block_size=words, publishing=True, events=num_events
+                self.num_frames,
+                group_rows((Group(),), prefix_cache=True, by_token=False),
+                block_size=words,
+                publishing=True,
+                events=num_events,
             )
         except (MemoryError, ValueError) as error:
             raise InvalidRequest(
@@ -278,7 +283,8 @@ class FramePool(TenantMixin):
         """int32 [at most count]: the frames that `evict(count)` would free, in this order. O(count)."""
         self._enter("victims")
         found = np.empty(min(whole(count, "count"), int(self.state.reg[st.NUM_EVICTABLE])), np.int32)
-        return found[: batches.victims(self._held[1], found, self.state.reg.copy())]
+        registers = self.state.reg.copy()
+        return found[: batches.victims(self._held[1], found, registers)]
 
     @exclusive
     def evict(self, count: int) -> int:
