@@ -168,13 +168,12 @@ SPACE: Final = np.dtype(
         ("stamp", np.int64),  # TICK of the last plan that named the space
         ("seed", np.uint32),  # prefix hash of the empty prefix of the root
         ("num_pages", np.int32),
-        ("complete", np.int32),  # leading pages that are published
+        ("complete", np.int32),  # leading pages that are published; of an unused row, its pages when it was closed
         ("first_hole", np.int32),  # the first punched page, or NO_HOLE
         # leading pages that may be published; ALL_NAMED. The ids of the next page are unknown, or an append-only
         # table keeps it although an equal page is published
         ("named", np.int32),
         ("outstanding", np.int32),  # plans that are not settled
-        ("held", np.int32),  # of an unused row, the pages that it held when it was closed
         ("root", np.int32),
         ("generation", np.uint32),
         ("advice", np.int8),  # list - NORMAL, set by advise() and open()
@@ -313,12 +312,12 @@ def _table_like(state: State, rows: int, width: int) -> I32:
 def return_memory(state: State) -> None:
     """Give the memory of the entries of long rows that were closed back to the system. O(rows)."""
     memory, spaces = _memory_of(state.table), state.spaces
-    rows = np.flatnonzero((spaces["status"] == UNUSED) & (spaces["held"] >= LONG))
+    rows = np.flatnonzero((spaces["status"] == UNUSED) & (spaces["complete"] >= LONG))
     for row in rows.tolist() if memory else ():
         first, last = (bound * state.table.strides[0] for bound in (row, row + 1))
         first += -first % mmap.PAGESIZE
         memory.madvise(mmap.MADV_DONTNEED, first, last - last % mmap.PAGESIZE - first)
-    spaces["held"][rows] = state.reg[CLOSED_LONG] = 0
+    spaces["complete"][rows] = state.reg[CLOSED_LONG] = 0
 
 
 def _memory_of(array: Any) -> Any:

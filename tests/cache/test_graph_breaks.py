@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
+from pagedkv.cache import graph_breaks
 from pagedkv.cache.graph_breaks import breaks_graph
 from pagedkv.errors import InvalidRequest
 
@@ -41,6 +42,23 @@ def test_a_compiled_function_opens_plans_and_commits() -> None:
         assert torch.equal(compiled(traced, x), beam_search(plain, x))
     assert traced.stats() == plain.stats()
     traced.check()
+
+
+def test_a_torch_without_the_private_function_gets_the_public_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_breaks, "set_eval_frame", None)
+    known = list[bool]()
+
+    @breaks_graph
+    def look() -> None:
+        known.append(torch.compiler.is_compiling())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        look()
+        return y + 3
+
+    assert torch.compile(step, backend="eager")(torch.ones(3)).tolist() == [5, 5, 5]
+    assert known == [False]
 
 
 def test_what_follows_a_call_is_compiled_again_and_errors_pass() -> None:

@@ -311,14 +311,13 @@ def close_space(s: State, asid: int) -> None:
     if s.spaces[asid].outstanding > 0:
         s.spaces[asid].status = CLOSING
         return
-    for row in range(asid, asid + len(s.groups)):
-        s.spaces[row].held = s.spaces[row].num_pages
-    if s.spaces[asid].num_pages >= LONG:
-        s.reg[CLOSED_LONG] += 1
+    num_pages = s.spaces[asid].num_pages
+    s.reg[CLOSED_LONG] += num_pages >= LONG
     drop_tail(s, asid, np.int64(0))  # a literal 0 would be one more type to compile for
     s.roots[s.spaces[asid].root, IN_USE] -= 1
     for row in range(asid, asid + len(s.groups)):
         s.spaces[row].status = UNUSED
+        s.spaces[row].complete = num_pages
     s.spaces[s.reg[NUM_UNUSED_ASIDS]].unused_asid = asid
     s.reg[NUM_UNUSED_ASIDS] += 1
 

@@ -80,7 +80,7 @@ def test_tables_of_both_kinds_serve_the_same_spaces(monkeypatch: pytest.MonkeyPa
         kept = [space.pages.tolist() for space in spaces]
         spaces[-1].release()
         mm.state.reg[st.CLOSED_LONG] = 1  # as after a long row
-        mm.state.spaces["held"] = np.where(mm.state.spaces["status"] == st.UNUSED, st.LONG, 0)
+        mm.state.spaces["complete"] = np.where(mm.state.spaces["status"] == st.UNUSED, st.LONG, 0)
         spaces.append(mm.open())
         assert [space.pages.tolist() for space in spaces[:-2]] == kept[:-1]
         for space in (*spaces[:-2], spaces[-1]):
