@@ -1,12 +1,14 @@
 """The scripts of examples/: each runs in a process of its own, prints something to check, and is short.
 
-A script inside another program is at most half as long as the prototype that it replaces, and runs if the program is
-installed.
+A script inside another program is at most half as long as the prototype that it replaces. Those of vLLM need an
+environment of their own: here they are only read.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -14,10 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from pagedkv.core import FramePool
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_LINES = 60
-HOSTS = {"transformers_cache": ("transformers", 191)}  # the program that a script runs in, and the most lines
+# the most lines of a script inside another program
+HOSTED = {"transformers_cache": 191, "vllm_backend": 79, "vllm_block_pool": 212}
+RUN = [path for path in EXAMPLES if not path.stem.startswith("vllm_")]
 
 
 def test_there_is_an_example_of_each_way_in() -> None:
@@ -29,24 +35,42 @@ def test_there_is_an_example_of_each_way_in() -> None:
         "foreign_tensors",
         "prefix_and_forks",
         "replay_trace",
-        "transformers_cache",
+        *HOSTED,
     }
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= HOSTS.get(path.stem, ("", MAX_LINES))[1]
+    assert len(text.splitlines()) <= HOSTED.get(path.stem, MAX_LINES)
     assert f"Run: python examples/{path.name}" in text
     assert "assert " in text
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_names_and_keywords_of_an_example_are_those_of_pagedkv(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    known: dict[str, object] = {"self.frames": FramePool}  # of vllm_block_pool
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pagedkv":
+            module = importlib.import_module(str(node.module))
+            known |= {alias.name: getattr(module, alias.name) for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in known:
+            known[ast.unparse(node)] = getattr(known[ast.unparse(node.value)], node.attr)
+    assert len(known) > 1
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and callable(function := known.get(ast.unparse(node.func))):
+            parameters = inspect.signature(function).parameters
+            takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+            assert takes_any or {keyword.arg for keyword in node.keywords if keyword.arg} <= set(parameters)
+
+
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_an_example_runs_and_its_claims_hold(path: Path, tmp_path: Path) -> None:
     """Run in another folder, without arguments or an install. The assertions are in the example."""
-    host, _ = HOSTS.get(path.stem, ("torch", 0))
-    if importlib.util.find_spec(host) is None:
-        pytest.skip(f"{host} is not installed")
+    if path.stem == "transformers_cache" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
     debug = "0" if path.stem == "replay_trace" else "3"  # a proof after each of its thousands of commits takes minutes
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PAGEDKV_DEBUG": debug}
     command = [sys.executable, str(path)]
