@@ -254,7 +254,7 @@ def _check_rows(s: State, planned: I64) -> None:
     legal = np.where(leads, np.isin(status, (st.UNUSED, st.OPEN, st.CLOSING, st.HELD)), status == led)
     forbid(~legal, "I8", "a row has an unknown status, or one that only rows of another group may have", place="space")
     forbid(
-        ~leads & (s.spaces["complete"] > 0),
+        used & ~leads & (s.spaces["complete"] > 0),
         "I4",
         "a row of another group than 0 counts published pages; only the row of group 0 may",
         place="space",

@@ -131,6 +131,14 @@ def test_equal_prompts_computed_at_once_share_every_group(two: MemoryManager) ->
     two.check()
 
 
+def test_the_rows_of_a_released_space_break_no_law(two: MemoryManager) -> None:
+    other = grown(two, PROMPT[:12])
+    grown(two, PROMPT).release()
+    two.check()
+    other.fork()  # its rows are those of the released space
+    two.check()
+
+
 def test_a_fork_shares_every_group_until_the_first_write(two: MemoryManager) -> None:
     parent = grown(two, PROMPT)
     child = parent.fork()
