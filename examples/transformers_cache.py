@@ -12,6 +12,7 @@ Run: python examples/transformers_cache.py
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
+from pagedkv.errors import InvalidRequest
 
 NAME = "pagedkv"  # of our attention implementation
 CROP = 64  # tokens that prompt lookup may take back: a layer with a window keeps so many positions behind it
 
 
-class PagedCache(Cache):
+class PagedCache(Cache, AbstractContextManager):
     """The cache of one batch of generate(): address spaces in `pool`, one for each row."""
 
     def __init__(
@@ -41,19 +43,24 @@ class PagedCache(Cache):
             rows = [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
             pads = (mask.shape[1] - mask.sum(1)).tolist()
             self.spaces, self.columns = pool.open_batch(rows, pads=pads)
-            for pad, space in zip(pads, self.spaces, strict=True):  # the host computes a rectangle
-                space.truncate(max(0, self.columns - pad))
+            try:  # the host computes a rectangle
+                for pad, space in zip(pads, self.spaces, strict=True):
+                    space.truncate(max(0, self.columns - pad))
+            except InvalidRequest:  # a window has no pages before the column: compute all
+                self.reset()
 
     def begin(self, ids: torch.Tensor | None, B: int, L: int, mask: torch.Tensor | None) -> None:
         """Plan the new tokens of a forward: those of `ids` [B, L] that the last L columns of `mask` name."""
         mask = torch.ones(B, L, dtype=torch.bool) if mask is None else mask[:, -L:].bool()
         self.spaces = self.spaces or self.pool.open_batch([()] * B).spaces
+        if B % len(self.spaces):
+            raise ValueError(f"a batch of {B} rows over a cache of {len(self.spaces)}; make a cache for each batch")
         self.batch_repeat_interleave(B // len(self.spaces))  # beams of one prompt
         batch = self.pool.plan(self.spaces, mask.sum(1).tolist())
         groups = [batch[self.pool.layer_groups.index(g)] for g in range(len(self.pool.specs))]
-        if not mask.all():
-            groups = [tables.padded(mask) for tables in groups]
         self.step = batch, groups, L, None if ids is None else ids[mask].cpu().numpy()
+        if not mask.all():
+            groups[:] = [tables.padded(mask) for tables in groups]
 
     def tables(self, layer: int) -> Any:
         return self.step[1][self.pool.layer_groups[layer]]
@@ -102,9 +109,6 @@ class PagedCache(Cache):
         """Give the pages back. The pool keeps pages of known tokens until it needs their frames."""
         self.spaces, self.columns = self.pool.reorder(self.spaces, []), 0
 
-    def __enter__(self) -> PagedCache:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.reset()
 
@@ -113,10 +117,8 @@ def attention(module: Any, q: Any, k: Any, v: Any, mask: None, scaling: Any = No
     """Return out [B, L, H, D] of q [B, H, L, D]: the function that models call by the name in their config."""
     cache = getattr(k, "cache", None)
     if cache is None or options.get("position_bias") is not None or options.get("output_attentions"):
-        raise NotImplementedError(
-            f"attn_implementation={NAME!r} attends to a PagedCache, without position_bias or output_attentions; "
-            "pass past_key_values=PagedCache(pool), or set another attn_implementation"
-        )
+        what = f"attn_implementation={NAME!r} attends to a PagedCache, without position_bias or output_attentions"
+        raise NotImplementedError(f"{what}; pass past_key_values=PagedCache(pool), or set another attn_implementation")
     layer = module.layer_idx
     out = paged_attention(
         q, cache.pool[layer], cache.tables(layer), scale=scaling, softcap=options.get("softcap") or 0.0,
