@@ -107,6 +107,8 @@ class PagedCache(Cache, AbstractContextManager):
 
     def reset(self) -> None:
         """Give the pages back. The pool keeps pages of known tokens until it needs their frames."""
+        if self.step:  # Ctrl-C in a forward: torch calls no hook then
+            self.end(is_done=False)
         self.spaces, self.columns = self.pool.reorder(self.spaces, []), 0
 
     def __exit__(self, *_: object) -> None:
@@ -162,8 +164,7 @@ def connect(model: Any, **options: Any) -> PagedKVCache:
     model.set_attn_implementation(NAME)
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True, always_call=True)
-    layer_groups = [groups.index(window) for window in windows]
-    return PagedKVCache(specs, layer_groups=layer_groups, device=model.device, **options)
+    return PagedKVCache(specs, layer_groups=[groups.index(w) for w in windows], device=model.device, **options)
 
 
 if __name__ == "__main__":
