@@ -128,6 +128,11 @@ class PagedKVCache:
         self._resized.append(callback)
 
     @property
+    def has_plans(self) -> bool:
+        """True while a plan is outstanding."""
+        return self.manager.has_plans
+
+    @property
     def frame_bytes(self) -> int:
         """Bytes of a frame, as many as the largest group needs."""
         return self.storage.frame_bytes

@@ -210,15 +210,15 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
                 tokens that are rolled back; InvalidRequest if the numbers do not fit. Nothing was changed then.
         """
         self._require_own(plan, "commit")
-        keep, whole_plan = (
-            flag(keep_planned, "keep_planned"),
-            counts is None and plan.longs[st.STATUS] == st.OUTSTANDING,
-        )
-        accepted = (
-            plan.counts if whole_plan else plan.remaining if counts is None else count_row(counts, len(plan.rows))
-        )
+        keep, whole_plan = flag(keep_planned, "keep_planned"), counts is None and plan.longs[st.STATUS] != st.PARTLY
+        if whole_plan:
+            accepted = plan.counts
+        else:
+            accepted = plan.remaining if counts is None else count_row(counts, len(plan.rows))
         ids = unnamed_row(accepted, plan.num_tokens) if token_ids is None else token_row(token_ids)
         if len(ids) != (plan.num_tokens if whole_plan else accepted.sum()):
+            if not plan.is_outstanding:
+                refuse_settling(self.state, plan, steps.SETTLED, 0)
             raise InvalidRequest(
                 f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} "
                 "spaces; give one count for each space, and as many ids as they add up to"

@@ -385,7 +385,7 @@ FAULTS = (
     Fault(
         "tokens of a plan are rejected only if it is the newest of its space: of any plan",
         "tables/steps.py",
-        "        if accepted[i] < planned and s.spaces[asids[i]].planned != starts[i] + planned:\n",
+        "        if accepted[i] < planned and s.spaces[asids[i]].planned != ends[i] and not keep:\n",
         "        if False:\n",
         MACHINE,
     ),

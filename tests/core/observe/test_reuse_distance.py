@@ -9,6 +9,7 @@ from pagedkv.core import MemoryManager, Observe
 from pagedkv.core import state as st
 from pagedkv.core.observe import reuse_distance
 from pagedkv.core.observe.reuse_distance import SHIFT, ReuseSampler, new_sample
+from pagedkv.core.prefix.roots import Root
 from pagedkv.core.replay import ESTIMATE, replay
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest
@@ -44,7 +45,7 @@ def curve(trace: list[I32], followed: int, reach: int, key: int) -> ReuseSampler
     mm.state.reg[st.KEY] = key
     reuse = ReuseSampler(followed, reach // 4)
     for ids in trace:
-        reuse.record_prompt(mm.state, 1, np.append(ids, np.int32(-1)))
+        reuse.record_prompt(mm.state, Root(0, 1), np.append(ids, np.int32(-1)))
     return reuse
 
 
@@ -77,7 +78,7 @@ def test_the_curve_of_a_sample_is_within_the_stated_error() -> None:
 def test_the_stack_agrees_with_that_of_a_list() -> None:
     """The slow twin is a list of pages, most recently used last, cut to the length of the sample."""
     rng = np.random.default_rng(1)
-    sample = new_sample(16, 16)
+    sample, roots = new_sample(16, 16), MemoryManager(1, 1).state.roots
     stack: list[int] = []
     hits = [0] * 16
     for _ in range(3000):
@@ -85,7 +86,7 @@ def test_the_stack_agrees_with_that_of_a_list() -> None:
         if rng.random() < 0.5:
             ids = np.array([prefix_hash, 0], np.int32)
             prefix_hashes = np.empty(1, np.int64)
-            reuse_distance.record_prompt(sample, 5, 0, 1, ids, prefix_hashes)
+            reuse_distance.record_prompt(sample, 5, 0, 1, ids, prefix_hashes, roots, 0)
             prefix_hash = int(prefix_hashes[0])
             if prefix_hash in stack:
                 hits[len(stack) - 1 - stack.index(prefix_hash)] += 1

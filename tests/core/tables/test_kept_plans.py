@@ -47,6 +47,16 @@ def test_all_that_remains_is_committed_without_counts(mm: MemoryManager) -> None
             again()
 
 
+def test_a_settled_plan_is_refused_as_settled_however_many_ids_come(mm: MemoryManager) -> None:
+    space = mm.open()
+    plan = mm.plan([space], [6])
+    mm.commit(plan, [1, 2], [2], keep_planned=True)
+    mm.commit(plan, [3, 4, 5, 6])
+    for ids in ([1], [1] * 4, [1] * 6):
+        with pytest.raises(PlanConflict, match="this plan was committed already"):
+            mm.commit(plan, ids)
+
+
 def test_keep_planned_is_true_or_false(mm: MemoryManager) -> None:
     plan = mm.plan([mm.open()], [2])
     with pytest.raises(InvalidRequest, match="keep_planned is 1; give True or False"):

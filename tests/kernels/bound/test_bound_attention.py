@@ -213,7 +213,7 @@ def test_binding_reads_the_variables_and_refuses_at_once(monkeypatch: pytest.Mon
         bind_attention(built.layer, backend="cuda")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"window": 0}, "window is 0; it must be an integer of at least 1"),
-        ({"window": 2.5}, "window is 2.5; it must be an integer"),
+        ({"window": 2.5}, "window is 2.5; give an integer"),
         ({"split_tokens": 1 << 70}, "split_tokens is 1180591620717411303424; it must be"),
         ({"softcap": "5"}, "softcap is '5'; it must be a number"),
         ({"sinks": torch.zeros(6).int()}, r"sinks is int32 \[6\]; it must be a float tensor \[H\]"),
