@@ -51,7 +51,9 @@ def real(value: Any, what: str) -> float:
 
 def flag(value: Any, what: str) -> bool:
     """Return `value` as a bool. `what` names the argument in the error."""
-    if not isinstance(value, bool | np.bool_):
+    if value is True or value is False:
+        return value
+    if not isinstance(value, np.bool_):
         raise InvalidRequest(f"{what} is {value!r}; give True or False")
     return bool(value)
 

@@ -300,7 +300,7 @@ def commit_step(
     if longs[STATUS] != OUTSTANDING and longs[STATUS] != PARTLY:
         return SETTLED, 0
     starts, ends, splits = longs[len(longs) - len(asids) :], ints[len(asids) + 1 :], ints[_first_split(s, asids) :]
-    size, left = s.tokens.shape[1], 0
+    size = s.tokens.shape[1]
     for i in range(len(asids)):
         planned = ends[i] - starts[i]
         if planned > 0 and s.spaces[asids[i]].length != starts[i]:
@@ -309,10 +309,14 @@ def commit_step(
             return TOO_MANY, i
         if accepted[i] < planned and s.spaces[asids[i]].planned != ends[i] and not keep:
             return NOT_NEWEST, i
-        left += planned - accepted[i]
     for c in range(longs[NUM_COPIES]):
         _unpin_source(s, splits[4 * c], splits[4 * c + 3])
-    keep = keep and left > 0
+    if keep:
+        left = 0
+        for i in range(len(asids)):
+            left += ends[i] - starts[i] - accepted[i]
+        keep = left > 0
+    ended = 0 if keep else 1
     t, sliding = 0, False
     for group in range(len(s.groups)):
         sliding |= s.groups[group, 0] > 0
@@ -326,7 +330,7 @@ def commit_step(
         rejected = starts[i] + accepted[i] < ends[i] and not keep
         for row in range(asid, asid + len(s.groups)):
             s.spaces[row].length = length
-            s.spaces[row].outstanding -= not keep
+            s.spaces[row].outstanding -= ended
             if rejected:
                 s.spaces[row].planned = length
         if rejected:
@@ -335,9 +339,9 @@ def commit_step(
             _settle(s, asid)
         if sliding and s.spaces[asid].status == OPEN and accepted[i]:
             page_tables.slide_windows(s, asid, starts[i])
-        if keep:
-            starts[i] += accepted[i]
     if keep:
+        for i in range(len(asids)):
+            starts[i] += accepted[i]
         longs[STATUS], longs[NUM_COPIES] = PARTLY, 0
     else:
         longs[STATUS] = COMMITTED
