@@ -168,6 +168,12 @@ def test_real_signals_lose_nothing(
 ) -> None:
     """A timer raises KeyboardInterrupt at random moments of steps, until there were so many interrupts."""
     build(checkpoint("llama")).generate([prompt_of(9)], PARAMS)  # loads what is not loaded yet
+    whole, began, steps = build(checkpoint("llama"), num_frames=60), time.perf_counter(), 0
+    submitted(whole)
+    while whole.has_work:
+        whole.step()
+        steps += 1
+    longest = 2 * (time.perf_counter() - began) / steps  # about every second step is interrupted
     dice, interrupts, armed = random.Random(5), 0, False
 
     def ring(*_: object) -> None:
@@ -181,8 +187,8 @@ def test_real_signals_lose_nothing(
             requests = submitted(engine)
             while engine.has_work:
                 try:
-                    armed = True
-                    signal.setitimer(signal.ITIMER_REAL, dice.uniform(2e-5, 6e-3))
+                    armed = interrupts < signals
+                    signal.setitimer(signal.ITIMER_REAL, dice.uniform(2e-5, longest))
                     engine.step()
                     armed = False
                 except KeyboardInterrupt:

@@ -171,10 +171,6 @@ RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
 
 UNCHECKED: dict[tuple[str, str], str] = {
     ("frames", "uses"): "a hint to the policy: every number is legal",
-    (
-        "spaces",
-        "held",
-    ): "a wrong number gives memory back twice, or keeps it until the row is closed again",
     ("spaces", "generation"): "handles know it, and no array does; a handle that does not agree is refused (I8)",
     ("state", "ghosts"): "prefix hashes of evicted pages: a hint, which may be overwritten at any time",
     ("state", "log"): "events: a follower compares them with a snapshot (test_events)",
