@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from pagedkv.core.prefix.roots import Roots, Salts
+from pagedkv.core.prefix.roots import Root, Roots, Salts
 from pagedkv.core.state import I32, State
 from pagedkv.core.tables import page_tables
 
@@ -36,14 +36,10 @@ def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> Mi
             counted here.
     O(pages), times the roots if a page is missing.
     """
+    own, pages, _, evicted = _matched(s, roots, prompt, ids)
     size = s.tokens.shape[1]
     whole = max(0, (len(ids) - 1) // size)
     found = np.empty(whole, np.int32)
-    pages, evicted = 0, False
-    own, begin = roots.known(*prompt, s)
-    if own is not None:
-        known = ids if begin < 0 else ids[: begin * size + 1]
-        pages, _, _, evicted = page_tables.match_prefix(s, own.number, own.seed, known, found)
     if whole == 0:
         reason = "below one page"
     elif pages == whole:
@@ -63,11 +59,17 @@ def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> Mi
 
 def known_tokens(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> int:
     """Return how many tokens `open` would match, parts of a page included. prompt: its tenant and its salts."""
+    _, pages, common, _ = _matched(s, roots, prompt, ids)
+    return pages * s.tokens.shape[1] + common
+
+
+def _matched(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> tuple[Root | None, int, int, bool]:
+    """Return the root of the known salts of `prompt`, and what match_prefix finds there: pages, part, evicted."""
     root, begin = roots.known(*prompt, s)
     if root is None:
-        return 0
+        return None, 0, 0, False
     size = s.tokens.shape[1]
     ids = ids if begin < 0 else ids[: begin * size + 1]  # no page with the next salt is known
     found = np.empty(max(0, (len(ids) - 1) // size), np.int32)
-    pages, _, common, _ = page_tables.match_prefix(s, root.number, root.seed, ids, found)
-    return int(pages * size + common)
+    pages, _, common, evicted = page_tables.match_prefix(s, root.number, root.seed, ids, found)
+    return root, int(pages), int(common), bool(evicted)

@@ -147,7 +147,7 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
     ) -> int:
         """Return how many of `token_ids` are known: the length of the space that `open` would return now.
 
-        Nothing is changed: no reference is taken, no page counts as used, and no statistic counts the prompt.
+        The call changes nothing: it takes no reference, and neither the order of eviction nor a statistic notices it.
         O(pages matched).
         Raises: InvalidRequest if the ids are not one row of int32 numbers
         """
