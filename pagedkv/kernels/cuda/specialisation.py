@@ -207,8 +207,22 @@ def vectors_of(head_dim: int) -> int:
     return ROW_WARPS * (1 if head_dim > 64 else 2 if head_dim > 32 else 4)
 
 
+class _ByRows:
+    """The part that the specialisations of kernels have in common whose warps work on a row each."""
+
+    __slots__ = ()
+
+    threads = 32 * ROW_WARPS
+    shared_bytes = 0
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The #defines of this specialisation."""
+        return _macros(self)
+
+
 @dataclass(frozen=True, slots=True)
-class WriteSpecialisation:
+class WriteSpecialisation(_ByRows):
     """A specialisation of csrc/cuda/write_kv.cuh, whose head explains the fields."""
 
     kv_kind: int
@@ -222,17 +236,10 @@ class WriteSpecialisation:
     rope_pairs: int
 
     name = "write_kv"
-    threads = 32 * ROW_WARPS
-    shared_bytes = 0
-
-    @property
-    def macros(self) -> dict[str, int]:
-        """The #defines of this specialisation."""
-        return _macros(self)
 
 
 @dataclass(frozen=True, slots=True)
-class GatherSpecialisation:
+class GatherSpecialisation(_ByRows):
     """A specialisation of csrc/cuda/gather_kv.cuh, whose head explains the fields."""
 
     kv_kind: int
@@ -243,30 +250,16 @@ class GatherSpecialisation:
     v_scale: int
 
     name = "gather_kv"
-    threads = 32 * ROW_WARPS
-    shared_bytes = 0
-
-    @property
-    def macros(self) -> dict[str, int]:
-        """The #defines of this specialisation."""
-        return _macros(self)
 
 
 @dataclass(frozen=True, slots=True)
-class MergeSpecialisation:
+class MergeSpecialisation(_ByRows):
     """A specialisation of csrc/cuda/merge_states.cuh."""
 
     q_kind: int
     head_dim_v: int
 
     name = "merge_states"
-    threads = 32 * ROW_WARPS
-    shared_bytes = 0
-
-    @property
-    def macros(self) -> dict[str, int]:
-        """The #defines of this specialisation."""
-        return _macros(self)
 
 
 @dataclass(frozen=True, slots=True)
