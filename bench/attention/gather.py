@@ -58,7 +58,7 @@ def measured(repetitions: int = REPETITIONS) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Print and record the figures; return 0 if a gather that only copies is as fast as it should be."""
-    rows, about = measured(), record.provenance()
+    rows, about = measured(), record.provenance() | {"threads": torch.get_num_threads()}
     for row in rows:
         print(f"{row['gather_gb_s']:6.1f} GB/s  memcpy {row['memcpy_gb_s']:6.1f}  ratio {row['ratio']}  {row['what']}")
     folder = record.results()

@@ -58,7 +58,7 @@ def measured(repetitions: int = REPETITIONS) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Print and record the figures."""
-    rows, about = measured(), record.provenance()
+    rows, about = measured(), record.provenance() | {"threads": torch.get_num_threads()}
     for row in rows:
         print(f"{row['ms']:8.2f} ms  {row['gb_s']:6.2f} GB/s  {row['of_read']:5.2f} of read  {row['what']}")
     folder = record.results()
