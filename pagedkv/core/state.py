@@ -310,14 +310,17 @@ def _table_like(state: State, rows: int, width: int) -> I32:
 
 
 def return_memory(state: State) -> None:
-    """Give the memory of the entries of long rows that were closed back to the system. O(rows)."""
+    """Give the memory of the entries of long rows that were closed back to the system. O(rows), or O(1) for holes."""
     memory, spaces = _memory_of(state.table), state.spaces
+    state.reg[CLOSED_LONG] = 0
+    if memory is None:
+        return
     rows = np.flatnonzero((spaces["status"] == UNUSED) & (spaces["complete"] >= LONG))
-    for row in rows.tolist() if memory else ():
+    for row in rows.tolist():
         first, last = (bound * state.table.strides[0] for bound in (row, row + 1))
         first += -first % mmap.PAGESIZE
         memory.madvise(mmap.MADV_DONTNEED, first, last - last % mmap.PAGESIZE - first)
-    spaces["complete"][rows] = state.reg[CLOSED_LONG] = 0
+    spaces["complete"][rows] = 0
 
 
 def _memory_of(array: Any) -> Any:
