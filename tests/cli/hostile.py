@@ -260,7 +260,9 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
 REFUSES, INVALID = "chat template refuses these messages: ", "chat template is not valid ("
 LIMIT = "chat template exceeds a limit ("
 LOOPS = "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}"
-DOUBLING = "{% set n = namespace(s='a') %}{% for i in range(64) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}"
+DOUBLING = (  # from half of the limit on: a slow machine that fills it bit by bit meets the limit of time first
+    "{% set n = namespace(s='a' * 2**29) %}{% for i in range(64) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}"
+)
 
 TEMPLATES: dict[str, tuple[Any, str]] = {
     "division": ("{{ 1/0 }}", f"{REFUSES}ZeroDivisionError: division by zero"),

@@ -399,8 +399,8 @@ FAULTS = (
     Fault(
         "a prompt that is looked up finds what open maps: whole pages alone",
         "observe/misses.py",
-        "    return int(pages * size + common)\n",
-        "    return int(pages * size)\n",
+        "    return pages * s.tokens.shape[1] + common\n",
+        "    return pages * s.tokens.shape[1]\n",
         OPENING,
     ),
     Fault(
