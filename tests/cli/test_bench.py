@@ -95,6 +95,7 @@ def test_a_python_that_cannot_be_started_is_named(command, quick, tmp_path):
     assert "--peers-python" in err
 
 
+@pytest.mark.many_steps
 def test_a_plot_shows_a_step_against_pool_size_and_context_length(command, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     small = tuple(point for point in scaling.POINTS if point.size <= 1024)
