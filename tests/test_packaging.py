@@ -79,7 +79,7 @@ def fresh(tree: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a wheel without the extension, which takes minutes to compile: `make wheel` builds and uses a whole one."""
+    """Return a wheel without the extension, which takes minutes; `make wheel` builds and uses a whole one."""
     return build("wheel", tree, tmp_path_factory.mktemp("wheel"), hide="pybind11")[0]
 
 

@@ -10,8 +10,8 @@ Every method that is about frames, spaces or tenants forwards to MemoryManager, 
 no rule to core: it keeps bytes and integers in step. It knows which frames are free and which moved; it must not know
 how core decides that.
 
-Layers with different windows form groups: a list of KVSpecs, one for each group, the first without a window; and
-`layer_groups`, the group of each layer of the model. See core/tables/layer_groups.py.
+Layers with different windows form groups: a list of KVSpecs, one for each group, and `layer_groups`, the group of each
+layer of the model. See core/tables/layer_groups.py.
 """
 
 from __future__ import annotations

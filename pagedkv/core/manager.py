@@ -93,7 +93,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         self._begin_observation(observe)
         prefix_cache, append_only = flag(prefix_cache, "prefix_cache"), flag(append_only, "append_only")
         by_token, events = match == "token", self._observe.events
-        rows = group_rows(self.groups, prefix_cache=prefix_cache, by_token=by_token)
+        rows = group_rows(self.groups, by_token=by_token)
         try:
             self.state: st.State = st.new_state(
                 self.num_frames,

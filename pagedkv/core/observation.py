@@ -111,10 +111,10 @@ class ObservationMixin(ThreadGuard):
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Suspend statistics and the window while the caller refills the prefix cache by open, plan and commit.
+        """Suspend statistics and a window of group 0 while the caller refills the prefix cache by open, plan, commit.
 
-        Inside the context, `open` counts in no statistic of prompts, and a single layer group with a window gives back
-        no page, since a space with a hole publishes no further page. Both resume at the end, also after an exception.
+        Inside the context, `open` counts in no statistic of prompts, and group 0 gives back no page: a page that was
+        given back could be evicted for the next one. Both resume at the end, also after an exception.
         """
         suspended = self._suspend()
         try:
@@ -127,15 +127,15 @@ class ObservationMixin(ThreadGuard):
         counters, missed = prompt_counters(self.state.reg), self._missed_other_root
         reuse_counts = self._reuse_sampler.counts() if self._reuse_sampler else None
         suspended = _Suspended(counters, missed, reuse_counts, self.groups)
-        if len(self.groups) == 1:
-            self.groups, self.state.groups[:] = (Group(),), 0
+        if self.groups[0].window is not None:
+            self.groups, self.state.groups[0] = (Group(), *self.groups[1:]), 0
         return suspended
 
     @exclusive
     def _resume(self, suspended: _Suspended) -> None:
         groups = suspended.groups
-        if len(groups) == 1:
-            rows = group_rows(groups, prefix_cache=False, by_token=False)
+        if groups[0].window is not None:
+            rows = group_rows(groups, by_token=False)
             self.groups, self.state.groups[:] = groups, rows
         set_prompt_counters(self.state.reg, *suspended.counters)
         self._missed_other_root = suspended.missed_other_root

@@ -50,6 +50,9 @@ NORMAL: Final = 2  # the policy gives lists 2 .. 31 their meaning
 NUM_LISTS: Final = 32
 FENCED: Final = 32
 
+# added to the `rank` of a cached frame that is pinned, and that goes before its prefix when it is unpinned (frames.py)
+BEHIND_WINDOW: Final = 128
+
 # `place` of a frame: 1 + its list. The system hands out new memory as zeros, so 0 must mean that it is on no list
 NOWHERE: Final = 0
 AMONG_FENCED: Final = 1 + FENCED
@@ -133,7 +136,7 @@ FRAME: Final = np.dtype(
         ("published", np.uint8),  # 1 + the layer group if the index finds the frame, else 0
         ("uses", np.uint8),  # matches since the frame was taken; at most 255
         ("place", np.uint8),  # 1 + the list that the frame is on, or NOWHERE
-        ("rank", np.uint8),  # the list that the policy chose when the frame was last dropped
+        ("rank", np.uint8),  # the list that the policy chose when the frame was last dropped; plus BEHIND_WINDOW
         ("floor", np.uint8),  # 1 + the highest list that a page after this one was put on; 0 for none (I9)
         ("generation", np.uint32),  # grows by 1 each time the frame is taken (I8)
         # of a published frame: the frame of the page before, or root_parent(root); of a companion: its leader

@@ -159,7 +159,6 @@ def test_groups_never_share_bytes() -> None:
         ([FULL, replace(LOCAL, block_size=8)], None, "give one size"),
         ([FULL, LOCAL], (0, 0, 0, 1), "name the group of each layer"),
         ([FULL, LOCAL], (0, 1, 0, 2), "name the group of each layer"),
-        ([LOCAL, FULL], None, "give a group without window first"),
         ([], None, "give a KVSpec"),
         ([5], None, "give a KVSpec"),
     ],

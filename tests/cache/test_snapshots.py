@@ -442,9 +442,10 @@ def test_a_page_that_a_group_has_given_up_is_left_out_with_those_behind_it(tmp_p
 
 
 @pytest.mark.strict
-def test_a_window_hides_no_restored_page(tmp_path: Path) -> None:
-    """A space that has given pages back publishes no further page, so a restore must give none back."""
-    old, new = PagedKVCache(LOCAL, num_frames=64), PagedKVCache(LOCAL, num_frames=64)
+@pytest.mark.parametrize("specs", [LOCAL, [LOCAL, SPEC], [LOCAL, replace(SPEC, window=11)]])
+def test_a_window_hides_no_restored_page(specs: KVSpec | list[KVSpec], tmp_path: Path) -> None:
+    """A page that is given back may be evicted, so a restore gives none back."""
+    old, new = (PagedKVCache(specs, num_frames=50 if specs is LOCAL else 100) for _ in range(2))
     tokens = list(range(101))
     prefill(old, b"", tokens)
     kept = old.snapshot(tmp_path)

@@ -43,6 +43,7 @@ IDENTITY, MACHINE, STEPS, GROUPS = (
     "tables/test_layer_groups.py",
 )
 OPENING = "spaces/test_opening.py"
+WINDOWED = "tables/test_windowed_leader.py"
 ORDER, TENANTS, RESIZE, EVENTS = (
     "pool/test_eviction_order.py",
     "pool/test_tenants.py",
@@ -402,6 +403,48 @@ FAULTS = (
         "    return pages * s.tokens.shape[1] + common\n",
         "    return pages * s.tokens.shape[1]\n",
         OPENING,
+    ),
+    Fault(
+        "a page behind a window is evicted before its prefix: it is put at the end of its list",
+        "pool/frames.py",
+        "        enlist_before(s.frames, s.reg, frame, before)\n",
+        "        enlist(s.frames, s.reg, frame)\n",
+        WINDOWED,
+    ),
+    Fault(
+        "a page behind a window that waits for an epoch goes before its prefix afterwards: it forgets that",
+        "pool/frames.py",
+        "            s.frames[frame].rank += BEHIND_WINDOW\n",
+        "            s.frames[frame].rank += 0\n",
+        WINDOWED,
+    ),
+    Fault(
+        "a page behind a window stays cached only if its prefix does: it may be evicted while the page waits",
+        "pool/frames.py",
+        "    if before != index.PREFIX_GONE:\n        _enlist",
+        "    if True:\n        _enlist",
+        WINDOWED,
+    ),
+    Fault(
+        "no page is published after its prefix was evicted: nobody looks",
+        "tables/page_tables.py",
+        "    if before != HOLE and index.nearest_evictable(s, before) != index.PREFIX_GONE:\n",
+        "    if before != HOLE:\n",
+        WINDOWED,
+    ),
+    Fault(
+        "what is computed without a punched page is not published: as behind a window",
+        "tables/page_tables.py",
+        "    s.spaces[asid].named = min(s.spaces[asid].named, s.spaces[asid].complete)\n",
+        "",
+        WINDOWED,
+    ),
+    Fault(
+        "a sequence that ends was used now: its past is as old as it was",
+        "tables/page_tables.py",
+        "                last = frame\n",
+        "                last = NIL\n",
+        WINDOWED,
     ),
     Fault(
         "a plan is settled once: its status says that it is outstanding for ever",

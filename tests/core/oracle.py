@@ -185,8 +185,8 @@ class Oracle:
         return believed.holes | (believed.behind[group] if believed.behind else set())
 
     def believed(self, space: AddressSpace, tenant: bytes, tokens: list[int], salts: Salts = ()) -> Believed:
-        """Return the beliefs about a space that has just been opened and maps `tokens`; group 0 maps all of them."""
-        behind = [self.invisible_pages(group, len(tokens)) if group else set[int]() for group in self.groups]
+        """Return the beliefs about a space that has just been opened and maps `tokens`."""
+        behind = [(self.invisible_pages if group else self.given_back)(group, len(tokens)) for group in self.groups]
         return Believed(space, tenant, tokens, behind=behind, salts=salts)
 
     def record_commit(self, believed: Believed, tokens: list[int], *, named: bool = True) -> None:

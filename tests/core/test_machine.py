@@ -31,7 +31,9 @@ GROUPS = [
     (Group(), Group(window=2, sinks=1, keep=5)),
     (Group(window=3, keep=2),),
     (Group(), Group(window=2, sinks=5), Group(window=9), Group(window=3)),
-    (Group(window=3), Group()),  # without a prefix cache
+    (Group(window=3), Group()),
+    (Group(window=6, sinks=1), Group(window=12)),
+    (Group(window=12), Group(window=5), Group(window=9, sinks=2)),
 ]
 
 
@@ -75,7 +77,6 @@ class Machine(RuleBasedStateMachine):
         append_only: bool,
     ) -> None:
         match = match if len(groups) == 1 else "page"
-        prefix_cache = prefix_cache and (len(groups) == 1 or groups[0].window is None)
         num_frames *= len(groups)
         self.first_size = num_frames
         self.mm = MemoryManager(

@@ -72,8 +72,14 @@ def _check_list(s: State, number: int, frame: int, now: int) -> None:
                 f"frame {frame} is on list {number}, but its rank is {record.rank} and its floor {record.floor}",
                 frame=frame,
             )
+        require(
+            record.status != st.CACHED or record.rank < st.BEHIND_WINDOW or s.groups[0, 0] > 0,
+            "I9",
+            f"frame {frame} has rank {record.rank}, as a page behind a window of group 0, which has none",
+            frame=frame,
+        )
         parent = int(record.parent)
-        if record.status == st.CACHED and parent >= 0:
+        if record.status == st.CACHED and parent >= 0 and record.rank < st.BEHIND_WINDOW:
             floor = int(s.frames["floor"][parent])
             require(
                 floor > record.rank,

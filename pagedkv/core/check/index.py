@@ -116,7 +116,8 @@ def _check_roots(s: State, found: list[int]) -> None:
                 frame=frame,
             )
         else:
-            orphaned = not _has_prefix(s, frame) and s.frames["status"][frame] == st.CACHED
+            cached = s.frames["status"][frame] == st.CACHED and s.frames["rank"][frame] < st.BEHIND_WINDOW
+            orphaned = not _has_prefix(s, frame) and cached
             require(
                 not orphaned, "I9", f"frame {frame} is cached, but the page before it, {parent}, is gone", frame=frame
             )
@@ -229,7 +230,7 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
             frame=frame,
         )
         before = frame
-    if record.outstanding == 0 and record.first_hole == st.NO_HOLE:
+    if record.outstanding == 0:
         expected = min(full, int(record.named)) if s.reg[st.PUBLISHING] and not record.no_publish else 0
         require(
             complete == expected, "I4", f"space {asid} has {complete} published pages instead of {expected}", asid=asid

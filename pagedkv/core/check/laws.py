@@ -380,14 +380,19 @@ def _check_pin_rows(s: State) -> None:
 def check_order(s: State, lists: list[list[int]]) -> None:
     """Check that each cached page is evicted before its prefix, by one of the three conditions of pool/eviction.py.
 
-    A prefix that is mapped cannot be evicted yet and needs none of them.
+    A prefix that is mapped cannot be evicted yet and needs none of them. If group 0 has a window, an earlier page of
+    the prefix may be cached, and needs them. A page that goes before its prefix when it is unpinned needs none yet.
     """
     position = {frame: i for listed in lists for i, frame in enumerate(listed)}
     place, entered, fenced = s.frames["place"], s.frames["entered"], st.AMONG_FENCED
     for listed in lists:
         for frame in listed:
             parent = int(s.frames["parent"][frame])
-            if s.frames["status"][frame] != st.CACHED or parent < 0 or place[parent] == st.NOWHERE:
+            if s.frames["status"][frame] != st.CACHED or s.frames["rank"][frame] >= st.BEHIND_WINDOW:
+                continue
+            while parent >= 0 and s.groups[0, 0] > 0 and place[parent] == st.NOWHERE:
+                parent = int(s.frames["parent"][parent])
+            if parent < 0 or place[parent] == st.NOWHERE:
                 continue
             if place[frame] == fenced or place[parent] == fenced:
                 behind = place[parent] == fenced and (place[frame] != fenced or position[frame] < position[parent])

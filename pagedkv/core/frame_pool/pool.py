@@ -75,7 +75,7 @@ class FramePool(TenantMixin):
         try:
             state = st.new_state(
                 self.num_frames,
-                group_rows((Group(),), prefix_cache=True, by_token=False),
+                group_rows((Group(),), by_token=False),
                 block_size=words,
                 publishing=True,
                 events=num_events,

@@ -78,6 +78,22 @@ def enter(records: Records, reg: I64, frame: int, number: int) -> None:
 
 
 @inlined
+def enter_before(records: Records, reg: I64, frame: int, following: int) -> None:
+    """Put `frame` on the list of `following`, an evictable frame of its account: it is evicted just before that one."""
+    base = list_base(records[following].account, int(records[following].place) - 1)
+    older = records[following].older
+    records[frame].older = older
+    records[frame].newer = following
+    records[frame].place = records[following].place
+    records[following].older = frame
+    if older == NIL:
+        reg[base + OLDEST] = frame
+    else:
+        records[older].newer = frame
+    reg[base + LENGTH] += 1
+
+
+@inlined
 def leave(records: Records, reg: I64, frame: int) -> None:
     """Take `frame` off its list."""
     base = list_base(records[frame].account, int(records[frame].place) - 1)
@@ -132,6 +148,20 @@ def enlist(records: Records, reg: I64, frame: int) -> None:
     records[frame].entered = (reg[CLOCK] if reg[INFLATION] else reg[TICK]) & MASK
     raise_floor(records, frame)
     enter(records, reg, frame, max(int(records[frame].rank), int(records[frame].floor) - 1))
+    reg[NUM_EVICTABLE] += 1
+    count(records, reg, frame, EVICTABLE, 1)
+
+
+@inlined
+def enlist_before(records: Records, reg: I64, frame: int, prefix: int) -> None:
+    """Put `frame`, which has become evictable, before `prefix`, the last evictable page before it.
+
+    All evictable pages after `frame` are before `prefix` already, so they are before `frame` now.
+    """
+    records[frame].entered = records[prefix].entered
+    records[frame].rank = int(records[prefix].place) - 1
+    raise_floor(records, frame)
+    enter_before(records, reg, frame, prefix)
     reg[NUM_EVICTABLE] += 1
     count(records, reg, frame, EVICTABLE, 1)
 

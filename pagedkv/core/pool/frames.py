@@ -25,10 +25,22 @@ import numpy as np
 from pagedkv.core.compiled import compiled, inlined, inner
 from pagedkv.core.pool import free_runs
 from pagedkv.core.pool.accounts import count
-from pagedkv.core.pool.eviction import MASK, OLDEST, delist, enlist, enter, leave, raise_floor, rank, victim
+from pagedkv.core.pool.eviction import (
+    MASK,
+    OLDEST,
+    delist,
+    enlist,
+    enlist_before,
+    enter,
+    leave,
+    raise_floor,
+    rank,
+    victim,
+)
 from pagedkv.core.prefix import index
 from pagedkv.core.state import (
     AMONG_FENCED,
+    BEHIND_WINDOW,
     CACHED,
     CACHED_FENCED,
     EPOCH,
@@ -250,10 +262,51 @@ def drop_reference(records: Records, reg: I64, frame: int, keep: int, position: 
 
 
 @inner
+def drop_behind_window(s: State, frame: int, page: int, advice: int) -> None:
+    """Remove a reference to `frame`, page number `page`, whose prefix the space may not map any more.
+
+    Without any reference left, the frame becomes cached if its prefix is published. It is then evicted just before its
+    prefix: of a sequence that runs on, what no query sees again is not worth more than what it came from.
+    """
+    if s.frames[frame].refs > 1:
+        s.frames[frame].refs -= 1
+        return
+    before = index.nearest_evictable(s, frame) if s.frames[frame].published else index.PREFIX_GONE
+    if before == index.PREFIX_IN_USE and s.frames[frame].pins == 0 and s.reg[EPOCH] == s.reg[PASSED]:
+        drop(s, frame, True, page, advice)
+    elif before == index.PREFIX_GONE:
+        drop(s, frame, False, page, advice)
+    else:
+        s.frames[frame].refs = 0
+        s.frames[frame].status = CACHED
+        s.frames[frame].rank = rank(s.frames, s.reg, frame, page * s.tokens.shape[1], advice)
+        s.reg[NUM_CACHED] += 1
+        if s.reg[EPOCH] > s.reg[PASSED]:
+            _fence(s.frames, s.reg, frame)
+            s.reg[CACHED_FENCED] += 1
+        if s.frames[frame].pins > 0:
+            s.frames[frame].rank += BEHIND_WINDOW
+        else:
+            _enlist_behind_window(s, frame, before)
+
+
+@inlined
+def _enlist_behind_window(s: State, frame: int, before: int) -> None:
+    """Put the cached `frame` on a list. before: what `nearest_evictable` returns for it, but for PREFIX_GONE."""
+    if before >= 0:
+        enlist_before(s.frames, s.reg, frame, before)
+    else:
+        enlist(s.frames, s.reg, frame)
+
+
+@inner
 def touch(s: State, frame: int) -> None:
     """Move a cached frame to the end of its list, as if it were mapped and dropped now."""
     if s.frames[frame].pins == 0:
         delist(s.frames, s.reg, frame)
+    elif s.frames[frame].rank >= BEHIND_WINDOW and s.frames[frame].pins == 1 and s.reg[EPOCH] > s.reg[PASSED]:
+        s.frames[frame].rank -= BEHIND_WINDOW  # its prefix is moved next, and waits for the same epoch
+        raise_floor(s.frames, frame)
     if s.reg[EPOCH] > s.reg[PASSED]:
         s.reg[CACHED_FENCED] += s.frames[frame].place != AMONG_FENCED
         _fence(s.frames, s.reg, frame)
@@ -274,11 +327,25 @@ def unpin(s: State, frame: int) -> None:
     """Remove a pin. Without any pin left, a cached frame is evictable and a retired frame is free."""
     s.frames[frame].pins -= 1
     if s.frames[frame].pins == 0:
-        if s.frames[frame].status == CACHED:
+        if s.frames[frame].status == CACHED and s.frames[frame].rank >= BEHIND_WINDOW:
+            _unpin_behind_window(s, frame)
+        elif s.frames[frame].status == CACHED:
             enlist(s.frames, s.reg, frame)
         elif s.frames[frame].status == RETIRED:
             s.reg[NUM_RETIRED] -= 1
             free(s, frame)
+
+
+@inner
+def _unpin_behind_window(s: State, frame: int) -> None:
+    """Put the cached `frame` on a list, or free it if a page before it was evicted while the frame was pinned."""
+    s.frames[frame].rank -= BEHIND_WINDOW
+    before = index.nearest_evictable(s, frame)
+    if before != index.PREFIX_GONE:
+        _enlist_behind_window(s, frame, before)
+    else:
+        s.reg[NUM_CACHED] -= 1
+        free(s, frame)
 
 
 @compiled

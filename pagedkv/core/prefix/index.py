@@ -23,7 +23,7 @@ import numpy as np
 
 from pagedkv.core.compiled import inlined, inner, prefetch
 from pagedkv.core.prefix.events import log_removed, log_stored
-from pagedkv.core.state import I32, IN_USE, NIL, ROOT_BEFORE, SALT_SEED, SALTED_PAGE, SUCCESSOR, State
+from pagedkv.core.state import CACHED, I32, IN_USE, NIL, ROOT_BEFORE, SALT_SEED, SALTED_PAGE, SUCCESSOR, State
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: an odd number without pattern
 _SHIFT = np.uint64(32)
@@ -286,6 +286,28 @@ def remember(s: State, frame: int) -> None:
 def remembers(ghosts: I32, prefix_hash: int) -> bool:
     """Return True if a page of this prefix hash was evicted recently. Rarely wrong: 30 bits of a hash are compared."""
     return ghosts[prefix_hash & (len(ghosts) - 1)] == (prefix_hash >> 2) + 1
+
+
+PREFIX_IN_USE: Final = -1
+PREFIX_GONE: Final = -2
+
+
+@inner
+def nearest_evictable(s: State, frame: int) -> int:
+    """Return the last page before the published `frame` that is evictable, PREFIX_IN_USE if there is none, or
+    PREFIX_GONE if a page before it is not published any more.
+
+    The prefix of an evictable page is whole (I9), so the search ends there.
+    """
+    while True:
+        parent = s.frames[frame].parent
+        if parent < 0:
+            return PREFIX_IN_USE
+        if s.frames[parent].published == 0 or s.frames[parent].generation != s.frames[frame].parent_generation:
+            return PREFIX_GONE
+        if s.frames[parent].status == CACHED and s.frames[parent].pins == 0:
+            return parent
+        frame = parent
 
 
 @inner

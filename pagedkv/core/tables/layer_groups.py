@@ -12,6 +12,9 @@ generation of the leader, group). That is exact, since the leader's identity is,
 companion is one more successor of its leader, so I9 holds for it as for any page: it is evicted before its leader. No
 page comes after a companion, so its eviction orphans none.
 
+Group 0 may have a window, too. A space then gives pages back while pages after them are mapped. Each is put just before
+its prefix in the order of eviction, so a sequence is found to its end until the pool needs the memory of its past.
+
 This file knows which pages a window needs, and companions in the index; it must not know plans.
 """
 
@@ -68,7 +71,7 @@ def group_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def group_rows(groups: tuple[Group, ...], *, prefix_cache: bool, by_token: bool) -> I64:
+def group_rows(groups: tuple[Group, ...], *, by_token: bool) -> I64:
     """Return int64 [G, 5]: window (0 for none) and sinks of each group, two columns of scratch, and keep.
 
     Raises: InvalidRequest for groups that cannot share a pool
@@ -77,12 +80,13 @@ def group_rows(groups: tuple[Group, ...], *, prefix_cache: bool, by_token: bool)
         raise InvalidRequest(f"{len(groups)} layer groups; give 1 to {MOST_GROUPS}")
     if len(groups) > 1 and by_token:
         raise InvalidRequest("match='token' works with one layer group; use match='page'")
-    if len(groups) > 1 and prefix_cache and groups[0].window is not None:
-        raise InvalidRequest(
-            "group 0 leads the prefix cache and keeps all pages, but it has a window; "
-            "give a group without window first, or prefix_cache=False"
-        )
     return np.array([(group.window or 0, group.sinks, 0, 0, group.keep) for group in groups], np.int64)
+
+
+@inlined
+def leader_has_window(s: State) -> bool:
+    """Return whether group 0 gives pages back, so that a space may not map the prefix of its pages."""
+    return s.groups[0, 0] > 0
 
 
 @inlined

@@ -43,6 +43,7 @@ from pagedkv.core.state import (
     MATCHED_BY,
     MISSED_EVICTED,
     MISSED_NEW,
+    NIL,
     NO_HOLE,
     NUM_REGISTERS,
     NUM_UNUSED_ASIDS,
@@ -114,6 +115,8 @@ def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32) -> t
         s.spaces[row].advice = advice
         _set_length(s, row, matched, num_pages)
     s.spaces[asid].complete = pages
+    if layer_groups.leader_has_window(s):
+        slide_windows(s, asid, np.int64(0))
     return asid, int(s.spaces[asid].generation)
 
 
@@ -196,6 +199,8 @@ def may_stay_cached(s: State, asid: int, group: int, page: int) -> bool:
     if page < s.spaces[asid].first_hole:
         return True
     frame = s.table[asid + group, page]
+    if layer_groups.leader_has_window(s):
+        return s.frames[frame].published > 0 and index.nearest_evictable(s, frame) != index.PREFIX_GONE
     # behind a hole. If floor is 0, no successor was ever cached: freeing the page orphans none, and no walk is needed
     return s.frames[frame].floor > 0 and s.frames[frame].published > 0 and index.reaches_root(s, frame)
 
@@ -222,17 +227,42 @@ def _unmap(s: State, asid: int, group: int, page: int) -> None:
     if frames.drop_reference(s.frames, s.reg, frame, stays_cached, page * s.tokens.shape[1], s.spaces[asid].advice):
         frames.free(s, frame)
     s.table[asid + group, page] = HOLE
-    if stays_cached and page > s.spaces[asid].first_hole and s.frames[frame].status == CACHED:
+    if stays_cached and page >= s.spaces[asid].first_hole and s.frames[frame].status == CACHED:
         touch_prefix(s, parent)
 
 
 @inner
 def drop_tail(s: State, asid: int, num_pages: int) -> None:
     """Unmap the pages of `asid` from `num_pages` on: companions before their leaders, and the last page first."""
+    if layer_groups.leader_has_window(s) and s.spaces[asid].first_hole != NO_HOLE:
+        _drop_behind_hole(s, asid, num_pages)
     for group in range(len(s.groups) - 1, -1, -1):
         _drop_row(s, asid, group, num_pages)
     for row in range(asid, asid + len(s.groups)):
         s.spaces[row].num_pages = min(s.spaces[row].num_pages, num_pages)
+
+
+@inner
+def _drop_behind_hole(s: State, asid: int, num_pages: int) -> None:
+    """Unmap the pages of `asid` from `num_pages` on that lie behind its first hole, each page after its prefix."""
+    last = NIL
+    for group in range(len(s.groups)):
+        for page in range(max(num_pages, s.spaces[asid].first_hole), s.spaces[asid + group].num_pages):
+            frame = s.table[asid + group, page]
+            if frame == HOLE:
+                continue
+            s.table[asid + group, page] = HOLE
+            frames.drop_behind_window(s, frame, page, s.spaces[asid].advice)
+            if group == 0 and s.frames[frame].status == CACHED:
+                last = frame
+    while last >= 0:  # the sequence ends here: its whole prefix was used now
+        for group in range(1, len(s.groups)):
+            companion = index.find_companion(s, last, group)
+            if companion >= 0 and s.frames[companion].status == CACHED:
+                frames.touch(s, companion)
+        if s.frames[last].status == CACHED:
+            frames.touch(s, last)
+        last = s.frames[last].parent
 
 
 @inlined
@@ -267,18 +297,26 @@ def truncate_space(s: State, asid: int, length: int) -> None:
     drop_tail(s, asid, pages)
     if length == 0:
         s.spaces[asid].no_publish = 0  # no page from before forget() is left
-    if length <= np.int64(s.spaces[asid].named) * size:
-        s.spaces[asid].named = ALL_NAMED  # no token without an id is left
     for row in range(asid, asid + len(s.groups)):
         _set_length(s, row, length, pages)
         s.spaces[row].complete = min(s.spaces[row].complete, length // size)
         if s.spaces[row].first_hole >= pages:
             s.spaces[row].first_hole = NO_HOLE
+    if s.spaces[asid].named == ALL_NAMED:
+        return
+    if s.spaces[asid].first_hole != NO_HOLE:
+        s.spaces[asid].named = min(s.spaces[asid].named, length // size)  # a hole that was punched may be left
+    elif length <= np.int64(s.spaces[asid].named) * size:
+        s.spaces[asid].named = ALL_NAMED  # no token without an id is left
 
 
 @compiled
 def punch_space(s: State, asid: int, first: int, last: int) -> None:
-    """Unmap the pages first .. last-1 of `asid`, which are full and committed, and leave holes."""
+    """Unmap the pages first .. last-1 of `asid`, which are full and committed, and leave holes.
+
+    The space publishes no further page: what is computed from now on does not see these pages.
+    """
+    s.spaces[asid].named = min(s.spaces[asid].named, s.spaces[asid].complete)
     for page in range(last - 1, first - 1, -1):
         for group in range(len(s.groups) - 1, -1, -1):
             _unmap(s, asid, group, page)
@@ -299,10 +337,21 @@ def slide_windows(s: State, asid: int, before: int) -> None:
             if s.spaces[row].first_hole != NO_HOLE:  # earlier pages were given back earlier
                 first = max(first, layer_groups.first_kept_page(s, group, before))
             last = min(layer_groups.first_kept_page(s, group, s.spaces[row].length), s.spaces[row].num_pages)
-            for page in range(last - 1, first - 1, -1):
+            behind = max(first, s.spaces[asid].first_hole) if layer_groups.leader_has_window(s) else last
+            for page in range(behind, last):
+                _give_back(s, asid, group, page)
+            for page in range(min(behind, last) - 1, first - 1, -1):
                 _unmap(s, asid, group, page)
             if first < last:
                 s.spaces[row].first_hole = min(s.spaces[row].first_hole, first)
+
+
+@inlined
+def _give_back(s: State, asid: int, group: int, page: int) -> None:
+    frame = s.table[asid + group, page]
+    if frame != HOLE:
+        s.table[asid + group, page] = HOLE
+        frames.drop_behind_window(s, frame, page, s.spaces[asid].advice)
 
 
 @inner
@@ -357,6 +406,22 @@ def count_use(s: State, asid: int) -> None:
 
 
 @inner
+def _publishable(s: State, asid: int, complete: int, full: int) -> int:
+    """Return up to which of its `full` pages a space with a hole can publish, of which `complete` are published.
+
+    No prompt would find a page whose prefix was evicted behind the window. It and all later ones are never published.
+    """
+    before = s.table[asid, complete - 1] if complete > 0 else HOLE
+    last = complete
+    if before != HOLE and index.nearest_evictable(s, before) != index.PREFIX_GONE:
+        while last < full and s.table[asid, last] != HOLE:
+            last += 1
+    if last < full:
+        s.spaces[asid].named = last
+    return last
+
+
+@inner
 def publish_pages(s: State, asid: int) -> None:
     """Publish the committed full pages of `asid`. If an equal page is published already, map that page and free ours.
 
@@ -364,14 +429,16 @@ def publish_pages(s: State, asid: int) -> None:
     afterwards. No page is exchanged while a plan of the space is outstanding. An append-only table exchanges none: the
     space keeps its own page, and publishes neither that page nor a later one, whose prefix another frame holds.
     """
-    if s.reg[PUBLISHING] == 0 or s.spaces[asid].first_hole != NO_HOLE or s.spaces[asid].no_publish:
+    if s.reg[PUBLISHING] == 0 or s.spaces[asid].no_publish:
         return
     root = np.int64(s.spaces[asid].root)
     has_salts = s.roots[root, SALTED_PAGE] >= 0
     parent, prefix_hash = index.root_parent(index.first_root(s.roots, root)), int(s.spaces[asid].seed)
     complete = int(s.spaces[asid].complete)
     full = min(s.spaces[asid].length // s.tokens.shape[1], np.int64(s.spaces[asid].named))
-    if complete > 0:
+    if s.spaces[asid].first_hole < full:
+        full = _publishable(s, asid, complete, full)
+    if full > complete > 0:
         parent = s.table[asid, complete - 1]
         prefix_hash = int(s.frames[parent].prefix_hash)
     for page in range(complete, full):  # hash all pages first, as _match_leaders does

@@ -302,7 +302,6 @@ def test_the_table_grows_by_whole_spaces() -> None:
         (lambda: Group(window=4, keep=-1), "int of 0 or more"),
         (lambda: Group(window=4, sinks=-1), "int of 0 or more"),
         (lambda: MemoryManager(4, 4, groups=()), "0 layer groups"),
-        (lambda: MemoryManager(4, 4, groups=(Group(window=4), Group())), "group 0 leads"),
         (lambda: MemoryManager(4, 4, groups=(Group(), Group()), match="token"), "match='page'"),
     ],
 )

@@ -1,0 +1,234 @@
+"""Group 0 with a window: a long sequence is found again after its window has moved, and no page before its prefix goes.
+
+The pages behind the window are cached while the sequence runs on, each after its prefix is cached already. So they are
+put before their prefix in the order of eviction, and not at its end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedkv.core import AddressSpace, Group, MemoryManager
+from pagedkv.core import state as st
+from pagedkv.errors import InvalidRequest
+from tests.core.oracle import grown
+
+pytestmark = pytest.mark.strict
+
+LENGTH = 61
+IDS = list(range(1000, 1000 + LENGTH))
+GROUPS = {
+    "one": (Group(window=9),),
+    "sinks": (Group(window=9, sinks=6),),
+    "keep": (Group(window=9, keep=10),),
+    "narrow first": (Group(window=9), Group(window=17)),
+    "wide first": (Group(window=17), Group(window=9, sinks=2)),
+    "full second": (Group(window=9), Group()),
+}
+
+
+@pytest.fixture(params=GROUPS)
+def groups(request: pytest.FixtureRequest) -> tuple[Group, ...]:
+    return GROUPS[request.param]
+
+
+def decoded(mm: MemoryManager, ids: list[int], *, chunk: int = 1, epochs: bool = False) -> AddressSpace:
+    """Return a space that holds `ids`, committed a chunk at a time. epochs: each step overlaps the next one."""
+    space = mm.open(ids)
+    first = mm.state.reg[st.EPOCH] + 1
+    for step, at in enumerate(range(len(space), len(ids), chunk)):
+        if epochs:
+            mm.retire(first + step)
+        mm.commit(mm.plan([space], [len(ids[at : at + chunk])]), ids[at : at + chunk])
+        if epochs and step > 0:
+            mm.advance(first + step - 1)
+    return space
+
+
+def end_epochs(mm: MemoryManager) -> None:
+    if mm.state.reg[st.EPOCH] >= 0:
+        mm.advance(int(mm.state.reg[st.EPOCH]))
+    mm.check()
+
+
+@pytest.mark.parametrize("epochs", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 45])
+@pytest.mark.parametrize("policy", ["lru", "cost"])
+def test_a_sequence_longer_than_its_windows_is_found_to_its_last_page(groups, policy, chunk, epochs) -> None:
+    mm = MemoryManager(128, 4, groups=groups, policy=policy)
+    ids = IDS[:45]
+    space = decoded(mm, ids, chunk=chunk, epochs=epochs)
+    assert mm.lookup(ids) == 44
+    space.release()
+    end_epochs(mm)
+    assert mm.lookup(ids) == 44
+    again = mm.open(ids)
+    for number, group in enumerate(groups):
+        pages = again.pages_in(number)
+        assert (pages >= 0).sum() < 15 or group.window is None
+        assert (pages[-2:] >= 0).all()
+    mm.check()
+    again.release()
+    mm.check()
+
+
+def test_a_prompt_holds_no_page_that_its_next_query_does_not_see(groups) -> None:
+    mm = MemoryManager(128, 4, groups=groups)
+    decoded(mm, IDS).release()
+    before = mm.stats().mapped
+    again = mm.open(IDS)
+    held = sum(int((again.pages_in(number) >= 0).sum()) for number in range(len(groups)))
+    assert before == 0
+    assert mm.stats().mapped == held
+
+
+@pytest.mark.parametrize("epochs", [False, True])
+@pytest.mark.parametrize("released", [False, True])
+def test_eviction_takes_the_end_before_the_beginning(groups, released, epochs) -> None:
+    mm = MemoryManager(128, 4, groups=groups)
+    space = decoded(mm, IDS, epochs=epochs)
+    if released:
+        space.release()
+    end_epochs(mm)
+    found = [mm.lookup(IDS)]
+    while mm.evict(1):
+        mm.check()
+        found.append(mm.lookup(IDS))
+    assert found == sorted(found, reverse=True)
+    cached = {int(frame) for frame in np.flatnonzero(mm.state.frames["status"] == st.CACHED)}
+    assert not cached
+    assert (found[-1] == 0) == (released or not groups[0].sinks)
+
+
+def test_what_runs_on_gives_up_its_past_before_a_prompt_that_ended_later(groups) -> None:
+    """A page behind a window is as old as its prefix, so a sequence that goes on does not keep its past fresh."""
+    mm = MemoryManager(192, 4, groups=groups)
+    space = decoded(mm, IDS[:40])
+    decoded(mm, list(range(30))).release()
+    ids = list(range(2000, 2021))
+    mm.commit(mm.plan([space], [21]), ids)
+    known = mm.lookup(list(range(30)))
+    assert known == 28
+    while mm.lookup([*IDS[:40], *ids]) > 8 and mm.lookup(list(range(30))) == known:
+        assert mm.evict(1) == 1
+    assert mm.lookup(list(range(30))) == known
+
+
+@pytest.mark.parametrize("epochs", [False, True])
+def test_a_sequence_whose_past_was_evicted_publishes_no_more_and_leaves_nothing(epochs) -> None:
+    mm = MemoryManager(128, 4, groups=(Group(window=9),))
+    space = decoded(mm, IDS, epochs=epochs)
+    end_epochs(mm)
+    mm.evict(5)
+    mm.check()
+    mm.commit(mm.plan([space], [20]), range(20))
+    mm.check()
+    assert (mm.state.frames["published"][space.pages[15:]] == 0).all()
+    space.release()
+    mm.check()
+    assert mm.lookup(IDS) == 4 * (mm.stats().cached)  # what is cached is the beginning that was not evicted
+    mm.evict(128)
+    assert mm.stats().free == 128
+
+
+def test_a_sequence_that_ended_last_is_evicted_last(groups) -> None:
+    mm = MemoryManager(192, 4, groups=groups)
+    space = decoded(mm, IDS)
+    decoded(mm, list(range(30))).release()
+    space.release()
+    while mm.lookup(list(range(30))):
+        assert mm.lookup(IDS) == 60
+        assert mm.evict(1) == 1
+
+
+def test_a_page_that_waits_for_an_epoch_is_free_if_its_prefix_was_evicted_meanwhile() -> None:
+    mm = MemoryManager(128, 4, groups=(Group(window=9),))
+    space = decoded(mm, IDS[:40])
+    mm.retire(0)
+    mm.commit(mm.plan([space], [8]), IDS[40:48])  # two pages fall behind the window, and wait for epoch 0
+    waiting = mm.state.frames["place"] == st.AMONG_FENCED
+    assert waiting.sum() == 2
+    mm.evict(4)
+    mm.check()
+    mm.advance(0)
+    mm.check()
+    assert (mm.state.frames["status"][waiting] == st.FREE).all()
+
+
+def test_spaces_that_share_a_beginning_leave_one_chain(groups) -> None:
+    mm = MemoryManager(256, 4, groups=groups)
+    first = decoded(mm, IDS[:36])
+    second = first.fork()
+    mm.commit(mm.plan([first, second], [24, 20]), [*IDS[36:60], *range(20)])
+    mm.check()
+    other = [*IDS[:36], *range(20)]
+    first.release()
+    mm.check()
+    assert (mm.lookup([*IDS[:60], 0]), mm.lookup([*other, 0])) == (60, 56)
+    second.release()
+    mm.check()
+    assert (mm.lookup([*IDS[:60], 0]), mm.lookup([*other, 0])) == (60, 56)
+    while mm.evict(1):
+        mm.check()
+    assert mm.stats().free == 256
+
+
+def test_a_tenant_with_a_quota_has_lists_of_its_own(groups) -> None:
+    mm = MemoryManager(256, 4, groups=groups)
+    mm.set_quota(b"acme", hard=200)
+    space = mm.open(tenant=b"acme")
+    for at in range(0, 60, 5):
+        mm.commit(mm.plan([space], [5]), IDS[at : at + 5])
+        mm.check()
+    space.release()
+    mm.check()
+    assert mm.lookup(IDS, tenant=b"acme") == 60
+    while mm.evict(1):
+        mm.check()
+    assert mm.stats().free == 256
+
+
+def test_what_is_computed_after_a_punch_is_found_by_no_prompt(groups) -> None:
+    mm = MemoryManager(128, 4, groups=groups)
+    space = decoded(mm, IDS[:24])
+    space.punch(4, 5)
+    mm.commit(mm.plan([space], [20]), IDS[24:44])
+    mm.check()
+    assert mm.lookup(IDS[:44]) <= 24
+    space.truncate(0)
+    mm.commit(mm.plan([space], [44]), IDS[:44])
+    mm.check()
+    assert mm.lookup([*IDS[:44], 0]) == 44
+
+
+def test_a_sequence_that_is_cut_and_goes_on_is_found_with_its_new_end() -> None:
+    mm = MemoryManager(128, 4, groups=(Group(window=9, keep=12),))
+    space = decoded(mm, IDS)
+    with pytest.raises(InvalidRequest, match="given back"):
+        space.truncate(40)
+    space.truncate(50)
+    mm.check()
+    mm.commit(mm.plan([space], [10]), range(10))
+    mm.check()
+    assert mm.lookup([*IDS[:50], *range(10), 0]) == 60
+    assert mm.lookup(IDS) == 60  # the old end is cached beside it
+    space.release()
+    mm.check()
+    assert mm.lookup([*IDS[:50], *range(10), 0]) == mm.lookup(IDS) == 60
+
+
+def test_a_step_behind_ten_thousand_pages_visits_none_of_them() -> None:
+    """A page that falls behind the window is put before its prefix at once: no page of the prefix is visited."""
+    mm = MemoryManager(20_000, 1, groups=(Group(window=4),))
+    space = grown(mm, list(range(10_000)))
+    order = []
+    frame = int(st.list_registers(mm.state.reg)[st.NORMAL, 0])
+    mm.commit(mm.plan([space], [1]), [5])
+    while frame != st.NIL:
+        order.append(frame)
+        frame = int(mm.state.frames["newer"][frame])
+    entered = mm.state.frames["entered"][order]
+    assert len(order) == 9997
+    assert len(set(entered.tolist())) == 1  # a prefix that was visited would have the clock of this step
+    mm.check()
