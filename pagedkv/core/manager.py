@@ -38,7 +38,7 @@ from pagedkv.core.tables import page_tables, steps
 from pagedkv.core.tables.forget import forget_pages
 from pagedkv.core.tables.layer_groups import Group, group_lacking_pages, group_rows, group_tuple
 from pagedkv.core.tables.resize import refuse_resize, resized
-from pagedkv.core.tables.step_errors import refuse_plan, refuse_settling
+from pagedkv.core.tables.step_errors import refuse_ids, refuse_plan, refuse_settling
 from pagedkv.core.tenants import pool_shares
 from pagedkv.core.thread_guard import exclusive
 from pagedkv.errors import DoubleRelease, InvalidRequest, InvariantViolation, PlanConflict, StaleHandle
@@ -210,22 +210,20 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
                 tokens that are rolled back; InvalidRequest if the numbers do not fit. Nothing was changed then.
         """
         self._require_own(plan, "commit")
-        keep, whole_plan = flag(keep_planned, "keep_planned"), counts is None and plan.longs[st.STATUS] != st.PARTLY
-        if whole_plan:
-            accepted = plan.counts
-        else:
-            accepted = plan.remaining if counts is None else count_row(counts, len(plan.rows))
-        ids = unnamed_row(accepted, plan.num_tokens) if token_ids is None else token_row(token_ids)
-        if len(ids) != (plan.num_tokens if whole_plan else accepted.sum()):
-            if not plan.is_outstanding:
-                refuse_settling(self.state, plan, steps.SETTLED, 0)
-            raise InvalidRequest(
-                f"commit got {len(ids)} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} "
-                "spaces; give one count for each space, and as many ids as they add up to"
-            )
+        keep = flag(keep_planned, "keep_planned")
+        accepted = plan.counts if counts is None else count_row(counts, len(plan.rows))
+        ids = None if token_ids is None else token_row(token_ids)
+        if counts is None and (ids is None or len(ids) != plan.num_tokens):
+            accepted = plan.remaining  # fewer than planned if a part of the plan was committed
+        if ids is None:
+            ids = unnamed_row(accepted, plan.num_tokens)
+        if len(ids) != (plan.num_tokens if accepted is plan.counts else accepted.sum()):
+            refuse_ids(self.state, plan, len(ids), accepted)
         code, where = steps.commit_step(
             self.state, plan.rows, plan.longs, plan.ints, accepted, ids, token_ids is not None, keep
         )
+        if code == steps.TOO_MANY and counts is None:
+            refuse_ids(self.state, plan, len(ids), plan.remaining)
         if code != steps.OK:
             refuse_settling(self.state, plan, code, where)
         if not keep or not plan.is_outstanding:

@@ -38,6 +38,16 @@ def refuse_plan(s: State, failure: tuple[int, int], asids: I32, counts: I64, acc
     raise StaleHandle(f"plan names address space {asids[where]}, which is not open; open or fork one")
 
 
+def refuse_ids(s: State, plan: Plan, given: int, accepted: I64) -> NoReturn:
+    """Raise the error of a commit of `given` token ids for a plan of which `accepted[i]` tokens are to be kept."""
+    if not plan.is_outstanding:
+        refuse_settling(s, plan, steps.SETTLED, 0)
+    raise InvalidRequest(
+        f"commit got {given} token ids and counts {accepted.tolist()[:8]} for a plan of {len(plan.rows)} spaces; "
+        "give one count for each space, and as many ids as they add up to"
+    )
+
+
 def refuse_settling(s: State, plan: Plan, code: int, where: int) -> NoReturn:
     """Raise the error of a plan that could not be committed or aborted."""
     if code == steps.SETTLED:
