@@ -18,7 +18,7 @@ from pagedkv.machine_code import folder_for
 MANAGER: Final = "pagedkv.core"
 
 PACKAGES: Final = {
-    MANAGER: "the memory manager for this machine takes about 15 s",
+    MANAGER: "the memory manager for this machine takes about half a minute",
     "pagedkv.kernels.numba": "the numba kernels for this machine takes about 10 s",
 }
 """The packages whose functions numba compiles."""
@@ -30,8 +30,8 @@ class _Announcer(event.Listener):  # type: ignore[misc]
     def __init__(self, screen: Console) -> None:
         self._screen, self._unsaid = screen, dict(PACKAGES)
 
-    def announce(self, package: str) -> None:
-        line = f"pagedkv: compiling {self._unsaid.pop(package)}; {place()}"
+    def announce(self, package: str, note: str = "") -> None:
+        line = f"pagedkv: compiling {self._unsaid.pop(package)}{note}; {place()}"
         self._screen.print(Text(line), soft_wrap=True)
 
     def on_start(self, event: Any) -> None:
@@ -51,8 +51,8 @@ def announced(*, quiet: bool) -> Iterator[Console]:
     """
     screen = Console(stderr=True, highlight=False)
     announcer = _Announcer(screen)
-    if begin_warm_up() and not quiet:
-        announcer.announce(MANAGER)
+    if begin_warm_up(uncompiled=True) and not quiet:
+        announcer.announce(MANAGER, "; steps run uncompiled meanwhile")
     if quiet:
         yield screen
     else:

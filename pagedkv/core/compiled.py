@@ -114,3 +114,11 @@ else:
             return context.get_dummy_value()
 
         return numba.types.void(array, numba.types.intp), generate
+
+    class _Prefetch(type(prefetch)):  # type: ignore[misc]
+        """An intrinsic that Python may call as well: functions of a step run uncompiled at first (warm.py)."""
+
+        def __call__(self, array: Any, at: Any) -> None:
+            """Do nothing."""
+
+    prefetch.__class__ = _Prefetch

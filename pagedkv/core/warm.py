@@ -4,7 +4,8 @@ Numba compiles a function at its first call, once for each machine; later proces
 signal that interrupts the compiler or the loading leaves the manager as it was before the call, but numba may be unable
 to load functions afterwards. So an engine warms up before its first step.
 
-Two processes compile the functions of a step at the same time. They read no request and write only machine code.
+Two processes compile the functions of a step at the same time. They read no request and write only machine code. A
+program that ends at an interrupt need not wait for them: meanwhile, Python runs the same functions uncompiled.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from typing import Any, Final
 
 import numba
 import numpy as np
 
+from pagedkv.core import manager, recovery
 from pagedkv.core.compiled import MACHINE_CODE
 from pagedkv.core.frame_pool.pool import FramePool
 from pagedkv.core.manager import MemoryManager
 from pagedkv.core.observation import Observe
+from pagedkv.core.spaces import opening
 from pagedkv.core.state import I32, I64, State
 from pagedkv.core.tables import page_tables, steps
 
@@ -74,9 +79,11 @@ def warm_up_step() -> None:
     """Call the compiled functions that a step calls: open, plan, commit, abort, fork and release.
 
     The first time on a machine, other processes compile them, see begin_warm_up. This process compiles what they could
-    not.
+    not. It waits for nothing while the functions run uncompiled.
     """
     begin_warm_up()
+    if _uncompiled:
+        return
     _wait()
     mm = MemoryManager(num_frames=8, block_size=2)
     parent = mm.open([1])
@@ -86,19 +93,67 @@ def warm_up_step() -> None:
     parent.release()
 
 
-def begin_warm_up() -> bool:
+def begin_warm_up(*, uncompiled: bool = False) -> bool:
     """Start processes that compile what a step calls; the caller may load its weights meanwhile. Idempotent.
 
     They end with this process. warm_up_step waits for them.
+    uncompiled: run the functions uncompiled until the processes have ended, which may go on after this one. For a
+                program that ends at an interrupt: a function that an interrupt ends in its midst leaves nonsense.
     Returns: whether they run. False if the functions are on disk already, or if no process can be started
     """
     if not _compilers and sys.executable and not all(map(MACHINE_CODE.has, PARTS)):
         quiet = subprocess.DEVNULL
         with suppress(OSError):  # this machine allows no further process
             for part in PARTS:
-                command = [sys.executable, "-c", _PROGRAM, part]
+                command = [sys.executable, "-c", _PROGRAM, part, *(["alone"] if uncompiled else [])]
                 _compilers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet))
+        if len(_compilers) == len(PARTS) and uncompiled and MACHINE_CODE.folder and not numba.config.DISABLE_JIT:
+            _run_uncompiled()
     return bool(_compilers)
+
+
+def _run_uncompiled() -> None:
+    """Let the callers of a step's functions see them uncompiled, until the processes have compiled all of them."""
+    state, rows, counts = MemoryManager(num_frames=8, block_size=2).state, np.zeros(1, np.int32), np.zeros(1, np.int64)
+    plain = [_plain(function) for part in PARTS.values() for function, *_ in part(state, rows, counts)]
+    for caller in (manager, recovery, opening):
+        for module in (page_tables, steps):
+            name = module.__name__.rpartition(".")[2]
+            if hasattr(caller, name):
+                _uncompiled.append((caller, name, module))
+                setattr(caller, name, _View(module, [each for each in plain if each.__module__ == module.__name__]))
+    threading.Thread(target=_run_compiled, name="pagedkv-compile", daemon=True).start()
+
+
+def _run_compiled() -> None:
+    """Wait for the processes, and let the callers see the modules themselves again if all is compiled."""
+    if not any(process.wait() for process in _compilers):
+        while _uncompiled:
+            caller, name, module = _uncompiled.pop()
+            setattr(caller, name, module)
+
+
+class _View:
+    """A module in which some functions are others."""
+
+    def __init__(self, module: Any, functions: list[Any]) -> None:
+        self._module = module
+        for function in functions:
+            setattr(self, function.__name__, function)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _plain(function: Any) -> Callable[..., Any]:
+    """Return the Python function of a compiled one. Its hashes overflow, as they do in machine code."""
+
+    @wraps(function.py_func)
+    def run(*args: Any) -> Any:
+        with np.errstate(over="ignore"):
+            return function.py_func(*args)
+
+    return run
 
 
 def _wait() -> None:
@@ -146,13 +201,25 @@ PARTS: Final = {"plan_step": _planning, "commit_step": _settling}
 
 _compilers: Final[list[subprocess.Popen[bytes]]] = []
 
+_uncompiled: Final[list[tuple[Any, str, Any]]] = []
+"""The callers that see a `_View`, the name by which they see it, and its module."""
+
 _PROGRAM: Final = """
 import gc, sys
 gc.disable()  # the compiler makes many objects that live: to look for garbage takes a tenth of its time
 from pagedkv.core import warm
-warm.end_with_parent()
+if sys.argv[2:]:
+    warm.give_way()
+else:
+    warm.end_with_parent()
 warm.compile_part(sys.argv[1])
 """
+
+
+def give_way() -> None:
+    """Let other processes have the processor first."""
+    if hasattr(os, "nice"):
+        os.nice(5)
 
 
 def end_with_parent() -> None:

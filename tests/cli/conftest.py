@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from pagedkv.cli.app import main
+from pagedkv.core.warm import warm_up_step
 
 
 class Outcome(NamedTuple):
@@ -18,6 +19,12 @@ class Outcome(NamedTuple):
 
 
 Command = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Compile what a step calls: else the first command here would run it uncompiled, and the tests after it."""
+    warm_up_step()
 
 
 @pytest.fixture

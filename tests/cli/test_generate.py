@@ -136,7 +136,7 @@ def test_the_compiler_is_announced_once_and_never_beside_json(command, monkeypat
         return load(*args, **kwargs)
 
     monkeypatch.setattr(Engine, "load", compile_and_load)
-    monkeypatch.setattr(compiling, "begin_warm_up", lambda: elsewhere)
+    monkeypatch.setattr(compiling, "begin_warm_up", lambda *, uncompiled: elsewhere)
     status, _, err = command("generate", "--prompt", LAMP, *options)
     assert status == 0
     assert err.count("pagedkv: compiling the memory manager for this machine") == (not options)

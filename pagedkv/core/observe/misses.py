@@ -47,7 +47,7 @@ def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> Mi
     elif evicted:
         reason = "evicted"
     elif any(
-        page_tables.match_prefix(s, root.number, root.seed, ids, found)[0] > pages
+        page_tables.find_prefix(s, root.number, root.seed, ids, found)[0] > pages
         for _, root in roots.every()
         if root != own and root.number < len(s.roots)
     ):
@@ -71,5 +71,5 @@ def _matched(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> t
     size = s.tokens.shape[1]
     ids = ids if begin < 0 else ids[: begin * size + 1]  # no page with the next salt is known
     found = np.empty(max(0, (len(ids) - 1) // size), np.int32)
-    pages, _, common, evicted = page_tables.match_prefix(s, root.number, root.seed, ids, found)
+    pages, _, common, evicted = page_tables.find_prefix(s, root.number, root.seed, ids, found)
     return root, int(pages), int(common), bool(evicted)

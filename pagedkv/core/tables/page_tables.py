@@ -120,7 +120,7 @@ def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32) -> t
     return asid, int(s.spaces[asid].generation)
 
 
-@compiled
+@inner
 def match_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, int, int, bool]:
     """Find the longest published prefix that every group has, short of the last token.
 
@@ -137,6 +137,12 @@ def match_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> 
         rest = token_ids[pages * s.tokens.shape[1] : max(0, len(token_ids) - 1)]
         frame, common = index.find_part(s, parent, rest)
     return pages, frame, common, evicted or pages < leaders  # companions were published with their leaders
+
+
+@compiled
+def find_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, int, int, bool]:
+    """Return the result of `match_prefix`, which compiled functions call."""
+    return match_prefix(s, root, seed, token_ids, found)
 
 
 @inner

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numba.core.registry import CPUDispatcher
 
-from pagedkv.core import compiled, warm
+from pagedkv.core import Group, compiled, manager, recovery, warm
+from pagedkv.core import state as st
 from pagedkv.core.manager import MemoryManager
+from pagedkv.core.spaces import opening
+from tests.core.oracle import everything, grown
 
 
 @pytest.fixture
@@ -94,6 +101,65 @@ def test_the_other_processes_end_with_this_one(
         process.stdin.close()
     assert [process.wait(30) for process in started] == [1, 1]
     warm._compilers.clear()
+
+
+@pytest.fixture
+def views() -> Iterator[None]:
+    """End the processes and show the compiled functions again after the test."""
+    yield
+    for process in warm._compilers:
+        process.kill()
+        process.communicate()
+    warm._compilers.clear()
+    while warm._uncompiled:
+        caller, name, module = warm._uncompiled.pop()
+        setattr(caller, name, module)
+
+
+def walked() -> tuple[bytes, ...]:
+    """Return every number of a manager after some calls; its hashes have a key that is always the same."""
+    mm = MemoryManager(num_frames=24, block_size=2, groups=(Group(), Group(window=3)))
+    mm.state.reg[st.KEY] = 2**62 + 12345
+    first = grown(mm, [-1, 5, 2**31 - 1, 7, 8, 9, 10])
+    mm.abort(mm.plan([first], [3]))
+    first.fork().release()
+    second = mm.open([-1, 5, 2**31 - 1, 7, 8, 1])
+    assert len(second) == 4
+    mm.commit(mm.plan([first, second], [2, 5]), [1, 2, 3], [1, 2])
+    first.release()
+    mm.retire(3, [second])
+    mm.advance(3)
+    mm.check()
+    return everything(mm)
+
+
+@pytest.mark.parametrize("interpreter", ["#!/bin/sh\nexec sleep 60\n", "#!/bin/sh\nexit 1\n"])
+def test_python_runs_the_same_functions_until_they_are_compiled(
+    program: Path, views: None, interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_result = walked()
+    program.write_text(interpreter)
+    with monkeypatch.context() as at_most:  # the sources that a process would compile
+        at_most.setattr(CPUDispatcher, "compile", lambda self, sig: pytest.fail(f"{self} is compiled here"))
+        assert warm.begin_warm_up(uncompiled=True)
+        assert not isinstance(manager.steps.plan_step, CPUDispatcher)
+        began = time.perf_counter()
+        warm.warm_up_step()
+        assert time.perf_counter() - began < 5
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert walked() == compiled_result
+
+
+def test_the_compiled_functions_are_taken_when_all_are_there(program: Path, views: None) -> None:
+    program.write_text("#!/bin/sh\nexit 0\n")
+    modules = manager.steps, manager.page_tables, recovery.steps, opening.page_tables
+    warm.begin_warm_up(uncompiled=True)
+    for thread in threading.enumerate():
+        if thread.name == "pagedkv-compile":
+            thread.join(30)
+    assert (manager.steps, manager.page_tables, recovery.steps, opening.page_tables) == modules
+    assert isinstance(manager.steps.plan_step, CPUDispatcher)
 
 
 def test_no_process_is_started_for_what_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
