@@ -114,8 +114,7 @@ def begin_warm_up(*, uncompiled: bool = False) -> bool:
 
 def _run_uncompiled() -> None:
     """Let the callers of a step's functions see them uncompiled, until the processes have compiled all of them."""
-    state, rows, counts = MemoryManager(num_frames=8, block_size=2).state, np.zeros(1, np.int32), np.zeros(1, np.int64)
-    plain = [_plain(function) for part in PARTS.values() for function, *_ in part(state, rows, counts)]
+    plain = [_plain(function) for last in PARTS for function, *_ in _calls(last)]
     for caller in (manager, recovery, opening):
         for module in (page_tables, steps):
             name = module.__name__.rpartition(".")[2]
@@ -170,13 +169,18 @@ def _wait() -> None:
 
 def compile_part(last: str) -> None:
     """Compile, without calls, the functions of the part of a step whose last function is `last`."""
-    state, rows, counts = MemoryManager(num_frames=8, block_size=2).state, np.zeros(1, np.int32), np.zeros(1, np.int64)
-    for function, *args in PARTS[last](state, rows, counts):
+    for function, *args in _calls(last):
         if not numba.config.DISABLE_JIT:
             function.compile(tuple(map(numba.typeof, args)))
 
 
 Calls = list[tuple[Any, ...]]
+
+
+def _calls(last: str) -> Calls:
+    """Return the functions of a part, each with arguments of the types with which a step calls it."""
+    state = MemoryManager(num_frames=8, block_size=2).state
+    return PARTS[last](state, np.zeros(1, np.int32), np.zeros(1, np.int64))
 
 
 def _planning(state: State, rows: I32, counts: I64) -> Calls:

@@ -288,6 +288,12 @@ def remembers(ghosts: I32, prefix_hash: int) -> bool:
     return ghosts[prefix_hash & (len(ghosts) - 1)] == (prefix_hash >> 2) + 1
 
 
+@inlined
+def _is_page_before(s: State, parent: int, frame: int) -> bool:
+    """Return whether frame `parent` still holds the page after which `frame` was published, and is published."""
+    return s.frames[parent].published > 0 and s.frames[parent].generation == s.frames[frame].parent_generation
+
+
 PREFIX_IN_USE: Final = -1
 PREFIX_GONE: Final = -2
 
@@ -303,7 +309,7 @@ def nearest_evictable(s: State, frame: int) -> int:
         parent = s.frames[frame].parent
         if parent < 0:
             return PREFIX_IN_USE
-        if s.frames[parent].published == 0 or s.frames[parent].generation != s.frames[frame].parent_generation:
+        if not _is_page_before(s, parent, frame):
             return PREFIX_GONE
         if s.frames[parent].status == CACHED and s.frames[parent].pins == 0:
             return parent
@@ -317,6 +323,6 @@ def reaches_root(s: State, frame: int) -> bool:
         parent = s.frames[frame].parent
         if parent < 0:
             return True
-        if s.frames[parent].published == 0 or s.frames[parent].generation != s.frames[frame].parent_generation:
+        if not _is_page_before(s, parent, frame):
             return False
         frame = parent

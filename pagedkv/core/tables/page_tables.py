@@ -255,11 +255,8 @@ def _drop_behind_hole(s: State, asid: int, num_pages: int) -> None:
     for group in range(len(s.groups)):
         for page in range(max(num_pages, s.spaces[asid].first_hole), s.spaces[asid + group].num_pages):
             frame = s.table[asid + group, page]
-            if frame == HOLE:
-                continue
-            s.table[asid + group, page] = HOLE
-            frames.drop_behind_window(s, frame, page, s.spaces[asid].advice)
-            if group == 0 and s.frames[frame].status == CACHED:
+            _give_back(s, asid, group, page)
+            if group == 0 and frame != HOLE and s.frames[frame].status == CACHED:
                 last = frame
     while last >= 0:  # the sequence ends here: its whole prefix was used now
         for group in range(1, len(s.groups)):
@@ -352,8 +349,9 @@ def slide_windows(s: State, asid: int, before: int) -> None:
                 s.spaces[row].first_hole = min(s.spaces[row].first_hole, first)
 
 
-@inlined
+@inner
 def _give_back(s: State, asid: int, group: int, page: int) -> None:
+    """Unmap a page whose prefix the space may not map any more; a hole stays one."""
     frame = s.table[asid + group, page]
     if frame != HOLE:
         s.table[asid + group, page] = HOLE
