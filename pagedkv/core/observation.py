@@ -20,6 +20,7 @@ from pagedkv.core.observe.reuse_distance import ReuseSampler
 from pagedkv.core.observe.stats import prompt_counters, set_prompt_counters
 from pagedkv.core.prefix.events import Event, EventLog, Snapshot
 from pagedkv.core.prefix.export import Page, findable_pages
+from pagedkv.core.prefix.index import matches_tokens
 from pagedkv.core.prefix.roots import Root, Roots, Salts
 from pagedkv.core.state import FREE, I32, I64, PUBLISHING, State
 from pagedkv.core.tables.layer_groups import Group, group_rows
@@ -87,7 +88,7 @@ class ObservationMixin(ThreadGuard):
         if not self._observe.other_roots:
             return
         if misses.explain(self.state, self._roots, prompt, ids).reason == misses.OTHER_ROOT:
-            unit = 1 if len(self.state.successors) else self.state.tokens.shape[1]
+            unit = 1 if matches_tokens(self.state) else self.state.tokens.shape[1]
             self._missed_other_root += (len(ids) - 1) // unit * unit - int(self.state.spaces["length"][asid])
 
     @property

@@ -1,8 +1,8 @@
 """State: every integer of the memory manager, in a handful of arrays.
 
-There is no Python object per frame or page. `frames` holds one record of 48 bytes per frame, so all fields that one
+There is no Python object per frame or page. `frames` holds one record of 44 bytes per frame, so all fields that one
 operation needs of a frame lie in one or two cache lines. With the index, the prefix hashes of evicted pages and a bit
-for each free frame, a frame costs at most 52 bytes beside its token ids. `spaces` holds one record per row of the page
+for each free frame, a frame costs at most 48 bytes beside its token ids. `spaces` holds one record per row of the page
 table, and `reg` the scalars and the ends of the lists. The arrays are few because the compiled functions pass the whole
 `State` to one another, which costs time per array. `state.frames["refs"]` is a plain strided numpy view. The records
 are recarrays, so that the same functions run uncompiled too (NUMBA_DISABLE_JIT=1): their own slow twin.
@@ -142,7 +142,6 @@ FRAME: Final = np.dtype(
         # of a published frame: the frame of the page before, or root_parent(root); of a companion: its leader
         ("parent", np.int32),
         ("parent_generation", np.uint32),
-        ("salt", np.int32),  # of a published frame: 1 + the root whose salts lie in its page (roots.py); 0 for none
         ("prefix_hash", np.uint32),  # of a published frame: keyed hash of its whole prefix
         ("chain", np.int32),  # next published frame in the same bucket
         ("newer", np.int32),  # next frame of the list, towards the newest
@@ -189,11 +188,17 @@ SPACE: Final = np.dtype(
 
 # columns of `roots`
 IN_USE: Final = 0  # open spaces of the root, plus published pages: its first pages, or those with its salts
-SUCCESSOR: Final = 1  # the first successor, as in `successors`
+SUCCESSOR: Final = 1  # the first successor, as in `details`
 CHARGED: Final = 2  # account charged
 SALTED_PAGE: Final = 3  # the page with its salts; -1 for the root of a tenant without salts
 ROOT_BEFORE: Final = 4  # the root of the tenant with the salts of earlier pages; NIL if there is none
 SALT_SEED: Final = 5  # a keyed digest of its salts, which is mixed into the prefix hash of its page
+
+# columns of `details`
+SALT: Final = 0  # of a published frame: 1 + the root whose salts lie in its page (roots.py); 0 for none
+FIRST_SUCCESSOR: Final = 1  # the successor that was published last
+NEXT_SIBLING: Final = 2  # the next page with the same parent
+PREVIOUS_SIBLING: Final = 3
 
 NO_HOLE: Final = np.iinfo(np.int32).max
 ALL_NAMED: Final = np.iinfo(np.int32).max
@@ -213,9 +218,7 @@ class State(NamedTuple):
     spaces: Records  # SPACE [A]
     table: I32  # [A, P]; entries behind the pages of a row mean nothing
     roots: I32  # [R, 6], see below
-    # [F, 3] of a page: its first successor (the newest); the next and the previous page with the same parent.
-    # [0, 3] unless tokens are matched.
-    successors: I32
+    details: I32  # [F, 4] if tokens are matched; else [F, 1], or [0, 1] until a salt is used
     reg: I64  # [NUM_REGISTERS], and ACCOUNT more for each account
     log: I32  # [E, 4 + S] the last events (events.py); [0, 4 + S] if none are kept
     groups: (
@@ -376,11 +379,28 @@ def new_state(
         spaces=_unused_spaces(0, rows, len(groups)),
         table=_new_table(rows, width),
         roots=_unused_roots(16),
-        successors=np.full((num_frames if by_token else 0, 3), NIL, np.int32),
+        details=_new_details(num_frames, by_token=by_token) if by_token else np.zeros((0, 1), np.int32),
         reg=reg,
         log=np.zeros((events, 4 + block_size), np.int32),
         groups=groups,
     )
+
+
+def _new_details(num_frames: int, *, by_token: bool) -> I32:
+    details = np.full((num_frames, 4 if by_token else 1), NIL, np.int32)
+    details[:, SALT] = 0
+    return details
+
+
+def with_salts(state: State) -> State:
+    """Return the state with room for the salts of each frame."""
+    missing = len(state.details) == 0
+    return state._replace(details=_new_details(len(state.frames), by_token=False)) if missing else state
+
+
+def page_salts(state: State) -> I32:
+    """Return int32 [F]: the column SALT of `details`, a copy; zeros if no salt was used."""
+    return state.details[:, SALT].copy() if len(state.details) else np.zeros(len(state.frames), np.int32)
 
 
 def with_more_rows(state: State) -> State:

@@ -83,14 +83,14 @@ FAULTS = (
     Fault(
         "a page has the salts of the prompt that it was computed for: they are not compared",
         "prefix/index.py",
-        "            and record.salt == salt\n",
+        "            and salt_of(s.details, frame) == salt\n",
         "",
         "prefix/test_salts.py",
     ),
     Fault(
         "a part of a page is shared without salts alone: salts are not looked at",
         "prefix/index.py",
-        " if s.frames[frame].salt == 0 else 0\n",
+        " if s.details[frame, SALT] == 0 else 0\n",
         "\n",
         "prefix/test_salts.py",
     ),

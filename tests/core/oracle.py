@@ -17,6 +17,7 @@ import numpy as np
 from pagedkv.core import AddressSpace, MemoryManager, Pin, Plan
 from pagedkv.core import state as st
 from pagedkv.core.prefix.events import AllBlocksCleared, BlockStored, Event
+from pagedkv.core.prefix.index import matches_tokens
 from pagedkv.errors import EventsLost, OutOfFrames, QuotaExceeded
 
 Salts = tuple[tuple[int, bytes], ...]
@@ -309,7 +310,7 @@ class Oracle:
         ):
             leaders.pop()
             found -= self.size
-        if not len(self.mm.state.successors) or last is None or salts_in(salts, found, self.size):
+        if not matches_tokens(self.mm.state) or last is None or salts_in(salts, found, self.size):
             return found
         rest = tokens[found:-1]
         pages = [page for parent, page, salted in successors if parent == last and not salted]
@@ -336,7 +337,8 @@ def own_salts(mm: MemoryManager) -> dict[int, Salts]:
     """Return the salts in the page of each published frame."""
     salts = {1 + root.number: root.own for root in mm._roots.salted.values()}
     frames = np.flatnonzero(mm.state.frames["published"] == 1).tolist()
-    return {frame: salts[at] if (at := int(mm.state.frames["salt"][frame])) else () for frame in frames}
+    numbers = st.page_salts(mm.state)
+    return {frame: salts[at] if (at := int(numbers[frame])) else () for frame in frames}
 
 
 def everything(mm: MemoryManager) -> tuple[bytes, ...]:
@@ -355,7 +357,8 @@ def everything(mm: MemoryManager) -> tuple[bytes, ...]:
         s.tokens.tobytes(),
         s.ghosts.tobytes(),
         s.roots.tobytes(),
-        s.successors.tobytes(),
+        st.page_salts(s).tobytes(),
+        s.details[:, st.FIRST_SUCCESSOR :].tobytes(),
         s.log.tobytes(),
         reg.tobytes(),
     )

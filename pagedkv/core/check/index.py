@@ -27,10 +27,11 @@ def check_index(s: State, seeds: dict[int, int], *, twins: bool = False) -> None
     require(s.reg[st.PUBLISHING] or not found, "I4", f"frames {found[:4]} are published, but the prefix cache is off")
     # a page that lost its prefix can match nothing; resize makes all such pages name one parent, so they may be equal
     whole = [frame for frame in found if _has_prefix(s, frame)]
-    identities = Counter(_identity(s, frame) for frame in whole)
+    salts = st.page_salts(s)
+    identities = Counter(_identity(s, frame, int(salts[frame])) for frame in whole)
     for frame in whole:
         require(
-            twins or identities[_identity(s, frame)] == 1,
+            twins or identities[_identity(s, frame, int(salts[frame]))] == 1,
             "I4",
             f"frame {frame} has the same group, parent and tokens as another published frame",
             frame=frame,
@@ -41,14 +42,14 @@ def check_index(s: State, seeds: dict[int, int], *, twins: bool = False) -> None
         _check_chain(s, asid, seeds)
     for row in (np.flatnonzero(s.spaces["status"][:: len(s.groups)] == st.HELD) * len(s.groups)).tolist():
         _check_pinned_prefixes(s, row)
-    if len(s.successors):
+    if s.details.shape[1] > st.FIRST_SUCCESSOR:
         _check_successors(s, found)
 
 
-def _identity(s: State, frame: int) -> tuple[int, int, int, bytes]:
+def _identity(s: State, frame: int, salt: int) -> tuple[int, int, int, bytes]:
     """Return (1 + group, parent, its generation, tokens and salt) of a page; a companion has those of its leader."""
     number = int(s.frames["published"][frame])
-    tokens = s.tokens[frame].tobytes() + s.frames["salt"][frame].tobytes() if number == 1 else b""
+    tokens = s.tokens[frame].tobytes() + salt.to_bytes(4, "little", signed=True) if number == 1 else b""
     return number, int(s.frames["parent"][frame]), int(s.frames["parent_generation"][frame]), tokens
 
 
@@ -121,7 +122,7 @@ def _check_roots(s: State, found: list[int]) -> None:
             require(
                 not orphaned, "I9", f"frame {frame} is cached, but the page before it, {parent}, is gone", frame=frame
             )
-    salts = s.frames["salt"][np.array(found, np.int64)]
+    salts = st.page_salts(s)[np.array(found, np.int64)]
     require(
         not len(found) or 0 <= salts.min() <= salts.max() <= len(s.roots),
         "I4",
@@ -167,7 +168,7 @@ def _check_prefix_hashes(s: State, found: I64, seeds: dict[int, int]) -> None:
             frame=int(found[place]),
         )
         before[place] = seeds[root]
-    salts = s.frames["salt"][found]
+    salts = st.page_salts(s)[found]
     before ^= np.where(salts > 0, s.roots[salts - 1, st.SALT_SEED].view(np.uint32), 0).astype(np.uint64)
     group = s.frames["published"][found].astype(np.uint64) - np.uint64(1)
     prefix_hashes = hashed(int(s.reg[st.KEY]), before, s.tokens[found])
@@ -222,7 +223,7 @@ def _check_chain(s: State, asid: int, seeds: dict[int, int]) -> None:
             f"frame {frame} of page {page} of space {asid} was not published after {before}, the page before it",
             frame=frame,
         )
-        salt = int(s.frames["salt"][frame])
+        salt = int(s.details[frame, st.SALT]) if len(s.details) else 0
         require(
             salt == 1 + salts.get(page, -1),
             "I4",
@@ -262,25 +263,25 @@ def _check_pinned_prefixes(s: State, row: int) -> None:
 def _check_successors(s: State, published: list[int]) -> None:
     """Check that a page with a published prefix is once among the successors of its parent, linked both ways."""
     following: dict[int, list[int]] = {}
-    heads = [(frame, int(s.successors[frame, 0])) for frame in published] + [
+    heads = [(frame, int(s.details[frame, st.FIRST_SUCCESSOR])) for frame in published] + [
         (-2 - root, int(first)) for root, first in enumerate(s.roots[:, st.SUCCESSOR])
     ]
     for parent, frame in heads:
         before = st.NIL
         while frame >= 0 and len(following.setdefault(parent, [])) <= len(published):
             require(
-                frame < len(s.successors),
+                frame < len(s.details),
                 "I4",
-                f"the successors of {parent} include frame {frame}, but the pool has {len(s.successors)} frames",
+                f"the successors of {parent} include frame {frame}, but the pool has {len(s.details)} frames",
             )
             require(
-                s.successors[frame, 2] == before,
+                s.details[frame, st.PREVIOUS_SIBLING] == before,
                 "I4",
                 f"frame {frame}, a successor of {parent}, does not link back to {before}",
                 frame=frame,
             )
             following[parent].append(frame)
-            before, frame = frame, int(s.successors[frame, 1])
+            before, frame = frame, int(s.details[frame, st.NEXT_SIBLING])
         require(frame == st.NIL, "I4", f"the list of successors of {parent} does not end", frame=max(frame, 0))
     expected: dict[int, list[int]] = {}
     for frame in published:

@@ -30,7 +30,7 @@ import numpy as np
 from pagedkv.core.compiled import inlined
 from pagedkv.core.prefix.digests import page_digest, root_digest
 from pagedkv.core.prefix.roots import Salts
-from pagedkv.core.state import I32, I64, LOGGED, State
+from pagedkv.core.state import I32, I64, LOGGED, State, page_salts
 from pagedkv.errors import EventsLost, InvalidRequest
 
 STORED: Final = 1
@@ -262,10 +262,11 @@ class EventLog:
         """Name the published pages from the arrays, except pages that lost their prefix: no prompt can find them."""
         self._folded = newest
         self._names, self._copies, self._subjects = {}, Counter(), {}
+        salts = page_salts(s)
         for frame in _prefixes_first(s, np.flatnonzero(s.frames["published"]).tolist()):
             parent, group = int(s.frames["parent"][frame]), int(s.frames["published"][frame]) - 1
             if parent < 0 or _is_page_before(s, parent, frame):
-                self._store(frame, self._name(newest, (parent, group, int(s.frames["salt"][frame])), s.tokens[frame]))
+                self._store(frame, self._name(newest, (parent, group, int(salts[frame])), s.tokens[frame]))
 
 
 def _is_page_before(s: State, parent: int, frame: int) -> bool:

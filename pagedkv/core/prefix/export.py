@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pagedkv.core import state as st
 from pagedkv.core.prefix.roots import Roots, Salts
 from pagedkv.core.state import I32, State
 
@@ -29,6 +30,7 @@ def findable_pages(s: State, roots: Roots) -> list[Page]:
     tenants = {root.number: tenant for tenant, root in roots.by_tenant.items()}
     salts = {root.number: root.own for root in roots.salted.values()}
     following, companions = _links(s)
+    own_salts = st.page_salts(s)
     found: list[Page] = []
     waiting = [(frame, -1) for first in sorted(following) if first < 0 for frame in following[first]]
     while waiting:  # depth first
@@ -37,7 +39,7 @@ def findable_pages(s: State, roots: Roots) -> list[Page]:
         if min(frames) >= 0:
             root = int(-2 - s.frames["parent"][frame])
             tenant = found[parent].tenant if parent >= 0 else tenants[root]
-            own = salts.get(int(s.frames["salt"][frame]) - 1, ())
+            own = salts.get(int(own_salts[frame]) - 1, ())
             found.append(Page(frames, parent, tenant, s.tokens[frame].copy(), own))
             waiting += [(child, len(found) - 1) for child in following.get(frame, [])]
     return found

@@ -10,7 +10,7 @@ which stands for the tenant.
     prefix hash(page i)  = hash(prefix hash(page i - 1) ^ seed of its salts, tokens of page i)    of page -1: the seed
                                                                                                   of the root
 
-If tokens are matched, not only whole pages (match="token"), each page also has a linked list of its `successors`.
+If tokens are matched, not only whole pages (match="token"), each page also has a linked list of its successors.
 
 Complexity: O(block_size) a lookup or insertion, O(1) a removal; one to three candidates a bucket.
 """
@@ -23,7 +23,21 @@ import numpy as np
 
 from pagedkv.core.compiled import inlined, inner, prefetch
 from pagedkv.core.prefix.events import log_removed, log_stored
-from pagedkv.core.state import CACHED, I32, IN_USE, NIL, ROOT_BEFORE, SALT_SEED, SALTED_PAGE, SUCCESSOR, State
+from pagedkv.core.state import (
+    CACHED,
+    FIRST_SUCCESSOR,
+    I32,
+    IN_USE,
+    NEXT_SIBLING,
+    NIL,
+    PREVIOUS_SIBLING,
+    ROOT_BEFORE,
+    SALT,
+    SALT_SEED,
+    SALTED_PAGE,
+    SUCCESSOR,
+    State,
+)
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: an odd number without pattern
 _SHIFT = np.uint64(32)
@@ -52,6 +66,18 @@ def salt_at(roots: I32, root: int, page: int) -> int:
     while roots[root, SALTED_PAGE] > page:
         root = roots[root, ROOT_BEFORE]
     return root + 1 if roots[root, SALTED_PAGE] == page else 0
+
+
+@inlined
+def matches_tokens(s: State) -> bool:
+    """Return whether a part of a page is matched too (match="token")."""
+    return s.details.shape[1] > 1
+
+
+@inlined
+def salt_of(details: I32, frame: int) -> int:
+    """Return the salt of a published frame, as `salt_at` returns it for its page."""
+    return details[frame, SALT] if len(details) else 0
 
 
 @inlined
@@ -125,8 +151,8 @@ def find(s: State, parent: int, prefix_hash: int, tokens: I32, salt: int = 0) ->
             record.prefix_hash == prefix_hash
             and record.parent == parent
             and record.parent_generation == generation
-            and record.salt == salt
             and record.published == 1
+            and salt_of(s.details, frame) == salt
         ):
             different = np.int32(0)
             for i in range(len(tokens)):
@@ -141,7 +167,6 @@ def find(s: State, parent: int, prefix_hash: int, tokens: I32, salt: int = 0) ->
 def insert(s: State, frame: int, parent: int, prefix_hash: int, salt: int = 0) -> None:
     """Publish the full `frame` with its prefix hash after `parent`. The caller has looked for an equal page."""
     bucket = prefix_hash & (len(s.bucket) - 1)
-    s.frames[frame].salt = salt
     s.frames[frame].parent = parent
     s.frames[frame].parent_generation = s.frames[parent].generation if parent >= 0 else np.uint32(0)
     s.frames[frame].prefix_hash = prefix_hash
@@ -152,10 +177,12 @@ def insert(s: State, frame: int, parent: int, prefix_hash: int, salt: int = 0) -
         s.frames[frame].uses = 1  # the page was evicted not long ago
     if parent < 0:
         s.roots[-2 - parent, IN_USE] += 1
+    if len(s.details):
+        s.details[frame, SALT] = salt
     if salt > 0:
         s.roots[salt - 1, IN_USE] += 1
-    if len(s.successors):
-        _link_successor(s.successors, s.roots, frame, parent)
+    if matches_tokens(s):
+        _link_successor(s.details, s.roots, frame, parent)
     if len(s.log):
         log_stored(s.log, s.reg, (frame, parent, 0, salt), s.tokens[frame])
 
@@ -194,7 +221,8 @@ def insert_companion(s: State, frame: int, leader: int, group: int) -> None:
     s.frames[frame].chain = s.bucket[bucket]
     s.bucket[bucket] = frame
     s.frames[frame].published = 1 + group
-    s.frames[frame].salt = 0  # its leader has the salts
+    if len(s.details):
+        s.details[frame, SALT] = 0  # its leader has the salts
     if len(s.log):
         log_stored(s.log, s.reg, (frame, leader, group, 0), s.tokens[leader])
 
@@ -215,39 +243,40 @@ def remove(s: State, frame: int) -> None:
             s.frames[here].chain = s.frames[frame].chain
     s.frames[frame].published = 0
     parent = s.frames[frame].parent
-    if len(s.successors) and (
+    if matches_tokens(s) and (
         parent < 0 or (s.frames[parent].published and s.frames[parent].generation == s.frames[frame].parent_generation)
     ):
-        _unlink_successor(s.successors, s.roots, frame, parent)  # without the parent, its list is gone as well
+        _unlink_successor(s.details, s.roots, frame, parent)  # without the parent, its list is gone as well
     if parent < 0:
         s.roots[-2 - parent, IN_USE] -= 1
-    if s.frames[frame].salt > 0:
-        s.roots[s.frames[frame].salt - 1, IN_USE] -= 1
+    salt = np.int64(salt_of(s.details, frame))
+    if salt > 0:
+        s.roots[salt - 1, IN_USE] -= 1
     if len(s.log):
         log_removed(s.log, s.reg, frame)
 
 
 @inlined
-def _link_successor(successors: I32, roots: I32, frame: int, parent: int) -> None:
-    first = successors[parent, 0] if parent >= 0 else roots[-2 - parent, SUCCESSOR]
-    successors[frame, 0], successors[frame, 1], successors[frame, 2] = -1, first, -1
+def _link_successor(details: I32, roots: I32, frame: int, parent: int) -> None:
+    first = details[parent, FIRST_SUCCESSOR] if parent >= 0 else roots[-2 - parent, SUCCESSOR]
+    details[frame, FIRST_SUCCESSOR], details[frame, NEXT_SIBLING], details[frame, PREVIOUS_SIBLING] = -1, first, -1
     if first >= 0:
-        successors[first, 2] = frame
+        details[first, PREVIOUS_SIBLING] = frame
     if parent >= 0:
-        successors[parent, 0] = frame
+        details[parent, FIRST_SUCCESSOR] = frame
     else:
         roots[-2 - parent, SUCCESSOR] = frame
 
 
 @inlined
-def _unlink_successor(successors: I32, roots: I32, frame: int, parent: int) -> None:
-    following, before = successors[frame, 1], successors[frame, 2]
+def _unlink_successor(details: I32, roots: I32, frame: int, parent: int) -> None:
+    following, before = details[frame, NEXT_SIBLING], details[frame, PREVIOUS_SIBLING]
     if following >= 0:
-        successors[following, 2] = before
+        details[following, PREVIOUS_SIBLING] = before
     if before >= 0:
-        successors[before, 1] = following
+        details[before, NEXT_SIBLING] = following
     elif parent >= 0:
-        successors[parent, 0] = following
+        details[parent, FIRST_SUCCESSOR] = following
     else:
         roots[-2 - parent, SUCCESSOR] = following
 
@@ -259,17 +288,17 @@ def find_part(s: State, parent: int, tokens: I32) -> tuple[int, int]:
     Only the 32 successors published last are compared, and none with a salt.
     """
     best, longest = -1, 0
-    frame = s.successors[parent, 0] if parent >= 0 else s.roots[-2 - parent, SUCCESSOR]
+    frame = s.details[parent, FIRST_SUCCESSOR] if parent >= 0 else s.roots[-2 - parent, SUCCESSOR]
     for _ in range(32):
         if frame < 0:
             break
         common = 0
-        most = min(len(tokens), s.tokens.shape[1]) if s.frames[frame].salt == 0 else 0
+        most = min(len(tokens), s.tokens.shape[1]) if s.details[frame, SALT] == 0 else 0
         while common < most and s.tokens[frame, common] == tokens[common]:
             common += 1
         if common > longest:
             best, longest = frame, common
-        frame = s.successors[frame, 1]
+        frame = s.details[frame, NEXT_SIBLING]
     return best, longest
 
 

@@ -9,8 +9,8 @@ the pages before it are shared with prompts that have another salt there, or non
     (tenant, image, other)   ──▶ root 8    its salts lie in page 10    before it: root 7
 
 A space has the root of all its salts. A page is published with the root whose salts lie in the page, if there is one
-(`salt` of its frame), and two pages are equal only if these roots are. So identity stays exact (I4): a root is looked
-up by the salts themselves, and a page also names the page before it, which has the earlier salts.
+(SALT in `details` of the state), and two pages are equal only if these roots are. So identity stays exact (I4): a root
+is looked up by the salts themselves, and a page also names the page before it, which has the earlier salts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Roots:
         """Return the root of all `salts`. first: the root of the tenant, and the state."""
         if len(self.by_tenant) + len(self.salted) >= self._sweep_at:
             self._sweep(first[1], first[0].number)
-        root, state = first
+        root, state = first[0], st.with_salts(first[1])
         size = state.tokens.shape[1]
         for page, start, end in _by_page(salts, size):
             name = tenant, salts[:end]

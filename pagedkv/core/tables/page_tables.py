@@ -98,7 +98,7 @@ def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32) -> t
     for page in range(pages):
         frames.map_matched(s, s.table[asid, page])
     num_pages, matched = pages, pages * size
-    asked = max(0, len(token_ids) - 1) if len(s.successors) else max(0, (len(token_ids) - 1) // size * size)
+    asked = max(0, len(token_ids) - 1) if index.matches_tokens(s) else max(0, (len(token_ids) - 1) // size * size)
     if frame >= 0:  # another space sees this page: the first write copies it
         frames.map_matched(s, frame)
         s.table[asid, pages] = frame
@@ -132,7 +132,7 @@ def match_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> 
     pages = layer_groups.usable_pages(s, found, leaders)
     found[pages:leaders] = HOLE
     frame, common = -1, 0
-    if len(s.successors) and index.salt_at(s.roots, root, pages) == 0:
+    if index.matches_tokens(s) and index.salt_at(s.roots, root, pages) == 0:
         parent = found[pages - 1] if pages else index.root_parent(index.first_root(s.roots, root))
         rest = token_ids[pages * s.tokens.shape[1] : max(0, len(token_ids) - 1)]
         frame, common = index.find_part(s, parent, rest)

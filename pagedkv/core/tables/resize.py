@@ -21,8 +21,10 @@ import numpy.typing as npt
 from pagedkv.core.compiled import compiled
 from pagedkv.core.pool import free_runs
 from pagedkv.core.pool.frames import pending
+from pagedkv.core.prefix.index import matches_tokens
 from pagedkv.core.state import (
     EPOCH,
+    FIRST_SUCCESSOR,
     FREE,
     FREE_LISTS,
     HELD,
@@ -43,6 +45,7 @@ from pagedkv.core.state import (
     account_registers,
     list_registers,
     new_state,
+    with_salts,
 )
 from pagedkv.core.tables import steps
 from pagedkv.errors import InvalidRequest, OutOfFrames, PlanConflict
@@ -102,8 +105,9 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     into[num_frames:] = NIL
     into[sources] = targets
     same = min(num_frames, len(s.frames))
-    fresh = new_state(num_frames, s.groups, block_size=s.tokens.shape[1], publishing=1, by_token=len(s.successors) > 0)
-    for name in ("frames", "tokens", "successors"):
+    fresh = new_state(num_frames, s.groups, block_size=s.tokens.shape[1], publishing=1, by_token=matches_tokens(s))
+    fresh = with_salts(fresh) if len(s.details) else fresh
+    for name in ("frames", "tokens", "details"):
         old, new = getattr(s, name), getattr(fresh, name)
         if len(old):
             new[:same] = old[:same]
@@ -113,7 +117,7 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     listed = fresh.frames["place"] != NOWHERE
     for link in ("newer", "older"):
         fresh.frames[link][listed] = _renumbered(fresh.frames[link][listed], into)
-    fresh.successors[:] = _renumbered(fresh.successors, into)
+    fresh.details[:, FIRST_SUCCESSOR:] = _renumbered(fresh.details[:, FIRST_SUCCESSOR:], into)
     reg, roots = s.reg.copy(), s.roots.copy()
     for lists in (
         list_registers(reg),
@@ -130,7 +134,7 @@ def resized(s: State, num_frames: int) -> tuple[State, I32]:
     state = s._replace(
         frames=fresh.frames,
         tokens=fresh.tokens,
-        successors=fresh.successors,
+        details=fresh.details,
         chunks=fresh.chunks,
         bucket=fresh.bucket,
         ghosts=fresh.ghosts,

@@ -145,7 +145,6 @@ RECORDS: dict[tuple[str, str], tuple[Where, list[int]]] = {
         [1, -1],
     ),
     ("frames", "prefix_hash"): (later_links, [1, 2**20]),
-    ("frames", "salt"): (published, [1, 2]),
     ("frames", "chain"): (published, [1, -1, 1000]),
     ("frames", "newer"): (listed, [1, -1]),
     ("frames", "older"): (listed, [1, -1]),
@@ -240,7 +239,7 @@ def test_every_field_is_corrupted_or_has_a_reason(busy: MemoryManager) -> None:
         "bucket",
         "table",
         "roots",
-        "successors",
+        "details",
         "reg",
         "ghosts",
         "log",
@@ -313,7 +312,12 @@ def test_a_root_counted_wrongly_or_with_wrong_successors_is_seen(busy: MemoryMan
 
 def test_a_wrong_link_between_successors_is_seen(busy: MemoryManager) -> None:
     s = busy.state
-    assert all(seen(busy, s.successors, (frame, link), 1) for frame in later_links(s) for link in range(3))
+    assert all(seen(busy, s.details, (frame, link), 1) for frame in later_links(s) for link in range(1, 4))
+
+
+def test_a_wrong_salt_is_seen(busy: MemoryManager) -> None:
+    s = busy.state
+    assert all(seen(busy, s.details, (frame, st.SALT), change) for frame in published(s) for change in (1, 2))
 
 
 def test_a_wrong_window_is_seen(busy: MemoryManager) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -185,9 +187,33 @@ def test_a_page_with_another_salt_is_another_page_to_the_hit_curve() -> None:
     assert many.hit_curve([64])[64] == 0
 
 
+def test_memory_for_salts_comes_with_the_first_salt_and_a_resize_keeps_it(mm: MemoryManager) -> None:
+    grown(mm, PROMPT[:9])
+    assert len(mm.state.details) == 0
+    assert mm.lookup(PROMPT[:9], salt={5: b"cat"}) == 4
+    grown(mm, PROMPT[:9], salt={5: b"cat"})
+    assert len(mm.state.details) == 16
+    for frames in (24, 12):
+        mm.resize(frames)
+        assert mm.lookup(PROMPT[:9]) == mm.lookup(PROMPT[:9], salt={5: b"cat"}) == 8
+        assert mm.lookup(PROMPT[:9], salt={5: b"dog"}) == 4
+        mm.check(3)
+
+
+def test_an_open_that_fails_after_the_first_salt_loses_nothing(mm: MemoryManager, monkeypatch: Any) -> None:
+    """The roots of the salts are known, but the state with memory for salts was never stored."""
+    grown(mm, PROMPT[:9])
+    with monkeypatch.context() as patch:
+        patch.setattr(st, "with_salts", lambda state: state)
+        mm._roots.of(b"", mm.state, ((5, b"cat"),))
+    grown(mm, PROMPT[:9], salt={5: b"cat"})
+    assert mm.lookup(PROMPT[:9], salt={5: b"cat"}) == 8
+    mm.check(3)
+
+
 def test_check_sees_a_page_with_the_salts_of_another(mm: MemoryManager) -> None:
     space = grown(mm, PROMPT[:9], salt={5: b"cat"})
-    mm.state.frames["salt"][space.pages[1]] = 0
+    mm.state.details[space.pages[1], st.SALT] = 0
     with pytest.raises(InvariantViolation):
         mm.check()
 
