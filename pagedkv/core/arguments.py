@@ -38,6 +38,8 @@ def _power(end: int) -> str:
 
 def real(value: Any, what: str) -> float:
     """Return `value` as a float that is not NaN. `what` names the argument in the error."""
+    if type(value) is float and value == value:
+        return value
     if isinstance(value, str | bytes | bool | np.bool_):
         raise InvalidRequest(f"{what} is {value!r}; give a number")
     try:
