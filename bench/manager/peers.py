@@ -263,7 +263,46 @@ class SGLang:
         raise Absent("RadixCache does not allocate; the pools beside it are torch and Triton")
 
     def frames(self, call: str) -> Run:
-        raise Absent("its allocator hands out slots of tokens, and has neither references nor keys")
+        run = self._lives()
+        return lambda: run()[call]
+
+    @functools.cache  # noqa: B019 - one adapter a process
+    def _lives(self) -> Callable[[], dict[str, float]]:
+        """Return a run of the paged allocator and the RadixCache above it. The ROW pages are one node of the tree."""
+        with contextlib.redirect_stdout(sys.stderr):
+            from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator as Allocator
+        size, seconds = ROW * BLOCK, {}
+        allocator = Allocator((FRAME_POOL + 1) * BLOCK, BLOCK, self.torch.float32, "cpu", None, need_sort=False)
+        cache = self.radix.RadixCache.create_simulated(page_size=BLOCK, mock_allocator=allocator)
+
+        def take() -> Any:
+            if allocator.available_size() < size:
+                cache.evict(self.base.EvictParams(num_tokens=size))
+            return allocator.alloc(size)
+
+        def find(ids: array[int]) -> tuple[Any, Any]:
+            node = cache.match_prefix(self.base.MatchPrefixParams(key=self.radix.RadixKey(ids))).last_device_node
+            return node, cache.path_device_indices(node)
+
+        def run() -> dict[str, float]:
+            ids, got = array("q", random.choices(range(30_000), k=size)), []
+            seconds["take frames"] = timed(lambda: got.append(take()))
+            value = self.base.InsertParams(key=self.radix.RadixKey(ids), value=got[0])
+            seconds["publish frames"] = timed(lambda: cache.insert(value))
+            cache.inc_lock_ref(find(ids)[0])
+            node = find(ids)[0]
+            seconds["drop frames"] = timed(lambda: cache.dec_lock_ref(node))
+            seconds["find frames"] = timed(lambda: got.append(find(ids)[1]))
+            seconds["share frames"] = timed(lambda: cache.inc_lock_ref(node))
+            if not bool((got[0] == got[1]).all()):
+                raise Absent("found other slots than were published")
+            cache.dec_lock_ref(node)
+            seconds["one frame"] = timed(lambda: allocator.free(allocator.alloc(BLOCK)))
+            return seconds
+
+        for _ in range(FRAME_POOL // ROW + 1):
+            run()
+        return run
 
     def match(self) -> Run:
         cache, turn = self.full(), itertools.count()
