@@ -13,14 +13,13 @@ from functools import cache
 
 import numpy as np
 
-from pagedkv.bench.manager.peers import FRAME_POOL, KEY_BYTES, ROW
+from pagedkv.bench.manager.peers import FRAME_POOL, KEY_BYTES, ROW, frame_run
 from pagedkv.core import FramePool
 
 
 def life(call: str) -> Callable[[], float]:
-    """Return a run that gives the seconds of `call`, one of peers.FRAME_CALLS. All of them share one pool."""
-    run = _lives()
-    return lambda: run()[call]
+    """Return a run that gives the seconds of `call`, see peers.frame_run. All of them share one pool."""
+    return frame_run(_lives(), call)
 
 
 @cache

@@ -210,6 +210,15 @@ def held(num_frames: int, pages: int) -> Callable[[], float]:
     return lambda: size
 
 
+def _frame_cases(name: str, call: str, limit: float, work: int) -> tuple[Case, Case]:
+    """Return the cases of one call of FramePool: after other work, and in a loop, to which the limit applies."""
+    unit, loop = "ns" if work > 1 else "us", peers.in_a_loop(call)
+    return (
+        Case(name, unit, None, work, partial(frame_pool.life, call), call),
+        Case(f"{name}, in a loop", unit, limit, work, partial(frame_pool.life, loop), loop),
+    )
+
+
 TWO: Final = (Group(), Group(window=128, sinks=4))
 
 CASES: Final = (
@@ -235,7 +244,7 @@ CASES: Final = (
     Case("fork 4,096 pages", "us", 20, 1, lambda: fork(4096)),
     Case("create a pool of 1e6", "ms", 100, 1, lambda: create(1_000_000), rounds=5),
     *(
-        Case(name, "ns" if work > 1 else "us", limit, work, partial(frame_pool.life, call), call)
+        case
         for name, call, limit, work in (
             ("take a frame, by 64, each of which evicts one", "take frames", 80, ROW),
             ("give a frame its key, by 64", "publish frames", 65, ROW),
@@ -244,6 +253,7 @@ CASES: Final = (
             ("share a frame, by 64", "share frames", 30, ROW),
             ("take and drop one frame alone", "one frame", 1.2, 1),
         )
+        for case in _frame_cases(name, call, limit, work)
     ),
     Case("a block, token ids included", "bytes", 48 + 4 * BLOCK, 1, lambda: held(POOL, PAGES), peers.BYTES, rounds=1),
 )
