@@ -89,6 +89,7 @@ def test_held_out_questions_over_four_thousand_tokens(dtype: str) -> None:
     assert right >= 98
 
 
+@pytest.mark.slow
 def test_forty_prompts_through_a_pool_that_holds_three() -> None:
     pages = [document(200 + 3 * seed, seed=seed) for seed in range(40)]
     prompts = [page.prompt(page.questions[0]) for page in pages]

@@ -120,7 +120,7 @@ def test_forty_prompts_through_a_pool_that_holds_three(checkpoint: Callable[[str
     assert idle(engine)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=strategies.data())
 def test_any_workload_gives_each_prompt_its_own_tokens(
     data: strategies.DataObject, checkpoint: Callable[[str], Checkpoint]

@@ -129,7 +129,7 @@ def test_an_interrupt_at_some_instructions_of_a_step_loses_nothing(
         return engine, requests
 
     total = count_instructions(begun()[0].step)
-    for at in range(1, total + 1, total // 30):
+    for at in range(1, total + 1, total // 12):
         engine, requests = begun()
         interrupt_and_compare(engine, requests, undisturbed, at)
 

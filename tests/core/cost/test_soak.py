@@ -58,7 +58,7 @@ def test_no_frame_is_lost_in_any_random_walk(policy: str, world: str) -> None:
 
 def check_no_frame_lost(policy: str, world: str) -> None:
     walk = Walk(5, replace(WORLDS[world], policy=policy))
-    run_walk(walk, 3000, every=50)
+    run_walk(walk, 2000, every=50)
     assert walk.refused > 0  # the pool was too small at times
     assert walk.conflicts > 0  # and some calls came at the wrong moment
     release_all(walk)

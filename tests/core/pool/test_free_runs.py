@@ -44,7 +44,7 @@ def test_runs_stay_long_while_sequences_come_and_go() -> None:
     mm = MemoryManager(num_frames=8192, block_size=1, prefix_cache=False)
     spaces: list[AddressSpace] = []
     means = []
-    for step in range(1000):
+    for step in range(500):
         while len(spaces) < 48:
             spaces.append(mm.open())
             grow(mm, spaces[-1:], int(rng.integers(1, 80)))

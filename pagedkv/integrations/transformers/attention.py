@@ -1,0 +1,165 @@
+"""Attention: the function that models call by the name "pagedkv", and the mask function of that name.
+
+The name is in a model's config only while a forward pass with a PagedCache runs (patching.py). In another thread, the
+same model may be in a forward pass without one: then the functions hand over to those of the model's own name.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from pagedkv import paged_attention, write_kv
+from pagedkv.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from pagedkv.integrations.transformers.cache import PagedCache
+
+NAME: Final = "pagedkv"
+
+_KNOWN: Final = frozenset(
+    ("cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+     "position_embeddings", "position_ids", "return_dict", "s_aux", "scaling", "sliding_window", "softcap", "use_cache",
+     "logits_to_keep", "num_items_in_batch", "mm_token_type_ids", "token_type_ids")
+)  # fmt: skip
+"""Arguments of an attention function that the kernels serve, or that do not concern attention."""
+
+
+class Active(threading.local):
+    """The forward pass with a PagedCache that runs in this thread.
+
+    cache: its cache, or None. own: the name of the attention function that the model has otherwise.
+    stored: id(key tensor): layer, for models whose later layers use the keys of earlier ones; kept: these tensors.
+    """
+
+    def __init__(self) -> None:
+        self.cache: PagedCache | None = None
+        self.shared: dict[int, tuple[int, torch.Tensor, torch.Tensor]] | None = None
+
+
+ACTIVE: Final = Active()
+
+OWN_NAMES: dict[int, str] = {}
+"""id(config): the attention function of a patched model, while "pagedkv" stands in its config."""
+
+
+def register() -> None:
+    """Make the attention function and the mask function "pagedkv" known to transformers. `patch` does so."""
+    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, mask)
+
+
+def attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Store K and V of the new tokens in the pages of the layer, and attend to the pages.
+
+    torch.compile traces it: a graph calls one operator for each layer.
+    Shapes: query [B, H, L, D], key [B, K, L, D], value [B, K, L, Dv]; returns out [B, L, H, Dv]
+    Raises: InvalidRequest for what pages cannot serve; the model is then to be used without `patch`
+    """
+    cache = ACTIVE.cache
+    if cache is None:
+        own: tuple[torch.Tensor, None] = _own_attention(module)(module, query, key, value, attention_mask, **options)
+        return own
+    layer, is_new = _layer_of(cache, key, value)
+    if attention_mask is not None:
+        raise InvalidRequest("the model makes a mask of its own, which pages do not serve; use it without patch()")
+    if options.get("output_attentions"):
+        raise InvalidRequest("attention over pages has no weights to return; call with output_attentions=False")
+    if options.get("is_causal") is False:
+        raise InvalidRequest("a layer of the model is not causal, which pages do not serve; use it without patch()")
+    unknown = sorted(name for name, given in options.items() if name not in _KNOWN and given is not None)
+    if unknown:
+        raise InvalidRequest(f"the model's attention takes {unknown}, which pages do not serve; use it without patch()")
+    window = cache.pool.geometry.windows[layer]
+    if options.get("sliding_window") not in (None, window):
+        raise InvalidRequest(
+            f"layer {layer} has a window of {options['sliding_window']}, and its cache one of {window}; use the model "
+            "without patch()"
+        )
+    attend = torch.ops.pagedkv_transformers.attend.default if torch.compiler.is_compiling() else _attend
+    softcap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
+    return attend(query, key, value, layer, is_new, options.get("scaling"), softcap, sinks), None
+
+
+def _layer_of(cache: PagedCache, key: torch.Tensor, value: torch.Tensor) -> tuple[int, bool]:
+    """Return the layer to whose pages K and V belong, and whether they are to be stored there."""
+    if cache.pending is not None:
+        layer, k, v = cache.pending
+        cache.pending = None
+        if key is not k or value is not v:
+            raise InvalidRequest(
+                f"layer {layer} changes K or V between cache and attention, so it cannot read pages; use the model "
+                "without patch()"
+            )
+        if ACTIVE.shared is not None:
+            ACTIVE.shared[id(key)] = (layer, key, value)
+        return layer, True
+    found = (ACTIVE.shared or {}).get(id(key))
+    if found is None or found[1] is not key or found[2] is not value:
+        raise InvalidRequest("a layer attends to K and V that are in no cache; use the model without patch()")
+    return found[0], False
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    is_new: bool,
+    scale: float | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Write K and V if they are new, and attend to the pages of `layer` in the step of this thread's forward pass."""
+    cache = ACTIVE.cache
+    step = None if cache is None else cache.rows.step
+    if cache is None or step is None:
+        raise InvalidRequest("a compiled layer attends to pages outside of the forward pass of a patched model")
+    place, kv = cache.pool.place(layer), cache.pool.kv
+    batch = step.tables[kv.layer_groups[place]]
+    if is_new:
+        write_kv(key, value, kv[place], batch)
+        step.stored.add(layer)
+    window = cache.pool.geometry.windows[layer]
+    out = paged_attention(query, kv[place], batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    return out.transpose(1, 2)
+
+
+def _shape_of_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+
+_LIBRARY: Any = torch.library.Library("pagedkv_transformers", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "attend(Tensor query, Tensor key, Tensor value, int layer, bool is_new, float? scale, float softcap, Tensor? sinks)"
+    " -> Tensor"
+)
+_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("pagedkv_transformers::attend", _shape_of_attend, lib=_LIBRARY)
+
+
+def mask(*args: Any, **options: Any) -> Any:
+    """Return no mask: pages hold no padding, and the kernels are causal. Raises: InvalidRequest for another mask."""
+    if ACTIVE.cache is None:
+        own = OWN_NAMES.get(id(options.get("config")), "sdpa")
+        return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **options)
+    if not options.get("allow_is_causal_skip", True) or "allow_is_bidirectional_skip" in options:
+        raise InvalidRequest("the model asks for a mask that is not causal; use it without patch()")
+    return None
+
+
+def _own_attention(module: Any) -> Callable[..., Any]:
+    """Return the attention function that the model of `module` has without us."""
+    own = OWN_NAMES.get(id(module.config), "sdpa")
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)

@@ -1,0 +1,479 @@
+"""PagedCache: the cache of one batch of sequences, for `past_key_values` of a transformers model.
+
+A forward pass of the model is a step:
+
+    begin     frames for the new tokens are planned, before the first layer
+    layers    each layer writes its K and V, and attends to the pages
+    end       the step stays outstanding, so that `crop` can take drafts back: it is committed with fewer tokens
+    settle    the next step, a reordering of beams or `close` commits it
+
+Two modes. With the hooks of `patch`, layers attend to pages ("pagedkv", attention.py): padding is never stored, and
+nothing is gathered. With any other attention function, `update` stores what it gets, padding too, and returns K and V
+gathered from the pages. A cache stays in the mode of its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from pagedkv import AddressSpace, PagedBatch, gather_kv, write_kv
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers.geometry import Shape
+from pagedkv.integrations.transformers.pool import Pool
+
+
+@dataclass
+class Step:
+    """The step of one forward pass.
+
+    batch:   the plan. width: columns of the host, padding included.
+    tables:  what the kernels of each layer group read; padded if a row has padding.
+    ids:     int32 of the tokens, or None if pages of them must not be shared.
+    paged:   whether layers attend to pages. stored: layers that have stored their K and V.
+    done:    whether the forward pass has ended.
+    """
+
+    batch: Any
+    width: int
+    tables: dict[int, PagedBatch]
+    ids: Any
+    paged: bool
+    stored: set[int] = field(default_factory=set)
+    done: bool = False
+
+
+@dataclass
+class Rows:
+    """The holdings of a cache in its pool: sequences, and the step under way. They outlive a dropped cache."""
+
+    spaces: list[AddressSpace] = field(default_factory=list)
+    step: Step | None = None
+
+    def release(self, pool: Pool) -> None:
+        """Give everything back. Tokens of a finished step are published first."""
+        step, self.step = self.step, None
+        spaces, self.spaces = self.spaces, []
+        if not pool.is_ready:
+            return
+        if step is not None:
+            if step.done:
+                pool.kv.commit(step.batch, step.ids)
+            else:
+                pool.kv.abort(step.batch)
+        pool.kv.reorder(spaces, [])
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer, as the host asks for it. Everything is kept by the cache."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: PagedCache, number: int, window: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache, self._number = cache, number
+        self.is_sliding = window is not None
+        if window is not None:
+            self.sliding_window = window
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether the layer has tokens."""
+        return bool(self._cache.rows.spaces)
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        """The host sets what this layer knows."""
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """[B, K, L, D]: a copy, in columns of the host. None if there are no tokens."""
+        return self._cache.gathered(self._number)[0] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        """The host clears what this layer does not keep."""
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """[B, K, L, Dv]: a copy, in columns of the host. None if there are no tokens."""
+        return self._cache.gathered(self._number)[1] if self.is_initialized else None
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        """The host clears what this layer does not keep."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """The pool was made before."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """See PagedCache.update."""
+        return self._cache.update(key_states, value_states, self._number)
+
+    def get_seq_length(self) -> int:
+        """Return the columns that the layer has stored, padding included."""
+        return self._cache.get_seq_length(self._number)
+
+    def get_max_length(self) -> int:
+        """Return the window, or -1."""
+        return self.sliding_window if self.is_sliding else -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (columns that `update` will return, the first of them)."""
+        return self._cache.get_mask_sizes(query_length, self._number)
+
+
+class PagedCache(Cache):
+    """Sequences in pages: what `model(..., past_key_values=)` and `model.generate(..., past_key_values=)` take.
+
+        cache = PagedCache(model.config)                any model, any attention: K and V are gathered in each step
+        patch(model); model.generate(...)               makes one for each call, and the kernels read its pages
+
+    config: that of the model. pool: shared with other caches; None: a pool of its own, made of `options`, see Pool.
+    salt:   prompts find pages with the same salt alone; the hooks of `patch` put in the names of active adapters.
+    It is a context manager: the pages are given back at its end. Then, or when `close` is called, full pages of known
+    tokens can be found by later prompts of the same pool.
+    Raises: InvalidRequest for a model that pages cannot serve
+    """
+
+    def __init__(self, config: Any, *, pool: Pool | None = None, salt: bytes = b"", **options: Any) -> None:
+        if pool is not None and options:
+            raise InvalidRequest(f"PagedCache got a pool and {sorted(options)}; these are options of the pool")
+        self.pool: Pool = Pool(config, **options) if pool is None else pool
+        geometry = self.pool.geometry
+        super().__init__(
+            layers=[
+                PagedLayer(self, number, window) if number in geometry.cached else _dummy()
+                for number, window in enumerate(geometry.windows)
+            ]
+        )
+        self.config, self.salt, self.rows = config, salt, Rows()
+        self._columns = 0
+        self._mode: bool | None = None  # whether layers attend to pages; None before the first step
+        self.pending: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self.pool.add(self, self.rows)
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        ids: torch.Tensor | None,
+        shape: tuple[int, int],
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+        *,
+        paged: bool,
+    ) -> None:
+        """Plan the step of a forward pass with `shape` (rows, columns) of new tokens.
+
+        ids:       the token ids, [B, L], or None if pages of these tokens must not be shared.
+        mask:      which columns of each row are tokens, [B, columns so far + L]. None: all.
+        positions: for which the model computes K, [B or 1, L]; None: the host counts columns. Pages are not shared if
+                   these are not the places of the tokens in their sequence.
+        """
+        rows, width = shape
+        real = None if mask is None or bool(mask[:, -width:].all()) else mask[:, -width:].bool()
+        with self.pool.lock:
+            self.settle()
+            if self._mode not in (None, paged):
+                raise InvalidRequest(
+                    "the attention function changed while this cache holds tokens; use a new PagedCache for each batch"
+                )
+            self._set_rows(rows)
+            if paged and mask is not None and mask.shape[1] != self._columns + width:
+                raise InvalidRequest(
+                    f"a mask of {mask.shape[1]} columns for {self._columns} columns in the cache and {width} new ones; "
+                    "give one column for each"
+                )
+            stored = real if paged else None
+            counts = [width] * rows if stored is None else stored.sum(1).tolist()
+            batch = self.pool.plan(self, counts)
+            if paged and mask is not None:
+                self._refuse_other_tokens(batch, mask[:, :-width])
+            self._mode, kv = paged, self.pool.kv
+            tables = {group: batch[kv.layer_groups.index(group)] for group in range(len(kv.specs))}
+            if stored is not None:
+                on_device = stored.to(kv.device)
+                tables = {group: table.padded(on_device) for group, table in tables.items()}
+            known = None
+            if ids is not None and (paged or real is None) and self.pool.finds_prefixes:
+                if positions is None:
+                    positions = torch.arange(self._columns, self._columns + width)
+                if _packed(positions.expand(rows, width), stored).equal(torch.from_numpy(batch.plan.positions)):
+                    known = _packed(ids, stored).to(torch.int32).numpy()
+            self.rows.step = Step(batch, width, tables, known, paged)
+
+    def _refuse_other_tokens(self, batch: Any, before: torch.Tensor) -> None:
+        """Undo the plan and raise unless the mask of the columns so far names the tokens that are stored."""
+        held = batch.plan.seq_lens - batch.plan.counts
+        if (before.sum(1).cpu().numpy() != held).any():
+            self.pool.kv.abort(batch)
+            raise InvalidRequest(
+                f"the mask shows or hides tokens that were stored otherwise: {before.sum(1).tolist()[:8]} tokens before "
+                f"this call, and the cache holds {held.tolist()[:8]}; a mask may not change its first columns"
+            )
+
+    def end(self, *, is_done: bool) -> None:
+        """End the step: it stays outstanding until `settle`, or is undone if the forward pass raised."""
+        self.pending, step = None, self.rows.step
+        if step is not None and not step.done:
+            step.done = is_done
+            if is_done:
+                self._columns += step.width
+            else:
+                self._abort()
+
+    def settle(self, dropped: int = 0) -> None:
+        """Commit the step under way, but for the last `dropped` columns of each row. Undo one that was interrupted."""
+        with self.pool.lock:
+            step = self.rows.step
+            if step is not None and not step.paged and len(step.stored) == len(self.pool.geometry.cached):
+                self.end(is_done=True)  # without hooks, the last layer ends the forward pass
+            if step is not None and not step.done:
+                self._abort()
+            elif step is not None:
+                kept, ids = None, step.ids
+                if dropped:
+                    counts = step.batch.plan.counts
+                    kept = (counts - dropped).clip(0)
+                    if ids is not None:
+                        starts = step.batch.plan.cu_seqlens_q[:-1]
+                        parts = [ids[start : start + count] for start, count in zip(starts, kept, strict=True)]
+                        ids = np.concatenate(parts)
+                self.pool.kv.commit(step.batch, ids, kept)
+                self.rows.step = None
+                self._columns -= dropped
+
+    def _abort(self) -> None:
+        step, self.rows.step = self.rows.step, None
+        if step is not None and self.pool.is_ready:
+            self.pool.kv.abort(step.batch)
+
+    def _set_rows(self, rows: int) -> None:
+        """Open the sequences of a first step, or repeat those of prompts whose beams begin."""
+        held = len(self.rows.spaces)
+        if not held:
+            self.rows.spaces = list(self.pool.kv.open_batch([()] * rows, salt=self.salt).spaces)
+        elif rows % held:
+            raise InvalidRequest(f"the batch has {rows} rows and the cache {held}; use a new PagedCache for each batch")
+        elif rows > held:
+            self.batch_repeat_interleave(rows // held)
+
+    # -- what layers call ----------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the K and V of new tokens, [B, K, L, D].
+
+        Returns: what the layer attends to. With paged attention that is the same tensors, which attention.py stores;
+                 else K and V of all columns that the layer sees, gathered
+        """
+        step = self.rows.step
+        if step is not None and step.paged and not step.done:
+            if self.pending is not None:
+                self.refuse_pending()
+            self.pending = (layer_idx, key_states, value_states)
+            return key_states, value_states
+        gathered: tuple[torch.Tensor, torch.Tensor] = self._store_and_gather(key_states, value_states, layer_idx)
+        return gathered
+
+    def refuse_pending(self) -> None:
+        """Raise because a layer gave K and V to the cache and did not attend through our attention function."""
+        layer = self.pending[0] if self.pending is not None else -1
+        self.pending = None
+        raise InvalidRequest(
+            f"layer {layer} does not attend through the AttentionInterface of transformers, so it cannot read pages; "
+            "pass past_key_values=PagedCache(model.config) to the model without patch()"
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _store_and_gather(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise InvalidRequest("pages have no gradients; call the model under no_grad(), or with use_cache=False")
+        if layer not in self.pool.geometry.cached:
+            raise InvalidRequest(f"layer {layer} stores K and V, and its config says that it has none of its own")
+        step = self.rows.step
+        if step is None or step.done or layer in step.stored:
+            if not self.pool.is_ready:
+                self.pool.fit(dict.fromkeys(self.pool.geometry.cached, Shape.of(k, v)), k.device)
+            self.begin(None, (k.shape[0], k.shape[2]), None, paged=False)
+            step = self.rows.step
+            assert step is not None
+        place, kv = self.pool.place(layer), self.pool.kv
+        spec = kv.specs[kv.layer_groups[place]]
+        if (k.shape[1], k.shape[-1], v.shape[-1]) != (spec.num_kv_heads, spec.head_dim, spec.head_dim_v):
+            raise InvalidRequest(
+                f"layer {layer} has {k.shape[1]} heads of {k.shape[-1]} and {v.shape[-1]} elements, and the pool is "
+                f"made for {spec.num_kv_heads} of {spec.head_dim} and {spec.head_dim_v}; use pool=Pool.for_model(model)"
+            )
+        write_kv(k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1), kv[place], step.batch[place])
+        step.stored.add(layer)
+        return self.gathered(layer)
+
+    def gathered(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K [B, K, L, D] and V [B, K, L, Dv] of the columns that the layer sees: copies, padding as zeros."""
+        place, kv, step = self.pool.place(layer), self.pool.kv, self.rows.step
+        width = step.width if step is not None else 0
+        if step is None or (layer not in step.stored and not (step.paged and step.done)):
+            with self.pool.lock:
+                self.settle()
+                batch, width = kv.plan(self.rows.spaces, [0] * len(self.rows.spaces)), 0
+                try:
+                    return self._gather(place, batch[place], self.get_seq_length(layer), width)
+                finally:
+                    kv.abort(batch)
+        return self._gather(place, step.batch[place], self.get_seq_length(layer), width)
+
+    def _gather(self, place: int, batch: PagedBatch, columns: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        kv = self.pool.kv
+        layer, spec = kv[place], kv.specs[kv.layer_groups[place]]
+        seen = columns if spec.window is None else min(columns, spec.window - 1 + width)
+        rows, dtype = len(self.rows.spaces), getattr(torch, spec.dtype)
+        k = torch.empty(rows, spec.num_kv_heads, seen, spec.head_dim, dtype=dtype, device=kv.device)
+        v = torch.empty(rows, spec.num_kv_heads, seen, layer.v.shape[-1], dtype=dtype, device=kv.device)
+        gather_kv(layer, batch, batch.seq_lens - seen, (k.transpose(1, 2), v.transpose(1, 2)))
+        return k, v
+
+    # -- lengths -------------------------------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns that the layer has stored, padding included."""
+        step = self.rows.step
+        under_way = step is not None and not step.done and (layer_idx in step.stored)
+        return self._columns + (step.width if step is not None and under_way else 0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return (columns that `update` will return, the first of them)."""
+        seen, window = self.get_seq_length(layer_idx), self.pool.geometry.windows[layer_idx]
+        first = 0 if window is None else max(seen - window + 1, 0)
+        return seen - first + query_length, first
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return the window of the layer, or -1: a paged cache grows."""
+        window = None if layer_idx is None else self.pool.geometry.windows[layer_idx]
+        return -1 if window is None else window
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, or -1 before the first step."""
+        return len(self.rows.spaces) or -1
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: generate() does not compile the forward pass by itself."""
+        return False
+
+    # -- the batch as a whole ------------------------------------------------------------------------------------------
+
+    def find(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Map the pages that the pool has of these prompts; return how many leading columns need no computation.
+
+        For an empty cache. Prompts with padding inside or behind them find nothing.
+        Shapes: input_ids, attention_mask [B, L]
+        """
+        if self.rows.spaces or not self.pool.is_ready or not self.pool.finds_prefixes:
+            return 0
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if mask.shape != input_ids.shape or bool((mask.diff() < 0).any()):
+            return 0
+        rows = [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
+        pads = (mask.shape[1] - mask.sum(1)).tolist()
+        with self.pool.lock:
+            self.pool.sweep()
+            spaces, columns = self.pool.kv.open_batch(rows, pads=pads, salt=self.salt)
+            self.rows.spaces = list(spaces)
+            try:  # the host computes a rectangle
+                for pad, space in zip(pads, spaces, strict=True):
+                    space.truncate(max(0, columns - pad))
+            except InvalidRequest:  # a window has no pages before the common column: compute all
+                self.rows.release(self.pool)
+                columns = 0
+            self._columns = columns
+        return columns
+
+    def _rearrange(self, index: Sequence[int]) -> None:
+        with self.pool.lock:
+            self.settle()
+            if list(index) != list(range(len(self.rows.spaces))):
+                self.rows.spaces = self.pool.kv.reorder(self.rows.spaces, index)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row i continue row beam_idx[i]. Pages are shared; no bytes are copied."""
+        self._rearrange(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times. Pages are shared; no bytes are copied."""
+        self._rearrange([row for row in range(len(self.rows.spaces)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows that `indices` names, by number or as a mask of bools."""
+        self._rearrange(torch.arange(len(self.rows.spaces))[torch.as_tensor(indices).cpu()].tolist())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last -tokens_to_remove columns. A positive number, as before 5.20, is the length to keep.
+
+        Raises: InvalidRequest beyond the positions that a window has kept
+        """
+        dropped, held = int(tokens_to_remove), self.get_seq_length()
+        dropped = -dropped if dropped <= 0 else max(0, held - dropped)
+        with self.pool.lock:
+            step = self.rows.step
+            if step is not None and 0 < dropped <= step.width and bool((step.batch.plan.counts == step.width).all()):
+                return self.settle(dropped)
+            self.settle()
+            for space in self.rows.spaces if dropped else ():
+                space.truncate(max(0, len(space) - dropped))
+            self._columns = max(0, self._columns - dropped)
+
+    def __deepcopy__(self, _: Any) -> PagedCache:
+        """Return a cache that continues the same sequences. Pages are shared; no bytes are copied."""
+        other = PagedCache(self.config, pool=self.pool, salt=self.salt)
+        with self.pool.lock:
+            self.settle()
+            other.rows.spaces = [space.fork() for space in self.rows.spaces]
+        other._columns, other._mode = self._columns, self._mode
+        return other
+
+    __copy__ = None  # a shallow copy would give pages back twice
+
+    def activate_past_recording(self) -> None:
+        """Do nothing: drafts can be taken back always."""
+
+    def reset(self) -> None:
+        """Give all pages back; the cache is empty, and may be used again."""
+        with self.pool.lock:
+            self.pending = None
+            self.rows.release(self.pool)
+            self._columns, self._mode = 0, None
+
+    close = reset
+
+    def __enter__(self) -> PagedCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"PagedCache({len(self.rows.spaces)} rows, {self.get_seq_length()} columns, {self.pool})"
+
+
+def _packed(columns: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """Return the numbers of the tokens, on the CPU, without those of padding. Shapes: columns, real [B, L]."""
+    columns = columns.cpu()
+    return (columns if real is None else columns[real.cpu()]).reshape(-1)
+
+
+def _dummy() -> Any:
+    """Return the host's layer that stores nothing, for layers that use the K and V of others."""
+    from transformers.cache_utils import DummyLayer
+
+    return DummyLayer()  # type: ignore[no-untyped-call]

@@ -1,0 +1,127 @@
+"""Geometry: which layers of a config cache K and V, with which windows, and what a paged cache cannot serve.
+
+transformers decides what each layer caches: DynamicCache(config) has one layer object for each. This file reads their
+types, so it follows the host where configs differ. The shapes of K and V are not in the config in a form that all
+models share; they are read off the model (`shapes_of`) or off the first tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from pagedkv import KVSpec
+from pagedkv.errors import InvalidRequest
+
+KEPT = 64
+"""Positions that a layer with a window keeps behind it, so that rejected drafts can be taken back."""
+
+_CHANGING_ROTATION = ("dynamic", "longrope")  # the angles of a token depend on the length of its sequence
+
+
+class Shape(NamedTuple):
+    """Shapes of one layer's K and V: heads, elements of a key, elements of a value, dtype."""
+
+    heads: int
+    key: int
+    value: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor) -> Shape:
+        """k, v: [B, heads, L, elements]."""
+        return cls(k.shape[1], k.shape[-1], v.shape[-1], k.dtype)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The cache that a config asks for.
+
+    windows: for each layer of the host, the positions that it sees, or None for all.
+    cached:  the layers that have K and V of their own. Other layers use those of an earlier layer, or have none.
+    reusable: whether K and V of a token depend on the tokens before it alone, so that other prompts may use them.
+    """
+
+    windows: tuple[int | None, ...]
+    cached: tuple[int, ...]
+    reusable: bool
+
+    @classmethod
+    def of(cls, config: Any) -> Geometry:
+        """Raises: InvalidRequest for a model that a paged cache cannot serve."""
+        if getattr(config, "is_encoder_decoder", False):
+            raise InvalidRequest(_refusal(config, "it is an encoder-decoder, and pages serve decoders alone"))
+        text = config.get_text_config(decoder=True)
+        if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+            raise InvalidRequest(_refusal(config, "it has layers of chunked attention"))
+        try:
+            layers = DynamicCache(config=text).layers
+        except Exception as error:  # each config fails in its own way
+            raise InvalidRequest(_refusal(config, f"transformers makes no DynamicCache for it ({error})")) from error
+        kinds = [type(layer).__name__ for layer in layers]
+        known = {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, "DummyLayer"}
+        if not layers or set(kinds) - known:
+            what = ", ".join(sorted(set(kinds) - known)) or "none"
+            raise InvalidRequest(_refusal(config, f"pages serve full and sliding attention, and it has {what}"))
+        windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
+        cached = tuple(number for number, kind in enumerate(kinds) if kind != "DummyLayer")
+        return cls(windows, cached, not any(kind in _CHANGING_ROTATION for kind in _rotations(text)))
+
+    def specs(self, shapes: dict[int, Shape], block_size: int, kv_dtype: str | None) -> tuple[list[KVSpec], list[int]]:
+        """Return the spec of each layer group, and the group of each cached layer. shapes: of each cached layer."""
+        kinds = [(self.windows[layer], shapes[layer]) for layer in self.cached]
+        groups = sorted(set(kinds), key=lambda kind: (kind[0] is not None, kind[0] or 0, *kind[1][:3]))
+        specs = [
+            KVSpec(
+                num_layers=kinds.count((window, shape)),
+                num_kv_heads=shape.heads,
+                head_dim=shape.key,
+                head_dim_v=shape.value,
+                block_size=block_size,
+                dtype=str(shape.dtype).removeprefix("torch."),
+                kv_dtype=kv_dtype,
+                window=window,
+                keep=0 if window is None else KEPT,
+            )
+            for window, shape in groups
+        ]
+        return specs, [groups.index(kind) for kind in kinds]
+
+
+def shapes_of(model: Any, geometry: Geometry) -> dict[int, Shape]:
+    """Return the shape of each cached layer: the model computes one token into a DynamicCache."""
+    cache = DynamicCache(config=model.config)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        model.forward(input_ids=token, past_key_values=cache, use_cache=True)
+    found = {}
+    for layer in geometry.cached:
+        held: Any = cache.layers[layer] if layer < len(cache.layers) else None
+        if held is None or not isinstance(held.keys, torch.Tensor):
+            raise InvalidRequest(_refusal(model.config, f"its layer {layer} stored no K and V in the cache"))
+        found[layer] = Shape.of(held.keys, held.values)
+    return found
+
+
+def _refusal(config: Any, why: str) -> str:
+    return f"a model of type {config.model_type!r} keeps the cache of transformers: {why}"
+
+
+def _rotations(config: Any) -> Iterator[str]:
+    """Yield the kinds of rotary embedding in a config, also of layers with their own."""
+    for name in ("rope_parameters", "rope_scaling"):
+        yield from _kinds_in(getattr(config, name, None))
+
+
+def _kinds_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        kind = value.get("rope_type", value.get("type"))
+        if isinstance(kind, str):
+            yield kind
+        for inner in value.values():
+            yield from _kinds_in(inner)

@@ -1,0 +1,311 @@
+"""Patching: let `model.generate` and `model(...)` keep K and V in pages, and take that back without a trace.
+
+    before a forward pass    plan the step from ids and mask, put "pagedkv" into the model's config
+    after it, or an error    put the model's own name back, end or undo the step
+    generate()               makes a PagedCache over the model's pool, maps known prefixes, and closes it at the end
+
+A forward pass without a PagedCache (training, use_cache=False, another cache) is that of the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers import trial
+from pagedkv.integrations.transformers.attention import ACTIVE, NAME, OWN_NAMES, register
+from pagedkv.integrations.transformers.cache import PagedCache
+from pagedkv.integrations.transformers.geometry import shapes_of
+from pagedkv.integrations.transformers.pool import Pool
+
+_ATTRIBUTE: Final = "_pagedkv"  # of a patched model: its Patched
+
+_PLAIN_INPUTS: Final = frozenset(
+    ("attention_mask", "cache_position", "input_ids", "labels", "logits_to_keep", "output_attentions",
+     "output_hidden_states", "output_router_logits", "past_key_values", "position_ids", "return_dict", "use_cache")
+)  # fmt: skip
+"""Inputs of a forward pass besides which K and V depend on nothing but ids and positions."""
+
+_DRAFTING: Final = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "custom_generate")
+
+
+def patch(
+    model: Any,
+    *,
+    memory: str | int | None = None,
+    kv_dtype: str | None = None,
+    block_size: int = 16,
+    prefix_cache: bool = True,
+    pool: Pool | None = None,
+) -> Patched:
+    """Let `model.generate` keep K and V in pages from now on, and attend to them where they lie.
+
+    The model computes a few tokens with pages and without, and is refused if the logits differ.
+    memory, kv_dtype, block_size, prefix_cache: see Pool. pool: one made before, Pool.for_model(model).
+    Returns: a handle with `pool` and `unpatch()`
+    Raises:  InvalidRequest for a model that pages cannot serve; the model is unchanged then
+    """
+    if not isinstance(model, PreTrainedModel):
+        hint = "; patch(model.get_base_model())" if hasattr(model, "get_base_model") else ""
+        raise InvalidRequest(f"patch got a {type(model).__name__}; give a PreTrainedModel of transformers{hint}")
+    if _ATTRIBUTE in vars(model):
+        raise InvalidRequest("the model is patched already; call unpatch(model) first to patch it with other options")
+    if pool is not None and (memory, kv_dtype, block_size, prefix_cache) != (None, None, 16, True):
+        raise InvalidRequest("patch got a pool and options of a pool; give one of them")
+    register()
+    options: dict[str, Any] = {
+        "memory": memory,
+        "kv_dtype": kv_dtype,
+        "block_size": block_size,
+        "prefix_cache": prefix_cache,
+    }
+    return Patched(model, Pool(model.config, **options) if pool is None else pool, owns_pool=pool is None)
+
+
+def unpatch(model: Any) -> None:
+    """Undo `patch`: the model is what it was before, and the memory of its pool is given back."""
+    handle = vars(model).get(_ATTRIBUTE)
+    if handle is None:
+        raise InvalidRequest(f"unpatch of a {type(model).__name__} that is not patched")
+    handle.unpatch()
+
+
+class Patched:
+    """A model that is patched. Made by `patch`.
+
+    pool:             the frames that its calls of generate() share.
+    attends_to_pages: whether layers read the pages. False: the model's own attention gets K and V gathered in each
+                      step, because it changes them after the cache or does not use the AttentionInterface. That is no
+                      faster than the cache of the host.
+    """
+
+    def __init__(self, model: Any, pool: Pool, *, owns_pool: bool) -> None:
+        self.model, self.pool = model, pool
+        self.attends_to_pages = True
+        self._owns_pool, self._weights = owns_pool, 0
+        self._lock = threading.Lock()
+        self._inside: set[int] = set()  # threads whose forward pass of this model attends to pages
+        self._config = model.config.get_text_config(decoder=True)
+        self._own_name: str = self._config._attn_implementation
+        self._takes = inspect.signature(model.forward)
+        self._rest = next((name for name, one in self._takes.parameters.items() if one.kind is one.VAR_KEYWORD), "")
+        self._shares_keys = len(pool.geometry.cached) < len(pool.geometry.windows)
+        self._hooks: list[Any] = []
+        pool.claim(model)
+        shapes = shapes_of(model, pool.geometry)
+        try:
+            self._install()
+            self.attends_to_pages = trial.served(model, model.config, shapes, self._paging)
+            self._shapes = shapes
+            pool.fit(shapes, model.device)
+        except BaseException:
+            self._remove()
+            raise
+
+    def unpatch(self) -> None:
+        """Undo `patch`. A second call does nothing."""
+        self._remove()
+        if self._owns_pool:
+            self.pool.close()
+
+    def _install(self) -> None:
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self.model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+        self._generate, self._set_before = self.model.generate, "generate" in vars(self.model)
+
+        @functools.wraps(self._generate)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            return self._paged_generate(*args, **kwargs)
+
+        vars(self.model).update({"generate": generate, _ATTRIBUTE: self})
+
+    def _remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._inside.clear()
+        self._set_name()
+        if vars(self.model).get(_ATTRIBUTE) is self:
+            del vars(self.model)[_ATTRIBUTE], vars(self.model)["generate"]
+            if self._set_before:
+                vars(self.model)["generate"] = self._generate
+
+    @contextmanager
+    def _paging(self, paged: bool) -> Iterator[None]:
+        before, self.attends_to_pages = self.attends_to_pages, paged
+        try:
+            yield
+        finally:
+            self.attends_to_pages = before
+            self._leave()
+
+    # -- a forward pass ------------------------------------------------------------------------------------------------
+
+    def _enter(self, cache: PagedCache) -> None:
+        ACTIVE.cache, ACTIVE.shared = cache, {} if self._shares_keys else None
+        with self._lock:
+            self._inside.add(threading.get_ident())
+            self._set_name()
+
+    def _leave(self) -> None:
+        ACTIVE.cache = ACTIVE.shared = None
+        with self._lock:
+            self._inside.discard(threading.get_ident())
+            self._set_name()
+
+    def _set_name(self) -> None:
+        """Put our name into the config while a thread attends to pages, else that of the model."""
+        if self._inside:
+            OWN_NAMES[id(self._config)] = self._own_name
+            self._config._attn_implementation = NAME
+        elif OWN_NAMES.pop(id(self._config), None) is not None:
+            self._config._attn_implementation = self._own_name
+
+    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = self._given(args, kwargs)
+        cache = given.get("past_key_values")
+        if not isinstance(cache, PagedCache):
+            ACTIVE.cache = None  # a forward pass before was interrupted
+            return
+        mask, ids = given.get("attention_mask"), given.get("input_ids")
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+            raise InvalidRequest("a PagedCache takes masks of shape [batch, tokens]; custom masks need another cache")
+        if self.attends_to_pages and given.get("output_attentions"):
+            raise InvalidRequest("attention over pages has no weights to return; call with output_attentions=False")
+        tokens = ids if ids is not None else given["inputs_embeds"]
+        if self._config._attn_implementation != NAME:
+            self._own_name = self._config._attn_implementation
+        if not cache.rows.spaces:
+            self._meet(cache)
+        shape, positions = (tokens.shape[0], tokens.shape[1]), given.get("position_ids")
+        is_plain = not set(given) - _PLAIN_INPUTS and (positions is None or positions.ndim == 2)
+        cache.begin(ids if is_plain else None, shape, mask, positions, paged=self.attends_to_pages)
+        if self.attends_to_pages:
+            self._enter(cache)
+
+    def _after(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache = self._given(args, kwargs).get("past_key_values")
+        if isinstance(cache, PagedCache):
+            self._leave()
+            unread = cache.pending if output is not None else None
+            cache.end(is_done=output is not None and unread is None)
+            if unread is not None:
+                cache.pending = unread
+                cache.refuse_pending()
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a forward pass that are not None."""
+        given = self._takes.bind_partial(*args, **kwargs).arguments
+        given = given | given.pop(self._rest, {})
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _meet(self, cache: PagedCache) -> None:
+        """Prepare a cache that begins: its pool has frames for this model, and pages of its weights alone."""
+        pool = cache.pool
+        pool.claim(self.model)
+        if not pool.is_ready:
+            pool.fit(self._shapes, self.model.device)
+        pool.keep_pages_of(weights_of(self.model))
+        cache.salt = cache.salt or adapters_of(self.model)
+
+    # -- generate ------------------------------------------------------------------------------------------------------
+
+    def _paged_generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        config = args[0] if args else kwargs.get("generation_config")
+        if not self._is_served(config, kwargs):
+            return self._generate(inputs, *args, **kwargs)
+        cache = PagedCache(self.model.config, pool=self.pool)
+        try:
+            ids: Any = inputs if inputs is not None else kwargs.get("input_ids")
+            mask = self._mask_of(ids, config, kwargs)
+            if mask is not None and not any(_option(name, config, kwargs) for name in _DRAFTING):
+                self._meet(cache)
+                cache.find(ids, mask)
+                self._prefill(cache, ids, mask, config, kwargs)
+            result = self._generate(inputs, *args, **kwargs, past_key_values=cache)
+        except BaseException:
+            self._leave()
+            cache.reset()
+            raise
+        if getattr(result, "past_key_values", None) is not cache:
+            cache.close()
+        return result
+
+    def _is_served(self, config: Any, kwargs: dict[str, Any]) -> bool:
+        """Return whether a call of generate() may have a PagedCache: whether it names no other cache, and wants one."""
+        if kwargs.get("past_key_values") is not None or _option("use_cache", config, kwargs) is False:
+            return False
+        if not self.model._supports_default_dynamic_cache():
+            return False
+        default = self.model.generation_config.cache_implementation
+        asked = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
+        return asked is None and default in (None, "hybrid")  # "hybrid" is what the host reads as None
+
+    def _mask_of(self, ids: Any, config: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """Return the mask of prompts that are ids alone; None for other inputs, and if the host guesses a mask."""
+        inputs = set(kwargs) & set(self._takes.parameters)
+        if inputs - {"attention_mask", "input_ids", "use_cache"}:
+            return None
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
+            return None
+        mask: torch.Tensor | None = kwargs.get("attention_mask")
+        if mask is None:
+            padding = _option("pad_token_id", config, kwargs)
+            padding = self.model.generation_config.pad_token_id if padding is None else padding
+            return torch.ones_like(ids) if padding is None or not bool((ids == padding).any()) else None
+        return mask if mask.shape == ids.shape else None
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _prefill(self, cache: PagedCache, ids: torch.Tensor, mask: torch.Tensor, config: Any, kwargs: Any) -> None:
+        """Compute the prompts once if each has several beams or samples; the host would compute them for each."""
+        defaults = self.model.generation_config
+        copies = [
+            _option(name, config, kwargs) or getattr(defaults, name) or 1
+            for name in ("num_beams", "num_return_sequences")
+        ]
+        held = cache.get_seq_length()
+        if max(copies) == 1 or held >= ids.shape[1] - 1 or not bool(mask[:, :-1].any(1).all()):
+            return
+        chunk: dict[str, Any] = {"input_ids": ids[:, held:-1], "attention_mask": mask[:, :-1]}
+        if "position_ids" in self._takes.parameters:
+            chunk["position_ids"] = (mask[:, :-1].long().cumsum(1) - 1).clamp(min=0)[:, held:]
+        if "logits_to_keep" in self._takes.parameters:
+            chunk["logits_to_keep"] = 1
+        self.model(**chunk, past_key_values=cache, use_cache=True)
+
+    def __repr__(self) -> str:
+        how = "attends to pages" if self.attends_to_pages else "gathers K and V"
+        return f"Patched({type(self.model).__name__}, {how}, {self.pool})"
+
+
+def _option(name: str, config: Any, kwargs: dict[str, Any]) -> Any:
+    """Return an option of a call of generate(): of the call itself, or of its generation config."""
+    return kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
+
+
+def weights_of(model: Any) -> int:
+    """Return a number that changes when a parameter is replaced, or changed in place where autograd can see it."""
+    return hash(tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters()))
+
+
+def adapters_of(model: Any) -> bytes:
+    """Return the names of the active adapters of PEFT, which change K and V: part of a prompt's identity."""
+    if "peft" not in sys.modules:
+        return b""
+    found = set()
+    for module in model.modules():
+        active = getattr(module, "active_adapters", None) if hasattr(module, "base_layer") else None
+        if active is not None and not getattr(module, "disable_adapters", False):
+            found.add(repr(active))
+    return "\n".join(sorted(found)).encode()

@@ -1,0 +1,167 @@
+"""Pool: the frames that the paged caches of one model share, and the lock under which they change.
+
+The frames are made when the shapes of K and V are known: from the model, or from the first tensors that a cache gets.
+A batch that was dropped without `close` is given back by the next call that opens one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagedkv import PagedKVCache
+from pagedkv.core import Stats
+from pagedkv.errors import InvalidRequest, OutOfFrames
+from pagedkv.integrations.transformers.geometry import Geometry, Shape, shapes_of
+
+if TYPE_CHECKING:
+    from pagedkv.integrations.transformers.cache import PagedCache, Rows
+
+
+class Pool:
+    """Frames for the K and V of one model. Threads may share it.
+
+    config:       that of the model.
+    memory:       "8GiB", or an int of bytes. None: up to half of the available memory of a CPU, which the system hands
+                  out as pages are first written; or up to nine tenths of the free memory of a GPU, by and by.
+    num_frames:   the same in frames: pages of one layer group.
+    kv_dtype:     of K and V in the pages: None for that of the model, or "int8", "int4", "fp8_e4m3", "fp8_e5m2".
+    block_size:   tokens of a page.
+    prefix_cache: whether equal prefixes of prompts are computed once. The pages of a finished batch stay until their
+                  frames are needed.
+    Raises: InvalidRequest for a model that pages cannot serve
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        memory: str | int | None = None,
+        num_frames: int | None = None,
+        kv_dtype: str | None = None,
+        block_size: int = 16,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.config = config
+        self.geometry: Geometry = Geometry.of(config)
+        self.lock: Any = threading.RLock()
+        self._size: dict[str, Any] = {"memory": memory, "num_frames": num_frames}
+        self._kv_dtype, self._block_size = kv_dtype, block_size
+        self._prefix_cache = prefix_cache and self.geometry.reusable
+        self._kv: PagedKVCache | None = None
+        self._places = {layer: place for place, layer in enumerate(self.geometry.cached)}
+        self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
+        self._dropped: deque[Rows] = deque()
+        self._weights: int | None = None
+        self._model: weakref.ref[Any] | None = None
+        self._is_closed = False
+
+    @classmethod
+    def for_model(cls, model: Any, **options: Any) -> Pool:
+        """Return a pool for the shapes and the device of `model`, which computes one token to show them."""
+        pool = cls(model.config, **options)
+        pool.claim(model)
+        pool.fit(shapes_of(model, pool.geometry), model.device)
+        return pool
+
+    def claim(self, model: Any) -> None:
+        """Note that the pages are those of `model`. Raises: InvalidRequest if they are those of another model."""
+        if self._model is None:
+            self._model = weakref.ref(model)
+        elif self._model() is not model:
+            raise InvalidRequest("the pool holds pages of another model; make a pool for each model")
+
+    def fit(self, shapes: dict[int, Shape], device: torch.device) -> None:
+        """Make the frames for K and V of these shapes. A pool that has frames keeps them."""
+        with self.lock:
+            if self._is_closed:
+                raise InvalidRequest("the pool is closed; make a new one, or patch the model again")
+            if self._kv is None:
+                specs, groups = self.geometry.specs(shapes, self._block_size, self._kv_dtype)
+                self._kv = PagedKVCache(
+                    specs, layer_groups=groups, device=device, prefix_cache=self._prefix_cache, **self._size
+                )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the frames have been made."""
+        return self._kv is not None
+
+    @property
+    def kv(self) -> PagedKVCache:
+        """The cache of pages. Raises: InvalidRequest before the shapes are known, and after `close`."""
+        if self._kv is None:
+            reason = "it is closed" if self._is_closed else "no tokens were computed yet"
+            raise InvalidRequest(f"the pool has no frames: {reason}; use Pool.for_model(model)")
+        return self._kv
+
+    def place(self, layer: int) -> int:
+        """Return the number in `kv` of a layer of the model."""
+        return self._places[layer]
+
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether prompts find pages that were computed before."""
+        return self._prefix_cache
+
+    def keep_pages_of(self, weights: int) -> None:
+        """Forget what other weights have computed. weights: a number that changes with them."""
+        with self.lock:
+            if self._weights not in (None, weights):
+                self.forget()
+            self._weights = weights
+
+    def stats(self) -> Stats:
+        """Return the counters of the pool, see MemoryManager.stats."""
+        with self.lock:
+            return self.kv.stats()
+
+    def forget(self) -> int:
+        """Let no prompt find what was computed before; return how many frames that freed. To be called if the weights
+        changed in a way that generate() does not notice: through `parameter.data`, or by other kernels.
+        """
+        with self.lock:
+            self.sweep()
+            return self._kv.forget() if self._kv is not None else 0
+
+    def close(self) -> None:
+        """Give the memory back. The caches of the pool lose their tokens, and can be used no more."""
+        with self.lock:
+            for cache in list(self._caches):
+                cache.reset()
+            self.sweep()
+            self._kv, self._is_closed = None, True
+
+    def __repr__(self) -> str:
+        return f"Pool({self._kv if self._kv is not None else self.config.model_type})"
+
+    # -- for PagedCache ------------------------------------------------------------------------------------------------
+
+    def add(self, cache: PagedCache, rows: Rows) -> None:
+        """Note a cache of this pool. Its rows are given back when it is collected."""
+        self._caches.add(cache)
+        weakref.finalize(cache, self._dropped.append, rows)
+
+    def sweep(self) -> None:
+        """Give back the rows of caches that were collected."""
+        while self._dropped:
+            self._dropped.popleft().release(self)
+
+    def plan(self, cache: PagedCache, counts: list[int]) -> Any:
+        """Plan a step of `cache`. Other caches commit their finished steps if frames lack, as a pool grows then."""
+        self.sweep()
+        try:
+            return self.kv.plan(cache.rows.spaces, counts)
+        except OutOfFrames as lack:
+            for other in list(self._caches):
+                if other is not cache:
+                    other.settle()
+            try:
+                return self.kv.plan(cache.rows.spaces, counts)
+            except OutOfFrames:
+                lack.add_note("the pool of the model is full: patch(model, memory=...) or Pool(memory=...) enlarges it")
+                raise lack from None

@@ -1,0 +1,78 @@
+"""Trial: compute a few tokens with pages and without, and compare the logits.
+
+A config does not say all that a model does with its K and V. So `patch` tries the model before it serves anybody: two
+short prompts, one of them with padding before it, then a decode step with the rows exchanged. A model whose logits
+differ is refused. A few tokens cannot show windows and chunks: these are read from the config, see geometry.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers.cache import PagedCache
+from pagedkv.integrations.transformers.geometry import Shape
+from pagedkv.integrations.transformers.pool import Pool
+
+Paging = Callable[[bool], AbstractContextManager[Any]]
+"""A context in which forward passes of the model with a PagedCache attend to pages (True), or gather them (False)."""
+
+_PROMPT, _PADDING = 7, 3  # columns; columns of padding in the second row
+_FRAMES = 64
+_TOLERANCES = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+"""dtype: the largest difference of two logits that rounding explains, relative to the range of the logits."""
+
+
+def served(model: Any, config: Any, shapes: dict[int, Shape], paging: Paging) -> bool:
+    """Return whether layers of `model` attend to pages; False if it is served by gathering K and V in each step.
+
+    Raises: InvalidRequest if the model computes something else either way; its message has the reason
+    """
+    with torch.no_grad():
+        expected = _logits(model, DynamicCache(config=config))
+        reasons = []
+        for paged in (True, False):
+            pool = Pool(config, num_frames=_FRAMES, prefix_cache=False)
+            pool.fit(shapes, model.device)
+            try:
+                with paging(paged), PagedCache(config, pool=pool) as cache:
+                    found = _logits(model, cache)
+                difference = float((found - expected).abs().max() / (expected.max() - expected.min()).clamp(min=1e-6))
+                if difference <= _TOLERANCES.get(next(iter(shapes.values())).dtype, 8e-2):
+                    return paged
+                reasons.append(f"its logits differ by {difference:.2g} of their range")
+            except Exception as error:  # whatever a model does with a cache that it does not know
+                reasons.append(f"{type(error).__name__}: {error}")
+            finally:
+                pool.close()
+    raise InvalidRequest(
+        f"{type(model).__name__} cannot be served from pages. Attention to pages: {reasons[0]}. Gathered: {reasons[1]}"
+    )
+
+
+def _logits(model: Any, cache: Any) -> torch.Tensor:
+    """Return float32 [N, vocabulary]: the logits of all tokens, of a prefill and of a step after it."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = (torch.arange(2 * _PROMPT, device=model.device).view(2, -1) * 7 + 3) % vocabulary
+    mask = torch.ones_like(ids)
+    mask[1, :_PADDING] = 0
+    first = _forward(model, ids, mask, cache)
+    rows = torch.tensor([1, 0], device=model.device)
+    cache.reorder_cache(rows)
+    mask = torch.cat([mask[rows], mask.new_ones(2, 1)], 1)
+    second = _forward(model, ids[:, :1], mask, cache)
+    return torch.cat([first[0], first[1, _PADDING:], second[:, 0]]).float()
+
+
+def _forward(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> torch.Tensor:
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    logits: torch.Tensor = model(**inputs).logits
+    return logits

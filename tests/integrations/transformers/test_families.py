@@ -1,0 +1,95 @@
+"""Every family generates the tokens of DynamicCache: greedy, known prompts, beams, samples of beams, drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pagedkv.integrations.transformers import PagedCache, patch, unpatch
+from tests.integrations.transformers.families import FAMILIES, GATHERED, model_of, prompts
+
+QUICK = ("llama", "qwen2 with windows", "mistral", "gpt_oss", "deepseek_v3", "falcon")
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "the same prompts again": {},
+    "beams": {"num_beams": 3},
+    "beams that are returned": {"num_beams": 2, "num_return_sequences": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "an assistant": {},
+}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+
+families = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FAMILIES]
+)
+
+
+def generated(model: Any, way: str, assistant: Any, **options: Any) -> list[list[int]]:
+    inputs = prompts()
+    if way in ("prompt lookup", "an assistant"):  # the host drafts for one prompt only
+        inputs = {name: value[:1] for name, value in inputs.items()}
+    if way == "an assistant":
+        options["assistant_model"] = assistant
+    tokens: list[list[int]] = model.generate(**inputs, **OPTIONS, **WAYS[way], **options).tolist()
+    return tokens
+
+
+@families
+def test_a_patched_model_generates_the_tokens_of_dynamic_cache(name: str) -> None:
+    model, assistant = model_of(name), model_of(name, seed=1)
+    expected = {way: generated(model, way, assistant) for way in WAYS}
+    handle = patch(model, memory="64MiB")
+    assert handle.attends_to_pages == (name not in GATHERED)
+    for way in WAYS:
+        assert generated(model, way, assistant) == expected[way], way
+        handle.pool.kv.check()
+        assert handle.pool.stats().mapped == 0
+    unpatch(model)
+    assert generated(model, "greedy", assistant) == expected["greedy"]
+
+
+@families
+def test_a_cache_that_gathers_serves_a_model_that_is_not_patched(name: str) -> None:
+    model, assistant = model_of(name), model_of(name, seed=1)
+    for way in WAYS:
+        with PagedCache(model.config, memory="64MiB") as cache:
+            expected = generated(model, way, assistant)
+            assert generated(model, way, assistant, past_key_values=cache) == expected, way
+            assert cache.get_seq_length() == len(expected[0]) - 1
+            cache.pool.kv.check()
+        assert cache.pool.stats().mapped == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_bfloat16_is_as_near_to_float32_as_dynamic_cache_is(name: str) -> None:
+    """Log-probabilities of the same tokens: the error of pages is at most that of the host, and a half."""
+    exact = model_of(name)
+    inputs = prompts()
+    tokens = exact.generate(**inputs, **OPTIONS)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 30, dtype=torch.long)], 1)
+    expected = step_by_step(exact, tokens, mask)
+    rounded = AutoModelForCausalLM.from_config(exact.config).eval()
+    rounded.load_state_dict(exact.state_dict())
+    rounded = rounded.to(torch.bfloat16)
+    host = (step_by_step(rounded, tokens, mask) - expected).abs().mean()
+    handle = patch(rounded, memory="64MiB")
+    with PagedCache(rounded.config, pool=handle.pool) as cache:
+        ours = (step_by_step(rounded, tokens, mask, cache) - expected).abs().mean()
+    assert 0 < ours < 1.5 * host
+
+
+@torch.no_grad()
+def step_by_step(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    """Return log-probabilities of the tokens from the prompt on, computed as generate() does."""
+    found, held = [], 0
+    for end in range(37, tokens.shape[1]):
+        positions = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, held:]
+        output = model(
+            input_ids=tokens[:, held:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache
+        )
+        cache, held = output.past_key_values, end
+        found.append(output.logits[:, -1].float().log_softmax(-1).gather(1, tokens[:, end : end + 1]))
+    return torch.cat(found, 1)
