@@ -140,6 +140,19 @@ def bench_manager(
     return manager(rounds, peers_python or (), as_json=as_json, keep=record)
 
 
+@benchmarks.command("transformers")
+def bench_transformers(
+    turns: options.TransformersTurns = 5,
+    quick: options.TransformersQuick = False,
+    as_json: options.JsonList = False,
+    record: options.Record = None,
+) -> None:
+    """model.generate of transformers with its caches and with pages. It takes minutes, and 6 GiB without --quick."""
+    from pagedkv.cli.bench_transformers import run
+
+    run(turns, is_quick=quick, as_json=as_json, keep=record)
+
+
 @benchmarks.command("attention")
 def bench_attention(
     full: options.CellsFull = False,

@@ -101,6 +101,11 @@ ManagerPlot = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Instead: a step against pool size and context length, drawn there.")
 ]
 
+# bench transformers
+
+TransformersTurns = Annotated[int, typer.Option(metavar="N", min=1, help="Each goes through all caches.")]
+TransformersQuick = Annotated[bool, typer.Option("--quick", help="One sequence of 2,048 tokens; else four shapes.")]
+
 # bench attention: the cells of the grid
 
 CellsFull = Annotated[bool, typer.Option("--full/--quick", help="The whole grid, half an hour; or every promise once.")]

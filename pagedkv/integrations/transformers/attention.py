@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pagedkv import paged_attention, write_kv
@@ -36,12 +36,14 @@ class Active(threading.local):
     """The forward pass with a PagedCache that runs in this thread.
 
     cache: its cache, or None. own: the name of the attention function that the model has otherwise.
-    stored: id(key tensor): layer, for models whose later layers use the keys of earlier ones; kept: these tensors.
+    shared: for models whose later layers use the keys of earlier ones: id(key): (layer, key, value); else None.
+    asked: whether the model asked for masks with a window and without one; None: not noted (trial.py).
     """
 
     def __init__(self) -> None:
         self.cache: PagedCache | None = None
         self.shared: dict[int, tuple[int, torch.Tensor, torch.Tensor]] | None = None
+        self.asked: set[bool] | None = None
 
 
 ACTIVE: Final = Active()
@@ -155,6 +157,8 @@ def mask(*args: Any, **options: Any) -> Any:
         return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **options)
     if not options.get("allow_is_causal_skip", True) or "allow_is_bidirectional_skip" in options:
         raise InvalidRequest("the model asks for a mask that is not causal; use it without patch()")
+    if ACTIVE.asked is not None:
+        ACTIVE.asked.add(options.get("mask_function") is not causal_mask_function)
     return None
 
 

@@ -156,6 +156,7 @@ class PagedCache(Cache):
         )
         self.config, self.salt, self.rows = config, salt, Rows()
         self._columns = 0
+        self._layers: frozenset[int] | None = None  # that stored K and V in the first forward pass
         self._mode: bool | None = None  # whether layers attend to pages; None before the first step
         self.pending: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self.pool.add(self, self.rows)
@@ -216,8 +217,8 @@ class PagedCache(Cache):
         if (before.sum(1).cpu().numpy() != held).any():
             self.pool.kv.abort(batch)
             raise InvalidRequest(
-                f"the mask shows or hides tokens that were stored otherwise: {before.sum(1).tolist()[:8]} tokens before "
-                f"this call, and the cache holds {held.tolist()[:8]}; a mask may not change its first columns"
+                f"the mask shows or hides tokens that were stored otherwise: it has {before.sum(1).tolist()[:8]} before"
+                f" this call, and the cache holds {held.tolist()[:8]}; a mask may not change its first columns"
             )
 
     def end(self, *, is_done: bool) -> None:
@@ -234,8 +235,8 @@ class PagedCache(Cache):
         """Commit the step under way, but for the last `dropped` columns of each row. Undo one that was interrupted."""
         with self.pool.lock:
             step = self.rows.step
-            if step is not None and not step.paged and len(step.stored) == len(self.pool.geometry.cached):
-                self.end(is_done=True)  # without hooks, the last layer ends the forward pass
+            if step is not None and not step.paged and not step.done and self._is_whole(step):
+                self.end(is_done=True)  # without hooks, the forward pass does not say that it ends
             if step is not None and not step.done:
                 self._abort()
             elif step is not None:
@@ -250,6 +251,17 @@ class PagedCache(Cache):
                 self.pool.kv.commit(step.batch, ids, kept)
                 self.rows.step = None
                 self._columns -= dropped
+
+    def _is_whole(self, step: Step) -> bool:
+        """Return whether all layers have stored K and V that did so in the first forward pass."""
+        if self._layers is None:
+            self._layers = frozenset(step.stored)
+        if more := step.stored - self._layers:
+            raise InvalidRequest(
+                f"layers {sorted(more)} stored K and V, and did not in the first forward pass, which was interrupted; "
+                "call reset() of the cache and begin again"
+            )
+        return len(step.stored) == len(self._layers)
 
     def _abort(self) -> None:
         step, self.rows.step = self.rows.step, None
@@ -439,7 +451,7 @@ class PagedCache(Cache):
         with self.pool.lock:
             self.settle()
             other.rows.spaces = [space.fork() for space in self.rows.spaces]
-        other._columns, other._mode = self._columns, self._mode
+        other._columns, other._mode, other._layers = self._columns, self._mode, self._layers
         return other
 
     __copy__ = None  # a shallow copy would give pages back twice
@@ -452,7 +464,7 @@ class PagedCache(Cache):
         with self.pool.lock:
             self.pending = None
             self.rows.release(self.pool)
-            self._columns, self._mode = 0, None
+            self._columns, self._mode, self._layers = 0, None, None
 
     close = reset
 

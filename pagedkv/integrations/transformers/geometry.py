@@ -57,6 +57,8 @@ class Geometry:
         if getattr(config, "is_encoder_decoder", False):
             raise InvalidRequest(_refusal(config, "it is an encoder-decoder, and pages serve decoders alone"))
         text = config.get_text_config(decoder=True)
+        if getattr(text, "cross_attention_layers", None) or getattr(text, "add_cross_attention", False):
+            raise InvalidRequest(_refusal(config, "it has layers of cross-attention"))
         if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
             raise InvalidRequest(_refusal(config, "it has layers of chunked attention"))
         try:

@@ -111,6 +111,11 @@ class Patched:
             self._remove()
             raise
 
+    @property
+    def _reuses(self) -> bool:
+        """Whether a prompt may be computed in parts. Masks of the host, with windows, may be others for its parts."""
+        return self.attends_to_pages or not any(self.pool.geometry.windows)
+
     def unpatch(self) -> None:
         """Undo `patch`. A second call does nothing."""
         self._remove()
@@ -189,7 +194,7 @@ class Patched:
         if not cache.rows.spaces:
             self._meet(cache)
         shape, positions = (tokens.shape[0], tokens.shape[1]), given.get("position_ids")
-        is_plain = not set(given) - _PLAIN_INPUTS and (positions is None or positions.ndim == 2)
+        is_plain = self._reuses and not set(given) - _PLAIN_INPUTS and (positions is None or positions.ndim == 2)
         cache.begin(ids if is_plain else None, shape, mask, positions, paged=self.attends_to_pages)
         if self.attends_to_pages:
             self._enter(cache)
@@ -229,11 +234,11 @@ class Patched:
         try:
             ids: Any = inputs if inputs is not None else kwargs.get("input_ids")
             mask = self._mask_of(ids, config, kwargs)
-            if mask is not None and not any(_option(name, config, kwargs) for name in _DRAFTING):
+            if mask is not None and self._reuses and not any(_option(name, config, kwargs) for name in _DRAFTING):
                 self._meet(cache)
                 cache.find(ids, mask)
                 self._prefill(cache, ids, mask, config, kwargs)
-            result = self._generate(inputs, *args, **kwargs, past_key_values=cache)
+            result = self._generate(inputs, *args, **kwargs | {"past_key_values": cache})
         except BaseException:
             self._leave()
             cache.reset()
@@ -244,7 +249,9 @@ class Patched:
 
     def _is_served(self, config: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether a call of generate() may have a PagedCache: whether it names no other cache, and wants one."""
-        if kwargs.get("past_key_values") is not None or _option("use_cache", config, kwargs) is False:
+        uses_cache = _option("use_cache", config, kwargs)
+        uses_cache = self.model.generation_config.use_cache if uses_cache is None else uses_cache
+        if kwargs.get("past_key_values") is not None or uses_cache is False:
             return False
         if not self.model._supports_default_dynamic_cache():
             return False

@@ -9,17 +9,35 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from pagedkv import PagedKVCache
+from pagedkv import AddressSpace, PagedKVCache
 from pagedkv.core import Stats
 from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.integrations.transformers.geometry import Geometry, Shape, shapes_of
 
-if TYPE_CHECKING:
-    from pagedkv.integrations.transformers.cache import PagedCache, Rows
+
+class Rows(Protocol):
+    """The holdings of a cache in its pool, see cache.Rows."""
+
+    spaces: list[AddressSpace]
+
+    def release(self, pool: Pool) -> None:
+        """Give everything back."""
+
+
+class Member(Protocol):
+    """A cache of the pool, see cache.PagedCache."""
+
+    rows: Any
+
+    def settle(self) -> None:
+        """Commit the step that has ended."""
+
+    def reset(self) -> None:
+        """Give everything back."""
 
 
 class Pool:
@@ -54,7 +72,7 @@ class Pool:
         self._prefix_cache = prefix_cache and self.geometry.reusable
         self._kv: PagedKVCache | None = None
         self._places = {layer: place for place, layer in enumerate(self.geometry.cached)}
-        self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
+        self._caches: weakref.WeakSet[Member] = weakref.WeakSet()
         self._dropped: deque[Rows] = deque()
         self._weights: int | None = None
         self._model: weakref.ref[Any] | None = None
@@ -141,7 +159,7 @@ class Pool:
 
     # -- for PagedCache ------------------------------------------------------------------------------------------------
 
-    def add(self, cache: PagedCache, rows: Rows) -> None:
+    def add(self, cache: Member, rows: Rows) -> None:
         """Note a cache of this pool. Its rows are given back when it is collected."""
         self._caches.add(cache)
         weakref.finalize(cache, self._dropped.append, rows)
@@ -151,7 +169,7 @@ class Pool:
         while self._dropped:
             self._dropped.popleft().release(self)
 
-    def plan(self, cache: PagedCache, counts: list[int]) -> Any:
+    def plan(self, cache: Member, counts: list[int]) -> Any:
         """Plan a step of `cache`. Other caches commit their finished steps if frames lack, as a pool grows then."""
         self.sweep()
         try:

@@ -1,8 +1,10 @@
 """Trial: compute a few tokens with pages and without, and compare the logits.
 
 A config does not say all that a model does with its K and V. So `patch` tries the model before it serves anybody: two
-short prompts, one of them with padding before it, then a decode step with the rows exchanged. A model whose logits
-differ is refused. A few tokens cannot show windows and chunks: these are read from the config, see geometry.py.
+short prompts, one of them with padding before it, then a decode step with the rows exchanged. Without pages the prompts
+are computed at once, with pages in two parts: a model that is not causal differs there, and no prefix of its prompts
+could be used again. A model whose logits differ is refused. A few tokens cannot show windows and chunks: these are read
+from the config, see geometry.py.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers.attention import ACTIVE
 from pagedkv.integrations.transformers.cache import PagedCache
 from pagedkv.integrations.transformers.geometry import Shape
 from pagedkv.integrations.transformers.pool import Pool
@@ -35,14 +38,18 @@ def served(model: Any, config: Any, shapes: dict[int, Shape], paging: Paging) ->
     Raises: InvalidRequest if the model computes something else either way; its message has the reason
     """
     with torch.no_grad():
-        expected = _logits(model, DynamicCache(config=config))
+        expected = _logits(model, DynamicCache(config=config), parts=1)
         reasons = []
         for paged in (True, False):
             pool = Pool(config, num_frames=_FRAMES, prefix_cache=False)
             pool.fit(shapes, model.device)
             try:
+                ACTIVE.asked = set()
                 with paging(paged), PagedCache(config, pool=pool) as cache:
-                    found = _logits(model, cache)
+                    found = _logits(model, cache, parts=2)
+                has_windows = {window is not None for window in pool.geometry.windows}
+                if ACTIVE.asked and ACTIVE.asked != has_windows:
+                    raise InvalidRequest("its masks have other windows than its cache")
                 difference = float((found - expected).abs().max() / (expected.max() - expected.min()).clamp(min=1e-6))
                 if difference <= _TOLERANCES.get(next(iter(shapes.values())).dtype, 8e-2):
                     return paged
@@ -50,19 +57,29 @@ def served(model: Any, config: Any, shapes: dict[int, Shape], paging: Paging) ->
             except Exception as error:  # whatever a model does with a cache that it does not know
                 reasons.append(f"{type(error).__name__}: {error}")
             finally:
+                ACTIVE.asked = None
                 pool.close()
     raise InvalidRequest(
         f"{type(model).__name__} cannot be served from pages. Attention to pages: {reasons[0]}. Gathered: {reasons[1]}"
     )
 
 
-def _logits(model: Any, cache: Any) -> torch.Tensor:
-    """Return float32 [N, vocabulary]: the logits of all tokens, of a prefill and of a step after it."""
+def _logits(model: Any, cache: Any, parts: int) -> torch.Tensor:
+    """Return float32 [N, vocabulary]: the logits of all tokens, of a prefill in `parts` and of a step after it."""
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = (torch.arange(2 * _PROMPT, device=model.device).view(2, -1) * 7 + 3) % vocabulary
     mask = torch.ones_like(ids)
     mask[1, :_PADDING] = 0
-    first = _forward(model, ids, mask, cache)
+    ends = [_PROMPT] if parts == 1 else [_PADDING + 1, _PROMPT]
+    first = torch.cat(
+        [
+            _forward(model, ids[:, start:end], mask[:, :end], cache)
+            for start, end in zip([0, *ends], ends, strict=False)
+        ],
+        1,
+    )
+    if cache.get_seq_length() != _PROMPT:
+        raise InvalidRequest(f"{_PROMPT} tokens were computed, and the cache holds {cache.get_seq_length()}")
     rows = torch.tensor([1, 0], device=model.device)
     cache.reorder_cache(rows)
     mask = torch.cat([mask[rows], mask.new_ones(2, 1)], 1)

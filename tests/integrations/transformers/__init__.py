@@ -1,0 +1,1 @@
+"""pagedkv inside Hugging Face transformers."""

@@ -48,6 +48,13 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "bloom": SIZES | {"n_layer": 4, "n_head": 4},
     "diffllama": SHARED,
     "doge": SHARED,
+    "gemma3n_text": SHARED
+    | WINDOW
+    | {
+        "head_dim": 16, "num_hidden_layers": 10, "num_kv_shared_layers": 5, "intermediate_size": [128] * 10,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2, "vocab_size_per_layer_input": 99,
+        "hidden_size_per_layer_input": 8, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 10,
+    },
     "gptj": SIZES | GPT2 | {"rotary_dim": 8},
 }  # fmt: skip
 

@@ -1,0 +1,240 @@
+"""Speed and memory of `model.generate`: DynamicCache, StaticCache, pages, pages of int8. They take turns.
+
+    decode      STEPS tokens after a context whose K and V are random; generate() runs as a user calls it
+    prefill     the first token of a prompt of random ids
+    prefix      the first token of a prompt that the pool knows but for its last page, beside one that it does not know
+    memory      peak of a process that decodes, less its peak before the cache was made; each in a process of its own
+    quality     the log-probabilities of int8 pages beside those of bfloat16 pages
+
+The model is a Llama of 100 million parameters in bfloat16 with random weights (768 wide, 12 layers, 12 heads, 4 KV
+heads of 64). A figure is the median over turns. The ratio of two variants is the median of the ratios in one turn.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+
+from pagedkv import write_kv
+from pagedkv.integrations.transformers import PagedCache, Pool, patch
+
+STEPS: Final = 16
+VARIANTS: Final = ("DynamicCache", "StaticCache", "pages", "pages int8")
+SHAPES: Final = ((8, 8192), (1, 8192), (8, 2048), (1, 2048))
+"""(sequences, tokens of context)."""
+QUICK: Final = ((1, 2048),)
+MUSTS: Final = {
+    ("decode", (8, 8192), "StaticCache"): 1.8,
+    ("decode", (8, 8192), "DynamicCache"): 8.0,
+    ("decode", (1, 8192), "StaticCache"): 1.5,
+    ("decode", (1, 2048), "StaticCache"): 1.05,
+    ("prefill", (1, 2048), "DynamicCache"): 1.0,
+}
+"""(case, shape, variant): how many times as fast pages must be."""
+
+Row = dict[str, Any]
+
+
+def model_of(seed: int = 0) -> Any:
+    """Return the model of all cases."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+        num_key_value_heads=4, max_position_embeddings=32_768, eos_token_id=None, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def filled(variant: str, model: Any, pools: dict[str, Pool], batch: int, context: int) -> Any:
+    """Return a cache that holds `context` columns of random K and V."""
+    shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
+    k, v = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
+    layers = range(model.config.num_hidden_layers)
+    if variant in pools:
+        cache = PagedCache(model.config, pool=pools[variant])
+        cache.begin(None, (batch, context), None, paged=True)
+        step, kv = cache.rows.step, pools[variant].kv
+        assert step is not None
+        for layer in layers:
+            write_kv(k, v, kv[layer], step.tables[0])
+        cache.end(is_done=True)
+        return cache
+    if variant == "StaticCache":
+        cache = transformers.StaticCache(config=model.config, max_cache_len=context + STEPS + 1)
+    else:
+        cache = transformers.DynamicCache(config=model.config)
+    for layer in layers:
+        cache.update(k, v, layer)
+    return cache
+
+
+def decode(variant: str, model: Any, pools: dict[str, Pool], shape: tuple[int, int]) -> float:
+    """Return the seconds in which generate() makes STEPS tokens."""
+    batch, context = shape
+    cache = filled(variant, model, pools, batch, context)
+    ids = torch.randint(0, 32_000, (batch, context + 1))
+    began = time.perf_counter()
+    found = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=STEPS, do_sample=False
+    )
+    seconds = time.perf_counter() - began
+    assert found.shape[1] == context + 1 + STEPS
+    if isinstance(cache, PagedCache):
+        cache.close()
+    return seconds
+
+
+def first_token(variant: str, model: Any, pools: dict[str, Pool], ids: torch.Tensor) -> float:
+    """Return the seconds to the first token of a prompt."""
+    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    if variant not in pools:
+        options["past_key_values"] = transformers.DynamicCache(config=model.config)
+    began = time.perf_counter()
+    model.generate(input_ids=ids, **options)
+    return time.perf_counter() - began
+
+
+@contextmanager
+def patched(model: Any) -> Iterator[dict[str, Pool]]:
+    """Yield the pools of the variants with pages. The model has hooks, which leave the other caches to the host."""
+    handle = patch(model)
+    whole = handle.pool
+    small = Pool.for_model(model, kv_dtype="int8")
+    try:
+        yield {"pages": whole, "pages int8": small}
+    finally:
+        small.close()
+        handle.unpatch()
+
+
+def measure(shapes: Iterable[tuple[int, int]], turns: int, report: Callable[[Row], None]) -> None:
+    """Measure all cases, and hand each row to `report` as soon as it is complete."""
+    model = model_of()
+    with patched(model) as pools, torch.no_grad():
+        for shape in shapes:
+            decode("pages", model, pools, (1, 64))  # compile
+            times = in_turns(VARIANTS, turns, lambda variant, shape=shape: decode(variant, model, pools, shape))
+            report_times(
+                report, "decode", shape, times, lambda seconds, shape=shape: shape[0] * STEPS / seconds, "tokens/s"
+            )
+        for context in sorted({context for batch, context in shapes if batch == 1}):
+            shape, ids = (1, context), torch.randint(0, 32_000, (1, context))
+
+            def fresh(variant: str, ids: torch.Tensor = ids) -> float:
+                return first_token(variant, model, pools, ids.roll(int(time.perf_counter_ns() % 997) + 1, 1))
+
+            times = in_turns(("DynamicCache", "pages"), turns, fresh)
+            report_times(report, "prefill", shape, times, lambda seconds: seconds, "s")
+        report_prefix(report, model, pools, turns)
+    report_quality(report, model)
+
+
+def in_turns(variants: Iterable[str], turns: int, run: Callable[[str], float]) -> dict[str, list[float]]:
+    """Return the seconds of each variant in each turn, after one turn that does not count."""
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    for _ in range(turns + 1):
+        for variant, seconds in times.items():
+            seconds.append(run(variant))
+    return {variant: seconds[1:] for variant, seconds in times.items()}
+
+
+def report_times(
+    report: Callable[[Row], None],
+    case: str,
+    shape: tuple[int, int],
+    times: dict[str, list[float]],
+    figure: Callable[[float], float],
+    unit: str,
+) -> None:
+    """Report a row for each variant: its median, and how many times as fast as it pages are."""
+    for variant, seconds in times.items():
+        ratio = statistics.median(theirs / ours for theirs, ours in zip(seconds, times["pages"], strict=True))
+        report(
+            {
+                "case": case, "batch": shape[0], "context": shape[1], "variant": variant, "unit": unit,
+                "median": figure(statistics.median(seconds)), "worst": figure(max(seconds)),
+                "best": figure(min(seconds)), "pages_over_this": ratio, "must": MUSTS.get((case, shape, variant)),
+            }
+        )  # fmt: skip
+
+
+def report_prefix(report: Callable[[Row], None], model: Any, pools: dict[str, Pool], turns: int) -> None:
+    """Report the time to the first token of a prompt of 2,000 tokens, unknown and then known."""
+    missed, found = [], []
+    for _ in range(turns + 1):
+        ids = torch.randint(0, 32_000, (1, 2000))
+        missed.append(first_token("pages", model, pools, ids))
+        ids[:, -1] += 1
+        found.append(first_token("pages", model, pools, ids))
+    ratio = statistics.median(hit / miss for hit, miss in zip(found[1:], missed[1:], strict=True))
+    report(
+        {
+            "case": "prefix", "batch": 1, "context": 2000, "variant": "pages", "unit": "s",
+            "median": statistics.median(found[1:]), "unknown": statistics.median(missed[1:]), "hit_over_miss": ratio,
+            "must": 0.2,
+        }
+    )  # fmt: skip
+
+
+def report_quality(report: Callable[[Row], None], model: Any) -> None:
+    """Report the mean difference of the log-probabilities that int8 pages make, on 512 random tokens."""
+    ids = torch.randint(0, 32_000, (1, 512))
+    found = {}
+    for kv_dtype in (None, "int8"):
+        handle = patch(model, kv_dtype=kv_dtype)
+        with torch.no_grad(), PagedCache(model.config, pool=handle.pool) as cache:
+            logits = model(ids, past_key_values=cache).logits[0, :-1].float().log_softmax(-1)
+        found[kv_dtype] = logits.gather(1, ids[0, 1:, None])
+        handle.unpatch()
+    difference = float((found["int8"] - found[None]).abs().mean())
+    report({"case": "quality", "variant": "pages int8", "unit": "nats", "median": difference})
+
+
+def memory(variant: str, shape: tuple[int, int]) -> float:
+    """Return the MiB by which the peak of a new process grows when it decodes STEPS tokens."""
+    command = [sys.executable, str(Path(__file__)), variant, *map(str, shape)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(json.loads(run.stdout.splitlines()[-1]))
+
+
+def report_memory(report: Callable[[Row], None], shape: tuple[int, int]) -> None:
+    """Report the peak of each variant, beside the bytes of K and V."""
+    held = 2 * 12 * 4 * 64 * 2 * shape[0] * (shape[1] + STEPS) / 2**20
+    for variant in VARIANTS:
+        report(
+            {
+                "case": "memory", "batch": shape[0], "context": shape[1], "variant": variant, "unit": "MiB",
+                "median": memory(variant, shape), "kv": held,
+            }
+        )  # fmt: skip
+
+
+def _peak_mib() -> float:
+    """Return the largest resident size that this process has had. MiB."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def _measure_memory(variant: str, batch: int, context: int) -> None:
+    model = model_of()
+    with patched(model) as pools, torch.no_grad():
+        for warm in VARIANTS:
+            decode(warm, model, pools, (batch, 64))
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
+        before = _peak_mib()
+        decode(variant, model, pools, (batch, context))
+        print(json.dumps(_peak_mib() - before))
+
+
+if __name__ == "__main__":
+    _measure_memory(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
