@@ -59,6 +59,8 @@ def patch(
         raise InvalidRequest(f"patch got a {type(model).__name__}; give a PreTrainedModel of transformers{hint}")
     if _ATTRIBUTE in vars(model):
         raise InvalidRequest("the model is patched already; call unpatch(model) first to patch it with other options")
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        raise InvalidRequest("the layers of the model are on several devices, and a pool is on one; load it onto one")
     if pool is not None and (memory, kv_dtype, block_size, prefix_cache) != (None, None, 16, True):
         raise InvalidRequest("patch got a pool and options of a pool; give one of them")
     register()
@@ -303,7 +305,7 @@ def _option(name: str, config: Any, kwargs: dict[str, Any]) -> Any:
 
 def weights_of(model: Any) -> int:
     """Return a number that changes when a parameter is replaced, or changed in place where autograd can see it."""
-    return hash(tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters()))
+    return hash(tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters()))
 
 
 def adapters_of(model: Any) -> bytes:
