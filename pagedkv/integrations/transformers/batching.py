@@ -21,10 +21,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pagedkv import KVLayer, PagedBatch, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.transformers.geometry import Geometry
+from pagedkv.integrations.transformers.geometry import HOST, Geometry
 
 BATCHING_NAME: Final = "pagedkv_flash"
 """The host takes any attention function for batches whose name contains "flash"."""
+
+NEEDED: Final = (5, 23)
+"""The oldest version of transformers whose batches have the form that is read here."""
 
 _STEPS: WeakKeyDictionary[Any, tuple[Any, PagedBatch]] = WeakKeyDictionary()
 """cache of the host: (the index of its last step, the table of that step)."""
@@ -38,6 +41,8 @@ def paged_batching(model: Any) -> Iterator[None]:
     """
     if not isinstance(model, PreTrainedModel):
         raise InvalidRequest(f"paged_batching got a {type(model).__name__}; give a PreTrainedModel of transformers")
+    if HOST < NEEDED:
+        raise InvalidRequest(f"paged_batching needs transformers {NEEDED[0]}.{NEEDED[1]} or newer")
     Geometry.of(model.config)
     if BATCHING_NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(BATCHING_NAME, batched_attention)

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+import transformers
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from pagedkv import KVSpec
 from pagedkv.errors import InvalidRequest
 
-KEPT = 64
+HOST: Final = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+"""The version of transformers."""
+
+KEPT: Final = 64
 """Positions that a layer with a window keeps behind it, so that rejected drafts can be taken back."""
 
-_CHANGING_ROTATION = ("dynamic", "longrope")  # the angles of a token depend on the length of its sequence
+_CHANGING_ROTATION: Final = ("dynamic", "longrope")  # the angles of a token depend on the length of its sequence
 
 
 class Shape(NamedTuple):

@@ -24,7 +24,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers import trial
 from pagedkv.integrations.transformers.attention import ACTIVE, NAME, OWN_NAMES, register
 from pagedkv.integrations.transformers.cache import PagedCache
-from pagedkv.integrations.transformers.geometry import shapes_of
+from pagedkv.integrations.transformers.geometry import HOST, shapes_of
 from pagedkv.integrations.transformers.pool import Pool
 
 _ATTRIBUTE: Final = "_pagedkv"  # of a patched model: its Patched
@@ -35,7 +35,8 @@ _PLAIN_INPUTS: Final = frozenset(
 )  # fmt: skip
 """Inputs of a forward pass besides which K and V depend on nothing but ids and positions."""
 
-_DRAFTING: Final = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "custom_generate")
+_COMPUTED_WHOLE: Final = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "custom_generate")
+"""Options of generate() with which the host expects an empty cache."""
 
 
 def patch(
@@ -236,7 +237,8 @@ class Patched:
         try:
             ids: Any = inputs if inputs is not None else kwargs.get("input_ids")
             mask = self._mask_of(ids, config, kwargs)
-            if mask is not None and self._reuses and not any(_option(name, config, kwargs) for name in _DRAFTING):
+            whole = _COMPUTED_WHOLE if HOST >= (5, 23) else (*_COMPUTED_WHOLE, "prefill_chunk_size")
+            if mask is not None and self._reuses and not any(_option(name, config, kwargs) for name in whole):
                 self._meet(cache)
                 cache.find(ids, mask)
                 self._prefill(cache, ids, mask, config, kwargs)

@@ -7,6 +7,8 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pagedkv.integrations.transformers.geometry import HOST
+
 SIZES: Final = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99,
     "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1,
@@ -58,7 +60,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "gptj": SIZES | GPT2 | {"rotary_dim": 8},
 }  # fmt: skip
 
-GATHERED: Final = {"deepseek_v3", "falcon", "bloom", "diffllama", "doge", "gptj"}
+GATHERED: Final = {*(["deepseek_v3"] if HOST >= (5, 23) else []), "falcon", "bloom", "diffllama", "doge", "gptj"}
 """The families whose layers change K or V after the cache, or do not use the AttentionInterface."""
 
 
