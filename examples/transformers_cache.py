@@ -57,24 +57,19 @@ class PagedCache(Cache, AbstractContextManager):
             raise ValueError(f"a batch of {B} rows over a cache of {len(self.spaces)}; make a cache for each batch")
         self.batch_repeat_interleave(B // len(self.spaces))  # beams of one prompt
         batch = self.pool.plan(self.spaces, mask.sum(1).tolist())
-        groups = [batch[self.pool.layer_groups.index(g)] for g in range(len(self.pool.specs))]
-        self.step = batch, groups, L, None if ids is None else ids[mask].cpu().numpy()
-        if not mask.all():
-            groups[:] = [tables.padded(mask) for tables in groups]
-
-    def tables(self, layer: int) -> Any:
-        return self.step[1][self.pool.layer_groups[layer]]
+        batch = batch if mask.all() else batch.padded(mask)
+        self.step = batch, L, None if ids is None else ids[mask].cpu().numpy()
 
     def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         if self.step is None:
             raise RuntimeError("call the model that connect() was given, not a part of it: its hooks plan the step")
-        write_kv(k, v, self.pool[layer_idx], self.tables(layer_idx))
+        write_kv(k, v, self.pool[layer_idx], self.step[0][layer_idx])
         k.cache = self  # for `attention`
         return k, v
 
     def end(self, is_done: bool) -> None:
         """Commit the step, or undo it if the forward raised. Prompts find tokens whose ids are known."""
-        (batch, _, L, ids), self.step = self.step, None
+        (batch, L, ids), self.step = self.step, None
         if is_done:
             self.pool.commit(batch, ids)
             self.columns += L
@@ -123,7 +118,7 @@ def attention(module: Any, q: Any, k: Any, v: Any, mask: None, scaling: Any = No
         raise NotImplementedError(f"{what}; pass past_key_values=PagedCache(pool), or set another attn_implementation")
     layer = module.layer_idx
     out = paged_attention(
-        q, cache.pool[layer], cache.tables(layer), scale=scaling, softcap=options.get("softcap") or 0.0,
+        q, cache.pool[layer], cache.step[0][layer], scale=scaling, softcap=options.get("softcap") or 0.0,
         window=cache.pool.specs[cache.pool.layer_groups[layer]].window, sinks=options.get("s_aux"),
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None

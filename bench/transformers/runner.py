@@ -66,7 +66,7 @@ def filled(variant: str, model: Any, pools: dict[str, Pool], batch: int, context
         step, kv = cache.rows.step, pools[variant].kv
         assert step is not None
         for layer in layers:
-            write_kv(k, v, kv[layer], step.tables[0])
+            write_kv(k, v, kv[layer], step.batch[layer])
         cache.end(is_done=True)
         return cache
     if variant == "StaticCache":

@@ -35,6 +35,13 @@ class PlannedBatch(PagedBatch):
         """Return the batch that the kernels of `layer` take: of the layer's group, if the cache has several groups."""
         return self
 
+    def padded(self, mask: torch.Tensor) -> PlannedBatch:
+        """Return the batch of the same plan for padded tensors, see PagedBatch.padded.
+
+        `commit` and `abort` take either batch.
+        """
+        return PlannedBatch(**vars(super().padded(mask)), plan=self.plan)
+
     __iter__ = None
     """A batch is no sequence of layers: `for` over `batch[0]`, `batch[1]`, ... would never end."""
 
@@ -89,6 +96,10 @@ class GroupedBatch(PlannedBatch):
             return self._groups[self._layer_groups[layer]]
         except IndexError:
             raise NoSuchLayer("batch", layer, len(self._layer_groups)) from None
+
+    def padded(self, mask: torch.Tensor) -> GroupedBatch:
+        """Return the batch of the same plan for padded tensors, see PagedBatch.padded."""
+        return GroupedBatch(self.plan, tuple(group.padded(mask) for group in self._groups), self._layer_groups)
 
     @property
     def slots(self) -> NoReturn:  # type: ignore[override]

@@ -128,7 +128,7 @@ def _attend(
     if cache is None or step is None:
         raise InvalidRequest("a compiled layer attends to pages outside of the forward pass of a patched model")
     place, kv = cache.pool.place(layer), cache.pool.kv
-    batch = step.tables[kv.layer_groups[place]]
+    batch = step.batch[place]
     if is_new:
         write_kv(key, value, kv[place], batch)
         step.stored.add(layer)

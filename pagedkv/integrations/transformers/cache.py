@@ -32,8 +32,7 @@ from pagedkv.integrations.transformers.pool import Pool
 class Step:
     """The step of one forward pass.
 
-    batch:   the plan. width: columns of the host, padding included.
-    tables:  what the kernels of each layer group read; padded if a row has padding.
+    batch:   the plan, padded if a row has padding. width: columns of the host, padding included.
     ids:     int32 of the tokens, or None if pages of them must not be shared.
     paged:   whether layers attend to pages. stored: layers that have stored their K and V.
     done:    whether the forward pass has ended.
@@ -41,7 +40,6 @@ class Step:
 
     batch: Any
     width: int
-    tables: dict[int, PagedBatch]
     ids: Any
     paged: bool
     stored: set[int] = field(default_factory=set)
@@ -196,26 +194,34 @@ class PagedCache(Cache):
             stored = real if paged else None
             counts = [width] * rows if stored is None else stored.sum(1).tolist()
             batch = self.pool.plan(self, counts)
-            if paged and mask is not None:
-                self._refuse_other_tokens(batch, mask[:, :-width])
-            self._mode, kv = paged, self.pool.kv
-            tables = {group: batch[kv.layer_groups.index(group)] for group in range(len(kv.specs))}
-            if stored is not None:
-                on_device = stored.to(kv.device)
-                tables = {group: table.padded(on_device) for group, table in tables.items()}
-            known = None
-            if ids is not None and (paged or real is None) and self.pool.finds_prefixes:
-                if positions is None:
-                    positions = torch.arange(self._columns, self._columns + width)
-                if _packed(positions.expand(rows, width), stored).equal(torch.from_numpy(batch.plan.positions)):
+            try:
+                if paged and mask is not None:
+                    self._refuse_other_tokens(batch, mask[:, :-width])
+                known = None
+                if ids is not None and (paged or real is None) and self._counts_up(positions, batch, stored):
                     known = _packed(ids, stored).to(torch.int32).numpy()
-            self.rows.step = Step(batch, width, tables, known, paged)
+                if stored is not None:
+                    batch = batch.padded(stored.to(self.pool.kv.device))
+            except BaseException:
+                self.pool.kv.abort(batch)
+                raise
+            self._mode, self.rows.step = paged, Step(batch, width, known, paged)
+
+    def _counts_up(self, positions: torch.Tensor | None, batch: Any, real: torch.Tensor | None) -> bool:
+        """Return whether the positions of the tokens are their places in their sequences, and pages can be shared."""
+        if not self.pool.finds_prefixes:
+            return False
+        rows, width = len(batch.plan.counts), int(batch.plan.counts.max()) if real is None else real.shape[1]
+        if positions is None:
+            positions = torch.arange(self._columns, self._columns + width)[None]
+        if positions.shape not in ((1, width), (rows, width)):
+            return False
+        return _packed(positions.expand(rows, width), real).equal(torch.from_numpy(batch.plan.positions))
 
     def _refuse_other_tokens(self, batch: Any, before: torch.Tensor) -> None:
-        """Undo the plan and raise unless the mask of the columns so far names the tokens that are stored."""
+        """Raise unless the mask of the columns so far names as many tokens as are stored."""
         held = batch.plan.seq_lens - batch.plan.counts
         if (before.sum(1).cpu().numpy() != held).any():
-            self.pool.kv.abort(batch)
             raise InvalidRequest(
                 f"the mask shows or hides tokens that were stored otherwise: it has {before.sum(1).tolist()[:8]} before"
                 f" this call, and the cache holds {held.tolist()[:8]}; a mask may not change its first columns"

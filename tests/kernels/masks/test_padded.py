@@ -171,9 +171,11 @@ def test_a_compiled_function_pads_a_batch_and_gives_the_same_bits() -> None:
     assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, mask), wanted)
 
 
-def test_a_planned_step_can_be_padded_on_any_side() -> None:
-    """The layer of a cache, as a plug-in of transformers uses it: plan with the mask's counts, pad once, commit."""
-    cache = PagedKVCache(KVSpec(1, 2, 16, dtype="float32", block_size=4), num_frames=64)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_planned_step_can_be_padded_on_any_side(groups: int) -> None:
+    """The layers of a cache, as a plug-in of transformers uses them: plan with the mask's counts, pad once, commit."""
+    spec = KVSpec(2 // groups, 2, 16, dtype="float32", block_size=4)
+    cache = PagedKVCache([spec, replace(spec, window=64)] if groups == 2 else spec, num_frames=64)
     prompts = [torch.arange(n) for n in (5, 9, 2)]
     results = []
     for side in SIDES:
@@ -183,10 +185,11 @@ def test_a_planned_step_can_be_padded_on_any_side() -> None:
         tokens = torch.cat([torch.sin(torch.arange(n)[:, None] + torch.arange(32.0)) for n in (5, 9, 2)]).view(
             -1, 2, 16
         )
-        rows, padded = spread(tokens, mask, torch.nan), batch[0].padded(mask)
-        write_kv(rows, rows, cache[0], padded)
-        results.append(paged_attention(rows, cache[0], padded).transpose(1, 2)[mask])
-        cache.abort(batch)
+        rows, padded = spread(tokens, mask, torch.nan), batch.padded(mask)
+        for layer in range(2):
+            write_kv(rows, rows, cache[layer], padded[layer])
+        results.append(paged_attention(rows, cache[1], padded[1]).transpose(1, 2)[mask])
+        cache.abort(padded)
         for space in spaces:
             space.release()
     assert not results[0].isnan().any()
