@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
+TRANSFORMERS ?= 5.14.1
 
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -22,7 +23,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check bench gpu gpu-sanitize docs wheel clean FORCE
+.PHONY: help demo test test-all test-transformers check bench gpu gpu-sanitize docs wheel clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -35,6 +36,14 @@ test: check ## check, then the tests that take seconds
 
 test-all: check ## check, then all tests but those that need a GPU
 	@$(PYTEST) -m "not gpu"
+
+test-transformers: ## the plug-in with another transformers, in an environment of its own (TRANSFORMERS=5.14.1)
+	@$(PYTHON) -m venv $(VENV)-transformers
+	@$(VENV)-transformers/bin/python -m pip install -qq --disable-pip-version-check $(TORCH)
+	@$(VENV)-transformers/bin/python -m pip install -qq --disable-pip-version-check 'transformers==$(TRANSFORMERS)' \
+		'setuptools>=77' 'pybind11>=2.13' psutil pytest pytest-xdist
+	@$(VENV)-transformers/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --editable .
+	@$(VENV)-transformers/bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/transformers
 
 check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built strictly
 	@$(BIN)/ruff check --quiet .

@@ -5,6 +5,7 @@
     prefix      the first token of a prompt that the pool knows but for its last page, beside one that it does not know
     memory      peak of a process that decodes, less its peak before the cache was made; each in a process of its own
     quality     the log-probabilities of int8 pages beside those of bfloat16 pages
+    recall      right answers of the bundled checkpoint to questions about documents of 1,000 tokens, of 100
 
 The model is a Llama of 100 million parameters in bfloat16 with random weights (768 wide, 12 layers, 12 heads, 4 KV
 heads of 64). A figure is the median over turns. The ratio of two variants is the median of the ratios in one turn.
@@ -24,9 +25,11 @@ from typing import Any, Final
 
 import torch
 import transformers
+from tokenizers import Tokenizer
 
 from pagedkv import write_kv
 from pagedkv.integrations.transformers import PagedCache, Pool, patch
+from pagedkv.model import records
 
 STEPS: Final = 16
 VARIANTS: Final = ("DynamicCache", "StaticCache", "pages", "pages int8")
@@ -137,6 +140,7 @@ def measure(shapes: Iterable[tuple[int, int]], turns: int, report: Callable[[Row
             report_times(report, "prefill", shape, times, lambda seconds: seconds, "s")
         report_prefix(report, model, pools, turns)
     report_quality(report, model)
+    report_recall(report)
 
 
 def in_turns(variants: Iterable[str], turns: int, run: Callable[[str], float]) -> dict[str, list[float]]:
@@ -198,6 +202,32 @@ def report_quality(report: Callable[[Row], None], model: Any) -> None:
         handle.unpatch()
     difference = float((found["int8"] - found[None]).abs().mean())
     report({"case": "quality", "variant": "pages int8", "unit": "nats", "median": difference})
+
+
+def report_recall(report: Callable[[Row], None]) -> None:
+    """Report how many of 100 questions the bundled checkpoint answers right, without pages and with them."""
+    folder = Path(records.__file__).parent / "bundled"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    questions = []
+    for seed in range(10):
+        page = records.document(1000, seed=50_000 + seed)
+        questions += [(page.prompt(question), question.answer) for question in page.questions[:10]]
+
+    def right() -> int:
+        found = 0
+        for text, answer in questions:
+            ids = torch.tensor([tokenizer.encode(text).ids])
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+            found += tokenizer.decode(made[0, ids.shape[1] :].tolist()) == answer
+        return found
+
+    report({"case": "recall", "variant": "DynamicCache", "unit": "of 100", "median": right()})
+    for kv_dtype in (None, "int8", "int4"):
+        handle = patch(model, kv_dtype=kv_dtype)
+        variant = f"pages {kv_dtype or ''}".strip()
+        report({"case": "recall", "variant": variant, "unit": "of 100", "median": right()})
+        handle.unpatch()
 
 
 def memory(variant: str, shape: tuple[int, int]) -> float:
