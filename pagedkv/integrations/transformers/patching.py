@@ -58,6 +58,10 @@ def patch(
     if not isinstance(model, PreTrainedModel):
         hint = "; patch(model.get_base_model())" if hasattr(model, "get_base_model") else ""
         raise InvalidRequest(f"patch got a {type(model).__name__}; give a PreTrainedModel of transformers{hint}")
+    if not hasattr(model, "generate"):
+        raise InvalidRequest(
+            f"{type(model).__name__} has no generate(); give a model such as AutoModelForCausalLM loads"
+        )
     if _ATTRIBUTE in vars(model):
         raise InvalidRequest("the model is patched already; call unpatch(model) first to patch it with other options")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
@@ -94,7 +98,7 @@ class Patched:
     def __init__(self, model: Any, pool: Pool, *, owns_pool: bool) -> None:
         self.model, self.pool = model, pool
         self.attends_to_pages = True
-        self._owns_pool, self._weights = owns_pool, 0
+        self._owns_pool = owns_pool
         self._lock = threading.Lock()
         self._inside: set[int] = set()  # threads whose forward pass of this model attends to pages
         self._config = model.config.get_text_config(decoder=True)
@@ -286,6 +290,8 @@ class Patched:
             for name in ("num_beams", "num_return_sequences")
         ]
         held = cache.get_seq_length()
+        if _option("prefill_chunk_size", config, kwargs):
+            return  # the prompt may be too long to be computed at once
         if max(copies) == 1 or held >= ids.shape[1] - 1 or not bool(mask[:, :-1].any(1).all()):
             return
         chunk: dict[str, Any] = {"input_ids": ids[:, held:-1], "attention_mask": mask[:, :-1]}

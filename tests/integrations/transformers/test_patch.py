@@ -290,6 +290,8 @@ def test_models_and_options_that_make_no_sense_are_refused(llama: Any, patched: 
         patch(llama)
     with pytest.raises(InvalidRequest, match="Linear"):
         patch(torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidRequest, match="LlamaModel has no generate"):
+        patch(llama.model)
     scattered = model_of("llama")
     scattered.hf_device_map = {"model": 0, "lm_head": "cpu"}
     with pytest.raises(InvalidRequest, match="several devices"):
