@@ -103,6 +103,7 @@ class Pool:
                 self._kv = PagedKVCache(
                     specs, layer_groups=groups, device=device, prefix_cache=self._prefix_cache, **self._size
                 )
+                self._kv.disown()  # the lock of the pool orders the calls of threads
 
     @property
     def is_ready(self) -> bool:
