@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -48,8 +49,34 @@ class Active(threading.local):
 
 ACTIVE: Final = Active()
 
-OWN_NAMES: dict[int, str] = {}
-"""id(config): the attention function of a patched model, while "pagedkv" stands in its config."""
+_OWN_NAMES: dict[int, str] = {}  # id(config): the attention function of its models, while our name stands there
+_INSIDE: dict[int, set[tuple[int, int]]] = {}  # id(config): (thread, user) of the forward passes that attend to pages
+_LOCK: Final = threading.Lock()
+
+
+def put_name(config: Any, user: int) -> None:
+    """Put our name into `config` until `take_name`. Models may share a config, and threads a model."""
+    with _LOCK:
+        inside = _INSIDE.setdefault(id(config), set())
+        if not inside:
+            _OWN_NAMES[id(config)] = config._attn_implementation
+            config._attn_implementation = NAME
+        inside.add((get_ident(), user))
+
+
+def take_name(config: Any, user: int, *, everywhere: bool = False) -> None:
+    """Put the own name of the model back after its last forward pass that attends to pages.
+
+    everywhere: end those of other threads, too.
+    """
+    with _LOCK:
+        inside = _INSIDE.get(id(config))
+        if inside is None:
+            return
+        inside -= {(thread, who) for thread, who in inside if who == user and (everywhere or thread == get_ident())}
+        if not inside:
+            del _INSIDE[id(config)]
+            config._attn_implementation = _OWN_NAMES.pop(id(config))
 
 
 def register() -> None:
@@ -108,7 +135,10 @@ def _layer_of(cache: PagedCache, key: torch.Tensor, value: torch.Tensor) -> tupl
         return layer, True
     found = (ACTIVE.shared or {}).get(id(key))
     if found is None or found[1] is not key or found[2] is not value:
-        raise InvalidRequest("a layer attends to K and V that are in no cache; use the model without patch()")
+        raise InvalidRequest(
+            "a layer attends to K and V that are in no cache; use the model without patch(). If a forward pass was "
+            "interrupted, call the patched model itself before its parts"
+        )
     return found[0], False
 
 
@@ -153,7 +183,7 @@ torch.library.register_fake("pagedkv_transformers::attend", _shape_of_attend, li
 def mask(*args: Any, **options: Any) -> Any:
     """Return no mask: pages hold no padding, and the kernels are causal. Raises: InvalidRequest for another mask."""
     if ACTIVE.cache is None:
-        own = OWN_NAMES.get(id(options.get("config")), "sdpa")
+        own = _OWN_NAMES.get(id(options.get("config")), "sdpa")
         return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **options)
     if not options.get("allow_is_causal_skip", True) or "allow_is_bidirectional_skip" in options:
         raise InvalidRequest("the model asks for a mask that is not causal; use it without patch()")
@@ -164,6 +194,6 @@ def mask(*args: Any, **options: Any) -> Any:
 
 def _own_attention(module: Any) -> Callable[..., Any]:
     """Return the attention function that the model of `module` has without us."""
-    own = OWN_NAMES.get(id(module.config), "sdpa")
+    own = _OWN_NAMES.get(id(module.config), "sdpa")
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)

@@ -10,6 +10,7 @@ tokens overwrite: their K and V are gathered by the host, and our kernel attends
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -29,6 +30,10 @@ BATCHING_NAME: Final = "pagedkv_flash"
 NEEDED: Final = (5, 23)
 """The oldest version of transformers whose batches have the form that is read here."""
 
+_LOCK: Final = threading.Lock()
+_ENTERED: dict[int, tuple[str, int]] = {}
+"""id(config): (the attention function of its models, how many contexts are open)."""
+
 _STEPS: WeakKeyDictionary[Any, tuple[Any, PagedBatch]] = WeakKeyDictionary()
 """cache of the host: (the index of its last step, the table of that step)."""
 
@@ -44,14 +49,24 @@ def paged_batching(model: Any) -> Iterator[None]:
     if HOST < NEEDED:
         raise InvalidRequest(f"paged_batching needs transformers {NEEDED[0]}.{NEEDED[1]} or newer")
     Geometry.of(model.config)
+    if not model._supports_attention_backend:
+        raise InvalidRequest(f"{type(model).__name__} does not use the AttentionInterface, which paged_batching needs")
     if BATCHING_NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(BATCHING_NAME, batched_attention)
-    own = model.config._attn_implementation
-    model.config._attn_implementation = BATCHING_NAME
+    config = model.config
+    with _LOCK:
+        own, entered = _ENTERED.get(id(config), (config._attn_implementation, 0))
+        _ENTERED[id(config)] = own, entered + 1
+        config._attn_implementation = BATCHING_NAME
     try:
         yield
     finally:
-        model.config._attn_implementation = own
+        with _LOCK:
+            own, entered = _ENTERED.pop(id(config))
+            if entered > 1:
+                _ENTERED[id(config)] = own, entered - 1
+            else:
+                config._attn_implementation = own
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

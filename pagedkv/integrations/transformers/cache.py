@@ -14,6 +14,7 @@ gathered from the pages. A cache stays in the mode of its first step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from pagedkv import AddressSpace, PagedBatch, gather_kv, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers.geometry import Shape
+from pagedkv.integrations.transformers.identity import is_random, salt_of
 from pagedkv.integrations.transformers.pool import Pool
 
 
@@ -76,10 +78,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def __init__(self, cache: PagedCache, number: int, window: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache, self._number = cache, number
+        self._of, self._number = weakref.ref(cache), number  # no circle: a dropped cache gives its pages back at once
         self.is_sliding = window is not None
         if window is not None:
             self.sliding_window = window
+
+    @property
+    def _cache(self) -> PagedCache:
+        cache = self._of()
+        if cache is None:
+            raise InvalidRequest("a layer of a PagedCache that was dropped; keep the cache while you use its layers")
+        return cache
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -142,6 +151,8 @@ class PagedCache(Cache):
     """
 
     def __init__(self, config: Any, *, pool: Pool | None = None, salt: bytes = b"", **options: Any) -> None:
+        if pool is not None and not isinstance(pool, Pool):
+            raise InvalidRequest(f"PagedCache got a {type(pool).__name__} as its pool; give a Pool, or leave it out")
         if pool is not None and options:
             raise InvalidRequest(f"PagedCache got a pool and {sorted(options)}; these are options of the pool")
         self.pool: Pool = Pool(config, **options) if pool is None else pool
@@ -154,8 +165,12 @@ class PagedCache(Cache):
         )
         self.config, self.salt, self.rows = config, salt, Rows()
         self._columns = 0
-        self._layers: frozenset[int] | None = None  # that stored K and V in the first forward pass
+        self._mask: torch.Tensor | None = None  # bool [B, columns]: which columns are tokens. None: all
         self._mode: bool | None = None  # whether layers attend to pages; None before the first step
+        self._salt = b""  # of the model as it was when the cache began
+        self._is_identified = False  # whether the pages of the pool are those of the weights now
+        self.shares = True  # whether its pages can be found, and it finds pages
+        self.may_repeat = False  # whether a step may have beams of the rows: in generate()
         self.pending: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self.pool.add(self, self.rows)
 
@@ -178,7 +193,8 @@ class PagedCache(Cache):
                    these are not the places of the tokens in their sequence.
         """
         rows, width = shape
-        real = None if mask is None or bool(mask[:, -width:].all()) else mask[:, -width:].bool()
+        mask = None if mask is None else mask.bool()
+        real = None if mask is None or bool(mask[:, -width:].all()) else mask[:, -width:]
         with self.pool.lock:
             self.settle()
             if self._mode not in (None, paged):
@@ -186,19 +202,19 @@ class PagedCache(Cache):
                     "the attention function changed while this cache holds tokens; use a new PagedCache for each batch"
                 )
             self._set_rows(rows)
-            if paged and mask is not None and mask.shape[1] != self._columns + width:
-                raise InvalidRequest(
-                    f"a mask of {mask.shape[1]} columns for {self._columns} columns in the cache and {width} new ones; "
-                    "give one column for each"
-                )
+            if paged:
+                self._refuse_other_columns(mask, width)
             stored = real if paged else None
             counts = [width] * rows if stored is None else stored.sum(1).tolist()
             batch = self.pool.plan(self, counts)
             try:
-                if paged and mask is not None:
-                    self._refuse_other_tokens(batch, mask[:, :-width])
                 known = None
-                if ids is not None and (paged or real is None) and self._counts_up(positions, batch, stored):
+                if (
+                    ids is not None
+                    and self.shares
+                    and (paged or real is None)
+                    and self._counts_up(positions, batch, stored)
+                ):
                     known = _packed(ids, stored).to(torch.int32).numpy()
                 if stored is not None:
                     batch = batch.padded(stored.to(self.pool.kv.device))
@@ -206,6 +222,7 @@ class PagedCache(Cache):
                 self.pool.kv.abort(batch)
                 raise
             self._mode, self.rows.step = paged, Step(batch, width, known, paged)
+            self._mask = mask if paged and (real is not None or self._mask is not None) else None
 
     def _counts_up(self, positions: torch.Tensor | None, batch: Any, real: torch.Tensor | None) -> bool:
         """Return whether the positions of the tokens are their places in their sequences, and pages can be shared."""
@@ -218,30 +235,54 @@ class PagedCache(Cache):
             return False
         return _packed(positions.expand(rows, width), real).equal(torch.from_numpy(batch.plan.positions))
 
-    def _refuse_other_tokens(self, batch: Any, before: torch.Tensor) -> None:
-        """Raise unless the mask of the columns so far names as many tokens as are stored."""
-        held = batch.plan.seq_lens - batch.plan.counts
-        if (before.sum(1).cpu().numpy() != held).any():
+    def can_attend_to_pages(self, mask: torch.Tensor | None) -> bool:
+        """Return whether the steps of this cache can attend to pages; its first mask decides.
+
+        Padding behind tokens is computed by the host, which reads what it computes. Pages have no padding: for such
+        prompts K and V are gathered, with the padding.
+        """
+        return mask is None or not bool((mask.bool().int().diff() < 0).any()) if self._mode is None else self._mode
+
+    def _refuse_other_columns(self, mask: torch.Tensor | None, width: int) -> None:
+        """Raise unless the mask has a column for each token so far, and shows those that were stored."""
+        if mask is not None and mask.shape[1] != self._columns + width:
             raise InvalidRequest(
-                f"the mask shows or hides tokens that were stored otherwise: it has {before.sum(1).tolist()[:8]} before"
-                f" this call, and the cache holds {held.tolist()[:8]}; a mask may not change its first columns"
+                f"a mask of {mask.shape[1]} columns for {self._columns} columns in the cache and {width} new ones; "
+                "give one column for each"
+            )
+        before = None if mask is None else mask[:, :-width]
+        if self._mask is None:
+            is_same = before is None or bool(before.all())
+        else:
+            is_same = before is not None and before.shape == self._mask.shape and before.equal(self._mask)
+        if not is_same:
+            raise InvalidRequest(
+                "the mask of the columns before this call is another than in the calls before; padding is not stored, "
+                "so give the same mask with a column for each new token"
             )
 
     def end(self, *, is_done: bool) -> None:
         """End the step: it stays outstanding until `settle`, or is undone if the forward pass raised."""
-        self.pending, step = None, self.rows.step
-        if step is not None and not step.done:
-            step.done = is_done
-            if is_done:
-                self._columns += step.width
-            else:
-                self._abort()
+        with self.pool.lock:
+            self.pending, step = None, self.rows.step
+            if step is not None and not step.done:
+                step.done = is_done
+                if is_done:
+                    self._columns += step.width
+                else:
+                    self._abort()
+
+    def settle_ended(self) -> None:
+        """Commit the step if its forward pass has ended."""
+        with self.pool.lock:
+            if self.rows.step is not None and self.rows.step.done:
+                self.settle()
 
     def settle(self, dropped: int = 0) -> None:
         """Commit the step under way, but for the last `dropped` columns of each row. Undo one that was interrupted."""
         with self.pool.lock:
             step = self.rows.step
-            if step is not None and not step.paged and not step.done and self._is_whole(step):
+            if step is not None and self._is_whole(step):
                 self.end(is_done=True)  # without hooks, the forward pass does not say that it ends
             if step is not None and not step.done:
                 self._abort()
@@ -256,21 +297,19 @@ class PagedCache(Cache):
                         ids = np.concatenate(parts)
                 self.pool.kv.commit(step.batch, ids, kept)
                 self.rows.step = None
-                self._columns -= dropped
+                self._forget_columns(dropped)
+
+    def _forget_columns(self, dropped: int) -> None:
+        self._columns = max(0, self._columns - dropped)
+        self._mask = None if self._mask is None else self._mask[:, : self._columns]
 
     def _is_whole(self, step: Step) -> bool:
-        """Return whether all layers have stored K and V that did so in the first forward pass."""
-        if self._layers is None:
-            self._layers = frozenset(step.stored)
-        if more := step.stored - self._layers:
-            raise InvalidRequest(
-                f"layers {sorted(more)} stored K and V, and did not in the first forward pass, which was interrupted; "
-                "call reset() of the cache and begin again"
-            )
-        return len(step.stored) == len(self._layers)
+        """Return whether all layers have stored K and V in a step of a cache without hooks."""
+        return not step.paged and not step.done and len(step.stored) == len(self.pool.geometry.cached)
 
     def _abort(self) -> None:
         step, self.rows.step = self.rows.step, None
+        self._forget_columns(0)
         if step is not None and self.pool.is_ready:
             self.pool.kv.abort(step.batch)
 
@@ -279,10 +318,10 @@ class PagedCache(Cache):
         held = len(self.rows.spaces)
         if not held:
             self.rows.spaces = list(self.pool.kv.open_batch([()] * rows, salt=self.salt).spaces)
-        elif rows % held:
-            raise InvalidRequest(f"the batch has {rows} rows and the cache {held}; use a new PagedCache for each batch")
-        elif rows > held:
+        elif rows > held and rows % held == 0 and self.may_repeat:
             self.batch_repeat_interleave(rows // held)
+        elif rows != held:
+            raise InvalidRequest(f"the batch has {rows} rows and the cache {held}; use a new PagedCache for each batch")
 
     # -- what layers call ----------------------------------------------------------------------------------------------
 
@@ -319,6 +358,13 @@ class PagedCache(Cache):
         if layer not in self.pool.geometry.cached:
             raise InvalidRequest(f"layer {layer} stores K and V, and its config says that it has none of its own")
         step = self.rows.step
+        if step is not None and not step.done and layer in step.stored and not self._is_whole(step):
+            missing = sorted(set(self.pool.geometry.cached) - step.stored)[:8]
+            self._abort()
+            raise InvalidRequest(
+                f"the forward pass before ended while layers {missing} had stored no K and V; its tokens were taken "
+                "back, so call the model again. If no error has interrupted it, the model is not served"
+            )
         if step is None or step.done or layer in step.stored:
             if not self.pool.is_ready:
                 self.pool.fit(dict.fromkeys(self.pool.geometry.cached, Shape.of(k, v)), k.device)
@@ -394,12 +440,15 @@ class PagedCache(Cache):
     def find(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Map the pages that the pool has of these prompts; return how many leading columns need no computation.
 
-        For an empty cache. Prompts with padding inside or behind them find nothing.
+        For an empty cache. Prompts with padding inside or behind them find nothing, nor does a model in training mode.
         Shapes: input_ids, attention_mask [B, L]
         """
         if self.rows.spaces or not self.pool.is_ready or not self.pool.finds_prefixes:
             return 0
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        self.identify()
+        if not self.shares:
+            return 0
+        mask = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool().int()
         if mask.shape != input_ids.shape or bool((mask.diff() < 0).any()):
             return 0
         rows = [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
@@ -415,13 +464,25 @@ class PagedCache(Cache):
                 self.rows.release(self.pool)
                 columns = 0
             self._columns = columns
+            self._mask = mask[:, :columns].bool() if columns and not bool(mask[:, :columns].all()) else None
         return columns
+
+    def identify(self) -> None:
+        """Let the cache share pages with prompts that the same model would compute alike, and with no others."""
+        if self.pool.model is not None and not self._is_identified:
+            self.pool.forget_others()
+            self._salt = salt_of(self.pool.model)
+            self.salt = self.salt or self._salt
+            self.shares, self._is_identified = not is_random(self.pool.model), True
+        elif self._is_identified and self._salt != salt_of(self.pool.model):
+            self.shares = False  # other adapters go on with these tokens
 
     def _rearrange(self, index: Sequence[int]) -> None:
         with self.pool.lock:
             self.settle()
             if list(index) != list(range(len(self.rows.spaces))):
                 self.rows.spaces = self.pool.kv.reorder(self.rows.spaces, index)
+                self._mask = None if self._mask is None else self._mask[list(index)]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue row beam_idx[i]. Pages are shared; no bytes are copied."""
@@ -447,9 +508,12 @@ class PagedCache(Cache):
             if step is not None and 0 < dropped <= step.width and bool((step.batch.plan.counts == step.width).all()):
                 return self.settle(dropped)
             self.settle()
-            for space in self.rows.spaces if dropped else ():
-                space.truncate(max(0, len(space) - dropped))
-            self._columns = max(0, self._columns - dropped)
+            tokens = [dropped] * len(self.rows.spaces)
+            if self._mask is not None:
+                tokens = self._mask[:, max(0, self._columns - dropped) :].sum(1).tolist()
+            for space, count in zip(self.rows.spaces, tokens, strict=True):
+                space.truncate(max(0, len(space) - count))
+            self._forget_columns(dropped)
 
     def __deepcopy__(self, _: Any) -> PagedCache:
         """Return a cache that continues the same sequences. Pages are shared; no bytes are copied."""
@@ -457,7 +521,8 @@ class PagedCache(Cache):
         with self.pool.lock:
             self.settle()
             other.rows.spaces = [space.fork() for space in self.rows.spaces]
-        other._columns, other._mode, other._layers = self._columns, self._mode, self._layers
+        other._columns, other._mask, other._mode = self._columns, self._mask, self._mode
+        other._is_identified, other._salt, other.shares = self._is_identified, self._salt, self.shares
         return other
 
     __copy__ = None  # a shallow copy would give pages back twice
@@ -470,7 +535,10 @@ class PagedCache(Cache):
         with self.pool.lock:
             self.pending = None
             self.rows.release(self.pool)
-            self._columns, self._mode, self._layers = 0, None, None
+            if self._is_identified:
+                self.pool.forget_others()  # the weights changed meanwhile
+            self._columns, self._mask, self._mode = 0, None, None
+            self._is_identified, self.shares, self.may_repeat = False, True, False
 
     close = reset
 

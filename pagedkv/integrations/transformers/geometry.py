@@ -58,6 +58,8 @@ class Geometry:
     @classmethod
     def of(cls, config: Any) -> Geometry:
         """Raises: InvalidRequest for a model that a paged cache cannot serve."""
+        if not hasattr(config, "get_text_config"):
+            raise InvalidRequest(f"got a {type(config).__name__} as the config of a model; give model.config")
         if getattr(config, "is_encoder_decoder", False):
             raise InvalidRequest(_refusal(config, "it is an encoder-decoder, and pages serve decoders alone"))
         text = config.get_text_config(decoder=True)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -22,7 +20,8 @@ from transformers import PreTrainedModel
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers import trial
-from pagedkv.integrations.transformers.attention import ACTIVE, NAME, OWN_NAMES, register
+from pagedkv.integrations.transformers.attention import ACTIVE, put_name, register, take_name
+from pagedkv.integrations.transformers.batching import BATCHING_NAME
 from pagedkv.integrations.transformers.cache import PagedCache
 from pagedkv.integrations.transformers.geometry import HOST, shapes_of
 from pagedkv.integrations.transformers.pool import Pool
@@ -35,8 +34,11 @@ _PLAIN_INPUTS: Final = frozenset(
 )  # fmt: skip
 """Inputs of a forward pass besides which K and V depend on nothing but ids and positions."""
 
-_COMPUTED_WHOLE: Final = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "custom_generate")
-"""Options of generate() with which the host expects an empty cache."""
+_COMPUTED_WHOLE: Final = (
+    "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "custom_generate", "output_hidden_states",
+    "output_attentions",
+)  # fmt: skip
+"""Options of generate() with which the host expects an empty cache, or returns something for each token of a prompt."""
 
 
 def patch(
@@ -66,8 +68,12 @@ def patch(
         raise InvalidRequest("the model is patched already; call unpatch(model) first to patch it with other options")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise InvalidRequest("the layers of the model are on several devices, and a pool is on one; load it onto one")
+    if pool is not None and not isinstance(pool, Pool):
+        raise InvalidRequest(f"patch got a {type(pool).__name__} as its pool; give a Pool, or leave it out")
     if pool is not None and (memory, kv_dtype, block_size, prefix_cache) != (None, None, 16, True):
         raise InvalidRequest("patch got a pool and options of a pool; give one of them")
+    if model.config._attn_implementation == BATCHING_NAME:
+        raise InvalidRequest("patch(model) inside of paged_batching(model); patch before its context, or after it")
     register()
     options: dict[str, Any] = {
         "memory": memory,
@@ -80,7 +86,7 @@ def patch(
 
 def unpatch(model: Any) -> None:
     """Undo `patch`: the model is what it was before, and the memory of its pool is given back."""
-    handle = vars(model).get(_ATTRIBUTE)
+    handle = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
     if handle is None:
         raise InvalidRequest(f"unpatch of a {type(model).__name__} that is not patched")
     handle.unpatch()
@@ -98,11 +104,8 @@ class Patched:
     def __init__(self, model: Any, pool: Pool, *, owns_pool: bool) -> None:
         self.model, self.pool = model, pool
         self.attends_to_pages = True
-        self._owns_pool = owns_pool
-        self._lock = threading.Lock()
-        self._inside: set[int] = set()  # threads whose forward pass of this model attends to pages
+        self._owns_pool, self._made_for = owns_pool, (model.dtype, model.device)
         self._config = model.config.get_text_config(decoder=True)
-        self._own_name: str = self._config._attn_implementation
         self._takes = inspect.signature(model.forward)
         self._rest = next((name for name, one in self._takes.parameters.items() if one.kind is one.VAR_KEYWORD), "")
         self._shares_keys = len(pool.geometry.cached) < len(pool.geometry.windows)
@@ -138,20 +141,22 @@ class Patched:
 
         @functools.wraps(self._generate)
         def generate(*args: Any, **kwargs: Any) -> Any:
-            return self._paged_generate(*args, **kwargs)
+            return (self._paged_generate if self._hooks else self._generate)(*args, **kwargs)
 
+        self._paged = generate
         vars(self.model).update({"generate": generate, _ATTRIBUTE: self})
 
     def _remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._inside.clear()
-        self._set_name()
+        take_name(self._config, id(self), everywhere=True)
         if vars(self.model).get(_ATTRIBUTE) is self:
-            del vars(self.model)[_ATTRIBUTE], vars(self.model)["generate"]
-            if self._set_before:
-                vars(self.model)["generate"] = self._generate
+            del vars(self.model)[_ATTRIBUTE]
+            if vars(self.model).get("generate") is self._paged:  # not one that was put there after patch()
+                del vars(self.model)["generate"]
+                if self._set_before:
+                    vars(self.model)["generate"] = self._generate
 
     @contextmanager
     def _paging(self, paged: bool) -> Iterator[None]:
@@ -166,44 +171,40 @@ class Patched:
 
     def _enter(self, cache: PagedCache) -> None:
         ACTIVE.cache, ACTIVE.shared = cache, {} if self._shares_keys else None
-        with self._lock:
-            self._inside.add(threading.get_ident())
-            self._set_name()
+        put_name(self._config, id(self))
 
     def _leave(self) -> None:
         ACTIVE.cache = ACTIVE.shared = None
-        with self._lock:
-            self._inside.discard(threading.get_ident())
-            self._set_name()
-
-    def _set_name(self) -> None:
-        """Put our name into the config while a thread attends to pages, else that of the model."""
-        if self._inside:
-            OWN_NAMES[id(self._config)] = self._own_name
-            self._config._attn_implementation = NAME
-        elif OWN_NAMES.pop(id(self._config), None) is not None:
-            self._config._attn_implementation = self._own_name
+        take_name(self._config, id(self))
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._given(args, kwargs)
         cache = given.get("past_key_values")
         if not isinstance(cache, PagedCache):
-            ACTIVE.cache = None  # a forward pass before was interrupted
+            self._leave()  # a forward pass before may have been interrupted
             return
         mask, ids = given.get("attention_mask"), given.get("input_ids")
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
             raise InvalidRequest("a PagedCache takes masks of shape [batch, tokens]; custom masks need another cache")
-        if self.attends_to_pages and given.get("output_attentions"):
+        paged = self.attends_to_pages and cache.can_attend_to_pages(mask)
+        if paged and given.get("output_attentions"):
             raise InvalidRequest("attention over pages has no weights to return; call with output_attentions=False")
-        tokens = ids if ids is not None else given["inputs_embeds"]
-        if self._config._attn_implementation != NAME:
-            self._own_name = self._config._attn_implementation
-        if not cache.rows.spaces:
+        tokens = ids if ids is not None else given.get("inputs_embeds")
+        if tokens is None or not len(tokens):
+            raise InvalidRequest("the model got no input_ids and no inputs_embeds, or a batch of no rows; give some")
+        if cache.rows.spaces:
+            cache.identify()
+        else:
             self._meet(cache)
         shape, positions = (tokens.shape[0], tokens.shape[1]), given.get("position_ids")
-        is_plain = self._reuses and not set(given) - _PLAIN_INPUTS and (positions is None or positions.ndim == 2)
-        cache.begin(ids if is_plain else None, shape, mask, positions, paged=self.attends_to_pages)
-        if self.attends_to_pages:
+        is_plain = (
+            self._reuses
+            and not self.model.training
+            and not set(given) - _PLAIN_INPUTS
+            and (positions is None or positions.ndim == 2)
+        )
+        cache.begin(ids if is_plain else None, shape, mask, positions, paged=paged)
+        if paged:
             self._enter(cache)
 
     def _after(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -224,12 +225,16 @@ class Patched:
 
     def _meet(self, cache: PagedCache) -> None:
         """Prepare a cache that begins: its pool has frames for this model, and pages of its weights alone."""
-        pool = cache.pool
+        pool, now = cache.pool, (self.model.dtype, self.model.device)
+        if now != self._made_for:
+            raise InvalidRequest(
+                f"the model is {now[0]} on {now[1]}, and was {self._made_for[0]} on {self._made_for[1]} when it was "
+                "patched; call unpatch(model), then patch(model)"
+            )
         pool.claim(self.model)
         if not pool.is_ready:
             pool.fit(self._shapes, self.model.device)
-        pool.keep_pages_of(weights_of(self.model))
-        cache.salt = cache.salt or adapters_of(self.model)
+        cache.identify()
 
     # -- generate ------------------------------------------------------------------------------------------------------
 
@@ -238,11 +243,12 @@ class Patched:
         if not self._is_served(config, kwargs):
             return self._generate(inputs, *args, **kwargs)
         cache = PagedCache(self.model.config, pool=self.pool)
+        cache.may_repeat = True
         try:
             ids: Any = inputs if inputs is not None else kwargs.get("input_ids")
             mask = self._mask_of(ids, config, kwargs)
             whole = _COMPUTED_WHOLE if HOST >= (5, 23) else (*_COMPUTED_WHOLE, "prefill_chunk_size")
-            if mask is not None and self._reuses and not any(_option(name, config, kwargs) for name in whole):
+            if mask is not None and self._reuses and not any(self._option(name, config, kwargs) for name in whole):
                 self._meet(cache)
                 cache.find(ids, mask)
                 self._prefill(cache, ids, mask, config, kwargs)
@@ -251,15 +257,14 @@ class Patched:
             self._leave()
             cache.reset()
             raise
+        cache.may_repeat = False
         if getattr(result, "past_key_values", None) is not cache:
             cache.close()
         return result
 
     def _is_served(self, config: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether a call of generate() may have a PagedCache: whether it names no other cache, and wants one."""
-        uses_cache = _option("use_cache", config, kwargs)
-        uses_cache = self.model.generation_config.use_cache if uses_cache is None else uses_cache
-        if kwargs.get("past_key_values") is not None or uses_cache is False:
+        if kwargs.get("past_key_values") is not None or self._option("use_cache", config, kwargs) is False:
             return False
         if not self.model._supports_default_dynamic_cache():
             return False
@@ -267,8 +272,16 @@ class Patched:
         asked = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
         return asked is None and default in (None, "hybrid")  # "hybrid" is what the host reads as None
 
+    def _option(self, name: str, config: Any, kwargs: dict[str, Any]) -> Any:
+        """Return an option of a call of generate(): of the call, else of its generation config, else the model's."""
+        places = (kwargs.get(name), getattr(config, name, None), getattr(self.model.generation_config, name, None))
+        return next((value for value in places if value is not None), None)
+
     def _mask_of(self, ids: Any, config: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the mask of prompts that are ids alone; None for other inputs, and if the host guesses a mask."""
+        """Return the mask of prompts that are ids alone, with padding before them alone.
+
+        None for other inputs, and if the host guesses a mask.
+        """
         inputs = set(kwargs) & set(self._takes.parameters)
         if inputs - {"attention_mask", "input_ids", "use_cache"}:
             return None
@@ -276,21 +289,22 @@ class Patched:
             return None
         mask: torch.Tensor | None = kwargs.get("attention_mask")
         if mask is None:
-            padding = _option("pad_token_id", config, kwargs)
-            padding = self.model.generation_config.pad_token_id if padding is None else padding
+            padding = self._option("pad_token_id", config, kwargs)
             return torch.ones_like(ids) if padding is None or not bool((ids == padding).any()) else None
-        return mask if mask.shape == ids.shape else None
+        if (
+            mask.shape != ids.shape
+            or not bool(((mask == 0) | (mask == 1)).all())
+            or bool((mask.int().diff() < 0).any())
+        ):
+            return None
+        return mask
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _prefill(self, cache: PagedCache, ids: torch.Tensor, mask: torch.Tensor, config: Any, kwargs: Any) -> None:
         """Compute the prompts once if each has several beams or samples; the host would compute them for each."""
-        defaults = self.model.generation_config
-        copies = [
-            _option(name, config, kwargs) or getattr(defaults, name) or 1
-            for name in ("num_beams", "num_return_sequences")
-        ]
+        copies = [self._option(name, config, kwargs) or 1 for name in ("num_beams", "num_return_sequences")]
         held = cache.get_seq_length()
-        if _option("prefill_chunk_size", config, kwargs):
+        if self._option("prefill_chunk_size", config, kwargs):
             return  # the prompt may be too long to be computed at once
         if max(copies) == 1 or held >= ids.shape[1] - 1 or not bool(mask[:, :-1].any(1).all()):
             return
@@ -301,28 +315,9 @@ class Patched:
             chunk["logits_to_keep"] = 1
         self.model(**chunk, past_key_values=cache, use_cache=True)
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise InvalidRequest("a patched model cannot be copied or pickled, as its pages cannot; call unpatch() before")
+
     def __repr__(self) -> str:
         how = "attends to pages" if self.attends_to_pages else "gathers K and V"
         return f"Patched({type(self.model).__name__}, {how}, {self.pool})"
-
-
-def _option(name: str, config: Any, kwargs: dict[str, Any]) -> Any:
-    """Return an option of a call of generate(): of the call itself, or of its generation config."""
-    return kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
-
-
-def weights_of(model: Any) -> int:
-    """Return a number that changes when a parameter is replaced, or changed in place where autograd can see it."""
-    return hash(tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters()))
-
-
-def adapters_of(model: Any) -> bytes:
-    """Return the names of the active adapters of PEFT, which change K and V: part of a prompt's identity."""
-    if "peft" not in sys.modules:
-        return b""
-    found = set()
-    for module in model.modules():
-        active = getattr(module, "active_adapters", None) if hasattr(module, "base_layer") else None
-        if active is not None and not getattr(module, "disable_adapters", False):
-            found.add(repr(active))
-    return "\n".join(sorted(found)).encode()

@@ -6,6 +6,7 @@ A batch that was dropped without `close` is given back by the next call that ope
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import deque
@@ -13,10 +14,11 @@ from typing import Any, Protocol
 
 import torch
 
-from pagedkv import AddressSpace, PagedKVCache
+from pagedkv import AddressSpace, KVSpec, PagedKVCache
 from pagedkv.core import Stats
 from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.integrations.transformers.geometry import Geometry, Shape, shapes_of
+from pagedkv.integrations.transformers.identity import fingerprint
 
 
 class Rows(Protocol):
@@ -33,8 +35,8 @@ class Member(Protocol):
 
     rows: Any
 
-    def settle(self) -> None:
-        """Commit the step that has ended."""
+    def settle_ended(self) -> None:
+        """Commit the step if its forward pass has ended. Another thread may be in one that has not."""
 
     def reset(self) -> None:
         """Give everything back."""
@@ -64,9 +66,14 @@ class Pool:
         block_size: int = 16,
         prefix_cache: bool = True,
     ) -> None:
+        if not isinstance(prefix_cache, bool):
+            raise InvalidRequest(f"prefix_cache is {prefix_cache!r}; give True or False")
         self.config = config
         self.geometry: Geometry = Geometry.of(config)
         self.lock: Any = threading.RLock()
+        least = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=block_size)
+        if memory is not None:
+            least.frames_in(memory)  # raises for what is no amount
         self._size: dict[str, Any] = {"memory": memory, "num_frames": num_frames}
         self._kv_dtype, self._block_size = kv_dtype, block_size
         self._prefix_cache = prefix_cache and self.geometry.reusable
@@ -74,7 +81,7 @@ class Pool:
         self._places = {layer: place for place, layer in enumerate(self.geometry.cached)}
         self._caches: weakref.WeakSet[Member] = weakref.WeakSet()
         self._dropped: deque[Rows] = deque()
-        self._weights: int | None = None
+        self._fingerprint: int | None = None
         self._model: weakref.ref[Any] | None = None
         self._is_closed = False
 
@@ -89,6 +96,8 @@ class Pool:
     def claim(self, model: Any) -> None:
         """Note that the pages are those of `model`. Raises: InvalidRequest if they are those of another model."""
         if self._model is None:
+            if Geometry.of(model.config) != self.geometry:
+                raise InvalidRequest("the pool was made for another config; make it with Pool.for_model(model)")
             self._model = weakref.ref(model)
         elif self._model() is not model:
             raise InvalidRequest("the pool holds pages of another model; make a pool for each model")
@@ -100,9 +109,10 @@ class Pool:
                 raise InvalidRequest("the pool is closed; make a new one, or patch the model again")
             if self._kv is None:
                 specs, groups = self.geometry.specs(shapes, self._block_size, self._kv_dtype)
-                self._kv = PagedKVCache(
-                    specs, layer_groups=groups, device=device, prefix_cache=self._prefix_cache, **self._size
-                )
+                with torch.inference_mode(False):  # else the frames could be written in inference mode alone
+                    self._kv = PagedKVCache(
+                        specs, layer_groups=groups, device=device, prefix_cache=self._prefix_cache, **self._size
+                    )
                 self._kv.disown()  # the lock of the pool orders the calls of threads
 
     @property
@@ -127,12 +137,19 @@ class Pool:
         """Whether prompts find pages that were computed before."""
         return self._prefix_cache
 
-    def keep_pages_of(self, weights: int) -> None:
-        """Forget what other weights have computed. weights: a number that changes with them."""
-        with self.lock:
-            if self._weights not in (None, weights):
-                self.forget()
-            self._weights = weights
+    @property
+    def model(self) -> Any:
+        """The model whose pages these are, or None if no model has claimed the pool."""
+        return None if self._model is None else self._model()
+
+    def forget_others(self) -> None:
+        """Forget the pages that other weights of the model have computed, or its layers with other hooks."""
+        if self.model is not None and self.finds_prefixes:
+            now = fingerprint(self.model)
+            with self.lock:
+                if self._fingerprint not in (None, now):
+                    self.forget()
+                self._fingerprint = now
 
     def stats(self) -> Stats:
         """Return the counters of the pool, see MemoryManager.stats."""
@@ -140,8 +157,9 @@ class Pool:
             return self.kv.stats()
 
     def forget(self) -> int:
-        """Let no prompt find what was computed before; return how many frames that freed. To be called if the weights
-        changed in a way that generate() does not notice: through `parameter.data`, or by other kernels.
+        """Let no prompt find what was computed before; return how many frames that freed. To be called if the model
+        changed in a way that generate() does not notice: a few elements of weights, set through `parameter.data`, or
+        what a hook of a module does.
         """
         with self.lock:
             self.sweep()
@@ -176,9 +194,11 @@ class Pool:
         try:
             return self.kv.plan(cache.rows.spaces, counts)
         except OutOfFrames as lack:
+            gc.collect()  # caches in circles of references, such as those of a traceback
+            self.sweep()
             for other in list(self._caches):
                 if other is not cache:
-                    other.settle()
+                    other.settle_ended()
             try:
                 return self.kv.plan(cache.rows.spaces, counts)
             except OutOfFrames:

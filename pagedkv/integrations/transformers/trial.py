@@ -10,8 +10,8 @@ from the config, see geometry.py.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def served(model: Any, config: Any, shapes: dict[int, Shape], paging: Paging) ->
 
     Raises: InvalidRequest if the model computes something else either way; its message has the reason
     """
-    with torch.no_grad():
+    with torch.no_grad(), _without_dropout(model):
         expected = _logits(model, DynamicCache(config=config), parts=1)
         reasons = []
         for paged in (True, False):
@@ -62,6 +62,17 @@ def served(model: Any, config: Any, shapes: dict[int, Shape], paging: Paging) ->
     raise InvalidRequest(
         f"{type(model).__name__} cannot be served from pages. Attention to pages: {reasons[0]}. Gathered: {reasons[1]}"
     )
+
+
+@contextmanager
+def _without_dropout(model: Any) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _logits(model: Any, cache: Any, parts: int) -> torch.Tensor:

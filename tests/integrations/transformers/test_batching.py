@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.transformers import paged_batching
+from pagedkv.integrations.transformers import paged_batching, patch
 from pagedkv.integrations.transformers.batching import NEEDED
 from pagedkv.integrations.transformers.geometry import HOST
 from tests.integrations.transformers.families import model_of
@@ -56,5 +56,20 @@ def test_other_calls_inside_of_the_context_are_refused() -> None:
     model = model_of("llama")
     with paged_batching(model), pytest.raises(InvalidRequest, match="generate_batch"):
         model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2)
+    with paged_batching(model), pytest.raises(InvalidRequest, match="patch before its context"):
+        patch(model)
     with pytest.raises(InvalidRequest, match="Linear"), paged_batching(torch.nn.Linear(2, 2)):
         pass
+    with pytest.raises(InvalidRequest, match="does not use the AttentionInterface"), paged_batching(model_of("falcon")):
+        pass
+
+
+def test_contexts_of_two_threads_put_the_own_name_back_at_the_end() -> None:
+    model = model_of("llama")
+    own, first, second = model.config._attn_implementation, paged_batching(model), paged_batching(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert model.config._attn_implementation != own
+    second.__exit__(None, None, None)
+    assert model.config._attn_implementation == own
