@@ -17,7 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pagedkv import paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -157,14 +156,18 @@ def _attend(
     step = None if cache is None else cache.rows.step
     if cache is None or step is None:
         raise InvalidRequest("a compiled layer attends to pages outside of the forward pass of a patched model")
-    place, kv = cache.pool.place(layer), cache.pool.kv
-    batch = step.batch[place]
+    pool = cache.pool
+    batch = step.batch[pool.place(layer)]
     if is_new:
-        write_kv(key, value, kv[place], batch)
+        pool.write(layer)(_tokens(key), _tokens(value), batch)
         step.stored.add(layer)
-    window = cache.pool.geometry.windows[layer]
-    out = paged_attention(query, kv[place], batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    return out.transpose(1, 2)
+    out: torch.Tensor = pool.attention(layer, scale, softcap, sinks)(_tokens(query), batch)
+    return out.view(query.shape[0], query.shape[2], *out.shape[1:])
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """Return [B, heads, L, D] as [B * L, heads, D]: a view if L is 1, or as models of the host make it."""
+    return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
 def _shape_of_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -10,11 +10,12 @@ import gc
 import threading
 import weakref
 from collections import deque
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from pagedkv import AddressSpace, KVSpec, PagedKVCache
+from pagedkv import AddressSpace, KVLayer, KVSpec, PagedBatch, PagedKVCache, paged_attention
 from pagedkv.core import Stats
 from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.integrations.transformers.geometry import Geometry, Shape, shapes_of
@@ -81,6 +82,7 @@ class Pool:
         self._places = {layer: place for place, layer in enumerate(self.geometry.cached)}
         self._caches: weakref.WeakSet[Member] = weakref.WeakSet()
         self._dropped: deque[Rows] = deque()
+        self._calls: dict[Any, Any] = {}  # bound to the frames
         self._fingerprint: int | None = None
         self._model: weakref.ref[Any] | None = None
         self._is_closed = False
@@ -132,6 +134,22 @@ class Pool:
         """Return the number in `kv` of a layer of the model."""
         return self._places[layer]
 
+    def write(self, layer: int) -> Any:
+        """Return the bound call that stores K and V of a layer of the model, see PagedKVCache.write."""
+        if layer not in self._calls:
+            self._calls[layer] = self.kv.write(self.place(layer))
+        return self._calls[layer]
+
+    def attention(self, layer: int, scale: float | None, softcap: float, sinks: torch.Tensor | None) -> Any:
+        """Return the bound call that attends to the pages of a layer of the model, see PagedKVCache.attention."""
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "window": self.geometry.windows[layer]}
+        if sinks is not None:  # a parameter, which may change
+            return partial(_attend_with_sinks, self.kv[self.place(layer)], options | {"sinks": sinks})
+        key = (layer, scale, softcap)
+        if key not in self._calls:
+            self._calls[key] = self.kv.attention(self.place(layer), **options)
+        return self._calls[key]
+
     @property
     def finds_prefixes(self) -> bool:
         """Whether prompts find pages that were computed before."""
@@ -171,6 +189,7 @@ class Pool:
             for cache in list(self._caches):
                 cache.reset()
             self.sweep()
+            self._calls.clear()
             self._kv, self._is_closed = None, True
 
     def __repr__(self) -> str:
@@ -204,3 +223,8 @@ class Pool:
             except OutOfFrames:
                 lack.add_note("the pool of the model is full: patch(model, memory=...) or Pool(memory=...) enlarges it")
                 raise lack from None
+
+
+def _attend_with_sinks(layer: KVLayer, options: dict[str, Any], q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+    out: torch.Tensor = paged_attention(q, layer, batch, **options)
+    return out
