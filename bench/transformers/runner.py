@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -120,7 +120,7 @@ def patched(model: Any) -> Iterator[dict[str, Pool]]:
         handle.unpatch()
 
 
-def measure(shapes: Iterable[tuple[int, int]], turns: int, report: Callable[[Row], None]) -> None:
+def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row], None]) -> None:
     """Measure all cases, and hand each row to `report` as soon as it is complete."""
     model = model_of()
     with patched(model) as pools, torch.no_grad():
@@ -141,6 +141,7 @@ def measure(shapes: Iterable[tuple[int, int]], turns: int, report: Callable[[Row
         report_prefix(report, model, pools, turns)
     report_quality(report, model)
     report_recall(report)
+    report_memory(report, shapes[0])
 
 
 def in_turns(variants: Iterable[str], turns: int, run: Callable[[str], float]) -> dict[str, list[float]]:

@@ -142,15 +142,28 @@ def bench_manager(
 
 @benchmarks.command("transformers")
 def bench_transformers(
-    turns: options.TransformersTurns = 5,
+    turns: options.HostTurns = 5,
     quick: options.TransformersQuick = False,
     as_json: options.JsonList = False,
     record: options.Record = None,
 ) -> None:
     """model.generate of transformers with its caches and with pages. It takes minutes, and 6 GiB without --quick."""
-    from pagedkv.cli.bench_transformers import run
+    from pagedkv.cli.bench_hosts import run
 
-    run(turns, is_quick=quick, as_json=as_json, keep=record)
+    run("transformers", turns, is_quick=quick, as_json=as_json, keep=record)
+
+
+@benchmarks.command("vllm")
+def bench_vllm(
+    turns: options.HostTurns = 5,
+    quick: options.VllmQuick = False,
+    as_json: options.JsonList = False,
+    record: options.Record = None,
+) -> None:
+    """A decode step and a prefill of vLLM on a CPU, with its attention and with ours, in one engine. Minutes, 6 GiB."""
+    from pagedkv.cli.bench_hosts import run
+
+    run("vllm", turns, is_quick=quick, as_json=as_json, keep=record)
 
 
 @benchmarks.command("attention")

@@ -101,9 +101,10 @@ ManagerPlot = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Instead: a step against pool size and context length, drawn there.")
 ]
 
-# bench transformers
+# bench transformers, bench vllm
 
-TransformersTurns = Annotated[int, typer.Option(metavar="N", min=1, help="Each goes through all caches.")]
+HostTurns = Annotated[int, typer.Option(metavar="N", min=1, help="Each goes through all variants.")]
+VllmQuick = Annotated[bool, typer.Option("--quick", help="One sequence of 4,096 tokens; else four shapes.")]
 TransformersQuick = Annotated[bool, typer.Option("--quick", help="One sequence of 2,048 tokens; else four shapes.")]
 
 # bench attention: the cells of the grid

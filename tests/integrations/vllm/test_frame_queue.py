@@ -1,0 +1,101 @@
+"""FrameQueue: the free blocks of vLLM, against a list that is obviously right."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pagedkv.core import FramePool
+from pagedkv.integrations.vllm.frame_queue import FrameQueue
+
+
+class ListQueue:
+    """One list, as vLLM documents its free blocks."""
+
+    def __init__(self, blocks: list[Any]) -> None:
+        self.blocks = list(blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.blocks)
+
+    def popleft_n(self, n: int) -> list[Any]:
+        if n > len(self.blocks):
+            raise ValueError
+        taken, self.blocks = self.blocks[:n], self.blocks[n:]
+        return taken
+
+    def remove_n(self, blocks: list[Any]) -> None:
+        for block in blocks:
+            self.blocks.remove(block)
+
+    def append_n(self, blocks: list[Any]) -> None:
+        self.blocks += blocks
+
+    def prepend_n(self, blocks: list[Any]) -> None:
+        self.blocks = blocks + self.blocks
+
+
+def blocks_of(count: int) -> list[Any]:
+    return [SimpleNamespace(block_id=number, block_hash_num_tokens=None) for number in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_are_taken_in_the_order_of_vllm(seed: int) -> None:
+    dice, blocks = random.Random(seed), blocks_of(24)
+    ours, theirs = FrameQueue(blocks, FramePool(24, key_bytes=4)), ListQueue(blocks)
+    used: list[Any] = []
+    for _ in range(400):
+        verb = dice.choice(("pop", "pop", "append", "prepend", "remove"))
+        if verb == "pop":
+            n = dice.randint(0, 5)
+            if n > theirs.num_free_blocks:
+                with pytest.raises(ValueError, match="were asked for"):
+                    ours.popleft_n(n)
+                continue
+            found = ours.popleft_n(n)
+            assert [block.block_id for block in found] == [block.block_id for block in theirs.popleft_n(n)]
+            used += found
+        elif verb == "remove":
+            free = theirs.blocks
+            found = dice.sample(free, min(len(free), dice.randint(0, 3)))
+            for queue in (ours, theirs):
+                queue.remove_n(found)
+            used += found
+        else:
+            dice.shuffle(used)
+            found, used = used[: (n := dice.randint(0, 4))], used[n:]
+            for queue in (ours, theirs):
+                getattr(queue, f"{verb}_n")(found)
+        assert ours.num_free_blocks == theirs.num_free_blocks
+        assert ours.get_all_free_blocks() == theirs.blocks
+        ours.frames.check()
+    cursor = theirs.blocks[1] if len(theirs.blocks) > 1 else None
+    assert list(ours.iter_blocks_after(cursor)) == theirs.blocks[2 if cursor else 0 :]
+
+
+def test_the_policy_decides_which_cached_block_is_taken() -> None:
+    blocks = blocks_of(4)
+    queue = FrameQueue(blocks, FramePool(4, key_bytes=4, policy="lfu"))
+    queue.popleft_n(4)
+    queue.append_n(blocks)
+    for _ in range(3):  # block 0 is used again and again
+        queue.remove(blocks[0])
+        queue.append(blocks[0])
+    queue.remove(blocks[3])
+    assert queue.popleft() is blocks[1]
+    assert queue.popleft() is blocks[2]
+    assert queue.popleft() is blocks[0]
+
+
+def test_the_policy_cost_knows_positions() -> None:
+    blocks = blocks_of(3)
+    for block, tokens in zip(blocks, (200_000, 16, 64), strict=True):
+        block.block_hash_num_tokens = tokens
+    queue = FrameQueue(blocks, FramePool(3, key_bytes=4, policy="cost"))
+    queue.popleft_n(3)
+    queue.append_n(blocks)
+    assert queue.popleft() is not blocks[0]
