@@ -52,10 +52,16 @@ def register() -> None:
     """Give vLLM our attention by the name CUSTOM, unless another package has taken it. vLLM calls this."""
     if not _is_served():
         return
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    _, is_cpu = vllm_version()
+    if asks_for_vllm() and is_cpu and type(current_platform).__name__ != "PagedCpuPlatform":
+        logging.getLogger(__name__).warning(
+            "PAGEDKV_VLLM asks for pagedkv, and vLLM has chosen the platform %s without it: its attention stays",
+            type(current_platform).__name__,
+        )
     if not AttentionBackendEnum.CUSTOM.is_overridden():
-        _, is_cpu = vllm_version()
         register_backend(AttentionBackendEnum.CUSTOM, OURS if is_cpu else f"{__name__}.gpu.PagedGpuBackend")
 
 

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheLayout
 
+from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.vllm.pages import CACHE_DTYPES, PagedMetadata, Pages
 
 _LOGGER: Final = init_logger("vllm.pagedkv")
@@ -89,6 +90,8 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.kv_cache_dtype not in CACHE_DTYPES:
+            raise InvalidRequest(f"K and V of {self.kv_cache_dtype} are not served; give one of {CACHE_DTYPES}")
         self._pages: Pages | None = None
 
     def _pages_of(self) -> Pages:
@@ -126,7 +129,8 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the pages. Modifies: output, [tokens, heads * head size] or [tokens, heads, head size]."""
-        if self.attn_type != AttentionType.DECODER or attn_metadata is None or output_scale is not None:
+        is_quantised = output_scale is not None or output_block_scale is not None  # vLLM refuses it
+        if self.attn_type != AttentionType.DECODER or attn_metadata is None or is_quantised:
             host: torch.Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )

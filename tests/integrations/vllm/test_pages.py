@@ -106,6 +106,32 @@ def test_a_slot_below_zero_is_skipped_and_other_memory_is_bound_anew() -> None:
         assert float(cache[1].sum()) == 2 * KV_HEADS * D
 
 
+def test_a_head_is_a_run_of_memory() -> None:
+    """A connector splits a block by its heads."""
+    cache = LAYOUTS["LBHNC"]()
+    layer = layer_of(cache, D, "auto")
+    layer.k[3, :, 1] = 1.0
+    layer.v[3, :, 1] = 2.0
+    flat = cache[3].flatten()
+    assert flat.tolist() == [0.0] * 2 * SIZE * D + [1.0] * SIZE * D + [2.0] * SIZE * D
+
+
+def test_sinks_that_change_are_read_anew() -> None:
+    cache, sinks = LAYOUTS["LBHNC"]().bfloat16(), torch.zeros(HEADS, dtype=torch.bfloat16)
+    pages = Pages(
+        head_size=D, scale=1.0, kv_cache_dtype="auto", window=None, softcap=0.0, sinks=sinks, alibi_slopes=None
+    )
+    metadata = PagedMetadata.of(common())
+    q, outs = torch.ones(9, HEADS, D, dtype=torch.bfloat16), []
+    cache.fill_(1.0)
+    for _ in range(2):
+        outs.append(torch.empty_like(q))
+        pages.attend(q, cache, metadata.batch, True, outs[-1], (1.0, 1.0))
+        sinks += 40.0
+    assert float(outs[0].float().mean()) > 0.9
+    assert float(outs[1].float().mean()) < 0.1
+
+
 @pytest.mark.parametrize("name", FP8)
 def test_eight_bits_have_the_scales_of_vllm(name: str) -> None:
     cache = torch.zeros(BLOCKS, KV_HEADS, SIZE, 2 * D, dtype=torch.uint8)

@@ -49,15 +49,18 @@ def test_our_blocks_give_the_tokens_of_vllm_in_a_pool_that_preempts(name: str, s
     found = generate(folder / name, environ=OURS, **few, **SCHEDULER)
     assert "Blocks by pagedkv" in found["log"]
     assert found["tokens"] == expected["tokens"]
-    assert found["preempted"] == plain["preempted"]
+    assert found["preempted"] == plain["preempted"] > 0
+    assert sum(map(sum, plain["hits"])) > 0
     assert sum(map(sum, found["hits"])) >= sum(map(sum, plain["hits"]))
 
 
 def test_a_block_size_that_the_kernels_of_vllm_refuse(stock: Any, folder: Path) -> None:
     found = generate(folder / "llama", environ=OURS, block_size=16, num_gpu_blocks_override=3200)
+    assert "Attention by pagedkv" in found["log"]
     assert found["tokens"] == stock("llama")["tokens"]
 
 
 def test_the_compiled_model_gives_the_same_tokens(stock: Any, folder: Path) -> None:
     found = generate(folder / "llama", environ=OURS, enforce_eager=False)
+    assert "Attention by pagedkv" in found["log"]
     assert found["tokens"] == stock("llama")["tokens"]
