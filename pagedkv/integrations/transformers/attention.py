@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers.names import NameInConfig
 
 if TYPE_CHECKING:
     from pagedkv.integrations.transformers.cache import PagedCache
@@ -48,34 +48,8 @@ class Active(threading.local):
 
 ACTIVE: Final = Active()
 
-_OWN_NAMES: dict[int, str] = {}  # id(config): the attention function of its models, while our name stands there
-_INSIDE: dict[int, set[tuple[int, int]]] = {}  # id(config): (thread, user) of the forward passes that attend to pages
-_LOCK: Final = threading.Lock()
-
-
-def put_name(config: Any, user: int) -> None:
-    """Put our name into `config` until `take_name`. Models may share a config, and threads a model."""
-    with _LOCK:
-        inside = _INSIDE.setdefault(id(config), set())
-        if not inside:
-            _OWN_NAMES[id(config)] = config._attn_implementation
-            config._attn_implementation = NAME
-        inside.add((get_ident(), user))
-
-
-def take_name(config: Any, user: int, *, everywhere: bool = False) -> None:
-    """Put the own name of the model back after its last forward pass that attends to pages.
-
-    everywhere: end those of other threads, too.
-    """
-    with _LOCK:
-        inside = _INSIDE.get(id(config))
-        if inside is None:
-            return
-        inside -= {(thread, who) for thread, who in inside if who == user and (everywhere or thread == get_ident())}
-        if not inside:
-            del _INSIDE[id(config)]
-            config._attn_implementation = _OWN_NAMES.pop(id(config))
+IN_CONFIG: Final = NameInConfig(NAME)
+"""Its users are (thread, id of a Patched): the forward passes that attend to pages."""
 
 
 def register() -> None:
@@ -186,7 +160,7 @@ torch.library.register_fake("pagedkv_transformers::attend", _shape_of_attend, li
 def mask(*args: Any, **options: Any) -> Any:
     """Return no mask: pages hold no padding, and the kernels are causal. Raises: InvalidRequest for another mask."""
     if ACTIVE.cache is None:
-        own = _OWN_NAMES.get(id(options.get("config")), "sdpa")
+        own = IN_CONFIG.own(options.get("config"))
         return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **options)
     if not options.get("allow_is_causal_skip", True) or "allow_is_bidirectional_skip" in options:
         raise InvalidRequest("the model asks for a mask that is not causal; use it without patch()")
@@ -197,6 +171,6 @@ def mask(*args: Any, **options: Any) -> Any:
 
 def _own_attention(module: Any) -> Callable[..., Any]:
     """Return the attention function that the model of `module` has without us."""
-    own = _OWN_NAMES.get(id(module.config), "sdpa")
+    own = IN_CONFIG.own(module.config)
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)

@@ -10,7 +10,6 @@ tokens overwrite: their K and V are gathered by the host, and our kernel attends
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -23,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from pagedkv import KVLayer, PagedBatch, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers.geometry import HOST, Geometry
+from pagedkv.integrations.transformers.names import NameInConfig
 
 BATCHING_NAME: Final = "pagedkv_flash"
 """The host takes any attention function for batches whose name contains "flash"."""
@@ -30,9 +30,7 @@ BATCHING_NAME: Final = "pagedkv_flash"
 NEEDED: Final = (5, 23)
 """The oldest version of transformers whose batches have the form that is read here."""
 
-_LOCK: Final = threading.Lock()
-_ENTERED: dict[int, tuple[str, int]] = {}
-"""id(config): (the attention function of its models, how many contexts are open)."""
+_IN_CONFIG: Final = NameInConfig(BATCHING_NAME)
 
 _STEPS: WeakKeyDictionary[Any, tuple[Any, PagedBatch]] = WeakKeyDictionary()
 """cache of the host: (the index of its last step, the table of that step)."""
@@ -53,20 +51,12 @@ def paged_batching(model: Any) -> Iterator[None]:
         raise InvalidRequest(f"{type(model).__name__} does not use the AttentionInterface, which paged_batching needs")
     if BATCHING_NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(BATCHING_NAME, batched_attention)
-    config = model.config
-    with _LOCK:
-        own, entered = _ENTERED.get(id(config), (config._attn_implementation, 0))
-        _ENTERED[id(config)] = own, entered + 1
-        config._attn_implementation = BATCHING_NAME
+    context = object()
+    _IN_CONFIG.put(model.config, context)
     try:
         yield
     finally:
-        with _LOCK:
-            own, entered = _ENTERED.pop(id(config))
-            if entered > 1:
-                _ENTERED[id(config)] = own, entered - 1
-            else:
-                config._attn_implementation = own
+        _IN_CONFIG.take(model.config, lambda user: user is context)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

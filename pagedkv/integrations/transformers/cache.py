@@ -241,7 +241,7 @@ class PagedCache(Cache):
         Padding behind tokens is computed by the host, which reads what it computes. Pages have no padding: for such
         prompts K and V are gathered, with the padding.
         """
-        return mask is None or not bool((mask.bool().int().diff() < 0).any()) if self._mode is None else self._mode
+        return mask is None or not has_padding_behind(mask) if self._mode is None else self._mode
 
     def _refuse_other_columns(self, mask: torch.Tensor | None, width: int) -> None:
         """Raise unless the mask has a column for each token so far, and shows those that were stored."""
@@ -449,7 +449,7 @@ class PagedCache(Cache):
         if not self.shares:
             return 0
         mask = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool().int()
-        if mask.shape != input_ids.shape or bool((mask.diff() < 0).any()):
+        if mask.shape != input_ids.shape or has_padding_behind(mask):
             return 0
         rows = [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
         pads = (mask.shape[1] - mask.sum(1)).tolist()
@@ -550,6 +550,11 @@ class PagedCache(Cache):
 
     def __repr__(self) -> str:
         return f"PagedCache({len(self.rows.spaces)} rows, {self.get_seq_length()} columns, {self.pool})"
+
+
+def has_padding_behind(mask: torch.Tensor) -> bool:
+    """Return whether a row of a mask, [B, L], has padding after a token."""
+    return bool((mask.bool().int().diff() < 0).any())
 
 
 def _packed(columns: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:

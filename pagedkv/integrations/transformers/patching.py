@@ -13,6 +13,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, Final
 
 import torch
@@ -20,9 +21,9 @@ from transformers import PreTrainedModel
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers import trial
-from pagedkv.integrations.transformers.attention import ACTIVE, put_name, register, take_name
+from pagedkv.integrations.transformers.attention import ACTIVE, IN_CONFIG, register
 from pagedkv.integrations.transformers.batching import BATCHING_NAME
-from pagedkv.integrations.transformers.cache import PagedCache
+from pagedkv.integrations.transformers.cache import PagedCache, has_padding_behind
 from pagedkv.integrations.transformers.geometry import HOST, shapes_of
 from pagedkv.integrations.transformers.pool import Pool
 
@@ -150,7 +151,7 @@ class Patched:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        take_name(self._config, id(self), everywhere=True)
+        IN_CONFIG.take(self._config, lambda user: user[1] == id(self))
         if vars(self.model).get(_ATTRIBUTE) is self:
             del vars(self.model)[_ATTRIBUTE]
             if vars(self.model).get("generate") is self._paged:  # not one that was put there after patch()
@@ -171,11 +172,12 @@ class Patched:
 
     def _enter(self, cache: PagedCache) -> None:
         ACTIVE.cache, ACTIVE.shared = cache, {} if self._shares_keys else None
-        put_name(self._config, id(self))
+        IN_CONFIG.put(self._config, (get_ident(), id(self)))
 
     def _leave(self) -> None:
         ACTIVE.cache = ACTIVE.shared = None
-        take_name(self._config, id(self))
+        this = get_ident(), id(self)
+        IN_CONFIG.take(self._config, lambda user: user == this)
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._given(args, kwargs)
@@ -291,13 +293,8 @@ class Patched:
         if mask is None:
             padding = self._option("pad_token_id", config, kwargs)
             return torch.ones_like(ids) if padding is None or not bool((ids == padding).any()) else None
-        if (
-            mask.shape != ids.shape
-            or not bool(((mask == 0) | (mask == 1)).all())
-            or bool((mask.int().diff() < 0).any())
-        ):
-            return None
-        return mask
+        is_mask = mask.shape == ids.shape and bool(((mask == 0) | (mask == 1)).all())
+        return mask if is_mask and not has_padding_behind(mask) else None
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _prefill(self, cache: PagedCache, ids: torch.Tensor, mask: torch.Tensor, config: Any, kwargs: Any) -> None:

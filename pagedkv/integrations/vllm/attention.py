@@ -6,7 +6,7 @@ the classes of vLLM: these files are subclasses of them.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from vllm.logger import init_logger
@@ -16,23 +16,17 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm.pages import CACHE_DTYPES, PagedMetadata, Pages
+from pagedkv.integrations.vllm.backend import PagedBackend, PagedLayer
+from pagedkv.integrations.vllm.pages import CACHE_DTYPES, PagedMetadata
 
 _LOGGER: Final = init_logger("vllm.pagedkv")
 
 
-class PagedAttentionBackend(CPUAttentionBackend):
+class PagedAttentionBackend(PagedBackend, CPUAttentionBackend):
     """CUSTOM on a CPU: any block size, any head size."""
-
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
-
-    @staticmethod
-    def get_name() -> str:
-        """Return the member of AttentionBackendEnum under which we are registered."""
-        return "CUSTOM"
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
@@ -43,16 +37,6 @@ class PagedAttentionBackend(CPUAttentionBackend):
     def get_supported_head_sizes(cls) -> list[int]:
         """Return no list: every head size is served."""
         return []
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the layouts in which a block of a layer is a run of memory."""
-        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Return True: attention sinks are served."""
-        return True
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
@@ -85,27 +69,13 @@ class PagedMetadataBuilder(CPUAttentionMetadataBuilder):
         return PagedMetadata.of(common_attn_metadata)
 
 
-class PagedAttentionImpl(CPUAttentionBackendImpl):
+class PagedAttentionImpl(PagedLayer, CPUAttentionBackendImpl):
     """One layer. Arguments as in CPUAttentionBackendImpl."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.kv_cache_dtype not in CACHE_DTYPES:
             raise InvalidRequest(f"K and V of {self.kv_cache_dtype} are not served; give one of {CACHE_DTYPES}")
-        self._pages: Pages | None = None
-
-    def _pages_of(self) -> Pages:
-        if self._pages is None:  # now weights are loaded, such as sinks
-            self._pages = Pages(
-                head_size=self.head_size,
-                scale=self.scale,
-                kv_cache_dtype=self.kv_cache_dtype,
-                window=self.sliding_window if self.sliding_window > 0 else None,
-                softcap=float(self.logits_soft_cap),
-                sinks=self.sinks,
-                alibi_slopes=self.alibi_slopes,
-            )
-        return self._pages
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -114,7 +84,7 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):
         if self.attn_type != AttentionType.DECODER:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         else:
-            self._pages_of().write(key, value, kv_cache, slot_mapping, (layer._k_scale_float, layer._v_scale_float))
+            self._store(layer, key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -135,8 +105,5 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
             return host
-        num_tokens = attn_metadata.num_actual_tokens
-        out = output[:num_tokens].view(num_tokens, self.num_heads, self.head_size)
-        scales = (layer._k_scale_float, layer._v_scale_float)
-        self._pages_of().attend(query[:num_tokens], kv_cache, attn_metadata.batch, attn_metadata.causal, out, scales)
+        self._attend(layer, query, kv_cache, attn_metadata, output)
         return output

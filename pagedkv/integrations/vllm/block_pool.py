@@ -34,11 +34,9 @@ class PagedBlockPool(BlockPool):
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add a reference to each of `blocks`, which a request has found. Free ones leave the list."""
-        free = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
-        if len(free) > 1:
-            free = list({block.block_id: block for block in free}.values())
+        free = {block.block_id: block for block in blocks if block.ref_cnt == 0 and not block.is_null}
         if free:
-            self.free_block_queue.remove_n(free)
+            self.free_block_queue.remove_n(list(free.values()))
         for block in blocks:
             block.ref_cnt += 1
             if self.metrics_collector:

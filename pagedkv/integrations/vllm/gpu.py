@@ -1,4 +1,4 @@
-"""Attention of vLLM on GPUs by our kernels, as the backend CUSTOM. It has never run: no GPU was there to try it on.
+"""Attention of vLLM on GPUs by our kernels, as the backend CUSTOM. It has run on tensors of a CPU alone, not on a GPU.
 
 A decode step can be captured in a CUDA graph: all shapes of a launch follow from the sizes of tensors and from the
 bounds max_query_len and max_seq_len, which vLLM sets to its largest while it captures.
@@ -18,38 +18,22 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.vllm.pages import CACHE_DTYPES, PagedMetadata, Pages
+from pagedkv.integrations.vllm.backend import PagedBackend, PagedLayer
+from pagedkv.integrations.vllm.pages import PagedMetadata
 
 
-class PagedGpuBackend(AttentionBackend):
+class PagedGpuBackend(PagedBackend, AttentionBackend):
     """CUSTOM on a GPU: layers of decoders, blocks of a multiple of 8 tokens."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
     forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        """Return the member of AttentionBackendEnum under which we are registered."""
-        return "CUSTOM"
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Return the block sizes that are served."""
         return [MultipleOf(8)]
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the layouts in which a block of a layer is a run of memory."""
-        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Return True: attention sinks are served."""
-        return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -87,7 +71,7 @@ class PagedGpuMetadataBuilder(AttentionMetadataBuilder):
         return PagedMetadata.of(common_attn_metadata)
 
 
-class PagedGpuImpl(AttentionImpl):
+class PagedGpuImpl(PagedLayer, AttentionImpl):
     """One layer. Arguments as in AttentionImpl."""
 
     def __init__(
@@ -112,28 +96,12 @@ class PagedGpuImpl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sliding_window, self.logits_soft_cap = sliding_window, logits_soft_cap
         self.sinks, self.alibi_slopes = sinks, alibi_slopes
-        self._pages: Pages | None = None
-
-    def _pages_of(self, device: torch.device) -> Pages:
-        if self._pages is None:  # now weights are loaded, such as sinks
-            slopes = self.alibi_slopes
-            self._pages = Pages(
-                head_size=self.head_size,
-                scale=self.scale,
-                kv_cache_dtype=self.kv_cache_dtype,
-                window=self.sliding_window if (self.sliding_window or 0) > 0 else None,
-                softcap=float(self.logits_soft_cap or 0.0),
-                sinks=self.sinks,
-                alibi_slopes=None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device),
-            )
-        return self._pages
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Store K and V of the new tokens."""
-        scales = (layer._k_scale_float, layer._v_scale_float)
-        self._pages_of(key.device).write(key, value, kv_cache, slot_mapping, scales)
+        self._store(layer, key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -152,9 +120,5 @@ class PagedGpuImpl(AttentionImpl):
             raise InvalidRequest("outputs that are quantised by attention are not served; use a backend of vLLM")
         if attn_metadata is None:  # vLLM measures its memory
             return output
-        num_tokens = attn_metadata.num_actual_tokens
-        out = output[:num_tokens].view(num_tokens, self.num_heads, self.head_size)
-        scales = (layer._k_scale_float, layer._v_scale_float)
-        pages = self._pages_of(query.device)
-        pages.attend(query[:num_tokens], kv_cache, attn_metadata.batch, attn_metadata.causal, out, scales)
+        self._attend(layer, query, kv_cache, attn_metadata, output)
         return output

@@ -95,10 +95,9 @@ class Pages:
             self._layer = layer_of(kv_cache, self._head_size, self._kv_cache_dtype, scales)
             self._of, self._scales = kv_cache, scales
             self._calls.clear()
-        if self._sinks != (
-            now := _version(self._options["sinks"])
-        ):  # new weights; a bound call keeps a copy in float32
-            self._sinks = now
+        version = _version(self._options["sinks"])
+        if self._sinks != version:  # new weights, and a bound call keeps a copy in float32
+            self._sinks = version
             self._calls.clear()
         return self._layer
 
@@ -159,19 +158,17 @@ class PagedMetadata:
     num_actual_tokens: int
     batch: PagedBatch
     causal: bool | torch.Tensor
-    slot_mapping: torch.Tensor
 
     @classmethod
     def of(cls, common: Any) -> PagedMetadata:
         """common: CommonAttentionMetadata of vLLM. No tensor is converted."""
         num_tokens = common.num_actual_tokens
-        slots = common.slot_mapping[:num_tokens]
         batch = PagedBatch(
             common.block_table_tensor,
             common.seq_lens,
             common.query_start_loc,
-            slots=slots,
+            slots=common.slot_mapping[:num_tokens],
             max_seqlen_q=common.max_query_len,
             max_seqlen_k=common.max_seq_len,
         )
-        return cls(num_tokens, batch, common.causal, slots)
+        return cls(num_tokens, batch, common.causal)

@@ -88,7 +88,7 @@ def test_tokens_that_were_written_are_attended_to(layout: str, causal: Any, wind
         pages.write(keys[row][:past], values[row][:past], cache, slots, scales)
     new = [torch.cat([x[row][-queries:] for row, queries in enumerate(QUERIES)]) for x in (keys, values)]
     padding = [torch.cat([x, torch.full((3, KV_HEADS, D), torch.nan)]) for x in new]  # vLLM pads a batch
-    pages.write(*padding, cache, metadata.slot_mapping, scales)
+    pages.write(*padding, cache, metadata.batch.slots, scales)
     q, out = torch.randn(9, HEADS, D), torch.full((9, HEADS, D), torch.nan)
     pages.attend(q, cache, metadata.batch, metadata.causal, out, scales)
     torch.testing.assert_close(out, expected(q, keys, values, causal, window, softcap), atol=2e-5, rtol=2e-5)

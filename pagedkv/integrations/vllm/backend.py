@@ -1,0 +1,70 @@
+"""Backend: the parts of an attention backend of vLLM that are the same on CPUs and GPUs."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from pagedkv.integrations.vllm.pages import CACHE_DTYPES, Pages
+
+
+class PagedBackend:
+    """The answers of the backend CUSTOM, in front of those of a class of vLLM."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the member of AttentionBackendEnum under which we are registered."""
+        return "CUSTOM"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return the layouts in which a block of a layer is a run of memory."""
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Return True: attention sinks are served."""
+        return True
+
+
+class PagedLayer:
+    """A layer that attends to its pages. The class beside it sets the fields of an AttentionImpl of vLLM."""
+
+    num_heads: int
+    head_size: int
+    scale: float
+    kv_cache_dtype: str
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: Any  # floats, or a tensor of them
+    _pages: Pages | None = None
+
+    def _pages_of(self, device: torch.device) -> Pages:
+        if self._pages is None:  # now weights are loaded, such as sinks
+            slopes = self.alibi_slopes
+            self._pages = Pages(
+                head_size=self.head_size,
+                scale=self.scale,
+                kv_cache_dtype=self.kv_cache_dtype,
+                window=self.sliding_window if (self.sliding_window or 0) > 0 else None,
+                softcap=float(self.logits_soft_cap or 0.0),
+                sinks=self.sinks,
+                alibi_slopes=None if slopes is None else torch.as_tensor(slopes, dtype=torch.float32, device=device),
+            )
+        return self._pages
+
+    def _store(self, layer: Any, key: Any, value: Any, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+        scales = (layer._k_scale_float, layer._v_scale_float)
+        self._pages_of(kv_cache.device).write(key, value, kv_cache, slots, scales)
+
+    def _attend(self, layer: Any, query: Any, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor) -> None:
+        num_tokens = metadata.num_actual_tokens
+        out = output[:num_tokens].view(num_tokens, self.num_heads, self.head_size)
+        scales = (layer._k_scale_float, layer._v_scale_float)
+        pages = self._pages_of(kv_cache.device)
+        pages.attend(query[:num_tokens], kv_cache, metadata.batch, metadata.causal, out, scales)
