@@ -10,6 +10,8 @@ TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 TRANSFORMERS ?= 5.14.1
 VLLM   ?= 0.32.0
+NANO_VLLM ?= https://github.com/GeeeekExplorer/nano-vllm
+NANO_VLLM_COMMIT ?= bb823b3e06983d71485a8e1f23715ebd87d98ef8
 
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -24,7 +26,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-transformers test-vllm check bench gpu gpu-sanitize docs wheel clean FORCE
+.PHONY: help demo test test-all test-transformers test-vllm test-nano-vllm check bench gpu gpu-sanitize docs wheel clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -56,6 +58,12 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 	@rm -rf $(VENV)-vllm/run && mkdir $(VENV)-vllm/run && cp -r tests pyproject.toml $(VENV)-vllm/run
 	@$(VENV)-vllm/bin/python -c 'import vllm'
 	@cd $(VENV)-vllm/run && ../bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/vllm
+
+test-nano-vllm: $(STAMPS)/dev ## a public engine behind our flash_attn (NANO_VLLM: where its sources are cloned from)
+	@$(PIP) xxhash
+	@rm -rf $(VENV)/nano-vllm && git clone --quiet $(NANO_VLLM) $(VENV)/nano-vllm
+	@git -C $(VENV)/nano-vllm checkout --quiet $(NANO_VLLM_COMMIT)
+	@NANO_VLLM=$(VENV)/nano-vllm $(BIN)/python -m pytest --quiet tests/integrations/test_nano_vllm.py
 
 check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built strictly
 	@$(BIN)/ruff check --quiet .

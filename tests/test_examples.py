@@ -35,6 +35,7 @@ def test_there_is_an_example_of_each_way_in() -> None:
         "foreign_tensors",
         "prefix_and_forks",
         "replay_trace",
+        "toy_engine",
         *HOSTED,
     }
 

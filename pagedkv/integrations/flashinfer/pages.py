@@ -1,0 +1,90 @@
+"""The paged cache of flashinfer: K and V of a layer, and where new tokens are stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedkv import KVLayer, write_kv
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations import stand_in
+
+
+def layer_of(cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> KVLayer:
+    """Return K and V of a layer. Nothing is copied.
+
+    cache: [F, 2, S, K, D], or a tuple of two [F, S, K, D]. With HND, K comes before S.
+    """
+    if isinstance(cache, Tensor):
+        if cache.dim() != 5 or cache.shape[1] != 2:
+            raise InvalidRequest(
+                f"paged_kv_cache is {list(cache.shape)}; it must be [pages, 2, ...] of 5 dims, or a tuple"
+            )
+        return stand_in.layer_of(cache[:, 0], cache[:, 1], kv_layout, owner=cache)
+    k, v = cache
+    return stand_in.layer_of(k, v, kv_layout)
+
+
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Store new keys and values, each at a position of a request. A request < 0 is skipped.
+
+    Shapes:   append_key [T, K, D], append_value [T, K, Dv]; batch_indices, positions int32 [T]
+    Modifies: paged_kv_cache
+    Raises:   InvalidRequest for a position behind the pages of its request; on a GPU, its token is skipped
+    """
+    layer = layer_of(paged_kv_cache, kv_layout)
+    S, request, position = layer.k.shape[1], batch_indices.long(), positions.long()
+    at = kv_indptr.long()[request.clamp(min=0)] + position // S
+    has_page = (at < kv_indptr.long()[1:][request.clamp(min=0)]) & (position >= 0)
+    is_wrong = (request >= 0) & ~has_page
+    if is_wrong.device.type == "cpu" and is_wrong.any():
+        t = int(is_wrong.int().argmax())
+        raise InvalidRequest(
+            f"token {t} has position {int(position[t])} of request {int(request[t])}, whose pages end before; count "
+            "the new tokens in kv_indptr and kv_indices"
+        )
+    slots = kv_indices.long()[at.clamp(max=max(0, len(kv_indices) - 1))] * S + position % S
+    write_kv(append_key, append_value, layer, torch.where((request >= 0) & has_page, slots, -1))
+
+
+def get_batch_indices_positions(
+    append_indptr: Tensor,
+    seq_lens: Tensor,
+    nnz: int,
+    batch_indices: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the request and the position of each of `nnz` new tokens, int32 [nnz]; -1 and 0 past the last one.
+
+    append_indptr: int32 [B + 1], of the new tokens. seq_lens: [B], which count them.
+    Modifies: batch_indices and positions, if given, and returns them
+    """
+    token = torch.arange(nnz, device=append_indptr.device)
+    ends = append_indptr[1:].long().contiguous()
+    request = torch.searchsorted(ends, token, right=True)
+    is_one = request < len(ends)
+    request = torch.where(is_one, request, -1)
+    position = torch.where(is_one, seq_lens.long()[request] - ends[request] + token, 0) if len(ends) else token * 0
+    found = (request.int(), position.int())
+    for given, values in zip((batch_indices, positions), found, strict=True):
+        if given is not None:
+            given.copy_(values)
+    return (
+        found[0] if batch_indices is None else batch_indices,
+        found[1] if positions is None else positions,
+    )
+
+
+def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """Return the tokens of each request, [B]."""
+    return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len

@@ -1,0 +1,43 @@
+"""Attention over parts of the keys, merged. The LSE is in base 2."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+import pagedkv
+
+LN2: Final = math.log(2.0)
+
+
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention over two disjoint sets of keys, from the attention over each. LSE in base 2.
+
+    Shapes: v_a, v_b [T, H, D]; s_a, s_b float32 [T, H]
+    """
+    v, s = pagedkv.merge_states(v_a, s_a.float() * LN2, v_b, s_b.float() * LN2)
+    return v, s.div_(LN2)
+
+
+def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+    """Merge v_other and s_other into v and s, in the rows where mask, bool [T], is True; None: in all."""
+    merged = merge_state(v, s, v_other, s_other)
+    for target, values in zip((v, s), merged, strict=True):
+        kept = values if mask is None else torch.where(mask.bool().view(-1, *[1] * (target.dim() - 1)), values, target)
+        target.copy_(kept)
+
+
+def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention over N disjoint sets of keys, from the attention over each. LSE in base 2.
+
+    Sums in float32. Where s is -inf, v is not read.
+    Shapes: v [T, N, H, D]; s float32 [T, N, H]; returns [T, H, D], [T, H]
+    """
+    natural = s.float() * LN2
+    total = natural.logsumexp(1)
+    weights = (natural - total[:, None]).exp().nan_to_num(0.0)[..., None]
+    merged = torch.where(weights > 0, v.float(), 0.0).mul_(weights).sum(1)
+    return merged.to(v.dtype), total.div_(LN2)

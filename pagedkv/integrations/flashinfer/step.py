@@ -1,0 +1,78 @@
+"""The tables of a step, from the arguments of flashinfer's `plan`: pages in one list, and masks in one list."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pagedkv import PagedBatch
+from pagedkv.errors import InvalidRequest
+
+
+def batch_of(
+    queries: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, lengths: Tensor | None, S: int, device: torch.device
+) -> PagedBatch:
+    """Return the tables of a step: pages on `device`, seq_lens and cu_seqlens_q on the host.
+
+    queries: int32 [B + 1], on the host. lengths: [B], or None if `last` says them.
+    Raises:  InvalidRequest
+    """
+    ends, last_on_host, B = indptr.cpu().long(), last.cpu().long(), len(last)
+    counts = ends.diff()
+    if len(ends) != B + 1 or len(queries) != B + 1 or int(ends[0]) != 0 or (counts < 0).any():
+        raise InvalidRequest(
+            f"indptr is {ends.tolist()} for {len(queries) - 1} requests and {B} lengths of last pages; it must have "
+            "one entry more than there are requests, begin with 0 and never fall"
+        )
+    if len(indices) < int(ends[-1]):
+        raise InvalidRequest(f"indptr ends with {int(ends[-1])} pages, and indices has {len(indices)}")
+    if lengths is None:
+        is_wrong = (counts > 0) & ((last_on_host < 1) | (last_on_host > S))
+        if is_wrong.any():
+            at = int(is_wrong.int().argmax())
+            raise InvalidRequest(f"last_page_len of request {at} is {int(last_on_host[at])}; it must be 1 to {S}")
+        lengths = torch.where(counts > 0, (counts - 1) * S + last_on_host, 0)
+    tokens = lengths.cpu().int()
+    P = max(1, int(counts.max()) if B else 0)
+    places = (ends[:-1, None] + torch.arange(P)).clamp(max=max(0, len(indices) - 1))
+    pages = indices.to(device) if len(indices) else torch.zeros(1, dtype=torch.int32, device=device)
+    table = pages[places.to(device)].int()
+    most = (int(queries.diff().max()), int(tokens.max())) if B else (0, 0)
+    return PagedBatch(table, tokens, queries, max_seqlen_q=most[0], max_seqlen_k=most[1])
+
+
+def tree_mask(mask: tuple[Tensor | None, Tensor | None], queries: Tensor, lengths: Tensor) -> Tensor:
+    """Return the mask among new tokens, bool [T, most queries of a request]. Raises InvalidRequest for other masks."""
+    flat, packed = mask
+    counts = queries.diff()
+    sizes = (counts.long() * lengths.long()).tolist()
+    if packed is not None:
+        bits = (packed.cpu()[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+        parts = [part.flatten() for part in torch.split(bits.bool(), [-(-size // 8) for size in sizes])]
+    elif flat is not None and flat.numel() == sum(sizes):
+        parts = list(torch.split(flat.cpu().bool().flatten(), sizes))
+    else:
+        raise InvalidRequest(
+            f"custom_mask has {0 if flat is None else flat.numel()} elements; the requests have {sum(sizes)}"
+        )
+    result = torch.zeros(int(queries[-1]), int(counts.max()) if len(counts) else 0, dtype=torch.bool)
+    for b, (first, count, length) in enumerate(zip(queries.tolist(), counts.tolist(), lengths.tolist(), strict=False)):
+        shown = parts[b][: count * length].view(count, length)
+        before = length - count
+        if before < 0 or not shown[:, :before].all():
+            raise InvalidRequest(
+                f"custom_mask of request {b} hides some of its {max(before, 0)} tokens before its {count} queries; "
+                "kernels here take masks among the new tokens"
+            )
+        result[first : first + count, :count] = shown[:, before:]
+    return result
+
+
+def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
+    """Return the slopes of ALiBi (Press et al. 2021): a geometric sequence for a power of two, and others between."""
+    n = 2 ** int(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (h + 1) / n) for h in range(n)]
+    slopes += [2.0 ** (-4.0 * (2 * h + 1) / n) for h in range(num_heads - n)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)

@@ -1,0 +1,277 @@
+"""flash_attn's functions by our kernels, against their documented semantics in plain torch.
+
+Memory that must not be read is NaN, and entries past the last page name no page.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import sys
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations import flash_attn
+from pagedkv.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from tests.integrations.plain import ABSURD, attention
+
+H, K, D, S = 4, 2, 16, 8
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"causal": True, "window_size": (5, 0)},
+    {"causal": True, "window_size": (5, 3)},  # the right side of a causal window is 0
+    {"window_size": (5, 2)},
+    {"window_size": (-1, 2)},
+    {"window_size": (4, -1)},
+    {"causal": True, "softcap": 3.0, "softmax_scale": 0.7},
+    {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.1, 0.9, 0.0])},
+    {"causal": True, "alibi_slopes": torch.tensor([[0.5, 0.1, 0.9, 0.0], [0.0, 0.2, 0.3, 0.4], [1.0, 1.0, 0.0, 0.7]])},
+]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, b: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    slopes = options.get("alibi_slopes")
+    return attention(
+        q, k, v, scale=options.get("softmax_scale"), causal=options.get("causal", False),
+        window=options.get("window_size", (-1, -1)), softcap=options.get("softcap", 0.0),
+        slopes=None if slopes is None else (slopes if slopes.dim() == 1 else slopes[b]),
+    )  # fmt: skip
+
+
+class Pool:
+    """Pages of random sequences: NaN where no token is, and pages in random order."""
+
+    def __init__(self, lengths: list[int], spare: int, dtype: torch.dtype = torch.float32, size: int = S) -> None:
+        self.keys, self.values = ([torch.randn(n, K, D).to(dtype) for n in lengths] for _ in range(2))
+        pages = [-(-(n + spare) // size) for n in lengths]
+        order = torch.randperm(sum(pages) + 2)[: sum(pages)].split(pages)
+        self.table = torch.full((len(lengths), max(pages) + 1), ABSURD, dtype=torch.int32)
+        self.k, self.v = (torch.full((sum(pages) + 2, size, K, D), torch.nan, dtype=dtype) for _ in range(2))
+        for b, mine in enumerate(order):
+            self.table[b, : len(mine)] = mine
+            for t in range(lengths[b]):
+                self.k[mine[t // size], t % size] = self.keys[b][t]
+                self.v[mine[t // size], t % size] = self.values[b][t]
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("new", [0, 1, 3])
+@pytest.mark.parametrize("L", [1, 3])
+def test_with_kvcache_over_pages(options: dict[str, Any], new: int, L: int) -> None:
+    torch.manual_seed(0)
+    pool = Pool([19, 3, 40], spare=new)
+    q = torch.randn(3, L, H, D)
+    k, v = (torch.randn(3, new, K, D) if new else None for _ in range(2))
+    out, lse = flash_attn_with_kvcache(
+        q, pool.k, pool.v, k, v, cache_seqlens=pool.lengths, block_table=pool.table, return_softmax_lse=True, **options
+    )
+    assert out.shape == (3, L, H, D)
+    assert lse.shape == (3, H, L)
+    for b in range(3):
+        keys, values = pool.keys[b], pool.values[b]
+        if k is not None and v is not None:
+            keys, values = torch.cat([keys, k[b]]), torch.cat([values, v[b]])
+        want, want_lse = plain(q[b], keys, values, b, options)
+        torch.testing.assert_close(out[b].double(), want, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse[b].double(), want_lse.T, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "size"), list(itertools.product(TOLERANCE, [1, 5, 16, 256])))
+def test_with_kvcache_of_every_dtype_and_page_size(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(1)
+    pool = Pool([33, 1], spare=1, dtype=dtype, size=size)
+    q, k, v = torch.randn(2, 1, H, D).to(dtype), torch.randn(2, 1, K, D).to(dtype), torch.randn(2, 1, K, D).to(dtype)
+    out = flash_attn_with_kvcache(
+        q, pool.k, pool.v, k, v, cache_seqlens=pool.lengths, block_table=pool.table, causal=True
+    )
+    assert out.dtype == dtype
+    for b in range(2):
+        want, _ = attention(q[b], torch.cat([pool.keys[b], k[b]]), torch.cat([pool.values[b], v[b]]))
+        torch.testing.assert_close(out[b].double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("rows", [None, [4, 0]])
+@pytest.mark.parametrize("pad", [None, [2, 5]])
+@pytest.mark.parametrize("lengths", [9, [9, 30]])
+def test_with_kvcache_without_pages(rows: list[int] | None, pad: list[int] | None, lengths: Any) -> None:
+    """A row of the cache is a page; with cache_leftpad, tokens before it are not read."""
+    torch.manual_seed(2)
+    cache, new = torch.full((2, 5, 40, K, D), torch.nan), torch.randn(2, 2, 2, K, D)
+    at = [0, 1] if rows is None else rows
+    ends = [lengths, lengths] if isinstance(lengths, int) else lengths
+    starts = [0, 0] if pad is None else pad
+    for b in range(2):
+        cache[:, at[b], starts[b] : ends[b]] = torch.randn(2, ends[b] - starts[b], K, D)
+    before = cache.clone()
+    int32 = {"dtype": torch.int32}
+    q = torch.randn(2, 2, H, D)
+    out = flash_attn_with_kvcache(
+        q, cache[0], cache[1], new[0], new[1], causal=True,
+        cache_seqlens=lengths if isinstance(lengths, int) else torch.tensor(lengths, **int32),
+        cache_batch_idx=None if rows is None else torch.tensor(rows, **int32),
+        cache_leftpad=None if pad is None else torch.tensor(pad, **int32),
+    )  # fmt: skip
+    for b in range(2):
+        k, v = (torch.cat([before[i, at[b], starts[b] : ends[b]], new[i, b]]) for i in range(2))
+        torch.testing.assert_close(out[b].double(), attention(q[b], k, v, causal=True)[0], atol=2e-5, rtol=2e-5)
+        before[:, at[b], ends[b] : ends[b] + 2] = new[:, b]
+    torch.testing.assert_close(cache, before, equal_nan=True)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary_angles_turn_new_keys_and_queries(interleaved: bool, causal: bool) -> None:
+    torch.manual_seed(3)
+    pool, rotary = Pool([19, 3], spare=2), 8
+    angles = torch.rand(64, rotary // 2) * 6
+    q, k, v = torch.randn(2, 2, H, D), torch.randn(2, 2, K, D), torch.randn(2, 2, K, D)
+
+    def turned(x: Tensor, position: int) -> Tensor:
+        """Multiply pairs of dims, as complex numbers, by e^(i angle)."""
+        head, rest = x[..., :rotary], x[..., rotary:]
+        pairs = head.unflatten(-1, (-1, 2)) if interleaved else head.unflatten(-1, (2, -1)).transpose(-1, -2)
+        product = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(rotary // 2), angles[position])
+        pairs = torch.view_as_real(product)
+        return torch.cat([(pairs if interleaved else pairs.transpose(-1, -2)).flatten(-2), rest], -1)
+
+    out = flash_attn_with_kvcache(
+        q, pool.k, pool.v, k, v, angles.cos(), angles.sin(), pool.lengths, block_table=pool.table, causal=causal,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    for b, n in enumerate([19, 3]):
+        keys = torch.cat([pool.keys[b], *(turned(k[b, i : i + 1], n + i) for i in range(2))])
+        queries = torch.cat([turned(q[b, i : i + 1], n + i if causal else n) for i in range(2)])
+        want, _ = attention(queries, keys, torch.cat([pool.values[b], v[b]]), causal=causal)
+        torch.testing.assert_close(out[b].double(), want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("counts", [(5, 1, 33), (19, 3, 40)])
+def test_varlen(options: dict[str, Any], paged: bool, counts: tuple[int, ...]) -> None:
+    torch.manual_seed(4)
+    pool = Pool([19, 3, 40], spare=0)
+    q = torch.randn(sum(counts), H, D)
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    starts_k = torch.tensor([0, 19, 22, 62], dtype=torch.int32)
+    k, v = (pool.k, pool.v) if paged else (torch.cat(pool.keys), torch.cat(pool.values))
+    table = {"block_table": pool.table} if paged else {}
+    out, lse, probabilities = flash_attn_varlen_func(
+        q, k, v, starts, starts_k, max(counts), 40, return_attn_probs=True, **table, **options
+    )
+    assert lse.shape == (H, len(q))
+    assert probabilities.numel() == 0
+    for b in range(3):
+        mine = slice(int(starts[b]), int(starts[b + 1]))
+        want, want_lse = plain(q[mine], pool.keys[b], pool.values[b], b, options)
+        torch.testing.assert_close(out[mine].double(), want, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse[:, mine].double(), want_lse.T, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_more_queries_than_keys(causal: bool) -> None:
+    """The example of the documentation: 5 queries and 2 keys. Rows that see nothing are 0."""
+    torch.manual_seed(5)
+    q, k, v = torch.randn(9, H, D), torch.randn(9, K, D), torch.randn(9, K, D)
+    starts_q, starts_k = torch.tensor([0, 5, 9], dtype=torch.int32), torch.tensor([0, 2, 9], dtype=torch.int32)
+    out = flash_attn_varlen_func(q, k, v, starts_q, starts_k, 5, 7, causal=causal)
+    for mine, keys in ((slice(0, 5), slice(0, 2)), (slice(5, 9), slice(2, 9))):
+        torch.testing.assert_close(
+            out[mine].double(), attention(q[mine], k[keys], v[keys], causal=causal)[0], atol=2e-5, rtol=2e-5
+        )
+    assert out[:3].abs().sum() == 0 or not causal
+    with pytest.raises(InvalidRequest, match="more queries than keys"):
+        flash_attn_varlen_func(q, k, v, starts_q, starts_k, 5, 7, window_size=(1, 1))
+
+
+def test_one_sequence_and_sequences_of_one_length() -> None:
+    torch.manual_seed(6)
+    q, k, v = torch.randn(2, 7, H, D), torch.randn(2, 9, K, D), torch.randn(2, 9, K, D)
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    starts = [torch.tensor([0, n], dtype=torch.int32) for n in (7, 9)]
+    for b in range(2):
+        want, want_lse = attention(q[b], k[b], v[b], causal=True)
+        torch.testing.assert_close(out[b].double(), want, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse[b].double(), want_lse.T, atol=2e-5, rtol=2e-5)
+        one = flash_attn_varlen_func(q[b], k[b], v[b], *starts, 7, 9, causal=True)
+        torch.testing.assert_close(one.double(), want, atol=2e-5, rtol=2e-5)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "leftpad": ({"cache_leftpad": torch.zeros(2, dtype=torch.int32)}, "cache_leftpad is given beside block_table"),
+    "rows": ({"cache_batch_idx": torch.zeros(2, dtype=torch.int32)}, "cache_batch_idx is given beside block_table"),
+    "where": ({"cache_seqlens": None}, "with cache_seqlens"),
+    "no v": ({"v": None}, "k and v must be given together"),
+    "no k": ({"k": None, "v": None, "rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, "with k and v"),
+    "one of two": ({"rotary_cos": torch.ones(9, 4)}, "must be given together"),
+    "short table": ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, "position 33 has no row"),
+    "too long": ({"cache_seqlens": torch.tensor([47, 3], dtype=torch.int32)}, "do not fit a sequence of 6 pages"),
+    "alibi": ({"alibi_slopes": torch.ones(H)}, "use causal=True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_written(name: str) -> None:
+    changed, message = REFUSED[name]
+    pool = Pool([33, 3], spare=2)
+    before = pool.k.clone()
+    arguments: dict[str, Any] = {
+        "q": torch.randn(2, 2, H, D), "k": torch.randn(2, 2, K, D), "v": torch.randn(2, 2, K, D),
+        "cache_seqlens": pool.lengths, "block_table": pool.table,
+    }  # fmt: skip
+    with pytest.raises(InvalidRequest, match=message):
+        flash_attn_with_kvcache(k_cache=pool.k, v_cache=pool.v, **{**arguments, **changed})
+    torch.testing.assert_close(pool.k, before, equal_nan=True, rtol=0, atol=0)
+
+
+def test_dropout_and_gradients_are_refused() -> None:
+    x = torch.randn(1, 3, K, D)
+    with pytest.raises(InvalidRequest, match="inference only"):
+        flash_attn_func(torch.randn(1, 3, K, D, requires_grad=True), x, x)
+    with pytest.raises(InvalidRequest, match="dropout_p of flash_attn is not served"):
+        flash_attn_func(x, x, x, 0.1)
+
+
+def test_the_memory_of_a_cache_is_freed_with_its_tensor() -> None:
+    cache, q = torch.randn(2, 4, S, K, D), torch.randn(1, 1, H, D)
+    k, v = cache.clone().unbind(0)
+    table = torch.tensor([[1, 2]], dtype=torch.int32)
+    first = flash_attn_with_kvcache(q, k, v, cache_seqlens=11, block_table=table)
+    k.fill_(0.0)  # the layer is found again, over the same memory
+    second = flash_attn_with_kvcache(q, k, v, cache_seqlens=11, block_table=table)
+    assert not torch.equal(first, second)
+    k.set_(torch.ones_like(k))  # and other memory of the same tensor is another layer
+    third = flash_attn_with_kvcache(q, k, v, cache_seqlens=11, block_table=table)
+    torch.testing.assert_close(third, second, atol=1e-5, rtol=1e-5)  # equal keys weigh values equally
+    storage = weakref.ref(v.untyped_storage())
+    kept = weakref.ref(k)
+    del k, v
+    gc.collect()
+    assert kept() is None
+    assert storage() is None
+
+
+def test_install_takes_the_name_and_not_that_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    flash_attn.install()
+    assert importlib.import_module("flash_attn").flash_attn_with_kvcache is flash_attn_with_kvcache
+    assert importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func is flash_attn_varlen_func
+    flash_attn.install()  # again: nothing changes
+    other = types.ModuleType("flash_attn")
+    other.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", other)
+    with pytest.raises(InvalidRequest, match="flash_attn is installed here"):
+        flash_attn.install()
+    flash_attn.install(replace=True)
+    assert sys.modules["flash_attn"] is flash_attn

@@ -1,0 +1,333 @@
+"""flashinfer's wrappers and functions by our kernels, against their documented semantics in plain torch.
+
+Memory that must not be read is NaN.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations import flashinfer
+from pagedkv.integrations.flashinfer import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    append_paged_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
+from tests.integrations.plain import attention
+
+H, K, D, S, F = 4, 2, 16, 8, 14
+LENGTHS = [19, 8, 40]
+WORKSPACE = torch.zeros(16, dtype=torch.uint8)
+FLOAT = {"q_data_type": torch.float32}
+LAYOUTS = list(itertools.product(["NHD", "HND"], [True, False]))
+
+
+def int32(values: Any) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.int32)
+
+
+class Pool:
+    """Pages of three requests: NaN where no token is, pages in random order, in one tensor or in a tuple of two."""
+
+    def __init__(self, layout: str, in_one: bool, dtype: torch.dtype = torch.float32, written: int = 40) -> None:
+        self.keys, self.values = ([torch.randn(n, K, D).to(dtype) for n in LENGTHS] for _ in range(2))
+        pages = [-(-n // S) for n in LENGTHS]
+        self.indptr, self.indices = int32([0, *itertools.accumulate(pages)]), torch.randperm(F)[: sum(pages)].int()
+        self.last = int32([n - (p - 1) * S for n, p in zip(LENGTHS, pages, strict=True)])
+        data = torch.full((F, 2, S, K, D), torch.nan, dtype=dtype)
+        for b, n in enumerate(LENGTHS):
+            for t in range(min(n, written)):
+                page = self.indices[self.indptr[b] + t // S]
+                data[page, 0, t % S], data[page, 1, t % S] = self.keys[b][t], self.values[b][t]
+        data = data.transpose(2, 3).contiguous() if layout == "HND" else data
+        self.cache = data if in_one else (data[:, 0].contiguous(), data[:, 1].contiguous())
+        self.tables = (self.indptr, self.indices, self.last)
+        self.sizes = (H, K, D, S)
+
+
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"window_left": 5}, {"window": (5, -1)}),
+    ({"logits_soft_cap": 3.0, "sm_scale": 0.7}, {"softcap": 3.0, "scale": 0.7}),
+    ({"fixed_split_size": 1}, {}),
+]
+
+
+@pytest.mark.parametrize(("planned", "plain"), OPTIONS, ids=str)
+@pytest.mark.parametrize(("layout", "in_one"), LAYOUTS)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_decode(planned: dict[str, Any], plain: dict[str, Any], layout: str, in_one: bool, queries: int) -> None:
+    torch.manual_seed(0)
+    pool = Pool(layout, in_one)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, layout, use_tensor_cores=True)
+    wrapper.plan(*pool.tables, *pool.sizes, **FLOAT, q_len_per_req=queries, **planned)
+    q, sinks = torch.randn(3 * queries, H, D), torch.randn(H)
+    for given in ({}, {"sinks": sinks}):
+        out, lse = wrapper.run(q, pool.cache, return_lse=True, **given)
+        torch.testing.assert_close(wrapper.run(q, pool.cache, **given), out)
+        for b in range(3):
+            mine = slice(b * queries, (b + 1) * queries)
+            want, want_lse = attention(q[mine], pool.keys[b], pool.values[b], causal=True, **plain, **given)
+            torch.testing.assert_close(out[mine].double(), want, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(lse[mine].double(), want_lse / math.log(2), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("planned", "plain"), OPTIONS, ids=str)
+@pytest.mark.parametrize(("layout", "in_one"), LAYOUTS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_prefill(planned: dict[str, Any], plain: dict[str, Any], layout: str, in_one: bool, causal: bool) -> None:
+    torch.manual_seed(1)
+    pool, counts = Pool(layout, in_one), [19, 1, 11]
+    starts = int32([0, *itertools.accumulate(counts)])
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, layout)
+    wrapper.plan(starts, *pool.tables, *pool.sizes, causal=causal, **FLOAT, **planned)
+    q, out, lse = torch.randn(31, H, D), torch.full((31, H, D), torch.nan), torch.full((31, H), torch.nan)
+    found = wrapper.run(q, pool.cache, out=out, lse=lse, return_lse=True)
+    assert found[0] is out
+    assert found[1] is lse
+    for b in range(3):
+        mine = slice(int(starts[b]), int(starts[b + 1]))
+        want, want_lse = attention(q[mine], pool.keys[b], pool.values[b], causal=causal, **plain)
+        torch.testing.assert_close(out[mine].double(), want, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse[mine].double(), want_lse / math.log(2), atol=2e-5, rtol=2e-5)
+    narrow = wrapper.run(q, pool.cache, window_left=2)  # a window of this call alone
+    want, _ = attention(q[20:31], pool.keys[2], pool.values[2], causal=causal, **{**plain, "window": (2, -1)})
+    torch.testing.assert_close(narrow[20:31].double(), want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_custom_masks_among_new_tokens(packed: bool) -> None:
+    torch.manual_seed(2)
+    pool, counts = Pool("NHD", True), [5, 1, 11]
+    starts = int32([0, *itertools.accumulate(counts)])
+    masks = [torch.cat([torch.ones(c, n - c), torch.rand(c, c).round() + torch.eye(c)], 1) > 0
+             for c, n in zip(counts, LENGTHS, strict=True)]  # fmt: skip
+    bits = [torch.from_numpy(np.packbits(mask.flatten().numpy(), bitorder="little")) for mask in masks]
+    given = (
+        {"packed_custom_mask": torch.cat(bits)} if packed else {"custom_mask": torch.cat([m.flatten() for m in masks])}
+    )
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(starts, *pool.tables, *pool.sizes, **FLOAT, **given)
+    q = torch.randn(17, H, D)
+    out = wrapper.run(q, pool.cache)
+    for b in range(3):
+        mine = slice(int(starts[b]), int(starts[b + 1]))
+        want, _ = attention(q[mine], pool.keys[b], pool.values[b], mask=masks[b])
+        torch.testing.assert_close(out[mine].double(), want, atol=2e-5, rtol=2e-5)
+    masks[2][4, 3] = False
+    with pytest.raises(
+        InvalidRequest, match="custom_mask of request 2 hides some of its 29 tokens before its 11 queries"
+    ):
+        wrapper.plan(starts, *pool.tables, *pool.sizes, **FLOAT, custom_mask=torch.cat([m.flatten() for m in masks]))
+    with pytest.raises(InvalidRequest, match="custom_mask has 3 elements; the requests have 543"):
+        wrapper.plan(starts, *pool.tables, *pool.sizes, **FLOAT, custom_mask=torch.ones(3, dtype=torch.bool))
+    torch.testing.assert_close(wrapper.run(q, pool.cache), out)  # a plan that fails changes nothing
+
+
+@pytest.mark.parametrize("num_heads", [4, 6])
+def test_alibi(num_heads: int) -> None:
+    """The slopes of the paper: 2^(-8h/n) for n heads, and every other one of 2n for heads beyond a power of two."""
+    torch.manual_seed(3)
+    pool = Pool("NHD", True)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(*pool.tables, num_heads, K, D, S, pos_encoding_mode="ALIBI", **FLOAT)
+    q = torch.randn(3, num_heads, D)
+    out = wrapper.run(q, pool.cache)
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3][:num_heads])
+    for b in range(3):
+        want, _ = attention(q[b : b + 1], pool.keys[b], pool.values[b], slopes=slopes)
+        torch.testing.assert_close(out[b : b + 1].double(), want, atol=2e-5, rtol=2e-5)
+    with pytest.raises(InvalidRequest, match="return_lse with ALIBI"):
+        wrapper.run_return_lse(q, pool.cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_scales_and_dtypes(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    pool = Pool("HND", True, dtype)
+    q_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    q = torch.randn(3, H, D).to(q_dtype)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "HND")
+    wrapper.plan(*pool.tables, *pool.sizes, q_data_type=str(q_dtype)[6:], kv_data_type=dtype, o_data_type=torch.float32)
+    out = wrapper.run(q, pool.cache, q_scale=0.5, k_scale=3.0, v_scale=2.0)
+    assert out.dtype == torch.float32
+    for b in range(3):
+        want, _ = attention(q[b : b + 1], pool.keys[b], pool.values[b], scale=1.5 * D**-0.5)
+        torch.testing.assert_close(out[b : b + 1].double(), 2.0 * want, atol=3e-2, rtol=3e-2)
+
+
+def test_requests_without_tokens_and_with_more_queries_than_tokens() -> None:
+    torch.manual_seed(5)
+    pool = Pool("NHD", True)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    indptr, indices, last = int32([0, 0, 1]), pool.indices[3:4], int32([0, 2])  # the first page of request 1
+    q = torch.randn(6, H, D)
+    for causal in (False, True):
+        wrapper.plan(int32([0, 1, 6]), indptr, indices, last, *pool.sizes, causal=causal, **FLOAT)
+        out, lse = wrapper.run(q, pool.cache, return_lse=True)
+        assert out[0].abs().sum() == 0
+        assert (lse[0] == -torch.inf).all()
+        want, want_lse = attention(q[1:], pool.keys[1][:2], pool.values[1][:2], causal=causal)
+        torch.testing.assert_close(out[1:].double(), want, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse[1:].double(), want_lse / math.log(2), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_plan_for_cuda_graphs_keeps_its_tensors(layout: str) -> None:
+    """A graph replays `run` with the tensors of the first plan: they stay where they are, with bounds for each plan."""
+    torch.manual_seed(6)
+    pool = Pool(layout, True)
+    buffers = (
+        torch.zeros(4, dtype=torch.int32),
+        torch.full((F,), -1, dtype=torch.int32),
+        torch.zeros(3, dtype=torch.int32),
+    )
+    wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers, layout)
+    assert wrapper.is_cuda_graph_enabled
+    short = (int32([0, 1, 2, 3]), pool.indices[[0, 3, 4]], int32([3, 8, 5]))
+    q, batches = torch.randn(3, H, D), []
+    for tables, lengths in ((short, [3, 8, 5]), (pool.tables, LENGTHS), (short, [3, 8, 5])):
+        wrapper.plan(*tables, *pool.sizes, **FLOAT)
+        assert wrapper._plan is not None
+        batch = wrapper._plan.batch
+        batches.append((batch.block_table.data_ptr(), batch.seq_lens.data_ptr(), batch.max_seqlen_k))
+        assert buffers[1][: len(tables[1])].tolist() == tables[1].tolist()
+        out = wrapper.run(q, pool.cache)
+        for b, n in enumerate(lengths):
+            want, _ = attention(q[b : b + 1], pool.keys[b][:n], pool.values[b][:n])
+            torch.testing.assert_close(out[b : b + 1].double(), want, atol=2e-5, rtol=2e-5)
+    assert len(set(batches)) == 1
+    with pytest.raises(InvalidRequest, match="the buffers are for 3 requests"):
+        wrapper.plan(int32([0, 1]), pool.indices[:1], int32([1]), *pool.sizes, **FLOAT)
+    with pytest.raises(InvalidRequest, match="6 queries; this wrapper for CUDA graphs was planned with 3"):
+        wrapper.plan(*pool.tables, *pool.sizes, **FLOAT, q_len_per_req=2)
+    torch.testing.assert_close(wrapper.run(q, pool.cache), out)
+    with pytest.raises(InvalidRequest, match="needs all buffers"):
+        BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
+
+
+@pytest.mark.parametrize(("layout", "in_one"), LAYOUTS)
+def test_tokens_that_were_appended_are_attended_to(layout: str, in_one: bool) -> None:
+    torch.manual_seed(7)
+    pool = Pool(layout, in_one, written=5)  # the rest is appended
+    new = [n - 5 for n in LENGTHS]
+    starts = int32([0, *itertools.accumulate(new)])
+    lengths = get_seq_lens(pool.indptr, pool.last, S)
+    assert lengths.tolist() == LENGTHS
+    request, position = get_batch_indices_positions(starts, lengths, int(starts[-1]) + 2)  # two are padding
+    assert request.tolist() == [b for b, n in enumerate(new) for _ in range(n)] + [-1, -1]
+    assert position.tolist() == [t for n in LENGTHS for t in range(5, n)] + [0, 0]
+    padding = torch.full((2, K, D), torch.nan)
+    k, v = (torch.cat([*(x[5:] for x in of), padding]) for of in (pool.keys, pool.values))
+    append_paged_kv_cache(k, v, request, position, pool.cache, pool.indices, pool.indptr, pool.last, layout)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, layout)
+    wrapper.plan(*pool.tables, *pool.sizes, **FLOAT)
+    q = torch.randn(3, H, D)
+    out = wrapper.run(q, pool.cache)
+    for b in range(3):
+        torch.testing.assert_close(
+            out[b : b + 1].double(), attention(q[b : b + 1], pool.keys[b], pool.values[b])[0], atol=2e-5, rtol=2e-5
+        )
+    with pytest.raises(InvalidRequest, match="token 0 has position 24 of request 0, whose pages end before"):
+        append_paged_kv_cache(k[:1], v[:1], int32([0]), int32([24]), pool.cache, *pool.tables[1::-1], pool.last, layout)
+
+
+def test_buffers_for_requests_and_positions_are_filled() -> None:
+    buffers = (torch.full((4,), 7, dtype=torch.int32), torch.full((4,), 7, dtype=torch.int32))
+    found = get_batch_indices_positions(int32([0, 1, 3]), int32([5, 9]), 4, *buffers)
+    assert found[0] is buffers[0]
+    assert found[1] is buffers[1]
+    assert [x.tolist() for x in found] == [[0, 1, 1, -1], [4, 7, 8, 0]]
+
+
+def test_states_merge_to_the_attention_over_all_keys() -> None:
+    torch.manual_seed(8)
+    q, k, v = torch.randn(5, H, D), torch.randn(12, K, D), torch.randn(12, K, D)
+    parts = [attention(q, k[i : i + 4], v[i : i + 4]) for i in (0, 4, 8)]
+    empty = (torch.full((5, H, D), torch.nan, dtype=torch.float64), torch.full((5, H), -torch.inf, dtype=torch.float64))
+    states = [(out.float(), (lse / math.log(2)).float()) for out, lse in (*parts, empty)]
+    want, want_lse = attention(q, k, v)
+    found = merge_states(torch.stack([s[0] for s in states], 1), torch.stack([s[1] for s in states], 1))
+    one_by_one = merge_state(*merge_state(*states[0], *states[1]), *states[2])
+    in_place = [x.clone() for x in states[0]]
+    rows = torch.tensor([True, False, True, True, False])
+    merge_state_in_place(*in_place, *merge_state(*states[1], *states[2]), rows)
+    for out, lse in (found, one_by_one, [x[rows] for x in in_place]):
+        kept = slice(None) if len(out) == 5 else rows
+        torch.testing.assert_close(out.double(), want[kept], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse.double(), (want_lse / math.log(2))[kept], atol=2e-5, rtol=2e-5)
+    assert torch.equal(in_place[0][~rows], states[0][0][~rows])
+
+
+def plan(pool: Pool, **changed: Any) -> Any:
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, changed.pop("kv_layout", "NHD"))
+    names = ("indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim", "page_size")
+    wrapper.plan(**{**dict(zip(names, (*pool.tables, *pool.sizes), strict=True)), **FLOAT, **changed})
+    return wrapper
+
+
+PLANS: dict[str, tuple[dict[str, Any], str]] = {
+    "layout": ({"kv_layout": "DHN"}, "it must be 'NHD' or 'HND'"),
+    "heads": ({"num_qo_heads": 5}, "multiple of num_kv_heads=2"),
+    "rope": ({"pos_encoding_mode": "ROPE_LLAMA"}, "turn keys before storing them"),
+    "caps": ({"pos_encoding_mode": "ALIBI", "logits_soft_cap": 3.0}, "logits_soft_cap with ALIBI"),
+    "right": ({"window_right": 1}, "window_right of flashinfer is not served"),
+    "last": ({"last_page_len": int32([3, 0, 8])}, "last_page_len of request 1 is 0; it must be 1 to 8"),
+    "falls": ({"indptr": int32([0, 3, 2, 9])}, "begin with 0 and never fall"),
+    "short": ({"indptr": int32([0, 3, 4, 99])}, "indptr ends with 99 pages, and indices has 9"),
+    "dtype": ({"q_data_type": "float33"}, "'float33' is no dtype"),
+    "queries": ({"q_len_per_req": 0}, "it must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_that_are_refused(name: str) -> None:
+    changed, message = PLANS[name]
+    with pytest.raises(InvalidRequest, match=message):
+        plan(Pool("NHD", True), **changed)
+
+
+def test_calls_that_are_refused() -> None:
+    pool, q = Pool("NHD", True), torch.randn(3, H, D)
+    with pytest.raises(InvalidRequest, match=r"run\(\) before plan\(\)"):
+        BatchDecodeWithPagedKVCacheWrapper(WORKSPACE).run(q, pool.cache)
+    wrapper = plan(pool)
+    with pytest.raises(InvalidRequest, match="q is torch.bfloat16 and the cache torch.float32"):
+        wrapper.run(q.bfloat16(), pool.cache)
+    with pytest.raises(InvalidRequest, match="plan\\(\\) was told of 3 queries"):
+        wrapper.run(q[:2], pool.cache)
+    with pytest.raises(InvalidRequest, match=r"paged_kv_cache is \[14, 8, 2, 16\]"):
+        wrapper.run(q, pool.cache[:, 0])
+    with pytest.raises(InvalidRequest, match="kv_cache_sf of flashinfer is not served"):
+        wrapper.run(q, pool.cache, kv_cache_sf=torch.ones(1))
+    with pytest.raises(InvalidRequest, match="scoring of several items"):
+        BatchPrefillWithPagedKVCacheWrapper(WORKSPACE).plan(
+            int32([0, 1, 2, 3]), *pool.tables, *pool.sizes, prefix_len_ptr=int32([1])
+        )
+
+
+def test_install_takes_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("", ".decode", ".prefill", ".page", ".cascade"):
+        monkeypatch.delitem(sys.modules, f"flashinfer{name}", raising=False)
+    flashinfer.install()
+    assert importlib.import_module("flashinfer").merge_state is merge_state
+    assert (
+        importlib.import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
+        is BatchDecodeWithPagedKVCacheWrapper
+    )
