@@ -20,6 +20,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
@@ -86,22 +87,33 @@ class OptionalBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build the extension, or print one line that says what is missing. The install goes on in both cases."""
         try:
-            self._flags_per_source()
-            super().build_extension(ext)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                self._compile_at_once(pool)
+                super().build_extension(ext)
         except (BaseError, CCompilerError, OSError) as why:
             say(f"the C++ kernels are not built: {why}. {REMEDY.format('a C++17 compiler')}")
 
-    def _flags_per_source(self) -> None:
-        """Add the flags of each source when it is compiled: setuptools has only flags for all sources."""
-        compile_one, x86 = self.compiler._compile, platform.machine().lower() in ("x86_64", "amd64")
+    def _compile_at_once(self, pool: ThreadPoolExecutor) -> None:
+        """Let the compiler run once for each processor, and add the flags of each source.
+
+        setuptools compiles one source after the other, with the same flags for all.
+        """
+        compile_all, compile_one = self.compiler.compile, self.compiler._compile
+        x86, jobs = platform.machine().lower() in ("x86_64", "amd64"), []
 
         def with_own_flags(
             obj: str, src: str, ext: str, cc_args: list[str], extra_postargs: list[str], pp_opts: list[str]
         ) -> None:
             own = X86_FLAGS.get(Path(src).name, []) if x86 else []
-            compile_one(obj, src, ext, cc_args, [*extra_postargs, *own], pp_opts)
+            jobs.append(pool.submit(compile_one, obj, src, ext, cc_args, [*extra_postargs, *own], pp_opts))
 
-        self.compiler._compile = with_own_flags
+        def compile_and_wait(*sources: Any, **options: Any) -> list[str]:
+            objects: list[str] = compile_all(*sources, **options)
+            for job in jobs:
+                job.result()
+            return objects
+
+        self.compiler._compile, self.compiler.compile = with_own_flags, compile_and_wait
 
 
 class WithCubins(build_py):
