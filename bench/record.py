@@ -21,6 +21,7 @@ import pagedkv
 
 HERE: Final = Path(__file__).resolve().parent
 VERSIONED: Final = ("numpy", "numba", "torch")
+_NUMBERS: Final = {"family": "cpu family", "model": "model"}
 
 
 def provenance() -> dict[str, Any]:
@@ -36,13 +37,18 @@ def provenance() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the processor's model name, or its architecture if it has none."""
+    """Return the processor's model name with its family and model, or its architecture if it has none.
+
+    A virtual machine may name every generation of a vendor alike.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+    name = fields.get("model name", platform.processor() or platform.machine())
+    numbers = [f"{number} {fields[field]}" for number, field in _NUMBERS.items() if field in fields]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def commit() -> str:

@@ -10,12 +10,14 @@ They follow the release `__version__` and differ in this:
 - inference only: no dropout, and tensors that require gradients are refused
 - a query that sees nothing has the LSE -inf
 - num_splits and deterministic change nothing
+- on a CPU, wrong tables are refused before anything is stored; on a GPU, a new token without a page is not stored, and
+  a position behind the rotary table is turned as the last one
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import replace as replaced
 from itertools import pairwise
 from typing import Any
 
@@ -82,23 +84,23 @@ def flash_attn_with_kvcache(
         raise InvalidRequest("k and v must be given together, and with cache_seqlens, which says where to store them")
     if (rotary_cos is None) is not (rotary_sin is None) or (rotary_cos is not None and k is None):
         raise InvalidRequest("rotary_cos and rotary_sin must be given together, and with k and v")
-    B, L = q.shape[:2]
-    where = (cache_batch_idx, cache_leftpad, block_table)
-    k_cache, v_cache, table, lengths = _tables(B, k_cache, v_cache, cache_seqlens, *where)
+    B, L = _batch_and_length(q)
+    tables = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    k_cache, v_cache, table, lengths = _tables(B, k_cache, v_cache, *tables)
     layer = stand_in.layer_of(k_cache, v_cache)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, L)
-    if rotary_cos is not None and rotary_sin is not None and k is not None:
-        is_local = causal or tuple(window_size) != (-1, -1)
-        each = _after(lengths, L) if is_local else lengths[:, None].expand(B, L)
-        q = _turned(q, rotary_cos, rotary_sin, each, rotary_interleaved)
-        k = _turned(k, rotary_cos, rotary_sin, _after(lengths, k.shape[1]), rotary_interleaved)
+    batch = _batch(table, lengths if k is None else lengths + k.shape[1], L, k_cache.shape[1])
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, batch)
+    calls = _calls(layer, batch, options)
     if k is not None and v is not None:
+        stand_in.check_call(q.flatten(0, 1), layer, **calls[0][2])
+        stand_in.check_shapes(k=(k, (B, k.shape[1], *k_cache.shape[2:])), v=(v, (*k.shape[:3], v_cache.shape[3])))
+        if rotary_cos is not None and rotary_sin is not None:
+            is_local = causal or tuple(window_size) != (-1, -1)
+            q_at = _after(lengths, L) if is_local else lengths[:, None].expand(B, L)
+            q = _turned(q, rotary_cos, rotary_sin, q_at, rotary_interleaved)
+            k = _turned(k, rotary_cos, rotary_sin, _after(lengths, k.shape[1]), rotary_interleaved)
         _append(k, v, layer, table, lengths)
-        lengths = lengths + k.shape[1]
-    starts = torch.arange(B + 1, dtype=torch.int32, device=q.device) * L
-    longest = int(lengths.max()) if B and q.device.type == "cpu" else table.shape[1] * k_cache.shape[1]
-    batch = PagedBatch(table, lengths, starts, max_seqlen_q=L, max_seqlen_k=longest)
-    out, lse = _attend(q.flatten(0, 1), layer, batch, options)
+    out, lse = _attend(q.flatten(0, 1), layer, calls)
     out = out.view(B, L, *out.shape[1:])
     return (out, lse.view(B, L, *lse.shape[1:]).transpose(1, 2)) if return_softmax_lse else out
 
@@ -133,13 +135,15 @@ def flash_attn_varlen_func(
     """
     stand_in.refuse("flash_attn", dropout_p=dropout_p)
     lengths = cu_seqlens_k.int().diff()
+    B = len(lengths)
     if block_table is None:
         layer, block_table = _paged(k, v, cu_seqlens_k, lengths, max_seqlen_k)
     else:
         layer = stand_in.layer_of(k, v)
+    stand_in.check_shapes(cu_seqlens_q=(cu_seqlens_q, (B + 1,)), block_table=(block_table, (B, *block_table.shape[1:])))
     batch = PagedBatch(block_table.int(), lengths, cu_seqlens_q.int(), int(max_seqlen_q), int(max_seqlen_k))
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, batch.max_seqlen_q)
-    out, lse = _attend(q, layer, batch, options)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, batch)
+    out, lse = _attend(q, layer, _calls(layer, batch, options))
     return (out, lse.T, out.new_empty(0)) if return_attn_probs else out
 
 
@@ -163,6 +167,8 @@ def flash_attn_func(
     Raises:  InvalidRequest; KernelUnavailable
     """
     stand_in.refuse("flash_attn", dropout_p=dropout_p)
+    B, _ = _batch_and_length(q)
+    stand_in.check_shapes(k=(k, (B, *k.shape[1:])), v=(v, (*k.shape[:3], *v.shape[3:])))
     out, lse = flash_attn_with_kvcache(
         q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, return_softmax_lse=True,
@@ -170,40 +176,71 @@ def flash_attn_func(
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
+def _batch_and_length(q: Tensor) -> tuple[int, int]:
+    if q.dim() != 4:
+        raise InvalidRequest(f"q is {list(q.shape)}; it must be [sequences, tokens, heads, dims]")
+    return q.shape[0], q.shape[1]
+
+
+def _batch(table: Tensor, lengths: Tensor, L: int, page_size: int) -> PagedBatch:
+    """Return the tables of sequences with L queries each."""
+    B = len(lengths)
+    starts = torch.arange(B + 1, dtype=torch.int32, device=lengths.device) * L
+    longest = int(lengths.max()) if B and stand_in.is_readable(lengths) else table.shape[1] * page_size
+    return PagedBatch(table, lengths, starts, max_seqlen_q=L, max_seqlen_k=longest)
+
+
 def _options(
-    scale: float | None, causal: bool, window_size: Sequence[int], softcap: float, slopes: Tensor | None, longest: int
-) -> dict[str, Any]:
-    """Return the options of `paged_attention`. longest: the most queries of a sequence."""
+    scale: float | None, causal: bool, window_size: Sequence[int], softcap: float, slopes: Tensor | None,
+    batch: PagedBatch,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the options of `paged_attention`."""
+    if len(window_size) != 2:
+        raise InvalidRequest(f"window_size is {window_size!r}; it must be (left, right), -1 for all positions")
     left, right = window_size
     window: Any = None
     if left >= 0 or (right >= 0 and not causal):
         window = left + 1 if causal else (max(left, -1), max(right, -1))
-    if slopes is not None and not causal and longest > 1 and right != 0:
+    if slopes is not None and not causal and batch.max_seqlen_q > 1 and right != 0:
         raise InvalidRequest(
             "alibi_slopes with queries that see later keys: flash_attn lowers the scores of these too, and the kernels "
             "here raise them; use causal=True"
         )
+    if slopes is not None and slopes.dim() == 2:
+        stand_in.check_shapes(alibi_slopes=(slopes, (len(batch.seq_lens), slopes.shape[1])))
     return {
         "scale": scale, "causal": bool(causal), "window": window, "softcap": float(softcap), "alibi_slopes": slopes,
     }  # fmt: skip
 
 
-def _attend(q: Tensor, layer: KVLayer, batch: PagedBatch, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+_Call = tuple[slice, PagedBatch, dict[str, Any]]
+"""Rows of q, their batch, and the options of `paged_attention`."""
+
+
+def _calls(layer: KVLayer, batch: PagedBatch, options: dict[str, Any]) -> list[_Call]:
+    """Return the calls that make the result, checked: one, or one for each sequence if each has slopes of its own."""
     slopes = options["alibi_slopes"]
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    if slopes is None or slopes.dim() == 1:
-        return stand_in.attend(q, layer, batch, **options)
-    # Kernels have one slope for each head, so each sequence is a call of its own.
-    out = q.new_zeros(*q.shape[:2], layer.v.shape[-1])
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    if slopes is None or slopes.dim() == 1 or not len(slopes):
+        return [(slice(None), stand_in.served(layer, batch, **options), options)]
+    calls = []
     for b, (first, end) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
-        starts = torch.tensor([0, end - first], dtype=torch.int32, device=q.device)
-        one = replace(
+        starts = torch.tensor([0, end - first], dtype=torch.int32, device=slopes.device)
+        one = replaced(
             batch, block_table=batch.block_table[b : b + 1], seq_lens=batch.seq_lens[b : b + 1], cu_seqlens_q=starts
         )
-        out[first:end], lse[first:end] = stand_in.attend(
-            q[first:end], layer, one, **{**options, "alibi_slopes": slopes[b]}
-        )
+        mine = {**options, "alibi_slopes": slopes[b]}
+        calls.append((slice(first, end), stand_in.served(layer, one, **mine), mine))
+    return calls
+
+
+def _attend(q: Tensor, layer: KVLayer, calls: list[_Call]) -> tuple[Tensor, Tensor]:
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    if len(calls) == 1:
+        return stand_in.attend(q, layer, calls[0][1], **calls[0][2])
+    out = q.new_zeros(*q.shape[:2], layer.v.shape[-1])
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    for rows, batch, options in calls:
+        out[rows], lse[rows] = stand_in.attend(q[rows], layer, batch, **options)
     return out, lse
 
 
@@ -221,6 +258,17 @@ def _tables(
         name = "cache_leftpad" if rows is None else "cache_batch_idx"
         raise InvalidRequest(f"{name} is given beside block_table; flash_attn serves one of them in a call")
     device = k_cache.device
+    stand_in.check_shapes(
+        cache_batch_idx=(rows, (B,)), cache_leftpad=(leftpad, (B,)),
+        block_table=(block_table, (B, *(() if block_table is None else block_table.shape[1:]))),
+        cache_seqlens=(cache_seqlens if isinstance(cache_seqlens, Tensor) else None, (B,)),
+    )  # fmt: skip
+    if isinstance(cache_seqlens, Tensor) and cache_seqlens.is_floating_point():
+        raise InvalidRequest(f"cache_seqlens is {cache_seqlens.dtype}; it must be int32")
+    if leftpad is not None and stand_in.is_readable(leftpad) and B and int(leftpad.min()) < 0:
+        raise InvalidRequest(f"cache_leftpad goes down to {int(leftpad.min())}; it must be at least 0")
+    if block_table is None and not k_cache.shape[1] and k_cache.dim() == 4:  # no keys at all: a page cannot be empty
+        k_cache, v_cache, cache_seqlens = *(x.new_zeros(len(x), 1, *x.shape[2:]) for x in (k_cache, v_cache)), 0
     if block_table is None:
         rows = torch.arange(B, device=device) if rows is None else rows
         if leftpad is not None:
@@ -245,11 +293,6 @@ def _append(k: Tensor, v: Tensor, layer: KVLayer, block_table: Tensor, lengths: 
     """Store k and v, [B, N, K, D], behind the tokens of each sequence."""
     page_size, num_pages = layer.k.shape[1], block_table.shape[1]
     positions = _after(lengths, k.shape[1])
-    if positions.device.type == "cpu" and positions.numel() and int(positions.max()) >= num_pages * page_size:
-        raise InvalidRequest(
-            f"{k.shape[1]} new tokens behind {int(lengths.max())} do not fit a sequence of {num_pages} pages of "
-            f"{page_size} tokens; give a wider block_table or a larger cache"
-        )
     frames = block_table.long().gather(1, (positions // page_size).clamp(max=num_pages - 1))
     fits = positions < num_pages * page_size
     slots = torch.where(fits, frames * page_size + positions % page_size, -1).flatten()
@@ -258,7 +301,12 @@ def _append(k: Tensor, v: Tensor, layer: KVLayer, block_table: Tensor, lengths: 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """Return x [B, L, H, D], each pair of dims (a, b) turned to (ac - bs, bc + as), by the positions [B, L]."""
-    if positions.device.type == "cpu" and positions.numel() and int(positions.max()) >= len(cos):
+    if 2 * cos.shape[-1] > x.shape[-1] or cos.shape != sin.shape:
+        raise InvalidRequest(
+            f"rotary_cos is {list(cos.shape)} and rotary_sin {list(sin.shape)}; both must be [positions, R / 2], with "
+            f"R up to {x.shape[-1]}"
+        )
+    if stand_in.is_readable(positions) and positions.numel() and int(positions.max()) >= len(cos):
         raise InvalidRequest(f"position {int(positions.max())} has no row in rotary_cos, which has {len(cos)}")
     at = positions.long().clamp(max=len(cos) - 1)  # on a GPU they are not read, because the host would wait
     c, s = (table[at].float().unsqueeze(2) for table in (cos, sin))
@@ -287,15 +335,23 @@ def _pages_of_one_token(
 def _paged(k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, max_seqlen_k: int) -> tuple[KVLayer, Tensor]:
     """Return a layer that holds k and v, [N, K, D], and its block table."""
     B, device = len(lengths), k.device
-    if B == 1 and len(k):
-        return KVLayer(k[None], v[None]), torch.zeros(1, 1, dtype=torch.int32, device=device)
+    if stand_in.is_readable(starts):
+        first, end = (int(starts[0]), int(starts[-1])) if B else (0, 0)
+        if first < 0 or end > len(k) or (lengths < 0).any():
+            raise InvalidRequest(
+                f"cu_seqlens_k is {starts.tolist()}; it must rise from 0 to at most {len(k)}, the keys"
+            )
+        if B == 1 and end > first:
+            return KVLayer(k[None, first:], v[None, first:]), torch.zeros(1, 1, dtype=torch.int32)
     S = _RAGGED_PAGE
     pages = torch.div(lengths + S - 1, S, rounding_mode="floor")
-    first = pages.cumsum(0) - pages
+    first_page = pages.cumsum(0) - pages
     token = torch.arange(len(k), device=device)
-    sequence = torch.searchsorted(starts[1:].long(), token, right=True).clamp(max=B - 1)
-    slots = first[sequence] * S + token - starts[sequence]
-    layer = KVLayer(*(x.new_empty(len(k) // S + B, S, *x.shape[1:]) for x in (k, v)))
-    write_kv(k, v, layer, torch.where(token < starts[-1], slots, -1).long())
+    sequence = torch.searchsorted(starts[1:].long().contiguous(), token, right=True).clamp(max=max(0, B - 1))
+    layer = KVLayer(*(x.new_empty(len(k) // S + max(1, B), S, *x.shape[1:]) for x in (k, v)))
+    if B:
+        slots = first_page[sequence] * S + token - starts[sequence]
+        is_used = (token >= starts[0]) & (token < starts[-1])
+        write_kv(k, v, layer, torch.where(is_used, slots, -1).long())
     columns = torch.arange(max(1, -(-max_seqlen_k // S)), device=device)
-    return layer, (first[:, None] + columns).int()
+    return layer, (first_page[:, None] + columns).int()

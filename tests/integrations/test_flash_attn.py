@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.machinery
+import importlib.util
 import itertools
 import sys
 import types
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations import flash_attn
+from pagedkv.integrations import flash_attn, stand_in
 from pagedkv.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from tests.integrations.plain import ABSURD, attention
 
@@ -215,8 +217,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no k": ({"k": None, "v": None, "rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, "with k and v"),
     "one of two": ({"rotary_cos": torch.ones(9, 4)}, "must be given together"),
     "short table": ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, "position 33 has no row"),
-    "too long": ({"cache_seqlens": torch.tensor([47, 3], dtype=torch.int32)}, "do not fit a sequence of 6 pages"),
+    "too long": ({"cache_seqlens": torch.tensor([47, 3], dtype=torch.int32)}, "6 pages of 8 tokens hold 0 to 48"),
     "alibi": ({"alibi_slopes": torch.ones(H)}, "use causal=True"),
+    "slopes": ({"alibi_slopes": torch.ones(3, H), "causal": True}, r"alibi_slopes is \[3, 4\]; it must be \[2, 4\]"),
+    "few slopes": ({"alibi_slopes": torch.ones(3), "causal": True}, "alibi_slopes"),
+    "heads": ({"q": torch.randn(2, 2, 3, D)}, "H must be a multiple of K"),
+    "dtype of q": ({"q": torch.randn(2, 2, H, D).half()}, "q is float16 but layer.k is float32"),
+    "gradients": ({"q": torch.randn(2, 2, H, D, requires_grad=True)}, "inference only"),
+    "dims": ({"q": torch.randn(2, H, D)}, r"it must be \[sequences, tokens, heads, dims\]"),
+    "softcap": ({"softcap": -1.0}, "softcap"),
+    "scale": ({"softmax_scale": float("nan")}, "scale"),
+    "window": ({"window_size": (1,)}, "left, right"),
+    "more queries": ({"q": torch.randn(2, 9, H, D), "window_size": (1, 1)}, "more queries than keys"),
+    "page": ({"block_table": torch.tensor([[0, 1, 2, 3, -1], [4, 5, 0, 0, 0]], dtype=torch.int32)}, "page 4 of seq"),
+    "far page": ({"block_table": torch.tensor([[0, 99, 2, 3, 6], [4] * 5], dtype=torch.int32)}, "pages 0 to 7"),
+    "rows of a table": ({"block_table": torch.zeros(3, 5, dtype=torch.int32)}, r"it must be \[2, 5\]"),
+    "lengths": ({"cache_seqlens": torch.tensor([33, 3, 1], dtype=torch.int32)}, "cache_seqlens is"),
+    "negative": ({"cache_seqlens": torch.tensor([-3, 3], dtype=torch.int32)}, "sequences have -1 to 5 tokens"),
+    "fractions": ({"cache_seqlens": torch.tensor([3.7, 3.0])}, "it must be int32"),
+    "k": ({"k": torch.randn(2, 2, K + 1, D)}, "k is"),
+    "wide": ({"rotary_cos": torch.ones(99, 9), "rotary_sin": torch.ones(99, 9)}, "R up to 16"),
 }
 
 
@@ -224,14 +244,59 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refused_before_anything_is_written(name: str) -> None:
     changed, message = REFUSED[name]
     pool = Pool([33, 3], spare=2)
-    before = pool.k.clone()
+    before = torch.stack([pool.k, pool.v])
     arguments: dict[str, Any] = {
         "q": torch.randn(2, 2, H, D), "k": torch.randn(2, 2, K, D), "v": torch.randn(2, 2, K, D),
         "cache_seqlens": pool.lengths, "block_table": pool.table,
     }  # fmt: skip
     with pytest.raises(InvalidRequest, match=message):
         flash_attn_with_kvcache(k_cache=pool.k, v_cache=pool.v, **{**arguments, **changed})
-    torch.testing.assert_close(pool.k, before, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(torch.stack([pool.k, pool.v]), before, equal_nan=True, rtol=0, atol=0)
+
+
+def test_tables_of_rows_are_refused_if_they_are_wrong() -> None:
+    cache, q = torch.randn(2, 3, 20, K, D), torch.randn(2, 1, H, D)
+
+    def call(**rows: list[int]) -> None:
+        tables = {name: torch.tensor(of, dtype=torch.int32) for name, of in rows.items()}
+        flash_attn_with_kvcache(q, cache[0], cache[1], cache_seqlens=9, **tables)
+
+    for rows, message in (
+        ({"cache_leftpad": [0, -1]}, "goes down to -1"),
+        ({"cache_leftpad": [0]}, r"it must be \[2\]"),
+        ({"cache_leftpad": [0, 10]}, "sequences have -1 to 9 tokens"),
+        ({"cache_batch_idx": [0, 1, 2]}, r"it must be \[2\]"),
+        ({"cache_batch_idx": [1, -1]}, "page 0 of sequence 1 is -1; the cache has pages 0 to 2"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            call(**rows)
+    with pytest.raises(InvalidRequest, match=r"k is \[3, 20, 2, 16\]; it must be \[2, 20, 2, 16\]"):
+        flash_attn_func(q, *cache)
+
+
+def test_ragged_keys_begin_and_end_where_cu_seqlens_k_says() -> None:
+    torch.manual_seed(7)
+    q, k, v = torch.randn(4, H, D), torch.randn(9, K, D), torch.randn(9, K, D)
+    for counts, starts in (([4], [5, 9]), ([2, 2], [3, 5, 8])):
+        starts_q = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        out = flash_attn_varlen_func(q, k, v, starts_q, torch.tensor(starts, dtype=torch.int32), 4, 9)
+        for b in range(len(counts)):
+            mine, keys = slice(int(starts_q[b]), int(starts_q[b + 1])), slice(starts[b], starts[b + 1])
+            torch.testing.assert_close(
+                out[mine].double(), attention(q[mine], k[keys], v[keys])[0], atol=2e-5, rtol=2e-5
+            )
+        starts[-1] = 20
+        with pytest.raises(InvalidRequest, match="it must rise from 0 to at most 9, the keys"):
+            flash_attn_varlen_func(q, k, v, starts_q, torch.tensor(starts, dtype=torch.int32), 4, 20)
+
+
+def test_no_keys_give_zeros() -> None:
+    q, none = torch.randn(2, 3, H, D), torch.randn(2, 0, K, D)
+    out, lse, _ = flash_attn_func(q, none, none, return_attn_probs=True)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    starts = [torch.tensor(of, dtype=torch.int32) for of in ([0, 3, 6], [0, 0, 0])]
+    assert not flash_attn_varlen_func(q.flatten(0, 1), none[0], none[0], *starts, 3, 0).any()
 
 
 def test_dropout_and_gradients_are_refused() -> None:
@@ -242,36 +307,68 @@ def test_dropout_and_gradients_are_refused() -> None:
         flash_attn_func(x, x, x, 0.1)
 
 
-def test_the_memory_of_a_cache_is_freed_with_its_tensor() -> None:
-    cache, q = torch.randn(2, 4, S, K, D), torch.randn(1, 1, H, D)
-    k, v = cache.clone().unbind(0)
-    table = torch.tensor([[1, 2]], dtype=torch.int32)
-    first = flash_attn_with_kvcache(q, k, v, cache_seqlens=11, block_table=table)
-    k.fill_(0.0)  # the layer is found again, over the same memory
-    second = flash_attn_with_kvcache(q, k, v, cache_seqlens=11, block_table=table)
-    assert not torch.equal(first, second)
-    k.set_(torch.ones_like(k))  # and other memory of the same tensor is another layer
-    third = flash_attn_with_kvcache(q, k, v, cache_seqlens=11, block_table=table)
-    torch.testing.assert_close(third, second, atol=1e-5, rtol=1e-5)  # equal keys weigh values equally
-    storage = weakref.ref(v.untyped_storage())
-    kept = weakref.ref(k)
-    del k, v
+def test_the_layer_of_a_tensor_follows_its_memory_and_does_not_keep_it() -> None:
+    torch.manual_seed(8)
+    q, table = torch.randn(1, 1, H, D), torch.tensor([[1, 2]], dtype=torch.int32)
+    k, v = (torch.randn(4, S, K, D) for _ in range(2))
+
+    def check(k: Tensor, v: Tensor) -> None:
+        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=11, block_table=table)
+        keys, values = (x[1:3].flatten(0, 1)[:11] for x in (k, v))
+        torch.testing.assert_close(out[0].double(), attention(q[0], keys, values)[0], atol=2e-5, rtol=2e-5)
+
+    check(k, v)
+    layer = stand_in.layer_of(k, v)
+    k.copy_(torch.randn_like(k))  # other values in the same memory: the layer is found again
+    check(k, v)
+    assert stand_in.layer_of(k, v) is layer
+    k.set_(torch.randn_like(k))  # other memory of the same tensor is another layer
+    check(k, v)
+    assert stand_in.layer_of(k, v) is not layer
+    storage, kept = weakref.ref(v.untyped_storage()), weakref.ref(k)
+    k.untyped_storage().resize_(0)
+    with pytest.raises(InvalidRequest, match="freed or shrunk"):
+        check(k, v)
+    assert k.untyped_storage().nbytes() == 0
+    del k, v, layer
     gc.collect()
     assert kept() is None
     assert storage() is None
 
 
+def test_a_compiled_function_gives_the_same() -> None:
+    torch.manual_seed(9)
+    pool, q = Pool([19, 3], spare=1), torch.randn(2, 1, H, D)
+
+    def call(q: Tensor, k: Tensor) -> Tensor:
+        pages = {"cache_seqlens": pool.lengths, "block_table": pool.table}
+        out: Tensor = flash_attn_with_kvcache(q * 2.0, pool.k, pool.v, k, k, **pages, causal=True)
+        return out + 1.0
+
+    k = torch.randn(2, 1, K, D)
+    torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(q, k), call(q, k))
+
+
 def test_install_takes_the_name_and_not_that_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, None)  # restored after the test
+        del sys.modules[name]
     flash_attn.install()
-    assert importlib.import_module("flash_attn").flash_attn_with_kvcache is flash_attn_with_kvcache
-    assert importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func is flash_attn_varlen_func
-    flash_attn.install()  # again: nothing changes
-    other = types.ModuleType("flash_attn")
-    other.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
-    monkeypatch.setitem(sys.modules, "flash_attn", other)
-    with pytest.raises(InvalidRequest, match="flash_attn is installed here"):
-        flash_attn.install()
+    module = importlib.import_module("flash_attn")
+    assert module.flash_attn_with_kvcache is flash_attn_with_kvcache
+    assert module.flash_attn_interface.flash_attn_varlen_func is flash_attn_varlen_func
+    assert importlib.import_module("flash_attn.flash_attn_interface") is module.flash_attn_interface
+    assert module.__version__ == flash_attn.__version__
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn.bert_padding")
+    assert importlib.util.find_spec("flash_attn.bert_padding") is None
+    flash_attn.install()  # again: no error
+    for spec in (importlib.machinery.ModuleSpec("flash_attn", None), None):
+        other = types.ModuleType("flash_attn")
+        other.__spec__ = spec
+        monkeypatch.setitem(sys.modules, "flash_attn", other)
+        with pytest.raises(InvalidRequest, match="flash_attn is installed here"):
+            flash_attn.install()
+        assert sys.modules["flash_attn"] is other
     flash_attn.install(replace=True)
-    assert sys.modules["flash_attn"] is flash_attn
+    assert sys.modules["flash_attn"].flash_attn_func is flash_attn_func

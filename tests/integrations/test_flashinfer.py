@@ -215,11 +215,83 @@ def test_a_plan_for_cuda_graphs_keeps_its_tensors(layout: str) -> None:
     assert len(set(batches)) == 1
     with pytest.raises(InvalidRequest, match="the buffers are for 3 requests"):
         wrapper.plan(int32([0, 1]), pool.indices[:1], int32([1]), *pool.sizes, **FLOAT)
-    with pytest.raises(InvalidRequest, match="6 queries; this wrapper for CUDA graphs was planned with 3"):
+    with pytest.raises(InvalidRequest, match="6 queries and pages of 8 tokens; .* planned first with 3 queries"):
         wrapper.plan(*pool.tables, *pool.sizes, **FLOAT, q_len_per_req=2)
+    with pytest.raises(InvalidRequest, match="3 queries and pages of 16 tokens"):
+        wrapper.plan(*pool.tables, H, K, D, 16, **FLOAT)
     torch.testing.assert_close(wrapper.run(q, pool.cache), out)
-    with pytest.raises(InvalidRequest, match="needs all buffers"):
+    with pytest.raises(InvalidRequest, match="needs the buffers of all tables"):
         BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
+    with pytest.raises(InvalidRequest, match="a buffer of indptr has 3 entries; for 3 requests it must have one more"):
+        CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, buffers[0][:3], *buffers[1:], layout)
+
+
+def test_a_prefill_plan_for_cuda_graphs_takes_fewer_queries() -> None:
+    torch.manual_seed(9)
+    pool, q = Pool("NHD", True), torch.randn(9, H, D)
+    names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+    buffers = {name: torch.zeros(size, dtype=torch.int32) for name, size in zip(names, (4, 4, F, 3), strict=True)}
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True, **buffers)
+    addresses = set()
+    for counts in ([3, 2, 4], [1, 1, 2]):
+        starts = int32([0, *itertools.accumulate(counts)])
+        wrapper.plan(starts, *pool.tables, *pool.sizes, causal=True, **FLOAT)
+        assert wrapper._plan is not None
+        addresses.add(wrapper._plan.batch.cu_seqlens_q.data_ptr())
+        assert buffers["qo_indptr_buf"].tolist() == starts.tolist()
+        out = wrapper.run(q[: sum(counts)], pool.cache)
+        for b in range(3):
+            mine = slice(int(starts[b]), int(starts[b + 1]))
+            want, _ = attention(q[mine], pool.keys[b], pool.values[b], causal=True)
+            torch.testing.assert_close(out[mine].double(), want, atol=2e-5, rtol=2e-5)
+    assert len(addresses) == 1
+
+
+def test_a_plan_keeps_no_tensor_of_the_caller() -> None:
+    torch.manual_seed(10)
+    pool, q = Pool("NHD", True), torch.randn(6, H, D)
+    tables = [int32([0, 1, 3, 6]), *(x.clone() for x in pool.tables)]
+    lengths = int32(LENGTHS)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(*tables, *pool.sizes, causal=True, seq_lens=lengths, **FLOAT)
+    out = wrapper.run(q, pool.cache)
+    for tensor in (*tables, lengths):
+        tensor.fill_(1)
+    assert torch.equal(wrapper.run(q, pool.cache), out)
+
+
+def test_forward_replaces_options_of_the_plan() -> None:
+    """As engines call it that were written for older versions."""
+    torch.manual_seed(11)
+    pool, q = Pool("NHD", True), torch.randn(6, H, D)
+    prefill, decode = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE), BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    prefill.plan(int32([0, 1, 3, 6]), *pool.tables, *pool.sizes, **FLOAT)
+    decode.begin_forward(*pool.tables, *pool.sizes, **FLOAT)
+    given = {"window_left": 5, "logits_soft_cap": 3.0, "sm_scale": 0.7}
+    plain = {"window": (5, -1), "softcap": 3.0, "scale": 0.7}
+    want, want_lse = attention(q[3:], pool.keys[2], pool.values[2], causal=True, **plain)
+    out, lse = prefill.forward_return_lse(q, pool.cache, causal=True, **given)
+    torch.testing.assert_close(out[3:].double(), want, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse[3:].double(), want_lse / math.log(2), atol=2e-5, rtol=2e-5)
+    found = decode.forward(q[3:], pool.cache, **given)
+    want, _ = attention(q[5:], pool.keys[2], pool.values[2], causal=True, **plain)
+    torch.testing.assert_close(found[2:].double(), want, atol=2e-5, rtol=2e-5)
+    for wrapper in (prefill, decode):  # vLLM compares these with its layers
+        assert (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale, wrapper._causal) == (
+            5,
+            3.0,
+            0.7,
+            True,
+        )
+
+
+def test_a_split_of_fixed_size_does_not_see_other_requests() -> None:
+    torch.manual_seed(12)
+    pool, q = Pool("NHD", True), torch.randn(3, H, D)
+    together, alone = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE), BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    together.plan(*pool.tables, *pool.sizes, **FLOAT, fixed_split_size=2)
+    alone.plan(int32([0, 5]), pool.indices[4:], pool.last[2:], *pool.sizes, **FLOAT, fixed_split_size=2)
+    assert torch.equal(together.run(q, pool.cache)[2:], alone.run(q[2:], pool.cache))
 
 
 @pytest.mark.parametrize(("layout", "in_one"), LAYOUTS)
@@ -244,8 +316,13 @@ def test_tokens_that_were_appended_are_attended_to(layout: str, in_one: bool) ->
         torch.testing.assert_close(
             out[b : b + 1].double(), attention(q[b : b + 1], pool.keys[b], pool.values[b])[0], atol=2e-5, rtol=2e-5
         )
-    with pytest.raises(InvalidRequest, match="token 0 has position 24 of request 0, whose pages end before"):
-        append_paged_kv_cache(k[:1], v[:1], int32([0]), int32([24]), pool.cache, *pool.tables[1::-1], pool.last, layout)
+    for request, position in ((0, 24), (3, 0), (0, -1)):
+        with pytest.raises(InvalidRequest, match=f"token 0 has position {position} of request {request}, for which"):
+            append_paged_kv_cache(
+                k[:1], v[:1], int32([request]), int32([position]), pool.cache, *pool.tables[1::-1], pool.last, layout
+            )
+    nothing = (int32([]), int32([0]), int32([]))
+    append_paged_kv_cache(k[:1], v[:1], int32([-1]), int32([0]), pool.cache, *nothing, layout)  # padding alone
 
 
 def test_buffers_for_requests_and_positions_are_filled() -> None:
@@ -273,6 +350,8 @@ def test_states_merge_to_the_attention_over_all_keys() -> None:
         torch.testing.assert_close(out.double(), want[kept], atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(lse.double(), (want_lse / math.log(2))[kept], atol=2e-5, rtol=2e-5)
     assert torch.equal(in_place[0][~rows], states[0][0][~rows])
+    broken = merge_states(torch.ones(1, 2, 1, 3), torch.tensor([[[0.0], [torch.nan]]]))
+    assert all(x.isnan().all() for x in broken)
 
 
 def plan(pool: Pool, **changed: Any) -> Any:
@@ -293,6 +372,11 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "short": ({"indptr": int32([0, 3, 4, 99])}, "indptr ends with 99 pages, and indices has 9"),
     "dtype": ({"q_data_type": "float33"}, "'float33' is no dtype"),
     "queries": ({"q_len_per_req": 0}, "it must be at least 1"),
+    "more queries": ({"q_len_per_req": 9}, "request 1 has 8 tokens, fewer than 9 queries"),
+    "lengths": ({"seq_lens": int32([25, 8, 40])}, r"seq_lens is \[25, 8, 40\]; the requests have \[3, 1, 5\] pages"),
+    "one length": ({"seq_lens": int32([8])}, r"seq_lens is \[8\]"),
+    "pages": ({"indices": int32([0, 1, 2, -1, 4, 5, 6, 7, 8])}, "indices go down to -1"),
+    "fp8": ({"q_data_type": torch.float8_e4m3fn}, "it must be float32, bfloat16 or float16"),
 }
 
 
@@ -312,6 +396,26 @@ def test_calls_that_are_refused() -> None:
         wrapper.run(q.bfloat16(), pool.cache)
     with pytest.raises(InvalidRequest, match="plan\\(\\) was told of 3 queries"):
         wrapper.run(q[:2], pool.cache)
+    with pytest.raises(InvalidRequest, match="heads of 16 and 16"):
+        wrapper.run(q[..., :8], pool.cache)
+    with pytest.raises(InvalidRequest, match="page 0 of sequence 0"):
+        wrapper.run(q, pool.cache[: int(pool.indices[0])])
+    with pytest.raises(InvalidRequest, match=r"out is \[1, 3, 4, 16\]; it must be \[3, 4, 16\]"):
+        wrapper.run(q, pool.cache, out=q[None])
+    with pytest.raises(InvalidRequest, match="out is torch.float16"):
+        wrapper.run(q, pool.cache, out=q.half())
+    before = torch.full_like(q, 7.0)
+    with pytest.raises(InvalidRequest, match=r"lse is \[2, 4\]; it must be \[3, 4\]"):
+        wrapper.run(q, pool.cache, out=before, lse=torch.ones(2, H), return_lse=True)
+    with pytest.raises(InvalidRequest, match="lse is torch.float16"):
+        wrapper.run(q, pool.cache, out=before, lse=torch.ones(3, H).half(), return_lse=True)
+    assert (before == 7.0).all()
+    with pytest.raises(InvalidRequest, match="kernels here take one number"):
+        wrapper.run(q, pool.cache, k_scale=torch.ones(2))
+    with pytest.raises(InvalidRequest, match="not q_len_per_req=7 for each request"):
+        wrapper.run(q, pool.cache, q_len_per_req=7)
+    with pytest.raises(InvalidRequest, match="or a tuple of K and V"):
+        wrapper.run(q, (pool.cache, pool.cache, pool.cache))
     with pytest.raises(InvalidRequest, match=r"paged_kv_cache is \[14, 8, 2, 16\]"):
         wrapper.run(q, pool.cache[:, 0])
     with pytest.raises(InvalidRequest, match="kv_cache_sf of flashinfer is not served"):
@@ -324,10 +428,12 @@ def test_calls_that_are_refused() -> None:
 
 def test_install_takes_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("", ".decode", ".prefill", ".page", ".cascade"):
-        monkeypatch.delitem(sys.modules, f"flashinfer{name}", raising=False)
+        monkeypatch.setitem(sys.modules, f"flashinfer{name}", None)  # restored after the test
+        del sys.modules[f"flashinfer{name}"]
     flashinfer.install()
-    assert importlib.import_module("flashinfer").merge_state is merge_state
-    assert (
-        importlib.import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
-        is BatchDecodeWithPagedKVCacheWrapper
-    )
+    module = importlib.import_module("flashinfer")
+    assert module.merge_state is merge_state
+    assert module.decode.BatchDecodeWithPagedKVCacheWrapper is BatchDecodeWithPagedKVCacheWrapper
+    assert importlib.import_module("flashinfer.page").append_paged_kv_cache is append_paged_kv_cache
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flashinfer.wrappers")

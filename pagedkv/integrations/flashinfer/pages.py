@@ -21,6 +21,8 @@ def layer_of(cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> KVLayer:
                 f"paged_kv_cache is {list(cache.shape)}; it must be [pages, 2, ...] of 5 dims, or a tuple"
             )
         return stand_in.layer_of(cache[:, 0], cache[:, 1], kv_layout, owner=cache)
+    if not isinstance(cache, tuple | list) or len(cache) != 2 or not all(isinstance(x, Tensor) for x in cache):
+        raise InvalidRequest("paged_kv_cache must be a tensor [pages, 2, ...], or a tuple of K and V")
     k, v = cache
     return stand_in.layer_of(k, v, kv_layout)
 
@@ -43,18 +45,25 @@ def append_paged_kv_cache(
     Raises:   InvalidRequest for a position behind the pages of its request; on a GPU, its token is skipped
     """
     layer = layer_of(paged_kv_cache, kv_layout)
-    S, request, position = layer.k.shape[1], batch_indices.long(), positions.long()
-    at = kv_indptr.long()[request.clamp(min=0)] + position // S
-    has_page = (at < kv_indptr.long()[1:][request.clamp(min=0)]) & (position >= 0)
-    is_wrong = (request >= 0) & ~has_page
-    if is_wrong.device.type == "cpu" and is_wrong.any():
+    S, B, request, position = layer.k.shape[1], len(kv_indptr) - 1, batch_indices.long(), positions.long()
+    is_one = request >= 0
+    if B < 1 or not len(kv_indices):
+        is_known = torch.zeros_like(is_one)
+        slots = torch.full_like(position, -1)
+    else:
+        bounds, row = kv_indptr.long(), request.clamp(0, B - 1)
+        at = bounds[row] + torch.div(position, S, rounding_mode="floor")
+        pages = kv_indices.long()[at.clamp(0, len(kv_indices) - 1)]
+        is_known = (request < B) & (position >= 0) & (at < bounds[row + 1]) & (pages >= 0)
+        slots = torch.where(is_one & is_known, pages * S + position % S, -1)
+    is_wrong = is_one & ~is_known
+    if stand_in.is_readable(is_wrong) and is_wrong.any():
         t = int(is_wrong.int().argmax())
         raise InvalidRequest(
-            f"token {t} has position {int(position[t])} of request {int(request[t])}, whose pages end before; count "
-            "the new tokens in kv_indptr and kv_indices"
+            f"token {t} has position {int(position[t])} of request {int(request[t])}, for which kv_indptr and "
+            "kv_indices have no page; count the new tokens in them"
         )
-    slots = kv_indices.long()[at.clamp(max=max(0, len(kv_indices) - 1))] * S + position % S
-    write_kv(append_key, append_value, layer, torch.where((request >= 0) & has_page, slots, -1))
+    write_kv(append_key, append_value, layer, slots)
 
 
 def get_batch_indices_positions(

@@ -38,6 +38,7 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """
     natural = s.float() * LN2
     total = natural.logsumexp(1)
-    weights = (natural - total[:, None]).exp().nan_to_num(0.0)[..., None]
-    merged = torch.where(weights > 0, v.float(), 0.0).mul_(weights).sum(1)
+    has_keys = natural != -torch.inf
+    weights = torch.where(has_keys, (natural - total[:, None]).exp(), 0.0)[..., None]
+    merged = torch.where(has_keys[..., None], v.float(), 0.0).mul_(weights).sum(1)
     return merged.to(v.dtype), total.div_(LN2)

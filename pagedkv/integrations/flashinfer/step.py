@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagedkv import PagedBatch
 from pagedkv.errors import InvalidRequest
+from pagedkv.integrations import stand_in
 
 
 def batch_of(
@@ -16,10 +17,11 @@ def batch_of(
 ) -> PagedBatch:
     """Return the tables of a step: pages on `device`, seq_lens and cu_seqlens_q on the host.
 
-    queries: int32 [B + 1], on the host. lengths: [B], or None if `last` says them.
+    queries: int32 [B + 1]. lengths: [B], or None if `last` says them. The tensors are not kept.
     Raises:  InvalidRequest
     """
     ends, last_on_host, B = indptr.cpu().long(), last.cpu().long(), len(last)
+    queries = queries.to("cpu", torch.int32, copy=True)
     counts = ends.diff()
     if len(ends) != B + 1 or len(queries) != B + 1 or int(ends[0]) != 0 or (counts < 0).any():
         raise InvalidRequest(
@@ -34,7 +36,14 @@ def batch_of(
             at = int(is_wrong.int().argmax())
             raise InvalidRequest(f"last_page_len of request {at} is {int(last_on_host[at])}; it must be 1 to {S}")
         lengths = torch.where(counts > 0, (counts - 1) * S + last_on_host, 0)
-    tokens = lengths.cpu().int()
+    tokens = lengths.to("cpu", torch.int32, copy=True)
+    if tokens.shape != counts.shape or (tokens < 0).any() or (tokens > counts * S).any():
+        raise InvalidRequest(
+            f"seq_lens is {tokens.tolist()}; the requests have {counts.tolist()} pages of {S} tokens by indptr"
+        )
+    used = indices[: int(ends[-1])]
+    if stand_in.is_readable(used) and (used < 0).any():
+        raise InvalidRequest(f"indices go down to {int(used.min())}; pages are numbered from 0")
     P = max(1, int(counts.max()) if B else 0)
     places = (ends[:-1, None] + torch.arange(P)).clamp(max=max(0, len(indices) - 1))
     pages = indices.to(device) if len(indices) else torch.zeros(1, dtype=torch.int32, device=device)
@@ -49,6 +58,8 @@ def tree_mask(mask: tuple[Tensor | None, Tensor | None], queries: Tensor, length
     counts = queries.diff()
     sizes = (counts.long() * lengths.long()).tolist()
     if packed is not None:
+        if packed.numel() != (needed := sum(-(-size // 8) for size in sizes)):
+            raise InvalidRequest(f"packed_custom_mask has {packed.numel()} bytes; the requests have {needed}")
         bits = (packed.cpu()[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
         parts = [part.flatten() for part in torch.split(bits.bool(), [-(-size // 8) for size in sizes])]
     elif flat is not None and flat.numel() == sum(sizes):
@@ -61,9 +72,11 @@ def tree_mask(mask: tuple[Tensor | None, Tensor | None], queries: Tensor, length
     for b, (first, count, length) in enumerate(zip(queries.tolist(), counts.tolist(), lengths.tolist(), strict=False)):
         shown = parts[b][: count * length].view(count, length)
         before = length - count
-        if before < 0 or not shown[:, :before].all():
+        if before < 0:
+            raise InvalidRequest(f"custom_mask of request {b}: it has {count} queries and {length} tokens, fewer")
+        if not shown[:, :before].all():
             raise InvalidRequest(
-                f"custom_mask of request {b} hides some of its {max(before, 0)} tokens before its {count} queries; "
+                f"custom_mask of request {b} hides some of its {before} tokens before its {count} queries; "
                 "kernels here take masks among the new tokens"
             )
         result[first : first + count, :count] = shown[:, before:]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedkv import PagedBatch
+from pagedkv import KVLayer, PagedBatch
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations import stand_in
 from pagedkv.integrations.flashinfer.pages import layer_of
@@ -22,18 +22,20 @@ class _Plan:
 
     batch: PagedBatch
     num_queries: int
-    heads: tuple[int, int, int]  # H, K, S
+    sizes: tuple[int, int, int, int, int]  # H, K, S, D, Dv
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  # of q, of K and V, of the result
     scale: float | None
     window_left: int
     options: dict[str, Any]
+    served: dict[Any, PagedBatch] = field(default_factory=dict)
+    """The batches of calls, by the options that they depend on: tables are checked once, and not in each layer."""
 
 
 class _PagedWrapper:
     """A wrapper: `plan` makes the tables of a step once, and `run` reads them for each layer.
 
-    fixed: the buffers of the caller for indptr, indices and last_page_len. With them, `plan` writes to the same
-           tensors in each step, so that a CUDA graph may replay `run`.
+    fixed: the buffers of the caller for the tables that `plan` gets, indptr, indices and last_page_len first. With
+           them, `plan` writes to the same tensors in each step, so that a CUDA graph may replay `run`.
     """
 
     def __init__(
@@ -42,17 +44,49 @@ class _PagedWrapper:
         if kv_layout not in ("NHD", "HND"):
             raise InvalidRequest(f"kv_layout is {kv_layout!r}; it must be 'NHD' or 'HND'")
         stand_in.refuse("flashinfer", jit_args=jit_args)
-        if fixed is not None and not all(isinstance(buffer, Tensor) for buffer in fixed):
-            raise InvalidRequest("use_cuda_graph needs all buffers of indptr, indices and last_page_len")
+        if fixed is not None:
+            if not all(isinstance(buffer, Tensor) for buffer in fixed):
+                raise InvalidRequest("use_cuda_graph needs the buffers of all tables that plan() gets")
+            for starts in (fixed[0], *fixed[3:]):
+                if starts is not None and fixed[2] is not None and len(starts) != len(fixed[2]) + 1:
+                    raise InvalidRequest(
+                        f"a buffer of indptr has {len(starts)} entries; for {len(fixed[2])} requests it must have one "
+                        "more"
+                    )
         self.device: torch.device = workspace.device
         self._kv_layout: str = kv_layout
         self._fixed: tuple[Tensor | None, ...] | None = fixed
         self._plan: _Plan | None = None
+        self._planned_first: _Plan | None = None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
         """Return whether a CUDA graph may replay `run`."""
         return self._fixed is not None
+
+    # vLLM compares these with the layers that it calls `run` for.
+
+    @property
+    def _window_left(self) -> int:
+        return self._planned.window_left
+
+    @property
+    def _sm_scale(self) -> float | None:
+        return self._planned.scale
+
+    @property
+    def _logits_soft_cap(self) -> float:
+        return float(self._planned.options["softcap"])
+
+    @property
+    def _causal(self) -> bool:
+        return bool(self._planned.options["causal"])
+
+    @property
+    def _planned(self) -> _Plan:
+        if self._plan is None:
+            raise InvalidRequest("run() before plan()")
+        return self._plan
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Do nothing: kernels here keep no state in a workspace."""
@@ -61,16 +95,44 @@ class _PagedWrapper:
         """Do nothing, as in flashinfer."""
 
     def _set_plan(
-        self, queries: Tensor, tables: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None, heads: tuple[int, ...],
+        self, queries: Tensor, tables: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None, sizes: tuple[int, ...],
         dtypes: tuple[object, object, object], mask: tuple[Tensor | None, Tensor | None], *, pos_encoding_mode: str,
-        scale: float | None, window_left: int, split_pages: int | None, **options: Any,
+        scale: float | None, window_left: int, soft_cap: float | None, split_pages: int | None, causal: bool,
+        least: int | None = None,
     ) -> None:  # fmt: skip
-        """queries: int32 [B + 1], on the host. tables: indptr, indices and last_page_len. lengths: or None."""
-        H, K, _, S = heads
+        """queries: int32 [B + 1]. tables: indptr, indices and last_page_len. sizes: as in _Plan. least: of tokens."""
+        H, K, S, D, Dv = sizes
         if K < 1 or H % K:
             raise InvalidRequest(f"num_qo_heads is {H}; it must be a multiple of num_kv_heads={K}")
+        q_dtype, kv_dtype, out_dtype = (_dtype(dtypes[0] if of is None else of) for of in dtypes)
+        if not q_dtype.is_floating_point or q_dtype.itemsize == 1:
+            raise InvalidRequest(f"q_data_type is {q_dtype}; it must be float32, bfloat16 or float16")
+        options = self._options(pos_encoding_mode, soft_cap, causal, H)
+        batch = batch_of(queries, *tables, lengths, S, self.device)
+        if least is not None and (batch.seq_lens < least).any():
+            at = int((batch.seq_lens < least).int().argmax())
+            raise InvalidRequest(f"request {at} has {int(batch.seq_lens[at])} tokens, fewer than {least} queries")
+        if any(part is not None for part in mask):
+            if self._fixed is not None:
+                raise InvalidRequest("a custom mask in a wrapper for CUDA graphs: its tensor changes with each plan")
+            options["tree_mask"] = tree_mask(mask, batch.cu_seqlens_q, batch.seq_lens).to(self.device)
+        if split_pages is not None and split_pages > 0:
+            options["split_tokens"] = split_pages * S
+        num_queries = int(batch.cu_seqlens_q[-1])
+        if self._fixed is None:
+            batch = replace(
+                batch, seq_lens=batch.seq_lens.to(self.device), cu_seqlens_q=batch.cu_seqlens_q.to(self.device)
+            )
+        else:
+            batch = self._in_buffers(batch, num_queries, tables, S)
+        plan = _Plan(batch, num_queries, (H, K, S, D, Dv), (q_dtype, kv_dtype, out_dtype), scale, window_left, options)
+        self._plan = plan
+        self._planned_first = self._planned_first or plan
+
+    def _options(self, pos_encoding_mode: str, soft_cap: float | None, causal: bool, H: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"causal": bool(causal), "softcap": float(soft_cap or 0.0)}
         if pos_encoding_mode == "ALIBI":
-            if options["softcap"]:
+            if soft_cap:
                 raise InvalidRequest(
                     "logits_soft_cap with ALIBI: flashinfer caps scores after ALiBi, and kernels here before"
                 )
@@ -79,90 +141,104 @@ class _PagedWrapper:
             raise InvalidRequest(
                 f"pos_encoding_mode is {pos_encoding_mode!r}; give 'ALIBI' or 'NONE', and turn keys before storing them"
             )
-        q_dtype, kv_dtype, out_dtype = (_dtype(dtypes[0] if of is None else of) for of in dtypes)
-        batch = batch_of(queries, *tables, lengths, S, self.device)
-        if any(part is not None for part in mask):
-            if self._fixed is not None:
-                raise InvalidRequest("a custom mask in a wrapper for CUDA graphs: its tensor changes with each plan")
-            options["tree_mask"] = tree_mask(mask, queries, batch.seq_lens).to(self.device)
-        if split_pages is not None and split_pages > 0:
-            options["split_tokens"] = split_pages * S
-        num_queries = int(queries[-1])
-        if self._fixed is None:
-            batch = replace(
-                batch, seq_lens=batch.seq_lens.to(self.device), cu_seqlens_q=batch.cu_seqlens_q.to(self.device)
-            )
-        else:
-            batch = self._in_buffers(batch, num_queries, tables, S)
-        self._plan = _Plan(batch, num_queries, (H, K, S), (q_dtype, kv_dtype, out_dtype), scale, window_left, options)
+        return options
 
     def _in_buffers(
         self, batch: PagedBatch, num_queries: int, tables: tuple[Tensor, Tensor, Tensor], S: int
     ) -> PagedBatch:
         """Copy the tables of a step to tensors that stay where they are, with bounds that hold for every step."""
         buffers: Any = self._fixed
-        B, most_pages, planned = len(buffers[2]), len(buffers[1]), self._plan
+        B, most_pages, first = len(buffers[2]), len(buffers[1]), self._planned_first
         if len(batch.seq_lens) != B or len(tables[1]) > most_pages:
             raise InvalidRequest(
                 f"{len(batch.seq_lens)} requests of {len(tables[1])} pages; the buffers are for {B} requests, in each "
                 f"plan, and up to {most_pages} pages"
             )
-        if planned is not None and num_queries != planned.num_queries:
+        if first is not None and (num_queries > first.num_queries or first.sizes[2] != S):
             raise InvalidRequest(
-                f"{num_queries} queries; this wrapper for CUDA graphs was planned with {planned.num_queries}, for good"
+                f"{num_queries} queries and pages of {S} tokens; this wrapper for CUDA graphs was planned first with "
+                f"{first.num_queries} queries, which are the most, and pages of {first.sizes[2]}"
             )
-        for buffer, values in zip(buffers, tables, strict=True):
+        for buffer, values in zip(buffers, (*tables, batch.cu_seqlens_q), strict=False):
             buffer[: len(values)].copy_(values)
-        if planned is None:
-            sizes: Any = ((B, most_pages), (B,), (B + 1,))
-            table, lengths, starts = (torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes)
+        if first is None:
+            shapes: Any = ((B, most_pages), (B,), (B + 1,))
+            table, lengths, starts = (torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in shapes)
             kept = PagedBatch(table, lengths, starts, max_seqlen_q=num_queries, max_seqlen_k=most_pages * S)
         else:
-            kept = planned.batch
+            kept = first.batch
         kept.block_table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
         kept.seq_lens.copy_(batch.seq_lens)
         kept.cu_seqlens_q.copy_(batch.cu_seqlens_q)
         return kept
 
+    def _override(
+        self, pos_encoding_mode: str, window_left: int, soft_cap: float | None, scale: float | None, causal: bool
+    ) -> None:
+        """Replace options of the plan, as `forward` does."""
+        plan = self._planned
+        options = {**plan.options, **self._options(pos_encoding_mode, soft_cap, causal, plan.sizes[0])}
+        if pos_encoding_mode == "NONE":
+            options.pop("alibi_slopes", None)
+        self._plan = replace(plan, scale=scale, window_left=window_left, options=options, served={})
+
     def _run(
         self, q: Tensor, cache: Tensor | tuple[Tensor, Tensor], scales: tuple[Any, Any, Any], out: Tensor | None,
         lse: Tensor | None, return_lse: bool, window_left: int | None, sinks: Tensor | None,
     ) -> Any:  # fmt: skip
-        plan = self._plan
-        if plan is None:
-            raise InvalidRequest("run() before plan()")
-        H, K, S = plan.heads
-        layer = layer_of(cache, self._kv_layout)
-        q_dtype, kv_dtype, out_dtype = plan.dtypes
-        if (q.dtype, layer.k.dtype) != (q_dtype, kv_dtype):
-            raise InvalidRequest(
-                f"q is {q.dtype} and the cache {layer.k.dtype}; plan() was told q_data_type={q_dtype} and "
-                f"kv_data_type={kv_dtype}"
-            )
-        if (q.shape[0], q.shape[1], layer.k.shape[1], layer.k.shape[2]) != (plan.num_queries, H, S, K):
-            raise InvalidRequest(
-                f"q is {list(q.shape)} and K {list(layer.k.shape)} in pages, tokens, heads, dims; plan() was told of "
-                f"{plan.num_queries} queries, {H} query heads, {K} kv heads and pages of {S}"
-            )
+        plan, layer = self._planned, layer_of(cache, self._kv_layout)
+        _check(plan, q, layer, out, lse if return_lse else None)
         if return_lse and "alibi_slopes" in plan.options:
             raise InvalidRequest("return_lse with ALIBI: flashinfer counts positions from elsewhere in the LSE")
         left = plan.window_left if window_left is None else window_left
         causal = plan.options["causal"]
         window: Any = None if left < 0 else (left + 1 if causal else (left, None))
         scale = q.shape[-1] ** -0.5 if plan.scale is None else plan.scale
-        for factor in scales[:2]:
-            scale *= 1.0 if factor is None else float(factor)
-        is_direct = out is not None and out.dtype == q.dtype and scales[2] is None
-        result, found_lse = stand_in.attend(
-            q, layer, plan.batch, out if is_direct else None, scale=scale, window=window, sinks=sinks, **plan.options
-        )
+        scale *= _factor("q_scale", scales[0]) * _factor("k_scale", scales[1])
+        options = {**plan.options, "window": window, "scale": scale, "sinks": sinks}
+        key = (len(layer.k), window is None)
+        if key not in plan.served:
+            plan.served[key] = stand_in.served(layer, plan.batch, **options)
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        is_direct = out is not None and out.dtype == q.dtype and out.stride(-1) == 1 and scales[2] is None
+        result, found_lse = stand_in.attend(q, layer, plan.served[key], out if is_direct else None, **options)
         if not is_direct:
-            result = result if scales[2] is None else result.float() * scales[2]
-            result = result.to(out_dtype) if out is None else out.copy_(result)
+            result = result if scales[2] is None else result.float() * _factor("v_scale", scales[2])
+            result = result.to(plan.dtypes[2]) if out is None else out.copy_(result)
         if not return_lse:
             return result
         found_lse.div_(LN2)
         return result, found_lse if lse is None else lse.copy_(found_lse)
+
+
+def _check(plan: _Plan, q: Tensor, layer: KVLayer, out: Tensor | None, lse: Tensor | None) -> None:
+    """Raise InvalidRequest unless the tensors are those that `plan` was told of."""
+    (H, K, S, D, Dv), (q_dtype, kv_dtype, out_dtype) = plan.sizes, plan.dtypes
+    if (q.dtype, layer.k.dtype) != (q_dtype, kv_dtype):
+        raise InvalidRequest(
+            f"q is {q.dtype} and the cache {layer.k.dtype}; plan() was told q_data_type={q_dtype} and "
+            f"kv_data_type={kv_dtype}"
+        )
+    T = plan.num_queries
+    if tuple(q.shape) != (T, H, D) or tuple(layer.k.shape[1:]) != (S, K, D) or layer.v.shape[-1] != Dv:
+        raise InvalidRequest(
+            f"q is {list(q.shape)} and K {list(layer.k.shape)} in pages, tokens, heads, dims, with V of "
+            f"{layer.v.shape[-1]}; plan() was told of {T} queries, {H} query heads, {K} kv heads, pages of {S}, and "
+            f"heads of {D} and {Dv}"
+        )
+    stand_in.check_shapes(out=(out, (T, H, Dv)), lse=(lse, (T, H)))
+    if out is not None and out.dtype != out_dtype:
+        raise InvalidRequest(f"out is {out.dtype}; plan() was told o_data_type={out_dtype}")
+    if lse is not None and lse.dtype != torch.float32:
+        raise InvalidRequest(f"lse is {lse.dtype}; it must be float32")
+
+
+def _factor(name: str, scale: Any) -> float:
+    if scale is None:
+        return 1.0
+    if isinstance(scale, Tensor) and scale.numel() != 1:
+        raise InvalidRequest(f"{name} is {list(scale.shape)}; kernels here take one number")
+    return float(scale)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
@@ -228,10 +304,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         queries = torch.arange(len(last_page_len) + 1, dtype=torch.int32) * q_len_per_req
         q_type = data_type if q_data_type is None else q_data_type
         self._set_plan(
-            queries, (indptr, indices, last_page_len), seq_lens, (num_qo_heads, num_kv_heads, head_dim, page_size),
+            queries, (indptr, indices, last_page_len), seq_lens,
+            (num_qo_heads, num_kv_heads, page_size, head_dim, head_dim),
             (q_type, data_type if kv_data_type is None else kv_data_type, o_data_type), (None, None),
             pos_encoding_mode=pos_encoding_mode, scale=sm_scale, window_left=window_left, causal=True,
-            softcap=float(logits_soft_cap or 0.0), split_pages=fixed_split_size,
+            soft_cap=logits_soft_cap, split_pages=fixed_split_size, least=None if q_len_per_req == 1 else q_len_per_req,
         )  # fmt: skip
 
     begin_forward = plan
@@ -265,15 +342,36 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
             "flashinfer", further_arguments=args or None, kv_cache_sf=kv_cache_sf,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )  # fmt: skip
+        if q_len_per_req is not None and q_len_per_req * len(self._planned.batch.seq_lens) != len(q):
+            raise InvalidRequest(f"q has {len(q)} rows, which are not q_len_per_req={q_len_per_req} for each request")
         return self._run(q, paged_kv_cache, (q_scale, k_scale, v_scale), out, lse, return_lse, window_left, sinks)
-
-    forward = run
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], **options: Any) -> Any:
         """Return `run` with return_lse=True."""
         return self.run(q, paged_kv_cache, return_lse=True, **options)
 
-    forward_return_lse = run_return_lse
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Replace options of the plan, and run. flashinfer deprecates it."""
+        self._override(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, True)
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
+        """Return `forward` with return_lse=True."""
+        return self.forward(*args, **{**options, "return_lse": True})
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -311,7 +409,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        buffers = (paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+        buffers = (paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf, qo_indptr_buf)
         super().__init__(float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, jit_args)
 
     def plan(
@@ -364,11 +462,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         if prefix_len_ptr is not None or token_pos_in_items_ptr is not None or max_item_len_ptr is not None:
             raise InvalidRequest("scoring of several items in a request is not served; give a custom_mask")
         self._set_plan(
-            qo_indptr.cpu().int(), (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len), seq_lens,
-            (num_qo_heads, num_kv_heads, head_dim_qk, page_size), (q_data_type, kv_data_type, o_data_type),
+            qo_indptr, (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len), seq_lens,
+            (num_qo_heads, num_kv_heads, page_size, head_dim_qk, head_dim_vo or head_dim_qk),
+            (q_data_type, kv_data_type, o_data_type),
             (custom_mask, packed_custom_mask), pos_encoding_mode=pos_encoding_mode, scale=sm_scale,
-            window_left=window_left, causal=bool(causal), softcap=float(logits_soft_cap or 0.0),
-            split_pages=fixed_split_size,
+            window_left=window_left, causal=causal, soft_cap=logits_soft_cap, split_pages=fixed_split_size,
         )  # fmt: skip
 
     begin_forward = plan
@@ -403,13 +501,33 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         )  # fmt: skip
         return self._run(q, paged_kv_cache, (q_scale, k_scale, v_scale), out, lse, return_lse, window_left, sinks)
 
-    forward = run
-
     def run_return_lse(self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], **options: Any) -> Any:
         """Return `run` with return_lse=True."""
         return self.run(q, paged_kv_cache, return_lse=True, **options)
 
-    forward_return_lse = run_return_lse
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Replace options of the plan, and run. flashinfer deprecates it."""
+        self._override(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
+        """Return `forward` with return_lse=True."""
+        return self.forward(*args, **{**options, "return_lse": True})
 
 
 def _dtype(of: object) -> torch.dtype:
