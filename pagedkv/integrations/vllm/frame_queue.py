@@ -10,25 +10,43 @@ vLLM keeps its free blocks in one list. Ours are in two places, and are taken fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, Final
 
+import numpy as np
+
+from pagedkv import debug
 from pagedkv.core import FramePool
+from pagedkv.errors import InvalidRequest
 
 Block = Any
 """KVCacheBlock of vLLM: block_id, block_hash_num_tokens."""
+
+_NUMBER: Final = attrgetter("block_id")
 
 
 class FrameQueue:
     """The free blocks of a pool, in place of FreeKVCacheBlockQueue. Block i is frame i.
 
     frames: all of them free; the queue takes them.
+    vLLM gives the queue blocks that are in use, and removes blocks that are free. PAGEDKV_DEBUG >= 1 checks that.
     """
 
     def __init__(self, blocks: Sequence[Block], frames: FramePool) -> None:
         self._blocks, self.frames = blocks, frames
         self._spare = dict.fromkeys(reversed(frames.take(len(blocks)).tolist()))  # the last one is taken first
         self._needs_positions = frames.policy.name == "cost"
+        self._checks = debug.level() >= 1
         self.num_free_blocks = len(blocks)
+
+    def _require(self, blocks: Sequence[Block], is_free: bool) -> None:
+        """Raise InvalidRequest unless all blocks are free, or all are in use. O(frames)."""
+        references = self.frames.references()
+        for block in blocks:
+            found = block.block_id in self._spare or int(references[block.block_id]) == 0
+            if found is not is_free:
+                state, wanted = ("free", "enter") if found else ("in use", "leave")
+                raise InvalidRequest(f"block {block.block_id} is {state}, and was to {wanted} the list of free blocks")
 
     def popleft(self) -> Block:
         """Return the first free block. Raises: ValueError if there is none."""
@@ -45,11 +63,11 @@ class FrameQueue:
         if missing == 1:
             found.append(blocks[self.frames.take_one()])
         elif missing:
-            victims = self.frames.victims(missing).tolist()  # `take` gives the same frames in the order of their runs
+            victims = self.frames.victims(missing)  # `take` gives the same frames in the order of their runs
             taken = self.frames.take(missing)
-            if len(victims) != missing or set(victims) != set(taken.tolist()):
-                raise RuntimeError(f"the frames {taken.tolist()} were taken, and {victims} were to be")
-            found += [blocks[frame] for frame in victims]
+            if not np.array_equal(np.sort(victims), np.sort(taken)):
+                raise RuntimeError(f"the frames {taken.tolist()} were taken, and {victims.tolist()} were to be")
+            found += itemgetter(*victims.tolist())(blocks)
         return found
 
     def remove(self, block: Block) -> None:
@@ -58,6 +76,8 @@ class FrameQueue:
 
     def remove_n(self, blocks: Sequence[Block]) -> None:
         """Take `blocks`, which are free, out of the list. Frames that are cached count a use for the policy."""
+        if self._checks:
+            self._require(blocks, is_free=True)
         spare = self._spare
         cached = [block.block_id for block in blocks if block.block_id not in spare]
         if cached:
@@ -73,13 +93,18 @@ class FrameQueue:
 
     def append_n(self, blocks: Sequence[Block]) -> None:
         """Add blocks that are evicted in the policy's order, the first of these first."""
+        if self._checks:
+            self._require(blocks, is_free=False)
         if blocks:
             positions = [block.block_hash_num_tokens or 0 for block in blocks] if self._needs_positions else None
-            self.frames.drop([block.block_id for block in blocks], last=True, positions=positions)
+            numbers = np.fromiter(map(_NUMBER, blocks), np.int32, len(blocks))
+            self.frames.drop(numbers, last=True, positions=positions)
             self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: Sequence[Block]) -> None:
         """Add blocks that are taken before all others, the first of these first."""
+        if self._checks:
+            self._require(blocks, is_free=False)
         for block in reversed(blocks):
             self._spare[block.block_id] = None
         self.num_free_blocks += len(blocks)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pagedkv.core import FramePool
+from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.vllm.frame_queue import FrameQueue
 
 
@@ -114,3 +115,20 @@ def test_the_policy_cost_knows_positions() -> None:
     queue.popleft_n(3)
     queue.append_n(blocks)
     assert queue.popleft() is not blocks[0]
+
+
+def test_blocks_that_are_free_or_in_use_already_are_refused_while_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_DEBUG", "1")
+    blocks = blocks_of(6)
+    queue = FrameQueue(blocks, FramePool(6, key_bytes=4))
+    first, second, third = queue.popleft_n(3)
+    queue.append(second)
+    for add in (queue.append_n, queue.prepend_n):
+        for block in (second, blocks[5]):  # cached, spare
+            with pytest.raises(InvalidRequest, match=f"block {block.block_id} is free, and was to enter"):
+                add([third, block])
+    with pytest.raises(InvalidRequest, match=f"block {first.block_id} is in use, and was to leave"):
+        queue.remove(first)
+    assert queue.num_free_blocks == 4
+    queue.prepend_n([first, third])
+    assert [block.block_id for block in queue.popleft_n(2)] == [first.block_id, third.block_id]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 SIZES: Final = {
     "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -25,6 +25,10 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "gemma2": SIZES
     | {
         "sliding_window": 128, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
+    },
+    "bloom": {  # ALiBi
+        "hidden_size": 256, "n_head": 8, "n_layer": 4, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 0,
     },
     "gpt_oss": SIZES | {"sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64},
 }  # fmt: skip
@@ -41,6 +45,17 @@ def model_in(folder: Path, name: str) -> Path:
                 parameter.mul_(4)
     model.save_pretrained(folder / name)
     return folder / name
+
+
+def encoder_in(folder: Path) -> Path:
+    """Write an encoder, in float32."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "bert", hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=512,
+        max_position_embeddings=512, architectures=["BertModel"],
+    )  # fmt: skip
+    AutoModel.from_config(config).save_pretrained(folder / "bert")
+    return folder / "bert"
 
 
 def prompts(count: int = 32, longest: int = 4000) -> list[list[int]]:

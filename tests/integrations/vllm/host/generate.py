@@ -1,6 +1,7 @@
 """One engine of vLLM, in a process of its own: reads a job from stdin, and writes the tokens of its prompts to stdout.
 
 job: {"options": of LLM, "prompts": lists of ids, "max_tokens": int, "logprobs": int or null, "rounds": int}
+A job with "embed" has embeddings instead of tokens: {"embeddings": [prompt][dim], "log": [...]}.
 Writes {"tokens": [round][prompt][token], "logprobs": [...], "hits": tokens found in the prefix cache, "log": [...]}.
 """
 
@@ -19,6 +20,11 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     engine = LLM(skip_tokenizer_init=True, disable_log_stats=False, seed=0, **job["options"])
+    if job.get("embed"):
+        found = engine.embed([{"prompt_token_ids": ids} for ids in job["prompts"]], use_tqdm=False)
+        json.dump({"embeddings": [result.outputs.embedding for result in found]}, out)
+        out.flush()
+        return
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=job["max_tokens"],

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.integrations.vllm.host.engines import MODELS, generate, model_in
+from tests.integrations.vllm.host.engines import MODELS, encoder_in, generate, model_in, prompts
 
 OURS = {"PAGEDKV_VLLM": "1"}
 SCHEDULER = {"scheduler_cls": "pagedkv.integrations.vllm.scheduler.PagedScheduler"}
@@ -64,3 +65,41 @@ def test_the_compiled_model_gives_the_same_tokens(stock: Any, folder: Path) -> N
     found = generate(folder / "llama", environ=OURS, enforce_eager=False)
     assert "Attention by pagedkv" in found["log"]
     assert found["tokens"] == stock("llama")["tokens"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_log_probabilities_in_bfloat16_are_as_near_as_those_of_vllm(name: str, folder: Path) -> None:
+    """Of prompts, teacher-forced, in chunks: the mean distance from float32."""
+    model = model_in(folder, name)
+    job = {"prompts": prompts(8, 2000), "max_tokens": 1, "rounds": 1, "logprobs": 0}
+    runs = [generate(model, job=job)["logprobs"][0]]
+    runs += [generate(model, environ=environ, job=job, dtype="bfloat16")["logprobs"][0] for environ in ({}, OURS)]
+    exact, plain, ours = (torch.tensor([one for prompt in run for one in prompt]) for run in runs)
+    assert len(exact) > 3000
+    noise = [(of - exact).abs().mean().item() for of in (plain, ours)]
+    assert 0.0 < noise[1] <= 1.05 * noise[0], noise
+
+
+def test_8_bit_keys_and_values_give_the_tokens_of_vllm(folder: Path) -> None:
+    model, options = model_in(folder, "llama"), {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}
+    job = {"prompts": prompts(8, 2000), "max_tokens": 1, "rounds": 1, "logprobs": 0}
+    exact = generate(model, job=job)["logprobs"][0]
+    runs = [generate(model, environ=environ, job=job, **options)["logprobs"][0] for environ in ({}, OURS)]
+    noise = [
+        sum(abs(x - y) for a, b in zip(run, exact, strict=True) for x, y in zip(a, b, strict=True)) for run in runs
+    ]
+    assert 0.0 < noise[1] <= 1.05 * noise[0], noise
+
+
+def test_an_encoder_stays_with_vllm(folder: Path) -> None:
+    model = encoder_in(folder)
+    job = {"prompts": prompts(6, 300), "embed": True}
+    options = {
+        "runner": "pooling",
+        "max_model_len": 512,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+    }
+    plain = generate(model, job=job, **options)
+    found = generate(model, environ=OURS, job=job, **options)
+    assert found["embeddings"] == plain["embeddings"]
