@@ -17,7 +17,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,25 +51,30 @@ def measure(shapes: tuple[tuple[int, int], ...], turns: int, report: Callable[[R
         from pagedkv.bench.vllm.toggle import flag
 
         ours = flag(path)
-        engine = _engine(folder, dummy=True)
-        for shape in shapes:
-            _report_decode(engine, ours, shape, turns, report)
-        del engine
-        engine = _engine(folder, dummy=False)
-        for context in sorted({context for _, context in shapes}):
-            _report_prefill(engine, ours, context, turns, report)
+        with _engine(folder, dummy=True) as engine:
+            for shape in shapes:
+                _report_decode(engine, ours, shape, turns, report)
+        with _engine(folder, dummy=False) as engine:
+            for context in sorted({context for _, context in shapes}):
+                _report_prefill(engine, ours, context, turns, report)
 
 
-def _engine(folder: str, *, dummy: bool) -> Any:
+@contextmanager
+def _engine(folder: str, *, dummy: bool) -> Iterator[Any]:
+    """Start an engine, and end its processes: without `shutdown` they stay, and keep their memory."""
     from vllm import LLM
 
     connector = {"kv_transfer_config": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}} if dummy else {}
-    return LLM(
+    engine = LLM(
         model=folder, load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True,
         max_model_len=SHAPES[-1][1] + 128, max_num_seqs=8, block_size=BLOCK, enable_prefix_caching=False,
         num_gpu_blocks_override=8 * (SHAPES[-1][1] // BLOCK + 2) + 1, max_num_batched_tokens=SHAPES[-1][1] + 128,
         worker_extension_cls="pagedkv.bench.vllm.toggle.Extension", attention_backend="CUSTOM", **connector,
     )  # fmt: skip
+    try:
+        yield engine
+    finally:
+        engine.llm_engine.engine_core.shutdown()
 
 
 def _seconds(engine: Any, prompts: list[list[int]], tokens: int) -> float:

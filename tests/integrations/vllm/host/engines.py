@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SIZES: Final = {
     "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -48,13 +49,15 @@ def model_in(folder: Path, name: str) -> Path:
 
 
 def encoder_in(folder: Path) -> Path:
-    """Write an encoder, in float32."""
+    """Write an encoder, in float32, with the tokenizer that vLLM wants for embeddings."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "bert", hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=512,
         max_position_embeddings=512, architectures=["BertModel"],
     )  # fmt: skip
     AutoModel.from_config(config).save_pretrained(folder / "bert")
+    words = models.WordLevel({str(token): token for token in range(512)}, unk_token="0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0").save_pretrained(folder / "bert")
     return folder / "bert"
 
 

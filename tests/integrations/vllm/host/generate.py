@@ -19,7 +19,7 @@ def main() -> None:
     job: dict[str, Any] = json.load(sys.stdin)
     from vllm import LLM, SamplingParams
 
-    engine = LLM(skip_tokenizer_init=True, disable_log_stats=False, seed=0, **job["options"])
+    engine = LLM(skip_tokenizer_init=not job.get("embed"), disable_log_stats=False, seed=0, **job["options"])
     if job.get("embed"):
         found = engine.embed([{"prompt_token_ids": ids} for ids in job["prompts"]], use_tqdm=False)
         json.dump({"embeddings": [result.outputs.embedding for result in found]}, out)
