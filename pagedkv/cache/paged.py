@@ -66,7 +66,7 @@ class PagedKVCache:
     layer_groups: the group of each layer; None: the layers of group 0 come first, then those of group 1, and so on.
     num_frames:   the size of the pool; or give `memory` to fill: "40GiB", or an int of bytes. Without both, the pool
                   may hold half of the available memory of a CPU, which the system hands out as frames are first
-                  written, or nine tenths of the free memory of a GPU. There it begins with an eighth, and `plan`
+                  written, or three fifths of the free memory of a GPU. There it begins with an eighth, and `plan`
                   doubles it when frames run out, see `limit` and `on_resize`.
     kernels:      a backend's name, or "auto". The choice is made here, once, and shown in the repr.
     manager_options: the keyword options of MemoryManager, for example policy="2q".

@@ -4,7 +4,10 @@
     num_frames        num_frames                             no further
     memory            the frames that fit                    no further
     neither, CPU      the frames of half of the memory       no further: the system gives memory at the first write
-    neither, GPU      an eighth of the limit                 the frames of nine tenths of the free memory, by doubling
+    neither, GPU      an eighth of the limit                 the frames of three fifths of the free memory, by doubling
+
+A pool that grows is beside the larger one until its frames are copied. The last step begins with half of the limit or
+less, so both take nine tenths of the free memory at most.
 
 This file knows machines and arithmetic; it must not know what a frame holds.
 """
@@ -23,7 +26,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.spec import KVSpec
 
 SHARE_OF_CPU: Final = 0.5
-SHARE_OF_GPU: Final = 0.9
+SHARE_OF_GPU: Final = 0.6
 FIRST_SHARE: Final = 8
 """A pool on a GPU that may grow begins with one part of so many of its limit."""
 
@@ -72,5 +75,9 @@ def _read(path: str) -> str:
 
 
 def grown(num_frames: int, shortfall: int, limit: int) -> int:
-    """Return the size of a pool that lacks `shortfall` frames: twice as large, or more if needed, up to `limit`."""
-    return min(limit, max(2 * num_frames, num_frames + shortfall))
+    """Return the size of a pool that lacks `shortfall` frames: twice as large, or more if needed, up to `limit`.
+
+    A size above half of the limit becomes the limit, as one more step would not fit beside such a pool.
+    """
+    size = max(2 * num_frames, num_frames + shortfall)
+    return limit if size > limit // 2 else size

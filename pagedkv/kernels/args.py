@@ -89,8 +89,15 @@ class KVLayer:
         head_dim_v: Dv, if it differs from D; only with "kv".
         Raises: InvalidRequest if the tensor cannot be viewed as these dims
         """
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size, "head_dim_v": head_dim_v}
+        for name, size in sizes.items():
+            if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+                raise InvalidRequest(f"{name} is {size!r}; it must be an integer of at least 1")
+        if not isinstance(tensor, Tensor):
+            raise InvalidRequest(f"the frames are of type {type(tensor).__name__}; give a tensor")
         width = 2 if tensor.dtype == torch.uint8 else 1  # int4: two elements in a byte
-        dims, dims_v = head_dim // width, (head_dim_v or head_dim) // width
+        dims, dims_v = head_dim // width, head_dim_v // width
         inner = [num_kv_heads, block_size] if order == "HND" else [block_size, num_kv_heads]
         first = list(tensor.shape[: 2 if packed == "outermost" else 1])
         shapes = {

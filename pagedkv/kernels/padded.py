@@ -64,9 +64,12 @@ def _as_rows(x: Tensor, B: int, L: int) -> Tensor:
 
 
 def _rows_begin_sequences(B: int, L: int, cu_seqlens_q: Tensor, slots: Tensor | None) -> None:
-    """Raise InvalidRequest unless each row of q begins a sequence of the batch. PAGEDKV_DEBUG >= 1 reads the values."""
+    """Raise InvalidRequest unless each row of q begins a sequence of the batch.
+
+    The values are read on a CPU, and with PAGEDKV_DEBUG >= 1.
+    """
     is_right = slots is None or slots.shape[0] == B * L
-    if is_right and not is_dynamo_compiling() and debug.level() >= 1:
+    if is_right and not is_dynamo_compiling() and (cu_seqlens_q.device.type == "cpu" or debug.level() >= 1):
         every = max(1, (cu_seqlens_q.shape[0] - 1) // max(B, 1))  # sequences for each row
         is_right = cu_seqlens_q[::every].tolist() == [b * L for b in range(B + 1)]
     if not is_right:

@@ -11,8 +11,11 @@ For a row of logits z, in this order and by these definitions (those of transfor
     draw         the first i with p_0 + .. + p_i > u * total, u uniform in [0, 1) from the request's own generator
 
 Each filter keeps a prefix of the tokens sorted by probability, always with the first token. A request draws one u per
-token, on the CPU, from its own generator, and computes its row in float64 from its own logits. So its tokens depend on
-its seed and not on the other requests of the batch.
+token, on the CPU, from its own generator, and computes its row from its own logits. So its tokens depend on its seed
+and not on the other requests of the batch.
+
+`_filtered` is the definition, in float64, by a sort of the vocabulary; `probabilities` and GPUs use it. On a CPU
+`sample` sorts only the tokens that top_k and top_p may keep. There sums over the vocabulary are of float32 weights.
 """
 
 from __future__ import annotations
@@ -32,6 +35,19 @@ if TYPE_CHECKING:
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 """2^64 / golden ratio: multiples of it lie far apart, so that samples of neighbouring seeds do not coincide."""
+
+_COLD: Final = 1e-6
+"""Below this temperature, weights are computed in float64."""
+
+_BLOCK: Final = 1024
+"""Tokens of a block whose weights are summed first."""
+
+_FIRST_WEIGHT: Final = 2.0**-7
+_LAST_WEIGHT: Final = 2.0**-40
+"""Weights, relative to the largest, above which top_p looks at a token: the first, and the last before all tokens."""
+
+_ROUNDING: Final = 1e-5
+"""More than the rounding of a sum of weights in float32, relative to the sum."""
 
 
 @dataclass(frozen=True)
@@ -146,16 +162,69 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     Raises:   BadLogits if the largest logit of a row is not finite: any token would be wrong. No generator has moved.
     """
     logits = _penalised(logits, rows)
-    broken = ~logits.amax(dim=-1).isfinite()
+    largest, tokens = logits.max(dim=-1)
+    broken = ~largest.isfinite()
     if broken.any():
         raise BadLogits(broken.nonzero().flatten().tolist())
-    tokens = logits.argmax(dim=-1)
     drawing = [b for b, row in enumerate(rows) if not row.params.greedy]
-    if drawing:
-        uniform = torch.cat([_uniform(rows[b].generator) for b in drawing])
-        kept = _filtered(logits[drawing], [rows[b].params for b in drawing])
-        tokens[drawing] = _draw(kept, uniform.to(logits.device))
+    if not drawing:
+        return tokens
+    params, uniform = [rows[b].params for b in drawing], [_uniform(rows[b].generator) for b in drawing]
+    if logits.device.type != "cpu":
+        tokens[drawing] = _draw(_filtered(logits[drawing], params), torch.cat(uniform).to(logits.device))
+        return tokens
+    for b, of_row, u in zip(drawing, params, uniform, strict=True):
+        if of_row.temperature < _COLD:
+            tokens[b] = _draw(_filtered(logits[b : b + 1], [of_row]), u)[0]
+        elif 0 < of_row.top_k < logits.shape[1] or of_row.top_p < 1:
+            tokens[b] = _draw_from_likeliest(logits[b], float(largest[b]), of_row, float(u))
+        else:
+            tokens[b] = _draw_from_all(logits[b], float(largest[b]), of_row, float(u))
     return tokens
+
+
+def _weights(logits: Tensor, largest: float, params: SamplingParams) -> Tensor:
+    """Return e^((z - largest) / T) of one row, float32 [V]: 1 for the likeliest token."""
+    return (logits - largest).div_(params.temperature).exp_()
+
+
+def _draw_from_all(logits: Tensor, largest: float, params: SamplingParams, uniform: float) -> int:
+    """Draw from one row without top_k and top_p: first a block of tokens by the blocks' sums, then a token in it."""
+    weights = _weights(logits, largest, params)
+    if params.min_p:
+        weights = weights.where(weights >= params.min_p, 0.0)
+    num_blocks = -(-len(weights) // _BLOCK)
+    padded = torch.nn.functional.pad(weights, (0, num_blocks * _BLOCK - len(weights))).view(num_blocks, _BLOCK)
+    running = padded.sum(dim=1).cumsum(0, dtype=torch.float64)
+    target = uniform * float(running[-1])
+    block = min(int(torch.searchsorted(running, target, right=True)), num_blocks - 1)
+    before = float(running[block - 1]) if block else 0.0
+    inside = padded[block].cumsum(0, dtype=torch.float64)
+    at = int(torch.searchsorted(inside, target - before, right=True))
+    # Rounded sums may leave the target behind the block's last token.
+    return block * _BLOCK + min(at, int(padded[block].nonzero()[-1]))
+
+
+def _draw_from_likeliest(logits: Tensor, largest: float, params: SamplingParams, uniform: float) -> int:
+    """Draw from one row with top_k or top_p: only tokens that these may keep are sorted."""
+    if 0 < params.top_k < len(logits):
+        ids = (logits >= logits.topk(params.top_k).values[-1]).nonzero()[:, 0]  # all ties of the k-th stay
+        total = None
+    else:
+        weights, threshold = _weights(logits, largest, params), _FIRST_WEIGHT
+        total = float(weights.sum())
+        while True:  # the likeliest tokens that hold top_p of the sum, and some more
+            ids = (weights >= threshold).nonzero()[:, 0]
+            if float(weights[ids].sum()) > (params.top_p + _ROUNDING) * total or len(ids) == len(weights):
+                break
+            threshold *= _FIRST_WEIGHT if threshold > _LAST_WEIGHT else 0.0
+    values, order = logits[ids].sort(descending=True, stable=True)  # of equal logits, the smaller id is likelier
+    p = (values.double() - largest).div_(params.temperature).exp_()
+    keep = p.cumsum(0) - p < params.top_p * (float(p.sum()) if total is None else total)
+    keep &= p >= params.min_p  # the likeliest token has 1
+    ids, order = ids[order[keep]].sort()
+    running = p[keep][order].cumsum(0)
+    return int(ids[torch.searchsorted(running, uniform * float(running[-1]), right=True)])
 
 
 def skip(generator: torch.Generator, num_tokens: int) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention
 from pagedkv.cache import sizes
+from pagedkv.cache.sizes import FIRST_SHARE, SHARE_OF_GPU, grown
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from tests.cache.test_resize import SPEC, read, store
 
@@ -116,3 +117,17 @@ def test_a_pool_of_half_of_the_memory_takes_what_is_written() -> None:
 def _resident() -> int:
     with open("/proc/self/statm", encoding="utf-8") as file:
         return 4096 * int(file.read().split()[1])
+
+
+@pytest.mark.parametrize("limit", [8, 100, 921, 4096])
+@pytest.mark.parametrize("shortfall", [1, 7, 60, 300, 2000])
+def test_both_pools_of_a_growth_fit_into_the_memory_that_was_free(limit: int, shortfall: int) -> None:
+    """The limit is three fifths of the free memory: a growth that needs more than nine tenths would fail on a GPU."""
+    free = limit / SHARE_OF_GPU
+    size = max(1, limit // FIRST_SHARE)
+    while size < limit:
+        larger = grown(size, shortfall, limit)
+        assert size < larger <= limit
+        assert larger >= min(limit, size + shortfall)
+        assert size + larger <= 0.9 * free + 1
+        size = larger

@@ -9,6 +9,7 @@ import torch
 from transformers.generation import logits_process
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.model import sampler
 from pagedkv.model.sampler import SamplingParams, SamplingRow, probabilities, sample
 
 V = 50
@@ -86,6 +87,27 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(options: dict[str, 
     # Bernstein's bound. Its second term is for tokens so rare that one draw is many standard deviations.
     sigmas = TOLERANCE["sigmas"]
     assert ((counts - draws * p).abs() <= sigmas * (draws * p * (1 - p)).sqrt() + sigmas**2 / 6).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 1024, 1025, 40_000])
+@pytest.mark.parametrize("options", [*FILTERS, {"temperature": 0.8, "top_k": 3000, "top_p": 0.99}], ids=str)
+def test_a_draw_is_that_of_the_sorted_definition(
+    options: dict[str, Any], vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of flat and of steep rows, of halves (so with many ties), and with masked tokens."""
+    history = [token for token in HISTORY if token < vocab]
+    for seed in range(12):
+        torch.manual_seed(seed)
+        logits = torch.randn(1, vocab) * (0.1, 3.0, 12.0)[seed % 3]
+        logits = (2 * logits).round() / 2 if seed in (7, 11) else logits
+        if seed % 5 == 4:
+            logits[:, 1::2] = -torch.inf
+        source = row(history, **options)
+        uniform = torch.rand(1, dtype=torch.float64)
+        running = probabilities(logits, [source])[0].cumsum(0)
+        wanted = int(torch.searchsorted(running, uniform * running[-1], right=True))
+        monkeypatch.setattr(sampler, "_uniform", lambda _, u=uniform: u)
+        assert int(sample(logits, [source])) == wanted, (seed, uniform)
 
 
 def text_of(seed: int, neighbours: int) -> list[int]:

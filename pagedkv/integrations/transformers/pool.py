@@ -48,7 +48,7 @@ class Pool:
 
     config:       that of the model.
     memory:       "8GiB", or an int of bytes. None: up to half of the available memory of a CPU, which the system hands
-                  out as pages are first written; or up to nine tenths of the free memory of a GPU, by and by.
+                  out as pages are first written; or up to three fifths of the free memory of a GPU, by and by.
     num_frames:   the same in frames: pages of one layer group.
     kv_dtype:     of K and V in the pages: None for that of the model, or "int8", "int4", "fp8_e4m3", "fp8_e5m2".
     block_size:   tokens of a page.

@@ -216,13 +216,14 @@ def test_a_mask_that_is_not_that_of_the_new_tokens_is_refused(call: Callable[...
         call(CASES[0].build().batch, mask_of(CASES[0], "left"))
 
 
-def test_rows_of_another_batch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", ["0", "1"])
+def test_rows_of_another_batch_are_refused(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_DEBUG", level)
     case = Case(q_lens=(3, 1), kv_lens=(9, 8))
     built, q = case.build(), torch.zeros(2, 4, 3, 64)
     text = r"q has 2 rows of 3 tokens, and the batch counts other tokens: .* batch.padded\(mask\)"
     with pytest.raises(InvalidRequest, match=text):
         paged_attention(q, built.layer, built.batch)
-    monkeypatch.setenv("PAGEDKV_DEBUG", "1")
     with pytest.raises(InvalidRequest, match="q has 2 rows of 2 tokens"):  # as many tokens, at other places
         paged_attention(q[:, :, :2], built.layer, built.batch)
     padded = built.batch.padded(mask_of(case, "left")[:, -3:])
