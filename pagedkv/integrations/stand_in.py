@@ -66,6 +66,12 @@ def refuse(package: str, **options: object) -> None:
         raise InvalidRequest(f"{' and '.join(asked)} of {package} {'is' if len(asked) == 1 else 'are'} not served here")
 
 
+def check_order(order: str) -> None:
+    """Raise InvalidRequest unless `order` is one of `layer_of`."""
+    if order not in ("NHD", "HND"):
+        raise InvalidRequest(f"kv_layout is {order!r}; it must be 'NHD' or 'HND'")
+
+
 def check_shapes(**tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
     """Raise InvalidRequest unless each tensor that is given has its shape."""
     for name, (tensor, shape) in tensors.items():
@@ -86,8 +92,7 @@ def layer_of(k: Tensor, v: Tensor, order: str = "NHD", owner: Tensor | None = No
     owner: the tensor that the caller keeps; None: k.
     Raises: InvalidRequest for another order, or dims
     """
-    if order not in ("NHD", "HND"):
-        raise InvalidRequest(f"kv_layout is {order!r}; it must be 'NHD' or 'HND'")
+    check_order(order)
     if k.dim() != 4 or v.dim() != 4:
         raise InvalidRequest(f"K is {list(k.shape)} and V {list(v.shape)}; both must have 4 dims, pages first")
     owner = k if owner is None else owner

@@ -196,8 +196,8 @@ def _draw_from_all(logits: Tensor, largest: float, params: SamplingParams, unifo
     num_blocks = -(-len(weights) // _BLOCK)
     padded = torch.nn.functional.pad(weights, (0, num_blocks * _BLOCK - len(weights))).view(num_blocks, _BLOCK)
     running = padded.sum(dim=1).cumsum(0, dtype=torch.float64)
-    target = uniform * float(running[-1])
-    block = min(int(torch.searchsorted(running, target, right=True)), num_blocks - 1)
+    target = uniform * float(running[-1])  # below the total even when rounded, see `_draw`
+    block = int(torch.searchsorted(running, target, right=True))
     before = float(running[block - 1]) if block else 0.0
     inside = padded[block].cumsum(0, dtype=torch.float64)
     at = int(torch.searchsorted(inside, target - before, right=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,8 +42,7 @@ class _PagedWrapper:
     def __init__(
         self, workspace: Tensor, kv_layout: str, fixed: tuple[Tensor | None, ...] | None, jit_args: object
     ) -> None:
-        if kv_layout not in ("NHD", "HND"):
-            raise InvalidRequest(f"kv_layout is {kv_layout!r}; it must be 'NHD' or 'HND'")
+        stand_in.check_order(kv_layout)
         stand_in.refuse("flashinfer", jit_args=jit_args)
         if fixed is not None:
             if not all(isinstance(buffer, Tensor) for buffer in fixed):
@@ -57,7 +57,6 @@ class _PagedWrapper:
         self._kv_layout: str = kv_layout
         self._fixed: tuple[Tensor | None, ...] | None = fixed
         self._plan: _Plan | None = None
-        self._planned_first: _Plan | None = None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -94,6 +93,17 @@ class _PagedWrapper:
     def end_forward(self) -> None:
         """Do nothing, as in flashinfer."""
 
+    run: Callable[..., Any]
+    forward: Callable[..., Any]
+
+    def run_return_lse(self, *args: Any, **options: Any) -> Any:
+        """Return `run` with return_lse=True."""
+        return self.run(*args, **{**options, "return_lse": True})
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
+        """Return `forward` with return_lse=True."""
+        return self.forward(*args, **{**options, "return_lse": True})
+
     def _set_plan(
         self, queries: Tensor, tables: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None, sizes: tuple[int, ...],
         dtypes: tuple[object, object, object], mask: tuple[Tensor | None, Tensor | None], *, pos_encoding_mode: str,
@@ -125,9 +135,8 @@ class _PagedWrapper:
             )
         else:
             batch = self._in_buffers(batch, num_queries, tables, S)
-        plan = _Plan(batch, num_queries, (H, K, S, D, Dv), (q_dtype, kv_dtype, out_dtype), scale, window_left, options)
-        self._plan = plan
-        self._planned_first = self._planned_first or plan
+        dtypes_planned = (q_dtype, kv_dtype, out_dtype)
+        self._plan = _Plan(batch, num_queries, (H, K, S, D, Dv), dtypes_planned, scale, window_left, options)
 
     def _options(self, pos_encoding_mode: str, soft_cap: float | None, causal: bool, H: int) -> dict[str, Any]:
         options: dict[str, Any] = {"causal": bool(causal), "softcap": float(soft_cap or 0.0)}
@@ -148,25 +157,25 @@ class _PagedWrapper:
     ) -> PagedBatch:
         """Copy the tables of a step to tensors that stay where they are, with bounds that hold for every step."""
         buffers: Any = self._fixed
-        B, most_pages, first = len(buffers[2]), len(buffers[1]), self._planned_first
+        B, most_pages, planned = len(buffers[2]), len(buffers[1]), self._plan
         if len(batch.seq_lens) != B or len(tables[1]) > most_pages:
             raise InvalidRequest(
                 f"{len(batch.seq_lens)} requests of {len(tables[1])} pages; the buffers are for {B} requests, in each "
                 f"plan, and up to {most_pages} pages"
             )
-        if first is not None and (num_queries > first.num_queries or first.sizes[2] != S):
+        if planned is not None and (num_queries > planned.batch.max_seqlen_q or planned.sizes[2] != S):
             raise InvalidRequest(
                 f"{num_queries} queries and pages of {S} tokens; this wrapper for CUDA graphs was planned first with "
-                f"{first.num_queries} queries, which are the most, and pages of {first.sizes[2]}"
+                f"{planned.batch.max_seqlen_q} queries, which are the most, and pages of {planned.sizes[2]}"
             )
         for buffer, values in zip(buffers, (*tables, batch.cu_seqlens_q), strict=False):
             buffer[: len(values)].copy_(values)
-        if first is None:
+        if planned is None:
             shapes: Any = ((B, most_pages), (B,), (B + 1,))
             table, lengths, starts = (torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in shapes)
             kept = PagedBatch(table, lengths, starts, max_seqlen_q=num_queries, max_seqlen_k=most_pages * S)
         else:
-            kept = first.batch
+            kept = planned.batch
         kept.block_table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
         kept.seq_lens.copy_(batch.seq_lens)
         kept.cu_seqlens_q.copy_(batch.cu_seqlens_q)
@@ -346,10 +355,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
             raise InvalidRequest(f"q has {len(q)} rows, which are not q_len_per_req={q_len_per_req} for each request")
         return self._run(q, paged_kv_cache, (q_scale, k_scale, v_scale), out, lse, return_lse, window_left, sinks)
 
-    def run_return_lse(self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], **options: Any) -> Any:
-        """Return `run` with return_lse=True."""
-        return self.run(q, paged_kv_cache, return_lse=True, **options)
-
     def forward(
         self,
         q: Tensor,
@@ -368,10 +373,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         """Replace options of the plan, and run. flashinfer deprecates it."""
         self._override(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, True)
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
-
-    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
-        """Return `forward` with return_lse=True."""
-        return self.forward(*args, **{**options, "return_lse": True})
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -501,10 +502,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         )  # fmt: skip
         return self._run(q, paged_kv_cache, (q_scale, k_scale, v_scale), out, lse, return_lse, window_left, sinks)
 
-    def run_return_lse(self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], **options: Any) -> Any:
-        """Return `run` with return_lse=True."""
-        return self.run(q, paged_kv_cache, return_lse=True, **options)
-
     def forward(
         self,
         q: Tensor,
@@ -524,10 +521,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         """Replace options of the plan, and run. flashinfer deprecates it."""
         self._override(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
-
-    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
-        """Return `forward` with return_lse=True."""
-        return self.forward(*args, **{**options, "return_lse": True})
 
 
 def _dtype(of: object) -> torch.dtype:

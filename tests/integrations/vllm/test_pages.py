@@ -10,6 +10,7 @@ import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.vllm.pages import FP8, PagedMetadata, Pages, layer_of
+from tests.integrations.plain import attention
 
 BLOCKS, HEADS, KV_HEADS, SIZE, D = 12, 4, 2, 8, 16
 LENGTHS, QUERIES = (19, 3, 40), (1, 3, 5)
@@ -50,18 +51,14 @@ def expected(
     softcap: float,
 ) -> torch.Tensor:
     """Return attention in plain torch. keys, values: of each sequence, [length, KV_HEADS, D]."""
+    sides = (-1, -1) if window is None else (window - 1, window - 1)
     rows, at = [], 0
-    for number, (length, queries) in enumerate(zip(LENGTHS, QUERIES, strict=True)):
-        k, v = (x[number].double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q[at : at + queries].double(), k) * 0.3
-        scores = softcap * (scores / softcap).tanh() if softcap else scores
-        ahead = torch.arange(length)[None] - torch.arange(length - queries, length)[:, None]
+    for number, queries in enumerate(QUERIES):
         is_causal = bool(causal[number]) if isinstance(causal, torch.Tensor) else causal
-        seen = ahead <= 0 if is_causal else torch.ones_like(ahead, dtype=torch.bool)
-        if window is not None:
-            seen &= ahead.abs() < window
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        rows.append(torch.einsum("hqk,khd->qhd", weights, v))
+        mine = q[at : at + queries]
+        rows.append(
+            attention(mine, keys[number], values[number], scale=0.3, causal=is_causal, window=sides, softcap=softcap)[0]
+        )
         at += queries
     return torch.cat(rows).float()
 
