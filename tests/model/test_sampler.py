@@ -39,6 +39,11 @@ FILTERS: list[dict[str, Any]] = [
     {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.7},
     {"temperature": 0.5, "repetition_penalty": 0.6},
 ]
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.8, "top_k": 3000, "top_p": 0.99},
+    {"temperature": 1.0, "top_k": 30, "min_p": 0.3},
+    {"temperature": 1.0, "top_p": 0.95, "min_p": 0.3},
+]
 HISTORY = [3, 3, 7, 11, 49, 0, 7]
 
 
@@ -90,7 +95,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(options: dict[str, 
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 1024, 1025, 40_000])
-@pytest.mark.parametrize("options", [*FILTERS, {"temperature": 0.8, "top_k": 3000, "top_p": 0.99}], ids=str)
+@pytest.mark.parametrize("options", [*FILTERS, *MIXED], ids=str)
 def test_a_draw_is_that_of_the_sorted_definition(
     options: dict[str, Any], vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
