@@ -39,39 +39,53 @@ def thousand_steps() -> Callable[[], None]:
     return run
 
 
+def least(measure: Callable[[], int]) -> int:
+    """Return the least of three measurements: other threads of the process allocate too, a leak is in all three."""
+    return min(measure() for _ in range(3))
+
+
 def test_a_thousand_steps_ask_nothing_of_the_garbage_collector(thousand_steps: Callable[[], None]) -> None:
     collections: list[object] = []
 
     def count(phase: str, info: dict[str, int]) -> None:
         collections.append((phase, info))
 
+    def counted() -> int:
+        gc.collect()
+        collections.clear()
+        gc.callbacks.append(count)
+        try:
+            thousand_steps()
+        finally:
+            gc.callbacks.remove(count)
+        return len(collections)
+
     assert gc.isenabled()
-    gc.collect()
-    gc.callbacks.append(count)
-    try:
-        thousand_steps()
-    finally:
-        gc.callbacks.remove(count)
-    assert not collections
+    assert least(counted) == 0
 
 
 def test_a_thousand_steps_leave_no_object(thousand_steps: Callable[[], None]) -> None:
-    gc.collect()
-    before = sys.getallocatedblocks()
-    thousand_steps()
-    assert sys.getallocatedblocks() - before < 100  # an object for each frame would be 4,000, for each step 1,000
+    def grown() -> int:
+        gc.collect()
+        before = sys.getallocatedblocks()
+        thousand_steps()
+        return sys.getallocatedblocks() - before
+
+    assert least(grown) < 100  # an object for each frame would be 4,000, for each step 1,000
 
 
 def test_a_thousand_steps_hold_no_more_memory(thousand_steps: Callable[[], None]) -> None:
+    def grown() -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        thousand_steps()
+        return tracemalloc.get_traced_memory()[0] - before
+
     tracemalloc.start()
     try:
         thousand_steps()
-        before = tracemalloc.get_traced_memory()[0]
-        thousand_steps()
-        grown = tracemalloc.get_traced_memory()[0] - before
+        assert least(grown) < 4096
     finally:
         tracemalloc.stop()
-    assert grown < 4096
 
 
 def test_there_is_no_object_for_a_frame() -> None:
@@ -84,7 +98,7 @@ def test_there_is_no_object_for_a_frame() -> None:
         return created
 
     objects(8)
-    assert abs(objects(100_000) - objects(1000)) < 20
+    assert least(lambda: abs(objects(100_000) - objects(1000))) < 20
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc of Linux")
