@@ -84,14 +84,14 @@ FLOORS = {
         "replay warm",
     ),
     "pagedkv.kernels": (
-        "padded",
+        "padded huge_pages",
         "args quant threads layout",
         "case checks",
         "reference registry",
         "cpu numba cuda triton",
         "operators",
         "bound",
-        "ops",
+        "ops linear",
     ),
 }
 """The rooms of a layer (modules or folders), from the ground floor up. A room imports only rooms of lower floors."""

@@ -265,7 +265,7 @@ def _read(cell: Cell, pool: Pool) -> Step | str:
     def prepare() -> Callable[[], object]:
         offsets, isa = pool.draw() * pool.frame_bytes, cpu.isa()
         args = (pool.bytes.data_ptr(), offsets.data_ptr(), len(offsets), pool.frame_bytes)
-        return lambda: (cpu._extension().read(isa, cell.threads, *args), offsets)
+        return lambda: (cpu.extension().read(isa, cell.threads, *args), offsets)
 
     return prepare
 

@@ -89,6 +89,41 @@ struct States {
     char *out, *lse;  // of the same shapes, contiguous
 };
 
+// One linear operation of a decoder's step over a few tokens (pagedkv/kernels/linear/reference.py has the formulas):
+//
+//     y = norm(x) W^T + bias      x [T, K], W [N, K]; with a gate W [2N, K]: the rows of the gate, then those of `up`
+//
+//     STORE   out = y              ADD   out += y              SILU, GELU   out = act(y of the gate) * (y of `up`)
+struct Linear {
+    enum Mode { STORE, ADD, SILU, GELU };
+    Mode mode;
+    Dtype type, norm_type, out_type;  // of x, weights and bias; of the norm's weight; of out: `type`, or float32
+    int64_t T, N, K;
+    View x, weights, out;
+    const char *norm, *bias;  // null for none
+    float eps;
+};
+
+// residual [T, N] += norm(y) [T, N]
+struct AddNormed {
+    Dtype type, norm_type;
+    int64_t T, N;
+    View y, residual;
+    const char* norm;
+    float eps;
+};
+
+// Heads of q and k of qkv [T, (H + 2K) D], in place: norm, then rotation by cos and sin [T, D / 2] of the same dtype.
+struct Heads {
+    Dtype type, norm_type;
+    int64_t T, H, K, D;
+    View qkv, cos, sin;
+    const char *q_norm, *k_norm;  // null for none
+    float eps;
+};
+
+constexpr int64_t WHOLE = 64;  // elements of x are padded with zeros to a multiple of it
+
 struct Isa {
     const char* name;
     bool (*supported)();
@@ -99,6 +134,10 @@ struct Isa {
     void (*gather)(const Gather&, int64_t first, int64_t end);  // rows
     void (*merge_states)(const States&, int64_t first, int64_t end);  // rows (token, head)
     uint64_t (*read)(const char* base, const int64_t* offsets, int64_t count, int64_t bytes);  // a benchmark's ceiling
+    void (*take)(const Linear&, char* scratch);  // norm x into a thread's scratch
+    void (*linear)(const Linear&, int64_t first, int64_t end, char* scratch);  // columns of the result
+    void (*add_normed)(const AddNormed&, char* scratch);
+    void (*turn_heads)(const Heads&, int64_t first, int64_t end, char* scratch);  // rows (token, head of q or k)
 };
 
 extern const Isa portable_isa, avx2_isa, avx512_isa, avx512_bf16_isa;

@@ -29,6 +29,8 @@ constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;  // so that q, o and scores 
 constexpr int64_t UNITS_PER_THREAD = 4,
                   LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that one thread folds
 constexpr int64_t RUNS_PER_THREAD = 8;  // of a bare read
+constexpr int64_t PARTS_PER_THREAD = 4;  // of a linear operation
+constexpr int64_t HEADS_PER_THREAD = 48;  // a head takes 0.2 us, to wake a team 3 us
 constexpr int64_t BYTES_PER_THREAD = 128 << 10;  // less work than this is not worth another thread
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -208,6 +210,41 @@ void run_merge(const Isa& isa, const States& s, int threads) {
     if (!rows) return;
     threads = static_cast<int>(std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, threads));
     run_evenly(rows, threads, [&](int64_t first, int64_t end) { isa.merge_states(s, first, end); });
+}
+
+void run_linear(const Isa& isa, const Linear& l, int threads) {
+    thread_local Memory scratches;
+    int64_t element = l.type == Dtype::f32 ? 4 : 2, rows = l.mode >= Linear::SILU ? 2 * l.N : l.N;
+    threads = static_cast<int>(std::clamp<int64_t>(rows * l.K * element / BYTES_PER_THREAD, 1, threads));
+    int64_t tail = std::max<int64_t>(3 * l.K, 2 * (l.T * MAX_LANES + MAX_LANES));
+    int64_t bytes = round_up(4 * (l.T * round_up(l.K, WHOLE) + tail), 4096) + 256;
+    char* memory = scratches.of(bytes * threads);
+    int64_t parts = threads == 1 ? 1 : threads * PARTS_PER_THREAD, at_once = (l.N + parts - 1) / parts;
+    at_once = round_up(at_once, MAX_LANES);
+    std::atomic<int64_t> next{0};
+    run_team(threads, [&](int thread) {
+        char* mine = memory + thread * bytes;
+        isa.take(l, mine);
+        for (int64_t first; (first = next.fetch_add(at_once)) < l.N;)
+            isa.linear(l, first, std::min(first + at_once, l.N), mine);
+    });
+}
+
+void run_add_normed(const Isa& isa, const AddNormed& a) {
+    thread_local Memory scratches;
+    isa.add_normed(a, scratches.of(12 * a.N + 256));
+}
+
+void run_turn_heads(const Isa& isa, const Heads& h, int threads) {
+    thread_local Memory scratches;
+    int64_t rows = h.T * (h.H + h.K), bytes = 16 * h.D + 256;
+    threads = static_cast<int>(std::clamp<int64_t>(rows / HEADS_PER_THREAD, 1, threads));
+    char* memory = scratches.of(bytes * threads);
+    std::atomic<int> next{0};
+    run_team(threads, [&](int thread) {
+        for (int i; (i = next++) < threads;)
+            isa.turn_heads(h, rows * i / threads, rows * (i + 1) / threads, memory + thread * bytes);
+    });
 }
 
 void run_copies(char* frames, int64_t stride, int64_t bytes, const char* copies, int64_t copies_stride, int64_t count,

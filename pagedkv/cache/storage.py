@@ -12,7 +12,6 @@ must not know who uses a frame.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import quant
+from pagedkv.kernels import huge_pages, quant
 from pagedkv.kernels.args import KVLayer
 from pagedkv.spec import KVSpec
 
@@ -32,14 +31,10 @@ POISON: Final = 0xFF
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate uint8 [num_bytes]. On the CPU the system gives zeroed, if possible huge, pages at their first touch."""
+    """Allocate uint8 [num_bytes]. On the CPU the system gives zeroed pages at their first touch."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    # Private: Linux gives shared memory no huge pages.
-    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(region, dtype=torch.uint8)
+    return huge_pages.allocate(num_bytes)
 
 
 def _without_base(view: torch.Tensor) -> torch.Tensor:

@@ -31,14 +31,14 @@ try:
 except ImportError as _error:
     _cpu, _missing = None, str(_error)
 
-if _cpu is not None and not hasattr(_cpu, "gather"):
+if _cpu is not None and not hasattr(_cpu, "turn_heads"):
     _cpu, _missing = None, "it was built from older sources"
 
 
 def objections(case: Case) -> list[str]:
     """Return all reasons why these kernels cannot serve `case`."""
     if _cpu is None:
-        return [f"the extension is not built: {_missing}; install a C++17 compiler and pagedkv again"]
+        return missing()
     if case.op == "copy_frames":
         return []
     if case.dtype not in (None, *quant.FLOATS):
@@ -52,12 +52,19 @@ _SUBJECTS: Final = {"paged_attention": "q", "write_kv": "k", "gather_kv": "out",
 _LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in moves/write.inc
 
 
+def missing() -> list[str]:
+    """Return why there is no extension; [] if there is one."""
+    if _cpu is not None:
+        return []
+    return [f"the extension is not built: {_missing}; install a C++17 compiler and pagedkv again"]
+
+
 def isa() -> str:
     """Return the instruction set in use: PAGEDKV_CPU_ISA, or the best of this processor.
 
     Raises InvalidRequest if it lacks that set.
     """
-    sets: tuple[str, ...] = _extension().sets()
+    sets: tuple[str, ...] = extension().sets()
     forced = debug.forced_cpu_isa()
     if forced is not None and forced not in sets:
         raise InvalidRequest(f"PAGEDKV_CPU_ISA is {forced!r}; this processor and build have: {', '.join(sets)}")
@@ -66,7 +73,7 @@ def isa() -> str:
 
 def paged_attention(call: AttentionCall) -> None:
     """Attend. Modifies: call.out, call.lse. Raises: InvalidRequest for tables that name what is not there."""
-    x, tensors = _extension(), (call.k, call.v, call.k_scale, call.v_scale, call.sinks, call.alibi_slopes)
+    x, tensors = extension(), (call.k, call.v, call.k_scale, call.v_scale, call.sinks, call.alibi_slopes)
     rules = (call.scale, call.causal, call.window, call.right, call.softcap, call.split_tokens)
     binding = x.bind_attention(*tensors, *rules)
     x.set_kernel(binding, 0, isa(), num_threads(), None)
@@ -80,7 +87,7 @@ def write_kv(call: WriteCall) -> None:
 
     Raises: InvalidRequest for slots and positions that are not there
     """
-    x, pool = _extension(), (call.k, call.v, call.k_scale, call.v_scale)
+    x, pool = extension(), (call.k, call.v, call.k_scale, call.v_scale)
     binding = x.bind_write(*pool, call.cos, call.sin, call.interleaved)
     x.set_kernel(binding, 0, isa(), num_threads(), None)
     if x.write(binding, call.k_new, call.v_new, call.slots, call.positions, True) is None:
@@ -92,7 +99,7 @@ def gather_kv(call: GatherCall) -> None:
     x = call.source
     tables = (x.block_table, x.rows, x.seq_lens, x.first, call.starts)
     for pool, scale, out in ((x.k, x.k_scale, call.k_out), (x.v, x.v_scale, call.v_out)):
-        _extension().gather(pool, scale, *tables, out, isa(), num_threads())
+        extension().gather(pool, scale, *tables, out, isa(), num_threads())
 
 
 def copy_frames(storage: Tensor, copies: Tensor) -> None:
@@ -104,7 +111,7 @@ def copy_frames(storage: Tensor, copies: Tensor) -> None:
     if len(storage) and storage[0].is_contiguous() and (not len(copies) or copies.stride(1) == 1):
         is_bytes = storage.dtype == torch.uint8 and storage.dim() == 2
         storage = storage if is_bytes else storage.unsqueeze(-1).flatten(1).view(torch.uint8)
-        _extension().copy(storage, copies, num_threads())
+        extension().copy(storage, copies, num_threads())
     else:
         reference.copy_frames(storage, copies)
 
@@ -112,10 +119,11 @@ def copy_frames(storage: Tensor, copies: Tensor) -> None:
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state over the keys of both: out [T, H, Dv] of `out_a`'s dtype, lse float32 [T, H]."""
     out, lse = out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
-    _extension().merge(out_a, lse_a, out_b, lse_b, out, lse, isa(), num_threads())
+    extension().merge(out_a, lse_a, out_b, lse_b, out, lse, isa(), num_threads())
     return out, lse
 
 
-def _extension() -> ModuleType:
+def extension() -> ModuleType:
+    """Return the extension. Only for callers that know that it is there."""
     assert _cpu is not None, "the registry asks objections() first"
     return cast(ModuleType, _cpu)

@@ -13,6 +13,8 @@ M' only in the Gemma families):
     x       = x + M'((act(g) * u) Wdown^T + b)
 
     logits  = cap(norm(x) Whead^T)              only for the tokens asked for: the last one of a prefill
+
+Each line but the two in the middle is one of the operations of pagedkv.kernels.linear, chosen once for a step.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import torch
 import torch.nn.functional as F
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import linear
 from pagedkv.kernels.args import PagedBatch
 from pagedkv.kernels.ops import paged_attention, write_kv
 from pagedkv.model.config import ModelConfig
-from pagedkv.model.rope import Rotary, rotate
+from pagedkv.model.rope import Rotary
 from pagedkv.model.weights import Weights, load_weights
 
 if TYPE_CHECKING:
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.kernels.args import KVLayer
-    from pagedkv.model.weights import LayerWeights
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -94,55 +96,36 @@ class Decoder:
                   returns float32 [N, V]
         Modifies: the pool behind `layers`, at batch.slots
         """
-        batches = [batch[i] if hasattr(batch, "__getitem__") else batch for i in range(self.config.num_layers)]
+        c, w, eps = self.config, self.weights, self.config.norm_eps
+        batches = [batch[i] if hasattr(batch, "__getitem__") else batch for i in range(c.num_layers)]
         positions = batches[0].positions
         if positions is None:
             raise InvalidRequest("batch.positions is None; the decoder rotates queries and keys to int64 positions [T]")
-        tables = {rope: rotary.tables(positions, self.dtype) for rope, rotary in self._rotary.items()}
-        x = F.embedding(token_ids, self.weights.embedding) * self._embedding_scale
-        for i, weights in enumerate(self.weights.layers):
-            q, k, v = self._queries_keys_values(x, weights, tables[self.config.ropes[i]])
+        angles = {rope: rotary.angles(positions, self.dtype) for rope, rotary in self._rotary.items()}
+        ops = linear.choose(self.device, self.dtype, len(token_ids), backend)
+        x = F.embedding(token_ids, w.embedding) * self._embedding_scale
+        heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
+        for i, at in enumerate(w.layers):
+            qkv = ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps)
+            ops.norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
+            q, k, v = torch.split(qkv.view(len(x), -1, c.head_dim), heads, dim=1)
             write_kv(k, v, layers[i], batches[i], backend=backend)
             attended = paged_attention(
                 q,
                 layers[i],
                 batches[i],
-                scale=self.config.attention_scale,
-                window=self.config.windows[i],
-                softcap=self.config.attention_softcap,
+                scale=c.attention_scale,
+                window=c.windows[i],
+                softcap=c.attention_softcap,
                 backend=backend,
             )
-            x = x + self._norm(F.linear(attended.flatten(1), weights.out, weights.out_bias), weights.attention_out_norm)
-            x = x + self._norm(self._mlp(self._norm(x, weights.mlp_norm), weights), weights.mlp_out_norm)
-        return self._logits(x if logits_of is None else x[logits_of])
+            ops.linear_add(x, attended.flatten(1), at.out, at.out_bias, at.attention_out_norm, eps)
+            gated = ops.norm_gate_up(x, at.mlp_norm, at.gate_up, at.gate_up_bias, eps, c.activation)
+            ops.linear_add(x, gated, at.down, at.down_bias, at.mlp_out_norm, eps)
+        return self._logits(x if logits_of is None else x[logits_of], backend)
 
-    def _queries_keys_values(
-        self, x: Tensor, weights: LayerWeights, tables: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [T, H, D], k [T, K, D] and v [T, K, D] of one layer, q and k rotated to their positions."""
-        c = self.config
-        qkv = F.linear(self._norm(x, weights.attention_norm), weights.qkv, weights.qkv_bias)
-        q, k, v = torch.split(qkv.view(len(x), -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
-        return rotate(self._norm(q, weights.q_norm), tables), rotate(self._norm(k, weights.k_norm), tables), v
-
-    def _mlp(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        gate, up = F.linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-        gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return F.linear(gate * up, weights.down, weights.down_bias)
-
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Return x / sqrt(mean(x^2) + eps) * w (RMSNorm, Zhang and Sennrich, 2019); x itself if `weight` is None.
-
-        The quotient is rounded to the weight's dtype before the product, as in training: the model's dtype for w,
-        float32 for 1 + w.
-        """
-        if weight is None:
-            return x
-        wide = x.float()
-        unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)
-        return (unit.to(weight.dtype) * weight).to(x.dtype)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        logits = F.linear(self._norm(x, self.weights.norm), self.weights.head).float()
+    def _logits(self, x: Tensor, backend: str | None) -> Tensor:
+        ops = linear.choose(self.device, self.dtype, len(x), backend)
+        logits = ops.logits(x, self.weights.norm, self.weights.head, self.config.norm_eps)
         cap = self.config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: inverse frequencies, cos/sin tables, rotation. Knows positions and heads, no model.
+"""Rotary position embeddings: inverse frequencies, and cos and sin of positions. Knows positions, no model.
 
 Dimensions i and i + D/2 of a head form a complex number. The token at position p turns it by the angle p * w_i
 (Su et al., RoFormer, 2021):
@@ -87,27 +87,17 @@ def attention_factor(rope: RopeConfig) -> float:
 class Rotary:
     """The rotary embedding of the layers that share one `RopeConfig`.
 
-    Tables are computed for the positions of each step, not for all positions: the context has no limit here.
+    Angles are computed for the positions of each step, not for all positions: the context has no limit here.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._factor = attention_factor(rope)
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin of each angle, computed in float32 and rounded to `dtype`.
 
-        Shapes: positions int64 [T]; returns two tensors of `dtype` [T, 1, D / 2]
+        Shapes: positions int64 [T]; returns two tensors of `dtype` [T, D / 2]
         """
-        angles = positions.float()[:, None, None] * self._frequencies
+        angles = positions.float()[:, None] * self._frequencies
         return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each head of each token by its position.
-
-    Shapes: x [T, H, D]; tables from `Rotary.tables`; returns [T, H, D]
-    """
-    cos, sin = tables
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

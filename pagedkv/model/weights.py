@@ -15,6 +15,7 @@ in memory. So names, shapes and dtypes of config.json and of the files' headers 
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -24,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from pagedkv import regular_files
 from pagedkv.errors import CheckpointError
+from pagedkv.kernels import huge_pages
 from pagedkv.model.config import shown
 from pagedkv.model.files import is_plain_name, is_present, listed, read_json
 
@@ -109,10 +111,10 @@ def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor:
     """Read the output head, or return `embedding` if the two are tied."""
     if config.tie_embeddings and "lm_head.weight" not in source.file_of:
         return embedding
-    head = source.matrix([("lm_head.weight", config.vocab_size)], config.hidden_size)
     # A checkpoint may save a tied head too. A saved head that differs was trained: transformers uses it as well.
-    equal = config.tie_embeddings and source.device != META and torch.equal(head, embedding)
-    return embedding if equal else head
+    if config.tie_embeddings and source.device != META and source.holds("lm_head.weight", embedding):
+        return embedding
+    return source.matrix([("lm_head.weight", config.vocab_size)], config.hidden_size)
 
 
 def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
@@ -179,6 +181,7 @@ class _Source:
         self.prefix = next(found, PREFIXES[0])
         self.names_read: set[str] = set()
         self.num_bytes = 0
+        self.region: Tensor | None = None  # on a CPU: uint8, where the next tensor begins
 
     def place(self, device: torch.device) -> None:
         """Make tensors on `device` from now on. Raises: CheckpointError if this machine's memory is too small."""
@@ -189,6 +192,23 @@ class _Source:
                 f"this machine has {memory:,} bytes of memory; give a smaller model or a smaller dtype"
             )
         self.device = device
+        if device.type == "cpu":
+            self.region = huge_pages.allocate(max(1, self.num_bytes))
+
+    def holds(self, name: str, tensor: Tensor) -> bool:
+        """Return whether the checkpoint's tensor `name`, in the dtype computed in, equals `tensor`."""
+        stored = self.files[self.file_of[name]].get_tensor(name)
+        return torch.equal(stored.to(tensor.device, self.dtype), tensor)
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        """Return an uninitialised tensor. On a CPU it lies behind the last one, on a line of its own."""
+        if self.device == META or self.region is None:
+            made = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self.num_bytes += _whole_lines(made.nbytes)
+            return made
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        taken, self.region = self.region[:num_bytes], self.region[_whole_lines(num_bytes) :]
+        return taken.view(self.dtype).view(shape)
 
     def full_name(self, name: str) -> str:
         """Return the name under which the checkpoint stores the tensor `name`."""
@@ -201,9 +221,8 @@ class _Source:
         tail = () if columns is None else (columns,)
         names = [self._checked(name, (rows, *tail)) for name, rows in parts]
         shape = (sum(rows for _, rows in parts), *tail)
-        stacked = torch.empty(shape, dtype=self.dtype, device=self.device)
+        stacked = self._empty(shape)
         if self.device == META:
-            self.num_bytes += stacked.nbytes
             return stacked
         row = 0
         for name, (_, rows) in zip(names, parts, strict=True):
@@ -245,6 +264,11 @@ class _Source:
                 f"({', '.join(name[:80] for name in unread[:3])}); the weights are quantised or adapted, or belong to "
                 "another model. Give a plain checkpoint"
             )
+
+
+def _whole_lines(num_bytes: int) -> int:
+    """Return `num_bytes`, rounded up to lines of 64 bytes."""
+    return -(-num_bytes // 64) * 64
 
 
 def _opened(folder: Path, file: str) -> Any:

@@ -84,5 +84,6 @@ void define_fast(py::module_& m, const char* name, const char* doc) {
 void define_bindings(py::module_& m);
 void define_attention(py::module_& m);
 void define_moves(py::module_& m);
+void define_linear(py::module_& m);
 
 }  // namespace pagedkv

@@ -49,5 +49,6 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("runtime", pagedkv::team_runtime,
         "Return where threads come from: \"OpenMP\" (the process's own runtime) or \"threads\".");
     pagedkv::define_bindings(m), pagedkv::define_attention(m), pagedkv::define_moves(m);
+    pagedkv::define_linear(m);
     m.def("read", pagedkv::read, "Load and xor `count` runs of `bytes`: the ceiling that benchmarks compare with.");
 }

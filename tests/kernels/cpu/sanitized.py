@@ -105,6 +105,26 @@ def merge(dtype: torch.dtype, dim: int) -> None:
         twice(lambda pair=pair: merge_states(*pair), "merge")
 
 
+def decode_operations(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    """Call every linear operation; each tensor is one allocation."""
+    from pagedkv.kernels.linear import cpu as operations
+    from pagedkv.kernels.linear import reference
+
+    tokens, k, n = sizes
+    body = operations.Body()
+    x, weights, bias = torch.randn(tokens, k).to(dtype), torch.randn(2 * n, k).to(dtype), torch.randn(2 * n).to(dtype)
+    norm, residual, eps = torch.ones(k, dtype=dtype), torch.zeros(tokens, n, dtype=dtype), 1e-6
+    wanted = reference.norm_linear(x.double(), norm.double(), weights.double(), bias.double(), eps)
+    torch.testing.assert_close(body.norm_linear(x, norm, weights, bias, eps).double(), wanted, rtol=0.1, atol=0.5)
+    for activation in ("silu", "gelu_tanh"):
+        body.norm_gate_up(x, norm, weights, bias, eps, activation)
+    for out_norm in (None, torch.ones(n)):
+        body.linear_add(residual, x, weights[:n].clone(), bias[:n].clone(), out_norm, eps)
+    body.logits(x, norm, weights, eps)
+    angles = (torch.ones(tokens, k).to(dtype), torch.zeros(tokens, k).to(dtype))
+    body.norm_rotate(torch.randn(tokens, 8 * k).to(dtype), (2, 1), (torch.ones(2 * k), None), angles, eps)
+
+
 def grid() -> None:
     from pagedkv.kernels import cpu
     from tests.cases import AXES
@@ -123,6 +143,9 @@ def grid() -> None:
             count += 1
         for dtype, dim in itertools.product(floats, (1, 70, 300)):
             merge(dtype, dim)
+            count += 1
+        for dtype, sizes in itertools.product(floats, ((1, 64, 32), (3, 100, 37), (9, 7, 5))):
+            decode_operations(dtype, sizes)
             count += 1
         copy()
     print(f"{count} calls, each made twice, all of them clean")

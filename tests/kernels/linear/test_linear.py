@@ -1,0 +1,247 @@
+"""The linear operations in C++ against their definition, on every instruction set of this machine.
+
+The definition in float64 is the truth. In float32, ours may be as far from it as sums in another order are; in 16 bits
+twice as far as torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import cpu as extension
+from pagedkv.kernels import linear
+from pagedkv.kernels.linear import cpu, reference
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = ((1, 1024, 512), (3, 100, 37), (8, 64, 96), (5, 33, 6), (17, 257, 130), (2, 1, 1), (7, 96, 2))
+"""(tokens, columns of x, rows of W): whole vectors, rests of every kind, and one number."""
+EPS = 1e-6
+Result = tuple[Tensor, ...]
+
+pytestmark = pytest.mark.skipif(bool(extension.missing()), reason="the C++ extension is not built")
+
+
+@pytest.fixture(params=extension.extension().sets() if not extension.missing() else ())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Force each instruction set that this processor has."""
+    monkeypatch.setenv("PAGEDKV_CPU_ISA", request.param)
+    return str(request.param)
+
+
+class Refusing:
+    """The reference under the names of the C++ operations: a call that C++ refuses fails the test."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "normed":
+            return reference.normed
+        raise AssertionError(f"the C++ code refused a call: {name}")
+
+
+@pytest.fixture
+def body(isa: str, monkeypatch: pytest.MonkeyPatch) -> cpu.Body:
+    """Return the operations in C++, which may leave no call to the definition."""
+    monkeypatch.setattr(cpu, "reference", Refusing())
+    return cpu.Body()
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def wide(x: Any) -> Any:
+    """Return the same argument in float64."""
+    if isinstance(x, tuple):
+        return tuple(map(wide, x))
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).abs().max() / exact.abs().max())
+
+
+def compare(run: Callable[..., Tensor], theirs: Callable[..., Tensor], *given: Any, dtype: torch.dtype) -> None:
+    """Compare two functions that return a result, and leave their arguments as they are."""
+    exact = theirs(*wide(given))
+    ours, plain = error(run(*given), exact), error(theirs(*given), exact)
+    assert ours <= (2e-6 if dtype == torch.float32 else 2 * plain + 1e-4), (ours, plain)
+
+
+def added(operations: Any) -> Callable[..., Tensor]:
+    """Return a function that returns the residual, of a copy."""
+
+    def run(residual: Tensor, *rest: Any) -> Tensor:
+        into = residual.clone()
+        operations.linear_add(into, *rest)
+        return into
+
+    return run
+
+
+def rotated(operations: Any) -> Callable[..., Tensor]:
+    def run(qkv: Tensor, *rest: Any) -> Tensor:
+        into = qkv.clone()
+        operations.norm_rotate(into, *rest)
+        return into
+
+    return run
+
+
+@pytest.mark.parametrize("norm_dtype", [None, "same", torch.float32], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operations_are_those_of_the_definition(
+    body: cpu.Body, dtype: torch.dtype, has_bias: bool, norm_dtype: Any
+) -> None:
+    for tokens, k, n in SIZES:
+        x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1, scale=k**-0.5)
+        bias = numbers(n, dtype=dtype, seed=2) if has_bias else None
+        in_dtype = dtype if norm_dtype == "same" else norm_dtype
+        norm, out_norm = (
+            None if in_dtype is None else 1.0 + numbers(size, dtype=in_dtype, seed=3, scale=0.1) for size in (k, n)
+        )
+        compare(body.norm_linear, reference.norm_linear, x, norm, weights, bias, EPS, dtype=dtype)
+        residual = numbers(tokens, n, dtype=dtype, seed=4)
+        compare(added(body), added(reference), residual, x, weights, bias, out_norm, EPS, dtype=dtype)
+        if norm is not None:
+            compare(body.logits, reference.logits, x, norm, weights, EPS, dtype=dtype)
+        if n % 2 == 0:
+            for activation in ("silu", "gelu_tanh"):
+                args = (3 * x, norm, weights, bias, EPS, activation)
+                compare(body.norm_gate_up, reference.norm_gate_up, *args, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_dtype", [None, "same", torch.float32], ids=str)
+def test_heads_are_normed_and_rotated_as_in_the_definition(body: cpu.Body, dtype: torch.dtype, norm_dtype: Any) -> None:
+    for tokens, heads, kv_heads, size in ((1, 16, 8, 128), (5, 4, 2, 24), (40, 4, 1, 256), (3, 2, 2, 2)):
+        qkv = numbers(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
+        turns = 6 * torch.rand(tokens, size // 2, generator=torch.Generator().manual_seed(0))
+        angles = (turns.cos().to(dtype), turns.sin().to(dtype))
+        in_dtype = dtype if norm_dtype == "same" else norm_dtype
+        norms = tuple(None if in_dtype is None else numbers(size, dtype=in_dtype, seed=seed) for seed in (1, 2))
+        args = (qkv, (heads, kv_heads), norms, angles, EPS)
+        compare(rotated(body), rotated(reference), *args, dtype=dtype)
+        values = (heads + kv_heads) * size
+        assert torch.equal(rotated(body)(*args)[:, values:], qkv[:, values:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_extreme_gates_are_finite(body: cpu.Body, dtype: torch.dtype) -> None:
+    """For a gate of +-x and an `up` of 1."""
+    for size in (0.0, 1e-4, 20.0, 80.0, 100.0, 1000.0, 60_000.0):
+        x = torch.tensor([[size, 1.0]], dtype=dtype)
+        weights = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=dtype)
+        for activation in ("silu", "gelu_tanh"):
+            args = (x, None, weights, None, EPS, activation)
+            found, wanted = body.norm_gate_up(*args), reference.norm_gate_up(*wide(args[:1]), None, *wide(args[2:]))
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_thread(
+    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, k, n = 11, 1024, 4 * 300
+    x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
+    norm = numbers(k, dtype=dtype, seed=2)
+    monkeypatch.setenv("PAGEDKV_NUM_THREADS", "1")
+    one = cpu.Body()
+    alone = [one.norm_gate_up(x[t : t + 1], norm, weights, None, EPS, "silu") for t in range(tokens)]
+    for threads in ("1", "2", "3"):
+        monkeypatch.setenv("PAGEDKV_NUM_THREADS", threads)
+        for count in (2, 3, 4, 7, 11):
+            together = cpu.Body().norm_gate_up(x[:count], norm, weights, None, EPS, "silu")
+            assert torch.equal(together, torch.cat(alone[:count]))
+
+
+def among_poison(x: Tensor) -> Tensor:
+    """Return an equal tensor whose rows lie among NaN: before, between and behind them."""
+    rows, columns = (1, len(x)) if x.dim() == 1 else x.shape
+    around = torch.full((rows + 2, columns + 5), float("nan"), dtype=x.dtype)
+    inner = around[1:-1, 2 : 2 + columns]
+    inner.copy_(x)
+    return inner[0] if x.dim() == 1 else inner
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_beside_the_tensors_is_read_or_written(body: cpu.Body, dtype: torch.dtype) -> None:
+    for tokens, k, n in SIZES:
+        x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
+        bias, norm = numbers(n, dtype=dtype, seed=2), numbers(k, dtype=dtype, seed=3)
+        wanted = body.norm_linear(x, norm, weights, bias, EPS)
+        out = among_poison(torch.zeros(tokens, n, dtype=dtype))
+        given = map(among_poison, (x, norm, weights, bias))
+        assert torch.equal(body.norm_linear(*given, EPS, out), wanted)
+        around = out.as_strided((tokens + 2, n + 5), out.stride(), 0)
+        assert int(around.isnan().sum()) == around.numel() - tokens * n
+
+
+def test_a_nan_stays_with_its_token(body: cpu.Body) -> None:
+    x, weights = numbers(6, 64, dtype=torch.bfloat16), numbers(8, 64, dtype=torch.bfloat16, seed=1)
+    x[4, 7] = float("nan")
+    found = body.norm_gate_up(x, numbers(64, dtype=torch.bfloat16), weights, None, EPS, "silu")
+    assert found[4].isnan().all()
+    assert found[[0, 1, 2, 3, 5]].isfinite().all()
+
+
+@given(
+    tokens=some.integers(1, 40), k=some.integers(1, 300), n=some.integers(1, 70), dtype=some.sampled_from(DTYPES),
+    threads=some.sampled_from(("1", "2", "5")),
+)  # fmt: skip
+def test_any_size(tokens: int, k: int, n: int, dtype: torch.dtype, threads: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGEDKV_NUM_THREADS", threads)
+        x, weights = numbers(tokens, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=k, scale=k**-0.5)
+        norm = numbers(k, dtype=dtype, seed=n)
+        ours = cpu.Body().norm_linear(x, norm, weights, None, EPS)
+    exact = reference.norm_linear(*wide((x, norm, weights)), None, EPS)
+    limit = 3e-6 if dtype == torch.float32 else 3e-2 if dtype == torch.bfloat16 else 4e-3
+    assert (ours.double() - exact).abs().max() <= limit * exact.abs().max() + 1e-6
+
+
+def test_calls_that_cpp_refuses_are_answered_by_the_definition() -> None:
+    body, x, weights = cpu.Body(), numbers(3, 8, dtype=torch.float32), numbers(4, 8, dtype=torch.float32, seed=1)
+    columns = weights.T.contiguous().T  # rows are no runs
+    torch.testing.assert_close(
+        body.norm_linear(x, None, columns, None, EPS), reference.norm_linear(x, None, weights, None, EPS)
+    )
+    with pytest.raises(RuntimeError, match=r"shapes|size"):  # torch has the words
+        body.norm_linear(x, None, weights[:, :5], None, EPS)
+    with pytest.raises(RuntimeError, match=r"size|shape"):
+        body.norm_linear(x, None, weights, None, EPS, torch.empty(2, 4))
+
+
+def test_the_choice_follows_device_dtype_tokens_and_the_named_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
+
+    def is_cpp(*given: Any) -> bool:
+        return isinstance(linear.choose(*given), cpu.Body)
+
+    assert is_cpp(CPU, torch.bfloat16, cpu.MOST_TOKENS)
+    assert is_cpp(CPU, torch.bfloat16, 1, "cpu")
+    assert not is_cpp(CPU, torch.bfloat16, cpu.MOST_TOKENS + 1)
+    assert not is_cpp(CPU, torch.float64, 1)
+    assert not is_cpp(torch.device("meta"), torch.bfloat16, 1)
+    assert not is_cpp(CPU, torch.bfloat16, 1, "numba")
+    monkeypatch.setenv("PAGEDKV_KERNELS", "reference")
+    assert not is_cpp(CPU, torch.bfloat16, 1)
+    assert is_cpp(CPU, torch.bfloat16, 1, "cpu")
+    monkeypatch.delenv("PAGEDKV_KERNELS")
+    monkeypatch.setenv("PAGEDKV_CPU_ISA", "avx1024")
+    with pytest.raises(InvalidRequest, match="avx1024"):
+        linear.choose(CPU, torch.bfloat16, 1)
+
+
+def test_without_the_extension_the_definition_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
+    monkeypatch.setattr(extension, "_cpu", None)
+    assert linear.choose(CPU, torch.bfloat16, 1) is reference
