@@ -140,6 +140,20 @@ def bench_manager(
     return manager(rounds, peers_python or (), as_json=as_json, keep=record)
 
 
+@benchmarks.command("generate")
+def bench_generate(
+    turns: options.HostTurns = 5,
+    quick: options.GenerateQuick = False,
+    as_json: options.JsonList = False,
+    record: options.Record = None,
+    plot: options.GeneratePlot = None,
+) -> None:
+    """Steps of the reference engine against the speed of memory, and transformers beside it. Minutes, 12 GiB."""
+    from pagedkv.cli.bench_hosts import run
+
+    run("generate", turns, is_quick=quick, as_json=as_json, keep=record, plot=plot)
+
+
 @benchmarks.command("transformers")
 def bench_transformers(
     turns: options.HostTurns = 5,

@@ -105,6 +105,10 @@ ManagerPlot = Annotated[
 
 HostTurns = Annotated[int, typer.Option(metavar="N", min=1, help="Each goes through all variants.")]
 VllmQuick = Annotated[bool, typer.Option("--quick", help="One sequence of 4,096 tokens; else four shapes.")]
+GenerateQuick = Annotated[bool, typer.Option("--quick", help="Three shapes of short contexts; else six.")]
+GeneratePlot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the decode steps beside their bounds; needs matplotlib.")
+]
 TransformersQuick = Annotated[bool, typer.Option("--quick", help="One sequence of 2,048 tokens; else four shapes.")]
 
 # bench attention: the cells of the grid

@@ -108,6 +108,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
                 f"{num_frames} frames of {block_size} tokens and {events} events: no memory for them ({error})"
             ) from None
         install(self.policy, self.state.reg)
+        self._plain_records = (self.state.spaces, self.state.spaces.view(np.ndarray))
         self._roots = Roots()
         self._accounts: dict[bytes, int] = {}  # account of each tenant that has a quota
         self._begin_recovery()
@@ -395,11 +396,11 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
             raise InvalidRequest(f"{space!r} is not an AddressSpace; give what open() or fork() returned")
         if space.manager is not self:
             raise InvalidRequest(f"address space {space.asid} belongs to another manager; use the one that opened it")
-        return bool(self.state.spaces["generation"][space.asid] != space.generation)
+        return bool(self._records()["generation"][space.asid] != space.generation)
 
     def length_of(self, space: AddressSpace) -> int:
         """Return the number of committed tokens of `space`."""
-        return int(self.state.spaces["length"][self._asid(space)])
+        return int(self._records()["length"][self._asid(space)])
 
     def pages_of(self, space: AddressSpace, group: int = 0) -> I32:
         """See AddressSpace.pages and pages_in."""
@@ -416,6 +417,13 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         return ids.reshape(-1)[:length].astype(np.int32)
 
     # -- private -------------------------------------------------------------------------------------------------------
+
+    def _records(self) -> st.Records:
+        """Return the records of the spaces as a plain array. A field of a recarray takes eight times as long."""
+        spaces, plain = self._plain_records
+        if spaces is not self.state.spaces:
+            spaces, plain = self._plain_records = (self.state.spaces, self.state.spaces.view(np.ndarray))
+        return plain
 
     def _asid(self, space: AddressSpace) -> int:
         if self.is_stale(space):

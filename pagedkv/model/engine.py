@@ -75,6 +75,13 @@ class Meter:
         return self.slots_wasted / self.slots_mapped if self.slots_mapped else 0.0
 
 
+def _rows_of(logits: Tensor, numbers: list[int]) -> Tensor:
+    """Return rows of the logits; the logits themselves if that is all of them, in order."""
+    if numbers == list(range(len(logits))):
+        return logits
+    return logits[torch.tensor(numbers, device=logits.device)]
+
+
 class Engine(ThreadGuard):
     """Continuous batching over one model and one paged cache.
 
@@ -340,7 +347,7 @@ class Engine(ThreadGuard):
         while drawing:
             rows = [self._sampling_row(members[i][0]) for i in drawing]
             try:
-                drawn = sample(logits[torch.tensor([members[i][1] for i in drawing], device=logits.device)], rows)
+                drawn = sample(_rows_of(logits, [members[i][1] for i in drawing]), rows)
             except BadLogits as error:
                 for row in error.rows:
                     members[drawing[row]][0].completion.end("error", str(error))

@@ -96,22 +96,23 @@ class SequenceState:
 class Chunk(NamedTuple):
     """The part of one sequence that a step computes: the first `num_tokens` of its remaining tokens.
 
-    The properties are valid until the step commits: a commit changes `sequence.remaining`.
+    remaining: `sequence.remaining` when the chunk was chosen; a commit changes the sequence's own.
     """
 
     sequence: SequenceState
     num_tokens: int
+    remaining: int
 
     @property
     def token_ids(self) -> list[int]:
         """The tokens of the chunk."""
-        first = len(self.sequence.tokens) - self.sequence.remaining
+        first = len(self.sequence.tokens) - self.remaining
         return self.sequence.tokens[first : first + self.num_tokens]
 
     @property
     def is_last(self) -> bool:
         """Whether the chunk ends with the sequence's last token, so that its logits give the next token."""
-        return self.num_tokens == self.sequence.remaining
+        return self.num_tokens == self.remaining
 
 
 class Scheduler:
@@ -202,16 +203,18 @@ class Scheduler:
         budget, longest = self.limits.max_batch_tokens, self.limits.prefill_chunk or self.limits.max_batch_tokens
         chunks: list[Chunk] = []
         # Decoding sequences first: a reader waits for their text.
-        for sequence in sorted(self.running, key=lambda s: s.remaining > 1):
-            num_tokens = min(sequence.remaining, longest, budget)
+        running = [(sequence, sequence.remaining) for sequence in self.running]
+        for sequence, remaining in sorted(running, key=lambda pair: pair[1] > 1):
+            num_tokens = min(remaining, longest, budget)
             if num_tokens:
-                chunks.append(Chunk(sequence, num_tokens))
+                chunks.append(Chunk(sequence, num_tokens, remaining))
                 budget -= num_tokens
         while admit and budget and self.waiting and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
-            num_tokens = min(sequence.remaining, longest, budget)
-            chunks.append(Chunk(sequence, num_tokens))
+            remaining = sequence.remaining
+            num_tokens = min(remaining, longest, budget)
+            chunks.append(Chunk(sequence, num_tokens, remaining))
             budget -= num_tokens
         return chunks
 

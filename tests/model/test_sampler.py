@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -241,3 +242,15 @@ def test_one_stop_string_may_be_given_as_it_is() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop_ids=[3]).stop_ids == (3,)
+
+
+@pytest.mark.parametrize(("num_rows", "num_words"), [(1, 64), (4, 1024), (5, 4096), (6, 4096 + 128), (7, 97), (9, 16)])
+def test_the_largest_logit_of_blocks_is_that_of_the_row(num_rows: int, num_words: int) -> None:
+    lots = torch.Generator().manual_seed(0)
+    for turn in range(20):
+        logits = torch.randint(0, 40, (num_rows, num_words), generator=lots).float()  # many are equal
+        logits[0, int(torch.randint(num_words, (1,), generator=lots))] = (math.nan, math.inf, -math.inf, 99.0)[turn % 4]
+        logits[-1] = -math.inf if turn == 3 else logits[-1]
+        largest, places = sampler._largest(logits)
+        torch.testing.assert_close(largest, logits.max(-1).values, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(places, logits.argmax(-1))

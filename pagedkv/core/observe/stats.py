@@ -187,6 +187,8 @@ def _wasted(s: State, rows: I64) -> int:
     wasted: int = int((s.spaces["num_pages"][rows] - used).sum()) * size
     rows, length, used = rows[used > 0], length[used > 0], used[used > 0]
     tails, fill = s.table[rows, used - 1], length - (used - 1) * size
+    if (tails >= 0).all() and (s.frames["refs"][tails] == 1).all():
+        return wasted + int((size - fill).sum())
     frames, first, owner, times = np.unique(tails, return_index=True, return_inverse=True, return_counts=True)
     fullest = np.zeros(len(frames), np.int64)
     np.maximum.at(fullest, owner, fill)

@@ -1,0 +1,278 @@
+"""Time of the reference engine: its steps against the speed of memory, its prefill against torch's matrix products.
+
+    decode      ms of one `Engine.step` that gives each sequence a token, after a context that lies in the pool
+    prefill     ms of the step that takes in a prompt of random ids
+    overhead    ms of a step whose forward pass computes nothing: schedule, plan, sample, commit, deliver
+    sampling    ms in which `sample` draws from logits of 151,936 words (Qwen3's real vocabulary)
+
+The variants take turns: the engine, the engine with torch's linear layers, and generate() of transformers with its
+caches, per token. In each turn memory is read too: all weights, as fast as this machine reads. A step's bound is
+(bytes of weights + bytes of K and V) / that speed; a prefill's bound is its operations / the speed of a matrix product
+of torch in the same turn. A figure is the median over turns, and so is a ratio of two figures of one turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from pagedkv.bench.generate import model as models
+from pagedkv.kernels import cpu
+from pagedkv.kernels.linear import cpu as linear
+from pagedkv.model.engine import Engine
+from pagedkv.model.sampler import SamplingParams, SamplingRow, sample
+
+OURS, TORCH, STATIC, DYNAMIC = "pagedkv", "pagedkv, F.linear", "StaticCache", "DynamicCache"
+STEPS: Final = 8
+"""Steps of a turn; their median counts."""
+SHAPES: Final = ((1, 128), (1, 2048), (1, 8192), (8, 128), (8, 2048), (8, 8192))
+"""(sequences, tokens of context)."""
+QUICK: Final = ((1, 128), (1, 2048), (8, 128))
+MOST_OF_HOST: Final = 16_384
+"""Tokens of context, in all sequences, up to which transformers takes turns: a turn takes minutes beyond."""
+PROMPT: Final = 2048
+VOCABULARY: Final = 151_936
+PIECE: Final = 65_536
+"""Bytes of a run of the bare read."""
+
+MUSTS: Final[dict[tuple[Any, ...], float]] = {
+    ("decode", 1, 128): 1.35, ("decode", 1, 2048): 1.4, ("decode", 1, 8192): 1.3, ("decode", 8, 128): 1.8,
+    ("decode", 8, 2048): 1.65, ("decode", 8, 8192): 1.4, ("prefill", 1, PROMPT): 1.2, ("overhead", 1): 0.3,
+    ("overhead", 64): 1.5, ("overhead", 256): 5.0, ("temperature", 1): 0.4, ("top_k", 1): 0.8, ("top_p", 1): 2.0,
+    ("temperature", 8): 3.0, ("top_k", 8): 5.0, ("top_p", 8): 10.0,
+}  # fmt: skip
+"""(case, batch[, context]): how many times its bound a step may take, or its ms if it has no bound."""
+
+Row = dict[str, Any]
+Report = Callable[[Row], None]
+
+
+def measure(
+    shapes: Sequence[tuple[int, int]], turns: int, report: Report, config: dict[str, Any] = models.CONFIG
+) -> None:
+    """Measure all cases, and hand each row to `report` as soon as it is complete."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        models.write_checkpoint(folder, config)
+        longest = max(batch * (context + 4 * STEPS) for batch, context in shapes)
+        engine = models.engine_of(folder, max(longest, 256 * 64))
+        host = _Host(folder) if find_spec("transformers") else None
+        if host is None:
+            print("transformers is not installed: its caches do not take part (install pagedkv[hf])")
+        for shape in shapes:
+            _report_decode(report, engine, host, shape, turns)
+        _report_prefill(report, engine, host, turns)
+        _report_overhead(report, engine, turns)
+    _report_sampling(report, turns)
+
+
+class _Host:
+    """The same checkpoint in transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        self._transformers = transformers
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+    @torch.no_grad()
+    def decode(self, variant: str, batch: int, context: int) -> float:
+        """Return the seconds of a token of generate(), after a context of random K and V."""
+        config = self.model.config
+        shape = (batch, config.num_key_value_heads, context - 1, config.head_dim)
+        k, v = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
+        if variant == STATIC:
+            cache = self._transformers.StaticCache(config=config, max_cache_len=context + STEPS + 1)
+        else:
+            cache = self._transformers.DynamicCache(config=config)
+        for layer in range(config.num_hidden_layers):
+            cache.update(k, v, layer)
+        return self._generate(torch.randint(3, config.vocab_size, (batch, context)), cache, STEPS) / STEPS
+
+    @torch.no_grad()
+    def prefill(self, length: int) -> float:
+        """Return the seconds to the first token of a random prompt."""
+        ids = torch.randint(3, self.model.config.vocab_size, (1, length))
+        return self._generate(ids, self._transformers.DynamicCache(config=self.model.config), 1)
+
+    def _generate(self, ids: torch.Tensor, cache: Any, count: int) -> float:
+        began = time.perf_counter()
+        self.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=count,
+            do_sample=False,
+        )  # fmt: skip
+        return time.perf_counter() - began
+
+
+@contextmanager
+def torch_linear_layers() -> Iterator[None]:
+    """Let the engine compute with the definition of the linear operations."""
+    most, linear.MOST_TOKENS = linear.MOST_TOKENS, 0  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        linear.MOST_TOKENS = most  # type: ignore[misc]
+
+
+def matrices(engine: Engine) -> list[torch.Tensor]:
+    """Return the weights that a step reads."""
+    weights = engine.decoder.weights
+    return [weights.head, *(m for at in weights.layers for m in (at.qkv, at.out, at.gate_up, at.down))]
+
+
+def read_speed(tensors: Sequence[torch.Tensor]) -> float:
+    """Return the bytes per second of a bare read of tensors; the median of three."""
+    base = min(tensor.data_ptr() for tensor in tensors)
+    starts = [np.arange(t.data_ptr(), t.data_ptr() + t.nbytes - PIECE + 1, PIECE) - base for t in tensors]
+    runs = np.concatenate(starts).astype(np.int64)
+    piece = PIECE if len(runs) else min(tensor.nbytes for tensor in tensors) // 64 * 64
+    if not len(runs):  # a model for tests
+        runs = np.array([tensor.data_ptr() - base for tensor in tensors], np.int64)
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        cpu.extension().read(cpu.isa(), torch.get_num_threads(), base, runs.ctypes.data, len(runs), piece)
+        seconds.append(time.perf_counter() - began)
+    return len(runs) * piece / statistics.median(seconds)
+
+
+def decode(engine: Engine, batch: int, context: int) -> float:
+    """Return the seconds of a step; the median of STEPS steps."""
+    requests = models.filled(engine, batch, context)
+    engine.step()
+    seconds = [_step(engine) for _ in range(STEPS)]
+    models.emptied(engine, requests)
+    return statistics.median(seconds)
+
+
+def _step(engine: Engine) -> float:
+    began = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - began
+
+
+def _report_decode(report: Report, engine: Engine, host: _Host | None, shape: tuple[int, int], turns: int) -> None:
+    batch, context = shape
+    tensors, spec = matrices(engine), engine.cache.spec
+    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * batch * context
+    num_bytes = sum(tensor.nbytes for tensor in tensors) + kv_bytes
+
+    def run(variant: str) -> float:
+        if variant == OURS or host is None:
+            return decode(engine, *shape)
+        if variant == TORCH:
+            with torch_linear_layers():
+                return decode(engine, *shape)
+        return host.decode(variant, *shape)
+
+    hosts = (STATIC, DYNAMIC) if host and batch * context <= MOST_OF_HOST else ()
+    times, speeds = _in_turns((OURS, TORCH, *hosts), turns, run, lambda: read_speed(tensors))
+    bounds = [num_bytes / speed for speed in speeds]
+    _report_times(report, "decode", shape, times, bounds, gb_per_s=statistics.median(speeds) / 1e9)
+
+
+def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: int) -> None:
+    config = engine.decoder.config
+    length = min(PROMPT, config.max_position_embeddings - 8)
+    layers = matrices(engine)[1:]
+    pairs = length * (length + 1) // 2  # of queries and the keys that they see
+    operations = 2 * length * sum(map(torch.numel, layers))
+    operations += 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+
+    def run(variant: str) -> float:
+        if host and variant == DYNAMIC:
+            return host.prefill(length)
+        prompt = torch.randint(3, config.vocab_size, (length,)).tolist()
+        request = engine.submit(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+        seconds = 0.0
+        while not request.completions[0].finish_reason:
+            seconds += _step(engine)
+        engine.cache.forget()
+        return seconds
+
+    times, speeds = _in_turns((OURS, *((DYNAMIC,) if host else ())), turns, run, lambda: product_speed(length))
+    bounds = [operations / speed for speed in speeds]
+    _report_times(report, "prefill", (1, length), times, bounds, gflop_per_s=statistics.median(speeds) / 1e9)
+
+
+def product_speed(rows: int) -> float:
+    """Return the operations per second of torch's matrix product of `rows` tokens with a layer's gate and up."""
+    x, weights = torch.randn(rows, 1024).bfloat16(), torch.randn(6144, 1024).bfloat16()
+    torch.nn.functional.linear(x, weights)
+    began = time.perf_counter()
+    for _ in range(5):
+        torch.nn.functional.linear(x, weights)
+    return 5 * 2 * rows * weights.numel() / (time.perf_counter() - began)
+
+
+def _report_overhead(report: Report, engine: Engine, turns: int) -> None:
+    for batch in (1, 64, 256):
+        requests = models.filled(engine, batch, 32)
+        decoder, engine.decoder = engine.decoder, models.Skipped(engine.decoder)  # type: ignore[assignment]
+        try:
+            engine.step()
+            seconds = [statistics.median(_step(engine) for _ in range(STEPS)) for _ in range(turns)]
+        finally:
+            engine.decoder = decoder
+        models.emptied(engine, requests)
+        _report_times(report, "overhead", (batch, 32), {OURS: seconds}, None)
+
+
+def _report_sampling(report: Report, turns: int) -> None:
+    options: dict[str, dict[str, Any]] = {"temperature": {}, "top_k": {"top_k": 50}, "top_p": {"top_p": 0.9}}
+    for batch in (1, 8):
+        logits = 3 * torch.randn(batch, VOCABULARY)
+        for name, given in options.items():
+            params = SamplingParams(temperature=0.8, seed=0, **given)
+            rows = [SamplingRow(params, params.generator(i), [1, 2, 3]) for i in range(batch)]
+            seconds = []
+            for _ in range(STEPS * turns + 1):
+                began = time.perf_counter()
+                sample(logits, rows)
+                seconds.append(time.perf_counter() - began)
+            _report_times(report, "sampling", (batch, 0), {name: seconds[1:]}, None)
+
+
+def _in_turns(
+    variants: Sequence[str], turns: int, run: Callable[[str], float], speed: Callable[[], float]
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Return the seconds of each variant and the machine's speed in each turn, after one turn that does not count."""
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    speeds = []
+    for _ in range(turns + 1):
+        before = speed()
+        for variant, seconds in times.items():
+            seconds.append(run(variant))
+        speeds.append((before + speed()) / 2)
+    return {variant: seconds[1:] for variant, seconds in times.items()}, speeds[1:]
+
+
+def _report_times(
+    report: Report,
+    case: str,
+    shape: tuple[int, int],
+    times: dict[str, list[float]],
+    bounds: list[float] | None,
+    **speed: float,
+) -> None:
+    """Report a row for each variant. Only our own has a promise."""
+    for variant, seconds in times.items():
+        row = {
+            "case": case, "batch": shape[0], "context": shape[1], "variant": variant, "unit": "ms",
+            "median": 1e3 * statistics.median(seconds), "best": 1e3 * min(seconds), "worst": 1e3 * max(seconds),
+        }  # fmt: skip
+        key = (variant, shape[0]) if case == "sampling" else (case, *shape) if bounds else (case, shape[0])
+        row["must"] = MUSTS.get(key) if variant in (OURS, *(name for name in times if case == "sampling")) else None
+        if bounds:
+            ratios = [taken / bound for taken, bound in zip(seconds, bounds, strict=True)]
+            row |= {"over_bound": statistics.median(ratios), "bound": 1e3 * statistics.median(bounds)} | speed
+        report(row)

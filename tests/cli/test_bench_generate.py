@@ -1,0 +1,57 @@
+"""`pagedkv bench generate` on a tiny model: every case has a row, and a picture is drawn."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+
+from pagedkv.bench.generate import model, runner
+from pagedkv.kernels import cpu
+
+pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason="the C++ extension is not built")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Measure a tiny model, two shapes and a small vocabulary."""
+    monkeypatch.setattr(runner, "QUICK", ((1, 32), (3, 64)))
+    monkeypatch.setattr(runner, "VOCABULARY", 1000)
+    monkeypatch.setattr(runner, "PROMPT", 64)
+    monkeypatch.setattr(runner, "measure", partial(runner.measure, config=model.TINY))
+
+
+def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path):
+    kept = tmp_path / "rows.jsonl"
+    status, out, _ = command("bench", "generate", "--quick", "--turns", 1, "--json", "--record", kept)
+    assert status == 0
+    rows = json.loads(out)
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == rows
+    assert {row["case"] for row in rows} == {"decode", "prefill", "overhead", "sampling"}
+    steps = [row for row in rows if row["case"] == "decode"]
+    assert {row["variant"] for row in steps} == {runner.OURS, runner.TORCH, runner.STATIC, runner.DYNAMIC}
+    for row in steps:
+        assert row["over_bound"] == pytest.approx(row["median"] / row["bound"])  # of one turn
+    assert all(row["median"] > 0 and row["machine"] and row["commit"] for row in rows)
+
+
+def test_a_picture_is_drawn(command, tiny, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "steps.png"
+    status, _, _ = command(
+        "bench", "generate", "--quick", "--turns", 1, "--record", tmp_path / "rows", "--plot", picture
+    )
+    assert status == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_torch_linear_layers_are_torchs_and_come_back(monkeypatch):
+    import torch
+
+    from pagedkv.kernels import linear
+
+    monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
+    with runner.torch_linear_layers():
+        assert linear.choose(torch.device("cpu"), torch.bfloat16, 1) is linear.reference
+    assert linear.choose(torch.device("cpu"), torch.bfloat16, 1) is not linear.reference
