@@ -21,7 +21,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
-from pagedkv.errors import InvalidRequest
 
 NAME = "pagedkv"  # of our attention implementation
 CROP = 64  # tokens that prompt lookup may take back: a layer with a window keeps so many positions behind it
@@ -43,11 +42,6 @@ class PagedCache(Cache, AbstractContextManager):
             rows = [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
             pads = (mask.shape[1] - mask.sum(1)).tolist()
             self.spaces, self.columns = pool.open_batch(rows, pads=pads)
-            try:  # the host computes a rectangle
-                for pad, space in zip(pads, self.spaces, strict=True):
-                    space.truncate(max(0, self.columns - pad))
-            except InvalidRequest:  # a window has no pages before the column: compute all
-                self.reset()
 
     def begin(self, ids: torch.Tensor | None, B: int, L: int, mask: torch.Tensor | None) -> None:
         """Plan the new tokens of a forward: those of `ids` [B, L] that the last L columns of `mask` name."""

@@ -1,7 +1,10 @@
 """cache: the bytes. The pool (storage), a plan on the device (batch, mirror), the façade (paged), files (snapshots)."""
 
+from pagedkv.cache import graph_breaks
 from pagedkv.cache.batch import PlannedBatch
 from pagedkv.cache.paged import PagedKVCache
 from pagedkv.cache.storage import Storage
+
+graph_breaks.mark_core()
 
 __all__ = ["PagedKVCache", "PlannedBatch", "Storage"]

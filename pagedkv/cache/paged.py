@@ -197,9 +197,9 @@ class PagedKVCache:
         priority: float = 1.0,
         half_life: float = 1000.0,
     ) -> Opened:
-        """Open a space for each prompt, all or none; say which leading columns are known in every row.
+        """Open a space for each prompt, all or none; say how many leading columns are known in every row.
 
-        See MemoryManager.open_batch.
+        pads: how many columns of padding stand before each row of a rectangle. See MemoryManager.open_batch.
         """
         return self.manager.open_batch(
             rows, tenant=tenant, salt=salt, pads=pads, priority=priority, half_life=half_life

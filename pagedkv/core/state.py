@@ -221,9 +221,7 @@ class State(NamedTuple):
     details: I32  # [F, 4] if tokens are matched; else [F, 1], or [0, 1] until a salt is used
     reg: I64  # [NUM_REGISTERS], and ACCOUNT more for each account
     log: I32  # [E, 4 + S] the last events (events.py); [0, 4 + S] if none are kept
-    groups: (
-        I64  # [layer groups, 5] window (0: sees all), sinks, two columns of scratch for layer_groups.usable_pages, keep
-    )
+    groups: I64  # [layer groups, 5] window (0: sees all), sinks, two columns of scratch (layer_groups.py), keep
 
 
 def list_registers(reg: I64) -> I64:

@@ -185,7 +185,7 @@ def _calls(last: str) -> Calls:
 
 def _planning(state: State, rows: I32, counts: I64) -> Calls:
     return [
-        (page_tables.open_space, state, 0, 0, 0, rows),
+        (page_tables.open_space, state, 0, 0, 0, rows, 0),
         (page_tables.fork_space, state, 0),
         (steps.num_tokens, counts, 0),
         (steps.plan_step, state, rows, counts, counts, rows),

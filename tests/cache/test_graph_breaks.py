@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
 from pagedkv.cache import graph_breaks
 from pagedkv.cache.graph_breaks import breaks_graph
+from pagedkv.core import FramePool, Group, MemoryManager
 from pagedkv.errors import InvalidRequest
 
 SPEC = KVSpec(1, 1, 64, block_size=4, dtype="float32")
+MODES = {"grad": nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
 def beam_search(cache: PagedKVCache, x: torch.Tensor) -> torch.Tensor:
@@ -34,18 +39,70 @@ def beam_search(cache: PagedKVCache, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_function_opens_plans_and_commits() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_function_opens_plans_and_commits(mode: str) -> None:
     x = torch.arange(64, dtype=torch.float32) / 64
     plain, traced = (PagedKVCache(SPEC, num_frames=32) for _ in range(2))
     compiled = torch.compile(beam_search, backend="eager")
-    for _ in range(2):
-        assert torch.equal(compiled(traced, x), beam_search(plain, x))
+    with MODES[mode]():
+        for _ in range(2):
+            assert torch.equal(compiled(traced, x), beam_search(plain, x))
     assert traced.stats() == plain.stats()
     traced.check()
 
 
+def speculate(mm: MemoryManager, pool: FramePool, x: torch.Tensor) -> torch.Tensor:
+    """Commit a prompt and rejected drafts of two forks by the classes of core; return a figure of every call."""
+    one, (two, _) = mm.open([1, 2, 3, 4, 5]), mm.open_batch([[1] * 6, [2] * 6], pads=[0, 0]).spaces
+    x = x * (len(one) + len(two) + 2)
+    mm.commit(mm.plan([one, two], [5, 1]), [1, 2, 3, 4, 5, 1])
+    child, pin = one.fork(), mm.pin(one)
+    x = x + mm.lookup([1, 2, 3, 4, 5]) + mm.pending
+    mm.commit(mm.plan([child], [4]), [7, 8], [2])
+    child.truncate(6)
+    mm.abort(mm.plan([child, one], [2, 2]))
+    x = x * len(child) + mm.stats().evictions
+    (child,) = mm.reorder([child], [0])
+    mm.unpin(pin)
+    for space in (one, two, child):
+        space.release()
+    frames = pool.take(3)
+    pool.drop(frames)
+    return x + len(frames) + mm.evict(1) + pool.stats().free
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("groups", [(Group(),), (Group(), Group(window=3))], ids=str)
+def test_a_compiled_function_calls_the_classes_of_core(groups: tuple[Group, ...], mode: str) -> None:
+    plain, traced = (MemoryManager(32, 4, groups=groups) for _ in range(2))
+    pools, x = [FramePool(8) for _ in range(2)], torch.ones(3)
+    compiled = torch.compile(speculate, backend="eager")
+    with MODES[mode]():
+        for _ in range(2):
+            assert torch.equal(compiled(traced, pools[0], x), speculate(plain, pools[1], x))
+    assert traced.stats() == plain.stats()
+    traced.check()
+
+
+def test_the_code_that_all_context_managers_share_is_traced() -> None:
+    """`MemoryManager.restoring` is a function of contextlib. A mark on its code would be on every context manager."""
+
+    @contextmanager
+    def nothing() -> Iterator[None]:
+        yield
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with nothing():
+            return x + 1
+
+    assert step(torch.ones(1)).tolist() == [2]
+
+
 def test_a_torch_without_the_private_function_gets_the_public_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_breaks, "set_eval_frame", None)
+    monkeypatch.setattr(graph_breaks, "set_code_exec_strategy", None)
+    graph_breaks.mark_core()
     known = list[bool]()
 
     @breaks_graph
@@ -89,23 +146,30 @@ def test_what_follows_a_call_is_compiled_again_and_errors_pass() -> None:
     assert len(graphs) == 2
 
 
-def test_a_whole_graph_says_which_call_breaks_it() -> None:
-    cache = PagedKVCache(SPEC, num_frames=8)
+CACHE, MANAGER = PagedKVCache(SPEC, num_frames=8), MemoryManager(8, 4)
+SPACE = MANAGER.open([1])
+BREAKS: dict[str, Callable[[], object]] = {
+    "open": lambda: CACHE.open([1, 2]),
+    "lookup": lambda: MANAGER.lookup([1, 2]),
+    "fork": SPACE.fork,
+    "pending": lambda: MANAGER.pending,
+    "__len__": lambda: len(SPACE),
+}
 
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_whole_graph_says_which_call_breaks_it(name: str) -> None:
     @torch.compile(backend="eager", fullgraph=True)
     def step(x: torch.Tensor) -> torch.Tensor:
-        cache.open([1, 2])
+        BREAKS[name]()
         return x
 
-    with pytest.raises(Exception, match="open of a KV cache is no part of a graph"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{name} of a KV cache is no part of a graph"):
         step(torch.ones(3))
 
 
-def test_a_decorated_method_keeps_its_name_and_docstring() -> None:
-    @breaks_graph
+def test_a_mark_makes_no_function_of_its_own() -> None:
     def method() -> int:
-        """Return 3."""
         return 3
 
-    assert (method(), method.__name__, method.__doc__) == (3, "method", "Return 3.")
-    assert "longest known prefix" in (PagedKVCache.open.__doc__ or "")
+    assert breaks_graph(method) is method

@@ -308,9 +308,16 @@ FAULTS = (
     Fault(
         "a match has every page that a window sees: companions are taken for granted",
         "tables/layer_groups.py",
-        "        lacking = _last_lacking_page(s, leaders, group, pages)\n",
+        "        lacking = _last_lacking_page(s, leaders, group, length)\n",
         "        lacking = -1\n",
         GROUPS,
+    ),
+    Fault(
+        "the rows of a rectangle end at one column: a window may lack a page before it",
+        "spaces/opening.py",
+        "            if most == known:\n                return most\n",
+        "            return most\n",
+        OPENING,
     ),
     Fault(
         "no query sees a page that was given back: a sequence is truncated to where it would",

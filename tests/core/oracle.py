@@ -285,8 +285,18 @@ class Oracle:
             found.append(parent)
         return None
 
-    def longest_match(self, tenant: bytes, tokens: list[int], salts: Salts = ()) -> int:
-        """Return how many of `tokens` open() must match, by a walk over a dict of all published frames."""
+    def common_lengths(self, tenant: bytes, rows: list[list[int]], pads: list[int], salts: Salts) -> list[int]:
+        """Return how much open_batch() must match of each row so that all of them end at one column, the last one."""
+        longest = [pad + self.longest_match(tenant, row, salts) for row, pad in zip(rows, pads, strict=True)]
+        for column in range(min(longest, default=0), -1, -1):
+            lengths = [max(0, column - pad) for pad in pads]
+            each = zip(rows, lengths, strict=True)
+            if all(self.longest_match(tenant, row, salts, length) == length for row, length in each):
+                return lengths
+        raise AssertionError("no row needs to be known up to column 0")
+
+    def longest_match(self, tenant: bytes, tokens: list[int], salts: Salts = (), most: int = 2**31) -> int:
+        """Return how many of `tokens`, up to `most`, must match, by a walk over a dict of all published frames."""
         frames, successors, own = self.mm.state.frames, {}, own_salts(self.mm)
         companions: set[tuple[int, int]] = set()
         for frame in np.flatnonzero(frames["published"]).tolist():
@@ -303,16 +313,16 @@ class Oracle:
             found += self.size if at is not None else 0
             last = at if at is not None else last
             leaders += [at] if at is not None else []
+        found = min(found, most)
         while any(
             (leaders[p], g) not in companions
             for g in self.groups[1:]
-            for p in set(range(len(leaders))) - self.invisible_pages(g, found)
+            for p in set(range(-(-found // self.size))) - self.invisible_pages(g, found)
         ):
-            leaders.pop()
-            found -= self.size
-        if not matches_tokens(self.mm.state) or last is None or salts_in(salts, found, self.size):
+            found = (found - 1) // self.size * self.size
+        if not matches_tokens(self.mm.state) or last is None or found == most or salts_in(salts, found, self.size):
             return found
-        rest = tokens[found:-1]
+        rest = tokens[found:-1][: most - found]
         pages = [page for parent, page, salted in successors if parent == last and not salted]
         return found + max(
             (

@@ -19,6 +19,8 @@ from tests.core.oracle import Believed, Follower, Oracle, Outstanding, Salts, ev
 TOKENS = some.sampled_from([0, 0, 0, 1])  # two words, one of them rare, so that prefixes meet
 TENANTS = some.sampled_from([b"", b"acme", b"umbra"])
 SALTS = some.sampled_from([(), (), (), ((0, b"adapter"),), ((3, b"cat"),), ((3, b"dog"),), ((2, b"cat"), (6, b"dog"))])
+PROMPTS = some.lists(some.lists(TOKENS, max_size=14), max_size=3)
+PADS = some.none() | some.lists(some.integers(0, 5), min_size=3, max_size=3)
 LIMITS = some.sampled_from([None, None, 3, 6, 9])  # in tenths of the pool
 POOLS = some.one_of(some.integers(4, 14), some.integers(4, 14), some.integers(15, 48))  # frames for each group
 GROUPS = [
@@ -123,13 +125,17 @@ class Machine(RuleBasedStateMachine):
         assert len(space) == 0 or self.prefix_cache
         self.oracle.spaces.append(self.oracle.believed(space, tenant, tokens[: len(space)], salts))
 
-    @rule(rows=some.lists(some.lists(TOKENS, max_size=9), max_size=3), tenant=TENANTS, salts=SALTS)
-    def open_batch(self, rows: list[list[int]], tenant: bytes, salts: Salts) -> None:
+    @rule(rows=PROMPTS, pads=PADS, tenant=TENANTS, salts=SALTS)
+    def open_batch(self, rows: list[list[int]], pads: list[int] | None, tenant: bytes, salts: Salts) -> None:
         """Open some prompts at once. Opening maps frames and publishes none, so no row changes what another finds."""
-        expected = [self.oracle.longest_match(tenant, tokens, salts) for tokens in rows]
-        spaces, skip = self.mm.open_batch(rows, tenant=tenant, salt=dict(salts))
+        pads = pads and pads[: len(rows)]
+        if pads is None:
+            expected = [self.oracle.longest_match(tenant, tokens, salts) for tokens in rows]
+        else:
+            expected = self.oracle.common_lengths(tenant, rows, pads, salts)
+        spaces, skip = self.mm.open_batch(rows, pads=pads, tenant=tenant, salt=dict(salts))
         assert [len(space) for space in spaces] == expected
-        assert skip == min(expected, default=0)
+        assert skip == min(map(sum, zip(pads or [0] * len(rows), expected, strict=True)), default=0)
         for space, tokens in zip(spaces, rows, strict=True):
             self.oracle.spaces.append(self.oracle.believed(space, tenant, tokens[: len(space)], salts))
         wrong: list[Any] = [*rows, "no row"]

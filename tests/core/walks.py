@@ -126,10 +126,15 @@ class Walk:
 
     def open_batch(self) -> None:
         rows = [self.prompt() for _ in range(min(3, self.world.max_spaces - len(self.spaces)))]
+        pads = [self.below(9) for _ in rows] if self.below(2) else None
         known = [self.mm.lookup(row, tenant=TENANTS[1]) for row in rows]
-        opened = self.mm.open_batch(rows, tenant=TENANTS[1])
-        assert [len(space) for space in opened.spaces] == known
-        assert opened.skip == min(known, default=0)
+        opened = self.mm.open_batch(rows, pads=pads, tenant=TENANTS[1])
+        lengths = [len(space) for space in opened.spaces]
+        if pads is None:
+            assert (lengths, opened.skip) == (known, min(known, default=0))
+        else:
+            assert lengths == [max(0, opened.skip - pad) for pad in pads]
+            assert all(length <= most for length, most in zip(lengths, known, strict=True))
         self.spaces += opened.spaces
 
     def prefill(self) -> None:

@@ -36,7 +36,7 @@ def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> Mi
             counted here.
     O(pages), times the roots if a page is missing.
     """
-    own, pages, _, evicted = _matched(s, roots, prompt, ids)
+    own, pages, _, evicted = _matched(s, roots, prompt, ids, len(ids))
     size = s.tokens.shape[1]
     whole = max(0, (len(ids) - 1) // size)
     found = np.empty(whole, np.int32)
@@ -47,7 +47,7 @@ def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> Mi
     elif evicted:
         reason = "evicted"
     elif any(
-        page_tables.find_prefix(s, root.number, root.seed, ids, found)[0] > pages
+        page_tables.find_prefix(s, root.number, root.seed, ids, len(ids), found)[0] > pages
         for _, root in roots.every()
         if root != own and root.number < len(s.roots)
     ):
@@ -57,13 +57,15 @@ def explain(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> Mi
     return Miss(reason, pages * size)
 
 
-def known_tokens(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> int:
-    """Return how many tokens `open` would match, parts of a page included. prompt: its tenant and its salts."""
-    _, pages, common, _ = _matched(s, roots, prompt, ids)
+def known_tokens(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32, most: int) -> int:
+    """Return how many tokens, at most `most`, a space of the prompt `ids` can map. prompt: its tenant and its salts."""
+    _, pages, common, _ = _matched(s, roots, prompt, ids, most)
     return pages * s.tokens.shape[1] + common
 
 
-def _matched(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> tuple[Root | None, int, int, bool]:
+def _matched(
+    s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32, most: int
+) -> tuple[Root | None, int, int, bool]:
     """Return the root of the known salts of `prompt`, and what match_prefix finds there: pages, part, evicted."""
     root, begin = roots.known(*prompt, s)
     if root is None:
@@ -71,5 +73,5 @@ def _matched(s: State, roots: Roots, prompt: tuple[bytes, Salts], ids: I32) -> t
     size = s.tokens.shape[1]
     ids = ids if begin < 0 else ids[: begin * size + 1]  # no page with the next salt is known
     found = np.empty(max(0, (len(ids) - 1) // size), np.int32)
-    pages, _, common, evicted = page_tables.find_prefix(s, root.number, root.seed, ids, found)
+    pages, _, common, evicted = page_tables.find_prefix(s, root.number, root.seed, ids, most, found)
     return root, int(pages), int(common), bool(evicted)

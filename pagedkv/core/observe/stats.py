@@ -55,7 +55,7 @@ class Stats:
     tokens_matched: int
     # tokens asked for and not matched, by the reason of the first missing page
     missed_evicted: int  # it was evicted not long ago
-    missed_new: int  # it was never published, as far as the index knows
+    missed_new: int  # it was never published, as far as the index knows, or lies behind the column of a rectangle
     missed_other_root: int  # another tenant has it; counted as new without Observe(other_roots=True)
     below_one_page: int  # tokens beyond the last whole page, which open() does not look for
     evictions: int

@@ -14,7 +14,7 @@ with the last of the two.
 
 Each layer group has events of its own: the page of a group is stored after its leader, under the same name, and removed
 before it. So a reader knows which groups have a page. The windows decide what a prompt matches, as in
-layer_groups.usable_pages.
+layer_groups.usable_length.
 
 This file knows frames, roots and digests; it must not know how an engine sends the events.
 """

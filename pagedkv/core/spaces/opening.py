@@ -31,8 +31,8 @@ class Opened(NamedTuple):
     """The result of `open_batch`.
 
     spaces: one for each row, in order.
-    skip:   how many leading columns need no computation in any row: padding, or tokens that are known. A row may know
-            more tokens: `len(space)` says how many.
+    skip:   how many leading columns need no computation in any row: padding, or tokens that are known. With `pads`,
+            each space ends at that column. Without, a row may know more tokens: `len(space)` says how many.
     """
 
     spaces: list[AddressSpace]
@@ -53,6 +53,11 @@ def _for_each(value: Any, count: int, what: str) -> list[Any]:
     if len(entries) != count:
         raise InvalidRequest(f"{what} has {len(entries)} entries for {count} rows; give one for each row")
     return entries
+
+
+def _first_end(lengths: list[int], pads: list[int]) -> int:
+    """Return the column at which the first of the rows ends; 0 without rows."""
+    return min((pad + length for pad, length in zip(pads, lengths, strict=True)), default=0)
 
 
 class OpeningMixin(RecoveryMixin, TenantMixin):
@@ -90,7 +95,7 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         ids, tenant, salts = token_row(token_ids), tenant_name(tenant), () if salt == b"" else salt_row(salt)
         advice = self._advice_of(priority, half_life)
         self._grow_tables(pages=len(ids) // self.block_size + 1)
-        return self._open(ids, tenant, salts, advice)
+        return self._open(ids, tenant, salts, advice, len(ids))
 
     @exclusive
     def open_batch(
@@ -106,37 +111,55 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         """Open a space for each prompt of `rows`, as `open` does: for all of them or for none.
 
         tenant, salt: for all rows, or a list with one for each row. priority, half_life: for all rows.
-        pads: how many columns of padding stand before each row, in a host that computes rectangles; None for no
-              padding.
+        pads: for a host that computes rectangles: how many columns of padding stand before each row. Each space then
+              ends at the last column up to which all rows are known, and a window sees the pages before that column.
         Raises: as `open`; InvalidRequest if a list has not one entry for each row. Nothing was changed then
         """
         self._report_lost()
         ids = [token_row(row) for row in _listed(rows, "rows")]
         tenants = [tenant_name(one) for one in _for_each(tenant, len(ids), "tenant")]
         salts = [salt_row(one) for one in _for_each(salt, len(ids), "salt")]
-        columns = [0] * len(ids) if pads is None else [whole(pad, "a pad") for pad in _for_each(pads, len(ids), "pads")]
+        columns = None if pads is None else [whole(pad, "a pad") for pad in _for_each(pads, len(ids), "pads")]
         advice = self._advice_of(priority, half_life)
+        prompts = list(zip(tenants, salts, ids, strict=True))
+        most = list(map(len, ids)) if columns is None else self._up_to_one_column(prompts, columns)
         self._grow_tables(pages=max(map(len, ids), default=0) // self.block_size + 1, spaces=len(ids))
         spaces: list[AddressSpace] = []
         try:
-            for row, name, own in zip(ids, tenants, salts, strict=True):
-                spaces.append(self._open(row, name, own, advice))
+            for (name, own, row), length in zip(prompts, most, strict=True):
+                spaces.append(self._open(row, name, own, advice, length))
         except BaseException:
             for space in spaces:
                 page_tables.release_space(self.state, space.asid)
             raise
         lengths = [int(self.state.spaces["length"][space.asid]) for space in spaces]
-        return Opened(spaces, min((pad + length for pad, length in zip(columns, lengths, strict=True)), default=0))
+        return Opened(spaces, _first_end(lengths, columns or [0] * len(ids)))
+
+    def _up_to_one_column(self, prompts: list[tuple[bytes, Salts, I32]], pads: list[int]) -> list[int]:
+        """Return how many tokens of each prompt lie before the last column up to which all of them are known.
+
+        A window may lack a page before that column which it does not see from a later one, so the search is repeated.
+        """
+        most = [len(ids) for _, _, ids in prompts]
+        while True:
+            known = [
+                known_tokens(self.state, self._roots, (tenant, salts), ids, length)
+                for (tenant, salts, ids), length in zip(prompts, most, strict=True)
+            ]
+            column = _first_end(known, pads)
+            most = [max(0, column - pad) for pad in pads]
+            if most == known:
+                return most
 
     def _advice_of(self, priority: float, half_life: float) -> int:
         priority, half_life = real(priority, "priority"), real(half_life, "half_life")
         return retained(self.policy, priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
 
-    def _open(self, ids: I32, tenant: bytes, salts: Salts, advice: int) -> AddressSpace:
-        """Open a space. The tables have room, and the arguments were checked."""
+    def _open(self, ids: I32, tenant: bytes, salts: Salts, advice: int, most: int) -> AddressSpace:
+        """Open a space of at most `most` tokens. The tables have room, and the arguments were checked."""
         root, self.state = self._roots.of(tenant, self.state, salts)
         self._charge_root(tenant, root.number)
-        asid, generation = page_tables.open_space(self.state, root.number, root.seed, advice, ids)
+        asid, generation = page_tables.open_space(self.state, root.number, root.seed, advice, ids, most)
         if self._is_observed:
             self._record_open((tenant, salts), root, ids, asid)
         return self._opened(asid, generation)
@@ -151,7 +174,8 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         O(pages matched).
         Raises: InvalidRequest if the ids are not one row of int32 numbers
         """
-        return known_tokens(self.state, self._roots, (tenant_name(tenant), salt_row(salt)), token_row(token_ids))
+        ids = token_row(token_ids)
+        return known_tokens(self.state, self._roots, (tenant_name(tenant), salt_row(salt)), ids, len(ids))
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b"") -> Miss:
         """Return why `open` finds no more whole pages of `token_ids`, see misses.Miss.

@@ -35,7 +35,7 @@ from pagedkv.errors import InvalidRequest
 
 MOST_GROUPS: Final = 64  # `published` is a byte
 
-# scratch columns of `usable_pages`
+# scratch columns of `usable_length`
 _PRESENT_FROM: Final = 2  # the group has every page from this one on,
 _SINKS_PRESENT: Final = 3  # and this many leading pages
 
@@ -116,30 +116,33 @@ def is_visible(s: State, group: int, page: int, length: int) -> bool:
 
 
 @inner
-def usable_pages(s: State, leaders: I32, pages: int) -> int:
-    """Return the most pages, of the first `pages` leaders, after which every group has what the next query sees.
+def usable_length(s: State, leaders: I32, length: int) -> int:
+    """Return the most tokens, up to `length`, after which every group has what the next query sees.
 
+    leaders: int32 [at least the pages of `length`], which are all published
     The search goes back from the end, so it looks up visible pages only, and each of them once.
     O(groups x pages) at worst.
     """
+    size = s.tokens.shape[1]
     for group in range(1, len(s.groups)):
-        s.groups[group, _PRESENT_FROM], s.groups[group, _SINKS_PRESENT] = pages, 0
+        s.groups[group, _PRESENT_FROM], s.groups[group, _SINKS_PRESENT] = (length + size - 1) // size, 0
     group = 1
     while group < len(s.groups):
-        lacking = _last_lacking_page(s, leaders, group, pages)
+        lacking = _last_lacking_page(s, leaders, group, length)
         if lacking < 0:
             group += 1
         else:
             # the next query would see that page: end before it, where earlier groups may see other pages
-            pages, group = lacking, 1
-    return pages
+            length, group = lacking * size, 1
+    return length
 
 
 @inlined
-def _last_lacking_page(s: State, leaders: I32, group: int, pages: int) -> int:
-    """Return a page without companion that the query after `pages` pages sees, or -1. The last page is tried first."""
+def _last_lacking_page(s: State, leaders: I32, group: int, length: int) -> int:
+    """Return a page without companion that a query at position `length` sees, or -1. The last page is tried first."""
+    pages = (length + s.tokens.shape[1] - 1) // s.tokens.shape[1]
     page = min(s.groups[group, _PRESENT_FROM], pages)
-    first = first_visible_page(s, group, pages * s.tokens.shape[1])
+    first = first_visible_page(s, group, length)
     while page > first:
         if index.find_companion(s, leaders[page - 1], group) < 0:
             return page - 1
@@ -153,13 +156,13 @@ def _last_lacking_page(s: State, leaders: I32, group: int, pages: int) -> int:
 
 
 @inner
-def map_companions(s: State, asid: int, pages: int) -> None:
-    """Map the pages that the query after `pages` pages sees in the rows of the other groups; make holes of the rest."""
+def map_companions(s: State, asid: int, length: int) -> None:
+    """Map the pages that a query at position `length` sees in the rows of the other groups; make holes of the rest."""
     for group in range(1, len(s.groups)):
         row = asid + group
-        for page in range(pages):
+        for page in range((length + s.tokens.shape[1] - 1) // s.tokens.shape[1]):
             s.table[row, page] = HOLE
-            if is_visible(s, group, page, pages * s.tokens.shape[1]):
+            if is_visible(s, group, page, length):
                 frame = index.find_companion(s, s.table[asid, page], group)
                 frames.map_matched(s, frame)
                 s.table[row, page] = frame

@@ -86,24 +86,24 @@ def _set_length(s: State, row: int, length: int, num_pages: int) -> None:
 
 
 @compiled
-def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32) -> tuple[int, int]:
+def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32, most: int) -> tuple[int, int]:
     """Open a row that maps the longest published prefix of `token_ids` (int32 [n]), short of the last token.
 
+    most: how many tokens are mapped at most.
     Returns: (asid, generation). O(pages matched).
     """
     asid = _new_row(s, root, seed)
     size = s.tokens.shape[1]
-    pages, frame, common, evicted = match_prefix(s, root, seed, token_ids, s.table[asid])
-    layer_groups.map_companions(s, asid, pages)
-    for page in range(pages):
-        frames.map_matched(s, s.table[asid, page])
+    pages, frame, common, evicted = match_prefix(s, root, seed, token_ids, most, s.table[asid])
     num_pages, matched = pages, pages * size
     asked = max(0, len(token_ids) - 1) if index.matches_tokens(s) else max(0, (len(token_ids) - 1) // size * size)
     if frame >= 0:  # another space sees this page: the first write copies it
-        frames.map_matched(s, frame)
         s.table[asid, pages] = frame
         num_pages += 1
         matched += common
+    layer_groups.map_companions(s, asid, matched)
+    for page in range(num_pages):
+        frames.map_matched(s, s.table[asid, page])
     s.reg[ASKED] += asked
     s.reg[BELOW_PAGE] += max(0, len(token_ids) - 1) - asked
     s.reg[MATCHED] += matched
@@ -121,28 +121,31 @@ def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32) -> t
 
 
 @inner
-def match_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, int, int, bool]:
-    """Find the longest published prefix that every group has, short of the last token.
+def match_prefix(s: State, root: int, seed: int, token_ids: I32, most: int, found: I32) -> tuple[int, int, int, bool]:
+    """Find the longest published prefix that every group has, of at most `most` tokens, short of the last token.
 
-    Returns: (pages, a frame whose page begins as the next page does or -1, how many tokens they have in common, whether
-             the next page was evicted not long ago). Only match="token" looks for a part of a page.
+    Returns: (whole pages, a frame whose page begins as the next page does or -1, how many tokens they have in common,
+             whether the next page was evicted not long ago). A part of a page is found at `most`, or by match="token".
     Modifies: `found` (int32 [at least pages]), which receives the frames of group 0. Nothing else is changed.
     """
+    size = s.tokens.shape[1]
     leaders, evicted = _match_leaders(s, root, seed, token_ids, found)
-    pages = layer_groups.usable_pages(s, found, leaders)
+    known = min(leaders * size, most)
+    length = layer_groups.usable_length(s, found, known)
+    pages, common = length // size, length % size
+    frame = found[pages] if common else -1
     found[pages:leaders] = HOLE
-    frame, common = -1, 0
-    if index.matches_tokens(s) and index.salt_at(s.roots, root, pages) == 0:
+    if index.matches_tokens(s) and length < most and index.salt_at(s.roots, root, pages) == 0:
         parent = found[pages - 1] if pages else index.root_parent(index.first_root(s.roots, root))
-        rest = token_ids[pages * s.tokens.shape[1] : max(0, len(token_ids) - 1)]
+        rest = token_ids[pages * size : max(0, min(len(token_ids) - 1, most))]
         frame, common = index.find_part(s, parent, rest)
-    return pages, frame, common, evicted or pages < leaders  # companions were published with their leaders
+    return pages, frame, common, evicted or length < known  # companions were published with their leaders
 
 
 @compiled
-def find_prefix(s: State, root: int, seed: int, token_ids: I32, found: I32) -> tuple[int, int, int, bool]:
+def find_prefix(s: State, root: int, seed: int, token_ids: I32, most: int, found: I32) -> tuple[int, int, int, bool]:
     """Return the result of `match_prefix`, which compiled functions call."""
-    return match_prefix(s, root, seed, token_ids, found)
+    return match_prefix(s, root, seed, token_ids, most, found)
 
 
 @inner

@@ -457,12 +457,6 @@ class PagedCache(Cache):
             self.pool.sweep()
             spaces, columns = self.pool.kv.open_batch(rows, pads=pads, salt=self.salt)
             self.rows.spaces = list(spaces)
-            try:  # the host computes a rectangle
-                for pad, space in zip(pads, spaces, strict=True):
-                    space.truncate(max(0, columns - pad))
-            except InvalidRequest:  # a window has no pages before the common column: compute all
-                self.rows.release(self.pool)
-                columns = 0
             self._columns = columns
             self._mask = mask[:, :columns].bool() if columns and not bool(mask[:, :columns].all()) else None
         return columns

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from pagedkv.core import Group, MemoryManager, Observe
@@ -63,14 +65,63 @@ def test_a_batch_is_opened_as_its_rows_would_be() -> None:
     many.check()
 
 
-@pytest.mark.parametrize(("pads", "skip"), [(None, 4), ([0, 0, 0], 4), ([0, 4, 22], 12), ([3, 5, 11], 13)])
-def test_a_batch_skips_the_columns_that_every_row_knows(mm: MemoryManager, pads: list[int] | None, skip: int) -> None:
+@pytest.mark.parametrize(
+    ("pads", "skip", "lengths"),
+    [
+        (None, 4, [12, 8, 4]),
+        ([0, 0, 0], 4, [4, 4, 4]),
+        ([0, 4, 22], 12, [12, 8, 0]),
+        ([3, 5, 11], 13, [10, 8, 2]),
+        ([9, 9, 9], 13, [4, 4, 4]),
+    ],
+)
+def test_a_batch_skips_the_columns_that_every_row_knows(
+    mm: MemoryManager, pads: list[int] | None, skip: int, lengths: list[int]
+) -> None:
     grown(mm, PROMPT[:13])
     rows = [PROMPT, PROMPT[:9], PROMPT[:5]]
     opened = mm.open_batch(rows, pads=pads)
     assert opened.skip == skip
-    assert [len(space) for space in opened.spaces] == [12, 8, 4]
-    assert mm.open_batch([]) == ([], 0)
+    assert [len(space) for space in opened.spaces] == lengths
+    assert mm.open_batch([], pads=pads and []) == ([], 0)
+
+
+WINDOWS = [(Group(window=9),), (Group(), Group(window=9)), (Group(window=6), Group(window=11, sinks=2))]
+
+
+@pytest.mark.parametrize("groups", WINDOWS, ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_with_windows_end_at_the_column_that_all_know(groups: tuple[Group, ...], seed: int) -> None:
+    """Of prompts that are known to different lengths, with padding before them, as a host computes rectangles."""
+    dice = random.Random(seed)
+    mm = MemoryManager(256, 4, groups=groups)
+    rows = [[dice.randrange(9) for _ in range(dice.randrange(30, 60))] for _ in range(3)]
+    for row in rows:
+        grown(mm, row[: dice.randrange(8, len(row))]).release()
+    longest = max(map(len, rows))
+    pads = [longest - len(row) for row in rows]
+    known = [mm.lookup(row) for row in rows]
+    spaces, skip = mm.open_batch(rows, pads=pads)
+    assert skip == min(pad + length for pad, length in zip(pads, known, strict=True)) > 0
+    assert [len(space) for space in spaces] == [max(0, skip - pad) for pad in pads]
+    for row, space in zip(rows, spaces, strict=True):
+        mm.commit(mm.plan([space], [len(row) - len(space)]), row[len(space) :])
+    mm.check()
+
+
+def test_a_row_ends_before_a_column_from_which_its_window_lacks_a_page() -> None:
+    """Page 1 is gone. A window of 4 does not see it from column 12 on, nor up to column 4, but from column 10."""
+    mm = MemoryManager(64, 4, groups=(Group(), Group(window=4)))
+    grown(mm, PROMPT[:13]).release()
+    grown(mm, PROMPT[10:19]).release()
+    mm.evict(1)  # the page that was given back first
+    rows = [PROMPT, PROMPT[10:28]]
+    assert [mm.lookup(row) for row in rows] == [12, 8]
+    spaces, skip = mm.open_batch(rows, pads=[0, 2])
+    assert (skip, [len(space) for space in spaces]) == (4, [4, 2])
+    mm.commit(mm.plan(spaces, [4, 6]), [*PROMPT[4:8], *PROMPT[12:18]])
+    assert mm.open_batch(rows, pads=[0, 2]).skip == 10
+    mm.check()
 
 
 def test_a_batch_is_opened_for_all_rows_or_for_none() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pagedkv.core import Group, MemoryManager, Observe
 from pagedkv.core import state as st
 from pagedkv.core.prefix import index
-from pagedkv.core.tables.layer_groups import usable_pages
+from pagedkv.core.tables.layer_groups import usable_length
 from pagedkv.errors import InvalidRequest, InvariantViolation, OutOfFrames, StaleHandle
 from tests.core.oracle import everything, grown
 
@@ -247,7 +247,7 @@ def test_a_match_that_is_cut_at_every_page_costs_the_pages_and_not_their_square(
         times = []
         for _ in range(5):
             begun = time.perf_counter()
-            assert usable_pages(mm.state, leaders, pages) == 0
+            assert usable_length(mm.state, leaders, pages) == 0
             times.append(time.perf_counter() - begun)
         return min(times)
 

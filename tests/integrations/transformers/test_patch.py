@@ -103,6 +103,19 @@ def test_windowed_layers_give_pages_back_and_find_prefixes() -> None:
     assert idle(handle)
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_rows_with_windows_begin_at_the_column_that_all_know(name: str) -> None:
+    model, inputs = model_of(name), prompts(200, (0, 7))
+    expected = model.generate(**inputs, **OPTIONS)
+    handle, counter = patch(model, memory="16MiB"), Counter(model)
+    model.generate(input_ids=inputs["input_ids"][:1], **OPTIONS)
+    model.generate(input_ids=inputs["input_ids"][1:, 7 : 7 + 70], **OPTIONS)
+    before = counter.columns
+    assert model.generate(**inputs, **OPTIONS).equal(expected)
+    assert counter.columns - before == 200 - (7 + 64) + 11
+    assert idle(handle)
+
+
 # -- nothing wrong is shared -------------------------------------------------------------------------------------------
 
 
