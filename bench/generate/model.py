@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from safetensors.torch import save_file
 
+from pagedkv import debug
 from pagedkv.cache import PagedKVCache
+from pagedkv.errors import InvalidRequest
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import BUNDLED, Engine
 from pagedkv.model.sampler import SamplingParams
@@ -62,7 +64,12 @@ def write_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> Non
 
 
 def engine_of(folder: Path, num_tokens: int, max_sequences: int = 256) -> Engine:
-    """Return an engine whose pool holds `num_tokens` tokens and is full of noise."""
+    """Return an engine whose pool holds `num_tokens` tokens and is full of noise.
+
+    Raises: InvalidRequest with PAGEDKV_DEBUG from 2 on, which fills unmapped frames with NaN instead
+    """
+    if debug.level() >= 2:
+        raise InvalidRequest(f"PAGEDKV_DEBUG is {debug.level()}; steps are timed with 0 or 1")
     decoder = Decoder.load(folder)
     spec = decoder.config.spec(block_size=16, dtype="bfloat16")
     cache = PagedKVCache(spec, num_frames=spec.pages(num_tokens) + 64, watermark=0.0)
@@ -108,6 +115,8 @@ def filled(engine: Engine, batch: int, context: int, params: SamplingParams | No
 
 def emptied(engine: Engine, requests: list[Request]) -> None:
     """End the requests and forget their pages."""
+    broken = [request.completions[0].error for request in requests if request.completions[0].finish_reason]
+    assert not broken, f"requests ended while they were timed: {broken[0]}"
     for request in requests:
         engine.cancel(request)
     engine.step()

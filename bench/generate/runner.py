@@ -1,14 +1,15 @@
 """Time of the reference engine: its steps against the speed of memory, its prefill against torch's matrix products.
 
     decode      ms of one `Engine.step` that gives each sequence a token, after a context that lies in the pool
+    part        ms of each operation in such a step
     prefill     ms of the step that takes in a prompt of random ids
     overhead    ms of a step whose forward pass computes nothing: schedule, plan, sample, commit, deliver
     sampling    ms in which `sample` draws from logits of 151,936 words (Qwen3's real vocabulary)
 
 The variants take turns: the engine, the engine with torch's linear layers, and generate() of transformers with its
-caches, per token. In each turn memory is read too: all weights, as fast as this machine reads. A step's bound is
-(bytes of weights + bytes of K and V) / that speed; a prefill's bound is its operations / the speed of a matrix product
-of torch in the same turn. A figure is the median over turns, and so is a ratio of two figures of one turn.
+caches, per token. Before and after each variant memory is read: all weights, as fast as this machine reads. A step's
+bound is (bytes of weights + bytes of K and V) / that speed; a prefill's bound is its operations / the speed of a matrix
+product of torch, measured before and after it. A figure is the median over turns, and so is a ratio of two figures.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 
 from pagedkv.bench.generate import model as models
+from pagedkv.bench.generate.parts import parts
 from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import cpu as linear
 from pagedkv.model.engine import Engine
@@ -37,8 +39,10 @@ STEPS: Final = 8
 SHAPES: Final = ((1, 128), (1, 2048), (1, 8192), (8, 128), (8, 2048), (8, 8192))
 """(sequences, tokens of context)."""
 QUICK: Final = ((1, 128), (1, 2048), (8, 128))
-MOST_OF_HOST: Final = 16_384
+MOST_OF_HOST: Final = 8192
 """Tokens of context, in all sequences, up to which transformers takes turns: a turn takes minutes beyond."""
+PARTS: Final = ((1, 2048), (8, 128))
+"""Shapes whose steps are taken apart."""
 PROMPT: Final = 2048
 VOCABULARY: Final = 151_936
 PIECE: Final = 65_536
@@ -70,6 +74,8 @@ def measure(
             print("transformers is not installed: its caches do not take part (install pagedkv[hf])")
         for shape in shapes:
             _report_decode(report, engine, host, shape, turns)
+            if shape in PARTS:
+                _report_parts(report, engine, shape, turns)
         _report_prefill(report, engine, host, turns)
         _report_overhead(report, engine, turns)
     _report_sampling(report, turns)
@@ -175,9 +181,13 @@ def _report_decode(report: Report, engine: Engine, host: _Host | None, shape: tu
         return host.decode(variant, *shape)
 
     hosts = (STATIC, DYNAMIC) if host and batch * context <= MOST_OF_HOST else ()
-    times, speeds = _in_turns((OURS, TORCH, *hosts), turns, run, lambda: read_speed(tensors))
-    bounds = [num_bytes / speed for speed in speeds]
-    _report_times(report, "decode", shape, times, bounds, gb_per_s=statistics.median(speeds) / 1e9)
+    found = _in_turns((OURS, TORCH, *hosts), turns, run, lambda: read_speed(tensors))
+    _report_times(report, "decode", shape, found, num_bytes, "gb_per_s")
+
+
+def _report_parts(report: Report, engine: Engine, shape: tuple[int, int], turns: int) -> None:
+    for name, seconds in parts(engine, *shape, steps=STEPS * turns).items():
+        report(_row("part", shape, name, [seconds]))
 
 
 def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: int) -> None:
@@ -199,9 +209,8 @@ def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: i
         engine.cache.forget()
         return seconds
 
-    times, speeds = _in_turns((OURS, *((DYNAMIC,) if host else ())), turns, run, lambda: product_speed(length))
-    bounds = [operations / speed for speed in speeds]
-    _report_times(report, "prefill", (1, length), times, bounds, gflop_per_s=statistics.median(speeds) / 1e9)
+    found = _in_turns((OURS, *((DYNAMIC,) if host else ())), turns, run, lambda: product_speed(length))
+    _report_times(report, "prefill", (1, length), found, operations, "gflop_per_s")
 
 
 def product_speed(rows: int) -> float:
@@ -224,7 +233,7 @@ def _report_overhead(report: Report, engine: Engine, turns: int) -> None:
         finally:
             engine.decoder = decoder
         models.emptied(engine, requests)
-        _report_times(report, "overhead", (batch, 32), {OURS: seconds}, None)
+        report(_row("overhead", (batch, 32), OURS, seconds) | {"must": MUSTS.get(("overhead", batch))})
 
 
 def _report_sampling(report: Report, turns: int) -> None:
@@ -239,40 +248,46 @@ def _report_sampling(report: Report, turns: int) -> None:
                 began = time.perf_counter()
                 sample(logits, rows)
                 seconds.append(time.perf_counter() - began)
-            _report_times(report, "sampling", (batch, 0), {name: seconds[1:]}, None)
+            report(_row("sampling", (batch, 0), name, seconds[1:]) | {"must": MUSTS.get((name, batch))})
 
 
 def _in_turns(
     variants: Sequence[str], turns: int, run: Callable[[str], float], speed: Callable[[], float]
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Return the seconds of each variant and the machine's speed in each turn, after one turn that does not count."""
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    speeds = []
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the seconds of each variant in each turn, and the machine's speed around them.
+
+    The first turn does not count. The speed is the mean of one measurement before the variant and one after it.
+    """
+    found: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
     for _ in range(turns + 1):
         before = speed()
-        for variant, seconds in times.items():
-            seconds.append(run(variant))
-        speeds.append((before + speed()) / 2)
-    return {variant: seconds[1:] for variant, seconds in times.items()}, speeds[1:]
+        for variant, taken in found.items():
+            seconds, after = run(variant), speed()
+            taken.append((seconds, (before + after) / 2))
+            before = after
+    return {variant: taken[1:] for variant, taken in found.items()}
 
 
 def _report_times(
     report: Report,
     case: str,
     shape: tuple[int, int],
-    times: dict[str, list[float]],
-    bounds: list[float] | None,
-    **speed: float,
+    found: dict[str, list[tuple[float, float]]],
+    work: float,
+    speed: str,
 ) -> None:
-    """Report a row for each variant. Only our own has a promise."""
-    for variant, seconds in times.items():
-        row = {
-            "case": case, "batch": shape[0], "context": shape[1], "variant": variant, "unit": "ms",
-            "median": 1e3 * statistics.median(seconds), "best": 1e3 * min(seconds), "worst": 1e3 * max(seconds),
-        }  # fmt: skip
-        key = (variant, shape[0]) if case == "sampling" else (case, *shape) if bounds else (case, shape[0])
-        row["must"] = MUSTS.get(key) if variant in (OURS, *(name for name in times if case == "sampling")) else None
-        if bounds:
-            ratios = [taken / bound for taken, bound in zip(seconds, bounds, strict=True)]
-            row |= {"over_bound": statistics.median(ratios), "bound": 1e3 * statistics.median(bounds)} | speed
-        report(row)
+    """Report a row for each variant with its bound: `work` over the machine's speed. Only our own has a promise."""
+    for variant, taken in found.items():
+        bounds = [work / rate for _, rate in taken]
+        ratios = [seconds / bound for (seconds, _), bound in zip(taken, bounds, strict=True)]
+        row = _row(case, shape, variant, [seconds for seconds, _ in taken])
+        row["must"] = MUSTS.get((case, *shape)) if variant == OURS else None
+        row |= {"over_bound": statistics.median(ratios), "bound": 1e3 * statistics.median(bounds)}
+        report(row | {speed: statistics.median(rate for _, rate in taken) / 1e9})
+
+
+def _row(case: str, shape: tuple[int, int], variant: str, seconds: list[float]) -> Row:
+    return {
+        "case": case, "batch": shape[0], "context": shape[1], "variant": variant, "unit": "ms",
+        "median": 1e3 * statistics.median(seconds), "best": 1e3 * min(seconds), "worst": 1e3 * max(seconds),
+    }  # fmt: skip

@@ -105,8 +105,9 @@ class Decoder:
         ops = linear.choose(self.device, self.dtype, len(token_ids), backend)
         x = F.embedding(token_ids, w.embedding) * self._embedding_scale
         heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
+        qkv = attended = gated = None  # each layer stores its results where the first one did
         for i, at in enumerate(w.layers):
-            qkv = ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps)
+            qkv = ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
             ops.norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
             q, k, v = torch.split(qkv.view(len(x), -1, c.head_dim), heads, dim=1)
             write_kv(k, v, layers[i], batches[i], backend=backend)
@@ -117,10 +118,11 @@ class Decoder:
                 scale=c.attention_scale,
                 window=c.windows[i],
                 softcap=c.attention_softcap,
+                out=attended,
                 backend=backend,
             )
             ops.linear_add(x, attended.flatten(1), at.out, at.out_bias, at.attention_out_norm, eps)
-            gated = ops.norm_gate_up(x, at.mlp_norm, at.gate_up, at.gate_up_bias, eps, c.activation)
+            gated = ops.norm_gate_up(x, at.mlp_norm, at.gate_up, at.gate_up_bias, eps, c.activation, gated)
             ops.linear_add(x, gated, at.down, at.down_bias, at.mlp_out_norm, eps)
         return self._logits(x if logits_of is None else x[logits_of], backend)
 

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason="the C++ extension i
 @pytest.fixture
 def tiny(monkeypatch):
     """Measure a tiny model, two shapes and a small vocabulary."""
+    monkeypatch.setenv("PAGEDKV_DEBUG", "0")
     monkeypatch.setattr(runner, "QUICK", ((1, 32), (3, 64)))
+    monkeypatch.setattr(runner, "PARTS", ((3, 64),))
     monkeypatch.setattr(runner, "VOCABULARY", 1000)
     monkeypatch.setattr(runner, "PROMPT", 64)
     monkeypatch.setattr(runner, "measure", partial(runner.measure, config=model.TINY))
@@ -28,11 +30,13 @@ def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path):
     assert status == 0
     rows = json.loads(out)
     assert [json.loads(line) for line in kept.read_text().splitlines()] == rows
-    assert {row["case"] for row in rows} == {"decode", "prefill", "overhead", "sampling"}
+    assert {row["case"] for row in rows} == {"decode", "part", "prefill", "overhead", "sampling"}
     steps = [row for row in rows if row["case"] == "decode"]
     assert {row["variant"] for row in steps} == {runner.OURS, runner.TORCH, runner.STATIC, runner.DYNAMIC}
     for row in steps:
         assert row["over_bound"] == pytest.approx(row["median"] / row["bound"])  # of one turn
+    parts = {row["variant"]: row["median"] for row in rows if row["case"] == "part"}
+    assert {"norm_linear", "norm_rotate", "linear_add", "norm_gate_up", "logits", "paged_attention"} <= set(parts)
     assert all(row["median"] > 0 and row["machine"] and row["commit"] for row in rows)
 
 
@@ -44,6 +48,13 @@ def test_a_picture_is_drawn(command, tiny, tmp_path):
     )
     assert status == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_poisoned_pools_are_not_timed(command, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEDKV_DEBUG", "2")
+    status, _, error = command("bench", "generate", "--quick", "--turns", 1, "--record", tmp_path / "rows")
+    assert status == 2
+    assert "PAGEDKV_DEBUG is 2" in error
 
 
 def test_torch_linear_layers_are_torchs_and_come_back(monkeypatch):

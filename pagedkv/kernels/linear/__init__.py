@@ -28,7 +28,7 @@ __all__ = ["Operations", "choose"]
 
 
 class Operations(Protocol):
-    """The operations. Results are new tensors unless `out` is given. Formulas and shapes: reference.py."""
+    """The operations. A result may lie in `out`, if that is given. Formulas and shapes: reference.py."""
 
     def norm_linear(
         self, x: Tensor, norm: Tensor | None, weights: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = ...

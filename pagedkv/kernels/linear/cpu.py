@@ -57,7 +57,7 @@ class Body:
         result = x.new_empty(len(x), len(weights)) if out is None else out
         if self._x.linear(_STORE, x, norm, weights, bias, result, eps, self._isa, self._threads):
             return result
-        return reference.norm_linear(x, norm, weights, bias, eps, out)
+        return reference.norm_linear(x, norm, weights, bias, eps)
 
     def norm_gate_up(
         self,
@@ -73,7 +73,7 @@ class Body:
         result = x.new_empty(len(x), len(weights) // 2) if out is None else out
         if self._x.linear(_GATES[activation], x, norm, weights, bias, result, eps, self._isa, self._threads):
             return result
-        return reference.norm_gate_up(x, norm, weights, bias, eps, activation, out)
+        return reference.norm_gate_up(x, norm, weights, bias, eps, activation)
 
     def linear_add(
         self, residual: Tensor, x: Tensor, weights: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float
@@ -103,4 +103,4 @@ class Body:
         result = torch.empty(len(x), len(head), dtype=torch.float32) if out is None else out
         if self._x.linear(_STORE, x, norm, head, None, result, eps, self._isa, self._threads):
             return result
-        return reference.logits(x, norm, head, eps, out)
+        return reference.logits(x, norm, head, eps)

@@ -5,6 +5,7 @@
 The quotient is rounded to the dtype of w before the product, as in training: the model's dtype for w, float32 for 1 + w
 (Gemma). A norm of None changes nothing.
 
+out:    memory that an operation may use for its result. The definition makes new tensors.
 Shapes: x [T, K]; weights [N, K], row-major as safetensors has them; bias [N]; norm [K]; T tokens.
 """
 
@@ -23,7 +24,7 @@ def norm_linear(
     x: Tensor, norm: Tensor | None, weights: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None
 ) -> Tensor:
     """Return norm(x) W^T + bias: [T, N]."""
-    return _into(out, F.linear(normed(x, norm, eps), weights, bias))
+    return F.linear(normed(x, norm, eps), weights, bias)
 
 
 def norm_gate_up(
@@ -41,7 +42,7 @@ def norm_gate_up(
     Shapes: returns [T, I]
     """
     gate, up = F.linear(normed(x, norm, eps), weights, bias).chunk(2, dim=-1)
-    return _into(out, (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def linear_add(
@@ -75,7 +76,7 @@ def norm_rotate(
 
 def logits(x: Tensor, norm: Tensor, head: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Return norm(x) head^T, rounded to the dtype of x, as float32 [T, V]."""
-    return _into(out, F.linear(normed(x, norm, eps), head).float())
+    return F.linear(normed(x, norm, eps), head).float()
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -85,7 +86,3 @@ def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = x.float()
     unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (unit.to(weight.dtype) * weight).to(x.dtype)
-
-
-def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    return result if out is None else out.copy_(result)
