@@ -7,12 +7,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from pagedkv.bench.generate import model as models
 from pagedkv.kernels import linear
-from pagedkv.model import decoder
+from pagedkv.kernels.bound import BoundAttention, BoundWrite
+from pagedkv.model.decoder import BoundLayer, BoundLayers
 from pagedkv.model.engine import Engine
 
 FORWARD = "forward pass"
@@ -46,12 +47,18 @@ class _Timed:
             setattr(self, name, clock.around(name, getattr(operations, name)))
 
 
+def _clocked(call: BoundLayer, clock: _Clock) -> BoundLayer:
+    store, attend = clock.around("write_kv", call.store), clock.around("paged_attention", call.attend)
+    return BoundLayer(cast(BoundWrite, store), cast(BoundAttention, attend))
+
+
 @contextmanager
 def _timed(engine: Engine) -> Iterator[_Clock]:
     clock, choose = _Clock(), linear.choose
     with ExitStack() as stack:
-        for name in ("write_kv", "paged_attention"):
-            stack.enter_context(patch.object(decoder, name, clock.around(name, getattr(decoder, name))))
+        stack.enter_context(
+            patch.object(engine, "_layers", BoundLayers(_clocked(call, clock) for call in engine._layers))
+        )
         stack.enter_context(patch.object(linear, "choose", lambda *given: _Timed(choose(*given), clock)))
         forward = clock.around(FORWARD, engine.decoder.forward)
         stack.enter_context(patch.object(engine.decoder, "forward", forward))

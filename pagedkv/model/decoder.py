@@ -6,8 +6,8 @@ M' only in the Gemma families):
 
     q, k, v = split(N(x) Wqkv^T + b)            [T, H, D], [T, K, D], [T, K, D]
     q, k    = rotate(norm(q)), rotate(norm(k))  at batch.positions; the norms only where the family has them
-    pool[batch.slots] = k, v                    write_kv, with the batch of the layer's group
-    a       = paged_attention(q, pool, batch)   reads this step's keys too, so they are written first
+    pool[batch.slots] = k, v                    a bound write, with the batch of the layer's group
+    a       = attention(q, pool, batch)         reads this step's keys too, so they are written first
     x       = x + N'(a Wout^T + b)
     g, u    = split(M(x) Wgu^T + b)             [T, intermediate] twice
     x       = x + M'((act(g) * u) Wdown^T + b)
@@ -19,15 +19,16 @@ Each line but the two in the middle is one of the operations of pagedkv.kernels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from pagedkv.cache import PagedKVCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import linear
 from pagedkv.kernels.args import PagedBatch
-from pagedkv.kernels.ops import paged_attention, write_kv
+from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
 from pagedkv.model.config import ModelConfig
 from pagedkv.model.rope import Rotary
 from pagedkv.model.weights import Weights, load_weights
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pagedkv.kernels.args import KVLayer
+    from pagedkv.kernels.args import KVLayer, Options
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,6 +53,17 @@ class Batches(Protocol):
     """An object whose item i is the batch of layer i: a `PlannedBatch`, whose layers may be in several groups."""
 
     def __getitem__(self, layer: int, /) -> PagedBatch: ...
+
+
+class BoundLayer(NamedTuple):
+    """The write into a layer of a pool, and the attention over it."""
+
+    store: BoundWrite
+    attend: BoundAttention
+
+
+class BoundLayers(tuple[BoundLayer, ...]):
+    """All layers of a pool, bound for many steps: the result of `Decoder.bind`."""
 
 
 class Decoder:
@@ -80,18 +92,38 @@ class Decoder:
         weights = load_weights(folder, config, dtype=DTYPES[dtype or config.dtype], device=torch.device(device))
         return cls(config, weights)
 
+    def bind(self, layers: Layers, backend: str | None = None) -> BoundLayers:
+        """Return the write and the attention of each layer, checked once for all steps.
+
+        Calls bound to a PagedKVCache follow its `resize`, and have its kernel.
+        Raises: InvalidRequest; KernelUnavailable
+        """
+
+        def bound(i: int) -> BoundLayer:
+            c = self.config
+            options: Options = {"scale": c.attention_scale, "window": c.windows[i], "softcap": c.attention_softcap}
+            if isinstance(layers, PagedKVCache):
+                return BoundLayer(layers.write(i), layers.attention(i, **options))
+            return BoundLayer(
+                bind_write(layers[i], backend=backend), bind_attention(layers[i], backend=backend, **options)
+            )
+
+        return BoundLayers(bound(i) for i in range(self.config.num_layers))
+
     @torch.inference_mode()
     def forward(
         self,
         token_ids: Tensor,
         batch: PagedBatch | Batches,
-        layers: Layers,
+        layers: Layers | BoundLayers,
         *,
         logits_of: Tensor | None = None,
         backend: str | None = None,
     ) -> Tensor:
         """Store the keys and values of `token_ids` and return the logits of the tokens that follow them.
 
+        layers:   the pool; for many steps, the result of `bind`
+        backend:  a kernel's name, or None for the fastest
         Shapes:   token_ids int64 [T], below V; logits_of int64 [N], indices into the T tokens, None for all T;
                   returns float32 [N, V]
         Modifies: the pool behind `layers`, at batch.slots
@@ -104,23 +136,15 @@ class Decoder:
         angles = {rope: rotary.angles(positions, self.dtype) for rope, rotary in self._rotary.items()}
         ops = linear.choose(self.device, self.dtype, len(token_ids), backend)
         x = F.embedding(token_ids, w.embedding) * self._embedding_scale
+        calls = layers if isinstance(layers, BoundLayers) else self.bind(layers, backend)
         heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
         qkv = attended = gated = None  # each layer stores its results where the first one did
-        for i, at in enumerate(w.layers):
+        for i, (at, call) in enumerate(zip(w.layers, calls, strict=True)):
             qkv = ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
             ops.norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
             q, k, v = torch.split(qkv.view(len(x), -1, c.head_dim), heads, dim=1)
-            write_kv(k, v, layers[i], batches[i], backend=backend)
-            attended = paged_attention(
-                q,
-                layers[i],
-                batches[i],
-                scale=c.attention_scale,
-                window=c.windows[i],
-                softcap=c.attention_softcap,
-                out=attended,
-                backend=backend,
-            )
+            call.store(k, v, batches[i])
+            attended = call.attend(q, batches[i], out=attended)
             ops.linear_add(x, attended.flatten(1), at.out, at.out_bias, at.attention_out_norm, eps)
             gated = ops.norm_gate_up(x, at.mlp_norm, at.gate_up, at.gate_up_bias, eps, c.activation, gated)
             ops.linear_add(x, gated, at.down, at.down_bias, at.mlp_out_norm, eps)

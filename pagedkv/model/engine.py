@@ -103,6 +103,7 @@ class Engine(ThreadGuard):
         self._is_whole, self._was_interrupted = True, False
         self._begin_guard(strict=False)
         self._check_geometry()
+        self._layers = decoder.bind(cache)
 
     @classmethod
     def load(
@@ -327,7 +328,7 @@ class Engine(ThreadGuard):
         return self.decoder.forward(
             torch.tensor(token_ids, device=device),
             batch,
-            self.cache,
+            self._layers,
             logits_of=torch.tensor(last, dtype=torch.int64, device=device),
             backend=self.cache.backend,
         )
