@@ -140,9 +140,10 @@ class Decoder:
         heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
         qkv = attended = gated = None  # each layer stores its results where the first one did
         for i, (at, call) in enumerate(zip(w.layers, calls, strict=True)):
-            qkv = ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
+            before, qkv = qkv, ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
+            if qkv is not before:
+                q, k, v = qkv.view(len(x), -1, c.head_dim).split_with_sizes(heads, dim=1)
             ops.norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
-            q, k, v = torch.split(qkv.view(len(x), -1, c.head_dim), heads, dim=1)
             call.store(k, v, batches[i])
             attended = call.attend(q, batches[i], out=attended)
             ops.linear_add(x, attended.flatten(1), at.out, at.out_bias, at.attention_out_norm, eps)

@@ -57,13 +57,16 @@ DEFAULT_TOKENS: Final = 32768
 DEFAULT_MEMORY: Final = "4GiB"
 """The size of a pool for which the caller gives no size: DEFAULT_TOKENS tokens, but at most DEFAULT_MEMORY."""
 
+MEASURED: Final = 8
+"""Of so many steps one is measured for `Meter`: the figures take as long as all else that a small step does."""
+
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 
 
 @dataclass
 class Meter:
-    """Totals over the steps so far. Each step adds, at its end, the slots then mapped and those that hold no token."""
+    """Totals so far. One step in MEASURED adds, at its end, the slots then mapped and those that hold no token."""
 
     steps: int = 0
     slots_mapped: int = 0
@@ -71,7 +74,7 @@ class Meter:
 
     @property
     def waste(self) -> float:
-        """Share of the mapped slots that held no token, over all steps: 0.0 to 1.0."""
+        """Share of the mapped slots that held no token, over the measured steps: 0.0 to 1.0."""
         return self.slots_wasted / self.slots_mapped if self.slots_mapped else 0.0
 
 
@@ -505,10 +508,11 @@ class Engine(ThreadGuard):
                 )
 
     def _measure(self) -> None:
-        now = self.cache.stats()
+        if self.meter.steps % MEASURED == 0:
+            now = self.cache.stats()
+            self.meter.slots_mapped += now.slots_mapped
+            self.meter.slots_wasted += now.slots_wasted
         self.meter.steps += 1
-        self.meter.slots_mapped += now.slots_mapped
-        self.meter.slots_wasted += now.slots_wasted
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, which may be text."""
