@@ -138,9 +138,13 @@ class Decoder:
         x = F.embedding(token_ids, w.embedding) * self._embedding_scale
         calls = layers if isinstance(layers, BoundLayers) else self.bind(layers, backend)
         heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
-        qkv = attended = gated = None  # each layer stores its results where the first one did
+        # Each layer stores its results where the first one did.
+        qkv: Tensor | None = None
+        attended: Tensor | None = None
+        gated: Tensor | None = None
         for i, (at, call) in enumerate(zip(w.layers, calls, strict=True)):
-            before, qkv = qkv, ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, qkv)
+            before = qkv
+            qkv = ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, before)
             if qkv is not before:
                 q, k, v = qkv.view(len(x), -1, c.head_dim).split_with_sizes(heads, dim=1)
             ops.norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
