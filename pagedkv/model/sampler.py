@@ -42,7 +42,9 @@ _COLD: Final = 1e-6
 
 _BLOCK: Final = 1024
 """Tokens of a block whose weights are summed first, and whose maximum is taken first if that pays."""
-_LEAST_BLOCK, _LEAST_ROWS = 16, 4
+_LEAST_BLOCK: Final = 16
+_LEAST_IN_BLOCKS: Final = 1 << 17
+"""Logits below which one maximum takes no longer than maxima of blocks."""
 
 _FIRST_WEIGHT: Final = 2.0**-7
 _LAST_WEIGHT: Final = 2.0**-40
@@ -190,14 +192,27 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     torch's maximum of blocks, without places, is six times as fast on a CPU as its maximum with places.
     """
-    num_rows, num_words = logits.shape
-    block = math.gcd(num_words, _BLOCK)
-    if logits.device.type != "cpu" or block < _LEAST_BLOCK or num_rows < _LEAST_ROWS or not logits.is_contiguous():
+    if logits.device.type != "cpu" or logits.numel() < _LEAST_IN_BLOCKS or not logits.is_contiguous():
         return logits.max(dim=-1)
-    blocks = logits.view(num_rows, -1, block)
+    if (block := math.gcd(logits.shape[1], _BLOCK)) < _LEAST_BLOCK:
+        return logits.max(dim=-1)
+    blocks = logits.view(len(logits), -1, block)
     where = blocks.amax(-1).argmax(-1)
-    largest, place = blocks[torch.arange(num_rows), where].max(dim=-1)
+    largest, place = blocks[torch.arange(len(logits)), where].max(dim=-1)
     return largest, where * block + place
+
+
+def _of_top_k(logits: Tensor, k: int) -> Tensor:
+    """Return the ids of the tokens of one row whose logits are at least the k-th largest, in their order.
+
+    k blocks have a maximum that is at least the k-th largest maximum, so the k-th largest logit is not below that.
+    """
+    block = math.gcd(len(logits), _BLOCK)
+    if len(logits) // block <= k or not logits.is_contiguous():
+        return (logits >= logits.topk(k).values[-1]).nonzero()[:, 0]
+    least = logits.view(-1, block).amax(-1).topk(k).values[-1]
+    ids = (logits >= least).nonzero()[:, 0]
+    return ids[logits[ids] >= logits[ids].topk(k).values[-1]]
 
 
 def _weights(logits: Tensor, largest: float, params: SamplingParams) -> Tensor:
@@ -225,7 +240,7 @@ def _draw_from_all(logits: Tensor, largest: float, params: SamplingParams, unifo
 def _draw_from_likeliest(logits: Tensor, largest: float, params: SamplingParams, uniform: float) -> int:
     """Draw from one row with top_k or top_p: only tokens that these may keep are sorted."""
     if 0 < params.top_k < len(logits):
-        ids = (logits >= logits.topk(params.top_k).values[-1]).nonzero()[:, 0]  # all ties of the k-th stay
+        ids = _of_top_k(logits, params.top_k)  # all ties of the k-th stay
         total = None
     else:
         weights, threshold = _weights(logits, largest, params), _FIRST_WEIGHT

@@ -245,7 +245,10 @@ def test_one_stop_string_may_be_given_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "num_words"), [(1, 64), (4, 1024), (5, 4096), (6, 4096 + 128), (7, 97), (9, 16)])
-def test_the_largest_logit_of_blocks_is_that_of_the_row(num_rows: int, num_words: int) -> None:
+def test_the_largest_logit_of_blocks_is_that_of_the_row(
+    num_rows: int, num_words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "_LEAST_IN_BLOCKS", 0)
     lots = torch.Generator().manual_seed(0)
     for turn in range(20):
         logits = torch.randint(0, 40, (num_rows, num_words), generator=lots).float()  # many are equal
@@ -254,3 +257,14 @@ def test_the_largest_logit_of_blocks_is_that_of_the_row(num_rows: int, num_words
         largest, places = sampler._largest(logits)
         torch.testing.assert_close(largest, logits.max(-1).values, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(places, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("num_words", [97, 1024, 4096, 5 * 128, 16])
+def test_the_tokens_of_top_k_are_those_of_a_sort(num_words: int) -> None:
+    lots = torch.Generator().manual_seed(0)
+    for turn in range(30):
+        logits = torch.randint(0, (3, 40, 4000)[turn % 3], (num_words,), generator=lots).float()
+        logits[torch.randint(num_words, (num_words // 2 * (turn % 2),), generator=lots)] = -math.inf
+        for k in {1, 2, 5, num_words // 2, num_words - 1}:
+            kth = logits.sort(descending=True).values[k - 1]
+            assert torch.equal(sampler._of_top_k(logits, k), (logits >= kth).nonzero()[:, 0])
