@@ -115,8 +115,9 @@ def filled(engine: Engine, batch: int, context: int, params: SamplingParams | No
 
 def emptied(engine: Engine, requests: list[Request]) -> None:
     """End the requests and forget their pages."""
-    broken = [request.completions[0].error for request in requests if request.completions[0].finish_reason]
-    assert not broken, f"requests ended while they were timed: {broken[0]}"
+    broken = [one for request in requests if (one := request.completions[0]).finish_reason]
+    assert not broken, f"requests ended while they were timed: {broken[0].finish_reason} {broken[0].error}"
+    assert not engine.scheduler.preemptions, "the pool was too small for the sequences that were timed"
     for request in requests:
         engine.cancel(request)
     engine.step()

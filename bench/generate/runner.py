@@ -30,6 +30,7 @@ from pagedkv.bench.generate import model as models
 from pagedkv.bench.generate.parts import parts
 from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import cpu as linear
+from pagedkv.kernels.threads import num_threads
 from pagedkv.model.engine import Engine
 from pagedkv.model.sampler import SamplingParams, SamplingRow, sample
 
@@ -68,7 +69,7 @@ def measure(
         folder = Path(name)
         models.write_checkpoint(folder, config)
         longest = max(batch * (context + 4 * STEPS) for batch, context in shapes)
-        engine = models.engine_of(folder, max(longest, 256 * 64))
+        engine = models.engine_of(folder, max(longest, 256 * (64 + STEPS)))
         host = _Host(folder) if find_spec("transformers") else None
         if host is None:
             print("transformers is not installed: its caches do not take part (install pagedkv[hf])")
@@ -92,7 +93,7 @@ class _Host:
 
     @torch.no_grad()
     def decode(self, variant: str, batch: int, context: int) -> float:
-        """Return the seconds of a token of generate(), after a context of random K and V."""
+        """Return the seconds of a token of generate(), the mean of STEPS, after a context of random K and V."""
         config = self.model.config
         shape = (batch, config.num_key_value_heads, context - 1, config.head_dim)
         k, v = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
@@ -146,7 +147,7 @@ def read_speed(tensors: Sequence[torch.Tensor]) -> float:
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
-        cpu.extension().read(cpu.isa(), torch.get_num_threads(), base, runs.ctypes.data, len(runs), piece)
+        cpu.extension().read(cpu.isa(), num_threads(), base, runs.ctypes.data, len(runs), piece)
         seconds.append(time.perf_counter() - began)
     return len(runs) * piece / statistics.median(seconds)
 
@@ -173,11 +174,12 @@ def _report_decode(report: Report, engine: Engine, host: _Host | None, shape: tu
     num_bytes = sum(tensor.nbytes for tensor in tensors) + kv_bytes
 
     def run(variant: str) -> float:
-        if variant == OURS or host is None:
+        if variant == OURS:
             return decode(engine, *shape)
         if variant == TORCH:
             with torch_linear_layers():
                 return decode(engine, *shape)
+        assert host is not None
         return host.decode(variant, *shape)
 
     hosts = (STATIC, DYNAMIC) if host and batch * context <= MOST_OF_HOST else ()
@@ -186,8 +188,9 @@ def _report_decode(report: Report, engine: Engine, host: _Host | None, shape: tu
 
 
 def _report_parts(report: Report, engine: Engine, shape: tuple[int, int], turns: int) -> None:
-    for name, seconds in parts(engine, *shape, steps=STEPS * turns).items():
-        report(_row("part", shape, name, [seconds]))
+    found = [parts(engine, *shape, steps=STEPS) for _ in range(turns)]
+    for name in found[0]:
+        report(_row("part", shape, name, [seconds[name] for seconds in found]))
 
 
 def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: int) -> None:
@@ -225,14 +228,16 @@ def product_speed(rows: int) -> float:
 
 def _report_overhead(report: Report, engine: Engine, turns: int) -> None:
     for batch in (1, 64, 256):
-        requests = models.filled(engine, batch, 32)
-        decoder, engine.decoder = engine.decoder, models.Skipped(engine.decoder)  # type: ignore[assignment]
-        try:
-            engine.step()
-            seconds = [statistics.median(_step(engine) for _ in range(STEPS)) for _ in range(turns)]
-        finally:
-            engine.decoder = decoder
-        models.emptied(engine, requests)
+        seconds = []
+        for _ in range(turns):
+            requests = models.filled(engine, batch, 32)
+            decoder, engine.decoder = engine.decoder, models.Skipped(engine.decoder)  # type: ignore[assignment]
+            try:
+                engine.step()
+                seconds.append(statistics.median(_step(engine) for _ in range(STEPS)))
+            finally:
+                engine.decoder = decoder
+            models.emptied(engine, requests)
         report(_row("overhead", (batch, 32), OURS, seconds) | {"must": MUSTS.get(("overhead", batch))})
 
 

@@ -333,7 +333,7 @@ class Engine(ThreadGuard):
             batch,
             self._layers,
             logits_of=torch.tensor(last, dtype=torch.int64, device=device),
-            backend=self.cache.backend,
+            backend=self.cache.kernel.name,
         )
 
     def _family(self, parent: SequenceState) -> list[SequenceState]:

@@ -9,6 +9,8 @@ Files are mapped, not read: each tensor goes from the page cache straight to its
 converted on the way. So the peak is one copy of the weights in the dtype computed in. A tensor that the config does not
 account for is an error, not a warning: an ignored bias or quantisation scale means wrong text.
 
+On a CPU all tensors lie in one region, on huge pages: clone a tensor before you save or keep it alone.
+
 A checkpoint is not trusted. The decoder is built twice: first on torch's meta device, which allocates nothing, and then
 in memory. So names, shapes and dtypes of config.json and of the files' headers agree before anything is allocated.
 """
@@ -193,7 +195,12 @@ class _Source:
             )
         self.device = device
         if device.type == "cpu":
-            self.region = huge_pages.allocate(max(1, self.num_bytes))
+            try:
+                self.region = huge_pages.allocate(max(1, self.num_bytes))
+            except OSError as error:
+                raise CheckpointError(
+                    f"the weights of {self.folder} take {self.num_bytes:,} bytes, and the system refused them: {error}"
+                ) from None
 
     def holds(self, name: str, tensor: Tensor) -> bool:
         """Return whether the checkpoint's tensor `name`, in the dtype computed in, equals `tensor`."""

@@ -5,6 +5,8 @@
 //     turn_heads(qkv, q_norm, k_norm, cos, sin, num_heads, num_kv_heads, eps, isa, threads)
 //
 // Each returns True, or None if it does not serve the call: then the definition in torch does, or says what is wrong.
+#include <algorithm>
+
 #include "binding.hpp"
 #include "schedule.hpp"
 
@@ -15,10 +17,18 @@ enum { MODE, X, NORM, WEIGHTS, BIAS, OUT, EPS, ISA, THREADS, NUM_LINEAR };
 enum { RESIDUAL, ADDED, ADD_NORM, ADD_EPS, ADD_ISA, NUM_ADD };
 enum { QKV, Q_NORM, K_NORM, COS, SIN, HEADS, KV_HEADS, HEADS_EPS, HEADS_ISA, HEADS_THREADS, NUM_HEADS };
 
+constexpr int64_t MOST_THREADS = 4096;  // as pagedkv/debug.py has it
+constexpr int64_t MOST_NUMBERS = int64_t{1} << 40;  // of a matrix: sizes of scratch memory stay far from 2^63
+
 bool read_float(PyObject* x, float& to) {
     if (PyFloat_CheckExact(x)) return to = static_cast<float>(PyFloat_AS_DOUBLE(x)), true;
     return false;
 }
+
+// True. A reference to it may be taken only while the GIL is held.
+py::object done() { return py::reinterpret_borrow<py::object>(Py_True); }
+
+bool read_threads(PyObject* x, int64_t& to) { return read_integer(x, to) && to >= 1 && to <= MOST_THREADS; }
 
 const Isa& isa_at(PyObject* name) {
     const char* text = PyUnicode_AsUTF8(name);
@@ -36,6 +46,21 @@ bool is_matrix(const Tensor& t, int64_t rows, int64_t columns) {
         t.shape[0] == rows && t.shape[1] == columns;
 }
 
+// A matrix that a call writes to: no two of its elements share memory.
+bool is_destination(const Tensor& t, int64_t rows, int64_t columns) {
+    return is_matrix(t, rows, columns) && has_own_elements(t);
+}
+
+// Whether the memory of two matrices may overlap. A thread may write results while another still reads its input.
+bool may_overlap(const Tensor& a, const Tensor& b) {
+    const auto end = [](const Tensor& t) {
+        int64_t last = (t.shape[0] - 1) * t.strides[0] + (t.shape[1] - 1) * t.strides[1];
+        return t.data + (last + 1) * t.bits / 8;
+    };
+    bool is_some = a.shape[0] && a.shape[1] && b.shape[0] && b.shape[1];
+    return is_some && a.data < end(b) && b.data < end(a);
+}
+
 bool is_vector(const Tensor& t, int64_t length) {
     return t.device_type == CPU_DEVICE && t.dims == 1 && is_float(t) && has_unit_stride(t) && t.shape[0] == length;
 }
@@ -51,21 +76,26 @@ py::object linear(PyObject* const* given) {
     Linear l{};
     for (const auto& [at, to] : {std::pair{X, &x}, {NORM, &norm}, {WEIGHTS, &weights}, {BIAS, &bias}, {OUT, &out}})
         if (!read_tensor(given[at], *to, false)) return py::none();
-    if (!read_integer(given[MODE], mode) || !read_integer(given[THREADS], threads)) return py::none();
+    if (!read_integer(given[MODE], mode) || !read_threads(given[THREADS], threads)) return py::none();
     if (!read_float(given[EPS], l.eps) || mode < Linear::STORE || mode > Linear::GELU) return py::none();
     l.mode = static_cast<Linear::Mode>(mode);
     l.T = x.shape[0], l.K = x.shape[1], l.N = out.shape[1];
     int64_t rows = l.mode >= Linear::SILU ? 2 * l.N : l.N;
-    if (!is_matrix(x, l.T, l.K) || !is_matrix(weights, rows, l.K) || !is_matrix(out, l.T, l.N)) return py::none();
+    if (!is_matrix(x, l.T, l.K) || !is_matrix(weights, rows, l.K) || !is_destination(out, l.T, l.N))
+        return py::none();
+    if (l.T > MOST_NUMBERS / std::max({l.K, l.N, int64_t{1}})) return py::none();
+    if (may_overlap(out, x) || may_overlap(out, weights)) return py::none();
     if (!same_type(x, weights) || !is_norm(norm, l.K, x) || !l.K) return py::none();
     if (!same_type(x, out) && (out.bits != 32 || l.mode != Linear::STORE)) return py::none();
     if (bias.is_given && (!is_vector(bias, rows) || !same_type(bias, x))) return py::none();
     l.type = dtype_of(x), l.out_type = dtype_of(out), l.norm_type = norm.is_given ? dtype_of(norm) : l.type;
     l.x = view_of(x), l.weights = view_of(weights), l.out = view_of(out), l.norm = norm.data, l.bias = bias.data;
     const Isa& isa = isa_at(given[ISA]);
-    py::gil_scoped_release released;
-    if (l.T && l.N) run_linear(isa, l, static_cast<int>(threads));
-    return py::reinterpret_borrow<py::object>(Py_True);
+    {
+        py::gil_scoped_release released;
+        if (l.T && l.N) run_linear(isa, l, static_cast<int>(threads));
+    }
+    return done();
 }
 
 py::object add_normed(PyObject* const* given) {
@@ -74,14 +104,16 @@ py::object add_normed(PyObject* const* given) {
     for (const auto& [at, to] : {std::pair{RESIDUAL, &residual}, {ADDED, &y}, {ADD_NORM, &norm}})
         if (!read_tensor(given[at], *to, false)) return py::none();
     a.T = y.shape[0], a.N = y.shape[1];
-    if (!is_matrix(y, a.T, a.N) || !is_matrix(residual, a.T, a.N) || !same_type(y, residual)) return py::none();
+    if (!is_matrix(y, a.T, a.N) || !is_destination(residual, a.T, a.N) || !same_type(y, residual)) return py::none();
     if (!norm.is_given || !is_norm(norm, a.N, y) || !read_float(given[ADD_EPS], a.eps)) return py::none();
     a.type = dtype_of(y), a.norm_type = dtype_of(norm), a.y = view_of(y), a.residual = view_of(residual);
     a.norm = norm.data;
     const Isa& isa = isa_at(given[ADD_ISA]);
-    py::gil_scoped_release released;
-    run_add_normed(isa, a);
-    return py::reinterpret_borrow<py::object>(Py_True);
+    {
+        py::gil_scoped_release released;
+        run_add_normed(isa, a);
+    }
+    return done();
 }
 
 py::object turn_heads(PyObject* const* given) {
@@ -92,9 +124,11 @@ py::object turn_heads(PyObject* const* given) {
         {std::pair{QKV, &qkv}, {Q_NORM, &q_norm}, {K_NORM, &k_norm}, {COS, &cos}, {SIN, &sin}})
         if (!read_tensor(given[at], *to, false)) return py::none();
     if (!read_integer(given[HEADS], h.H) || !read_integer(given[KV_HEADS], h.K)) return py::none();
-    if (!read_integer(given[HEADS_THREADS], threads) || !read_float(given[HEADS_EPS], h.eps)) return py::none();
+    if (!read_threads(given[HEADS_THREADS], threads) || !read_float(given[HEADS_EPS], h.eps)) return py::none();
     h.T = qkv.shape[0], h.D = 2 * cos.shape[1];
-    if (h.H < 1 || h.K < 1 || !h.D || !is_matrix(qkv, h.T, (h.H + 2 * h.K) * h.D)) return py::none();
+    int64_t most = h.D ? qkv.shape[1] / h.D : 0;  // heads
+    if (h.H < 1 || h.K < 1 || h.H > most || h.K > most || h.T > MOST_NUMBERS / most) return py::none();
+    if (!is_destination(qkv, h.T, (h.H + 2 * h.K) * h.D)) return py::none();
     for (const Tensor* table : {&cos, &sin})
         if (!is_matrix(*table, h.T, h.D / 2) || !same_type(*table, qkv)) return py::none();
     if (!is_norm(q_norm, h.D, qkv) || !is_norm(k_norm, h.D, qkv)) return py::none();
@@ -103,9 +137,11 @@ py::object turn_heads(PyObject* const* given) {
     if (!q_norm.is_given && k_norm.is_given) h.norm_type = dtype_of(k_norm);
     h.qkv = view_of(qkv), h.cos = view_of(cos), h.sin = view_of(sin), h.q_norm = q_norm.data, h.k_norm = k_norm.data;
     const Isa& isa = isa_at(given[HEADS_ISA]);
-    py::gil_scoped_release released;
-    if (h.T) run_turn_heads(isa, h, static_cast<int>(threads));
-    return py::reinterpret_borrow<py::object>(Py_True);
+    {
+        py::gil_scoped_release released;
+        if (h.T) run_turn_heads(isa, h, static_cast<int>(threads));
+    }
+    return done();
 }
 
 }  // namespace

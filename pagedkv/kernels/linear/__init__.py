@@ -28,7 +28,10 @@ __all__ = ["Operations", "choose"]
 
 
 class Operations(Protocol):
-    """The operations. A result may lie in `out`, if that is given. Formulas and shapes: reference.py."""
+    """The operations. A result may lie in `out`, if that is given. Formulas and shapes: reference.py.
+
+    For inference: no gradient is followed. What is written overlaps no argument.
+    """
 
     def norm_linear(
         self, x: Tensor, norm: Tensor | None, weights: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = ...

@@ -6,6 +6,8 @@ twice as far as torch's own.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -137,7 +139,8 @@ def test_heads_are_normed_and_rotated_as_in_the_definition(body: cpu.Body, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_gates_are_finite(body: cpu.Body, dtype: torch.dtype) -> None:
     """For a gate of +-x and an `up` of 1."""
-    for size in (0.0, 1e-4, 20.0, 80.0, 100.0, 1000.0, 60_000.0):
+    largest = torch.finfo(dtype).max
+    for size in (0.0, 1e-4, 20.0, 80.0, 88.0, 100.0, 1000.0, 60_000.0, largest):
         x = torch.tensor([[size, 1.0]], dtype=dtype)
         weights = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=dtype)
         for activation in ("silu", "gelu_tanh"):
@@ -246,3 +249,62 @@ def test_without_the_extension_the_definition_serves(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("PAGEDKV_KERNELS", raising=False)
     monkeypatch.setattr(extension, "_cpu", None)
     assert linear.choose(CPU, torch.bfloat16, 1) is reference
+
+
+def test_results_may_lie_on_their_input() -> None:
+    """A thread may write a result while another has not yet read its input, so the definition answers."""
+    x, weights = numbers(3, 64, dtype=torch.float32), numbers(64, 64, dtype=torch.float32, seed=1)
+    wanted = reference.norm_linear(x, None, weights, None, EPS)
+    same = x.clone()
+    found = cpu.Body().norm_linear(same, None, weights, None, EPS, same)
+    assert found is not same
+    torch.testing.assert_close(found, wanted)
+    cpu.Body().linear_add(same, same, weights, None, None, EPS)
+    torch.testing.assert_close(same, x + wanted)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda body, x: body.linear_add(x[:1].expand(3, 8), x, torch.ones(8, 8), None, None, EPS),
+        lambda body, x: body.norm_rotate(x[:1].expand(3, 8), (2, 1), (None, None), (x[:, :1], x[:, :1]), EPS),
+        lambda body, x: body.norm_rotate(x, (2**62 + 2, 1), (None, None), (x[:, :1], x[:, :1]), EPS),
+        lambda body, x: body.norm_rotate(x, (2**62, 2**61), (None, None), (x[:, :1], x[:, :1]), EPS),
+        lambda body, x: body.linear_add(
+            x[:1].expand(2**57, 8), x[:1].expand(2**57, 8), torch.ones(8, 8), None, None, EPS
+        ),
+    ],
+)
+def test_destinations_and_sizes_that_no_memory_has_are_refused(call: Callable[[cpu.Body, Tensor], None]) -> None:
+    with pytest.raises(RuntimeError):
+        call(cpu.Body(), torch.ones(3, 8))
+
+
+def test_a_call_with_no_thread_is_not_served() -> None:
+    x = torch.ones(2, 8)
+    for threads in (0, -1, 2**32):
+        served = extension.extension().linear(
+            0, x, None, torch.ones(4, 8), None, torch.ones(2, 4), EPS, "portable", threads
+        )
+        assert served is None
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="True is immortal")
+def test_references_to_true_are_counted_while_another_thread_runs() -> None:
+    x, weights = torch.ones(1, 512), torch.ones(512, 512)
+    body, out, stop = cpu.Body(), torch.empty(1, 512), threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            [True for _ in range(100)]
+
+    other = threading.Thread(target=count)
+    before = sys.getrefcount(True)
+    other.start()
+    try:
+        for _ in range(3000):
+            body.norm_linear(x, None, weights, None, EPS, out)
+    finally:
+        stop.set()
+        other.join()
+    assert abs(sys.getrefcount(True) - before) < 50
