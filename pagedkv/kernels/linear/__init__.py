@@ -30,7 +30,7 @@ __all__ = ["Operations", "choose"]
 class Operations(Protocol):
     """The operations. A result may lie in `out`, if that is given. Formulas and shapes: reference.py.
 
-    For inference: no gradient is followed. What is written overlaps no argument.
+    For inference: no gradient is followed. `out`, `residual` and `qkv` overlap no other argument.
     """
 
     def norm_linear(
