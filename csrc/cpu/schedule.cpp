@@ -222,7 +222,7 @@ void run_linear(const Isa& isa, const Linear& l, int threads) {
     int64_t rows = l.mode >= Linear::SILU ? 2 * l.N : l.N;
     int64_t streamed = rows * l.K * bits_of(l.weight_type) / 8;
     threads = static_cast<int>(std::clamp<int64_t>(streamed / BYTES_PER_THREAD, 1, threads));
-    int64_t tail = std::max<int64_t>(3 * l.K, 2 * (l.T * MAX_LANES + MAX_LANES));
+    int64_t tail = std::max<int64_t>(3 * l.K, 3 * (l.T * MAX_LANES + MAX_LANES));
     int64_t bytes = round_up(4 * (l.T * round_up(l.K, WHOLE) + tail), 4096) + 256;
     char* memory = scratches.of(bytes * threads);
     int64_t parts = threads == 1 ? 1 : threads * PARTS_PER_THREAD, at_once = (l.N + parts - 1) / parts;

@@ -1,4 +1,4 @@
-"""The linear operations in C++ (csrc/cpu/linear.inc), their objections, and what they leave to torch.
+"""The linear operations in C++ (csrc/cpu/linear/linear.inc), their objections, and what they leave to torch.
 
 A call that the C++ code refuses (an unusual stride or dtype) is answered by the definition.
 """
