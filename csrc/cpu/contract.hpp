@@ -97,9 +97,10 @@ struct States {
 struct Linear {
     enum Mode { STORE, ADD, SILU, GELU };
     Mode mode;
-    Dtype type, norm_type, out_type;  // of x, weights and bias; of the norm's weight; of out: `type`, or float32
+    Dtype type, norm_type, out_type;  // of x and bias; of the norm's weight; of out: `type`, or float32
+    Dtype weight_type;  // `type`, or i8 or i4: integers, whose scales are float32 [N, K / 64]
     int64_t T, N, K;
-    View x, weights, out;
+    View x, weights, scales, out;
     const char *norm, *bias;  // null for none
     float eps;
 };
@@ -122,6 +123,7 @@ struct Heads {
     float eps;
 };
 
+constexpr int64_t GROUP = 64;  // columns that share a scale; as in pagedkv/kernels/linear/matrix.py
 constexpr int64_t WHOLE = 64;  // elements of x are padded with zeros to a multiple of it
 
 struct Isa {

@@ -158,6 +158,11 @@ void place_partials(const Attention& a, Partition& partition, float* memory) {
     }
 }
 
+int64_t bits_of(Dtype type) {
+    if (type == Dtype::i4) return 4;
+    return type == Dtype::f32 ? 32 : type == Dtype::i8 ? 8 : 16;
+}
+
 }  // namespace
 
 void run_attention(const Isa& isa, const Attention& a, int threads) {
@@ -214,9 +219,10 @@ void run_merge(const Isa& isa, const States& s, int threads) {
 
 void run_linear(const Isa& isa, const Linear& l, int threads) {
     thread_local Memory scratches;
-    int64_t element = l.type == Dtype::f32 ? 4 : 2, rows = l.mode >= Linear::SILU ? 2 * l.N : l.N;
-    threads = static_cast<int>(std::clamp<int64_t>(rows * l.K * element / BYTES_PER_THREAD, 1, threads));
-    int64_t tail = std::max<int64_t>(3 * l.K, 2 * (l.T * MAX_LANES + MAX_LANES));
+    int64_t rows = l.mode >= Linear::SILU ? 2 * l.N : l.N;
+    int64_t streamed = rows * l.K * bits_of(l.weight_type) / 8;
+    threads = static_cast<int>(std::clamp<int64_t>(streamed / BYTES_PER_THREAD, 1, threads));
+    int64_t tail = std::max<int64_t>(3 * l.K, 3 * (l.T * MAX_LANES + MAX_LANES));
     int64_t bytes = round_up(4 * (l.T * round_up(l.K, WHOLE) + tail), 4096) + 256;
     char* memory = scratches.of(bytes * threads);
     int64_t parts = threads == 1 ? 1 : threads * PARTS_PER_THREAD, at_once = (l.N + parts - 1) / parts;

@@ -49,6 +49,7 @@ def generate(
     prompt: options.PromptText = None,
     prompt_file: options.PromptFile = None,
     model: options.Model = None,
+    weights: options.Weights = None,
     max_tokens: options.MaxTokens = 128,
     num_samples: options.NumSamples = 1,
     chat: options.Chat = False,
@@ -73,13 +74,14 @@ def generate(
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop or ()}
     sampling |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling |= {"repetition_penalty": repetition_penalty}
-    pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels, "dtype": dtype}
+    pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
+    loading = {"dtype": dtype, "weights": weights, **pool}
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=as_json) as screen:
         from pagedkv.cli.generate import Job, run  # torch, while other processes compile
 
-        run(Job(source, model, sampling, pool, num_samples, chat, as_json), screen)
+        run(Job(source, model, sampling, loading, num_samples, chat, as_json), screen)
 
 
 @app.command()

@@ -28,12 +28,12 @@ from pagedkv.model.sampler import SamplingParams
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of one run. sampling: fields of SamplingParams. pool: options of Engine.load."""
+    """The arguments of one run. sampling: fields of SamplingParams. loading: options of Engine.load."""
 
     source: Source
     model: Path | None
     sampling: dict[str, Any]
-    pool: dict[str, Any]
+    loading: dict[str, Any]
     num_samples: int
     chat: bool
     as_json: bool
@@ -76,7 +76,7 @@ def _require_success(requests: list[Request], source: Source) -> None:
 def _submitted(job: Job, live: Live | None) -> tuple[list[Request], Engine]:
     """Load an engine and submit all prompts to it. Raises: PagedKVError for any mistake in the input"""
     params = [_params(prompt, job.sampling) for prompt in job.source.prompts]
-    engine = Engine.load(job.model, **job.pool)
+    engine = Engine.load(job.model, **job.loading)
     requests = []
     for prompt, prompt_params in zip(job.source.prompts, params, strict=True):
         with _blaming(prompt, job.source):

@@ -30,6 +30,9 @@ PromptFile = Annotated[
 Model = Annotated[
     Path | None, typer.Option(metavar="DIR", help="A Hugging Face folder; without, the bundled checkpoint.")
 ]
+Weights = Annotated[
+    str | None, typer.Option(metavar="NAME", help="int8 or int4: quantise the linear layers while loading.")
+]
 MaxTokens = Annotated[int, typer.Option(metavar="N", help="Of output, at most.")]
 NumSamples = Annotated[int, typer.Option(metavar="N", help="Outputs for each prompt; they share its frames.")]
 Chat = Annotated[

@@ -79,18 +79,26 @@ class Decoder:
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: str | None = None, device: str | torch.device = "cpu") -> Decoder:
+    def load(
+        cls,
+        folder: Path,
+        *,
+        dtype: str | None = None,
+        device: str | torch.device = "cpu",
+        weights: str | None = None,
+    ) -> Decoder:
         """Load a Hugging Face folder (config.json and safetensors).
 
         dtype: "float32", "bfloat16" or "float16"; None for the dtype of the checkpoint.
+        weights: "int8" or "int4" for linear layers of integers with scales; None for `dtype`.
         Raises: CheckpointError if the folder is missing, damaged or of an unsupported model; InvalidRequest for an
-            unknown dtype
+            unknown name, or if the matrices of the model cannot be quantised
         """
         if dtype is not None and dtype not in DTYPES:
             raise InvalidRequest(f"dtype is {dtype!r}; it must be None or one of {', '.join(DTYPES)}")
         config = ModelConfig.load(folder)
-        weights = load_weights(folder, config, dtype=DTYPES[dtype or config.dtype], device=torch.device(device))
-        return cls(config, weights)
+        computed_in, where = DTYPES[dtype or config.dtype], torch.device(device)
+        return cls(config, load_weights(folder, config, dtype=computed_in, device=where, kind=weights))
 
     def bind(self, layers: Layers, backend: str | None = None) -> BoundLayers:
         """Return the write and the attention of each layer, checked once for all steps.

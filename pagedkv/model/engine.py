@@ -114,6 +114,7 @@ class Engine(ThreadGuard):
         folder: Path | str | None = None,
         *,
         dtype: str | None = None,
+        weights: str | None = None,
         device: str = "cpu",
         block_size: int = 16,
         kv_dtype: str | None = None,
@@ -124,6 +125,7 @@ class Engine(ThreadGuard):
         """Build an engine for a Hugging Face folder, or for the bundled checkpoint if `folder` is None.
 
         dtype: the dtype to compute in; None for that of the checkpoint.
+        weights: "int8" or "int4" for linear layers of integers, a scale for each 64 columns; None for `dtype`.
         kv_dtype: the dtype of the cache; None for the dtype computed in.
         grouped: give layers with different windows page tables of their own (ModelConfig.specs), so that frames
             behind a window are given back. Useful for the families with mixed windows (Gemma 2 and 3).
@@ -132,7 +134,7 @@ class Engine(ThreadGuard):
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
         """
         path = Path(folder) if folder is not None else BUNDLED
-        decoder = Decoder.load(path, dtype=dtype, device=device)
+        decoder = Decoder.load(path, dtype=dtype, device=device, weights=weights)
         tokenizer = Tokenizer.load(path)
         name = str(decoder.dtype).removeprefix("torch.")
         config = decoder.config

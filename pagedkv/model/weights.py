@@ -10,6 +10,8 @@ converted on the way. So the peak is one copy of the weights in the dtype comput
 account for is an error, not a warning: an ignored bias or quantisation scale means wrong text.
 
 On a CPU all tensors lie in one region, on huge pages: clone a tensor before you save or keep it alone.
+With `kind`, the matrices of linear layers are quantised part by part, and no dense copy of one is kept. The embedding
+stays dense, because it is read by rows; a tied head is a matrix of its own.
 
 A checkpoint is not trusted. The decoder is built twice: first on torch's meta device, which allocates nothing, and then
 in memory. So names, shapes and dtypes of config.json and of the files' headers agree before anything is allocated.
@@ -26,8 +28,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pagedkv import regular_files
-from pagedkv.errors import CheckpointError
+from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.kernels import huge_pages
+from pagedkv.kernels.linear import matrix as matrices
 from pagedkv.model.config import shown
 from pagedkv.model.files import is_plain_name, is_present, listed, read_json
 
@@ -54,44 +57,50 @@ FLOATS: Final = ("F16", "BF16", "F32", "F64")
 class LayerWeights:
     """One decoder layer. Linear weights are [out, in], as `torch.nn.functional.linear` takes them.
 
-    A tensor that the family does not have is None.
+    A tensor that the family does not have is None. qkv, out, gate_up and down may be integers with scales.
     Shapes: qkv [(H + 2K) D, hidden], out [hidden, H D], gate_up [2 intermediate, hidden], down [hidden, intermediate],
             biases [rows], norms [hidden], q_norm and k_norm [D]
     """
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor | matrices.Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
+    out: Tensor | matrices.Matrix
     out_bias: Tensor | None
     attention_out_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
+    gate_up: Tensor | matrices.Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | matrices.Matrix
     down_bias: Tensor | None
     mlp_out_norm: Tensor | None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights of a decoder: `embedding` and `head` [V, hidden] (one tensor if tied), `norm` [hidden]."""
+    """All weights of a decoder: `embedding` and `head` [V, hidden] (one tensor if tied and dense), `norm` [hidden]."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor
+    head: Tensor | matrices.Matrix
 
 
-def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Weights:
+def load_weights(
+    folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, kind: str | None = None
+) -> Weights:
     """Load the weights of `folder` for the decoder that `config` describes.
 
+    kind: "int8" or "int4" for the matrices of the linear layers; None for `dtype`.
     Raises: CheckpointError if a file or tensor is missing, damaged, of another shape, or unknown to the config, or if
-        the weights are larger than the memory of this machine
+        the weights are larger than the memory of this machine; InvalidRequest for an unknown kind, or one whose groups
+        of columns do not fit the matrices
     """
-    source = _Source(folder, dtype)
+    if kind is not None and kind not in matrices.KINDS:
+        raise InvalidRequest(f"weights is {kind!r}; it must be None or one of {', '.join(matrices.KINDS)}")
+    source = _Source(folder, dtype, kind)
     _weights(source, config)
     source.refuse_leftovers()
     source.place(device)
@@ -109,14 +118,16 @@ def _weights(source: _Source, config: ModelConfig) -> Weights:
     )
 
 
-def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor:
-    """Read the output head, or return `embedding` if the two are tied."""
-    if config.tie_embeddings and "lm_head.weight" not in source.file_of:
-        return embedding
+def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor | matrices.Matrix:
+    """Read the output head, or return `embedding` if the two are tied and dense."""
+    is_tied = config.tie_embeddings and "lm_head.weight" not in source.file_of
     # A checkpoint may save a tied head too. A saved head that differs was trained: transformers uses it as well.
-    if config.tie_embeddings and source.device != META and source.holds("lm_head.weight", embedding):
+    if config.tie_embeddings and not is_tied and source.device != META:
+        is_tied = source.holds("lm_head.weight", embedding)
+    if is_tied and source.kind is None:
         return embedding
-    return source.matrix([("lm_head.weight", config.vocab_size)], config.hidden_size)
+    name = "embed_tokens.weight" if is_tied else "lm_head.weight"
+    return source.linear([(name, config.vocab_size)], config.hidden_size)
 
 
 def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
@@ -136,9 +147,9 @@ def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
         """Read stacked biases [rows], or return None if the family does not have them."""
         return source.matrix([(f"{name}.bias", rows) for name, rows in parts]) if present else None
 
-    def weight(parts: list[tuple[str, int]], columns: int) -> Tensor:
+    def weight(parts: list[tuple[str, int]], columns: int) -> Tensor | matrices.Matrix:
         """Read stacked linear weights [rows, columns]."""
-        return source.matrix([(f"{name}.weight", rows) for name, rows in parts], columns)
+        return source.linear([(f"{name}.weight", rows) for name, rows in parts], columns)
 
     # In a sandwich, `post_attention_layernorm` follows attention; in the other families it comes before the MLP.
     before_mlp = "pre_feedforward_layernorm" if c.sandwich_norms else "post_attention_layernorm"
@@ -172,8 +183,8 @@ class _Source:
     device: of the tensors that it makes: META, on which nothing is allocated, until `place` sets another one.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.folder, self.dtype, self.device = folder, dtype, META
+    def __init__(self, folder: Path, dtype: torch.dtype, kind: str | None) -> None:
+        self.folder, self.dtype, self.kind, self.device = folder, dtype, kind, META
         self.files: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
         for file in _files(folder):
@@ -190,7 +201,8 @@ class _Source:
         memory = _memory_bytes() if device.type == "cpu" else None
         if memory is not None and self.num_bytes > memory:
             raise CheckpointError(
-                f"the weights of {self.folder} take {self.num_bytes:,} bytes in {str(self.dtype).split('.')[1]}, and "
+                f"the weights of {self.folder} take {self.num_bytes:,} bytes in "
+                f"{self.kind or str(self.dtype).split('.')[1]}, and "
                 f"this machine has {memory:,} bytes of memory; give a smaller model or a smaller dtype"
             )
         self.device = device
@@ -207,15 +219,15 @@ class _Source:
         stored = self.files[self.file_of[name]].get_tensor(name)
         return torch.equal(stored.to(tensor.device, self.dtype), tensor)
 
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor. On a CPU it lies behind the last one, on a line of its own."""
         if self.device == META or self.region is None:
-            made = torch.empty(shape, dtype=self.dtype, device=self.device)
+            made = torch.empty(shape, dtype=dtype, device=self.device)
             self.num_bytes += _whole_lines(made.nbytes)
             return made
-        num_bytes = math.prod(shape) * self.dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize
         taken, self.region = self.region[:num_bytes], self.region[_whole_lines(num_bytes) :]
-        return taken.view(self.dtype).view(shape)
+        return taken.view(dtype).view(shape)
 
     def full_name(self, name: str) -> str:
         """Return the name under which the checkpoint stores the tensor `name`."""
@@ -228,7 +240,7 @@ class _Source:
         tail = () if columns is None else (columns,)
         names = [self._checked(name, (rows, *tail)) for name, rows in parts]
         shape = (sum(rows for _, rows in parts), *tail)
-        stacked = self._empty(shape)
+        stacked = self._empty(shape, self.dtype)
         if self.device == META:
             return stacked
         row = 0
@@ -236,6 +248,25 @@ class _Source:
             stacked[row : row + rows].copy_(self.files[self.file_of[name]].get_tensor(name))
             row += rows
         return stacked
+
+    def linear(self, parts: Sequence[tuple[str, int]], columns: int) -> Tensor | matrices.Matrix:
+        """Read the stacked weights of a linear layer [sum of rows, columns], quantised if `kind` is given."""
+        if self.kind is None:
+            return self.matrix(parts, columns)
+        names = [self._checked(name, (rows, columns)) for name, rows in parts]
+        if columns % matrices.GROUP:
+            raise InvalidRequest(
+                f"weights={self.kind!r} needs matrices of a multiple of {matrices.GROUP} columns, and {names[0]} has "
+                f"{columns}; load this model without it"
+            )
+        sizes = matrices.layout(sum(rows for _, rows in parts), columns, self.kind)
+        made = matrices.Matrix(*(self._empty(shape, dtype) for shape, dtype in sizes))
+        row = 0
+        for name, (_, rows) in zip(names, parts, strict=True):
+            if self.device != META:
+                made.store(row, self.files[self.file_of[name]].get_tensor(name).to(self.device))
+            row += rows
+        return made
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the full name of a tensor. Raises: CheckpointError if it is absent, or of a wrong shape or dtype"""

@@ -52,6 +52,7 @@ def refused(command):
         ("--num-frames=64 --memory=1GiB", "--num-frames and --memory"),
         ("--kernels=warp", "no kernel 'warp'"),
         ("--dtype=int3", "dtype is 'int3'"),
+        ("--weights=int3", "weights is 'int3'; it must be None or one of int8, int4"),
         ("--chat", "no chat template"),
         ("--model=no/such/folder", "no folder no/such/folder"),
         ("--model=\udcff", "no folder \\udcff"),

@@ -117,6 +117,7 @@ def test_options_reach_the_engine(command):
     assert ask("--stop", " red", "--stop", "lamp")["text"] == "Mira keeps a"
     assert ask("--block-size", 1)["frames_peak"] == ask()["prompt_tokens"] + len(ask()["token_ids"]) - 1
     assert ask("--kernels", "reference", "--dtype", "float32", "--memory", "64MiB")["text"] == DEMO_ANSWER
+    assert ask("--weights", "int8")["text"] == DEMO_ANSWER
     assert ask("--repetition-penalty", 1e6)["text"] != DEMO_ANSWER
     wild = ("--temperature", 100, "--seed", 3, "--max-tokens", 8)
     assert ask(*wild)["text"] != ask("--max-tokens", 8)["text"]

@@ -1,6 +1,6 @@
 // From Python objects to the operations of linear.inc.
 //
-//     linear(mode, x, norm, weights, bias, out, eps, isa, threads)
+//     linear(mode, x, norm, weights, scales, bias, out, eps, isa, threads)
 //     add_normed(residual, y, norm, eps, isa)
 //     turn_heads(qkv, q_norm, k_norm, cos, sin, num_heads, num_kv_heads, eps, isa, threads)
 //
@@ -13,7 +13,7 @@
 namespace pagedkv {
 namespace {
 
-enum { MODE, X, NORM, WEIGHTS, BIAS, OUT, EPS, ISA, THREADS, NUM_LINEAR };
+enum { MODE, X, NORM, WEIGHTS, SCALES, BIAS, OUT, EPS, ISA, THREADS, NUM_LINEAR };
 enum { RESIDUAL, ADDED, ADD_NORM, ADD_EPS, ADD_ISA, NUM_ADD };
 enum { QKV, Q_NORM, K_NORM, COS, SIN, HEADS, KV_HEADS, HEADS_EPS, HEADS_ISA, HEADS_THREADS, NUM_HEADS };
 
@@ -70,25 +70,34 @@ bool is_norm(const Tensor& t, int64_t length, const Tensor& x) {
     return !t.is_given || (is_vector(t, length) && (same_type(t, x) || t.bits == 32));
 }
 
+// Weights are a matrix of the dtype of x; or integers, int8 or two int4 in a byte, and their scales.
+bool is_weight(const Tensor& t, const Tensor& scales, int64_t rows, int64_t columns, const Tensor& x) {
+    if (!scales.is_given) return is_matrix(t, rows, columns) && same_type(t, x);
+    if (!t.is_given || t.device_type != CPU_DEVICE || t.dims != 2 || t.bits != 8 || t.code > 1) return false;
+    int64_t bytes = t.code == 0 ? columns : columns / 2;
+    return columns % GROUP == 0 && t.shape[0] == rows && t.shape[1] == bytes && has_unit_stride(t) &&
+        is_matrix(scales, rows, columns / GROUP) && scales.code == 2 && scales.bits == 32;
+}
+
 py::object linear(PyObject* const* given) {
-    Tensor x, norm, weights, bias, out;
+    Tensor x, norm, weights, scales, bias, out;
     int64_t mode, threads;
     Linear l{};
-    for (const auto& [at, to] : {std::pair{X, &x}, {NORM, &norm}, {WEIGHTS, &weights}, {BIAS, &bias}, {OUT, &out}})
+    for (const auto& [at, to] : {std::pair{X, &x}, {NORM, &norm}, {WEIGHTS, &weights}, {SCALES, &scales},
+             {BIAS, &bias}, {OUT, &out}})
         if (!read_tensor(given[at], *to, false)) return py::none();
     if (!read_integer(given[MODE], mode) || !read_threads(given[THREADS], threads)) return py::none();
     if (!read_float(given[EPS], l.eps) || mode < Linear::STORE || mode > Linear::GELU) return py::none();
     l.mode = static_cast<Linear::Mode>(mode);
     l.T = x.shape[0], l.K = x.shape[1], l.N = out.shape[1];
     int64_t rows = l.mode >= Linear::SILU ? 2 * l.N : l.N;
-    if (!is_matrix(x, l.T, l.K) || !is_matrix(weights, rows, l.K) || !is_destination(out, l.T, l.N))
-        return py::none();
-    if (l.T > MOST_NUMBERS / std::max({l.K, l.N, int64_t{1}})) return py::none();
-    if (may_overlap(out, x) || may_overlap(out, weights)) return py::none();
-    if (!same_type(x, weights) || !is_norm(norm, l.K, x) || !l.K) return py::none();
+    if (!is_matrix(x, l.T, l.K) || !is_destination(out, l.T, l.N) || !l.K) return py::none();
+    if (!is_weight(weights, scales, rows, l.K, x) || !is_norm(norm, l.K, x)) return py::none();
+    if (l.T > MOST_NUMBERS / std::max(l.K, l.N) || may_overlap(out, x) || may_overlap(out, weights)) return py::none();
     if (!same_type(x, out) && (out.bits != 32 || l.mode != Linear::STORE)) return py::none();
     if (bias.is_given && (!is_vector(bias, rows) || !same_type(bias, x))) return py::none();
     l.type = dtype_of(x), l.out_type = dtype_of(out), l.norm_type = norm.is_given ? dtype_of(norm) : l.type;
+    l.weight_type = dtype_of(weights), l.scales = view_of(scales);
     l.x = view_of(x), l.weights = view_of(weights), l.out = view_of(out), l.norm = norm.data, l.bias = bias.data;
     const Isa& isa = isa_at(given[ISA]);
     {

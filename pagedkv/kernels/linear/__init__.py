@@ -10,6 +10,8 @@ limit, and torch's matrix products are used.
     kernel name     operations
     None, "cpu"     `cpu` if it does not object, else `reference`
     any other       `reference`: these kernels only attend
+
+Weights are a tensor, or a `Matrix` of integers with scales (matrix.py), of which a step reads fewer bytes.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ from typing import TYPE_CHECKING, Protocol, cast
 from pagedkv import debug
 from pagedkv.kernels import registry
 from pagedkv.kernels.linear import cpu, reference
+from pagedkv.kernels.linear.matrix import Matrix
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Operations", "choose"]
+    from pagedkv.kernels.linear.matrix import Matrix
+
+__all__ = ["Matrix", "Operations", "choose"]
 
 
 class Operations(Protocol):
@@ -34,7 +39,13 @@ class Operations(Protocol):
     """
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor | None, weights: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = ...
+        self,
+        x: Tensor,
+        norm: Tensor | None,
+        weights: Tensor | Matrix,
+        bias: Tensor | None,
+        eps: float,
+        out: Tensor | None = ...,
     ) -> Tensor:
         """Return norm(x) W^T + bias."""
 
@@ -42,7 +53,7 @@ class Operations(Protocol):
         self,
         x: Tensor,
         norm: Tensor | None,
-        weights: Tensor,
+        weights: Tensor | Matrix,
         bias: Tensor | None,
         eps: float,
         activation: str,
@@ -51,7 +62,13 @@ class Operations(Protocol):
         """Return act(gate) * up, where gate and up are the halves of norm(x) W^T + bias."""
 
     def linear_add(
-        self, residual: Tensor, x: Tensor, weights: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weights: Tensor | Matrix,
+        bias: Tensor | None,
+        norm: Tensor | None,
+        eps: float,
     ) -> None:
         """Add norm(x W^T + bias) to `residual`."""
 
@@ -65,7 +82,7 @@ class Operations(Protocol):
     ) -> None:
         """Norm and rotate the heads of q and k."""
 
-    def logits(self, x: Tensor, norm: Tensor, head: Tensor, eps: float, out: Tensor | None = ...) -> Tensor:
+    def logits(self, x: Tensor, norm: Tensor, head: Tensor | Matrix, eps: float, out: Tensor | None = ...) -> Tensor:
         """Return norm(x) head^T as float32."""
 
 

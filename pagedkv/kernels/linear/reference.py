@@ -6,7 +6,8 @@ The quotient is rounded to the dtype of w before the product, as in training: th
 (Gemma). A norm of None changes nothing.
 
 out:    memory that an operation may use for its result. The definition makes new tensors.
-Shapes: x [T, K]; weights [N, K], row-major as safetensors has them; bias [N]; norm [K]; T tokens.
+Shapes: x [T, K]; weights [N, K], row-major as safetensors has them; bias [N]; norm [K]; T tokens. Weights may be a
+        `Matrix` of integers: its values, rounded to the dtype of x, are the weights.
 """
 
 from __future__ import annotations
@@ -16,21 +17,25 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from pagedkv.kernels.linear.matrix import Matrix
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pagedkv.kernels.linear.matrix import Matrix
+
 
 def norm_linear(
-    x: Tensor, norm: Tensor | None, weights: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None
+    x: Tensor, norm: Tensor | None, weights: Tensor | Matrix, bias: Tensor | None, eps: float, out: Tensor | None = None
 ) -> Tensor:
     """Return norm(x) W^T + bias: [T, N]."""
-    return F.linear(normed(x, norm, eps), weights, bias)
+    return F.linear(normed(x, norm, eps), dense(weights, x.dtype), bias)
 
 
 def norm_gate_up(
     x: Tensor,
     norm: Tensor | None,
-    weights: Tensor,
+    weights: Tensor | Matrix,
     bias: Tensor | None,
     eps: float,
     activation: str,
@@ -41,15 +46,15 @@ def norm_gate_up(
     activation: "silu", or "gelu_tanh".
     Shapes: returns [T, I]
     """
-    gate, up = F.linear(normed(x, norm, eps), weights, bias).chunk(2, dim=-1)
+    gate, up = F.linear(normed(x, norm, eps), dense(weights, x.dtype), bias).chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def linear_add(
-    residual: Tensor, x: Tensor, weights: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float
+    residual: Tensor, x: Tensor, weights: Tensor | Matrix, bias: Tensor | None, norm: Tensor | None, eps: float
 ) -> None:
     """Add norm(x W^T + bias) to `residual` [T, N]."""
-    residual += normed(F.linear(x, weights, bias), norm, eps)
+    residual += normed(F.linear(x, dense(weights, x.dtype), bias), norm, eps)
 
 
 def norm_rotate(
@@ -74,9 +79,9 @@ def norm_rotate(
         part.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
 
-def logits(x: Tensor, norm: Tensor, head: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def logits(x: Tensor, norm: Tensor, head: Tensor | Matrix, eps: float, out: Tensor | None = None) -> Tensor:
     """Return norm(x) head^T, rounded to the dtype of x, as float32 [T, V]."""
-    return F.linear(normed(x, norm, eps), head).float()
+    return F.linear(normed(x, norm, eps), dense(head, x.dtype)).float()
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -86,3 +91,8 @@ def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = x.float()
     unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (unit.to(weight.dtype) * weight).to(x.dtype)
+
+
+def dense(weights: Tensor | Matrix, dtype: torch.dtype) -> Tensor:
+    """Return weights as a tensor: those of a `Matrix` in `dtype`, others as they are."""
+    return weights.dense(dtype) if isinstance(weights, Matrix) else weights

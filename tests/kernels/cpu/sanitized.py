@@ -107,8 +107,8 @@ def merge(dtype: torch.dtype, dim: int) -> None:
 
 def decode_operations(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     """Call every linear operation; each tensor is one allocation."""
+    from pagedkv.kernels.linear import Matrix, reference
     from pagedkv.kernels.linear import cpu as operations
-    from pagedkv.kernels.linear import reference
 
     tokens, k, n = sizes
     body = operations.Body()
@@ -121,6 +121,9 @@ def decode_operations(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     for out_norm in (None, torch.ones(n)):
         body.linear_add(residual, x, weights[:n].clone(), bias[:n].clone(), out_norm, eps)
     body.logits(x, norm, weights, eps)
+    for kind in ("int8", "int4"):
+        grouped = Matrix.quantised(torch.randn(n, 192), kind)
+        body.logits(torch.randn(tokens, 192).to(dtype), torch.randn(192).to(dtype), grouped, eps)
     angles = (torch.ones(tokens, k).to(dtype), torch.zeros(tokens, k).to(dtype))
     body.norm_rotate(torch.randn(tokens, 8 * k).to(dtype), (2, 1), (torch.ones(2 * k), None), angles, eps)
 

@@ -208,7 +208,8 @@ def test_any_size(tokens: int, k: int, n: int, dtype: torch.dtype, threads: str)
         ours = cpu.Body().norm_linear(x, norm, weights, None, EPS)
     exact = reference.norm_linear(*wide((x, norm, weights)), None, EPS)
     limit = 3e-6 if dtype == torch.float32 else 3e-2 if dtype == torch.bfloat16 else 4e-3
-    assert (ours.double() - exact).abs().max() <= limit * exact.abs().max() + 1e-6
+    # One result of n = 1 may be small by cancellation; its terms are not.
+    assert (ours.double() - exact).abs().max() <= limit * max(1.0, float(exact.abs().max()))
 
 
 def test_calls_that_cpp_refuses_are_answered_by_the_definition() -> None:
@@ -281,12 +282,10 @@ def test_destinations_and_sizes_that_no_memory_has_are_refused(call: Callable[[c
 
 
 def test_a_call_with_no_thread_is_not_served() -> None:
-    x = torch.ones(2, 8)
+    tensors = (torch.ones(2, 8), None, torch.ones(4, 8), None, None, torch.ones(2, 4))
+    assert extension.extension().linear(0, *tensors, EPS, "portable", 1)
     for threads in (0, -1, 2**32):
-        served = extension.extension().linear(
-            0, x, None, torch.ones(4, 8), None, torch.ones(2, 4), EPS, "portable", threads
-        )
-        assert served is None
+        assert extension.extension().linear(0, *tensors, EPS, "portable", threads) is None
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="True is immortal")

@@ -1,0 +1,156 @@
+"""Weights of integers: their values, and the C++ operations against the definition on every instruction set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagedkv.kernels import cpu as extension
+from pagedkv.kernels.linear import Matrix, cpu, reference
+from tests.kernels.linear.test_linear import DTYPES, EPS, added, among_poison, body, compare, isa, numbers, wide
+
+__all__ = ["body", "isa"]  # fixtures
+
+KINDS = ("int8", "int4")
+LARGEST = {"int8": 127, "int4": 7}
+SIZES = ((1, 1024, 512), (3, 64, 37), (8, 192, 96), (5, 320, 6), (17, 256, 130), (2, 64, 1), (7, 128, 22))
+"""(tokens, columns of x, rows of W): one group and several, an even number of them and an odd one."""
+
+needs_extension = pytest.mark.skipif(bool(extension.missing()), reason="the C++ extension is not built")
+
+
+def matrix(n: int, k: int, kind: str, seed: int = 1) -> Matrix:
+    return Matrix.quantised(numbers(n, k, dtype=torch.float32, seed=seed, scale=k**-0.5), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_is_at_most_half_a_step_from_the_weight(kind: str) -> None:
+    weights = numbers(70, 320, dtype=torch.float32)
+    made = Matrix.quantised(weights, kind)
+    groups, values = weights.view(70, 5, 64), made.dense(torch.float32).view(70, 5, 64)
+    steps = groups.abs().amax(-1, keepdim=True) / LARGEST[kind]
+    assert ((values - groups).abs() <= 0.5001 * steps).all()
+    torch.testing.assert_close(made.scales, steps[..., 0])
+    assert (len(made), made.num_columns) == (70, 320)
+    assert made.nbytes == 70 * (320 if kind == "int8" else 160) + 70 * 5 * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_integers_times_scales_survive(kind: str) -> None:
+    integers = torch.randint(-LARGEST[kind], LARGEST[kind] + 1, (9, 3, 64))
+    integers[..., 0] = LARGEST[kind]
+    weights = (integers * torch.tensor([0.5, 2.0, 0.0])[:, None]).flatten(1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert torch.equal(Matrix.quantised(weights, kind).dense(dtype), weights.to(dtype))
+
+
+def test_rows_are_stored_in_parts() -> None:
+    weights = numbers(20_000, 64, dtype=torch.bfloat16)  # more than a piece
+    whole = Matrix.quantised(weights, "int8")
+    parts = Matrix(torch.empty_like(whole.stored), torch.empty_like(whole.scales))
+    for first, end in ((7000, 20_000), (0, 7000)):
+        parts.store(first, weights[first:end])
+    assert torch.equal(parts.stored, whole.stored)
+    assert torch.equal(parts.scales, whole.scales)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_that_is_no_number_becomes_nan(kind: str, bad: float) -> None:
+    weights = numbers(2, 128, dtype=torch.float32)
+    weights[1, 70] = bad
+    values = Matrix.quantised(weights, kind).dense(torch.float32)
+    assert values[1, 64:].isnan().all()
+    assert values[0].isfinite().all()
+    assert values[1, :64].isfinite().all()
+
+
+@needs_extension
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operations_are_those_of_the_definition(body: cpu.Body, dtype: torch.dtype, kind: str) -> None:
+    for tokens, k, n in SIZES:
+        x, weights, bias = numbers(tokens, k, dtype=dtype), matrix(n, k, kind), numbers(n, dtype=dtype, seed=2)
+        norm, out_norm = (1.0 + numbers(size, dtype=dtype, seed=3, scale=0.1) for size in (k, n))
+        compare(body.norm_linear, reference.norm_linear, x, norm, weights, bias, EPS, dtype=dtype)
+        compare(body.logits, reference.logits, x, norm, weights, EPS, dtype=dtype)
+        residual = numbers(tokens, n, dtype=dtype, seed=4)
+        for last in (None, out_norm):
+            compare(added(body), added(reference), residual, x, weights, None, last, EPS, dtype=dtype)
+        if n % 2 == 0:
+            args = (3 * x, norm, weights, bias, EPS, "silu")
+            compare(body.norm_gate_up, reference.norm_gate_up, *args, dtype=dtype)
+
+
+@needs_extension
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_integer_in_every_column_is_multiplied(body: cpu.Body, dtype: torch.dtype, kind: str) -> None:
+    """For an x that is 1 in one column, y is that column of W."""
+    largest = LARGEST[kind]
+    integers = (torch.arange(2 * largest + 1)[:, None] + torch.arange(128)) % (2 * largest + 1) - largest
+    weights = Matrix.quantised(integers.float(), kind)
+    weights.scales.fill_(1.0)
+    stored = integers.to(torch.int8)
+    weights.stored.copy_(stored if kind == "int8" else (stored[:, ::2] + 8) | (stored[:, 1::2] + 8) << 4)
+    for first in range(0, 128, 32):
+        x = torch.eye(128, dtype=dtype)[first : first + 32]
+        assert torch.equal(
+            body.norm_linear(x, None, weights, None, EPS).float(), integers.float().T[first : first + 32]
+        )
+
+
+@needs_extension
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_thread(
+    isa: str, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, k, n = 11, 1024, 4 * 300
+    x, weights, norm = numbers(tokens, k, dtype=dtype), matrix(n, k, kind), numbers(k, dtype=dtype, seed=2)
+    monkeypatch.setenv("PAGEDKV_NUM_THREADS", "1")
+    alone = [cpu.Body().norm_gate_up(x[t : t + 1], norm, weights, None, EPS, "silu") for t in range(tokens)]
+    for threads in ("1", "2", "3"):
+        monkeypatch.setenv("PAGEDKV_NUM_THREADS", threads)
+        for count in (2, 3, 4, 7, 11):
+            together = cpu.Body().norm_gate_up(x[:count], norm, weights, None, EPS, "silu")
+            assert torch.equal(together, torch.cat(alone[:count]))
+
+
+@needs_extension
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_beside_the_tensors_is_read_or_written(body: cpu.Body, dtype: torch.dtype, kind: str) -> None:
+    """Integers have no NaN: beside them lie other integers in one run and different ones in the next."""
+    for tokens, k, n in SIZES:
+        x, weights, norm = numbers(tokens, k, dtype=dtype), matrix(n, k, kind), numbers(k, dtype=dtype, seed=3)
+        wanted = body.norm_linear(x, norm, weights, None, EPS)
+        for filler in (0x5A, 0xE1):
+            columns = weights.stored.shape[1]
+            around = torch.full((n + 2, columns + 5), filler, dtype=torch.uint8).view(weights.stored.dtype)
+            around[1:-1, 2 : 2 + columns] = weights.stored
+            among = Matrix(around[1:-1, 2 : 2 + columns], among_poison(weights.scales))
+            out = among_poison(torch.zeros(tokens, n, dtype=dtype))
+            assert torch.equal(body.norm_linear(among_poison(x), norm, among, None, EPS, out), wanted)
+
+
+@needs_extension
+def test_calls_that_cpp_refuses_are_answered_by_the_definition() -> None:
+    x, weights = numbers(3, 128, dtype=torch.float32), matrix(10, 128, "int8")
+    wanted = reference.norm_linear(x, None, weights, None, EPS)
+    columns = Matrix(weights.stored.T.contiguous().T, weights.scales)  # rows are no runs
+    halved = Matrix(weights.stored, weights.scales.double())
+    for other in (columns, halved):
+        torch.testing.assert_close(cpu.Body().norm_linear(x, None, other, None, EPS), wanted)
+    with pytest.raises(RuntimeError, match=r"size|shape"):
+        cpu.Body().norm_linear(x[:, :64], None, weights, None, EPS)
+
+
+def test_the_definition_rounds_the_values_to_the_dtype_of_x() -> None:
+    x, weights = numbers(3, 128, dtype=torch.bfloat16), matrix(10, 128, "int4")
+    given: Any = (x, None, weights.dense(torch.bfloat16), None, EPS)
+    assert torch.equal(reference.norm_linear(x, None, weights, None, EPS), reference.norm_linear(*given))
+    exact = reference.norm_linear(*wide((x, None, weights)), None, EPS)
+    assert exact.dtype == torch.float64
