@@ -13,7 +13,7 @@ infinity becomes NaN.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class Matrix:
         return result
 
 
-Weights = Tensor | Matrix
+Weights: TypeAlias = "Tensor | Matrix"
 """The weights of a linear operation [N, K]: floats, or integers with scales."""
 
 
