@@ -101,10 +101,11 @@ def report_errors(name: str, decoders: dict[str | None, Decoder], ids: list[int]
 def logits_of(decoder: Decoder, ids: list[int]) -> Tensor:
     """Return the logits after each token of a prompt."""
     cache = PagedKVCache(decoder.config.spec(block_size=16, dtype="bfloat16"), num_frames=len(ids) // 16 + 2)
-    with cache.open(ids) as space:
-        batch = cache.plan([space], [len(ids)])
-        logits = decoder.forward(torch.tensor(ids), batch, cache)
-        cache.commit(batch, ids)
+    space = cache.open(ids)
+    batch = cache.plan([space], [len(ids)])
+    logits = decoder.forward(torch.tensor(ids), batch, cache)
+    cache.commit(batch, ids)
+    space.release()
     return logits
 
 

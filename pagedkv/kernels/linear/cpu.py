@@ -18,8 +18,6 @@ from pagedkv.kernels.threads import num_threads
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.linear.matrix import Matrix
-
 MOST_TOKENS: Final = 32
 """Beyond it torch's matrix products are faster: arithmetic is the limit, no longer memory."""
 

@@ -22,8 +22,6 @@ from pagedkv.kernels.linear.matrix import Matrix
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.linear.matrix import Matrix
-
 
 def norm_linear(
     x: Tensor, norm: Tensor | None, weights: Tensor | Matrix, bias: Tensor | None, eps: float, out: Tensor | None = None
