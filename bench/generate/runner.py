@@ -139,11 +139,9 @@ def matrices(engine: Engine) -> list[torch.Tensor]:
 def read_speed(tensors: Sequence[torch.Tensor]) -> float:
     """Return the bytes per second of a bare read of tensors; the median of three."""
     base = min(tensor.data_ptr() for tensor in tensors)
-    starts = [np.arange(t.data_ptr(), t.data_ptr() + t.nbytes - PIECE + 1, PIECE) - base for t in tensors]
+    piece = min(PIECE, min(tensor.nbytes for tensor in tensors) // 64 * 64)
+    starts = [np.arange(t.data_ptr(), t.data_ptr() + t.nbytes - piece + 1, piece) - base for t in tensors]
     runs = np.concatenate(starts).astype(np.int64)
-    piece = PIECE if len(runs) else min(tensor.nbytes for tensor in tensors) // 64 * 64
-    if not len(runs):  # a model for tests
-        runs = np.array([tensor.data_ptr() - base for tensor in tensors], np.int64)
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
@@ -156,12 +154,13 @@ def decode(engine: Engine, batch: int, context: int) -> float:
     """Return the seconds of a step; the median of STEPS steps."""
     requests = models.filled(engine, batch, context)
     engine.step()
-    seconds = [_step(engine) for _ in range(STEPS)]
+    seconds = [timed_step(engine) for _ in range(STEPS)]
     models.emptied(engine, requests)
     return statistics.median(seconds)
 
 
-def _step(engine: Engine) -> float:
+def timed_step(engine: Engine) -> float:
+    """Return the seconds of one step."""
     began = time.perf_counter()
     engine.step()
     return time.perf_counter() - began
@@ -208,7 +207,7 @@ def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: i
         request = engine.submit(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
         seconds = 0.0
         while not request.completions[0].finish_reason:
-            seconds += _step(engine)
+            seconds += timed_step(engine)
         engine.cache.forget()
         return seconds
 
@@ -234,7 +233,7 @@ def _report_overhead(report: Report, engine: Engine, turns: int) -> None:
             decoder, engine.decoder = engine.decoder, models.Skipped(engine.decoder)  # type: ignore[assignment]
             try:
                 engine.step()
-                seconds.append(statistics.median(_step(engine) for _ in range(STEPS)))
+                seconds.append(statistics.median(timed_step(engine) for _ in range(STEPS)))
             finally:
                 engine.decoder = decoder
             models.emptied(engine, requests)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from pagedkv.bench.generate import model as models
+from pagedkv.bench.generate.runner import STEPS, timed_step
 from pagedkv.cache import PagedKVCache
 from pagedkv.model import records
 from pagedkv.model.decoder import Decoder
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 KINDS: Final = (None, "int8", "int4")
 SHAPES: Final = ((1, 128), (8, 128))
 TURNS: Final = 5
-STEPS: Final = 8
 PROMPT: Final = 256
 """Tokens of the prompt whose logits are compared."""
 
@@ -78,12 +77,7 @@ def decode(
     for _ in range(TURNS + 1):
         for kind, seconds in times.items():
             engine.decoder = decoders[kind]
-            each = []
-            for _ in range(STEPS):
-                began = time.perf_counter()
-                engine.step()
-                each.append(time.perf_counter() - began)
-            seconds.append(statistics.median(each))
+            seconds.append(statistics.median(timed_step(engine) for _ in range(STEPS)))
     models.emptied(engine, requests)
     return {kind: seconds[1:] for kind, seconds in times.items()}
 

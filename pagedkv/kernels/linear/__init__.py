@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from pagedkv.kernels.linear.matrix import Matrix
-
 __all__ = ["Matrix", "Operations", "choose"]
 
 
