@@ -104,7 +104,7 @@ def test_forty_prompts_through_a_pool_that_holds_three() -> None:
 
 def test_less_than_four_percent_of_the_slots_are_wasted_on_a_mixed_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of 60 to 1,900 tokens arrive and finish, at block size 16; a third of them have four samples."""
-    monkeypatch.setattr("pagedkv.model.engine.MEASURED", 1)  # every step counts
+    monkeypatch.setattr("pagedkv.model.loop.meter.MEASURED", 1)  # every step counts
     engine = Engine.load(dtype="float32", num_frames=1500, limits=Limits(max_batch_tokens=512))
     for seed in range(24):
         page = document(60 + 80 * seed, seed=seed)

@@ -2,9 +2,10 @@
 
     chunks, batch = scheduler.next_step()       choose the sequences and their tokens; map frames for all of them
     logits        = decoder.forward(..)         write and read KV through the batch
-    tokens        = sample(logits, ..)
+    tokens        = draw(.., logits)
     cache.commit(batch, ..)                     the computed KV becomes valid, and its full pages findable
-    deliver(tokens)                             send text to the listeners; release finished sequences; fork samples
+    deliver(tokens)                             fork samples; give each sequence its token; release what has ended
+    delivery.report(requests)                   send text to the listeners
 
 The engine knows requests and tokens; the scheduler and the cache know pages and frames.
 
@@ -26,22 +27,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import starmap
-from operator import call
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from pagedkv.cache import PagedKVCache
-from pagedkv.core.arguments import real, tenant_name, token_row, whole
+from pagedkv.core.arguments import real, tenant_name, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.core.warm import warm_up_step
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
 from pagedkv.model.decoder import Decoder
+from pagedkv.model.loop.checks import Prompt, check_geometry, check_request, prompt_ids
+from pagedkv.model.loop.delivery import Delivery
+from pagedkv.model.loop.draws import draw
+from pagedkv.model.loop.meter import Meter
 from pagedkv.model.request import Completion, OnText, Request, StopStrings
-from pagedkv.model.sampler import BadLogits, SamplingParams, SamplingRow, sample
+from pagedkv.model.sampler import SamplingParams
 from pagedkv.model.scheduler import Chunk, Limits, Scheduler, SequenceState
 from pagedkv.model.tokenizer import Tokenizer
 
@@ -57,33 +59,6 @@ DEFAULT_TOKENS: Final = 32768
 DEFAULT_MEMORY: Final = "4GiB"
 """The size of a pool for which the caller gives no size: DEFAULT_TOKENS tokens, but at most DEFAULT_MEMORY."""
 
-MEASURED: Final = 8
-"""Of so many steps one is measured for `Meter`: the figures take as long as all else that a small step does."""
-
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
-
-
-@dataclass
-class Meter:
-    """Totals so far. One step in MEASURED adds, at its end, the slots then mapped and those that hold no token."""
-
-    steps: int = 0
-    slots_mapped: int = 0
-    slots_wasted: int = 0
-
-    @property
-    def waste(self) -> float:
-        """Share of the mapped slots that held no token, over the measured steps: 0.0 to 1.0."""
-        return self.slots_wasted / self.slots_mapped if self.slots_mapped else 0.0
-
-
-def _rows_of(logits: Tensor, numbers: list[int]) -> Tensor:
-    """Return rows of the logits; the logits themselves if that is all of them, in order."""
-    if numbers == list(range(len(logits))):
-        return logits
-    return logits[torch.tensor(numbers, device=logits.device)]
-
 
 class Engine(ThreadGuard):
     """Continuous batching over one model and one paged cache.
@@ -96,16 +71,17 @@ class Engine(ThreadGuard):
     def __init__(
         self, decoder: Decoder, tokenizer: Tokenizer, cache: PagedKVCache, *, limits: Limits | None = None
     ) -> None:
+        check_geometry(decoder, cache)
         self.decoder: Decoder = decoder
         self.tokenizer: Tokenizer = tokenizer
         self.cache: PagedKVCache = cache
         self.scheduler: Scheduler = Scheduler(cache, limits or Limits())
+        self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings)
         self.meter: Meter = Meter()
         self._inbox: deque[Request] = deque()
         self._requests: dict[Request, None] = {}  # those taken from the inbox and not yet reported, in order
         self._is_whole, self._was_interrupted = True, False
         self._begin_guard(strict=False)
-        self._check_geometry()
         self._layers = decoder.bind(cache)
 
     @classmethod
@@ -171,9 +147,9 @@ class Engine(ThreadGuard):
             tokens than the pool or the model can hold; QueueFull if Limits.max_waiting requests wait already
         """
         params = SamplingParams() if params is None else params
-        ids = self._prompt_ids(prompt)
+        ids = prompt_ids(prompt, self.tokenizer)
         num_samples = whole(num_samples, "num_samples", 1, self.scheduler.limits.max_sequences + 1)
-        self._check_request(ids, params)
+        check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
         if on_text is not None and not callable(on_text):
             raise InvalidRequest(f"on_text is {on_text!r}; give a function of (completion, text), or None")
         now = time.perf_counter()
@@ -266,8 +242,9 @@ class Engine(ThreadGuard):
         chunks, batch = self.scheduler.next_step()
         if batch is not None:
             self._compute(chunks, batch)
-        finished = self._report()
-        self._measure()
+        finished = self.delivery.report(self._requests)
+        self._remove_ended()  # a listener may have cancelled
+        self.meter.measure(self.cache)
         self._is_whole = True
         return finished
 
@@ -276,7 +253,7 @@ class Engine(ThreadGuard):
         try:
             token_ids = [token for chunk in chunks for token in chunk.token_ids]
             families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
-            tokens = self._sample(families, self._forward(token_ids, chunks, batch))
+            tokens = draw(families, self._forward(token_ids, chunks, batch))
             if -1 in tokens:  # no prompt may find the KV of a request without usable logits
                 kept = [chunk for chunk in chunks if not chunk.sequence.completion.error]
                 counts = [0 if chunk.sequence.completion.error else chunk.num_tokens for chunk in chunks]
@@ -342,35 +319,6 @@ class Engine(ThreadGuard):
         """Return the sequences that draw from the logits of `parent`: `parent`, then its samples, not yet forked."""
         return [parent, *(self._new_sequence(c) for c in parent.receivers if c is not parent.completion)]
 
-    def _sample(self, families: list[list[SequenceState]], logits: Tensor) -> list[int]:
-        """Draw the next token of each member of each family, in this order. Row n of the logits is that of family n.
-
-        A member whose logits are no numbers ends, and gets -1.
-        """
-        members = [(member, n) for n, family in enumerate(families) for member in family]
-        tokens = [-1] * len(members)
-        drawing = list(range(len(members)))
-        while drawing:
-            rows = [self._sampling_row(members[i][0]) for i in drawing]
-            try:
-                drawn = sample(_rows_of(logits, [members[i][1] for i in drawing]), rows)
-            except BadLogits as error:
-                for row in error.rows:
-                    members[drawing[row]][0].completion.end("error", str(error))
-                drawing = [i for row, i in enumerate(drawing) if row not in error.rows]
-                continue
-            for i, token in zip(drawing, drawn.tolist(), strict=True):
-                members[i][0].num_drawn += 1
-                tokens[i] = token
-            break
-        return tokens
-
-    def _sampling_row(self, member: SequenceState) -> SamplingRow:
-        # An interrupted step lost a token that was already drawn: draw the same one again, as the seed demands.
-        if member.num_drawn != len(member.completion.token_ids):
-            member.rewind()
-        return SamplingRow(member.completion.request.params, member.generator, member.tokens)
-
     def _deliver(self, families: list[list[SequenceState]], tokens: list[int]) -> None:
         """Append its token to each sequence.
 
@@ -383,76 +331,10 @@ class Engine(ThreadGuard):
                 token = next(next_tokens)
                 if not child.completion.finish_reason:
                     self.scheduler.fork(parent, child)
-                    self._take(child, token)
+                    self.delivery.take(child, token)
             if not parent.completion.finish_reason:
-                self._take(parent, parent_token)
+                self.delivery.take(parent, parent_token)
         self._remove_ended()
-
-    def _take(self, sequence: SequenceState, token: int) -> None:
-        """Give one token to a completion, and show its text. A finished sequence leaves the scheduler later."""
-        completion = sequence.completion
-        completion.token_ids.append(token)  # from here on the completion has it, whatever is interrupted
-        text, reason = self._read(sequence, token)
-        completion.text += text
-        completion.last_token_at = time.perf_counter()
-        if len(completion.token_ids) == 1:
-            completion.first_token_at = completion.last_token_at
-        if reason:
-            completion.end(reason)
-
-    def _read(self, sequence: SequenceState, token: int) -> tuple[str, str]:
-        """Append a token to a sequence; return the text that may be shown, and the reason if the text ends with it."""
-        params = sequence.completion.request.params
-        sequence.tokens.append(token)
-        length = len(sequence.tokens) - len(sequence.completion.request.prompt_ids)
-        ended = token in params.stop_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
-        text, stopped = ("", False) if ended else sequence.stops.push(sequence.stream.push(token))
-        reason = "stop" if ended or stopped else ""
-        if length >= params.max_tokens or len(sequence.tokens) >= self.decoder.config.max_position_embeddings:
-            reason = reason or "length"
-        if reason and not stopped:
-            rest, stopped = sequence.stops.push(sequence.stream.finish())
-            text += rest if stopped else rest + sequence.stops.finish()
-        return text, reason
-
-    def _report(self) -> list[Completion]:
-        """Call the listeners of all requests that have new text or ended, and forget those that are finished.
-
-        A cancelled completion counts as reported. Returns: the completions that finished
-        """
-        finished: list[Completion] = []
-        for request in list(self._requests):
-            for completion in request.completions:
-                text, is_end = completion.text[completion.num_sent :], bool(completion.finish_reason)
-                if completion.is_reported or not (text or is_end):
-                    continue
-                if request.on_text:
-                    self._tell(request.on_text, completion, text, is_end=is_end)
-                completion.num_sent, completion.is_reported = len(completion.text), bool(completion.finish_reason)
-                if completion.is_reported and completion.finish_reason != "cancelled":
-                    finished.append(completion)
-            if all(completion.is_reported for completion in request.completions):
-                del self._requests[request]
-        self._remove_ended()  # a listener may have cancelled
-        return finished
-
-    def _tell(self, on_text: OnText, completion: Completion, text: str, *, is_end: bool) -> None:
-        """Call a listener, and note what it got, so that an interrupt repeats no piece. If it raises, its request ends.
-
-        The notes and the call are made by one call of C functions: only an interrupt inside of the listener loses a
-        piece, which the listener may have taken.
-        """
-        sent = completion.num_sent + len(text)
-        calls = (setattr, completion, "num_sent", sent), (on_text, completion, text)
-        try:
-            deque(starmap(call, (*calls, (setattr, completion, "is_reported", is_end))), maxlen=0)
-        except Exception as error:
-            try:
-                reason = f"the listener raised {type(error).__name__}: {error}"
-            except Exception:  # the error has no words
-                reason = f"the listener raised {type(error).__name__}"
-            for one in completion.request.completions:
-                one.end("error", reason)
 
     def _restart(self) -> None:
         """Begin anew from the requests and the tokens they have, after a step that did not end."""
@@ -463,7 +345,7 @@ class Engine(ThreadGuard):
             for completion in request.completions:
                 sequence, text = self._new_sequence(completion), ""
                 for token in completion.token_ids:
-                    more, reason = self._read(sequence, token)
+                    more, reason = self.delivery.read(sequence, token)
                     text += more
                     if reason:
                         completion.end(reason)
@@ -484,69 +366,3 @@ class Engine(ThreadGuard):
         return SequenceState(
             completion, list(request.prompt_ids), generator, self.tokenizer.stream(), StopStrings(params.stop)
         )
-
-    def _check_geometry(self) -> None:
-        """Raise InvalidRequest if the cache was not made for the keys and values of this decoder."""
-        decoder, cache = self.decoder, self.cache
-        dtype = str(decoder.dtype).removeprefix("torch.")
-        wanted = decoder.config.spec(block_size=cache.spec.block_size, dtype=dtype)
-        facts = [("num_layers", wanted.num_layers, len(cache)), ("device", decoder.device.type, cache.device.type)]
-        for spec in cache.specs:
-            facts += [
-                ("num_kv_heads", wanted.num_kv_heads, spec.num_kv_heads),
-                ("head_dim", wanted.head_dim, spec.head_dim),
-                ("head_dim_v", wanted.value_dim, spec.value_dim),
-                ("dtype", wanted.dtype, spec.dtype),
-            ]
-        for layer, needed in enumerate(decoder.config.windows) if len(cache) == wanted.num_layers else ():
-            kept = cache.specs[cache.layer_groups[layer]].window
-            suffices = kept is None or (needed is not None and needed <= kept)
-            facts.append((f"window of layer {layer}", needed, needed if suffices else kept))
-        for name, need, have in facts:
-            if need != have:
-                raise InvalidRequest(
-                    f"the cache was made for {name} {have}, the decoder has {need}; build the cache from "
-                    "decoder.config.spec() or decoder.config.specs()"
-                )
-
-    def _measure(self) -> None:
-        if self.meter.steps % MEASURED == 0:
-            now = self.cache.stats()
-            self.meter.slots_mapped += now.slots_mapped
-            self.meter.slots_wasted += now.slots_wasted
-        self.meter.steps += 1
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt, which may be text."""
-        if isinstance(prompt, str):
-            ids: list[int] = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, bytes | bytearray) or (isinstance(prompt, Sequence) and bool in map(type, prompt)):
-            raise InvalidRequest(f"the prompt is {type(prompt).__name__}; give text (str), or a list of token ids")
-        else:
-            ids = token_row(prompt).tolist()
-        if not ids:
-            raise InvalidRequest("the prompt is empty; give at least one token")
-        return ids
-
-    def _check_request(self, ids: list[int], params: SamplingParams) -> None:
-        config, spec, frames = self.decoder.config, self.cache.spec, self.cache.num_frames
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"params is {params!r}; give SamplingParams, or None for greedy decoding")
-        strange = [token for token in ids if not 0 <= token < config.vocab_size]
-        if strange:
-            raise InvalidRequest(
-                f"token id {strange[0]} is outside the vocabulary of {config.vocab_size} tokens; "
-                "encode the prompt with the tokenizer of this model"
-            )
-        if len(ids) >= config.max_position_embeddings:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens, the model ends at {config.max_position_embeddings} "
-                "(one is left for the output); shorten the prompt"
-            )
-        # The KV of the last token is never computed.
-        longest = min(len(ids) + params.max_tokens, config.max_position_embeddings) - 1
-        if (needed := self.cache.frames_for(longest, self.scheduler.limits.max_batch_tokens)) > frames:
-            raise InvalidRequest(
-                f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {needed} frames of "
-                f"{spec.block_size} tokens, the pool has {frames}; raise num_frames or memory, or lower max_tokens"
-            )

@@ -67,7 +67,7 @@ def assert_equal(got: list[Any], want: list[Any], engine: Engine) -> None:
 # -- interrupts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["_measure", "_report", "_take", "_read", "_restart", "fork", "push", "forward"])
+@pytest.mark.parametrize("place", ["measure", "report", "take", "read", "_restart", "fork", "push", "forward"])
 @pytest.mark.parametrize("num_frames", [400, 13])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_step_interrupted_anywhere_loses_no_tokens(
@@ -80,7 +80,15 @@ def test_a_step_interrupted_anywhere_loses_no_tokens(
 ) -> None:
     """Some calls of `place` raise before they do anything (`push` and `forward`: after they have done their work)."""
     engine = build(checkpoint("llama"), num_frames=num_frames)
-    owner = {"fork": engine.scheduler, "push": TextStream, "forward": engine.decoder}.get(place, engine)
+    owners: dict[str, Any] = {
+        "measure": engine.meter,
+        **dict.fromkeys(("report", "take", "read"), engine.delivery),
+        "_restart": engine,
+        "fork": engine.scheduler,
+        "push": TextStream,
+        "forward": engine.decoder,
+    }
+    owner = owners[place]
     real, dice, interrupts = getattr(owner, place), random.Random(1), 0
 
     def interrupted(*args: Any, **options: Any) -> Any:
@@ -94,7 +102,7 @@ def test_a_step_interrupted_anywhere_loses_no_tokens(
 
     monkeypatch.setattr(owner, place, interrupted)
     if place == "_restart":
-        monkeypatch.setattr(engine, "_measure", after(engine._measure, dice, error))
+        monkeypatch.setattr(engine.meter, "measure", after(engine.meter.measure, dice, error))
     got = submitted(engine)
     while engine.has_work:
         with contextlib.suppress(error):
@@ -339,7 +347,7 @@ def test_a_listener_hears_each_piece_once_although_steps_are_interrupted(
     engine, dice = build(checkpoint("llama"), num_frames=60), random.Random(2)
     heard: dict[int, list[str]] = {}
     got = submitted(engine, on_text=lambda completion, text: heard.setdefault(id(completion), []).append(text))
-    monkeypatch.setattr(engine, "_measure", after(engine._measure, dice))
+    monkeypatch.setattr(engine.meter, "measure", after(engine.meter.measure, dice))
     monkeypatch.setattr(engine, "_deliver", after(engine._deliver, dice))
     while engine.has_work:
         with contextlib.suppress(KeyboardInterrupt):

@@ -1,0 +1,87 @@
+"""Checks: a request when it is submitted, and a cache when an engine is built over it. Knows no sequence and no step.
+
+A request that passes can be computed: the pool holds it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pagedkv.core.arguments import token_row
+from pagedkv.errors import InvalidRequest
+from pagedkv.model.sampler import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedkv.cache import PagedKVCache
+    from pagedkv.model.config import ModelConfig
+    from pagedkv.model.decoder import Decoder
+    from pagedkv.model.scheduler import Limits
+    from pagedkv.model.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of a prompt, which may be text. Raises: InvalidRequest"""
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer.encode(prompt)
+    elif isinstance(prompt, bytes | bytearray) or (isinstance(prompt, Sequence) and bool in map(type, prompt)):
+        raise InvalidRequest(f"the prompt is {type(prompt).__name__}; give text (str), or a list of token ids")
+    else:
+        ids = token_row(prompt).tolist()
+    if not ids:
+        raise InvalidRequest("the prompt is empty; give at least one token")
+    return ids
+
+
+def check_request(
+    ids: list[int], params: SamplingParams, config: ModelConfig, cache: PagedKVCache, limits: Limits
+) -> None:
+    """Raise InvalidRequest if the model or the pool cannot hold the prompt and its output."""
+    spec, frames = cache.spec, cache.num_frames
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"params is {params!r}; give SamplingParams, or None for greedy decoding")
+    strange = [token for token in ids if not 0 <= token < config.vocab_size]
+    if strange:
+        raise InvalidRequest(
+            f"token id {strange[0]} is outside the vocabulary of {config.vocab_size} tokens; "
+            "encode the prompt with the tokenizer of this model"
+        )
+    if len(ids) >= config.max_position_embeddings:
+        raise InvalidRequest(
+            f"the prompt has {len(ids)} tokens, the model ends at {config.max_position_embeddings} "
+            "(one is left for the output); shorten the prompt"
+        )
+    # The KV of the last token is never computed.
+    longest = min(len(ids) + params.max_tokens, config.max_position_embeddings) - 1
+    if (needed := cache.frames_for(longest, limits.max_batch_tokens)) > frames:
+        raise InvalidRequest(
+            f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {needed} frames of "
+            f"{spec.block_size} tokens, the pool has {frames}; raise num_frames or memory, or lower max_tokens"
+        )
+
+
+def check_geometry(decoder: Decoder, cache: PagedKVCache) -> None:
+    """Raise InvalidRequest if the cache was not made for the keys and values of `decoder`."""
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    wanted = decoder.config.spec(block_size=cache.spec.block_size, dtype=dtype)
+    facts = [("num_layers", wanted.num_layers, len(cache)), ("device", decoder.device.type, cache.device.type)]
+    for spec in cache.specs:
+        facts += [
+            ("num_kv_heads", wanted.num_kv_heads, spec.num_kv_heads),
+            ("head_dim", wanted.head_dim, spec.head_dim),
+            ("head_dim_v", wanted.value_dim, spec.value_dim),
+            ("dtype", wanted.dtype, spec.dtype),
+        ]
+    for layer, needed in enumerate(decoder.config.windows) if len(cache) == wanted.num_layers else ():
+        kept = cache.specs[cache.layer_groups[layer]].window
+        suffices = kept is None or (needed is not None and needed <= kept)
+        facts.append((f"window of layer {layer}", needed, needed if suffices else kept))
+    for name, need, have in facts:
+        if need != have:
+            raise InvalidRequest(
+                f"the cache was made for {name} {have}, the decoder has {need}; build the cache from "
+                "decoder.config.spec() or decoder.config.specs()"
+            )

@@ -1,0 +1,95 @@
+"""Delivery: a token becomes text, and text reaches the listeners. Knows completions; no cache, no logits.
+
+    token ─▶ take ─▶ completion.token_ids, completion.text ─▶ report ─▶ on_text(completion, piece)
+
+The tokens of a completion are the truth. `read` repeats what `take` did for each of them, after an interrupt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from itertools import starmap
+from operator import call
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagedkv.model.request import Completion, OnText, Request
+    from pagedkv.model.scheduler import SequenceState
+    from pagedkv.model.tokenizer import Tokenizer
+
+
+class Delivery:
+    """The way of tokens to completions and of text to listeners.
+
+    max_tokens: of prompt and output, the last position of the model
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+
+    def take(self, sequence: SequenceState, token: int) -> None:
+        """Give one token to a completion, and show its text. A finished sequence leaves the scheduler later."""
+        completion = sequence.completion
+        completion.token_ids.append(token)  # from here on the completion has it, whatever is interrupted
+        text, reason = self.read(sequence, token)
+        completion.text += text
+        completion.last_token_at = time.perf_counter()
+        if len(completion.token_ids) == 1:
+            completion.first_token_at = completion.last_token_at
+        if reason:
+            completion.end(reason)
+
+    def read(self, sequence: SequenceState, token: int) -> tuple[str, str]:
+        """Append a token to a sequence; return the text that may be shown, and the reason if the text ends with it."""
+        params = sequence.completion.request.params
+        sequence.tokens.append(token)
+        length = len(sequence.tokens) - len(sequence.completion.request.prompt_ids)
+        ended = token in params.stop_ids or (token in self._tokenizer.eos_ids and not params.ignore_eos)
+        text, stopped = ("", False) if ended else sequence.stops.push(sequence.stream.push(token))
+        reason = "stop" if ended or stopped else ""
+        if length >= params.max_tokens or len(sequence.tokens) >= self._max_tokens:
+            reason = reason or "length"
+        if reason and not stopped:
+            rest, stopped = sequence.stops.push(sequence.stream.finish())
+            text += rest if stopped else rest + sequence.stops.finish()
+        return text, reason
+
+    def report(self, requests: dict[Request, None]) -> list[Completion]:
+        """Call the listeners of all requests that have new text or ended, and remove those that are finished.
+
+        A cancelled completion counts as reported. Modifies: requests. Returns: the completions that finished
+        """
+        finished: list[Completion] = []
+        for request in list(requests):
+            for completion in request.completions:
+                text, is_end = completion.text[completion.num_sent :], bool(completion.finish_reason)
+                if completion.is_reported or not (text or is_end):
+                    continue
+                if request.on_text:
+                    self._tell(request.on_text, completion, text, is_end=is_end)
+                completion.num_sent, completion.is_reported = len(completion.text), bool(completion.finish_reason)
+                if completion.is_reported and completion.finish_reason != "cancelled":
+                    finished.append(completion)
+            if all(completion.is_reported for completion in request.completions):
+                del requests[request]
+        return finished
+
+    def _tell(self, on_text: OnText, completion: Completion, text: str, *, is_end: bool) -> None:
+        """Call a listener, and note what it got, so that an interrupt repeats no piece. If it raises, its request ends.
+
+        The notes and the call are made by one call of C functions: only an interrupt inside of the listener loses a
+        piece, which the listener may have taken.
+        """
+        sent = completion.num_sent + len(text)
+        calls = (setattr, completion, "num_sent", sent), (on_text, completion, text)
+        try:
+            deque(starmap(call, (*calls, (setattr, completion, "is_reported", is_end))), maxlen=0)
+        except Exception as error:
+            try:
+                reason = f"the listener raised {type(error).__name__}: {error}"
+            except Exception:  # the error has no words
+                reason = f"the listener raised {type(error).__name__}"
+            for one in completion.request.completions:
+                one.end("error", reason)
