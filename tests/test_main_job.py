@@ -16,7 +16,7 @@ from pagedkv.errors import InvariantViolation
 from pagedkv.kernels.ops import copy_frames
 from pagedkv.model.engine import BUNDLED, Engine, Limits
 from pagedkv.model.records import DEMO_ANSWER, DEMO_PROMPT, document
-from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable

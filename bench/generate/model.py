@@ -18,7 +18,7 @@ from pagedkv.cache import PagedKVCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import BUNDLED, Engine
-from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.scheduler import Limits
 from pagedkv.model.tokenizer import Tokenizer
 

@@ -32,7 +32,8 @@ from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import cpu as linear
 from pagedkv.kernels.threads import num_threads
 from pagedkv.model.engine import Engine
-from pagedkv.model.sampler import SamplingParams, SamplingRow, sample
+from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.model.sampling.sampler import SamplingRow, sample
 
 OURS, TORCH, STATIC, DYNAMIC = "pagedkv", "pagedkv, F.linear", "StaticCache", "DynamicCache"
 STEPS: Final = 8

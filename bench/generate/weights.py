@@ -24,7 +24,7 @@ from pagedkv.cache import PagedKVCache
 from pagedkv.model import records
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import BUNDLED, Engine
-from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

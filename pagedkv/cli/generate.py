@@ -23,7 +23,7 @@ from pagedkv.cli.prompts import Prompt, Source
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion, Request
-from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

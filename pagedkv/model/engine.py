@@ -43,7 +43,7 @@ from pagedkv.model.loop.delivery import Delivery
 from pagedkv.model.loop.draws import draw
 from pagedkv.model.loop.meter import Meter
 from pagedkv.model.request import Completion, OnText, Request, StopStrings
-from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.scheduler import Chunk, Limits, Scheduler, SequenceState
 from pagedkv.model.tokenizer import Tokenizer
 

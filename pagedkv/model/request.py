@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagedkv.model.sampler import SamplingParams
+    from pagedkv.model.sampling.params import SamplingParams
 
 OnText = Callable[["Completion", str], None]
 """A listener: called with a completion and its next piece of text. The last call, at its end, may bring ""."""

@@ -19,7 +19,7 @@ from pagedkv.core.arguments import whole
 from pagedkv.core.recovery import assign_together
 from pagedkv.errors import OutOfFrames, QuotaExceeded
 from pagedkv.model.request import Completion, Request, StopStrings
-from pagedkv.model.sampler import skip
+from pagedkv.model.sampling.sampler import skip
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pagedkv.errors import PagedKVError
 from pagedkv.model.config import FAMILIES
 from pagedkv.model.engine import BUNDLED, Engine
-from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.sampling.params import SamplingParams
 
 SECONDS = 10.0
 BASE: dict[str, Any] = json.loads((BUNDLED / "config.json").read_text())

@@ -14,7 +14,8 @@ from pagedkv.errors import InvalidRequest, KernelUnavailable
 from pagedkv.kernels import registry
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.request import Completion, StopStrings
-from pagedkv.model.sampler import SamplingParams, SamplingRow, sample
+from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.model.sampling.sampler import SamplingRow, sample
 from pagedkv.model.scheduler import SequenceState
 from pagedkv.model.tokenizer import Tokenizer
 

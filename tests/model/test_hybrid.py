@@ -9,7 +9,7 @@ import pytest
 from pagedkv.cache import PagedKVCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine, Limits
-from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.sampling.params import SamplingParams
 
 from .conftest import Checkpoint, prompt_of
 from .test_engine import LENGTHS, NUM_TOKENS, build, expected, idle, outputs

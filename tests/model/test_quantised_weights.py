@@ -14,7 +14,7 @@ from pagedkv.kernels.linear import Matrix
 from pagedkv.model import records, weights
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import BUNDLED, Engine
-from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.sampling.params import SamplingParams
 
 from .conftest import SMALL, first_logits
 

@@ -10,8 +10,9 @@ import torch
 from transformers.generation import logits_process
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.model import sampler
-from pagedkv.model.sampler import SamplingParams, SamplingRow, probabilities, sample
+from pagedkv.model.sampling import sampler
+from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.model.sampling.sampler import SamplingRow, probabilities, sample
 
 V = 50
 TOLERANCE = {"probability": 1e-6, "sigmas": 4.5}

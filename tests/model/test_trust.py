@@ -16,7 +16,7 @@ import torch
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.request import Completion
-from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.tokenizer import TextStream
 from tests.interrupts import Interrupter, count_instructions
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pagedkv.core.arguments import token_row
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.sampler import SamplingParams
+from pagedkv.model.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from pagedkv.cache import PagedKVCache

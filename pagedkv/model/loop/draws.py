@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedkv.model.sampler import BadLogits, SamplingRow, sample
+from pagedkv.model.sampling.sampler import BadLogits, SamplingRow, sample
 
 if TYPE_CHECKING:
     from torch import Tensor
