@@ -31,10 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack, overload
 
-import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -56,29 +54,7 @@ A layer is called with few options: beyond this number all are dropped.
 """
 
 
-def _observers() -> tuple[Any, ...]:
-    """Return C functions, each truthy while its part of torch observes operators; () if torch lacks one."""
-    modes = ("_len_torch_dispatch_stack", "_len_torch_function_stack", "_functorch.peek_interpreter_stack")
-    try:
-        return tuple(attrgetter(name)(torch._C) for name in (*modes, "_is_tracing", "_autograd._profiler_enabled"))
-    except AttributeError:
-        return ()
-
-
-_OBSERVERS: Final = _observers()
-_extension: Final[Any] = cpu._cpu if _OBSERVERS else None
-
-
-def register_torch(*, by_table: bool = True) -> None:
-    """Register torch's type of tensors and its functions with the extension.
-
-    by_table: read tensors through DLPack's C functions where torch has them.
-    """
-    cpu._cpu.register_torch(torch.Tensor, by_table, torch.get_num_threads, torch.is_grad_enabled, _OBSERVERS)
-
-
-if cpu._cpu is not None:
-    register_torch()
+_extension: Final[Any] = cpu._cpu if cpu.OBSERVERS else None
 
 
 class _Bound:

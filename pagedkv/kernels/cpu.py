@@ -8,6 +8,7 @@ extension finds it.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -33,6 +34,30 @@ except ImportError as _error:
 
 if _cpu is not None and not hasattr(_cpu, "turn_heads"):
     _cpu, _missing = None, "it was built from older sources"
+
+
+def _observers() -> tuple[Any, ...]:
+    """Return C functions, each truthy while its part of torch observes operators; () if torch lacks one."""
+    modes = ("_len_torch_dispatch_stack", "_len_torch_function_stack", "_functorch.peek_interpreter_stack")
+    try:
+        return tuple(attrgetter(name)(torch._C) for name in (*modes, "_is_tracing", "_autograd._profiler_enabled"))
+    except AttributeError:
+        return ()
+
+
+OBSERVERS: Final = _observers()
+
+
+def register_torch(*, by_table: bool = True) -> None:
+    """Register torch's type of tensors and its functions with the extension.
+
+    by_table: read tensors through DLPack's C functions where torch has them.
+    """
+    _cpu.register_torch(torch.Tensor, by_table, torch.get_num_threads, torch.is_grad_enabled, OBSERVERS)
+
+
+if _cpu is not None:
+    register_torch()
 
 
 def objections(case: Case) -> list[str]:

@@ -17,6 +17,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from pagedkv.spec import COMPUTE_DTYPES
+
 DTYPES: Final = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -31,7 +33,7 @@ DTYPES: Final = {
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "float64"}
 """The name of each torch dtype. Only a query can be float64, for oracles."""
 
-FLOATS: Final = ("float32", "bfloat16", "float16")
+FLOATS: Final = COMPUTE_DTYPES
 """The names of the dtypes that the compiled kernels compute with."""
 
 QMAX: Final = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0, torch.uint8: 7.0}

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import linear
+from pagedkv.kernels import linear, quant
 from pagedkv.kernels.args import PagedBatch
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
 from pagedkv.model.config import ModelConfig
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from pagedkv.kernels.args import KVLayer, Options
 
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: Final = {name: quant.DTYPES[name] for name in quant.FLOATS}
 
 
 class Layers(Protocol):

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedkv import KernelUnavailable
-from pagedkv.kernels import bound, ops, registry
+from pagedkv.kernels import cpu, ops, registry
 from tests.cases import moved
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["table", "attributes"])
 def reader(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run with tensors described by DLPack's table, where torch has it, and by their attributes."""
-    bound.register_torch(by_table=request.param == "table")
+    cpu.register_torch(by_table=request.param == "table")
     yield
-    bound.register_torch()
+    cpu.register_torch()
 
 
 class Names(TorchDispatchMode):

@@ -23,8 +23,8 @@ from pagedkv.kernels import quant
 GROUP: Final = 64
 """Columns that share a scale; as in csrc/cpu/contract.hpp."""
 
-KINDS: Final = {"int8": torch.int8, "int4": torch.uint8}
-"""The torch dtype of the integers, two of them in a byte for int4."""
+KINDS: Final = ("int8", "int4")
+"""The integers; int4 has two of them in a byte."""
 
 PIECE: Final = 1 << 18
 """Elements converted at a time: their floats stay in the second cache."""
@@ -86,4 +86,4 @@ class Matrix:
 def layout(rows: int, columns: int, kind: str) -> tuple[tuple[tuple[int, int], torch.dtype], ...]:
     """Return shape and dtype of the integers and of the scales of a matrix."""
     in_byte = 2 if kind == "int4" else 1
-    return ((rows, columns // in_byte), KINDS[kind]), ((rows, columns // GROUP), torch.float32)
+    return ((rows, columns // in_byte), quant.DTYPES[kind]), ((rows, columns // GROUP), torch.float32)

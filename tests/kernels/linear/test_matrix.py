@@ -8,8 +8,19 @@ import pytest
 import torch
 
 from pagedkv.kernels import cpu as extension
-from pagedkv.kernels.linear import Matrix, cpu, reference
-from tests.kernels.linear.test_linear import DTYPES, EPS, added, among_poison, body, compare, isa, numbers, wide
+from pagedkv.kernels.linear import Matrix, cpu
+from tests.kernels.linear.test_linear import (
+    DTYPES,
+    EPS,
+    added,
+    among_poison,
+    body,
+    compare,
+    isa,
+    numbers,
+    reference,
+    wide,
+)
 
 __all__ = ["body", "isa"]  # fixtures
 
