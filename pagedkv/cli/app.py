@@ -18,6 +18,7 @@ import typer
 from pagedkv import __version__, debug
 from pagedkv.cli import options, prompts
 from pagedkv.errors import InvalidRequest, PagedKVError
+from pagedkv.model import hub
 
 app: Final = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -71,6 +72,7 @@ def generate(
     if num_frames is not None and memory is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
     source = prompts.read(prompt, prompt_file, dash)
+    folder = None if model is None else hub.find(model)
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop or ()}
     sampling |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling |= {"repetition_penalty": repetition_penalty}
@@ -81,7 +83,36 @@ def generate(
     with announced(quiet=as_json) as screen:
         from pagedkv.cli.generate import Job, run  # torch, while other processes compile
 
-        run(Job(source, model, sampling, loading, num_samples, chat, as_json), screen)
+        run(Job(source, folder, sampling, loading, num_samples, chat, as_json), screen)
+
+
+@app.command()
+def fit(
+    model: options.FitModel = None,
+    layers: options.FitLayers = None,
+    kv_heads: options.FitKvHeads = None,
+    head_dim: options.FitHeadDim = None,
+    head_dim_v: options.FitHeadDimV = None,
+    value_in_key: options.FitValueInKey = False,
+    window: options.FitWindow = None,
+    dtype: options.FitDtype = None,
+    kv_dtype: options.FitKvDtype = None,
+    block_size: options.BlockSize = 16,
+    weights: options.FitWeights = None,
+    context: options.FitContext = None,
+    memory: options.FitMemory = None,
+    bandwidth: options.FitBandwidth = None,
+    gpus: options.FitGpus = 1,
+    as_json: options.FitJson = False,
+) -> None:
+    """Bytes of KV, contexts and sequences that fit into memory beside the weights, and the speed that memory allows."""
+    from pagedkv.cli.fit import Asked, run
+
+    numbers = {"num_layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    given: dict[str, Any] = {name: value for name, value in (numbers | {"window": window}).items() if value is not None}
+    given |= {"value_in_key": True} if value_in_key else {}
+    stored = {"dtype": dtype, "kv_dtype": kv_dtype, "block_size": block_size}
+    run(Asked(model, given, stored, weights, context, memory, bandwidth, gpus, as_json))
 
 
 @app.command()

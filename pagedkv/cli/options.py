@@ -1,6 +1,6 @@
 """The options and arguments of all commands, as annotated types: metavar and help text. Defaults stand in `app.py`.
 
-A bare name serves `generate`; the others begin with their command's subject: Replay, Manager, Cell (of `bench
+A bare name serves `generate`; the others begin with their command's subject: Fit, Replay, Manager, Cell (of `bench
 attention`). No imports beyond typer, because --help must be quick.
 """
 
@@ -13,6 +13,7 @@ import typer
 
 _MEMORY: Final = "The KV cache"
 _SAMPLING: Final = "Sampling"
+_GEOMETRY: Final = "Numbers, without a model"
 _CELLS: Final = "What is measured"
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
@@ -28,7 +29,8 @@ PromptFile = Annotated[
     ),
 ]
 Model = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="A Hugging Face folder; without, the bundled checkpoint.")
+    str | None,
+    typer.Option(metavar="DIR", help="A Hugging Face folder, or owner/name in its cache; without, the bundled one."),
 ]
 Weights = Annotated[
     str | None, typer.Option(metavar="NAME", help="int8 or int4: quantise the linear layers while loading.")
@@ -66,6 +68,37 @@ NumFrames = Annotated[int | None, typer.Option(metavar="N", help="Frames in the 
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Or its size, such as 2GiB.", rich_help_panel=_MEMORY)]
 Kernels = Annotated[str, typer.Option(metavar="NAME", help="One that `pagedkv doctor` lists.", rich_help_panel=_MEMORY)]
 Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.", rich_help_panel=_MEMORY)]
+
+# fit
+
+FitModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR", help="A Hugging Face folder, its config.json, or owner/name in the cache; without, the bundled."
+    ),
+]
+FitLayers = Annotated[int | None, typer.Option(metavar="N", help="Layers.", rich_help_panel=_GEOMETRY)]
+FitKvHeads = Annotated[int | None, typer.Option(metavar="N", help="KV heads.", rich_help_panel=_GEOMETRY)]
+FitHeadDim = Annotated[int | None, typer.Option(metavar="N", help="Of a key.", rich_help_panel=_GEOMETRY)]
+FitHeadDimV = Annotated[
+    int | None, typer.Option(metavar="N", help="Of a value, if not that of a key.", rich_help_panel=_GEOMETRY)
+]
+FitValueInKey = Annotated[
+    bool, typer.Option("--value-in-key", help="Store keys alone, as the latents of MLA.", rich_help_panel=_GEOMETRY)
+]
+FitWindow = Annotated[int | None, typer.Option(metavar="N", help="Of all layers.", rich_help_panel=_GEOMETRY)]
+FitDtype = Annotated[str | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.")]
+FitKvDtype = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Of the stored KV: fp8_e4m3, fp8_e5m2, int8, int4.")
+]
+FitWeights = Annotated[
+    str | None, typer.Option(metavar="NAME", help="int8 or int4; or the bytes of all weights, such as 140GB.")
+]
+FitContext = Annotated[int | None, typer.Option(metavar="N", min=1, max=2**31 - 1, help="Tokens of each sequence.")]
+FitMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of one GPU, for weights and KV; such as 72GB.")]
+FitBandwidth = Annotated[str | None, typer.Option(metavar="SIZE", help="Of one GPU, such as 3.35TB/s.")]
+FitGpus = Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="1 to N that share the heads equally.")]
+FitJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no more.")]
 
 # replay
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import typer.main
 
 from pagedkv import __version__, machine_code
@@ -74,11 +75,12 @@ def test_without_a_command_help_is_printed(command):
     assert command("--version") == (0, f"pagedkv {__version__}\n", "")
 
 
-def test_the_manual_has_every_option_and_no_other():
-    generate = typer.main.get_command(app).commands["generate"]
-    options = {name for parameter in generate.params for name in parameter.opts if name.startswith("--")} - {"--help"}
+@pytest.mark.parametrize(("name", "heading"), [("generate", "## Options of generate"), ("fit", "## pagedkv fit")])
+def test_the_manual_has_every_option_and_no_other(name, heading):
+    command = typer.main.get_command(app).commands[name]
+    options = {name for parameter in command.params for name in parameter.opts if name.startswith("--")} - {"--help"}
     page = (ROOT / "docs/reference/command-line.md").read_text()
-    section = page.split("## Options of generate")[1].split("\n## ")[0]
+    section = page.split(heading)[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(--[\w-]+)", section, re.M)
     assert sorted(rows) == sorted(options)
 

@@ -1,0 +1,300 @@
+"""`pagedkv fit`: the memory that KV takes, and what fits. `pagedkv.model.fit` does the arithmetic.
+
+the geometry    of a config.json, or of numbers on the command line
+three tables    KV of a token, a frame and a context; what GPUs hold; waste by block size         or one JSON object
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from pagedkv.errors import CheckpointError, InvalidRequest
+from pagedkv.model import hub
+from pagedkv.model.config import ModelConfig
+from pagedkv.model.files import read_json
+from pagedkv.model.fit import WEIGHT_BITS, Share, counts_of_gpus, share_of_config, share_of_numbers
+from pagedkv.spec import KVSpec, parse_bytes
+
+BUNDLED: Final = Path(hub.__file__).parent / "bundled"
+BLOCK_SIZES: Final = (1, 8, 16, 32, 64, 128, 256)
+DEFAULT_CONTEXT: Final = 8192
+"""Tokens, if neither the user nor a config gives a context."""
+DEFAULT_DTYPE: Final = "float16"
+MOST: Final = 2**31 - 1
+"""The largest number taken from the command line, as from a config.json."""
+_NUMBERS: Final = "give a config with --model, or the numbers --layers, --kv-heads and --head-dim"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of one run. numbers: the fields of KVSpec that were given. weights: a name, or a size."""
+
+    model: str | None
+    numbers: dict[str, Any]
+    stored: dict[str, Any]
+    weights: str | None
+    context: int | None
+    memory: str | None
+    bandwidth: str | None
+    gpus: int
+    as_json: bool
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model: `share(block_size, gpus)`, and the facts about it that the tables show."""
+
+    asked: Asked
+    weights: str | int | None
+    config: ModelConfig | None
+    name: str
+
+    def share(self, gpus: int, block_size: int | None = None) -> Share:
+        """Return the share of one of so many GPUs. block_size: another one than was asked for."""
+        stored = {**self.asked.stored, "block_size": block_size or self.asked.stored["block_size"]}
+        if self.config is not None:
+            return share_of_config(self.config, self.config.specs(**stored), gpus, self.weights)
+        assert not isinstance(self.weights, str)
+        stored["dtype"] = stored["dtype"] or DEFAULT_DTYPE
+        return share_of_numbers(KVSpec(**self.asked.numbers, **stored), self.weights or 0, gpus)
+
+    @property
+    def knows_weights(self) -> bool:
+        """Whether the bytes of the weights were given, or are known from a config."""
+        return self.config is not None or self.weights is not None
+
+    @property
+    def longest(self) -> int | None:
+        """The number of positions of the model, if it is known."""
+        return None if self.config is None else self.config.max_position_embeddings
+
+    @property
+    def context(self) -> int:
+        """The context asked for; without one, the longest of the model. Raises: InvalidRequest for a longer one"""
+        if self.asked.context is None:
+            return self.longest or DEFAULT_CONTEXT
+        if self.longest is not None and self.asked.context > self.longest:
+            raise InvalidRequest(f"--context is {self.asked.context:,}; the model ends at {self.longest:,} tokens")
+        return self.asked.context
+
+
+def run(asked: Asked) -> None:
+    """Print all figures, as tables or as one JSON object.
+
+    Raises: InvalidRequest for a bad number; CheckpointError for a config that cannot be read or is not understood
+    """
+    if asked.bandwidth is not None and asked.memory is None:
+        raise InvalidRequest("--bandwidth needs --memory; give both, as of one GPU")
+    subject = _subject(asked)
+    found = _figures(subject)
+    if asked.as_json:
+        print(json.dumps(found))
+    else:
+        _print(found, subject.share(1))
+
+
+def _subject(asked: Asked) -> Subject:
+    if large := [f"{name} is {value}" for name, value in (asked.numbers | asked.stored).items() if _is_large(value)]:
+        raise InvalidRequest(f"{large[0]}; give at most {MOST:,}")
+    size = _weights(asked.weights)
+    needed = {"--layers": "num_layers", "--kv-heads": "num_kv_heads", "--head-dim": "head_dim"}
+    if not asked.numbers:
+        path = BUNDLED if asked.model is None else hub.find(asked.model)
+        return Subject(asked, size, _config(path, size), asked.model or "the bundled checkpoint")
+    if asked.model is not None:
+        raise InvalidRequest("--model and numbers such as --layers both give a geometry; give one of them")
+    if missing := [option for option, name in needed.items() if name not in asked.numbers]:
+        raise InvalidRequest(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; {_NUMBERS}")
+    if isinstance(size, str):
+        raise InvalidRequest(f"--weights {size} needs a config; beside numbers give their bytes, such as 140GB")
+    return Subject(asked, size, None, "numbers")
+
+
+def _weights(text: str | None) -> str | int | None:
+    """Return the name of a kind of weights, or their bytes."""
+    if text is None or text in WEIGHT_BITS:
+        return text
+    try:
+        return parse_bytes(text)
+    except InvalidRequest:
+        raise InvalidRequest(
+            f"--weights is {text!r}; give {', '.join(WEIGHT_BITS)}, or the bytes of all weights, such as 140GB"
+        ) from None
+
+
+def _is_large(value: object) -> bool:
+    return isinstance(value, int) and value > MOST
+
+
+def _config(path: Path, weights: str | int | None) -> ModelConfig:
+    """Read the config of a folder, or a config.json. Of quantised weights the size must be given.
+
+    Raises: CheckpointError, which says how to go on without a config
+    """
+    if not path.exists():
+        raise CheckpointError(f"there is no {path}; {_NUMBERS}")
+    file = path / "config.json" if path.is_dir() else path
+    values = read_json(file)
+    if "quantization_config" in values:
+        if not isinstance(weights, int):
+            raise CheckpointError(
+                f"{file}: the weights are quantised (quantization_config); give their bytes, such as --weights 40GB"
+            )
+        del values["quantization_config"]
+    try:
+        return ModelConfig.from_dict(values, where=str(file))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; or give numbers: --layers, --kv-heads and --head-dim") from None
+
+
+def _figures(subject: Subject) -> dict[str, Any]:
+    """Return all figures; the keys are those of the JSON object."""
+    asked, memory, context, whole = subject.asked, subject.asked.memory, subject.context, subject.share(1)
+    heads = whole.specs[0].num_kv_heads
+    counts = counts_of_gpus(asked.gpus, heads, None if subject.config is None else subject.config.num_heads)
+    sizes = sorted({*BLOCK_SIZES, whole.block_size})
+    return {
+        "model": subject.name,
+        "num_layers": sum(spec.num_layers for spec in whole.specs),
+        "num_kv_heads": heads,
+        "head_dim": whole.specs[0].head_dim,
+        "kv_dtype": whole.specs[0].stored_dtype,
+        "windows": [[spec.window, spec.num_layers] for spec in whole.specs],
+        "block_size": whole.block_size,
+        "bytes_per_token": whole.bytes_per_token,
+        "frame_bytes": whole.frame_bytes,
+        "weight_bytes": whole.weight_bytes if subject.knows_weights else None,
+        "context": context,
+        "context_frames": whole.frames(context),
+        "context_bytes": whole.frames(context) * whole.frame_bytes,
+        "gpus": [
+            _row(subject.share(gpus), subject, parse_bytes(memory), context) for gpus in counts if memory is not None
+        ],
+        "block_sizes": [_block_row(subject.share(1, size), context) for size in sizes],
+    }
+
+
+def _row(share: Share, subject: Subject, memory: int, context: int) -> dict[str, Any]:
+    """Return the figures of a number of GPUs. Bytes and frames are those of one GPU; every GPU has as many frames."""
+    asked, num_frames = subject.asked, share.num_frames(memory)
+    limits = share.longest_context(num_frames), subject.longest
+    sequences = share.sequences(num_frames, context)
+    speeds: list[float | None] = [None, None]
+    if asked.bandwidth is not None:
+        bandwidth = _bandwidth(asked.bandwidth)
+        speeds = [round(share.tokens_per_s(bandwidth, context, n), 3) if sequences else None for n in (1, sequences)]
+    return {
+        "gpus": share.gpus,
+        "weight_bytes": share.weight_bytes if subject.knows_weights else None,
+        "bytes_per_token": share.bytes_per_token,
+        "frame_bytes": share.frame_bytes,
+        "num_frames": num_frames,
+        "longest_context": min((limit for limit in limits if limit is not None), default=None),
+        "sequences": sequences,
+        "tokens_per_s_of_one": speeds[0],
+        "tokens_per_s_of_all": speeds[1],
+    }
+
+
+def _bandwidth(text: str) -> int:
+    bandwidth = parse_bytes(text.strip().removesuffix("/s"))
+    if bandwidth < 1:
+        raise InvalidRequest(f"--bandwidth is {text!r}; give the bytes of a second, such as 3.35TB/s")
+    return bandwidth
+
+
+def _block_row(share: Share, context: int) -> dict[str, Any]:
+    return {
+        "block_size": share.block_size,
+        "frame_bytes": share.frame_bytes,
+        "frames": share.frames(context),
+        "waste": round(share.waste(context), 6),
+    }
+
+
+def size(num_bytes: float) -> str:
+    """Format bytes for a person, in powers of 1000 as in the data sheets of GPUs."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB" if num_bytes < 999.5 else f"{num_bytes:,.0f} TB"
+
+
+def _print(found: dict[str, Any], whole: Share) -> None:
+    """Print the figures as three tables."""
+    console = Console(highlight=False)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column()
+    for name, value in _facts(found, whole).items():
+        facts.add_row(name, value)
+    console.print(facts)
+    if found["gpus"]:
+        console.print(_table_of_gpus(found))
+    blocks = Table(caption="waste: of a sequence that grows to the context, over its steps", caption_justify="left")
+    for name in ("tokens in a frame", "bytes", f"frames of {found['context']:,} tokens", "waste"):
+        blocks.add_column(name, justify="right")
+    for row in found["block_sizes"]:
+        cells = size(row["frame_bytes"]), f"{row['frames']:,}", f"{row['waste']:.2%}"
+        mark = "*" if row["block_size"] == found["block_size"] else ""
+        blocks.add_row(f"{mark}{row['block_size']:,}", *cells)
+    console.print(blocks)
+
+
+def _facts(found: dict[str, Any], whole: Share) -> dict[str, str]:
+    spec = whole.specs[0]
+    values = "values in keys" if spec.value_in_key else f"K of {spec.head_dim}, V of {spec.value_dim}"
+    facts = {
+        "model": found["model"],
+        "KV": f"{found['num_layers']:,} layers, {spec.num_kv_heads:,} KV heads, {values}, {spec.stored_dtype}",
+    }
+    windows = [f"{spec.num_layers:,} of window {spec.window:,}" for spec in whole.specs if spec.window]
+    if windows:
+        full = [f"{spec.num_layers:,} of no window" for spec in whole.specs if not spec.window]
+        facts["layer groups"] = ", ".join([*full, *windows])
+    facts["a token"] = f"{size(found['bytes_per_token'])} ({found['bytes_per_token']:,} bytes)"
+    facts["a frame"] = f"{size(found['frame_bytes'])}, {found['block_size']:,} tokens"
+    facts[f"{found['context']:,} tokens"] = f"{size(found['context_bytes'])} in {found['context_frames']:,} frames"
+    facts["weights"] = (
+        "unknown, counted as none; give --weights SIZE"
+        if found["weight_bytes"] is None
+        else size(found["weight_bytes"])
+    )
+    if not found["gpus"]:
+        facts["what fits"] = "give --memory SIZE, the memory of a GPU, and --bandwidth SIZE for its speed"
+    return facts
+
+
+def _table_of_gpus(found: dict[str, Any]) -> Table:
+    table = Table(caption="weights and frames of each GPU; tokens/s by memory alone, at most", caption_justify="left")
+    context = f"{found['context']:,}"
+    heads = [
+        "GPUs",
+        "weights",
+        "frames",
+        "longest context",
+        f"sequences of {context}",
+        "tokens/s of one",
+        "tokens/s of all",
+    ]
+    for name in heads:
+        table.add_column(name, justify="right")
+    for row in found["gpus"]:
+        longest = "no limit" if row["longest_context"] is None else f"{row['longest_context']:,}"
+        speeds = (row["tokens_per_s_of_one"], row["tokens_per_s_of_all"])
+        table.add_row(
+            f"{row['gpus']:,}",
+            "–" if row["weight_bytes"] is None else size(row["weight_bytes"]),
+            f"{row['num_frames']:,}",
+            longest,
+            f"{row['sequences']:,}",
+            *("–" if speed is None else f"{speed:,.1f}" for speed in speeds),
+        )
+    return table
