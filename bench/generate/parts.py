@@ -57,7 +57,7 @@ def _timed(engine: Engine) -> Iterator[_Clock]:
     clock, choose = _Clock(), linear.choose
     with ExitStack() as stack:
         stack.enter_context(
-            patch.object(engine, "_layers", BoundLayers(_clocked(call, clock) for call in engine._layers))
+            patch.object(engine.forward, "layers", BoundLayers(_clocked(call, clock) for call in engine.forward.layers))
         )
         stack.enter_context(patch.object(linear, "choose", lambda *given: _Timed(choose(*given), clock)))
         forward = clock.around(FORWARD, engine.decoder.forward)

@@ -11,7 +11,7 @@ rules of core.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,6 +20,11 @@ from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.core.handles import Plan
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.args import PagedBatch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from pagedkv.cache.fixed import FixedBatch
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,19 +129,37 @@ class GroupedBatch(PlannedBatch):
 
 
 def planned_batch(
-    plan: Plan, layer_groups: tuple[int, ...], mirror: DeviceMirror | None, block_size: int
+    plan: Plan,
+    layer_groups: tuple[int, ...],
+    mirror: DeviceMirror | None,
+    block_size: int,
+    into: FixedBatch | None = None,
 ) -> PlannedBatch:
     """Return the plan as tensors on the mirror's device, or on the CPU if there is no mirror.
 
-    layer_groups: the group of each layer.
+    layer_groups: the group of each layer. into: tensors for the step, None for new ones.
     """
-    groups = [
-        on_cpu(plan, group) if mirror is None else on_device(plan, mirror, block_size, group)
-        for group in range(len(plan.group_slots))
-    ]
+    numbers = range(len(plan.group_slots))
+    if into is not None:
+        tables, rows = zip(*(table_and_rows(plan, mirror, block_size, group) for group in numbers), strict=True)
+        groups = into.fill(plan, tables, rows)
+    else:
+        groups = [
+            on_cpu(plan, group) if mirror is None else on_device(plan, mirror, block_size, group) for group in numbers
+        ]
     if len(groups) == 1:
         return PlannedBatch(**groups[0], plan=plan)
     return GroupedBatch(plan, tuple(PagedBatch(**tensors) for tensors in groups), layer_groups)
+
+
+def table_and_rows(
+    plan: Plan, mirror: DeviceMirror | None, block_size: int, group: int
+) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+    """Return the page tables of a layer group on the mirror's device, and the rows of the plan's sequences in them."""
+    rows = plan.rows + np.int32(group)
+    if mirror is None:
+        return torch.from_numpy(plan.live_table), rows
+    return mirror.update(plan.live_table, rows, -(-plan.seq_lens // block_size))
 
 
 def on_cpu(plan: Plan, group: int = 0) -> dict[str, Any]:
@@ -160,7 +183,7 @@ def on_cpu(plan: Plan, group: int = 0) -> dict[str, Any]:
 def on_device(plan: Plan, mirror: DeviceMirror, block_size: int, group: int = 0) -> dict[str, Any]:
     """Return these fields on the mirror's device: one transfer of small arrays, one of table entries."""
     host = on_cpu(plan, group)
-    table, rows = mirror.update(plan.live_table, host["rows"].numpy(), -(-plan.seq_lens // block_size))
+    table, rows = table_and_rows(plan, mirror, block_size, group)
     host["rows"] = torch.from_numpy(rows)
     names = ("slots", "positions", "seq_lens", "cu_seqlens_q", "rows")  # 8-byte elements first: each part is aligned
     packed = torch.from_numpy(np.concatenate([host[name].numpy().view(np.uint8) for name in names]))

@@ -30,6 +30,7 @@ import torch
 from pagedkv import debug
 from pagedkv.cache import sizes, snapshots
 from pagedkv.cache.batch import NoSuchLayer, PlannedBatch, planned_batch
+from pagedkv.cache.fixed import FixedBatch
 from pagedkv.cache.graph_breaks import breaks_graph
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.snapshots import Restored
@@ -228,11 +229,23 @@ class PagedKVCache:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
+    def fixed_batch(self, num_sequences: int, max_seqlen_k: int) -> FixedBatch:
+        """Allocate tensors at fixed addresses for decode steps: what a CUDA graph of such a step reads.
+
+        num_sequences: of one new token each; a step of fewer is padded. max_seqlen_k: the most tokens of a sequence.
+        Raises: InvalidRequest
+        """
+        whole(num_sequences, "num_sequences", 1)
+        whole(max_seqlen_k, "max_seqlen_k", 1)
+        return FixedBatch(num_sequences, max_seqlen_k, len(self.specs), self.device)
+
     @breaks_graph
-    def plan(self, batch: Spaces, counts: Counts) -> PlannedBatch:
+    def plan(self, batch: Spaces, counts: Counts, *, into: FixedBatch | None = None) -> PlannedBatch:
         """Map frames for `counts[i]` new tokens of each space, and copy shared tails. See MemoryManager.plan.
 
-        Modifies: the bytes of copied frames; with PAGEDKV_DEBUG >= 2 the bytes of newly taken frames, which become NaN
+        into: tensors of `fixed_batch` for a decode step; None for new ones.
+        Modifies: the bytes of copied frames, and of `into`; with PAGEDKV_DEBUG >= 2 the bytes of newly taken frames,
+                  which become NaN
         Raises:   OutOfFrames, InvalidRequest, StaleHandle, KernelUnavailable; nothing was changed then
         """
         try:
@@ -242,12 +255,14 @@ class PagedKVCache:
                 raise
             plan = self.manager.plan(batch, counts)
         try:
+            if into is not None:
+                into.check(plan.counts.tolist(), int(plan.seq_lens.max(initial=0)))
             if self._poisons:
                 self._poison()
             if len(plan.splits):
                 copies = torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device)
                 self._copy_frames(self.storage.frames, copies)
-            return planned_batch(plan, self.layer_groups, self._mirror, self.spec.block_size)
+            return planned_batch(plan, self.layer_groups, self._mirror, self.spec.block_size, into)
         except BaseException:  # the caller has no plan to abort
             self.manager.abort(plan)
             raise

@@ -22,7 +22,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.errors import InvalidRequest
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.kernels.args import KVLayer, Options
+    from pagedkv.model.loop.workspace import Workspace
 
 DTYPES: Final = {name: quant.DTYPES[name] for name in quant.FLOATS}
 
@@ -127,33 +127,36 @@ class Decoder:
         *,
         logits_of: Tensor | None = None,
         backend: str | None = None,
+        memory: Workspace | None = None,
     ) -> Tensor:
         """Store the keys and values of `token_ids` and return the logits of the tokens that follow them.
 
         layers:   the pool; for many steps, the result of `bind`
         backend:  a kernel's name, or None for the fastest
+        memory:   for T tokens, used for the results; None to allocate. The logits returned are overwritten by the
+                  next step that uses it.
         Shapes:   token_ids int64 [T], below V; logits_of int64 [N], indices into the T tokens, None for all T;
                   returns float32 [N, V]
-        Modifies: the pool behind `layers`, at batch.slots
+        Modifies: the pool behind `layers`, at batch.slots; `memory`
         """
         c, w, eps = self.config, self.weights, self.config.norm_eps
         batches = [batch[i] if hasattr(batch, "__getitem__") else batch for i in range(c.num_layers)]
         positions = batches[0].positions
         if positions is None:
             raise InvalidRequest("batch.positions is None; the decoder rotates queries and keys to int64 positions [T]")
-        angles = {rope: rotary.angles(positions, self.dtype) for rope, rotary in self._rotary.items()}
+        there = memory.angles if memory else {}
+        angles = {rope: rotary.angles(positions, self.dtype, there.get(rope)) for rope, rotary in self._rotary.items()}
         ops = linear.choose(self.device, self.dtype, len(token_ids), backend)
-        x = F.embedding(token_ids, w.embedding) * self._embedding_scale
+        x = torch.index_select(w.embedding, 0, token_ids, out=memory and memory.x)
+        x *= self._embedding_scale
         calls = layers if isinstance(layers, BoundLayers) else self.bind(layers, backend)
         heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
         # Each layer stores its results where the first one did.
-        qkv: Tensor | None = None
-        attended: Tensor | None = None
-        gated: Tensor | None = None
+        qkv, attended, gated = (memory.qkv, memory.attended, memory.gated) if memory else (None, None, None)
         for i, (at, call) in enumerate(zip(w.layers, calls, strict=True)):
             before = qkv
             qkv = ops.norm_linear(x, at.attention_norm, at.qkv, at.qkv_bias, eps, before)
-            if qkv is not before:
+            if i == 0 or qkv is not before:
                 q, k, v = qkv.view(len(x), -1, c.head_dim).split_with_sizes(heads, dim=1)
             ops.norm_rotate(qkv, (c.num_heads, c.num_kv_heads), (at.q_norm, at.k_norm), angles[c.ropes[i]], eps)
             call.store(k, v, batches[i])
@@ -161,10 +164,12 @@ class Decoder:
             ops.linear_add(x, attended.flatten(1), at.out, at.out_bias, at.attention_out_norm, eps)
             gated = ops.norm_gate_up(x, at.mlp_norm, at.gate_up, at.gate_up_bias, eps, c.activation, gated)
             ops.linear_add(x, gated, at.down, at.down_bias, at.mlp_out_norm, eps)
-        return self._logits(x if logits_of is None else x[logits_of], backend)
+        if logits_of is not None:
+            x = x[logits_of]
+        return self._logits(x, backend, memory.logits[: len(x)] if memory else None)
 
-    def _logits(self, x: Tensor, backend: str | None) -> Tensor:
+    def _logits(self, x: Tensor, backend: str | None, out: Tensor | None) -> Tensor:
         ops = linear.choose(self.device, self.dtype, len(x), backend)
-        logits = ops.logits(x, self.weights.norm, self.weights.head, self.config.norm_eps)
+        logits = ops.logits(x, self.weights.norm, self.weights.head, self.config.norm_eps, out)
         cap = self.config.logit_softcap
-        return torch.tanh(logits / cap) * cap if cap else logits
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits

@@ -30,8 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
+from pagedkv import debug
 from pagedkv.cache import PagedKVCache
 from pagedkv.core.arguments import real, tenant_name, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
@@ -42,14 +41,13 @@ from pagedkv.model.loop.checks import Prompt, check_geometry, check_request, pro
 from pagedkv.model.loop.delivery import Delivery
 from pagedkv.model.loop.draws import draw
 from pagedkv.model.loop.meter import Meter
+from pagedkv.model.loop.step import CudaGraph, Step
 from pagedkv.model.request import Completion, OnText, Request, StopStrings
 from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.scheduler import Chunk, Limits, Scheduler, SequenceState
 from pagedkv.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from pagedkv.cache import PlannedBatch
 
 BUNDLED: Final = Path(__file__).parent / "bundled"
@@ -75,14 +73,15 @@ class Engine(ThreadGuard):
         self.decoder: Decoder = decoder
         self.tokenizer: Tokenizer = tokenizer
         self.cache: PagedKVCache = cache
-        self.scheduler: Scheduler = Scheduler(cache, limits or Limits())
+        graphs = CudaGraph if decoder.device.type == "cuda" and not debug.level() else None  # checks read values back
+        self.forward: Step = Step(decoder, cache, graphs=graphs)
+        self.scheduler: Scheduler = Scheduler(cache, limits or Limits(), self.forward.plan)
         self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings)
         self.meter: Meter = Meter()
         self._inbox: deque[Request] = deque()
         self._requests: dict[Request, None] = {}  # those taken from the inbox and not yet reported, in order
         self._is_whole, self._was_interrupted = True, False
         self._begin_guard(strict=False)
-        self._layers = decoder.bind(cache)
 
     @classmethod
     def load(
@@ -253,7 +252,9 @@ class Engine(ThreadGuard):
         try:
             token_ids = [token for chunk in chunks for token in chunk.token_ids]
             families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
-            tokens = draw(families, self._forward(token_ids, chunks, batch))
+            ends = batch.plan.cu_seqlens_q[1:].tolist()
+            last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.is_last]
+            tokens = draw(families, self.forward(token_ids, batch, last))
             if -1 in tokens:  # no prompt may find the KV of a request without usable logits
                 kept = [chunk for chunk in chunks if not chunk.sequence.completion.error]
                 counts = [0 if chunk.sequence.completion.error else chunk.num_tokens for chunk in chunks]
@@ -298,22 +299,6 @@ class Engine(ThreadGuard):
     def _remove_ended(self) -> None:
         for sequence in [s for s in (*self.scheduler.running, *self.scheduler.waiting) if s.completion.finish_reason]:
             self.scheduler.remove(sequence)
-
-    def _forward(self, token_ids: list[int], chunks: list[Chunk], batch: PlannedBatch) -> Tensor:
-        """Compute the logits after each sequence's last token, for the sequences that this step completes.
-
-        Shapes: returns float32 [N, V], in the order of the chunks that are their sequence's last
-        """
-        ends = batch.plan.cu_seqlens_q[1:].tolist()
-        last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.is_last]
-        device = self.decoder.device
-        return self.decoder.forward(
-            torch.tensor(token_ids, device=device),
-            batch,
-            self._layers,
-            logits_of=torch.tensor(last, dtype=torch.int64, device=device),
-            backend=self.cache.kernel.name,
-        )
 
     def _family(self, parent: SequenceState) -> list[SequenceState]:
         """Return the sequences that draw from the logits of `parent`: `parent`, then its samples, not yet forked."""

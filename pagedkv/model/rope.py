@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.model.config import RopeConfig
+    from pagedkv.model.loop.workspace import Angles
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -94,10 +95,16 @@ class Rotary:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._factor = attention_factor(rope)
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of each angle, computed in float32 and rounded to `dtype`.
+    def angles(self, positions: Tensor, dtype: torch.dtype, memory: Angles | None = None) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of each angle, computed in float32 and rounded to `dtype`; in `memory`, if that is given.
 
         Shapes: positions int64 [T]; returns two tensors of `dtype` [T, D / 2]
         """
-        angles = positions.float()[:, None] * self._frequencies
-        return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
+        if memory is None:
+            angles = positions.float()[:, None] * self._frequencies
+            return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
+        memory.angle.copy_(positions[:, None]).mul_(self._frequencies)
+        for function, result in ((torch.cos, memory.cos), (torch.sin, memory.sin)):
+            function(memory.angle, out=memory.wide)
+            result.copy_(memory.wide if self._factor == 1 else memory.wide.mul_(self._factor))
+        return memory.cos, memory.sin

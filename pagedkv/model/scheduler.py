@@ -22,13 +22,15 @@ from pagedkv.model.request import Completion, Request, StopStrings
 from pagedkv.model.sampling.sampler import skip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
 
     from pagedkv.cache import PagedKVCache, PlannedBatch
     from pagedkv.core import AddressSpace
     from pagedkv.model.tokenizer import TextStream
+
+    Plan = Callable[[list[AddressSpace], list[int]], PlannedBatch]
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,11 @@ class Chunk(NamedTuple):
 class Scheduler:
     """Two queues over one cache, and the only part of the model that opens, forks and releases address spaces."""
 
-    def __init__(self, cache: PagedKVCache, limits: Limits) -> None:
+    def __init__(self, cache: PagedKVCache, limits: Limits, plan: Plan | None = None) -> None:
+        """Begin without sequences. plan: plans the steps; None for `cache.plan`."""
         self.cache: PagedKVCache = cache
         self.limits: Limits = limits
+        self._plan: Plan = plan or cache.plan
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.preemptions: int = 0
@@ -140,7 +144,7 @@ class Scheduler:
         while chunks:
             spaces = [chunk.sequence.space for chunk in chunks if chunk.sequence.space is not None]
             try:
-                return chunks, self.cache.plan(spaces, [chunk.num_tokens for chunk in chunks])
+                return chunks, self._plan(spaces, [chunk.num_tokens for chunk in chunks])
             except OutOfFrames as error:
                 # At a quota, only the tenant's own sequences can give frames back.
                 tenant = error.tenant if isinstance(error, QuotaExceeded) else None
