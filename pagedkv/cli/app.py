@@ -1,6 +1,7 @@
 """The commands of `pagedkv`, their defaults and exit statuses. --help is quick: commands import their modules late.
 
     0    done
+    1    a line of a .jsonl failed, the others are done
     2    bad input: one line on stderr, "pagedkv: error: ...", for any file or option
     130  Ctrl-C
 
@@ -17,6 +18,7 @@ import typer
 
 from pagedkv import __version__, debug
 from pagedkv.cli import options, prompts
+from pagedkv.cli.complaints import complain
 from pagedkv.errors import InvalidRequest, PagedKVError
 from pagedkv.model import hub
 
@@ -27,8 +29,7 @@ app: Final = typer.Typer(
 benchmarks: Final = typer.Typer(add_completion=False)
 app.add_typer(benchmarks, name="bench")
 
-MOST_WORDS: Final = 4000
-"""Characters of an error on stderr."""
+BAD_INPUT: Final = 2
 
 ShellError: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 """ClickException, the base class of the errors that typer raises for bad options. Newer versions of typer bundle click
@@ -51,10 +52,13 @@ def generate(
     prompt_file: options.PromptFile = None,
     model: options.Model = None,
     weights: options.Weights = None,
+    device: options.Device = "cpu",
     max_tokens: options.MaxTokens = 128,
     num_samples: options.NumSamples = 1,
-    chat: options.Chat = False,
     as_json: options.JsonObject = False,
+    chat: options.Chat = False,
+    system: options.System = None,
+    template_var: options.TemplateVar = None,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -62,28 +66,35 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
     block_size: options.BlockSize = 16,
     num_frames: options.NumFrames = None,
     memory: options.Memory = None,
-    kernels: options.Kernels = "auto",
     dtype: options.Dtype = None,
-) -> None:
+    kv_dtype: options.KvDtype = None,
+    kernels: options.Kernels = "auto",
+    max_sequences: options.MaxSequences = 256,
+    tenant: options.Tenant = "",
+) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
     if num_frames is not None and memory is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
     source = prompts.read(prompt, prompt_file, dash)
+    templating = prompts.Templating(chat, system, prompts.variables(template_var or ()))
+    prompts.require_chat(source, templating)
     folder = None if model is None else hub.find(model)
-    sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop or ()}
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop or (), "ignore_eos": ignore_eos}
     sampling |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling |= {"repetition_penalty": repetition_penalty}
     pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
-    loading = {"dtype": dtype, "weights": weights, **pool}
+    loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, **pool}
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=as_json) as screen:
         from pagedkv.cli.generate import Job, run  # torch, while other processes compile
 
-        run(Job(source, folder, sampling, loading, num_samples, chat, as_json), screen)
+        limits = {"max_sequences": max_sequences}
+        return run(Job(source, templating, folder, sampling, loading, limits, num_samples, tenant, as_json), screen)
 
 
 @app.command()
@@ -96,7 +107,7 @@ def fit(
     value_in_key: options.FitValueInKey = False,
     window: options.FitWindow = None,
     dtype: options.FitDtype = None,
-    kv_dtype: options.FitKvDtype = None,
+    kv_dtype: options.KvDtype = None,
     block_size: options.BlockSize = 16,
     weights: options.FitWeights = None,
     context: options.FitContext = None,
@@ -274,9 +285,10 @@ def invoke(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except ShellError as error:
-        return _complain(error.format_message())
+        complain(error.format_message())
     except PagedKVError as error:
-        return _complain(str(error))
+        complain(str(error))
+    return BAD_INPUT
 
 
 def _check_environment() -> None:
@@ -285,17 +297,3 @@ def _check_environment() -> None:
         debug.level()
     except ValueError as error:
         raise InvalidRequest(str(error)) from None
-
-
-def _complain(text: str) -> int:
-    """Print an error as one line on stderr, further lines joined by semicolons. Returns: exit status 2.
-
-    The text may be from a file that is not trusted: control characters are escaped, and a long text is cut.
-    """
-    first, *rest = (line.strip() for line in text.splitlines() if line.strip())
-    line = " ".join([first, "; ".join(rest)]).strip()
-    if len(line) > MOST_WORDS:
-        line = f"{line[: MOST_WORDS // 2]} ... {line[-MOST_WORDS // 2 :]}"
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    print("pagedkv: error:", shown, file=sys.stderr)
-    return 2

@@ -2,28 +2,35 @@
 
 one prompt      text, streamed; further samples follow, each under a heading            then a table on stderr
 a .jsonl        a block of text for each prompt, in input order, and a progress bar     then a table on stderr
---json          one object, or one object per line                                      nothing on stderr
+--json          one object, or one object per line                                      only errors of lines on stderr
+
+A prompt of a .jsonl that cannot be used, or whose request ends with an error, is a line on stderr and costs no other.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from pagedkv.cli import report
-from pagedkv.cli.prompts import Prompt, Source
-from pagedkv.errors import InvalidRequest
+from pagedkv.cli.complaints import complain
+from pagedkv.cli.prompts import Prompt, Source, Templating
+from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion, Request
 from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.model.scheduler import Limits
+from pagedkv.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -31,88 +38,149 @@ class Job:
     """The arguments of one run. sampling: fields of SamplingParams. loading: options of Engine.load."""
 
     source: Source
+    templating: Templating
     model: Path | None
     sampling: dict[str, Any]
     loading: dict[str, Any]
+    limits: dict[str, Any]
     num_samples: int
-    chat: bool
+    tenant: str
     as_json: bool
 
 
-def run(job: Job, screen: Console) -> None:
+@dataclass
+class Task:
+    """A prompt on its way: then its parameters, then its request; or the error that ends it."""
+
+    prompt: Prompt
+    params: SamplingParams | None = None
+    request: Request | None = None
+    error: str = ""
+
+    @contextmanager
+    def guarded(self, *, many: bool) -> Iterator[None]:
+        """Keep a refusal, with the name of the line, as the error if there are many prompts; else raise it."""
+        try:
+            yield
+        except (InvalidRequest, CheckpointError) as error:
+            if not many:
+                raise
+            self.error = f"{self.prompt.where}: {error}"
+
+
+def run(job: Job, screen: Console) -> int:
     """Generate and print all outputs of `job`; the report goes to `screen`.
 
-    Raises: PagedKVError; for bad input, before anything is printed.
+    Returns: 1 if some lines of a .jsonl failed, 0 if none did.
+    Raises: PagedKVError; for bad input, before anything is printed. Of a .jsonl, only if no line can be used
     """
     live = None if job.source.many or job.as_json else Live(job.num_samples)
     with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
-        requests, engine = _submitted(job, live)
+        tasks, engine = _submitted(job, live)
     if job.source.demo and not job.as_json:
         screen.print(Text(job.source.prompts[0].text, style="dim"), soft_wrap=not screen.is_terminal)
         screen.print()
     if live:
         live.begin()
-    with Bar(screen, len(requests) * job.num_samples, shown=job.source.many and screen.is_terminal) as bar:
-        for request, prompt in zip(requests, job.source.prompts, strict=True):
-            while not request.finished:
+    waiting = sum(bool(task.request) for task in tasks) * job.num_samples
+    with Bar(screen, waiting, shown=job.source.many and screen.is_terminal) as bar:
+        for task in tasks:
+            while task.request and not task.request.finished:
                 bar.advance(engine.step())
-            if not live:
-                bar.print(report.as_json(request, engine) if job.as_json else _block(request, prompt))
-    _require_success(requests, job.source)
-    if not job.as_json:
+            _show(task, engine, bar, job)
+    done = [task.request for task in tasks if task.request and not task.error]
+    if done and not job.as_json:
         if live:
             screen.print()  # a block of text ends with a blank line anyway
-        screen.print(report.table(requests, engine))
+        screen.print(report.table(done, engine))
+    return int(any(task.error for task in tasks))
 
 
-def _require_success(requests: list[Request], source: Source) -> None:
-    """Raise InvalidRequest if a request ended with an error: its checkpoint may hold weights that are no numbers."""
-    for request, prompt in zip(requests, source.prompts, strict=True):
-        for completion in request.completions:
-            if completion.error:
-                raise InvalidRequest(f"{prompt.where}: {completion.error}")
+def _show(task: Task, engine: Engine, bar: Bar, job: Job) -> None:
+    """Print the result of one prompt; an error of many goes to stderr too.
+
+    Raises: InvalidRequest if the only request ended with an error: its checkpoint may hold weights that are no numbers
+    """
+    errors = [completion.error for completion in task.request.completions if completion.error] if task.request else []
+    with task.guarded(many=job.source.many):
+        if errors and not job.source.many:
+            raise InvalidRequest(f"{task.prompt.where}: {errors[0]}")
+        if errors:
+            raise InvalidRequest(errors[0])
+    if job.as_json and task.request:
+        bar.print(report.as_json(task.request, engine, task.prompt))
+    elif job.as_json:
+        bar.print(report.error_as_json(task.prompt, task.error))
+    elif job.source.many and task.request and not task.error:
+        bar.print(_block(task.request, task.prompt))
+    if task.error:
+        bar.print(task.error, complain)
 
 
-def _submitted(job: Job, live: Live | None) -> tuple[list[Request], Engine]:
-    """Load an engine and submit all prompts to it. Raises: PagedKVError for any mistake in the input"""
-    params = [_params(prompt, job.sampling) for prompt in job.source.prompts]
-    engine = Engine.load(job.model, **job.loading)
-    requests = []
-    for prompt, prompt_params in zip(job.source.prompts, params, strict=True):
-        with _blaming(prompt, job.source):
-            text = engine.tokenizer.render_chat([{"role": "user", "content": prompt.text}]) if job.chat else prompt.text
-            ids = engine.tokenizer.encode(text, special_tokens=not job.chat)
-            requests.append(engine.submit(ids, prompt_params, num_samples=job.num_samples, on_text=live))
-    return requests, engine
+def _submitted(job: Job, live: Live | None) -> tuple[list[Task], Engine]:
+    """Load an engine and submit all prompts to it.
+
+    Raises: PagedKVError for a mistake in the options, in the only prompt, or in all of many prompts
+    """
+    tasks, many = [Task(prompt, error=prompt.error) for prompt in job.source.prompts], job.source.many
+    SamplingParams(**job.sampling)  # the options of the command line are not the fault of a line
+    for task in tasks:
+        if not task.error:
+            with task.guarded(many=many):
+                task.params = _params(task.prompt, job.sampling)
+    _require_one(tasks)
+    engine = Engine.load(job.model, limits=Limits(**job.limits), **{**job.loading, "device": _device(job)})
+    for task in tasks:
+        if not task.error:
+            with task.guarded(many=many):
+                ids = _token_ids(task.prompt, job, engine.tokenizer)
+                tenant = job.tenant.encode("utf-8", "surrogateescape")
+                task.request = engine.submit(ids, task.params, num_samples=job.num_samples, on_text=live, tenant=tenant)
+    _require_one(tasks)
+    return tasks, engine
+
+
+def _require_one(tasks: list[Task]) -> None:
+    """Raise InvalidRequest, with the first error, if each prompt has one."""
+    if all(task.error for task in tasks):
+        raise InvalidRequest(tasks[0].error)
+
+
+def _token_ids(prompt: Prompt, job: Job, tokenizer: Tokenizer) -> list[int]:
+    """Encode a prompt: its messages by the chat template, or its text."""
+    messages = job.templating.messages(prompt)
+    if not messages:
+        return tokenizer.encode(prompt.text)
+    text = tokenizer.render_chat(messages, **job.templating.variables)
+    return tokenizer.encode(text, special_tokens=False)
+
+
+def _device(job: Job) -> str:
+    """Return the name of the device. Raises: InvalidRequest for one that torch does not know or this machine lacks"""
+    name = str(job.loading["device"])
+    found = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", name)
+    count = torch.cuda.device_count() if name != "cpu" else 0
+    if not found or (name != "cpu" and int(found[1] or 0) >= count):
+        raise InvalidRequest(f"--device is {name!r}; give cpu, or cuda:N of the {count} GPUs that torch finds here")
+    return name
 
 
 def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
     """Combine the options of the command line with those of the prompt's own line, which take precedence.
 
-    Raises: InvalidRequest, which names the line, for an unknown or bad option
+    Raises: InvalidRequest for an unknown or bad option
     """
     allowed = {field.name for field in fields(SamplingParams)}
     unknown = sorted(set(prompt.options) - allowed)
     if unknown:
         raise InvalidRequest(
-            f'{prompt.where} has {", ".join(unknown)}; beside "prompt" it may have {", ".join(sorted(allowed))}'
+            f'it has {", ".join(unknown)}; beside "prompt" or "messages" and "id" it may have '
+            f"{', '.join(sorted(allowed))}"
         )
     for name in ("stop", "stop_ids"):
         if not isinstance(prompt.options.get(name, ""), (str, list)):
-            raise InvalidRequest(f"{prompt.where}: {name} is {prompt.options[name]!r}; it must be a list")
-    try:
-        return SamplingParams(**{**sampling, **prompt.options})
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{prompt.where}: {error}" if prompt.options else str(error)) from None
-
-
-@contextmanager
-def _blaming(prompt: Prompt, source: Source) -> Iterator[None]:
-    """Add the line of the prompt to an InvalidRequest about one of many prompts."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{prompt.where}: {error}" if source.many else str(error)) from None
+            raise InvalidRequest(f"{name} is {prompt.options[name]!r}; it must be a list")
+    return SamplingParams(**{**sampling, **prompt.options})
 
 
 class Live:
@@ -189,10 +257,10 @@ class Bar:
         if self._progress:
             self._progress.update(self._task, advance=len(finished), tokens=self._tokens)
 
-    def print(self, text: str) -> None:
-        """Print a result to stdout; meanwhile the bar is off the terminal."""
+    def print(self, text: str, show: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:
+        """Print a result to stdout, or by `show`; meanwhile the bar is off the terminal."""
         if self._progress:
             self._progress.stop()
-        print(text, flush=True)
+        show(text)
         if self._progress:
             self._progress.start()

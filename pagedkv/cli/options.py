@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import typer
 
 _MEMORY: Final = "The KV cache"
+_CHAT: Final = "The checkpoint's chat template"
 _SAMPLING: Final = "Sampling"
 _GEOMETRY: Final = "Numbers, without a model"
 _CELLS: Final = "What is measured"
@@ -37,11 +38,25 @@ Weights = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option(metavar="N", help="Of output, at most.")]
 NumSamples = Annotated[int, typer.Option(metavar="N", help="Outputs for each prompt; they share its frames.")]
-Chat = Annotated[
-    bool, typer.Option("--chat", help="The prompt is a user's message: put it into the checkpoint's chat template.")
-]
+Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N.")]
 JsonObject = Annotated[
     bool, typer.Option("--json", help="Print one JSON object (a line for each prompt of a .jsonl), no more.")
+]
+
+# generate: the chat template
+
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="The prompt is a user's message.", rich_help_panel=_CHAT),
+]
+System = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="A system message before the others.", rich_help_panel=_CHAT)
+]
+TemplateVar = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE", help="For the template: JSON or a text; may be given again.", rich_help_panel=_CHAT
+    ),
 ]
 
 # generate: sampling
@@ -60,6 +75,9 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="Where to end; may be given several times.", rich_help_panel=_SAMPLING),
 ]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on behind the model's end token.", rich_help_panel=_SAMPLING)
+]
 
 # generate: the pool
 
@@ -68,6 +86,12 @@ NumFrames = Annotated[int | None, typer.Option(metavar="N", help="Frames in the 
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Or its size, such as 2GiB.", rich_help_panel=_MEMORY)]
 Kernels = Annotated[str, typer.Option(metavar="NAME", help="One that `pagedkv doctor` lists.", rich_help_panel=_MEMORY)]
 Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.", rich_help_panel=_MEMORY)]
+KvDtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Of the stored KV: fp8_e4m3, fp8_e5m2, int8, int4.", rich_help_panel=_MEMORY),
+]
+MaxSequences = Annotated[int, typer.Option(metavar="N", help="Running at once.", rich_help_panel=_MEMORY)]
+Tenant = Annotated[str, typer.Option(metavar="NAME", help="Only its prefixes are found.", rich_help_panel=_MEMORY)]
 
 # fit
 
@@ -88,9 +112,6 @@ FitValueInKey = Annotated[
 ]
 FitWindow = Annotated[int | None, typer.Option(metavar="N", help="Of all layers.", rich_help_panel=_GEOMETRY)]
 FitDtype = Annotated[str | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.")]
-FitKvDtype = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Of the stored KV: fp8_e4m3, fp8_e5m2, int8, int4.")
-]
 FitWeights = Annotated[
     str | None, typer.Option(metavar="NAME", help="int8 or int4; or the bytes of all weights, such as 140GB.")
 ]

@@ -1,6 +1,7 @@
-"""The sources of prompts: an option, a file, stdin, or the bundled demo. Text only; no torch.
+"""The sources of prompts: an option, a file, stdin, or the bundled demo. Text and messages only; no torch.
 
-A file's last newline ends its last line and is no part of the prompt. All mistakes are found before any work starts.
+A file's last newline ends its last line and is no part of the prompt. A mistake in one line of a .jsonl is the error of
+its Prompt; any other mistake is raised before work starts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import select
 import stat
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -23,24 +25,25 @@ PATIENCE_S: Final = 1.0
 MOST_BYTES: Final = 2**28
 """Bytes of a source of prompts. A device may have no end."""
 
+TAKEN: Final = ("messages", "self")
+"""Names that are no variables of a template: the prompts, and a name of Jinja's."""
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. where: its name in errors. options: its own fields of SamplingParams, from a .jsonl line."""
+    """One prompt: a text, or the messages of a chat.
+
+    where: its name in errors. line: its number in a .jsonl, from 1; 0 elsewhere. id: the "id" of its line.
+    options: its own fields of SamplingParams. error: the reason why it cannot be used, or "".
+    """
 
     text: str
     where: str
+    messages: tuple[dict[str, Any], ...] = ()
+    line: int = 0
+    id: str | int | None = None
     options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.text:
-            raise InvalidRequest(f"{self.where} is empty; give at least one character")
-        try:
-            self.text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"{self.where} is not Unicode text: {error.reason} at character {error.start}"
-            ) from None
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,52 @@ class Source:
     demo: bool = False
 
 
+@dataclass(frozen=True)
+class Templating:
+    """The use of the chat template. every: for texts, too, as messages of a user. variables: names for the template."""
+
+    every: bool = False
+    system: str | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+
+    def messages(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Return the messages of a prompt, after the system message unless they begin with one; [] for plain text."""
+        given = list(prompt.messages)
+        if not given and self.every:
+            given = [{"role": "user", "content": prompt.text}]
+        if given and self.system is not None and given[0]["role"] != "system":
+            given.insert(0, {"role": "system", "content": self.system})
+        return given
+
+
+def variables(given: Sequence[str]) -> dict[str, Any]:
+    """Return the variables of the template from texts NAME=VALUE: a value is JSON, or else a text.
+
+    Raises: InvalidRequest for a text of another form, or a name that is taken
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not sign or not name.isidentifier() or name in TAKEN:
+            raise InvalidRequest(
+                f"--template-var is {text!r}; give NAME=VALUE with another name than {' or '.join(TAKEN)}, such as "
+                "enable_thinking=false"
+            )
+        try:
+            found[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            found[name] = value
+    return found
+
+
+def require_chat(source: Source, templating: Templating) -> None:
+    """Raise InvalidRequest if there are options for a chat template, and no prompt goes through one."""
+    names = {"--system": templating.system is not None, "--template-var": bool(templating.variables)}
+    given = [name for name, is_given in names.items() if is_given]
+    if given and not templating.every and not any(prompt.messages or prompt.error for prompt in source.prompts):
+        raise InvalidRequest(f"{given[0]} is for the chat template; give --chat, or messages in a .jsonl")
+
+
 def read(text: str | None, path: Path | None, dash: str | None) -> Source:
     """Read the prompts that the command line asks for; without any, the demo.
 
@@ -61,17 +110,19 @@ def read(text: str | None, path: Path | None, dash: str | None) -> Source:
         raise InvalidRequest(
             f"unexpected argument {dash!r}; give the prompt with --prompt, --prompt-file, or - for stdin"
         )
+    if text == "-":
+        text, dash = None, text
     given = [name for name, value in (("--prompt", text), ("--prompt-file", path), ("-", dash)) if value is not None]
     if len(given) > 1:
         raise InvalidRequest(f"{' and '.join(given)} both give a prompt; give one of them")
     if text is not None:
-        return Source((Prompt(text, "the prompt"),))
+        return Source((_prompt(text, "the prompt"),))
     if path is not None and str(path) != "-":
         if path.suffix == ".jsonl":
             return Source(_lines(_file(path), path), many=True)
-        return Source((Prompt(_file(path).removesuffix("\n"), str(path)),))
+        return Source((_prompt(_file(path).removesuffix("\n"), str(path)),))
     if given or _is_piped():
-        return Source((Prompt(_stdin().removesuffix("\n"), "the prompt on stdin"),))
+        return Source((_prompt(_stdin().removesuffix("\n"), "the prompt on stdin"),))
     return Source((Prompt(DEMO_PROMPT, "the demo"),), demo=True)
 
 
@@ -111,19 +162,49 @@ def _decoded(data: bytes, where: str) -> str:
         raise InvalidRequest(f"{where} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
+def _prompt(text: str, where: str, **fields: Any) -> Prompt:
+    """Return a prompt. Raises: InvalidRequest for an empty text, or one that is not Unicode"""
+    if not text:
+        raise InvalidRequest(f"{where} is empty; give at least one character")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{where} is not Unicode text: {error.reason} at character {error.start}") from None
+    return Prompt(text, where, **fields)
+
+
 def _lines(text: str, path: Path) -> tuple[Prompt, ...]:
     """Parse a .jsonl file, skipping blank lines. Only \\n ends a line: JSON strings may hold the other line ends."""
-    found = tuple(_line(line, f"{path}, line {n}") for n, line in enumerate(text.split("\n"), 1) if line.strip())
+    found = tuple(_line(line, path, n) for n, line in enumerate(text.split("\n"), 1) if line.strip())
     if not found:
         raise InvalidRequest(f'{path} holds no prompt; write one {{"prompt": "..."}} on each line')
     return found
 
 
-def _line(line: str, where: str) -> Prompt:
+def _line(line: str, path: Path, number: int) -> Prompt:
+    """Return the prompt of one line, or one with an error."""
+    where, known = f"{path}, line {number}", None
     try:
         values = json.loads(line)
+        if isinstance(values, dict):
+            known = values.pop("id", None)
+            known = known if isinstance(known, str | int) else None
+        return _prompt_of(values, where, line=number, id=known)
+    except InvalidRequest as error:
+        return Prompt("", where, line=number, id=known, error=str(error))
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{where} is not JSON: {error}") from None
-    if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
-        raise InvalidRequest(f'{where} is not an object with a text under "prompt"')
-    return Prompt(values.pop("prompt"), where, values)
+        return Prompt("", where, line=number, error=f"{where} is not JSON: {error}")
+
+
+def _prompt_of(values: Any, where: str, **fields: Any) -> Prompt:
+    """Return the prompt of an object. Raises: InvalidRequest if it has neither a text nor messages, or both"""
+    kinds = {"prompt": str, "messages": list}
+    found = [name for name in kinds if isinstance(values, dict) and name in values]
+    if len(found) != 1 or not isinstance(values[found[0]], kinds[found[0]]):
+        raise InvalidRequest(f'{where} is not an object with either a text under "prompt" or a list under "messages"')
+    given = values.pop(found[0])
+    if found == ["prompt"]:
+        return _prompt(given, where, options=values, **fields)
+    if not given or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in given):
+        raise InvalidRequest(f'{where}: messages are objects with a "role" and a "content"; give at least one')
+    return Prompt("", where, messages=tuple(given), options=values, **fields)

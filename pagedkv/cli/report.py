@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from pagedkv.cli.prompts import Prompt
     from pagedkv.model.engine import Engine
     from pagedkv.model.request import Completion, Request
 
@@ -22,10 +23,20 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.4g} TiB"
 
 
-def as_json(request: Request, engine: Engine) -> str:
+def as_json(request: Request, engine: Engine, prompt: Prompt) -> str:
     """Format the sample of a request as one line of JSON; several samples as a list under "samples"."""
     found = [_sample(completion, engine) for completion in request.completions]
-    return json.dumps({"samples": found} if len(found) > 1 else found[0])
+    return json.dumps({**_line_of(prompt), **({"samples": found} if len(found) > 1 else found[0])})
+
+
+def error_as_json(prompt: Prompt, error: str) -> str:
+    """Format the error of a prompt that has no request as one line of JSON."""
+    return json.dumps({**_line_of(prompt), "error": error})
+
+
+def _line_of(prompt: Prompt) -> dict[str, Any]:
+    """Return the number and the id of the line that a prompt is from; {} if there is no line."""
+    return {"line": prompt.line, "id": prompt.id} if prompt.line else {}
 
 
 def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
@@ -33,10 +44,17 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
 
     frames_peak and waste are figures of the pool over the whole run so far: samples share frames.
     """
+    usage = {
+        "prompt_tokens": len(completion.request.prompt_ids),
+        "completion_tokens": len(completion.token_ids),
+        "cached_tokens": completion.cached_tokens,
+    }
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
-        "prompt_tokens": len(completion.request.prompt_ids),
+        "finish_reason": completion.finish_reason,
+        **({"error": completion.error} if completion.error else {}),
+        "usage": usage,
         "ttft_ms": round(completion.ttft_s * 1e3, 3),
         "tokens_per_s": round(completion.tokens_per_s, 3),
         "frames_peak": engine.cache.stats().peak_mapped,

@@ -122,6 +122,7 @@ def files() -> dict[str, bytes]:
         "unk_token": UNK,
         "model_max_length": MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
+        "chat_template": "{{ bos_token }}{% for message in messages %}{{ message['content'] }} {% endfor %}",
     }
     generation = {"bos_token_id": IDS[BOS], "eos_token_id": IDS[EOS], "do_sample": False, "max_new_tokens": 32}
     return {

@@ -307,6 +307,8 @@ PROMPTS: dict[str, tuple[bytes, str]] = {
     "stop ids are lists": (b'{"prompt": "a", "stop_ids": [[1]]}', "stop_ids is"),
     "a flag that is a text": (b'{"prompt": "a", "ignore_eos": "no"}', "ignore_eos is 'no'"),
     "an option that is null": (b'{"prompt": "a", "max_tokens": null}', "max_tokens is None"),
-    "NaN alone": (b"NaN", 'is not an object with a text under "prompt"'),
+    "NaN alone": (b"NaN", 'is not an object with either a text under "prompt" or a list under "messages"'),
+    "messages are nested": (b'{"messages": ' + b"[" * 10**5, "line 1 is not JSON"),
+    "a role is a list": (b'{"messages": [{"role": []}]}', 'messages are objects with a "role"'),
     "only a zero": (b"\0", "line 1 is not JSON"),
 }

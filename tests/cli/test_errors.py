@@ -53,7 +53,19 @@ def refused(command):
         ("--kernels=warp", "no kernel 'warp'"),
         ("--dtype=int3", "dtype is 'int3'"),
         ("--weights=int3", "weights is 'int3'; it must be None or one of int8, int4"),
-        ("--chat", "no chat template"),
+        ("--system=a", "--system is for the chat template; give --chat, or messages in a .jsonl"),
+        ("--template-var=a=1", "--template-var is for the chat template"),
+        ("--chat --template-var=a", "--template-var is 'a'; give NAME=VALUE"),
+        ("--chat --template-var=9=1", "--template-var is '9=1'"),
+        ("--chat --template-var=messages=[]", "with another name than messages or self"),
+        ("--chat --template-var=self=1", "with another name than messages or self"),
+        ("--device=toaster", "--device is 'toaster'; give cpu"),
+        ("--device=cuda:999", "--device is 'cuda:999'"),
+        ("--device=", "--device is ''"),
+        ("--kv-dtype=fp4", "kv_dtype is 'fp4'"),
+        ("--max-sequences=0", "max_sequences is 0"),
+        ("--num-samples=9 --max-sequences=4", "num_samples is 9"),
+        ("--prompt=- --prompt-file=b", "--prompt-file and - both"),
         ("--model=no/such/folder", "no folder no/such/folder"),
         ("--model=\udcff", "no folder \\udcff"),
         ("--model=\x1b[2J", "no folder \\x1b[2J"),
@@ -119,6 +131,13 @@ def test_a_kernel_that_objects_gives_its_reasons_in_the_line(refused, monkeypatc
         ("7", 'a text under "prompt"'),
         ('{"text": "a"}', 'a text under "prompt"'),
         ('{"prompt": ["a"]}', 'a text under "prompt"'),
+        ('{"prompt": "a", "messages": []}', 'either a text under "prompt" or a list under "messages"'),
+        ('{"messages": {}}', 'a list under "messages"'),
+        ('{"messages": []}', "give at least one"),
+        ('{"messages": ["a"]}', 'objects with a "role" and a "content"'),
+        ('{"messages": [{"content": "a"}]}', 'objects with a "role" and a "content"'),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "a"}], "top_k": -1}', "top_k is -1"),
         ('{"prompt": ""}', "is empty"),
         ('{"prompt": "\\ud800"}', "not Unicode text"),
         ('{"prompt": "a", "colour": "red"}', "has colour"),
@@ -128,13 +147,59 @@ def test_a_kernel_that_objects_gives_its_reasons_in_the_line(refused, monkeypatc
         (json.dumps({"prompt": "lamp " * 40_000}), "40001 tokens"),
     ],
 )
-def test_a_bad_line_is_named_before_any_work(refused, monkeypatch, tmp_path, line, complaint):
-    monkeypatch.setattr(Engine, "step", lambda engine: pytest.fail("the engine stepped"))
+def test_a_bad_line_is_reported_and_costs_no_other(command, tmp_path, line, complaint):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n' + line + '\n{"prompt": "b"}\n')
-    message = refused("--prompt-file", path)
-    assert message.startswith(f"{path}, line 2")
-    assert complaint in message
+    path.write_text('{"prompt": "a"}\n' + line + '\n{"prompt": "b", "id": "last"}\n')
+    for options in ((), ("--json",)):
+        status, out, err = command("generate", "--prompt-file", path, *options)
+        assert status == 1
+        complaints = [each for each in err.splitlines() if each.startswith("pagedkv: error: ")]
+        assert len(complaints) == 1
+        assert complaints[0].startswith(f"pagedkv: error: {path}, line 2")
+        assert complaint in complaints[0]
+        assert options or out.count("I do not know.") == 2
+    found = [json.loads(each) for each in out.splitlines()]
+    assert [each["line"] for each in found] == [1, 2, 3]
+    assert (found[2]["id"], found[2]["finish_reason"]) == ("last", "stop")
+    assert complaint in found[1]["error"]
+    assert "text" not in found[1]
+
+
+def test_a_file_without_a_usable_line_is_refused_before_weights_are_loaded(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(Engine, "load", lambda *args, **options: pytest.fail("weights were loaded"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "a"}\n{"prompt": "a", "top_k": -1}\n')
+    assert refused("--prompt-file", path).startswith(f"{path}, line 1")
+
+
+def test_a_bad_option_of_the_command_is_not_the_fault_of_a_line(refused, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    assert refused("--prompt-file", path, "--top-k", -1).startswith("top_k is -1")
+
+
+def test_a_line_whose_request_fails_costs_no_other(command, monkeypatch, tmp_path):
+    from pagedkv.model.loop.delivery import Delivery
+
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b b"}\n')
+    take = Delivery.take
+
+    def failing(delivery, sequence, token):
+        if len(sequence.completion.request.prompt_ids) == 2:
+            sequence.completion.end("error", "the logits hold NaN")
+        else:
+            take(delivery, sequence, token)
+
+    monkeypatch.setattr(Delivery, "take", failing)
+    status, out, err = command("generate", "--prompt-file", path, "--json")
+    first, second = map(json.loads, out.splitlines())
+    assert (status, err) == (1, f"pagedkv: error: {path}, line 1: the logits hold NaN\n")
+    assert (first["finish_reason"], first["error"]) == ("error", "the logits hold NaN")
+    assert (second["text"], "error" in second) == ("I do not know.", False)
+    status, out, err = command("generate", "--prompt-file", path)
+    assert (status, out) == (1, f"==> {path}, line 2 <==\nI do not know.\n\n")
+    assert "3 tokens" in err
 
 
 def test_files_that_hold_no_prompt_are_refused(refused, tmp_path):

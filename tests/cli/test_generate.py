@@ -14,20 +14,22 @@ from rich.console import Console
 from pagedkv.cli import compiling
 from pagedkv.cli.generate import Bar
 from pagedkv.core.tables import steps
-from pagedkv.model.engine import Engine
+from pagedkv.model.engine import BUNDLED, Engine
 from pagedkv.model.records import DEMO_ANSWER, DEMO_PROMPT
 from pagedkv.model.request import Completion
 
 KEYS = {
     "text": str,
     "token_ids": list,
-    "prompt_tokens": int,
+    "finish_reason": str,
+    "usage": dict,
     "ttft_ms": float,
     "tokens_per_s": float,
     "frames_peak": int,
     "waste": float,
     "kernels": str,
 }
+OF_A_LINE = {"line": int, "id": type(None), **KEYS}
 LAMP = "Mira keeps a red lamp in the cellar. Where is the lamp of Mira?"
 OTTO = "Otto lives in Ghent. Where does Otto live?"
 
@@ -50,7 +52,7 @@ def test_the_table_reports_time_and_memory_of_the_run(command):
     assert re.search(rf"frames at peak +{found['frames_peak']} of 2,048", table)
     assert f"{found['waste']:.1%} of allocated slots" in table
     assert re.search(rf"kernel +{found['kernels']}", table)
-    assert f"{found['prompt_tokens']} tokens" in table
+    assert f"{found['usage']['prompt_tokens']} tokens" in table
 
 
 def test_json_is_one_object_and_nothing_else(command):
@@ -60,7 +62,9 @@ def test_json_is_one_object_and_nothing_else(command):
     assert found["text"] == DEMO_ANSWER
     assert (found["ttft_ms"] > 0, found["tokens_per_s"] > 0, 0 < found["waste"] < 1) == (True, True, True)
     block_size = 16
-    most = found["prompt_tokens"] + len(found["token_ids"]) - 1  # the KV of the last token is never computed
+    counts = {"prompt_tokens": 290, "completion_tokens": len(found["token_ids"]), "cached_tokens": 0}
+    assert (found["finish_reason"], found["usage"]) == ("stop", counts)
+    most = 290 + len(found["token_ids"]) - 1  # the KV of the last token is never computed
     assert found["frames_peak"] == -(-most // block_size)
 
 
@@ -115,7 +119,7 @@ def test_options_reach_the_engine(command):
 
     assert ask("--max-tokens", 3)["text"] == "Mira keeps a"
     assert ask("--stop", " red", "--stop", "lamp")["text"] == "Mira keeps a"
-    assert ask("--block-size", 1)["frames_peak"] == ask()["prompt_tokens"] + len(ask()["token_ids"]) - 1
+    assert ask("--block-size", 1)["frames_peak"] == sum(ask()["usage"].values()) - 1
     assert ask("--kernels", "reference", "--dtype", "float32", "--memory", "64MiB")["text"] == DEMO_ANSWER
     assert ask("--weights", "int8")["text"] == DEMO_ANSWER
     assert ask("--repetition-penalty", 1e6)["text"] != DEMO_ANSWER
@@ -167,7 +171,9 @@ def test_results_come_in_input_order(command, three):
     found = [json.loads(line) for line in out.splitlines()]
     assert (status, err) == (0, "")
     assert [sample["text"] for sample in found] == [DEMO_ANSWER, "Otto lives", "Ghent has ten bridges."]
-    assert [schema(sample) for sample in found] == [KEYS] * 3
+    assert [schema(sample) for sample in found] == [OF_A_LINE] * 3
+    assert [sample["line"] for sample in found] == [1, 3, 5]
+    assert [sample["finish_reason"] for sample in found] == ["stop", "length", "stop"]
 
 
 def test_many_prompts_that_do_not_fit_at_once_give_what_each_gives_alone(command, tmp_path):
@@ -213,8 +219,6 @@ def test_a_text_file_is_one_prompt_without_its_last_newline(command, tmp_path):
 
 
 def test_chat_goes_through_the_template(command, tmp_path):
-    from pagedkv.model.engine import BUNDLED
-
     for path in BUNDLED.iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}Otto lives in Ghent. {{ messages[0].content }}")
@@ -222,4 +226,87 @@ def test_chat_goes_through_the_template(command, tmp_path):
     asked, plain = json.loads(command(*chat, "--chat").out), json.loads(command(*chat).out)
     assert asked["text"] == "Otto lives in Ghent."
     assert plain["text"] != asked["text"]
-    assert asked["prompt_tokens"] == json.loads(command("generate", "--prompt", OTTO, "--json").out)["prompt_tokens"]
+    assert asked["usage"] == json.loads(command("generate", "--prompt", OTTO, "--json").out)["usage"]
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}{{ [thinking, name] }}"
+
+
+@pytest.fixture
+def rendered(command, tmp_path, monkeypatch):
+    """Return a function that runs `pagedkv generate` and returns the texts that TEMPLATE made."""
+    from pagedkv.model.tokenizer import Tokenizer
+
+    for path in BUNDLED.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    texts, encode = [], Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda t, text, **kw: texts.append(text) or encode(t, text, **kw))
+
+    def run(*argv):
+        texts.clear()
+        assert command("generate", "--model", tmp_path, "--max-tokens", 1, *argv).status == 0
+        return list(texts)
+
+    return run
+
+
+def test_the_template_gets_a_system_message_and_variables(rendered):
+    asked = ("--prompt", "Hi", "--chat", "--template-var", "thinking=false", "--template-var", "name=Otto")
+    assert rendered(*asked) == ["user=Hi;[False, 'Otto']"]
+    assert rendered(*asked, "--system", "Be brief.") == ["system=Be brief.;user=Hi;[False, 'Otto']"]
+    assert rendered(*asked, "--template-var", 'name={"a": [1]}') == ["user=Hi;[False, {'a': [1]}]"]
+    assert rendered("--prompt", "Hi") == ["Hi"]
+
+
+def test_messages_of_a_line_go_through_the_template(rendered, tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    own = [{"role": "system", "content": "mine"}, *talk]
+    path = tmp_path / "talks.jsonl"
+    path.write_text(
+        "\n".join(map(json.dumps, [{"messages": talk, "max_tokens": 2}, {"messages": own}, {"prompt": "d"}]))
+    )
+    extra = ("--template-var", "thinking=1", "--template-var", "name=2")
+    ends = "user=a;assistant=b;user=c;[1, 2]"
+    assert rendered("--prompt-file", path, *extra) == [ends, f"system=mine;{ends}", "d"]
+    shared = rendered("--prompt-file", path, "--system", "ours", "--chat", *extra)
+    assert shared == [f"system=ours;{ends}", f"system=mine;{ends}", "system=ours;user=d;[1, 2]"]
+
+
+def test_the_bundled_checkpoint_can_chat(command, tmp_path):
+    talk = [{"role": "system", "content": "Otto lives in Ghent. Mira keeps a red lamp in the cellar."}]
+    talk += [
+        {"role": "user", "content": "Where does Otto live?"},
+        {"role": "assistant", "content": "Otto lives in Ghent."},
+    ]
+    talk += [{"role": "user", "content": "Where is the lamp of Mira?"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    assert (
+        json.loads(command("generate", "--prompt-file", tmp_path / "talk.jsonl", "--json").out)["text"] == DEMO_ANSWER
+    )
+    assert command("generate", "--chat").out == DEMO_ANSWER + "\n"
+
+
+def test_options_of_the_pool_reach_the_engine(command, monkeypatch):
+    made, load = [], Engine.load
+    monkeypatch.setattr(Engine, "load", lambda *args, **options: made.append(load(*args, **options)) or made[-1])
+    tenants, submit = [], Engine.submit
+    monkeypatch.setattr(
+        Engine,
+        "submit",
+        lambda *args, tenant, **options: tenants.append(tenant) or submit(*args, tenant=tenant, **options),
+    )
+    asked = ("--kv-dtype", "int8", "--max-sequences", 3, "--tenant", "Zoë", "--device", "cpu")
+    assert command("generate", *asked).out == DEMO_ANSWER + "\n"
+    (engine,) = made
+    assert (engine.cache.spec.stored_dtype, engine.scheduler.limits.max_sequences) == ("int8", 3)
+    assert tenants == ["Zoë".encode()]
+    longer = json.loads(command("generate", "--ignore-eos", "--max-tokens", 30, "--json").out)
+    assert (longer["usage"]["completion_tokens"], longer["finish_reason"]) == (30, "length")
+
+
+def test_prompts_that_begin_alike_report_the_tokens_found(command, tmp_path):
+    path = tmp_path / "same.jsonl"
+    path.write_text(f"{json.dumps({'prompt': DEMO_PROMPT})}\n" * 2)
+    lines = command("generate", "--prompt-file", path, "--max-sequences", 1, "--json").out.splitlines()
+    assert [json.loads(line)["usage"]["cached_tokens"] for line in lines] == [0, 288]
