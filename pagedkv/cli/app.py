@@ -75,6 +75,7 @@ def generate(
     kernels: options.Kernels = "auto",
     max_sequences: options.MaxSequences = 256,
     tenant: options.Tenant = "",
+    speculate: options.Speculate = None,
 ) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
     if num_frames is not None and memory is not None:
@@ -88,6 +89,7 @@ def generate(
     sampling |= {"repetition_penalty": repetition_penalty}
     pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
     loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, **pool}
+    loading["speculate"] = speculate
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=as_json) as screen:

@@ -84,6 +84,9 @@ IgnoreEos = Annotated[
 BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens in a frame.", rich_help_panel=_MEMORY)]
 NumFrames = Annotated[int | None, typer.Option(metavar="N", help="Frames in the pool.", rich_help_panel=_MEMORY)]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Or its size, such as 2GiB.", rich_help_panel=_MEMORY)]
+Speculate = Annotated[
+    str | None, typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, or the folder of a smaller model.")
+]
 Kernels = Annotated[str, typer.Option(metavar="NAME", help="One that `pagedkv doctor` lists.", rich_help_panel=_MEMORY)]
 Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.", rich_help_panel=_MEMORY)]
 KvDtype = Annotated[

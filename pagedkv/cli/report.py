@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pagedkv.cli.prompts import Prompt
     from pagedkv.model.engine import Engine
     from pagedkv.model.request import Completion, Request
+    from pagedkv.model.ways.speculation import Speculation
 
 
 def size(num_bytes: float) -> str:
@@ -42,8 +43,10 @@ def _line_of(prompt: Prompt) -> dict[str, Any]:
 def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
     """Return the fields of one sample.
 
-    frames_peak and waste are figures of the pool over the whole run so far: samples share frames.
+    frames_peak and waste are figures of the pool over the whole run so far: samples share frames. With speculation,
+    acceptance and tokens_per_pass are figures of the whole run, too.
     """
+    guess = engine.speculation
     usage = {
         "prompt_tokens": len(completion.request.prompt_ids),
         "completion_tokens": len(completion.token_ids),
@@ -60,7 +63,12 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
         "frames_peak": engine.cache.stats().peak_mapped,
         "waste": round(engine.meter.waste, 6),
         "kernels": engine.cache.kernel.name,
+        **({} if guess is None else _shares(guess)),
     }
+
+
+def _shares(speculation: Speculation) -> dict[str, float]:
+    return {"acceptance": round(speculation.acceptance, 6), "tokens_per_pass": round(speculation.tokens_per_pass, 6)}
 
 
 def table(requests: list[Request], engine: Engine) -> Table:
@@ -78,6 +86,8 @@ def table(requests: list[Request], engine: Engine) -> Table:
         "waste": f"{engine.meter.waste:.1%} of allocated slots held no token",
         "kernel": f"{engine.cache.kernel.name}, {spec.stored_dtype}, {engine.cache.device}",
     }
+    if engine.speculation is not None:
+        lines["speculation"] = _speculation(engine.speculation)
     if engine.scheduler.preemptions:
         lines["preemptions"] = f"{engine.scheduler.preemptions:,}"
     shown = Table.grid(padding=(0, 2))
@@ -97,6 +107,11 @@ def _output(requests: list[Request]) -> str:
     completions = [completion for request in requests for completion in request.completions]
     tokens = f"{sum(len(completion.token_ids) for completion in completions):,} tokens"
     return f"{tokens} in {len(completions):,} samples" if len(completions) > len(requests) else tokens
+
+
+def _speculation(of: Speculation) -> str:
+    accepted = f"{of.num_accepted:,} of {of.num_drafts:,} drafts came true ({of.acceptance:.0%})"
+    return f"{accepted}, {of.tokens_per_pass:.2f} tokens in a pass"
 
 
 def _first_token(waits_ms: list[float]) -> str:

@@ -41,11 +41,14 @@ from pagedkv.model.loop.checks import Prompt, check_geometry, check_request, pro
 from pagedkv.model.loop.delivery import Delivery
 from pagedkv.model.loop.draws import draw
 from pagedkv.model.loop.meter import Meter
+from pagedkv.model.loop.sequence import Chunk, SequenceState
 from pagedkv.model.loop.step import CudaGraph, Step
 from pagedkv.model.request import Completion, OnText, Request, StopStrings
 from pagedkv.model.sampling.params import SamplingParams
-from pagedkv.model.scheduler import Chunk, Limits, Scheduler, SequenceState
+from pagedkv.model.scheduler import Limits, Scheduler
 from pagedkv.model.tokenizer import Tokenizer
+from pagedkv.model.ways.drafters import drafter_of
+from pagedkv.model.ways.speculation import Drafter, Speculation
 
 if TYPE_CHECKING:
     from pagedkv.cache import PlannedBatch
@@ -67,15 +70,23 @@ class Engine(ThreadGuard):
     """
 
     def __init__(
-        self, decoder: Decoder, tokenizer: Tokenizer, cache: PagedKVCache, *, limits: Limits | None = None
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        cache: PagedKVCache,
+        *,
+        limits: Limits | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
+        """drafter: the source of drafts for speculative decoding; None for none."""
         check_geometry(decoder, cache)
         self.decoder: Decoder = decoder
         self.tokenizer: Tokenizer = tokenizer
         self.cache: PagedKVCache = cache
         graphs = CudaGraph if decoder.device.type == "cuda" and not debug.level() else None  # checks read values back
         self.forward: Step = Step(decoder, cache, graphs=graphs)
-        self.scheduler: Scheduler = Scheduler(cache, limits or Limits(), self.forward.plan)
+        self.speculation: Speculation | None = None if drafter is None else Speculation(drafter, decoder.config)
+        self.scheduler: Scheduler = Scheduler(cache, limits or Limits(), self.forward.plan, self.speculation)
         self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings)
         self.meter: Meter = Meter()
         self._inbox: deque[Request] = deque()
@@ -94,6 +105,7 @@ class Engine(ThreadGuard):
         block_size: int = 16,
         kv_dtype: str | None = None,
         grouped: bool = False,
+        speculate: Drafter | Path | str | None = None,
         limits: Limits | None = None,
         **cache_options: Any,
     ) -> Engine:
@@ -104,6 +116,7 @@ class Engine(ThreadGuard):
         kv_dtype: the dtype of the cache; None for the dtype computed in.
         grouped: give layers with different windows page tables of their own (ModelConfig.specs), so that frames
             behind a window are given back. Useful for the families with mixed windows (Gemma 2 and 3).
+        speculate: "prompt-lookup", the folder of a draft model, or a drafter: decode speculatively.
         cache_options: options of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without
             num_frames and memory the pool holds 32768 tokens, but takes at most 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
@@ -125,8 +138,9 @@ class Engine(ThreadGuard):
         cache = PagedKVCache(
             specs, layer_groups=config.layer_groups() if grouped else None, device=device, **cache_options
         )
+        drafter = drafter_of(speculate, device=device, block_size=block_size)
         warm_up_step()  # last, so that bad input is refused without waiting for the compilation
-        return cls(decoder, tokenizer, cache, limits=limits)
+        return cls(decoder, tokenizer, cache, limits=limits, drafter=drafter)
 
     def submit(
         self,
@@ -253,19 +267,29 @@ class Engine(ThreadGuard):
             token_ids = [token for chunk in chunks for token in chunk.token_ids]
             families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
             ends = batch.plan.cu_seqlens_q[1:].tolist()
-            last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.is_last]
-            tokens = draw(families, self.forward(token_ids, batch, last))
-            if -1 in tokens:  # no prompt may find the KV of a request without usable logits
-                kept = [chunk for chunk in chunks if not chunk.sequence.completion.error]
-                counts = [0 if chunk.sequence.completion.error else chunk.num_tokens for chunk in chunks]
-                self.cache.commit(batch, [token for chunk in kept for token in chunk.token_ids], counts)
+            if self.speculation is None:
+                last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.is_last]
+                tokens, more = draw(families, self.forward(token_ids, batch, last)), dict[SequenceState, list[int]]()
+            else:
+                rows = self.speculation.rows(ends, chunks)
+                tokens, more = self.speculation.draw(chunks, families, self.forward(token_ids, batch, rows))
+            if more or -1 in tokens:
+                self._commit_parts(chunks, batch, more)
             else:
                 self.cache.commit(batch, token_ids)
         except BaseException:
             if not batch.plan.settled:
                 self.cache.abort(batch)
             raise
-        self._deliver(families, tokens)
+        self._deliver(families, tokens, more)
+
+    def _commit_parts(self, chunks: list[Chunk], batch: PlannedBatch, more: dict[SequenceState, list[int]]) -> None:
+        """Commit what is of use: no draft that did not come true, and no KV of a request without usable logits."""
+        kept: list[list[int]] = []
+        for chunk in chunks:
+            count = chunk.num_tokens - len(chunk.drafts) + len(more.get(chunk.sequence, ()))
+            kept.append([] if chunk.sequence.completion.error else chunk.token_ids[:count])
+        self.cache.commit(batch, [token for part in kept for token in part], [len(part) for part in kept])
 
     @exclusive
     def _take_in(self) -> None:
@@ -304,8 +328,10 @@ class Engine(ThreadGuard):
         """Return the sequences that draw from the logits of `parent`: `parent`, then its samples, not yet forked."""
         return [parent, *(self._new_sequence(c) for c in parent.receivers if c is not parent.completion)]
 
-    def _deliver(self, families: list[list[SequenceState]], tokens: list[int]) -> None:
-        """Append its token to each sequence.
+    def _deliver(
+        self, families: list[list[SequenceState]], tokens: list[int], more: dict[SequenceState, list[int]]
+    ) -> None:
+        """Append its token to each sequence, and behind it those that drafts gave.
 
         The samples of a family fork before its parent takes its token: the parent may finish and release its frames.
         """
@@ -319,11 +345,17 @@ class Engine(ThreadGuard):
                     self.delivery.take(child, token)
             if not parent.completion.finish_reason:
                 self.delivery.take(parent, parent_token)
+        for sequence, others in more.items():
+            for token in others:
+                if not sequence.completion.finish_reason:
+                    self.delivery.take(sequence, token)
         self._remove_ended()
 
     def _restart(self) -> None:
         """Begin anew from the requests and the tokens they have, after a step that did not end."""
         self._was_interrupted = True
+        if self.speculation is not None:
+            self.speculation.drafter.recover()
         sequences: list[SequenceState] = []
         for request in self._requests:
             first = request.completions[0]

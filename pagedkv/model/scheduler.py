@@ -13,22 +13,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pagedkv.core.arguments import whole
 from pagedkv.core.recovery import assign_together
 from pagedkv.errors import OutOfFrames, QuotaExceeded
-from pagedkv.model.request import Completion, Request, StopStrings
-from pagedkv.model.sampling.sampler import skip
+from pagedkv.model.loop.sequence import Chunk, SequenceState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    import torch
-
     from pagedkv.cache import PagedKVCache, PlannedBatch
     from pagedkv.core import AddressSpace
-    from pagedkv.model.tokenizer import TextStream
+    from pagedkv.model.request import Request
+    from pagedkv.model.ways.speculation import Speculation
 
     Plan = Callable[[list[AddressSpace], list[int]], PlannedBatch]
 
@@ -54,76 +52,16 @@ class Limits:
                 whole(value, f"Limits.{name}", 1)
 
 
-@dataclass(eq=False)
-class SequenceState:
-    """One completion while it is computed: its tokens, and the address space with the KV of those already computed.
-
-    tokens:    prompt and output so far
-    space:     None while the sequence waits
-    num_drawn: the number of tokens drawn from `generator` so far
-    """
-
-    completion: Completion
-    tokens: list[int]
-    generator: torch.Generator
-    stream: TextStream
-    stops: StopStrings
-    space: AddressSpace | None = None
-    num_drawn: int = 0
-
-    def rewind(self) -> None:
-        """Restart the generator and skip the draws of the tokens that the completion has."""
-        params, num_tokens = self.completion.request.params, len(self.completion.token_ids)
-        self.generator, self.num_drawn = params.generator(self.completion.index), num_tokens
-        skip(self.generator, num_tokens)
-
-    @property
-    def remaining(self) -> int:
-        """The number of tokens whose KV is not computed yet. The logits of the last one give the next token."""
-        return len(self.tokens) - (len(self.space) if self.space is not None else 0)
-
-    @property
-    def receivers(self) -> list[Completion]:
-        """The completions whose next token is drawn from this sequence's logits.
-
-        The first sample of a request computes the prompt for all samples, so its first logits serve all that have no
-        token yet. Otherwise a sequence serves its own completion only.
-        """
-        request = self.completion.request
-        if self.completion.index or len(self.tokens) > len(request.prompt_ids):
-            return [self.completion]
-        return [c for c in request.completions if not c.token_ids and not c.finish_reason]
-
-
-class Chunk(NamedTuple):
-    """The part of one sequence that a step computes: the first `num_tokens` of its remaining tokens.
-
-    remaining: `sequence.remaining` when the chunk was chosen; a commit changes the sequence's own.
-    """
-
-    sequence: SequenceState
-    num_tokens: int
-    remaining: int
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens of the chunk."""
-        first = len(self.sequence.tokens) - self.remaining
-        return self.sequence.tokens[first : first + self.num_tokens]
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the chunk ends with the sequence's last token, so that its logits give the next token."""
-        return self.num_tokens == self.remaining
-
-
 class Scheduler:
     """Two queues over one cache, and the only part of the model that opens, forks and releases address spaces."""
 
-    def __init__(self, cache: PagedKVCache, limits: Limits, plan: Plan | None = None) -> None:
-        """Begin without sequences. plan: plans the steps; None for `cache.plan`."""
+    def __init__(
+        self, cache: PagedKVCache, limits: Limits, plan: Plan | None = None, speculation: Speculation | None = None
+    ) -> None:
+        """Begin without sequences. plan: plans the steps; None for `cache.plan`. speculation: adds drafts to them."""
         self.cache: PagedKVCache = cache
         self.limits: Limits = limits
+        self.speculation: Speculation | None = speculation
         self._plan: Plan = plan or cache.plan
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
@@ -141,11 +79,16 @@ class Scheduler:
         Returns: the chunks and their plan; ([], None) if no sequence can compute anything.
         """
         chunks = self._choose(admit=True)
+        if self.speculation is not None:
+            chunks = self.speculation.extend(chunks, self.limits.max_batch_tokens)
         while chunks:
             spaces = [chunk.sequence.space for chunk in chunks if chunk.sequence.space is not None]
             try:
                 return chunks, self._plan(spaces, [chunk.num_tokens for chunk in chunks])
             except OutOfFrames as error:
+                if any(chunk.drafts for chunk in chunks):  # a guess is worth no other sequence's frames
+                    chunks = [chunk.without_drafts() for chunk in chunks]
+                    continue
                 # At a quota, only the tenant's own sequences can give frames back.
                 tenant = error.tenant if isinstance(error, QuotaExceeded) else None
                 candidates = [s for s in self.running if tenant is None or s.completion.request.tenant == tenant]
@@ -177,6 +120,8 @@ class Scheduler:
         if sequence.space is None:
             self.waiting.remove(sequence)
             return
+        if self.speculation is not None:
+            self.speculation.drafter.forget(sequence)
         sequence.space.release()  # first: if it raises, nothing was changed
         sequence.space = None
         self.running.remove(sequence)

@@ -13,10 +13,10 @@ from pagedkv.cache import PagedKVCache
 from pagedkv.errors import InvalidRequest, KernelUnavailable
 from pagedkv.kernels import registry
 from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.loop.sequence import SequenceState
 from pagedkv.model.request import Completion, StopStrings
 from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.sampling.sampler import SamplingRow, sample
-from pagedkv.model.scheduler import SequenceState
 from pagedkv.model.tokenizer import Tokenizer
 
 from .conftest import VOCAB, Paging, prompt_of
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagedkv.model.decoder import Decoder
+    from pagedkv.model.ways.speculation import Drafter
 
     from .conftest import Checkpoint
 
@@ -37,7 +38,13 @@ _expected: dict[str, list[list[int]]] = {}
 
 
 def build(
-    checkpoint: Checkpoint, *, block_size: int = 16, num_frames: int = 400, limits: Limits | None = None, **options: Any
+    checkpoint: Checkpoint,
+    *,
+    block_size: int = 16,
+    num_frames: int = 400,
+    limits: Limits | None = None,
+    drafter: Drafter | None = None,
+    **options: Any,
 ) -> Engine:
     """Build an engine over a random checkpoint. The words of its tokenizer are w0, w1, .."""
     key = str(checkpoint.folder)
@@ -45,7 +52,7 @@ def build(
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     cache = PagedKVCache(decoder.config.spec(block_size=block_size), num_frames=num_frames, **options)
-    return Engine(decoder, Tokenizer(words), cache, limits=limits)
+    return Engine(decoder, Tokenizer(words), cache, limits=limits, drafter=drafter)
 
 
 def expected(name: str, checkpoint: Checkpoint) -> list[list[int]]:

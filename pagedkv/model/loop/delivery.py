@@ -14,8 +14,8 @@ from operator import call
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagedkv.model.loop.sequence import SequenceState
     from pagedkv.model.request import Completion, OnText, Request
-    from pagedkv.model.scheduler import SequenceState
     from pagedkv.model.tokenizer import Tokenizer
 
 
@@ -45,11 +45,10 @@ class Delivery:
         """Append a token to a sequence; return the text that may be shown, and the reason if the text ends with it."""
         params = sequence.completion.request.params
         sequence.tokens.append(token)
-        length = len(sequence.tokens) - len(sequence.completion.request.prompt_ids)
         ended = token in params.stop_ids or (token in self._tokenizer.eos_ids and not params.ignore_eos)
         text, stopped = ("", False) if ended else sequence.stops.push(sequence.stream.push(token))
         reason = "stop" if ended or stopped else ""
-        if length >= params.max_tokens or len(sequence.tokens) >= self._max_tokens:
+        if sequence.num_output >= params.max_tokens or len(sequence.tokens) >= self._max_tokens:
             reason = reason or "length"
         if reason and not stopped:
             rest, stopped = sequence.stops.push(sequence.stream.finish())

@@ -15,7 +15,7 @@ from pagedkv.model.sampling.sampler import BadLogits, SamplingRow, sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.model.scheduler import SequenceState
+    from pagedkv.model.loop.sequence import SequenceState
 
 
 def _rows_of(logits: Tensor, numbers: list[int]) -> Tensor:
@@ -25,10 +25,11 @@ def _rows_of(logits: Tensor, numbers: list[int]) -> Tensor:
     return logits[torch.tensor(numbers, device=logits.device)]
 
 
-def draw(families: list[list[SequenceState]], logits: Tensor) -> list[int]:
+def draw(families: list[list[SequenceState]], logits: Tensor, *, is_guess: bool = False) -> list[int]:
     """Draw the next token of each member of each family, in this order. Row n of the logits is that of family n.
 
     A member whose logits are no numbers ends, and gets -1.
+    is_guess: whether the logits follow a draft: then such a member gets -1 and does not end
     """
     members = [(member, n) for n, family in enumerate(families) for member in family]
     tokens = [-1] * len(members)
@@ -38,7 +39,7 @@ def draw(families: list[list[SequenceState]], logits: Tensor) -> list[int]:
         try:
             drawn = sample(_rows_of(logits, [members[i][1] for i in drawing]), rows)
         except BadLogits as error:
-            for row in error.rows:
+            for row in error.rows if not is_guess else ():
                 members[drawing[row]][0].completion.end("error", str(error))
             drawing = [i for row, i in enumerate(drawing) if row not in error.rows]
             continue
@@ -51,6 +52,6 @@ def draw(families: list[list[SequenceState]], logits: Tensor) -> list[int]:
 
 def _sampling_row(member: SequenceState) -> SamplingRow:
     # An interrupted step lost a token that was already drawn: draw the same one again, as the seed demands.
-    if member.num_drawn != len(member.completion.token_ids):
+    if member.num_drawn != member.num_output:
         member.rewind()
     return SamplingRow(member.completion.request.params, member.generator, member.tokens)

@@ -1,0 +1,32 @@
+"""The choice of a drafter by name: what a user may write after `speculate=` or `--speculate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.model.ways.draft_model import DraftModel
+from pagedkv.model.ways.prompt_lookup import PromptLookup
+
+if TYPE_CHECKING:
+    from pagedkv.model.ways.speculation import Drafter
+
+PROMPT_LOOKUP: Final = "prompt-lookup"
+
+
+def drafter_of(speculate: Drafter | Path | str | None, **options: Any) -> Drafter | None:
+    """Return a drafter.
+
+    speculate: "prompt-lookup"; the Hugging Face folder of a draft model; a drafter; or None for none
+    options: of DraftModel.load. Raises: InvalidRequest, CheckpointError
+    """
+    if speculate == PROMPT_LOOKUP:
+        return PromptLookup()
+    if isinstance(speculate, str | Path):
+        return DraftModel.load(speculate, **options)
+    if speculate is None or hasattr(speculate, "propose"):
+        return speculate
+    raise InvalidRequest(
+        f"speculate is {speculate!r}; give {PROMPT_LOOKUP!r}, the folder of a draft model, a drafter, or None"
+    )

@@ -1,0 +1,174 @@
+"""Speculative decoding: compute guesses of the next tokens with the last token, and keep those that come true.
+
+    tokens       .. x0 │ d1  d2  d3     x0: the last token, whose KV is not computed yet; d: drafts of a drafter
+    one pass         r0  r1  r2  r3     the logits after each
+    draw             t0  t1  t2         from r0; if t0 = d1 from r1; if t1 = d2 from r2; ..; here t2 is not d3
+    commit       .. x0   d1  d2 │       counts = 3: the KV of d3 is rolled back, with the frames that held nothing else
+    deliver          t0  t1  t2         so a pass gives 1 to 1 + k tokens
+
+Each token is drawn as the plain way draws it: from the logits after the tokens before it, with the next number of the
+request's own generator. A draft only decides whether these logits are there already. So the output is that of the plain
+way, token for token, for greedy requests and for any seed.
+
+Rejection sampling (Leviathan et al., 2023) keeps the distribution but not the tokens: a seed would give other text with
+drafts than without. It would accept a draft of a drafter that draws by chance more often, and a certain one as often.
+
+A draft is no promise: it takes only frames that are there (the scheduler drops drafts before it preempts), at most as
+many tokens as the request may still have, and it is forgotten by an interrupt. A sequence without drafts is decoded in
+the plain way beside the others. The cost of a step: k + 1 instead of 1 token and row of logits for each sequence.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.model.loop.draws import draw
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from pagedkv.model.config import ModelConfig
+    from pagedkv.model.loop.sequence import Chunk, SequenceState
+
+
+class Drafter(Protocol):
+    """A source of drafts. Its state is about sequences that run; it can be lost at any time.
+
+    num_tokens: the most drafts of a sequence in a step
+    vocab_size: drafts are below it; None if they are copied from the text
+    """
+
+    num_tokens: int
+    vocab_size: int | None
+
+    def propose(self, sequences: list[SequenceState], most: list[int]) -> Sequence[Sequence[int]]:
+        """Return at most `most[i]` drafts of the tokens that follow each sequence; none where nothing is known."""
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Give back what is kept about a sequence that stops to run."""
+
+    def recover(self) -> None:
+        """Give back what is kept about all sequences, after an interrupt at any instruction."""
+
+
+class Speculation:
+    """The drafts of a step: chosen before it is planned, verified after its logits are there.
+
+    drafter:    the source of the drafts
+    num_passes: draws from computed logits: one for each sequence and step that gave it a token
+    num_drafts, num_accepted: drafts computed, and those that came true
+    """
+
+    def __init__(self, drafter: Drafter, config: ModelConfig) -> None:
+        """config: that of the model that verifies. Raises: InvalidRequest if the drafter has another vocabulary."""
+        if drafter.vocab_size not in (None, config.vocab_size):
+            raise InvalidRequest(
+                f"the draft model has {drafter.vocab_size} tokens in its vocabulary, the model has "
+                f"{config.vocab_size}; drafts are token ids, so give a draft model with the same tokenizer"
+            )
+        self.drafter: Drafter = drafter
+        self.num_passes: int = 0
+        self.num_drafts: int = 0
+        self.num_accepted: int = 0
+        self._max_tokens = config.max_position_embeddings
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafts that came true: 0.0 to 1.0."""
+        return self.num_accepted / self.num_drafts if self.num_drafts else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens that a pass gave to a sequence, in the mean: 1.0 without any accepted draft."""
+        return 1 + self.num_accepted / self.num_passes if self.num_passes else 1.0
+
+    def extend(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
+        """Return the chunks of a step with drafts behind those of decoding sequences, `budget` tokens in all."""
+        budget -= sum(chunk.num_tokens for chunk in chunks)
+        places: list[int] = []
+        most: list[int] = []
+        for place, chunk in enumerate(chunks):
+            if chunk.remaining == 1 and chunk.sequence.num_output:
+                allowed = min(budget, self.drafter.num_tokens, self._useful(chunk.sequence))
+                if allowed > 0:
+                    places.append(place)
+                    most.append(allowed)
+                    budget -= allowed
+        if places:
+            drafts = self.drafter.propose([chunks[place].sequence for place in places], most)
+            for place, of_sequence in zip(places, drafts, strict=True):
+                chunks[place] = chunks[place].with_drafts(of_sequence)
+        return chunks
+
+    def _useful(self, sequence: SequenceState) -> int:
+        """Count the tokens that a sequence may have behind the one that its next pass gives in any case."""
+        request = sequence.completion.request
+        return min(len(request.prompt_ids) + request.params.max_tokens, self._max_tokens) - len(sequence.tokens) - 1
+
+    @staticmethod
+    def rows(ends: list[int], chunks: list[Chunk]) -> list[int]:
+        """Return the tokens of the batch whose logits are needed: the last own token of each chunk and its drafts.
+
+        ends: the end of each chunk in the batch
+        """
+        return [
+            row
+            for end, chunk in zip(ends, chunks, strict=True)
+            if chunk.is_last
+            for row in range(end - 1 - len(chunk.drafts), end)
+        ]
+
+    def draw(
+        self, chunks: list[Chunk], families: list[list[SequenceState]], logits: Tensor
+    ) -> tuple[list[int], dict[SequenceState, list[int]]]:
+        """Return the tokens of `families`, and those that each sequence gets beyond its first: one for a right draft.
+
+        Shapes: logits float32 [N, V], those of `rows`
+        """
+        last = [chunk for chunk in chunks if chunk.is_last]
+        begins = list(accumulate((1 + len(chunk.drafts) for chunk in last), initial=0))[:-1]
+        tokens = draw(families, logits[torch.tensor(begins, dtype=torch.int64, device=logits.device)])
+        parents = accumulate(map(len, families), initial=0)  # the place of each parent's token
+        more: dict[SequenceState, list[int]] = {chunk.sequence: [] for chunk in last if chunk.drafts}
+        alive = [  # chunks whose drafts came true so far, and the row of the first draft of each
+            (chunk, begin + 1)
+            for chunk, begin, parent in zip(last, begins, parents, strict=False)
+            if chunk.drafts and tokens[parent] == chunk.drafts[0]
+        ]
+        self.num_drafts += sum(len(chunk.drafts) for chunk in last)
+        self.num_passes += len(families)
+        lengths = [(chunk.sequence.tokens, len(chunk.sequence.tokens)) for chunk, _ in alive]
+        try:
+            for i in range(self.drafter.num_tokens):
+                alive = self._round(alive, i, more, logits)
+        finally:  # `deliver` appends them for good
+            for ids, length in lengths:
+                del ids[length:]
+        self.num_accepted += sum(map(len, more.values()))
+        return tokens, more
+
+    @staticmethod
+    def _round(
+        alive: list[tuple[Chunk, int]], i: int, more: dict[SequenceState, list[int]], logits: Tensor
+    ) -> list[tuple[Chunk, int]]:
+        """Append draft i, which came true, to each sequence, draw the token behind it, and return who goes on."""
+        if not alive:
+            return []
+        for chunk, _ in alive:
+            chunk.sequence.tokens.append(chunk.drafts[i])
+        after = logits[torch.tensor([row + i for _, row in alive], device=logits.device)]
+        drawn = draw([[chunk.sequence] for chunk, _ in alive], after, is_guess=True)
+        for (chunk, _), token in zip(alive, drawn, strict=True):
+            if token >= 0:
+                more[chunk.sequence].append(token)
+        return [
+            (chunk, row)
+            for (chunk, row), token in zip(alive, drawn, strict=True)
+            if i + 1 < len(chunk.drafts) and token == chunk.drafts[i + 1]
+        ]
