@@ -80,9 +80,8 @@ def generate(
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
     if num_frames is not None and memory is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
-    source = prompts.read(prompt, prompt_file, dash)
     templating = prompts.Templating(chat, system, prompts.variables(template_var or ()))
-    prompts.require_chat(source, templating)
+    source = prompts.read(prompt, prompt_file, dash, templating)
     folder = None if model is None else hub.find(model)
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop or (), "ignore_eos": ignore_eos}
     sampling |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -93,10 +92,12 @@ def generate(
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=as_json) as screen:
-        from pagedkv.cli.generate import Job, run  # torch, while other processes compile
+        from pagedkv.cli import conversation  # torch, while other processes compile
+        from pagedkv.cli.generate import Job, run
 
         limits = {"max_sequences": max_sequences}
-        return run(Job(source, templating, folder, sampling, loading, limits, num_samples, tenant, as_json), screen)
+        job = Job(source, templating, folder, sampling, loading, limits, num_samples, tenant, as_json)
+        return conversation.hold(job, screen) if source.talk else run(job, screen)
 
 
 @app.command()
@@ -179,7 +180,7 @@ def bench_manager(
     plot: options.ManagerPlot = None,
 ) -> None:
     """Cost of the memory manager, and of vLLM's, SGLang's and nano-vllm's if installed. A slow result is no error."""
-    from pagedkv.cli.bench import manager, scaling  # numba
+    from pagedkv.cli.bench.manager import manager, scaling  # numba
 
     if plot:
         return scaling(rounds, plot, as_json=as_json, keep=record)
@@ -195,7 +196,7 @@ def bench_generate(
     plot: options.GeneratePlot = None,
 ) -> None:
     """Steps of the reference engine against the speed of memory, and transformers beside it. Minutes, 12 GiB."""
-    from pagedkv.cli.bench_hosts import run
+    from pagedkv.cli.bench.hosts import run
 
     run("generate", turns, is_quick=quick, as_json=as_json, keep=record, plot=plot)
 
@@ -208,7 +209,7 @@ def bench_transformers(
     record: options.Record = None,
 ) -> None:
     """model.generate of transformers with its caches and with pages. It takes minutes, and 6 GiB without --quick."""
-    from pagedkv.cli.bench_hosts import run
+    from pagedkv.cli.bench.hosts import run
 
     run("transformers", turns, is_quick=quick, as_json=as_json, keep=record)
 
@@ -221,7 +222,7 @@ def bench_vllm(
     record: options.Record = None,
 ) -> None:
     """A decode step and a prefill of vLLM on a CPU, with its attention and with ours, in one engine. Minutes, 6 GiB."""
-    from pagedkv.cli.bench_hosts import run
+    from pagedkv.cli.bench.hosts import run
 
     run("vllm", turns, is_quick=quick, as_json=as_json, keep=record)
 
@@ -265,7 +266,7 @@ def bench_attention(
         attention.run(attention.Asked(names, repetitions, not full, out=(record,) if record else (), plot=plot))
         return
     from pagedkv.bench.attention.runner import Asked  # torch
-    from pagedkv.cli.bench_attention import Choice, Shown, run
+    from pagedkv.cli.bench.attention import Choice, Shown, run
 
     choice = Choice(full, kind or [], {name: values or [] for name, values in axes.items()}, threads or [], part)
     asked = Asked(tuple(kernels or ("cpu", "numba", "reference")), repetitions, vllm_python)

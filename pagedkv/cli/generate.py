@@ -47,6 +47,11 @@ class Job:
     tenant: str
     as_json: bool
 
+    @property
+    def tenant_name(self) -> bytes:
+        """The tenant as the engine names it."""
+        return self.tenant.encode("utf-8", "surrogateescape")
+
 
 @dataclass
 class Task:
@@ -75,8 +80,7 @@ def run(job: Job, screen: Console) -> int:
     Raises: PagedKVError; for bad input, before anything is printed. Of a .jsonl, only if no line can be used
     """
     live = None if job.source.many or job.as_json else Live(job.num_samples)
-    with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
-        tasks, engine = _submitted(job, live)
+    tasks, engine = _submitted(job, screen, live)
     if job.source.demo and not job.as_json:
         screen.print(Text(job.source.prompts[0].text, style="dim"), soft_wrap=not screen.is_terminal)
         screen.print()
@@ -117,7 +121,7 @@ def _show(task: Task, engine: Engine, bar: Bar, job: Job) -> None:
         bar.print(task.error, complain)
 
 
-def _submitted(job: Job, live: Live | None) -> tuple[list[Task], Engine]:
+def _submitted(job: Job, screen: Console, live: Live | None) -> tuple[list[Task], Engine]:
     """Load an engine and submit all prompts to it.
 
     Raises: PagedKVError for a mistake in the options, in the only prompt, or in all of many prompts
@@ -129,13 +133,19 @@ def _submitted(job: Job, live: Live | None) -> tuple[list[Task], Engine]:
             with task.guarded(many=many):
                 task.params = _params(task.prompt, job.sampling)
     _require_one(tasks)
-    engine = Engine.load(job.model, limits=Limits(**job.limits), **{**job.loading, "device": _device(job)})
+    engine = load(job, screen)
     for task in tasks:
         if not task.error:
             with task.guarded(many=many):
-                ids = _token_ids(task.prompt, job, engine.tokenizer)
-                tenant = job.tenant.encode("utf-8", "surrogateescape")
-                task.request = engine.submit(ids, task.params, num_samples=job.num_samples, on_text=live, tenant=tenant)
+                messages = job.templating.messages(task.prompt)
+                ids = (
+                    token_ids(messages, job.templating, engine.tokenizer)
+                    if messages
+                    else engine.tokenizer.encode(task.prompt.text)
+                )
+                task.request = engine.submit(
+                    ids, task.params, num_samples=job.num_samples, on_text=live, tenant=job.tenant_name
+                )
     _require_one(tasks)
     return tasks, engine
 
@@ -146,12 +156,15 @@ def _require_one(tasks: list[Task]) -> None:
         raise InvalidRequest(tasks[0].error)
 
 
-def _token_ids(prompt: Prompt, job: Job, tokenizer: Tokenizer) -> list[int]:
-    """Encode a prompt: its messages by the chat template, or its text."""
-    messages = job.templating.messages(prompt)
-    if not messages:
-        return tokenizer.encode(prompt.text)
-    text = tokenizer.render_chat(messages, **job.templating.variables)
+def load(job: Job, screen: Console) -> Engine:
+    """Load the engine of a run, under a spinner if `screen` is a terminal."""
+    with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
+        return Engine.load(job.model, limits=Limits(**job.limits), **{**job.loading, "device": _device(job)})
+
+
+def token_ids(messages: list[dict[str, Any]], templating: Templating, tokenizer: Tokenizer) -> list[int]:
+    """Encode messages, after the system message of the command line, by the checkpoint's chat template."""
+    text = tokenizer.render_chat(templating.with_system(messages), **templating.variables)
     return tokenizer.encode(text, special_tokens=False)
 
 

@@ -47,7 +47,7 @@ JsonObject = Annotated[
 
 Chat = Annotated[
     bool,
-    typer.Option("--chat", help="The prompt is a user's message.", rich_help_panel=_CHAT),
+    typer.Option("--chat", help="The prompt is a user's message; without one, talk.", rich_help_panel=_CHAT),
 ]
 System = Annotated[
     str | None, typer.Option(metavar="TEXT", help="A system message before the others.", rich_help_panel=_CHAT)

@@ -48,29 +48,36 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Source:
-    """The prompts of a run. many: from a .jsonl file, so each result names its line. demo: the user gave no prompt."""
+    """The prompts of a run.
 
-    prompts: tuple[Prompt, ...]
+    many: from a .jsonl file, so each result names its line. demo: the user gave no prompt. talk: the user gives the
+    prompts at the terminal, one after the other.
+    """
+
+    prompts: tuple[Prompt, ...] = ()
     many: bool = False
     demo: bool = False
+    talk: bool = False
 
 
 @dataclass(frozen=True)
 class Templating:
-    """The use of the chat template. every: for texts, too, as messages of a user. variables: names for the template."""
+    """The use of the chat template. every: for texts too, as messages of a user. variables: names for the template."""
 
     every: bool = False
     system: str | None = None
     variables: dict[str, Any] = field(default_factory=dict)
 
     def messages(self, prompt: Prompt) -> list[dict[str, Any]]:
-        """Return the messages of a prompt, after the system message unless they begin with one; [] for plain text."""
+        """Return the messages of a prompt; [] for plain text."""
         given = list(prompt.messages)
-        if not given and self.every:
-            given = [{"role": "user", "content": prompt.text}]
-        if given and self.system is not None and given[0]["role"] != "system":
-            given.insert(0, {"role": "system", "content": self.system})
-        return given
+        return given if given or not self.every else [{"role": "user", "content": prompt.text}]
+
+    def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages after the system message, unless they begin with one."""
+        if self.system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
 
 
 def variables(given: Sequence[str]) -> dict[str, Any]:
@@ -93,7 +100,7 @@ def variables(given: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def require_chat(source: Source, templating: Templating) -> None:
+def _require_chat(source: Source, templating: Templating) -> None:
     """Raise InvalidRequest if there are options for a chat template, and no prompt goes through one."""
     names = {"--system": templating.system is not None, "--template-var": bool(templating.variables)}
     given = [name for name, is_given in names.items() if is_given]
@@ -101,11 +108,18 @@ def require_chat(source: Source, templating: Templating) -> None:
         raise InvalidRequest(f"{given[0]} is for the chat template; give --chat, or messages in a .jsonl")
 
 
-def read(text: str | None, path: Path | None, dash: str | None) -> Source:
-    """Read the prompts that the command line asks for; without any, the demo.
+def read(text: str | None, path: Path | None, dash: str | None, templating: Templating) -> Source:
+    """Read the prompts that the command line asks for; without any, the demo, or for a chat at a terminal a talk.
 
-    Raises: InvalidRequest for two sources, or for a source that is empty, unreadable or malformed (naming the line)
+    Raises: InvalidRequest for two sources, or for a source that is empty, unreadable or malformed, or options of a chat
+        where no prompt is one
     """
+    source = _read(text, path, dash, is_chat=templating.every)
+    _require_chat(source, templating)
+    return source
+
+
+def _read(text: str | None, path: Path | None, dash: str | None, *, is_chat: bool) -> Source:
     if dash not in (None, "-"):
         raise InvalidRequest(
             f"unexpected argument {dash!r}; give the prompt with --prompt, --prompt-file, or - for stdin"
@@ -123,6 +137,8 @@ def read(text: str | None, path: Path | None, dash: str | None) -> Source:
         return Source((_prompt(_file(path).removesuffix("\n"), str(path)),))
     if given or _is_piped():
         return Source((_prompt(_stdin().removesuffix("\n"), "the prompt on stdin"),))
+    if is_chat and sys.stdin.isatty():
+        return Source(talk=True)
     return Source((Prompt(DEMO_PROMPT, "the demo"),), demo=True)
 
 

@@ -17,7 +17,7 @@ from pagedkv.bench.attention import cells, musts, pool, runner
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.attention.runner import CEILING, DIRECT, PRODUCT, SDPA, VLLM, Row
 from pagedkv.bench.clock import Timing
-from pagedkv.cli import bench_attention
+from pagedkv.cli.bench import attention
 
 TINY = ["--batch", "2", "--context", "64", "--threads", "1", "--repetitions", "3"]
 
@@ -101,7 +101,7 @@ def test_pools_in_one_region_are_the_same_bytes_each_in_its_own_type():
 
 def test_the_parts_of_a_grid_are_its_groups_each_once():
     def choice(part: str) -> list[Cell]:
-        return bench_attention.Choice(True, [], {}, [1, 2], part).cells()
+        return attention.Choice(True, [], {}, [1, 2], part).cells()
 
     whole, parts = choice("1/1"), [choice(f"{i}/5") for i in range(1, 6)]
     assert sorted(map(str, whole)) == sorted(str(cell) for part in parts for cell in part)

@@ -1,0 +1,184 @@
+"""A conversation at a terminal: `pagedkv generate --chat` without a prompt.
+
+    > Where is the lamp?                     a line from the user; readline edits it, if Python has it
+    Mira keeps a red lamp in the cellar.     the reply to stdout, as it is made
+    12 tokens computed, 288 found, ...       to stderr, dim
+
+Each turn submits the whole history again. Its pages are in the prefix cache, so the engine computes only the message,
+and those tokens before it that lie in a page that is not full.
+
+Ctrl-C ends a reply and not the process: a flag is set, and the step under way goes on to its end. The part that was
+made stays in the history. A second Ctrl-C in the same step ends the process. At the prompt Ctrl-C drops the line, and
+Ctrl-D ends the conversation.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Final
+
+from rich.console import Console
+from rich.text import Text
+
+from pagedkv.cli.complaints import complain
+from pagedkv.cli.generate import Job, load, token_ids
+from pagedkv.errors import CheckpointError, InvalidRequest
+from pagedkv.model.engine import Engine
+from pagedkv.model.records import DEMO_PROMPT
+from pagedkv.model.request import Completion, Request
+from pagedkv.model.sampling.params import SamplingParams
+
+with suppress(ImportError):
+    import readline as readline  # input() edits lines by it, and keeps a history
+
+PROMPT: Final = "> "
+RESET: Final = "/reset"
+HELP: Final = f"{RESET} forgets the conversation, Ctrl-C ends a reply, Ctrl-D ends the conversation"
+
+DEMO_PAGE, _, DEMO_QUESTION = DEMO_PROMPT.rpartition("\n")
+"""The system message of the bundled checkpoint, if the user gives none: it answers questions about records."""
+
+
+class CtrlC:
+    """The handler of SIGINT during a conversation: an exception at the prompt, else a flag; the second time, as before.
+
+    Numba's functions must not be interrupted, so no exception is raised in a step.
+    """
+
+    def __init__(self) -> None:
+        self.came: bool = False
+        self.is_at_prompt: bool = False
+        self._before: Any = signal.SIG_DFL
+
+    def __enter__(self) -> CtrlC:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.is_at_prompt:
+            raise KeyboardInterrupt
+        if self.came and callable(self._before):
+            self._before(number, frame)
+        self.came = True
+
+
+def hold(job: Job, screen: Console) -> int:
+    """Hold a conversation until the user ends it.
+
+    Raises: PagedKVError before the first prompt, as for a checkpoint without a chat template
+    """
+    if job.as_json or job.num_samples > 1:
+        raise InvalidRequest("a conversation has one reply and no --json; give a prompt with --prompt, or a .jsonl")
+    params = SamplingParams(**job.sampling)
+    engine = load(job, screen)
+    talk = Conversation(engine, job, params, screen)
+    talk.begin()
+    with CtrlC() as ctrl_c:
+        while (line := _line(ctrl_c, screen)) is not None:
+            if line == RESET:
+                talk.reset()
+                talk.say("the conversation is empty")
+            elif re.fullmatch(r"/\w*", line):
+                talk.say(HELP)
+            elif line:
+                talk.turn(line, ctrl_c)
+    return 0
+
+
+def _line(ctrl_c: CtrlC, screen: Console) -> str | None:
+    """Return the next line of the user, stripped; "" for one that was dropped, None at the end."""
+    try:
+        ctrl_c.is_at_prompt = True
+        if sys.stdout.isatty():
+            return input(PROMPT).strip()
+        print(PROMPT, end="", file=sys.stderr, flush=True)  # stdout has the replies only
+        return input().strip()
+    except KeyboardInterrupt:
+        screen.print()
+        return ""
+    except UnicodeDecodeError as error:
+        complain(f"the line is not text: {error.reason}; type it again")
+        return ""
+    except (EOFError, OSError):  # the terminal may have gone
+        screen.print()
+        return None
+    finally:
+        ctrl_c.is_at_prompt = ctrl_c.came = False
+
+
+class Conversation:
+    """The messages so far, and the engine that answers them."""
+
+    def __init__(self, engine: Engine, job: Job, params: SamplingParams, screen: Console) -> None:
+        self._engine, self._job, self._params, self._screen = engine, job, params, screen
+        is_bundled = job.model is None and job.templating.system is None
+        self._page: str | None = DEMO_PAGE if is_bundled else None
+        self._messages: list[dict[str, Any]] = []
+        self.reset()
+
+    def begin(self) -> None:
+        """Show the page of the bundled checkpoint and the help. Raises: PagedKVError if the template is not usable"""
+        self._token_ids([*self._messages, {"role": "user", "content": "?"}])
+        if self._page:
+            self.say(f"{self._page}\n\nAsk about this page, such as: {DEMO_QUESTION}")
+        self.say(HELP)
+
+    def say(self, text: str) -> None:
+        """Print a dim text to the terminal."""
+        self._screen.print(Text(text, style="dim"))
+
+    def reset(self) -> None:
+        """Forget all messages but that of the system."""
+        self._messages = [{"role": "system", "content": self._page}] if self._page else []
+
+    def turn(self, text: str, ctrl_c: CtrlC) -> None:
+        """Answer a message. If that fails, the history is as before."""
+        asked = [*self._messages, {"role": "user", "content": text}]
+        try:
+            request = self._engine.submit(
+                self._token_ids(asked), self._params, on_text=_show, tenant=self._job.tenant_name
+            )
+        except (InvalidRequest, CheckpointError) as error:
+            return complain(f"{error}; {RESET} forgets the conversation")
+        while not request.finished:
+            if ctrl_c.came:
+                self._engine.cancel(request)
+            else:
+                self._engine.step()
+        (reply,) = request.completions
+        sys.stdout.write("\n" if reply.text and not reply.text.endswith("\n") else "")
+        sys.stdout.flush()
+        if reply.error:
+            return complain(reply.error)
+        self._messages = [*asked, {"role": "assistant", "content": reply.text}]
+        self.say(_account(request, reply))
+
+    def _token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        return token_ids(messages, self._job.templating, self._engine.tokenizer)
+
+
+def _show(_: Completion, piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _account(request: Request, reply: Completion) -> str:
+    """Return the number of tokens of a turn, and why its reply ended if the model did not end it."""
+    prompt, written = len(request.prompt_ids), len(reply.token_ids)
+    if not reply.was_admitted:
+        return "stopped"
+    text = f"{prompt - reply.cached_tokens:,} tokens computed, {reply.cached_tokens:,} found, {written:,} written"
+    if reply.finish_reason == "cancelled":
+        return f"{text}; stopped"
+    if reply.finish_reason == "length":
+        return (
+            f"{text}; at its --max-tokens" if written == request.params.max_tokens else f"{text}; the context is full"
+        )
+    return text
