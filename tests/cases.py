@@ -22,19 +22,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedkv.kernels.args import KVLayer, PagedBatch
+from pagedkv.kernels import quant
+from pagedkv.kernels.args import (
+    AttentionCall,
+    AttentionOptions,
+    KVLayer,
+    PagedBatch,
+    RotaryTable,
+    WriteCall,
+    bound_fields,
+    tables_of,
+)
 
 ABSURD = 2147480000
 """A frame number that no pool has, for padded table entries."""
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int8": torch.int8,
-    "int4": torch.uint8,
-}
-DTYPES |= {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+DTYPES = quant.DTYPES
 POISON = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7F, "int8": 0x7F, "int4": 0xFF}
 """The byte of unwritten slots: NaN for fp8, the largest number for integers, which have no NaN.
 
@@ -173,6 +176,25 @@ class Case:
             elif scale is not None:
                 scale[at] = (torch.rand(shape[:-1], generator=draw) + 0.5) * base
         return layer
+
+
+def call_of(built: Built, **changes: Any) -> AttentionCall:
+    """Return the flat call of a case, with results of NaN; `changes` override its options."""
+    (q, layer, batch), options = built[:3], built.options | changes
+    tree, causal_of = options.pop("tree_mask", None), None
+    if isinstance(options["causal"], Tensor):
+        causal_of, options["causal"] = options["causal"], False
+    fixed = bound_fields(layer, AttentionOptions.of(**{"scale": q.shape[2] ** -0.5} | options))
+    out = torch.full((*q.shape[:2], quant.head_dim(layer.v)), torch.nan, dtype=q.dtype)
+    return AttentionCall(*fixed, q, *tables_of(batch), tree, causal_of, out, torch.full(q.shape[:2], torch.nan))
+
+
+def write_of(
+    layer: KVLayer, k: Tensor, v: Tensor, slots: Tensor, rope: RotaryTable | None = None,
+    positions: Tensor | None = None,
+) -> WriteCall:  # fmt: skip
+    """Return the flat call of a write."""
+    return WriteCall(*bound_fields(layer, rope), k, v, slots, positions)
 
 
 def empty_layer(case: Case, num_frames: int) -> KVLayer:

@@ -15,6 +15,7 @@ import torch
 
 from pagedkv.kernels.triton import copy, decode, gather, merge, prefill, write
 from pagedkv.kernels.triton.elements import INTERPRET
+from pagedkv.kernels.triton.specialisation import why_no_specialisation
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
@@ -43,18 +44,13 @@ def paged_attention(call: AttentionCall) -> None:
 
 
 def objections(case: Case) -> list[str]:
-    """Return the reasons why these kernels cannot serve `case`: those of the GPU, or those of each kernel's file."""
+    """Return the reasons why these kernels cannot serve `case`: those of the GPU, or those of the kernels."""
     if bool(INTERPRET) != (case.device == "cpu"):
         setting = "TRITON_INTERPRET=1 was set" if INTERPRET else "TRITON_INTERPRET was not 1"
         tensors = f"the tensors are on {case.device}"
         return [f"{setting} when the kernels were imported, and {tensors}: the interpreter is for the CPU"]
     if case.device == "cuda" and not IS_AMD and torch.cuda.get_device_capability() < (8, 0):
         return ["the GPU is sm_{}{}; Triton's tensor-core code needs sm_80".format(*torch.cuda.get_device_capability())]
-    serve = {
-        "paged_attention": (decode, prefill),
-        "write_kv": (write,),
-        "gather_kv": (gather,),
-        "merge_states": (merge,),
-        "copy_frames": (copy,),
-    }
-    return list(dict.fromkeys(why for kernel in serve[case.op] for why in kernel.objections(case)))
+    if case.op == "copy_frames":
+        return []
+    return [*case.not_a_float(), *(why_no_specialisation(case) if case.op == "paged_attention" else [])]

@@ -16,7 +16,6 @@ them is refused.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,8 +49,7 @@ def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
             f"shared_tokens is {shared_tokens}; it must be a multiple of block_size={S}, up to {call.max_seqlen_k}"
         )
     starts, row = call.cu_seqlens_q, 0 if call.rows is None else call.rows[:1].long()
-    prefix = replace(
-        call,
+    prefix = call._replace(
         block_table=call.block_table[row].view(1, -1),
         rows=None,
         seq_lens=torch.full((1,), shared_tokens, dtype=torch.int32, device=call.q.device),
@@ -65,8 +63,7 @@ def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
         out=torch.empty_like(call.out),
         lse=torch.empty_like(call.lse),
     )
-    behind = replace(
-        call,
+    behind = call._replace(
         block_table=call.block_table[:, shared_tokens // S :],
         seq_lens=call.seq_lens - shared_tokens,
         max_seqlen_k=call.max_seqlen_k - shared_tokens,

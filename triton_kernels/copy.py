@@ -25,7 +25,6 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.case import Case
 
 BLOCK = 8192
 WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -106,8 +105,3 @@ def _box(words: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
             dims.append((size, stride))
     dims = dims or [(1, 1)]
     return tuple(size for size, _ in dims), tuple(stride for _, stride in dims)
-
-
-def objections(case: Case) -> list[str]:
-    """Return no reason: this kernel moves frames of any dtype and stride."""
-    return []

@@ -39,14 +39,12 @@ from pagedkv.kernels.triton.specialisation import (
     specialisation_of,
     strides_of,
     tables_of,
-    why_no_specialisation,
 )
 from pagedkv.kernels.triton.tile import finish, load_query, normalised, query_rows, store_parts, walk
 from pagedkv.kernels.triton.tuning import Tuning, target, tuning
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
-    from pagedkv.kernels.case import Case
 
 
 # do_not_specialize: these numbers change from step to step
@@ -248,8 +246,3 @@ def paged_decode(call: AttentionCall) -> None:
             call.out, call.lse, part_out, part_lse, *tuples, *sizes, programs, heads * spec.M,
             **constants, WIDTH=triton.next_power_of_2(Dv), num_warps=4,
         )  # fmt: skip
-
-
-def objections(case: Case) -> list[str]:
-    """Return the reasons why this kernel cannot serve `case`."""
-    return why_no_specialisation(case)

@@ -25,7 +25,6 @@ from pagedkv.kernels.triton.specialisation import KINDS, as_stored
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import GatherCall
-    from pagedkv.kernels.case import Case
 
 
 @triton.jit
@@ -138,10 +137,3 @@ def gather_kv(call: GatherCall) -> None:
         KIND=KINDS.get(x.k.dtype, ""), K_SCALE=scale_kind(x.k_scale), V_SCALE=scale_kind(x.v_scale), PACKED=packed,
         num_warps=4,
     )  # fmt: skip
-
-
-def objections(case: Case) -> list[str]:
-    """Return the reasons why this kernel cannot serve `case`."""
-    if case.dtype not in (None, "float32", "bfloat16", "float16"):
-        return [f"out is {case.dtype}; it takes float32, bfloat16, float16"]
-    return []

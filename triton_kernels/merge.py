@@ -24,8 +24,6 @@ from pagedkv.kernels.triton.tile import LN2, LOG2E
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.kernels.case import Case
-
 
 @triton.jit
 def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexpr, WIDTH: tl.constexpr):
@@ -94,10 +92,3 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         width = triton.next_power_of_2(Dv)
         merge_states_kernel[T, H](out_a, lse_a, out_b, lse_b, out, lse, *strides, H, Dv=Dv, WIDTH=width, num_warps=1)
     return out, lse
-
-
-def objections(case: Case) -> list[str]:
-    """Return the reasons why `merge_states` cannot serve `case`."""
-    if case.dtype not in (None, "float32", "bfloat16", "float16"):
-        return [f"out is {case.dtype}; it takes float32, bfloat16, float16"]
-    return []

@@ -36,14 +36,12 @@ from pagedkv.kernels.triton.specialisation import (
     specialisation_of,
     strides_of,
     tables_of,
-    why_no_specialisation,
 )
 from pagedkv.kernels.triton.tile import finish, load_query, normalised, query_rows, store_parts, walk
 from pagedkv.kernels.triton.tuning import target, tuning
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall
-    from pagedkv.kernels.case import Case
 
 
 # do_not_specialize: these numbers change from step to step
@@ -152,8 +150,3 @@ def num_splits(programs: int, processors: int, key_tiles: int) -> int:
     while splits < 16 and programs * splits * 2 <= processors and splits * 8 <= key_tiles:
         splits *= 2
     return splits
-
-
-def objections(case: Case) -> list[str]:
-    """Return the reasons why this kernel cannot serve `case`."""
-    return why_no_specialisation(case)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagedkv.kernels.layout import FARTHEST, is_v_in_k, scale_kind, scale_strides
+from pagedkv.kernels.layout import bounds, is_v_in_k, scale_kind, scale_strides
 from pagedkv.kernels.triton import tuning
 
 if TYPE_CHECKING:
@@ -152,8 +152,6 @@ def specialisation_of(call: AttentionCall, M: int, N: int) -> Specialisation:
 
 def why_no_specialisation(case: Case) -> list[str]:
     """Return the reasons why no attention kernel can be compiled for `case`, or launched on this GPU."""
-    if case.dtype not in (None, "float32", "bfloat16", "float16"):
-        return [f"q is {case.dtype}; it takes float32, bfloat16, float16"]
     if (
         (case.dtype, case.kv_dtype) == ("float32", "int4")
         and max(case.head_dim or 0, case.head_dim_v or 0) > 256
@@ -229,7 +227,7 @@ def rules_of(call: AttentionCall) -> tuple[Any, ...]:
     An option that the call does not use is None or 0.
     """
     tree = call.tree_mask if call.tree_mask is None or call.tree_mask.stride(1) == 1 else call.tree_mask.contiguous()
-    window = min(call.window or 0, FARTHEST)
+    window, right = bounds(call.window, call.right)
     return (
         call.scale,
         call.softcap,
@@ -238,7 +236,7 @@ def rules_of(call: AttentionCall) -> tuple[Any, ...]:
         _contiguous(call.alibi_slopes),
         tree,
         0 if tree is None else tree.stride(0),
-        None if _is_causal(call) else FARTHEST if call.right is None else min(call.right, FARTHEST),
+        None if _is_causal(call) else right,
     )
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pagedkv.kernels.args import WriteCall
-    from pagedkv.kernels.case import Case
 
 
 @triton.jit
@@ -184,10 +183,3 @@ def write_kv(call: WriteCall) -> None:
 
 def _stride(x: Tensor | None) -> int:
     return 0 if x is None else x.stride(0)
-
-
-def objections(case: Case) -> list[str]:
-    """Return the reasons why this kernel cannot serve `case`."""
-    if case.dtype not in (None, "float32", "bfloat16", "float16"):
-        return [f"k is {case.dtype}; it takes float32, bfloat16, float16"]
-    return []

@@ -33,7 +33,7 @@ from pagedkv.bench.attention.pool import Pool, region_of
 from pagedkv.bench.attention.vllm_peer import Vllm
 from pagedkv.bench.clock import Step, Timing, compare, in_turn
 from pagedkv.kernels import cpu, quant, registry
-from pagedkv.kernels.args import AttentionCall
+from pagedkv.kernels.args import AttentionCall, AttentionOptions, bound_fields, tables_of
 
 CEILING: Final = "ceiling"
 VLLM: Final = "vllm"
@@ -247,10 +247,8 @@ def _direct(cell: Cell, pool: Pool) -> Step:
     """Return the kernel's own function over a checked call: the torch operator adds the difference to kind "call"."""
     batch, layer = pool.batch(pool.draw()), pool.layer
     q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim).to(quant.DTYPES[cell.dtype])
-    tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    rules = (cell.head_dim**-0.5, True, None, None, 0.0, None, None, None, None, None)
-    pools = (layer.k, layer.v, layer.k_scale, layer.v_scale)
-    call = AttentionCall(q, *pools, *tables, *rules, torch.empty_like(q), torch.empty(q.shape[:2]))
+    fixed = bound_fields(layer, AttentionOptions(cell.head_dim**-0.5))
+    call = AttentionCall(*fixed, q, *tables_of(batch), None, None, torch.empty_like(q), torch.empty(q.shape[:2]))
 
     def prepare() -> Callable[[], object]:
         return lambda: [cpu.paged_attention(call) for _ in range(CALLS)]

@@ -23,7 +23,7 @@ from pagedkv import KVLayer, PagedBatch
 from pagedkv.bench import record
 from pagedkv.bench.clock import Step, in_turn
 from pagedkv.kernels import registry
-from pagedkv.kernels.args import AttentionCall, AttentionOptions, RotaryTable, WriteCall
+from pagedkv.kernels.args import AttentionCall, AttentionOptions, RotaryTable, WriteCall, bound_fields, tables_of
 from pagedkv.kernels.cuda import attention, backend, compiler, moves
 from pagedkv.kernels.cuda.driver import Driver
 
@@ -107,9 +107,9 @@ def calls() -> dict[str, Callable[[], object]]:
     table, lens, starts = torch.arange(B * P).view(B, P).int(), torch.full((B,), S * P).int(), torch.arange(B + 1).int()
     batch = PagedBatch(table, lens, starts, max_seqlen_q=1, max_seqlen_k=S * P, slots=torch.arange(B) * S)
     options = AttentionOptions(D**-0.5)
-    tables = (table, None, lens, starts, 1, S * P)
-    call = AttentionCall(q, *pool, None, None, *tables, *options[:-1], None, None, None, out, lse)
-    stored = WriteCall(new, new, *pool, None, None, batch.slots, None, None, None, False)
+    arguments = (q, *tables_of(batch), None, None, out, lse)
+    call = AttentionCall(*bound_fields(layer, options), *arguments)
+    stored = WriteCall(*bound_fields(layer, None), new, new, batch.slots, None)
     attend, store = bind_attention(layer, options), bind_write(layer, None)
     bound, bound_write = (
         pagedkv.bind_attention(layer, backend=KERNEL.name),
@@ -119,7 +119,7 @@ def calls() -> dict[str, Callable[[], object]]:
     return {
         "attend, bound": lambda: bound(q, batch),
         "paged_attention": lambda: pagedkv.paged_attention(q, layer, batch, backend=KERNEL.name),
-        "AttentionLauncher alone": lambda: attend(q, *tables, None, None, out, lse),
+        "AttentionLauncher alone": lambda: attend(*arguments),
         "paged_attention, after the checks": lambda: paged_attention(call),
         "store, bound": lambda: bound_write(new, new, batch),
         "write_kv": lambda: pagedkv.write_kv(new, new, layer, batch, backend=KERNEL.name),

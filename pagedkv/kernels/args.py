@@ -285,32 +285,25 @@ class Options(TypedDict, total=False):
     split_tokens: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """One call of `paged_attention`, flat and checked: the argument of a backend.
 
-    The fields are the operator's arguments, in order.
+    The fields are the operator's arguments, in order: those of KVLayer, those of AttentionOptions, then those that
+    change from call to call, which a bound call gives to its kernel.
 
-    Shapes:   q [T, H, D]; k, v, k_scale, v_scale as in KVLayer
-              block_table, rows, seq_lens, cu_seqlens_q as in PagedBatch
-              window, right as in AttentionOptions
-              sinks, alibi_slopes float32 [H]; tree_mask bool [T, >= max_seqlen_q]
+    Shapes:   k, v, k_scale, v_scale as in KVLayer
+              window, right as in AttentionOptions; sinks, alibi_slopes float32 [H]
+              q [T, H, D]; block_table, rows, seq_lens, cu_seqlens_q as in PagedBatch
+              tree_mask bool [T, >= max_seqlen_q]
               causal_of bool [>= B]: which sequences are causal; None: all or none, as `causal` says
               out [T, H, Dv] of q's dtype; lse float32 [T, H]
     Modifies: out, lse: the rows that `cu_seqlens_q` names. Rows past its last entry are padding.
     """
 
-    q: Tensor
     k: Tensor
     v: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
-    block_table: Tensor
-    rows: Tensor | None
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
     scale: float
     causal: bool
     window: int | None
@@ -318,38 +311,52 @@ class AttentionCall:
     softcap: float
     sinks: Tensor | None
     alibi_slopes: Tensor | None
+    split_tokens: int | None
+    q: Tensor
+    block_table: Tensor
+    rows: Tensor | None
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
     tree_mask: Tensor | None
     causal_of: Tensor | None
-    split_tokens: int | None
     out: Tensor
     lse: Tensor
 
+    def split(self) -> tuple[KVLayer, AttentionOptions, tuple[Any, ...]]:
+        """Return the layer, the options, and the arguments that change from call to call."""
+        return KVLayer(*self[:4]), AttentionOptions(*self[4:12]), self[12:]
 
-@dataclass(frozen=True, slots=True)
-class WriteCall:
+
+class WriteCall(NamedTuple):
     """One call of `write_kv`, flat and checked. The fields are the operator's arguments, in order.
 
-    Shapes:   k_new [T, K, D], v_new [T, K, Dv], any float dtype; k, v, k_scale, v_scale as in KVLayer
-              slots int64 [T], < 0 skipped; positions int64 [T]
+    Shapes:   k, v, k_scale, v_scale as in KVLayer
               cos, sin as in RotaryTable, both None if keys are not turned
+              k_new [T, K, D], v_new [T, K, Dv], any float dtype; slots int64 [T], < 0 skipped; positions int64 [T]
     Modifies: k and v at `slots`; k_scale and v_scale there too, if they are per (token, head).
     """
 
-    k_new: Tensor
-    v_new: Tensor
     k: Tensor
     v: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
-    slots: Tensor
-    positions: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
     interleaved: bool
+    k_new: Tensor
+    v_new: Tensor
+    slots: Tensor
+    positions: Tensor | None
+
+    def split(self) -> tuple[KVLayer, RotaryTable | None, tuple[Any, ...]]:
+        """Return the layer, the rotary tables, and the arguments that change from call to call."""
+        rope = None if self.cos is None or self.sin is None else RotaryTable(self.cos, self.sin, self.interleaved)
+        return KVLayer(*self[:4]), rope, self[7:]
 
 
-@dataclass(frozen=True, slots=True)
-class GatherSource:
+class GatherSource(NamedTuple):
     """The tokens that a call of `gather_kv` reads. The fields are the operator's arguments, in order.
 
     Row j of sequence b is position first[b] + j. A position before 0, at or past seq_lens[b], or in a punched page has
@@ -373,8 +380,7 @@ class GatherSource:
         return torch.nn.functional.pad(counts, (1, 0)).cumsum_(0)
 
 
-@dataclass(frozen=True, slots=True)
-class GatherCall:
+class GatherCall(NamedTuple):
     """One call of `gather_kv`, flat and checked: the argument of a backend.
 
     Shapes:   starts int64 [B + 1]: of `source`, for packed results; None if they are padded
@@ -395,6 +401,20 @@ _SCHEMA_TYPES: Final = {
 }  # fmt: skip
 
 
+def bound_fields(layer: KVLayer, rest: AttentionOptions | RotaryTable | None) -> tuple[Any, ...]:
+    """Return the first fields of an AttentionCall, or of a WriteCall: those that a bound call fixes."""
+    pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
+    if isinstance(rest, AttentionOptions):
+        return *pool, *rest
+    return *pool, *((None, None, False) if rest is None else (rest.cos, rest.sin, rest.interleaved))
+
+
+def tables_of(batch: PagedBatch) -> tuple[Any, ...]:
+    """Return the fields of an AttentionCall that are those of a batch, in order."""
+    x = batch
+    return x.block_table, x.rows, x.seq_lens, x.cu_seqlens_q, x.max_seqlen_q, x.max_seqlen_k
+
+
 def declarations(
     call: type[AttentionCall | WriteCall | GatherSource], modified: Collection[str] = ()
 ) -> dict[str, str]:
@@ -402,7 +422,7 @@ def declarations(
 
     modified: the fields that the operator writes to.
     """
-    declared = {field.name: f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(call)}
+    declared = {name: f"{_SCHEMA_TYPES[kind.__forward_arg__]} {name}" for name, kind in call.__annotations__.items()}
     for letter, name in zip("abcd", modified, strict=False):
         declared[name] = declared[name].replace("Tensor", f"Tensor({letter}!)", 1)
     return declared

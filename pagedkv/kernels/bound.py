@@ -30,8 +30,10 @@ Without the extension, or with a torch that does not tell who observes operators
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, Unpack, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Unpack, overload
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -39,13 +41,22 @@ from torch.compiler import is_dynamo_compiling
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, quant, registry
-from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable, WriteCall
-from pagedkv.kernels.case import Case, attention_case, write_case
+from pagedkv.kernels.args import (
+    AttentionCall,
+    AttentionOptions,
+    KVLayer,
+    Options,
+    PagedBatch,
+    RotaryTable,
+    WriteCall,
+    bound_fields,
+)
+from pagedkv.kernels.case import attention_case, write_case
 from pagedkv.kernels.operators import attend_by_operator, slots_of, tokens_of, write_by_operator
 from pagedkv.kernels.padded import attend_padded
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.case import Kernel
+    from pagedkv.kernels.case import Case, Kernel
 
 MOST_BOUND: Final = 32
 """Bound calls that a KVLayer keeps for functional calls.
@@ -58,35 +69,42 @@ _extension: Final[Any] = cpu._cpu if cpu.OBSERVERS else None
 
 
 class _Bound:
-    """A layer, a binding of the extension to it, and the kernel for each kind of call."""
+    """A layer and what else is fixed, a binding of the extension to them, and the kernel for each kind of call.
+
+    _rest:  the options, or the rotary tables
+    _CALL:  the call that a backend takes
+    _NAMES: the functions of the extension and of a backend: that which binds, and that which runs
+    """
 
     # Slots are on fewer cold lines than a dict.
-    __slots__ = ("__weakref__", "_backend", "_binding", "_layer", "_servers", "kernel")
+    __slots__ = ("__weakref__", "_backend", "_binding", "_layer", "_rest", "_servers", "kernel")
+    _CALL: ClassVar[Any]
+    _NAMES: ClassVar[tuple[str, str]]
 
-    def __init__(self, layer: KVLayer, backend: str | None) -> None:
+    def __init__(self, layer: KVLayer, rest: Any, backend: str | None) -> None:
         if not isinstance(layer, KVLayer):
             raise InvalidRequest(f"layer is of type {type(layer).__name__}; give a KVLayer, such as cache[0]")
-        self._layer, self._backend = replace(layer), backend or registry.AUTO
+        self._layer, self._rest, self._backend = replace(layer), rest, backend or registry.AUTO
         self._binding: Any = None
         self._servers: dict[int, tuple[str, int, Callable[..., None] | None]] = {}
         self.kernel: Kernel | None = None
         """The kernel that serves, as far as layer and options decide; None while Dynamo traces."""
+        if not is_dynamo_compiling():
+            checks.layer(layer)
+            self._check()
+            self.kernel = registry.resolve(self._case(), self._backend)
+            self._bind()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._layer, self._rest, self._backend)
 
     def rebinding(self, layer: KVLayer) -> list[tuple[object, str, object]]:
         """Return (self, attribute, value) for each attribute that changes if `layer` is served, with the same options.
 
         Raises: as when the call was bound
         """
-        kind, (_, *options) = self._made_of()
-        new = kind(layer, *options)
+        new = type(self)(layer, self._rest, self._backend)
         return [(self, name, getattr(new, name)) for name in _Bound.__slots__[1:]]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._made_of()
-
-    def _made_of(self) -> tuple[type[_Bound], tuple[Any, ...]]:
-        """Return the class, and the arguments that make an equal bound call: the layer first."""
-        raise NotImplementedError
 
     def rebind(self, layer: KVLayer) -> None:
         """Serve `layer` from now on, with the same options.
@@ -96,26 +114,38 @@ class _Bound:
         for _, name, value in self.rebinding(layer):
             setattr(self, name, value)
 
-    def _bind(self, case: Case, bind: str, tensors: tuple[Any, ...], *rest: Any) -> None:
-        """Resolve the kernel, and make the binding unless the operator must serve each call."""
-        self.kernel = registry.resolve(case, self._backend)
-        if _extension is not None and not any(isinstance(x, Tensor) and x.is_neg() for x in tensors):
-            try:
-                self._binding = getattr(_extension, bind)(*tensors, *rest)
-            except TypeError:  # an option has a type that torch may convert
-                return
+    def _check(self) -> None:
+        """Raise InvalidRequest if the layer does not go with `_rest`."""
 
-    def _set_kernel(self, kind: int, case: Case, serve: Callable[[Any], Callable[..., None]]) -> None:
-        """Let the kernel for `case` serve calls of a kind, until another kind is called.
+    def _case(self, *arguments: Any) -> Case:
+        """Return the case of a call; without arguments, of all calls."""
+        raise NotImplementedError
 
-        serve: returns a backend's own function for bound calls, or one that makes an object of a call each time.
-        """
+    def _bind(self) -> None:
+        """Make the binding, unless the operator must serve each call."""
+        fixed = bound_fields(self._layer, self._rest)
+        if _extension is not None and not any(isinstance(x, Tensor) and x.is_neg() for x in fixed):
+            if self._CALL is AttentionCall:
+                fixed = (*fixed[:4], *fixed[9:11], *fixed[4:9], fixed[11])
+            with suppress(TypeError):  # an option has a type that torch may convert
+                self._binding = getattr(_extension, self._NAMES[0])(*fixed)
+
+    def _set_kernel(self, kind: int, *arguments: Any) -> None:
+        """Let the kernel for calls like this one serve calls of a kind, until another kind is called."""
         if kind not in self._servers:
-            kernel = registry.resolve(case, self._backend)
+            kernel = registry.resolve(self._case(*arguments), self._backend)
             is_ours = kernel.backend == cpu.__name__
-            server = (cpu.isa(), debug.forced_num_threads() or 0, None) if is_ours else ("", 0, serve(kernel.load()))
+            server = (cpu.isa(), debug.forced_num_threads() or 0, None) if is_ours else ("", 0, self._serve(kernel))
             self._servers[kind] = server
         _extension.set_kernel(self._binding, kind, *self._servers[kind])
+
+    def _serve(self, kernel: Kernel) -> Callable[..., None]:
+        """Return a backend's own function for bound calls, or one that makes an object of a call each time."""
+        backend: Any = kernel.load()
+        if hasattr(backend, self._NAMES[0]):
+            return getattr(backend, self._NAMES[0])(self._layer, self._rest)  # type: ignore[no-any-return]
+        run, make = getattr(backend, self._NAMES[1]), partial(self._CALL, *bound_fields(self._layer, self._rest))
+        return lambda *arguments: run(make(*arguments))
 
     def __repr__(self) -> str:
         k, name = self._layer.k, None if self.kernel is None else self.kernel.name
@@ -130,23 +160,21 @@ class BoundAttention(_Bound):
     with PAGEDKV_DEBUG >= 1. Shapes, what is modified and what is raised are as in `paged_attention`.
     """
 
-    __slots__ = ("_options",)
-
-    def _made_of(self) -> tuple[type[_Bound], tuple[Any, ...]]:
-        return type(self), (self._layer, self._options, self._backend)
+    __slots__ = ()
+    _CALL, _NAMES = AttentionCall, ("bind_attention", "paged_attention")
+    _rest: AttentionOptions
 
     def __init__(self, layer: KVLayer, options: AttentionOptions, backend: str | None) -> None:
-        super().__init__(layer, backend)
-        if options.scale is None:
+        if options.scale is None and isinstance(layer, KVLayer):
             options = options._replace(scale=max(1, quant.head_dim(layer.k)) ** -0.5)
-        self._options = options = options.in_float32()
-        if not is_dynamo_compiling():
-            checks.layer(layer)
-            checks.numbers(options)
-            checks.per_head(options)
-            tensors = (layer.k, layer.v, layer.k_scale, layer.v_scale, options.sinks, options.alibi_slopes)
-            rules = (*options[:5], options.split_tokens)
-            self._bind(attention_case(layer, options, None), "bind_attention", tensors, *rules)
+        super().__init__(layer, options.in_float32(), backend)
+
+    def _check(self) -> None:
+        checks.numbers(self._rest)
+        checks.per_head(self._rest)
+
+    def _case(self, *arguments: Any) -> Case:
+        return attention_case(self._layer, self._rest, *arguments)
 
     @overload
     def __call__(
@@ -171,14 +199,13 @@ class BoundAttention(_Bound):
                 )  # fmt: skip
                 if type(results) is not int:
                     break
-                case = attention_case(self._layer, self._options, q_THD, (tree_mask, causal))
-                self._set_kernel(results, case, self._serve)
+                self._set_kernel(results, q_THD, (tree_mask, causal))
             if results is not None:
                 return results
             if q_THD.dim() == 4:
                 return self._attend_padded(q_THD, batch, (tree_mask, causal), out, return_lse)
-        on, masks = self._options, (tree_mask, causal)
-        return attend_by_operator(q_THD, self._layer, batch, on, masks, out, return_lse, self._backend)
+        masks = (tree_mask, causal)
+        return attend_by_operator(q_THD, self._layer, batch, self._rest, masks, out, return_lse, self._backend)
 
     def _attend_padded(self, q: Tensor, batch: PagedBatch, masks: Any, out: Tensor | None, return_lse: bool) -> Any:
         # A closure in __call__ would make its arguments cells, which every call pays for.
@@ -189,31 +216,6 @@ class BoundAttention(_Bound):
 
         return attend_padded(attend, q, out, batch.cu_seqlens_q, batch.slots)
 
-    def _serve(self, backend: Any) -> Callable[..., None]:
-        x, on = self._layer, self._options
-        if hasattr(backend, "bind_attention"):
-            return backend.bind_attention(x, on)  # type: ignore[no-any-return]
-
-        def serve(q: Tensor, *others: Any) -> None:
-            *tables, tree_mask, causal_of, out, lse = others
-            fields: tuple[Any, ...] = (
-                q,
-                x.k,
-                x.v,
-                x.k_scale,
-                x.v_scale,
-                *tables,
-                *on[:-1],
-                tree_mask,
-                causal_of,
-                on[-1],
-                out,
-                lse,
-            )
-            backend.paged_attention(AttentionCall(*fields))
-
-        return serve
-
 
 class BoundWrite(_Bound):
     """`write_kv` into one layer: the result of `bind_write`.
@@ -222,26 +224,20 @@ class BoundWrite(_Bound):
     PAGEDKV_DEBUG >= 1. Shapes, what is modified and what is raised are as in `write_kv`.
     """
 
-    __slots__ = ("_rope",)
+    __slots__ = ()
+    _CALL, _NAMES = WriteCall, ("bind_write", "write_kv")
+    _rest: RotaryTable | None
 
-    def _made_of(self) -> tuple[type[_Bound], tuple[Any, ...]]:
-        return type(self), (self._layer, self._rope, self._backend)
+    def _check(self) -> None:
+        checks.writable(self._layer)
+        checks.rotary(self._rest, quant.head_dim(self._layer.k))
 
-    def __init__(self, layer: KVLayer, rope: RotaryTable | None, backend: str | None) -> None:
-        super().__init__(layer, backend)
-        self._rope = rope
-        if not is_dynamo_compiling():
-            checks.layer(layer)
-            checks.writable(layer)
-            if not isinstance(rope, RotaryTable | None):
-                raise InvalidRequest(f"rope is {rope!r}; give a RotaryTable, or None")
-            if rope is not None:
-                checks.angles(rope.cos, rope.sin, quant.head_dim(layer.k))
-            *angles, is_interleaved = (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved)
-            tensors = (layer.k, layer.v, layer.k_scale, layer.v_scale, *angles)
-            self._bind(write_case(layer, rope is not None, None), "bind_write", tensors, is_interleaved)
-            if not checks.scales_of_two(layer):
-                self._binding = None  # the operator refuses values
+    def _case(self, *arguments: Any) -> Case:
+        return write_case(self._layer, self._rest is not None, arguments or None)  # type: ignore[arg-type]
+
+    def _bind(self) -> None:
+        if checks.scales_of_two(self._layer):  # else the operator refuses values
+            super()._bind()
 
     def __call__(
         self, k_TKD: Tensor, v_TKD: Tensor | None, slots: Tensor | PagedBatch, positions: Tensor | None = None
@@ -249,7 +245,7 @@ class BoundWrite(_Bound):
         """Store the keys and values of the new tokens at `slots`, or at those of a batch. See `write_kv`."""
         if not is_dynamo_compiling() and self._binding is not None and v_TKD is not None:
             at, places = slots_of(slots, positions)
-            if self._rope is None:
+            if self._rest is None:
                 places = None
             while True:
                 done = _extension.write(self._binding, k_TKD, v_TKD, at, places, False)
@@ -257,21 +253,10 @@ class BoundWrite(_Bound):
                     return
                 if done is None:
                     break
-                self._set_kernel(done, write_case(self._layer, self._rope is not None, (k_TKD, v_TKD)), self._serve)
+                self._set_kernel(done, k_TKD, v_TKD)
             if k_TKD.dim() == 4 and at is not None:
                 return self(*tokens_of(k_TKD, v_TKD, at, places))
-        write_by_operator(k_TKD, v_TKD, self._layer, slots, positions, self._rope, self._backend)
-
-    def _serve(self, backend: Any) -> Callable[..., None]:
-        x, rope = self._layer, self._rope
-        if hasattr(backend, "bind_write"):
-            return backend.bind_write(x, rope)  # type: ignore[no-any-return]
-        angles: tuple[Any, ...] = (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved)
-
-        def serve(k_new: Tensor, v_new: Tensor, slots: Tensor, positions: Tensor | None) -> None:
-            backend.write_kv(WriteCall(k_new, v_new, x.k, x.v, x.k_scale, x.v_scale, slots, positions, *angles))
-
-        return serve
+        write_by_operator(k_TKD, v_TKD, self._layer, slots, positions, self._rest, self._backend)
 
 
 def bind_attention(layer: KVLayer, *, backend: str | None = None, **options: Unpack[Options]) -> BoundAttention:

@@ -47,6 +47,13 @@ class Case(NamedTuple):
     block_size: int | None = None
     features: frozenset[str] = frozenset()
 
+    def not_a_float(self) -> list[str]:
+        """Return the objection of kernels that compute with quant.FLOATS to another dtype, as a list."""
+        if self.dtype in (None, *quant.FLOATS):
+            return []
+        subject = {"paged_attention": "q", "write_kv": "k"}.get(self.op, "out")
+        return [f"{subject} is {self.dtype}; it takes {', '.join(quant.FLOATS)}"]
+
     def __str__(self) -> str:
         pairs = zip(self._fields[2:-1], self[2:-1], strict=True)
         facts = [f"{name}={value}" for name, value in pairs if value is not None]
@@ -74,7 +81,7 @@ def case_of(spec: KVSpec, device: str = "cpu") -> Case:
 def attention_case(
     layer: KVLayer | AttentionCall,
     options: AttentionOptions | AttentionCall,
-    q: Tensor | None,
+    q: Tensor | None = None,
     masks: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Case:
     """Return the case of an attention call on `layer`.
@@ -162,14 +169,13 @@ class BindingBackend(Backend, Protocol):
     """
 
     def bind_attention(self, layer: KVLayer, options: AttentionOptions) -> Callable[..., None]:
-        """Return a function that takes (q, block_table, rows, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k,
-        tree_mask, out, lse).
+        """Return a function that takes the fields of an AttentionCall from q on.
 
         All calls of the function have queries of one dtype and one number of heads, and all or none have a tree mask.
         """
 
     def bind_write(self, layer: KVLayer, rope: RotaryTable | None) -> Callable[..., None]:
-        """Return a function that takes (k_new, v_new, slots, positions).
+        """Return a function that takes the fields of a WriteCall from k_new on.
 
         All its calls have new tokens of the same dtypes.
         """

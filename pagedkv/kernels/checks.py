@@ -11,7 +11,6 @@ comes here.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import layout, quant
+from pagedkv.kernels.args import RotaryTable
 
 if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionCall, AttentionOptions, GatherCall, GatherSource, KVLayer, WriteCall
@@ -63,7 +63,7 @@ def attention(call: AttentionCall) -> None:
         wanted = f"[T={T}, H={H}, Dv={Dv}] {_dtype(call.q)}"
         raise InvalidRequest(f"out is {named(call.out, ('T', 'H', 'Dv'))} {_dtype(call.out)}; it must be {wanted}")
     _no_overlap(out=call.out)
-    _one_device(call, call.q.device)
+    _one_device(call, "q")
     if tuple(call.lse.shape) != (T, H) or call.lse.dtype != torch.float32:
         raise InvalidRequest(f"lse is {named(call.lse, 'TH')} {_dtype(call.lse)}; it must be float32 [T={T}, H={H}]")
     if debug.level() >= 1:
@@ -83,7 +83,7 @@ def keys_alone(call: WriteCall) -> WriteCall:
             "v is None, but layer.v is not the first part of layer.k with the same scales; give v, or a layer of a "
             "cache with KVSpec.value_in_key"
         )
-    return replace(call, v=call.k.new_empty((*call.k.shape[:3], 0)), v_scale=None)
+    return call._replace(v=call.k.new_empty((*call.k.shape[:3], 0)), v_scale=None)
 
 
 def scales_of_two(layer: KVLayer | WriteCall) -> bool:
@@ -123,7 +123,7 @@ def write(call: WriteCall) -> None:
     if call.cos is not None or call.sin is not None:
         angles(call.cos, call.sin, D)
         _positions(call.positions, T)
-    _one_device(call, call.k_new.device)
+    _one_device(call, "k_new")
     if debug.level() >= 1:
         slot_values(call)
 
@@ -153,7 +153,7 @@ def gather_source(source: GatherSource) -> None:
     B = _sequences(source)
     _int32(first=(source.first, B, f"[B={B}], or an int"))
     _last_dim_contiguous(**{"batch.seq_lens": source.seq_lens}, first=source.first)
-    _one_device(source, source.k.device)
+    _one_device(source, "k")
     if debug.level() >= 1 or source.k.device.type == "cpu":
         gather_values(source)
 
@@ -281,6 +281,14 @@ def _no_overlap(**tensors: Tensor) -> None:
             span = stride * (size - 1) + span
 
 
+def rotary(rope: RotaryTable | None, D: int) -> None:
+    """Raise InvalidRequest unless `rope` is None, or the tables of RoPE for heads of D elements."""
+    if rope is not None and not isinstance(rope, RotaryTable):
+        raise InvalidRequest(f"rope is {rope!r}; give a RotaryTable, or None")
+    if rope is not None:
+        angles(rope.cos, rope.sin, D)
+
+
 def angles(cos: Tensor | None, sin: Tensor | None, D: int) -> None:
     """Raise InvalidRequest unless `cos` and `sin` are the two tables of a RotaryTable for heads of D elements."""
     if cos is None or sin is None:
@@ -298,13 +306,13 @@ def _positions(positions: Tensor | None, T: int) -> None:
         raise InvalidRequest(f"positions is {given}; to turn keys it must be int64 [T={T}]")
 
 
-def _one_device(call: AttentionCall | WriteCall | GatherSource, device: torch.device) -> None:
-    for name in call.__slots__:
-        x = getattr(call, name)
+def _one_device(call: AttentionCall | WriteCall | GatherSource, first: str) -> None:
+    """Raise InvalidRequest unless all tensors are on the device of the field `first`, and have their memory."""
+    device = getattr(call, first).device
+    for name, x in zip(call._fields, call, strict=True):
         if isinstance(x, Tensor) and x.device != device:
             raise InvalidRequest(
-                f"{call.__slots__[0]} is on {device} but {name} is on {x.device}: "
-                "all tensors of a call live on one device"
+                f"{first} is on {device} but {name} is on {x.device}: all tensors of a call live on one device"
             )
         if isinstance(x, Tensor) and x.numel():
             _in_memory(_ARGUMENTS.get(name, name), x)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import checks, quant, reference
+from pagedkv.kernels import checks, reference
 from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
 from pagedkv.kernels.threads import num_threads
 
@@ -66,14 +66,12 @@ def objections(case: Case) -> list[str]:
         return missing()
     if case.op == "copy_frames":
         return []
-    if case.dtype not in (None, *quant.FLOATS):
-        return [f"{_SUBJECTS[case.op]} is {case.dtype}; it takes {', '.join(quant.FLOATS)}"]
-    if case.op == "write_kv" and max(case.head_dim or 0, case.head_dim_v or 0) > _LARGEST_WRITE:
-        return [f"head_dim is {max(case.head_dim or 0, case.head_dim_v or 0)}; write_kv takes at most {_LARGEST_WRITE}"]
-    return []
+    widest = max(case.head_dim or 0, case.head_dim_v or 0)
+    if case.op == "write_kv" and widest > _LARGEST_WRITE and not case.not_a_float():
+        return [f"head_dim is {widest}; write_kv takes at most {_LARGEST_WRITE}"]
+    return case.not_a_float()
 
 
-_SUBJECTS: Final = {"paged_attention": "q", "write_kv": "k", "gather_kv": "out", "merge_states": "out"}
 _LARGEST_WRITE: Final = 4096  # elements of the buffer on the stack in moves/write.inc
 
 
@@ -98,12 +96,10 @@ def isa() -> str:
 
 def paged_attention(call: AttentionCall) -> None:
     """Attend. Modifies: call.out, call.lse. Raises: InvalidRequest for tables that name what is not there."""
-    x, tensors = extension(), (call.k, call.v, call.k_scale, call.v_scale, call.sinks, call.alibi_slopes)
-    rules = (call.scale, call.causal, call.window, call.right, call.softcap, call.split_tokens)
-    binding = x.bind_attention(*tensors, *rules)
+    x, tensors = extension(), (*call[:4], call.sinks, call.alibi_slopes)
+    binding = x.bind_attention(*tensors, *call[4:9], call.split_tokens)
     x.set_kernel(binding, 0, isa(), num_threads(), None)
-    tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, call.max_seqlen_k)
-    if x.attend(binding, call.q, *tables, call.tree_mask, call.causal_of, call.out, call.lse) is None:
+    if x.attend(binding, *call[12:]) is None:
         checks.table_values(call)
 
 
@@ -112,10 +108,10 @@ def write_kv(call: WriteCall) -> None:
 
     Raises: InvalidRequest for slots and positions that are not there
     """
-    x, pool = extension(), (call.k, call.v, call.k_scale, call.v_scale)
-    binding = x.bind_write(*pool, call.cos, call.sin, call.interleaved)
+    x = extension()
+    binding = x.bind_write(*call[:7])
     x.set_kernel(binding, 0, isa(), num_threads(), None)
-    if x.write(binding, call.k_new, call.v_new, call.slots, call.positions, True) is None:
+    if x.write(binding, *call[7:], True) is None:
         checks.slot_values(call)
 
 

@@ -14,6 +14,11 @@ FARTHEST: Final = 1 << 30
 """No sequence is so long: a wider window hides no key, and a longer chunk holds all keys. Sums of two fit 32 bits."""
 
 
+def bounds(window: int | None, right: int | None) -> tuple[int, int]:
+    """Return `window` and `right` of a call as numbers of 32 bits: 0 for no window, FARTHEST for no right side."""
+    return min(window or 0, FARTHEST), FARTHEST if right is None else min(right, FARTHEST)
+
+
 def scale_kind(scale: Tensor | None) -> int:
     """Return 0 if there is no scale, 1 for one scale of all elements, 2 for one scale per (token, head)."""
     return 0 if scale is None else 1 if scale.dim() == 0 else 2

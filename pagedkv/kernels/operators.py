@@ -20,7 +20,16 @@ from torch import Tensor
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, quant, registry
-from pagedkv.kernels.args import AttentionCall, GatherCall, GatherSource, PagedBatch, WriteCall, declarations
+from pagedkv.kernels.args import (
+    AttentionCall,
+    GatherCall,
+    GatherSource,
+    PagedBatch,
+    WriteCall,
+    bound_fields,
+    declarations,
+    tables_of,
+)
 from pagedkv.kernels.case import Case, attention_case, gather_case, write_case
 from pagedkv.kernels.padded import as_tokens, attend_padded
 
@@ -28,13 +37,14 @@ if TYPE_CHECKING:
     from pagedkv.kernels.args import AttentionOptions, KVLayer, RotaryTable
 
 
-def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_results(*args: Any) -> tuple[Tensor, Tensor]:
+    q, v = args[AttentionCall._fields.index("q")], args[1]
     out = q.new_empty((q.shape[0], q.shape[1], quant.head_dim(v)))
     return out, q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
 
 
 def _paged_attention(*args: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _results(args[0], args[2])
+    out, lse = _empty_results(*args)
     _paged_attention_out(*args[:-1], out, lse, args[-1])
     return out, lse
 
@@ -118,7 +128,7 @@ def _define() -> None:
         "copy_frames": "(Tensor(a!) storage, Tensor copies, str backend) -> ()",
     }
     functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "paged_attention": (_paged_attention, lambda *args: _results(args[0], args[2])),
+        "paged_attention": (_paged_attention, _empty_results),
         "paged_attention_out": (_paged_attention_out, _fake_nothing),
         "write_kv": (_write_kv, _fake_nothing),
         "gather_kv": (_gather_kv, _fake_gather_kv),
@@ -156,10 +166,7 @@ def attend_by_operator(
         )  # fmt: skip
     on = on.in_float32()
     checks.inference_only(q=q, out=out, sinks=on.sinks, alibi_slopes=on.alibi_slopes, **_pool(layer))
-    call = (
-        q, layer.k, layer.v, layer.k_scale, layer.v_scale, batch.block_table, batch.rows, batch.seq_lens,
-        batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k, *on[:-1], *masks, on.split_tokens,
-    )  # fmt: skip
+    call = (*bound_fields(layer, on), q, *tables_of(batch), *masks)
     if out is None:
         out, lse = torch.ops.pagedkv.paged_attention.default(*call, backend)
     else:
@@ -222,6 +229,5 @@ def write_by_operator(
         k, v, at, positions = tokens_of(k, v, at, positions)
     angles_given = {} if rope is None else {"rope.cos": rope.cos, "rope.sin": rope.sin}
     checks.inference_only(k=k, v=v, **_pool(layer), **angles_given)
-    angles = (None, None, None, False) if rope is None else (positions, rope.cos, rope.sin, rope.interleaved)
-    pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
-    torch.ops.pagedkv.write_kv.default(k, v, *pool, at, *angles, backend)
+    positions = None if rope is None else positions
+    torch.ops.pagedkv.write_kv.default(*bound_fields(layer, rope), k, v, at, positions, backend)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels import checks, quant
-from pagedkv.kernels.layout import FARTHEST
+from pagedkv.kernels.layout import bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -209,7 +209,7 @@ def _visible(call: AttentionCall, group: _Group, present: Tensor, where: tuple[s
     if call.window is not None:
         visible = visible & (t > p - call.window)
     if call.right is not None:
-        visible = visible & (t <= p + min(call.right, FARTHEST))
+        visible = visible & (t <= p + bounds(call.window, call.right)[1])
     return visible.expand(-1, p.shape[1], -1), t - p
 
 

@@ -3,7 +3,7 @@ before it is found."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,8 +12,8 @@ import torch
 from pagedkv import bind_attention, bind_write, copy_frames, merge_states, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks
-from pagedkv.kernels.args import AttentionCall, KVLayer, PagedBatch, RotaryTable
-from tests.cases import Case
+from pagedkv.kernels.args import KVLayer, PagedBatch, RotaryTable
+from tests.cases import Case, call_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,20 +138,11 @@ def test_a_wrong_shape_dtype_or_device_is_named(
 
 
 def test_tensors_on_two_devices_are_named() -> None:
-    built = CASE.build()
-    call = {field.name: None for field in fields(AttentionCall)} | {
-        "q": built.q,
-        "out": built.q,
-        "softcap": 0.0,
-        "scale": 1.0,
-    }
-    call |= {name: getattr(built.layer, name) for name in ("k", "v")} | {
-        name: getattr(built.batch, name) for name in ("block_table", "cu_seqlens_q")
-    }
+    call = call_of(CASE.build())
     with pytest.raises(
         InvalidRequest, match="q is on cpu but seq_lens is on meta: all tensors of a call live on one device"
     ):
-        checks.attention(AttentionCall(**call | {"seq_lens": built.batch.seq_lens.to("meta")}))
+        checks.attention(call._replace(seq_lens=call.seq_lens.to("meta")))
 
 
 WRONG_VALUES: list[tuple[Callable[[Built], Built], str]] = [

@@ -17,7 +17,7 @@ import torch
 from pagedkv import KernelUnavailable, KVLayer, PagedBatch, copy_frames, merge_states, paged_attention, write_kv
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import RotaryTable
-from tests.cases import Built, Case, moved
+from tests.cases import Built, Case, call_of, moved, write_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -205,15 +205,11 @@ def test_a_compiled_step_is_one_graph_and_gives_the_same_bits(backend: str) -> N
 
 
 def test_opcheck_finds_nothing(backend: str) -> None:
-    q, layer, batch, options = on_gpu(STEP)
-    tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    call = (q, layer.k, layer.v, None, None, *tables, 0.1, True, None, 0.0, options["sinks"], None, None, None)
-    torch.library.opcheck(torch.ops.pagedkv.paged_attention.default, (*call, backend))
+    built = on_gpu(STEP)
+    torch.library.opcheck(torch.ops.pagedkv.paged_attention.default, (*call_of(built)[:-2], backend))
     k = torch.randn(6, 2, 128, device="cuda", dtype=torch.bfloat16)
-    pools = (layer.k, layer.v, None, None)
-    torch.library.opcheck(
-        torch.ops.pagedkv.write_kv.default, (k, k, *pools, batch.slots, batch.positions, None, None, False, backend)
-    )
+    stored = write_of(built.layer, k, k, built.batch.slots)
+    torch.library.opcheck(torch.ops.pagedkv.write_kv.default, (*stored, backend))
 
 
 def test_a_pool_of_more_than_2_31_elements_is_addressed_whole(backend: str) -> None:

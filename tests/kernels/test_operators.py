@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 
 from pagedkv import copy_frames, gather_kv, merge_states, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels.args import AttentionCall, GatherSource, KVLayer, PagedBatch, WriteCall
-from tests.cases import Case
+from pagedkv.kernels.args import AttentionCall, GatherSource, KVLayer, PagedBatch, RotaryTable, WriteCall
+from tests.cases import Case, call_of, write_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,24 +21,16 @@ CASE = Case(q_lens=(1, 4), kv_lens=(40, 6), window=20)
 QUANTISED = Case(q_lens=(1, 4), kv_lens=(40, 6), kv="int8/token_head", layout="HND", sinks=True, rows=True)
 
 
-def attention_args(case: Case) -> tuple[Any, ...]:
-    q, layer, batch, options = case.build()
-    tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    rule = (0.125, True, options["window"], None, options["softcap"], options.get("sinks"), None, None, None, None)
-    return (q, layer.k, layer.v, layer.k_scale, layer.v_scale, *tables, *rule)
-
-
 def write_args(case: Case) -> tuple[Any, ...]:
     _, layer, batch, _ = case.build()
     k = torch.randn(len(batch.slots), *layer.k.shape[2:])
-    angles = (torch.rand(40, 32), torch.rand(40, 32)) if layer.k_scale is None else (None, None)
-    return (k, -k, layer.k, layer.v, layer.k_scale, layer.v_scale, batch.slots, batch.positions, *angles, False, "auto")
+    rope = RotaryTable(torch.rand(40, 32), torch.rand(40, 32)) if layer.k_scale is None else None
+    return (*write_of(layer, k, -k, batch.slots, rope, batch.positions), "auto")
 
 
 @pytest.mark.parametrize("case", [CASE, QUANTISED], ids=str)
 def test_opcheck_finds_nothing(case: Case) -> None:
-    ops, call = torch.ops.pagedkv, attention_args(case)
-    out, lse = torch.zeros(5, 4, 64), torch.zeros(5, 4)
+    ops, (*call, out, lse) = torch.ops.pagedkv, call_of(case.build())
     torch.library.opcheck(ops.paged_attention.default, (*call, "auto"))
     torch.library.opcheck(ops.paged_attention_out.default, (*call, out, lse, "auto"))
     torch.library.opcheck(ops.write_kv.default, write_args(case))
@@ -89,7 +80,7 @@ def test_the_fields_of_a_call_are_the_arguments_of_its_operator() -> None:
     }
     for name, (call, others) in schemas.items():
         arguments = [argument.name for argument in getattr(torch.ops.pagedkv, name).default._schema.arguments]
-        assert arguments == [*(field.name for field in fields(call)), *others, "backend"]
+        assert arguments == [*call._fields, *others, "backend"]
 
 
 @pytest.mark.parametrize("case", [CASE, QUANTISED], ids=str)

@@ -30,7 +30,7 @@ from pagedkv.kernels.cuda.specialisation import (
     Specialisation,
     specialise,
 )
-from pagedkv.kernels.layout import FARTHEST, is_v_in_k, scale_strides
+from pagedkv.kernels.layout import FARTHEST, bounds, is_v_in_k, scale_strides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,8 +157,8 @@ class AttentionLauncher:
         )  # fmt: skip
         launches = self._launches.get(key)
         if launches is None:
-            masks = (tree, causal_of)
-            launches = self._compute(key, (q, table, rows, seq_lens, starts, max_q, max_k), masks, out, lse)
+            arguments = (q, table, rows, seq_lens, starts, max_q, max_k, tree, causal_of, out, lse)
+            launches = self._compute(key, *arguments)
         sinks, slopes = self._heads if self._is_dense else (_dense(x, machine) for x in self._heads)
         rows, into = _dense(rows, machine), lse if lse.is_contiguous() else _copy_of(lse, machine)  # padding stays
         if tree is not None and tree.stride(1) != 1:
@@ -176,23 +176,19 @@ class AttentionLauncher:
         if into is not lse:
             lse.copy_(into)
 
-    def _compute(self, key: tuple[Any, ...], tables: tuple[Any, ...], *rest: Any) -> tuple[Launch, ...]:
-        (q, *others), (masks, out, lse), layer, on = tables, rest, self._layer, self._options
-        rules = (*on[:-1], *masks, on.split_tokens)
-        fields: tuple[Any, ...] = (q, layer.k, layer.v, *self._scales, *others, *rules, out, lse)
+    def _compute(self, key: tuple[Any, ...], *arguments: Any) -> tuple[Launch, ...]:
         if len(self._launches) >= MOST_LAUNCHES:
             self._launches.clear()
-        launches = self._launches[key] = launches_of(AttentionCall(*fields), self._machine, self._ways)
+        fixed: tuple[Any, ...] = (self._layer.k, self._layer.v, *self._scales, *self._options)
+        call = AttentionCall(*fixed, *arguments)
+        launches = self._launches[key] = launches_of(call, self._machine, self._ways)
         return launches
 
 
 def attend(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> None:
     """Launch the kernels that serve `call`. Modifies: call.out, call.lse."""
-    layer = KVLayer(call.k, call.v, call.k_scale, call.v_scale)
-    rules = (call.scale, call.causal, call.window, call.right, call.softcap, call.sinks, call.alibi_slopes)
-    tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, call.max_seqlen_k)
-    launcher = AttentionLauncher(layer, AttentionOptions(*rules, call.split_tokens), machine, ways)
-    launcher(call.q, *tables, call.tree_mask, call.causal_of, call.out, call.lse)
+    layer, options, arguments = call.split()
+    AttentionLauncher(layer, options, machine, ways)(*arguments)
 
 
 def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tuple[Launch, ...]:
@@ -231,12 +227,11 @@ def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisati
     tree_row = 0 if tree is None else tree.stride(0) if tree.stride(1) == 1 else tree.shape[1]
     causal_step = 0 if call.causal_of is None else call.causal_of.stride(0)
     strides = (q_token, q_head, *pools, *scales, call.block_table.stride(0), tree_row, causal_step)
-    window, rows = min(call.window or 0, FARTHEST), (row_class.least, row_class.most)
-    right = FARTHEST if call.right is None else min(call.right, FARTHEST)
+    rows = (row_class.least, row_class.most)
     q_vectors = (q.data_ptr() | q_token | q_head) % (4 * size) == 0
     rest = REST.pack(
         *strides, call.out.stride(0) * size, call.out.stride(1) * size, slots,
-        B, H, K, S, call.causal, window, right, split, spread, *rows, q_vectors,
+        B, H, K, S, call.causal, *bounds(call.window, call.right), split, spread, *rows, q_vectors,
         call.scale, call.softcap if call.softcap < NO_CAP else 0.0,
     )  # fmt: skip
     merge = PiecesSpecialisation(kernel) if is_shared and kernel.second_launch else None

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import quant
 from pagedkv.kernels.cuda import attention, moves, specialisation
 
 if TYPE_CHECKING:
@@ -28,10 +27,7 @@ if TYPE_CHECKING:
 
 def case_objections(case: Case) -> list[str]:
     """Return the reasons why the kernels cannot serve `case` on any machine."""
-    found = []
-    if case.dtype not in (None, *quant.FLOATS):
-        of = {"paged_attention": "q", "write_kv": "k"}.get(case.op, "out")
-        found.append(f"{of} is {case.dtype}; it takes {', '.join(quant.FLOATS)}")
+    found = case.not_a_float()
     for name, dim in (("head_dim", case.head_dim), ("head_dim_v", case.head_dim_v)):
         if case.op == "paged_attention":
             found += _dim_objections(name, dim, case)

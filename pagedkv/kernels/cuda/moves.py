@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pagedkv.kernels import quant, reference
-from pagedkv.kernels.args import GatherCall, KVLayer, RotaryTable, WriteCall
+from pagedkv.kernels.args import GatherCall, KVLayer, RotaryTable, WriteCall, bound_fields
 from pagedkv.kernels.cuda.attention import MOST_LAUNCHES
 from pagedkv.kernels.cuda.specialisation import (
     COPY_RUN,
@@ -52,10 +52,9 @@ class WriteLauncher:
     """
 
     def __init__(self, layer: KVLayer, rope: RotaryTable | None, machine: Machine) -> None:
-        self._layer, self._machine = layer, machine
-        self._angles = (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved)
-        self._pool = tuple(map(_address, (layer.k, layer.v, layer.k_scale, layer.v_scale)))
-        self._tables = tuple(map(_address, self._angles[:2]))
+        self._fixed, self._machine = bound_fields(layer, rope), machine
+        addresses = tuple(map(_address, self._fixed[:6]))
+        self._pool, self._angles = addresses[:4], addresses[4:]
         self._launches: dict[tuple[Any, ...], list[tuple[WriteSpecialisation, int, bytes]]] = {}
 
     def __call__(self, k_new: Tensor, v_new: Tensor, slots: Tensor, positions: Tensor | None) -> None:
@@ -67,17 +66,15 @@ class WriteLauncher:
         launches = self._launches.get(key)
         if launches is None:
             launches = self._compute(key, k_new, v_new, slots, positions)
-        tables = (slots.data_ptr(), _address(positions), *self._tables)
+        tables = (slots.data_ptr(), _address(positions), *self._angles)
         pointers = WRITE_POINTERS.pack(k_from, v_from, *self._pool, *tables)
         for kernel, blocks, rest in launches:
             self._machine.launch(kernel, blocks, pointers + rest)
 
-    def _compute(self, key: tuple[Any, ...], k_new: Tensor, v_new: Tensor, *tables: Any) -> Any:
-        x = self._layer
+    def _compute(self, key: tuple[Any, ...], *arguments: Any) -> Any:
         if len(self._launches) >= MOST_LAUNCHES:
             self._launches.clear()
-        call = WriteCall(k_new, v_new, x.k, x.v, x.k_scale, x.v_scale, *tables, *self._angles)
-        launches = self._launches[key] = writes_of(call)
+        launches = self._launches[key] = writes_of(WriteCall(*self._fixed, *arguments))
         return launches
 
 
@@ -86,9 +83,8 @@ def write_kv(call: WriteCall, machine: Machine) -> None:
 
     Modifies: call.k, call.v at the slots, and per-(token, head) scales.
     """
-    rope = None if call.cos is None or call.sin is None else RotaryTable(call.cos, call.sin, call.interleaved)
-    launcher = WriteLauncher(KVLayer(call.k, call.v, call.k_scale, call.v_scale), rope, machine)
-    launcher(call.k_new, call.v_new, call.slots, call.positions)
+    layer, rope, arguments = call.split()
+    WriteLauncher(layer, rope, machine)(*arguments)
 
 
 def writes_of(call: WriteCall) -> list[tuple[WriteSpecialisation, int, bytes]]:

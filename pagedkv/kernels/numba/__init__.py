@@ -25,7 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from pagedkv.kernels import checks, quant, reference
-from pagedkv.kernels.layout import FARTHEST
+from pagedkv.kernels.layout import bounds
 from pagedkv.kernels.threads import is_forked, num_threads
 
 if TYPE_CHECKING:
@@ -47,12 +47,7 @@ def objections(case: Case) -> list[str]:
     """Return the reasons why these kernels cannot serve `case`."""
     if find_spec("numba") is None:
         return ["numba is not installed: pip install numba"]
-    if case.op in ("merge_states", "copy_frames"):
-        return []
-    if case.dtype not in (None, *quant.FLOATS):
-        subject = {"paged_attention": "q", "gather_kv": "out"}.get(case.op, "k")
-        return [f"{subject} is {case.dtype}; it takes {', '.join(quant.FLOATS)}"]
-    return []
+    return [] if case.op in ("merge_states", "copy_frames") else case.not_a_float()
 
 
 def paged_attention(call: AttentionCall) -> None:
@@ -70,9 +65,11 @@ def paged_attention(call: AttentionCall) -> None:
     _put_tensors(words, (call.q, *pool, *tables, *options, call.out, call.lse))
     words[attention.H : attention.S + 1] = (H, K, D, Dv, S)
     words[attention.Q_KIND : attention.KV_KIND + 1] = (_kind(call.q), _kind(call.k))
-    right = FARTHEST if call.right is None else min(call.right, FARTHEST)
-    rules = (call.causal, call.window or 0, right, call.split_tokens or 0)
-    words[attention.CAUSAL : attention.SPLIT_TOKENS + 1] = rules
+    words[attention.CAUSAL : attention.SPLIT_TOKENS + 1] = (
+        call.causal,
+        *bounds(call.window, call.right),
+        call.split_tokens or 0,
+    )
     words.view(np.float64)[attention.SCALE : attention.SOFTCAP + 1] = (call.scale, call.softcap)
     words[attention.B : attention.UNIT_HEADS + 1] = (call.seq_lens.shape[0], threads, queries, heads)
     ends = (call.q.shape[0], call.k.shape[0], *call.block_table.shape, call.max_seqlen_q, call.max_seqlen_k)

@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from pagedkv import KVLayer, PagedKVError, bind_attention, bind_write, paged_attention
 from pagedkv.errors import InvalidRequest, KernelUnavailable
 from pagedkv.kernels import bound, checks, cpu, reference, registry
-from pagedkv.kernels.args import AttentionCall
-from tests.cases import SMALL, Built, Case
+from pagedkv.kernels.args import AttentionCall, AttentionOptions, bound_fields, tables_of
+from tests.cases import SMALL, Built, Case, call_of
 from tests.kernels.conftest import Names
 from tests.kernels.test_checks import CASE, WRONG_VALUES
 
@@ -172,12 +172,12 @@ def calls(draw: st.DrawFn) -> tuple[Built, dict[str, Any]]:
 @settings(max_examples=300, deadline=None)
 @given(call=calls())
 def test_the_predicate_of_a_bound_call_agrees_with_the_checks(call: tuple[Built, dict[str, Any]]) -> None:
-    (q, x, batch, _), masks, out = call[0][:4], (call[1]["tree_mask"], call[1]["causal"]), call[1]["out"]
-    tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    kept = cpu._cpu.attend(bind_attention(x)._binding, q, *tables, *masks, out, False)
-    shape, rules = (*q.shape, 1, 1)[:2], (0.125, True, None, None, 0.0, None, None, *masks, None)
+    built, changes = call
+    q, x, out = built.q, built.layer, changes.pop("out")
+    shape, masks = (*q.shape, 1, 1)[:2], (changes["tree_mask"], changes["causal"])
     results = (torch.zeros(*shape, 64, dtype=q.dtype) if out is None else out, torch.zeros(*shape))
-    flat = AttentionCall(q, x.k, x.v, x.k_scale, x.v_scale, *tables, *rules, *results)
+    flat = AttentionCall(*bound_fields(x, AttentionOptions(0.125)), q, *tables_of(built.batch), *masks, *results)
+    kept = cpu._cpu.attend(bind_attention(x)._binding, *flat[12:-2], out, False)
     why = objection(checks.attention, flat) or objection(checks.table_values, flat)
     assert (type(kept) is int) == (why == ""), why  # a kind: only its kernel is missing
 
@@ -412,10 +412,7 @@ def test_wrong_arguments_of_the_extension_are_type_errors() -> None:
 
 
 def test_results_of_a_wrong_shape_are_refused_by_the_operator() -> None:
-    q, x, batch = CASE.build()[:3]
-    tables = (batch.block_table, None, batch.seq_lens, batch.cu_seqlens_q, 4, 40)
-    rules = (0.125, True, None, None, 0.0, None, None, None, None, None)
-    call = (q, x.k, x.v, None, None, *tables, *rules, torch.zeros(5, 6, 64))
+    call = call_of(CASE.build())[:-1]
     for lse in (torch.zeros(5, 5), torch.zeros(5, 6, dtype=torch.float64)):
         with pytest.raises(InvalidRequest, match=r"lse is .*; it must be float32 \[T=5, H=6\]"):
             torch.ops.pagedkv.paged_attention_out.default(*call, lse, "auto")

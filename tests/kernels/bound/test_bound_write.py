@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pagedkv import bind_write, copy_frames, merge_states, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, registry
-from pagedkv.kernels.args import KVLayer, RotaryTable, WriteCall
-from tests.cases import AXES, Case, as_bytes, empty_layer
+from pagedkv.kernels.args import KVLayer, RotaryTable
+from tests.cases import AXES, Case, as_bytes, empty_layer, write_of
 from tests.kernels.bound.test_bound_attention import objection, one_of
 from tests.kernels.conftest import Names
 from tests.kernels.test_write import SLOTS, batch_of
@@ -120,8 +120,7 @@ def test_the_predicate_of_a_bound_write_agrees_with_the_checks(call: tuple[Any, 
     layer = empty_layer(LAYER, 4)
     rope = RotaryTable(torch.ones(7, 16), torch.ones(7, 16)) if turned else None
     kept = cpu._cpu.write(bind_write(layer, rope=rope)._binding, k, v, slots, positions, False)
-    angles = (None, None, False) if rope is None else (rope.cos, rope.sin, False)
-    why = objection(checks.write, WriteCall(k, v, layer.k, layer.v, None, None, slots, positions, *angles))
+    why = objection(checks.write, write_of(layer, k, v, slots, rope, positions))
     assert (type(kept) is int) == (why == ""), why  # a kind: only its kernel is missing
 
 

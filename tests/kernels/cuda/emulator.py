@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedkv.kernels.cuda import attention, moves
-from tests.cases import Built
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -201,18 +200,18 @@ class Emulator:
 
     def attend(self, call: AttentionCall) -> None:
         """`paged_attention` of the backend, on this machine. Raises: Fault."""
-        self._may_touch(*(getattr(call, name) for name in call.__slots__))
+        self._may_touch(*call)
         attention.attend(call, self, self.ways)
 
     def write_kv(self, call: WriteCall) -> None:
         """`write_kv` of the backend. Raises: Fault."""
-        self._may_touch(*(getattr(call, name) for name in call.__slots__))
+        self._may_touch(*call)
         moves.write_kv(call, self)
 
     def gather_kv(self, call: GatherCall) -> None:
         """`gather_kv` of the backend. Raises: Fault."""
         source = call.source
-        self._may_touch(*(getattr(source, name) for name in source.__slots__), call.starts, call.k_out, call.v_out)
+        self._may_touch(*source, call.starts, call.k_out, call.v_out)
         moves.gather_kv(call, self)
 
     def merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,24 +226,3 @@ class Emulator:
 
     def _may_touch(self, *arguments: object) -> None:
         self.memory = [x for x in arguments if isinstance(x, torch.Tensor)]
-
-
-def call_of(built: Built, **changes: object) -> AttentionCall:
-    """Return the flat call of a case; `changes` override its options."""
-    from pagedkv.kernels.args import AttentionCall, sides
-    from pagedkv.kernels.quant import head_dim
-
-    q, layer, batch = built[:3]
-    options = {"sinks": None, "alibi_slopes": None, "tree_mask": None} | built.options | changes
-    out = torch.full((*q.shape[:2], head_dim(layer.v)), torch.nan, dtype=q.dtype)
-    lse = torch.full(q.shape[:2], torch.nan)
-    tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    causal, causal_of = options["causal"], None
-    if isinstance(causal, torch.Tensor):
-        causal, causal_of = False, causal
-    window, right = sides(options["window"])  # type: ignore[arg-type]
-    order = ("softcap", "sinks", "alibi_slopes", "tree_mask")
-    pool = (layer.k, layer.v, layer.k_scale, layer.v_scale)
-    scale = options.get("scale") or q.shape[2] ** -0.5
-    chosen = (causal, window, right, *(options[name] for name in order), causal_of, options["split_tokens"])
-    return AttentionCall(q, *pool, *tables, scale, *chosen, out, lse)  # type: ignore[arg-type]

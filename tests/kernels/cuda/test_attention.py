@@ -11,8 +11,8 @@ import torch
 from pagedkv.kernels import reference, registry
 from pagedkv.kernels.cuda import backend
 from pagedkv.kernels.cuda.attention import Ways
-from tests.cases import GRID, LARGE, SMALL, Case
-from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
+from tests.cases import GRID, LARGE, SMALL, Case, call_of
+from tests.kernels.cuda.emulator import COMPILER, Emulator
 from tests.kernels.oracle import allowed_error, oracle, same_precision
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")

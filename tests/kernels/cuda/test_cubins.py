@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels.args import WriteCall
 from pagedkv.kernels.cuda import attention, compiler, moves, specialisation
 from pagedkv.kernels.cuda.compiler import Compiled, cubin_for, key, nearest
-from tests.cases import Case
-from tests.kernels.cuda.emulator import Emulator, call_of
+from tests.cases import Case, call_of, write_of
+from tests.kernels.cuda.emulator import Emulator
 
 ROOT = Path(__file__).parents[3]
 
@@ -241,8 +240,7 @@ def test_the_kernels_in_the_wheel_are_those_that_calls_launch() -> None:
         built = Case(q_lens=(40, 1), kv_lens=(64, 16), dims=(128, 128), dtype=dtype, kv=kv, layout="HND").build()
         attention.attend(call_of(built), machine)
         k, layer = torch.zeros(41, 2, 128, dtype=torch.bfloat16), built.layer
-        scales = (layer.k_scale, layer.v_scale)
-        moves.write_kv(WriteCall(k, k, layer.k, layer.v, *scales, built.batch.slots, None, None, None, False), machine)
+        moves.write_kv(write_of(layer, k, k, built.batch.slots), machine)
     state = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.zeros(4, 2)
     moves.merge_states(*state, *state, machine)
     moves.copy_frames(torch.zeros(8, 1024), torch.tensor([[0, 1]], dtype=torch.int32), machine)

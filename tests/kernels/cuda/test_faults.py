@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from pagedkv.kernels import reference
-from pagedkv.kernels.args import WriteCall
+from pagedkv.kernels.args import RotaryTable
 from pagedkv.kernels.cuda.attention import Ways
-from tests.cases import Case, empty_layer
-from tests.kernels.cuda.emulator import COMPILER, Emulator, Fault, call_of
+from tests.cases import Case, call_of, empty_layer, write_of
+from tests.kernels.cuda.emulator import COMPILER, Emulator, Fault
 from tests.kernels.cuda.test_attention import check
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
@@ -273,21 +273,7 @@ def moves_right(machine: Emulator) -> bool:
     layers = [empty_layer(case, 4) for _ in range(2)]
     for layer, write in zip(layers, (machine.write_kv, reference.write_kv), strict=True):
         slots = torch.tensor([37, -1, 0, 63, 16, -5, 2])
-        write(
-            WriteCall(
-                k,
-                k,
-                layer.k,
-                layer.v,
-                layer.k_scale,
-                layer.v_scale,
-                slots,
-                torch.arange(7),
-                angles.cos(),
-                angles.sin(),
-                False,
-            )
-        )
+        write(write_of(layer, k, k, slots, RotaryTable(angles.cos(), angles.sin()), torch.arange(7)))
     pools = [torch.arange(6 * 160, dtype=torch.int32).view(6, 160) for _ in range(2)]
     for pool, copy in zip(pools, (machine.copy_frames, reference.copy_frames), strict=True):
         copy(pool, torch.tensor([[0, 1], [1, 2], [2, 0], [4, 5]], dtype=torch.int32))

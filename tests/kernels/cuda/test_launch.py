@@ -12,8 +12,8 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.cuda import backend, driver
 from pagedkv.kernels.cuda.specialisation import CLASSES, KINDS, Keys, specialise
-from tests.cases import Case
-from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
+from tests.cases import Case, call_of
+from tests.kernels.cuda.emulator import COMPILER, Emulator
 from tests.kernels.cuda.test_attention import check
 
 H200, AD102 = (227 << 10, 228 << 10), (99 << 10, 100 << 10)
@@ -56,7 +56,7 @@ def test_the_worse_aligned_of_both_pools_decides_the_bytes_of_a_copy(pool: str, 
     wide = torch.full((old.numel() // 64 + 1, 68), torch.nan, dtype=old.dtype)
     new = wide.view(-1)[4 : 4 + old.numel()].view(old.shape) if moved == "address" else wide[:-1, :64].view(old.shape)
     new.copy_(old)
-    odd = type(call)(*(new if name == pool else getattr(call, name) for name in call.__slots__))
+    odd = call._replace(**{pool: new})
     machine.attend(odd)
     Emulator().attend(expected)
     assert [kernel.copy for kernel in machine.launches] == [8]
@@ -125,7 +125,7 @@ def test_bulk_copies_are_a_kernel_of_their_own_that_is_chosen_only_by_name(monke
     assert order.index("cuda") < order.index("cuda-bulk"), "auto finds the measured kernel first"
     machine, call = Emulator(), call_of(Case(dtype="bfloat16").build())
     monkeypatch.setattr(driver, "driver_of", lambda device: machine)
-    machine._may_touch(*(getattr(call, name) for name in call.__slots__))
+    machine._may_touch(*call)
     backend.BULK.paged_attention(call)
     assert [kernel.bulk for kernel in machine.launches] == [1]
 
@@ -158,7 +158,7 @@ def test_heads_that_do_not_fit_the_gpu_are_refused_before_the_call(
 def test_rows_that_begin_at_odd_addresses_are_refused_with_a_remedy() -> None:
     call = call_of(Case(dims=(64, 64), kv="fp8_e4m3", dtype="bfloat16").build())
     pool = torch.zeros(call.k.numel() + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)[1:].view(call.k.shape)
-    odd = type(call)(*(pool if name == "k" else getattr(call, name) for name in call.__slots__))
+    odd = call._replace(k=pool)
     with pytest.raises(InvalidRequest, match="no multiple of 4 bytes; align the strides"):
         Emulator().attend(odd)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,13 @@ import torch
 from pagedkv import KVLayer, bind_attention, bind_write
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, reference, registry
-from pagedkv.kernels.args import AttentionCall, AttentionOptions, WriteCall
+from pagedkv.kernels.args import AttentionCall
 from pagedkv.kernels.cuda import attention, moves
 from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS, AttentionLauncher
-from tests.cases import Case
+from tests.cases import Case, call_of, write_of
 from tests.kernels import conftest
 from tests.kernels.cuda import backend
-from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
+from tests.kernels.cuda.emulator import COMPILER, Emulator
 from tests.kernels.cuda.test_driver import Recorder
 
 if TYPE_CHECKING:
@@ -40,17 +41,15 @@ def shifted(x: Tensor, elements: int) -> Tensor:
 
 def launcher_of(call: AttentionCall, machine: Any) -> AttentionLauncher:
     """Return a launcher for calls on the layer of `call` with its options."""
-    rules = tuple(getattr(call, name) for name in AttentionOptions._fields)
-    return AttentionLauncher(KVLayer(call.k, call.v, call.k_scale, call.v_scale), AttentionOptions(*rules), machine)
+    return AttentionLauncher(*call.split()[:2], machine)
 
 
 def attended(call: AttentionCall, launcher: AttentionLauncher) -> tuple[Tensor, Tensor]:
     machine: Any = launcher._machine
     if isinstance(machine, Emulator):
-        machine._may_touch(*(getattr(call, name) for name in call.__slots__))
-    tables = (call.block_table, call.rows, call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, call.max_seqlen_k)
+        machine._may_touch(*call)
     call.out.fill_(torch.nan)
-    launcher(call.q, *tables, call.tree_mask, call.causal_of, call.out, call.lse)
+    launcher(*call.split()[2])
     return call.out.clone(), call.lse.clone()
 
 
@@ -83,8 +82,8 @@ def test_launches_follow_each_fact_that_they_depend_on(change: str, back: bool) 
     """Both orders: the launches of the first call must not serve the second."""
     case, fields = CHANGES[change]
     first = call_of(case.build())
-    first = replace(first, q=shifted(first.q, 0))
-    second = replace(first, **fields(first))
+    first = first._replace(q=shifted(first.q, 0))
+    second = first._replace(**fields(first))
     calls = (second, first) if back else (first, second)
     launcher = launcher_of(first, Emulator(8))
     for call in (*calls, calls[0]):
@@ -102,8 +101,7 @@ def test_a_write_is_launched_for_its_own_memory(moved: str) -> None:
     launcher = moves.WriteLauncher(layer, None, machine)
     aligned = {"k_new": k, "v_new": v}
     for new in (aligned, aligned | {moved: shifted(aligned[moved], 1)}, aligned):
-        pool = [x.clone() for x in (layer.k, layer.v, layer.k_scale, layer.v_scale) if x is not None]
-        right = WriteCall(new["k_new"], new["v_new"], *pool, slots, None, None, None, False)  # type: ignore[arg-type]
+        right = write_of(copy.deepcopy(layer), new["k_new"], new["v_new"], slots)
         reference.write_kv(right)
         machine._may_touch(*new.values(), layer.k, layer.v, layer.k_scale, layer.v_scale, slots)
         launcher(new["k_new"], new["v_new"], slots, None)
@@ -118,7 +116,7 @@ def test_rows_of_values_that_lie_in_rows_of_keys_are_written_after_them() -> Non
     k, v = torch.ones(2, 1, 128).bfloat16(), torch.full((2, 1, 64), 2.0).bfloat16()
     slots, machine = torch.tensor([3, 40]), Emulator()
     for values in (torch.zeros(4, 16, 1, 128).bfloat16()[..., :64], pool[..., :64]):
-        machine.write_kv(WriteCall(k, v, pool, values, None, None, slots, None, None, None, False))
+        machine.write_kv(write_of(KVLayer(pool, values), k, v, slots))
     assert len(machine.launches) == 3
     assert (pool.view(64, 128)[slots, :64] == 2).all()
     assert (pool.view(64, 128)[slots, 64:] == 1).all()
@@ -126,7 +124,7 @@ def test_rows_of_values_that_lie_in_rows_of_keys_are_written_after_them() -> Non
 
 def test_threads_share_a_launcher_and_each_launches_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, call = Recorder(monkeypatch), call_of(CASE.build())
-    calls = [replace(call, q=shifted(call.q, by)) for by in (0, 4) * 3]
+    calls = [call._replace(q=shifted(call.q, by)) for by in (0, 4) * 3]
     seen: list[tuple[int, int]] = []
 
     def launch(kernel: Any, blocks: int, params: bytes, *, early: bool = False) -> None:
@@ -155,7 +153,7 @@ def test_launches_do_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> 
     recorder, call = Recorder(monkeypatch), call_of(CASE.build())
     launcher = launcher_of(call, recorder.driver)
     for width in range(1, 9):
-        attended(replace(call, block_table=call.block_table.repeat(1, width)), launcher)
+        attended(call._replace(block_table=call.block_table.repeat(1, width)), launcher)
         assert len(launcher._launches) <= 3
     assert len(recorder.launches) == 8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +11,14 @@ import torch
 
 from pagedkv import paged_attention
 from pagedkv.kernels import reference, registry
-from pagedkv.kernels.args import WriteCall
+from pagedkv.kernels.args import RotaryTable
 from pagedkv.kernels.cuda import attention, moves
 from pagedkv.kernels.cuda.attention import Ways
-from tests.cases import MASKS, Case
+from tests.cases import MASKS, Case, call_of, write_of
 from tests.kernels import test_laws as kernel_laws
 from tests.kernels.conftest import Runner
 from tests.kernels.cuda import backend
-from tests.kernels.cuda.emulator import COMPILER, Emulator, call_of
+from tests.kernels.cuda.emulator import COMPILER, Emulator
 from tests.kernels.cuda.test_attention import check
 from tests.kernels.hostile.test_values import HIDDEN, check_hidden_tree, check_hidden_values
 from tests.kernels.masks import test_padded
@@ -114,10 +115,6 @@ def far(x: Tensor, dim: int, folder: Path) -> Tensor:
     return sparse.view(x.dtype).as_strided(x.shape, strides).copy_(x)
 
 
-def changed(call: Any, **fields: object) -> Any:
-    return type(call)(*(fields.get(name, getattr(call, name)) for name in call.__slots__))
-
-
 @pytest.mark.parametrize(
     ("name", "dim"),
     [
@@ -129,9 +126,9 @@ def changed(call: Any, **fields: object) -> Any:
 @pytest.mark.parametrize("bulk", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_strides_beyond_32_bits_are_read_right(name: str, dim: int, bulk: bool, tmp_path: Path) -> None:
     call = call_of(replace(MIXED, dims=(64, 64), mask="tree", rows=True).build())
-    expected, machine = changed(call, out=torch.full_like(call.out, torch.nan)), Emulator()
+    expected, machine = call._replace(out=torch.full_like(call.out, torch.nan)), Emulator()
     Emulator().attend(expected)
-    apart = changed(call, **{name: far(getattr(call, name), dim, tmp_path)})
+    apart = call._replace(**{name: far(getattr(call, name), dim, tmp_path)})
     machine.ways = Ways(bulk=bulk)
     machine.attend(apart)
     rows = int(call.cu_seqlens_q[-1])
@@ -161,11 +158,10 @@ def test_strides_beyond_32_bits_are_written_right(name: str, dim: int, tmp_path:
     layer = MIXED.build().layer
     k, v, angles = torch.randn(5, 2, 64).bfloat16(), torch.randn(5, 2, 48).bfloat16(), torch.rand(9, 16)
     slots, positions = torch.tensor([3, 40, -1, 17, 60]), torch.tensor([8, 0, 3, 4, 1])
-    pool = [x.clone() for x in (layer.k, layer.v, layer.k_scale, layer.v_scale)]  # type: ignore[union-attr]
-    call = WriteCall(k, v, *pool, slots, positions, angles.cos(), angles.sin(), False)
-    expected = changed(call, **{field: getattr(call, field).clone() for field in ("k", "v", "k_scale", "v_scale")})
+    rope = RotaryTable(angles.cos(), angles.sin())
+    call, expected = (write_of(copy.deepcopy(layer), k, v, slots, rope, positions) for _ in range(2))
     Emulator().write_kv(expected)
-    apart = changed(call, **{name: far(getattr(call, name), dim, tmp_path)})
+    apart = call._replace(**{name: far(getattr(call, name), dim, tmp_path)})
     Emulator().write_kv(apart)
     for field in ("k", "v", "k_scale", "v_scale"):
         mine, right = (getattr(x, field).contiguous().view(torch.uint8) for x in (apart, expected))
@@ -177,7 +173,7 @@ def test_an_lse_of_any_stride_is_filled_and_its_padding_left_alone() -> None:
     expected = call_of(built)
     Emulator().attend(expected)
     wide = torch.full((expected.lse.shape[0], 8), 7.0)
-    strided = changed(expected, lse=wide[:, ::2])
+    strided = expected._replace(lse=wide[:, ::2])
     Emulator().attend(strided)
     assert torch.equal(wide[:-3, ::2], expected.lse[:-3])
     assert (wide[-3:] == 7).all()
@@ -206,16 +202,16 @@ def test_sequences_without_queries_or_keys_and_batches_without_sequences(
     call = call_of(case.build())
     if not q_lens:
         starts, lens, table = call.cu_seqlens_q[:1] * 0, call.seq_lens[:0], call.block_table[:0]
-        call = changed(call, cu_seqlens_q=starts, seq_lens=lens, block_table=table, max_seqlen_q=0, max_seqlen_k=0)
+        call = call._replace(cu_seqlens_q=starts, seq_lens=lens, block_table=table, max_seqlen_q=0, max_seqlen_k=0)
     right, machine, rows = (
-        changed(call, out=call.out.clone(), lse=call.lse.clone()),
+        call._replace(out=call.out.clone(), lse=call.lse.clone()),
         Emulator(),
         int(call.cu_seqlens_q[-1]),
     )
     reference.paged_attention(right)
     for most in {call.max_seqlen_q, 40}:  # 40: as in a graph that was captured for more
         machine.ways = Ways(second_launch=second_launch)
-        machine.attend(changed(call, max_seqlen_q=most, max_seqlen_k=max(call.max_seqlen_k, 100)))
+        machine.attend(call._replace(max_seqlen_q=most, max_seqlen_k=max(call.max_seqlen_k, 100)))
         assert call.out[rows:].isnan().all()
         assert torch.allclose(call.out[:rows], right.out[:rows], atol=2**-7, rtol=2**-7)
         assert torch.allclose(call.lse[:rows], right.lse[:rows], atol=1e-4)
@@ -238,7 +234,7 @@ def test_very_small_and_very_large_block_sizes_are_served(block_size: int) -> No
             (i, pair) for i in range(2) for pair in zip(pools, (built.layer.k, built.layer.v), strict=True)
         ):
             pool[sequence, :1000] = of[call.block_table[sequence, 0]]
-        call = changed(call, k=pools[0], v=pools[1], block_table=torch.tensor([[0], [1]], dtype=torch.int32))
+        call = call._replace(k=pools[0], v=pools[1], block_table=torch.tensor([[0], [1]], dtype=torch.int32))
     right = call_of(built)
     reference.paged_attention(right)
     Emulator().attend(call)
@@ -257,7 +253,7 @@ def test_chunks_with_too_many_partial_states_are_folded_by_one_cta_to_the_same_b
     assert torch.equal(call.out, out)
     assert few.memory[-1].numel() < many.memory[-2].numel()
     monkeypatch.undo()
-    longest = changed(call, max_seqlen_k=1 << 20, split_tokens=1)
+    longest = call._replace(max_seqlen_k=1 << 20, split_tokens=1)
     assert sum(4 * launch.floats for launch in attention.launches_of(longest, few)) <= attention.MOST_PARTIALS
     assert attention.launches_of(longest, few)[0].slots == 0
 
@@ -267,7 +263,7 @@ def test_a_soft_cap_beyond_every_score_changes_nothing(softcap: float) -> None:
     call = call_of(Case(dims=(64, 64)).build())
     Emulator().attend(call)
     out = call.out.clone()
-    Emulator().attend(changed(call, softcap=softcap))
+    Emulator().attend(call._replace(softcap=softcap))
     assert torch.allclose(call.out, out, atol=1e-6)
 
 

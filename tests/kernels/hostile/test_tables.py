@@ -15,7 +15,7 @@ from pagedkv import bind_attention, bind_write, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import KVLayer, PagedBatch, RotaryTable, WriteCall
-from tests.cases import Built
+from tests.cases import Built, write_of
 from tests.kernels.test_checks import CASE, INT32, WRONG_VALUES
 
 BACKENDS = [
@@ -172,7 +172,7 @@ def check_that_nothing_beyond_the_pool_is_written(
     """Call the functions of a backend for GPUs, which skip what is not there without a word."""
     layer, memory = guarded_layer()
     k, slots = torch.zeros(5, 2, 64), torch.tensor([0, 112, 111, 2**40, 2**63 - 1])
-    write_kv(WriteCall(k, k, layer.k, layer.v, None, None, slots, None, None, None, False))
+    write_kv(write_of(layer, k, k, slots))
     assert (memory != CANARY).sum() == 2 * 2 * 2 * 64
     memory[1] = 1.0
     copies = torch.tensor([[0, 1], [0, 7], [0, -1], [0, 2**31 - 1], [0, -(2**31)]], dtype=INT32)

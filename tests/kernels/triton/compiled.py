@@ -33,7 +33,7 @@ PROCESSORS = {
 }
 
 
-def call_of(**changes: Any) -> Any:
+def typical_call(**changes: Any) -> Any:
     """Return an AttentionCall as an engine makes it: 8 sequences, HND pool, page 16, bfloat16, 32/8 heads of 128."""
     import torch
 
@@ -63,18 +63,18 @@ def call_of(**changes: Any) -> Any:
     lse = torch.empty(T, g["H"])
     tree = torch.ones(T, g["q_len"], dtype=torch.bool) if options.get("tree") else None
     return AttentionCall(
-        q, k, v, scale, scale, ints["table"], None, ints["lens"], starts, g["q_len"], g["n"],
+        k, v, scale, scale,
         0.1, options.get("causal", True), options.get("window"), options.get("right"), options.get("softcap", 0.0),
-        heads if options.get("sinks") else None, heads if options.get("alibi") else None, tree,
-        torch.ones(B, dtype=torch.bool) if options.get("some") else None,
-        options.get("split_tokens"), out, lse,
+        heads if options.get("sinks") else None, heads if options.get("alibi") else None, options.get("split_tokens"),
+        q, ints["table"], None, ints["lens"], starts, g["q_len"], g["n"],
+        tree, torch.ones(B, dtype=torch.bool) if options.get("some") else None, out, lse,
     )  # fmt: skip
 
 
 def attention(**changes: Any) -> None:
     from pagedkv.kernels.triton.backend import paged_attention
 
-    paged_attention(call_of(**changes))
+    paged_attention(typical_call(**changes))
 
 
 def one_launch() -> None:
@@ -145,10 +145,10 @@ def write(kv: str = "", rope: bool = False) -> None:
     from pagedkv.kernels.args import WriteCall
     from pagedkv.kernels.triton.backend import write_kv
 
-    call = call_of(kv=kv)
+    call = typical_call(kv=kv)
     new = torch.empty(256, call.k.shape[2], 128, dtype=torch.bfloat16)
     ints, table = torch.zeros(256, dtype=torch.int64), torch.zeros(4096, 64) if rope else None
-    write_kv(WriteCall(new, new, call.k, call.v, call.k_scale, call.v_scale, ints, ints, table, table, False))
+    write_kv(WriteCall(*call[:4], table, table, False, new, new, ints, ints))
 
 
 def gather(kv: str = "") -> None:
@@ -157,9 +157,8 @@ def gather(kv: str = "") -> None:
     from pagedkv.kernels.args import GatherCall, GatherSource
     from pagedkv.kernels.triton.backend import gather_kv
 
-    call = call_of(kv=kv)
-    pool = (call.k, call.v, call.k_scale, call.v_scale)
-    source = GatherSource(*pool, call.block_table, call.rows, call.seq_lens, torch.zeros_like(call.seq_lens))
+    call = typical_call(kv=kv)
+    source = GatherSource(*call[:4], call.block_table, call.rows, call.seq_lens, torch.zeros_like(call.seq_lens))
     out = torch.empty(4096, call.k.shape[2], 128, dtype=torch.bfloat16)
     gather_kv(GatherCall(source, source.starts(), out, out.clone()))
 

@@ -24,8 +24,8 @@ import torch
 from pagedkv import KernelUnavailable, copy_frames, explain, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import reference, registry
-from pagedkv.kernels.args import AttentionCall, GatherCall, GatherSource, RotaryTable, WriteCall
-from tests.cases import GRID, MASKS, SMALL, Case, empty_layer
+from pagedkv.kernels.args import GatherCall, GatherSource, RotaryTable, WriteCall
+from tests.cases import GRID, MASKS, SMALL, Case, call_of, empty_layer
 from tests.kernels import test_write
 from tests.kernels.conftest import Runner
 from tests.kernels.gather import test_gather
@@ -34,7 +34,7 @@ from tests.kernels.hostile.test_values import HIDDEN, check_hidden_tree, check_h
 from tests.kernels.masks import test_padded
 from tests.kernels.oracle import allowed_error, oracle, same_precision
 from tests.kernels.test_write import SLOTS, batch_of
-from tests.kernels.triton.compiled import call_of
+from tests.kernels.triton.compiled import typical_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,8 +57,8 @@ def interpreted(module: str) -> Any:
             del os.environ["TRITON_INTERPRET"]
 
 
-tuning, decode, prefill, backend, cascade = (
-    interpreted(name) for name in ("tuning", "decode", "prefill", "backend", "cascade")
+tuning, decode, prefill, backend, cascade, specialisation = (
+    interpreted(name) for name in ("tuning", "decode", "prefill", "backend", "cascade", "specialisation")
 )
 INTERPRETER = Runner("triton", "cpu")
 PAIRS = torch.tensor([[1, 2], [2, 3], [3, 1], [5, 0]], dtype=torch.int32)
@@ -423,22 +423,19 @@ def test_cascade_attention_gives_the_result_of_one_pass(case: Case) -> None:
     rows = torch.arange(len(case.q_lens)) if batch.rows is None else batch.rows.long()
     batch.block_table[rows, : shared // 16] = batch.block_table[rows[0], : shared // 16]
     out, lse = INTERPRETER.attend(built)
-    o = built.options
-    tables = (batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, batch.max_seqlen_k)
-    rule = (64**-0.5, o["causal"], None, None, o["softcap"], o.get("sinks"), None, o.get("tree_mask"), None, None)
     results = torch.full_like(out, 7.0), torch.full_like(lse, 7.0)
-    call = AttentionCall(built.q, *vars(built.layer).values(), *tables, *rule, *results)
+    call = call_of(built, window=None)._replace(out=results[0], lse=results[1])
     cascade.cascade_attention(call, shared)
     T = sum(case.q_lens)
     assert (call.out[:T] - out[:T]).abs().max() <= 2e-6
     assert (call.lse[:T] - lse[:T]).abs().max() <= 1e-5
     assert (call.out[T:] == 7).all()
-    cascade.cascade_attention(replace(call, out=results[0].zero_(), lse=results[1].zero_()), 0)
+    cascade.cascade_attention(call._replace(out=results[0].zero_(), lse=results[1].zero_()), 0)
     assert torch.equal(results[0][:T], out[:T]), "no prefix"
     with pytest.raises(InvalidRequest, match="cascade_attention does not support window"):
-        cascade.cascade_attention(replace(call, window=5), shared)
+        cascade.cascade_attention(call._replace(window=5), shared)
     with pytest.raises(InvalidRequest, match="cascade_attention does not support window"):
-        cascade.cascade_attention(replace(call, right=5), shared)
+        cascade.cascade_attention(call._replace(right=5), shared)
     with pytest.raises(InvalidRequest, match="shared_tokens is 50; it must be a multiple of block_size=16"):
         cascade.cascade_attention(call, 50)
 
@@ -476,7 +473,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ids=str,
 )
 def test_the_host_reads_no_tensor_to_launch(changes: dict[str, Any], kernels: str, unreadable: list[str]) -> None:
-    call = call_of(H=8, K=2, **changes)
+    call = typical_call(H=8, K=2, **changes)
     backend.paged_attention(call)
     assert unreadable == kernels.split()
     if not {"window", "alibi", "split_tokens"} & {*changes}:
@@ -484,7 +481,7 @@ def test_the_host_reads_no_tensor_to_launch(changes: dict[str, Any], kernels: st
         assert unreadable[-1] == "merge_states_kernel"
     new, ints = torch.empty(8, 2, 128), torch.zeros(8, dtype=torch.int64)
     angles = torch.zeros(64, 32), torch.zeros(64, 32)
-    backend.write_kv(WriteCall(new, new, call.k, call.v, call.k_scale, call.v_scale, ints, ints, *angles, False))
+    backend.write_kv(WriteCall(*call[:4], *angles, False, new, new, ints, ints))
     backend.copy_frames(call.k, PAIRS)
     source = GatherSource(call.k, call.v, *[None] * 2, call.block_table, call.rows, call.seq_lens, call.seq_lens)
     starts, out = torch.zeros(len(call.seq_lens) + 1, dtype=torch.int64), torch.empty(8, 2, call.k.shape[-1])
@@ -524,13 +521,14 @@ def test_float32_over_int4_is_refused_where_such_wide_heads_do_not_fit(
 ) -> None:
     monkeypatch.setattr(tuning, "target", lambda device: tuning.Target(arch, 1))
     case = registry.Case(device="cuda", dtype="float32", kv_dtype="int4", head_dim=576, head_dim_v=512)
-    assert [why.partition(":")[2] for why in decode.objections(case)] == [" take q in bfloat16"] * refused
+    found = specialisation.why_no_specialisation(case)
+    assert [why.partition(":")[2] for why in found] == [" take q in bfloat16"] * refused
     for served in (
         case._replace(dtype="bfloat16"),
         case._replace(kv_dtype="int8"),
         case._replace(head_dim=256, head_dim_v=256),
     ):
-        assert not decode.objections(served)
+        assert not specialisation.why_no_specialisation(served)
 
 
 def test_where_triton_is_missing_the_backend_says_so_and_another_serves() -> None:
