@@ -76,6 +76,7 @@ def generate(
     max_sequences: options.MaxSequences = 256,
     tenant: options.Tenant = "",
     speculate: options.Speculate = None,
+    trace: options.Trace = None,
 ) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
     if num_frames is not None and memory is not None:
@@ -96,7 +97,7 @@ def generate(
         from pagedkv.cli.generate import Job, run
 
         limits = {"max_sequences": max_sequences}
-        job = Job(source, templating, folder, sampling, loading, limits, num_samples, tenant, as_json)
+        job = Job(source, templating, folder, sampling, loading, limits, num_samples, tenant, as_json, trace)
         return conversation.hold(job, screen) if source.talk else run(job, screen)
 
 

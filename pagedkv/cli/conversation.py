@@ -26,6 +26,7 @@ from rich.text import Text
 
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.generate import Job, load, token_ids
+from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.records import DEMO_PROMPT
@@ -80,7 +81,7 @@ def hold(job: Job, screen: Console) -> int:
     engine = load(job, screen)
     talk = Conversation(engine, job, params, screen)
     talk.begin()
-    with CtrlC() as ctrl_c:
+    with traced(engine, job.trace), CtrlC() as ctrl_c:
         while (line := _line(ctrl_c, screen)) is not None:
             if line == RESET:
                 talk.reset()

@@ -25,6 +25,7 @@ from rich.text import Text
 from pagedkv.cli import report
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.prompts import Prompt, Source, Templating
+from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion, Request
@@ -46,6 +47,7 @@ class Job:
     num_samples: int
     tenant: str
     as_json: bool
+    trace: Path | None
 
     @property
     def tenant_name(self) -> bytes:
@@ -87,7 +89,8 @@ def run(job: Job, screen: Console) -> int:
     if live:
         live.begin()
     waiting = sum(bool(task.request) for task in tasks) * job.num_samples
-    with Bar(screen, waiting, shown=job.source.many and screen.is_terminal) as bar:
+    bar = Bar(screen, waiting, shown=job.source.many and screen.is_terminal)
+    with traced(engine, job.trace), bar:
         for task in tasks:
             while task.request and not task.request.finished:
                 bar.advance(engine.step())

@@ -42,6 +42,9 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N."
 JsonObject = Annotated[
     bool, typer.Option("--json", help="Print one JSON object (a line for each prompt of a .jsonl), no more.")
 ]
+Trace = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the lives of all requests there, for Perfetto.")
+]
 
 # generate: the chat template
 

@@ -40,6 +40,7 @@ from pagedkv.model.decoder import Decoder
 from pagedkv.model.loop.checks import Prompt, check_geometry, check_request, prompt_ids
 from pagedkv.model.loop.delivery import Delivery
 from pagedkv.model.loop.draws import draw
+from pagedkv.model.loop.events import Events
 from pagedkv.model.loop.meter import Meter
 from pagedkv.model.loop.sequence import Chunk, SequenceState
 from pagedkv.model.loop.step import CudaGraph, Step
@@ -89,6 +90,7 @@ class Engine(ThreadGuard):
         self.scheduler: Scheduler = Scheduler(cache, limits or Limits(), self.forward.plan, self.speculation)
         self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings)
         self.meter: Meter = Meter()
+        self.events: Events | None = None  # set it before the first step for a record of all requests
         self._inbox: deque[Request] = deque()
         self._requests: dict[Request, None] = {}  # those taken from the inbox and not yet reported, in order
         self._is_whole, self._was_interrupted = True, False
@@ -251,6 +253,7 @@ class Engine(ThreadGuard):
         if not self._is_whole:
             self._restart()
         self._is_whole = False
+        began = time.perf_counter() if self.events is not None else 0.0
         self._take_in_now()
         chunks, batch = self.scheduler.next_step()
         if batch is not None:
@@ -258,6 +261,8 @@ class Engine(ThreadGuard):
         finished = self.delivery.report(self._requests)
         self._remove_ended()  # a listener may have cancelled
         self.meter.measure(self.cache)
+        if self.events is not None:
+            self.events.step(began, chunks, self.scheduler)
         self._is_whole = True
         return finished
 

@@ -6,6 +6,7 @@ step        the forward pass, over memory that exists before it begins (workspac
 draws       from rows of logits to tokens
 delivery    from tokens to text, and from text to listeners
 meter       totals of the steps so far
+events      a record of the lives of requests, if one is asked for
 """
 
 from __future__ import annotations

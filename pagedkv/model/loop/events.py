@@ -1,0 +1,133 @@
+"""Events of the lives of requests: when each was queued, admitted, computed, preempted and finished.
+
+    queued ─▶ admitted ─▶ chunk .. chunk ─▶ token, chunk, token .. ─▶ finished
+                 ▲            └── preempted ──┘   └ rolled_back: drafts that did not come true
+                 └─────────────────┘              └ forked: the first token of a further sample
+
+The engine calls `Events.step` at the end of each step, and reads no clock without Events. All events are made from the
+chunks of the step and from the completions, so no other part of the loop knows of them. A step that is interrupted
+leaves none.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedkv.model.loop.sequence import Chunk
+    from pagedkv.model.request import Completion, Request
+    from pagedkv.model.scheduler import Scheduler
+
+
+class Event(NamedTuple):
+    """One event.
+
+    kind:     "step", or one of the kinds in the file head
+    at:       seconds of time.perf_counter(); of a step and a chunk, their begin
+    until:    of a step and a chunk, their end; elsewhere `at`
+    request:  number of the request, from 0 in the order of admission; -1 of a step
+    sample:   index of the completion in its request
+    value:    queued: prompt tokens. admitted: tokens found in the prefix cache. step, chunk: tokens computed.
+              token: its id. rolled_back: drafts. preempted, forked, finished: tokens of the output so far
+    detail:   of "finished", the finish_reason
+    """
+
+    kind: str
+    at: float
+    until: float
+    request: int = -1
+    sample: int = 0
+    value: int = 0
+    detail: str = ""
+
+
+@dataclass
+class _Life:
+    """A completion that was admitted and has not ended. num_tokens: of its output, in events so far."""
+
+    request: int
+    num_tokens: int = 0
+    is_running: bool = True
+
+
+@dataclass
+class Events:
+    """A record of all events, in the order in which the engine learned of them."""
+
+    events: list[Event] = field(default_factory=list)
+    _lives: dict[Completion, _Life] = field(default_factory=dict)
+    _numbers: dict[Request, int] = field(default_factory=dict)
+    _count: int = 0
+    _preemptions: int = 0
+
+    def step(self, began: float, chunks: Sequence[Chunk], scheduler: Scheduler) -> None:
+        """Record a step that ends now. Modifies: events"""
+        now = time.perf_counter()
+        if self._preemptions != scheduler.preemptions:
+            self._note_preempted(began, scheduler)
+        if chunks:
+            self.events.append(Event("step", began, now, value=sum(chunk.num_tokens for chunk in chunks)))
+        for chunk in chunks:
+            self._note_chunk(chunk, began, now)
+        ended = [completion for completion in self._lives if completion.finish_reason]
+        for completion in ended:
+            life = self._lives.pop(completion)
+            count, reason = len(completion.token_ids), completion.finish_reason
+            self.events.append(Event("finished", now, now, life.request, completion.index, count, reason))
+            if completion.request.finished:
+                self._numbers.pop(completion.request, None)
+
+    def _note_preempted(self, began: float, scheduler: Scheduler) -> None:
+        """Record the sequences that ran and wait again."""
+        self._preemptions = scheduler.preemptions
+        for sequence in scheduler.waiting:
+            life = self._lives.get(sequence.completion)
+            if life is not None and life.is_running:
+                life.is_running = False
+                index = sequence.completion.index
+                self.events.append(Event("preempted", began, began, life.request, index, life.num_tokens))
+
+    def _note_chunk(self, chunk: Chunk, began: float, now: float) -> None:
+        """Record the tokens that a step computed for a sequence, and those that it got."""
+        completion = chunk.sequence.completion
+        life = self._lives.get(completion) or self._begin(completion, began)
+        if not life.is_running:
+            life.is_running = True
+            found = len(completion.request.prompt_ids) + life.num_tokens - chunk.remaining
+            self.events.append(Event("admitted", began, began, life.request, completion.index, found))
+        self.events.append(Event("chunk", began, now, life.request, completion.index, chunk.num_tokens))
+        if not chunk.is_last:
+            return
+        is_first = not life.num_tokens
+        new = self._note_tokens(completion, life, now)
+        if len(chunk.drafts) > max(0, new - 1):
+            rejected = len(chunk.drafts) - max(0, new - 1)
+            self.events.append(Event("rolled_back", now, now, life.request, completion.index, rejected))
+        if is_first and not completion.index:
+            for sample in completion.request.completions[1:]:
+                if sample.token_ids and sample not in self._lives:
+                    self._lives[sample] = forked = _Life(life.request)
+                    self.events.append(Event("forked", now, now, life.request, sample.index))
+                    self._note_tokens(sample, forked, now)
+
+    def _begin(self, completion: Completion, began: float) -> _Life:
+        """Record that a completion was queued and admitted, by its first chunk."""
+        request = completion.request
+        if request not in self._numbers:
+            self._numbers[request], self._count = self._count, self._count + 1
+        life = self._lives[completion] = _Life(self._numbers[request])
+        queued, at = len(request.prompt_ids), request.submitted_at
+        self.events.append(Event("queued", at, at, life.request, completion.index, queued))
+        self.events.append(Event("admitted", began, began, life.request, completion.index, completion.cached_tokens))
+        return life
+
+    def _note_tokens(self, completion: Completion, life: _Life, now: float) -> int:
+        """Record the tokens that a completion got in the step, and return their number."""
+        new = completion.token_ids[life.num_tokens :]
+        life.num_tokens += len(new)
+        self.events += [Event("token", now, now, life.request, completion.index, token) for token in new]
+        return len(new)

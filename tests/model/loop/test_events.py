@@ -1,0 +1,170 @@
+"""Events: each life is told in order, tokens and chunks add up, and a record changes no output."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.loop.events import Event, Events
+from pagedkv.model.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedkv.model.request import Request
+
+PAGE = "Mira keeps a red lamp in the cellar. Otto lives in Ghent and works as a baker. Ghent has ten bridges."
+QUESTIONS = ("Where is the lamp of Mira?", "Where does Otto live?", "How many bridges does Ghent have?")
+
+
+def recorded(engine: Engine) -> Engine:
+    engine.events = Events()
+    return engine
+
+
+def lives(engine: Engine) -> dict[tuple[int, int], list[Event]]:
+    """The events of each completion, without those of steps."""
+    assert engine.events is not None
+    found = defaultdict(list)
+    for event in engine.events.events:
+        if event.kind != "step":
+            found[event.request, event.sample].append(event)
+    return found
+
+
+def kinds(life: list[Event]) -> list[str]:
+    return [event.kind for event in life]
+
+
+def assert_whole(life: list[Event], request: Request, sample: int = 0) -> None:
+    """The events tell the output of a completion, in order of time."""
+    completion = request.completions[sample]
+    assert [event.value for event in life if event.kind == "token"] == completion.token_ids
+    assert (life[-1].kind, life[-1].detail) == ("finished", completion.finish_reason)
+    assert life[-1].value == len(completion.token_ids)
+    assert all(a.at <= b.until for a, b in pairwise(life))
+    assert kinds(life)[0] == ("forked" if sample else "queued")
+
+
+def test_a_life_is_told_in_order():
+    engine = recorded(Engine.load(num_frames=64, limits=Limits(prefill_chunk=16)))
+    (request,) = engine.generate([f"{PAGE} {QUESTIONS[1]}"])
+    (life,) = lives(engine).values()
+    prompt, output = len(request.prompt_ids), len(request.completions[0].token_ids)
+    chunks = -(-prompt // 16)
+    expected = ["queued", "admitted", *["chunk"] * chunks, "token", *["chunk", "token"] * (output - 1), "finished"]
+    assert kinds(life) == expected
+    assert_whole(life, request)
+    assert [event.value for event in life[:2]] == [prompt, 0]
+    assert sum(event.value for event in life if event.kind == "chunk") == prompt + output - 1
+    assert life[0].at == request.submitted_at
+    assert life[1].at >= life[0].at
+
+
+def test_steps_tell_all_tokens_computed():
+    engine = recorded(Engine.load(num_frames=64))
+    engine.generate([f"{PAGE} {question}" for question in QUESTIONS])
+    assert engine.events is not None
+    steps = {(event.at, event.until): event.value for event in engine.events.events if event.kind == "step"}
+    chunks: dict[tuple[float, float], int] = defaultdict(int)
+    for event in engine.events.events:
+        if event.kind == "chunk":
+            chunks[event.at, event.until] += event.value
+    assert steps == chunks
+    assert all(first[1] <= second[0] for first, second in pairwise(sorted(steps)))
+
+
+def test_a_prefix_that_was_found_is_told_at_admission():
+    engine = recorded(Engine.load(num_frames=64))
+    engine.generate([f"{PAGE} {QUESTIONS[0]}"])
+    (request,) = engine.generate([f"{PAGE} {QUESTIONS[1]}"])
+    life = lives(engine)[1, 0]
+    assert life[1].value == request.completions[0].cached_tokens == 16
+    assert life[2].value == len(request.prompt_ids) - 16
+
+
+def test_samples_are_forked_with_their_first_token():
+    engine = recorded(Engine.load(num_frames=64))
+    params = SamplingParams(temperature=5, seed=1, max_tokens=9)
+    (request,) = engine.generate([PAGE + QUESTIONS[0]], params, num_samples=3)
+    found = lives(engine)
+    assert sorted(found) == [(0, 0), (0, 1), (0, 2)]
+    for sample in range(3):
+        assert_whole(found[0, sample], request, sample)
+    assert kinds(found[0, 1])[:3] == ["forked", "token", "chunk"]
+
+
+def test_preempted_lives_are_told_and_all_outputs_stay_the_same():
+    prompts = [f"{PAGE} {question}" for question in QUESTIONS]
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    plain = Engine.load(num_frames=64).generate(prompts, params)
+    engine = recorded(Engine.load(num_frames=10, watermark=0.0))
+    requests = engine.generate(prompts, params)
+    assert engine.scheduler.preemptions
+    found = lives(engine)
+    assert [r.completions[0].token_ids for r in requests] == [r.completions[0].token_ids for r in plain]
+    preempted = [event for life in found.values() for event in life if event.kind == "preempted"]
+    assert len(preempted) == engine.scheduler.preemptions
+    for number, request in enumerate(requests):
+        life = found[number, 0]
+        assert_whole(life, request)
+        computed = num_tokens = 0
+        for event in life:
+            if event.kind == "admitted":
+                computed = event.value
+            elif event.kind == "chunk":
+                computed += event.value
+            elif event.kind == "token":
+                assert computed == len(request.prompt_ids) + num_tokens
+                num_tokens += 1
+        assert kinds(life).count("admitted") == 1 + kinds(life).count("preempted")
+
+
+def test_drafts_that_are_rolled_back_are_told():
+    class Wrong:
+        """A drafter whose guesses never come true."""
+
+        num_tokens, vocab_size = 2, None
+
+        def propose(self, sequences, most):
+            return [[3] * min(2, count) for count in most]
+
+        def forget(self, sequence):
+            pass
+
+        def recover(self):
+            pass
+
+    engine = Engine.load(num_frames=64, speculate=Wrong())
+    recorded(engine)
+    (request,) = engine.generate([f"{PAGE} {QUESTIONS[1]}"])
+    (life,) = lives(engine).values()
+    assert_whole(life, request)
+    assert "rolled_back" in kinds(life)
+    for event in life:
+        if event.kind == "chunk" and event.value == 3:
+            assert Event("rolled_back", event.until, event.until, 0, 0, 2) in life
+
+
+def test_a_cancelled_request_is_told_and_forgotten():
+    engine = recorded(Engine.load(num_frames=64))
+    request = engine.submit(PAGE, SamplingParams(max_tokens=50, ignore_eos=True))
+    waiting = engine.submit(PAGE)
+    engine.cancel(waiting)
+    for _ in range(4):
+        engine.step()
+    engine.cancel(request)
+    engine.step()
+    (life,) = lives(engine).values()
+    assert_whole(life, request)
+    assert life[-1].detail == "cancelled"
+    assert engine.events is not None
+    assert not engine.events._lives
+    assert not engine.events._numbers
+
+
+def test_without_a_record_no_clock_is_read_for_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Events, "step", lambda *_: pytest.fail("an event was recorded"))
+    assert Engine.load(num_frames=64).generate([PAGE + QUESTIONS[0]])
