@@ -29,6 +29,7 @@ constexpr int64_t MOST_ROWS = 256, MANY_DIMS = 320;  // so that q, o and scores 
 constexpr int64_t UNITS_PER_THREAD = 4,
                   LEAST_CHUNK = 256;  // keys; each unit begins a stream, and leaves a state that one thread folds
 constexpr int64_t RUNS_PER_THREAD = 8;  // of a bare read
+constexpr int64_t RUNS_OF_ROWS = 4;  // of a linear operation, for each thread
 constexpr int64_t HEADS_PER_THREAD = 48;  // a head takes 0.2 us, to wake a team 3 us
 constexpr int64_t BYTES_PER_THREAD = 128 << 10;  // less work than this is not worth another thread
 
@@ -224,8 +225,8 @@ void run_linear(const Isa& isa, const Linear& l, int threads) {
     int64_t tail = std::max<int64_t>(3 * l.K, 3 * (l.T * MAX_LANES + MAX_LANES));
     int64_t bytes = round_up(4 * (l.T * round_up(l.K, WHOLE) + tail), 4096) + 256;
     char* memory = scratches.of(bytes * threads);
-    // One run of rows for each thread: every run begins with a cold stream. Four runs for each were 5 % slower.
-    int64_t at_once = round_up((l.N + threads - 1) / threads, MAX_LANES);
+    // A few runs of rows for each thread: a thread that is held up leaves the rest to the other ones.
+    int64_t at_once = round_up((l.N + RUNS_OF_ROWS * threads - 1) / (RUNS_OF_ROWS * threads), MAX_LANES);
     std::atomic<int64_t> next{0};
     run_team(threads, [&](int thread) {
         char* mine = memory + thread * bytes;
