@@ -7,8 +7,10 @@ parameters, 948 MB in bfloat16, and 114,688 bytes of K and V a token.
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -23,6 +25,8 @@ from pagedkv.model.scheduler import Limits
 from pagedkv.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from pagedkv.model.request import Request
@@ -89,10 +93,17 @@ class Skipped:
         self._logits = torch.randn(256, decoder.config.vocab_size)
 
     def forward(
-        self, token_ids: Tensor, batch: object, layers: object, *, logits_of: Tensor, backend: object
+        self, token_ids: Tensor, batch: object, layers: object, *, logits_of: Tensor | None, **options: object
     ) -> Tensor:
         """Return logits for the tokens asked for."""
-        return self._logits[: len(logits_of)]
+        return self._logits[: len(token_ids if logits_of is None else logits_of)]
+
+
+@contextmanager
+def skipping(engine: Engine) -> Iterator[None]:
+    """Let the steps of `engine` compute nothing."""
+    with patch.object(engine.forward, "decoder", Skipped(engine.decoder)):
+        yield
 
 
 def filled(engine: Engine, batch: int, context: int, params: SamplingParams | None = None) -> list[Request]:
@@ -102,14 +113,11 @@ def filled(engine: Engine, batch: int, context: int, params: SamplingParams | No
     """
     vocabulary = engine.decoder.config.vocab_size
     params = params or SamplingParams(max_tokens=1000, ignore_eos=True)
-    decoder, engine.decoder = engine.decoder, Skipped(engine.decoder)  # type: ignore[assignment]
-    try:
+    with skipping(engine):
         prompts = torch.randint(3, vocabulary, (batch, context - 1)).tolist()
         requests = [engine.submit(prompt, params) for prompt in prompts]
         while not all(request.completions[0].token_ids for request in requests):
             engine.step()
-    finally:
-        engine.decoder = decoder
     return requests
 
 

@@ -231,12 +231,9 @@ def _report_overhead(report: Report, engine: Engine, turns: int) -> None:
         seconds = []
         for _ in range(turns):
             requests = models.filled(engine, batch, 32)
-            decoder, engine.decoder = engine.decoder, models.Skipped(engine.decoder)  # type: ignore[assignment]
-            try:
+            with models.skipping(engine):
                 engine.step()
                 seconds.append(statistics.median(timed_step(engine) for _ in range(STEPS)))
-            finally:
-                engine.decoder = decoder
             models.emptied(engine, requests)
         report(_row("overhead", (batch, 32), OURS, seconds) | {"must": MUSTS.get(("overhead", batch))})
 

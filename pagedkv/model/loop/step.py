@@ -93,7 +93,8 @@ class Step:
 
     def __init__(self, decoder: Decoder, cache: PagedKVCache, *, graphs: Callable[[], Graph] | None = None) -> None:
         self.layers: BoundLayers = decoder.bind(cache)
-        self._decoder, self._cache, self._graphs = decoder, cache, graphs
+        self.decoder: Decoder = decoder
+        self._cache, self._graphs = cache, graphs
         self._workspaces: dict[int, Workspace] = {}
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._planned: tuple[PlannedBatch, _Bucket] | None = None
@@ -127,7 +128,7 @@ class Step:
         if num_tokens not in self._workspaces:
             whole = _power_of_two(num_tokens)
             if whole not in self._workspaces:
-                d = self._decoder
+                d = self.decoder
                 self._workspaces[whole] = Workspace.of(d.config, whole, d.dtype, d.device)
             self._workspaces[num_tokens] = self._workspaces[whole].first(num_tokens)
         return self._workspaces[num_tokens]
@@ -140,9 +141,9 @@ class Step:
         """
         if self._planned is not None and self._planned[0] is batch:
             return self._in_bucket(self._planned[1], token_ids, batch)
-        device = self._decoder.device
+        device = self.decoder.device
         is_decode = len(logits_of) == len(token_ids) <= MOST_SEQUENCES
-        return self._decoder.forward(
+        return self.decoder.forward(
             torch.tensor(token_ids, device=device),
             batch,
             self.layers,
@@ -157,7 +158,7 @@ class Step:
         layers, kernel = self.layers, self._cache.kernel.name
 
         def call() -> Tensor:
-            return self._decoder.forward(bucket.token_ids, batch, layers, backend=kernel, memory=bucket.memory)
+            return self.decoder.forward(bucket.token_ids, batch, layers, backend=kernel, memory=bucket.memory)
 
         tables = [(batch[i].block_table.data_ptr(), batch[i].block_table.shape) for i in range(len(layers))]
         if tables != bucket.tables:
