@@ -58,12 +58,12 @@ class Forced(Speculation):
         super().__init__(Repeat(), config)
         self._share = share
 
-    def draw(
-        self, chunks: list[Chunk], families: list[list[SequenceState]], logits: Tensor
-    ) -> tuple[list[int], dict[SequenceState, list[int]]]:
+    def verify(
+        self, chunks: list[Chunk], families: list[list[SequenceState]], tokens: list[int], logits: Tensor
+    ) -> dict[SequenceState, list[int]]:
         """Return drafts by lot."""
-        tokens, _ = super().draw(chunks, families, logits)
-        return tokens, {chunk.sequence: self._lot(chunk) for chunk in chunks}
+        super().verify(chunks, families, tokens, logits)
+        return {chunk.sequence: self._lot(chunk) for chunk in chunks}
 
     def _lot(self, chunk: Chunk) -> list[int]:
         accepted = 0

@@ -64,6 +64,7 @@ def generate(
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
+    num_beams: options.NumBeams = 1,
     seed: options.Seed = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
@@ -85,6 +86,7 @@ def generate(
     source = prompts.read(prompt, prompt_file, dash, templating)
     folder = None if model is None else hub.find(model)
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop or (), "ignore_eos": ignore_eos}
+    sampling["num_beams"] = num_beams
     sampling |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling |= {"repetition_penalty": repetition_penalty}
     pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}

@@ -86,6 +86,8 @@ def table(requests: list[Request], engine: Engine) -> Table:
         "waste": f"{engine.meter.waste:.1%} of allocated slots held no token",
         "kernel": f"{engine.cache.kernel.name}, {spec.stored_dtype}, {engine.cache.device}",
     }
+    if engine.meter.saved >= 0.005:
+        lines["sharing"] = f"{engine.meter.saved:.0%} of the sequences' tokens lie in frames of other sequences"
     if engine.speculation is not None:
         lines["speculation"] = _speculation(engine.speculation)
     if engine.scheduler.preemptions:

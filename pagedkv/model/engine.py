@@ -37,17 +37,21 @@ from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.core.warm import warm_up_step
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
 from pagedkv.model.decoder import Decoder
-from pagedkv.model.loop.checks import Prompt, check_geometry, check_request, prompt_ids
+from pagedkv.model.loop import gangs
+from pagedkv.model.loop.checks import Prompt, check_geometry, check_request, check_search, prompt_ids
 from pagedkv.model.loop.delivery import Delivery
-from pagedkv.model.loop.draws import draw
+from pagedkv.model.loop.draws import Found, draw
 from pagedkv.model.loop.events import Events
+from pagedkv.model.loop.gangs import Turn
 from pagedkv.model.loop.meter import Meter
+from pagedkv.model.loop.pool import new_cache
 from pagedkv.model.loop.sequence import Chunk, SequenceState
 from pagedkv.model.loop.step import CudaGraph, Step
-from pagedkv.model.request import Completion, OnText, Request, StopStrings
+from pagedkv.model.request import Completion, OnText, Request
 from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.scheduler import Limits, Scheduler
 from pagedkv.model.tokenizer import Tokenizer
+from pagedkv.model.ways.beams import Search
 from pagedkv.model.ways.drafters import drafter_of
 from pagedkv.model.ways.speculation import Drafter, Speculation
 
@@ -56,10 +60,6 @@ if TYPE_CHECKING:
 
 BUNDLED: Final = Path(__file__).parent / "bundled"
 """The checkpoint that ships inside the package."""
-
-DEFAULT_TOKENS: Final = 32768
-DEFAULT_MEMORY: Final = "4GiB"
-"""The size of a pool for which the caller gives no size: DEFAULT_TOKENS tokens, but at most DEFAULT_MEMORY."""
 
 
 class Engine(ThreadGuard):
@@ -106,7 +106,7 @@ class Engine(ThreadGuard):
         device: str = "cpu",
         block_size: int = 16,
         kv_dtype: str | None = None,
-        grouped: bool = False,
+        grouped: bool = True,
         speculate: Drafter | Path | str | None = None,
         limits: Limits | None = None,
         **cache_options: Any,
@@ -117,7 +117,7 @@ class Engine(ThreadGuard):
         weights: "int8" or "int4" for linear layers of integers, a scale for each 64 columns; None for `dtype`.
         kv_dtype: the dtype of the cache; None for the dtype computed in.
         grouped: give layers with different windows page tables of their own (ModelConfig.specs), so that frames
-            behind a window are given back. Useful for the families with mixed windows (Gemma 2 and 3).
+            behind a window are given back. A model without windows has one group in any case.
         speculate: "prompt-lookup", the folder of a draft model, or a drafter: decode speculatively.
         cache_options: options of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without
             num_frames and memory the pool holds 32768 tokens, but takes at most 4 GiB.
@@ -126,20 +126,8 @@ class Engine(ThreadGuard):
         path = Path(folder) if folder is not None else BUNDLED
         decoder = Decoder.load(path, dtype=dtype, device=device, weights=weights)
         tokenizer = Tokenizer.load(path)
-        name = str(decoder.dtype).removeprefix("torch.")
-        config = decoder.config
-        specs = config.specs(block_size=block_size, kv_dtype=kv_dtype, dtype=name)
-        if not grouped:
-            specs = (config.spec(block_size=block_size, kv_dtype=kv_dtype, dtype=name),)
-        if cache_options.get("num_frames") is None and cache_options.get("memory") is None:
-            largest = max(specs, key=lambda spec: spec.frame_bytes)
-            cache_options["num_frames"] = min(
-                len(specs) * largest.pages(DEFAULT_TOKENS), largest.frames_in(DEFAULT_MEMORY)
-            )
         cache_options.setdefault("watermark", 0.01)
-        cache = PagedKVCache(
-            specs, layer_groups=config.layer_groups() if grouped else None, device=device, **cache_options
-        )
+        cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
         drafter = drafter_of(speculate, device=device, block_size=block_size)
         warm_up_step()  # last, so that bad input is refused without waiting for the compilation
         return cls(decoder, tokenizer, cache, limits=limits, drafter=drafter)
@@ -175,6 +163,10 @@ class Engine(ThreadGuard):
         if most is not None and waiting >= most:
             raise QueueFull(waiting, most)
         request = Request(ids, params, tenant_name(tenant), on_text, submitted_at=now, deadline=deadline)
+        if params.num_beams > 1:
+            check_search(request, num_samples, self.cache, self.scheduler.limits)
+            room = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
+            request.search = Search.of(params, self.tokenizer.eos_ids, room)
         request.completions = [Completion(request, index) for index in range(num_samples)]
         self._inbox.append(request)
         return request
@@ -267,26 +259,39 @@ class Engine(ThreadGuard):
         return finished
 
     def _compute(self, chunks: list[Chunk], batch: PlannedBatch) -> None:
-        """Run the model over the batch, commit it, and give each sequence its next token."""
+        """Run the model over the batch, commit it, and give each sequence its next tokens."""
         try:
             token_ids = [token for chunk in chunks for token in chunk.token_ids]
-            families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
-            ends = batch.plan.cu_seqlens_q[1:].tolist()
-            if self.speculation is None:
-                last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.is_last]
-                tokens, more = draw(families, self.forward(token_ids, batch, last)), dict[SequenceState, list[int]]()
-            else:
-                rows = self.speculation.rows(ends, chunks)
-                tokens, more = self.speculation.draw(chunks, families, self.forward(token_ids, batch, rows))
-            if more or -1 in tokens:
-                self._commit_parts(chunks, batch, more)
+            found = self._found(chunks, token_ids, batch)
+            if found.more or -1 in found.tokens or self.scheduler.searching:
+                self._commit_parts(chunks, batch, found.more)
             else:
                 self.cache.commit(batch, token_ids)
         except BaseException:
             if not batch.plan.settled:
                 self.cache.abort(batch)
             raise
-        self._deliver(families, tokens, more)
+        self._deliver(found)
+
+    def _found(self, chunks: list[Chunk], token_ids: list[int], batch: PlannedBatch) -> Found:
+        """Compute the logits of the step, and by them what each sequence gets in its way of decoding."""
+        ends = batch.plan.cu_seqlens_q[1:].tolist()
+        if self.speculation is None:
+            own = logits = self.forward(
+                token_ids, batch, [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.is_last]
+            )
+        else:
+            logits = self.forward(token_ids, batch, self.speculation.rows(ends, chunks))
+            own = logits[self.speculation.own_rows(chunks)]
+        families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
+        turns: list[Turn] = []
+        if self.scheduler.searching:
+            turns = gangs.turns(chunks, own)
+            families = [[] if family[0].completion.request.search else family for family in families]
+        tokens, more = draw(families, own), dict[SequenceState, list[int]]()
+        if self.speculation is not None:
+            more = self.speculation.verify(chunks, families, tokens, logits)
+        return Found(families, tokens, more, turns)
 
     def _commit_parts(self, chunks: list[Chunk], batch: PlannedBatch, more: dict[SequenceState, list[int]]) -> None:
         """Commit what is of use: no draft that did not come true, and no KV of a request without usable logits."""
@@ -313,7 +318,7 @@ class Engine(ThreadGuard):
             request = self._inbox[0]
             if request not in self._requests:
                 self._requests[request] = None
-                self.scheduler.add(self._new_sequence(request.completions[0]))
+                self.scheduler.add(self.delivery.begin(request.completions[0]))
             self._inbox.popleft()
         now = time.perf_counter()
         for request in list(self._requests):
@@ -331,17 +336,15 @@ class Engine(ThreadGuard):
 
     def _family(self, parent: SequenceState) -> list[SequenceState]:
         """Return the sequences that draw from the logits of `parent`: `parent`, then its samples, not yet forked."""
-        return [parent, *(self._new_sequence(c) for c in parent.receivers if c is not parent.completion)]
+        return [parent, *(self.delivery.begin(c) for c in parent.receivers if c is not parent.completion)]
 
-    def _deliver(
-        self, families: list[list[SequenceState]], tokens: list[int], more: dict[SequenceState, list[int]]
-    ) -> None:
-        """Append its token to each sequence, and behind it those that drafts gave.
+    def _deliver(self, found: Found) -> None:
+        """Append its tokens to each sequence, and let beams go on.
 
         The samples of a family fork before its parent takes its token: the parent may finish and release its frames.
         """
-        next_tokens = iter(tokens)
-        for parent, *children in families:
+        next_tokens = iter(found.tokens)
+        for parent, *children in filter(None, found.families):
             parent_token = next(next_tokens)
             for child in children:
                 token = next(next_tokens)
@@ -350,11 +353,26 @@ class Engine(ThreadGuard):
                     self.delivery.take(child, token)
             if not parent.completion.finish_reason:
                 self.delivery.take(parent, parent_token)
-        for sequence, others in more.items():
+        for sequence, others in found.more.items():
             for token in others:
                 if not sequence.completion.finish_reason:
                     self.delivery.take(sequence, token)
+        for turn in found.turns:
+            self._follow(turn)
         self._remove_ended()
+
+    def _follow(self, turn: Turn) -> None:
+        """Let the beams of a search go on, or end the search."""
+        request = turn.members[0].completion.request
+        if request.search is not None and not request.finished:
+            request.search.state = turn.state  # from here on the search has it, whatever is interrupted
+            for completion in request.completions:
+                completion.last_token_at = time.perf_counter()
+                completion.first_token_at = completion.first_token_at or completion.last_token_at
+            if turn.state.is_done:
+                self.delivery.finish_search(request, turn.state)
+            else:
+                self.scheduler.follow(turn)
 
     def _restart(self) -> None:
         """Begin anew from the requests and the tokens they have, after a step that did not end."""
@@ -363,17 +381,13 @@ class Engine(ThreadGuard):
             self.speculation.drafter.recover()
         sequences: list[SequenceState] = []
         for request in self._requests:
-            first = request.completions[0]
-            for completion in request.completions:
-                sequence, text = self._new_sequence(completion), ""
-                for token in completion.token_ids:
-                    more, reason = self.delivery.read(sequence, token)
-                    text += more
-                    if reason:
-                        completion.end(reason)
-                completion.text = text
-                if completion.token_ids and not completion.first_token_at:
-                    completion.first_token_at = completion.last_token_at = time.perf_counter()
+            first, search = request.completions[0], request.search
+            if search is not None and search.state.is_done:
+                self.delivery.finish_search(request, search.state)
+            elif search is not None and not request.finished:
+                sequences.append(gangs.make_trunk(self.delivery.begin(first)))
+            for completion in request.completions if search is None else ():
+                sequence = self.delivery.read_again(completion)
                 # without a token, the first sample computes the prompt of all
                 waits_for_first = completion.index and not (
                     completion.token_ids or first.token_ids or first.finish_reason
@@ -381,10 +395,3 @@ class Engine(ThreadGuard):
                 if not completion.finish_reason and not waits_for_first:
                     sequences.append(sequence)
         self.scheduler.restart(sequences)
-
-    def _new_sequence(self, completion: Completion) -> SequenceState:
-        params, request = completion.request.params, completion.request
-        generator = params.generator(completion.index)
-        return SequenceState(
-            completion, list(request.prompt_ids), generator, self.tokenizer.stream(), StopStrings(params.stop)
-        )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagedkv.model.sampling.params import SamplingParams
+    from pagedkv.model.ways.beams import Search
 
 OnText = Callable[["Completion", str], None]
 """A listener: called with a completion and its next piece of text. The last call, at its end, may bring ""."""
@@ -25,6 +26,7 @@ class Request:
     """One prompt, its sampling parameters, and its `completions`, which grow while the engine steps.
 
     deadline: seconds of time.perf_counter() at which the request ends, finished or not; None for no end.
+    search: the beam search that fills the completions when it is done; None without beams.
     """
 
     prompt_ids: list[int]
@@ -34,6 +36,7 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
     deadline: float | None = None
+    search: Search | None = field(default=None, repr=False)
 
     @property
     def finished(self) -> bool:
@@ -51,6 +54,7 @@ class Completion:
                    or the model's last position), "cancelled" or "error"
     error:         the reason of an "error", in words
     cached_tokens: prompt tokens found in the prefix cache, not computed, when the request was first admitted
+    score:         of a beam search: the sum of the tokens' log-probabilities / their number ** length_penalty
     first_token_at, last_token_at: seconds of time.perf_counter()
     """
 
@@ -63,6 +67,7 @@ class Completion:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     error: str = ""
+    score: float = 0.0
     was_admitted: bool = field(default=False, repr=False)
     """Whether the prompt has ever been scheduled: then `cached_tokens` is known."""
     num_sent: int = field(default=0, repr=False)

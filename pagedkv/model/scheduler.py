@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING
 from pagedkv.core.arguments import whole
 from pagedkv.core.recovery import assign_together
 from pagedkv.errors import OutOfFrames, QuotaExceeded
+from pagedkv.model.loop import gangs
 from pagedkv.model.loop.sequence import Chunk, SequenceState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from pagedkv.cache import PagedKVCache, PlannedBatch
     from pagedkv.core import AddressSpace
+    from pagedkv.model.loop.gangs import Turn
     from pagedkv.model.request import Request
     from pagedkv.model.ways.speculation import Speculation
 
@@ -68,9 +70,13 @@ class Scheduler:
         self.preemptions: int = 0
         # Frames available when the head of the queue was refused: it is tried again only when there are more.
         self._available_at_refusal = -1
+        self.searching: set[Request] = set()
+        """The requests with beams that may have sequences."""
 
     def add(self, sequence: SequenceState) -> None:
         """Append `sequence` to the waiting queue."""
+        if sequence.completion.request.search is not None:
+            self.searching.add(sequence.completion.request)
         self.waiting.append(sequence)
 
     def next_step(self) -> tuple[list[Chunk], PlannedBatch | None]:
@@ -78,6 +84,8 @@ class Scheduler:
 
         Returns: the chunks and their plan; ([], None) if no sequence can compute anything.
         """
+        if self.searching:
+            self.searching = {request for request in self.searching if not request.finished}
         chunks = self._choose(admit=True)
         if self.speculation is not None:
             chunks = self.speculation.extend(chunks, self.limits.max_batch_tokens)
@@ -92,11 +100,12 @@ class Scheduler:
                 # At a quota, only the tenant's own sequences can give frames back.
                 tenant = error.tenant if isinstance(error, QuotaExceeded) else None
                 candidates = [s for s in self.running if tenant is None or s.completion.request.tenant == tenant]
-                if len(candidates) == 1 and tenant is not None:  # the quota is too small for this request alone
+                is_alone = len(candidates) == 1 or len(candidates) == len(self._gang(candidates[-1]))
+                if is_alone and tenant is not None:  # the quota is too small for this request alone
                     self._end(candidates[0], str(error))
                     chunks = self._choose(admit=False)
                     continue
-                if len(candidates) == 1:
+                if is_alone:
                     raise
                 self.preempt(candidates[-1])
                 chunks = self._choose(admit=False)
@@ -106,13 +115,21 @@ class Scheduler:
         """End the request of `sequence` with an error, and take it out of its queue."""
         for completion in sequence.completion.request.completions:
             completion.end("error", error)
-        self.remove(sequence)
+        for member in self._gang(sequence):
+            self.remove(member)
 
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
         """Let `child` continue from the tokens of `parent`, sharing its frames, and run beside it."""
         assert parent.space is not None
         child.space = parent.space.fork()
         self.running.insert(self.running.index(parent) + child.completion.index, child)
+
+    def follow(self, turn: Turn) -> None:
+        """Let the live beams of a turn take the places and the frames of the members of their gang."""
+        spaces = [member.space for member in turn.members if member.space is not None]
+        members = gangs.members_of(turn, self.cache.reorder(spaces, turn.parents))
+        first, last = self.running.index(turn.members[0]), self.running.index(turn.members[-1])
+        self.running[first : last + 1] = members
 
     def remove(self, sequence: SequenceState) -> None:
         """Take `sequence` out of its queue and give back its frames."""
@@ -127,12 +144,23 @@ class Scheduler:
         self.running.remove(sequence)
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Give back the frames of `sequence` and make it the next to admit. Call it for the newest: order is kept."""
-        self.remove(sequence)
+        """Give back the frames of `sequence` and make it the next to admit. Call it for the newest: order is kept.
+
+        The beams of a search are preempted together.
+        """
+        for member in (gang := self._gang(sequence)):
+            self.remove(member)
+        if sequence.completion.request.search is not None:
+            sequence = gangs.make_trunk(gang[0])
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def restart(self, sequences: Iterable[SequenceState]) -> None:
+    def _gang(self, sequence: SequenceState) -> list[SequenceState]:
+        """Return the sequences that are preempted with `sequence`."""
+        request = sequence.completion.request
+        return [sequence] if request.search is None else [s for s in self.running if s.completion.request is request]
+
+    def restart(self, sequences: Sequence[SequenceState]) -> None:
         """Let `sequences` wait, and forget all others: after an interrupt, which may have left the queues half changed.
 
         The frames of the sequences that ran are given back. A call that was interrupted can be repeated.
@@ -141,7 +169,8 @@ class Scheduler:
             if sequence.space is not None and not self.cache.manager.is_stale(sequence.space):
                 sequence.space.release()
         queues = (self, "waiting", deque(sequences)), (self, "running", list[SequenceState]())
-        assign_together((*queues, (self, "_available_at_refusal", -1)))
+        searching = {s.completion.request for s in sequences if s.completion.request.search is not None}
+        assign_together((*queues, (self, "_available_at_refusal", -1), (self, "searching", searching)))
 
     def sequences_of(self, request: Request) -> list[SequenceState]:
         """Return the sequences of `request`, running or waiting."""
@@ -153,11 +182,16 @@ class Scheduler:
         chunks: list[Chunk] = []
         # Decoding sequences first: a reader waits for their text.
         running = [(sequence, sequence.remaining) for sequence in self.running]
+        most = gangs.most_tokens(running) if self.searching else {}
         for sequence, remaining in sorted(running, key=lambda pair: pair[1] > 1):
             num_tokens = min(remaining, longest, budget)
+            if most:
+                num_tokens = min(num_tokens, most.get(sequence, num_tokens))
             if num_tokens:
                 chunks.append(Chunk(sequence, num_tokens, remaining))
                 budget -= num_tokens
+        if most:
+            chunks = gangs.whole_gangs(chunks, most)
         while admit and budget and self.waiting and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
@@ -173,12 +207,13 @@ class Scheduler:
         With no sequence running, admit it in any case. Returns: whether it was admitted.
         """
         cache, everyone = self.cache, (*self.running, sequence)
-        num_sequences = sum(len(s.receivers) for s in everyone)
+        num_sequences = sum(s.num_receivers for s in everyone)
         if self.running and num_sequences > self.limits.max_sequences:
             return False
         if self.running and cache.available <= self._available_at_refusal:
             return False
-        tenant = sequence.completion.request.tenant
+        request = sequence.completion.request
+        tenant = request.tenant
         space = cache.open(sequence.tokens, tenant=tenant)
         sequence.space = space
         own = sum(self._frames_needed(s) for s in everyone if s.completion.request.tenant == tenant)
@@ -190,7 +225,7 @@ class Scheduler:
             self._available_at_refusal = cache.available
             return False
         self._available_at_refusal = -1
-        for completion in sequence.receivers:
+        for completion in sequence.receivers if request.search is None else request.completions:
             if not completion.was_admitted:
                 completion.cached_tokens, completion.was_admitted = len(space), True
         return True
@@ -200,4 +235,4 @@ class Scheduler:
         frames_for, at_once = self.cache.frames_for, self.limits.max_batch_tokens
         computed = len(sequence.tokens) - sequence.remaining
         unmapped = frames_for(len(sequence.tokens), at_once) - frames_for(computed, at_once)
-        return unmapped + len(sequence.receivers) - 1
+        return unmapped + sequence.num_receivers - 1

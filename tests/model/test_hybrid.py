@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.engine import BUNDLED, Engine, Limits
 from pagedkv.model.sampling.params import SamplingParams
 
 from .conftest import Checkpoint, prompt_of
 from .test_engine import LENGTHS, NUM_TOKENS, build, expected, idle, outputs
+from .ways.test_speculation import Oracle
 
 HYBRIDS = ("gemma2", "gemma3", "mistral")
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS)
@@ -69,6 +72,33 @@ def test_samples_of_one_prompt_share_its_frames_in_every_group(checkpoint: Calla
         drawn.append([completion.token_ids for completion in request.completions])
         assert idle(engine)
     assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_an_engine_has_the_groups_of_its_model_by_default(
+    name: str, checkpoint: Callable[[str], Checkpoint], tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint(name).folder, tmp_path, dirs_exist_ok=True)
+    shutil.copy(BUNDLED / "tokenizer.json", tmp_path)
+    config = checkpoint(name).decoder().config
+    cache = Engine.load(tmp_path, num_frames=64, speculate="prompt-lookup").cache
+    assert cache.specs == config.specs(dtype="float32")
+    assert cache.layer_groups == config.layer_groups()
+    assert Engine.load(tmp_path, num_frames=64, grouped=False).cache.specs == (config.spec(dtype="float32"),)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_drafts_and_beams_cross_windows(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    params = SamplingParams(max_tokens=50, num_beams=3)
+    beams = build(checkpoint(name)).generate([prompt_of(33)], params, num_samples=3)
+    assert outputs(grouped(checkpoint(name), 900).generate([prompt_of(33)], params, num_samples=3)) == outputs(beams)
+    plain = build(checkpoint(name)).generate([prompt_of(33)], PARAMS)
+    oracle, engine = Oracle(num_tokens=5, wrong=0.2).learn(plain), grouped(checkpoint(name), 900)
+    drafting = Engine(engine.decoder, engine.tokenizer, engine.cache, drafter=oracle)
+    assert outputs(drafting.generate([prompt_of(33)], PARAMS)) == outputs(plain)
+    assert drafting.speculation is not None
+    assert drafting.speculation.num_accepted > 10
+    assert idle(drafting)
 
 
 def test_a_cache_that_gives_back_frames_a_layer_still_sees_is_refused(checkpoint: Callable[[str], Checkpoint]) -> None:

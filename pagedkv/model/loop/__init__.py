@@ -1,10 +1,12 @@
 """The parts of `Engine.step` and `Engine.submit`. Each file is one noun; the engine calls them in order.
 
 checks      a request, and a cache, before the engine takes them
+gangs       the sequences of a beam search, which take their tokens together
 sequence    one completion while it is computed, and the chunks of a step
 step        the forward pass, over memory that exists before it begins (workspace)
 draws       from rows of logits to tokens
 delivery    from tokens to text, and from text to listeners
+pool        the cache of a model, and its default size
 meter       totals of the steps so far
 events      a record of the lives of requests, if one is asked for
 """

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pagedkv.cache import PagedKVCache
     from pagedkv.model.config import ModelConfig
     from pagedkv.model.decoder import Decoder
+    from pagedkv.model.request import Request
     from pagedkv.model.scheduler import Limits
     from pagedkv.model.tokenizer import Tokenizer
 
@@ -60,6 +61,26 @@ def check_request(
         raise InvalidRequest(
             f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {needed} frames of "
             f"{spec.block_size} tokens, the pool has {frames}; raise num_frames or memory, or lower max_tokens"
+        )
+
+
+def check_search(request: Request, num_samples: int, cache: PagedKVCache, limits: Limits) -> None:
+    """Raise InvalidRequest if the pool or a step cannot hold all beams of a request that one sequence fits."""
+    beams, most = request.params.num_beams, min(limits.max_sequences, limits.max_batch_tokens)
+    if num_samples > beams:
+        raise InvalidRequest(f"num_samples is {num_samples}, num_beams {beams}; a search gives up to num_beams outputs")
+    if beams > most:
+        raise InvalidRequest(
+            f"num_beams is {beams}, a step takes {most} sequences; raise max_sequences and max_batch_tokens of Limits"
+        )
+    prompt, at_once = len(request.prompt_ids), limits.max_batch_tokens
+    # Beams share the whole pages of the prompt, unless a window gives them back.
+    shared = prompt // cache.spec.block_size if cache.specs == (cache.spec,) and cache.spec.window is None else 0
+    needed = shared + beams * (cache.frames_for(prompt + request.params.max_tokens - 1, at_once) - shared)
+    if needed > cache.num_frames:
+        raise InvalidRequest(
+            f"{beams} beams of {prompt} tokens and up to {request.params.max_tokens} new ones take {needed} frames, "
+            f"the pool has {cache.num_frames}; raise num_frames or memory, or lower num_beams or max_tokens"
         )
 
 

@@ -2,7 +2,7 @@
 
     token ─▶ take ─▶ completion.token_ids, completion.text ─▶ report ─▶ on_text(completion, piece)
 
-The tokens of a completion are the truth. `read` repeats what `take` did for each of them, after an interrupt.
+The tokens of a completion are the truth. After an interrupt `read_again` repeats for each of them what `take` did.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from itertools import starmap
 from operator import call
 from typing import TYPE_CHECKING
 
+from pagedkv.model.loop.sequence import SequenceState
+from pagedkv.model.request import StopStrings
+
 if TYPE_CHECKING:
-    from pagedkv.model.loop.sequence import SequenceState
     from pagedkv.model.request import Completion, OnText, Request
     from pagedkv.model.tokenizer import Tokenizer
+    from pagedkv.model.ways.beams import Beams
 
 
 class Delivery:
@@ -28,6 +31,12 @@ class Delivery:
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+
+    def begin(self, completion: Completion) -> SequenceState:
+        """Return a new sequence for a completion, without the tokens that it has."""
+        request, params = completion.request, completion.request.params
+        generator, stops = params.generator(completion.index), StopStrings(params.stop)
+        return SequenceState(completion, list(request.prompt_ids), generator, self._tokenizer.stream(), stops)
 
     def take(self, sequence: SequenceState, token: int) -> None:
         """Give one token to a completion, and show its text. A finished sequence leaves the scheduler later."""
@@ -54,6 +63,26 @@ class Delivery:
             rest, stopped = sequence.stops.push(sequence.stream.finish())
             text += rest if stopped else rest + sequence.stops.finish()
         return text, reason
+
+    def read_again(self, completion: Completion) -> SequenceState:
+        """Make the text of a completion from its tokens, and return a new sequence with these."""
+        sequence, text = self.begin(completion), ""
+        for token in completion.token_ids:
+            more, reason = self.read(sequence, token)
+            text += more
+            if reason:
+                completion.end(reason)
+        completion.text = text
+        if completion.token_ids and not completion.first_token_at:
+            completion.first_token_at = completion.last_token_at = time.perf_counter()
+        return sequence
+
+    def finish_search(self, request: Request, state: Beams) -> None:
+        """Give the best ended beams to the completions."""
+        for completion, beam in zip(request.completions, state.ended, strict=False):
+            completion.token_ids[:] = beam.tokens
+            completion.score = beam.score
+            self.read_again(completion)
 
     def report(self, requests: dict[Request, None]) -> list[Completion]:
         """Call the listeners of all requests that have new text or ended, and remove those that are finished.

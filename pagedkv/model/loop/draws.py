@@ -6,7 +6,7 @@ draw from the same row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,7 +15,21 @@ from pagedkv.model.sampling.sampler import BadLogits, SamplingRow, sample
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pagedkv.model.loop.gangs import Turn
     from pagedkv.model.loop.sequence import SequenceState
+
+
+class Found(NamedTuple):
+    """The result of a step's logits.
+
+    families: empty for a member of a gang. tokens: of the members of all families, in order.
+    more:     the tokens behind these that drafts gave. turns: of beam searches.
+    """
+
+    families: list[list[SequenceState]]
+    tokens: list[int]
+    more: dict[SequenceState, list[int]]
+    turns: list[Turn]
 
 
 def _rows_of(logits: Tensor, numbers: list[int]) -> Tensor:

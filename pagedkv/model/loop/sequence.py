@@ -63,9 +63,21 @@ class SequenceState:
         token yet. Otherwise a sequence serves its own completion only.
         """
         request = self.completion.request
-        if self.completion.index or len(self.tokens) > len(request.prompt_ids):
+        if request.search is not None or self.completion.index or len(self.tokens) > len(request.prompt_ids):
             return [self.completion]
         return [c for c in request.completions if not c.token_ids and not c.finish_reason]
+
+    @property
+    def num_receivers(self) -> int:
+        """The number of sequences that go on from this sequence's logits."""
+        search = self.completion.request.search
+        return search.num_beams if search is not None and self.is_trunk else len(self.receivers)
+
+    @property
+    def is_trunk(self) -> bool:
+        """Whether it stands for all live beams of a search."""
+        search = self.completion.request.search
+        return search is not None and self.num_output == len(search.common)
 
 
 class Chunk(NamedTuple):

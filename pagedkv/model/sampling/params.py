@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -26,6 +26,10 @@ class SamplingParams:
     stop: strings (or one string) at which the text ends; the text does not contain them.
     stop_ids: tokens that end the text, in addition to the checkpoint's end tokens.
     ignore_eos: do not end the text at the checkpoint's end tokens.
+    num_beams: 1 for none; otherwise a beam search, which needs temperature 0 and takes no stop strings and no penalty.
+    length_penalty: outputs of a beam search are compared by the sum of log-probabilities / length ** length_penalty.
+    early_stopping: of a beam search with num_beams ended outputs: True ends it; False goes on while a live beam is
+        better than one of them; "never" while one may become better.
     Raises: InvalidRequest, which names the field and its range
     """
 
@@ -39,6 +43,9 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -57,6 +64,15 @@ class SamplingParams:
         self._demand("stop", stop_holds, "one or more strings, none empty")
         self._demand("stop_ids", all(_is_int(token) and token >= 0 for token in self.stop_ids), "token ids")
         self._demand("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        self._demand("num_beams", _is_int(self.num_beams) and self.num_beams >= 1, "an integer of at least 1")
+        self._demand("length_penalty", _is_number(self.length_penalty), "a number")
+        self._demand("early_stopping", self.early_stopping in (True, False, "never"), 'true, false or "never"')
+        if self.num_beams > 1:
+            for name, plain in (("temperature", 0), ("repetition_penalty", 1), ("stop", ())):
+                self._demand(name, getattr(self, name) == plain, f"{plain!r} with num_beams {self.num_beams}")
 
     def _demand(self, name: str, holds: bool, must: str) -> None:
         if not holds:

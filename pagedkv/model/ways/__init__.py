@@ -3,7 +3,8 @@
 speculation      guess the next tokens, compute them in one pass, and keep those that come true
 prompt_lookup    guesses copied from the text itself
 draft_model      guesses of a smaller model with a cache of its own
-drafters         the choice between them by name
+drafters         the choice between the two by name
+beams            search for the likeliest outputs with several beams, which share frames
 """
 
 from __future__ import annotations

@@ -23,22 +23,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from pagedkv.cache import PagedKVCache
 from pagedkv.core.arguments import whole
 from pagedkv.errors import OutOfFrames
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.loop.draws import draw
+from pagedkv.model.loop.pool import new_cache
 from pagedkv.model.loop.sequence import Chunk, SequenceState
 from pagedkv.model.loop.step import Step
 
 if TYPE_CHECKING:
-    from pagedkv.cache import PlannedBatch
+    from pagedkv.cache import PagedKVCache, PlannedBatch
 
 MOST_IN_A_PASS: Final = 2048
 """New tokens in a pass of the draft model: a longer prompt takes several steps."""
-
-DEFAULT_TOKENS: Final = 32768
-"""The size of the draft's pool, if the caller gives none."""
 
 _Pair = tuple[SequenceState, SequenceState]
 """A sequence and its shadow."""
@@ -78,10 +75,7 @@ class DraftModel:
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
         """
         decoder = Decoder.load(Path(folder), dtype=dtype, device=device, weights=weights)
-        spec = decoder.config.spec(block_size=block_size, dtype=str(decoder.dtype).removeprefix("torch."))
-        if cache_options.get("num_frames") is None and cache_options.get("memory") is None:
-            cache_options["num_frames"] = spec.pages(DEFAULT_TOKENS)
-        return cls(decoder, PagedKVCache(spec, device=device, **cache_options), num_tokens=num_tokens)
+        return cls(decoder, new_cache(decoder, block_size=block_size, **cache_options), num_tokens=num_tokens)
 
     def propose(self, sequences: list[SequenceState], most: list[int]) -> list[list[int]]:
         """Return at most `most[i]` drafts for each sequence."""

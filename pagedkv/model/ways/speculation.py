@@ -94,7 +94,8 @@ class Speculation:
         places: list[int] = []
         most: list[int] = []
         for place, chunk in enumerate(chunks):
-            if chunk.remaining == 1 and chunk.sequence.num_output:
+            is_search = chunk.sequence.completion.request.search is not None
+            if chunk.remaining == 1 and chunk.sequence.num_output and not is_search:
                 allowed = min(budget, self.drafter.num_tokens, self._useful(chunk.sequence))
                 if allowed > 0:
                     places.append(place)
@@ -124,21 +125,25 @@ class Speculation:
             for row in range(end - 1 - len(chunk.drafts), end)
         ]
 
-    def draw(
-        self, chunks: list[Chunk], families: list[list[SequenceState]], logits: Tensor
-    ) -> tuple[list[int], dict[SequenceState, list[int]]]:
-        """Return the tokens of `families`, and those that each sequence gets beyond its first: one for a right draft.
+    @staticmethod
+    def own_rows(chunks: list[Chunk]) -> list[int]:
+        """Return the rows of the logits that follow the last own token of each chunk that is its sequence's last."""
+        return list(accumulate((1 + len(chunk.drafts) for chunk in chunks if chunk.is_last), initial=0))[:-1]
 
+    def verify(
+        self, chunks: list[Chunk], families: list[list[SequenceState]], tokens: list[int], logits: Tensor
+    ) -> dict[SequenceState, list[int]]:
+        """Return the tokens that each sequence gets beyond its first: one for each draft that came true.
+
+        tokens: those drawn for `families` from the own rows
         Shapes: logits float32 [N, V], those of `rows`
         """
         last = [chunk for chunk in chunks if chunk.is_last]
-        begins = list(accumulate((1 + len(chunk.drafts) for chunk in last), initial=0))[:-1]
-        tokens = draw(families, logits[torch.tensor(begins, dtype=torch.int64, device=logits.device)])
         parents = accumulate(map(len, families), initial=0)  # the place of each parent's token
         more: dict[SequenceState, list[int]] = {chunk.sequence: [] for chunk in last if chunk.drafts}
         alive = [  # chunks whose drafts came true so far, and the row of the first draft of each
             (chunk, begin + 1)
-            for chunk, begin, parent in zip(last, begins, parents, strict=False)
+            for chunk, begin, parent in zip(last, self.own_rows(chunks), parents, strict=False)
             if chunk.drafts and tokens[parent] == chunk.drafts[0]
         ]
         self.num_drafts += sum(len(chunk.drafts) for chunk in last)
@@ -151,7 +156,7 @@ class Speculation:
             for ids, length in lengths:
                 del ids[length:]
         self.num_accepted += sum(map(len, more.values()))
-        return tokens, more
+        return more
 
     @staticmethod
     def _round(

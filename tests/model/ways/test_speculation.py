@@ -193,7 +193,7 @@ def undisturbed(checkpoint: Callable[[str], Checkpoint]) -> list[Any]:
     return requests
 
 
-@pytest.mark.parametrize("place", ["draw", "extend", "propose", "commit", "take", "recover"])
+@pytest.mark.parametrize("place", ["verify", "extend", "propose", "commit", "take", "recover"])
 def test_a_step_interrupted_anywhere_loses_no_tokens(
     place: str, undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,33 @@
+"""The pool of an engine: the cache for the keys and values of a model, and its size if the user gives none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from pagedkv.cache import PagedKVCache
+
+if TYPE_CHECKING:
+    from pagedkv.model.decoder import Decoder
+
+DEFAULT_TOKENS: Final = 32768
+DEFAULT_MEMORY: Final = "4GiB"
+"""The size of a pool for which the user gives no size: DEFAULT_TOKENS tokens, but at most DEFAULT_MEMORY."""
+
+
+def new_cache(
+    decoder: Decoder, *, block_size: int, kv_dtype: str | None = None, grouped: bool = True, **options: Any
+) -> PagedKVCache:
+    """Return a cache for the decoder.
+
+    grouped: whether layers with different windows have page tables of their own, and give back frames behind windows
+    options: of PagedKVCache
+    """
+    config, dtype = decoder.config, str(decoder.dtype).removeprefix("torch.")
+    specs = config.specs(block_size=block_size, kv_dtype=kv_dtype, dtype=dtype)
+    if not grouped:
+        specs = (config.spec(block_size=block_size, kv_dtype=kv_dtype, dtype=dtype),)
+    if options.get("num_frames") is None and options.get("memory") is None:
+        largest = max(specs, key=lambda spec: spec.frame_bytes)
+        options["num_frames"] = min(len(specs) * largest.pages(DEFAULT_TOKENS), largest.frames_in(DEFAULT_MEMORY))
+    layer_groups = config.layer_groups() if grouped else None
+    return PagedKVCache(specs, layer_groups=layer_groups, device=decoder.device, **options)
