@@ -12,6 +12,7 @@ PagedKVError
  │    └── DoubleRelease  the space or pin was given back twice
  ├── PlanConflict        a plan and another operation are out of order
  ├── QueueFull           the engine has as many waiting requests as it may have; submit again later
+ ├── EngineStopped       the engine behind a stream was closed, or failed
  ├── EventsLost          a reader of events fell behind the log
  ├── ConcurrentUse       two threads used one manager
  ├── KernelUnavailable   no kernel can run this case; the error has the reasons of each
@@ -103,6 +104,10 @@ class QueueFull(PagedKVError):
         super().__init__(
             f"{waiting} requests wait already and Limits.max_waiting is {max_waiting}; submit again later, or raise it"
         )
+
+
+class EngineStopped(PagedKVError):
+    """Raised by a stream whose AsyncEngine is not running: it was closed, or its steps failed again and again."""
 
 
 class EventsLost(PagedKVError):

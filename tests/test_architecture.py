@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 import pagedkv
+import pagedkv.model
 from pagedkv import debug
 from pagedkv.kernels import registry
 
@@ -38,10 +39,8 @@ ARROWS = {
     "cache": {"core", "kernels"},
     "model": {"core", "kernels", "cache"},
     "integrations": set(),
-    "cli": {
-        "model"
-    },  # the command line shows the reference model and its Engine, which are no public names on purpose: they are a
-    #                    reference to read, not an interface to build on
+    "serve": {"model"},
+    "cli": {"model", "serve"},
 }
 """layer → layers it may import, besides itself and FREE."""
 
@@ -95,6 +94,9 @@ FLOORS = {
     ),
 }
 """The rooms of a layer (modules or folders), from the ground floor up. A room imports only rooms of lower floors."""
+
+MODEL_NAMES = "Completion Engine Limits Request SamplingParams".split()
+"""The public names of `pagedkv.model`. Its modules are a reference to read, not an interface to build on."""
 
 PUBLIC_NAMES = """AddressSpace InvariantViolation KVLayer KVSpec KernelUnavailable OutOfFrames PagedBatch PagedKVCache
 PagedKVError bind_attention bind_write copy_frames explain gather_kv merge_states paged_attention write_kv""".split()
@@ -226,6 +228,9 @@ def test_nothing_imports_upwards():
         ("pagedkv.cache.paged", "from pagedkv.model.engine import Engine", False),
         ("pagedkv.integrations.vllm", "from pagedkv import PagedKVCache\nfrom pagedkv.core import MemoryManager", True),
         ("pagedkv.integrations.vllm", "from pagedkv.cache.paged import PagedKVCache", False),
+        ("pagedkv.serve.streaming", "from pagedkv.model.engine import Engine", True),
+        ("pagedkv.serve.streaming", "from pagedkv.cli.options import Model", False),
+        ("pagedkv.model.engine", "from pagedkv.serve import AsyncEngine", False),
         (
             "pagedkv.cli.doctor",
             "from pagedkv.kernels.registry import KERNELS\nfrom pagedkv.model.engine import Engine",
@@ -410,6 +415,14 @@ def test_a_public_name_lives_where_it_says(name):
     value = getattr(pagedkv, name)
     assert value.__module__ == pagedkv._HOME[name]
     assert value.__doc__
+
+
+def test_the_public_names_of_the_model_are_these():
+    assert sorted(pagedkv.model.__all__) == sorted(pagedkv.model._HOME) == MODEL_NAMES
+    for name in MODEL_NAMES:
+        assert getattr(pagedkv.model, name).__module__ == pagedkv.model._HOME[name]
+    with pytest.raises(AttributeError, match="its names are Completion, Engine"):
+        pagedkv.model.no_such_name  # noqa: B018
 
 
 def test_environment_variables_are_documented_and_read_in_one_place():

@@ -1,0 +1,1 @@
+"""Serving: streams of one process, and the HTTP server as its clients see it."""
