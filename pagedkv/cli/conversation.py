@@ -64,6 +64,7 @@ class CtrlC:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.is_at_prompt:
+            self.is_at_prompt = False  # the next one may come while this one is handled
             raise KeyboardInterrupt
         if self.came and callable(self._before):
             self._before(number, frame)
@@ -96,11 +97,7 @@ def hold(job: Job, screen: Console) -> int:
 def _line(ctrl_c: CtrlC, screen: Console) -> str | None:
     """Return the next line of the user, stripped; "" for one that was dropped, None at the end."""
     try:
-        ctrl_c.is_at_prompt = True
-        if sys.stdout.isatty():
-            return input(PROMPT).strip()
-        print(PROMPT, end="", file=sys.stderr, flush=True)  # stdout has the replies only
-        return input().strip()
+        return _typed(ctrl_c).strip()
     except KeyboardInterrupt:
         screen.print()
         return ""
@@ -110,6 +107,16 @@ def _line(ctrl_c: CtrlC, screen: Console) -> str | None:
     except (EOFError, OSError):  # the terminal may have gone
         screen.print()
         return None
+
+
+def _typed(ctrl_c: CtrlC) -> str:
+    """Wait for a line at the prompt."""
+    try:
+        ctrl_c.is_at_prompt = True
+        if sys.stdout.isatty():
+            return input(PROMPT)
+        print(PROMPT, end="", file=sys.stderr, flush=True)  # stdout has the replies only
+        return input()
     finally:
         ctrl_c.is_at_prompt = ctrl_c.came = False
 

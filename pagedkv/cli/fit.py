@@ -21,6 +21,10 @@ from pagedkv.model.files import read_json
 from pagedkv.model.fit import WEIGHT_BITS, Share, counts_of_gpus, share_of_config, share_of_numbers
 from pagedkv.spec import KVSpec, parse_bytes
 
+CAPTION: Final = (
+    "weights and frames are those of each GPU\n"
+    "tokens/s of B sequences: at most B x bandwidth / (weights + B x KV of the context)"
+)
 BUNDLED: Final = Path(hub.__file__).parent / "bundled"
 BLOCK_SIZES: Final = (1, 8, 16, 32, 64, 128, 256)
 DEFAULT_CONTEXT: Final = 8192
@@ -273,7 +277,7 @@ def _facts(found: dict[str, Any], whole: Share) -> dict[str, str]:
 
 
 def _table_of_gpus(found: dict[str, Any]) -> Table:
-    table = Table(caption="weights and frames of each GPU; tokens/s by memory alone, at most", caption_justify="left")
+    table = Table(caption=CAPTION, caption_justify="left")
     context = f"{found['context']:,}"
     heads = [
         "GPUs",
@@ -291,10 +295,10 @@ def _table_of_gpus(found: dict[str, Any]) -> Table:
         speeds = (row["tokens_per_s_of_one"], row["tokens_per_s_of_all"])
         table.add_row(
             f"{row['gpus']:,}",
-            "–" if row["weight_bytes"] is None else size(row["weight_bytes"]),
+            "-" if row["weight_bytes"] is None else size(row["weight_bytes"]),
             f"{row['num_frames']:,}",
             longest,
             f"{row['sequences']:,}",
-            *("–" if speed is None else f"{speed:,.1f}" for speed in speeds),
+            *("-" if speed is None else f"{speed:,.1f}" for speed in speeds),
         )
     return table

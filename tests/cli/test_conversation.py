@@ -246,6 +246,7 @@ def test_a_second_ctrl_c_in_one_step_ends_the_process(monkeypatch):
             ctrl_c.is_at_prompt = True
             with pytest.raises(KeyboardInterrupt):
                 ctrl_c._handle(signal.SIGINT, None)
+            assert not ctrl_c.is_at_prompt
 
 
 def test_replies_go_to_stdout_and_all_else_to_the_terminal(tmp_path):

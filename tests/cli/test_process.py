@@ -25,7 +25,7 @@ NO_SPACE = "pagedkv: cannot write to stdout: No space left on device\n"
 CLOSED = "pagedkv: cannot write to stdout: Bad file descriptor\n"
 
 LATE = [pytest.param(command, marks=pytest.mark.slow) for command in ("generate", "doctor", "warm")]
-COMMANDS = ["--version", "generate --help", "generate --json", *LATE]
+COMMANDS = ["--version", "generate --help", "generate --json", "fit", *LATE]
 
 REPLAY = '{"hash_ids": [0, 1, 2]}\n{"hash_ids": [0, 1, 3]}\n'
 
