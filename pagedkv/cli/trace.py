@@ -23,8 +23,8 @@ from pagedkv.model.loop.events import Event, Events
 STEPS, REQUESTS = 1, 2
 """The two processes of the trace, which has threads for its tracks."""
 
-ENDS: Final = ("admitted", "token", "forked", "finished")
-"""The events that end a phase of a life."""
+BEGINS: Final = {"admitted": "prefill", "token": "decode", "forked": "decode", "searched": "beam search"}
+"""The phase of a life that an event begins. A token begins none in the last two."""
 
 
 @contextmanager
@@ -78,12 +78,16 @@ def _track(zero: float, last: float, place: tuple[int, int], life: list[Event]) 
     for event in life:
         if event.kind == "token":
             tokens.setdefault(event.at, []).append(event.value)
+    computed: dict[tuple[float, float], int] = {}
     for event in life:
-        if event.kind == "chunk":
-            made = tokens.get(event.until, [])
-            name = "token" if made and event.value == len(made) + rejected.get(event.until, 0) else "chunk"
-            yield _slice(zero, place, name, event.at, event.until, tokens=event.value, token_ids=made)
-        elif event.kind == "rolled_back":
+        if event.kind == "chunk":  # one for each beam of a search
+            computed[event.at, event.until] = computed.get((event.at, event.until), 0) + event.value
+    for (begin, end), count in computed.items():
+        made = tokens.get(end, [])
+        name = "token" if made and count == len(made) + rejected.get(end, 0) else "chunk"
+        yield _slice(zero, place, name, begin, end, tokens=count, token_ids=made)
+    for event in life:
+        if event.kind == "rolled_back":
             yield _instant(zero, place, "rolled back", event.at, drafts=event.value)
         elif event.kind == "finished":
             yield _instant(zero, place, f"finished: {event.detail}", event.at, tokens=event.value)
@@ -93,6 +97,7 @@ def _phases(life: list[Event], last: float) -> Iterator[tuple[str, float, float,
     """Yield (name, begin, end, arguments) of each phase of a life, and of each time that it waited preempted."""
     phase: tuple[str, float, dict[str, Any]] | None = None
     preempted: float | None = None
+    is_output = False
     for event in life:
         if event.kind == "preempted":
             preempted = event.at
@@ -101,13 +106,12 @@ def _phases(life: list[Event], last: float) -> Iterator[tuple[str, float, float,
         elif event.kind == "admitted" and preempted is not None:
             yield "preempted", preempted, event.at, {"found": event.value}
             preempted = None
-        elif event.kind in ENDS and not (event.kind == "token" and phase and phase[0] == "decode"):
+        elif event.kind == "finished" or (event.kind in BEGINS and not (event.kind == "token" and is_output)):
             if phase:
                 yield phase[0], phase[1], event.at, phase[2]
-            phase = (
-                ("prefill", event.at, {"found": event.value}) if event.kind == "admitted" else ("decode", event.at, {})
-            )
-            phase = None if event.kind == "finished" else phase
+            is_output = event.kind != "admitted"
+            arguments = {} if is_output else {"found": event.value}
+            phase = (BEGINS[event.kind], event.at, arguments) if event.kind in BEGINS else None
     if preempted is not None:
         yield "preempted", preempted, last, {}
     if phase:

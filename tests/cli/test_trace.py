@@ -64,6 +64,15 @@ def test_each_request_is_a_track_of_nested_slices(entries, tmp_path):
     assert [entry["name"] for entry in found if entry["ph"] == "i"] == ["finished: length"] * 6
 
 
+def test_a_beam_search_is_a_phase_with_one_slice_a_step(entries):
+    found = entries("--prompt", OTTO, "--num-beams", 3, "--num-samples", 2)
+    names = [name for name, *_ in slices(found)]
+    assert names[:3] == ["queued", "prefill", "beam search"]
+    assert len(set(slices(found))) == len(names)
+    assert_nested(slices(found))
+    assert [entry["args"]["tokens"] for entry in found if entry["name"] == "chunk"][:2] == [11, 3]
+
+
 def test_times_are_exact_to_a_nanosecond():
     found = trace_events([Event("queued", 5.0, 5.0, 0, 0, 3), Event("admitted", 5.0 + 1e-9, 5.0 + 1e-9, 0, 0, 2)])
     assert slices(found) == [("queued", 0, 1), ("prefill", 1, 1)]

@@ -3,6 +3,7 @@
     queued ─▶ admitted ─▶ chunk .. chunk ─▶ token, chunk, token .. ─▶ finished
                  ▲            └── preempted ──┘   └ rolled_back: drafts that did not come true
                  └─────────────────┘              └ forked: the first token of a further sample
+                                                  └ searched: beams begin; all tokens come at the end
 
 The engine calls `Events.step` at the end of each step, and reads no clock without Events. All events are made from the
 chunks of the step and from the completions, so no other part of the loop knows of them. A step that is interrupted
@@ -32,7 +33,7 @@ class Event(NamedTuple):
     request:  number of the request, from 0 in the order of admission; -1 of a step
     sample:   index of the completion in its request
     value:    queued: prompt tokens. admitted: tokens found in the prefix cache. step, chunk: tokens computed.
-              token: its id. rolled_back: drafts. preempted, forked, finished: tokens of the output so far
+              token: its id. rolled_back: drafts. preempted, forked, searched, finished: tokens of the output so far
     detail:   of "finished", the finish_reason
     """
 
@@ -52,6 +53,7 @@ class _Life:
     request: int
     num_tokens: int = 0
     is_running: bool = True
+    is_searching: bool = False
 
 
 @dataclass
@@ -102,6 +104,9 @@ class Events:
         self.events.append(Event("chunk", began, now, life.request, completion.index, chunk.num_tokens))
         if not chunk.is_last:
             return
+        if completion.request.search is not None and not life.is_searching:
+            life.is_searching = True
+            self.events.append(Event("searched", now, now, life.request, completion.index))
         is_first = not life.num_tokens
         new = self._note_tokens(completion, life, now)
         if len(chunk.drafts) > max(0, new - 1):
