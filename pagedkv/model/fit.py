@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 WEIGHT_BITS: Final = {"int8": 8.5, "int4": 4.5}
 """Bits of a weight of a linear layer, its share of a scale included; pagedkv.kernels.linear.matrix has the formats."""
 
+GROUP: Final = 64
+"""Columns that share a scale."""
+
 MOST_TOKENS: Final = 2**40
 """The longest context that is looked at. A sequence of windows alone may be longer in any memory."""
 
@@ -147,9 +150,16 @@ def share_of_config(
 
     specs: those of `config.specs`. weights: "int8" or "int4" for the linear layers, None for the dtype of the specs, or
     the bytes of all weights.
+    Raises: InvalidRequest for a kind that the matrices of the model cannot have
     """
     if isinstance(weights, int):
         return replace(share_of_numbers(specs[0], weights, gpus), specs=tuple(_heads_of(spec, gpus) for spec in specs))
+    columns = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+    if weights is not None and (odd := [number for number in columns if number % GROUP]):
+        raise InvalidRequest(
+            f"weights of {weights} have a scale for {GROUP} columns, and a matrix of this model has {odd[0]} columns; "
+            "count them without it"
+        )
     total, embedding = _weight_bytes(config, specs[0].dtype, weights, gpus)
     return Share(gpus, tuple(_heads_of(spec, gpus) for spec in specs), total, total - embedding)
 

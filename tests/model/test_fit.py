@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from dataclasses import fields
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.core import MemoryManager
 from pagedkv.core.tables.layer_groups import Group
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.linear import matrix
 from pagedkv.kernels.linear.matrix import Matrix
 from pagedkv.model.config import ModelConfig
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import BUNDLED
-from pagedkv.model.fit import WEIGHT_BITS, Share, counts_of_gpus, share_of_config, share_of_numbers
+from pagedkv.model.fit import GROUP, WEIGHT_BITS, Share, counts_of_gpus, share_of_config, share_of_numbers
 
 from .conftest import CHECKPOINTS
 
@@ -67,6 +70,28 @@ def test_weights_of_integers_are_those_that_a_decoder_loads(kind):
     decoder = Decoder.load(BUNDLED, weights=kind)
     share = share_of_config(decoder.config, decoder.config.specs(), 1, kind)
     assert share.weight_bytes == sum(bytes_of(decoder).values())
+
+
+def test_a_tied_head_of_integers_is_a_matrix_beside_the_embedding(tmp_path):
+    folder = shutil.copytree(BUNDLED, tmp_path / "tied")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    for kind in (None, "int8"):
+        decoder = Decoder.load(folder, weights=kind)
+        share = share_of_config(decoder.config, decoder.config.specs(), 1, kind)
+        assert share.weight_bytes == sum(bytes_of(decoder).values())
+        unread = decoder.weights.embedding.nbytes if kind else 0
+        assert share.weight_bytes - share.read_bytes == unread
+
+
+def test_integers_that_the_matrices_cannot_have_are_refused(checkpoint):
+    assert GROUP == matrix.GROUP
+    decoder = checkpoint("llama").decoder()
+    with pytest.raises(InvalidRequest, match="a matrix of this model has 96 columns"):
+        share_of_config(decoder.config, decoder.config.specs(), 1, "int8")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
