@@ -165,3 +165,11 @@ class InvariantViolation(PagedKVError, AssertionError):
         self.frame: int | None = frame
         self.asid: int | None = asid
         super().__init__(message)
+
+
+def described(error: BaseException) -> str:
+    """Return the kind of an error and its words; the kind alone if its words cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

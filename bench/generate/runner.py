@@ -32,6 +32,7 @@ from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import cpu as linear
 from pagedkv.kernels.threads import num_threads
 from pagedkv.model.engine import Engine
+from pagedkv.model.sampling.logits import LogitsRules
 from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.sampling.sampler import SamplingRow, sample
 
@@ -240,11 +241,14 @@ def _report_overhead(report: Report, engine: Engine, turns: int) -> None:
 
 def _report_sampling(report: Report, turns: int) -> None:
     options: dict[str, dict[str, Any]] = {"temperature": {}, "top_k": {"top_k": 50}, "top_p": {"top_p": 0.9}}
+    options |= {f"{name}, log-probs": {**given, "logprobs": 20} for name, given in options.items()}
+    options["penalties"] = {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5}
     for batch in (1, 8):
         logits = 3 * torch.randn(batch, VOCABULARY)
         for name, given in options.items():
             params = SamplingParams(temperature=0.8, seed=0, **given)
-            rows = [SamplingRow(params, params.generator(i), [1, 2, 3]) for i in range(batch)]
+            rules = [LogitsRules.of(params, torch.randint(VOCABULARY, (1000,)).tolist(), 500) for _ in range(batch)]
+            rows = [SamplingRow(params, params.generator(i), of_row) for i, of_row in enumerate(rules)]
             seconds = []
             for _ in range(STEPS * turns + 1):
                 began = time.perf_counter()

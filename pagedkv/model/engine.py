@@ -40,7 +40,7 @@ from pagedkv.model.decoder import Decoder
 from pagedkv.model.loop import gangs
 from pagedkv.model.loop.checks import Prompt, check_geometry, check_request, check_search, prompt_ids
 from pagedkv.model.loop.delivery import Delivery
-from pagedkv.model.loop.draws import Found, draw
+from pagedkv.model.loop.draws import Drawn, Found, draw
 from pagedkv.model.loop.events import Events
 from pagedkv.model.loop.gangs import Turn
 from pagedkv.model.loop.meter import Meter
@@ -48,6 +48,7 @@ from pagedkv.model.loop.pool import new_cache
 from pagedkv.model.loop.sequence import Chunk, SequenceState
 from pagedkv.model.loop.step import CudaGraph, Step
 from pagedkv.model.request import Completion, OnText, Request
+from pagedkv.model.sampling.grammar import Grammars
 from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.scheduler import Limits, Scheduler
 from pagedkv.model.tokenizer import Tokenizer
@@ -91,6 +92,7 @@ class Engine(ThreadGuard):
         self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings)
         self.meter: Meter = Meter()
         self.events: Events | None = None  # set it before the first step for a record of all requests
+        self._grammars = Grammars(tokenizer)
         self._inbox: deque[Request] = deque()
         self._requests: dict[Request, None] = {}  # those taken from the inbox and not yet reported, in order
         self._is_whole, self._was_interrupted = True, False
@@ -163,6 +165,7 @@ class Engine(ThreadGuard):
         if most is not None and waiting >= most:
             raise QueueFull(waiting, most)
         request = Request(ids, params, tenant_name(tenant), on_text, submitted_at=now, deadline=deadline)
+        request.grammar = self._grammars.compiled(params)
         if params.num_beams > 1:
             check_search(request, num_samples, self.cache, self.scheduler.limits)
             room = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
@@ -263,7 +266,7 @@ class Engine(ThreadGuard):
         try:
             token_ids = [token for chunk in chunks for token in chunk.token_ids]
             found = self._found(chunks, token_ids, batch)
-            if found.more or -1 in found.tokens or self.scheduler.searching:
+            if found.more or self.scheduler.searching or any(chunk.sequence.completion.error for chunk in chunks):
                 self._commit_parts(chunks, batch, found.more)
             else:
                 self.cache.commit(batch, token_ids)
@@ -288,12 +291,12 @@ class Engine(ThreadGuard):
         if self.scheduler.searching:
             turns = gangs.turns(chunks, own)
             families = [[] if family[0].completion.request.search else family for family in families]
-        tokens, more = draw(families, own), dict[SequenceState, list[int]]()
+        drawn, more = draw(families, own), dict[SequenceState, list[Drawn]]()
         if self.speculation is not None:
-            more = self.speculation.verify(chunks, families, tokens, logits)
-        return Found(families, tokens, more, turns)
+            more = self.speculation.verify(chunks, families, drawn, logits)
+        return Found(families, drawn, more, turns)
 
-    def _commit_parts(self, chunks: list[Chunk], batch: PlannedBatch, more: dict[SequenceState, list[int]]) -> None:
+    def _commit_parts(self, chunks: list[Chunk], batch: PlannedBatch, more: dict[SequenceState, list[Drawn]]) -> None:
         """Commit what is of use: no draft that did not come true, and no KV of a request without usable logits."""
         kept: list[list[int]] = []
         for chunk in chunks:
@@ -343,20 +346,20 @@ class Engine(ThreadGuard):
 
         The samples of a family fork before its parent takes its token: the parent may finish and release its frames.
         """
-        next_tokens = iter(found.tokens)
+        of_each = iter(found.drawn)
         for parent, *children in filter(None, found.families):
-            parent_token = next(next_tokens)
+            of_parent = next(of_each)
             for child in children:
-                token = next(next_tokens)
+                of_child = next(of_each)
                 if not child.completion.finish_reason:
                     self.scheduler.fork(parent, child)
-                    self.delivery.take(child, token)
+                    self.delivery.take(child, of_child)
             if not parent.completion.finish_reason:
-                self.delivery.take(parent, parent_token)
+                self.delivery.take(parent, of_parent)
         for sequence, others in found.more.items():
-            for token in others:
+            for of_draft in others:
                 if not sequence.completion.finish_reason:
-                    self.delivery.take(sequence, token)
+                    self.delivery.take(sequence, of_draft)
         for turn in found.turns:
             self._follow(turn)
         self._remove_ended()

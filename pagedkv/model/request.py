@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagedkv.model.sampling.grammar import Grammar
     from pagedkv.model.sampling.params import SamplingParams
+    from pagedkv.model.sampling.sampler import TokenLogprobs
     from pagedkv.model.ways.beams import Search
 
 OnText = Callable[["Completion", str], None]
@@ -26,6 +28,7 @@ class Request:
     """One prompt, its sampling parameters, and its `completions`, which grow while the engine steps.
 
     deadline: seconds of time.perf_counter() at which the request ends, finished or not; None for no end.
+    grammar: that of the parameters, compiled; None if they have none.
     search: the beam search that fills the completions when it is done; None without beams.
     """
 
@@ -36,6 +39,7 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
     deadline: float | None = None
+    grammar: Grammar | None = field(default=None, repr=False)
     search: Search | None = field(default=None, repr=False)
 
     @property
@@ -49,6 +53,8 @@ class Completion:
     """One output of a request.
 
     token_ids:     the tokens generated so far, the end token included
+    logprobs:      of each token, if the request asked for them: by the model's own distribution, before temperature,
+                   penalties and all else that edits logits
     text:          the text of these tokens that may be shown: without the end token and the stop string
     finish_reason: "" while the completion runs; then "stop" (end token, stop id or stop string), "length" (max_tokens,
                    or the model's last position), "cancelled" or "error"
@@ -61,6 +67,7 @@ class Completion:
     request: Request
     index: int
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
     cached_tokens: int = 0

@@ -254,7 +254,7 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
     "the end is true": (edit("generation_config.json", eos_token_id=True), "eos_token_id is True"),
     "the end is a text": (edit("generation_config.json", eos_token_id=["</s>"]), "eos_token_id is ['</s>']"),
     # values
-    "weights are NaN": (poisoned, "the prompt: the logits of rows [0] hold NaN"),
+    "weights are NaN": (poisoned, "the prompt: the logits hold NaN"),
 }
 
 REFUSES, INVALID = "chat template refuses these messages: ", "chat template is not valid ("

@@ -201,7 +201,7 @@ def by_hand(checkpoint: Checkpoint, prompt: list[int], params: SamplingParams, i
     paging = Paging(_decoders[str(checkpoint.folder)], block_size=16, num_frames=12, num_sequences=1)
     generator, tokens, new = params.generator(index), [], prompt
     for _ in range(params.max_tokens):
-        token = int(sample(paging.step({0: new})[-1:], [SamplingRow(params, generator, prompt + tokens)]))
+        token = int(sample(paging.step({0: new})[-1:], [SamplingRow(params, generator)]).tokens)
         tokens.append(token)
         new = [token]
     return tokens

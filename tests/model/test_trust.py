@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .conftest import Checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
-PARAMS = SamplingParams(max_tokens=6, temperature=1.0, seed=3)
+PARAMS = SamplingParams(max_tokens=6, temperature=1.0, seed=3, frequency_penalty=0.7, logit_bias={5: 2.0}, logprobs=2)
 
 
 def submitted(engine: Engine, **options: Any) -> list[Any]:
@@ -59,6 +59,11 @@ def assert_equal(got: list[Any], want: list[Any], engine: Engine) -> None:
     assert [c.finish_reason for r in got for c in r.completions] == [
         c.finish_reason for r in want for c in r.completions
     ]
+    for completion, wanted in (
+        (c, d) for r, q in zip(got, want, strict=True) for c, d in zip(r.completions, q.completions, strict=True)
+    ):
+        assert len(completion.logprobs) == len(wanted.logprobs)
+        assert [l.logprob for l in completion.logprobs] == pytest.approx([l.logprob for l in wanted.logprobs], abs=1e-3)
     gc.collect()
     engine.step()
     assert idle(engine)

@@ -50,6 +50,11 @@ def check_request(
             f"token id {strange[0]} is outside the vocabulary of {config.vocab_size} tokens; "
             "encode the prompt with the tokenizer of this model"
         )
+    for name, named in (("logit_bias", params.logit_bias), ("allowed_ids", params.allowed_ids or ())):
+        if strange := [token for token in named if token >= config.vocab_size]:
+            raise InvalidRequest(
+                f"{name} has token id {strange[0]}, outside the vocabulary of {config.vocab_size} tokens; leave it out"
+            )
     if len(ids) >= config.max_position_embeddings:
         raise InvalidRequest(
             f"the prompt has {len(ids)} tokens, the model ends at {config.max_position_embeddings} "

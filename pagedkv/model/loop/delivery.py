@@ -13,10 +13,13 @@ from itertools import starmap
 from operator import call
 from typing import TYPE_CHECKING
 
+from pagedkv.errors import described
 from pagedkv.model.loop.sequence import SequenceState
 from pagedkv.model.request import StopStrings
+from pagedkv.model.sampling.logits import LogitsRules
 
 if TYPE_CHECKING:
+    from pagedkv.model.loop.draws import Drawn
     from pagedkv.model.request import Completion, OnText, Request
     from pagedkv.model.tokenizer import Tokenizer
     from pagedkv.model.ways.beams import Beams
@@ -34,13 +37,18 @@ class Delivery:
 
     def begin(self, completion: Completion) -> SequenceState:
         """Return a new sequence for a completion, without the tokens that it has."""
-        request, params = completion.request, completion.request.params
+        request, params, tokens = completion.request, completion.request.params, list(completion.request.prompt_ids)
+        grammar = request.grammar and request.grammar.start(len(tokens))
+        ends = (*params.stop_ids, *(() if params.ignore_eos else self._tokenizer.eos_ids)) if params.min_tokens else ()
+        rules = LogitsRules.of(params, tokens, len(tokens), ends=ends, grammar=grammar)
         generator, stops = params.generator(completion.index), StopStrings(params.stop)
-        return SequenceState(completion, list(request.prompt_ids), generator, self._tokenizer.stream(), stops)
+        return SequenceState(completion, tokens, generator, self._tokenizer.stream(), stops, rules)
 
-    def take(self, sequence: SequenceState, token: int) -> None:
+    def take(self, sequence: SequenceState, drawn: Drawn) -> None:
         """Give one token to a completion, and show its text. A finished sequence leaves the scheduler later."""
-        completion = sequence.completion
+        completion, token = sequence.completion, drawn.token
+        if drawn.logprobs is not None:
+            completion.logprobs.append(drawn.logprobs)
         completion.token_ids.append(token)  # from here on the completion has it, whatever is interrupted
         text, reason = self.read(sequence, token)
         completion.text += text
@@ -55,8 +63,11 @@ class Delivery:
         params = sequence.completion.request.params
         sequence.tokens.append(token)
         ended = token in params.stop_ids or (token in self._tokenizer.eos_ids and not params.ignore_eos)
-        text, stopped = ("", False) if ended else sequence.stops.push(sequence.stream.push(token))
-        reason = "stop" if ended or stopped else ""
+        text, stopped = "" if ended else sequence.stream.push(token), False
+        if sequence.num_output > params.min_tokens:  # a stop string that begins before is none
+            text, stopped = sequence.stops.push(text)
+        is_complete = sequence.rules is not None and sequence.rules.is_complete
+        reason = "stop" if ended or stopped or is_complete else ""
         if sequence.num_output >= params.max_tokens or len(sequence.tokens) >= self._max_tokens:
             reason = reason or "length"
         if reason and not stopped:
@@ -73,6 +84,7 @@ class Delivery:
             if reason:
                 completion.end(reason)
         completion.text = text
+        del completion.logprobs[len(completion.token_ids) :]  # that of a token that was not given
         if completion.token_ids and not completion.first_token_at:
             completion.first_token_at = completion.last_token_at = time.perf_counter()
         return sequence
@@ -115,9 +127,5 @@ class Delivery:
         try:
             deque(starmap(call, (*calls, (setattr, completion, "is_reported", is_end))), maxlen=0)
         except Exception as error:
-            try:
-                reason = f"the listener raised {type(error).__name__}: {error}"
-            except Exception:  # the error has no words
-                reason = f"the listener raised {type(error).__name__}"
             for one in completion.request.completions:
-                one.end("error", reason)
+                one.end("error", f"the listener raised {described(error)}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pagedkv.model.sampling.sampler import BadLogits, SamplingRow, sample
+from pagedkv.model.sampling.sampler import SamplingRow, TokenLogprobs, sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,16 +19,23 @@ if TYPE_CHECKING:
     from pagedkv.model.loop.sequence import SequenceState
 
 
+class Drawn(NamedTuple):
+    """A token, -1 if there is none, and its log-probabilities if the request asked for them."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
 class Found(NamedTuple):
     """The result of a step's logits.
 
-    families: empty for a member of a gang. tokens: of the members of all families, in order.
+    families: empty for a member of a gang. drawn: for the members of all families, in order.
     more:     the tokens behind these that drafts gave. turns: of beam searches.
     """
 
     families: list[list[SequenceState]]
-    tokens: list[int]
-    more: dict[SequenceState, list[int]]
+    drawn: list[Drawn]
+    more: dict[SequenceState, list[Drawn]]
     turns: list[Turn]
 
 
@@ -39,33 +46,27 @@ def _rows_of(logits: Tensor, numbers: list[int]) -> Tensor:
     return logits[torch.tensor(numbers, device=logits.device)]
 
 
-def draw(families: list[list[SequenceState]], logits: Tensor, *, is_guess: bool = False) -> list[int]:
+def draw(families: list[list[SequenceState]], logits: Tensor, *, is_guess: bool = False) -> list[Drawn]:
     """Draw the next token of each member of each family, in this order. Row n of the logits is that of family n.
 
-    A member whose logits are no numbers ends, and gets -1.
+    A member that cannot have a token ends, and gets the token -1.
     is_guess: whether the logits follow a draft: then such a member gets -1 and does not end
     """
     members = [(member, n) for n, family in enumerate(families) for member in family]
-    tokens = [-1] * len(members)
-    drawing = list(range(len(members)))
-    while drawing:
-        rows = [_sampling_row(members[i][0]) for i in drawing]
-        try:
-            drawn = sample(_rows_of(logits, [members[i][1] for i in drawing]), rows)
-        except BadLogits as error:
-            for row in error.rows if not is_guess else ():
-                members[drawing[row]][0].completion.end("error", str(error))
-            drawing = [i for row, i in enumerate(drawing) if row not in error.rows]
-            continue
-        for i, token in zip(drawing, drawn.tolist(), strict=True):
-            members[i][0].num_drawn += 1
-            tokens[i] = token
-        break
-    return tokens
+    if not members:
+        return []
+    rows = [_sampling_row(member) for member, _ in members]
+    tokens, errors, logprobs = sample(_rows_of(logits, [n for _, n in members]), rows)
+    for row, (member, _) in enumerate(members):
+        if row not in errors:
+            member.num_drawn += 1
+        elif not is_guess:
+            member.completion.end("error", errors[row])
+    return [Drawn(token, logprobs.get(row)) for row, token in enumerate(tokens.tolist())]
 
 
 def _sampling_row(member: SequenceState) -> SamplingRow:
     # An interrupted step lost a token that was already drawn: draw the same one again, as the seed demands.
     if member.num_drawn != member.num_output:
         member.rewind()
-    return SamplingRow(member.completion.request.params, member.generator, member.tokens)
+    return SamplingRow(member.completion.request.params, member.generator, member.rules)

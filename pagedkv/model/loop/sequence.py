@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pagedkv.core import AddressSpace
     from pagedkv.model.request import Completion, StopStrings
+    from pagedkv.model.sampling.logits import LogitsRules
     from pagedkv.model.tokenizer import TextStream
 
 
@@ -27,6 +28,7 @@ class SequenceState:
     """One completion while it is computed: its tokens, and the address space with the KV of those already computed.
 
     tokens:    prompt and output so far
+    rules:     those for its logits, which follow `tokens`; None for none
     space:     None while the sequence waits
     num_drawn: the number of tokens drawn from `generator` so far
     """
@@ -36,6 +38,7 @@ class SequenceState:
     generator: torch.Generator
     stream: TextStream
     stops: StopStrings
+    rules: LogitsRules | None = None
     space: AddressSpace | None = None
     num_drawn: int = 0
 

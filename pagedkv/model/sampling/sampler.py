@@ -1,14 +1,16 @@
-"""Sampling: from logits to the next token of each request. Knows logits and sampling parameters; no model, no cache.
+"""The sampler: the next token of each request, and its log-probability. Knows logits and sampling parameters.
 
 For a row of logits z, in this order and by these definitions (those of transformers):
 
-    repetition   z_i = z_i / r if z_i > 0 else z_i * r   for each i in prompt or output (Keskar et al., CTRL, 2019)
+    rules        those of `logits.py`: bias, penalties, a processor, masks
     temperature  z / T;  T = 0: take the largest z, and skip the rest
     top_k        keep z_i >= the k-th largest            (all ties of the k-th stay)
     top_p        keep i while the likelier tokens hold less than top_p of the sum of what top_k kept
                                                          (Holtzman et al., 2019)
     min_p        keep p_i >= min_p * max p               (Nguyen et al., 2024)
     draw         the first i with p_0 + .. + p_i > u * total, u uniform in [0, 1) from the request's own generator
+    log-probs    z_i - log sum e^z of the row as the model gave it, before the rules and the temperature: the default
+                 of vLLM's logprobs_mode
 
 Each filter keeps a prefix of the tokens sorted by probability, always with the first token. A request draws one u per
 token, on the CPU, from its own generator, and computes its row from its own logits. So its tokens depend on its seed
@@ -28,10 +30,11 @@ import torch
 from pagedkv.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
+    from pagedkv.model.sampling.logits import LogitsRules
     from pagedkv.model.sampling.params import SamplingParams
 
 _COLD: Final = 1e-6
@@ -47,6 +50,9 @@ _FIRST_WEIGHT: Final = 2.0**-7
 _LAST_WEIGHT: Final = 2.0**-40
 """Weights, relative to the largest, above which top_p looks at a token: the first, and the last before all tokens."""
 
+_ROWS_AT_ONCE: Final = 16
+"""Rows whose log-probabilities are computed at once: memory for as many rows is taken."""
+
 _ROUNDING: Final = 1e-5
 """More than the rounding of a sum of weights in float32, relative to the sum."""
 
@@ -55,52 +61,145 @@ class SamplingRow(NamedTuple):
     """The sampling parameters and the state of one row of the logits.
 
     generator: advanced by one draw, unless the row is greedy.
-    history: prompt and output so far; read only if there is a repetition penalty.
+    rules: those that `params` ask for, of this sequence.
     """
 
     params: SamplingParams
     generator: torch.Generator
-    history: Sequence[int] | Tensor = ()
+    rules: LogitsRules | None = None
 
 
-class BadLogits(InvalidRequest):
-    """Raised for logits from which no token can be drawn. rows: their numbers."""
+class TokenLogprobs(NamedTuple):
+    """The log-probability of a token that was drawn, and of the likeliest tokens at its place.
 
-    def __init__(self, rows: list[int]) -> None:
-        self.rows: list[int] = rows
-        super().__init__(
-            f"the logits of rows {rows} hold NaN, +inf or only -inf: checkpoint or cache is damaged, or the dtype (or "
-            "the repetition penalty) overflows; try dtype float32, or PAGEDKV_DEBUG=3"
-        )
+    top: pairs of token id and log-probability, likeliest first; of equals, the smaller id. A token of probability 0
+        is not there.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+class Sampled(NamedTuple):
+    """The next tokens of all rows.
+
+    tokens:   int64 [B], on the device of the logits; -1 for a row with an error
+    errors:   by row, why no token can be drawn
+    logprobs: by row, for rows that asked for them and have a token
+    """
+
+    tokens: Tensor
+    errors: dict[int, str]
+    logprobs: dict[int, TokenLogprobs]
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """Choose the next token of each request.
 
-    Shapes:   logits float32 [B, V], on any device; returns int64 [B] on the same device
+    A row has an error if its largest logit is not finite, or its rules fail: any token would be wrong. Its generator
+    does not move.
+    Shapes:   logits float32 [B, V], on any device
     Modifies: the generators of the rows that are not greedy
-    Raises:   BadLogits if the largest logit of a row is not finite: any token would be wrong. No generator has moved.
     """
-    logits = _penalised(logits, rows)
     largest, tokens = _largest(logits)
+    ruled, errors = _ruled(logits, rows)
+    of_model, likeliest = largest, tokens
+    if ruled or any(row.params.logprobs is not None for row in rows):
+        largest, tokens = largest.clone(), tokens.clone()
+        for b, z in ruled.items():
+            largest[b], tokens[b] = (found[0] for found in _largest(z[None]))
     broken = ~largest.isfinite()
     if broken.any():
-        raise BadLogits(broken.nonzero().flatten().tolist())
-    drawing = [b for b, row in enumerate(rows) if not row.params.greedy]
-    if not drawing:
-        return tokens
-    params, uniform = [rows[b].params for b in drawing], [_uniform(rows[b].generator) for b in drawing]
+        for b in broken.nonzero()[:, 0].tolist():
+            errors.setdefault(b, _fault(float(of_model[b]), float(largest[b]), is_ruled=b in ruled))
+    if errors:
+        tokens[list(errors)] = -1
+    drawing = [b for b, row in enumerate(rows) if not row.params.greedy and b not in errors]
+    if drawing:
+        tokens[drawing] = _drawn(logits, ruled, largest, {b: rows[b] for b in drawing})
+    asked = [b for b, row in enumerate(rows) if row.params.logprobs is not None and b not in errors]
+    counts = [rows[b].params.logprobs or 0 for b in asked]
+    found = _logprobs(logits, tokens, likeliest, asked, counts)
+    return Sampled(tokens, errors, dict(zip(asked, found, strict=True)))
+
+
+def _ruled(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[dict[int, Tensor], dict[int, str]]:
+    """Return the edited logits of the rows that have rules, and the errors of those whose rules fail."""
+    ruled: dict[int, Tensor] = {}
+    errors: dict[int, str] = {}
+    for b, row in enumerate(rows):
+        if row.rules is not None:
+            try:
+                ruled[b] = row.rules.apply(logits[b])
+            except InvalidRequest as error:
+                errors[b] = str(error)
+    return ruled, errors
+
+
+def _fault(of_model: float, ruled: float, *, is_ruled: bool) -> str:
+    """Return why a row has no token. of_model, ruled: its largest logit, before and after its rules."""
+    if not math.isfinite(of_model) or not is_ruled:
+        return (
+            "the logits hold NaN, +inf or only -inf: checkpoint or cache is damaged, or the dtype overflows; "
+            "try dtype float32, or PAGEDKV_DEBUG=3"
+        )
+    if ruled == -math.inf:
+        return (
+            "no token is left to draw: allowed_ids, the grammar, min_tokens or the logits processor forbid all of them "
+            "together; allow more"
+        )
+    return "penalties or the logits processor made a logit NaN or +inf; raise repetition_penalty, or mend the processor"
+
+
+def _drawn(logits: Tensor, ruled: dict[int, Tensor], largest: Tensor, rows: dict[int, SamplingRow]) -> Tensor:
+    """Draw a token for each of `rows`. Returns: int64 [len(rows)]"""
+    params = [row.params for row in rows.values()]
+    uniform = [_uniform(row.generator) for row in rows.values()]
     if logits.device.type != "cpu":
-        tokens[drawing] = _draw(_filtered(logits[drawing], params), torch.cat(uniform).to(logits.device))
-        return tokens
-    for b, of_row, u in zip(drawing, params, uniform, strict=True):
+        z = logits[list(rows)]
+        for n, b in enumerate(rows):
+            if b in ruled:
+                z[n] = ruled[b]
+        return _draw(_filtered(z, params), torch.cat(uniform).to(logits.device))
+    tokens = torch.empty(len(rows), dtype=torch.int64)
+    for n, (b, of_row, u) in enumerate(zip(rows, params, uniform, strict=True)):
+        z = ruled.get(b, logits[b])
         if of_row.temperature < _COLD:
-            tokens[b] = _draw(_filtered(logits[b : b + 1], [of_row]), u)[0]
-        elif 0 < of_row.top_k < logits.shape[1] or of_row.top_p < 1:
-            tokens[b] = _draw_from_likeliest(logits[b], float(largest[b]), of_row, float(u))
+            tokens[n] = _draw(_filtered(z[None], [of_row]), u)[0]
+        elif 0 < of_row.top_k < len(z) or of_row.top_p < 1:
+            tokens[n] = _draw_from_likeliest(z, float(largest[b]), of_row, float(u))
         else:
-            tokens[b] = _draw_from_all(logits[b], float(largest[b]), of_row, float(u))
+            tokens[n] = _draw_from_all(z, float(largest[b]), of_row, float(u))
     return tokens
+
+
+def _logprobs(
+    logits: Tensor, tokens: Tensor, likeliest: Tensor, rows: list[int], counts: list[int]
+) -> Iterator[TokenLogprobs]:
+    """Yield the log-probabilities of `rows`. counts: how many of the likeliest tokens each asks for.
+
+    The logarithm of the sum is read off at the likeliest token, where log_softmax is least rounded. torch's log_softmax
+    is faster on a CPU than exp and sum after a maximum that is known.
+    Shapes: logits [B, V], tokens [B], likeliest [B]: of each row, the token with the largest logit
+    """
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        some = rows[first : first + _ROWS_AT_ONCE]
+        z = logits if len(some) == len(logits) else logits[some]
+        at = likeliest[some, None]
+        log_sums = (z.gather(1, at).double() - z.log_softmax(-1).gather(1, at)).flatten()
+        chosen = (z.gather(1, tokens[some, None]).flatten() - log_sums).tolist()
+        for n, count in enumerate(counts[first : first + _ROWS_AT_ONCE]):
+            yield TokenLogprobs(chosen[n], _top(z[n], log_sums[n], count))
+
+
+def _top(logits: Tensor, log_sum: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """Return the `count` likeliest tokens of a row and their log-probabilities, without tokens of probability 0."""
+    if not count:
+        return ()
+    ids = _of_top_k(logits, min(count, len(logits)))
+    ids = ids[logits[ids].argsort(descending=True, stable=True)[:count]]
+    pairs = zip(ids.tolist(), (logits[ids] - log_sum).tolist(), strict=True)
+    return tuple(pair for pair in pairs if pair[1] > -math.inf)
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,14 +220,21 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _of_top_k(logits: Tensor, k: int) -> Tensor:
     """Return the ids of the tokens of one row whose logits are at least the k-th largest, in their order.
 
-    k blocks have a maximum that is at least the k-th largest maximum, so the k-th largest logit is not below that.
+    k blocks have a maximum that is at least the k-th largest maximum, so the k-th largest logit is not below that. Only
+    such blocks are looked at.
     """
     block = math.gcd(len(logits), _BLOCK)
     if len(logits) // block <= k or not logits.is_contiguous():
         return (logits >= logits.topk(k).values[-1]).nonzero()[:, 0]
-    least = logits.view(-1, block).amax(-1).topk(k).values[-1]
-    ids = (logits >= least).nonzero()[:, 0]
-    return ids[logits[ids] >= logits[ids].topk(k).values[-1]]
+    blocks = logits.view(-1, block)
+    most = blocks.amax(-1)
+    least = most.topk(k).values[-1]
+    which = (most >= least).nonzero()[:, 0]
+    found = blocks[which]
+    row, column = (found >= least).nonzero(as_tuple=True)
+    values = found[row, column]
+    kept = values >= values.topk(k).values[-1]
+    return (which[row] * block + column)[kept]
 
 
 def _weights(logits: Tensor, largest: float, params: SamplingParams) -> Tensor:
@@ -189,26 +295,18 @@ def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Return the distribution from which each row's next token is drawn; a greedy row has a single 1.
 
     Shapes: logits float32 [B, V]; returns float64 [B, V], each row with the sum 1
+    Raises: InvalidRequest if the rules of a row fail
     """
-    logits = _penalised(logits, rows)
+    ruled, errors = _ruled(logits, rows)
+    if errors:
+        raise InvalidRequest("; ".join(f"row {b}: {error}" for b, error in errors.items()))
+    logits = torch.stack([ruled.get(b, z) for b, z in enumerate(logits)]) if ruled else logits
     drawn_from = torch.zeros_like(logits, dtype=torch.float64).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
     drawing = [b for b, row in enumerate(rows) if not row.params.greedy]
     if drawing:
         kept = _filtered(logits[drawing], [rows[b].params for b in drawing])
         drawn_from[drawing] = kept / kept.sum(dim=-1, keepdim=True)
     return drawn_from
-
-
-def _penalised(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Apply the repetition penalties to a copy of `logits`; return `logits` itself if there is no penalty."""
-    penalised = [b for b, row in enumerate(rows) if row.params.repetition_penalty != 1]
-    logits = logits.clone() if penalised else logits
-    for b in penalised:
-        # A token that occurs twice is written twice, with the same value.
-        seen = torch.as_tensor(rows[b].history, dtype=torch.int64, device=logits.device)
-        r, z = rows[b].params.repetition_penalty, logits[b, seen]
-        logits[b, seen] = torch.where(z > 0, z / r, z * r)
-    return logits
 
 
 def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

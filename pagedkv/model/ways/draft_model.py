@@ -93,8 +93,9 @@ class DraftModel:
         """Return the shadow of `sequence` with its tokens, and with the KV of the drafts that came true."""
         shadow, length = self._shadows.get(sequence), len(sequence.tokens)
         if shadow is None:
-            space, generator = self.cache.open(sequence.tokens), torch.Generator()
-            shadow = replace(sequence, tokens=list(sequence.tokens), generator=generator, space=space)
+            tokens, space, generator = list(sequence.tokens), self.cache.open(sequence.tokens), torch.Generator()
+            rules = sequence.rules and sequence.rules.fork(tokens)
+            shadow = replace(sequence, tokens=tokens, generator=generator, rules=rules, space=space)
             self._shadows[sequence] = shadow
         else:
             assert shadow.space is not None
@@ -103,6 +104,8 @@ class DraftModel:
             wrong = (i for i in range(first, computed) if shadow.tokens[i] != sequence.tokens[i])
             shadow.space.truncate(next(wrong, computed))
             shadow.tokens[first:] = sequence.tokens[first:]
+            if shadow.rules is not None:
+                shadow.rules.truncate(first)
         if not sequence.completion.request.params.greedy:
             if sequence.num_drawn != sequence.num_output:
                 sequence.rewind()
@@ -146,8 +149,8 @@ class DraftModel:
                 self.cache.abort(batch)
             raise
         tokens = [-1] * len(chunks)
-        for i, token in zip(last, draw([[chunks[i].sequence] for i in last], logits, is_guess=True), strict=True):
-            tokens[i] = token
+        for i, drawn in zip(last, draw([[chunks[i].sequence] for i in last], logits, is_guess=True), strict=True):
+            tokens[i] = drawn.token
         return tokens
 
     def forget(self, sequence: SequenceState) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.loop.draws import draw
+from pagedkv.model.loop.draws import Drawn, draw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,20 +131,20 @@ class Speculation:
         return list(accumulate((1 + len(chunk.drafts) for chunk in chunks if chunk.is_last), initial=0))[:-1]
 
     def verify(
-        self, chunks: list[Chunk], families: list[list[SequenceState]], tokens: list[int], logits: Tensor
-    ) -> dict[SequenceState, list[int]]:
+        self, chunks: list[Chunk], families: list[list[SequenceState]], drawn: list[Drawn], logits: Tensor
+    ) -> dict[SequenceState, list[Drawn]]:
         """Return the tokens that each sequence gets beyond its first: one for each draft that came true.
 
-        tokens: those drawn for `families` from the own rows
+        drawn: for `families`, from the own rows
         Shapes: logits float32 [N, V], those of `rows`
         """
         last = [chunk for chunk in chunks if chunk.is_last]
         parents = accumulate(map(len, families), initial=0)  # the place of each parent's token
-        more: dict[SequenceState, list[int]] = {chunk.sequence: [] for chunk in last if chunk.drafts}
+        more: dict[SequenceState, list[Drawn]] = {chunk.sequence: [] for chunk in last if chunk.drafts}
         alive = [  # chunks whose drafts came true so far, and the row of the first draft of each
             (chunk, begin + 1)
             for chunk, begin, parent in zip(last, self.own_rows(chunks), parents, strict=False)
-            if chunk.drafts and tokens[parent] == chunk.drafts[0]
+            if chunk.drafts and drawn[parent].token == chunk.drafts[0]
         ]
         self.num_drafts += sum(len(chunk.drafts) for chunk in last)
         self.num_passes += len(families)
@@ -160,7 +160,7 @@ class Speculation:
 
     @staticmethod
     def _round(
-        alive: list[tuple[Chunk, int]], i: int, more: dict[SequenceState, list[int]], logits: Tensor
+        alive: list[tuple[Chunk, int]], i: int, more: dict[SequenceState, list[Drawn]], logits: Tensor
     ) -> list[tuple[Chunk, int]]:
         """Append draft i, which came true, to each sequence, draw the token behind it, and return who goes on."""
         if not alive:
@@ -169,11 +169,11 @@ class Speculation:
             chunk.sequence.tokens.append(chunk.drafts[i])
         after = logits[torch.tensor([row + i for _, row in alive], device=logits.device)]
         drawn = draw([[chunk.sequence] for chunk, _ in alive], after, is_guess=True)
-        for (chunk, _), token in zip(alive, drawn, strict=True):
-            if token >= 0:
-                more[chunk.sequence].append(token)
+        for (chunk, _), one in zip(alive, drawn, strict=True):
+            if one.token >= 0:
+                more[chunk.sequence].append(one)
         return [
             (chunk, row)
-            for (chunk, row), token in zip(alive, drawn, strict=True)
-            if i + 1 < len(chunk.drafts) and token == chunk.drafts[i + 1]
+            for (chunk, row), one in zip(alive, drawn, strict=True)
+            if i + 1 < len(chunk.drafts) and one.token == chunk.drafts[i + 1]
         ]

@@ -94,11 +94,16 @@ def test_greedy_tokens_are_those_of_the_plain_way(
 def test_sampled_tokens_are_those_of_the_plain_way_for_any_seed(
     wrong: float, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
-    """With filters and a penalty, whose history holds the drafts that came true, and with several samples."""
-    params = SamplingParams(max_tokens=30, temperature=1.3, top_p=0.9, repetition_penalty=1.4, seed=5)
+    """With filters, penalties whose history holds the drafts that came true, log-probs, and several samples."""
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.3}
+    params = SamplingParams(max_tokens=30, temperature=1.3, top_p=0.9, seed=5, logprobs=1, **penalties)
     plain = crowd(build(checkpoint("llama")), params, num_samples=3)
     engine = build(checkpoint("llama"), drafter=Oracle(wrong=wrong).learn(plain))
-    assert outputs(crowd(engine, params, num_samples=3)) == outputs(plain)
+    drafted = crowd(engine, params, num_samples=3)
+    assert outputs(drafted) == outputs(plain)
+    for got, want in zip(drafted, plain, strict=True):
+        for c, d in zip(got.completions, want.completions, strict=True):
+            assert [of_one.logprob for of_one in c.logprobs] == pytest.approx([x.logprob for x in d.logprobs], abs=1e-3)
     assert engine.speculation is not None
     assert engine.speculation.acceptance > 0.4
     assert idle(engine)

@@ -11,6 +11,7 @@ from transformers.generation import logits_process
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.sampling import sampler
+from pagedkv.model.sampling.logits import LogitsRules
 from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.sampling.sampler import SamplingRow, probabilities, sample
 
@@ -24,7 +25,7 @@ def logits_of(rows: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
 
 def row(history: list[int] | tuple[()] = (), **options: Any) -> SamplingRow:
     params = SamplingParams(**options)
-    return SamplingRow(params, params.generator(), history)
+    return SamplingRow(params, params.generator(), LogitsRules.of(params, list(history), num_prompt=2))
 
 
 FILTERS: list[dict[str, Any]] = [
@@ -75,7 +76,7 @@ def test_filters_keep_what_those_of_transformers_keep(options: dict[str, Any]) -
 def test_greedy_takes_the_largest_even_after_a_penalty() -> None:
     logits = torch.zeros(2, V)
     logits[:, 7], logits[:, 8] = 2.0, 1.5
-    assert sample(logits, [row(), row(HISTORY, repetition_penalty=1.7)]).tolist() == [7, 8]
+    assert sample(logits, [row(), row(HISTORY, repetition_penalty=1.7)]).tokens.tolist() == [7, 8]
     assert logits[1, 7] == 2.0  # the caller's logits are left alone
 
 
@@ -89,7 +90,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(options: dict[str, 
     draws, logits = 4000, logits_of(1, seed=5)
     source = row(HISTORY, seed=11, **options)
     p = probabilities(logits, [source])[0]
-    counts = sample(logits.expand(draws, -1), [source] * draws).bincount(minlength=V)
+    counts = sample(logits.expand(draws, -1), [source] * draws).tokens.bincount(minlength=V)
     assert counts[p == 0].sum() == 0
     # Bernstein's bound. Its second term is for tokens so rare that one draw is many standard deviations.
     sigmas = TOLERANCE["sigmas"]
@@ -114,7 +115,7 @@ def test_a_draw_is_that_of_the_sorted_definition(
         running = probabilities(logits, [source])[0].cumsum(0)
         wanted = int(torch.searchsorted(running, uniform * running[-1], right=True))
         monkeypatch.setattr(sampler, "_uniform", lambda _, u=uniform: u)
-        assert int(sample(logits, [source])) == wanted, (seed, uniform)
+        assert int(sample(logits, [source]).tokens) == wanted, (seed, uniform)
 
 
 def text_of(seed: int, neighbours: int) -> list[int]:
@@ -130,7 +131,7 @@ def text_of(seed: int, neighbours: int) -> list[int]:
             else logits_of(1, 1000 + step)
         )
         at = (neighbours + place) % (neighbours + 1)
-        tokens.append(int(sample(logits, [*others[:at], mine, *others[at:]])[at]))
+        tokens.append(int(sample(logits, [*others[:at], mine, *others[at:]]).tokens[at]))
     return tokens
 
 
@@ -165,84 +166,45 @@ def test_the_extreme_draws_land_on_tokens_that_were_kept(
     for seed in range(50):
         logits = logits_of(1, seed)
         allowed = probabilities(logits, [row(temperature=1.0, top_k=3)])[0].nonzero().flatten().tolist()
-        assert int(sample(logits, [row(temperature=1.0, top_k=3)])) == allowed[place]
+        assert int(sample(logits, [row(temperature=1.0, top_k=3)]).tokens) == allowed[place]
 
 
-def test_nan_is_an_error_and_not_a_token() -> None:
-    logits = logits_of(3)
-    logits[1, 4] = torch.nan
-    with pytest.raises(InvalidRequest, match=r"rows \[1\] hold NaN"):
-        sample(logits, [row()] * 3)
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}], ids=str)
-@pytest.mark.parametrize("damage", [torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"logprobs": 2, "presence_penalty": 1.0}], ids=str)
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_logits_without_a_finite_maximum_are_an_error_and_not_a_token(damage: float, options: dict[str, Any]) -> None:
     logits = logits_of(3)
-    logits[1, 4 if damage > 0 else slice(None)] = damage
-    with pytest.raises(InvalidRequest, match=r"rows \[1\] hold NaN, \+inf or only -inf"):
-        sample(logits, [row(**options)] * 3)
+    logits[1, slice(None) if damage < 0 else 4] = damage
+    rows = [row(HISTORY, **options) for _ in range(3)]
+    states = [source.generator.get_state() for source in rows]
+    tokens, errors, logprobs = sample(logits, rows)
+    assert list(errors) == [1]
+    assert errors[1].startswith("the logits hold NaN, +inf or only -inf")
+    assert [token >= 0 for token in tokens.tolist()] == [True, False, True]
+    assert sorted(logprobs) == ([0, 2] if "logprobs" in options else [])
+    assert torch.equal(rows[1].generator.get_state(), states[1])
+    assert torch.equal(rows[0].generator.get_state(), states[0]) is ("temperature" not in options)
 
 
 def test_a_penalty_that_overflows_is_an_error_and_not_a_token() -> None:
     logits = torch.full((1, V), 3.0)
-    with pytest.raises(InvalidRequest, match="repetition penalty"):
-        sample(logits, [row(HISTORY, temperature=1.0, repetition_penalty=1e-300)])
+    tokens, errors, _ = sample(logits, [row(HISTORY, temperature=1.0, repetition_penalty=1e-300)])
+    assert tokens.tolist() == [-1]
+    assert errors[0].startswith("penalties or the logits processor made a logit NaN or +inf")
+    with pytest.raises(InvalidRequest, match="row 0: the logits processor raised ZeroDivisionError"):
+        probabilities(logits, [row(logits_processor=lambda *_: 1 // 0)])
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-40, 1e-310, 5e-324])
 def test_the_colder_the_greedier(temperature: float) -> None:
     for seed in range(20):
         logits = logits_of(1, seed)
-        assert sample(logits, [row(temperature=temperature)]).tolist() == logits.argmax(dim=-1).tolist()
-
-
-def test_all_bits_of_a_seed_count() -> None:
-    seeds = [0, 1, 2**31, 2**32, 2**32 + 1, 2**33, 2**62, 2**63 - 1, 2**63 - 1 - 2**32]
-    drawn = [
-        int(torch.randint(1 << 60, (1,), generator=SamplingParams(seed=seed).generator(n)))
-        for seed in seeds
-        for n in range(3)
-    ]
-    assert len(set(drawn)) == len(drawn)
+        assert sample(logits, [row(temperature=temperature)]).tokens.tolist() == logits.argmax(dim=-1).tolist()
 
 
 def test_masked_logits_are_never_drawn() -> None:
     logits = torch.full((1, V), -torch.inf)
     logits[0, 9] = 1.0
-    assert int(sample(logits, [row(temperature=5.0)])) == 9
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", 0),
-        ("max_tokens", 1.5),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", "hot"),
-        ("top_k", -1),
-        ("top_k", True),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("repetition_penalty", 0.0),
-        ("seed", -1),
-        ("seed", 2**63),
-        ("stop", ["a", ""]),
-        ("stop_ids", [-1]),
-    ],
-)
-def test_a_parameter_out_of_range_is_named(field: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{field} is .*; it must be "):
-        SamplingParams(**{field: value})
-
-
-def test_one_stop_string_may_be_given_as_it_is() -> None:
-    assert SamplingParams(stop="end").stop == ("end",)
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-    assert SamplingParams(stop_ids=[3]).stop_ids == (3,)
+    assert int(sample(logits, [row(temperature=5.0)]).tokens) == 9
 
 
 @pytest.mark.parametrize(("num_rows", "num_words"), [(1, 64), (4, 1024), (5, 4096), (6, 4096 + 128), (7, 97), (9, 16)])
