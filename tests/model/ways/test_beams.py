@@ -100,7 +100,9 @@ def crowd(engine: Engine) -> list[Any]:
         {"limits": Limits(max_sequences=4)},
         {"drafter": Oracle()},
     ],
-    ids=str,
+    ids=lambda options: (
+        " ".join(f"{name} {value}" for name, value in options.items() if name != "drafter") or "drafter"
+    ),
 )
 def test_a_search_has_the_same_beams_beside_others_and_with_few_frames(
     options: dict[str, Any], alone: list[Any], checkpoint: Callable[[str], Checkpoint]
