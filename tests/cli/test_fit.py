@@ -7,10 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from pagedkv.model.engine import BUNDLED
+
+from . import hostile
 
 TEXTBOOK = ("--layers", 80, "--kv-heads", 64, "--head-dim", 128, "--dtype", "float16", "--context", 100_000)
 
@@ -159,6 +162,19 @@ def test_a_config_that_is_not_understood_is_refused_with_a_way_out(command, conf
     status, out, err = command("fit", "--model", config(**changes))
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "; or give numbers: --layers, --kv-heads and --head-dim" in err
+
+
+@pytest.mark.parametrize("name", hostile.CHECKPOINTS)
+def test_a_hostile_checkpoint_gives_figures_or_one_line(command, tmp_path, name):
+    folder = shutil.copytree(BUNDLED, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.safetensors", "*.svg"))
+    with suppress(FileNotFoundError):  # an edit of the weights, which `fit` does not read
+        hostile.CHECKPOINTS[name][0](folder)
+    status, out, err = command("fit", "--model", folder, "--memory", "80GB", "--bandwidth", "1TB", "--json")
+    assert (status, out, err.count("\n"), err[:15]) == (2, "", 1, "pagedkv: error:") or (status, err) == (0, "")
+    if status == 0:
+        shown = command("fit", "--model", folder, "--memory", "80GB", "--bandwidth", "1TB")
+        assert (shown.status, shown.err) == (0, "")
+        assert json.loads(out)["weight_bytes"] > 0
 
 
 def test_a_name_is_looked_up_in_the_cache_of_the_hub(fit, command, tmp_path, monkeypatch):
