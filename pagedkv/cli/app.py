@@ -68,6 +68,7 @@ def generate(
     seed: options.Seed = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
+    logprobs: options.Logprobs = None,
     block_size: options.BlockSize = 16,
     num_frames: options.NumFrames = None,
     memory: options.Memory = None,
@@ -88,7 +89,7 @@ def generate(
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop or (), "ignore_eos": ignore_eos}
     sampling["num_beams"] = num_beams
     sampling |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    sampling |= {"repetition_penalty": repetition_penalty}
+    sampling |= {"repetition_penalty": repetition_penalty, "logprobs": logprobs}
     pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
     loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, **pool}
     loading["speculate"] = speculate

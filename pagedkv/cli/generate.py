@@ -130,6 +130,8 @@ def _submitted(job: Job, screen: Console, live: Live | None) -> tuple[list[Task]
     Raises: PagedKVError for a mistake in the options, in the only prompt, or in all of many prompts
     """
     tasks, many = [Task(prompt, error=prompt.error) for prompt in job.source.prompts], job.source.many
+    if job.sampling["logprobs"] is not None and not job.as_json:
+        raise InvalidRequest("--logprobs are keys of the JSON; give --json too")
     SamplingParams(**job.sampling)  # the options of the command line are not the fault of a line
     for task in tasks:
         if not task.error:

@@ -81,6 +81,10 @@ Stop = Annotated[
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on behind the model's end token.", rich_help_panel=_SAMPLING)
 ]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="With --json: of each token, and of N alternatives.", rich_help_panel=_SAMPLING),
+]
 
 # generate: the pool
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isfinite
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
+        **({"logprobs": _logprobs(completion)} if completion.logprobs else {}),
         **({"error": completion.error} if completion.error else {}),
         "usage": usage,
         "ttft_ms": round(completion.ttft_s * 1e3, 3),
@@ -69,6 +71,17 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
 
 def _shares(speculation: Speculation) -> dict[str, float]:
     return {"acceptance": round(speculation.acceptance, 6), "tokens_per_pass": round(speculation.tokens_per_pass, 6)}
+
+
+def _logprobs(completion: Completion) -> list[dict[str, Any]]:
+    """Return the log-probabilities of each token and of its alternatives; null for a token of probability 0."""
+    return [
+        {
+            "logprob": round(found.logprob, 6) if isfinite(found.logprob) else None,
+            "top": [[token, round(logprob, 6)] for token, logprob in found.top],
+        }
+        for found in completion.logprobs
+    ]
 
 
 def table(requests: list[Request], engine: Engine) -> Table:

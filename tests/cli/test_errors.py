@@ -63,6 +63,8 @@ def refused(command):
         ("--device=cuda:999", "--device is 'cuda:999'"),
         ("--device=", "--device is ''"),
         ("--kv-dtype=fp4", "kv_dtype is 'fp4'"),
+        ("--logprobs=2", "--logprobs are keys of the JSON; give --json too"),
+        ("--logprobs=21 --json", "logprobs is 21"),
         ("--max-sequences=0", "max_sequences is 0"),
         ("--num-samples=9 --max-sequences=4", "num_samples is 9"),
         ("--prompt=- --prompt-file=b", "--prompt-file and - both"),

@@ -305,6 +305,18 @@ def test_options_of_the_pool_reach_the_engine(command, monkeypatch):
     assert (longer["usage"]["completion_tokens"], longer["finish_reason"]) == (30, "length")
 
 
+def test_json_has_log_probabilities_if_asked_for(command, tmp_path):
+    found = json.loads(command("generate", "--prompt", LAMP, "--json", "--logprobs", 2).out)
+    assert len(found["logprobs"]) == len(found["token_ids"])
+    for token, each in zip(found["token_ids"], found["logprobs"], strict=True):
+        assert each["top"][0] == [token, pytest.approx(each["logprob"], abs=1e-5)]
+        assert len(each["top"]) == 2
+        assert each["logprob"] > each["top"][1][1]
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": LAMP, "logprobs": 2}))
+    line = json.loads(command("generate", "--prompt-file", tmp_path / "one.jsonl", "--json").out)
+    assert line["logprobs"] == found["logprobs"]
+
+
 def test_prompts_that_begin_alike_report_the_tokens_found(command, tmp_path):
     path = tmp_path / "same.jsonl"
     path.write_text(f"{json.dumps({'prompt': DEMO_PROMPT})}\n" * 2)
