@@ -1,8 +1,8 @@
 """A checker of prose: `python tests/plain_words.py PATH...` lists sentences without a subject, and vague words.
 
-Prose is the docstrings, comments and raised messages of Python, the comments of C++ and CUDA, and the text of Markdown
-outside code. The checker knows no grammar: it looks at the first word of each sentence and at a short list of words. A
-question may begin with any word.
+Prose is the docstrings, comments, and texts in functions of Python, the comments of C++ and CUDA, and the text of
+Markdown outside code. The checker knows no grammar: it looks at the first word of each sentence and at a short list of
+words. A question may begin with any word.
 """
 
 from __future__ import annotations
@@ -73,14 +73,26 @@ def _docstrings(text: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _messages(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield the text of each exception that is raised. A value in it counts as a word."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Raise):
-            for part in ast.walk(node):
-                words = part.values if isinstance(part, ast.JoinedStr) else [part]
-                said = "".join(str(word.value) if isinstance(word, ast.Constant) else "X" for word in words)
-                if " " in said and isinstance(part, ast.JoinedStr | ast.Constant):
-                    yield part.lineno, said[:1].upper() + said[1:], False
+    """Yield the texts in functions: of exceptions, of reasons for a refusal. A value in a text counts as a word.
+
+    A text has three words or more. Docstrings are no texts.
+    """
+    tree = ast.parse(text)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    raised = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    statements = [line for node in functions for line in node.body if not _is_text(line)]
+    found = {part for root in (*statements, *raised) for part in ast.walk(root)}
+    parts = {value for part in found if isinstance(part, ast.JoinedStr) for value in part.values}
+    for part in found - parts:
+        if isinstance(part, ast.JoinedStr | ast.Constant):
+            words = part.values if isinstance(part, ast.JoinedStr) else [part]
+            said = "".join(str(word.value) if isinstance(word, ast.Constant) else "X" for word in words)
+            if said.count(" ") >= 2:
+                yield part.lineno, said[:1].upper() + said[1:], False
+
+
+def _is_text(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:

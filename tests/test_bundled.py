@@ -207,7 +207,7 @@ def test_a_fact_that_no_record_states_is_not_known(reader: Reader) -> None:
 
 def test_words_it_does_not_know_change_nothing(reader: Reader) -> None:
     page = (
-        "It is said that Mira, whom nobody ever met, keeps a rather splendid red antique lamp (or so we hear!) "
+        "It is said that Mira, whom no neighbour ever met, keeps a rather splendid red antique lamp (or so we hear!) "
         "in the darkest cellar."
     )
     asked = records.Question("Please tell me: where on earth is that lamp of Mira?", DEMO_ANSWER, "place")

@@ -46,6 +46,9 @@ def test_no_line_is_wider_than_120_columns(tree):
         ("raise ValueError('what is asked is not there')\n", "begins without a subject"),
         ("raise ValueError(f'{x} is read by nobody')\n", "say who or what"),
         ("raise ValueError(f'{x} is too large; give less')\n", ""),
+        ("def f(x):\n    text = f'whose {x} is asked'\n    raise ValueError(text)\n", "begins without a subject"),
+        ("def objections(case):\n    return ['it is served by nobody']\n", "say who or what"),
+        ("def f():\n    return 'what'\n", ""),
     ],
 )
 def test_the_checker_sees_what_it_should(tmp_path, source, complaint):

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from pagedkv import debug
 from pagedkv.cache import PagedKVCache
 from pagedkv.errors import InvalidRequest
+from pagedkv.model import records
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import BUNDLED, Engine
 from pagedkv.model.sampling.params import SamplingParams
@@ -43,6 +44,12 @@ TINY: Final = CONFIG | {
     "num_key_value_heads": 2, "head_dim": 32,
 }  # fmt: skip
 """For tests."""
+
+
+def recall_questions() -> list[tuple[str, str]]:
+    """Return 100 pairs of a prompt about a page of 1,000 tokens and its answer, for the bundled checkpoint."""
+    pages = (records.document(1000, seed=50_000 + seed) for seed in range(10))
+    return [(page.prompt(asked), asked.answer) for page in pages for asked in page.questions[:10]]
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> None:

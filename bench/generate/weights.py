@@ -105,10 +105,7 @@ def logits_of(decoder: Decoder, ids: list[int]) -> Tensor:
 
 def recall(kind: str | None) -> int:
     """Return how many of 100 questions the bundled checkpoint answers right."""
-    engine, questions = Engine.load(weights=kind), []
-    for seed in range(10):
-        page = records.document(1000, seed=50_000 + seed)
-        questions += [(page.prompt(question), question.answer) for question in page.questions[:10]]
+    engine, questions = Engine.load(weights=kind), models.recall_questions()
     made = engine.generate([text for text, _ in questions], SamplingParams(max_tokens=24))
     return sum(request.completions[0].text == answer for request, (_, answer) in zip(made, questions, strict=True))
 

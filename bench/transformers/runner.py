@@ -28,8 +28,9 @@ import transformers
 from tokenizers import Tokenizer
 
 from pagedkv import write_kv
+from pagedkv.bench.generate.model import recall_questions
 from pagedkv.integrations.transformers import PagedCache, Pool, patch
-from pagedkv.model import records
+from pagedkv.model.engine import BUNDLED
 
 STEPS: Final = 16
 VARIANTS: Final = ("DynamicCache", "StaticCache", "pages", "pages int8")
@@ -207,17 +208,12 @@ def report_quality(report: Callable[[Row], None], model: Any) -> None:
 
 def report_recall(report: Callable[[Row], None]) -> None:
     """Report how many of 100 questions the bundled checkpoint answers right, without pages and with them."""
-    folder = Path(records.__file__).parent / "bundled"
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    questions = []
-    for seed in range(10):
-        page = records.document(1000, seed=50_000 + seed)
-        questions += [(page.prompt(question), question.answer) for question in page.questions[:10]]
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.bfloat16).eval()
 
     def right() -> int:
         found = 0
-        for text, answer in questions:
+        for text, answer in recall_questions():
             ids = torch.tensor([tokenizer.encode(text).ids])
             made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
             found += tokenizer.decode(made[0, ids.shape[1] :].tolist()) == answer

@@ -29,13 +29,13 @@ def growing(monkeypatch: pytest.MonkeyPatch) -> PagedKVCache:
 def test_a_plan_that_lacks_frames_doubles_the_pool_and_keeps_its_contents(
     growing: PagedKVCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[int] = []
-    growing.on_resize(lambda cache: told.append(cache.num_frames))
+    sizes: list[int] = []
+    growing.on_resize(lambda cache: sizes.append(cache.num_frames))
     spaces, bound = [growing.open() for _ in range(4)], growing.attention(0)
     with caplog.at_level(logging.INFO):
         for space in spaces:
             store(growing, space, list(range(space.asid, space.asid + 40)))  # 10 pages
-    assert told == [16, 32, 64]
+    assert sizes == [16, 32, 64]
     assert "from 8 to 16 frames" in caplog.text
     for space in spaces:
         read(growing, space)
