@@ -54,12 +54,6 @@ def forced_num_threads() -> int | None:
     return None if text is None else int(text)
 
 
-def kernel_choices() -> tuple[str | None, ...]:
-    """Return the variables that decide which kernel serves a call, unread: a key for what was chosen."""
-    get = os.environ.get
-    return get("PAGEDKV_KERNELS"), get("PAGEDKV_CPU_ISA"), get("PAGEDKV_NUM_THREADS")
-
-
 def asks_for_vllm() -> bool:
     """Return whether PAGEDKV_VLLM is set, and not 0."""
     return os.environ.get("PAGEDKV_VLLM", "0").strip() not in ("", "0")

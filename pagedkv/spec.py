@@ -29,6 +29,9 @@ BITS: Final = {
 }
 """Bits of one stored element. The last four are quantised: a float32 scale is kept beside each (token, head)."""
 
+KINDS: Final = {name: kind for kind, name in enumerate(BITS)}
+"""The number of each dtype in kernels: csrc/cuda/elements.cuh, csrc/cpu/contract.hpp, kernels/numba/elements.py."""
+
 COMPUTE_DTYPES: Final = ("float32", "bfloat16", "float16")
 ALIGNMENT: Final = 64
 """Every K, V and scale region starts at a multiple of this many bytes: a cache line, and any vector load."""

@@ -29,11 +29,11 @@ struct Attention {
     float scale, softcap;
     bool causal;
     int64_t window, split_tokens;  // 0 for none
-    int64_t right;  // positions after its own that a query may see if its sequence is not causal; NO_LIMIT for all
+    int64_t right;  // positions after its own that a query may see if its sequence is not causal; FARTHEST for all
 };
 
-// Lengths are int32, so no two positions are so far apart.
-constexpr int64_t NO_LIMIT = int64_t{1} << 32;
+// No two positions are so far apart; as in pagedkv/kernels/layout.py.
+constexpr int64_t FARTHEST = int64_t{1} << 30;
 
 // Queries [i0, i1) and kv heads [k0, k1) of sequence b, over the keys of chunks [c0, c1). A chunk is `chunk` keys;
 // chunk c begins at key c * chunk. A unit whose rows have keys in other units leaves its state in `partial`; null if it
@@ -115,7 +115,7 @@ struct AddNormed {
 };
 
 // Heads of q and k of qkv [T, (H + 2K) D], in place: norm, then rotation by cos and sin [T, D / 2] of the same dtype.
-struct Heads {
+struct NormRotate {
     Dtype type, norm_type;
     int64_t T, H, K, D;
     View qkv, cos, sin;
@@ -139,7 +139,7 @@ struct Isa {
     void (*take)(const Linear&, char* scratch);  // norm x into a thread's scratch
     void (*linear)(const Linear&, int64_t first, int64_t end, char* scratch);  // columns of the result
     void (*add_normed)(const AddNormed&, char* scratch);
-    void (*turn_heads)(const Heads&, int64_t first, int64_t end, char* scratch);  // rows (token, head of q or k)
+    void (*norm_rotate)(const NormRotate&, int64_t first, int64_t end, char* scratch);  // rows (token, head of q or k)
 };
 
 extern const Isa portable_isa, avx2_isa, avx512_isa, avx512_bf16_isa;

@@ -241,7 +241,7 @@ void run_add_normed(const Isa& isa, const AddNormed& a) {
     isa.add_normed(a, scratches.of(12 * a.N + 256));
 }
 
-void run_turn_heads(const Isa& isa, const Heads& h, int threads) {
+void run_norm_rotate(const Isa& isa, const NormRotate& h, int threads) {
     thread_local Memory scratches;
     int64_t rows = h.T * (h.H + h.K), bytes = 16 * h.D + 256;
     threads = static_cast<int>(std::clamp<int64_t>(rows / HEADS_PER_THREAD, 1, threads));
@@ -249,7 +249,7 @@ void run_turn_heads(const Isa& isa, const Heads& h, int threads) {
     std::atomic<int> next{0};
     run_team(threads, [&](int thread) {
         for (int i; (i = next++) < threads;)
-            isa.turn_heads(h, rows * i / threads, rows * (i + 1) / threads, memory + thread * bytes);
+            isa.norm_rotate(h, rows * i / threads, rows * (i + 1) / threads, memory + thread * bytes);
     });
 }
 

@@ -54,6 +54,9 @@ class KVLayer:
         ) -> None: ...
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.k, Tensor) and isinstance(self.v, Tensor)):
+            given = f"{type(self.k).__name__} and {type(self.v).__name__}"
+            raise InvalidRequest(f"k and v of a layer are of type {given}; give tensors")
         for name in ("k_scale", "v_scale"):
             scale = getattr(self, name)
             if scale is not None and not isinstance(scale, Tensor):

@@ -35,7 +35,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Unpack, overload
 
-from torch import Tensor
+from torch import Tensor, float32
 from torch.compiler import is_dynamo_compiling
 
 from pagedkv import debug
@@ -68,11 +68,16 @@ A layer is called with few options: beyond this number all are dropped.
 _extension: Final[Any] = cpu._cpu if cpu.OBSERVERS else None
 
 
+def _is_layer(layer: object) -> None:
+    if not isinstance(layer, KVLayer):
+        raise InvalidRequest(f"layer is of type {type(layer).__name__}; give a KVLayer, such as cache[0]")
+
+
 class _Bound:
     """A layer and what else is fixed, a binding of the extension to them, and the kernel for each kind of call.
 
     _rest:  the options, or the rotary tables
-    _CALL:  the call that a backend takes
+    _CALL:  makes the call that a backend takes
     _NAMES: the functions of the extension and of a backend: that which binds, and that which runs
     """
 
@@ -82,8 +87,7 @@ class _Bound:
     _NAMES: ClassVar[tuple[str, str]]
 
     def __init__(self, layer: KVLayer, rest: Any, backend: str | None) -> None:
-        if not isinstance(layer, KVLayer):
-            raise InvalidRequest(f"layer is of type {type(layer).__name__}; give a KVLayer, such as cache[0]")
+        _is_layer(layer)
         self._layer, self._rest, self._backend = replace(layer), rest, backend or registry.AUTO
         self._binding: Any = None
         self._servers: dict[int, tuple[str, int, Callable[..., None] | None]] = {}
@@ -125,8 +129,6 @@ class _Bound:
         """Make the binding, unless the operator must serve each call."""
         fixed = bound_fields(self._layer, self._rest)
         if _extension is not None and not any(isinstance(x, Tensor) and x.is_neg() for x in fixed):
-            if self._CALL is AttentionCall:
-                fixed = (*fixed[:4], *fixed[9:11], *fixed[4:9], fixed[11])
             with suppress(TypeError):  # an option has a type that torch may convert
                 self._binding = getattr(_extension, self._NAMES[0])(*fixed)
 
@@ -152,6 +154,12 @@ class _Bound:
         return f"{type(self).__name__}(k {checks.named(k, 'FSKD')} {k.dtype} on {k.device}, kernel={name!r})"
 
 
+def _attention_call(*fields: Any) -> AttentionCall:
+    """Return the call of these fields. A caller who wants no LSE gives None; a backend always stores one."""
+    call = AttentionCall(*fields)
+    return call if fields[-1] is not None else call._replace(lse=call.q.new_empty(call.q.shape[:2], dtype=float32))
+
+
 class BoundAttention(_Bound):
     """`paged_attention` of one layer with fixed options: the result of `bind_attention`.
 
@@ -161,11 +169,12 @@ class BoundAttention(_Bound):
     """
 
     __slots__ = ()
-    _CALL, _NAMES = AttentionCall, ("bind_attention", "paged_attention")
+    _CALL, _NAMES = staticmethod(_attention_call), ("bind_attention", "paged_attention")
     _rest: AttentionOptions
 
     def __init__(self, layer: KVLayer, options: AttentionOptions, backend: str | None) -> None:
-        if options.scale is None and isinstance(layer, KVLayer):
+        _is_layer(layer)
+        if options.scale is None:
             options = options._replace(scale=max(1, quant.head_dim(layer.k)) ** -0.5)
         super().__init__(layer, options.in_float32(), backend)
 
@@ -202,7 +211,7 @@ class BoundAttention(_Bound):
                 self._set_kernel(results, q_THD, (tree_mask, causal))
             if results is not None:
                 return results
-            if q_THD.dim() == 4:
+            if isinstance(q_THD, Tensor) and q_THD.dim() == 4:
                 return self._attend_padded(q_THD, batch, (tree_mask, causal), out, return_lse)
         masks = (tree_mask, causal)
         return attend_by_operator(q_THD, self._layer, batch, self._rest, masks, out, return_lse, self._backend)
@@ -291,10 +300,11 @@ def cached(layer: KVLayer, key: tuple[Any, ...], bind: Callable[..., Any], *argu
     """
     if is_dynamo_compiling() or _extension is None:
         return None
-    calls = layer._bound
+    calls = getattr(layer, "_bound", None)
     if calls is None:
+        _is_layer(layer)
         object.__setattr__(layer, "_bound", calls := {})
-    key = (*key, *debug.kernel_choices())
+    key = (*key, *_extension.kernel_choices())
     try:
         found = calls.get(key, 0)
     except TypeError:  # an option of a wrong type cannot be hashed: the operator refuses it

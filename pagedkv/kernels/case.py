@@ -169,7 +169,7 @@ class BindingBackend(Backend, Protocol):
     """
 
     def bind_attention(self, layer: KVLayer, options: AttentionOptions) -> Callable[..., None]:
-        """Return a function that takes the fields of an AttentionCall from q on.
+        """Return a function that takes the fields of an AttentionCall from q on; `lse` is None if no one asks for it.
 
         All calls of the function have queries of one dtype and one number of heads, and all or none have a tree mask.
         """

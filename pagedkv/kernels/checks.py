@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
@@ -32,6 +33,15 @@ def given(**tensors: object) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise InvalidRequest(f"{name} is {x!r}; it must be a tensor, or a PagedBatch that has one")
+
+
+def writable_views(**tensors: Tensor | None) -> None:
+    """Raise InvalidRequest for a view of negated memory: torch hands an operator a copy of it, and loses the result."""
+    for name, x in tensors.items():
+        if x is not None and not is_dynamo_compiling() and x.is_neg():
+            raise InvalidRequest(
+                f"{name} is a view of negated memory, which no kernel writes; give {name}.resolve_neg()"
+            )
 
 
 def inference_only(**tensors: Tensor | None) -> None:
@@ -113,16 +123,12 @@ def write(call: WriteCall) -> None:
         raise InvalidRequest(
             f"k is {_dtype(call.k_new)} and v is {_dtype(call.v_new)}; write_kv takes floats, and quantises them itself"
         )
-    if call.slots.dtype != torch.int64 or tuple(call.slots.shape) != (T,):
-        raise InvalidRequest(
-            f"slots is {_dtype(call.slots)} {list(call.slots.shape)}; "
-            f"for k {named(call.k_new, 'TKD')} it must be int64 [T={T}]"
-        )
+    _need(_is(call.slots, torch.int64, T), "slots", call.slots, f"int64 [T={T}] for k {named(call.k_new, 'TKD')}")
     _last_dim_contiguous(k=call.k_new, v=call.v_new)
     writable(call)
     if call.cos is not None or call.sin is not None:
         angles(call.cos, call.sin, D)
-        _positions(call.positions, T)
+        _need(_is(call.positions, torch.int64, T), "positions", call.positions, f"int64 [T={T}] to turn keys")
     _one_device(call, "k_new")
     if debug.level() >= 1:
         slot_values(call)
@@ -241,6 +247,20 @@ def named(x: Tensor, letters: str | tuple[str, ...]) -> str:
     return "[" + ", ".join(f"{letter}={size}" for letter, size in zip(letters, x.shape, strict=True)) + "]"
 
 
+def _need(is_right: bool, name: str, x: object, wanted: str) -> None:
+    """Raise InvalidRequest unless `x` is right."""
+    if not is_right:
+        given = f"{_dtype(x)} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        raise InvalidRequest(f"{name} is {given}; it must be {wanted}")
+
+
+def _is(x: object, dtype: torch.dtype, *shape: int | None) -> bool:
+    """Return whether `x` is a tensor of this dtype and shape. None: any size."""
+    if not isinstance(x, Tensor) or x.dtype != dtype or x.dim() != len(shape):
+        return False
+    return all(want in (None, size) for want, size in zip(shape, x.shape, strict=True))
+
+
 def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
@@ -298,12 +318,6 @@ def angles(cos: Tensor | None, sin: Tensor | None, D: int) -> None:
             want = f"two tables float32 [positions, R/2] with R from 2 to D={D}"
             raise InvalidRequest(f"rope.{name} is {_dtype(x)} {list(x.shape)}; cos and sin must be {want}")
     _last_dim_contiguous(**{"rope.cos": cos, "rope.sin": sin})
-
-
-def _positions(positions: Tensor | None, T: int) -> None:
-    if positions is None or positions.dtype != torch.int64 or tuple(positions.shape) != (T,):
-        given = "None" if positions is None else f"{_dtype(positions)} {list(positions.shape)}"
-        raise InvalidRequest(f"positions is {given}; to turn keys it must be int64 [T={T}]")
 
 
 def _one_device(call: AttentionCall | WriteCall | GatherSource, first: str) -> None:
@@ -392,9 +406,9 @@ def _sequences(call: AttentionCall | GatherSource) -> int:
     B = call.seq_lens.shape[0] if call.seq_lens.dim() == 1 else -1
     _int32(**{"batch.seq_lens": (call.seq_lens, B, "[B]"), "batch.rows": (call.rows, B, f"[B={B}]")})
     table = call.block_table
-    if table.dtype != torch.int32 or table.dim() != 2 or (call.rows is None and table.shape[0] < B):
-        rows = "[A, P]" if call.rows is not None else f"[A >= B={B}, P] (or give batch.rows)"
-        raise InvalidRequest(f"batch.block_table is {_dtype(table)} {list(table.shape)}; it must be int32 {rows}")
+    is_right = _is(table, torch.int32, None, None) and (call.rows is not None or table.shape[0] >= B)
+    rows = "[A, P]" if call.rows is not None else f"[A >= B={B}, P] (or give batch.rows)"
+    _need(is_right, "batch.block_table", table, f"int32 {rows}")
     _last_dim_contiguous(**{"batch.block_table": table})
     return B
 
@@ -402,25 +416,18 @@ def _sequences(call: AttentionCall | GatherSource) -> int:
 def _int32(**lists: tuple[Tensor | None, int, str]) -> None:
     """Raise InvalidRequest for a tensor that is not int32 of this length. The text is its shape in an error."""
     for name, (x, length, text) in lists.items():
-        if x is not None and (x.dtype != torch.int32 or tuple(x.shape) != (length,)):
-            raise InvalidRequest(f"{name} is {_dtype(x)} {list(x.shape)}; it must be int32 {text}")
+        _need(x is None or _is(x, torch.int32, length), name, x, f"int32 {text}")
 
 
 def _options(call: AttentionCall, H: int, T: int) -> None:
     per_head(call, H)
     each, B = call.causal_of, call.seq_lens.shape[0]
-    if each is not None and (each.dtype != torch.bool or each.dim() != 1 or len(each) < B):
-        raise InvalidRequest(
-            f"causal is {_dtype(each)} {list(each.shape)}; a tensor must be bool [B={B}]: which sequences are causal?"
-        )
-    tree = call.tree_mask
-    if tree is not None and (
-        tree.dtype != torch.bool or tree.dim() != 2 or tree.shape[0] != T or tree.shape[1] < call.max_seqlen_q
-    ):
-        wanted = (
-            f"bool [T={T}, max_seqlen_q={call.max_seqlen_q}]: may new token t see the j-th new token of its sequence?"
-        )
-        raise InvalidRequest(f"tree_mask is {_dtype(tree)} {list(tree.shape)}; it must be {wanted}")
+    is_right = each is None or (_is(each, torch.bool, None) and len(each) >= B)
+    _need(is_right, "causal", each, f"a bool, or bool [B={B}]: which sequences are causal?")
+    tree, least = call.tree_mask, call.max_seqlen_q
+    is_right = tree is None or (_is(tree, torch.bool, T, None) and tree.shape[1] >= least)
+    wanted = f"bool [T={T}, max_seqlen_q={least}]: may new token t see the j-th new token of its sequence?"
+    _need(is_right, "tree_mask", tree, wanted)
     numbers(call)
 
 
@@ -430,16 +437,8 @@ def per_head(options: AttentionOptions | AttentionCall, H: int | None = None) ->
     The entry points convert other float dtypes (`AttentionOptions.in_float32`).
     """
     for name, x in (("sinks", options.sinks), ("alibi_slopes", options.alibi_slopes)):
-        if x is None:
-            continue
-        if (
-            not isinstance(x, Tensor)
-            or x.dtype != torch.float32
-            or x.dim() != 1
-            or len(x) != (len(x) if H is None else H)
-        ):
-            given = f"{_dtype(x)} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
-            raise InvalidRequest(f"{name} is {given}; it must be a float tensor [H{'' if H is None else f'={H}'}]")
+        is_right = x is None or _is(x, torch.float32, H)
+        _need(is_right, name, x, f"a float tensor [H{'' if H is None else f'={H}'}]")
 
 
 def numbers(options: AttentionOptions | AttentionCall) -> None:
@@ -458,7 +457,7 @@ def numbers(options: AttentionOptions | AttentionCall) -> None:
         if value is not None and (not isinstance(value, Integral) or not 1 <= value < 2**63):
             raise InvalidRequest(f"{name} is {value!r}; it must be an integer of at least 1, or None")
     for name, number in (("scale", options.scale), ("softcap", options.softcap)):
-        if not isinstance(number, Real | None):
+        if not (isinstance(number, Real) or (number is None and name == "scale")):
             raise InvalidRequest(f"{name} is {number!r}; it must be a number")
     if options.scale is not None and not math.isfinite(options.scale):
         raise InvalidRequest(f"scale is {options.scale}; it must be a finite number, or None for D ** -0.5")

@@ -32,7 +32,7 @@ try:
 except ImportError as _error:
     _cpu, _missing = None, str(_error)
 
-if _cpu is not None and not hasattr(_cpu, "turn_heads"):
+if _cpu is not None and not hasattr(_cpu, "norm_rotate"):
     _cpu, _missing = None, "it was built from older sources"
 
 
@@ -96,8 +96,8 @@ def isa() -> str:
 
 def paged_attention(call: AttentionCall) -> None:
     """Attend. Modifies: call.out, call.lse. Raises: InvalidRequest for tables that name what is not there."""
-    x, tensors = extension(), (*call[:4], call.sinks, call.alibi_slopes)
-    binding = x.bind_attention(*tensors, *call[4:9], call.split_tokens)
+    x = extension()
+    binding = x.bind_attention(*call[:12])
     x.set_kernel(binding, 0, isa(), num_threads(), None)
     if x.attend(binding, *call[12:]) is None:
         checks.table_values(call)

@@ -158,6 +158,8 @@ def attend_by_operator(
 
     masks: tree_mask and causal_of
     """
+    others = {"tree_mask": masks[0], "causal": masks[1], "out": out}
+    checks.given(q=q, **{name: x for name, x in others.items() if x is not None})
     if q.dim() == 4:
         rest = (return_lse, backend)
         return attend_padded(
@@ -165,6 +167,7 @@ def attend_by_operator(
             q, out, batch.cu_seqlens_q, batch.slots,
         )  # fmt: skip
     on = on.in_float32()
+    checks.writable_views(out=out)
     checks.inference_only(q=q, out=out, sinks=on.sinks, alibi_slopes=on.alibi_slopes, **_pool(layer))
     call = (*bound_fields(layer, on), q, *tables_of(batch), *masks)
     if out is None:
@@ -227,6 +230,7 @@ def write_by_operator(
         checks.given(positions=positions)
     if k.dim() == 4:
         k, v, at, positions = tokens_of(k, v, at, positions)
+    checks.writable_views(**_pool(layer))
     angles_given = {} if rope is None else {"rope.cos": rope.cos, "rope.sin": rope.sin}
     checks.inference_only(k=k, v=v, **_pool(layer), **angles_given)
     positions = None if rope is None else positions

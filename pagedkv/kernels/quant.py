@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from pagedkv.spec import COMPUTE_DTYPES
+from pagedkv.spec import COMPUTE_DTYPES, KINDS
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -38,6 +38,11 @@ FLOATS: Final = COMPUTE_DTYPES
 
 QMAX: Final = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0, torch.uint8: 7.0}
 """The largest magnitude of a quantised element."""
+
+
+def kind_of(x: Tensor) -> int:
+    """Return the number that kernels know the dtype of `x` by."""
+    return KINDS[NAMES[x.dtype]]
 
 
 def head_dim(stored: Tensor) -> int:

@@ -85,10 +85,12 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     ),
     (option(window=(4, 1)), "window shows 1 positions after a query, and a causal query sees none of them"),
     *(
-        (option(causal=x), f"causal is {str(x.dtype)[6:]} {list(x.shape)}; a tensor must be bool [B=2]")
+        (option(causal=x), f"causal is {str(x.dtype)[6:]} {list(x.shape)}; it must be a bool, or bool [B=2]")
         for x in (torch.ones(1, dtype=torch.bool), torch.ones(2), torch.ones(1, 2, dtype=torch.bool))
     ),
     (option(split_tokens=-1), "split_tokens is -1; it must be an integer of at least 1, or None"),
+    (option(out=torch._neg_view(torch.zeros(5, 6, 64))), "out is a view of negated memory, which no kernel writes"),
+    (option(tree_mask=[True]), "tree_mask is [True]; it must be a tensor"),
     (option(softcap=-1.0), "softcap is -1.0; it must be a finite number, 0 for none"),
     (option(scale=float("nan")), "scale is nan; it must be a finite number, or None for D ** -0.5"),
     (
@@ -184,10 +186,15 @@ def test_a_wrong_value_is_named_when_debugging(
 TURNS = RotaryTable(torch.ones(39, 32), torch.ones(39, 32))
 
 WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "0",
+        {"layer": KVLayer(torch._neg_view(torch.zeros(7, 16, 2, 64)), torch.zeros(7, 16, 2, 64))},
+        "layer.k is a view of negated memory, which no kernel writes; give layer.k.resolve_neg()",
+    ),
     ("0", {"k": torch.zeros(5, 2, 32)}, "k is [T=5, K=2, D=32] but layer.k has K=2 kv heads of D=64"),
     ("0", {"v": torch.zeros(4, 2, 64)}, "v is [T=4, K=2, Dv=64]; with this k and layer.v it must be [T=5, K=2, Dv=64]"),
     ("0", {"k": torch.zeros(5, 2, 64).int()}, "k is int32 and v is float32; write_kv takes floats"),
-    ("0", {"slots": torch.zeros(4).long()}, "slots is int64 [4]; for k [T=5, K=2, D=64] it must be int64 [T=5]"),
+    ("0", {"slots": torch.zeros(4).long()}, "slots is int64 [4]; it must be int64 [T=5] for k [T=5, K=2, D=64]"),
     ("0", {"slots": torch.zeros(5, dtype=INT32)}, "slots is int32 [5]"),
     (
         "1",
@@ -213,7 +220,7 @@ WRONG_WRITES: list[tuple[str, dict[str, Any], str]] = [
     (
         "0",
         {"rope": TURNS, "positions": torch.zeros(4).long()},
-        "positions is int64 [4]; to turn keys it must be int64 [T=5]",
+        "positions is int64 [4]; it must be int64 [T=5] to turn keys",
     ),
     ("1", {"rope": TURNS}, "positions holds 0 to 39 but there are 39 positions in rope.cos: 0 to 38 are allowed"),
     ("2", {"slots": torch.tensor([0, 9, 9, -1, -1])}, "slots names slots [9] more than once"),

@@ -75,7 +75,7 @@ def test_a_store_without_slots_or_positions_is_refused() -> None:
     learnt = RotaryTable(torch.rand(9, 32, requires_grad=True), torch.rand(9, 32))
     with pytest.raises(InvalidRequest, match=r"rope\.cos requires grad"):
         write_kv(new, new, layer, torch.tensor(SLOTS), torch.arange(7), rope=learnt)
-    with pytest.raises(InvalidRequest, match=r"positions is None; to turn keys it must be int64 \[T=7\]"):
+    with pytest.raises(InvalidRequest, match=r"positions is None; it must be int64 \[T=7\] to turn keys"):
         write_kv(new, new, layer, torch.tensor(SLOTS), rope=turns)
 
 

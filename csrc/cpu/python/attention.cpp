@@ -1,14 +1,17 @@
 // From Python objects to an Attention.
 //
-//     bind_attention(k, v, k_scale, v_scale, sinks, alibi_slopes, scale, causal, window, right, softcap, split_tokens)
+//     bind_attention(k, v, k_scale, v_scale, scale, causal, window, right, softcap, sinks, alibi_slopes, split_tokens)
 //         returns a binding, or None if the operator must serve every call
 //     attend(binding, q, block_table, rows, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, tree_mask, causal_of,
 //            out, lse)
 //         lse: a bool, whether the caller wants one; or, if Python has checked the call, the LSE's tensor
 //
+// The order of arguments is that of the fields of AttentionCall (pagedkv/kernels/args.py).
+//
 // Both return None if a table names what is not there: then checks.table_values has the words.
 //
-// A Python kernel that serves a bound call takes the arguments of attend after the first, with tensors for out and lse.
+// A Python kernel that serves a bound call takes the arguments of attend after the first, with a tensor for out, and
+// for lse a tensor, or None if the caller wants none.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -86,6 +89,14 @@ bool names_what_is_there(const Binding& b, const Tensor* t, int64_t max_q, int64
     return true;
 }
 
+// torch.empty_like(like)
+py::object same_tensor(PyObject* like) {
+    static PyObject* const empty_like = py::object(py::module_::import("torch").attr("empty_like")).release().ptr();
+    PyObject* made = PyObject_CallOneArg(empty_like, like);
+    if (!made) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(made);
+}
+
 // like.new_empty(shape[, dtype=float32])
 py::object new_tensor(PyObject* like, py::object shape, bool is_float32) {
     static PyObject* const new_empty = PyUnicode_InternFromString("new_empty");
@@ -129,10 +140,13 @@ py::object attend(PyObject* const* x) {
     int64_t kind = H << 20 | given | int64_t{q.code} << 8 | q.bits;
     Server server = b.server;  // a copy: another thread may set another kernel meanwhile
     if (!is_checked && server.kind != kind) return py::int_(kind);
-    bool with_lse = x[LSE] == Py_True, makes_lse = with_lse || server.serve;  // Python's kernels always store one
+    bool with_lse = x[LSE] == Py_True;
+    bool is_like_q = q.shape[2] == b.attention.Dv && q.strides[2] == 1 && q.strides[1] == q.shape[2] &&
+        q.strides[0] == H * q.shape[2];  // then torch makes `out` faster
     py::object out = py::reinterpret_borrow<py::object>(x[OUT]), lse = py::reinterpret_borrow<py::object>(x[LSE]);
-    if (!t[OUT].is_given) out = new_tensor(x[Q], py::make_tuple(T, H, b.attention.Dv), false);
-    if (!is_checked) lse = makes_lse ? new_tensor(x[Q], py::make_tuple(T, H), true) : py::none();
+    if (!t[OUT].is_given)
+        out = is_like_q ? same_tensor(x[Q]) : new_tensor(x[Q], py::make_tuple(T, H, b.attention.Dv), false);
+    if (!is_checked) lse = with_lse ? new_tensor(x[Q], py::make_tuple(T, H), true) : py::none();
     if (server.serve) {
         PyObject* arguments[NUM_ATTEND];
         std::copy_n(x, NUM_ATTEND, arguments), arguments[OUT] = out.ptr(), arguments[LSE] = lse.ptr();
@@ -147,9 +161,9 @@ py::object attend(PyObject* const* x) {
     return with_lse ? py::make_tuple(out, lse) : out;
 }
 
-py::object bind_attention(py::object k, py::object v, py::object k_scale, py::object v_scale, py::object sinks,
-    py::object slopes, double scale, bool causal, std::optional<int64_t> window,
-    std::optional<int64_t> right, double softcap, std::optional<int64_t> split) {
+py::object bind_attention(py::object k, py::object v, py::object k_scale, py::object v_scale, double scale, bool causal,
+    std::optional<int64_t> window, std::optional<int64_t> right, double softcap, py::object sinks, py::object slopes,
+    std::optional<int64_t> split) {
     py::object capsule = new_binding({k, v, k_scale, v_scale, sinks, slopes});
     if (!capsule) return py::none();
     Binding& b = binding_of(capsule);
@@ -160,9 +174,9 @@ py::object bind_attention(py::object k, py::object v, py::object k_scale, py::ob
     a.k = view_of(t[BOUND_K]), a.v = view_of(t[BOUND_V]), a.k_scale = view_of(t[BOUND_K_SCALE]);
     a.v_scale = view_of(t[BOUND_V_SCALE]), a.sinks = view_of(t[BOUND_SINKS]), a.slopes = view_of(t[BOUND_SLOPES]);
     a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap), a.causal = causal;
-    a.window = window.value_or(0) < NO_LIMIT ? window.value_or(0) : 0;
-    a.right = std::min(right.value_or(NO_LIMIT), NO_LIMIT);
-    a.split_tokens = std::min(split.value_or(0), NO_LIMIT);
+    a.window = window.value_or(0) < FARTHEST ? window.value_or(0) : 0;
+    a.right = std::min(right.value_or(FARTHEST), FARTHEST);
+    a.split_tokens = std::min(split.value_or(0), FARTHEST);
     return capsule;
 }
 

@@ -41,6 +41,18 @@ void set_kernel(py::object binding, int64_t kind, const std::string& isa, int th
     std::swap(binding_of(binding).server, server);  // the old one may run any code when it goes: only now
 }
 
+// The variables that decide which kernel serves a call, unread: a key for what was chosen. os.environ takes a
+// microsecond for each.
+py::object kernel_choices(PyObject* const*) {
+    py::tuple found(3);
+    int i = 0;
+    for (const char* name : {"PAGEDKV_KERNELS", "PAGEDKV_CPU_ISA", "PAGEDKV_NUM_THREADS"}) {
+        const char* text = std::getenv(name);
+        found[i++] = text ? py::object(py::bytes(text)) : py::object(py::none());
+    }
+    return found;
+}
+
 }  // namespace
 
 Binding& binding_of(py::handle capsule) {
@@ -101,6 +113,7 @@ bool read_integer(PyObject* x, int64_t& to) {
 void define_bindings(py::module_& m) {
     m.def("register_torch", register_torch,
         "Register torch.Tensor, how to read one, and torch's functions: threads, gradients, observers of operators.");
+    define_fast<kernel_choices, 0>(m, "kernel_choices", "The variables that choose a kernel, as bytes or None.");
     m.def("set_kernel", set_kernel, "Set the kernel that serves calls of a kind: an instruction set, or a callable.");
 }
 

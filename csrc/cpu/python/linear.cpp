@@ -2,7 +2,7 @@
 //
 //     linear(mode, x, norm, weights, scales, bias, out, eps, isa, threads)
 //     add_normed(residual, y, norm, eps, isa)
-//     turn_heads(qkv, q_norm, k_norm, cos, sin, num_heads, num_kv_heads, eps, isa, threads)
+//     norm_rotate(qkv, q_norm, k_norm, cos, sin, num_heads, num_kv_heads, eps, isa, threads)
 //
 // Each returns True, or None if it does not serve the call: then the definition in torch does, or says what is wrong.
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 enum { MODE, X, NORM, WEIGHTS, SCALES, BIAS, OUT, EPS, ISA, THREADS, NUM_LINEAR };
 enum { RESIDUAL, ADDED, ADD_NORM, ADD_EPS, ADD_ISA, NUM_ADD };
-enum { QKV, Q_NORM, K_NORM, COS, SIN, HEADS, KV_HEADS, HEADS_EPS, HEADS_ISA, HEADS_THREADS, NUM_HEADS };
+enum { QKV, Q_NORM, K_NORM, COS, SIN, HEADS, KV_HEADS, ROTATE_EPS, ROTATE_ISA, ROTATE_THREADS, NUM_ROTATE };
 
 constexpr int64_t MOST_THREADS = 4096;  // as pagedkv/debug.py has it
 constexpr int64_t MOST_NUMBERS = int64_t{1} << 40;  // of a matrix: sizes of scratch memory stay far from 2^63
@@ -125,15 +125,15 @@ py::object add_normed(PyObject* const* given) {
     return done();
 }
 
-py::object turn_heads(PyObject* const* given) {
+py::object norm_rotate(PyObject* const* given) {
     Tensor qkv, q_norm, k_norm, cos, sin;
     int64_t threads;
-    Heads h{};
+    NormRotate h{};
     for (const auto& [at, to] :
         {std::pair{QKV, &qkv}, {Q_NORM, &q_norm}, {K_NORM, &k_norm}, {COS, &cos}, {SIN, &sin}})
         if (!read_tensor(given[at], *to, false)) return py::none();
     if (!read_integer(given[HEADS], h.H) || !read_integer(given[KV_HEADS], h.K)) return py::none();
-    if (!read_threads(given[HEADS_THREADS], threads) || !read_float(given[HEADS_EPS], h.eps)) return py::none();
+    if (!read_threads(given[ROTATE_THREADS], threads) || !read_float(given[ROTATE_EPS], h.eps)) return py::none();
     h.T = qkv.shape[0], h.D = 2 * cos.shape[1];
     int64_t most = h.D ? qkv.shape[1] / h.D : 0;  // heads
     if (h.H < 1 || h.K < 1 || h.H > most || h.K > most || h.T > MOST_NUMBERS / most) return py::none();
@@ -145,10 +145,10 @@ py::object turn_heads(PyObject* const* given) {
     h.type = dtype_of(qkv), h.norm_type = q_norm.is_given ? dtype_of(q_norm) : h.type;
     if (!q_norm.is_given && k_norm.is_given) h.norm_type = dtype_of(k_norm);
     h.qkv = view_of(qkv), h.cos = view_of(cos), h.sin = view_of(sin), h.q_norm = q_norm.data, h.k_norm = k_norm.data;
-    const Isa& isa = isa_at(given[HEADS_ISA]);
+    const Isa& isa = isa_at(given[ROTATE_ISA]);
     {
         py::gil_scoped_release released;
-        if (h.T) run_turn_heads(isa, h, static_cast<int>(threads));
+        if (h.T) run_norm_rotate(isa, h, static_cast<int>(threads));
     }
     return done();
 }
@@ -158,7 +158,7 @@ py::object turn_heads(PyObject* const* given) {
 void define_linear(py::module_& m) {
     define_fast<linear, NUM_LINEAR>(m, "linear", "Compute norm(x) W^T: True, or None if it does not serve the call.");
     define_fast<add_normed, NUM_ADD>(m, "add_normed", "Add norm(y) to a residual: True, or None.");
-    define_fast<turn_heads, NUM_HEADS>(m, "turn_heads", "Norm and turn the heads of q and k: True, or None.");
+    define_fast<norm_rotate, NUM_ROTATE>(m, "norm_rotate", "Norm and rotate the heads of q and k: True, or None.");
 }
 
 }  // namespace pagedkv

@@ -22,7 +22,6 @@ from pagedkv.kernels import quant
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, KVLayer
 from pagedkv.kernels.cuda.specialisation import (
     CLASSES,
-    KINDS,
     AttentionSpecialisation,
     Keys,
     PiecesSpecialisation,
@@ -145,13 +144,13 @@ class AttentionLauncher:
 
     def __call__(
         self, q: Tensor, table: Tensor, rows: Tensor | None, seq_lens: Tensor, starts: Tensor,
-        max_q: int, max_k: int, tree: Tensor | None, causal_of: Tensor | None, out: Tensor, lse: Tensor,
+        max_q: int, max_k: int, tree: Tensor | None, causal_of: Tensor | None, out: Tensor, lse: Tensor | None,
     ) -> None:  # fmt: skip
-        """Attend. Modifies: out, lse."""
+        """Attend. An LSE of None goes to the workspace. Modifies: out, lse."""
         machine, on = self._machine, self._options
-        q_at, split = q.data_ptr(), on.split_tokens
+        q_at, shape, split = q.data_ptr(), q.shape, on.split_tokens
         key = (
-            q_at & 15, q.shape, q.stride(), out.stride(), table.stride(0), seq_lens.shape, max_q,
+            q_at & 15, shape, q.stride(), out.stride(), table.stride(), seq_lens.shape, max_q,
             -(-max(max_k, 1) // split) if split else 0, None if tree is None else (tree.shape[1], tree.stride()),
             None if causal_of is None else causal_of.stride(),
         )  # fmt: skip
@@ -159,22 +158,25 @@ class AttentionLauncher:
         if launches is None:
             arguments = (q, table, rows, seq_lens, starts, max_q, max_k, tree, causal_of, out, lse)
             launches = self._compute(key, *arguments)
-        sinks, slopes = self._heads if self._is_dense else (_dense(x, machine) for x in self._heads)
-        rows, into = _dense(rows, machine), lse if lse.is_contiguous() else _copy_of(lse, machine)  # padding stays
+        heads = self._heads if self._is_dense else tuple(_dense(x, machine) for x in self._heads)
+        rows, into = _dense(rows, machine), _dense(lse, machine)
+        scratch = shape[0] * shape[1] if into is None else 0
         if tree is not None and tree.stride(1) != 1:
             tree = _copy_of(tree, machine)
         pointers = (
             q_at, *self._pool, table.data_ptr(), _address(rows), seq_lens.data_ptr(), starts.data_ptr(),
-            _address(sinks), _address(slopes), _address(tree), _address(causal_of), out.data_ptr(), into.data_ptr(),
+            *map(_address, heads), _address(tree), _address(causal_of), out.data_ptr(),
         )  # fmt: skip
         for kernel, blocks, floats, slots, rest, merge in launches:
-            partials, tickets = machine.workspace(floats, q), machine.tickets(slots, q) if slots else None
-            params = POINTERS.pack(*pointers, partials.data_ptr(), _address(tickets)) + rest
+            partials, tickets = machine.workspace(floats + scratch, q), machine.tickets(slots, q) if slots else None
+            at = partials.data_ptr()
+            lse_at = at + 4 * floats if into is None else into.data_ptr()
+            params = POINTERS.pack(*pointers, lse_at, at, _address(tickets)) + rest
             machine.launch(kernel, blocks, params)
             if merge is not None:
                 machine.launch(merge, blocks, params, early=True)
-        if into is not lse:
-            lse.copy_(into)
+        if lse is not None and into is not None and into is not lse:
+            lse.copy_(into)  # padding stays
 
     def _compute(self, key: tuple[Any, ...], *arguments: Any) -> tuple[Launch, ...]:
         if len(self._launches) >= MOST_LAUNCHES:
@@ -197,7 +199,7 @@ def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tu
     Raises InvalidRequest if rows are not aligned, or shared memory is too small.
     """
     group = call.q.shape[1] // call.k.shape[2]
-    kinds = (KINDS[quant.NAMES[call.q.dtype]], KINDS[quant.NAMES[call.k.dtype]])
+    kinds = (quant.kind_of(call.q), quant.kind_of(call.k))
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
     copy, scales = _copy_bytes(call), (call.k_scale, call.v_scale)
     token_scales, v_in_k = any(scale is not None and scale.dim() for scale in scales), is_v_in_k(call.k, call.v)

@@ -16,6 +16,7 @@ import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.cuda import attention, moves, specialisation
+from pagedkv.spec import KINDS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +41,7 @@ def _dim_objections(name: str, dim: int | None, case: Case) -> list[str]:
     """Return the objections to a head dim: fragments of the tensor cores have 16 columns, and warps share wide heads
     equally."""
     dims = (case.head_dim or dim or 16, case.head_dim_v or dim or 16)
-    unit = 16 * specialisation.parts_of(dims, (specialisation.KINDS.get(case.dtype or "", 0), 0))
+    unit = 16 * specialisation.parts_of(dims, (KINDS.get(case.dtype or "", KINDS["bfloat16"]), 0))
     if dim is None or (dim % unit == 0 and 0 < dim <= specialisation.LARGEST_HEAD_DIM):
         return []
     return [
@@ -54,14 +55,9 @@ def shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
 
     A fact that `case` lacks is no objection.
     """
-    if (
-        case.op != "paged_attention"
-        or case.dtype is None
-        or case.kv_dtype not in specialisation.KINDS
-        or case.head_dim is None
-    ):
+    if case.op != "paged_attention" or case.dtype is None or case.kv_dtype not in KINDS or case.head_dim is None:
         return []
-    kinds = (specialisation.KINDS[case.dtype], specialisation.KINDS[case.kv_dtype])
+    kinds = (KINDS[case.dtype], KINDS[case.kv_dtype])
     keys = specialisation.Keys(
         token_scales=int("token_head_scale" in case.features), v_in_k=1
     )  # V in K needs the least memory

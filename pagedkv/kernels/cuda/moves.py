@@ -16,7 +16,6 @@ from pagedkv.kernels.args import GatherCall, KVLayer, RotaryTable, WriteCall, bo
 from pagedkv.kernels.cuda.attention import MOST_LAUNCHES
 from pagedkv.kernels.cuda.specialisation import (
     COPY_RUN,
-    KINDS,
     CopySpecialisation,
     GatherSpecialisation,
     MergeSpecialisation,
@@ -94,7 +93,7 @@ def writes_of(call: WriteCall) -> list[tuple[WriteSpecialisation, int, bytes]]:
     if not T or not K:
         return []
     half = 0 if call.cos is None else call.cos.shape[1]
-    kinds = [KINDS[quant.NAMES[x.dtype]] for x in (call.k, call.k_new, call.v_new)]
+    kinds = [quant.kind_of(x) for x in (call.k, call.k_new, call.v_new)]
     rope = 0 if not half else 2 if call.interleaved else 1
     scales = (scale_kind(call.k_scale), scale_kind(call.v_scale))
     kernel = WriteSpecialisation(kinds[0], kinds[1], kinds[2], D, Dv or D, *scales, rope, half)
@@ -121,7 +120,7 @@ def gather_kv(call: GatherCall, machine: Machine) -> None:
     rows, (D, Dv) = call.k_out.shape[0] * L, (out.shape[-1] for out in outs)
     if not rows or not B:
         return
-    kinds = [KINDS[quant.NAMES[tensor.dtype]] for tensor in (x.k, call.k_out)]
+    kinds = [quant.kind_of(tensor) for tensor in (x.k, call.k_out)]
     kernel = GatherSpecialisation(kinds[0], kinds[1], D, Dv, scale_kind(x.k_scale), scale_kind(x.v_scale))
     pointers = (x.k, x.v, x.k_scale, x.v_scale, x.block_table, x.rows, x.seq_lens, x.first, call.starts, *outs)
     strides = [stride * pool.element_size() for pool in (x.k, x.v) for stride in pool.stride()[:3]]
@@ -147,7 +146,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, mac
         bits = (a_token | a_head | b_token | b_head | Dv) * size | addresses[0] | addresses[1] | addresses[4]
         steps = (a_token * size, a_head * size, b_token * size, b_head * size, *lse_a.stride(), *lse_b.stride())
         params = MERGE_LAYOUT.pack(*addresses, *steps, T * H, H, bits % (4 * size) == 0)
-        machine.launch(MergeSpecialisation(KINDS[quant.NAMES[out.dtype]], Dv), -(-T * H // vectors_of(Dv)), params)
+        machine.launch(MergeSpecialisation(quant.kind_of(out), Dv), -(-T * H // vectors_of(Dv)), params)
     return out, lse
 
 

@@ -12,11 +12,9 @@ from functools import lru_cache
 from typing import Final, NamedTuple, Protocol
 
 from pagedkv.errors import InvalidRequest
+from pagedkv.spec import BITS, KINDS
 
-KINDS: Final = {"bfloat16": 0, "float16": 1, "float32": 2, "fp8_e4m3": 3, "fp8_e5m2": 4, "int8": 5, "int4": 6}
-"""`Kind` in csrc/cuda/elements.cuh."""
-
-BITS: Final = (16, 16, 32, 8, 8, 8, 4)
+_BITS: Final = tuple(BITS.values())
 LARGEST_HEAD_DIM: Final = 576
 """The largest head dim of K and of V in attention: the result stays in registers."""
 
@@ -109,7 +107,7 @@ class AttentionSpecialisation:
 
     def row_bytes(self, dim: int) -> int:
         """Return the bytes of one key or value of `dim` elements in the pool."""
-        return dim * BITS[self.kv_kind] // 8
+        return dim * _BITS[self.kv_kind] // 8
 
 
 @dataclass(frozen=True, slots=True)

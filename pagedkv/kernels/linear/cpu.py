@@ -48,7 +48,7 @@ class Body(Operations):
         angles: tuple[Tensor, Tensor], eps: float,
     ) -> None:  # fmt: skip
         """As in the definition."""
-        if not self._x.turn_heads(qkv, *norms, *angles, *heads, eps, self._isa, self._threads):
+        if not self._x.norm_rotate(qkv, *norms, *angles, *heads, eps, self._isa, self._threads):
             super().norm_rotate(qkv, heads, norms, angles, eps)
 
     def _linear(

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 Words = np.ndarray[Any, np.dtype[np.int64]]
 """A call, as the loops read it."""
 
-KINDS: Final = {name: kind for kind, name in enumerate(quant.DTYPES)}
-"""The kind of each dtype, by its name in KVSpec: the number that elements.py gives to that dtype."""
 ROWS_AT_ONCE: Final = 64
 """The most rows (queries times G) of one kv head in a unit of work, unless G is larger; of all its heads twice that."""
 WRITE_ALONE: Final = 16
@@ -64,7 +62,7 @@ def paged_attention(call: AttentionCall) -> None:
     options = (call.sinks, call.alibi_slopes, call.tree_mask, call.causal_of)
     _put_tensors(words, (call.q, *pool, *tables, *options, call.out, call.lse))
     words[attention.H : attention.S + 1] = (H, K, D, Dv, S)
-    words[attention.Q_KIND : attention.KV_KIND + 1] = (_kind(call.q), _kind(call.k))
+    words[attention.Q_KIND : attention.KV_KIND + 1] = (quant.kind_of(call.q), quant.kind_of(call.k))
     words[attention.CAUSAL : attention.SPLIT_TOKENS + 1] = (
         call.causal,
         *bounds(call.window, call.right),
@@ -102,7 +100,7 @@ def write_kv(call: WriteCall) -> None:
         _put_tensors(words, (new, pool, scale, call.slots, *rope))
         words[write.T : write.S + 1] = (T, *new.shape[1:], pool.shape[1])
         is_per_token = scale is not None and scale.dim() == 3
-        words[write.NEW_KIND : write.PER_TOKEN + 1] = (_kind(new), _kind(pool), is_per_token)
+        words[write.NEW_KIND : write.PER_TOKEN + 1] = (quant.kind_of(new), quant.kind_of(pool), is_per_token)
         words[write.ROTARY : write.INTERLEAVED + 1] = (0 if cos is None else cos.shape[1], call.interleaved)
         scratch = np.empty((threads, new.shape[2]), np.float32)
         words[write.SCRATCH : write.RUN + 1] = (scratch.ctypes.data, max(WRITE_ALONE, T // (4 * threads)))
@@ -125,7 +123,7 @@ def gather_kv(call: GatherCall) -> None:
         rows = out if call.starts is None else out[None]
         _put_tensors(words, (pool, scale, *tables, rows))
         words[gather.B : gather.S + 1] = (B, L, N, *rows.shape[2:], pool.shape[1])
-        words[gather.POOL_KIND : gather.OUT_KIND + 1] = (_kind(pool), _kind(out))
+        words[gather.POOL_KIND : gather.OUT_KIND + 1] = (quant.kind_of(pool), quant.kind_of(out))
         if call.starts is not None:
             words[gather.OUT + 1] = 0  # rows are numbered over all sequences
         scratch = np.empty((threads, rows.shape[3]), np.float32)
@@ -147,10 +145,6 @@ def _put_tensors(words: Words, tensors: tuple[Tensor | None, ...]) -> None:
             size, words[4 * i] = x.element_size(), x.data_ptr()
             strides = x.stride()[:3]
             words[4 * i + 1 : 4 * i + 1 + len(strides)] = [stride * size for stride in strides]
-
-
-def _kind(x: Tensor) -> int:
-    return KINDS[quant.NAMES[x.dtype]]
 
 
 def _run(function: Any, words: Words, threads: int) -> None:

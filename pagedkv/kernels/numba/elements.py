@@ -21,7 +21,7 @@ from pagedkv.machine_code import MachineCode
 
 MACHINE_CODE = MachineCode(Path(__file__).parent, numba.config)
 
-F32, BF16, F16, E4M3, E5M2, I8, I4 = range(7)  # the order of quant.DTYPES
+F32, BF16, F16, E4M3, E5M2, I8, I4 = range(7)  # spec.KINDS
 
 
 @intrinsic

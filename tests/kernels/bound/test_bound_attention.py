@@ -216,6 +216,7 @@ def test_binding_reads_the_variables_and_refuses_at_once(monkeypatch: pytest.Mon
         ({"window": 2.5}, "window is 2.5; give an integer"),
         ({"split_tokens": 1 << 70}, "split_tokens is 1180591620717411303424; it must be"),
         ({"softcap": "5"}, "softcap is '5'; it must be a number"),
+        ({"softcap": None}, "softcap is None; it must be a number"),
         ({"sinks": torch.zeros(6).int()}, r"sinks is int32 \[6\]; it must be a float tensor \[H\]"),
         ({"alibi_slopes": torch.zeros(2, 3)}, r"alibi_slopes is float32 \[2, 3\]; it must be a float tensor \[H\]"),
         ({"sinks": [0.0] * 6}, r"sinks is \[0.0, .*; it must be a float tensor"),
@@ -225,6 +226,11 @@ def test_binding_reads_the_variables_and_refuses_at_once(monkeypatch: pytest.Mon
             bind_attention(built.layer, **options)
     with pytest.raises(InvalidRequest, match="layer is of type Tensor; give a KVLayer"):
         bind_attention(built.layer.k)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="layer is of type Tensor; give a KVLayer"):
+            functional(built._replace(layer=built.layer.k))
+    with pytest.raises(InvalidRequest, match="k and v of a layer are of type Tensor and NoneType; give tensors"):
+        KVLayer(built.layer.k, None)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="rope is 10000; give a RotaryTable"):
         bind_write(built.layer, rope=10000)  # type: ignore[arg-type]
 
@@ -408,7 +414,7 @@ def test_wrong_arguments_of_the_extension_are_type_errors() -> None:
             call(*arguments)
     with pytest.raises(ValueError, match="this processor has no avx1024"):
         cpu._cpu.set_kernel(binding, 1, "avx1024", 1, None)
-    assert cpu._cpu.bind_attention(None, *[None] * 5, 1.0, True, None, None, 0.0, None) is None
+    assert cpu._cpu.bind_attention(None, *[None] * 3, 1.0, True, None, None, 0.0, *[None] * 3) is None
 
 
 def test_results_of_a_wrong_shape_are_refused_by_the_operator() -> None:
