@@ -54,6 +54,7 @@ def generate(
     weights: options.Weights = None,
     device: options.Device = "cpu",
     max_tokens: options.MaxTokens = 128,
+    min_tokens: options.MinTokens = 0,
     num_samples: options.NumSamples = 1,
     as_json: options.JsonObject = False,
     chat: options.Chat = False,
@@ -64,6 +65,8 @@ def generate(
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    presence_penalty: options.PresencePenalty = 0.0,
     num_beams: options.NumBeams = 1,
     seed: options.Seed = None,
     stop: options.Stop = None,
@@ -86,10 +89,11 @@ def generate(
     templating = prompts.Templating(chat, system, prompts.variables(template_var or ()))
     source = prompts.read(prompt, prompt_file, dash, templating)
     folder = None if model is None else hub.find(model)
-    sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop or (), "ignore_eos": ignore_eos}
-    sampling["num_beams"] = num_beams
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "min_tokens": min_tokens, "seed": seed, "logprobs": logprobs}
+    sampling |= {"stop": stop or (), "ignore_eos": ignore_eos, "num_beams": num_beams}
     sampling |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    sampling |= {"repetition_penalty": repetition_penalty, "logprobs": logprobs}
+    sampling |= {"repetition_penalty": repetition_penalty, "frequency_penalty": frequency_penalty}
+    sampling["presence_penalty"] = presence_penalty
     pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
     loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, **pool}
     loading["speculate"] = speculate

@@ -37,6 +37,7 @@ Weights = Annotated[
     str | None, typer.Option(metavar="NAME", help="int8 or int4: quantise the linear layers while loading.")
 ]
 MaxTokens = Annotated[int, typer.Option(metavar="N", help="Of output, at most.")]
+MinTokens = Annotated[int, typer.Option(metavar="N", help="Of output, before it may end.")]
 NumSamples = Annotated[int, typer.Option(metavar="N", help="Outputs for each prompt; they share its frames.")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N.")]
 JsonObject = Annotated[
@@ -91,6 +92,13 @@ Logprobs = Annotated[
 BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens in a frame.", rich_help_panel=_MEMORY)]
 NumFrames = Annotated[int | None, typer.Option(metavar="N", help="Frames in the pool.", rich_help_panel=_MEMORY)]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Or its size, such as 2GiB.", rich_help_panel=_MEMORY)]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option(metavar="F", help="For each time a token is in the output; 0 is off.", rich_help_panel=_SAMPLING),
+]
+PresencePenalty = Annotated[
+    float, typer.Option(metavar="P", help="Once, if a token is in the output; 0 is off.", rich_help_panel=_SAMPLING)
+]
 NumBeams = Annotated[int, typer.Option(metavar="N", help="Beam search: 1 is off.", rich_help_panel=_SAMPLING)]
 Speculate = Annotated[
     str | None, typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, or the folder of a smaller model.")

@@ -123,6 +123,10 @@ def test_options_reach_the_engine(command):
     assert ask("--kernels", "reference", "--dtype", "float32", "--memory", "64MiB")["text"] == DEMO_ANSWER
     assert ask("--weights", "int8")["text"] == DEMO_ANSWER
     assert ask("--repetition-penalty", 1e6)["text"] != DEMO_ANSWER
+    assert ask("--min-tokens", 14)["text"].startswith(DEMO_ANSWER + " ")
+    warm = ("--temperature", 5, "--seed", 3, "--max-tokens", 40)
+    for penalty in ("--frequency-penalty", "--presence-penalty"):
+        assert ask(*warm, penalty, -2)["text"] != ask(*warm)["text"]
     wild = ("--temperature", 100, "--seed", 3, "--max-tokens", 8)
     assert ask(*wild)["text"] != ask("--max-tokens", 8)["text"]
     for narrow in (("--top-k", 1), ("--top-p", 1e-9), ("--min-p", 1)):
