@@ -57,6 +57,20 @@ _ROUNDING: Final = 1e-5
 """More than the rounding of a sum of weights in float32, relative to the sum."""
 
 
+_DAMAGED: Final = (
+    "the logits hold NaN, +inf or only -inf: checkpoint or cache is damaged, or the dtype overflows; try dtype "
+    "float32, or PAGEDKV_DEBUG=3"
+)
+_NO_TOKEN: Final = (
+    "no token is left to draw: allowed_ids, the grammar, min_tokens or the logits processor forbid all of them "
+    "together; allow more"
+)
+_OVERFLOW: Final = (
+    "penalties or the logits processor made a logit NaN or +inf; raise repetition_penalty, or mend the processor"
+)
+"""The errors of a row: of the model's logits, and of those that its rules made."""
+
+
 class SamplingRow(NamedTuple):
     """The sampling parameters and the state of one row of the logits.
 
@@ -101,17 +115,16 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     Shapes:   logits float32 [B, V], on any device
     Modifies: the generators of the rows that are not greedy
     """
-    largest, tokens = _largest(logits)
-    ruled, errors = _ruled(logits, rows)
-    of_model, likeliest = largest, tokens
-    if ruled or any(row.params.logprobs is not None for row in rows):
-        largest, tokens = largest.clone(), tokens.clone()
+    largest, likeliest = _largest(logits)
+    errors = dict.fromkeys(_not_finite(largest), _DAMAGED)
+    ruled = _ruled(logits, rows, errors)
+    tokens = likeliest.clone()
+    if ruled:
+        largest = largest.clone()
         for b, z in ruled.items():
             largest[b], tokens[b] = (found[0] for found in _largest(z[None]))
-    broken = ~largest.isfinite()
-    if broken.any():
-        for b in broken.nonzero()[:, 0].tolist():
-            errors.setdefault(b, _fault(float(of_model[b]), float(largest[b]), is_ruled=b in ruled))
+        for b in _not_finite(largest):
+            errors.setdefault(b, _NO_TOKEN if largest[b] == -math.inf else _OVERFLOW)
     if errors:
         tokens[list(errors)] = -1
     drawing = [b for b, row in enumerate(rows) if not row.params.greedy and b not in errors]
@@ -123,32 +136,22 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     return Sampled(tokens, errors, dict(zip(asked, found, strict=True)))
 
 
-def _ruled(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[dict[int, Tensor], dict[int, str]]:
-    """Return the edited logits of the rows that have rules, and the errors of those whose rules fail."""
+def _not_finite(largest: Tensor) -> list[int]:
+    """Return the rows whose largest logit is NaN, +inf or -inf."""
+    broken = ~largest.isfinite()
+    return broken.nonzero()[:, 0].tolist() if broken.any() else []
+
+
+def _ruled(logits: Tensor, rows: Sequence[SamplingRow], errors: dict[int, str]) -> dict[int, Tensor]:
+    """Return the edited logits of the rows that have rules and no error yet. Modifies: errors"""
     ruled: dict[int, Tensor] = {}
-    errors: dict[int, str] = {}
     for b, row in enumerate(rows):
-        if row.rules is not None:
+        if row.rules is not None and b not in errors:
             try:
                 ruled[b] = row.rules.apply(logits[b])
             except InvalidRequest as error:
                 errors[b] = str(error)
-    return ruled, errors
-
-
-def _fault(of_model: float, ruled: float, *, is_ruled: bool) -> str:
-    """Return why a row has no token. of_model, ruled: its largest logit, before and after its rules."""
-    if not math.isfinite(of_model) or not is_ruled:
-        return (
-            "the logits hold NaN, +inf or only -inf: checkpoint or cache is damaged, or the dtype overflows; "
-            "try dtype float32, or PAGEDKV_DEBUG=3"
-        )
-    if ruled == -math.inf:
-        return (
-            "no token is left to draw: allowed_ids, the grammar, min_tokens or the logits processor forbid all of them "
-            "together; allow more"
-        )
-    return "penalties or the logits processor made a logit NaN or +inf; raise repetition_penalty, or mend the processor"
+    return ruled
 
 
 def _drawn(logits: Tensor, ruled: dict[int, Tensor], largest: Tensor, rows: dict[int, SamplingRow]) -> Tensor:
@@ -297,7 +300,8 @@ def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     Shapes: logits float32 [B, V]; returns float64 [B, V], each row with the sum 1
     Raises: InvalidRequest if the rules of a row fail
     """
-    ruled, errors = _ruled(logits, rows)
+    errors: dict[int, str] = {}
+    ruled = _ruled(logits, rows, errors)
     if errors:
         raise InvalidRequest("; ".join(f"row {b}: {error}" for b, error in errors.items()))
     logits = torch.stack([ruled.get(b, z) for b, z in enumerate(logits)]) if ruled else logits

@@ -169,9 +169,10 @@ def test_the_extreme_draws_land_on_tokens_that_were_kept(
         assert int(sample(logits, [row(temperature=1.0, top_k=3)]).tokens) == allowed[place]
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"logprobs": 2, "presence_penalty": 1.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"logprobs": 2, "allowed_ids": [1, 5]}], ids=str)
 @pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_logits_without_a_finite_maximum_are_an_error_and_not_a_token(damage: float, options: dict[str, Any]) -> None:
+    """Also where a mask hides them."""
     logits = logits_of(3)
     logits[1, slice(None) if damage < 0 else 4] = damage
     rows = [row(HISTORY, **options) for _ in range(3)]
