@@ -1,18 +1,18 @@
 """The engine: prompts in, text out. One step is schedule -> plan -> forward -> sample -> commit, for any mix of work.
 
     chunks, batch = scheduler.next_step()       choose the sequences and their tokens; map frames for all of them
-    logits        = decoder.forward(..)         write and read KV through the batch
-    tokens        = draw(.., logits)
+    logits        = forward(..)                 write and read KV through the batch
+    outcome       = outcome_of(.., logits)      draw a token for each sequence; verify drafts; let beams go on
     cache.commit(batch, ..)                     the computed KV becomes valid, and its full pages findable
-    deliver(tokens)                             fork samples; give each sequence its token; release what has ended
+    deliver(outcome)                            fork samples; give each sequence its tokens; release what has ended
     delivery.report(requests)                   send text to the listeners
 
 The engine knows requests and tokens; the scheduler and the cache know pages and frames.
 
-**Interrupts.** A step may be interrupted at any instruction, and stepped again. The requests and the tokens that their
-completions have are the truth; appending a token is what gives it to a completion. Everything else is made from them:
-after a step that did not end, `_restart` gives all frames back, queues a new sequence for each unfinished completion,
-and computes its text again. Most of its KV is found in the prefix cache.
+**Interrupts.** A step may be interrupted at any instruction, and stepped again. The requests, the tokens that their
+completions have and the states of beam searches are the truth; appending a token is what gives it to a completion.
+Everything else is made from them: after a step that did not end, `_restart` gives all frames back, queues a new
+sequence for each unfinished completion, and computes its text again. Most of its KV is found in the prefix cache.
 
 **Failures.** A request whose logits are not finite, whose listener raises or whose deadline passed ends alone, with
 finish_reason "error".
@@ -32,19 +32,28 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv import debug
 from pagedkv.cache import PagedKVCache
-from pagedkv.core.arguments import real, tenant_name, whole
+from pagedkv.core.arguments import tenant_name, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.core.warm import warm_up_step
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.loop import gangs
-from pagedkv.model.loop.checks import Prompt, check_geometry, check_request, check_search, prompt_ids
+from pagedkv.model.loop.checks import (
+    Prompt,
+    check_geometry,
+    check_listener,
+    check_request,
+    check_search,
+    deadline_of,
+    prompt_ids,
+)
 from pagedkv.model.loop.delivery import Delivery
-from pagedkv.model.loop.draws import Drawn, Found, draw
 from pagedkv.model.loop.events import Events
 from pagedkv.model.loop.gangs import Turn
 from pagedkv.model.loop.meter import Meter
+from pagedkv.model.loop.outcome import Outcome, outcome_of, rows_of
 from pagedkv.model.loop.pool import new_cache
+from pagedkv.model.loop.preemption import Preemption, preemption_of
 from pagedkv.model.loop.sequence import Chunk, SequenceState
 from pagedkv.model.loop.step import CudaGraph, Step
 from pagedkv.model.request import Completion, OnText, Request
@@ -79,8 +88,9 @@ class Engine(ThreadGuard):
         *,
         limits: Limits | None = None,
         drafter: Drafter | None = None,
+        preemption: Preemption | str = "recompute",
     ) -> None:
-        """drafter: the source of drafts for speculative decoding; None for none."""
+        """drafter: the source of drafts for speculative decoding; None for none. preemption: see `load`."""
         check_geometry(decoder, cache)
         self.decoder: Decoder = decoder
         self.tokenizer: Tokenizer = tokenizer
@@ -88,7 +98,13 @@ class Engine(ThreadGuard):
         graphs = CudaGraph if decoder.device.type == "cuda" and not debug.level() else None  # checks read values back
         self.forward: Step = Step(decoder, cache, graphs=graphs)
         self.speculation: Speculation | None = None if drafter is None else Speculation(drafter, decoder.config)
-        self.scheduler: Scheduler = Scheduler(cache, limits or Limits(), self.forward.plan, self.speculation)
+        self.scheduler: Scheduler = Scheduler(
+            cache,
+            limits or Limits(),
+            self.forward.plan,
+            speculation=self.speculation,
+            preemption=preemption_of(preemption),
+        )
         self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings)
         self.meter: Meter = Meter()
         self.events: Events | None = None  # set it before the first step for a record of all requests
@@ -110,6 +126,7 @@ class Engine(ThreadGuard):
         kv_dtype: str | None = None,
         grouped: bool = True,
         speculate: Drafter | Path | str | None = None,
+        preemption: Preemption | str = "recompute",
         limits: Limits | None = None,
         **cache_options: Any,
     ) -> Engine:
@@ -121,6 +138,7 @@ class Engine(ThreadGuard):
         grouped: give layers with different windows page tables of their own (ModelConfig.specs), so that frames
             behind a window are given back. A model without windows has one group in any case.
         speculate: "prompt-lookup", the folder of a draft model, or a drafter: decode speculatively.
+        preemption: "recompute" or "keep", or a policy: how much a sequence keeps when the pool runs out of frames.
         cache_options: options of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without
             num_frames and memory the pool holds 32768 tokens, but takes at most 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
@@ -132,7 +150,7 @@ class Engine(ThreadGuard):
         cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
         drafter = drafter_of(speculate, device=device, block_size=block_size)
         warm_up_step()  # last, so that bad input is refused without waiting for the compilation
-        return cls(decoder, tokenizer, cache, limits=limits, drafter=drafter)
+        return cls(decoder, tokenizer, cache, limits=limits, drafter=drafter, preemption=preemption)
 
     def submit(
         self,
@@ -143,9 +161,11 @@ class Engine(ThreadGuard):
         on_text: OnText | None = None,
         tenant: bytes = b"",
         timeout: float | None = None,
+        priority: int = 0,
     ) -> Request:
         """Queue a prompt (text, or token ids) and return its request, whose completions grow as the engine steps.
 
+        priority: requests with a lower number go first, and preempt others.
         timeout: seconds from now after which the request ends, with what it has and finish_reason "error".
         Any thread may call this, also while another one steps.
         Raises: InvalidRequest for an empty prompt, an id outside the vocabulary, an argument of a wrong type, or more
@@ -155,17 +175,15 @@ class Engine(ThreadGuard):
         ids = prompt_ids(prompt, self.tokenizer)
         num_samples = whole(num_samples, "num_samples", 1, self.scheduler.limits.max_sequences + 1)
         check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
-        if on_text is not None and not callable(on_text):
-            raise InvalidRequest(f"on_text is {on_text!r}; give a function of (completion, text), or None")
+        check_listener(on_text)
         now = time.perf_counter()
-        deadline = None if timeout is None else now + real(timeout, "timeout")
-        if deadline is not None and deadline <= now:
-            raise InvalidRequest(f"timeout is {timeout} s: the request would end before it begins; give more than 0")
+        deadline = deadline_of(timeout, now)
         waiting, most = len(self._inbox) + len(self.scheduler.waiting), self.scheduler.limits.max_waiting
         if most is not None and waiting >= most:
             raise QueueFull(waiting, most)
         request = Request(ids, params, tenant_name(tenant), on_text, submitted_at=now, deadline=deadline)
         request.grammar = self._grammars.compiled(params)
+        request.priority = whole(priority, "priority", -(2**31), 2**31)
         if params.num_beams > 1:
             check_search(request, num_samples, self.cache, self.scheduler.limits)
             room = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
@@ -263,46 +281,22 @@ class Engine(ThreadGuard):
 
     def _compute(self, chunks: list[Chunk], batch: PlannedBatch) -> None:
         """Run the model over the batch, commit it, and give each sequence its next tokens."""
+        guesses, searching = self.speculation, bool(self.scheduler.searching)
         try:
             token_ids = [token for chunk in chunks for token in chunk.token_ids]
-            found = self._found(chunks, token_ids, batch)
-            if found.more or self.scheduler.searching or any(chunk.sequence.completion.error for chunk in chunks):
-                self._commit_parts(chunks, batch, found.more)
+            logits = self.forward(token_ids, batch, rows_of(batch.plan.cu_seqlens_q[1:].tolist(), chunks, guesses))
+            families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
+            outcome = outcome_of(chunks, families, logits, speculation=guesses, is_searching=searching)
+            if outcome.more or searching or any(chunk.sequence.completion.error for chunk in chunks):
+                kept = outcome.kept(chunks)
+                self.cache.commit(batch, [token for part in kept for token in part], list(map(len, kept)))
             else:
                 self.cache.commit(batch, token_ids)
         except BaseException:
             if not batch.plan.settled:
                 self.cache.abort(batch)
             raise
-        self._deliver(found)
-
-    def _found(self, chunks: list[Chunk], token_ids: list[int], batch: PlannedBatch) -> Found:
-        """Compute the logits of the step, and by them what each sequence gets in its way of decoding."""
-        ends = batch.plan.cu_seqlens_q[1:].tolist()
-        if self.speculation is None:
-            own = logits = self.forward(
-                token_ids, batch, [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.is_last]
-            )
-        else:
-            logits = self.forward(token_ids, batch, self.speculation.rows(ends, chunks))
-            own = logits[self.speculation.own_rows(chunks)]
-        families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
-        turns: list[Turn] = []
-        if self.scheduler.searching:
-            turns = gangs.turns(chunks, own)
-            families = [[] if family[0].completion.request.search else family for family in families]
-        drawn, more = draw(families, own), dict[SequenceState, list[Drawn]]()
-        if self.speculation is not None:
-            more = self.speculation.verify(chunks, families, drawn, logits)
-        return Found(families, drawn, more, turns)
-
-    def _commit_parts(self, chunks: list[Chunk], batch: PlannedBatch, more: dict[SequenceState, list[Drawn]]) -> None:
-        """Commit what is of use: no draft that did not come true, and no KV of a request without usable logits."""
-        kept: list[list[int]] = []
-        for chunk in chunks:
-            count = chunk.num_tokens - len(chunk.drafts) + len(more.get(chunk.sequence, ()))
-            kept.append([] if chunk.sequence.completion.error else chunk.token_ids[:count])
-        self.cache.commit(batch, [token for part in kept for token in part], [len(part) for part in kept])
+        self._deliver(outcome)
 
     @exclusive
     def _take_in(self) -> None:
@@ -341,13 +335,13 @@ class Engine(ThreadGuard):
         """Return the sequences that draw from the logits of `parent`: `parent`, then its samples, not yet forked."""
         return [parent, *(self.delivery.begin(c) for c in parent.receivers if c is not parent.completion)]
 
-    def _deliver(self, found: Found) -> None:
+    def _deliver(self, outcome: Outcome) -> None:
         """Append its tokens to each sequence, and let beams go on.
 
         The samples of a family fork before its parent takes its token: the parent may finish and release its frames.
         """
-        of_each = iter(found.drawn)
-        for parent, *children in filter(None, found.families):
+        of_each = iter(outcome.drawn)
+        for parent, *children in filter(None, outcome.families):
             of_parent = next(of_each)
             for child in children:
                 of_child = next(of_each)
@@ -356,11 +350,11 @@ class Engine(ThreadGuard):
                     self.delivery.take(child, of_child)
             if not parent.completion.finish_reason:
                 self.delivery.take(parent, of_parent)
-        for sequence, others in found.more.items():
+        for sequence, others in outcome.more.items():
             for of_draft in others:
                 if not sequence.completion.finish_reason:
                     self.delivery.take(sequence, of_draft)
-        for turn in found.turns:
+        for turn in outcome.turns:
             self._follow(turn)
         self._remove_ended()
 

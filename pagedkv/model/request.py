@@ -28,6 +28,7 @@ class Request:
     """One prompt, its sampling parameters, and its `completions`, which grow while the engine steps.
 
     deadline: seconds of time.perf_counter() at which the request ends, finished or not; None for no end.
+    priority: requests with a lower number go first.
     grammar: that of the parameters, compiled; None if they have none.
     search: the beam search that fills the completions when it is done; None without beams.
     """
@@ -39,6 +40,7 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
     deadline: float | None = None
+    priority: int = 0
     grammar: Grammar | None = field(default=None, repr=False)
     search: Search | None = field(default=None, repr=False)
 

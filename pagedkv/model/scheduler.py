@@ -1,12 +1,12 @@
 """The scheduler: which sequences compute how many tokens in the next step, and which sequence is preempted.
 
-    waiting ──admit──▶ running ──finish──▶ gone     admit: the oldest first, while the watermark's frames stay free
-       ▲                  │                         preempt: the newest first, when a plan is out of frames; its KV is
-       └──── preempt ─────┘                             computed again later, or found in the prefix cache
+    waiting ──admit──▶ running ──finish──▶ gone     admit: the first in order, while the watermark's frames stay free
+       ▲                  │                         preempt: the last in order, when a plan is out of frames or a more
+       └──── preempt ─────┘                             urgent sequence waits; how much it keeps says a Preemption
 
-Both queues are in order of arrival, and each running sequence is older than each waiting one. The oldest sequence is
-never preempted and fits the pool alone (`Engine.submit` checks this). So each step computes something, and each
-sequence finishes.
+The order is that of priority, then of arrival. Both queues are in order, and no sequence waits while a less urgent one
+runs. The first sequence is never preempted and fits the pool alone (`Engine.submit` checks this). So each step computes
+something, and each sequence finishes unless more urgent ones come without end.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pagedkv.core.arguments import whole
 from pagedkv.core.recovery import assign_together
 from pagedkv.errors import OutOfFrames, QuotaExceeded
 from pagedkv.model.loop import gangs
+from pagedkv.model.loop.preemption import POLICIES, Preemption
 from pagedkv.model.loop.sequence import Chunk, SequenceState
 
 if TYPE_CHECKING:
@@ -58,12 +59,19 @@ class Scheduler:
     """Two queues over one cache, and the only part of the model that opens, forks and releases address spaces."""
 
     def __init__(
-        self, cache: PagedKVCache, limits: Limits, plan: Plan | None = None, speculation: Speculation | None = None
+        self,
+        cache: PagedKVCache,
+        limits: Limits,
+        plan: Plan | None = None,
+        *,
+        speculation: Speculation | None = None,
+        preemption: Preemption = POLICIES["recompute"],
     ) -> None:
         """Begin without sequences. plan: plans the steps; None for `cache.plan`. speculation: adds drafts to them."""
         self.cache: PagedKVCache = cache
         self.limits: Limits = limits
         self.speculation: Speculation | None = speculation
+        self.preemption: Preemption = preemption
         self._plan: Plan = plan or cache.plan
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
@@ -74,10 +82,10 @@ class Scheduler:
         """The requests with beams that may have sequences."""
 
     def add(self, sequence: SequenceState) -> None:
-        """Append `sequence` to the waiting queue."""
+        """Put `sequence` into the waiting queue, behind all that are as urgent."""
         if sequence.completion.request.search is not None:
             self.searching.add(sequence.completion.request)
-        self.waiting.append(sequence)
+        self.waiting.insert(_place(self.waiting, sequence), sequence)
 
     def next_step(self) -> tuple[list[Chunk], PlannedBatch | None]:
         """Choose the chunks of the next step and plan them; preempt sequences until the plan fits.
@@ -97,19 +105,25 @@ class Scheduler:
                 if any(chunk.drafts for chunk in chunks):  # a guess is worth no other sequence's frames
                     chunks = [chunk.without_drafts() for chunk in chunks]
                     continue
-                # At a quota, only the tenant's own sequences can give frames back.
-                tenant = error.tenant if isinstance(error, QuotaExceeded) else None
-                candidates = [s for s in self.running if tenant is None or s.completion.request.tenant == tenant]
-                is_alone = len(candidates) == 1 or len(candidates) == len(self._gang(candidates[-1]))
-                if is_alone and tenant is not None:  # the quota is too small for this request alone
-                    self._end(candidates[0], str(error))
-                    chunks = self._choose(admit=False)
-                    continue
-                if is_alone:
-                    raise
-                self.preempt(candidates[-1])
+                self._make_room(error)
                 chunks = self._choose(admit=False)
         return [], None
+
+    def _make_room(self, error: OutOfFrames) -> None:
+        """Take frames from the last sequence in order that has some: first of those that wait. Raises: `error`"""
+        # At a quota, only the tenant's own sequences can give frames back.
+        tenant = error.tenant if isinstance(error, QuotaExceeded) else None
+        holders = [
+            sequence
+            for sequence in (*self.running, *self.waiting)
+            if sequence.space is not None and tenant in (None, sequence.completion.request.tenant)
+        ]
+        if len(holders) > len(self._gang(holders[-1])):
+            self.preempt(holders[-1], error.shortfall)
+        elif tenant is None:
+            raise error
+        else:  # the quota is too small for this request alone
+            self._end(holders[0], str(error))
 
     def _end(self, sequence: SequenceState, error: str) -> None:
         """End the request of `sequence` with an error, and take it out of its queue."""
@@ -134,26 +148,61 @@ class Scheduler:
     def remove(self, sequence: SequenceState) -> None:
         """Take `sequence` out of its queue and give back its frames."""
         self._available_at_refusal = -1  # `sequence` may be the refused one, or free the frames that it needs
-        if sequence.space is None:
-            self.waiting.remove(sequence)
-            return
         if self.speculation is not None:
             self.speculation.drafter.forget(sequence)
-        sequence.space.release()  # first: if it raises, nothing was changed
-        sequence.space = None
-        self.running.remove(sequence)
+        if sequence.space is not None:
+            sequence.space.release()  # first: if it raises, nothing was changed
+            sequence.space = None
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
 
-    def preempt(self, sequence: SequenceState) -> None:
-        """Give back the frames of `sequence` and make it the next to admit. Call it for the newest: order is kept.
+    def preempt(self, sequence: SequenceState, missing: int | None = None) -> None:
+        """Let `sequence` wait, and take frames from it. Call it for the last in order.
 
+        missing: frames that are needed, of which the policy may take no more than it must; None for all
         The beams of a search are preempted together.
         """
-        for member in (gang := self._gang(sequence)):
-            self.remove(member)
+        self._available_at_refusal = -1
+        gang, kept = self._gang(sequence), self._kept(sequence, missing)
+        if sequence in self.waiting:  # it was preempted before, and gives back pages that it has kept
+            self._shorten(sequence, kept)
+            return
+        place = _place(self.waiting, sequence, is_older=True)
+        self.preemptions += 1
+        if kept and self.speculation is not None:
+            self.speculation.drafter.forget(sequence)
+        if kept:
+            self._shorten(sequence, kept)
+            self.running.remove(sequence)
+        else:
+            for member in gang:
+                self.remove(member)
         if sequence.completion.request.search is not None:
             sequence = gangs.make_trunk(gang[0])
-        self.waiting.appendleft(sequence)
-        self.preemptions += 1
+        self.waiting.insert(place, sequence)
+
+    @staticmethod
+    def _shorten(sequence: SequenceState, length: int) -> None:
+        """Give back the frames behind the first `length` tokens of `sequence`; all if there are none."""
+        assert sequence.space is not None
+        if length:
+            sequence.space.truncate(length)
+        else:
+            sequence.space.release()
+            sequence.space = None
+
+    def _kept(self, sequence: SequenceState, missing: int | None) -> int:
+        """Return the tokens that `sequence` keeps if it is preempted: all, or whole pages.
+
+        A running one needs no new frames any more, so fewer than `missing` may do. Beams keep no token, nor does a
+        sequence under a window: its frames behind the window are gone.
+        """
+        has_window = any(spec.window is not None for spec in self.cache.specs)
+        if missing is None or sequence.space is None or has_window or sequence.completion.request.search is not None:
+            return 0
+        num_pages, is_running = self.cache.spec.pages(len(sequence.space)), sequence in self.running
+        missing = max(0, missing - self._frames_needed(sequence)) if is_running else max(1, missing)
+        kept = min(self.preemption.kept(num_pages, missing), num_pages - (not is_running))
+        return min(max(0, kept) * self.cache.spec.block_size, len(sequence.space))
 
     def _gang(self, sequence: SequenceState) -> list[SequenceState]:
         """Return the sequences that are preempted with `sequence`."""
@@ -168,7 +217,8 @@ class Scheduler:
         for sequence in (*self.running, *self.waiting):
             if sequence.space is not None and not self.cache.manager.is_stale(sequence.space):
                 sequence.space.release()
-        queues = (self, "waiting", deque(sequences)), (self, "running", list[SequenceState]())
+        ordered = sorted(sequences, key=_priority)
+        queues = (self, "waiting", deque(ordered)), (self, "running", list[SequenceState]())
         searching = {s.completion.request for s in sequences if s.completion.request.search is not None}
         assign_together((*queues, (self, "_available_at_refusal", -1), (self, "searching", searching)))
 
@@ -178,6 +228,8 @@ class Scheduler:
 
     def _choose(self, *, admit: bool) -> list[Chunk]:
         """Return the chunks of the next step within the limits: running sequences, then, if `admit`, waiting ones."""
+        if admit and self.waiting and self.running:
+            self._make_way()
         budget, longest = self.limits.max_batch_tokens, self.limits.prefill_chunk or self.limits.max_batch_tokens
         chunks: list[Chunk] = []
         # Decoding sequences first: a reader waits for their text.
@@ -193,13 +245,26 @@ class Scheduler:
         if most:
             chunks = gangs.whole_gangs(chunks, most)
         while admit and budget and self.waiting and self._admit(self.waiting[0]):
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
+            sequence = self._start()
             remaining = sequence.remaining
             num_tokens = min(remaining, longest, budget)
             chunks.append(Chunk(sequence, num_tokens, remaining))
             budget -= num_tokens
         return chunks
+
+    def _make_way(self) -> None:
+        """Preempt sequences while a more urgent one waits and has no room."""
+        while self.waiting and self.running and _priority(self.waiting[0]) < _priority(self.running[-1]):
+            if self._admit(self.waiting[0]):
+                self._start()
+            else:
+                self.preempt(self.running[-1])
+
+    def _start(self) -> SequenceState:
+        """Move the first waiting sequence, which was admitted, to the running ones."""
+        sequence = self.waiting.popleft()
+        self.running.insert(_place(self.running, sequence), sequence)
+        return sequence
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Open an address space for `sequence` if its frames and those promised to running sequences fit the pool.
@@ -214,14 +279,16 @@ class Scheduler:
             return False
         request = sequence.completion.request
         tenant = request.tenant
-        space = cache.open(sequence.tokens, tenant=tenant)
+        kept = sequence.space
+        space = kept or cache.open(sequence.tokens, tenant=tenant)
         sequence.space = space
         own = sum(self._frames_needed(s) for s in everyone if s.completion.request.tenant == tenant)
         fits = sum(map(self._frames_needed, everyone)) <= cache.available - cache.reserve
         fits = fits and cache.admits(own, tenant=tenant)
         if self.running and not fits:
-            sequence.space = None
-            space.release()
+            sequence.space = kept
+            if kept is None:
+                space.release()
             self._available_at_refusal = cache.available
             return False
         self._available_at_refusal = -1
@@ -236,3 +303,15 @@ class Scheduler:
         computed = len(sequence.tokens) - sequence.remaining
         unmapped = frames_for(len(sequence.tokens), at_once) - frames_for(computed, at_once)
         return unmapped + sequence.num_receivers - 1
+
+
+def _priority(sequence: SequenceState) -> int:
+    return sequence.completion.request.priority
+
+
+def _place(queue: Sequence[SequenceState], sequence: SequenceState, *, is_older: bool = False) -> int:
+    """Return the place of `sequence` in a queue: behind all that are as urgent, or before them if it `is_older`."""
+    priority, place = _priority(sequence), len(queue)
+    while place and _priority(queue[place - 1]) >= priority + (not is_older):
+        place -= 1
+    return place

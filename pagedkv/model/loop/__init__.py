@@ -5,8 +5,10 @@ gangs       the sequences of a beam search, which take their tokens together
 sequence    one completion while it is computed, and the chunks of a step
 step        the forward pass, over memory that exists before it begins (workspace)
 draws       from rows of logits to tokens
+outcome     by a step's logits, what each sequence gets
 delivery    from tokens to text, and from text to listeners
 pool        the cache of a model, and its default size
+preemption  how much a sequence keeps when the pool runs out of frames
 meter       totals of the steps so far
 events      a record of the lives of requests, if one is asked for
 """

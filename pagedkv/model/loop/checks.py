@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pagedkv.core.arguments import token_row
+from pagedkv.core.arguments import real, token_row
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.sampling.params import SamplingParams
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pagedkv.cache import PagedKVCache
     from pagedkv.model.config import ModelConfig
     from pagedkv.model.decoder import Decoder
-    from pagedkv.model.request import Request
+    from pagedkv.model.request import OnText, Request
     from pagedkv.model.scheduler import Limits
     from pagedkv.model.tokenizer import Tokenizer
 
@@ -67,6 +67,20 @@ def check_request(
             f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {needed} frames of "
             f"{spec.block_size} tokens, the pool has {frames}; raise num_frames or memory, or lower max_tokens"
         )
+
+
+def check_listener(on_text: OnText | None) -> None:
+    """Raise InvalidRequest if the listener cannot be called."""
+    if on_text is not None and not callable(on_text):
+        raise InvalidRequest(f"on_text is {on_text!r}; give a function of (completion, text), or None")
+
+
+def deadline_of(timeout: float | None, now: float) -> float | None:
+    """Return the time at which a request ends, or None. Raises: InvalidRequest if that is not after `now`"""
+    deadline = None if timeout is None else now + real(timeout, "timeout")
+    if deadline is not None and deadline <= now:
+        raise InvalidRequest(f"timeout is {timeout} s: the request would end before it begins; give more than 0")
+    return deadline
 
 
 def check_search(request: Request, num_samples: int, cache: PagedKVCache, limits: Limits) -> None:

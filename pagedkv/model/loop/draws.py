@@ -15,7 +15,6 @@ from pagedkv.model.sampling.sampler import SamplingRow, TokenLogprobs, sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.model.loop.gangs import Turn
     from pagedkv.model.loop.sequence import SequenceState
 
 
@@ -24,19 +23,6 @@ class Drawn(NamedTuple):
 
     token: int
     logprobs: TokenLogprobs | None = None
-
-
-class Found(NamedTuple):
-    """The result of a step's logits.
-
-    families: empty for a member of a gang. drawn: for the members of all families, in order.
-    more:     the tokens behind these that drafts gave. turns: of beam searches.
-    """
-
-    families: list[list[SequenceState]]
-    drawn: list[Drawn]
-    more: dict[SequenceState, list[Drawn]]
-    turns: list[Turn]
 
 
 def _rows_of(logits: Tensor, numbers: list[int]) -> Tensor:

@@ -1,0 +1,76 @@
+"""The outcome of a step: by its logits, what each sequence gets in its way of decoding.
+
+a decoding sequence     a token                       draws
+a prompt of n samples   a token for each              draws, by families
+.. with drafts          a token, and one for each     ways/speculation
+                        draft that came true
+the beams of a search   the state of the search       gangs, ways/beams
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pagedkv.model.loop import gangs
+from pagedkv.model.loop.draws import Drawn, draw
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pagedkv.model.loop.gangs import Turn
+    from pagedkv.model.loop.sequence import Chunk, SequenceState
+    from pagedkv.model.ways.speculation import Speculation
+
+
+class Outcome(NamedTuple):
+    """The result of a step's logits.
+
+    families: empty for a member of a gang. drawn: for the members of all families, in order.
+    more:     the tokens behind these that drafts gave. turns: of beam searches.
+    """
+
+    families: list[list[SequenceState]]
+    drawn: list[Drawn]
+    more: dict[SequenceState, list[Drawn]]
+    turns: list[Turn]
+
+    def kept(self, chunks: list[Chunk]) -> list[list[int]]:
+        """Return the tokens of each chunk whose KV is of use: without drafts that did not come true.
+
+        No prompt may find the KV of a request without usable logits: nothing is kept of it.
+        """
+        kept: list[list[int]] = []
+        for chunk in chunks:
+            count = chunk.num_tokens - len(chunk.drafts) + len(self.more.get(chunk.sequence, ()))
+            kept.append([] if chunk.sequence.completion.error else chunk.token_ids[:count])
+        return kept
+
+
+def rows_of(ends: list[int], chunks: list[Chunk], speculation: Speculation | None) -> list[int]:
+    """Return the tokens of the batch whose logits are needed. ends: the end of each chunk in the batch"""
+    if speculation is None:
+        return [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.is_last]
+    return speculation.rows(ends, chunks)
+
+
+def outcome_of(
+    chunks: list[Chunk],
+    families: list[list[SequenceState]],
+    logits: Tensor,
+    *,
+    speculation: Speculation | None,
+    is_searching: bool,
+) -> Outcome:
+    """Return the outcome of a step.
+
+    families: of each chunk that is its sequence's last. is_searching: whether a chunk may be that of a beam
+    Shapes: logits float32 [N, V], the rows of `rows_of`
+    """
+    own = logits if speculation is None else logits[speculation.own_rows(chunks)]
+    turns: list[Turn] = []
+    if is_searching:
+        turns = gangs.turns(chunks, own)
+        families = [[] if family[0].completion.request.search else family for family in families]
+    drawn = draw(families, own)
+    more = {} if speculation is None else speculation.verify(chunks, families, drawn, logits)
+    return Outcome(families, drawn, more, turns)

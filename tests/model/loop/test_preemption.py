@@ -1,0 +1,165 @@
+"""Preemption and priorities: who makes room, how much is computed again, and the same tokens in any case."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.loop.preemption import Keep, preemption_of
+from pagedkv.model.sampling.params import SamplingParams
+from tests.model.conftest import Checkpoint, prompt_of
+from tests.model.test_engine import LENGTHS, NUM_TOKENS, build, expected, idle, outputs
+from tests.model.test_trust import after, assert_equal, submitted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PARAMS = SamplingParams(max_tokens=NUM_TOKENS)
+
+
+def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each step of `engine` appends the number of its tokens."""
+    real, computed = engine.decoder.forward, list[int]()
+
+    def forward(ids: Any, *args: Any, **options: Any) -> Any:
+        computed.append(len(ids))
+        return real(ids, *args, **options)
+
+    monkeypatch.setattr(engine.decoder, "forward", forward)
+    return computed
+
+
+@pytest.mark.parametrize("num_frames", [14, 17, 22])
+def test_a_sequence_that_keeps_pages_computes_less_again(
+    num_frames: int, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = {}
+    for policy in ("recompute", "keep"):
+        engine = build(checkpoint("llama"), num_frames=num_frames, prefix_cache=False, preemption=policy)
+        steps = counted(engine, monkeypatch)
+        requests = engine.generate([prompt_of(length) for length in LENGTHS], PARAMS)
+        monkeypatch.undo()
+        assert outputs(requests) == expected("llama", checkpoint("llama"))
+        assert engine.scheduler.preemptions > 0
+        assert idle(engine)
+        computed[policy] = sum(steps)
+    least = sum(LENGTHS) + 3 * (NUM_TOKENS - 1)
+    assert least <= computed["keep"] < computed["recompute"]
+
+
+def test_only_missing_frames_are_taken_from_the_last_in_order(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), num_frames=10, prefix_cache=False, preemption="keep")
+    engine.submit(prompt_of(64), PARAMS)
+    last = engine.submit(prompt_of(80), PARAMS)
+    engine.step()
+    engine.step()  # both lack a frame now, and one is left
+    waiting = engine.scheduler.waiting[0]
+    assert waiting.completion.request is last
+    assert waiting.space is not None
+    assert len(waiting.space) == 80
+    engine.cancel(last)
+    engine.run()
+    assert idle(engine)
+
+
+def test_an_urgent_request_overtakes_and_preempts(checkpoint: Callable[[str], Checkpoint]) -> None:
+    order: list[int] = []
+    for options in ({"num_frames": 12}, {"limits": Limits(max_sequences=1)}):
+        engine = build(checkpoint("llama"), **options)
+        alone = outputs(build(checkpoint("llama")).generate([prompt_of(n) for n in (60, 50, 40)], PARAMS))
+        slow = engine.submit(prompt_of(60), PARAMS)
+        slower = engine.submit(prompt_of(50), PARAMS, priority=1)
+        engine.step()
+        engine.step()
+        urgent = engine.submit(prompt_of(40), PARAMS, priority=-1)
+        order.clear()
+        while engine.has_work:
+            order += [completion.request.priority for completion in engine.step()]
+        assert order == [-1, 0, 1]
+        assert outputs([slow, slower, urgent]) == alone
+        assert engine.scheduler.preemptions > 0
+        assert idle(engine)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mixture_of_priorities_gives_each_prompt_its_own_tokens(
+    seed: int, policy: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    dice, wide = random.Random(seed), build(checkpoint("llama"))
+    engine = build(checkpoint("llama"), block_size=4, num_frames=40, preemption=policy)
+    requests, want = [], []
+    for number in range(12):
+        prompt, params = prompt_of(dice.randint(3, 60), number), SamplingParams(max_tokens=dice.randint(1, 30))
+        beams = {"num_beams": 2} if number % 5 == 0 and len(prompt) < 30 else {}
+        params = SamplingParams(max_tokens=min(params.max_tokens, 20 if beams else 30), **beams)
+        requests.append(engine.submit(prompt, params, priority=dice.randint(-1, 2)))
+        want.append(wide.generate([prompt], params)[0].completions[0].token_ids)
+        for _ in range(dice.randint(0, 3)):
+            engine.step()
+    engine.run()
+    assert outputs(requests) == want
+    assert engine.scheduler.preemptions > 0
+    assert idle(engine)
+
+
+@pytest.mark.parametrize("place", ["preempt", "_make_room", "_start", "_admit"])
+def test_an_interrupt_while_pages_are_kept_loses_nothing(
+    place: str, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = build(checkpoint("llama"))
+    want = submitted(plain)
+    plain.run()
+    engine, dice = build(checkpoint("llama"), num_frames=7, preemption="keep", block_size=16), random.Random(4)
+    monkeypatch.setattr(engine.scheduler, place, sometimes(getattr(engine.scheduler, place), dice))
+    got = submitted(engine)
+    while engine.has_work:
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.step()
+    monkeypatch.undo()
+    assert_equal(got, want, engine)
+
+
+def sometimes(real: Callable[..., Any], dice: random.Random) -> Callable[..., Any]:
+    result: list[Any] = []
+    call = after(lambda *args: result.append(real(*args)), dice)
+
+    def interrupted(*args: Any) -> Any:
+        call(*args)
+        return result.pop()
+
+    return interrupted
+
+
+def test_an_overloaded_pool_computes_little_twice(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 requests on a pool for three: in fewer steps than three at a time, with at most 15 % more tokens."""
+    dice, found = random.Random(0), []
+    prompts = [prompt_of(dice.randint(30, 60), seed=i) for i in range(200)]
+    params = [SamplingParams(max_tokens=dice.randint(20, 40)) for _ in prompts]
+    for limits in (Limits(max_sequences=3), Limits()):
+        engine = build(checkpoint("llama"), num_frames=3 * 7, limits=limits)
+        steps = counted(engine, monkeypatch)
+        requests = engine.generate(prompts, params)
+        monkeypatch.undo()
+        found.append((outputs(requests), sum(steps), len(steps), engine.scheduler.preemptions))
+        assert idle(engine)
+    (want, least, calm, none), (got, computed, busy, preemptions) = found
+    assert got == want
+    assert none == 0 < preemptions
+    assert computed <= 1.15 * least
+    assert busy < calm
+
+
+def test_a_policy_may_be_named_or_given(checkpoint: Callable[[str], Checkpoint]) -> None:
+    assert preemption_of("keep") == Keep() == preemption_of(Keep())
+    with pytest.raises(InvalidRequest, match="preemption is 'swap'; give 'recompute' or 'keep', or a policy"):
+        preemption_of("swap")
+    with pytest.raises(InvalidRequest, match="priority is 'high'"):
+        build(checkpoint("llama")).submit([1], priority="high")  # type: ignore[arg-type]
