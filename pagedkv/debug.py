@@ -12,6 +12,7 @@
 | PAGEDKV_CACHE_DIR   | a folder | the place of compiled code; by default pagedkv/ in the user's cache folder         |
 | PAGEDKV_CUDA_ARCHS  | names    | the architectures that a build compiles CUDA kernels for, as sm_90,sm_100; all;    |
 |                     |          | none; by default those of the GPUs of the machine that builds                      |
+| PAGEDKV_API_KEY     | a text   | the key that `pagedkv serve` asks for, unless --api-key names another              |
 | PAGEDKV_VLLM        | 1        | vLLM on a CPU attends by our kernels (the default is 0)                            |
 """
 
@@ -57,6 +58,11 @@ def forced_num_threads() -> int | None:
 def asks_for_vllm() -> bool:
     """Return whether PAGEDKV_VLLM is set, and not 0."""
     return os.environ.get("PAGEDKV_VLLM", "0").strip() not in ("", "0")
+
+
+def api_key() -> str | None:
+    """Return PAGEDKV_API_KEY, or None if it is unset or empty."""
+    return os.environ.get("PAGEDKV_API_KEY") or None
 
 
 def cache_folder() -> Path:

@@ -45,6 +45,7 @@ ARROWS = {
 """layer → layers it may import, besides itself and FREE."""
 
 ALSO = {
+    "serve": {"pagedkv.integrations.prometheus"},  # the counters of the cache, at /metrics
     "integrations": {"pagedkv.core"},  # MemoryManager, for those who hold their own tensors; the package, not its parts
     "cli": {
         "pagedkv.core",
@@ -65,7 +66,12 @@ THIRD_PARTY = {
 }
 """The packages that these layers may import from outside. "free" stands for the modules of FREE."""
 
-EXTRAS_AT_HOME = ("pagedkv.integrations", "pagedkv.kernels.triton", "pagedkv.kernels.cuda")
+EXTRAS_AT_HOME = (
+    "pagedkv.integrations",
+    "pagedkv.kernels.triton",
+    "pagedkv.kernels.cuda",
+    *(f"pagedkv.serve.{name}" for name in ("app", "bodies", "metrics", "process")),
+)
 """Modules that are imported only after someone found their extra installed."""
 
 FLOORS = {

@@ -109,6 +109,38 @@ def generate(
 
 
 @app.command()
+def serve(
+    model: options.Model = None,
+    host: options.ServeHost = "127.0.0.1",
+    port: options.ServePort = 8000,
+    name: options.ServeName = None,
+    api_key: options.ServeKey = None,
+    max_waiting: options.ServeWaiting = 256,
+    max_prompt: options.ServePrompt = None,
+    max_body: options.ServeBody = "4MiB",
+    drain: options.ServeDrain = 60,
+    weights: options.Weights = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = None,
+    speculate: options.Speculate = None,
+    block_size: options.BlockSize = 16,
+    num_frames: options.NumFrames = None,
+    memory: options.Memory = None,
+    kv_dtype: options.KvDtype = None,
+    kernels: options.Kernels = "auto",
+    max_sequences: options.MaxSequences = 256,
+) -> int:
+    """Serve a model over HTTP as OpenAI's API does: completions, chat, models; and /metrics, /health."""
+    from pagedkv.cli.serve import Job, run
+
+    pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
+    loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, "speculate": speculate}
+    limits = {"max_sequences": max_sequences, "max_waiting": max_waiting}
+    job = Job(model, host, port, name, api_key, max_prompt, max_body, drain, limits, {**loading, **pool})
+    return run(job)
+
+
+@app.command()
 def fit(
     model: options.FitModel = None,
     layers: options.FitLayers = None,

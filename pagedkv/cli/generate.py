@@ -164,7 +164,9 @@ def _require_one(tasks: list[Task]) -> None:
 def load(job: Job, screen: Console) -> Engine:
     """Load the engine of a run, under a spinner if `screen` is a terminal."""
     with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
-        return Engine.load(job.model, limits=Limits(**job.limits), **{**job.loading, "device": _device(job)})
+        return Engine.load(
+            job.model, limits=Limits(**job.limits), **{**job.loading, "device": device(job.loading["device"])}
+        )
 
 
 def token_ids(messages: list[dict[str, Any]], templating: Templating, tokenizer: Tokenizer) -> list[int]:
@@ -173,9 +175,8 @@ def token_ids(messages: list[dict[str, Any]], templating: Templating, tokenizer:
     return tokenizer.encode(text, special_tokens=False)
 
 
-def _device(job: Job) -> str:
-    """Return the name of the device. Raises: InvalidRequest for one that torch does not know or this machine lacks"""
-    name = str(job.loading["device"])
+def device(name: str) -> str:
+    """Return the name of a device. Raises: InvalidRequest for one that torch does not know or this machine lacks"""
     found = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", name)
     count = torch.cuda.device_count() if name != "cpu" else 0
     if not found or (name != "cpu" and int(found[1] or 0) >= count):

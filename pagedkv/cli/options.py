@@ -15,6 +15,7 @@ _MEMORY: Final = "The KV cache"
 _CHAT: Final = "The checkpoint's chat template"
 _SAMPLING: Final = "Sampling"
 _GEOMETRY: Final = "Numbers, without a model"
+_CLIENTS: Final = "Clients"
 _CELLS: Final = "What is measured"
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
@@ -111,6 +112,34 @@ KvDtype = Annotated[
 ]
 MaxSequences = Annotated[int, typer.Option(metavar="N", help="Running at once.", rich_help_panel=_MEMORY)]
 Tenant = Annotated[str, typer.Option(metavar="NAME", help="Only its prefixes are found.", rich_help_panel=_MEMORY)]
+
+# serve
+
+ServeHost = Annotated[
+    str, typer.Option(metavar="NAME", help="0.0.0.0 for all addresses of this machine.", rich_help_panel=_CLIENTS)
+]
+ServePort = Annotated[
+    int, typer.Option(metavar="N", min=0, max=65535, help="0 for any that is free.", rich_help_panel=_CLIENTS)
+]
+ServeName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Of the model, for clients.", rich_help_panel=_CLIENTS)
+]
+ServeKey = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", help="Ask for it; or in PAGEDKV_API_KEY, unseen by `ps`.", rich_help_panel=_CLIENTS),
+]
+ServeWaiting = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Requests that wait; more are refused.", rich_help_panel=_CLIENTS)
+]
+ServePrompt = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Tokens of a prompt, at most; else all that fit.", rich_help_panel=_CLIENTS),
+]
+ServeBody = Annotated[str, typer.Option(metavar="SIZE", help="Of a request, at most.", rich_help_panel=_CLIENTS)]
+ServeDrain = Annotated[
+    int,
+    typer.Option(metavar="N", min=0, help="Seconds for running requests after SIGTERM.", rich_help_panel=_CLIENTS),
+]
 
 # fit
 

@@ -1,1 +1,1 @@
-"""integrations: pagedkv inside other systems. Each module needs an extra; no other module imports it."""
+"""integrations: pagedkv inside other systems. Each module needs an extra; of the layers, only serve imports one."""

@@ -1,0 +1,70 @@
+"""`pagedkv serve`: the options become an engine and a socket; pagedkv/serve/process.py serves. No HTTP here."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Final
+
+from pagedkv import debug
+from pagedkv.errors import InvalidRequest
+from pagedkv.model import hub
+from pagedkv.spec import parse_bytes
+
+NEEDED: Final = ("fastapi", "uvicorn", "prometheus_client")
+"""Packages of the extra."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of one run. limits: fields of Limits. loading: options of Engine.load."""
+
+    model: str | None
+    host: str
+    port: int
+    name: str | None
+    api_key: str | None
+    max_prompt: int | None
+    max_body: str
+    drain_s: int
+    limits: dict[str, Any]
+    loading: dict[str, Any]
+
+
+def run(job: Job) -> int:
+    """Serve until a signal. Returns: the status of the process. Raises: PagedKVError before the server listens"""
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise InvalidRequest(f"`pagedkv serve` needs {missing[0]}; install it with: pip install 'pagedkv[serve]'")
+    if job.loading["num_frames"] is not None and job.loading["memory"] is not None:
+        raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
+    folder, max_body = None if job.model is None else hub.find(job.model), parse_bytes(job.max_body)
+    sock = bound(job.host, job.port)
+    from pagedkv.cli.compiling import announced  # numba
+
+    with announced(quiet=False) as screen:
+        from pagedkv.cli.generate import device  # torch, while other processes compile
+        from pagedkv.model import Engine, Limits
+        from pagedkv.serve import process
+
+        with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
+            loading = {**job.loading, "device": device(job.loading["device"])}
+            engine = Engine.load(folder, limits=Limits(**job.limits), **loading)
+        key, name = job.api_key or debug.api_key(), job.name or process.name_of(job.model, folder)
+        limits = (job.limits["max_waiting"], job.max_prompt, max_body, job.drain_s)
+        return process.run(sock, engine, process.Listening(job.host, job.port, name, key, *limits))
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound, and does not listen yet. Raises: InvalidRequest"""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot listen on {host}:{port}: {error.strerror}; give another --host or --port"
+        ) from None
+    return sock

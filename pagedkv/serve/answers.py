@@ -1,0 +1,145 @@
+"""Answers: completions as the JSON of OpenAI, whole or in chunks, and errors. Knows requests and tokens; no HTTP.
+
+    whole     {"id", "object", "created", "model", "choices": [choice ..], "usage"}
+    chunks    the same object for each piece, one choice each, then usage with no choice if it was asked for
+
+The choices of several prompts follow one another: sample s of prompt p of n samples each is choice p * n + s.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pagedkv.model.request import Completion, Request
+    from pagedkv.model.tokenizer import Tokenizer
+    from pagedkv.serve.streaming import Piece
+
+
+def usage(requests: Sequence[Request]) -> dict[str, Any]:
+    """Return the tokens of all requests; those of a prompt count once for all of its samples."""
+    prompt = sum(len(request.prompt_ids) for request in requests)
+    made = sum(len(completion.token_ids) for request in requests for completion in request.completions)
+    cached = sum(request.completions[0].cached_tokens for request in requests)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def error(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return an error in the form of OpenAI."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """Return a server-sent event with JSON."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class TokenTexts:
+    """The texts of single tokens. A token has no text alone if it holds a part of a character only."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before = tokenizer.encode("a", special_tokens=False)[-1:]  # decoders drop the space of a first token
+        self._length = len(tokenizer.decode(self._before))
+        self.of: Callable[[int], str] = lru_cache(4096)(self._of)
+
+    def _of(self, token: int) -> str:
+        """Return the text of a token; a special token as it is written. Call it as `of`, which remembers texts."""
+        if token in self._tokenizer.special_ids:
+            return self._tokenizer.raw.id_to_token(token) or ""
+        return self._tokenizer.decode([*self._before, token])[self._length :]
+
+
+def _chat_logprobs(completion: Completion, first: int, last: int, texts: TokenTexts) -> dict[str, Any]:
+    content: list[dict[str, Any]] = []
+    for token, told in zip(completion.token_ids[first:last], completion.logprobs[first:last], strict=True):
+        top = [_entry(other, logprob, texts) for other, logprob in told.top]
+        content.append({**_entry(token, told.logprob, texts), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    text = texts.of(token)
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def _text_logprobs(completion: Completion, first: int, last: int, texts: TokenTexts) -> dict[str, Any]:
+    tokens, told = [texts.of(token) for token in completion.token_ids[first:last]], completion.logprobs[first:last]
+    offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
+    top = [{texts.of(other): logprob for other, logprob in each.top} for each in told]
+    logprobs = [each.logprob for each in told]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+
+
+@dataclass
+class Answer:
+    """The answer to one body, of a chat or not; `chunk` remembers how far each completion was told."""
+
+    model: str
+    is_chat: bool
+    num_samples: int
+    has_logprobs: bool
+    texts: TokenTexts
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+    _told: dict[Completion, int] = field(default_factory=dict)
+    _offsets: dict[Completion, int] = field(default_factory=dict)
+
+    def whole(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return the object of finished requests."""
+        choices = [
+            self._choice(prompt, completion, completion.text, 0, len(completion.token_ids), completion.finish_reason)
+            for prompt, request in enumerate(requests)
+            for completion in request.completions
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage(requests)}
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """Return the object of one piece."""
+        completion, first = piece.completion, self._told.get(piece.completion, -1)
+        self._told[completion] = piece.num_tokens
+        choice = self._choice(
+            piece.prompt, completion, piece.text, max(0, first), piece.num_tokens, piece.finish_reason or None
+        )
+        if self.is_chat:
+            delta = {"content": piece.text} if piece.text else {}
+            choice["delta"] = {"role": "assistant", "content": "", **delta} if first < 0 else delta
+            del choice["message"]
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def last(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return the object behind all pieces, with the usage and no choice."""
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage(requests)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        prefix, kind = ("chatcmpl", kind) if self.is_chat else ("cmpl", "text_completion")
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+    def _choice(
+        self, prompt: int, completion: Completion, text: str, first: int, last: int, reason: str | None
+    ) -> dict[str, Any]:
+        shown: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        told: dict[str, Any] | None = None
+        if self.has_logprobs and self.is_chat:
+            told = _chat_logprobs(completion, first, last, self.texts)
+        elif self.has_logprobs:
+            told, before = _text_logprobs(completion, first, last, self.texts), self._offsets.get(completion, 0)
+            told["text_offset"] = [before + offset for offset in told["text_offset"]]
+            self._offsets[completion] = before + sum(map(len, told["tokens"]))
+        index = prompt * self.num_samples + completion.index
+        return {"index": index, **shown, "logprobs": told, "finish_reason": reason}

@@ -1,0 +1,232 @@
+"""The routes of a server in the form of OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models; and its state.
+
+    body ─▶ read ─▶ prompts, params ─▶ AsyncEngine.stream_all ─▶ pieces ─▶ server-sent events, or one answer
+            400     in a worker thread    400, 429, 503            │
+                                                                   └── the client went away: the stream is closed
+
+Every error has the form of OpenAI, {"error": {"message", "type", "param", "code"}}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from bisect import bisect_left
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from pagedkv.errors import CheckpointError, EngineStopped, InvalidRequest, PagedKVError, QueueFull
+from pagedkv.model.engine import Engine
+from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.serve import answers
+from pagedkv.serve.bodies import BadBody, Body, ChatBody, CompletionBody, read
+from pagedkv.serve.gate import RETRY_SECONDS
+from pagedkv.serve.metrics import Metrics
+from pagedkv.serve.streaming import AsyncEngine, Stream
+
+
+@dataclass(frozen=True)
+class Service:
+    """A model under a name. max_prompt: tokens of a prompt; None for those that fit."""
+
+    engine: AsyncEngine
+    name: str
+    max_prompt: int | None = None
+
+
+class Routes:
+    """The handlers over one service. `app` is the ASGI application."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._engine = service, service.engine.engine
+        self._texts = answers.TokenTexts(self._engine.tokenizer)
+        self._metrics = Metrics(self._engine)
+        self._began = int(time.time())
+        app = FastAPI(title="pagedkv", docs_url=None, redoc_url=None, openapi_url=None)
+        app.add_api_route("/v1/completions", self.completions, methods=["POST"])
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        app.add_api_route("/v1/models", self.models, methods=["GET"])
+        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        app.add_exception_handler(PagedKVError, self._refusal)
+        app.add_exception_handler(HTTPException, self._refusal)
+        app.add_exception_handler(Exception, self._refusal)
+        self.app: Any = app
+
+    # --- what can be asked ---
+
+    async def completions(self, request: Request) -> Response:
+        """Answer POST /v1/completions."""
+        return await self._answered(request, CompletionBody)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer POST /v1/chat/completions."""
+        return await self._answered(request, ChatBody)
+
+    async def models(self) -> Response:
+        """Answer GET /v1/models."""
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def model(self, name: str) -> Response:
+        """Answer GET /v1/models/NAME."""
+        self._check_model(name)
+        return JSONResponse(self._described())
+
+    async def health(self) -> Response:
+        """Answer GET /health: 200 while streams are served."""
+        if self._service.engine.stopped is not None:
+            raise self._service.engine.stopped
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        """Answer GET /metrics."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    # --- how it is answered ---
+
+    async def _answered(self, request: Request, kind: type[Body]) -> Response:
+        body = read(kind, await request.body())
+        self._check_model(body.model)
+        prompts, params = await asyncio.to_thread(self._prepared, body)
+        stream = self._service.engine.stream_all(prompts, params, num_samples=body.n or 1)
+        await stream.begin()
+        answer = answers.Answer(
+            self._service.name, isinstance(body, ChatBody), body.n or 1, params.logprobs is not None, self._texts
+        )
+        if body.stream:
+            options = body.stream_options
+            told = self._told(stream, answer, with_usage=bool(options and options.include_usage))
+            return _Events(stream, told)
+        return await self._whole(request, stream, answer)
+
+    def _prepared(self, body: Body) -> tuple[list[list[int]], SamplingParams]:
+        """Return the prompts and their parameters. Raises: InvalidRequest, CheckpointError"""
+        prompts = body.prompts(self._engine.tokenizer)
+        longest, most = max(map(len, prompts)), self._service.max_prompt
+        if most is not None and longest > most:
+            raise InvalidRequest(f"the prompt has {longest} tokens, the limit of this server is {most}; shorten it")
+        return prompts, body.params(_room(self._engine, longest))
+
+    async def _whole(self, request: Request, stream: Stream, answer: answers.Answer) -> Response:
+        """Wait for the end of all completions, or of the client."""
+        async with stream:
+            finished = asyncio.ensure_future(_exhausted(stream))
+            gone = asyncio.ensure_future(_gone(request))
+            try:
+                await asyncio.wait((finished, gone), return_when=asyncio.FIRST_COMPLETED)
+                if not finished.done():
+                    stream.close()
+                    return Response(status_code=499)  # nginx's number; no client reads it
+                finished.result()
+            finally:
+                finished.cancel()
+                gone.cancel()
+                self._metrics.ended(stream.requests)
+        if errors := [c.error for one in stream.requests for c in one.completions if c.error]:
+            return self._error(500, errors[0], "server_error")
+        self._metrics.answered(200)
+        return JSONResponse(answer.whole(stream.requests))
+
+    async def _told(self, stream: Stream, answer: answers.Answer, *, with_usage: bool) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of a stream. An error is the last event: the status was sent before."""
+        self._metrics.answered(200)
+        try:
+            async for piece in stream:
+                yield answers.event(answer.chunk(piece))
+                if piece.completion.error and piece.finish_reason:
+                    yield answers.event(answers.error(piece.completion.error, "server_error"))
+                    return
+            if with_usage:
+                yield answers.event(answer.last(stream.requests))
+            yield b"data: [DONE]\n\n"
+        except EngineStopped as error:
+            yield answers.event(answers.error(str(error), "server_error"))
+        finally:
+            stream.close()
+            self._metrics.ended(stream.requests)
+
+    def _described(self) -> dict[str, Any]:
+        longest = self._engine.decoder.config.max_position_embeddings
+        own = {"created": self._began, "owned_by": "pagedkv", "max_model_len": longest}
+        return {"id": self._service.name, "object": "model", **own}
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._service.name):
+            shown = name if len(name) <= 80 else f"{name[:77]}..."
+            raise _NoModel(f"the model {shown!r} is not served here; the model is {self._service.name!r}")
+
+    async def _refusal(self, _: Request, error: Exception) -> Response:
+        """Return an exception of a handler as an answer."""
+        if isinstance(error, QueueFull):
+            answer = self._error(429, str(error), "rate_limit_error", code="rate_limit_exceeded")
+            answer.headers["Retry-After"] = str(RETRY_SECONDS)
+            return answer
+        if isinstance(error, _NoModel):
+            return self._error(404, str(error), "invalid_request_error", param="model", code="model_not_found")
+        if isinstance(error, InvalidRequest | CheckpointError):
+            return self._error(400, str(error), "invalid_request_error", param=_param(error))
+        if isinstance(error, EngineStopped):
+            return self._error(503, str(error), "server_error")
+        if isinstance(error, HTTPException):
+            return self._error(error.status_code, f"{error.detail}: no such route or method", "invalid_request_error")
+        return self._error(500, "the server failed; its log has the reason", "server_error")
+
+    def _error(self, status: int, message: str, kind: str, **named: str | None) -> Response:
+        self._metrics.answered(status)
+        return JSONResponse(answers.error(message, kind, **named), status)
+
+
+class _NoModel(InvalidRequest):
+    pass
+
+
+class _Events(StreamingResponse):
+    """Server-sent events. However the answer ends, its stream is closed."""
+
+    def __init__(self, stream: Stream, events: AsyncIterator[bytes]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold pieces back
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._stream = stream
+
+    async def __call__(self, *asgi: Any) -> None:
+        try:
+            await super().__call__(*asgi)
+        finally:
+            self._stream.close()
+
+
+async def _exhausted(stream: Stream) -> None:
+    async for _ in stream:
+        pass
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _param(error: Exception) -> str | None:
+    """Return the field that an error is about; those of SamplingParams begin with it."""
+    if isinstance(error, BadBody):
+        return error.param
+    found = re.match(r"(\w+) is ", str(error))
+    return found[1] if found and found[1] in SamplingParams.__dataclass_fields__ else None
+
+
+def _room(engine: Engine, num_prompt: int) -> int:
+    """Return the most tokens that model and pool hold behind a prompt, at least 1: `Engine.submit` has the words."""
+    cache, at_once = engine.cache, engine.scheduler.limits.max_batch_tokens
+    most = engine.decoder.config.max_position_embeddings - num_prompt
+
+    def exceeds(num_output: int) -> bool:
+        return cache.frames_for(num_prompt + num_output - 1, at_once) > cache.num_frames
+
+    return max(1, bisect_left(range(1, max(1, most) + 1), True, key=exceeds))
