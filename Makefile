@@ -72,8 +72,8 @@ check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built stric
 	@$(BIN)/codespell
 	@built=`$(MKDOCS) 2>&1` || { echo "$$built"; exit 1; }
 
-bench: $(STAMPS)/dev ## the microbenchmarks; results are appended to bench/results
-	@$(BIN)/python -m pagedkv.bench
+bench: $(STAMPS)/dev ## the microbenchmarks in ten minutes; rows are appended to bench/results
+	@$(BIN)/pagedkv bench all
 
 gpu: ## with a GPU, no network, by the Python that has torch: tests, benchmarks (STAGES='--minutes 9')
 	@$(PYTHON) scripts/gpu.py $(STAGES)

@@ -13,9 +13,11 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
+
+from pagedkv.bench.progress import track
 
 Step = Callable[[], Callable[[], object]]
 Timer = Callable[[Callable[[], object]], tuple[float, bool]]
@@ -80,13 +82,24 @@ def in_turn(steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cp
     """Time each step `repetitions` times, the steps taking turns, after WARM_UP untimed turns."""
     taken: dict[Name, list[tuple[float, bool]]] = {name: [] for name in steps}
     lots, order = random.Random(0), list(steps)
-    for _ in range(repetitions + WARM_UP):
+    for _ in track(range(repetitions + WARM_UP), "turns"):
         lots.shuffle(order)
         for name in order:
             before = taken[name]
             if len(before) < 3 + WARM_UP or sum(seconds for seconds, _ in before[WARM_UP:]) < SECONDS_EACH:
                 before.append(timer(steps[name]()))
     return {name: _settle(all_runs[WARM_UP:]) for name, all_runs in taken.items()}
+
+
+def by_lot(variants: Iterable[Name], turns: int, text: str = "turns") -> Iterator[list[Name]]:
+    """Yield the variants in an order drawn anew for each of `turns` turns, and for a turn before, which does not count.
+
+    text: what a progress bar says.
+    """
+    lots, order = random.Random(0), list(variants)
+    for _ in track(range(turns + 1), text):
+        lots.shuffle(order)
+        yield list(order)
 
 
 def _least(repetitions: int) -> int:

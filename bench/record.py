@@ -1,7 +1,8 @@
-"""The provenance of a benchmark row (machine, commit, versions, time), and the file that keeps rows.
+"""The provenance of a benchmark row (machine, commit, versions, time, command), and the file that keeps rows.
 
-This file knows no benchmark. Rows are appended to `results/` of a checkout. An installed package has no such folder:
-without a path from the caller it keeps no rows.
+This file knows no benchmark. Rows are appended to `results/` of a checkout, each by one write, so that an interrupted
+run leaves whole rows. An installed package has no such folder, and a folder may be read-only: a run that was told no
+file then goes on and keeps no rows.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pagedkv
+from pagedkv.errors import InvalidRequest
 
 HERE: Final = Path(__file__).resolve().parent
 VERSIONED: Final = ("numpy", "numba", "torch")
@@ -25,7 +28,7 @@ _NUMBERS: Final = {"family": "cpu family", "model": "model"}
 
 
 def provenance() -> dict[str, Any]:
-    """Return machine, commit, versions and time: the same for all rows of one run."""
+    """Return machine, commit, versions, time and command: the same for all rows of one run."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "machine": f"{processor()}, {cpus} CPUs",
@@ -33,7 +36,19 @@ def provenance() -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {name: found for name in VERSIONED if (found := version_of(name))},
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": command(),
     }
+
+
+def command() -> str:
+    """Return the command line of this process. Rows are published, so a path keeps no folder that is absolute."""
+    python, first, *rest = [*sys.orig_argv, ""]
+    words = ["pagedkv", *sys.argv[1:]] if _is_pagedkv(first, rest) else [python, first, *rest[:-1]]
+    return shlex.join(Path(word).name if os.path.isabs(word) else word for word in words if word)
+
+
+def _is_pagedkv(first: str, rest: list[str]) -> bool:
+    return Path(first).name == "pagedkv" or (first == "-m" and rest[0] == "pagedkv")
 
 
 def processor() -> str:
@@ -84,13 +99,33 @@ def results() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def append(rows: Iterable[dict[str, Any]], path: Path | None) -> None:
-    """Append a line of JSON for each row to `path`. If `path` is None, only print a note that the rows are not kept."""
-    if path is None:
-        print(
-            "these rows are not kept: pagedkv runs from an installed package, not from a checkout; give --record FILE",
-            file=sys.stderr,
-        )
-        return
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+def append(rows: Iterable[dict[str, Any]], path: Path | None, name: str) -> None:
+    """Append a line of JSON for each row to `path`; without one, to `results/name.jsonl` of a checkout.
+
+    Raises: InvalidRequest if `path` cannot be written to
+    """
+    folder = results()
+    target = path or (folder and folder / f"{name}.jsonl")
+    if target is None:
+        return _note("pagedkv runs from an installed package, not from a checkout")
+    try:
+        file = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            for row in rows:
+                os.write(file, f"{json.dumps(row)}\n".encode())
+        finally:
+            os.close(file)
+    except OSError as why:
+        if path:
+            raise InvalidRequest(f"the rows cannot be kept: {why}; --record FILE names another file") from None
+        _note(str(why))
+
+
+_noted: set[str] = set()
+
+
+def _note(why: str) -> None:
+    """Say once that rows are not kept."""
+    if why not in _noted:
+        print(f"these rows are not kept: {why}; give --record FILE", file=sys.stderr)
+        _noted.add(why)

@@ -26,7 +26,7 @@ from pagedkv import debug
 ROOT = Path(__file__).parents[1]
 MANUAL = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *MANUAL]
-FIGURES = sorted((ROOT / "docs/img").glob("*.svg"))
+FIGURES = sorted((ROOT / "docs/img").rglob("*.svg"))
 TREES = "pagedkv|csrc|triton_kernels|tests|bench|scripts|examples|docs|core|cache|kernels|model|integrations|serve|cli"
 GROUPS = ["Start", "How-to", "Explanation", "Reference"]
 

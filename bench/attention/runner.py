@@ -32,6 +32,7 @@ from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.attention.pool import Pool, region_of
 from pagedkv.bench.attention.vllm_peer import Vllm
 from pagedkv.bench.clock import Step, Timing, compare, in_turn
+from pagedkv.bench.memory import available
 from pagedkv.kernels import cpu, quant, registry
 from pagedkv.kernels.args import AttentionCall, AttentionOptions, bound_fields, tables_of
 
@@ -93,6 +94,8 @@ class Row:
         for who, timing in self.timings.items():
             seconds = self.seconds(who) or 0.0
             results[who] = {"us": round(seconds * 1e6, 2), "clean": timing.clean, "repetitions": timing.repetitions}
+            calls = CALLS if self.cell.kind == "call" else 1
+            results[who]["turns"] = [turn and round(turn / calls * 1e6, 2) for turn in timing.turns]
             if self.cell.kind == "prefill":
                 results[who]["GFLOP_per_s"] = round(self.flops / seconds / 1e9, 1)
             elif self.cell.kind != "call":
@@ -132,7 +135,7 @@ def _that_fit(group: list[Cell]) -> Iterator[list[Cell]]:
 
     SDPA and vLLM hold as much memory again.
     """
-    most = memory() // 4
+    most = available() // 4
     part: list[Cell] = []
     for cell in group:
         if part and sum(map(Pool.bytes_of, [*part, cell])) > most:
@@ -144,7 +147,7 @@ def _that_fit(group: list[Cell]) -> Iterator[list[Cell]]:
 
 def _measure_group(cells: list[Cell], asked: Asked, vllm: Vllm | str) -> Iterator[Row]:
     rows, steps = [Row(cell) for cell in cells], {}
-    fit = [size for size in map(Pool.bytes_of, cells) if size <= memory() // 3]
+    fit = [size for size in map(Pool.bytes_of, cells) if size <= available() // 3]
     region = region_of(max(fit)) if fit else None
     with _threads(cells[0].threads):
         for i, row in enumerate(rows):
@@ -174,7 +177,9 @@ def _awake(step: Step) -> Step:
 def _variants(cell: Cell, region: torch.Tensor | None, asked: Asked, vllm: Vllm | str) -> dict[str, Step | str]:
     """Return the step of each variant on the cell; for a variant that cannot be measured, the reason."""
     if region is None or Pool.bytes_of(cell) > len(region):
-        return dict.fromkeys((*asked.kernels, CEILING), "its pool is larger than a third of this machine's memory")
+        return dict.fromkeys(
+            (*asked.kernels, CEILING), "its pool is larger than a third of the memory that is free here"
+        )
     pool = Pool(cell, region)
     kernels: dict[str, Step | str] = {
         name: _not_here(name, cell) or KINDS[cell.kind](cell, pool, name) for name in asked.kernels
@@ -185,11 +190,6 @@ def _variants(cell: Cell, region: torch.Tensor | None, asked: Asked, vllm: Vllm 
     if cell.kind != "write":
         others[SDPA] = _sdpa(cell)
     return kernels | others | {VLLM: vllm if isinstance(vllm, str) else vllm.step(cell)}
-
-
-def memory() -> int:
-    """Return the bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _no_extension() -> str:

@@ -1,46 +1,30 @@
-"""The decode steps of a run as a picture: for each shape the variants' times beside the bound that memory sets."""
+"""The charts of `pagedkv bench generate`: steps over their bounds, and the parts of a step. Drawn from kept rows."""
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Any, Final
 
-from pagedkv.bench.generate.runner import DYNAMIC, OURS, STATIC, TORCH
-from pagedkv.errors import InvalidRequest
+from pagedkv.bench.chart import Bar, Chart, bars
 
-COLOURS: Final = {OURS: "tab:blue", TORCH: "tab:cyan", STATIC: "tab:orange", DYNAMIC: "tab:red"}
+OURS: Final = {"pagedkv": "ours", "pagedkv, F.linear": "also"}
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the picture to `path`. Raises: InvalidRequest without matplotlib, or for an unknown file ending"""
-    try:
-        pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        raise InvalidRequest("--plot needs matplotlib; pip install matplotlib") from None
-    steps = [row for row in rows if row["case"] == "decode"]
-    shapes = list(dict.fromkeys((row["batch"], row["context"]) for row in steps))
-    figure, axes = pyplot.subplots(figsize=(8, 4.2))
-    for place, (variant, colour) in enumerate(COLOURS.items()):
-        for at, shape in enumerate(shapes):
-            found = [row for row in steps if (row["batch"], row["context"]) == shape and row["variant"] == variant]
-            for row in found:
-                left = at + 0.2 * place - 0.4
-                axes.bar(left, row["over_bound"], 0.18, align="edge", color=colour)
-                axes.text(
-                    left + 0.09, row["over_bound"], f"{row['over_bound']:.2f}", ha="center", va="bottom", fontsize=7
-                )
-    axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_xticks(range(len(shapes)), [f"{batch} x {context:,}" for batch, context in shapes])
-    axes.set_xlabel("sequences x tokens of context")
-    axes.set_ylabel("time of a step / its bound")
-    names = [name for name in COLOURS if any(row["variant"] == name for row in steps)]
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in names]
-    axes.legend(handles, names, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as why:
-        raise InvalidRequest(f"--plot {path}: {why}") from None
-    pyplot.close(figure)
+def charts(rows: list[dict[str, Any]]) -> list[Chart]:
+    """Return the decode steps over their bounds, then the parts of the longest step taken apart."""
+    found = [
+        Bar(row["variant"], row["over_bound"], OURS.get(row["variant"], "peer"), _shape(row), f"{row['median']:.0f} ms")
+        for row in sorted(rows, key=lambda row: (row["batch"], row["context"]) if "batch" in row else (0, 0))
+        if row["case"] == "decode"
+    ]
+    parts = [row for row in rows if row["case"] == "part"]
+    made = [bars("A decode step over the time in which memory gives its bytes", found, unit="×",
+                 bound=(1, "bound"))] if found else []  # fmt: skip
+    for shape in dict.fromkeys(map(_shape, parts)):
+        some = sorted((row for row in parts if _shape(row) == shape), key=lambda row: -row["median"])
+        drawn = [Bar(row["variant"], row["median"], "ours") for row in some]
+        made.append(bars(f"Parts of a step: {shape}", drawn, unit="ms"))
+    return made
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return f"{row['batch']} sequence{'s' if row['batch'] > 1 else ''} of {row['context']:,} tokens"

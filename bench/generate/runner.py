@@ -15,6 +15,7 @@ product of torch, measured before and after it. A figure is the median over turn
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from pagedkv.bench.clock import by_lot
 from pagedkv.bench.generate import model as models
 from pagedkv.bench.generate.parts import parts
+from pagedkv.bench.progress import track
 from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import cpu as linear
 from pagedkv.kernels.threads import num_threads
@@ -74,7 +77,8 @@ def measure(
         engine = models.engine_of(folder, max(longest, 256 * (64 + STEPS)))
         host = _Host(folder) if find_spec("transformers") else None
         if host is None:
-            print("transformers is not installed: its caches do not take part (install pagedkv[hf])")
+            absent = "transformers is not installed: its caches do not take part (install pagedkv[hf])"
+            print(absent, file=sys.stderr)
         for shape in shapes:
             _report_decode(report, engine, host, shape, turns)
             if shape in PARTS:
@@ -189,7 +193,7 @@ def _report_decode(report: Report, engine: Engine, host: _Host | None, shape: tu
 
 
 def _report_parts(report: Report, engine: Engine, shape: tuple[int, int], turns: int) -> None:
-    found = [parts(engine, *shape, steps=STEPS) for _ in range(turns)]
+    found = [parts(engine, *shape, steps=STEPS) for _ in track(range(turns), "parts of a step")]
     for name in found[0]:
         report(_row("part", shape, name, [seconds[name] for seconds in found]))
 
@@ -230,7 +234,7 @@ def product_speed(rows: int) -> float:
 def _report_overhead(report: Report, engine: Engine, turns: int) -> None:
     for batch in (1, 64, 256):
         seconds = []
-        for _ in range(turns):
+        for _ in track(range(turns), f"overhead of {batch} sequences"):
             requests = models.filled(engine, batch, 32)
             with models.skipping(engine):
                 engine.step()
@@ -250,7 +254,7 @@ def _report_sampling(report: Report, turns: int) -> None:
             rules = [LogitsRules.of(params, torch.randint(VOCABULARY, (1000,)).tolist(), 500) for _ in range(batch)]
             rows = [SamplingRow(params, params.generator(i), of_row) for i, of_row in enumerate(rules)]
             seconds = []
-            for _ in range(STEPS * turns + 1):
+            for _ in track(range(STEPS * turns + 1), f"sampling: {name}"):
                 began = time.perf_counter()
                 sample(logits, rows)
                 seconds.append(time.perf_counter() - began)
@@ -265,11 +269,11 @@ def _in_turns(
     The first turn does not count. The speed is the mean of one measurement before the variant and one after it.
     """
     found: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
-    for _ in range(turns + 1):
+    for order in by_lot(variants, turns, "generate"):
         before = speed()
-        for variant, taken in found.items():
+        for variant in order:
             seconds, after = run(variant), speed()
-            taken.append((seconds, (before + after) / 2))
+            found[variant].append((seconds, (before + after) / 2))
             before = after
     return {variant: taken[1:] for variant, taken in found.items()}
 
@@ -288,7 +292,7 @@ def _report_times(
         ratios = [seconds / bound for (seconds, _), bound in zip(taken, bounds, strict=True)]
         row = _row(case, shape, variant, [seconds for seconds, _ in taken])
         row["must"] = MUSTS.get((case, *shape)) if variant == OURS else None
-        row |= {"over_bound": statistics.median(ratios), "bound": 1e3 * statistics.median(bounds)}
+        row |= {"over_bound": statistics.median(ratios), "ratios": ratios, "bound": 1e3 * statistics.median(bounds)}
         report(row | {speed: statistics.median(rate for _, rate in taken) / 1e9})
 
 

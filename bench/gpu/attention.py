@@ -357,7 +357,7 @@ def run(asked: Asked) -> None:
         rows = [row | about for row in measure(group, asked.backends, asked.repetitions, peers=asked.peers)]
         every += rows
         for path in kept or (None,):
-            record.append(rows, path)
+            record.append(rows, path, "gpu-attention")
         for case in dict.fromkeys(row["case"] for row in rows):
             print(case, *(row_line(row) for row in rows if row["case"] == case), sep="\n")
         print(

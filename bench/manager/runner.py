@@ -1,15 +1,16 @@
 """The cost of the memory manager, beside the managers of other engines, in one run: `pagedkv bench manager`.
 
-A round goes through all cases: first our run of the case, then that of each peer. A figure is the median over the
-rounds, so that a slow moment of the machine affects all figures alike. Each peer runs in a process of its own
-(peers.py); a peer or case that cannot be measured is reported with the reason. Our case and a peer's case do the same
-work: the same number of sequences, tokens and blocks of 16, prefix cache on.
+A round goes through all cases: our run of a case and those of the peers, in an order that is drawn anew. A figure is
+the median over the rounds, so that a slow moment of the machine affects all figures alike. Each peer runs in a process
+of its own (peers.py); a peer or case that cannot be measured is reported with the reason. Our case and a peer's case do
+the same work: the same number of sequences, tokens and blocks of 16, prefix cache on.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import numpy as np
 
 from pagedkv.bench.manager import frame_pool, peers
 from pagedkv.bench.manager.peers import BATCH, BLOCK, GROWTH, PAGES, POOL, ROW, timed
+from pagedkv.bench.progress import track
 from pagedkv.core import AddressSpace, Group, MemoryManager
 from pagedkv.errors import InvalidRequest
 
@@ -58,7 +60,7 @@ class Case:
 
 @dataclass
 class Figure:
-    """The median of one case for one manager; without a measurement, the reason in `why_not`."""
+    """The median of one case for one manager, and that of each turn; without a measurement, the reason in `why_not`."""
 
     who: str
     case: str
@@ -69,6 +71,7 @@ class Figure:
     runs: int = 0
     why_not: str = ""
     version: str = ""
+    turns: list[float] = field(default_factory=list, repr=False)
     samples: list[float] = field(default_factory=list, repr=False)
     took: float = 0.0  # seconds
 
@@ -76,7 +79,9 @@ class Figure:
         """Add the runs of one turn, in the form of Peer.ask; the first run does not count."""
         self.why_not = answer.get("absent", "")
         self.took += sum(answer.get("seconds", ()))
-        self.samples += [seconds / case.work * SCALE[case.unit] for seconds in answer.get("seconds", ())[1:]]
+        found = [seconds / case.work * SCALE[case.unit] for seconds in answer.get("seconds", ())[1:]]
+        self.samples += found
+        self.turns += [round(statistics.median(found), 4)] if found else []
 
     def settle(self) -> None:
         """Compute median and best of the samples."""
@@ -310,29 +315,40 @@ class Peer:
             self._process.communicate()
 
 
-def measure(rounds: int, pythons: Sequence[str] = ()) -> list[Figure]:
-    """Measure CASES for `rounds` rounds; return our figures, then those of each peer.
+def measure(rounds: int, pythons: Sequence[str] = (), cases: Sequence[Case] | None = None) -> list[Figure]:
+    """Measure `cases` (None: CASES) for `rounds` rounds; return our figures, then those of each peer.
 
     pythons: the interpreters in which to look for peers, before this one.
     """
+    cases = CASES if cases is None else cases
     with ExitStack() as stack:
-        others = [stack.enter_context(closing(Peer(name, [*pythons, sys.executable]))) for name in peers.PEERS]
-        figures = [Figure(OURS, case.name, case.unit, limit=case.limit) for case in CASES]
+        starting = track(peers.PEERS, "starting peers")
+        others = [stack.enter_context(closing(Peer(name, [*pythons, sys.executable]))) for name in starting]
+        figures = [Figure(OURS, case.name, case.unit, limit=case.limit) for case in cases]
         theirs = {
             case: [
                 (peer, Figure(peer.name, case.name, case.unit, version=peer.version)) for peer in others if case.peer
             ]
-            for case in CASES
+            for case in cases
         }
-        runs = [case.make() for case in CASES]
-        for round_ in range(rounds):
-            for case, run, figure in zip(CASES, runs, figures, strict=True):
-                if round_ < case.rounds:
-                    figure.add({"seconds": [run() for _ in range(TURN)]}, case)
-                for peer, its in theirs[case]:
-                    if round_ < case.rounds and not its.why_not and its.took < PATIENCE:
-                        its.add(peer.ask(case), case)
+        runs, lots = [case.make() for case in cases], random.Random(0)
+        turns = [turn for _ in range(rounds) for turn in zip(cases, runs, figures, strict=True)]
+        for at, (case, run, figure) in enumerate(track(turns, "manager")):
+            if at // len(cases) < case.rounds:
+                _turn(case, run, figure, theirs[case], lots)
     every = [*figures, *(its for pairs in theirs.values() for _, its in pairs)]
     for figure in every:
         figure.settle()
     return every
+
+
+def _turn(
+    case: Case, run: Callable[[], float], ours: Figure, theirs: Sequence[tuple[Peer, Figure]], lots: random.Random
+) -> None:
+    """Measure the case by each manager once, in an order drawn by lots."""
+    managers: list[tuple[Peer | None, Figure]] = [(None, ours), *theirs]
+    for peer, figure in lots.sample(managers, len(managers)):
+        if peer is None:
+            figure.add({"seconds": [run() for _ in range(TURN)]}, case)
+        elif not figure.why_not and figure.took < PATIENCE:
+            figure.add(peer.ask(case), case)

@@ -1,4 +1,4 @@
-"""The cost of a decode step against pool size and context length: `pagedkv bench manager --plot FILE`.
+"""The cost of a decode step against pool size and context length: `pagedkv bench manager --scaling`.
 
 The lines should be nearly flat. All points take turns, round by round. The step is plan + commit for 64 sequences,
 prefix cache on. In a full pool, each frame that a step takes is evicted first.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pagedkv.bench.manager.peers import BLOCK
 from pagedkv.bench.manager.runner import OURS, TURN, Figure, decode, full_pool
+from pagedkv.bench.progress import track
 from pagedkv.core import MemoryManager
 
 BATCH: Final = 64
@@ -52,49 +52,12 @@ def measure(rounds: int, points: tuple[Point, ...] = POINTS) -> dict[Point, Figu
     """Measure the microseconds per step at each point."""
     runs = {point: point.make() for point in points}
     figures = {point: Figure(OURS, f"step of {BATCH} sequences, {point.size:,} {point.line}", "us") for point in points}
-    for _ in range(rounds):
+    for _ in track(range(rounds), "manager against size"):
         for point, run in runs.items():
             figures[point].samples += [run() * 1e6 for _ in range(TURN)][1:]
     for figure in figures.values():
         figure.settle()
     return figures
-
-
-def draw(figures: dict[Point, Figure], path: Path) -> None:
-    """Draw cost against size; the ending of `path` gives the format. Raises: OSError, ValueError."""
-    from matplotlib import pyplot, rc_context
-
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pagedkv", "font.size": 10}):
-        figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True)
-        for axes, lines, label in (
-            (panels[0], (FREE, FULL), "frames in the pool"),
-            (panels[1], (CONTEXT,), "tokens of context, each sequence"),
-        ):
-            for line, mark in zip(lines, ("o-", "s--"), strict=False):
-                points = [point for point in figures if point.line == line]
-                costs = [figures[point].median for point in points]
-                axes.plot([point.size for point in points], costs, mark, label=line.partition(", ")[2] or None)
-            axes.set(xscale="log", xlabel=label)
-            axes.grid(alpha=0.3)
-        top = max(figure_.median or 0 for figure_ in figures.values())
-        panels[0].set(ylim=(0, 1.6 * top), ylabel=f"µs a decode step of {BATCH} sequences")
-        panels[0].legend(loc="upper left")
-        figure.tight_layout()
-        silent: dict[str, Any] = {"metadata": {"Date": None, "Creator": None}} if path.suffix == ".svg" else {}
-        figure.savefig(path, **silent)
-        pyplot.close(figure)
-    if path.suffix == ".svg":
-        _make_accessible(path)
-
-
-def _make_accessible(path: Path) -> None:
-    """Give the drawing a title for screen readers, and dark colours for readers in dark mode."""
-    text = path.read_text(encoding="utf-8")
-    head, begin, rest = text.partition("<svg ")
-    attributes, end, body = rest.partition(">")
-    title = "<title>The cost of a decode step against the size of the pool and the length of contexts</title>"
-    style = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(1) hue-rotate(180deg) } }</style>"
-    path.write_text(f"{head}{begin}{attributes}{end}\n {title}\n {style}{body}", encoding="utf-8")
 
 
 def spread(figures: dict[Point, Figure]) -> dict[str, float]:

@@ -28,7 +28,9 @@ import transformers
 from tokenizers import Tokenizer
 
 from pagedkv import write_kv
+from pagedkv.bench.clock import by_lot
 from pagedkv.bench.generate.model import recall_questions
+from pagedkv.bench.progress import track
 from pagedkv.integrations.transformers import PagedCache, Pool, patch
 from pagedkv.model.engine import BUNDLED
 
@@ -148,9 +150,9 @@ def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row
 def in_turns(variants: Iterable[str], turns: int, run: Callable[[str], float]) -> dict[str, list[float]]:
     """Return the seconds of each variant in each turn, after one turn that does not count."""
     times: dict[str, list[float]] = {variant: [] for variant in variants}
-    for _ in range(turns + 1):
-        for variant, seconds in times.items():
-            seconds.append(run(variant))
+    for order in by_lot(times, turns, "transformers"):
+        for variant in order:
+            times[variant].append(run(variant))
     return {variant: seconds[1:] for variant, seconds in times.items()}
 
 
@@ -164,12 +166,13 @@ def report_times(
 ) -> None:
     """Report a row for each variant: its median, and how many times as fast as it pages are."""
     for variant, seconds in times.items():
-        ratio = statistics.median(theirs / ours for theirs, ours in zip(seconds, times["pages"], strict=True))
+        ratios = [theirs / ours for theirs, ours in zip(seconds, times["pages"], strict=True)]
         report(
             {
                 "case": case, "batch": shape[0], "context": shape[1], "variant": variant, "unit": unit,
                 "median": figure(statistics.median(seconds)), "worst": figure(max(seconds)),
-                "best": figure(min(seconds)), "pages_over_this": ratio, "must": MUSTS.get((case, shape, variant)),
+                "best": figure(min(seconds)), "pages_over_this": statistics.median(ratios), "ratios": ratios,
+                "must": MUSTS.get((case, shape, variant)),
             }
         )  # fmt: skip
 
@@ -177,7 +180,7 @@ def report_times(
 def report_prefix(report: Callable[[Row], None], model: Any, pools: dict[str, Pool], turns: int) -> None:
     """Report the time to the first token of a prompt of 2,000 tokens, unknown and then known."""
     missed, found = [], []
-    for _ in range(turns + 1):
+    for _ in track(range(turns + 1), "known prompts"):
         ids = torch.randint(0, 32_000, (1, 2000))
         missed.append(first_token("pages", model, pools, ids))
         ids[:, -1] += 1
@@ -213,7 +216,7 @@ def report_recall(report: Callable[[Row], None]) -> None:
 
     def right() -> int:
         found = 0
-        for text, answer in recall_questions():
+        for text, answer in track(recall_questions(), "recall"):
             ids = torch.tensor([tokenizer.encode(text).ids])
             made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
             found += tokenizer.decode(made[0, ids.shape[1] :].tolist()) == answer
@@ -237,7 +240,7 @@ def memory(variant: str, shape: tuple[int, int]) -> float:
 def report_memory(report: Callable[[Row], None], shape: tuple[int, int]) -> None:
     """Report the peak of each variant, beside the bytes of K and V."""
     held = 2 * 12 * 4 * 64 * 2 * shape[0] * (shape[1] + STEPS) / 2**20
-    for variant in VARIANTS:
+    for variant in track(VARIANTS, "memory"):
         report(
             {
                 "case": "memory", "batch": shape[0], "context": shape[1], "variant": variant, "unit": "MiB",

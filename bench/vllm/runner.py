@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from pagedkv.bench.clock import by_lot
+
 Row = dict[str, Any]
 SHAPES: Final = ((1, 4096), (8, 4096), (1, 16384), (8, 16384))
 QUICK: Final = ((1, 4096),)
@@ -91,11 +93,10 @@ def _prompts(batch: int, context: int, turn: int) -> list[list[int]]:
 
 
 def _in_turns(ours: mmap.mmap, turns: int, run: Callable[[int], float]) -> dict[str, list[float]]:
-    """Return the figures of both; the order changes in each turn. The first turn does not count."""
+    """Return the figures of both; the order is drawn anew in each turn. The first turn does not count."""
     found: dict[str, list[float]] = {"vLLM": [], "pagedkv": []}
-    for turn in range(turns + 1):
-        names = ["vLLM", "pagedkv"] if turn % 2 else ["pagedkv", "vLLM"]
-        for name in names:
+    for turn, order in enumerate(by_lot(found, turns, "vllm")):
+        for name in order:
             ours[0] = name == "pagedkv"
             found[name].append(run(turn))
     return {name: values[1:] for name, values in found.items()}

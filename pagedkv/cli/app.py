@@ -18,6 +18,7 @@ import typer
 
 from pagedkv import __version__, debug
 from pagedkv.cli import options, prompts
+from pagedkv.cli.bench.commands import benchmarks
 from pagedkv.cli.complaints import complain
 from pagedkv.errors import InvalidRequest, PagedKVError
 from pagedkv.model import hub
@@ -26,7 +27,6 @@ app: Final = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
-benchmarks: Final = typer.Typer(add_completion=False)
 app.add_typer(benchmarks, name="bench")
 
 BAD_INPUT: Final = 2
@@ -202,115 +202,6 @@ def replay_trace(
 
     sizes = num_frames or [frames_in(text, bytes_per_token) for text in memory or ()]
     run(trace, sizes, policy or ["lru"], as_json=as_json, plot=plot)
-
-
-@benchmarks.callback(invoke_without_command=True)
-def bench(context: typer.Context) -> None:
-    """Microbenchmarks of this machine. Compared variants take turns within one run."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
-@benchmarks.command("manager")
-def bench_manager(
-    rounds: options.ManagerRounds = 50,
-    as_json: options.JsonList = False,
-    peers_python: options.ManagerPeers = None,
-    record: options.Record = None,
-    plot: options.ManagerPlot = None,
-) -> None:
-    """Cost of the memory manager, and of vLLM's, SGLang's and nano-vllm's if installed. A slow result is no error."""
-    from pagedkv.cli.bench.manager import manager, scaling  # numba
-
-    if plot:
-        return scaling(rounds, plot, as_json=as_json, keep=record)
-    return manager(rounds, peers_python or (), as_json=as_json, keep=record)
-
-
-@benchmarks.command("generate")
-def bench_generate(
-    turns: options.HostTurns = 5,
-    quick: options.GenerateQuick = False,
-    as_json: options.JsonList = False,
-    record: options.Record = None,
-    plot: options.GeneratePlot = None,
-) -> None:
-    """Steps of the reference engine against the speed of memory, and transformers beside it. Minutes, 12 GiB."""
-    from pagedkv.cli.bench.hosts import run
-
-    run("generate", turns, is_quick=quick, as_json=as_json, keep=record, plot=plot)
-
-
-@benchmarks.command("transformers")
-def bench_transformers(
-    turns: options.HostTurns = 5,
-    quick: options.TransformersQuick = False,
-    as_json: options.JsonList = False,
-    record: options.Record = None,
-) -> None:
-    """model.generate of transformers with its caches and with pages. It takes minutes, and 6 GiB without --quick."""
-    from pagedkv.cli.bench.hosts import run
-
-    run("transformers", turns, is_quick=quick, as_json=as_json, keep=record)
-
-
-@benchmarks.command("vllm")
-def bench_vllm(
-    turns: options.HostTurns = 5,
-    quick: options.VllmQuick = False,
-    as_json: options.JsonList = False,
-    record: options.Record = None,
-) -> None:
-    """A decode step and a prefill of vLLM on a CPU, with its attention and with ours, in one engine. Minutes, 6 GiB."""
-    from pagedkv.cli.bench.hosts import run
-
-    run("vllm", turns, is_quick=quick, as_json=as_json, keep=record)
-
-
-@benchmarks.command("attention")
-def bench_attention(
-    full: options.CellsFull = False,
-    kind: options.CellKinds = None,
-    dtype: options.CellDtypes = None,
-    kv: options.CellKvDtypes = None,
-    heads: options.CellHeads = None,
-    head_dim: options.CellHeadDims = None,
-    block_size: options.CellBlockSizes = None,
-    context: options.CellContexts = None,
-    batch: options.CellBatches = None,
-    threads: options.CellThreads = None,
-    part: options.CellsPart = "1/1",
-    kernels: options.AttentionKernels = None,
-    repetitions: options.AttentionRepetitions = 15,
-    vllm_python: options.AttentionVllm = None,
-    as_json: options.AttentionJson = False,
-    record: options.Record = None,
-    plot: options.AttentionPlot = None,
-    device: options.AttentionDevice = "cpu",
-) -> None:
-    """Our kernels, torch SDPA and vLLM against the speed of memory. An axis that is given makes a grid of its own."""
-    if device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
-    axes = {"dtype": dtype, "kv": kv, "heads": heads, "head_dim": head_dim}
-    axes |= {"block_size": block_size, "context": context, "batch": batch}
-    if device == "cuda":
-        cpu_only: dict[str, object] = {**axes, "kind": kind, "threads": threads, "part": part != "1/1"}
-        cpu_only |= {"vllm_python": vllm_python, "json": as_json}
-        if given := [f"--{name.replace('_', '-')}" for name, value in cpu_only.items() if value]:
-            raise typer.BadParameter(
-                f"the cells of a GPU are its own: leave out {', '.join(given)}", param_hint="--device"
-            )
-        from pagedkv.bench.gpu import attention
-
-        names = kernels or ["triton", "cuda", "cuda-bulk", "cuda-pieces"]
-        attention.run(attention.Asked(names, repetitions, not full, out=(record,) if record else (), plot=plot))
-        return
-    from pagedkv.bench.attention.runner import Asked  # torch
-    from pagedkv.cli.bench.attention import Choice, Shown, run
-
-    choice = Choice(full, kind or [], {name: values or [] for name, values in axes.items()}, threads or [], part)
-    asked = Asked(tuple(kernels or ("cpu", "numba", "reference")), repetitions, vllm_python)
-    run(choice, asked, Shown(as_json, record, plot))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """The options and arguments of all commands, as annotated types: metavar and help text. Defaults stand in `app.py`.
 
-A bare name serves `generate`; the others begin with their command's subject: Fit, Replay, Manager, Cell (of `bench
-attention`). No imports beyond typer, because --help must be quick.
+A bare name serves `generate`; the others begin with their command's subject: Serve, Fit, Replay. No
+imports beyond typer, because --help must be quick.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ _CHAT: Final = "The checkpoint's chat template"
 _SAMPLING: Final = "Sampling"
 _GEOMETRY: Final = "Numbers, without a model"
 _CLIENTS: Final = "Clients"
-_CELLS: Final = "What is measured"
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
 
@@ -188,78 +187,3 @@ ReplayPolicy = Annotated[
 ReplayPlot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw hit rate against pool size.")]
 
 JsonList = Annotated[bool, typer.Option("--json", help="Print a list of objects, no more.")]
-
-# bench
-
-Record = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Append the rows there, not to bench/results of a checkout.")
-]
-
-# bench manager
-
-ManagerRounds = Annotated[int, typer.Option(metavar="N", min=1, help="Each goes through all cases in turn.")]
-ManagerPeers = Annotated[
-    list[Path] | None,
-    typer.Option(metavar="PYTHON", help="One that has vLLM, SGLang or nano-vllm; may be given several times."),
-]
-ManagerPlot = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Instead: a step against pool size and context length, drawn there.")
-]
-
-# bench transformers, bench vllm
-
-HostTurns = Annotated[int, typer.Option(metavar="N", min=1, help="Each goes through all variants.")]
-VllmQuick = Annotated[bool, typer.Option("--quick", help="One sequence of 4,096 tokens; else four shapes.")]
-GenerateQuick = Annotated[bool, typer.Option("--quick", help="Three shapes of short contexts; else six.")]
-GeneratePlot = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Draw the decode steps beside their bounds; needs matplotlib.")
-]
-TransformersQuick = Annotated[bool, typer.Option("--quick", help="One sequence of 2,048 tokens; else four shapes.")]
-
-# bench attention: the cells of the grid
-
-CellsFull = Annotated[bool, typer.Option("--full/--quick", help="The whole grid, half an hour; or every promise once.")]
-CellKinds = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KIND", help="Only decode, prefill, write or call.", rich_help_panel=_CELLS),
-]
-CellDtypes = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.", rich_help_panel=_CELLS)
-]
-CellKvDtypes = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="fp8_e4m3, fp8_e5m2, int8, int4.", rich_help_panel=_CELLS)
-]
-CellHeads = Annotated[list[str] | None, typer.Option(metavar="H/K", help="Query and kv heads.", rich_help_panel=_CELLS)]
-CellHeadDims = Annotated[list[int] | None, typer.Option(metavar="N", help="Of K and V.", rich_help_panel=_CELLS)]
-CellBlockSizes = Annotated[
-    list[int] | None, typer.Option(metavar="N", help="Tokens in a frame.", rich_help_panel=_CELLS)
-]
-CellContexts = Annotated[
-    list[int] | None, typer.Option(metavar="N", help="Tokens of a sequence.", rich_help_panel=_CELLS)
-]
-CellBatches = Annotated[list[int] | None, typer.Option(metavar="N", help="Sequences.", rich_help_panel=_CELLS)]
-CellThreads = Annotated[
-    list[int] | None, typer.Option(metavar="N", help="As is: 1, and 2 where there are.", rich_help_panel=_CELLS)
-]
-CellsPart = Annotated[
-    str, typer.Option(metavar="I/N", help="Of the grid cut into N, only part I.", rich_help_panel=_CELLS)
-]
-
-# bench attention: how to measure and show them
-
-AttentionKernels = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Our kernels to compare; by default all that run on a CPU.")
-]
-AttentionRepetitions = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Repetitions of each variant; variants take turns.")
-]
-AttentionVllm = Annotated[Path | None, typer.Option(metavar="PATH", help="The Python of an environment with vLLM.")]
-AttentionJson = Annotated[
-    bool, typer.Option("--json", help="Print a list of objects on stdout; the tables go to stderr.")
-]
-AttentionPlot = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Draw the roofline; of a GPU, shares of the ceiling.")
-]
-AttentionDevice = Annotated[
-    str, typer.Option(metavar="NAME", help="cpu; or cuda: decode on a GPU, in cells of its own.")
-]

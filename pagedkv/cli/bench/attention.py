@@ -6,12 +6,9 @@ the group in progress.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedkv.bench import record
-from pagedkv.bench.attention import musts, roofline, runner
+from pagedkv.bench.attention import musts, runner
 from pagedkv.bench.attention.cells import BASE, full, quick
+from pagedkv.cli.bench.run import Shown, show
 from pagedkv.errors import InvalidRequest
 
 
@@ -87,40 +85,22 @@ def _numbers(text: str, wrong: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-@dataclass(frozen=True)
-class Shown:
-    """The output of a run: a table or JSON, the file for the rows, the file for the picture."""
-
-    as_json: bool
-    keep: Path | None
-    plot: Path | None
-
-
 def run(choice: Choice, asked: Any, shown: Shown) -> None:
     """Measure the chosen cells, append the rows, print tables or a list of JSON objects, and draw."""
-    if shown.plot and find_spec("matplotlib") is None:
-        raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
     cells = choice.cells()
     if not cells:
         raise InvalidRequest(
             "no cell of the grid is of that kind and in that part; kinds are decode, prefill, write and call"
         )
     about, console = record.provenance(), Console(highlight=False, stderr=shown.as_json)
-    folder = record.results()
-    keep = shown.keep or (folder / "attention.jsonl" if folder else None)
-    rows = []
+    measured, rows = [], []
     for row in runner.measure(cells, asked):
-        rows.append(row)
-        try:
-            record.append([row.record() | about], keep)
-        except OSError as why:
-            raise InvalidRequest(f"the rows cannot be kept: {why}; --record FILE names another file") from None
+        measured.append(row)
+        rows.append({"bench": "attention"} | row.record() | about)
+        record.append(rows[-1:], shown.keep, "attention")
         console.print(_line(row), soft_wrap=True)
-    if shown.as_json:
-        print(json.dumps([row.record() | about for row in rows]))
-    _promises(console, musts.promises(rows), f"{about['machine']}; {about['commit']}")
-    if shown.plot:
-        _draw(rows, shown.plot, f"{about['machine']}, {about['commit']}")
+    show("attention", rows, shown, lambda _: None)
+    _promises(console, musts.promises(measured), f"{about['machine']}; {about['commit']}")
 
 
 def _line(row: Any) -> str:
@@ -153,10 +133,3 @@ def _promises(console: Console, found: list[Any], caption: str) -> None:
         found_here = f"{promise.found:.2f}" + (f"; bare reads {promise.bare:.2f}" if promise.bare else "")
         table.add_row(promise.text, bound, found_here, judged, cells, promise.where)
     console.print(table)
-
-
-def _draw(rows: list[Any], path: Path, caption: str) -> None:
-    try:
-        roofline.draw(rows, path, caption)
-    except (OSError, ValueError) as why:
-        raise InvalidRequest(f"the plot cannot be written to {path}: {why}") from None

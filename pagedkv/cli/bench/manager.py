@@ -5,9 +5,7 @@ Only pagedkv.bench knows the cases and the way to measure them.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from importlib.util import find_spec
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +14,50 @@ from rich.table import Table
 
 from pagedkv.bench import record
 from pagedkv.bench.manager import runner
+from pagedkv.cli.bench.run import Shown, show
 from pagedkv.errors import InvalidRequest
 
 
-def manager(rounds: int, pythons: Sequence[Path], *, as_json: bool, keep: Path | None) -> None:
-    """Measure the memory manager, append the rows, and print a table or a list of JSON objects."""
-    figures = runner.measure(rounds, [str(path) for path in pythons])
-    about = record.provenance()
-    rows = [figure.row() | about for figure in figures]
-    _keep(rows, keep)
-    if as_json:
-        print(json.dumps(rows))
-    else:
-        _print(rows, about)
+def run(rounds: int, cases: Sequence[str], pythons: Sequence[Path], shown: Shown) -> None:
+    """Measure the memory manager, append the rows, print a table or a list of JSON objects, and draw.
+
+    Raises: InvalidRequest if no case has one of the texts `cases` in its name
+    """
+    chosen = [case for case in runner.CASES if not cases or any(text in case.name for text in cases)]
+    if not chosen:
+        names = ", ".join(case.name for case in runner.CASES)
+        raise InvalidRequest(f"no case is named by --case {' --case '.join(cases)}; the cases are: {names}")
+    figures = runner.measure(rounds, [str(path) for path in pythons], chosen)
+    show("manager", _kept(figures, shown), shown, _print)
 
 
-def scaling(rounds: int, picture: Path, *, as_json: bool, keep: Path | None) -> None:
+def scaling(rounds: int, shown: Shown) -> None:
     """Measure a step against pool size and context length; append the rows, draw them, and print each line's rise."""
-    if find_spec("matplotlib") is None:
-        raise InvalidRequest("--plot needs matplotlib; install pagedkv[plot]")
-    from pagedkv.bench.manager.scaling import draw, measure, spread
+    from pagedkv.bench.manager.scaling import measure, spread
 
     figures = measure(rounds)
-    about = record.provenance()
-    rows = [figure.row() | about for figure in figures.values()]
-    _keep(rows, keep)
-    try:
-        draw(figures, picture)
-    except (OSError, ValueError) as why:
-        raise InvalidRequest(f"the plot cannot be written to {picture}: {why}") from None
-    if as_json:
-        print(json.dumps(rows))
-    else:
+
+    def lines(rows: list[dict[str, Any]]) -> None:
         for row in rows:
             print(f"{row['median']:8.1f} us   {row['case']}")
         for line, ratio in spread(figures).items():
             print(f"{ratio:8.2f} x    from the cheapest to the dearest: {line}")
 
-
-def _keep(rows: list[dict[str, Any]], path: Path | None) -> None:
-    folder = record.results()
-    try:
-        record.append(rows, path or (folder / "manager.jsonl" if folder else None))
-    except OSError as why:
-        raise InvalidRequest(f"the rows cannot be kept: {why}; --record FILE names another file") from None
+    show("manager", _kept(figures.values(), shown), shown, lines)
 
 
-def _print(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+def _kept(figures: Iterable[runner.Figure], shown: Shown) -> list[dict[str, Any]]:
+    about = record.provenance()
+    rows = [{"bench": "manager"} | figure.row() | about for figure in figures]
+    record.append(rows, shown.keep, "manager")
+    return rows
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
     """Print a line for each case: our figure, the limit, and each peer's figure with its ratio to ours."""
     names = list(dict.fromkeys(row["who"] for row in rows))
     found = {(row["who"], row["case"]): row for row in rows}
+    about = rows[0]
     table = Table(caption=f"medians; {about['machine']}; {about['commit']}", caption_justify="left")
     for name in ("", "unit", *names[:1], "limit", *(name.split()[0] for name in names[1:])):
         table.add_column(name, justify="left" if name in ("", "unit") else "right")

@@ -35,19 +35,22 @@ def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path):
     assert {row["variant"] for row in steps} == {runner.OURS, runner.TORCH, runner.STATIC, runner.DYNAMIC}
     for row in steps:
         assert row["over_bound"] == pytest.approx(row["median"] / row["bound"])  # of one turn
+        assert row["ratios"] == [pytest.approx(row["over_bound"])]
     parts = {row["variant"]: row["median"] for row in rows if row["case"] == "part"}
     assert {"norm_linear", "norm_rotate", "linear_add", "norm_gate_up", "logits", "paged_attention"} <= set(parts)
     assert all(row["median"] > 0 and row["machine"] and row["commit"] for row in rows)
 
 
 def test_a_picture_is_drawn(command, tiny, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "steps.png"
-    status, _, _ = command(
-        "bench", "generate", "--quick", "--turns", 1, "--record", tmp_path / "rows", "--plot", picture
-    )
+    picture = tmp_path / "steps.svg"
+    options = ("--turns", 1, "--record", tmp_path / "rows", "--plot", picture)
+    status, out, _ = command("bench", "generate", "--shape", "2x32", *options)
     assert status == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "2 x 32" in out
+    assert "2 sequences of 32 tokens" in picture.read_text()
+    status, _, err = command("bench", "generate", "--shape", "2", *options)
+    assert status == 2
+    assert "such as 8x2048" in err
 
 
 def test_poisoned_pools_are_not_timed(command, tiny, tmp_path, monkeypatch):

