@@ -145,7 +145,7 @@ class KernelUnavailable(PagedKVError):
         lines = "".join(f"\n  {name}: {'; '.join(objections)}" for name, objections in reasons.items())
         super().__init__(
             f"no kernel can serve {asked}:{lines}\n"
-            "Change what is objected to, or pass backend=None to let the registry choose."
+            "change what is objected to, or name no kernel: backend=None, or --kernels auto at a shell"
         )
 
 

@@ -17,9 +17,10 @@ from typing import Any, Final, cast
 import typer
 
 from pagedkv import __version__, debug
-from pagedkv.cli import options, prompts
+from pagedkv.cli import options
 from pagedkv.cli.bench.commands import benchmarks
 from pagedkv.cli.complaints import complain
+from pagedkv.cli.inputs import prompts, shaping
 from pagedkv.errors import InvalidRequest, PagedKVError
 from pagedkv.model import hub
 
@@ -30,6 +31,11 @@ app: Final = typer.Typer(
 app.add_typer(benchmarks, name="bench")
 
 BAD_INPUT: Final = 2
+
+SAMPLING: Final = """max_tokens min_tokens temperature top_k top_p min_p seed ignore_eos num_beams logprobs
+repetition_penalty frequency_penalty presence_penalty""".split()
+LOADING: Final = "dtype weights device kv_dtype block_size num_frames memory kernels speculate".split()
+"""Options of `generate` that are fields of SamplingParams, and options of Engine.load, by the same names."""
 
 ShellError: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 """ClickException, the base class of the errors that typer raises for bad options. Newer versions of typer bundle click
@@ -71,6 +77,10 @@ def generate(
     seed: options.Seed = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
+    choice: options.Choice = None,
+    logit_bias: options.LogitBias = None,
     logprobs: options.Logprobs = None,
     block_size: options.BlockSize = 16,
     num_frames: options.NumFrames = None,
@@ -84,19 +94,15 @@ def generate(
     trace: options.Trace = None,
 ) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
+    given = dict(locals())
     if num_frames is not None and memory is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
     templating = prompts.Templating(chat, system, prompts.variables(template_var or ()))
     source = prompts.read(prompt, prompt_file, dash, templating)
     folder = None if model is None else hub.find(model)
-    sampling: dict[str, Any] = {"max_tokens": max_tokens, "min_tokens": min_tokens, "seed": seed, "logprobs": logprobs}
-    sampling |= {"stop": stop or (), "ignore_eos": ignore_eos, "num_beams": num_beams}
-    sampling |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    sampling |= {"repetition_penalty": repetition_penalty, "frequency_penalty": frequency_penalty}
-    sampling["presence_penalty"] = presence_penalty
-    pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
-    loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, **pool}
-    loading["speculate"] = speculate
+    sampling = {name: given[name] for name in SAMPLING} | {"stop": stop or ()}
+    sampling |= shaping.grammar(json_schema, regex, choice)
+    biases, loading = shaping.biases(logit_bias or ()), {name: given[name] for name in LOADING}
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=as_json) as screen:
@@ -104,7 +110,7 @@ def generate(
         from pagedkv.cli.generate import Job, run
 
         limits = {"max_sequences": max_sequences}
-        job = Job(source, templating, folder, sampling, loading, limits, num_samples, tenant, as_json, trace)
+        job = Job(source, templating, folder, sampling, biases, loading, limits, num_samples, tenant, as_json, trace)
         return conversation.hold(job, screen) if source.talk else run(job, screen)
 
 

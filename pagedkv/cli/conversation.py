@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from types import FrameType
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from rich.text import Text
 
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.generate import Job, load, token_ids
+from pagedkv.cli.inputs.shaping import with_ids
 from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
@@ -80,6 +82,7 @@ def hold(job: Job, screen: Console) -> int:
         raise InvalidRequest("a conversation has one reply and no --json; give a prompt with --prompt, or a .jsonl")
     params = SamplingParams(**job.sampling)
     engine = load(job, screen)
+    params = replace(params, logit_bias=with_ids(job.biases, engine.tokenizer))
     talk = Conversation(engine, job, params, screen)
     talk.begin()
     with traced(engine, job.trace), CtrlC() as ctrl_c:

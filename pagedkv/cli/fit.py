@@ -174,6 +174,7 @@ def _figures(subject: Subject) -> dict[str, Any]:
         "bytes_per_token": whole.bytes_per_token,
         "frame_bytes": whole.frame_bytes,
         "weight_bytes": whole.weight_bytes if subject.knows_weights else None,
+        "memory_bytes": None if memory is None else parse_bytes(memory),
         "context": context,
         "context_frames": whole.frames(context),
         "context_bytes": whole.frames(context) * whole.frame_bytes,
@@ -271,7 +272,9 @@ def _facts(found: dict[str, Any], whole: Share) -> dict[str, str]:
         if found["weight_bytes"] is None
         else size(found["weight_bytes"])
     )
-    if not found["gpus"]:
+    if found["memory_bytes"] is not None:
+        facts["memory"] = f"{size(found['memory_bytes'])} of a GPU"  # "24" is 24 bytes: to be seen
+    else:
         facts["what fits"] = "give --memory SIZE, the memory of a GPU, and --bandwidth SIZE for its speed"
     return facts
 

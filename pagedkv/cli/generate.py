@@ -13,7 +13,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from rich.text import Text
 
 from pagedkv.cli import report
 from pagedkv.cli.complaints import complain
-from pagedkv.cli.prompts import Prompt, Source, Templating
+from pagedkv.cli.inputs.prompts import Prompt, Source, Templating
+from pagedkv.cli.inputs.shaping import Biases, with_ids
 from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
@@ -36,12 +38,16 @@ from pagedkv.model.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of one run. sampling: fields of SamplingParams. loading: options of Engine.load."""
+    """The arguments of one run. sampling: fields of SamplingParams. loading: options of Engine.load.
+
+    biases: logit_bias, some of it by the texts of tokens.
+    """
 
     source: Source
     templating: Templating
     model: Path | None
     sampling: dict[str, Any]
+    biases: Biases
     loading: dict[str, Any]
     limits: dict[str, Any]
     num_samples: int
@@ -139,9 +145,12 @@ def _submitted(job: Job, screen: Console, live: Live | None) -> tuple[list[Task]
                 task.params = _params(task.prompt, job.sampling)
     _require_one(tasks)
     engine = load(job, screen)
+    bias = with_ids(job.biases, engine.tokenizer)
     for task in tasks:
-        if not task.error:
+        if task.params is not None:
             with task.guarded(many=many):
+                if bias and "logit_bias" not in task.prompt.options:
+                    task.params = replace(task.params, logit_bias=bias)
                 messages = job.templating.messages(task.prompt)
                 ids = (
                     token_ids(messages, job.templating, engine.tokenizer)
@@ -189,12 +198,14 @@ def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
 
     Raises: InvalidRequest for an unknown or bad option
     """
-    allowed = {field.name for field in fields(SamplingParams)}
-    unknown = sorted(set(prompt.options) - allowed)
+    allowed = sorted({field.name for field in fields(SamplingParams)} - {"logits_processor"})  # a function
+    unknown = sorted(set(prompt.options) - set(allowed))
     if unknown:
+        close = get_close_matches(unknown[0], allowed, 1)
+        guess = f" (did you mean {close[0]}?)" if close else ""
         raise InvalidRequest(
-            f'it has {", ".join(unknown)}; beside "prompt" or "messages" and "id" it may have '
-            f"{', '.join(sorted(allowed))}"
+            f'it has {", ".join(unknown)}{guess}; beside "prompt" or "messages" and "id" it may have '
+            f"{', '.join(allowed)}"
         )
     for name in ("stop", "stop_ids"):
         if not isinstance(prompt.options.get(name, ""), (str, list)):

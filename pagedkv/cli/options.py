@@ -82,6 +82,23 @@ Stop = Annotated[
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on behind the model's end token.", rich_help_panel=_SAMPLING)
 ]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="The text follows it; a file, or the JSON itself.", rich_help_panel=_SAMPLING),
+]
+Regex = Annotated[str | None, typer.Option(metavar="TEXT", help="The text matches it.", rich_help_panel=_SAMPLING)]
+Choice = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="The text is one of these; give it several times.", rich_help_panel=_SAMPLING),
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TOKEN=BIAS",
+        help="Added to a token's logit, -100 to 100; may be given again.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 Logprobs = Annotated[
     int | None,
     typer.Option(metavar="N", help="With --json: of each token, and of N alternatives.", rich_help_panel=_SAMPLING),

@@ -34,7 +34,8 @@ def run(trace: Path, sizes: Sequence[int], policies: Sequence[str], *, as_json: 
     try:
         requests = read_trace(trace)
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{trace} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequest(f"{trace} cannot be read: {reason}; give a trace, a request on each line") from None
     pools = sorted(set(sizes)) or [unbounded(requests)]
     chosen = list(dict.fromkeys(name for given in policies for name in (EVERY if given == "all" else [given])))
     replay(requests[:1], pools, chosen)  # refuses bad arguments before the long run

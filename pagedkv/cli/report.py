@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from pagedkv.cli.prompts import Prompt
+    from pagedkv.cli.inputs.prompts import Prompt
     from pagedkv.model.engine import Engine
     from pagedkv.model.request import Completion, Request
     from pagedkv.model.ways.speculation import Speculation

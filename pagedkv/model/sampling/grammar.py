@@ -61,7 +61,7 @@ class Grammars:
             import llguidance
         except ImportError:
             raise InvalidRequest(f"{name} needs llguidance; install pagedkv[grammar]") from None
-        matcher = llguidance.LLMatcher
+        matcher, own_form = llguidance.LLMatcher, self._library_tokenizer(llguidance)
         try:
             if name == "json_schema":
                 text = matcher.grammar_from_json_schema(value)
@@ -69,7 +69,7 @@ class Grammars:
                 text = matcher.grammar_from_regex(value)
             else:
                 text = matcher.grammar_from_lark("start: " + " | ".join(map(_lark_text, value)))
-            compiled = matcher(self._library_tokenizer(llguidance), text, log_level=0)
+            compiled = matcher(own_form, text, log_level=0)
         except ValueError as error:  # half of a surrogate pair
             raise InvalidRequest(f"{name} cannot be used ({error}); give valid Unicode") from None
         if compiled.is_error():

@@ -209,7 +209,7 @@ def _line(line: str, path: Path, number: int) -> Prompt:
     except InvalidRequest as error:
         return Prompt("", where, line=number, id=known, error=str(error))
     except (ValueError, RecursionError) as error:
-        return Prompt("", where, line=number, error=f"{where} is not JSON: {error}")
+        return Prompt("", where, line=number, error=f'{where} is not JSON: {error}; write {{"prompt": "..."}}')
 
 
 def _prompt_of(values: Any, where: str, **fields: Any) -> Prompt:
@@ -217,9 +217,13 @@ def _prompt_of(values: Any, where: str, **fields: Any) -> Prompt:
     kinds = {"prompt": str, "messages": list}
     found = [name for name in kinds if isinstance(values, dict) and name in values]
     if len(found) != 1 or not isinstance(values[found[0]], kinds[found[0]]):
-        raise InvalidRequest(f'{where} is not an object with either a text under "prompt" or a list under "messages"')
+        has = f"; it has {', '.join(sorted(values)) or 'no key'}" if isinstance(values, dict) else ""
+        wanted = 'an object with either a text under "prompt" or a list under "messages"'
+        raise InvalidRequest(f"{where} is not {wanted}{has}")
     given = values.pop(found[0])
     if found == ["prompt"]:
+        if not given:
+            raise InvalidRequest(f"{where} has an empty prompt; give at least one character")
         return _prompt(given, where, options=values, **fields)
     if not given or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in given):
         raise InvalidRequest(f'{where}: messages are objects with a "role" and a "content"; give at least one')

@@ -1,0 +1,171 @@
+"""`pagedkv generate --json-schema, --regex, --choice, --logit-bias`: what they change, and what they refuse."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+
+import pytest
+
+from pagedkv.cli.inputs import shaping
+from pagedkv.errors import InvalidRequest
+from pagedkv.model.engine import BUNDLED
+from pagedkv.model.tokenizer import Tokenizer
+
+from ..model.sampling.test_grammar import byte_tokenizer
+
+LAMP = "Mira keeps a red lamp in the cellar. Where is the lamp of Mira?"
+ANSWER = "Mira keeps a red lamp in the cellar.\n"
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["n"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # else random weights may write blanks without end
+}
+needs_library = pytest.mark.skipif(not importlib.util.find_spec("llguidance"), reason="llguidance is not installed")
+
+
+@pytest.fixture
+def tokenizer():
+    return Tokenizer.load(BUNDLED)
+
+
+# --- grammars ---
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        (("--regex", "[0-9]{4}-[0-9]{2}"), r"\d{4}-\d{2}"),
+        (("--choice", "yes", "--choice", "no"), "yes|no"),
+        (("--json-schema", json.dumps(SCHEMA)), r'\{\s*"n"\s*:\s*\d\s*\}'),
+    ],
+)
+def test_the_text_follows_the_grammar_of_the_command_line(command, monkeypatch, options, pattern):
+    monkeypatch.setattr(Tokenizer, "load", lambda _: byte_tokenizer())
+    status, out, err = command("generate", "--prompt", "a", "--temperature", 1, "--seed", 3, *options)
+    assert (status, bool(re.fullmatch(pattern, out.strip()))) == (0, True), out + err
+
+
+@needs_library
+def test_a_schema_is_read_from_a_file_or_from_the_command_line(tmp_path):
+    path = tmp_path / "city.json"
+    path.write_text("\ufeff" + json.dumps(SCHEMA), encoding="utf-8")  # a byte order mark, as Windows writes it
+    assert shaping.grammar(str(path), None, ()) == shaping.grammar(json.dumps(SCHEMA), None, None)
+    assert shaping.grammar(str(path), None, ())["json_schema"] == SCHEMA
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("missing.json", "cannot read the schema missing.json: No such file or directory; give a file"),
+        (".", "cannot read the schema .: it is a folder, not a regular file"),
+        ("list.json", "the schema list.json is not an object"),
+        ("[]", "--json-schema is not an object"),
+        ('{"type"', "--json-schema is not JSON: Expecting ':'"),
+        ("latin.json", "cannot read the schema latin.json: 'utf-8' codec"),
+    ],
+)
+def test_a_schema_that_cannot_be_read_is_refused(command, tmp_path, monkeypatch, given, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "latin.json").write_bytes(b'{"title": "\xe9"}')
+    status, out, err = command("generate", "--json-schema", given)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"pagedkv: error: {words}")
+
+
+@needs_library
+def test_a_text_follows_one_grammar_only(command):
+    status, _, err = command("generate", "--regex", "a", "--choice", "b")
+    assert (status, err) == (
+        2,
+        "pagedkv: error: --regex and --choice are given; the text can follow only one of them\n",
+    )
+
+
+def test_a_missing_library_is_named_before_a_model_is_loaded(command, monkeypatch):
+    monkeypatch.setattr(shaping, "find_spec", lambda _: None)
+    status, _, err = command("generate", "--model", BUNDLED, "--choice", "yes")
+    words = "--choice needs the library llguidance; pip install 'pagedkv[grammar]'"
+    assert (status, err) == (2, f"pagedkv: error: {words}\n")
+
+
+@needs_library
+def test_a_checkpoint_whose_tokens_have_no_bytes_is_refused_with_its_reason(command):
+    status, _, err = command("generate", "--regex", "a")
+    assert status == 2
+    assert err.startswith("pagedkv: error: llguidance cannot use this tokenizer")
+    assert "Unicode" not in err
+
+
+# --- biases ---
+
+
+def test_a_bias_on_the_command_line_forbids_a_token_by_its_text_or_its_id(command, tokenizer):
+    number = tokenizer.raw.token_to_id("red")
+    plain = command("generate", "--prompt", LAMP).out
+    texts = {command("generate", "--prompt", LAMP, "--logit-bias", f"{name}=-100").out for name in ("red", number)}
+    assert plain == ANSWER
+    assert len(texts) == 1
+    assert "red" not in texts.pop()
+
+
+def test_a_line_with_biases_of_its_own_has_only_these(command, tmp_path, tokenizer):
+    path = tmp_path / "many.jsonl"
+    lines = ({"prompt": LAMP}, {"prompt": LAMP, "logit_bias": {str(tokenizer.raw.token_to_id("lives")): 1}})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = command("generate", "--prompt-file", path, "--json", "--logit-bias", "red=-100").out
+    first, second = (json.loads(line)["text"] for line in out.splitlines())
+    assert "red" not in first
+    assert second == ANSWER.strip()
+
+
+def test_special_tokens_have_biases_too(command):
+    """`</s>` ends a text; without it the text goes on to --max-tokens."""
+    found = json.loads(
+        command("generate", "--prompt", LAMP, "--max-tokens", 12, "--logit-bias", "</s>=-100", "--json").out
+    )
+    assert (found["finish_reason"], len(found["token_ids"])) == ("length", 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("red",), "--logit-bias is 'red'; give TOKEN=BIAS: the id of a token or its text, and a number from -100"),
+        (("=5",), "--logit-bias is '=5'; give TOKEN=BIAS"),
+        (("red=",), "--logit-bias is 'red='; give TOKEN=BIAS"),
+        (("red=200",), "--logit-bias is 'red=200'; give TOKEN=BIAS"),
+        (("red=nan",), "--logit-bias is 'red=nan'; give TOKEN=BIAS"),
+        (("red=1", "red=2"), "--logit-bias names the token 'red' twice; give it once"),
+        (("red=1", "343=2"), "--logit-bias names the token 343 twice, by its id and its text; give it once"),
+        (
+            ("red lamp=1",),
+            "--logit-bias names 'red lamp', which is not one token: the tokenizer of this model makes red",
+        ),
+        (
+            ("Xyzzy=1",),
+            "--logit-bias names 'Xyzzy', which is not one token: the tokenizer of this model makes <unk> (0)",
+        ),
+        (("660=1",), "logit_bias has token id 660, outside the vocabulary of 660 tokens; leave it out"),
+    ],
+)
+def test_a_bias_that_cannot_be_used_is_refused(command, tokenizer, options, words):
+    assert tokenizer.raw.token_to_id("red") == 343
+    given = [part for option in options for part in ("--logit-bias", option)]
+    status, out, err = command("generate", *given)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"pagedkv: error: {words}")
+
+
+def test_an_equals_sign_may_be_part_of_a_token():
+    assert shaping.biases(["==1", "a=b=-2.5", "7=0"]) == {"=": 1.0, "a=b": -2.5, 7: 0.0}
+
+
+def test_a_text_that_is_several_tokens_has_no_id(tokenizer):
+    with pytest.raises(InvalidRequest, match="which is not one token"):
+        shaping.with_ids({"red lamp": 1.0}, tokenizer)
