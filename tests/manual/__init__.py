@@ -1,0 +1,1 @@
+"""The manual beside its words: pictures."""
