@@ -46,7 +46,8 @@ ARROWS = {
 
 ALSO = {
     "serve": {"pagedkv.integrations.prometheus"},  # the counters of the cache, at /metrics
-    "integrations": {"pagedkv.core"},  # MemoryManager, for those who hold their own tensors; the package, not its parts
+    "integrations": {"pagedkv.core", "pagedkv.model"},
+    #      MemoryManager, for those who hold their own tensors, and Engine; the packages, not their parts
     "cli": {
         "pagedkv.core",
         "pagedkv.core.policies",
@@ -234,6 +235,8 @@ def test_nothing_imports_upwards():
         ("pagedkv.cache.paged", "from pagedkv.model.engine import Engine", False),
         ("pagedkv.integrations.vllm", "from pagedkv import PagedKVCache\nfrom pagedkv.core import MemoryManager", True),
         ("pagedkv.integrations.vllm", "from pagedkv.cache.paged import PagedKVCache", False),
+        ("pagedkv.integrations.prometheus", "from pagedkv.model import Engine", True),
+        ("pagedkv.integrations.prometheus", "from pagedkv.model.engine import Engine", False),
         ("pagedkv.serve.streaming", "from pagedkv.model.engine import Engine", True),
         ("pagedkv.serve.streaming", "from pagedkv.cli.options import Model", False),
         ("pagedkv.model.engine", "from pagedkv.serve import AsyncEngine", False),

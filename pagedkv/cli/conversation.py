@@ -94,6 +94,7 @@ def hold(job: Job, screen: Console) -> int:
                 talk.say(HELP)
             elif line:
                 talk.turn(line, ctrl_c)
+    talk.end()
     return 0
 
 
@@ -132,6 +133,7 @@ class Conversation:
         is_bundled = job.model is None and job.templating.system is None
         self._page: str | None = DEMO_PAGE if is_bundled else None
         self._messages: list[dict[str, Any]] = []
+        self._last: Completion | None = None
         self.reset()
 
     def begin(self) -> None:
@@ -148,13 +150,21 @@ class Conversation:
     def reset(self) -> None:
         """Forget all messages but that of the system."""
         self._messages = [{"role": "system", "content": self._page}] if self._page else []
+        self._last = None
+
+    def end(self) -> None:
+        """Tell where the time of the turns went."""
+        if self._last is not None:
+            spent, turns = self._last.latency_to_outcome, self._last.request.turn + 1
+            computing = f"{spent.prefill_s:.1f} s of prefill, {spent.decode_s:.1f} s of decode"
+            self.say(f"{turns:,} turns: {computing}, {spent.tool_wait_s:.1f} s between the turns")
 
     def turn(self, text: str, ctrl_c: CtrlC) -> None:
         """Answer a message. If that fails, the history is as before."""
         asked = [*self._messages, {"role": "user", "content": text}]
         try:
             request = self._engine.submit(
-                self._token_ids(asked), self._params, on_text=_show, tenant=self._job.tenant_name
+                self._token_ids(asked), self._params, on_text=_show, tenant=self._job.tenant_name, follows=self._last
             )
         except (InvalidRequest, CheckpointError) as error:
             return complain(f"{error}; {RESET} forgets the conversation")
@@ -169,6 +179,7 @@ class Conversation:
         if reply.error:
             return complain(reply.error)
         self._messages = [*asked, {"role": "assistant", "content": reply.text}]
+        self._last = reply
         self.say(_account(request, reply))
 
     def _token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -183,7 +194,7 @@ def _show(_: Completion, piece: str) -> None:
 def _account(request: Request, reply: Completion) -> str:
     """Return the number of tokens of a turn, and why its reply ended if the model did not end it."""
     prompt, written = len(request.prompt_ids), len(reply.token_ids)
-    if not reply.was_admitted:
+    if not reply.admitted_at:
         return "stopped"
     text = f"{prompt - reply.cached_tokens:,} tokens computed, {reply.cached_tokens:,} found, {written:,} written"
     if reply.finish_reason == "cancelled":

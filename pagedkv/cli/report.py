@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from math import isfinite
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
 
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from pagedkv.model.engine import Engine
     from pagedkv.model.request import Completion, Request
     from pagedkv.model.ways.speculation import Speculation
+
+
+FELT: Final = {"queue": "queue", "first_token": "first token", "between_tokens": "next token", "total": "whole output"}
+"""name in Times: name in the table."""
 
 
 def size(num_bytes: float) -> str:
@@ -44,15 +48,16 @@ def _line_of(prompt: Prompt) -> dict[str, Any]:
 def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
     """Return the fields of one sample.
 
-    frames_peak and waste are figures of the pool over the whole run so far: samples share frames. With speculation,
+    frames_peak, waste and percentiles_ms are figures of the whole run so far: samples share frames. With speculation,
     acceptance and tokens_per_pass are figures of the whole run, too.
     """
-    guess = engine.speculation
+    guess, spent = engine.speculation, completion.latency
     usage = {
         "prompt_tokens": len(completion.request.prompt_ids),
         "completion_tokens": len(completion.token_ids),
         "cached_tokens": completion.cached_tokens,
     }
+    phases = {"queue": spent.queue_s, "prefill": spent.prefill_s, "decode": spent.decode_s}
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -60,13 +65,25 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
         **({"logprobs": _logprobs(completion)} if completion.logprobs else {}),
         **({"error": completion.error} if completion.error else {}),
         "usage": usage,
-        "ttft_ms": round(completion.ttft_s * 1e3, 3),
+        "ttft_ms": _ms(completion.ttft_s),
+        "latency_ms": {name: _ms(seconds) for name, seconds in phases.items()},
+        "percentiles_ms": _percentiles(engine),
         "tokens_per_s": round(completion.tokens_per_s, 3),
         "frames_peak": engine.cache.stats().peak_mapped,
         "waste": round(engine.meter.waste, 6),
         "kernels": engine.cache.kernel.name,
         **({} if guess is None else _shares(guess)),
     }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _percentiles(engine: Engine) -> dict[str, dict[str, float]]:
+    """Return p50, p90 and p99 of the latencies that users feel, in milliseconds."""
+    found = engine.meter.times.percentiles()
+    return {name: {of: _ms(getattr(found[name], of)) for of in ("p50", "p90", "p99")} for name in FELT}
 
 
 def _shares(speculation: Speculation) -> dict[str, float]:
@@ -91,7 +108,7 @@ def table(requests: list[Request], engine: Engine) -> Table:
     lines = {
         "prompt": _prompts(requests),
         "output": _output(requests),
-        "first token": _first_token([c.ttft_s * 1e3 for c in completions]),
+        **(_latencies(engine) if len(requests) > 1 else {"first token": _first_token(completions)}),
         "speed": _speed(requests),
         "frames at peak": f"{stats.peak_mapped:,} of {stats.num_frames:,}, each of {spec.block_size} tokens",
         "bytes at peak": f"{size(stats.peak_mapped * frame_bytes)} of {size(stats.num_frames * frame_bytes)}",
@@ -129,10 +146,20 @@ def _speculation(of: Speculation) -> str:
     return f"{accepted}, {of.tokens_per_pass:.2f} tokens in a pass"
 
 
-def _first_token(waits_ms: list[float]) -> str:
-    """Return the median and the largest time from submission to the first token. All prompts are submitted at once."""
+def _first_token(completions: list[Completion]) -> str:
+    """Return the median and the largest time from submission to the first token of the samples of a prompt."""
+    waits_ms = [completion.ttft_s * 1e3 for completion in completions]
     middle, largest = f"{median(waits_ms):,.0f} ms", f"{max(waits_ms):,.0f} ms"
     return f"after {middle}" if middle == largest else f"after {middle} (median), {largest} (last)"
+
+
+def _latencies(engine: Engine) -> dict[str, str]:
+    """Return the percentiles of many prompts, all of which were submitted at once."""
+    found = _percentiles(engine)
+    return {
+        FELT[name]: " ".join(f"{value:>7,.{1 if value < 100 else 0}f}" for value in of.values()) + " ms (p50, p90, p99)"
+        for name, of in found.items()
+    }
 
 
 def _speed(requests: list[Request]) -> str:

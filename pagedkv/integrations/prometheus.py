@@ -1,11 +1,12 @@
-"""Prometheus: the counters of a memory manager as metrics. Needs the extra `metrics` (prometheus-client).
+"""Prometheus: the figures of a memory manager, or of an engine, as metrics. Needs the extra `metrics`.
 
-    from pagedkv.integrations.prometheus import register
+    from pagedkv.integrations.prometheus import register, register_engine
     register(cache)                                  # a PagedKVCache or a MemoryManager
+    register_engine(engine)                          # a pagedkv.model.Engine, and its cache
     prometheus_client.start_http_server(8000)        # or a handler in the engine's own server
 
-Each scrape reads `stats()`: no counter is kept twice, and a step pays nothing. A scrape in the middle of a step may mix
-two moments.
+Each scrape reads `stats()` and the distributions that an engine keeps in any case: no counter is kept twice, and a step
+pays nothing. A scrape in the middle of a step may mix two moments.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from pagedkv.core import MemoryManager, Stats
 
 try:
     from prometheus_client import REGISTRY
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 except ImportError as _error:
     raise ImportError("pagedkv.integrations.prometheus needs prometheus-client; install pagedkv[metrics]") from _error
 
 if TYPE_CHECKING:
     from pagedkv import PagedKVCache
+    from pagedkv.model import Engine
 
 FRAME_STATES: Final = ("free", "mapped", "cached", "retired")
 
@@ -57,6 +59,39 @@ MISSES: Final = {
 
 TENANT_FRAMES: Final = ("used", "unique", "shared", "cached", "evictable", "protected")
 """Fields of Usage. Its other fields are limits: configuration, and None if not set."""
+
+ENGINE_GAUGES: Final = {
+    "num_requests_running": ("running", "Sequences that run; each sample of a request is one."),
+    "num_requests_waiting": ("waiting", "Sequences that wait, for the first time or after a preemption."),
+}
+"""metric: (field of EngineStats, help text). Names that vLLM has, too, mean the same as vllm:name."""
+
+ENGINE_COUNTERS: Final = {
+    "num_preemptions": ("preemptions", "Sequences that were preempted."),
+    "steps": ("steps", "Steps that computed tokens."),
+    "requests": ("requests", "Requests that were queued."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of queued requests."),
+    "generation_tokens": ("output_tokens", "Tokens that completions got."),
+    "computed_tokens": ("computed_tokens", "Tokens whose KV was computed, of prompts, outputs and drafts."),
+    "spec_decode_num_draft_tokens": ("drafts", "Drafts that were computed."),
+    "spec_decode_num_accepted_tokens": ("drafts_accepted", "Drafts that came true."),
+}
+"""metric: (field of EngineStats, help text)."""
+
+ENGINE_TIMES: Final = {
+    "step_seconds": ("step", "A step that computed tokens."),
+    "time_to_first_token_seconds": ("first_token", "From submission to the first token."),
+    "inter_token_latency_seconds": ("between_tokens", "From a step that gave tokens to the next one that did."),
+    "request_queue_time_seconds": ("queue", "From submission until the prompt was first scheduled."),
+    "request_prefill_time_seconds": ("prefill", "From then to the first token."),
+    "request_decode_time_seconds": ("decode", "From the first token to the end."),
+    "e2e_request_latency_seconds": ("total", "From submission to the end."),
+    "tool_wait_seconds": ("tool_wait", "From the end of a turn to the submission of the next."),
+}
+"""metric: (field of Times, help text)."""
+
+EXPONENTS: Final = range(-13, 10)
+"""The bounds of buckets are 2 ** e seconds, from 0.12 ms to 512 s: at these the engine's counts are exact."""
 
 
 class Collector:
@@ -110,6 +145,36 @@ class Collector:
         yield from (frames, tokens, evictions)
 
 
+class EngineCollector:
+    """The object that prometheus-client asks at each scrape. The label `pool` names one engine of the process."""
+
+    def __init__(self, engine: Engine, pool: str = "default") -> None:
+        self._engine, self._pool = engine, pool
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metric families; their names begin with pagedkv_."""
+        stats, times = self._engine.stats(), self._engine.meter.times
+        for family, table in ((GaugeMetricFamily, ENGINE_GAUGES), (CounterMetricFamily, ENGINE_COUNTERS)):
+            for name, (field, help_text) in table.items():
+                metric = family(f"pagedkv_{name}", help_text, labels=["pool"])
+                metric.add_metric([self._pool], getattr(stats, field))
+                yield metric
+        ended = CounterMetricFamily(
+            "pagedkv_completions", "Completions that ended, by reason.", labels=["pool", "finish_reason"]
+        )
+        for reason, count in stats.finished.items():
+            ended.add_metric([self._pool, reason], count)
+        yield ended
+        for name, (field, help_text) in ENGINE_TIMES.items():
+            histogram, shown = (
+                getattr(times, field),
+                HistogramMetricFamily(f"pagedkv_{name}", help_text, labels=["pool"]),
+            )
+            bounds = [*(str(2.0**exponent) for exponent in EXPONENTS), "+Inf"]
+            shown.add_metric([self._pool], list(zip(bounds, histogram.up_to(EXPONENTS), strict=True)), histogram.sum)
+            yield shown
+
+
 def _is_text(name: bytes) -> bool:
     try:
         return name.decode().isprintable()
@@ -124,4 +189,15 @@ def register(manager: MemoryManager | PagedKVCache, *, pool: str = "default", re
     """
     collector = Collector(manager, pool)
     registry.register(collector)
+    return collector
+
+
+def register_engine(engine: Engine, *, pool: str = "default", registry: Any = REGISTRY) -> EngineCollector:
+    """Show the figures of `engine` and of its cache at every scrape of `registry`; return the collector of the engine.
+
+    Raises: ValueError of prometheus-client if `registry` has an engine or a manager already
+    """
+    collector = EngineCollector(engine, pool)
+    registry.register(collector)
+    register(engine.cache, pool=pool, registry=registry)
     return collector

@@ -37,9 +37,9 @@ from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.core.warm import warm_up_step
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
 from pagedkv.model.decoder import Decoder
-from pagedkv.model.loop import gangs
 from pagedkv.model.loop.checks import (
     Prompt,
+    check_follows,
     check_geometry,
     check_listener,
     check_request,
@@ -50,7 +50,7 @@ from pagedkv.model.loop.checks import (
 from pagedkv.model.loop.delivery import Delivery
 from pagedkv.model.loop.events import Events
 from pagedkv.model.loop.gangs import Turn
-from pagedkv.model.loop.meter import Meter
+from pagedkv.model.loop.meter import EngineStats, Meter
 from pagedkv.model.loop.outcome import Outcome, outcome_of, rows_of
 from pagedkv.model.loop.pool import new_cache
 from pagedkv.model.loop.preemption import Preemption, preemption_of
@@ -105,8 +105,8 @@ class Engine(ThreadGuard):
             speculation=self.speculation,
             preemption=preemption_of(preemption),
         )
-        self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings)
         self.meter: Meter = Meter()
+        self.delivery: Delivery = Delivery(tokenizer, decoder.config.max_position_embeddings, self.meter)
         self.events: Events | None = None  # set it before the first step for a record of all requests
         self._grammars = Grammars(tokenizer)
         self._inbox: deque[Request] = deque()
@@ -162,9 +162,11 @@ class Engine(ThreadGuard):
         tenant: bytes = b"",
         timeout: float | None = None,
         priority: int = 0,
+        follows: Completion | None = None,
     ) -> Request:
         """Queue a prompt (text, or token ids) and return its request, whose completions grow as the engine steps.
 
+        follows: the last reply of the conversation that the prompt goes on with; for figures of latency only.
         priority: requests with a lower number go first, and preempt others.
         timeout: seconds from now after which the request ends, with what it has and finish_reason "error".
         Any thread may call this, also while another one steps.
@@ -176,6 +178,7 @@ class Engine(ThreadGuard):
         num_samples = whole(num_samples, "num_samples", 1, self.scheduler.limits.max_sequences + 1)
         check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
         check_listener(on_text)
+        check_follows(follows)
         now = time.perf_counter()
         deadline = deadline_of(timeout, now)
         waiting, most = len(self._inbox) + len(self.scheduler.waiting), self.scheduler.limits.max_waiting
@@ -183,6 +186,8 @@ class Engine(ThreadGuard):
             raise QueueFull(waiting, most)
         request = Request(ids, params, tenant_name(tenant), on_text, submitted_at=now, deadline=deadline)
         request.grammar = self._grammars.compiled(params)
+        if follows is not None:
+            request.follow(follows)
         request.priority = whole(priority, "priority", -(2**31), 2**31)
         if params.num_beams > 1:
             check_search(request, num_samples, self.cache, self.scheduler.limits)
@@ -231,6 +236,10 @@ class Engine(ThreadGuard):
         except ConcurrentUse:  # a step is under way, or another thread owns the cache
             return
 
+    def stats(self) -> EngineStats:
+        """Return counts of sequences, totals of tokens and steps, and percentiles of latencies. Any thread may call."""
+        return self.meter.stats(waiting=len(self._inbox) + len(self.scheduler.waiting), scheduler=self.scheduler)
+
     @property
     def has_work(self) -> bool:
         """Whether any sequence is running or waiting."""
@@ -266,14 +275,14 @@ class Engine(ThreadGuard):
         if not self._is_whole:
             self._restart()
         self._is_whole = False
-        began = time.perf_counter() if self.events is not None else 0.0
+        began = time.perf_counter()
         self._take_in_now()
         chunks, batch = self.scheduler.next_step()
         if batch is not None:
             self._compute(chunks, batch)
         finished = self.delivery.report(self._requests)
         self._remove_ended()  # a listener may have cancelled
-        self.meter.measure(self.cache)
+        self.meter.measure(self.cache, began, sum(chunk.num_tokens for chunk in chunks))
         if self.events is not None:
             self.events.step(began, chunks, self.scheduler)
         self._is_whole = True
@@ -315,13 +324,14 @@ class Engine(ThreadGuard):
             request = self._inbox[0]
             if request not in self._requests:
                 self._requests[request] = None
+                self.meter.queue(request)
                 self.scheduler.add(self.delivery.begin(request.completions[0]))
             self._inbox.popleft()
         now = time.perf_counter()
         for request in list(self._requests):
-            if all(completion.is_reported for completion in request.completions):
-                del self._requests[request]
-            elif request.deadline is not None and now > request.deadline:
+            if self.delivery.drop_reported(self._requests, request) or request.deadline is None:
+                continue
+            if now > request.deadline:
                 late = f"the request was not finished {request.deadline - request.submitted_at:g} s after it came"
                 for completion in request.completions:
                     completion.end("error", late)
@@ -340,20 +350,20 @@ class Engine(ThreadGuard):
 
         The samples of a family fork before its parent takes its token: the parent may finish and release its frames.
         """
-        of_each = iter(outcome.drawn)
+        of_each, now = iter(outcome.drawn), time.perf_counter()
         for parent, *children in filter(None, outcome.families):
             of_parent = next(of_each)
             for child in children:
                 of_child = next(of_each)
                 if not child.completion.finish_reason:
                     self.scheduler.fork(parent, child)
-                    self.delivery.take(child, of_child)
+                    self.delivery.take(child, of_child, now)
             if not parent.completion.finish_reason:
-                self.delivery.take(parent, of_parent)
+                self.delivery.take(parent, of_parent, now)
         for sequence, others in outcome.more.items():
             for of_draft in others:
                 if not sequence.completion.finish_reason:
-                    self.delivery.take(sequence, of_draft)
+                    self.delivery.take(sequence, of_draft, now)
         for turn in outcome.turns:
             self._follow(turn)
         self._remove_ended()
@@ -376,19 +386,4 @@ class Engine(ThreadGuard):
         self._was_interrupted = True
         if self.speculation is not None:
             self.speculation.drafter.recover()
-        sequences: list[SequenceState] = []
-        for request in self._requests:
-            first, search = request.completions[0], request.search
-            if search is not None and search.state.is_done:
-                self.delivery.finish_search(request, search.state)
-            elif search is not None and not request.finished:
-                sequences.append(gangs.make_trunk(self.delivery.begin(first)))
-            for completion in request.completions if search is None else ():
-                sequence = self.delivery.read_again(completion)
-                # without a token, the first sample computes the prompt of all
-                waits_for_first = completion.index and not (
-                    completion.token_ids or first.token_ids or first.finish_reason
-                )
-                if not completion.finish_reason and not waits_for_first:
-                    sequences.append(sequence)
-        self.scheduler.restart(sequences)
+        self.scheduler.restart(self.delivery.begin_again(self._requests))

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pagedkv.model.loop.latency import Latency
+
 if TYPE_CHECKING:
     from pagedkv.model.sampling.grammar import Grammar
     from pagedkv.model.sampling.params import SamplingParams
@@ -29,6 +31,8 @@ class Request:
 
     deadline: seconds of time.perf_counter() at which the request ends, finished or not; None for no end.
     priority: requests with a lower number go first.
+    turn: turns of the conversation before this one; tool_wait_s: seconds from the end of the last of them to here.
+    before: the latency of these turns.
     grammar: that of the parameters, compiled; None if they have none.
     search: the beam search that fills the completions when it is done; None without beams.
     """
@@ -41,8 +45,17 @@ class Request:
     submitted_at: float = field(default_factory=time.perf_counter)
     deadline: float | None = None
     priority: int = 0
+    turn: int = 0
+    tool_wait_s: float = 0.0
+    before: Latency = field(default_factory=Latency, repr=False)
     grammar: Grammar | None = field(default=None, repr=False)
     search: Search | None = field(default=None, repr=False)
+
+    def follow(self, completion: Completion) -> None:
+        """Begin as the next turn of the conversation that `completion`, which has finished, is the last reply of."""
+        self.turn = completion.request.turn + 1
+        self.tool_wait_s = max(0.0, self.submitted_at - completion.finished_at)
+        self.before = completion.latency_to_outcome
 
     @property
     def finished(self) -> bool:
@@ -63,7 +76,7 @@ class Completion:
     error:         the reason of an "error", in words
     cached_tokens: prompt tokens found in the prefix cache, not computed, when the request was first admitted
     score:         of a beam search: the sum of the tokens' log-probabilities / their number ** length_penalty
-    first_token_at, last_token_at: seconds of time.perf_counter()
+    admitted_at, first_token_at, last_token_at, finished_at: seconds of time.perf_counter(); 0.0 before that
     """
 
     request: Request
@@ -73,12 +86,12 @@ class Completion:
     text: str = ""
     finish_reason: str = ""
     cached_tokens: int = 0
+    admitted_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    finished_at: float = 0.0
     error: str = ""
     score: float = 0.0
-    was_admitted: bool = field(default=False, repr=False)
-    """Whether the prompt has ever been scheduled: then `cached_tokens` is known."""
     num_sent: int = field(default=0, repr=False)
     """Characters of `text` that the listener got."""
     is_reported: bool = field(default=False, repr=False)
@@ -88,12 +101,26 @@ class Completion:
         """Finish the completion, unless it has finished."""
         if not self.finish_reason:
             self.error = error
+            self.finished_at = time.perf_counter()
             self.finish_reason = reason
 
     @property
     def ttft_s(self) -> float:
         """Seconds from submission to the first token; 0.0 before it."""
         return self.first_token_at - self.request.submitted_at if self.token_ids else 0.0
+
+    @property
+    def latency(self) -> Latency:
+        """The seconds of this turn by phases: all of them when the completion has finished, so far until then."""
+        begin = self.request.submitted_at
+        end = self.finished_at or self.last_token_at or self.admitted_at or begin
+        admitted, first = self.admitted_at or end, self.first_token_at or end
+        return Latency(admitted - begin, first - admitted, end - first, self.request.tool_wait_s)
+
+    @property
+    def latency_to_outcome(self) -> Latency:
+        """The seconds of the whole conversation by phases, up to the end of this turn."""
+        return self.request.before + self.latency
 
     @property
     def tokens_per_s(self) -> float:

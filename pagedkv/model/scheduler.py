@@ -11,6 +11,7 @@ something, and each sequence finishes unless more urgent ones come without end.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -293,8 +294,8 @@ class Scheduler:
             return False
         self._available_at_refusal = -1
         for completion in sequence.receivers if request.search is None else request.completions:
-            if not completion.was_admitted:
-                completion.cached_tokens, completion.was_admitted = len(space), True
+            if not completion.admitted_at:
+                completion.cached_tokens, completion.admitted_at = len(space), time.perf_counter()
         return True
 
     def _frames_needed(self, sequence: SequenceState) -> int:

@@ -24,6 +24,8 @@ KEYS = {
     "finish_reason": str,
     "usage": dict,
     "ttft_ms": float,
+    "latency_ms": dict,
+    "percentiles_ms": dict,
     "tokens_per_s": float,
     "frames_peak": int,
     "waste": float,
@@ -220,6 +222,26 @@ def test_a_text_file_is_one_prompt_without_its_last_newline(command, tmp_path):
     path.write_text(OTTO + "\n")
     assert command("generate", "--prompt-file", path).out == "Otto lives in Ghent.\n"
     assert command("generate", "--prompt", OTTO).out == "Otto lives in Ghent.\n"
+
+
+def test_latencies_are_told_by_phases_and_by_percentiles(command, tmp_path):
+    path = tmp_path / "many.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in (LAMP, OTTO)))
+    first, last = map(json.loads, command("generate", "--prompt-file", path, "--json").out.splitlines())
+    for found in (first, last):
+        spent = found["latency_ms"]
+        assert spent["queue"] + spent["prefill"] == pytest.approx(found["ttft_ms"], abs=0.01)
+        assert list(spent) == ["queue", "prefill", "decode"]
+        assert min(spent.values()) > 0
+    for name in ("queue", "first_token", "between_tokens", "total"):
+        told = last["percentiles_ms"][name]
+        assert 0 < told["p50"] <= told["p90"] <= told["p99"]
+    assert last["percentiles_ms"]["first_token"]["p99"] == pytest.approx(
+        max(first["ttft_ms"], last["ttft_ms"]), rel=0.022
+    )
+    table = command("generate", "--prompt-file", path).err
+    for name in ("queue", "first token", "next token", "whole output"):
+        assert re.search(rf"^{name} +[\d.,]+ +[\d.,]+ +[\d.,]+ ms \(p50, p90, p99\)", table, re.M)
 
 
 def test_chat_goes_through_the_template(command, tmp_path):

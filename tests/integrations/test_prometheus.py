@@ -1,4 +1,4 @@
-"""The text that a scraper gets has every figure of stats(), once."""
+"""The text that a scraper gets has every figure of stats(), once: of a manager, a cache, an engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import pytest
 
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.core import MemoryManager, Stats
+from pagedkv.model import Engine
+from pagedkv.model.loop.meter import EngineStats, Times
 from tests.core.oracle import grown
 
 client = pytest.importorskip("prometheus_client", reason="the metrics extra is not installed")
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
 from pagedkv.integrations import prometheus  # noqa: E402
 
 DERIVED = {"slots_mapped", "tenants"}
@@ -95,3 +99,61 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"install pagedkv\[metrics\]"):
         importlib.import_module("pagedkv.integrations.prometheus")
+
+
+# -- an engine ---------------------------------------------------------------------------------------------------------
+
+PAGE = "Mira keeps a red lamp in the cellar. Otto lives in Ghent and works as a baker."
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    engine = Engine.load(num_frames=16, speculate="prompt-lookup")
+    first = engine.generate([f"{PAGE} Where is the lamp of Mira?", f"{PAGE} Who is Otto?"])[0].completions[0]
+    engine.generate([f"{PAGE} {PAGE} Where does Otto live?"], follows=first)
+    engine.cancel(engine.submit(PAGE))
+    engine.submit(PAGE)
+    return engine
+
+
+def scraped_from(engine: Engine) -> dict[str, float]:
+    registry = client.CollectorRegistry()
+    prometheus.register_engine(engine, pool="gpu0", registry=registry)
+    families = text_string_to_metric_families(client.generate_latest(registry).decode())
+    return {
+        " ".join([sample.name, *(v for k, v in sample.labels.items() if k != "pool")]): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.labels["pool"] == "gpu0"
+    }
+
+
+def test_a_scrape_of_an_engine_shows_what_stats_says(engine: Engine) -> None:
+    now, shown = engine.stats(), scraped_from(engine)
+    for name, (field, _) in prometheus.ENGINE_GAUGES.items():
+        assert shown[f"pagedkv_{name}"] == getattr(now, field)
+    for name, (field, _) in prometheus.ENGINE_COUNTERS.items():
+        assert shown[f"pagedkv_{name}_total"] == getattr(now, field)
+    assert shown["pagedkv_completions_total stop"] == now.finished["stop"] == 3
+    assert shown["pagedkv_completions_total cancelled"] == 1
+    assert shown["pagedkv_num_requests_waiting"] == 1
+    assert shown["pagedkv_spec_decode_num_accepted_tokens_total"] > 0
+    assert shown["pagedkv_frames mapped"] == engine.cache.stats().mapped
+
+
+def test_every_figure_of_an_engine_is_shown() -> None:
+    tables = (*prometheus.ENGINE_GAUGES.values(), *prometheus.ENGINE_COUNTERS.values())
+    assert {field for field, _ in tables} == {field.name for field in fields(EngineStats)} - {"finished", "latency"}
+    assert {field for field, _ in prometheus.ENGINE_TIMES.values()} == {field.name for field in fields(Times)}
+
+
+def test_distributions_of_an_engine_have_rising_buckets_up_to_their_count(engine: Engine) -> None:
+    shown, latencies = scraped_from(engine), engine.stats().latency
+    for name, (field, _) in prometheus.ENGINE_TIMES.items():
+        buckets = [value for key, value in shown.items() if key.startswith(f"pagedkv_{name}_bucket ")]
+        assert len(buckets) == len(prometheus.EXPONENTS) + 1
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == shown[f"pagedkv_{name}_count"] == latencies[field].count
+        assert shown[f"pagedkv_{name}_sum"] == pytest.approx(getattr(engine.meter.times, field).sum)
+    assert shown["pagedkv_tool_wait_seconds_count"] == 1
+    assert shown["pagedkv_time_to_first_token_seconds_bucket 512.0"] == 3

@@ -9,7 +9,8 @@ outcome     by a step's logits, what each sequence gets
 delivery    from tokens to text, and from text to listeners
 pool        the cache of a model, and its default size
 preemption  how much a sequence keeps when the pool runs out of frames
-meter       totals of the steps so far
+meter       totals and latencies of the steps so far
+latency     the phases of a latency, and distributions in constant memory
 events      a record of the lives of requests, if one is asked for
 """
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pagedkv.core.arguments import real, token_row
 from pagedkv.errors import InvalidRequest
+from pagedkv.model.request import Completion
 from pagedkv.model.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,6 +68,14 @@ def check_request(
             f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {needed} frames of "
             f"{spec.block_size} tokens, the pool has {frames}; raise num_frames or memory, or lower max_tokens"
         )
+
+
+def check_follows(follows: Completion | None) -> None:
+    """Raise InvalidRequest unless `follows` is None, or a completion that has finished."""
+    if follows is not None and not isinstance(follows, Completion):
+        raise InvalidRequest(f"follows is {follows!r}; give the completion of the turn before, or None")
+    if follows is not None and not follows.finish_reason:
+        raise InvalidRequest("follows is a completion that has not finished; submit the next turn when it has")
 
 
 def check_listener(on_text: OnText | None) -> None:

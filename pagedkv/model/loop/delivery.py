@@ -14,12 +14,16 @@ from operator import call
 from typing import TYPE_CHECKING
 
 from pagedkv.errors import described
+from pagedkv.model.loop import gangs
 from pagedkv.model.loop.sequence import SequenceState
 from pagedkv.model.request import StopStrings
 from pagedkv.model.sampling.logits import LogitsRules
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pagedkv.model.loop.draws import Drawn
+    from pagedkv.model.loop.meter import Meter
     from pagedkv.model.request import Completion, OnText, Request
     from pagedkv.model.tokenizer import Tokenizer
     from pagedkv.model.ways.beams import Beams
@@ -29,11 +33,13 @@ class Delivery:
     """The way of tokens to completions and of text to listeners.
 
     max_tokens: of prompt and output, the last position of the model
+    meter: counts tokens and ended requests
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int, meter: Meter) -> None:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._meter = meter
 
     def begin(self, completion: Completion) -> SequenceState:
         """Return a new sequence for a completion, without the tokens that it has."""
@@ -44,17 +50,18 @@ class Delivery:
         generator, stops = params.generator(completion.index), StopStrings(params.stop)
         return SequenceState(completion, tokens, generator, self._tokenizer.stream(), stops, rules)
 
-    def take(self, sequence: SequenceState, drawn: Drawn) -> None:
-        """Give one token to a completion, and show its text. A finished sequence leaves the scheduler later."""
+    def take(self, sequence: SequenceState, drawn: Drawn, now: float) -> None:
+        """Give one token to a completion, and show its text. A finished sequence leaves the scheduler later.
+
+        now: seconds of time.perf_counter(), the same for all tokens of a step
+        """
         completion, token = sequence.completion, drawn.token
         if drawn.logprobs is not None:
             completion.logprobs.append(drawn.logprobs)
         completion.token_ids.append(token)  # from here on the completion has it, whatever is interrupted
         text, reason = self.read(sequence, token)
         completion.text += text
-        completion.last_token_at = time.perf_counter()
-        if len(completion.token_ids) == 1:
-            completion.first_token_at = completion.last_token_at
+        self._meter.take(completion, now)
         if reason:
             completion.end(reason)
 
@@ -89,6 +96,25 @@ class Delivery:
             completion.first_token_at = completion.last_token_at = time.perf_counter()
         return sequence
 
+    def begin_again(self, requests: Iterable[Request]) -> list[SequenceState]:
+        """Return new sequences for all completions that have not ended, from the tokens that they have."""
+        sequences: list[SequenceState] = []
+        for request in requests:
+            first, search = request.completions[0], request.search
+            if search is not None and search.state.is_done:
+                self.finish_search(request, search.state)
+            elif search is not None and not request.finished:
+                sequences.append(gangs.make_trunk(self.begin(first)))
+            for completion in request.completions if search is None else ():
+                sequence = self.read_again(completion)
+                # without a token, the first sample computes the prompt of all
+                waits_for_first = completion.index and not (
+                    completion.token_ids or first.token_ids or first.finish_reason
+                )
+                if not completion.finish_reason and not waits_for_first:
+                    sequences.append(sequence)
+        return sequences
+
     def finish_search(self, request: Request, state: Beams) -> None:
         """Give the best ended beams to the completions."""
         for completion, beam in zip(request.completions, state.ended, strict=False):
@@ -112,9 +138,16 @@ class Delivery:
                 completion.num_sent, completion.is_reported = len(completion.text), bool(completion.finish_reason)
                 if completion.is_reported and completion.finish_reason != "cancelled":
                     finished.append(completion)
-            if all(completion.is_reported for completion in request.completions):
-                del requests[request]
+            self.drop_reported(requests, request)
         return finished
+
+    def drop_reported(self, requests: dict[Request, None], request: Request) -> bool:
+        """Remove a request whose completions are all reported. Modifies: requests. Returns: whether it is removed"""
+        if not all(completion.is_reported for completion in request.completions):
+            return False
+        del requests[request]
+        self._meter.ended(request)
+        return True
 
     def _tell(self, on_text: OnText, completion: Completion, text: str, *, is_end: bool) -> None:
         """Call a listener, and note what it got, so that an interrupt repeats no piece. If it raises, its request ends.
