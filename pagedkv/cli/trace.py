@@ -89,6 +89,8 @@ def _track(zero: float, last: float, place: tuple[int, int], life: list[Event]) 
     for event in life:
         if event.kind == "rolled_back":
             yield _instant(zero, place, "rolled back", event.at, drafts=event.value)
+        elif event.kind == "rejected":
+            yield _instant(zero, place, f"rejected: {event.detail}", event.at, tokens=event.value)
         elif event.kind == "finished":
             yield _instant(zero, place, f"finished: {event.detail}", event.at, tokens=event.value)
 

@@ -73,6 +73,7 @@ ENGINE_COUNTERS: Final = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of queued requests."),
     "generation_tokens": ("output_tokens", "Tokens that completions got."),
     "computed_tokens": ("computed_tokens", "Tokens whose KV was computed, of prompts, outputs and drafts."),
+    "rejected_outputs": ("rejected", "Outputs that a validator rejected."),
     "spec_decode_num_draft_tokens": ("drafts", "Drafts that were computed."),
     "spec_decode_num_accepted_tokens": ("drafts_accepted", "Drafts that came true."),
 }

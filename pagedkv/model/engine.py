@@ -4,7 +4,8 @@
     logits        = forward(..)                 write and read KV through the batch
     outcome       = outcome_of(.., logits)      draw a token for each sequence; verify drafts; let beams go on
     cache.commit(batch, ..)                     the computed KV becomes valid, and its full pages findable
-    deliver(outcome)                            fork samples; give each sequence its tokens; release what has ended
+    deliver(outcome)                            fork samples; give each sequence its tokens; judge, and release, what
+                                                has ended
     delivery.report(requests)                   send text to the listeners
 
 The engine knows requests and tokens; the scheduler and the cache know pages and frames.
@@ -362,8 +363,10 @@ class Engine(ThreadGuard):
                 self.delivery.take(parent, of_parent, now)
         for sequence, others in outcome.more.items():
             for of_draft in others:
-                if not sequence.completion.finish_reason:
+                if not (sequence.completion.finish_reason or sequence.ended):
                     self.delivery.take(sequence, of_draft, now)
+        for rejected, fresh in self.delivery.retries():
+            self.scheduler.retry(rejected, fresh)
         for turn in outcome.turns:
             self._follow(turn)
         self._remove_ended()

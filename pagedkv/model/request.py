@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagedkv.model.loop.latency import Latency
 
 if TYPE_CHECKING:
+    from torch import Generator
+
     from pagedkv.model.sampling.grammar import Grammar
     from pagedkv.model.sampling.params import SamplingParams
     from pagedkv.model.sampling.sampler import TokenLogprobs
@@ -63,6 +65,14 @@ class Request:
         return all(completion.finish_reason for completion in self.completions)
 
 
+class Rejection(NamedTuple):
+    """An output that the validator rejected, and why."""
+
+    reason: str
+    text: str
+    token_ids: list[int]
+
+
 @dataclass(eq=False)
 class Completion:
     """One output of a request.
@@ -76,6 +86,7 @@ class Completion:
     error:         the reason of an "error", in words
     cached_tokens: prompt tokens found in the prefix cache, not computed, when the request was first admitted
     score:         of a beam search: the sum of the tokens' log-probabilities / their number ** length_penalty
+    rejections:    of a validator, the outputs that it rejected; the tokens and the text are those of the last try
     admitted_at, first_token_at, last_token_at, finished_at: seconds of time.perf_counter(); 0.0 before that
     """
 
@@ -92,10 +103,20 @@ class Completion:
     finished_at: float = 0.0
     error: str = ""
     score: float = 0.0
+    rejections: list[Rejection] = field(default_factory=list)
     num_sent: int = field(default=0, repr=False)
     """Characters of `text` that the listener got."""
     is_reported: bool = field(default=False, repr=False)
     """Whether the listener, and the caller of `step`, know that the completion has finished."""
+
+    def generator(self) -> Generator:
+        """Return a generator for the draws of this try."""
+        return self.request.params.generator(self.index, retry=len(self.rejections))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has ever had a token."""
+        return bool(self.token_ids or self.rejections)
 
     def end(self, reason: str, error: str = "") -> None:
         """Finish the completion, unless it has finished."""

@@ -74,6 +74,7 @@ class Scheduler:
         self.speculation: Speculation | None = speculation
         self.preemption: Preemption = preemption
         self._plan: Plan = plan or cache.plan
+        self._has_window = any(spec.window is not None for spec in cache.specs)
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.preemptions: int = 0
@@ -146,6 +147,21 @@ class Scheduler:
         first, last = self.running.index(turn.members[0]), self.running.index(turn.members[-1])
         self.running[first : last + 1] = members
 
+    def retry(self, rejected: SequenceState, fresh: SequenceState) -> None:
+        """Let `fresh`, which has no output, run in the place of `rejected`, from the pages of the prompt.
+
+        Under a window these may be gone: then `fresh` waits, and the prefix cache finds what there is.
+        """
+        if rejected.space is None or self._has_window:
+            self.remove(rejected)
+            self.waiting.insert(_place(self.waiting, fresh, is_older=True), fresh)
+            return
+        if self.speculation is not None:
+            self.speculation.drafter.forget(rejected)
+        rejected.space.truncate(len(rejected.completion.request.prompt_ids) - 1)
+        fresh.space = rejected.space
+        self.running[self.running.index(rejected)] = fresh
+
     def remove(self, sequence: SequenceState) -> None:
         """Take `sequence` out of its queue and give back its frames."""
         self._available_at_refusal = -1  # `sequence` may be the refused one, or free the frames that it needs
@@ -197,8 +213,12 @@ class Scheduler:
         A running one needs no new frames any more, so fewer than `missing` may do. Beams keep no token, nor does a
         sequence under a window: its frames behind the window are gone.
         """
-        has_window = any(spec.window is not None for spec in self.cache.specs)
-        if missing is None or sequence.space is None or has_window or sequence.completion.request.search is not None:
+        if (
+            missing is None
+            or sequence.space is None
+            or self._has_window
+            or sequence.completion.request.search is not None
+        ):
             return 0
         num_pages, is_running = self.cache.spec.pages(len(sequence.space)), sequence in self.running
         missing = max(0, missing - self._frames_needed(sequence)) if is_running else max(1, missing)

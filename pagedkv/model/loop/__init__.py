@@ -7,6 +7,7 @@ step        the forward pass, over memory that exists before it begins (workspac
 draws       from rows of logits to tokens
 outcome     by a step's logits, what each sequence gets
 delivery    from tokens to text, and from text to listeners
+validation  the user's own function accepts an output, or rejects it
 pool        the cache of a model, and its default size
 preemption  how much a sequence keeps when the pool runs out of frames
 meter       totals and latencies of the steps so far

@@ -14,13 +14,13 @@ from operator import call
 from typing import TYPE_CHECKING
 
 from pagedkv.errors import described
-from pagedkv.model.loop import gangs
+from pagedkv.model.loop import gangs, validation
 from pagedkv.model.loop.sequence import SequenceState
 from pagedkv.model.request import StopStrings
 from pagedkv.model.sampling.logits import LogitsRules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from pagedkv.model.loop.draws import Drawn
     from pagedkv.model.loop.meter import Meter
@@ -40,6 +40,7 @@ class Delivery:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._meter = meter
+        self._unjudged: list[SequenceState] = []
 
     def begin(self, completion: Completion) -> SequenceState:
         """Return a new sequence for a completion, without the tokens that it has."""
@@ -47,7 +48,7 @@ class Delivery:
         grammar = request.grammar and request.grammar.start(len(tokens))
         ends = (*params.stop_ids, *(() if params.ignore_eos else self._tokenizer.eos_ids)) if params.min_tokens else ()
         rules = LogitsRules.of(params, tokens, len(tokens), ends=ends, grammar=grammar)
-        generator, stops = params.generator(completion.index), StopStrings(params.stop)
+        generator, stops = completion.generator(), StopStrings(params.stop)
         return SequenceState(completion, tokens, generator, self._tokenizer.stream(), stops, rules)
 
     def take(self, sequence: SequenceState, drawn: Drawn, now: float) -> None:
@@ -62,8 +63,18 @@ class Delivery:
         text, reason = self.read(sequence, token)
         completion.text += text
         self._meter.take(completion, now)
-        if reason:
+        if reason and completion.request.params.validator is None:
             completion.end(reason)
+        elif reason:
+            sequence.ended = reason
+            self._unjudged.append(sequence)
+
+    def retries(self) -> Iterator[tuple[SequenceState, SequenceState]]:
+        """Let validators judge the outputs that ended in this step; yield each that is rejected, and its next try."""
+        unjudged, self._unjudged = self._unjudged, []
+        for sequence in unjudged:
+            if not validation.ends(sequence.completion, sequence.ended):
+                yield sequence, self.begin(sequence.completion)
 
     def read(self, sequence: SequenceState, token: int) -> tuple[str, str]:
         """Append a token to a sequence; return the text that may be shown, and the reason if the text ends with it."""
@@ -83,22 +94,26 @@ class Delivery:
         return text, reason
 
     def read_again(self, completion: Completion) -> SequenceState:
-        """Make the text of a completion from its tokens, and return a new sequence with these."""
-        sequence, text = self.begin(completion), ""
+        """Make the text of a completion from its tokens, and return a new sequence with these.
+
+        An output that had ended is judged now; if it is rejected, the sequence has no output.
+        """
+        sequence, text, reason = self.begin(completion), "", ""
         for token in completion.token_ids:
             more, reason = self.read(sequence, token)
             text += more
-            if reason:
-                completion.end(reason)
         completion.text = text
         del completion.logprobs[len(completion.token_ids) :]  # that of a token that was not given
         if completion.token_ids and not completion.first_token_at:
             completion.first_token_at = completion.last_token_at = time.perf_counter()
+        if reason and not validation.ends(completion, reason):
+            return self.begin(completion)
         return sequence
 
     def begin_again(self, requests: Iterable[Request]) -> list[SequenceState]:
         """Return new sequences for all completions that have not ended, from the tokens that they have."""
         sequences: list[SequenceState] = []
+        self._unjudged = []
         for request in requests:
             first, search = request.completions[0], request.search
             if search is not None and search.state.is_done:
@@ -109,7 +124,7 @@ class Delivery:
                 sequence = self.read_again(completion)
                 # without a token, the first sample computes the prompt of all
                 waits_for_first = completion.index and not (
-                    completion.token_ids or first.token_ids or first.finish_reason
+                    completion.has_begun or first.has_begun or first.finish_reason
                 )
                 if not completion.finish_reason and not waits_for_first:
                     sequences.append(sequence)
@@ -131,6 +146,8 @@ class Delivery:
         for request in list(requests):
             for completion in request.completions:
                 text, is_end = completion.text[completion.num_sent :], bool(completion.finish_reason)
+                if request.params.validator is not None and (completion.error or not is_end):
+                    text = ""  # only an output that was accepted is shown
                 if completion.is_reported or not (text or is_end):
                     continue
                 if request.on_text:

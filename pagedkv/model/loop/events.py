@@ -2,7 +2,8 @@
 
     queued ─▶ admitted ─▶ chunk .. chunk ─▶ token, chunk, token .. ─▶ finished
                  ▲            └── preempted ──┘   └ rolled_back: drafts that did not come true
-                 └─────────────────┘              └ forked: the first token of a further sample
+                 └─────────────────┘              └ rejected by a validator: the output begins anew
+                                                  └ forked: the first token of a further sample
                                                   └ searched: beams begin; all tokens come at the end
 
 The engine calls `Events.step` at the end of each step, and reads no clock without Events. All events are made from the
@@ -33,8 +34,8 @@ class Event(NamedTuple):
     request:  number of the request, from 0 in the order of admission; -1 of a step
     sample:   index of the completion in its request
     value:    queued: prompt tokens. admitted: tokens found in the prefix cache. step, chunk: tokens computed.
-              token: its id. rolled_back: drafts. preempted, forked, searched, finished: tokens of the output so far
-    detail:   of "finished", the finish_reason
+              token: its id. rolled_back: drafts. preempted, forked, searched, rejected, finished: tokens of the output
+    detail:   of "finished" the finish_reason, of "rejected" the reason
     """
 
     kind: str
@@ -52,6 +53,7 @@ class _Life:
 
     request: int
     num_tokens: int = 0
+    num_rejected: int = 0
     is_running: bool = True
     is_searching: bool = False
 
@@ -132,7 +134,13 @@ class Events:
 
     def _note_tokens(self, completion: Completion, life: _Life, now: float) -> int:
         """Record the tokens that a completion got in the step, and return their number."""
+        number, index, count = life.request, completion.index, 0
+        for rejected in completion.rejections[life.num_rejected : completion.request.params.max_retries]:
+            told = rejected.token_ids[life.num_tokens :]
+            self.events += [Event("token", now, now, number, index, token) for token in told]
+            self.events.append(Event("rejected", now, now, number, index, len(rejected.token_ids), rejected.reason))
+            life.num_rejected, life.num_tokens, count = life.num_rejected + 1, 0, count + len(told)
         new = completion.token_ids[life.num_tokens :]
         life.num_tokens += len(new)
-        self.events += [Event("token", now, now, life.request, completion.index, token) for token in new]
-        return len(new)
+        self.events += [Event("token", now, now, number, index, token) for token in new]
+        return count + len(new)

@@ -57,7 +57,8 @@ class EngineStats:
     steps:           that computed tokens
     requests:        that were queued; prompt_tokens: theirs
     computed_tokens: tokens whose KV was computed, of prompts, outputs and drafts
-    output_tokens:   that completions got
+    output_tokens:   that completions got, also those of rejected outputs
+    rejected:        outputs that a validator rejected
     drafts:          that were computed; drafts_accepted: those that came true
     finished:        completions by finish_reason
     latency:         percentiles in seconds, by the names of `Times`
@@ -71,6 +72,7 @@ class EngineStats:
     prompt_tokens: int
     computed_tokens: int
     output_tokens: int
+    rejected: int
     drafts: int
     drafts_accepted: int
     finished: dict[str, int]
@@ -94,6 +96,7 @@ class Meter:
     prompt_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
+    rejected: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     times: Times = field(default_factory=Times)
 
@@ -132,6 +135,7 @@ class Meter:
             prompt_tokens=self.prompt_tokens,
             computed_tokens=self.computed_tokens,
             output_tokens=self.output_tokens,
+            rejected=self.rejected,
             drafts=guess.num_drafts if guess else 0,
             drafts_accepted=guess.num_accepted if guess else 0,
             finished=dict(self.finished),
@@ -158,6 +162,7 @@ class Meter:
         times = self.times
         for completion in request.completions:
             self.finished[completion.finish_reason] += 1
+            self.rejected += len(completion.rejections)
             self.output_tokens += len(completion.token_ids) if request.search else 0  # no other way brought them here
             if completion.finish_reason in ("stop", "length"):
                 spent = completion.latency

@@ -31,6 +31,7 @@ class SequenceState:
     rules:     those for its logits, which follow `tokens`; None for none
     space:     None while the sequence waits
     num_drawn: the number of tokens drawn from `generator` so far
+    ended:     the reason for which the output has ended, until a validator has judged it; "" before
     """
 
     completion: Completion
@@ -41,10 +42,11 @@ class SequenceState:
     rules: LogitsRules | None = None
     space: AddressSpace | None = None
     num_drawn: int = 0
+    ended: str = ""
 
     def rewind(self) -> None:
         """Restart the generator and skip the draws of the output so far."""
-        self.generator = self.completion.request.params.generator(self.completion.index)
+        self.generator = self.completion.generator()
         self.num_drawn = self.num_output
         skip(self.generator, self.num_drawn)
 
@@ -66,9 +68,9 @@ class SequenceState:
         token yet. Otherwise a sequence serves its own completion only.
         """
         request = self.completion.request
-        if request.search is not None or self.completion.index or len(self.tokens) > len(request.prompt_ids):
+        if request.search is not None or self.completion.index or self.completion.has_begun:
             return [self.completion]
-        return [c for c in request.completions if not c.token_ids and not c.finish_reason]
+        return [c for c in request.completions if not c.has_begun and not c.finish_reason]
 
     @property
     def num_receivers(self) -> int:

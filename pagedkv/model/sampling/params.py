@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
 """A function of the tokens of prompt and output so far, and of the logits float32 [V] of the next; returns logits."""
 
+Validator = Callable[[Any], bool | str]
+"""A function of a finished `Completion` that accepts it (True), or rejects it (False, or a reason)."""
+
+MOST_RETRIES: Final = 1000
+
 MOST_LOGPROBS: Final = 20
 """The most alternatives of a token, as in OpenAI's chat completions."""
 
@@ -53,6 +58,8 @@ class SamplingParams:
         one of some strings; with the extra `pagedkv[grammar]`.
     logprobs: None, or the number of alternatives (at most 20) whose log-probabilities are kept for each token.
     seed: None for a fresh seed each time.
+    validator: a function of a finished completion that returns True to accept it, or False or a reason (a text) to
+        reject it; then it is made again with the next seed, `max_retries` times at most.
     stop: strings (or one string) at which the text ends; the text does not contain them.
     stop_ids: tokens that end the text, in addition to the checkpoint's end tokens.
     ignore_eos: do not end the text at the checkpoint's end tokens.
@@ -87,6 +94,8 @@ class SamplingParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     logprobs: int | None = None
+    validator: Validator | None = None
+    max_retries: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop))
@@ -98,6 +107,7 @@ class SamplingParams:
         self._check_logits()
         self._check_grammar()
         self._check_beams()
+        self._check_validator()
 
     def _check_draw(self) -> None:
         temperature_holds = _is_number(self.temperature) and self.temperature >= 0
@@ -151,10 +161,23 @@ class SamplingParams:
         self._demand("early_stopping", self.early_stopping in (True, False, "never"), 'true, false or "never"')
         if self.num_beams > 1:
             defaults = SamplingParams()
-            for name in ("temperature", "stop", "min_tokens", "logprobs", *EDITS, *GRAMMARS):
+            for name in ("temperature", "stop", "min_tokens", "logprobs", "validator", *EDITS, *GRAMMARS):
                 plain = getattr(defaults, name)
                 words = f"{plain:g}" if isinstance(plain, float) else repr(plain)
                 self._demand(name, getattr(self, name) == plain, f"{words} with num_beams {self.num_beams}")
+
+    def _check_validator(self) -> None:
+        validator_holds = self.validator is None or callable(self.validator)
+        self._demand("validator", validator_holds, "None or a function of a completion")
+        retries_hold = _is_int(self.max_retries) and 0 <= self.max_retries <= MOST_RETRIES
+        self._demand("max_retries", retries_hold, f"an integer from 0 to {MOST_RETRIES}")
+        if self.max_retries and self.validator is None:
+            raise InvalidRequest(f"max_retries is {self.max_retries} without a validator; give a validator, too")
+        if self.max_retries and self.greedy:
+            raise InvalidRequest(
+                f"max_retries is {self.max_retries} with temperature 0, which gives the same output again; "
+                "give a temperature above 0"
+            )
 
     def _demand(self, name: str, holds: bool, must: str) -> None:
         if not holds:
@@ -170,9 +193,10 @@ class SamplingParams:
         """Whether the text follows a grammar."""
         return any(getattr(self, name) is not None for name in GRAMMARS)
 
-    def generator(self, sample: int = 0) -> torch.Generator:
+    def generator(self, sample: int = 0, *, retry: int = 0) -> torch.Generator:
         """Return a generator for the `sample`-th output of a request: the same one for the same seed and sample.
 
+        retry: of an output that a validator rejected; its generator is that of seed + retry.
         torch's generator starts from 32 bits. So all 64 bits of seed + sample * golden are mixed, and the high half is
         folded into the low half: two seeds give the same start with a chance of 2^-32, even if they agree in 32 bits.
         """
@@ -180,7 +204,7 @@ class SamplingParams:
         if self.seed is None:
             generator.seed()
         else:
-            mixed = _mixed((self.seed + sample * _GOLDEN) % 2**64)
+            mixed = _mixed((self.seed + retry + sample * _GOLDEN) % 2**64)
             generator.manual_seed((mixed ^ mixed >> 32) % 2**32)
         return generator
 
