@@ -26,7 +26,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-transformers test-vllm test-nano-vllm check bench gpu gpu-sanitize docs wheel clean FORCE
+.PHONY: help demo test test-all test-transformers test-vllm test-nano-vllm check bench bench-check bench-readme bench-report gpu gpu-sanitize docs wheel clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -74,6 +74,16 @@ check: $(STAMPS)/dev ## ruff, mypy --strict, codespell, and the docs built stric
 
 bench: $(STAMPS)/dev ## the microbenchmarks in ten minutes; rows are appended to bench/results
 	@$(BIN)/pagedkv bench all
+
+bench-check: $(STAMPS)/dev ## a quick run against the committed baseline, as ratios to bounds and peers of its own run
+	@rows=`mktemp` && $(BIN)/pagedkv bench all --only manager --only attention --record $$rows && \
+		$(BIN)/pagedkv bench compare bench/results/baseline.jsonl $$rows --relative --tolerance 0.3
+
+bench-readme: $(STAMPS)/dev ## README's figures and the manual's charts, made again from bench/results
+	@$(BIN)/python -m pagedkv.bench.report.readme
+
+bench-report: $(STAMPS)/dev ## bench-report.html: all rows of bench/results as one page
+	@$(BIN)/pagedkv bench report
 
 gpu: ## with a GPU, no network, by the Python that has torch: tests, benchmarks (STAGES='--minutes 9')
 	@$(PYTHON) scripts/gpu.py $(STAGES)

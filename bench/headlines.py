@@ -6,10 +6,11 @@ rows are not there has no line. `rows.py` chooses the rows that count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pagedkv.bench.chart import Bar
 from pagedkv.bench.chart.sheet import figure
 
 Row = dict[str, Any]
@@ -21,8 +22,8 @@ class Headline:
     """A figure and its peers in words.
 
     short:  the head of its column in README's table.
-    ratio:  how many times a peer's figure is ours; None without such a peer.
     source: a row that it was taken from: machine, commit, command.
+    drawn:  the figures as bars of one group.
     """
 
     benchmark: str
@@ -31,6 +32,7 @@ class Headline:
     ours: str
     beside: tuple[str, ...]
     source: Row
+    drawn: tuple[Bar, ...]
 
 
 def headlines(rows: Iterable[Row]) -> list[Headline]:
@@ -47,10 +49,23 @@ def _manager(rows: list[Row]) -> Headline | None:
     if ours is None:
         return None
     beside = [
-        f"{who.split()[0]} {_time(row['median'])}" for who, row in sorted(found.items(), key=lambda i: i[1]["median"])
+        f"{name_of(who)} {_time(row['median'])}" for who, row in sorted(found.items(), key=lambda i: i[1]["median"])
     ]
     question = "What does the memory manager cost in a decode step of 1,024 sequences?"
-    return Headline("manager", "manager, a step of 1,024", question, _time(ours["median"]), tuple(beside), ours)
+    times = {"pagedkv": ours["median"]} | {name_of(who): row["median"] for who, row in found.items()}
+    drawn = _bars("Memory manager, a decode step of 1,024 sequences: less is better", times, _time)
+    return Headline("manager", "manager, a step of 1,024", question, _time(ours["median"]), tuple(beside), ours, drawn)
+
+
+def name_of(manager: str) -> str:
+    """Return the name of the engine whose manager it is."""
+    return manager if manager.startswith("lists") else manager.split()[0]
+
+
+def _bars(group: str, values: dict[str, float], label: Callable[[float], str]) -> tuple[Bar, ...]:
+    """Return the bars of a group. The first is ours."""
+    kinds = {name: "ours" if i == 0 else "peer" for i, name in enumerate(values)}
+    return tuple(Bar(name, value, kinds[name], group, label=label(value)) for name, value in values.items())
 
 
 def _time(us: float) -> str:
@@ -68,8 +83,10 @@ def _attention(rows: list[Row]) -> Headline | None:
     share = {who: result["of_ceiling"] for who, result in row["results"].items() if "of_ceiling" in result}
     names = {"vllm": "vLLM", "sdpa": "torch SDPA on contiguous KV"}
     beside = tuple(f"{name} {share[who]:.2f}" for who, name in names.items() if who in share)
-    question = "How near to the speed of memory does decode attention read the KV cache?"
-    return Headline("attention", "decode ÷ ceiling", question, f"{share['cpu']:.2f} of a bare read", beside, row)
+    question = "Of the speed at which memory can be read, how much does decode attention reach?"
+    shares = {"pagedkv": share["cpu"]} | {name: share[who] for who, name in names.items() if who in share}
+    drawn = _bars("Decode attention, share of a bare read: more is better", shares, lambda value: f"{value:.0%}")
+    return Headline("attention", "decode ÷ ceiling", question, f"{share['cpu']:.2f}", beside, row, drawn)
 
 
 def _generate(rows: list[Row]) -> Headline | None:
@@ -78,12 +95,19 @@ def _generate(rows: list[Row]) -> Headline | None:
     if not ours:
         return None
     beside = tuple(
-        f"{name} {_span(row for row in found if row['variant'] == name)}"
+        f"{name} {_span(row for row in found if row['variant'] == name)} ×"
         for name in ("StaticCache", "DynamicCache")
         if any(row["variant"] == name for row in found)
     )
     question = "How many times the time that memory needs does a step of the engine take?"
-    return Headline("generate", "generate ÷ bound", question, f"{_span(ours)} × its bound", beside, ours[-1])
+    some = _largest(row for row in found if any(name in row["variant"] for name in ("Static", "Dynamic"))) or ours[-1:]
+    shape = (some[0]["batch"], some[0]["context"])
+    names = ("pagedkv", "StaticCache", "DynamicCache")
+    over = {row["variant"]: row["over_bound"] for row in found if (row["batch"], row["context"]) == shape}
+    over = {name: over[name] for name in names if name in over}
+    group = f"A decode step over its bound, {shape[0]} × {shape[1]:,} tokens: less is better"
+    drawn = _bars(group, over, lambda value: f"{value:.2f}×")
+    return Headline("generate", "generate ÷ bound", question, f"{_span(ours)} ×", beside, ours[-1], drawn)
 
 
 def _span(rows: Iterable[Row]) -> str:
@@ -98,10 +122,15 @@ def _transformers(rows: list[Row]) -> Headline | None:
         return None
     shape = f"{found[0]['batch']} × {found[0]['context']:,} tokens"
     tokens = {row["variant"]: f"{figure(row['median'])} tokens/s" for row in found}
-    beside = tuple(f"{name} {tokens[name]}" for name in ("StaticCache", "DynamicCache") if name in ratios)
-    ours = f"{ratios['StaticCache']:.1f} × StaticCache, {ratios['DynamicCache']:.1f} × DynamicCache"
-    question = f"How many times as fast does model.generate of transformers decode with pages ({shape})?"
-    return Headline("transformers", "transformers", question, ours, beside, found[0])
+    beside = tuple(
+        f"{ratios[name]:.1f} × {name}, {tokens[name]}" for name in ("StaticCache", "DynamicCache") if name in ratios
+    )
+    ours = f"{ratios.get('StaticCache', ratios['DynamicCache']):.1f} ×"
+    question = f"How many times as fast as with its best cache does transformers decode with pages ({shape})?"
+    speeds = {row["variant"]: row["median"] for row in found}
+    order = {name: speeds[name] for name in ("pages", "StaticCache", "DynamicCache") if name in speeds}
+    drawn = _bars(f"transformers, {shape}: more is better", order, lambda value: f"{figure(value)} tokens/s")
+    return Headline("transformers", "transformers", question, ours, beside, found[0], drawn)
 
 
 def _vllm(rows: list[Row]) -> Headline | None:
@@ -109,11 +138,12 @@ def _vllm(rows: list[Row]) -> Headline | None:
     ours = next((row for row in found if row["variant"] == "pagedkv"), None)
     if ours is None:
         return None
-    times = tuple(f"{row['variant']} {figure(row['median'])} ms" for row in found)
-    question = (
-        f"How many times as fast is a decode step of vLLM on a CPU ({ours['batch']} × {ours['context']:,} tokens)?"
-    )
-    return Headline("vllm", "vLLM on a CPU", question, f"{ours['times_as_fast']:.1f} ×", times, ours)
+    times = tuple(f"{row['variant']} {figure(row['median'])} ms a step" for row in found)
+    shape = f"{ours['batch']} × {ours['context']:,} tokens"
+    question = f"How many times as fast does vLLM on a CPU decode with our attention ({shape})?"
+    steps = {"pagedkv": ours["median"]} | {row["variant"]: row["median"] for row in found}
+    drawn = _bars(f"A step of vLLM on a CPU, {shape}: less is better", steps, lambda value: f"{figure(value)} ms")
+    return Headline("vllm", "vLLM on a CPU", question, f"{ours['times_as_fast']:.1f} ×", times, ours, drawn)
 
 
 def _largest(rows: Iterable[Row]) -> list[Row]:

@@ -1,8 +1,8 @@
 """The kept rows, read back: which cell a row measures, and the rows of `results/` that count today.
 
 A cell is all that a row measures but for the variant: a case and its axes. Variants are compared within one run only.
-So the rows of a cell come from one run: the newest run that has a peer in the cell, or else the newest. Rows of another
-machine than the newest one's do not count.
+So the rows of a cell come from one run: of the runs with the most peers in the cell, the newest. Rows of machines other
+than that of the newest row do not count.
 """
 
 from __future__ import annotations
@@ -71,15 +71,13 @@ def latest(rows: Sequence[Row]) -> list[Row]:
 
 
 def _newest(runs: dict[str, list[Row]]) -> list[Row]:
-    return runs[max(runs, key=lambda when: (_has_peer(runs[when]), when))]
+    return runs[max(runs, key=lambda when: (_num_peers(runs[when]), when))]
 
 
-def _has_peer(rows: Iterable[Row]) -> bool:
-    """Whether something that is not ours was measured in the rows of a cell."""
+def _num_peers(rows: Iterable[Row]) -> int:
+    """Return the number of variants that are not ours and were measured in the rows of a cell."""
+    found: set[str] = set()
     for row in rows:
-        if "results" in row and {"vllm", "sdpa"} & set(row["results"]):
-            return True
-        who = next((row[name] for name in VARIANT if name in row), OURS[0])
-        if row.get("median") is not None and not who.startswith(OURS):
-            return True
-    return False
+        found |= set(row.get("results", ()))
+        found |= {row[name] for name in VARIANT if name in row and row.get("median") is not None}
+    return sum(not name.startswith(OURS) for name in found)

@@ -22,6 +22,7 @@ class Bar:
     kind:  its colour: "ours", "also" (a second one of ours), "peer".
     group: the heading under which it stands; bars of a group follow one another.
     note:  words behind its figure.
+    label: words in place of its figure and unit.
     """
 
     name: str
@@ -29,27 +30,27 @@ class Bar:
     kind: str = "peer"
     group: str = ""
     note: str = ""
+    label: str = ""
 
 
 def bars(
     title: str,
     given: Sequence[Bar],
     *,
-    unit: str,
+    unit: str = "",
     bound: tuple[float, str] | None = None,
     is_scaled_by_group: bool = False,
     says: str = "",
 ) -> Chart:
     """Return a chart of bars.
 
-    unit:  of the values, behind each figure: "µs", "×", "%".
+    unit:  of the values, behind each figure: "µs", "×", "%"; "" if bars have labels.
     bound: a value that is marked by a dashed line, and its name.
     is_scaled_by_group: the longest bar of each group has full length; for groups that are not compared.
     says:  a sentence for those who cannot see the chart; without one, the bars in words.
     """
-    labels = {bar: f"{figure(bar.value)}{'' if unit in '%×' else ' '}{unit}{f'  {bar.note}' if bar.note else ''}"
-              for bar in given}  # fmt: skip
-    left = min(230.0, 14 + max(width_of(bar.name) for bar in given))
+    labels = {bar: _label(bar, unit) for bar in given}
+    left = min(230.0, 16 + 1.08 * max(width_of(bar.name) for bar in given))
     room = WIDTH - left - 12 - max(map(width_of, labels.values()))
     parts, top, group = [], 22.0 if bound else 4.0, ""
     for bar in given:
@@ -68,6 +69,11 @@ def bars(
         parts.insert(0, f'<path class="bound" d="M{x:.1f} 22V{top:.0f}"/>' + text(x, 13, bound[1], f"small {end}"))
     words = says or "; ".join(f"{bar.group + ', ' if bar.group else ''}{bar.name}: {labels[bar]}" for bar in given)
     return Chart(title, words, top + 4, "".join(parts))
+
+
+def _label(bar: Bar, unit: str) -> str:
+    words = bar.label or f"{figure(bar.value)}{'' if unit in '%×' else ' '}{unit}"
+    return f"{words}  {bar.note}" if bar.note else words
 
 
 def _drawn(bar: Bar, label: str, left: float, width: float, top: float) -> str:

@@ -12,8 +12,8 @@ SIZE: Final = 13
 """Pixels of a letter."""
 COLOURS: Final = {
     "bg": ("#ffffff", "#14181e"), "text": ("#1c2128", "#e8edf2"), "dim": ("#5b6570", "#9aa5b1"),
-    "grid": ("#e3e7eb", "#2c343d"), "ours": ("#0b5fc0", "#6cb2ff"), "also": ("#7fb0e6", "#3f78b5"),
-    "peer": ("#aab2bc", "#5d6875"), "a": ("#c2570c", "#f4a261"), "b": ("#0b7a6b", "#4fd1b5"),
+    "grid": ("#e3e7eb", "#2c343d"), "ours": ("#0b5fc0", "#6cb2ff"), "also": ("#5b93d6", "#4a84c4"),
+    "peer": ("#8a94a0", "#6a7684"), "a": ("#c2570c", "#f4a261"), "b": ("#0b7a6b", "#4fd1b5"),
     "c": ("#8250c4", "#c7a5f7"), "d": ("#8a6d00", "#e3c341"),
 }  # fmt: skip
 """name: in light, in dark. The colours of series (ours, a, b, c, d) differ in lightness, too."""

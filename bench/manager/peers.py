@@ -447,11 +447,60 @@ class NanoVLLM:
         return run
 
 
-PEERS = {"vLLM KVCacheManager": VLLM, "SGLang RadixCache": SGLang, "nano-vllm BlockManager": NanoVLLM}
+class Lists:
+    """Lists of Python: a list of free blocks, and the blocks and tokens of each sequence. They share and find nothing.
+
+    Every machine has this peer, so that a run without another engine has something to be compared with.
+    """
+
+    distributions = ()
+
+    def decode(self, batch: int, blocks: int) -> Run:
+        free, tables, tokens = list(range(blocks)), [[] for _ in range(batch)], [[] for _ in range(batch)]
+
+        def step() -> None:
+            for table, ids in zip(tables, tokens, strict=True):
+                if len(ids) % BLOCK == 0:
+                    table.append(free.pop())
+                ids.append(1)
+
+        def run() -> float:
+            if not tokens[0] or len(tokens[0]) > GROWTH:
+                for i, (table, ids) in enumerate(zip(tables, tokens, strict=True)):
+                    free.extend(table)
+                    table[:], ids[:] = [free.pop()], [1] * (1 + i % BLOCK)
+            return timed(step)
+
+        return run
+
+    def allocate(self) -> Run:
+        free = list(range(POOL))
+
+        def work() -> None:
+            free.extend([free.pop() for _ in range(BATCH)])
+
+        return lambda: timed(work)
+
+    def full(self) -> None:
+        raise Absent("lists know no prefix")
+
+    def match(self) -> Run:
+        raise Absent("lists know no prefix")
+
+    publish = match
+
+    def frames(self, call: str) -> Run:
+        raise Absent("a block of a list has no life below its sequence")
+
+
+LISTS = "lists of Python"
+PEERS = {"vLLM KVCacheManager": VLLM, "SGLang RadixCache": SGLang, "nano-vllm BlockManager": NanoVLLM, LISTS: Lists}
 
 
 def version(adapter: Any) -> str:
     """Return the name and version of the peer's distribution."""
+    if not adapter.distributions:
+        return f"Python {sys.version.split()[0]}"
     for name in adapter.distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{name} {importlib.metadata.version(name)}"

@@ -6,6 +6,7 @@ import re
 from typing import Any, Final
 
 from pagedkv.bench.chart import Axis, Bar, Chart, Series, bars, lines
+from pagedkv.bench.headlines import name_of
 
 UNITS: Final = {"us": "µs", "ns": "ns", "ms": "ms", "bytes": "bytes"}
 SIZED: Final = re.compile(r"step of (\d+) sequences, ([\d,]+) (frames, free|frames, all cached|tokens of context)")
@@ -18,10 +19,12 @@ def charts(rows: list[dict[str, Any]]) -> list[Chart]:
     made = []
     for unit, title in (("us", "A decode step"), ("ns", "One block"), ("bytes", "Memory of a block")):
         found = [
-            Bar(row["who"].split()[0], row["median"], "ours" if row["who"] == "pagedkv" else "peer", row["case"])
+            Bar(name_of(row["who"]), row["median"], "ours" if row["who"] == "pagedkv" else "peer", row["case"])
             for case in dict.fromkeys(row["case"] for row in measured)
             for row in sorted((row for row in measured if row["case"] == case), key=lambda row: row["median"])
-            if case in shared and row["unit"] == unit and not case.endswith(("in a loop", "alone"))
+            if case in shared
+            and row["unit"] == unit
+            and not case.endswith(("in a loop", "alone", "by 64", "evicts one"))
         ]
         made += [bars(title, found, unit=UNITS[unit], is_scaled_by_group=True)] if found else []
     return [*made, *_sizes(rows)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any, Final
 
 import typer
@@ -157,3 +158,29 @@ def bench_attention(
     choice = Choice(full, kind or [], {name: values or [] for name, values in axes.items()}, threads or [], part)
     asked = Asked(tuple(kernels or ("cpu", "numba", "reference")), repetitions, vllm_python)
     run(choice, asked, Shown(as_json, record, plot))
+
+
+@benchmarks.command("report")
+def bench_report(
+    out: options.ReportOut = Path("bench-report.html"),
+    results: options.ReportResults = None,
+    charts: options.ReportCharts = None,
+) -> None:
+    """All kept rows as one HTML file that needs no network: headlines, charts, tables, commands."""
+    from pagedkv.cli.bench.report import run
+
+    run(out, results, charts)
+
+
+@benchmarks.command("compare")
+def bench_compare(
+    first: options.CompareFirst,
+    second: options.CompareSecond,
+    relative: options.CompareRelative = False,
+    tolerance: options.CompareTolerance = 0.05,
+    as_json: options.JsonList = False,
+) -> int:
+    """Two files of rows, cell by cell. Status 1 if a figure of ours fell by more than the noise."""
+    from pagedkv.cli.bench.compare import run
+
+    return run(first, second, is_relative=relative, tolerance=tolerance, as_json=as_json)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedkv.bench import record
+from pagedkv.bench.headlines import name_of
 from pagedkv.bench.manager import runner
 from pagedkv.cli.bench.run import Shown, show
 from pagedkv.errors import InvalidRequest
@@ -56,14 +57,15 @@ def _kept(figures: Iterable[runner.Figure], shown: Shown) -> list[dict[str, Any]
 def _print(rows: list[dict[str, Any]]) -> None:
     """Print a line for each case: our figure, the limit, and each peer's figure with its ratio to ours."""
     names = list(dict.fromkeys(row["who"] for row in rows))
+    shown = [name for name in names[1:] if any(row["who"] == name and row["median"] is not None for row in rows)]
     found = {(row["who"], row["case"]): row for row in rows}
     about = rows[0]
     table = Table(caption=f"medians; {about['machine']}; {about['commit']}", caption_justify="left")
-    for name in ("", "unit", *names[:1], "limit", *(name.split()[0] for name in names[1:])):
+    for name in ("", "unit", *names[:1], "limit", *(name_of(name) for name in shown)):
         table.add_column(name, justify="left" if name in ("", "unit") else "right")
     for row in (row for row in rows if row["who"] == names[0]):
         limit = "" if row["limit"] is None else f"{row['limit']:,.4g}{' over' if row['median'] > row['limit'] else ''}"
-        others = (_against(row, found.get((name, row["case"]))) for name in names[1:])
+        others = (_against(row, found.get((name, row["case"]))) for name in shown)
         table.add_row(row["case"], row["unit"], f"{row['median']:,.1f}", limit, *others)
     console = Console(highlight=False)
     console.print(table)

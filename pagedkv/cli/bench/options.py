@@ -103,3 +103,22 @@ AttentionPlot = Annotated[
 AttentionDevice = Annotated[
     str, typer.Option(metavar="NAME", help="cpu; or cuda: decode on a GPU, in cells of its own.")
 ]
+
+# bench report
+
+ReportOut = Annotated[Path, typer.Option(metavar="FILE", help="The HTML file.")]
+ReportResults = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Rows to report, in place of bench/results of a checkout.")
+]
+ReportCharts = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Write the charts there, too: NAME.svg for each benchmark.")
+]
+
+# bench compare
+
+CompareFirst = Annotated[Path, typer.Argument(metavar="FIRST", help="A file of rows, as bench/results has them.")]
+CompareSecond = Annotated[Path, typer.Argument(metavar="SECOND", help="Another one.")]
+CompareRelative = Annotated[
+    bool, typer.Option("--relative", help="By ratios to bounds and peers of their own run, for two machines.")
+]
+CompareTolerance = Annotated[float, typer.Option(metavar="X", min=0, max=1, help="Below 1 - X, a ratio has fallen.")]

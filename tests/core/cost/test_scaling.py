@@ -1,6 +1,6 @@
 """The cost of a step depends neither on the size of the pool nor on the length of contexts.
 
-The plot is docs/img/scaling.svg. Other costs do not grow with the number of tenants or of shared tails. The tests
+The plot is docs/img/bench/manager.svg. Other costs do not grow with the number of tenants or of shared tails. The tests
 compare times, but loosely: the best of many steps in turn, and a factor of three where a fault would show a factor of a
 thousand.
 """

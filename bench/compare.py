@@ -1,0 +1,116 @@
+"""Two files of rows, compared cell by cell: how many times as good the second one's figures are, and how sure that is.
+
+    ratio     goodness of the second / goodness of the first; goodness is the figure, or its inverse for a time
+    interval  a bootstrap: the turns of each side are drawn again with replacement, and the ratio of their medians is
+              taken; 95 of 100 ratios lie within it
+
+Relative goodness is that of a ratio within one run, to a bound or a peer: it carries over to other machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from pagedkv.bench.figures import Figure, figures
+
+DRAWS: Final = 2000
+INSIDE: Final = 0.95
+LEAST: Final = 3
+"""Turns on each side for an interval; with fewer, a ratio is shown and not judged."""
+OURS: Final = ("pagedkv", "pages")
+IN_TIMES: Final = ("of its bound", "of an unknown prompt")
+"""Ratios whose smaller values are better."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The goodness of a figure, and of its turns."""
+
+    bench: str
+    name: str
+    good: float
+    turns: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A cell of both files. low and high are None if one side has too few turns."""
+
+    bench: str
+    name: str
+    ratio: float
+    low: float | None
+    high: float | None
+
+    def has_fallen(self, tolerance: float) -> bool:
+        """Whether the ratio is surely below 1 - tolerance."""
+        return self.high is not None and self.high < 1 - tolerance
+
+    def has_risen(self, tolerance: float) -> bool:
+        """Whether the ratio is surely above 1 + tolerance."""
+        return self.low is not None and self.low > 1 + tolerance
+
+
+def compared(first: Iterable[dict[str, Any]], second: Iterable[dict[str, Any]], *, is_relative: bool) -> list[Change]:
+    """Return the changes of all cells that both sides have, the worst first."""
+    sample = relative if is_relative else absolute
+    before, after = (sample(figures(rows)) for rows in (first, second))
+    lots = np.random.default_rng(0)
+    found = [_change(before[key], after[key], lots) for key in before if key in after]
+    return sorted(found, key=lambda change: change.ratio)
+
+
+def absolute(found: Iterable[Figure]) -> dict[tuple[str, ...], Sample]:
+    """Return the goodness of each figure of ours."""
+    samples = {}
+    for one in found:
+        if one.variant.startswith(OURS) and one.median:
+            turns = tuple(turn for turn in one.turns if turn)
+            samples[one.bench, one.key, one.variant] = _sample(one, "", one.median, turns, one.is_better_if_larger)
+    return samples
+
+
+def relative(found: Iterable[Figure]) -> dict[tuple[str, ...], Sample]:
+    """Return the goodness of each figure of ours over a bound or a peer of its own run."""
+    every = list(found)
+    samples = {}
+    for one in every:
+        if one.ratio and (one.variant.startswith(OURS) or one.against == "pages × this"):
+            is_larger = one.against not in IN_TIMES
+            samples[one.bench, one.key, one.variant] = _sample(one, one.against, one.ratio, one.ratios, is_larger)
+    ours = {(one.bench, one.key): one for one in every if one.variant == "pagedkv" and one.ratio is None and one.median}
+    for peer in every:
+        one = ours.get((peer.bench, peer.key))
+        if one and peer is not one and peer.median:
+            pairs = zip(peer.turns, one.turns, strict=False)
+            turns = tuple(theirs / own for theirs, own in pairs if theirs and own)
+            key = (peer.bench, peer.key, f"over {peer.variant}")
+            samples[key] = _sample(one, f"over {peer.variant}", peer.median / one.median, turns, True)
+    return samples
+
+
+def _sample(one: Figure, against: str, value: float, turns: tuple[float, ...], is_larger: bool) -> Sample:
+    name = ", ".join(filter(None, (one.case, one.axes, one.variant, against)))
+    if is_larger:
+        return Sample(one.bench, name, value, turns)
+    return Sample(one.bench, name, 1 / value, tuple(1 / turn for turn in turns))
+
+
+def _change(before: Sample, after: Sample, lots: np.random.Generator) -> Change:
+    low, high = interval(before.turns, after.turns, lots)
+    return Change(before.bench, before.name, after.good / before.good, low, high)
+
+
+def interval(
+    before: tuple[float, ...], after: tuple[float, ...], lots: np.random.Generator
+) -> tuple[float | None, float | None]:
+    """Return the ends of the interval of median(after) / median(before); None where turns are too few."""
+    if min(len(before), len(after)) < LEAST:
+        return None, None
+    drawn = [np.median(lots.choice(turns, (DRAWS, len(turns))), axis=1) for turns in (before, after)]
+    ends = np.quantile(drawn[1] / drawn[0], [(1 - INSIDE) / 2, (1 + INSIDE) / 2])
+    return float(ends[0]), float(ends[1])

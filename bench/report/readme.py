@@ -1,0 +1,68 @@
+"""The README's table and picture, and the charts of the manual: `make bench-readme` writes them from kept rows.
+
+Nothing between the two marks of the README is typed. A test compares the README and the charts with the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pagedkv.bench import record, rows
+from pagedkv.bench.chart import bars, stacked
+from pagedkv.bench.headlines import Headline, headlines
+from pagedkv.bench.report.page import charts_of
+
+BEGIN: Final = "<!-- figures: made by `make bench-readme` from bench/results -->"
+END: Final = "<!-- /figures -->"
+CHARTS: Final = Path("docs/img/bench")
+TITLE: Final = "pagedkv beside its peers"
+
+
+def written(root: Path) -> dict[Path, str]:
+    """Return the files of a checkout that are made from its rows: paths and texts."""
+    found = rows.read_all(root / "bench/results")
+    lines = headlines(row for some in found.values() for row in some)
+    texts = {root / CHARTS / f"{name}.svg": stacked(charts) for name, charts in _charts(found)}
+    texts[root / CHARTS / "field.svg"] = stacked([bars(TITLE, _drawn(lines), is_scaled_by_group=True)])
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    before, _, rest = readme.partition(BEGIN)
+    after = rest.partition(END)[2]
+    texts[root / "README.md"] = f"{before}{BEGIN}\n\n{_table(lines)}\n\n{END}{after}"
+    return texts
+
+
+def _charts(found: dict[str, list[dict[str, Any]]]) -> Iterable[tuple[str, Sequence[Any]]]:
+    return ((name, charts) for name, some in found.items() if (charts := charts_of(name, some)))
+
+
+def _drawn(lines: list[Headline]) -> list[Any]:
+    return [bar for line in lines for bar in line.drawn]
+
+
+def _table(lines: list[Headline]) -> str:
+    heads = ["| | pagedkv | beside it | measured |", "|---|---|---|---|"]
+    measured = [f"`pagedkv bench {line.benchmark}`, {line.source['when'][:10]}" for line in lines]
+    table = [
+        f"| {line.question} | **{line.ours}** | {'; '.join(line.beside)} | {words} |"
+        for line, words in zip(lines, measured, strict=True)
+    ]
+    machines = "; ".join(dict.fromkeys(line.source["machine"] for line in lines))
+    picture = f"![{TITLE}: the figures of the table as bars](docs/img/bench/field.svg)"
+    return "\n".join([picture, "", *heads, *table, "", f"Measured on {machines}."])
+
+
+def main() -> None:
+    """Write the files, and print the paths of those that changed."""
+    folder = record.results()
+    assert folder, "only a checkout has rows"
+    for path, text in written(folder.parents[1]).items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(path.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The words of the report's sections: the subject of each benchmark, for whom it matters, how, and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class About:
+    """The words about a benchmark; each field but the title is a sentence or two."""
+
+    title: str
+    measured: str
+    matters: str
+    method: str
+    limits: str
+    page: str = ""
+
+
+ABOUT: Final = {
+    "manager": About(
+        "The memory manager",
+        "The integers of paging: planning and committing a decode step; allocating, matching and publishing blocks.",
+        "Authors of engines. The manager runs between two steps of a model, while the processor or the GPU waits.",
+        "Every manager does the same work on its own data structures, in a process of its own. Cases and managers take "
+        "turns in an order drawn anew; the first of four runs in a turn, with cold caches, does not count.",
+        "Tensors and models take no part. A peer's garbage collection counts only where it falls into a step.",
+        "measuring-the-manager",
+    ),
+    "attention": About(
+        "Attention on a CPU",
+        "Decode and prefill attention over pages, and the storing of new keys and values.",
+        "Everybody who decodes on a CPU: a decode step reads every cached key and value once, so memory is the bound.",
+        "All variants and the bare read of the same frames take turns, over pools larger than the caches. A "
+        "repetition with an involuntary context switch does not count. A share is the median over turns.",
+        "One layer, random values, two threads at most. Below 8 bit, arithmetic rather than memory is the bound.",
+        "measuring-attention",
+    ),
+    "fragmentation": About(
+        "Fragmentation",
+        "The memory that an allocation policy wastes on requests of a trace: inside blocks, between blocks, reserved.",
+        "Everybody who sizes a pool: waste is sequences that are not served, and it is the reason why paging exists.",
+        "Every policy serves the same requests with the same memory. Lengths are those of traces and published mixes.",
+        "No time is measured. A simulated allocator stands for its policy, not for its implementation.",
+    ),
+    "bandwidth": About(
+        "Bandwidth",
+        "The ceilings of this machine's memory, and how near to them each operation on the cache gets.",
+        "Writers of kernels, and everybody who asks why a step is not faster.",
+        "A ceiling is measured in the turns of the operations beside it. Efficiency is the bytes that had to move over "
+        "time × ceiling.",
+        "A ceiling is that of one access pattern; no operation but a read can reach the read ceiling.",
+    ),
+    "generate": About(
+        "The reference engine",
+        "A decode step of a model of 474 million parameters, and the parts of that step.",
+        "People who run prompts on a CPU, and readers of the reference engine.",
+        "The bound is the time in which a bare read gives the bytes of weights, K and V; it is measured before and "
+        "after each variant. Engine and transformers take turns in an order drawn anew.",
+        "Random weights take as long as trained ones. Text does not. transformers runs with its own generate().",
+        "engine-speed",
+    ),
+    "transformers": About(
+        "Inside transformers",
+        "Tokens per second, first tokens and peak memory of model.generate with four kinds of cache.",
+        "Users of Hugging Face transformers: patch(model) is the only line that differs.",
+        "A Llama of 100 million parameters; the caches take turns in an order drawn anew, on random K and V.",
+        "The shorter the context, the more of a step are the linear layers, which are the same for all caches.",
+    ),
+    "vllm": About(
+        "Inside vLLM",
+        "A decode step and a first token of vLLM on a CPU, with its own attention and with ours.",
+        "Users of vLLM on CPUs: PAGEDKV_VLLM=1 is the only thing that differs.",
+        "One engine serves both; a switch in shared memory selects the attention, turn by turn.",
+        "The model has small linear layers, so a step is mostly attention. In a wider model they take more of it.",
+    ),
+    "tiers": About(
+        "Tiers",
+        "Frames that move to host memory, to disk and back, verified.",
+        "Everybody whose working set is larger than the pool.",
+        "Bytes per second of each tier beside a bare copy in the same turns.",
+        "One process, one disk.",
+    ),
+}

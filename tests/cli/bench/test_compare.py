@@ -1,0 +1,104 @@
+"""`pagedkv bench compare`: ratios with intervals, and a status that a noisy machine does not set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagedkv.bench.compare import interval
+
+LOTS = np.random.default_rng(1)
+
+
+def turns(median: float, noise: float = 0.02, count: int = 15) -> list[float]:
+    found = median * (1 + noise * LOTS.standard_normal(count))
+    return [float(turn) for turn in found - np.median(found) + median]
+
+
+def row(case: str, median: float, who: str = "pagedkv", **more: object) -> dict[str, object]:
+    figures = {"bench": "manager", "who": who, "case": case, "unit": "us", "median": median, "turns": turns(median)}
+    return figures | {"machine": "here", "when": "now", "commit": "c"} | more
+
+
+def kept(folder: Path, name: str, rows: list[dict[str, object]]) -> Path:
+    path = folder / name
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_a_figure_that_fell_by_more_than_the_noise_is_status_1(command, tmp_path):
+    first = kept(tmp_path, "a", [row("step", 50.0), row("fork", 10.0)])
+    second = kept(tmp_path, "b", [row("step", 100.0), row("fork", 10.1)])
+    status, out, _ = command("bench", "compare", first, second, "--json")
+    assert status == 1
+    worst, other = json.loads(out)
+    assert (worst["name"], worst["fell"], other["fell"]) == ("step, pagedkv", True, False)
+    assert worst["ratio"] == pytest.approx(0.5)
+    assert worst["low"] < 0.5 < worst["high"] < 0.6
+    status, out, _ = command("bench", "compare", second, first)
+    assert status == 0  # it rose
+    assert "rose" in out
+
+
+def test_a_fall_within_the_noise_is_no_fall(command, tmp_path):
+    first = kept(tmp_path, "a", [row("step", 50.0, turns=turns(50.0, 0.2))])
+    second = kept(tmp_path, "b", [row("step", 53.0, turns=turns(53.0, 0.2))])
+    assert command("bench", "compare", first, second).status == 0
+
+
+def test_too_few_turns_are_shown_and_not_judged(command, tmp_path):
+    first = kept(tmp_path, "a", [row("step", 50.0, turns=[50.0, 50.0])])
+    second = kept(tmp_path, "b", [row("step", 500.0, turns=[500.0, 500.0])])
+    status, out, _ = command("bench", "compare", first, second)
+    assert status == 0
+    assert "too few turns" in out
+
+
+def test_relative_figures_survive_a_slower_machine_and_see_a_slower_manager(command, tmp_path):
+    """On a machine of half the speed, ours and the peer's take twice as long."""
+    first = kept(tmp_path, "a", [row("step", 50.0), row("step", 500.0, "vLLM")])
+    slower = [row("step", 100.0, machine="there"), row("step", 1000.0, "vLLM", machine="there")]
+    second = kept(tmp_path, "b", slower)
+    assert command("bench", "compare", first, second).status == 1
+    assert command("bench", "compare", first, second, "--relative").status == 0
+    third = kept(tmp_path, "c", [row("step", 200.0, machine="there"), slower[1]])
+    assert command("bench", "compare", first, third, "--relative", "--tolerance", 0.3).status == 1
+
+
+def test_a_bound_is_a_peer_too(command, tmp_path):
+    def rows(share: float, over: float) -> list[dict[str, object]]:
+        cell = {"kind": "decode", "batch": 1, "context": 64, "block_size": 16, "threads": 1, "dtype": "bfloat16"}
+        cell |= {"kv": "", "heads": 4, "kv_heads": 2, "head_dim": 64, "lengths": "uniform", "pages": "permuted"}
+        about = {"machine": "here", "when": "now"}
+        ceiling = turns(80.0)
+        results = {"cpu": {"us": 80 / share, "of_ceiling": share, "turns": [turn / share for turn in ceiling]},
+                   "ceiling": {"us": 80.0, "of_ceiling": 1.0, "turns": ceiling}}  # fmt: skip
+        step = {"case": "decode", "batch": 1, "context": 64, "variant": "pagedkv", "unit": "ms", "median": 9.0}
+        step |= {"over_bound": over, "ratios": turns(over)}
+        return [{"bench": "attention", "cell": cell, "results": results} | about, {"bench": "generate"} | step | about]
+
+    good = kept(tmp_path, "good", rows(0.9, 1.1))
+    status, out, _ = command("bench", "compare", good, kept(tmp_path, "bad", rows(0.45, 2.2)), "--relative", "--json")
+    assert status == 1
+    assert [change["ratio"] for change in json.loads(out)] == [pytest.approx(0.5, abs=0.02)] * 2
+    assert command("bench", "compare", good, good, "--relative").status == 0
+
+
+def test_files_without_a_common_cell_are_one_line(command, tmp_path):
+    first, second = kept(tmp_path, "a", [row("step", 50.0)]), kept(tmp_path, "b", [row("fork", 50.0)])
+    status, _, err = command("bench", "compare", first, second)
+    assert status == 2
+    assert "compare runs of the same benchmark" in err
+    assert command("bench", "compare", first, tmp_path / "none").status == 2
+
+
+def test_an_interval_holds_the_true_ratio_about_95_times_of_100():
+    hits = 0
+    for _ in range(200):
+        before, after = (tuple(100 + 5 * LOTS.standard_normal(25)) for _ in range(2))
+        low, high = interval(before, after, LOTS)
+        hits += low <= 1 <= high
+    assert 180 <= hits <= 200
