@@ -131,8 +131,9 @@ def _sentence(number: int, one: Facts) -> str:
 
 def text(facts: Facts) -> str:
     """Return the picture as text."""
-    rows = ["pass   drafts                      kept   tokens of the output"]
-    for i, one in enumerate(facts["passes"], 1):
-        drafts = " ".join(one["drafts"]) or "-"
-        rows.append(f"{i:>4}   {drafts:<27} {len(one['got']) - 1:>4}   {' '.join(one['got'])}")
+    guesses = [" ".join(one["drafts"]) or "-" for one in facts["passes"]]
+    wide = max(map(len, guesses))
+    rows = [f"pass   {'drafts':<{wide}}   kept   tokens of the output"]
+    for i, (one, words) in enumerate(zip(facts["passes"], guesses, strict=True), 1):
+        rows.append(f"{i:>4}   {words:<{wide}}   {len(one['got']) - 1:>4}   {' '.join(one['got'])}")
     return "\n".join(rows) + "\n"
