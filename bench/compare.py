@@ -20,7 +20,7 @@ from pagedkv.bench.figures import Figure, figures
 DRAWS: Final = 2000
 INSIDE: Final = 0.95
 LEAST: Final = 3
-"""Turns on each side for an interval; with fewer, a ratio is shown and not judged."""
+"""Turns on each side for an interval; with fewer, and for disturbed figures, a ratio is shown and not judged."""
 OURS: Final = ("pagedkv", "pages")
 IN_TIMES: Final = ("of its bound", "of an unknown prompt")
 """Ratios whose smaller values are better."""
@@ -94,6 +94,7 @@ def relative(found: Iterable[Figure]) -> dict[tuple[str, ...], Sample]:
 
 
 def _sample(one: Figure, against: str, value: float, turns: tuple[float, ...], is_larger: bool) -> Sample:
+    turns = () if one.is_disturbed else turns
     name = ", ".join(filter(None, (one.case, one.axes, one.variant, against)))
     if is_larger:
         return Sample(one.bench, name, value, turns)

@@ -27,6 +27,7 @@ class Figure:
     key:    the cell as a text that is the same in all runs.
     case:   the case in words; `axes` are the rest of the cell, in words.
     turns:  the figure of each turn; None for a disturbed one; () where the row does not say.
+    is_disturbed: the row says that too few of the turns were clean; the figure judges no promise and no comparison.
     ratio:  the figure over that of a bound or a peer of its own run, `against` in words; `ratios` are those of the
             turns.
     """
@@ -45,6 +46,7 @@ class Figure:
     ratios: tuple[float, ...] = ()
     against: str = ""
     must: float | None = None
+    is_disturbed: bool = False
 
     @property
     def is_better_if_larger(self) -> bool:
@@ -83,11 +85,12 @@ def _of_attention(row: Row) -> Iterator[Figure]:
     axes = ", ".join(filter(None, [shape, cell["dtype"], kv, heads, *special]))
     for who, result in row["results"].items():
         field = next((name for name in ATTENTION if name in result), "")
-        bound = row["results"].get(field.removeprefix("of_"), {}).get("turns", ())
+        bound = row["results"].get(field.removeprefix("of_"), result)
+        is_disturbed = 0 in (result["clean"], bound["clean"])
         turns = tuple(result.get("turns", ()))
-        ratios = tuple(b / t for b, t in zip(bound, turns, strict=False) if b and t)
+        ratios = tuple(b / t for b, t in zip(bound.get("turns", ()), turns, strict=False) if b and t)
         variant = "pagedkv" if who == "cpu" else who
         yield Figure(
             "attention", cell_of(row), cell["kind"], axes, variant, "µs", result["us"], None, None, turns,
-            result.get(field), ratios, ATTENTION.get(field, ""),
+            result.get(field), ratios, ATTENTION.get(field, ""), None, is_disturbed,
         )  # fmt: skip

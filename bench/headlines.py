@@ -76,7 +76,9 @@ def _attention(rows: list[Row]) -> Headline | None:
     shape = {"kind": "decode", "dtype": "bfloat16", "kv": "", "block_size": 16, "lengths": "uniform"}
     shape |= {"batch": 4, "context": 4096, "pages": "permuted", "heads": 32, "head_dim": 128}
     found = [row for row in rows if all(row["cell"][name] == value for name, value in shape.items())]
-    found = [row for row in found if "of_ceiling" in row["results"].get("cpu", {})]
+    found = [
+        row for row in found if row["results"].get("cpu", {}).get("clean") and "of_ceiling" in row["results"]["cpu"]
+    ]
     if not found:
         return None
     row = max(found, key=lambda row: (row["when"], row["cell"]["threads"]))

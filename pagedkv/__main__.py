@@ -1,6 +1,7 @@
 """The process of the command, for `pagedkv` and `python -m pagedkv`: signals, streams, and the end of the process.
 
-    Ctrl-C                  the process ends at once with status 130, also during imports; nothing is unwound
+    Ctrl-C                  the process ends at once with status 130, also during imports; nothing is unwound but a
+                            benchmark, whose peers end and whose temporary files go
     stdout fails            it ends with one line on stderr and status 1
     stdout has no reader    it ends in silence with status 141, as a command that SIGPIPE ended
     stderr fails            the text is lost, and the command goes on

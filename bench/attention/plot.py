@@ -33,7 +33,13 @@ def charts(rows: list[Row]) -> list[Chart]:
 
 def _shares(rows: list[Row], threads: int) -> list[Chart]:
     found = [
-        Bar(NAMES[who], 100 * result["of_ceiling"], _grey(who), _cell(row["cell"]))
+        Bar(
+            NAMES[who],
+            100 * result["of_ceiling"],
+            _grey(who),
+            _cell(row["cell"]),
+            "" if result["clean"] else "disturbed",
+        )
         for row in rows
         if row["cell"]["kind"] == "decode"
         for who, result in sorted(row["results"].items(), key=lambda item: -item[1].get("of_ceiling", 0))

@@ -42,7 +42,7 @@ def _print(changes: list[Change], tolerance: float) -> None:
     for head in ("ratio", "95 of 100", ""):
         table.add_column(head, justify="right" if head else "left", no_wrap=True)
     for change in changes:
-        ends = "too few turns" if change.low is None else f"{change.low:.2f} to {change.high:.2f}"
+        ends = "too few clean turns" if change.low is None else f"{change.low:.2f} to {change.high:.2f}"
         verdict = "FELL" if change.has_fallen(tolerance) else "rose" if change.has_risen(tolerance) else ""
         table.add_row(f"{change.bench}: {change.name}", f"{change.ratio:.2f}", ends, verdict)
     console = Console(highlight=False)

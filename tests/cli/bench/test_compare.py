@@ -54,7 +54,7 @@ def test_too_few_turns_are_shown_and_not_judged(command, tmp_path):
     second = kept(tmp_path, "b", [row("step", 500.0, turns=[500.0, 500.0])])
     status, out, _ = command("bench", "compare", first, second)
     assert status == 0
-    assert "too few turns" in out
+    assert "too few clean turns" in out
 
 
 def test_relative_figures_survive_a_slower_machine_and_see_a_slower_manager(command, tmp_path):
@@ -69,13 +69,13 @@ def test_relative_figures_survive_a_slower_machine_and_see_a_slower_manager(comm
 
 
 def test_a_bound_is_a_peer_too(command, tmp_path):
-    def rows(share: float, over: float) -> list[dict[str, object]]:
+    def rows(share: float, over: float, clean: int = 15) -> list[dict[str, object]]:
         cell = {"kind": "decode", "batch": 1, "context": 64, "block_size": 16, "threads": 1, "dtype": "bfloat16"}
         cell |= {"kv": "", "heads": 4, "kv_heads": 2, "head_dim": 64, "lengths": "uniform", "pages": "permuted"}
         about = {"machine": "here", "when": "now"}
         ceiling = turns(80.0)
-        results = {"cpu": {"us": 80 / share, "of_ceiling": share, "turns": [turn / share for turn in ceiling]},
-                   "ceiling": {"us": 80.0, "of_ceiling": 1.0, "turns": ceiling}}  # fmt: skip
+        ours = {"us": 80 / share, "of_ceiling": share, "clean": clean, "turns": [turn / share for turn in ceiling]}
+        results = {"cpu": ours, "ceiling": {"us": 80.0, "of_ceiling": 1.0, "clean": 15, "turns": ceiling}}
         step = {"case": "decode", "batch": 1, "context": 64, "variant": "pagedkv", "unit": "ms", "median": 9.0}
         step |= {"over_bound": over, "ratios": turns(over)}
         return [{"bench": "attention", "cell": cell, "results": results} | about, {"bench": "generate"} | step | about]
@@ -85,6 +85,8 @@ def test_a_bound_is_a_peer_too(command, tmp_path):
     assert status == 1
     assert [change["ratio"] for change in json.loads(out)] == [pytest.approx(0.5, abs=0.02)] * 2
     assert command("bench", "compare", good, good, "--relative").status == 0
+    disturbed = kept(tmp_path, "disturbed", rows(0.45, 1.1, clean=0))
+    assert command("bench", "compare", good, disturbed, "--relative").status == 0
 
 
 def test_files_without_a_common_cell_are_one_line(command, tmp_path):
@@ -102,3 +104,12 @@ def test_an_interval_holds_the_true_ratio_about_95_times_of_100():
         low, high = interval(before, after, LOTS)
         hits += low <= 1 <= high
     assert 180 <= hits <= 200
+
+
+def test_the_committed_baseline_has_ratios_of_the_manager_and_of_attention(command):
+    baseline = Path(__file__).parents[3] / "bench/results/baseline.jsonl"
+    status, out, _ = command("bench", "compare", baseline, baseline, "--relative", "--json")
+    assert status == 0
+    judged = [change for change in json.loads(out) if change["low"] is not None]
+    assert {change["bench"] for change in judged} == {"manager", "attention"}
+    assert all(change["ratio"] == 1 for change in judged)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pagedkv.bench.manager import runner, scaling
+from pagedkv.bench.manager import peers, runner, scaling
 
 STAND_IN = {
     "engine/sequence.py": """
@@ -71,6 +71,18 @@ def test_a_peer_that_is_there_is_measured_in_the_same_run(rows):
     assert row["median"] > 0
     assert row["runs"] == 3 * (runner.TURN - 1)
     assert row["version"] == "from source"
+
+
+def test_lists_of_python_are_a_peer_that_every_machine_has(rows):
+    (row,) = (row for row in rows if row["who"] == peers.LISTS)
+    assert row["median"] > 0
+    assert row["version"].startswith("Python 3.")
+
+
+def test_lists_take_a_block_for_each_16_tokens_and_give_them_back():
+    """A pool that holds just the blocks of all sequences at their longest: one block more would fail."""
+    run = peers.Lists().decode(8, 8 * (peers.GROWTH // peers.BLOCK + 1))
+    assert all(run() > 0 for _ in range(3 * peers.GROWTH))
 
 
 @pytest.mark.parametrize(("peer", "module"), [("vLLM", "vllm"), ("SGLang", "sglang")])
