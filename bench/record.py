@@ -117,7 +117,9 @@ def append(rows: Iterable[dict[str, Any]], path: Path | None, name: str) -> None
             os.close(file)
     except OSError as why:
         if path:
-            raise InvalidRequest(f"the rows cannot be kept: {why}; --record FILE names another file") from None
+            raise InvalidRequest(
+                f"the rows cannot be written to {target}: {why.strerror}; --record FILE names another file"
+            ) from None
         _note(str(why))
 
 

@@ -104,4 +104,5 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     try:
         figure.savefig(path, bbox_inches="tight")
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"the plot cannot be written to {path}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequest(f"the plot cannot be written to {path}: {reason}; give another file") from None

@@ -119,7 +119,7 @@ def replay(
 def _for_blocks(policy: str | Policy) -> Policy:
     """Return the policy with its scale in blocks instead of tokens: a page is one block here."""
     if isinstance(policy, str) and policy not in POLICIES:
-        raise InvalidRequest(f"policy is {policy!r}; it is one of {', '.join([*POLICIES, BELADY, ESTIMATE])}")
+        raise InvalidRequest(f"policy is {policy!r}; give one of {', '.join([*POLICIES, BELADY, ESTIMATE])}")
     found = chosen(policy)
     return Cost(max(1, found.scale // BLOCK_TOKENS)) if isinstance(found, Cost) else found
 

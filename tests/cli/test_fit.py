@@ -188,6 +188,13 @@ def test_a_name_is_looked_up_in_the_cache_of_the_hub(fit, command, tmp_path, mon
     assert command("generate", "--model", "owner/name", "--prompt", question).out == "Otto lives in Ghent.\n"
 
 
+def test_the_memory_is_shown_as_it_was_understood(command, fit):
+    """24 without a unit is 24 bytes, in which nothing fits."""
+    assert re.search(r"^memory +24 bytes of a GPU *$", command("fit", "--memory", "24").out, re.M)
+    assert fit("--memory", "24GB")["memory_bytes"] == 24_000_000_000
+    assert fit()["memory_bytes"] is None
+
+
 def test_fit_loads_no_torch():
     script = (
         "import sys\n"

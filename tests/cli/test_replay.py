@@ -68,7 +68,16 @@ def test_bad_options_are_refused_in_a_line(command, trace, options, complaint):
     assert complaint in err
 
 
+def test_a_plot_that_cannot_be_written_is_refused(command, trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    none = tmp_path / "none" / "plot.png"
+    words = f"the plot cannot be written to {none}: No such file or directory; give another file"
+    assert f"pagedkv: error: {words}\n" in command("replay", trace, "--plot", none).err
+
+
 def test_a_trace_that_cannot_be_read_is_refused(command, tmp_path):
-    assert "cannot be read" in command("replay", tmp_path / "none.jsonl").err
+    none = tmp_path / "none.jsonl"
+    words = f"{none} cannot be read: No such file or directory; give a trace, a request on each line"
+    assert command("replay", none).err == f"pagedkv: error: {words}\n"
     (tmp_path / "bad.jsonl").write_text("{}")
     assert "line 1" in command("replay", tmp_path / "bad.jsonl").err

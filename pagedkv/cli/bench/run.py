@@ -86,7 +86,7 @@ def draw(name: str, rows: list[Row], path: Path) -> None:
     try:
         path.write_text(stacked(charts), encoding="utf-8")
     except OSError as why:
-        raise InvalidRequest(f"the plot cannot be written to {path}: {why}") from None
+        raise InvalidRequest(f"the plot cannot be written to {path}: {why.strerror}; give another file") from None
 
 
 def host(name: str, turns: int, shapes: Sequence[str], shown: Shown, *, is_quick: bool) -> None:

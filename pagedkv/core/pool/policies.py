@@ -135,7 +135,7 @@ def chosen(policy: str | Policy) -> Policy:
         return policy  # type: ignore[return-value]
     if not isinstance(policy, str) or policy not in POLICIES:
         raise InvalidRequest(
-            f"policy is {policy!r}; it is one of {', '.join(POLICIES)}, or an object of pagedkv.core.policies"
+            f"policy is {policy!r}; give one of {', '.join(POLICIES)}, or an object of pagedkv.core.policies"
         )
     return POLICIES[policy]()
 
@@ -171,7 +171,7 @@ def advised(policy: Policy, advice: str, retain: tuple[float, float] | None) -> 
     """Return list - NORMAL of frames with that advice. Raises: InvalidRequest for advice that makes no sense."""
     offsets = {"DONTNEED": st.DONTNEED - st.NORMAL, "COLD": st.COLD - st.NORMAL, "WILLNEED": 0}
     if not isinstance(advice, str) or advice not in offsets:
-        raise InvalidRequest(f"advice is {advice!r}; it is one of {', '.join(offsets)}")
+        raise InvalidRequest(f"advice is {advice!r}; give one of {', '.join(offsets)}")
     if retain is None:
         return offsets[advice]
     if not (isinstance(retain, tuple | list) and len(retain) == 2):
