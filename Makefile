@@ -90,7 +90,7 @@ gpu: ## with a GPU, no network, by the Python that has torch: tests, benchmarks 
 
 gpu-sanitize: ## the same machine: the cases under compute-sanitizer
 	@$(PYTHON) scripts/gpu.py sanitize-triton-memcheck sanitize-triton-racecheck sanitize-cuda-memcheck \
-		sanitize-cuda-racecheck sanitize-cuda-bulk-memcheck sanitize-cuda-bulk-racecheck sanitize-cuda-pieces-memcheck
+		sanitize-cuda-racecheck sanitize-cuda-pieces-memcheck
 
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)

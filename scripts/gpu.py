@@ -90,23 +90,21 @@ STAGES = (
             "tests/kernels/test_on_gpu.py",
             "tests/kernels/cuda/test_graph.py",
             "-k",
-            "not (bulk or pieces or on_the_gpu)",
+            "not (pieces or on_the_gpu)",
         ),
         6,
     ),
-    Stage("cases-cuda-bulk", _cases("cuda-bulk", "small"), 4),
     Stage("cases-cuda-pieces", _cases("cuda-pieces", "small"), 4),
     Stage("grid", _cases("triton", "grid", "large"), 8),
     Stage("grid-cuda", _cases("cuda", "grid", "large"), 8),
-    Stage("grid-cuda-bulk", _cases("cuda-bulk", "grid", "large"), 8),
     Stage("grid-cuda-pieces", _cases("cuda-pieces", "grid", "large"), 8),
     Stage("bench", (*BENCH, *BASELINES), 9),
     Stage(
         "graphs-variants",
-        (*PYTEST, "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py", "-k", "bulk or pieces"),
+        (*PYTEST, "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py", "-k", "pieces"),
         6,
     ),
-    Stage("bench-variants", (*BENCH, "--backends", "cuda", "cuda-bulk", "cuda-pieces", "--no-peers"), 9),
+    Stage("bench-variants", (*BENCH, "--backends", "cuda", "cuda-pieces", "--no-peers"), 9),
     Stage("tune", ("-m", "pagedkv.bench.gpu.tune", "--out", "{out}"), 9),
     Stage("laws", (*PYTEST, *SPREAD, "tests/kernels"), 15),
 )
@@ -121,7 +119,7 @@ SANITIZE = tuple(
         # memcheck sees no access out of bounds inside a block that torch caches.
         env=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),) if tool == "memcheck" else (),
     )
-    for backend in ("triton", "cuda", "cuda-bulk", "cuda-pieces")
+    for backend in ("triton", "cuda", "cuda-pieces")
     for tool in ("memcheck", "racecheck")
 )
 """The stages of `make gpu-sanitize`, which are slow and run separately."""

@@ -388,7 +388,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="few cells")
     parser.add_argument("--no-peers", action="store_true", help="our kernels and the ceiling alone")
     parser.add_argument(
-        "--backends", nargs="+", default=["triton", "cuda", "cuda-bulk", "cuda-pieces"], help="names in the registry"
+        "--backends", nargs="+", default=["triton", "cuda", "cuda-pieces"], help="names in the registry"
     )
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--out", type=Path, help="a folder for rows and plot, beside bench/results")

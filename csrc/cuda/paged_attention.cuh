@@ -32,7 +32,6 @@
 struct ThreadRole {  // what this thread works on
     u32 base, thread, lane, team, team_thread, first_row;
     u32 part;  // which of the WARPS_D parts of the head dim
-    u32 phases;  // a bit for each stage of the team: the parity to wait for next at its mbarrier
 };
 
 // Set the marked rows to NaN.
@@ -100,11 +99,10 @@ DEVICE u32 marks_at(u32 team, u32 first_row) { return TEAM_STATS_AT + 4 * (team 
 // Attend to this team's tiles of keys [from, to), as a pipeline: while one tile is computed, the next STAGES - 1 are in
 // flight. `apart`: see set_apart in scores.cuh.
 DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, const Queries& queries,
-                   const Row (&rows)[2], i32 from, i32 to, ThreadRole& me, bool apart) {
+                   const Row (&rows)[2], i32 from, i32 to, const ThreadRole& me, bool apart) {
     const i32 first = from + static_cast<i32>(me.team) * TILE;
     const i32 steps = first < to ? (to - first + STEP_TOKENS - 1) / STEP_TOKENS : 0;
     const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES;
-    const u32 barriers = me.base + BARRIERS_AT + me.team * 8 * STAGES;
     const u32 scores = me.base + SCORES_AT + me.team * SCORES_BYTES + me.first_row / 16 * (SCORES_BYTES / WARPS_M);
     const Sharing sharing{me.team, me.part, scores, me.base + marks_at(me.team, me.first_row)};
     Tile tile;
@@ -112,10 +110,10 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
     u32 reading = 0, filling = 0;
     for (i32 step = 1 - STAGES; step < steps; ++step) {  // steps below 0 only fetch
         if (step >= 0) {
-            wait_for_tile(barriers, me.phases, reading);
+            ptx::copy_wait<STAGES - 2>();
             sync_team(me.team);  // the tile has landed for all threads; no thread reads the stage that is filled next
         }
-        fetch(tile, p, pages, stages + filling * STAGE_BYTES, barriers + 8 * filling, me.team_thread);
+        fetch(tile, p, pages, stages + filling * STAGE_BYTES, me.team_thread);
         filling = filling + 1 == STAGES ? 0 : filling + 1;
         look_up(tile, p, pages, first + (step + STAGES) * STEP_TOKENS, to);
         if (step < 0) continue;
@@ -123,7 +121,7 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
         attend_tile(state, p, queries, rows, first_key, stages + reading * STAGE_BYTES, sharing, apart);
         reading = reading + 1 == STAGES ? 0 : reading + 1;
     }
-    if constexpr (!BULK || TOKEN_SCALES) ptx::copy_wait<0>();
+    ptx::copy_wait<0>();
 }
 
 // Draw a ticket of the unit whose first partial state is `first`: count this CTA in. Return true for the last of
@@ -143,7 +141,7 @@ DEVICE bool arrive(const AttentionParams& p, i64 first, i32 expected, const Thre
 
 // Attend to keys [from, to) for all rows of the unit. When it returns, the teams' states are in shared memory.
 DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2],
-                       i32 from, i32 to, ThreadRole& me, bool apart) {
+                       i32 from, i32 to, const ThreadRole& me, bool apart) {
     State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}};
     const u32 marks = me.base + marks_at(me.team, me.first_row);
     if (apart && me.part == 0 && me.lane < 16) ptx::shared_write(marks + 4 * me.lane, 0u);
@@ -222,8 +220,6 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     me.team_thread = me.thread % TEAM_THREADS;
     me.first_row = me.team_thread / 32 % WARPS_M * 16;
     me.part = me.team_thread / 32 / WARPS_M;
-    me.phases = 0;
-    init_barriers(me.base, me.thread);
     const float v_scale = value_scale(p);
     Queries queries;
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);

@@ -138,38 +138,6 @@ template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool prese
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// Bulk copies: one instruction copies `bytes`, a multiple of 16, from global to shared memory; both addresses are
-// multiples of 16. The bytes land through the async proxy, and the hardware counts them at an mbarrier, a word of 8
-// bytes in shared memory. A phase of the mbarrier ends when `arrivals` threads have arrived and all expected bytes have
-// landed. sm_90 and later.
-
-constexpr bool COPIES_BULK = CUDA_ARCH == 0 || CUDA_ARCH >= 900;  // 0: nvcc's pass for the host
-DEVICE void barrier_init(u32 at, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
-}
-// Make the mbarriers that this thread has initialised visible to copies; other threads see them after a block barrier.
-DEVICE void fence_barrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-// Order all earlier loads and stores before later bulk copies.
-DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-DEVICE void barrier_arrive_expecting(u32 at, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-// Wait until the phase of this parity has ended. Parities of successive phases are 0, 1, 0, 1, ...
-DEVICE void barrier_wait(u32 at, u32 parity) {
-    u32 over;
-    do {
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(over) : "r"(at), "r"(parity) : "memory");
-    } while (!over);
-}
-DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 // Tensor cores. Load four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 // Multiply and add: D += A B of 16 x 8 x 16.
 

@@ -13,20 +13,16 @@
 //     WARPS_D                warps that share 16 rows. Each multiplies its part of D and keeps its part of the result's
 //                            columns, so that 512 columns fit into registers. 1 for most dims, 4 above 256
 //     V_IN_K                 1: V is the first part of K in the same memory (MLA) and is read once
-//     BULK                   1: a row is one bulk copy, counted at its stage's mbarrier (sm_90 and later, COPY 16);
-//                            0: a row is many copies
 //     SECOND_LAUNCH          1: merge_pieces.cuh merges partial states, in a launch that begins early;
 //                            0: the CTA that arrives last merges them
 //
-//     shared memory   [ queries: terms x ROWS x D ][ m, l of teams, of totals ][ votes ][ scores ][ mbarriers ]
+//     shared memory   [ queries: terms x ROWS x D ][ m, l of teams, of totals ][ votes ][ scores ]
 //                     [ team 0: stage 0, 1, ... ][ team 1: ... ] ...
 //     scores          sums over parts of D, exchanged by the WARPS_D warps. The team's barrier before the next tile
 //                     separates these reads from the next writes
 //     a stage         [ TILE rows of K ][ TILE rows of V ][ scales ][ bits: which keys are present, which are lost ]
 // A row takes 16 bytes more than its elements. Eight rows then begin in eight different groups of banks, so neither
-// ldmatrix nor loads of quads conflict. A bulk copy keeps the layout that bytes have in the pool, so each row is a copy
-// of its own: one copy of a whole page would put all rows' first columns into the same banks. After the last key, the
-// memory of the stages holds the teams' states. The mbarriers keep their memory, and their phases go on.
+// ldmatrix nor loads of quads conflict. After the last key, the memory of the stages holds the teams' states.
 #pragma once
 
 #include "elements.cuh"
@@ -54,9 +50,7 @@ constexpr int LAST_AT = TOTALS_AT + 8 * ROWS;
 constexpr int VOTES_AT = LAST_AT + 16;  // [warps]: lanes whose result holds a NaN
 constexpr int SCORES_AT = VOTES_AT + (THREADS / 8 + 15) / 16 * 16;
 constexpr int SCORES_BYTES = WARPS_D > 1 ? 4 * WARPS_M * WARPS_D * 16 * TILE : 0;  // of a team
-constexpr int BARRIERS_AT = SCORES_AT + WARPS_N * SCORES_BYTES;
-constexpr int NUM_BARRIERS = BULK ? WARPS_N * STAGES : 0;  // 8 bytes each, one for each stage
-constexpr int STAGES_AT = (BARRIERS_AT + 8 * NUM_BARRIERS + 127) / 128 * 128;
+constexpr int STAGES_AT = (SCORES_AT + WARPS_N * SCORES_BYTES + 127) / 128 * 128;
 constexpr int SUM_STRIDE = 4 * (DV + 8), SUM_BYTES = ROWS * SUM_STRIDE;
 constexpr int STAGES_BYTES = STAGES * STAGE_BYTES;
 constexpr int SHARED_BYTES = STAGES_AT + WARPS_N * (STAGES_BYTES > SUM_BYTES ? STAGES_BYTES : SUM_BYTES);
@@ -71,6 +65,4 @@ constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
 static_assert(D % (16 * WARPS_D) == 0 && DV % (16 * WARPS_D) == 0 && TILE % 16 == 0, "whole fragments");
 static_assert(K_ROW % COPY == 0 && V_ROW % COPY == 0, "whole copies");
-static_assert(!BULK || (ptx::COPIES_BULK && COPY == 16 && 32 % TEAM_WARPS == 0),
-              "bulk copies are of 16 bytes, from sm_90 on");
 static_assert(ROWS <= THREADS && STAGES >= 2 && TILE <= 64, "a thread for each row; one stage to read and one to fill");

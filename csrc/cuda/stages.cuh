@@ -5,11 +5,6 @@
 // table is hidden behind the tiles before it. The lane turns frames into byte offsets, and shuffles pass each offset to
 // the lanes that copy the row. A key past the end, or of a punched page (-1), is not read: zeros land instead, and a
 // bit marks the key as absent.
-//
-// BULK: one lane per key copies its row of K and its row of V, with one instruction each. A thread that waits at the
-// stage's mbarrier sees the rows that landed. The copying lane issues a fence after the team's barrier: it orders
-// earlier reads and writes of the stage (zeros, sums) before the copies. Tiles past the last are not fetched, so every
-// phase of an mbarrier is waited for exactly once, and its parity is a bit that flips.
 #pragma once
 
 #include "params.h"
@@ -68,47 +63,9 @@ DEVICE void copy_rows(u32 to, const u8* pool, const i64 (&offset)[ENTRIES], u32 
     }
 }
 
-template <int ROW_BYTES> DEVICE void clear_row(u32 at) {
-#pragma unroll 4
-    for (int byte = 0; byte < ROW_BYTES; byte += 16) ptx::shared_write(at + byte, Words4{0, 0, 0, 0});
-}
-
-// Copy the rows of a tile, each by one bulk copy; the warps of the team take turns. Rows of absent keys are set to
-// zero; the team's next barrier makes these zeros visible.
-DEVICE void copy_rows_bulk(const Pages& pages, const i64 (&k_offset)[ENTRIES], const i64 (&v_offset)[ENTRIES],
-                           u32 stage, u32 barrier, u32 team_thread) {
+// Start the copies of a tile into a stage. They form one commit group, which may be empty.
+DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
     const u32 lane = team_thread % 32;
-    const bool mine = lane % TEAM_WARPS == team_thread / 32;
-    u32 rows = 0;
-#pragma unroll
-    for (int e = 0; e < ENTRIES; ++e) rows += ptx::count_bits(ptx::ballot(mine && k_offset[e] >= 0));
-    if (lane == 0) ptx::barrier_arrive_expecting(barrier, rows * (K_ROW + (V_IN_K ? 0 : V_ROW)));
-    ptx::fence_async();
-    ptx::sync_warp();
-#pragma unroll
-    for (int e = 0; e < ENTRIES; ++e) {
-        const u32 row = 32 * e + lane;
-        const u32 k_at = stage + row * K_STRIDE, v_at = stage + V_IN_STAGE + row * V_STRIDE;
-        if (!mine || row >= TILE) continue;
-        if (k_offset[e] >= 0) {
-            ptx::copy_bulk(k_at, pages.k + k_offset[e], K_ROW, barrier);
-            if constexpr (!V_IN_K) ptx::copy_bulk(v_at, pages.v + v_offset[e], V_ROW, barrier);
-        } else {
-            clear_row<K_ROW>(k_at);
-            if constexpr (!V_IN_K) clear_row<V_ROW>(v_at);
-        }
-    }
-}
-
-// Start the copies of a tile into a stage. All copies that are not bulk copies form one commit group, which may be
-// empty.
-DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 barrier,
-                  u32 team_thread) {
-    const u32 lane = team_thread % 32;
-    if (BULK && tile.first_key >= tile.end_key) {
-        if constexpr (TOKEN_SCALES) ptx::copy_commit();
-        return;
-    }
     i64 k_offset[ENTRIES], v_offset[ENTRIES];
 #pragma unroll
     for (int e = 0; e < ENTRIES; ++e) {
@@ -129,34 +86,9 @@ DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages
             }
         }
     }
-    if constexpr (BULK) {
-        copy_rows_bulk(pages, k_offset, v_offset, stage, barrier, team_thread);
-    } else {
-        copy_rows<K_ROW, K_STRIDE>(stage, pages.k, k_offset, team_thread);
-        if constexpr (!V_IN_K) copy_rows<V_ROW, V_STRIDE>(stage + V_IN_STAGE, pages.v, v_offset, team_thread);
-    }
-    if constexpr (!BULK || TOKEN_SCALES) ptx::copy_commit();
-}
-
-// Wait until the oldest tile in flight has landed for this thread; the team's barrier after it makes the tile visible
-// to the team. `phases` has a bit for each stage.
-DEVICE void wait_for_tile(u32 barriers, u32& phases, u32 stage) {
-    if constexpr (!BULK || TOKEN_SCALES) ptx::copy_wait<STAGES - 2>();
-    if constexpr (BULK) {
-        ptx::barrier_wait(barriers + 8 * stage, phases >> stage & 1);
-        phases ^= 1u << stage;
-    }
-}
-
-// Initialise one mbarrier for each stage of each team. A phase takes one arrival of each of the team's warps. A block
-// barrier stands between this and the first copy.
-DEVICE void init_barriers(u32 base, u32 thread) {
-    if constexpr (BULK) {
-        if (static_cast<int>(thread) < NUM_BARRIERS) {
-            ptx::barrier_init(base + BARRIERS_AT + 8 * thread, TEAM_WARPS);
-            ptx::fence_barrier_init();
-        }
-    }
+    copy_rows<K_ROW, K_STRIDE>(stage, pages.k, k_offset, team_thread);
+    if constexpr (!V_IN_K) copy_rows<V_ROW, V_STRIDE>(stage + V_IN_STAGE, pages.v, v_offset, team_thread);
+    ptx::copy_commit();
 }
 
 // Wait for the other warps that share a stage. A team of one warp needs no block barrier.

@@ -5,11 +5,6 @@
 //     a write of j at moment m is ordered before i   iff   clock[i][j] >= m (or i == j)
 //     a barrier     gives each thread that meets there the maximum of all their clocks
 //
-// An mbarrier has a clock too, as if it were a thread. A thread that arrives adds its own clock to the mbarrier's; the
-// bytes of a bulk copy count as written by the mbarrier. The clock at the end of a phase is kept, and a thread that
-// waits for the phase acquires it. Bulk copies go through the async proxy, not through the threads' own path, so they
-// must come after a fence: `fenced` is a second set of clocks, which holds only the moments that a fence ended.
-//
 // The detector keeps, for every two bytes, the last write, and the last read of each warp. So it finds a race in
 // any order of the fibers, except when two lanes of one warp read and only the earlier read races. Complexity: an
 // access O(bytes / 2 * warps), a barrier of n threads O(n * threads).
@@ -29,21 +24,11 @@ struct Race {
 
 class Clocks {
 public:
-    static constexpr uint32_t MOST_BARRIERS = 64;
-
     void begin_block(uint32_t threads, uint32_t shared_bytes);
     void synchronise(const std::vector<uint32_t>& threads);
-    void fence(uint32_t thread);                       // order all that `thread` has seen before later bulk copies
-    void arrive(uint32_t thread, uint32_t barrier);    // add the clock of `thread` to that of `barrier`
-    void end_phase(uint32_t barrier);                  // keep the clock of `barrier`, for threads that wait
-    void acquire(uint32_t thread, uint32_t barrier);   // add the clock that `end_phase` kept to that of `thread`
-    uint32_t of_barrier(uint32_t barrier) const { return threads_ + barrier; }  // its index in `clock_`
 
     Race read(uint32_t thread, uint32_t at, uint32_t bytes);
     Race write(uint32_t thread, uint32_t at, uint32_t bytes, State becomes);
-    // Issue a bulk copy that is counted at `barrier`.
-    Race issue(uint32_t thread, uint32_t barrier, uint32_t at, uint32_t bytes);
-    void land(uint32_t barrier, uint32_t at, uint32_t bytes);
 
 private:
     struct Cell {
@@ -60,9 +45,7 @@ private:
     }
 
     uint32_t threads_ = 0, warps_ = 0;
-    void join(std::vector<std::vector<uint32_t>>& clock, const std::vector<uint32_t>& threads);
-
-    std::vector<std::vector<uint32_t>> clock_, fenced_, ended_;
+    std::vector<std::vector<uint32_t>> clock_;
     std::vector<uint32_t> joined_;
     std::vector<Cell> cells_;
     std::vector<Reader> readers_;

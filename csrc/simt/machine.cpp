@@ -35,7 +35,6 @@ void Machine::run_block(uint32_t index, uint32_t shared_bytes) {
     clocks.begin_block(static_cast<uint32_t>(threads.size()), shared_bytes);
     for (auto& warp : collectives) warp.clear();
     for (auto& barrier : barriers) barrier = {};
-    mbarriers.clear();
     runnable.resize(threads.size());
     std::iota(runnable.begin(), runnable.end(), 0u);
     for (auto& thread : threads) {
@@ -50,11 +49,6 @@ void Machine::run_block(uint32_t index, uint32_t shared_bytes) {
     runnable[pick] = runnable.back();
     runnable.pop_back();
     host.switch_to(threads[current]->fiber);  // returns when the block is done, or on a fault
-    for (const Mbarrier& barrier : mbarriers) {
-        if (fault.empty() && !barrier.in_flight.empty()) {
-            fault = "block " + std::to_string(block) + " ends with bulk copies that no thread waited for";
-        }
-    }
 }
 
 void Machine::next(Thread& from) {
@@ -65,11 +59,6 @@ void Machine::next(Thread& from) {
             if (threads[i]->done) continue;
             fault += " thread " + std::to_string(i) + " waits for " + threads[i]->waits_for + ";";
             ++listed;
-        }
-        for (const Mbarrier& barrier : mbarriers) {
-            if (barrier.waiting.empty()) continue;
-            fault += " the mbarrier at " + std::to_string(barrier.at) + " misses " + std::to_string(barrier.pending);
-            fault += " arrivals and " + std::to_string(barrier.missing) + " bytes;";
         }
         fault += " " + std::to_string(num_done) + " threads have ended";
         return from.fiber.switch_to(host);
@@ -95,9 +84,7 @@ void Machine::wake(uint32_t thread) {
 
 void Machine::check(const Race& race) {
     if (!race.what) return;
-    const bool is_thread = race.other < threads.size();
-    const std::string other = is_thread ? "thread " + std::to_string(race.other) : "the bulk copies of an mbarrier";
-    stop(std::string(race.what) + (race.other == current ? "" : " " + other));
+    stop(std::string(race.what) + (race.other == current ? "" : " thread " + std::to_string(race.other)));
 }
 
 void Machine::stop(const std::string& what) {

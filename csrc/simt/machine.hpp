@@ -53,21 +53,6 @@ struct Barrier {
     std::vector<uint32_t> arrived;
 };
 
-struct Bulk {  // a bulk copy, counted at an mbarrier
-    uint32_t to;
-    const void* from;
-    uint32_t bytes;
-};
-
-struct Mbarrier {
-    uint32_t at, arrivals, pending, parity = 0;  // parity: of the current phase
-    int64_t missing = 0;  // bytes that are expected and have not landed
-    uint32_t owner;       // the thread that initialised it
-    bool fenced = false;
-    std::vector<Bulk> in_flight;
-    std::vector<uint32_t> waiting;
-};
-
 struct Run {  // of bytes in global memory
     const char* start;
     uint64_t bytes;
@@ -77,7 +62,6 @@ struct Machine {
     std::vector<std::unique_ptr<Thread>> threads;
     std::vector<std::vector<Collective>> collectives;  // incomplete ones of each warp
     Barrier barriers[16];
-    std::vector<Mbarrier> mbarriers;
     std::vector<Run> wrote;  // bytes that this launch has written
     std::vector<Run> early;  // bytes that the previous launch may still write
     std::vector<uint32_t> runnable;

@@ -42,9 +42,6 @@ void check_shared(uint32_t at, uint32_t bytes, const char* what) {
         machine.stop(access + std::to_string(at) + why);
     };
     if (at % bytes) stop(", which is no multiple of that");
-    for (const Mbarrier& barrier : machine.mbarriers) {
-        if (at < barrier.at + 8 && barrier.at < at + bytes) stop(", where an mbarrier is");
-    }
     if (at + bytes > machine.shared.size()) {
         stop("; the block has " + std::to_string(machine.shared.size()) + " bytes");
     }

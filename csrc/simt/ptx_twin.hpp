@@ -71,14 +71,6 @@ template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool prese
 DEVICE void copy_commit() { simt::copy_commit(); }
 template <int PENDING> DEVICE void copy_wait() { simt::copy_wait(PENDING); }
 
-constexpr bool COPIES_BULK = SIMT_ARCH >= 900;
-DEVICE void barrier_init(u32 at, u32 arrivals) { simt::barrier_init(at, arrivals); }
-DEVICE void fence_barrier_init() { simt::fence_async(true); }
-DEVICE void fence_async() { simt::fence_async(false); }
-DEVICE void barrier_arrive_expecting(u32 at, u32 bytes) { simt::barrier_arrive(at, bytes); }
-DEVICE void barrier_wait(u32 at, u32 parity) { simt::barrier_wait(at, parity); }
-DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) { simt::copy_bulk(to, from, bytes, barrier); }
-
 DEVICE void load_matrices(u32 (&m)[4], u32 at) { simt::load_matrices(m, at, false); }
 DEVICE void load_matrices_transposed(u32 (&m)[4], u32 at) { simt::load_matrices(m, at, true); }
 template <bool HALF> DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {

@@ -9,9 +9,6 @@
 //                       another thread (vector clocks, see clocks.hpp).
 //     copy_async        lands only when the copying thread waits for it. The target is poisoned as soon as the copy is
 //                       issued.
-//     copy_bulk         lands only when a thread waits at its mbarrier and all threads have arrived. Copies then land
-//                       in random order, until the expected number of bytes has landed. Only threads that waited may
-//                       read them. The block must fence its earlier accesses to the target.
 //     collectives       shuffles, votes and matrix instructions need all lanes of the mask. If some are missing, the
 //                       fault says where each lane waits.
 //     barriers          are named and have counts. If no thread can run, the fault says what each thread waits for.
@@ -47,12 +44,6 @@ void shared_write(uint32_t to, const void* from, uint32_t bytes);
 void copy_async(uint32_t to, const void* from, uint32_t bytes, bool present);
 void copy_commit();
 void copy_wait(uint32_t pending);
-
-void barrier_init(uint32_t at, uint32_t arrivals);
-void fence_async(bool of_barriers);
-void barrier_arrive(uint32_t at, uint32_t expected_bytes);
-void barrier_wait(uint32_t at, uint32_t parity);
-void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 
 void load_matrices(uint32_t (&m)[4], uint32_t at, bool transposed);
 void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool half);

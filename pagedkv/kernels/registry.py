@@ -25,10 +25,9 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu", ("cpu",), "pagedkv.kernels.cpu"),
     Kernel("numba", ("cpu",), "pagedkv.kernels.numba"),
     Kernel("triton", ("cuda", "cpu"), "pagedkv.kernels.triton.backend", "pagedkv.kernels.triton.availability"),
-    # "cuda" moves to the front once a GPU has shown it to be faster. "auto" never chooses the two kernels after it:
-    # they are forced, and measured beside "cuda".
+    # "cuda" moves to the front once a GPU has shown it to be faster. "auto" never chooses "cuda-pieces": it is forced,
+    # and measured beside "cuda".
     Kernel("cuda", ("cuda",), "pagedkv.kernels.cuda.backend:PLAIN"),
-    Kernel("cuda-bulk", ("cuda",), "pagedkv.kernels.cuda.backend:BULK"),
     Kernel("cuda-pieces", ("cuda",), "pagedkv.kernels.cuda.backend:PIECES"),
     Kernel("reference", None, "pagedkv.kernels.reference"),
 )

@@ -148,7 +148,7 @@ def bench_attention(
             )
         from pagedkv.bench.gpu import attention
 
-        names = kernels or ["triton", "cuda", "cuda-bulk", "cuda-pieces"]
+        names = kernels or ["triton", "cuda", "cuda-pieces"]
         attention.run(attention.Asked(names, repetitions, not full, out=(record,) if record else (), plot=plot))
         return
     from pagedkv.bench.attention.runner import Asked  # torch

@@ -71,13 +71,11 @@ MOST_LAUNCHES: Final = 256
 
 
 class Ways(NamedTuple):
-    """Two choices that do not change results; both need sm_90 or later.
+    """A choice that does not change results, and needs sm_90 or later.
 
-    bulk:          copy rows in bulk if their size and alignment allow it.
     second_launch: a second launch, which begins early, merges partial results; else the last CTA to arrive merges them.
     """
 
-    bulk: bool = False
     second_launch: bool = False
 
 
@@ -203,7 +201,7 @@ def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tu
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
     copy, scales = _copy_bytes(call), (call.k_scale, call.v_scale)
     token_scales, v_in_k = any(scale is not None and scale.dim() for scale in scales), is_v_in_k(call.k, call.v)
-    keys = Keys(copy, int(token_scales), int(v_in_k), int(ways.bulk and copy == 16), int(ways.second_launch))
+    keys = Keys(copy, int(token_scales), int(v_in_k), int(ways.second_launch))
     rows = call.max_seqlen_q * group
     return tuple(
         _launch(call, machine, specialise(kinds, dims, row_class, keys, shared), row_class)

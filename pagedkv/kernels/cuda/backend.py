@@ -1,4 +1,4 @@
-"""The backends "cuda", "cuda-bulk" and "cuda-pieces": the CUDA C++ kernels of csrc/cuda, and their objections.
+"""The backends "cuda" and "cuda-pieces": the CUDA C++ kernels of csrc/cuda, and their objections.
 
 docs/explanation/cuda-kernels.md explains the kernels. This file does not import CuPy: `objections` looks for it.
 Specialisations are compiled at first use and kept on disk (compiler.py), and driver.py runs them. attention.py computes
@@ -100,11 +100,11 @@ def machine_objections() -> tuple[str, ...]:
 
 
 class CudaBackend:
-    """The CUDA kernels, launched in one of three ways (attention.Ways). Equal calls give bit-equal results in each."""
+    """The CUDA kernels, launched in one of two ways (attention.Ways). Equal calls give bit-equal results in each."""
 
     def __init__(self, ways: attention.Ways = attention.PLAIN, newer: str = "") -> None:
-        """newer: the beginning of an objection, such as "bulk copies need", to a GPU before compute capability 9.0; ""
-        for none."""
+        """newer: the beginning of an objection to a GPU before compute capability 9.0, such as "clusters need"; "" for
+        none."""
         self._ways, self._newer = ways, newer
 
     def objections(self, case: Case) -> list[str]:
@@ -162,10 +162,6 @@ def _driver(x: Tensor) -> driver.Driver:
 
 PLAIN: Final = CudaBackend()
 """The kernel "cuda"."""
-
-BULK: Final = CudaBackend(attention.Ways(bulk=True), "bulk copies need")
-"""The kernel "cuda-bulk": one instruction copies a row of K or V whose length and address are multiples of 16 bytes
-(stages.cuh)."""
 
 PIECES: Final = CudaBackend(attention.Ways(second_launch=True), "launches that begin early need")
 """The kernel "cuda-pieces": a second launch, which begins before the first has ended, merges the partial results

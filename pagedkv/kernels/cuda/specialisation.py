@@ -38,7 +38,6 @@ class Keys(NamedTuple):
     copy: int = 16
     token_scales: int = 0
     v_in_k: int = 0
-    bulk: int = 0
     second_launch: int = 0
 
 
@@ -73,7 +72,6 @@ class AttentionSpecialisation:
     blocks: int
     warps_d: int
     v_in_k: int
-    bulk: int
     second_launch: int
 
     name = "paged_attention"
@@ -101,9 +99,8 @@ class AttentionSpecialisation:
         queries = self.rows * (2 * self.head_dim + 16) * (3 if self.q_kind == KINDS["float32"] else 1)
         stats = 8 * self.rows * (self.warps_n + 1) + 16 + -(-self.threads // 128) * 16
         scores = self.warps_n * 4 * self.warps_m * self.warps_d * 16 * self.tile if self.warps_d > 1 else 0
-        barriers = 8 * self.warps_n * self.stages * self.bulk
         sums = 4 * self.rows * (self.head_dim_v + 8)
-        return -(-(queries + stats + scores + barriers) // 128) * 128 + self.warps_n * max(self.stages * stage, sums)
+        return -(-(queries + stats + scores) // 128) * 128 + self.warps_n * max(self.stages * stage, sums)
 
     def row_bytes(self, dim: int) -> int:
         """Return the bytes of one key or value of `dim` elements in the pool."""
@@ -166,9 +163,6 @@ def specialise(
     """
     narrow = max(dims) > 128 or kinds[0] == KINDS["float32"]  # registers hold the scores of 16 keys only
     tile = 16 if narrow else row_class.tile
-    if kinds[0] == KINDS["float32"] and row_class.least >= 33:
-        # Arithmetic bounds a prefill in float32, and no registers are left for bulk copies.
-        keys = keys._replace(bulk=0)
     parts = parts_of(dims, kinds)
     warps_m = min(row_class.warps_m, MOST_WARPS // parts)
     warps = (warps_m, min(row_class.warps_n, MOST_WARPS // parts // warps_m))

@@ -65,83 +65,7 @@ KERNELS = {
         ptx::multiply_add<HALF>(d, a, b[0], b[1]);
         for (int i = 0; i < 4; ++i) p->out[(lane / 4 + 8 * (i / 2)) * 8 + 2 * (lane % 4) + i % 2] = d[i];""",
 }
-BEGIN = "if (lane == 0) { ptx::barrier_init(1016, 1); ptx::fence_barrier_init(); } ptx::sync_block();"
-EXPECT, COPY = (
-    "if (lane == 0) ptx::barrier_arrive_expecting(1016, {});",
-    "if (lane < 16) ptx::copy_bulk(16 * lane, p->in + 4 * lane, 16, 1016);",
-)
-READ = "ptx::write(p->out + lane, ptx::shared_read<float>(4 * (63 - lane)));"
-WAIT = "ptx::barrier_wait(1016, 0);"
-KERNELS |= {
-    "bulk": BEGIN + COPY + EXPECT.format(256) + WAIT + READ,
-    "bulk_twice": BEGIN
-    + EXPECT.format(256)
-    + COPY
-    + WAIT
-    + READ
-    + "ptx::sync_block(); ptx::fence_async();"
-    + EXPECT.format(16)
-    + "if (lane == 0) ptx::copy_bulk(0, p->in + 60, 16, 1016); ptx::barrier_wait(1016, 1);"
-    + READ,
-    "bulk_not_waited_for": BEGIN + EXPECT.format(256) + COPY + "ptx::sync_block();" + READ + WAIT,
-    "bulk_wrong_parity": BEGIN + EXPECT.format(256) + COPY + "ptx::sync_block(); ptx::barrier_wait(1016, 1);" + READ,
-    "bulk_expects_too_much": BEGIN + EXPECT.format(272) + COPY + WAIT + READ,
-    "bulk_expects_too_little": BEGIN + EXPECT.format(240) + COPY + "ptx::sync_block();" + WAIT + READ,
-    "bulk_expects_nothing": BEGIN + EXPECT.format(0) + COPY + "ptx::sync_block();" + WAIT + READ,
-    "bulk_no_thread_arrives": BEGIN + COPY + WAIT + READ,
-    "bulk_all_arrive": BEGIN + "ptx::barrier_arrive_expecting(1016, 4);" + "ptx::sync_block();" + COPY + WAIT + READ,
-    "bulk_of_12_bytes": BEGIN + "ptx::copy_bulk(16 * lane, p->in, 12, 1016);",
-    "bulk_to_an_odd_place": BEGIN + "ptx::copy_bulk(16 * lane + 8, p->in, 16, 1016);",
-    "bulk_from_an_odd_place": BEGIN + "ptx::copy_bulk(16 * lane, p->in + 1, 16, 1016);",
-    "bulk_from_nowhere": BEGIN + "ptx::copy_bulk(0, p->in + 56, 48, 1016);",
-    "bulk_past_the_end": BEGIN + "ptx::copy_bulk(1024, p->in, 16, 1016);",
-    "bulk_left_behind": BEGIN + EXPECT.format(256) + COPY,
-    "bulk_without_an_mbarrier": "ptx::copy_bulk(16 * lane, p->in, 16, 1016);",
-    "bulk_mbarrier_not_fenced": BEGIN.replace("ptx::fence_barrier_init();", "") + COPY,
-    "bulk_mbarrier_not_shown": BEGIN.replace("ptx::sync_block();", "") + EXPECT.format(256) + COPY + WAIT,
-    "bulk_mbarrier_initialised_twice": BEGIN + BEGIN,
-    "bulk_over_an_mbarrier": BEGIN + "ptx::copy_bulk(1008, p->in, 16, 1016);",
-    "bulk_over_what_is_read": BEGIN
-    + EXPECT.format(256)
-    + COPY
-    + WAIT
-    + READ
-    + "ptx::fence_async();"
-    + EXPECT.format(256)
-    + COPY,
-    "bulk_over_what_is_written": BEGIN
-    + "ptx::shared_write(4 * lane, 1.0f); ptx::sync_block();"
-    + EXPECT.format(256)
-    + COPY
-    + WAIT,
-    "bulk_over_bulk": BEGIN + EXPECT.format(256) + COPY + "ptx::sync_block();" + COPY,
-    "bulk_seen_without_waiting": BEGIN + EXPECT.format(256) + COPY + "if (lane == 0)" + WAIT + READ,
-    "mbarrier_read_as_a_number": BEGIN + "ptx::shared_read<u32>(1020);",
-}
 FAULTS = {
-    "bulk_not_waited_for": "asynchronous copy that has not landed",
-    "bulk_wrong_parity": "asynchronous copy that has not landed",
-    "bulk_expects_too_much": "no thread can run: .*the mbarrier at 1016 misses 0 arrivals and 16 bytes",
-    "bulk_expects_too_little": "asynchronous copy that has not landed|ends with bulk copies that no thread waited for",
-    "bulk_expects_nothing": "asynchronous copy that has not landed",
-    "bulk_no_thread_arrives": "no thread can run: .*the mbarrier at 1016 misses 1 arrivals and 0 bytes",
-    "bulk_all_arrive": "where all 1 have arrived",
-    "bulk_of_12_bytes": "copies 12 bytes in bulk; a bulk copy takes multiples of 16",
-    "bulk_to_an_odd_place": "shared memory at .*, which is no multiple of that",
-    "bulk_from_an_odd_place": "address that is no multiple of that",
-    "bulk_from_nowhere": "copies 16 bytes of global memory outside",
-    "bulk_past_the_end": "the block has 1024 bytes",
-    "bulk_left_behind": "ends with bulk copies that no thread waited for",
-    "bulk_without_an_mbarrier": "an mbarrier at 1016 that no thread has initialised",
-    "bulk_mbarrier_not_fenced": "without a fence after its initialisation",
-    "bulk_mbarrier_not_shown": "that no thread has initialised|without a barrier after the write by",
-    "bulk_mbarrier_initialised_twice": "initialises the mbarrier at 1016 again",
-    "bulk_over_an_mbarrier": "where an mbarrier is",
-    "bulk_over_what_is_read": "copies without a (barrier|fence) after the read by|asynchronous copy",
-    "bulk_over_what_is_written": "copies without a fence after the write by",
-    "bulk_over_bulk": "copies to where an asynchronous copy is in flight",
-    "bulk_seen_without_waiting": "that has not landed|after the write by the bulk copies|that no thread has written",
-    "mbarrier_read_as_a_number": "where an mbarrier is",
     "no_barrier": "that no thread has written|without a barrier after the write",
     "warp_barrier_for_block": "that no thread has written|without a barrier after the write",
     "write_after_read": "without a barrier after the (read|write) by",
@@ -228,15 +152,6 @@ def test_copies_land_and_absent_ones_bring_zeros(library: ctypes.CDLL) -> None:
     assert out.flip(0).equal(torch.where(torch.arange(64) % 3 == 0, 0.0, given))
     assert run(library, "copy_of_nothing_reads_nothing", given, out) is None
     assert not out.any()
-
-
-def test_bulk_copies_land_and_phases_follow_one_another(library: ctypes.CDLL) -> None:
-    given, out = torch.arange(64.0) + 1, torch.zeros(64)
-    for seed in range(20):
-        assert run(library, "bulk", given, out.zero_(), seed) is None
-        assert out.equal(given.flip(0))
-        assert run(library, "bulk_twice", given, out.zero_(), seed) is None
-        assert out.flip(0).equal(torch.cat([given[60:], given[4:]]))
 
 
 def test_lanes_exchange_as_the_manual_says(library: ctypes.CDLL) -> None:

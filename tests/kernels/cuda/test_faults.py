@@ -31,8 +31,8 @@ class Planted(NamedTuple):
 
 MISTAKES = {
     "a team does not wait for its lanes": Planted("paged_attention.cuh", "sync_team(me.team);  //", "//"),
-    "no thread waits for the copies": Planted("stages.cuh", "ptx::copy_wait<STAGES - 2>();", "{}"),
-    "one copy too few is waited for": Planted("stages.cuh", "copy_wait<STAGES - 2>", "copy_wait<STAGES - 1>"),
+    "no thread waits for the copies": Planted("paged_attention.cuh", "ptx::copy_wait<STAGES - 2>();", ""),
+    "one copy too few is waited for": Planted("paged_attention.cuh", "copy_wait<STAGES - 2>", "copy_wait<STAGES - 1>"),
     "an unwritten stage is read": Planted("paged_attention.cuh", "u32 reading = 0,", "u32 reading = 1,"),
     "a stage is filled while it is read": Planted(
         "paged_attention.cuh", "filling + 1 == STAGES ? 0", "filling + 2 >= STAGES ? 0"
@@ -104,84 +104,6 @@ def test_a_planted_mistake_is_caught(mistake: str) -> None:
     assert any(catches(case, machine) for case in CASES)
 
 
-BULK = {
-    "no thread waits at the mbarrier": Planted(
-        "stages.cuh", "ptx::barrier_wait(barriers + 8 * stage, phases >> stage & 1);", "(void)barriers;"
-    ),
-    "the phase before is waited for": Planted("stages.cuh", "phases >> stage & 1)", "~phases >> stage & 1)"),
-    "the parity never flips": Planted("stages.cuh", "phases ^= 1u << stage;", ""),
-    "another stage's mbarrier is waited at": Planted("stages.cuh", "barriers + 8 * stage, phases", "barriers, phases"),
-    "no byte is expected": Planted("stages.cuh", "rows * (K_ROW + (V_IN_K ? 0 : V_ROW)));", "0);"),
-    "only the bytes of K are expected": Planted("stages.cuh", "K_ROW + (V_IN_K ? 0 : V_ROW)", "K_ROW"),
-    "punched keys are expected, too": Planted(
-        "stages.cuh", "ptx::ballot(mine && k_offset[e] >= 0)", "ptx::ballot(mine && lane < TILE)"
-    ),
-    "no warp arrives": Planted(
-        "stages.cuh", "if (lane == 0) ptx::barrier_arrive_expecting(", "if (lane == 33) ptx::barrier_arrive_expecting("
-    ),
-    "every lane arrives": Planted(
-        "stages.cuh", "if (lane == 0) ptx::barrier_arrive_expecting(", "ptx::barrier_arrive_expecting("
-    ),
-    "a stage is copied to while it is read": Planted(
-        "paged_attention.cuh", "filling + 1 == STAGES ? 0", "filling + 2 >= STAGES ? 0"
-    ),
-    "copies are not fenced from earlier accesses": Planted("stages.cuh", "    ptx::fence_async();\n", ""),
-    "mbarriers are not shown to copies": Planted("stages.cuh", "            ptx::fence_barrier_init();\n", ""),
-    "mbarriers overlap the sums": Planted(
-        "specialisation.cuh", "(BARRIERS_AT + 8 * NUM_BARRIERS + 127)", "(BARRIERS_AT + 127)"
-    ),
-    "rows are as far apart as they are long": Planted(
-        "stages.cuh", "k_at = stage + row * K_STRIDE", "k_at = stage + row * K_ROW"
-    ),
-    "the row of an absent key is not cleared": Planted("stages.cuh", "            clear_row<K_ROW>(k_at);\n", ""),
-    "every warp copies all rows": Planted("stages.cuh", "lane % TEAM_WARPS == team_thread / 32;", "true;"),
-    "tiles past the last are fetched": Planted(
-        "stages.cuh", "if (BULK && tile.first_key >= tile.end_key)", "if (false)"
-    ),
-    "scales are not waited for": Planted(
-        "stages.cuh", "if constexpr (!BULK || TOKEN_SCALES) ptx::copy_wait<STAGES - 2>();", ""
-    ),
-}
-BULK_CASES = (
-    *CASES,
-    Case(
-        (1, 2),
-        (200, 40),
-        heads=(4, 2),
-        dims=(128, 128),
-        kv="int8/token_head",
-        dtype="bfloat16",
-        layout="HND",
-        punched=True,
-    ),
-)
-
-
-def bulk() -> Emulator:
-    """Return an emulator of one SM, so that teams reuse their stages and go from unit to unit."""
-    machine = Emulator(1)
-    machine.ways = Ways(bulk=True)
-    return machine
-
-
-@pytest.mark.parametrize("mistake", BULK)
-def test_a_planted_mistake_in_bulk_copies_is_caught(mistake: str) -> None:
-    machine = planted(BULK[mistake], bulk())
-    assert any(catches(case, machine) for case in BULK_CASES)
-    assert all(kernel.bulk for kernel in machine.launches)
-
-
-@pytest.mark.parametrize("case", BULK_CASES, ids=str)
-def test_bulk_copies_and_small_copies_give_the_same_bits(case: Case) -> None:
-    results = []
-    for machine in (bulk(), Emulator(1)):
-        call = call_of(case.build())
-        machine.attend(call)
-        results.append((call.out.float().nan_to_num(7.0), call.lse.nan_to_num(7.0, neginf=9.0)))
-        assert {kernel.bulk for kernel in machine.launches} == {int(machine.ways.bulk)}
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
 PIECES = {
     "no thread waits for the first launch": Planted("merge_pieces.cuh", "ptx::wait_for_last_grid();", ""),
     "one thread waits for all": Planted(
@@ -228,10 +150,10 @@ def test_a_second_launch_and_the_last_cta_merge_pieces_to_the_same_bits(case: Ca
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_rows_that_cannot_be_copied_in_bulk_are_copied_8_bytes_at_a_time() -> None:
-    machine = bulk()
+def test_rows_of_8_bytes_alignment_are_copied_8_bytes_at_a_time() -> None:
+    machine = Emulator(1)
     check(Case(dims=(80, 80), kv="int4/token_head", dtype="bfloat16"), machine)
-    assert [(kernel.copy, kernel.bulk) for kernel in machine.launches] == [(8, 0)]
+    assert [kernel.copy for kernel in machine.launches] == [8]
 
 
 MOVING = {

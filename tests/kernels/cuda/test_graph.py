@@ -90,7 +90,7 @@ def test_nodes_of_a_capture_are_counted_by_their_kinds() -> None:
 @pytest.mark.parametrize("split_tokens", [None, 256])
 @pytest.mark.parametrize(
     ("backend", "most_queries", "launches"),
-    [("cuda", 1, 1), ("cuda-bulk", 1, 1), ("cuda-pieces", 1, 2), ("cuda", 4, 1), ("cuda", 8, 2), ("cuda", 65, 3)],
+    [("cuda", 1, 1), ("cuda-pieces", 1, 2), ("cuda", 4, 1), ("cuda", 8, 2), ("cuda", 65, 3)],
 )
 def test_a_captured_decode_is_one_kernel_and_nothing_else(
     backend: str, most_queries: int, launches: int, split_tokens: int | None, monkeypatch: pytest.MonkeyPatch

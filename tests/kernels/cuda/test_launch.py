@@ -111,23 +111,24 @@ def test_specialisations_fit_the_sm(dims: tuple[int, int], shared: tuple[int, in
 
 
 @needs_compiler
-def test_bulk_copies_are_a_kernel_of_their_own_that_is_chosen_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_launch_is_a_kernel_of_its_own_that_is_chosen_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     case = registry.Case(device="cuda", dtype="bfloat16", head_dim=128)
     monkeypatch.setattr(backend, "machine_objections", tuple)
     monkeypatch.setattr(backend, "shared_memory", lambda: H200)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     assert backend.PLAIN.objections(case) == []
-    assert backend.BULK.objections(case) == ["the GPU is 8.9; bulk copies need compute capability 9.0"]
+    why = "the GPU is 8.9; launches that begin early need compute capability 9.0"
+    assert backend.PIECES.objections(case) == [why]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert backend.BULK.objections(case) == []
+    assert backend.PIECES.objections(case) == []
     order = [kernel.name for kernel in registry.KERNELS]
-    assert order.index("cuda") < order.index("cuda-bulk"), "auto finds the measured kernel first"
+    assert order.index("cuda") < order.index("cuda-pieces"), "auto finds the measured kernel first"
     machine, call = Emulator(), call_of(Case(dtype="bfloat16").build())
     monkeypatch.setattr(driver, "driver_of", lambda device: machine)
     machine._may_touch(*call)
-    backend.BULK.paged_attention(call)
-    assert [kernel.bulk for kernel in machine.launches] == [1]
+    backend.PIECES.paged_attention(call)
+    assert [kernel.name for kernel in machine.launches] == ["paged_attention", "merge_pieces"]
 
 
 def test_heads_that_fit_no_specialisation_are_refused() -> None:
