@@ -53,7 +53,7 @@ def test_beladys_optimum_is_the_best_that_can_be(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_no_policy_beats_the_optimum_and_all_are_equal_without_bound(seed: int) -> None:
-    requests = random_trace(seed, requests=150, blocks=5)
+    requests = random_trace(seed, requests=80, blocks=5)
     policies = [*POLICIES, BELADY]
     for row in (replay(requests, [20], policies), replay(requests, [None], policies)):
         best = row[-1]["matched"]

@@ -120,7 +120,7 @@ WAYS: tuple[Way, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["gather", "paged"])
+@pytest.mark.parametrize("mode", ["paged", pytest.param("gather", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [FAMILIES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES[1:])])
 def test_every_way_gives_what_it_gives_without_us(name: str, mode: str) -> None:
     model = model_of(name)

@@ -315,6 +315,7 @@ def test_a_stage_that_fails_or_hangs_leaves_its_log_and_the_next_stages_run(
     assert "good" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_stage_names_files_and_options_that_exist() -> None:
     options: dict[str, set[str]] = {}
     for stage in (*gpu.STAGES, *gpu.SANITIZE):

@@ -136,6 +136,7 @@ def sometimes(real: Callable[..., Any], dice: random.Random) -> Callable[..., An
     return interrupted
 
 
+@pytest.mark.slow
 def test_an_overloaded_pool_computes_little_twice(
     checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
