@@ -37,6 +37,8 @@ def run(job: Job) -> int:
     """Serve until a signal. Returns: the status of the process. Raises: PagedKVError before the server listens"""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise InvalidRequest(f"`pagedkv serve` needs {missing[0]}; install it with: pip install 'pagedkv[serve]'")
+    if job.api_key == "":
+        raise InvalidRequest("--api-key is empty; give a key, or leave the option out to serve without one")
     if job.loading["num_frames"] is not None and job.loading["memory"] is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
     folder, max_body = None if job.model is None else hub.find(job.model), parse_bytes(job.max_body)
@@ -63,8 +65,7 @@ def bound(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except OSError as error:
-        raise InvalidRequest(
-            f"cannot listen on {host}:{port}: {error.strerror}; give another --host or --port"
-        ) from None
+    except (OSError, UnicodeError) as error:  # the latter for names with empty or long parts
+        reason = getattr(error, "strerror", None) or "this is no name of a host"
+        raise InvalidRequest(f"cannot listen on {host}:{port}: {reason}; give another --host or --port") from None
     return sock

@@ -243,8 +243,8 @@ class Engine(ThreadGuard):
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is running or waiting."""
-        return bool(self._inbox or self.scheduler.running or self.scheduler.waiting) or not self._is_whole
+        """Whether any sequence is running or waiting, or a listener was not told of an end."""
+        return bool(self._inbox or self._requests) or not self._is_whole
 
     def run(self) -> None:
         """Step until no sequence is left. Raises: as `step`."""

@@ -108,6 +108,8 @@ class Completion:
     """Characters of `text` that the listener got."""
     is_reported: bool = field(default=False, repr=False)
     """Whether the listener, and the caller of `step`, know that the completion has finished."""
+    _ends: list[tuple[str, str]] = field(default_factory=list, init=False, repr=False)
+    """The reason and the error of each call of `end`. The first holds."""
 
     def generator(self) -> Generator:
         """Return a generator for the draws of this try."""
@@ -119,11 +121,12 @@ class Completion:
         return bool(self.token_ids or self.rejections)
 
     def end(self, reason: str, error: str = "") -> None:
-        """Finish the completion, unless it has finished."""
+        """Finish the completion, unless it has finished. Any thread may call this, and a signal handler."""
         if not self.finish_reason:
-            self.error = error
-            self.finished_at = time.perf_counter()
-            self.finish_reason = reason
+            self._ends.append((reason, error))  # at once: a second caller, even inside of this call, finds it
+            first, self.error = self._ends[0]
+            self.finished_at = self.finished_at or time.perf_counter()
+            self.finish_reason = first
 
     @property
     def ttft_s(self) -> float:

@@ -87,7 +87,10 @@ class Scheduler:
         """Put `sequence` into the waiting queue, behind all that are as urgent."""
         if sequence.completion.request.search is not None:
             self.searching.add(sequence.completion.request)
-        self.waiting.insert(_place(self.waiting, sequence), sequence)
+        place = _place(self.waiting, sequence)
+        self.waiting.insert(place, sequence)
+        if place == 0:  # another sequence was refused
+            self._available_at_refusal = -1
 
     def next_step(self) -> tuple[list[Chunk], PlannedBatch | None]:
         """Choose the chunks of the next step and plan them; preempt sequences until the plan fits.
@@ -138,14 +141,17 @@ class Scheduler:
         """Let `child` continue from the tokens of `parent`, sharing its frames, and run beside it."""
         assert parent.space is not None
         child.space = parent.space.fork()
-        self.running.insert(self.running.index(parent) + child.completion.index, child)
+        place, request = self.running.index(parent) + 1, parent.completion.request
+        while place < len(self.running) and self.running[place].completion.request is request:
+            place += 1
+        self.running.insert(place, child)
 
     def follow(self, turn: Turn) -> None:
         """Let the live beams of a turn take the places and the frames of the members of their gang."""
         spaces = [member.space for member in turn.members if member.space is not None]
         members = gangs.members_of(turn, self.cache.reorder(spaces, turn.parents))
-        first, last = self.running.index(turn.members[0]), self.running.index(turn.members[-1])
-        self.running[first : last + 1] = members
+        first, gone = self.running.index(turn.members[0]), set(turn.members)
+        self.running[first:] = [*members, *(s for s in self.running[first:] if s not in gone)]
 
     def retry(self, rejected: SequenceState, fresh: SequenceState) -> None:
         """Let `fresh`, which has no output, run in the place of `rejected`, from the pages of the prompt.
@@ -253,10 +259,10 @@ class Scheduler:
             self._make_way()
         budget, longest = self.limits.max_batch_tokens, self.limits.prefill_chunk or self.limits.max_batch_tokens
         chunks: list[Chunk] = []
-        # Decoding sequences first: a reader waits for their text.
+        # Of equally urgent sequences those that decode first: a reader waits for their text.
         running = [(sequence, sequence.remaining) for sequence in self.running]
         most = gangs.most_tokens(running) if self.searching else {}
-        for sequence, remaining in sorted(running, key=lambda pair: pair[1] > 1):
+        for sequence, remaining in sorted(running, key=lambda pair: (_priority(pair[0]), pair[1] > 1)):
             num_tokens = min(remaining, longest, budget)
             if most:
                 num_tokens = min(num_tokens, most.get(sequence, num_tokens))

@@ -112,6 +112,16 @@ class Routes:
         longest, most = max(map(len, prompts)), self._service.max_prompt
         if most is not None and longest > most:
             raise InvalidRequest(f"the prompt has {longest} tokens, the limit of this server is {most}; shorten it")
+        limits, num_outputs = self._engine.scheduler.limits, len(prompts) * (body.n or 1)
+        if num_outputs > limits.max_sequences:
+            raise InvalidRequest(
+                f"the body asks for {num_outputs} outputs, this server computes {limits.max_sequences} at once; "
+                "send fewer prompts, or a smaller n"
+            )
+        if limits.max_waiting is not None and len(prompts) > limits.max_waiting:
+            raise InvalidRequest(
+                f"the body has {len(prompts)} prompts, {limits.max_waiting} may wait on this server; send fewer"
+            )
         return prompts, body.params(_room(self._engine, longest))
 
     async def _whole(self, request: Request, stream: Stream, answer: answers.Answer) -> Response:
@@ -132,7 +142,7 @@ class Routes:
         if errors := [c.error for one in stream.requests for c in one.completions if c.error]:
             return self._error(500, errors[0], "server_error")
         self._metrics.answered(200)
-        return JSONResponse(answer.whole(stream.requests))
+        return JSONResponse(await asyncio.to_thread(answer.whole, stream.requests))
 
     async def _told(self, stream: Stream, answer: answers.Answer, *, with_usage: bool) -> AsyncIterator[bytes]:
         """Yield the server-sent events of a stream. An error is the last event: the status was sent before."""

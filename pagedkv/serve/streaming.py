@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from pagedkv.model.request import Completion, Request
     from pagedkv.model.sampling.params import SamplingParams
 
+CLOSE_SECONDS: Final = 30
+"""The time that a step under way has to end when the engine is closed."""
+
 MOST_FAILURES: Final = 3
 """Steps in a row that may raise."""
 
@@ -109,12 +112,12 @@ class AsyncEngine:
     async def aclose(self) -> None:
         """End the thread after the step under way. Requests that run are cancelled; their streams raise EngineStopped.
 
-        The Engine belongs to the caller again.
+        The Engine belongs to the caller again, unless that step takes longer than CLOSE_SECONDS.
         """
         self._is_closing = True
         self._orders.put(None)
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Return the pieces of one prompt as they are made; nothing is submitted before the first is asked for.

@@ -42,6 +42,8 @@ REFUSED = {
     "NaN": (TEXT, b'{"prompt": "a", "temperature": NaN}', "temperature is nan: Input should be", "temperature"),
     "true as a number": (TEXT, {"prompt": "a", "n": True}, "n is True: Input should be a valid integer", "n"),
     "n": (TEXT, {"prompt": "a", "n": 129}, "n is 129: Input should be less than or equal to 128", "n"),
+    "outputs": (TEXT, {"prompt": ["a", "b", "c"], "n": 128}, "the body asks for 384 outputs, this server", None),
+    "long key": (TEXT, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "it must be", "logit_bias"),
     "many stops": (TEXT, {"prompt": "a", "stop": ["b"] * 17}, "stop must be a text of at most 256", "stop"),
     "empty stop": (TEXT, {"prompt": "a", "stop": ""}, "stop is ('',); it must be one or more strings", "stop"),
     "seed": (TEXT, {"prompt": "a", "seed": -1}, "seed is -1; it must be None or an integer", "seed"),

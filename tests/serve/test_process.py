@@ -68,6 +68,8 @@ def test_a_port_in_use_and_a_bad_host_are_one_line_and_status_2(
         for options, words in (
             (("--port", str(taken.getsockname()[1])), "Address already in use; give another --host or --port"),
             (("--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid:8000"),
+            (("--host", "a..b"), "cannot listen on a..b:8000: this is no name of a host"),
+            (("--api-key", ""), "--api-key is empty; give a key"),
         ):
             with pytest.raises(SystemExit) as end:
                 main(["serve", *options])

@@ -225,7 +225,9 @@ def _as_bias(value: object) -> object:
     """Return a copy of a mapping. JSON has only texts as keys: "12" becomes 12."""
     if not isinstance(value, Mapping):
         return value
-    return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
+    # Python refuses to read numbers of thousands of digits; a key that stays a text is refused as no token id.
+    ids = (int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key for key in value)
+    return dict(zip(ids, value.values(), strict=True))
 
 
 def _is_int(value: object) -> bool:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 _COLD: Final = 1e-6
 """Below this temperature, weights are computed in float64."""
 
+_HOTTEST: Final = 1e30
+"""Above this temperature all tokens are equally likely, and float32 would divide -inf by inf."""
+
 _BLOCK: Final = 1024
 """Tokens of a block whose weights are summed first, and whose maximum is taken first if that pays."""
 _LEAST_BLOCK: Final = 16
@@ -242,7 +245,7 @@ def _of_top_k(logits: Tensor, k: int) -> Tensor:
 
 def _weights(logits: Tensor, largest: float, params: SamplingParams) -> Tensor:
     """Return e^((z - largest) / T) of one row, float32 [V]: 1 for the likeliest token."""
-    return (logits - largest).div_(params.temperature).exp_()
+    return (logits - largest).div_(min(params.temperature, _HOTTEST)).exp_()
 
 
 def _draw_from_all(logits: Tensor, largest: float, params: SamplingParams, uniform: float) -> int:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pagedkv.core.arguments import whole
-from pagedkv.errors import OutOfFrames
+from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.loop.draws import draw
 from pagedkv.model.loop.pool import new_cache
@@ -48,7 +48,16 @@ class DraftModel:
     """
 
     def __init__(self, decoder: Decoder, cache: PagedKVCache, *, num_tokens: int = 4) -> None:
-        """decoder, cache: the draft model, and a cache made by its config (see Engine.load)."""
+        """decoder, cache: the draft model, and a cache made by its config.
+
+        Raises: InvalidRequest if the cache gives back frames behind a window that wrong drafts may have crossed
+        """
+        for spec in cache.specs:
+            if spec.window is not None and spec.keep < num_tokens:
+                raise InvalidRequest(
+                    f"the cache of the draft model keeps {spec.keep} tokens behind a window of {spec.window}, and "
+                    f"{num_tokens} drafts may be wrong; give KVSpec(keep={num_tokens}), or a spec without a window"
+                )
         self.num_tokens: int = whole(num_tokens, "DraftModel.num_tokens", 1)
         self.vocab_size: int | None = decoder.config.vocab_size
         self.decoder: Decoder = decoder
@@ -75,7 +84,9 @@ class DraftModel:
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
         """
         decoder = Decoder.load(Path(folder), dtype=dtype, device=device, weights=weights)
-        return cls(decoder, new_cache(decoder, block_size=block_size, **cache_options), num_tokens=num_tokens)
+        # Without groups no frame behind a window is given back, so that wrong drafts can be cut off.
+        cache = new_cache(decoder, block_size=block_size, grouped=False, **cache_options)
+        return cls(decoder, cache, num_tokens=num_tokens)
 
     def propose(self, sequences: list[SequenceState], most: list[int]) -> list[list[int]]:
         """Return at most `most[i]` drafts for each sequence."""

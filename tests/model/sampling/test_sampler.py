@@ -232,3 +232,14 @@ def test_the_tokens_of_top_k_are_those_of_a_sort(num_words: int) -> None:
         for k in {1, 2, 5, num_words // 2, num_words - 1}:
             kth = logits.sort(descending=True).values[k - 1]
             assert torch.equal(sampler._of_top_k(logits, k), (logits >= kth).nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.5}])
+@pytest.mark.parametrize("temperature", [1e30, 1e39, 1e300])
+def test_a_huge_temperature_draws_none_of_the_masked_tokens(options: dict[str, Any], temperature: float) -> None:
+    """Float32 would divide -inf by inf."""
+    logits = logits_of(1)
+    logits[:, ::2] = -math.inf
+    for seed in range(20):
+        token = int(sample(logits.clone(), [row(temperature=temperature, seed=seed, **options)]).tokens[0])
+        assert token % 2 == 1
