@@ -231,7 +231,8 @@ class Engine(ThreadGuard):
         """
         for completion in request.completions:
             completion.end("cancelled")
-            completion.is_reported |= completion.finish_reason == "cancelled"
+            if completion.finish_reason == "cancelled":
+                completion.is_reported = True
         try:
             self._take_in()
         except ConcurrentUse:  # a step is under way, or another thread owns the cache

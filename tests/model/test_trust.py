@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -242,6 +243,27 @@ def test_an_engine_goes_on_while_a_traceback_holds_its_handles(
     assert not idle(engine)  # the traceback holds a plan
     kept.clear()
     assert_equal(got, undisturbed, engine)
+
+
+def test_the_end_that_a_signal_handler_finds_or_makes_stays(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """A handler cancels at each instruction of another end."""
+    request, found = build(checkpoint("llama")).submit([1]), list[tuple[str, str]]()
+
+    class Signal(Interrupter):
+        def _step(self, frame: Any, event: str, arg: Any) -> Any:
+            if event == "opcode":
+                self.count += 1
+                if self.count == self.at:
+                    completion.end("cancelled")
+                    found.append((completion.finish_reason, completion.error))
+            return self._step
+
+    total = count_instructions(partial(Completion(request, 0).end, "error", "late"))
+    for at in range(1, total + 1):
+        completion = Completion(request, 0)
+        Signal(at).run(partial(completion.end, "error", "late"))
+        assert found.pop() == (completion.finish_reason, completion.error)
+        assert (completion.error == "late") == (completion.finish_reason == "error")
 
 
 # -- one request -------------------------------------------------------------------------------------------------------

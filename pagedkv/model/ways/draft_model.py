@@ -52,13 +52,13 @@ class DraftModel:
 
         Raises: InvalidRequest if the cache gives back frames behind a window that wrong drafts may have crossed
         """
+        self.num_tokens: int = whole(num_tokens, "DraftModel.num_tokens", 1)
         for spec in cache.specs:
             if spec.window is not None and spec.keep < num_tokens:
                 raise InvalidRequest(
                     f"the cache of the draft model keeps {spec.keep} tokens behind a window of {spec.window}, and "
                     f"{num_tokens} drafts may be wrong; give KVSpec(keep={num_tokens}), or a spec without a window"
                 )
-        self.num_tokens: int = whole(num_tokens, "DraftModel.num_tokens", 1)
         self.vocab_size: int | None = decoder.config.vocab_size
         self.decoder: Decoder = decoder
         self.cache: PagedKVCache = cache

@@ -368,6 +368,24 @@ def test_an_interrupted_draft_model_loses_nothing(
         assert is_empty(drafter)
 
 
+def test_a_draft_model_with_windows_rolls_back_wrong_drafts(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Its window is 37 tokens; two prompts are longer. A cache that gives back all behind it cannot roll back."""
+    spec = replace(checkpoint("mistral").decoder().config.specs()[0], keep=4)
+    kept = PagedKVCache(spec, num_frames=200)
+    for drafter in (
+        DraftModel.load(checkpoint("mistral").folder, dtype="float32", num_frames=200),
+        DraftModel(checkpoint("mistral").decoder(), kept, num_tokens=4),
+    ):
+        engine = build(checkpoint("llama"), drafter=drafter)
+        assert outputs(crowd(engine, SamplingParams(max_tokens=NUM_TOKENS))) == expected("llama", checkpoint("llama"))
+        assert engine.speculation is not None
+        assert engine.speculation.acceptance < 0.5
+        assert engine.speculation.num_drafts > 100
+        assert is_empty(drafter)
+    with pytest.raises(InvalidRequest, match="keeps 4 tokens behind a window of 37, and 5 drafts may be wrong"):
+        DraftModel(checkpoint("mistral").decoder(), kept, num_tokens=5)
+
+
 def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Callable[[str], Checkpoint]) -> None:
     with pytest.raises(InvalidRequest, match="the draft model has 97 tokens in its vocabulary, the model has"):
         Engine.load(speculate=checkpoint("llama").folder, num_frames=8)

@@ -1,0 +1,105 @@
+"""The scheduler's order: by priority, then by arrival; the sequences of a request run one behind the other."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.sampling.params import SamplingParams
+from tests.model.conftest import Checkpoint, prompt_of
+from tests.model.test_engine import build, idle, outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PARAMS = SamplingParams(max_tokens=12)
+
+
+def running(engine: Engine) -> list[Any]:
+    return [sequence.completion for sequence in engine.scheduler.running]
+
+
+def test_samples_fork_to_the_place_behind_their_siblings(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Two samples fail at their first token. The place of the third is beside the first, not three places behind it."""
+    calls = itertools.count()
+
+    def fail_twice(tokens: list[int], logits: Any) -> Any:
+        if next(calls) in (1, 2):
+            raise ValueError
+        return logits
+
+    engine = build(checkpoint("llama"))
+    samples = engine.submit(prompt_of(9), SamplingParams(logits_processor=fail_twice), num_samples=4)
+    others = [engine.submit(prompt_of(9), PARAMS, priority=priority) for priority in (0, 1)]
+    engine.step()
+    first, *failed, last = samples.completions
+    assert [completion.finish_reason for completion in failed] == ["error", "error"]
+    assert running(engine) == [first, last, *(other.completions[0] for other in others)]
+
+
+def test_beams_go_on_beside_a_sequence_in_their_midst(checkpoint: Callable[[str], Checkpoint]) -> None:
+    alone = [build(checkpoint("llama")).generate([prompt_of(9)], params) for params in (PARAMS, BEAMS)]
+    engine = build(checkpoint("llama"))
+    plain, search = engine.submit(prompt_of(9), PARAMS), engine.submit(prompt_of(9), BEAMS)
+    engine.step()
+    queue = engine.scheduler.running
+    assert [sequence.completion.request for sequence in queue] == [plain, *[search] * 3]
+    queue.insert(2, queue.pop(0))
+    for _ in range(PARAMS.max_tokens):
+        engine.step()
+    assert outputs([plain, search]) == outputs([request for requests in alone for request in requests])
+    assert idle(engine)
+
+
+BEAMS = SamplingParams(max_tokens=12, num_beams=3)
+
+
+@pytest.mark.parametrize("priority", [-1, 0])
+def test_a_small_request_is_admitted_before_a_larger_one_that_was_refused(
+    priority: int, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """The pool has room for the small one, so nothing is preempted."""
+    engine = build(checkpoint("llama"), num_frames=10)
+    first = engine.submit(prompt_of(90), PARAMS, priority=priority)
+    engine.submit(prompt_of(100), PARAMS)
+    engine.step()
+    urgent = engine.submit(prompt_of(20), PARAMS, priority=-1)
+    engine.step()
+    assert set(running(engine)) == {first.completions[0], urgent.completions[0]}
+    assert engine.scheduler.preemptions == 0
+    engine.run()
+    assert idle(engine)
+
+
+def test_an_urgent_prompt_is_computed_before_others_decode(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), limits=Limits(max_batch_tokens=4))
+    others = [engine.submit(prompt_of(4), PARAMS, priority=1) for _ in range(4)]
+    while not all(other.completions[0].token_ids for other in others):
+        engine.step()
+    urgent = engine.submit(prompt_of(12), PARAMS)
+    for _ in range(3):
+        engine.step()
+    assert len(urgent.completions[0].token_ids) == 1
+    engine.run()
+    assert len({tuple(other.completions[0].token_ids) for other in others}) == 1
+    assert idle(engine)
+
+
+def test_an_end_that_no_listener_knows_is_work(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Another request is cancelled between two steps: this takes out the one that is over its time, too."""
+    heard: list[str] = []
+    engine = build(checkpoint("llama"))
+    late = engine.submit(prompt_of(9), timeout=60, on_text=lambda completion, _: heard.append(completion.finish_reason))
+    other = engine.submit(prompt_of(9))
+    engine.step()
+    late.deadline = time.perf_counter() - 1
+    engine.cancel(other)
+    assert heard == [""]
+    assert engine.has_work
+    assert engine.step() == late.completions
+    assert heard == ["", "error"]
+    assert idle(engine)
