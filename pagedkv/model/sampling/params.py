@@ -181,7 +181,8 @@ class SamplingParams:
 
     def _demand(self, name: str, holds: bool, must: str) -> None:
         if not holds:
-            raise InvalidRequest(f"{name} is {getattr(self, name)!r}; it must be {must}")
+            value = repr(getattr(self, name))
+            raise InvalidRequest(f"{name} is {value if len(value) < 500 else f'{value[:500]}..'}; it must be {must}")
 
     @property
     def greedy(self) -> bool:
