@@ -91,6 +91,23 @@ def _attention(rows: list[Row]) -> Headline | None:
     return Headline("attention", "decode ÷ ceiling", question, f"{share['cpu']:.2f}", beside, row, drawn)
 
 
+def _fragmentation(rows: list[Row]) -> Headline | None:
+    found = [row for row in rows if row.get("case") == "useful" and row["workload"] == "sharegpt"]
+    shares = {row["variant"]: row for row in found if "blocks of" not in row["variant"]}
+    ours = shares.pop("pagedkv", None)
+    if ours is None:
+        return None
+    others = sorted(shares.values(), key=lambda row: -row["median"])
+    names = ("virtual memory, 2 MiB", "DynamicCache", "reserve the true length", "reserve the maximum")
+    beside = {row["variant"]: row["median"] for row in others if row["variant"] in names}
+    words = tuple(f"{name} {share:.0f} %" for name, share in beside.items())
+    question = "How much of the KV memory holds tokens while requests wait (lengths of ShareGPT)?"
+    drawn = _bars(
+        "KV memory that holds tokens: more is better", {"pagedkv": ours["median"]} | beside, "{:.0f} %".format
+    )
+    return Headline("fragmentation", "memory in use", question, f"{ours['median']:.0f} %", words, ours, drawn)
+
+
 def _generate(rows: list[Row]) -> Headline | None:
     found = [row for row in rows if row.get("case") == "decode" and "over_bound" in row]
     ours = [row for row in found if row["variant"] == "pagedkv"]
@@ -156,5 +173,6 @@ def _largest(rows: Iterable[Row]) -> list[Row]:
 
 
 MAKERS: Final = {
-    "manager": _manager, "attention": _attention, "generate": _generate, "transformers": _transformers, "vllm": _vllm,
+    "manager": _manager, "attention": _attention, "fragmentation": _fragmentation, "generate": _generate,
+    "transformers": _transformers, "vllm": _vllm,
 }  # fmt: skip

@@ -39,10 +39,11 @@ ABOUT: Final = {
     ),
     "fragmentation": About(
         "Fragmentation",
-        "The memory that an allocation policy wastes on requests of a trace: inside blocks, between blocks, reserved.",
+        "The share of the KV memory that holds tokens, and the rest by cause: reserved, never used, rounded, free.",
         "Everybody who sizes a pool: waste is sequences that are not served, and it is the reason why paging exists.",
-        "Every policy serves the same requests with the same memory. Lengths are those of traces and published mixes.",
-        "No time is measured. A simulated allocator stands for its policy, not for its implementation.",
+        "Every allocator serves the same requests with the same memory, a token a step. Ours is the live manager; the "
+        "others are written anew from their published policies. Lengths come from published figures.",
+        "The time of a step is not modelled. Prompts share no prefix. Only a copy in pieces is timed.",
     ),
     "bandwidth": About(
         "Bandwidth",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -158,6 +159,24 @@ def bench_attention(
     choice = Choice(full, kind or [], {name: values or [] for name, values in axes.items()}, threads or [], part)
     asked = Asked(tuple(kernels or ("cpu", "numba", "reference")), repetitions, vllm_python)
     run(choice, asked, Shown(as_json, record, plot))
+
+
+@benchmarks.command("fragmentation")
+def bench_fragmentation(
+    quick: options.Quick = False,
+    trace: options.FragmentationTrace = None,
+    workload: options.FragmentationWorkloads = None,
+    allocator: options.FragmentationAllocators = None,
+    as_json: options.JsonList = False,
+    record: options.Record = None,
+    plot: options.Plot = None,
+) -> None:
+    """Share of the KV memory that holds tokens: our manager, and eight other ways to divide it. Minutes."""
+    from pagedkv.bench.fragmentation import runner  # numba
+    from pagedkv.cli.bench.run import Shown, run
+
+    asked = {"is_quick": quick, "trace": trace, "only": workload or [], "variants": allocator or []}
+    run("fragmentation", partial(runner.measure, **asked), Shown(as_json, record, plot))
 
 
 @benchmarks.command("report")

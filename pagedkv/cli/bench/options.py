@@ -104,6 +104,26 @@ AttentionDevice = Annotated[
     str, typer.Option(metavar="NAME", help="cpu; or cuda: decode on a GPU, in cells of its own.")
 ]
 
+# bench fragmentation
+
+FragmentationTrace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help='Serve it, too; on each line {"input_length": 6758, "output_length": 500}, as Mooncake has.',
+    ),
+]
+FragmentationWorkloads = Annotated[
+    list[str] | None,
+    typer.Option("--workload", metavar="NAME", help="Only this one; again for more.", rich_help_panel=_CELLS),
+]
+FragmentationAllocators = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allocator", metavar="TEXT", help="Only those with it in their names; again for more.", rich_help_panel=_CELLS
+    ),
+]
+
 # bench report
 
 ReportOut = Annotated[Path, typer.Option(metavar="FILE", help="The HTML file.")]

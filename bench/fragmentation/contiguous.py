@@ -1,0 +1,214 @@
+"""Contiguous caches in an arena: reservations for a whole life, and caches that move as they grow.
+
+The three baselines of the PagedAttention paper reserve in a buddy allocator (its section 6.1):
+
+    maximum        the longest context of the model
+    power of two   the prompt, and the output rounded up to a power of two: an output of 25 reserves 32
+    oracle         the true length, which no system knows
+
+A reservation of one tensor for each K and V of each layer, in the caching arena, is a StaticCache; a cache of such
+tensors that grows by concatenation is a DynamicCache: the new tensor is written while the old one is there.
+A fork copies everything. A cache with a sliding window is a ring: it never needs more than the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Memory, Want
+from pagedkv.bench.fragmentation.arenas import Arena, MakeArena
+
+Limit = Callable[[Memory, int, int], int]
+"""(memory, prompt, final length) to the tokens to reserve."""
+
+
+def to_maximum(memory: Memory, prompt: int, final: int) -> int:
+    """Reserve for the longest context of the model."""
+    return memory.longest
+
+
+def to_power_of_two(memory: Memory, prompt: int, final: int) -> int:
+    """Reserve at most twice the true output."""
+    return min(memory.longest, prompt + power_of_two(final - prompt))
+
+
+def to_true_length(memory: Memory, prompt: int, final: int) -> int:
+    """Reserve exactly what is needed, as an oracle would."""
+    return final
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+@dataclass(slots=True)
+class _Reservation:
+    """The blocks of one sequence, a block for each tensor, and its lengths in tokens."""
+
+    addresses: list[int]
+    limit: int
+    length: int
+    final: int
+
+
+class Reserving(Allocator):
+    """An allocator that reserves the memory of a whole life when a sequence is admitted, so it never preempts."""
+
+    def __init__(
+        self,
+        name: str,
+        memory: Memory,
+        limit: Limit,
+        make_arena: MakeArena,
+        *,
+        is_split: bool = False,
+        window: int | None = None,
+    ) -> None:
+        """is_split: whether each K and V of each layer has a block of its own."""
+        self.name, self.memory = name, memory
+        self._limit, self._window = limit, window
+        self._blocks = memory.tensors if is_split else 1
+        self._arena: Arena = make_arena(memory.capacity, memory.token_bytes // self._blocks)
+        self._held: dict[int, _Reservation] = {}
+
+    def admit(self, sequence: int, length: int, final: int) -> bool:
+        limit = self._limit(self.memory, length, final)
+        return self._reserve(sequence, min(limit, self._window or limit), length, final)
+
+    def _reserve(self, sequence: int, limit: int, length: int, final: int) -> bool:
+        addresses = allocated(self._arena, self._blocks, limit * self.memory.token_bytes // self._blocks)
+        if addresses is not None:
+            self._held[sequence] = _Reservation(addresses, limit, length, final)
+        return addresses is not None
+
+    def grow(self, wants: Sequence[Want]) -> list[Want]:
+        for want in wants:
+            self._held[want.sequence].length += want.kept
+        return []
+
+    def fork(self, parent: int, child: int) -> bool:
+        ours = self._held[parent]
+        self.moved += ours.length
+        return self._reserve(child, ours.limit, ours.length, ours.final)
+
+    def overwrite(self, sequence: int, source: int) -> None:
+        self.moved += self._held[source].length
+
+    def free(self, sequence: int) -> None:
+        for address in self._held.pop(sequence).addresses:
+            self._arena.release(address)
+
+    def account(self, remaining: Mapping[int, int]) -> Account:
+        token, limits, useful, reserved = self.memory.token_bytes, 0, 0, 0
+        for sequence, held in self._held.items():
+            stored = min(held.length, held.limit)
+            limits += held.limit
+            useful += stored
+            reserved += min(remaining.get(sequence, 0), held.limit - stored)
+        free = self.memory.capacity - self._arena.held
+        rounded = self._arena.held - limits * token
+        return Account(useful * token, reserved * token, (limits - useful - reserved) * token, rounded, free)
+
+
+def allocated(arena: Arena, blocks: int, size: int) -> list[int] | None:
+    """Return the addresses of so many blocks of `size` bytes, or None; then no block was allocated."""
+    addresses: list[int] = []
+    for _ in range(blocks):
+        address = arena.allocate(size)
+        if address is None:
+            for other in addresses:
+                arena.release(other)
+            return None
+        addresses.append(address)
+    return addresses
+
+
+@dataclass(slots=True)
+class _Growing:
+    """The blocks of one sequence and the tokens that each has room for; `length` tokens are stored."""
+
+    addresses: list[int] = field(default_factory=list)
+    rooms: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class Growing(Allocator):
+    """An allocator that moves a sequence to a larger block when it grows beyond its block.
+
+    room: tokens that a block for so many tokens shall have room for.
+    """
+
+    is_blind = True
+
+    def __init__(
+        self,
+        name: str,
+        memory: Memory,
+        room: Callable[[int], int],
+        make_arena: MakeArena,
+        *,
+        is_split: bool = False,
+    ) -> None:
+        self.name, self.memory, self._room = name, memory, room
+        self._blocks = memory.tensors if is_split else 1
+        self._token = memory.token_bytes // self._blocks  # bytes of a token in one block
+        self._arena: Arena = make_arena(memory.capacity, self._token)
+        self._held: dict[int, _Growing] = {}
+        self._headroom = int(HEADROOM * memory.capacity)
+
+    def admit(self, sequence: int, length: int, final: int) -> bool:
+        need = self._room(length) * self.memory.token_bytes
+        if self._held and self.memory.capacity - self._arena.held < need + self._headroom:
+            return False
+        return self._place(sequence, length)
+
+    def _place(self, sequence: int, length: int) -> bool:
+        room = self._room(length)
+        addresses = allocated(self._arena, self._blocks, room * self._token)
+        if addresses is not None:
+            self._held[sequence] = _Growing(addresses, [room] * self._blocks, length)
+        return addresses is not None
+
+    def grow(self, wants: Sequence[Want]) -> list[Want]:
+        return [want for want in wants if not self._grown(want)]
+
+    def _grown(self, want: Want) -> bool:
+        """Grow a sequence, tensor by tensor. Tensors that have grown stay so if the next one finds no memory."""
+        held = self._held[want.sequence]
+        needed = held.length + want.planned
+        for block in range(self._blocks):
+            if held.rooms[block] < needed:
+                room = self._room(needed)
+                address = self._arena.allocate(room * self._token)
+                if address is None:
+                    return False
+                self._arena.release(held.addresses[block])
+                held.addresses[block], held.rooms[block] = address, room
+                if block == 0:
+                    self.moved += held.length
+        held.length += want.kept
+        return True
+
+    def fork(self, parent: int, child: int) -> bool:
+        length = self._held[parent].length
+        self.moved += length
+        return self._place(child, length)
+
+    def overwrite(self, sequence: int, source: int) -> None:
+        self.moved += self._held[source].length
+
+    def free(self, sequence: int) -> None:
+        for address in self._held.pop(sequence).addresses:
+            self._arena.release(address)
+
+    def account(self, remaining: Mapping[int, int]) -> Account:
+        rooms = useful = reserved = 0
+        for sequence, held in self._held.items():
+            room, stored = sum(held.rooms) * self._token, held.length * self.memory.token_bytes
+            rooms += room
+            useful += stored
+            reserved += min(remaining.get(sequence, 0) * self.memory.token_bytes, room - stored)
+        free = self.memory.capacity - self._arena.held
+        return Account(useful, reserved, rooms - useful - reserved, self._arena.held - rooms, free)

@@ -1,0 +1,235 @@
+"""The driver: serves the requests of a workload with one allocator, step by step.
+
+A step: requests arrive; the first in the queue is admitted while the allocator takes it; beams are reordered; every
+sequence stores a token (or its accepted drafts); sequences that have their output finish. If a sequence finds no
+memory, the request that began last is preempted: its memory is given back, it goes to the head of the queue, and what
+it had stored is computed again. So the oldest request always ends. All sequences of a request come and go together.
+
+The driver holds no rule of an allocator. It knows the lengths of outputs, and the allocators do not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final
+
+import numpy as np
+
+from pagedkv.bench.fragmentation.account import Account, Allocator, Want
+from pagedkv.bench.fragmentation.workloads import Request
+
+ACCEPTED: Final = 0.7
+"""Probability that a draft is accepted if the drafts before it were."""
+LOGITS: Final = 64
+SHARPNESS: Final = 2.5
+"""The model of a beam search draws LOGITS logits for each beam from a normal distribution of this deviation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The account after a step, and the load: sequences that run, requests that wait."""
+
+    step: int
+    account: Account
+    sequences: int
+    waiting: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result of a run.
+
+    moments:     after each step that was observed.
+    recomputed:  tokens that were stored a second time after a preemption.
+    stored:      tokens that were stored, those of rejected drafts left out.
+    forks, eager: forks, and the tokens that copying everything at each fork would have copied.
+    dropped:     requests that do not fit even alone.
+    """
+
+    moments: list[Moment] = field(default_factory=list)
+    steps: int = 0
+    finished: int = 0
+    preemptions: int = 0
+    recomputed: int = 0
+    stored: int = 0
+    forks: int = 0
+    eager: int = 0
+    dropped: int = 0
+
+    def loaded(self) -> list[Moment]:
+        """Return the moments in which requests wait, without the first third of them; all moments if none waits."""
+        busy = [moment for moment in self.moments if moment.waiting]
+        return busy[len(busy) // 3 :] or self.moments
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that holds memory. done: tokens that each of its sequences has stored after the prompt."""
+
+    request: Request
+    members: list[int]
+    done: int
+    random: np.random.Generator
+    scores: np.ndarray
+
+
+class Driver:
+    """One run of an allocator. observe_every: steps from one account to the next."""
+
+    def __init__(self, requests: Sequence[Request], allocator: Allocator, observe_every: int = 1) -> None:
+        self._coming = deque(sorted(requests, key=lambda request: request.arrives))
+        self._waiting: deque[tuple[Request, int]] = deque()  # and the tokens of its output that were stored before
+        self._running: list[_Running] = []
+        self._names = count()
+        self._is_closed = False
+        self._allocator = allocator
+        self._observe_every = observe_every
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Serve all requests."""
+        for _ in self.steps():
+            pass
+        return self.outcome
+
+    def steps(self) -> Iterator[Outcome]:
+        """Serve all requests; yield after each step."""
+        outcome = self.outcome
+        while self._coming or self._waiting or self._running:
+            while self._coming and self._coming[0].arrives <= outcome.steps:
+                self._waiting.append((self._coming.popleft(), 0))
+            self._admit()
+            for running in self._running:
+                if running.request.beams > 1 and running.done:
+                    self._reorder(running)
+            self._grow()
+            if outcome.steps % self._observe_every == 0 and self._running:
+                outcome.moments.append(self._moment())
+            self._finish()
+            outcome.steps += 1
+            yield outcome
+
+    # -- admission -----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._waiting and not self._is_closed:
+            request, done = self._waiting[0]
+            width = max(request.samples, request.beams)
+            done = 0 if width > 1 else done  # samples and beams begin again at the prompt
+            members = self._placed(request, done, width)
+            if not members:
+                if self._running:
+                    return
+                self._waiting.popleft()
+                self.outcome.dropped += 1
+                continue
+            self._waiting.popleft()
+            self.outcome.stored += request.prompt + done
+            random = np.random.default_rng(request.seed)
+            self._running.append(_Running(request, members, done, random, np.zeros(width)))
+
+    def _placed(self, request: Request, done: int, width: int) -> list[int]:
+        """Return the sequences of an admitted request, forked from its prompt; [] if the allocator refuses."""
+        members = [next(self._names)]
+        if not self._allocator.admit(members[0], request.prompt + done, request.final):
+            return []
+        for _ in range(width - 1):
+            child = next(self._names)
+            if not self._allocator.fork(members[0], child):
+                for member in members:
+                    self._allocator.free(member)
+                return []
+            members.append(child)
+        self.outcome.forks += width - 1
+        self.outcome.eager += (width - 1) * request.prompt
+        return members
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _reorder(self, running: _Running) -> None:
+        """Choose the parents of the next beams. A parent chosen again overwrites a beam that was not chosen."""
+        parents = next_beams(running.random, running.scores)
+        lost = [member for i, member in enumerate(running.members) if i not in parents]
+        seen: set[int] = set()
+        members = []
+        for parent in parents.tolist():
+            member = running.members[parent]
+            if parent in seen:
+                source, member = member, lost.pop()
+                self._allocator.overwrite(member, source)
+                self.outcome.forks += 1
+                self.outcome.eager += running.request.prompt + running.done
+            seen.add(parent)
+            members.append(member)
+        running.members = members
+
+    def _wants(self, running: _Running) -> list[Want]:
+        request = running.request
+        if not request.drafts:
+            return [Want(member) for member in running.members]
+        rejected = running.random.random(request.drafts) > ACCEPTED
+        accepted = int(rejected.argmax()) if rejected.any() else request.drafts
+        kept = min(accepted + 1, request.output - running.done)
+        return [Want(member, request.drafts + 1, kept) for member in running.members]
+
+    def _grow(self) -> None:
+        wants = {id(running): self._wants(running) for running in self._running}
+        left = self._allocator.grow([want for group in wants.values() for want in group])
+        while left:
+            victim = self._running[-1]
+            self._preempt(victim)
+            gone = set(victim.members)
+            left = [want for want in left if want.sequence not in gone]
+            if left:
+                left = self._allocator.grow(left)
+        for running in self._running:
+            kept = wants[id(running)][0].kept
+            running.done += kept
+            self.outcome.stored += kept * len(running.members)
+
+    def _preempt(self, victim: _Running) -> None:
+        self._running.remove(victim)
+        for member in victim.members:
+            self._allocator.free(member)
+        if not self._running:
+            self.outcome.dropped += 1
+            return
+        self.outcome.preemptions += 1
+        self._is_closed = self._allocator.is_blind
+        self.outcome.recomputed += victim.request.prompt + len(victim.members) * victim.done
+        self._waiting.appendleft((victim.request, victim.done))
+
+    def _finish(self) -> None:
+        ended = [running for running in self._running if running.done >= running.request.output]
+        for running in ended:
+            for member in running.members:
+                self._allocator.free(member)
+        self._running = [running for running in self._running if running.done < running.request.output]
+        self.outcome.finished += len(ended)
+        self._is_closed &= not ended
+
+    # -- observation ---------------------------------------------------------------------------------------------------
+
+    def _moment(self) -> Moment:
+        remaining = {
+            member: running.request.output - running.done for running in self._running for member in running.members
+        }
+        account = self._allocator.account(remaining)
+        return Moment(self.outcome.steps, account, len(remaining), len(self._waiting))
+
+
+def next_beams(random: np.random.Generator, scores: np.ndarray) -> np.ndarray:
+    """Return the parent of each of the next beams, best first, and replace `scores` by theirs.
+
+    The log-probabilities of a beam's next tokens are those of a made-up model: a softmax of normal logits.
+    """
+    width = len(scores)
+    logits = random.normal(0, SHARPNESS, (width, LOGITS))
+    log_probabilities = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    candidates = (scores[:, None] + log_probabilities).ravel()
+    best = np.argsort(-candidates)[:width]
+    scores[:] = candidates[best]
+    return best // LOGITS
