@@ -32,7 +32,7 @@ app.add_typer(benchmarks, name="bench")
 
 BAD_INPUT: Final = 2
 
-SAMPLING: Final = """max_tokens min_tokens temperature top_k top_p min_p seed ignore_eos num_beams logprobs
+SAMPLING: Final = """max_tokens min_tokens temperature top_k top_p min_p seed ignore_eos num_beams best_of logprobs
 repetition_penalty frequency_penalty presence_penalty""".split()
 LOADING: Final = "dtype weights device kv_dtype block_size num_frames memory kernels speculate".split()
 """Options of `generate` that are fields of SamplingParams, and options of Engine.load, by the same names."""
@@ -73,6 +73,7 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     presence_penalty: options.PresencePenalty = 0.0,
+    best_of: options.BestOf = None,
     num_beams: options.NumBeams = 1,
     seed: options.Seed = None,
     stop: options.Stop = None,

@@ -116,6 +116,9 @@ FrequencyPenalty = Annotated[
 PresencePenalty = Annotated[
     float, typer.Option(metavar="P", help="Once, if a token is in the output; 0 is off.", rich_help_panel=_SAMPLING)
 ]
+BestOf = Annotated[
+    int | None, typer.Option(metavar="N", help="Draw N samples, show the likeliest.", rich_help_panel=_SAMPLING)
+]
 NumBeams = Annotated[int, typer.Option(metavar="N", help="Beam search: 1 is off.", rich_help_panel=_SAMPLING)]
 Speculate = Annotated[
     str | None, typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, or the folder of a smaller model.")

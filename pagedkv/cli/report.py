@@ -48,10 +48,11 @@ def _line_of(prompt: Prompt) -> dict[str, Any]:
 def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
     """Return the fields of one sample.
 
-    frames_peak, waste and percentiles_ms are figures of the whole run so far: samples share frames. With speculation,
-    acceptance and tokens_per_pass are figures of the whole run, too.
+    frames_peak, waste, sharing and percentiles_ms are figures of the whole run so far: samples share frames. With
+    speculation, acceptance and tokens_per_pass are figures of the whole run, too.
     """
-    guess, spent = engine.speculation, completion.latency
+    guess, spent, params = engine.speculation, completion.latency, completion.request.params
+    is_ranked = params.num_beams > 1 or (params.best_of or 0) > len(completion.request.completions)
     usage = {
         "prompt_tokens": len(completion.request.prompt_ids),
         "completion_tokens": len(completion.token_ids),
@@ -64,6 +65,7 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         **({"logprobs": _logprobs(completion)} if completion.logprobs else {}),
         **({"error": completion.error} if completion.error else {}),
+        **({"score": round(completion.score, 6)} if is_ranked and isfinite(completion.score) else {}),
         "usage": usage,
         "ttft_ms": _ms(completion.ttft_s),
         "latency_ms": {name: _ms(seconds) for name, seconds in phases.items()},
@@ -71,6 +73,7 @@ def _sample(completion: Completion, engine: Engine) -> dict[str, Any]:
         "tokens_per_s": round(completion.tokens_per_s, 3),
         "frames_peak": engine.cache.stats().peak_mapped,
         "waste": round(engine.meter.waste, 6),
+        "sharing": round(engine.meter.saved, 6),
         "kernels": engine.cache.kernel.name,
         **({} if guess is None else _shares(guess)),
     }

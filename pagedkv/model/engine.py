@@ -62,6 +62,7 @@ from pagedkv.model.sampling.grammar import Grammars
 from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.scheduler import Limits, Scheduler
 from pagedkv.model.tokenizer import Tokenizer
+from pagedkv.model.ways import best_of
 from pagedkv.model.ways.beams import Search
 from pagedkv.model.ways.drafters import drafter_of
 from pagedkv.model.ways.speculation import Drafter, Speculation
@@ -180,6 +181,7 @@ class Engine(ThreadGuard):
         check_request(ids, params, self.decoder.config, self.cache, self.scheduler.limits)
         check_listener(on_text)
         check_follows(follows)
+        params, num_candidates = best_of.candidates(params, num_samples, self.scheduler.limits.max_sequences)
         now = time.perf_counter()
         deadline = deadline_of(timeout, now)
         waiting, most = len(self._inbox) + len(self.scheduler.waiting), self.scheduler.limits.max_waiting
@@ -194,7 +196,8 @@ class Engine(ThreadGuard):
             check_search(request, num_samples, self.cache, self.scheduler.limits)
             room = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
             request.search = Search.of(params, self.tokenizer.eos_ids, room)
-        request.completions = [Completion(request, index) for index in range(num_samples)]
+        request.num_returned = num_samples
+        request.completions = [Completion(request, index) for index in range(num_candidates)]
         self._inbox.append(request)
         return request
 
@@ -229,10 +232,13 @@ class Engine(ThreadGuard):
 
         Its frames are given back at once, or by the step that is under way or the next one. Any thread may call this.
         """
+        was_choosing = request.is_choosing
         for completion in request.completions:
             completion.end("cancelled")
-            if completion.finish_reason == "cancelled":
+            if was_choosing or completion.finish_reason == "cancelled":
                 completion.is_reported = True
+        if was_choosing:
+            best_of.choose(request)
         try:
             self._take_in()
         except ConcurrentUse:  # a step is under way, or another thread owns the cache

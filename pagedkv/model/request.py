@@ -37,6 +37,7 @@ class Request:
     before: the latency of these turns.
     grammar: that of the parameters, compiled; None if they have none.
     search: the beam search that fills the completions when it is done; None without beams.
+    num_returned: how many completions are left when all have ended; 0 for all. See ways/best_of.py.
     """
 
     prompt_ids: list[int]
@@ -52,6 +53,7 @@ class Request:
     before: Latency = field(default_factory=Latency, repr=False)
     grammar: Grammar | None = field(default=None, repr=False)
     search: Search | None = field(default=None, repr=False)
+    num_returned: int = 0
 
     def follow(self, completion: Completion) -> None:
         """Begin as the next turn of the conversation that `completion`, which has finished, is the last reply of."""
@@ -63,6 +65,11 @@ class Request:
     def finished(self) -> bool:
         """Whether every completion is finished."""
         return all(completion.finish_reason for completion in self.completions)
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether its completions are candidates, of which some will be chosen."""
+        return 0 < self.num_returned < len(self.completions)
 
 
 class Rejection(NamedTuple):
@@ -85,7 +92,8 @@ class Completion:
                    or the model's last position), "cancelled" or "error"
     error:         the reason of an "error", in words
     cached_tokens: prompt tokens found in the prefix cache, not computed, when the request was first admitted
-    score:         of a beam search: the sum of the tokens' log-probabilities / their number ** length_penalty
+    score:         of a beam search: the sum of the tokens' log-probabilities / their number ** length_penalty; of
+                   the best of several samples: their mean
     rejections:    of a validator, the outputs that it rejected; the tokens and the text are those of the last try
     admitted_at, first_token_at, last_token_at, finished_at: seconds of time.perf_counter(); 0.0 before that
     """

@@ -29,6 +29,7 @@ KEYS = {
     "tokens_per_s": float,
     "frames_peak": int,
     "waste": float,
+    "sharing": float,
     "kernels": str,
 }
 OF_A_LINE = {"line": int, "id": type(None), **KEYS}
@@ -75,7 +76,17 @@ def test_json_lists_several_samples(command):
     found = json.loads(command("generate", "--json", *options).out)
     assert list(found) == ["samples"]
     assert [schema(sample) for sample in found["samples"]] == [KEYS] * 3
+    assert found["samples"][0]["sharing"] > 0.6  # all but one do without frames of their own for the prompt
     assert len({tuple(sample["token_ids"]) for sample in found["samples"]}) > 1
+
+
+def test_the_best_of_several_samples_come_with_their_scores(command):
+    options = ("--best-of", 4, "--num-samples", 2, "--temperature", 3, "--seed", 1, "--max-tokens", 12)
+    first, second = json.loads(command("generate", "--json", *options).out)["samples"]
+    assert first["score"] > second["score"]
+    of_tokens = [found["logprob"] for found in first["logprobs"]]
+    assert abs(first["score"] - sum(of_tokens) / len(of_tokens)) < 1e-5
+    assert command("generate", "--best-of", 4).err.endswith("above 0 with best_of 4: greedy samples are equal\n")
 
 
 def test_text_is_written_as_it_is_made(command, monkeypatch):

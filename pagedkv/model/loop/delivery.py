@@ -18,6 +18,7 @@ from pagedkv.model.loop import gangs, validation
 from pagedkv.model.loop.sequence import SequenceState
 from pagedkv.model.request import StopStrings
 from pagedkv.model.sampling.logits import LogitsRules
+from pagedkv.model.ways import best_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -140,10 +141,15 @@ class Delivery:
     def report(self, requests: dict[Request, None]) -> list[Completion]:
         """Call the listeners of all requests that have new text or ended, and remove those that are finished.
 
-        A cancelled completion counts as reported. Modifies: requests. Returns: the completions that finished
+        A cancelled completion counts as reported; a candidate is shown after the choice among all.
+        Modifies: requests. Returns: the completions that finished
         """
         finished: list[Completion] = []
         for request in list(requests):
+            if request.is_choosing:
+                if not request.finished:
+                    continue
+                best_of.choose(request)
             for completion in request.completions:
                 text, is_end = completion.text[completion.num_sent :], bool(completion.finish_reason)
                 if request.params.validator is not None and (completion.error or not is_end):

@@ -49,9 +49,13 @@ class Event(NamedTuple):
 
 @dataclass
 class _Life:
-    """A completion that was admitted and has not ended. num_tokens: of its output, in events so far."""
+    """A completion that was admitted and has not ended.
+
+    sample: its index, which the choice of the best of several samples may change. num_tokens: in events so far.
+    """
 
     request: int
+    sample: int = 0
     num_tokens: int = 0
     num_rejected: int = 0
     is_running: bool = True
@@ -81,7 +85,7 @@ class Events:
         for completion in ended:
             life = self._lives.pop(completion)
             count, reason = len(completion.token_ids), completion.finish_reason
-            self.events.append(Event("finished", now, now, life.request, completion.index, count, reason))
+            self.events.append(Event("finished", now, now, life.request, life.sample, count, reason))
             if completion.request.finished:
                 self._numbers.pop(completion.request, None)
 
@@ -117,7 +121,7 @@ class Events:
         if is_first and not completion.index:
             for sample in completion.request.completions[1:]:
                 if sample.token_ids and sample not in self._lives:
-                    self._lives[sample] = forked = _Life(life.request)
+                    self._lives[sample] = forked = _Life(life.request, sample.index)
                     self.events.append(Event("forked", now, now, life.request, sample.index))
                     self._note_tokens(sample, forked, now)
 
@@ -126,7 +130,7 @@ class Events:
         request = completion.request
         if request not in self._numbers:
             self._numbers[request], self._count = self._count, self._count + 1
-        life = self._lives[completion] = _Life(self._numbers[request])
+        life = self._lives[completion] = _Life(self._numbers[request], completion.index)
         queued, at = len(request.prompt_ids), request.submitted_at
         self.events.append(Event("queued", at, at, life.request, completion.index, queued))
         self.events.append(Event("admitted", began, began, life.request, completion.index, completion.cached_tokens))

@@ -65,6 +65,8 @@ class SamplingParams:
     ignore_eos: do not end the text at the checkpoint's end tokens.
     num_beams: 1 for none; otherwise a beam search, which needs temperature 0, and takes no stop strings and nothing
         that edits logits.
+    best_of: samples that are drawn, of which those with the largest mean log-probability are returned; None for as many
+        as are returned. It needs a temperature above 0, and keeps the log-probabilities of the tokens.
     length_penalty: outputs of a beam search are compared by the sum of log-probabilities / length ** length_penalty.
     early_stopping: of a beam search with num_beams ended outputs: True ends it; False goes on while a live beam is
         better than one of them; "never" while one may become better.
@@ -96,6 +98,7 @@ class SamplingParams:
     logprobs: int | None = None
     validator: Validator | None = None
     max_retries: int = 0
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop))
@@ -103,6 +106,7 @@ class SamplingParams:
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         self._check_draw()
+        self._check_best_of()
         self._check_end()
         self._check_logits()
         self._check_grammar()
@@ -119,6 +123,13 @@ class SamplingParams:
         self._demand("seed", seed_holds, "None or an integer from 0 to 2^63 - 1")
         logprobs_hold = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS)
         self._demand("logprobs", logprobs_hold, f"None or an integer from 0 to {MOST_LOGPROBS}")
+
+    def _check_best_of(self) -> None:
+        if self.best_of is not None:
+            best_of_holds = _is_int(self.best_of) and self.best_of >= 1
+            self._demand("best_of", best_of_holds, "None or an integer of at least 1")
+            differ = self.best_of == 1 or not self.greedy
+            self._demand("temperature", differ, f"above 0 with best_of {self.best_of}: greedy samples are equal")
 
     def _check_end(self) -> None:
         self._demand("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
@@ -161,7 +172,7 @@ class SamplingParams:
         self._demand("early_stopping", self.early_stopping in (True, False, "never"), 'true, false or "never"')
         if self.num_beams > 1:
             defaults = SamplingParams()
-            for name in ("temperature", "stop", "min_tokens", "logprobs", "validator", *EDITS, *GRAMMARS):
+            for name in ("best_of", "temperature", "stop", "min_tokens", "logprobs", "validator", *EDITS, *GRAMMARS):
                 plain = getattr(defaults, name)
                 words = f"{plain:g}" if isinstance(plain, float) else repr(plain)
                 self._demand(name, getattr(self, name) == plain, f"{words} with num_beams {self.num_beams}")

@@ -4,6 +4,7 @@ speculation      guess the next tokens, compute them in one pass, and keep those
 prompt_lookup    guesses copied from the text itself
 draft_model      guesses of a smaller model with a cache of its own
 drafters         the choice between the two by name
+best_of          draw several samples, and return the likeliest of them
 beams            search for the likeliest outputs with several beams, which share frames
 """
 
