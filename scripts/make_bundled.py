@@ -1,4 +1,4 @@
-"""Write the bundled checkpoint to pagedkv/model/bundled: the same bytes every time.
+"""Write the bundled checkpoint and its draft model to pagedkv/model/bundled: the same bytes every time.
 
     python scripts/make_bundled.py               write its files
     python scripts/make_bundled.py --check       compare with the files there; exit status 1 if a byte differs
@@ -14,6 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from bundled.circuit import DRAFT
 from bundled.folder import files
 from bundled.picture import picture
 
@@ -36,7 +37,8 @@ def main() -> int:
         from bundled.evaluate import evaluate
 
         return evaluate(options.out)
-    contents = {**files(), "circuit.svg": picture().encode()}
+    draft = {f"draft/{name}": data for name, data in files(DRAFT).items()}
+    contents = {**files(), "circuit.svg": picture().encode(), **draft}
     if options.check:
         paths = {options.out / name: data for name, data in contents.items()}
         differing = [path for path, data in paths.items() if not path.is_file() or path.read_bytes() != data]
@@ -45,7 +47,7 @@ def main() -> int:
             or f"{options.out}: all {len(contents)} files are the same"
         )
         return 1 if differing else 0
-    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "draft").mkdir(parents=True, exist_ok=True)
     for name, data in contents.items():
         fresh = options.out / (name + ".new")  # a process may have the old file mapped
         fresh.write_bytes(data)

@@ -14,6 +14,8 @@ same number at each token. The norm's weight undoes this, and all matrices below
                                        TOWN ← the person's town, if "town" stands for it
     layer 3   facts about a town       OUT ← goods or number of TOWN
 
+A draft model for speculation has layers 0 and 2 alone (DRAFT): it misses what needs an owner or a town looked up.
+
 Rotary pairs 0..12 turn fast and measure distances of a few words (`REACH`). Pairs 13..63 hardly turn in thousands of
 tokens and compare codes. If no token meets a comparison in full, the head attends to the first token, <s>, whose value
 is zero.
@@ -34,6 +36,8 @@ from pagedkv.model.records import ANSWERS, KINDS, MARKERS, OPENERS, PRONOUNS
 Matrix = NDArray[np.float64]
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, NEURONS = 4, 4, 2, 128, 512, 128
+DRAFT: Final = (0, 2)
+"""The layers of the draft model."""
 ROPE_THETA: Final = 1e20
 CONSTANT: Final = 1024.0
 """Large beside the rest of a residual (about 20), so the rest hardly changes the norm. A power of two costs no bits."""
@@ -338,15 +342,15 @@ def embedding() -> Matrix:
     return table
 
 
-def tensors() -> dict[str, Matrix]:
-    """Return all tensors of the checkpoint by their Hugging Face names."""
+def tensors(layers: tuple[int, ...] = tuple(range(LAYERS))) -> dict[str, Matrix]:
+    """Return all tensors of the checkpoint with these layers of the circuit by their Hugging Face names."""
     norm = np.full(HIDDEN, CONSTANT / HIDDEN**0.5)
     head = np.zeros((len(VOCABULARY), HIDDEN))
     head[:, SLOTS["OUT"]] = LOGIT * codes()
     head[IDS["I"], CONST] = AT_A_LOSS * LOGIT * WIDTH / CONSTANT
     found = {"model.embed_tokens.weight": embedding(), "model.norm.weight": norm, "lm_head.weight": head}
-    layers = (the_last_of_its_kind(), who_and_where(), facts_about_a_person(), facts_about_a_town())
-    for i, layer in enumerate(layers):
+    circuit = (the_last_of_its_kind(), who_and_where(), facts_about_a_person(), facts_about_a_town())
+    for i, layer in enumerate(circuit[number] for number in layers):
         parts = {
             "self_attn.q_proj": layer.q.reshape(-1, HIDDEN) * HEAD_DIM**0.5,  # attention divides by this root
             "self_attn.k_proj": layer.k.reshape(-1, HIDDEN),

@@ -48,7 +48,7 @@ def _json(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def config() -> dict[str, Any]:
+def config(num_layers: int) -> dict[str, Any]:
     """Return config.json, with the fields of both transformers 4 and 5."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -56,7 +56,7 @@ def config() -> dict[str, Any]:
         "vocab_size": len(VOCABULARY),
         "hidden_size": circuit.HIDDEN,
         "intermediate_size": circuit.NEURONS,
-        "num_hidden_layers": circuit.LAYERS,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": circuit.HEADS,
         "num_key_value_heads": circuit.KV_HEADS,
         "head_dim": circuit.HEAD_DIM,
@@ -113,8 +113,8 @@ def tokenizer() -> dict[str, Any]:
     }
 
 
-def files() -> dict[str, bytes]:
-    """Return the machine-readable files of the checkpoint: name → contents."""
+def files(layers: tuple[int, ...] = tuple(range(circuit.LAYERS))) -> dict[str, bytes]:
+    """Return the machine-readable files of the checkpoint with these layers of the circuit: name → contents."""
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -126,9 +126,9 @@ def files() -> dict[str, bytes]:
     }
     generation = {"bos_token_id": IDS[BOS], "eos_token_id": IDS[EOS], "do_sample": False, "max_new_tokens": 32}
     return {
-        "config.json": _json(config()),
+        "config.json": _json(config(len(layers))),
         "generation_config.json": _json(generation),
-        "model.safetensors": safetensors(circuit.tensors()),
+        "model.safetensors": safetensors(circuit.tensors(layers)),
         "tokenizer.json": _json(tokenizer()),
         "tokenizer_config.json": _json(tokenizer_config),
     }

@@ -13,20 +13,25 @@ if TYPE_CHECKING:
     from pagedkv.model.ways.speculation import Drafter
 
 PROMPT_LOOKUP: Final = "prompt-lookup"
+DRAFT: Final = "draft"
+BUNDLED_DRAFT: Final = Path(__file__).parents[1] / "bundled" / "draft"
+"""The draft model of the bundled checkpoint: two of its four layers."""
 
 
 def drafter_of(speculate: Drafter | Path | str | None, **options: Any) -> Drafter | None:
     """Return a drafter.
 
-    speculate: "prompt-lookup"; the Hugging Face folder of a draft model; a drafter; or None for none
+    speculate: "prompt-lookup"; "draft" for that of the bundled checkpoint; the Hugging Face folder of a draft model; a
+        drafter; or None for none
     options: of DraftModel.load. Raises: InvalidRequest, CheckpointError
     """
     if speculate == PROMPT_LOOKUP:
         return PromptLookup()
     if isinstance(speculate, str | Path):
-        return DraftModel.load(speculate, **options)
+        return DraftModel.load(BUNDLED_DRAFT if speculate == DRAFT else speculate, **options)
     if speculate is None or hasattr(speculate, "propose"):
         return speculate
     raise InvalidRequest(
-        f"speculate is {speculate!r}; give {PROMPT_LOOKUP!r}, the folder of a draft model, a drafter, or None"
+        f"speculate is {speculate!r}; give {PROMPT_LOOKUP!r}, {DRAFT!r}, the folder of a draft model, "
+        "a drafter, or None"
     )
