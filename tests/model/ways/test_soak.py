@@ -1,0 +1,125 @@
+"""A soak: all ways of decoding at once, on a pool that holds a few, with tenants, priorities, cancels and deadlines.
+
+Each request that ends by itself has the output that it has alone, and no frame is in use at the end.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from pagedkv.cache import PagedKVCache
+from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.model.ways.draft_model import DraftModel
+from pagedkv.model.ways.prompt_lookup import PromptLookup
+from tests.model.conftest import prompt_of
+from tests.model.test_engine import build, idle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagedkv.model.request import Request
+    from pagedkv.model.ways.speculation import Drafter
+    from tests.model.conftest import Checkpoint
+
+STOPS: Final = list(range(0, 97, 13))
+WAYS: Final[dict[str, tuple[SamplingParams, int]]] = {
+    "greedy": (SamplingParams(max_tokens=25), 1),
+    "ends early": (SamplingParams(max_tokens=25, stop_ids=STOPS, logprobs=2), 1),
+    "sampled": (SamplingParams(max_tokens=20, temperature=1.0, seed=1, frequency_penalty=0.5), 1),
+    "samples": (SamplingParams(max_tokens=15, temperature=1.0, seed=2, top_k=20), 3),
+    "best of": (SamplingParams(max_tokens=15, temperature=1.5, seed=3, best_of=4, stop_ids=STOPS), 2),
+    "beams": (SamplingParams(max_tokens=12, num_beams=3), 2),
+}
+"""By name, the parameters of a request and the number of its outputs."""
+LENGTHS: Final = (3, 20, 40, 41, 60)
+
+
+@dataclass
+class Asked:
+    """A request of the soak. cancel_at: the step before which it is cancelled; None for never."""
+
+    request: Request
+    way: str
+    length: int
+    cancel_at: int | None
+
+
+def run(engine: Engine, count: int, dice: random.Random) -> list[Asked]:
+    """Submit `count` requests in bursts while the engine steps, cancel some, and step until all have ended."""
+    asked, step = list[Asked](), 0
+    while len(asked) < count or engine.has_work:
+        if len(asked) < count and len(engine.scheduler.waiting) < 12:
+            for _ in range(min(dice.randint(1, 6), count - len(asked))):
+                way, length = dice.choice(list(WAYS)), dice.choice(LENGTHS)
+                params, num_samples = WAYS[way]
+                options: dict[str, Any] = {"priority": dice.choice((0, 0, 0, -1, 2)), "num_samples": num_samples}
+                options["tenant"] = dice.choice((b"", b"", b"wide", b"narrow"))
+                options["timeout"] = 1e-9 if dice.random() < 0.02 else None
+                cancel_at = step + dice.randint(0, 30) if dice.random() < 0.15 else None
+                request = engine.submit(prompt_of(length), params, **options)
+                asked.append(Asked(request, way, length, cancel_at))
+        for one in asked:
+            if one.cancel_at == step and not one.request.finished:
+                engine.cancel(one.request)
+        engine.step()
+        step += 1
+    return asked
+
+
+def drafter_of(kind: str, checkpoint: Checkpoint) -> Drafter | None:
+    if kind == "draft model":
+        decoder = checkpoint.decoder()
+        return DraftModel(decoder, PagedKVCache(decoder.config.spec(), num_frames=12), num_tokens=3)
+    return PromptLookup(shortest=1, num_tokens=4) if kind == "prompt lookup" else None
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("preemption", "kind", "prefix_cache"),
+    [("recompute", "prompt lookup", True), ("keep", "draft model", False)],
+    ids=["recompute", "keep"],
+)
+def test_mixed_requests_end_as_alone_and_leave_nothing(
+    preemption: str, kind: str, prefix_cache: bool, count: int, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    drafter = drafter_of(kind, checkpoint("llama"))
+    limits = Limits(max_batch_tokens=64, max_sequences=10, prefill_chunk=24)
+    options = {"num_frames": 24, "watermark": 0.05, "prefix_cache": prefix_cache, "limits": limits}
+    engine = build(checkpoint("llama"), drafter=drafter, preemption=preemption, **options)
+    engine.cache.set_quota(b"wide", hard=16, soft=10)
+    engine.cache.set_quota(b"narrow", hard=5)
+    asked = run(engine, count, random.Random(7))
+
+    alone: dict[tuple[str, int], list[list[int]]] = {}
+    reasons = dict.fromkeys(("whole", "cancelled", "error"), 0)
+    for one in asked:
+        completions = one.request.completions
+        if any(c.finish_reason in ("cancelled", "error") for c in completions):
+            reasons["cancelled" if one.cancel_at is not None else "error"] += 1
+            assert one.cancel_at is not None or one.request.deadline is not None or one.request.tenant == b"narrow"
+            continue
+        if one.way == "best of" and (one.cancel_at is not None or one.request.tenant == b"narrow"):
+            continue  # the best of the candidates that had ended
+        if (one.way, one.length) not in alone:
+            params, num_samples = WAYS[one.way]
+            found = build(checkpoint("llama")).generate([prompt_of(one.length)], params, num_samples=num_samples)
+            alone[one.way, one.length] = [c.token_ids for c in found[0].completions]
+        assert [c.token_ids for c in completions] == alone[one.way, one.length], (one.way, one.length)
+        reasons["whole"] += 1
+    assert reasons["whole"] > 0.6 * count
+    assert reasons["cancelled"] > 0
+    assert reasons["error"] > 0
+    assert engine.scheduler.preemptions > 0.1 * count
+    assert engine.speculation is not None
+    assert engine.speculation.num_accepted > 0
+    assert idle(engine)
+    engine.cache.forget()
+    assert engine.cache.stats().free == engine.cache.num_frames
+    if isinstance(drafter, DraftModel):
+        drafter.cache.check(3)
+        assert drafter.cache.stats().mapped == 0
