@@ -92,6 +92,7 @@ class KVSpec:
     kv_dtype: the dtype of the stored KV: None for the same, or "fp8_e4m3", "fp8_e5m2", "int8", "int4".
     window:   the number of positions that a query sees, its own included; None for all.
     keep:     how many positions behind the window stay in the pool, so that a rollback (truncate) may cross the window.
+    sinks:    how many first positions every query sees beside its window; their pages are never given back.
     value_in_key: each value is the first Dv elements of its key, as the latents of MLA with absorbed attention:
               head_dim 576, head_dim_v 512, num_kv_heads 1. Only keys are stored: `write_kv(k, None, ...)`.
     Raises:   InvalidRequest for a geometry that cannot be laid out.
@@ -107,6 +108,7 @@ class KVSpec:
     window: int | None = None
     keep: int = 0
     value_in_key: bool = False
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "head_dim_v", "window"):
@@ -116,6 +118,11 @@ class KVSpec:
         object.__setattr__(self, "keep", _count(self.keep, "keep", 0))
         if self.keep and self.window is None:
             raise InvalidRequest(f"KVSpec.keep is {self.keep} without a window; every position stays without one")
+        object.__setattr__(self, "sinks", _count(self.sinks, "sinks", 0))
+        if self.sinks and self.window is None:
+            raise InvalidRequest(
+                f"KVSpec.sinks is {self.sinks} without a window; a query sees all positions without one"
+            )
         if not isinstance(self.dtype, str) or self.dtype not in COMPUTE_DTYPES:
             raise InvalidRequest(f"KVSpec.dtype is {self.dtype!r}; it must be one of {', '.join(COMPUTE_DTYPES)}")
         stored = [name for name in BITS if name == self.dtype or name not in COMPUTE_DTYPES]

@@ -95,7 +95,7 @@ class PagedKVCache:
         self.device: torch.device = _device(device)
         frames, self._limit = sizes.pool_sizes(self.specs, num_frames, memory, self.device)
         self._has_size = num_frames is not None or memory is not None
-        manager_options.setdefault("groups", [Group(window=spec.window, keep=spec.keep) for spec in self.specs])
+        manager_options.setdefault("groups", [Group(spec.window, spec.sinks, spec.keep) for spec in self.specs])
         self.manager: MemoryManager = MemoryManager(frames, self.spec.block_size, **manager_options)
         _refuse_other_groups(self.manager.groups, self.specs)
         self.kernel: Kernel = registry.choose(self.spec, self.device.type, kernels)
@@ -341,7 +341,8 @@ class PagedKVCache:
         ]
         pages = self.spec.pages
         return sum(
-            pages(num_tokens) if tokens == num_tokens else min(pages(num_tokens), pages(tokens) + 1) for tokens in most
+            pages(num_tokens) if tokens == num_tokens else min(pages(num_tokens), pages(tokens) + 1 + pages(spec.sinks))
+            for spec, tokens in zip(self.specs, most, strict=True)
         )
 
     @property
@@ -534,11 +535,11 @@ def _refuse_other_groups(groups: Sequence[Group], specs: Sequence[KVSpec]) -> No
     if len(groups) != len(specs):
         raise InvalidRequest(f"{len(groups)} groups and {len(specs)} specs; give a KVSpec for each group")
     windows, spec_windows = [group.window for group in groups], [spec.window for spec in specs]
-    kept, spec_kept = [group.keep for group in groups], [spec.keep for spec in specs]
+    kept, spec_kept = [(group.keep, group.sinks) for group in groups], [(spec.keep, spec.sinks) for spec in specs]
     if (windows, kept) != (spec_windows, spec_kept):
         raise InvalidRequest(
-            f"groups have windows {windows} and keep {kept} positions behind them, their specs {spec_windows} and "
-            f"{spec_kept}; give each Group the window and the keep of its KVSpec"
+            f"groups have windows {windows} with (keep, sinks) {kept}, their specs {spec_windows} and {spec_kept}; "
+            "give each Group the window, the keep and the sinks of its KVSpec"
         )
 
 

@@ -34,7 +34,7 @@ BAD_INPUT: Final = 2
 
 SAMPLING: Final = """max_tokens min_tokens temperature top_k top_p min_p seed ignore_eos num_beams best_of logprobs
 repetition_penalty frequency_penalty presence_penalty""".split()
-LOADING: Final = "dtype weights device kv_dtype block_size num_frames memory kernels speculate".split()
+LOADING: Final = "dtype weights device kv_dtype block_size num_frames memory kernels speculate window sinks".split()
 """Options of `generate` that are fields of SamplingParams, and options of Engine.load, by the same names."""
 
 ShellError: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
@@ -89,6 +89,8 @@ def generate(
     dtype: options.Dtype = None,
     kv_dtype: options.KvDtype = None,
     kernels: options.Kernels = "auto",
+    window: options.SeenWindow = None,
+    sinks: options.Sinks = 0,
     max_sequences: options.MaxSequences = 256,
     tenant: options.Tenant = "",
     speculate: options.Speculate = None,
@@ -96,23 +98,26 @@ def generate(
 ) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
     given = dict(locals())
-    if num_frames is not None and memory is not None:
-        raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
+    _refuse_two_sizes(num_frames, memory)
     templating = prompts.Templating(chat, system, prompts.variables(template_var or ()))
-    source = prompts.read(prompt, prompt_file, dash, templating)
-    folder = None if model is None else hub.find(model)
-    sampling = {name: given[name] for name in SAMPLING} | {"stop": stop or ()}
-    sampling |= shaping.grammar(json_schema, regex, choice)
+    source, folder = prompts.read(prompt, prompt_file, dash, templating), None if model is None else hub.find(model)
+    sampling = {n: given[n] for n in SAMPLING} | {"stop": stop or ()} | shaping.grammar(json_schema, regex, choice)
     biases, loading = shaping.biases(logit_bias or ()), {name: given[name] for name in LOADING}
+    limits = {"max_sequences": max_sequences}
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=as_json) as screen:
         from pagedkv.cli import conversation  # torch, while other processes compile
         from pagedkv.cli.generate import Job, run
 
-        limits = {"max_sequences": max_sequences}
         job = Job(source, templating, folder, sampling, biases, loading, limits, num_samples, tenant, as_json, trace)
         return conversation.hold(job, screen) if source.talk else run(job, screen)
+
+
+def _refuse_two_sizes(num_frames: int | None, memory: str | None) -> None:
+    """Raise InvalidRequest if both options set the size of the pool."""
+    if num_frames is not None and memory is not None:
+        raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
 
 
 @app.command()

@@ -121,7 +121,15 @@ BestOf = Annotated[
 ]
 NumBeams = Annotated[int, typer.Option(metavar="N", help="Beam search: 1 is off.", rich_help_panel=_SAMPLING)]
 Speculate = Annotated[
-    str | None, typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, or the folder of a smaller model.")
+    str | None,
+    typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, draft, or the folder of a smaller model."),
+]
+SeenWindow = Annotated[
+    int | None,
+    typer.Option("--window", metavar="N", help="Each token sees the last N: constant memory.", rich_help_panel=_MEMORY),
+]
+Sinks = Annotated[
+    int, typer.Option(metavar="N", help="With --window: and the first N, such as 4.", rich_help_panel=_MEMORY)
 ]
 Kernels = Annotated[str, typer.Option(metavar="NAME", help="One that `pagedkv doctor` lists.", rich_help_panel=_MEMORY)]
 Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="float32, bfloat16, float16.", rich_help_panel=_MEMORY)]

@@ -96,7 +96,8 @@ class ModelConfig:
     """The shape of a decoder, and each option in which the families differ.
 
     num_heads (H), num_kv_heads (K), head_dim (D). `windows` and `ropes` have one entry per layer; a window counts the
-    query's own position. A soft cap of 0.0 means no cap. `dtype` is the dtype that the checkpoint was saved in.
+    query's own position. A soft cap of 0.0 means no cap. `dtype` is the dtype that the checkpoint was saved in. `sinks`
+    are the first tokens that all layers see beside their windows: 0, unless ways/streaming.py made the config.
     """
 
     family: str
@@ -124,6 +125,7 @@ class ModelConfig:
     tie_embeddings: bool
     windows: tuple[int | None, ...]
     ropes: tuple[RopeConfig, ...]
+    sinks: int = 0
 
     @classmethod
     def load(cls, folder: Path) -> ModelConfig:
@@ -171,7 +173,9 @@ class ModelConfig:
         A group with a window gives back its frames behind the window.
         """
         whole = self.spec(block_size=block_size, kv_dtype=kv_dtype, dtype=dtype)
-        return tuple(replace(whole, num_layers=len(layers), window=window) for window, layers in self._groups())
+        return tuple(
+            replace(whole, num_layers=len(layers), window=window, sinks=self.sinks) for window, layers in self._groups()
+        )
 
     def _groups(self) -> list[tuple[int | None, list[int]]]:
         """Return (window, layers) of each group.

@@ -19,7 +19,7 @@ Each line but the two in the middle is one of the operations of pagedkv.kernels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Unpack
 
 import torch
 
@@ -30,6 +30,7 @@ from pagedkv.kernels.args import PagedBatch
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
 from pagedkv.model.config import ModelConfig
 from pagedkv.model.rope import Rotary
+from pagedkv.model.ways.streaming import FarBatches, SinkAttention
 from pagedkv.model.weights import Weights, load_weights
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class BoundLayer(NamedTuple):
     """The write into a layer of a pool, and the attention over it."""
 
     store: BoundWrite
-    attend: BoundAttention
+    attend: BoundAttention | SinkAttention
 
 
 class BoundLayers(tuple[BoundLayer, ...]):
@@ -106,17 +107,24 @@ class Decoder:
         Calls bound to a PagedKVCache follow its `resize`, and have its kernel.
         Raises: InvalidRequest; KernelUnavailable
         """
+        c = self.config
+        far_batches = FarBatches(c.sinks)
+
+        def attention(i: int, **options: Unpack[Options]) -> BoundAttention:
+            options |= {"scale": c.attention_scale, "softcap": c.attention_softcap}
+            if isinstance(layers, PagedKVCache):
+                return layers.attention(i, **options)
+            return bind_attention(layers[i], backend=backend, **options)
 
         def bound(i: int) -> BoundLayer:
-            c = self.config
-            options: Options = {"scale": c.attention_scale, "window": c.windows[i], "softcap": c.attention_softcap}
-            if isinstance(layers, PagedKVCache):
-                return BoundLayer(layers.write(i), layers.attention(i, **options))
-            return BoundLayer(
-                bind_write(layers[i], backend=backend), bind_attention(layers[i], backend=backend, **options)
-            )
+            window, near = c.windows[i], attention(i, window=c.windows[i])
+            store = layers.write(i) if isinstance(layers, PagedKVCache) else bind_write(layers[i], backend=backend)
+            if not c.sinks or window is None:
+                return BoundLayer(store, near)
+            far, rotary = attention(i, causal=False), self._rotary[c.ropes[i]]
+            return BoundLayer(store, SinkAttention(near, far, far_batches, rotary, window=window, sinks=c.sinks))
 
-        return BoundLayers(bound(i) for i in range(self.config.num_layers))
+        return BoundLayers(bound(i) for i in range(c.num_layers))
 
     @torch.inference_mode()
     def forward(

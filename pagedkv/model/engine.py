@@ -66,6 +66,7 @@ from pagedkv.model.ways import best_of
 from pagedkv.model.ways.beams import Search
 from pagedkv.model.ways.drafters import drafter_of
 from pagedkv.model.ways.speculation import Drafter, Speculation
+from pagedkv.model.ways.streaming import endless
 
 if TYPE_CHECKING:
     from pagedkv.cache import PlannedBatch
@@ -129,6 +130,8 @@ class Engine(ThreadGuard):
         grouped: bool = True,
         speculate: Drafter | Path | str | None = None,
         preemption: Preemption | str = "recompute",
+        window: int | None = None,
+        sinks: int = 0,
         limits: Limits | None = None,
         **cache_options: Any,
     ) -> Engine:
@@ -139,14 +142,18 @@ class Engine(ThreadGuard):
         kv_dtype: the dtype of the cache; None for the dtype computed in.
         grouped: give layers with different windows page tables of their own (ModelConfig.specs), so that frames
             behind a window are given back. A model without windows has one group in any case.
-        speculate: "prompt-lookup", the folder of a draft model, or a drafter: decode speculatively.
+        speculate: "prompt-lookup", "draft" (that of the bundled checkpoint), the folder of a draft model, or a drafter:
+            decode speculatively.
         preemption: "recompute" or "keep", or a policy: how much a sequence keeps when the pool runs out of frames.
+        window, sinks: let each token see the last `window` tokens and the first `sinks` ones only, so that a text of
+            any length takes constant memory: see ways/streaming.py.
         cache_options: options of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without
             num_frames and memory the pool holds 32768 tokens, but takes at most 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
         """
         path = Path(folder) if folder is not None else BUNDLED
         decoder = Decoder.load(path, dtype=dtype, device=device, weights=weights)
+        decoder = Decoder(endless(decoder.config, window, sinks), decoder.weights)
         tokenizer = Tokenizer.load(path)
         cache_options.setdefault("watermark", 0.01)
         cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)

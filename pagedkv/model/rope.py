@@ -95,6 +95,16 @@ class Rotary:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._factor = attention_factor(rope)
 
+    def turned(self, x: Tensor, by: Tensor) -> Tensor:
+        """Return heads that were turned by their positions, turned by some more positions; by fewer, if below 0.
+
+        Shapes: x [T, H, D]; by int64 [T]; returns [T, H, D] of x's dtype
+        """
+        angles = by.float()[:, None, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
     def angles(self, positions: Tensor, dtype: torch.dtype, memory: Angles | None = None) -> tuple[Tensor, Tensor]:
         """Return cos and sin of each angle, computed in float32 and rounded to `dtype`; in `memory`, if that is given.
 

@@ -55,6 +55,11 @@ class Limits:
             if value is not None or name in ("max_batch_tokens", "max_sequences"):
                 whole(value, f"Limits.{name}", 1)
 
+    @property
+    def chunk(self) -> int:
+        """The most tokens of a sequence in a step, beside drafts."""
+        return min(self.prefill_chunk or self.max_batch_tokens, self.max_batch_tokens)
+
 
 class Scheduler:
     """Two queues over one cache, and the only part of the model that opens, forks and releases address spaces."""
@@ -257,7 +262,7 @@ class Scheduler:
         """Return the chunks of the next step within the limits: running sequences, then, if `admit`, waiting ones."""
         if admit and self.waiting and self.running:
             self._make_way()
-        budget, longest = self.limits.max_batch_tokens, self.limits.prefill_chunk or self.limits.max_batch_tokens
+        budget, longest = self.limits.max_batch_tokens, self.limits.chunk
         chunks: list[Chunk] = []
         # Of equally urgent sequences those that decode first: a reader waits for their text.
         running = [(sequence, sequence.remaining) for sequence in self.running]
@@ -326,7 +331,7 @@ class Scheduler:
 
     def _frames_needed(self, sequence: SequenceState) -> int:
         """Count the frames that the remaining tokens of `sequence` will map, and one tail for each sample to fork."""
-        frames_for, at_once = self.cache.frames_for, self.limits.max_batch_tokens
+        frames_for, at_once = self.cache.frames_for, self.limits.chunk
         computed = len(sequence.tokens) - sequence.remaining
         unmapped = frames_for(len(sequence.tokens), at_once) - frames_for(computed, at_once)
         return unmapped + sequence.num_receivers - 1

@@ -174,9 +174,7 @@ def test_groups_that_do_not_fit_together_are_refused(
 
 
 def test_groups_and_specs_have_the_same_windows() -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"windows \[3\] and keep \[0\] positions behind them, their specs \[None\]"
-    ):
+    with pytest.raises(InvalidRequest, match=r"windows \[3\] with \(keep, sinks\) \[\(0, 0\)\], their specs \[None\]"):
         PagedKVCache(KVSpec(1, 1, 64), num_frames=8, groups=[Group(window=3)])
 
 
@@ -197,5 +195,7 @@ def test_a_spec_keeps_positions_behind_its_window() -> None:
 
 @pytest.mark.parametrize("wrong", [{"keep": 4}, {"window": 4, "keep": -1}, {"window": 4, "keep": True}])
 def test_a_spec_that_keeps_nonsense_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match=r"KVSpec.sinks is 4 without a window"):
+        KVSpec(1, 1, 64, sinks=4)
     with pytest.raises(InvalidRequest, match=r"KVSpec.keep is"):
         KVSpec(1, 1, 64, **wrong)  # type: ignore[arg-type]

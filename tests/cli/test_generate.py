@@ -76,7 +76,7 @@ def test_json_lists_several_samples(command):
     found = json.loads(command("generate", "--json", *options).out)
     assert list(found) == ["samples"]
     assert [schema(sample) for sample in found["samples"]] == [KEYS] * 3
-    assert found["samples"][0]["sharing"] > 0.6  # all but one do without frames of their own for the prompt
+    assert found["samples"][0]["sharing"] > 0.5  # all but one do without frames of their own for the prompt
     assert len({tuple(sample["token_ids"]) for sample in found["samples"]}) > 1
 
 

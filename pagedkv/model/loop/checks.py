@@ -63,7 +63,7 @@ def check_request(
         )
     # The KV of the last token is never computed.
     longest = min(len(ids) + params.max_tokens, config.max_position_embeddings) - 1
-    if (needed := cache.frames_for(longest, limits.max_batch_tokens)) > frames:
+    if (needed := cache.frames_for(longest, limits.chunk)) > frames:
         raise InvalidRequest(
             f"the prompt of {len(ids)} tokens and up to {params.max_tokens} new ones take {needed} frames of "
             f"{spec.block_size} tokens, the pool has {frames}; raise num_frames or memory, or lower max_tokens"
@@ -101,7 +101,7 @@ def check_search(request: Request, num_samples: int, cache: PagedKVCache, limits
         raise InvalidRequest(
             f"num_beams is {beams}, a step takes {most} sequences; raise max_sequences and max_batch_tokens of Limits"
         )
-    prompt, at_once = len(request.prompt_ids), limits.max_batch_tokens
+    prompt, at_once = len(request.prompt_ids), limits.chunk
     # Beams share the whole pages of the prompt, unless a window gives them back.
     shared = prompt // cache.spec.block_size if cache.specs == (cache.spec,) and cache.spec.window is None else 0
     needed = shared + beams * (cache.frames_for(prompt + request.params.max_tokens - 1, at_once) - shared)
@@ -128,6 +128,8 @@ def check_geometry(decoder: Decoder, cache: PagedKVCache) -> None:
         kept = cache.specs[cache.layer_groups[layer]].window
         suffices = kept is None or (needed is not None and needed <= kept)
         facts.append((f"window of layer {layer}", needed, needed if suffices else kept))
+        if kept is not None:
+            facts.append(("sinks", decoder.config.sinks, cache.specs[cache.layer_groups[layer]].sinks))
     for name, need, have in facts:
         if need != have:
             raise InvalidRequest(

@@ -5,6 +5,7 @@ prompt_lookup    guesses copied from the text itself
 draft_model      guesses of a smaller model with a cache of its own
 drafters         the choice between the two by name
 best_of          draw several samples, and return the likeliest of them
+streaming        text without end: a window, and the first tokens
 beams            search for the likeliest outputs with several beams, which share frames
 """
 
