@@ -21,13 +21,11 @@ STEP: Final = "decode step, 1,024 sequences"
 class Headline:
     """A figure and its peers in words.
 
-    short:  the head of its column in README's table.
     source: a row that it was taken from: machine, commit, command.
     drawn:  the figures as bars of one group.
     """
 
     benchmark: str
-    short: str
     question: str
     ours: str
     beside: tuple[str, ...]
@@ -54,7 +52,7 @@ def _manager(rows: list[Row]) -> Headline | None:
     question = "What does the memory manager cost in a decode step of 1,024 sequences?"
     times = {"pagedkv": ours["median"]} | {name_of(who): row["median"] for who, row in found.items()}
     drawn = _bars("Memory manager, a decode step of 1,024 sequences: less is better", times, _time)
-    return Headline("manager", "manager, a step of 1,024", question, _time(ours["median"]), tuple(beside), ours, drawn)
+    return Headline("manager", question, _time(ours["median"]), tuple(beside), ours, drawn)
 
 
 def name_of(manager: str) -> str:
@@ -88,7 +86,7 @@ def _attention(rows: list[Row]) -> Headline | None:
     question = "Of the speed at which memory can be read, how much does decode attention reach?"
     shares = {"pagedkv": share["cpu"]} | {name: share[who] for who, name in names.items() if who in share}
     drawn = _bars("Decode attention, share of a bare read: more is better", shares, lambda value: f"{value:.0%}")
-    return Headline("attention", "decode ÷ ceiling", question, f"{share['cpu']:.2f}", beside, row, drawn)
+    return Headline("attention", question, f"{share['cpu']:.2f}", beside, row, drawn)
 
 
 def _fragmentation(rows: list[Row]) -> Headline | None:
@@ -105,7 +103,7 @@ def _fragmentation(rows: list[Row]) -> Headline | None:
     drawn = _bars(
         "KV memory that holds tokens: more is better", {"pagedkv": ours["median"]} | beside, "{:.0f} %".format
     )
-    return Headline("fragmentation", "memory in use", question, f"{ours['median']:.0f} %", words, ours, drawn)
+    return Headline("fragmentation", question, f"{ours['median']:.0f} %", words, ours, drawn)
 
 
 def _generate(rows: list[Row]) -> Headline | None:
@@ -126,7 +124,7 @@ def _generate(rows: list[Row]) -> Headline | None:
     over = {name: over[name] for name in names if name in over}
     group = f"A decode step over its bound, {shape[0]} × {shape[1]:,} tokens: less is better"
     drawn = _bars(group, over, lambda value: f"{value:.2f}×")
-    return Headline("generate", "generate ÷ bound", question, f"{_span(ours)} ×", beside, ours[-1], drawn)
+    return Headline("generate", question, f"{_span(ours)} ×", beside, ours[-1], drawn)
 
 
 def _span(rows: Iterable[Row]) -> str:
@@ -149,7 +147,7 @@ def _transformers(rows: list[Row]) -> Headline | None:
     speeds = {row["variant"]: row["median"] for row in found}
     order = {name: speeds[name] for name in ("pages", "StaticCache", "DynamicCache") if name in speeds}
     drawn = _bars(f"transformers, {shape}: more is better", order, lambda value: f"{figure(value)} tokens/s")
-    return Headline("transformers", "transformers", question, ours, beside, found[0], drawn)
+    return Headline("transformers", question, ours, beside, found[0], drawn)
 
 
 def _vllm(rows: list[Row]) -> Headline | None:
@@ -162,7 +160,7 @@ def _vllm(rows: list[Row]) -> Headline | None:
     question = f"How many times as fast does vLLM on a CPU decode with our attention ({shape})?"
     steps = {"pagedkv": ours["median"]} | {row["variant"]: row["median"] for row in found}
     drawn = _bars(f"A step of vLLM on a CPU, {shape}: less is better", steps, lambda value: f"{figure(value)} ms")
-    return Headline("vllm", "vLLM on a CPU", question, f"{ours['times_as_fast']:.1f} ×", times, ours, drawn)
+    return Headline("vllm", question, f"{ours['times_as_fast']:.1f} ×", times, ours, drawn)
 
 
 def _largest(rows: Iterable[Row]) -> list[Row]:

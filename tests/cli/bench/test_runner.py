@@ -80,7 +80,7 @@ def test_a_benchmark_that_does_not_fit_or_lacks_its_host_is_left_out_in_one_line
     status, out, _ = command("bench", "all")
     assert (status, measured) == (1, ["manager", "attention", "fragmentation"])  # two failed
     lines = " ".join(out.split())
-    assert "generate: left out: it needs 5 GiB of memory, and 2.0 GiB are free" in lines
+    assert "generate: left out: it needs 6 GiB of memory, and 2.0 GiB are free" in lines
     assert "not measured: vllm: vllm is not installed; run it in an environment with vLLM" in lines
     assert "not measured: attention: its process ended with status 3" in lines
     assert "54 µs" in lines
