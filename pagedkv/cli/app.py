@@ -95,22 +95,22 @@ def generate(
     tenant: options.Tenant = "",
     speculate: options.Speculate = None,
     trace: options.Trace = None,
+    top: options.Top = False,
 ) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
-    given = dict(locals())
     _refuse_two_sizes(num_frames, memory)
-    templating = prompts.Templating(chat, system, prompts.variables(template_var or ()))
+    given, templating = dict(locals()), prompts.Templating(chat, system, prompts.variables(template_var or ()))
     source, folder = prompts.read(prompt, prompt_file, dash, templating), None if model is None else hub.find(model)
     sampling = {n: given[n] for n in SAMPLING} | {"stop": stop or ()} | shaping.grammar(json_schema, regex, choice)
     biases, loading = shaping.biases(logit_bias or ()), {name: given[name] for name in LOADING}
-    limits = {"max_sequences": max_sequences}
+    limits, shown = {"max_sequences": max_sequences}, (as_json, trace, top)
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=as_json) as screen:
         from pagedkv.cli import conversation  # torch, while other processes compile
         from pagedkv.cli.generate import Job, run
 
-        job = Job(source, templating, folder, sampling, biases, loading, limits, num_samples, tenant, as_json, trace)
+        job = Job(source, templating, folder, sampling, biases, loading, limits, num_samples, tenant, *shown)
         return conversation.hold(job, screen) if source.talk else run(job, screen)
 
 

@@ -78,8 +78,8 @@ def hold(job: Job, screen: Console) -> int:
 
     Raises: PagedKVError before the first prompt, as for a checkpoint without a chat template
     """
-    if job.as_json or job.num_samples > 1 or job.sampling["logprobs"] is not None:
-        raise InvalidRequest("a conversation has one reply and no --json; give a prompt with --prompt, or a .jsonl")
+    if job.as_json or job.top or job.num_samples > 1 or job.sampling["logprobs"] is not None:
+        raise InvalidRequest("a conversation has one reply, no --json and no --top; give a prompt, or a .jsonl")
     params = SamplingParams(**job.sampling)
     engine = load(job, screen)
     params = replace(params, logit_bias=with_ids(job.biases, engine.tokenizer))

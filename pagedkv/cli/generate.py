@@ -27,6 +27,7 @@ from pagedkv.cli import report
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.inputs.prompts import Prompt, Source, Templating
 from pagedkv.cli.inputs.shaping import Biases, with_ids
+from pagedkv.cli.top import Top, require_terminal
 from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
@@ -54,6 +55,7 @@ class Job:
     tenant: str
     as_json: bool
     trace: Path | None
+    top: bool = False
 
     @property
     def tenant_name(self) -> bytes:
@@ -87,20 +89,26 @@ def run(job: Job, screen: Console) -> int:
     Returns: 1 if some lines of a .jsonl failed, 0 if none did.
     Raises: PagedKVError; for bad input, before anything is printed. Of a .jsonl, only if no line can be used
     """
+    if job.top:
+        require_terminal(screen)
     live = None if job.source.many or job.as_json else Live(job.num_samples)
-    tasks, engine = _submitted(job, screen, live)
+    tasks, engine = _submitted(job, screen, None if job.top else live)
     if job.source.demo and not job.as_json:
         screen.print(Text(job.source.prompts[0].text, style="dim"), soft_wrap=not screen.is_terminal)
         screen.print()
-    if live:
+    if live and not job.top:
         live.begin()
     waiting = sum(bool(task.request) for task in tasks) * job.num_samples
-    bar = Bar(screen, waiting, shown=job.source.many and screen.is_terminal)
+    shown = job.source.many and screen.is_terminal
+    bar = Top(screen, engine) if job.top else Bar(screen, waiting, shown=shown)
     with traced(engine, job.trace), bar:
         for task in tasks:
             while task.request and not task.request.finished:
                 bar.advance(engine.step())
             _show(task, engine, bar, job)
+    if live and job.top and tasks[0].request:
+        live.begin()
+        live(tasks[0].request.completions[0], "")
     done = [task.request for task in tasks if task.request and not task.error]
     if done and not job.as_json:
         if live:
@@ -109,7 +117,7 @@ def run(job: Job, screen: Console) -> int:
     return int(any(task.error for task in tasks))
 
 
-def _show(task: Task, engine: Engine, bar: Bar, job: Job) -> None:
+def _show(task: Task, engine: Engine, bar: Bar | Top, job: Job) -> None:
     """Print the result of one prompt; an error of many goes to stderr too.
 
     Raises: InvalidRequest if the only request ended with an error: its checkpoint may hold weights that are no numbers

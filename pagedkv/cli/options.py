@@ -47,6 +47,8 @@ Trace = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the lives of all requests there, for Perfetto.")
 ]
 
+Top = Annotated[bool, typer.Option("--top", help="Show the pool as a map of frames meanwhile, on a terminal.")]
+
 # generate: the chat template
 
 Chat = Annotated[
