@@ -86,12 +86,14 @@ CELLS: Final = (
     Cell("zipf", MAIN, 200),
     Cell("bursts", MAIN, 160),
     Cell("drafts", (MAXIMUM, SMALL_PAGES, OURS), 240),
-    Cell("window", (MAXIMUM, SMALL_PAGES, UNAWARE, OURS), 200),
+    Cell("window", (MAXIMUM, UNAWARE, OURS), 200),
     *(Cell(f"samples-{n}", (ORACLE, OURS), 800 // n + 100, "saved") for n in (2, 4, 6)),
     *(Cell(f"beams-{n}", (ORACLE, OURS), 200 // n + 100, "saved") for n in (2, 4, 6)),
     Cell("samples-6-sharegpt", (ORACLE, OURS), 60, "saved"),
     Cell("beams-6-sharegpt", (ORACLE, OURS), 60, "saved"),
 )
+COPIES: Final = "copies"
+"""The name that chooses the copies in pieces and `resize`, which have no cell."""
 TRACED: Final = Cell("mooncake", MAIN, 400)
 """The cell of a trace, which has a file."""
 

@@ -6,10 +6,11 @@ the speed of a copy in pieces.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 from pagedkv.bench.chart import Axis, Bar, Chart, Series, bars, lines
-from pagedkv.bench.fragmentation.cells import BLOCK, BLOCKS, DYNAMIC, LARGE_PAGES, MAXIMUM, ORACLE, OURS, blocks_of
+from pagedkv.bench.fragmentation.cells import BLOCK, BLOCKS, LARGE_PAGES, MAXIMUM, ORACLE, OURS, UNAWARE, blocks_of
 
 Row = dict[str, Any]
 WORDS: Final = {
@@ -33,19 +34,20 @@ def _rows(rows: list[Row], case: str, workload: str = "") -> list[Row]:
 
 def _useful(rows: list[Row]) -> Chart | None:
     given = [
-        Bar(row["variant"], row["median"], "ours" if row["variant"].startswith(OURS) else "peer",
-            WORDS[workload], _note(row))
+        Bar(row["variant"], row["median"], _kind(row), WORDS[workload], _paper(row))
         for workload in COMPARED
         for row in sorted(_rows(rows, "useful", workload), key=lambda row: row["median"])
         if "blocks of" not in row["variant"]
-    ]  # fmt: skip
-    title = "KV memory that holds tokens, while requests wait: more is better"
-    return bars(title, given, unit="%", bound=(100, "all of it")) if given else None
+    ]
+    return bars("KV memory that holds tokens, while requests wait: more is better", given, unit="%") if given else None
 
 
-def _note(row: Row) -> str:
-    paper = f"; paper {row['published']}" if "published" in row else ""
-    return f"{row['sequences']:.1f} sequences{paper}"
+def _kind(row: Row) -> str:
+    return {OURS: "ours", UNAWARE: "also"}.get(row["variant"], "peer")
+
+
+def _paper(row: Row) -> str:
+    return f"paper {row['published']}" if "published" in row else ""
 
 
 def _by_block(rows: list[Row]) -> Chart | None:
@@ -62,10 +64,11 @@ def _by_block(rows: list[Row]) -> Chart | None:
 
 
 def _over_time(rows: list[Row]) -> Chart | None:
-    chosen = {OURS: "ours", LARGE_PAGES: "", DYNAMIC: "", ORACLE: "", MAXIMUM: "peer"}
+    chosen = {OURS: "ours", LARGE_PAGES: "", ORACLE: "", MAXIMUM: "peer"}
     found = {row["variant"]: row["over_time"] for row in _rows(rows, "useful", "bursts")}
+    end = 1.6 * found[OURS][-1][0] if OURS in found else math.inf
     series = [
-        Series(variant, [(step, useful) for step, useful, *_ in found[variant]], kind)
+        Series(variant, [(step, useful) for step, useful, *_ in found[variant] if step <= end], kind)
         for variant, kind in chosen.items()
         if variant in found
     ]
@@ -79,8 +82,7 @@ def _saved(rows: list[Row]) -> Chart | None:
         kind, width, *rest = row["workload"].split("-")
         group = {"samples": "Parallel samples", "beams": "Beams"}[kind]
         group += ", ShareGPT-like lengths" if rest else ", Alpaca-like lengths"
-        paper = f"paper {row['published']}" if "published" in row else ""
-        given.append(Bar(width, row["median"], "ours", group, paper))
+        given.append(Bar(f"{width} {kind}", row["median"], "ours", group, _paper(row)))
     title = f"Frames of {BLOCK} tokens that sharing saves, of those without sharing"
     return bars(title, given, unit="%") if given else None
 
@@ -90,5 +92,5 @@ def _memcpy(rows: list[Row]) -> Chart | None:
     if not points:
         return None
     title = "A copy of 128 MiB in pieces from random places; a frame of Llama 3 8B has 2 MiB"
-    series = [Series("numpy, one thread", points, "ours")]
+    series = [Series("one thread", points, "ours")]
     return lines(title, series, x=Axis("KiB of a piece", log=True), y=Axis("GB/s", low=0))

@@ -44,6 +44,7 @@ ABOUT: Final = {
         "Every allocator serves the same requests with the same memory, a token a step. Ours is the live manager; the "
         "others are written anew from their published policies. Lengths come from published figures.",
         "The time of a step is not modelled. Prompts share no prefix. Only a copy in pieces is timed.",
+        "fragmentation",
     ),
     "bandwidth": About(
         "Bandwidth",
