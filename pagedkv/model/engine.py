@@ -113,6 +113,7 @@ class Engine(ThreadGuard):
         self.events: Events | None = None  # set it before the first step for a record of all requests
         self._grammars = Grammars(tokenizer)
         self._inbox: deque[Request] = deque()
+        self._submitting = threading.RLock()  # a signal handler may submit, too
         self._requests: dict[Request, None] = {}  # those taken from the inbox and not yet reported, in order
         self._is_whole, self._was_interrupted = True, False
         self._begin_guard(strict=False)
@@ -191,22 +192,31 @@ class Engine(ThreadGuard):
         params, num_candidates = best_of.candidates(params, num_samples, self.scheduler.limits.max_sequences)
         now = time.perf_counter()
         deadline = deadline_of(timeout, now)
-        waiting, most = len(self._inbox) + len(self.scheduler.waiting), self.scheduler.limits.max_waiting
-        if most is not None and waiting >= most:
-            raise QueueFull(waiting, most)
         request = Request(ids, params, tenant_name(tenant), on_text, submitted_at=now, deadline=deadline)
         request.grammar = self._grammars.compiled(params)
         if follows is not None:
             request.follow(follows)
         request.priority = whole(priority, "priority", -(2**31), 2**31)
         if params.num_beams > 1:
-            check_search(request, num_samples, self.cache, self.scheduler.limits)
             room = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
             request.search = Search.of(params, self.tokenizer.eos_ids, room)
+            check_search(request, num_samples, self.decoder.config, self.cache, self.scheduler.limits)
         request.num_returned = num_samples
         request.completions = [Completion(request, index) for index in range(num_candidates)]
-        self._inbox.append(request)
+        with self._submitting:
+            self._check_queue()
+            self._inbox.append(request)
         return request
+
+    def _check_queue(self) -> None:
+        """Raise QueueFull if as many requests wait for their first step as may."""
+        most = self.scheduler.limits.max_waiting
+        if most is not None:
+            # Copies, as another thread may step meanwhile; a request may be in both queues for a moment.
+            new = (s.completion for s in list(self.scheduler.waiting))
+            waiting = {*list(self._inbox), *(c.request for c in new if not c.admitted_at)}
+            if len(waiting) >= most:
+                raise QueueFull(len(waiting), most)
 
     def generate(
         self,
@@ -235,7 +245,7 @@ class Engine(ThreadGuard):
         return requests
 
     def cancel(self, request: Request) -> None:
-        """End `request`: its completions that run are "cancelled", and get no further token.
+        """End `request`: its completions that run are "cancelled". A step under way may still give them a last token.
 
         Its frames are given back at once, or by the step that is under way or the next one. Any thread may call this.
         """
@@ -274,7 +284,7 @@ class Engine(ThreadGuard):
             model. An error that concerns one request ends that request and is not raised.
         """
         try:
-            return self._step()
+            self._step()
         except ConcurrentUse:
             if [threading.get_ident()] in self._calls.values() and self._is_under_way():
                 raise InvalidRequest(
@@ -282,9 +292,11 @@ class Engine(ThreadGuard):
                     "a listener may only submit and cancel"
                 ) from None
             raise
+        finished, self.delivery.finished = self.delivery.finished, []
+        return finished
 
     @exclusive
-    def _step(self) -> list[Completion]:
+    def _step(self) -> None:
         """Take in what is new, choose and plan chunks, compute, sample, commit, deliver: the steps of the file head."""
         self.cache.hand_over()
         if not self._is_whole:
@@ -295,13 +307,12 @@ class Engine(ThreadGuard):
         chunks, batch = self.scheduler.next_step()
         if batch is not None:
             self._compute(chunks, batch)
-        finished = self.delivery.report(self._requests)
+        self.delivery.report(self._requests)
         self._remove_ended()  # a listener may have cancelled
         self.meter.measure(self.cache, began, sum(chunk.num_tokens for chunk in chunks))
         if self.events is not None:
             self.events.step(began, chunks, self.scheduler)
         self._is_whole = True
-        return finished
 
     def _compute(self, chunks: list[Chunk], batch: PlannedBatch) -> None:
         """Run the model over the batch, commit it, and give each sequence its next tokens."""
@@ -311,7 +322,7 @@ class Engine(ThreadGuard):
             logits = self.forward(token_ids, batch, rows_of(batch.plan.cu_seqlens_q[1:].tolist(), chunks, guesses))
             families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
             outcome = outcome_of(chunks, families, logits, speculation=guesses, is_searching=searching)
-            if outcome.more or searching or any(chunk.sequence.completion.error for chunk in chunks):
+            if outcome.more or searching or any(chunk.sequence.completion.finish_reason for chunk in chunks):
                 kept = outcome.kept(chunks)
                 self.cache.commit(batch, [token for part in kept for token in part], list(map(len, kept)))
             else:
@@ -333,8 +344,11 @@ class Engine(ThreadGuard):
 
     def _take_in_now(self) -> None:
         """Queue what was submitted, end what is over its time, and give back the frames of what has ended."""
-        if self._was_interrupted:  # a traceback may have kept handles alive until now
+        if self._was_interrupted:
             self.cache.recover()
+            held = sum(s.space is not None for s in (*self.scheduler.running, *self.scheduler.waiting))
+            # A traceback may keep handles alive: then the next step recovers again.
+            self._was_interrupted = self.cache.manager.has_plans or self.cache.stats().spaces != held
         while self._inbox:
             request = self._inbox[0]
             if request not in self._requests:

@@ -2,11 +2,13 @@
 
     waiting ──admit──▶ running ──finish──▶ gone     admit: the first in order, while the watermark's frames stay free
        ▲                  │                         preempt: the last in order, when a plan is out of frames or a more
-       └──── preempt ─────┘                             urgent sequence waits; how much it keeps says a Preemption
+       └──── preempt ─────┘                             urgent sequence waits that can then be admitted
 
-The order is that of priority, then of arrival. Both queues are in order, and no sequence waits while a less urgent one
-runs. The first sequence is never preempted and fits the pool alone (`Engine.submit` checks this). So each step computes
-something, and each sequence finishes unless more urgent ones come without end.
+The order is that of priority, then of arrival, and both queues are in order. A Preemption says which pages a preempted
+sequence keeps while it waits; they go back before a running sequence is preempted. The first sequence in order fits the
+pool alone (`Engine.submit` checks this), and only a more urgent one preempts it. So each step computes something, and
+each sequence finishes unless more urgent ones come without end. A tenant's quota may be too small for a sequence: it
+ends with an error.
 """
 
 from __future__ import annotations
@@ -254,14 +256,12 @@ class Scheduler:
         searching = {s.completion.request for s in sequences if s.completion.request.search is not None}
         assign_together((*queues, (self, "_available_at_refusal", -1), (self, "searching", searching)))
 
-    def sequences_of(self, request: Request) -> list[SequenceState]:
-        """Return the sequences of `request`, running or waiting."""
-        return [s for s in (*self.running, *self.waiting) if s.completion.request is request]
-
     def _choose(self, *, admit: bool) -> list[Chunk]:
         """Return the chunks of the next step within the limits: running sequences, then, if `admit`, waiting ones."""
-        if admit and self.waiting and self.running:
-            self._make_way()
+        while admit and self.waiting and self.running and _priority(self.waiting[0]) < _priority(self.running[-1]):
+            if not self._admit(self.waiting[0]):
+                break
+            self._start()
         budget, longest = self.limits.max_batch_tokens, self.limits.chunk
         chunks: list[Chunk] = []
         # Of equally urgent sequences those that decode first: a reader waits for their text.
@@ -284,14 +284,6 @@ class Scheduler:
             budget -= num_tokens
         return chunks
 
-    def _make_way(self) -> None:
-        """Preempt sequences while a more urgent one waits and has no room."""
-        while self.waiting and self.running and _priority(self.waiting[0]) < _priority(self.running[-1]):
-            if self._admit(self.waiting[0]):
-                self._start()
-            else:
-                self.preempt(self.running[-1])
-
     def _start(self) -> SequenceState:
         """Move the first waiting sequence, which was admitted, to the running ones."""
         sequence = self.waiting.popleft()
@@ -301,33 +293,60 @@ class Scheduler:
     def _admit(self, sequence: SequenceState) -> bool:
         """Open an address space for `sequence` if its frames and those promised to running sequences fit the pool.
 
-        With no sequence running, admit it in any case. Returns: whether it was admitted.
+        Less urgent sequences are preempted if that makes room. With no sequence running, admit it in any case.
+        Returns: whether it was admitted
         """
-        cache, everyone = self.cache, (*self.running, sequence)
-        num_sequences = sum(s.num_receivers for s in everyone)
-        if self.running and num_sequences > self.limits.max_sequences:
-            return False
+        cache, request, kept = self.cache, sequence.completion.request, sequence.space
         if self.running and cache.available <= self._available_at_refusal:
             return False
-        request = sequence.completion.request
-        tenant = request.tenant
-        kept = sequence.space
-        space = kept or cache.open(sequence.tokens, tenant=tenant)
-        sequence.space = space
-        own = sum(self._frames_needed(s) for s in everyone if s.completion.request.tenant == tenant)
-        fits = sum(map(self._frames_needed, everyone)) <= cache.available - cache.reserve
-        fits = fits and cache.admits(own, tenant=tenant)
-        if self.running and not fits:
-            sequence.space = kept
-            if kept is None:
-                space.release()
-            self._available_at_refusal = cache.available
-            return False
+        space = sequence.space = kept or cache.open(sequence.tokens, tenant=request.tenant)
+        while self.running and any(self._lacks(sequence)):
+            victim = self._victim(sequence)
+            if victim is None:
+                sequence.space = kept
+                if kept is None:
+                    space.release()
+                self._available_at_refusal = cache.available
+                return False
+            self.preempt(victim)
         self._available_at_refusal = -1
         for completion in sequence.receivers if request.search is None else request.completions:
             if not completion.admitted_at:
                 completion.cached_tokens, completion.admitted_at = len(space), time.perf_counter()
         return True
+
+    def _victim(self, sequence: SequenceState) -> SequenceState | None:
+        """Return the last less urgent sequence that has what `sequence` lacks; None if all together have too little."""
+        holders = (s for s in (*self.running, *self.waiting) if s.space is not None)
+        less_urgent = [s for s in holders if _priority(s) > _priority(sequence)]
+        if not less_urgent or any(self._lacks(sequence, less_urgent)):
+            return None
+        places, frames, _ = self._lacks(sequence)
+        if not frames:
+            tenant = sequence.completion.request.tenant
+            less_urgent = [
+                s for s in less_urgent if (s in self.running if places else s.completion.request.tenant == tenant)
+            ]
+        return less_urgent[-1] if less_urgent else None
+
+    def _lacks(self, sequence: SequenceState, gone: Sequence[SequenceState] = ()) -> tuple[bool, bool, bool]:
+        """Return whether `sequence`, whose space is open, lacks a place, frames of the pool, and frames of its quota.
+
+        gone: less urgent sequences that give back all their frames; those that they share are counted, too
+        """
+        cache, tenant = self.cache, sequence.completion.request.tenant
+        stay = [s for s in (*self.running, sequence) if s not in gone]
+        frames = [(s, self._frames_needed(s)) for s in stay]
+        frames += [(s, -cache.frames_for(len(s.tokens) - s.remaining)) for s in gone]
+        own = sum(count for s, count in frames if s.completion.request.tenant == tenant)
+        if gone:
+            quota = cache.usages().get(tenant)
+            exceeds = quota is not None and quota.hard is not None and own > quota.hard - quota.used + quota.evictable
+        else:
+            exceeds = not cache.admits(own, tenant=tenant)
+        places = sum(s.num_receivers for s in stay)
+        needed = sum(count for _, count in frames)
+        return places > self.limits.max_sequences, needed > cache.available - cache.reserve, exceeds
 
     def _frames_needed(self, sequence: SequenceState) -> int:
         """Count the frames that the remaining tokens of `sequence` will map, and one tail for each sample to fork."""

@@ -266,6 +266,26 @@ def test_the_end_that_a_signal_handler_finds_or_makes_stays(checkpoint: Callable
         assert (completion.error == "late") == (completion.finish_reason == "error")
 
 
+def test_the_cache_recovers_until_no_handle_is_lost_and_no_longer(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, recovered = build(checkpoint("llama")), list[int]()
+    submitted(engine)
+    engine.step()
+    real = engine.cache.recover
+    monkeypatch.setattr(engine.cache, "recover", lambda: (recovered.append(1), real())[1])
+    monkeypatch.setattr(engine.cache, "commit", lambda *_: next(iter(())))
+    with pytest.raises(StopIteration):
+        engine.step()
+    monkeypatch.delattr(engine.cache, "commit")
+    gc.collect()
+    engine.step()
+    engine.step()
+    assert len(recovered) == 1
+    engine.run()
+    assert idle(engine)
+
+
 # -- one request -------------------------------------------------------------------------------------------------------
 
 
@@ -402,6 +422,44 @@ def test_a_listener_whose_error_has_no_words_ends_its_own_request(
     assert_equal(got, undisturbed, engine)
 
 
+def test_an_interrupted_listener_costs_no_caller_an_end(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Three completions end in a step, and the listener of the second is interrupted at its end."""
+    engine, interrupts = build(checkpoint("llama")), iter([KeyboardInterrupt])
+
+    def listen(completion: Completion, text: str) -> None:
+        if completion.finish_reason and completion.index == 1:
+            for interrupt in interrupts:
+                raise interrupt
+
+    request = engine.submit(prompt_of(9), SamplingParams(max_tokens=2), num_samples=3, on_text=listen)
+    assert engine.step() == []
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.step() == request.completions
+    assert engine.step() == []
+    assert idle(engine)
+
+
+def test_no_prompt_finds_what_a_request_computed_that_was_cancelled_meanwhile(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logits are not finite, but it has ended as cancelled before they could make it an error."""
+    engine = build(checkpoint("llama"))
+    request, real = engine.submit([7] * 30), engine.decoder.forward
+
+    def forward(*args: Any, **options: Any) -> Any:
+        engine.cancel(request)
+        return real(*args, **options) * torch.nan
+
+    monkeypatch.setattr(engine.decoder, "forward", forward)
+    engine.step()
+    assert request.completions[0].finish_reason == "cancelled"
+    space = engine.cache.open([7] * 30)
+    assert len(space) == 0
+    space.release()
+    assert idle(engine)
+
+
 def test_a_prompt_above_its_tenants_quota_ends_alone(
     undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
 ) -> None:
@@ -453,6 +511,7 @@ def test_load_beyond_the_limit_is_refused(checkpoint: Callable[[str], Checkpoint
         engine.submit(prompt_of(9), PARAMS)
     assert (why.value.waiting, why.value.max_waiting) == (2, 2)
     engine.step()
+    engine.scheduler.preempt(engine.scheduler.running[-1])  # it waits, but not for its first step
     requests.append(engine.submit(prompt_of(9), PARAMS))
     engine.run()
     assert all(request.finished for request in requests)
@@ -462,6 +521,33 @@ def test_load_beyond_the_limit_is_refused(checkpoint: Callable[[str], Checkpoint
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_threads_submit_no_more_than_may_wait(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, refused = build(checkpoint("llama"), limits=Limits(max_waiting=3)), list[QueueFull]()
+    real = engine._check_queue
+
+    def check_slowly() -> None:
+        real()
+        time.sleep(0.005)
+
+    def submit() -> None:
+        try:
+            engine.submit(prompt_of(9), PARAMS)
+        except QueueFull as error:
+            refused.append(error)
+
+    monkeypatch.setattr(engine, "_check_queue", check_slowly)
+    threads = [threading.Thread(target=submit) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 5
+    engine.run()
+    assert idle(engine)
 
 
 @pytest.mark.parametrize("each", [60, pytest.param(5000, marks=pytest.mark.slow)])

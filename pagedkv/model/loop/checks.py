@@ -92,14 +92,23 @@ def deadline_of(timeout: float | None, now: float) -> float | None:
     return deadline
 
 
-def check_search(request: Request, num_samples: int, cache: PagedKVCache, limits: Limits) -> None:
-    """Raise InvalidRequest if the pool or a step cannot hold all beams of a request that one sequence fits."""
+def check_search(request: Request, num_samples: int, config: ModelConfig, cache: PagedKVCache, limits: Limits) -> None:
+    """Raise InvalidRequest if the vocabulary, the pool or a step cannot have all beams of a request.
+
+    One sequence of the request passed `check_request`.
+    """
+    assert request.search is not None
     beams, most = request.params.num_beams, min(limits.max_sequences, limits.max_batch_tokens)
     if num_samples > beams:
         raise InvalidRequest(f"num_samples is {num_samples}, num_beams {beams}; a search gives up to num_beams outputs")
     if beams > most:
         raise InvalidRequest(
             f"num_beams is {beams}, a step takes {most} sequences; raise max_sequences and max_batch_tokens of Limits"
+        )
+    if (num_others := config.vocab_size - len(request.search.ends)) < beams:
+        raise InvalidRequest(
+            f"num_beams is {beams}, but only {num_others} of the {config.vocab_size} tokens in the vocabulary do not "
+            f"end an output; lower num_beams"
         )
     prompt, at_once = len(request.prompt_ids), limits.chunk
     # Beams share the whole pages of the prompt, unless a window gives them back.

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from itertools import starmap
 from operator import call
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagedkv.errors import described
 from pagedkv.model.loop import gangs, validation
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pagedkv.model.loop.draws import Drawn
     from pagedkv.model.loop.meter import Meter
-    from pagedkv.model.request import Completion, OnText, Request
+    from pagedkv.model.request import Completion, Request
     from pagedkv.model.tokenizer import Tokenizer
     from pagedkv.model.ways.beams import Beams
 
@@ -34,10 +34,12 @@ class Delivery:
     """The way of tokens to completions and of text to listeners.
 
     max_tokens: of prompt and output, the last position of the model
-    meter: counts tokens and ended requests
+    meter:      counts tokens and ended requests
+    finished:   the completions whose listeners know of their end, in order; whoever takes them gives a new list
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, meter: Meter) -> None:
+        self.finished: list[Completion] = []
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._meter = meter
@@ -138,13 +140,12 @@ class Delivery:
             completion.score = beam.score
             self.read_again(completion)
 
-    def report(self, requests: dict[Request, None]) -> list[Completion]:
+    def report(self, requests: dict[Request, None]) -> None:
         """Call the listeners of all requests that have new text or ended, and remove those that are finished.
 
-        A cancelled completion counts as reported; a candidate is shown after the choice among all.
-        Modifies: requests. Returns: the completions that finished
+        A cancelled completion counts as reported, and is not in `finished`; a candidate is shown after the choice among
+        all. Modifies: requests, finished
         """
-        finished: list[Completion] = []
         for request in list(requests):
             if request.is_choosing:
                 if not request.finished:
@@ -154,15 +155,9 @@ class Delivery:
                 text, is_end = completion.text[completion.num_sent :], bool(completion.finish_reason)
                 if request.params.validator is not None and (completion.error or not is_end):
                     text = ""  # only an output that was accepted is shown
-                if completion.is_reported or not (text or is_end):
-                    continue
-                if request.on_text:
-                    self._tell(request.on_text, completion, text, is_end=is_end)
-                completion.num_sent, completion.is_reported = len(completion.text), bool(completion.finish_reason)
-                if completion.is_reported and completion.finish_reason != "cancelled":
-                    finished.append(completion)
+                if not completion.is_reported and (text or is_end):
+                    self._tell(completion, text, is_end=is_end)
             self.drop_reported(requests, request)
-        return finished
 
     def drop_reported(self, requests: dict[Request, None], request: Request) -> bool:
         """Remove a request whose completions are all reported. Modifies: requests. Returns: whether it is removed"""
@@ -172,16 +167,26 @@ class Delivery:
         self._meter.ended(request)
         return True
 
-    def _tell(self, on_text: OnText, completion: Completion, text: str, *, is_end: bool) -> None:
-        """Call a listener, and note what it got, so that an interrupt repeats no piece. If it raises, its request ends.
+    def _tell(self, completion: Completion, text: str, *, is_end: bool) -> None:
+        """Call the listener and note what it knows; an interrupt repeats no call. If it raises, its request ends.
 
         The notes and the call are made by one call of C functions: only an interrupt inside of the listener loses a
         piece, which the listener may have taken.
         """
-        sent = completion.num_sent + len(text)
-        calls = (setattr, completion, "num_sent", sent), (on_text, completion, text)
+        on_text, sent = completion.request.on_text, completion.num_sent + len(text)
+        if not (on_text or is_end):
+            completion.num_sent = sent
+            return
+        calls: list[tuple[Any, ...]] = [(setattr, completion, "num_sent", sent)]
+        end: list[tuple[Any, ...]] = [(setattr, completion, "is_reported", True)]
+        if completion.finish_reason != "cancelled":
+            end.append((self.finished.append, completion))
+        if on_text:
+            calls.append((on_text, completion, text))
         try:
-            deque(starmap(call, (*calls, (setattr, completion, "is_reported", is_end))), maxlen=0)
+            deque(starmap(call, [*calls, *end] if is_end else calls), maxlen=0)
         except Exception as error:
             for one in completion.request.completions:
                 one.end("error", f"the listener raised {described(error)}")
+            if not completion.is_reported:  # the listener may have cancelled
+                deque(starmap(call, end), maxlen=0)

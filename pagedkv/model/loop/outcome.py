@@ -37,12 +37,12 @@ class Outcome(NamedTuple):
     def kept(self, chunks: list[Chunk]) -> list[list[int]]:
         """Return the tokens of each chunk whose KV is of use: without drafts that did not come true.
 
-        No prompt may find the KV of a request without usable logits: nothing is kept of it.
+        A request that has ended keeps no token: its logits may be unusable, and no prompt may find such KV.
         """
         kept: list[list[int]] = []
         for chunk in chunks:
             count = chunk.num_tokens - len(chunk.drafts) + len(self.more.get(chunk.sequence, ()))
-            kept.append([] if chunk.sequence.completion.error else chunk.token_ids[:count])
+            kept.append([] if chunk.sequence.completion.finish_reason else chunk.token_ids[:count])
         return kept
 
 

@@ -3,9 +3,13 @@
     recompute    x x x x x x │ ─▶ │              all frames go back; tokens that the prefix cache still has are found
     keep         x x x x x x │ ─▶ x x x x │      the last pages go back, as many as are missing; the others stay mapped
 
-A preempted sequence waits until the pool has room for the rest of it. Then it computes the tokens that it lost. With
-`Keep` it loses few, and no other sequence can take the pages that it has kept, unless the pool runs out again: then the
-kept pages go first. With `Recompute` more sequences share the pool, and compute their tokens again more often.
+A preempted sequence waits until the pool has room for the rest of it. Then it computes the tokens that it lost and that
+the prefix cache has lost, too. With `Keep` these are few. The pages that it has kept go back only if the pool runs out
+again, or if a more urgent sequence waits for them. With `Recompute` more sequences share the pool, and compute their
+tokens again more often.
+
+A policy is asked if frames are missing. A sequence that makes room for a more urgent one, one under a window, and the
+beams of a search give all frames back.
 
 This file knows numbers of pages; the scheduler decides who makes room (the last in order), and gives the frames back.
 """

@@ -29,7 +29,7 @@ class SequenceState:
 
     tokens:    prompt and output so far
     rules:     those for its logits, which follow `tokens`; None for none
-    space:     None while the sequence waits
+    space:     None while the sequence waits, unless it was preempted and has kept pages
     num_drawn: the number of tokens drawn from `generator` so far
     ended:     the reason for which the output has ended, until a validator has judged it; "" before
     """

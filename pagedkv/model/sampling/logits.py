@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Counts:
-    """The distinct tokens of one sequence, and how often each is in its output; a list of tokens only grows.
+    """The distinct tokens of one sequence, and how often each is in its output.
 
     num_prompt: the first tokens of the list, which are no output.
     """
@@ -162,7 +162,7 @@ class LogitsRules:
     def truncate(self, length: int) -> None:
         """Forget what is known about tokens behind the first `length`: they are others now, or gone.
 
-        Without this call, tokens may be taken back if those that take their place are the same.
+        A list that became shorter needs no call: the next `apply` notes it, unless as many other tokens followed.
         """
         if self._counts:
             self._counts.truncate(length)

@@ -200,11 +200,6 @@ class SamplingParams:
         """Whether each token is the likeliest one."""
         return self.temperature == 0
 
-    @property
-    def has_grammar(self) -> bool:
-        """Whether the text follows a grammar."""
-        return any(getattr(self, name) is not None for name in GRAMMARS)
-
     def generator(self, sample: int = 0, *, retry: int = 0) -> torch.Generator:
         """Return a generator for the `sample`-th output of a request: the same one for the same seed and sample.
 

@@ -69,7 +69,7 @@ class Search:
     ) -> None:
         self.num_beams: int = num_beams
         self.state: Beams = Beams()
-        self._ends = ends
+        self.ends: frozenset[int] = ends
         self._max_tokens = max_tokens
         self._length_penalty = length_penalty
         self._early_stopping = early_stopping
@@ -106,7 +106,7 @@ class Search:
         length = len(state.live[0].tokens) + 1
         sums = logits.log_softmax(-1) + logits.new_tensor([beam.score for beam in state.live])[:, None]
         # An end token may end each beam once: so many that num_beams of them go on.
-        most = min(max(2, 1 + len(self._ends)) * self.num_beams, sums.numel())
+        most = min(max(2, 1 + len(self.ends)) * self.num_beams, sums.numel())
         found = sums.flatten().topk(most)
         best = [
             Beam((*state.live[place // vocabulary].tokens, place % vocabulary), score, place // vocabulary)
@@ -114,11 +114,11 @@ class Search:
         ]
         penalised = (found.values / length**self._length_penalty).tolist()
         is_last = length >= self._max_tokens
-        live = [beam for beam in best if not (is_last or beam.tokens[-1] in self._ends)]
+        live = [beam for beam in best if not (is_last or beam.tokens[-1] in self.ends)]
         ended = [
             beam._replace(score=score)
             for beam, score in zip(best[: self.num_beams], penalised, strict=False)
-            if is_last or beam.tokens[-1] in self._ends
+            if is_last or beam.tokens[-1] in self.ends
         ]
         if self._early_stopping is True and len(state.ended) == self.num_beams:
             ended = []

@@ -147,7 +147,7 @@ class Speculation:
             if chunk.drafts and drawn[parent].token == chunk.drafts[0]
         ]
         self.num_drafts += sum(len(chunk.drafts) for chunk in last)
-        self.num_passes += len(families)
+        self.num_passes += sum(map(bool, families))  # that of a beam is empty
         lengths = [(chunk.sequence.tokens, len(chunk.sequence.tokens)) for chunk, _ in alive]
         try:
             for i in range(self.drafter.num_tokens):

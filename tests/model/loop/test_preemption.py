@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import statistics
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -86,6 +88,57 @@ def test_an_urgent_request_overtakes_and_preempts(checkpoint: Callable[[str], Ch
         assert idle(engine)
 
 
+@pytest.mark.parametrize("priority", [-1, 0])
+def test_pages_kept_by_a_less_urgent_sequence_go_to_an_urgent_one(
+    priority: int, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """Before any running sequence is preempted, and also if the running one is as urgent."""
+    engine = build(checkpoint("llama"), num_frames=10, prefix_cache=False, preemption="keep")
+    first = engine.submit(prompt_of(64), PARAMS, priority=priority)
+    engine.submit(prompt_of(80), PARAMS)
+    engine.step()
+    engine.step()
+    assert [len(sequence.space or ()) for sequence in engine.scheduler.waiting] == [80]
+    urgent = engine.submit(prompt_of(40), SamplingParams(max_tokens=8), priority=-1)
+    engine.step()
+    assert {sequence.completion.request for sequence in engine.scheduler.running} == {first, urgent}
+    assert engine.scheduler.preemptions == 1
+    engine.run()
+    assert idle(engine)
+
+
+def test_a_sequence_is_preempted_only_if_that_makes_room(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """One urgent request waits for the quota of its tenant, another for places that a more urgent one holds."""
+    for waiting in ({"tenant": b"small"}, {"num_samples": 2}):
+        engine = build(checkpoint("llama"), limits=Limits(max_sequences=2))
+        engine.cache.set_quota(b"small", hard=3)
+        params, others = SamplingParams(max_tokens=12), ({"tenant": b"small", "priority": -1}, {"priority": 2})
+        requests = [engine.submit(prompt_of(30, seed), params, **options) for seed, options in enumerate(others)]
+        engine.step()
+        requests.append(engine.submit(prompt_of(30, 2), params, **waiting))
+        engine.step()
+        assert [sequence.completion.request for sequence in engine.scheduler.running] == requests[:2]
+        engine.run()
+        assert engine.scheduler.preemptions == 0
+        assert all(completion.finish_reason == "length" for r in requests for completion in r.completions)
+        assert idle(engine)
+
+
+def test_a_tenant_at_its_quota_makes_room_by_its_own_sequences(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"))
+    engine.cache.set_quota(b"small", hard=3)
+    params = SamplingParams(max_tokens=12)
+    own = engine.submit(prompt_of(30), params, priority=1, tenant=b"small")
+    other = engine.submit(prompt_of(30, 1), params, priority=2)
+    engine.step()
+    urgent = engine.submit(prompt_of(30, 2), params, tenant=b"small")
+    engine.step()
+    assert [sequence.completion.request for sequence in engine.scheduler.running] == [urgent, other]
+    engine.run()
+    assert all(completion.finish_reason == "length" for r in (own, other, urgent) for completion in r.completions)
+    assert idle(engine)
+
+
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_mixture_of_priorities_gives_each_prompt_its_own_tokens(
@@ -156,6 +209,26 @@ def test_an_overloaded_pool_computes_little_twice(
     assert none == 0 < preemptions
     assert computed <= 1.15 * least
     assert busy < calm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preemption", ["recompute", "keep"])
+def test_an_overloaded_pool_takes_little_longer(preemption: str) -> None:
+    """200 requests on a pool for three: at most 15 % more seconds than three at a time, in medians of three turns."""
+    dice, taken = random.Random(0), list[list[float]]()
+    prompts = [prompt_of(dice.randint(30, 60), seed=i) for i in range(200)]
+    params = [SamplingParams(max_tokens=dice.randint(20, 40), ignore_eos=True) for _ in prompts]
+    for _ in range(3):
+        taken.append([])
+        for limits in (Limits(max_sequences=3), Limits()):
+            engine = Engine.load(num_frames=3 * 7, limits=limits, preemption=preemption)
+            engine.generate(prompts[:2], params[:2])
+            began = time.perf_counter()
+            engine.generate(prompts, params)
+            taken[-1].append(time.perf_counter() - began)
+        assert engine.scheduler.preemptions > 0
+    calm, busy = map(statistics.median, zip(*taken, strict=True))
+    assert busy <= 1.15 * calm
 
 
 def test_a_policy_may_be_named_or_given(checkpoint: Callable[[str], Checkpoint]) -> None:

@@ -263,6 +263,7 @@ BAD = {
     "repetition_penalty is": {"num_beams": 2, "repetition_penalty": 1.2},
     "num_samples is 3, num_beams 2": {"num_beams": 2},
     "num_beams is 9, a step takes 8 sequences": {"num_beams": 9},
+    "num_beams is 3, but only 2 of the 97 tokens in": {"num_beams": 3, "stop_ids": list(range(95))},
     "8 beams of 40 tokens and up to 40 new ones take 26 frames": {"num_beams": 8, "max_tokens": 40},
 }
 

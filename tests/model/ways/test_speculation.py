@@ -152,6 +152,13 @@ def test_a_pass_gives_all_drafts_that_are_right_and_one_more(checkpoint: Callabl
     assert engine.speculation.tokens_per_pass == pytest.approx(26 / 6)
 
 
+def test_beams_are_no_passes_of_speculation(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = build(checkpoint("llama"), drafter=Oracle())
+    engine.generate([prompt_of(9)], SamplingParams(max_tokens=5, num_beams=2))
+    assert engine.speculation is not None
+    assert (engine.speculation.num_passes, engine.speculation.tokens_per_pass) == (0, 1.0)
+
+
 def test_rejected_drafts_give_their_frames_back_in_the_same_step(checkpoint: Callable[[str], Checkpoint]) -> None:
     params = SamplingParams(max_tokens=20)
     plain = build(checkpoint("llama"), block_size=1).generate([prompt_of(9)], params)
