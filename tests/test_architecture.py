@@ -71,7 +71,7 @@ EXTRAS_AT_HOME = (
     "pagedkv.integrations",
     "pagedkv.kernels.triton",
     "pagedkv.kernels.cuda",
-    *(f"pagedkv.serve.{name}" for name in ("app", "bodies", "metrics", "process")),
+    *(f"pagedkv.serve.{name}" for name in ("app", "bodies", "connection", "metrics", "process")),
 )
 """Modules that are imported only after someone found their extra installed."""
 

@@ -127,10 +127,15 @@ def serve(
     port: options.ServePort = 8000,
     name: options.ServeName = None,
     api_key: options.ServeKey = None,
+    api_keys: options.ServeKeys = None,
+    allowed_host: options.ServeHosts = None,
     max_waiting: options.ServeWaiting = 256,
     max_prompt: options.ServePrompt = None,
     max_body: options.ServeBody = "4MiB",
+    max_connections: options.ServeConnections = 1024,
     drain: options.ServeDrain = 60,
+    send_timeout: options.ServeSend = 60,
+    step_timeout: options.ServeStep = 300,
     weights: options.Weights = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = None,
@@ -148,8 +153,10 @@ def serve(
     pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
     loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, "speculate": speculate}
     limits = {"max_sequences": max_sequences, "max_waiting": max_waiting}
-    job = Job(model, host, port, name, api_key, max_prompt, max_body, drain, limits, {**loading, **pool})
-    return run(job)
+    listening: dict[str, Any] = {"drain_s": drain, "send_s": send_timeout, "step_s": step_timeout}
+    listening |= {"hosts": tuple(map(str.lower, allowed_host or ())), "max_connections": max_connections}
+    listening["max_prompt"] = max_prompt
+    return run(Job(model, host, port, name, api_key, api_keys, max_body, listening, limits, {**loading, **pool}))
 
 
 @app.command()

@@ -157,6 +157,24 @@ ServeKey = Annotated[
     str | None,
     typer.Option(metavar="KEY", help="Ask for it; or in PAGEDKV_API_KEY, unseen by `ps`.", rich_help_panel=_CLIENTS),
 ]
+ServeKeys = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="`key tenant` in each line, instead of a key.", rich_help_panel=_CLIENTS),
+]
+ServeHosts = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="A name that clients ask for; may be given again.", rich_help_panel=_CLIENTS),
+]
+ServeConnections = Annotated[
+    int, typer.Option(metavar="N", min=1, max=2**20, help="At once; idle ones make room.", rich_help_panel=_CLIENTS)
+]
+ServeSend = Annotated[
+    float,
+    typer.Option(metavar="N", min=0.1, help="Seconds for a client to take something.", rich_help_panel=_CLIENTS),
+]
+ServeStep = Annotated[
+    float, typer.Option(metavar="N", min=0.1, help="Seconds of a step that /health bears.", rich_help_panel=_CLIENTS)
+]
 ServeWaiting = Annotated[
     int, typer.Option(metavar="N", min=1, help="Requests that wait; more are refused.", rich_help_panel=_CLIENTS)
 ]

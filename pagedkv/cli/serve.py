@@ -6,11 +6,13 @@ import socket
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
 from pagedkv.model import hub
+from pagedkv.serve.keys import Keys
 from pagedkv.spec import parse_bytes
 
 NEEDED: Final = ("fastapi", "uvicorn", "prometheus_client")
@@ -19,16 +21,16 @@ NEEDED: Final = ("fastapi", "uvicorn", "prometheus_client")
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of one run. limits: fields of Limits. loading: options of Engine.load."""
+    """The arguments of one run. listening: fields of Listening. limits: of Limits. loading: options of Engine.load."""
 
     model: str | None
     host: str
     port: int
     name: str | None
     api_key: str | None
-    max_prompt: int | None
+    api_keys: Path | None
     max_body: str
-    drain_s: int
+    listening: dict[str, Any]
     limits: dict[str, Any]
     loading: dict[str, Any]
 
@@ -37,11 +39,9 @@ def run(job: Job) -> int:
     """Serve until a signal. Returns: the status of the process. Raises: PagedKVError before the server listens"""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise InvalidRequest(f"`pagedkv serve` needs {missing[0]}; install it with: pip install 'pagedkv[serve]'")
-    if job.api_key == "":
-        raise InvalidRequest("--api-key is empty; give a key, or leave the option out to serve without one")
     if job.loading["num_frames"] is not None and job.loading["memory"] is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
-    folder, max_body = None if job.model is None else hub.find(job.model), parse_bytes(job.max_body)
+    keys, folder, max_body = keys_of(job), None if job.model is None else hub.find(job.model), parse_bytes(job.max_body)
     sock = bound(job.host, job.port)
     from pagedkv.cli.compiling import announced  # numba
 
@@ -53,9 +53,21 @@ def run(job: Job) -> int:
         with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
             loading = {**job.loading, "device": device(job.loading["device"])}
             engine = Engine.load(folder, limits=Limits(**job.limits), **loading)
-        key, name = job.api_key or debug.api_key(), job.name or process.name_of(job.model, folder)
-        limits = (job.limits["max_waiting"], job.max_prompt, max_body, job.drain_s)
-        return process.run(sock, engine, process.Listening(job.host, job.port, name, key, *limits))
+        name = job.name or process.name_of(job.model, folder)
+        most = {"max_body": max_body, "max_waiting": job.limits["max_waiting"]}
+        return process.run(sock, engine, process.Listening(name, keys, **most, **job.listening))
+
+
+def keys_of(job: Job) -> Keys | None:
+    """Return the API keys, or None for a server without any. Raises: InvalidRequest, which shows no key"""
+    if job.api_key == "":
+        raise InvalidRequest("--api-key is empty; give a key, or leave the option out to serve without one")
+    key = job.api_key or debug.api_key()
+    if job.api_keys is None:
+        return None if key is None else Keys.of(key)
+    if key is not None:
+        raise InvalidRequest("--api-keys and --api-key or PAGEDKV_API_KEY name keys; give one of them")
+    return Keys.read(job.api_keys)
 
 
 def bound(host: str, port: int) -> socket.socket:

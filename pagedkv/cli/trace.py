@@ -37,14 +37,24 @@ def traced(engine: Engine, path: Path | None) -> Iterator[None]:
         yield
         return
     events = Events()
+    with _written(path), path.open("w", encoding="utf-8") as file:
+        engine.events = events
+        failed: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:  # raised behind `_written`: an OSError of the block is not one of the file
+            failed = error
+        engine.events = None
+        json.dump({"traceEvents": trace_events(events.events), "displayTimeUnit": "ms"}, file)
+    if failed is not None:
+        raise failed
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into words."""
     try:
-        with path.open("w", encoding="utf-8") as file:
-            engine.events = events
-            try:
-                yield
-            finally:
-                engine.events = None
-                json.dump({"traceEvents": trace_events(events.events), "displayTimeUnit": "ms"}, file)
+        yield
     except OSError as error:
         raise InvalidRequest(f"cannot write the trace to {path}: {error.strerror}; give another file") from None
 

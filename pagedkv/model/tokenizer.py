@@ -7,6 +7,7 @@ generation_config.json and config.json (optional).
 from __future__ import annotations
 
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
@@ -46,6 +47,7 @@ class Tokenizer:
             i for i, token in raw.get_added_tokens_decoder().items() if token.special
         )
         self._template: ChatTemplate | None = None
+        self._making = Lock()
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -110,7 +112,8 @@ class Tokenizer:
         Raises: InvalidRequest if there is no template, or the template refuses the messages; CheckpointError if the
             template is not valid, or takes too much time or memory
         """
-        self._template = self._template or ChatTemplate(self._chat_template())
+        with self._making:  # threads of a server come here at once
+            self._template = self._template or ChatTemplate(self._chat_template())
         texts = {name: self._text_of(name) for name in self.config if name.endswith("_token")}
         special_tokens = {name: text for name, text in texts.items() if text is not None}
         names = {"messages": list(messages), "tools": None, "documents": None}

@@ -15,7 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -30,23 +30,34 @@ from pagedkv.serve.gate import RETRY_SECONDS
 from pagedkv.serve.metrics import Metrics
 from pagedkv.serve.streaming import AsyncEngine, Stream
 
+MOST_LOGPROBS: Final = 2**22
+"""Log-probabilities of one answer: each takes about 100 bytes until the answer is sent."""
+
 
 @dataclass(frozen=True)
 class Service:
-    """A model under a name. max_prompt: tokens of a prompt; None for those that fit."""
+    """A model under a name.
+
+    max_prompt: tokens of a prompt; None for those that fit. step_s: seconds that a step may take on a sound server.
+    """
 
     engine: AsyncEngine
     name: str
     max_prompt: int | None = None
+    step_s: float = 300.0
 
 
 class Routes:
-    """The handlers over one service. `app` is the ASGI application."""
+    """The handlers over one service. `app` is the ASGI application.
+
+    metrics: of the service. is_draining: set by the process when it will end.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service, self._engine = service, service.engine.engine
         self._texts = answers.TokenTexts(self._engine.tokenizer)
-        self._metrics = Metrics(self._engine)
+        self.metrics: Metrics = Metrics(self._engine)
+        self.is_draining: bool = False
         self._began = int(time.time())
         app = FastAPI(title="pagedkv", docs_url=None, redoc_url=None, openapi_url=None)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
@@ -54,7 +65,7 @@ class Routes:
         app.add_api_route("/v1/models", self.models, methods=["GET"])
         app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
         app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        app.add_api_route("/metrics", self.scrape, methods=["GET"])
         app.add_exception_handler(PagedKVError, self._refusal)
         app.add_exception_handler(HTTPException, self._refusal)
         app.add_exception_handler(Exception, self._refusal)
@@ -80,34 +91,40 @@ class Routes:
         return JSONResponse(self._described())
 
     async def health(self) -> Response:
-        """Answer GET /health: 200 while streams are served."""
+        """Answer GET /health: 200 while requests are taken and steps end."""
         if self._service.engine.stopped is not None:
             raise self._service.engine.stopped
+        if (busy_s := self._service.engine.busy_s) > self._service.step_s:
+            told = {"status": "hung", "reason": f"a step began {busy_s:.0f} s ago and has not ended"}
+            return JSONResponse(told, 503)
+        if self.is_draining:
+            return JSONResponse({"status": "draining", "reason": "the server ends and takes no new request"}, 503)
         return JSONResponse({"status": "ok"})
 
-    async def metrics(self) -> Response:
+    async def scrape(self) -> Response:
         """Answer GET /metrics."""
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # --- how it is answered ---
 
     async def _answered(self, request: Request, kind: type[Body]) -> Response:
-        body = read(kind, await request.body())
-        self._check_model(body.model)
-        prompts, params = await asyncio.to_thread(self._prepared, body)
-        stream = self._service.engine.stream_all(prompts, params, num_samples=body.n or 1)
+        body, prompts, params = await asyncio.to_thread(self._prepared, kind, await request.body())
+        options = {"num_samples": body.n or 1, "priority": body.priority or 0, "tenant": request.state.tenant}
+        stream = self._service.engine.stream_all(prompts, params, **options)
         await stream.begin()
         answer = answers.Answer(
             self._service.name, isinstance(body, ChatBody), body.n or 1, params.logprobs is not None, self._texts
         )
         if body.stream:
-            options = body.stream_options
-            told = self._told(stream, answer, with_usage=bool(options and options.include_usage))
+            asked = body.stream_options
+            told = self._told(stream, answer, with_usage=bool(asked and asked.include_usage))
             return _Events(stream, told)
         return await self._whole(request, stream, answer)
 
-    def _prepared(self, body: Body) -> tuple[list[list[int]], SamplingParams]:
-        """Return the prompts and their parameters. Raises: InvalidRequest, CheckpointError"""
+    def _prepared(self, kind: type[Body], data: bytes) -> tuple[Body, list[list[int]], SamplingParams]:
+        """Return a body, its prompts and their parameters. Raises: InvalidRequest, CheckpointError"""
+        body = read(kind, data)
+        self._check_model(body.model)
         prompts = body.prompts(self._engine.tokenizer)
         longest, most = max(map(len, prompts)), self._service.max_prompt
         if most is not None and longest > most:
@@ -122,7 +139,14 @@ class Routes:
             raise InvalidRequest(
                 f"the body has {len(prompts)} prompts, {limits.max_waiting} may wait on this server; send fewer"
             )
-        return prompts, body.params(_room(self._engine, longest))
+        params = body.params(_room(self._engine, longest))
+        entries = 0 if params.logprobs is None else num_outputs * params.max_tokens * (params.logprobs + 1)
+        if entries > MOST_LOGPROBS:
+            raise InvalidRequest(
+                f"the body asks for up to {entries:,} log-probabilities, the limit is {MOST_LOGPROBS:,}; "
+                "lower max_tokens, or ask for fewer alternatives or outputs"
+            )
+        return body, prompts, params
 
     async def _whole(self, request: Request, stream: Stream, answer: answers.Answer) -> Response:
         """Wait for the end of all completions, or of the client."""
@@ -138,15 +162,13 @@ class Routes:
             finally:
                 finished.cancel()
                 gone.cancel()
-                self._metrics.ended(stream.requests)
         if errors := [c.error for one in stream.requests for c in one.completions if c.error]:
             return self._error(500, errors[0], "server_error")
-        self._metrics.answered(200)
-        return JSONResponse(await asyncio.to_thread(answer.whole, stream.requests))
+        body = await asyncio.to_thread(lambda: JSONResponse(answer.whole(stream.requests)).body)
+        return Response(body, media_type="application/json")
 
     async def _told(self, stream: Stream, answer: answers.Answer, *, with_usage: bool) -> AsyncIterator[bytes]:
         """Yield the server-sent events of a stream. An error is the last event: the status was sent before."""
-        self._metrics.answered(200)
         try:
             async for piece in stream:
                 yield answers.event(answer.chunk(piece))
@@ -160,7 +182,6 @@ class Routes:
             yield answers.event(answers.error(str(error), "server_error"))
         finally:
             stream.close()
-            self._metrics.ended(stream.requests)
 
     def _described(self) -> dict[str, Any]:
         longest = self._engine.decoder.config.max_position_embeddings
@@ -189,7 +210,6 @@ class Routes:
         return self._error(500, "the server failed; its log has the reason", "server_error")
 
     def _error(self, status: int, message: str, kind: str, **named: str | None) -> Response:
-        self._metrics.answered(status)
         return JSONResponse(answers.error(message, kind, **named), status)
 
 

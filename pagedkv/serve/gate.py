@@ -1,21 +1,26 @@
-"""The gate before the routes: key, number of requests, size and time of a body. Plain ASGI; knows no engine.
+"""The gate before the routes: host, key, number of requests, size and time of a body. Plain ASGI; knows no engine.
 
-    request ─▶ key? ─▶ fewer than max_requests inside? ─▶ body whole, small, in time? ─▶ the routes
-                401         429, Retry-After                413, 408, 415
+    request ─▶ host? ─▶ key? ─▶ draining? fewer than max_requests inside? ─▶ body whole, small, in time? ─▶ the routes
+                421      401       503        429                                413, 408, 415
 
 The key is asked for before a byte of the body is read. A body must be declared as JSON: a page of another site in a
-browser cannot send that without leave (CORS), and no leave is ever given.
+browser cannot send that without leave (CORS), and no leave is ever given. A page whose own name leads to this machine
+(DNS rebinding) needs no leave; the names that `hosts` allows are what keeps it out.
+
+An answer goes out in parts of PART bytes: `send` waits for a client that is behind, so that the server holds one part.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
+import ipaddress
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pagedkv.serve.answers import error
+from pagedkv.serve.keys import Keys
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -25,13 +30,30 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 BODY_SECONDS: Final = 30.0
 """The limit for a body to arrive."""
 
-SEND_SECONDS: Final = 60.0
-"""The limit for a client to take what fills the buffers of its connection; then the request is cancelled."""
-
 DISCARDED: Final = 2**26
 """Bytes of a body over the limit that are read and dropped, so that the client reads the answer before a reset."""
 
+PART: Final = 2**16
+"""Bytes of an answer that are handed to the connection at once."""
+
 RETRY_SECONDS: Final = 1
+
+GONE: Final = 499
+"""The status under which an answer is counted whose client went away before it began: nginx's number."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a gate.
+
+    keys:  None for a server without any. hosts: names that a Host header may have; None for any.
+    max_body: bytes. max_requests: POSTs inside at once.
+    """
+
+    keys: Keys | None
+    hosts: frozenset[str] | None
+    max_body: int
+    max_requests: int
 
 
 class _Refused(Exception):
@@ -39,51 +61,76 @@ class _Refused(Exception):
         self.status, self.body = status, error(message, kind, code=code)
 
 
-class _Stalled(Exception):
-    pass
-
-
 class Gate:
-    """An ASGI application before another one. num_inside: the POSTs that were let in and have no whole answer yet."""
+    """An ASGI application before another one.
 
-    def __init__(self, app: App, *, key: str | None, max_body: int, max_requests: int) -> None:
+    num_inside:  the POSTs that were let in and have no whole answer yet.
+    is_draining: whether new POSTs are refused.
+    """
+
+    def __init__(self, app: App, rules: Rules, answered: Callable[[int], None]) -> None:
+        """answered: called with the status of each answer under /v1."""
         self.num_inside: int = 0
-        self._app, self._max_body, self._max_requests = app, max_body, max_requests
-        self._key = None if key is None else f"Bearer {key}".encode()
+        self.is_draining: bool = False
+        self._app, self._rules, self._answered = app, rules, answered
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve a request as ASGI has it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        send = _impatient(send)
+        statuses: list[int] = []
+        parts = _in_parts(send, statuses)
         try:
-            self._check_key(scope)
-            if scope["method"] != "POST":
-                return await self._app(scope, receive, send)
-            self._check_number()
-            self.num_inside += 1
-            try:
-                body = await self._body(scope, receive)
-                if body is not None:
-                    await self._app(scope, _replayed(body, receive), send)
-            finally:
-                self.num_inside -= 1
+            await self._serve(scope, receive, parts)
         except _Refused as refused:
-            await _answer(refused, send)
-        except _Stalled:  # uvicorn closes a connection whose answer has no end
-            return None
+            await _answer(refused, parts)
+        finally:
+            if scope["path"].startswith("/v1/"):
+                self._answered(statuses[0] if statuses else GONE)
 
-    def _check_key(self, scope: Message) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if self._key is not None and scope["path"].startswith("/v1/") and not hmac.compare_digest(given, self._key):
+    async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        self._check_host(headers)
+        if scope["path"].startswith("/v1/"):
+            scope.setdefault("state", {})["tenant"] = self._tenant(headers)
+        if scope["method"] != "POST":
+            return await self._app(scope, receive, send)
+        self._check_number()
+        self.num_inside += 1
+        try:
+            body = await self._body(headers, receive)
+            if body is not None:
+                await self._app(scope, _replayed(body, receive), send)
+        finally:
+            self.num_inside -= 1
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """Refuse a name that is not allowed. A browser names the host of the page; HTTP/1.0 may name none."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._rules.hosts is not None and host and not is_allowed(host, self._rules.hosts):
+            raise _Refused(
+                421,
+                f"the Host header is {host[:80]!r}, a name under which this server is not known; ask for 127.0.0.1 or "
+                "localhost, or start the server with --allowed-host",
+                code="host_not_allowed",
+            )
+
+    def _tenant(self, headers: dict[bytes, bytes]) -> bytes:
+        if self._rules.keys is None:
+            return b""
+        tenant = self._rules.keys.tenant_of(headers.get(b"authorization", b""))
+        if tenant is None:
             raise _Refused(
                 401,
                 "the API key is missing or wrong; send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
             )
+        return tenant
 
     def _check_number(self) -> None:
-        if self.num_inside >= self._max_requests:
+        if self.is_draining:
+            raise _Refused(503, "the server ends and takes no new request; send it to another one", "server_error")
+        if self.num_inside >= self._rules.max_requests:
             raise _Refused(
                 429,
                 f"{self.num_inside} requests run or wait already, the limit of this server; send it again later",
@@ -91,31 +138,42 @@ class Gate:
                 "rate_limit_exceeded",
             )
 
-    async def _body(self, scope: Message, receive: Receive) -> bytes | None:
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """Return the whole body; None if the client went away."""
-        headers = dict(scope["headers"])
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        parts, size = list[bytes](), 0
+        most, parts, size = self._rules.max_body, list[bytes](), 0
+        declared = headers.get(b"content-length", b"")
+        more = not (declared.isdigit() and len(declared) < 20 and int(declared) > max(DISCARDED, most))
+        size = 0 if more else most + 1
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                more = True
-                while more and size <= max(DISCARDED, self._max_body):
+                while more and size <= max(DISCARDED, most):
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
-                    if size <= self._max_body:
+                    if size <= most:
                         parts.append(part)
                     else:
                         parts.clear()
         except TimeoutError:
             raise _Refused(408, f"the body did not arrive within {BODY_SECONDS:g} s; send it again") from None
-        if size > self._max_body:
-            raise _Refused(413, f"the body has more than {self._max_body:,} bytes, the limit; send a shorter prompt")
+        if size > most:
+            raise _Refused(413, f"the body has more than {most:,} bytes, the limit; send a shorter prompt")
         if kind != b"application/json":
             raise _Refused(415, "the body is not declared as JSON; send the header Content-Type: application/json")
         return b"".join(parts)
+
+
+def is_allowed(host: str, names: frozenset[str]) -> bool:
+    """Return whether a Host header has one of `names`, or an address: no DNS leads there."""
+    name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    name = name.strip("[]").lower().removesuffix(".")
+    try:
+        return name in names or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -128,23 +186,25 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return first
 
 
-def _impatient(send: Send) -> Send:
-    """Return a `send` that raises after SEND_SECONDS without a byte taken."""
+def _in_parts(send: Send, statuses: list[int]) -> Send:
+    """Return a `send` that hands a body on in parts, and notes the status in `statuses`."""
 
-    async def limited(message: Message) -> None:
-        try:
-            async with asyncio.timeout(SEND_SECONDS):
-                await send(message)
-        except TimeoutError:
-            raise _Stalled from None
+    async def one_by_one(message: Message) -> None:
+        if "status" in message:
+            statuses.append(message["status"])
+            return await send(message)
+        body, has_more = message.get("body", b""), message.get("more_body", False)
+        for start in range(0, max(1, len(body)), PART):
+            end = start + PART
+            await send({**message, "body": body[start:end], "more_body": has_more or end < len(body)})
 
-    return limited
+    return one_by_one
 
 
 async def _answer(refused: _Refused, send: Send) -> None:
     body = json.dumps(refused.body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if refused.status == 429:
+    if refused.status in (429, 503):
         headers.append((b"retry-after", str(RETRY_SECONDS).encode()))
     if refused.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

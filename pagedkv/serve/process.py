@@ -1,22 +1,27 @@
 """`pagedkv serve` as a process: uvicorn over an engine and a socket, and the signals that end it.
 
     bound socket, engine ─▶ listen, say the address on stderr ─▶ serve ─▶ SIGTERM ─▶ drain ─▶ status 0
-                                                                              SIGINT: status 130 at once
-                                                                              the engine stopped: status 1
+                                                                   │         └ SIGTERM again: status 143 at once
+                                                                   ├ SIGINT: status 130 at once
+                                                                   └ the engine stopped: status 1
 
-Draining: no connection is accepted any more; requests that run end, for `drain_s` seconds at most.
+Draining: connections are accepted, and new requests refused with status 503; requests that run end, for `drain_s`
+seconds at most. Then the listening socket is closed, and what clients have not taken FLUSH_SECONDS later is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,68 +29,106 @@ import uvicorn
 
 from pagedkv.model.engine import Engine
 from pagedkv.serve.app import Routes, Service
-from pagedkv.serve.gate import Gate
+from pagedkv.serve.connection import Connection, Watch
+from pagedkv.serve.gate import Gate, Rules
+from pagedkv.serve.keys import Keys
 from pagedkv.serve.streaming import AsyncEngine
 
 SWITCH_SECONDS: Final = 0.0005
 """The time for which the event loop may hold the interpreter while a step waits for it."""
 
-FAILED: Final = 1
+SEND_BUFFER: Final = 2**18
+"""Bytes of an answer that the kernel holds for a client (SO_SNDBUF)."""
+
+BACKLOG: Final = 256
+"""Connections that wait for `accept`."""
+
+FILES: Final = 64
+"""Descriptors besides those of connections."""
+
+FLUSH_SECONDS: Final = 5.0
+"""The time for clients to take the ends of their answers when the server ends."""
+
+FAILED, TERMINATED = 1, 128 + signal.SIGTERM
+"""Exit statuses."""
 
 
 @dataclass(frozen=True)
 class Listening:
     """The place and the limits of a server.
 
-    key: the API key, or None. max_waiting: requests beyond those that run. max_prompt: tokens; None for those that fit.
-    max_body: bytes. drain_s: seconds.
+    name:            of the model. keys: None for a server without any.
+    hosts:           names beside those of this machine that a Host header may have.
+    max_waiting:     requests beyond those that run. max_prompt: tokens; None for those that fit.
+    max_body:        bytes. max_connections: at once.
+    drain_s, send_s: seconds to end in; and for a client that is behind to take something.
+    step_s:          seconds that a step may take before /health says that it hangs.
     """
 
-    host: str
-    port: int
-    name: str
-    key: str | None
-    max_waiting: int
-    max_prompt: int | None
-    max_body: int
-    drain_s: int
+    name: str = "bundled"
+    keys: Keys | None = None
+    hosts: tuple[str, ...] = ()
+    max_waiting: int = 256
+    max_prompt: int | None = None
+    max_body: int = 2**22
+    max_connections: int = 1024
+    drain_s: float = 60
+    send_s: float = 60
+    step_s: float = 300
 
 
 def run(sock: socket.socket, engine: Engine, listening: Listening) -> int:
     """Serve until a signal ends it, or the engine stops. Returns: the status of the process"""
     logging.basicConfig(format="pagedkv: %(message)s", level=logging.ERROR)  # a client's bad bytes are no news
     sys.setswitchinterval(SWITCH_SECONDS)
-    return asyncio.run(_serve(sock, engine, listening))
+    return asyncio.run(serve(sock, engine, listening))
 
 
-async def _serve(sock: socket.socket, engine: Engine, listening: Listening) -> int:
+async def serve(sock: socket.socket, engine: Engine, listening: Listening) -> int:
+    """Serve in this event loop, whose thread is the main one. Arguments and result: as `run`"""
     async with AsyncEngine(engine) as served:
-        routes = Routes(Service(served, listening.name, listening.max_prompt))
-        most = engine.scheduler.limits.max_sequences + listening.max_waiting
-        gate: Any = Gate(routes.app, key=listening.key, max_body=listening.max_body, max_requests=most)
-        config = uvicorn.Config(
-            gate, lifespan="off", log_config=None, access_log=False, server_header=False, ws="none",
-            timeout_graceful_shutdown=listening.drain_s,
-        )  # fmt: skip
-        server = _Server(config, served, listening)
+        server = _Server(sock, served, listening)
         await server.serve(sockets=[sock])
-        if served.stopped is not None:
-            print(f"pagedkv: error: {served.stopped}", file=sys.stderr, flush=True)
-        return FAILED if served.stopped is not None else 0
+        if served.stopped is None or server.is_draining:
+            return 0
+        print(f"pagedkv: error: {served.stopped}", file=sys.stderr, flush=True)
+        return FAILED
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our signals: SIGTERM drains, and SIGINT keeps the handler of the process."""
+    """uvicorn's server with our connections and signals; SIGINT keeps the handler of the process."""
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, listening: Listening) -> None:
-        super().__init__(config)
+    def __init__(self, sock: socket.socket, engine: AsyncEngine, listening: Listening) -> None:
         self._engine, self._listening = engine, listening
+        self._routes = Routes(Service(engine, listening.name, listening.max_prompt, listening.step_s))
+        metrics, most = self._routes.metrics, engine.engine.scheduler.limits.max_sequences + listening.max_waiting
+        host = sock.getsockname()[0]
+        hosts = frozenset({"localhost", *listening.hosts}) if listening.hosts or _is_loopback(host) else None
+        rules = Rules(listening.keys, hosts, listening.max_body, most)
+        self._gate = Gate(self._routes.app, rules, metrics.answered)
+        self._watch = Watch(_room(listening.max_connections), listening.send_s, metrics.dropped)
+        connection: Any = partial(Connection, watch=self._watch)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit both
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        gate: Any = self._gate
+        super().__init__(
+            uvicorn.Config(
+                gate, http=connection, lifespan="off", log_config=None, access_log=False, server_header=False,
+                ws="none", backlog=BACKLOG, timeout_graceful_shutdown=int(2 * FLUSH_SECONDS),
+            )
+        )  # fmt: skip
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether SIGTERM came."""
+        return self._gate.is_draining
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Drain at SIGTERM."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, setattr, self, "should_exit", True)
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
         try:
             yield
         finally:
@@ -95,18 +138,58 @@ class _Server(uvicorn.Server):
         """Listen, then say where."""
         host, port = sockets[0].getsockname()[:2] if sockets else ("", 0)
         await super().startup(sockets)
-        if self._listening.key is None and not _is_loopback(host):
+        self._tasks.append(asyncio.create_task(self._watch.run()))
+        if self._listening.keys is None and not _is_loopback(host):
             print("pagedkv: without an API key, all who reach this address can use it", file=sys.stderr, flush=True)
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         print(f"pagedkv: {self._listening.name} is served at http://{place}/v1", file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to end: as uvicorn decides, or because the engine stopped."""
-        return await super().on_tick(counter) or self._engine.stopped is not None
+        return await super().on_tick(counter) or (self._engine.stopped is not None and not self.is_draining)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close all connections; those that have bytes left get a little time."""
+        asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._watch.abort)
+        await super().shutdown(sockets)
+
+    def _terminate(self) -> None:
+        """Drain, or end at once if the server drains already."""
+        if self.is_draining:
+            os._exit(TERMINATED)
+        self._gate.is_draining = self._routes.is_draining = True
+        self._tasks.append(asyncio.create_task(self._drain()))
+
+    async def _drain(self) -> None:
+        """Wait until all requests have ended, or their time has; then let uvicorn shut down."""
+        await self._empty(self._listening.drain_s)
+        if self._gate.num_inside:
+            await self._engine.aclose(f"the server ended {self._listening.drain_s:g} s after it was told to")
+            await self._empty(FLUSH_SECONDS)
+            self._watch.abort()
+        self.should_exit = True
+
+    async def _empty(self, seconds: float) -> None:
+        """Return when no request is inside, or after some seconds."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while self._gate.num_inside and loop.time() < end:
+            await asyncio.sleep(0.05)
 
 
 def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host == "::1"
+
+
+def _room(max_connections: int) -> int:
+    """Raise this process's limit of open files if it may be, and return how many connections it allows."""
+    needed = max_connections + BACKLOG + FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    allowed = needed if soft == resource.RLIM_INFINITY else min(needed, soft)
+    return max(1, allowed - BACKLOG - FILES)
 
 
 def name_of(model: str | None, folder: Path | None) -> str:

@@ -2,11 +2,12 @@
 
     a task                                         the stepping thread
     stream.begin ── Engine.submit, in a worker ──▶ inbox
-    async for piece ◀── mailbox ◀── wake ───────── Engine.step ─▶ listener: mailbox.heard.append
+    async for piece ◀── mailbox ◀── wake ───────── Engine.step ─▶ listener: mailbox.note
     stream.close ── order ───────────────────────▶ Engine.cancel: the frames are given back before the next step
 
 The thread is the only one that steps and cancels. It wakes the event loop once a step, and waits for no reader: a
-mailbox holds what its reader has not taken, which is the text at most. A slow reader gets fewer and longer pieces.
+mailbox holds how far each completion is, and the reader cuts its piece from the completion's text. So a slow reader
+gets fewer and longer pieces, and costs no memory beside the completion.
 
 A stream that is closed, or dropped by `break`, cancels its requests. Orders travel in a SimpleQueue, whose `put` may
 run inside a finaliser.
@@ -20,15 +21,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 import weakref
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pagedkv.errors import EngineStopped, InvalidRequest
+from pagedkv.errors import EngineStopped, InvalidRequest, described
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,14 +64,35 @@ class Piece(NamedTuple):
     finish_reason: str
 
 
+class _News(NamedTuple):
+    """The progress of a completion: characters and tokens that may be read."""
+
+    prompt: int
+    num_characters: int
+    num_tokens: int
+    finish_reason: str
+
+
 @dataclass(eq=False)
 class _Mailbox:
-    """The state of a stream that both threads know. heard: appended by the stepping thread, taken by the reader."""
+    """The state of a stream that both threads know. news: of completions that the reader has not looked at since."""
 
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    heard: deque[Piece] = field(default_factory=deque)
+    news: dict[Completion, _News] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     is_closed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, completion: Completion, news: _News) -> None:
+        """Replace the news of a completion. The stepping thread calls this."""
+        with self._lock:
+            self.news[completion] = news
+
+    def take(self) -> tuple[Completion, _News] | None:
+        """Return the news that have waited for the longest, or None. The reader calls this."""
+        with self._lock:
+            completion = next(iter(self.news), None)
+            return None if completion is None else (completion, self.news.pop(completion))
 
 
 class AsyncEngine:
@@ -91,6 +113,9 @@ class AsyncEngine:
         self._open: set[_Mailbox] = set()
         self._woken: set[_Mailbox] = set()  # those with news of the step under way
         self._is_closing = False
+        self._last_words = "the engine was closed while the text was made"
+        self._hangs = False
+        self._busy_since: float | None = None  # begin of the step or the order under way
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -109,15 +134,22 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="pagedkv-step", daemon=True)
         self._thread.start()
 
-    async def aclose(self) -> None:
+    async def aclose(self, reason: str | None = None) -> None:
         """End the thread after the step under way. Requests that run are cancelled; their streams raise EngineStopped.
 
         The Engine belongs to the caller again, unless that step takes longer than CLOSE_SECONDS.
+        reason: the text of EngineStopped
         """
+        self._last_words = reason or self._last_words
         self._is_closing = True
         self._orders.put(None)
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+        if self._thread is None or self._hangs:
+            return
+        await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._hangs = True
+            self.stopped = EngineStopped(self._last_words)
+            _arrive(self._open)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Return the pieces of one prompt as they are made; nothing is submitted before the first is asked for.
@@ -134,6 +166,12 @@ class AsyncEngine:
     def num_open(self) -> int:
         """The number of streams that were begun and are neither finished nor closed."""
         return len(self._open)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the step under way began; 0.0 between steps. A number that grows is a step that hangs."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def _require_running(self) -> None:
         """Raise EngineStopped unless the thread runs."""
@@ -163,15 +201,17 @@ class AsyncEngine:
             try:
                 if not self._follow_orders():
                     break
+                self._busy_since = time.monotonic()
                 if self.engine.has_work:
                     self.engine.step()
                 failures = 0
-            except Exception as error:
+            except BaseException as error:  # libraries in Rust panic with one of their own
                 failures += 1
                 _log.exception("a step failed, for the %s. time in a row", failures)
-                last = f"the engine failed {failures} times in a row: {type(error).__name__}: {error}; restart it"
+                last = f"the engine failed {failures} times in a row: {described(error)}; restart it"
+            self._busy_since = None
             self._wake(self._woken)
-        self.stopped = EngineStopped(last if failures else "the engine was closed while the text was made")
+        self.stopped = EngineStopped(last if failures else self._last_words)
         for box in list(self._open):
             with suppress(Exception):
                 self._cancel(box)
@@ -185,7 +225,7 @@ class AsyncEngine:
                 box = self._orders.get(block=wait)
             except Empty:
                 return True
-            wait = False
+            wait, self._busy_since = False, time.monotonic()
             if box is not None:
                 self._cancel(box)
         return False
@@ -194,9 +234,10 @@ class AsyncEngine:
         for request in list(box.requests):
             self.engine.cancel(request)  # marks its completions first, whatever it raises then
 
-    def _hear(self, box: _Mailbox, prompt: int, completion: Completion, text: str) -> None:
-        """Take a piece of text: the listener of every request."""
-        box.heard.append(Piece(completion, prompt, text, len(completion.token_ids), completion.finish_reason))
+    def _hear(self, box: _Mailbox, prompt: int, completion: Completion, _: str) -> None:
+        """Note that a completion has more text or ended: the listener of every request."""
+        news = _News(prompt, len(completion.text), len(completion.token_ids), completion.finish_reason)
+        box.note(completion, news)
         self._woken.add(box)
 
     def _wake(self, boxes: set[_Mailbox]) -> None:
@@ -226,7 +267,7 @@ class Stream:
     ) -> None:
         self._owner, self._box = owner, _Mailbox()
         self._job: tuple[Any, ...] | None = (self._box, prompts, params, options)
-        self._ready: dict[Completion, Piece] = {}
+        self._num_read: dict[Completion, int] = {}
         self._num_left = -1  # completions whose end was not read; unknown before `begin`
         self._drop = weakref.finalize(self, _close, owner, self._box)
 
@@ -271,13 +312,13 @@ class Stream:
         return piece
 
     def _take(self) -> Piece | None:
-        """Return a piece of one completion, with all that was heard of it; None if nothing was heard."""
-        heard: dict[Completion, list[Piece]] = {c: [piece] for c, piece in self._ready.items()}
-        while self._box.heard:
-            piece = self._box.heard.popleft()
-            heard.setdefault(piece.completion, []).append(piece)
-        self._ready = {c: p[-1]._replace(text="".join(piece.text for piece in p)) for c, p in heard.items()}
-        return self._ready.pop(next(iter(self._ready))) if self._ready else None
+        """Return all that is new of one completion; None if no completion has news."""
+        if (found := self._box.take()) is None:
+            return None
+        completion, news = found
+        text = completion.text[self._num_read.get(completion, 0) : news.num_characters]
+        self._num_read[completion] = news.num_characters
+        return Piece(completion, news.prompt, text, news.num_tokens, news.finish_reason)
 
     def close(self) -> None:
         """Cancel what is not finished, and give its frames back, at once or behind the step that is under way."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from pagedkv.cli.trace import trace_events
+from pagedkv.cli.trace import trace_events, traced
 from pagedkv.model.loop.events import Event
 
 OTTO = "Otto lives in Ghent. Where does Otto live?"
@@ -97,6 +98,14 @@ def test_a_file_that_cannot_be_written_is_one_line(command, path):
     status, _, err = command("generate", "--prompt", OTTO, "--json", "--trace", path)
     assert (status, err.count("\n")) == (2, 1)
     assert err.startswith(f"pagedkv: error: cannot write the trace to {path}: ")
+
+
+def test_a_fault_of_the_engine_is_not_told_as_one_of_the_file(tmp_path):
+    engine, path = SimpleNamespace(events=None), tmp_path / "t.json"
+    with pytest.raises(OSError, match="of the disk under the weights"), traced(engine, path):
+        raise OSError(5, "of the disk under the weights")
+    assert json.loads(path.read_text())["traceEvents"] == []
+    assert engine.events is None
 
 
 def test_a_bad_path_is_refused_before_any_step(command, monkeypatch):

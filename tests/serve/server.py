@@ -22,6 +22,7 @@ FACTS = "Mira keeps a red lamp in the cellar. Otto lives in Ghent. "
 ASKED = f"{FACTS}Where does Otto live?"
 ANSWER = "Otto lives in Ghent."
 LONG = {"prompt": ASKED, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+RUNNING, WAITING = (f'pagedkv_num_requests_{state}{{pool="default"}}' for state in ("running", "waiting"))
 
 
 class Answer(NamedTuple):
@@ -60,18 +61,20 @@ class Server:
         """Return a connection whose request was sent and whose answer has begun."""
         data = json.dumps(body).encode()
         client = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-        )
-        client.sendall(head.encode() + b"\r\n\r\n" + data)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         if body.get("stream"):
             assert b"200 OK" in client.recv(100)
         return client
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, missing: float | None = None) -> float:
         found = re.search(rf"^{re.escape(name)} (\S+)$", self.ask("/metrics").body.decode(), re.M)
-        assert found, name
-        return float(found[1])
+        assert found or missing is not None, name
+        return float(found[1]) if found else float(missing or 0)
+
+    def count(self, status: int) -> float:
+        """Return how many answers under /v1 had a status."""
+        return self.metric(f'pagedkv_answers_total{{status="{status}"}}', missing=0)
 
     def mapped(self) -> float:
         return self.metric('pagedkv_frames{pool="default",state="mapped"}')
@@ -84,7 +87,7 @@ class Server:
 
     def wait_for_no_frame(self) -> None:
         self.wait_until('pagedkv_frames{pool="default",state="mapped"}', 0)
-        self.wait_until('pagedkv_sequences{state="waiting"}', 0)
+        self.wait_until(WAITING, 0)
 
     def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 60) -> tuple[int, str]:
         """Send a signal; return the status and the rest of stderr."""

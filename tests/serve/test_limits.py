@@ -8,12 +8,14 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .server import ANSWER, ASKED, FACTS, LONG, Server, serving
+from .server import ANSWER, ASKED, FACTS, LONG, RUNNING, Server, serving
 
+STEPS = 'pagedkv_steps_total{pool="default"}'
 DEEP = b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "a"}]
@@ -46,7 +48,14 @@ REFUSED = {
     "long key": (TEXT, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "it must be", "logit_bias"),
     "many stops": (TEXT, {"prompt": "a", "stop": ["b"] * 17}, "stop must be a text of at most 256", "stop"),
     "empty stop": (TEXT, {"prompt": "a", "stop": ""}, "stop is ('',); it must be one or more strings", "stop"),
-    "seed": (TEXT, {"prompt": "a", "seed": -1}, "seed is -1; it must be None or an integer", "seed"),
+    "seed": (TEXT, {"prompt": "a", "seed": 2**63}, "seed is 9223372036854775808: Input should be less than", "seed"),
+    "priority": (TEXT, {"prompt": "a", "priority": 2**31}, "priority is 2147483648: Input should be less", "priority"),
+    "log-probs": (
+        CHAT,
+        {"messages": USER, "logprobs": True, "top_logprobs": 20, "n": 128, "max_tokens": 2000},
+        "the body asks for up to 5,376,000 log-probabilities, the limit is 4,194,304; lower max_tokens",
+        None,
+    ),
     "bias": (TEXT, {"prompt": "a", "logit_bias": {"b": 1}}, "logit_bias is {'b': 1.0}; it must be", "logit_bias"),
     "echo": (TEXT, {"prompt": "a", "echo": True}, "'echo' is not supported, and the answer would not be", "echo"),
     "unknown": (TEXT, {"prompt": "a", "tempereture": 0}, "'tempereture' is not supported", "tempereture"),
@@ -75,6 +84,15 @@ REFUSED = {
         CHAT,
         {"messages": USER, "response_format": {"type": "json_schema"}},
         "response_format has the type json_schema and no json_schema",
+        "response_format",
+    ),
+    "long schema": (
+        CHAT,
+        {
+            "messages": USER,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "a" * 2**16}}},
+        },
+        "the schema has 65,549 characters, the limit is 65,536",
         "response_format",
     ),
     "alternatives alone": (CHAT, {"messages": USER, "top_logprobs": 1}, "logprobs is not true", "top_logprobs"),
@@ -106,6 +124,18 @@ def test_a_body_must_be_declared_as_json_and_small(server: Server) -> None:
     assert "more than 4,194,304 bytes, the limit" in huge.error["message"]
 
 
+def test_another_name_of_this_machine_is_refused_and_every_answer_is_counted(server: Server) -> None:
+    before = {status: server.count(status) for status in (200, 404, 413, 415, 421)}
+    for path in ("/v1/models", "/health", "/metrics"):
+        refused = server.ask(path, Host=f"evil.example:{server.port}")
+        assert (refused.status, refused.error["code"]) == (421, "host_not_allowed")
+    assert server.ask("/v1/models", Host="LOCALHOST:1").status == 200
+    assert server.ask("/v1/nothing").status == 404
+    assert server.ask(TEXT, b"{}", **{"Content-Type": "text/plain"}).status == 415
+    assert server.ask(TEXT, b" " * 2**23).status == 413
+    assert {status: server.count(status) - before[status] for status in before} == dict.fromkeys(before, 1)
+
+
 def test_routes_and_methods_that_do_not_exist_are_named_so(server: Server) -> None:
     assert server.ask("/v1/embeddings", {}).status == 404
     assert server.ask(TEXT).status == 405
@@ -117,15 +147,15 @@ def test_routes_and_methods_that_do_not_exist_are_named_so(server: Server) -> No
 def test_a_client_that_vanishes_gives_its_frames_back(server: Server, how: str) -> None:
     stream = how != "closes while it waits for all"
     clients = [server.begun({**LONG, "stream": stream}) for _ in range(5)]
-    server.wait_until('pagedkv_sequences{state="running"}', 5)
+    server.wait_until(RUNNING, 5)
     assert server.mapped() > 0
-    before = server.metric("pagedkv_steps_total")
+    before = server.metric(STEPS)
     for client in clients:
         if how == "resets":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client.close()
     server.wait_for_no_frame()
-    assert server.metric("pagedkv_steps_total") - before < 3500, "4,000 tokens were not made"
+    assert server.metric(STEPS) - before < 3500, "4,000 tokens were not made"
     assert server.ask(TEXT, {"prompt": ASKED, "temperature": 0}).json["choices"][0]["text"] == ANSWER
 
 
@@ -163,8 +193,12 @@ def test_garbage_on_a_connection_costs_only_the_connection(server: Server) -> No
     assert server.ask("/health").status == 200
 
 
-def test_a_key_is_asked_for_before_all_else_and_the_queue_has_an_end(extra: None) -> None:
-    with serving("--max-sequences", 2, "--max-waiting", 1, "--max-prompt", 30, PAGEDKV_API_KEY="sesame") as server:
+def test_a_key_is_asked_for_before_all_else_and_the_queue_has_an_end(extra: None, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sesame acme\nopen zebra\n")
+    options = ("--max-sequences", 2, "--max-waiting", 1, "--max-prompt", 30, "--api-keys", keys)
+    with serving(*options) as server:
+        assert "sesame" not in server.said
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
             refused = server.ask(TEXT, b"{", **headers)
             assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
@@ -172,6 +206,8 @@ def test_a_key_is_asked_for_before_all_else_and_the_queue_has_an_end(extra: None
         assert server.ask("/health").status == server.ask("/metrics").status == 200
         key = {"Authorization": "Bearer sesame"}
         assert server.ask("/v1/models", **key).status == 200
+        assert server.ask("/v1/models", Authorization="bearer open").status == 200
+        assert server.count(401) == 6
         long = server.ask(TEXT, {"prompt": FACTS * 9}, **key)
         assert (long.status, "the limit of this server is 30" in long.error["message"]) == (400, True)
 

@@ -144,6 +144,13 @@ def test_log_probabilities_are_those_of_the_engine_whole_and_streamed(client: An
     assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.top_logprobs) == len(choice.logprobs.tokens)
 
 
+def test_a_token_of_a_negative_bias_is_not_drawn(client: Any, engine: Engine) -> None:
+    lives = engine.tokenizer.encode("lives", special_tokens=False)[-1]
+    asked: dict[str, Any] = {"model": "bundled", "prompt": ASKED, "temperature": 0, "seed": -1}
+    assert "lives" in client.completions.create(**asked, logit_bias={"0": 0}).choices[0].text
+    assert "lives" not in client.completions.create(**asked, logit_bias={str(lives): -100}).choices[0].text
+
+
 def test_the_models_are_listed(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["bundled"]
     assert client.models.retrieve("bundled").owned_by == "pagedkv"

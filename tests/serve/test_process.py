@@ -16,7 +16,7 @@ import pytest
 from pagedkv.cli import serve as command
 from pagedkv.cli.app import main
 
-from .server import ASKED, LONG, serving
+from .server import ASKED, LONG, RUNNING, serving
 
 
 def ended(stream: socket.socket) -> str:
@@ -27,38 +27,61 @@ def ended(stream: socket.socket) -> str:
     return data.decode()
 
 
-def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(extra: None) -> None:
+def read_all(streams: list[socket.socket]) -> tuple[list[str], list[threading.Thread]]:
+    """Begin to read all streams to their ends."""
+    texts = [""] * len(streams)
+    readers = [
+        threading.Thread(target=lambda n=n: texts.__setitem__(n, ended(streams[n]))) for n in range(len(streams))
+    ]
+    for reader in readers:
+        reader.start()
+    return texts, readers
+
+
+def test_sigterm_lets_running_requests_end_and_refuses_new_ones(extra: None) -> None:
     with serving() as server:
-        streams = [server.begun({**LONG, "max_tokens": 200}) for _ in range(3)]
-        texts: list[str] = [""] * 3
-        readers = [
-            threading.Thread(target=lambda n=n: texts.__setitem__(n, ended(streams[n]))) for n in range(len(streams))
-        ]
-        for reader in readers:
-            reader.start()
+        streams = [server.begun({**LONG, "max_tokens": 400}) for _ in range(3)]
+        texts, readers = read_all(streams)
         server.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", server.port), timeout=5).close()
-            except ConnectionRefusedError:
-                break
-            time.sleep(0.01)
-        else:
-            pytest.fail("it still accepts connections")
+        while (health := server.ask("/health")).status == 200:
+            time.sleep(0.002)
+        assert (health.status, health.json["status"]) == (503, "draining")
+        refused = server.ask("/v1/completions", {"prompt": ASKED})
+        assert (refused.status, refused.error["type"]) == (503, "server_error")
+        assert int(refused.headers["Retry-After"]) >= 1
         for reader in readers:
             reader.join()
         _, said = server.process.communicate(timeout=60)
         assert (server.process.returncode, said) == (0, "")
         assert all('"finish_reason":"length"' in text and "data: [DONE]" in text for text in texts)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port), timeout=5)
 
 
 @pytest.mark.slow
-def test_a_drain_has_an_end(extra: None) -> None:
+def test_a_drain_has_an_end_that_its_requests_are_told(extra: None) -> None:
     with serving("--drain", 1) as server, server.begun(LONG) as stream:
+        whole = server.begun({**LONG, "stream": False})
+        server.wait_until(RUNNING, 2)
         server.process.send_signal(signal.SIGTERM)
-        assert "[DONE]" not in ended(stream)
-        assert server.process.wait(30) == 0
+        texts, readers = read_all([stream, whole])
+        for reader in readers:
+            reader.join()
+        why = "the server ended 1 s after it was told to"
+        assert "[DONE]" not in texts[0]
+        assert why in [line for line in texts[0].splitlines() if line.startswith("data: ")][-1]
+        assert texts[1].startswith("HTTP/1.1 503")
+        assert why in texts[1]
+        _, said = server.process.communicate(timeout=30)
+        assert (server.process.returncode, said) == (0, "")
+
+
+def test_a_second_sigterm_ends_at_once(extra: None) -> None:
+    with serving() as server, server.begun(LONG):
+        server.process.send_signal(signal.SIGTERM)
+        while server.ask("/health").status == 200:
+            time.sleep(0.01)
+        assert server.end(signal.SIGTERM, 5) == (143, "")
 
 
 def test_a_port_in_use_and_a_bad_host_are_one_line_and_status_2(
@@ -70,6 +93,8 @@ def test_a_port_in_use_and_a_bad_host_are_one_line_and_status_2(
             (("--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid:8000"),
             (("--host", "a..b"), "cannot listen on a..b:8000: this is no name of a host"),
             (("--api-key", ""), "--api-key is empty; give a key"),
+            (("--api-keys", "/no/file"), "cannot read the keys in /no/file: No such file or directory"),
+            (("--api-keys", "/no/file", "--api-key", "a"), "--api-keys and --api-key or PAGEDKV_API_KEY name keys"),
         ):
             with pytest.raises(SystemExit) as end:
                 main(["serve", *options])
@@ -111,7 +136,6 @@ def test_an_engine_that_stops_ends_the_server_with_its_reason(
 
     monkeypatch.setattr(engine, "forward", failing)
     sock = command.bound("127.0.0.1", 0)
-    listening = process.Listening("127.0.0.1", 0, "bundled", None, 8, None, 2**20, 5)
     told = SimpleNamespace(answer=b"")
 
     def ask() -> None:
@@ -128,7 +152,7 @@ def test_an_engine_that_stops_ends_the_server_with_its_reason(
 
     asker = threading.Thread(target=ask)
     asker.start()
-    assert asyncio.run(process._serve(sock, engine, listening)) == 1
+    assert asyncio.run(process.serve(sock, engine, process.Listening(drain_s=5))) == 1
     asker.join()
     assert "503" in told.answer
     assert "failed 3 times in a row: RuntimeError: out of luck; restart it" in told.answer

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from pagedkv.errors import InvalidRequest
+from pagedkv.errors import InvalidRequest, described
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -152,8 +152,10 @@ def _ruled(logits: Tensor, rows: Sequence[SamplingRow], errors: dict[int, str]) 
         if row.rules is not None and b not in errors:
             try:
                 ruled[b] = row.rules.apply(logits[b])
-            except InvalidRequest as error:
-                errors[b] = str(error)
+            except (KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise
+            except BaseException as error:  # the grammar's library is in Rust: a panic is no Exception
+                errors[b] = str(error) if isinstance(error, InvalidRequest) else f"its rules failed: {described(error)}"
     return ruled
 
 

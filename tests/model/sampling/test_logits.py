@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -169,6 +170,32 @@ def test_a_processor_that_fails_is_an_error_of_its_own_row(processor: Any, words
     assert tokens.tolist() == [0, -1]
     assert words in errors[1]
     assert not logprobs
+
+
+class Panic(BaseException):
+    """A panic of a library in Rust."""
+
+
+@pytest.mark.parametrize("error", [Panic("index out of bounds"), RuntimeError("of torch"), IndexError()])
+def test_rules_that_fail_in_any_way_are_an_error_of_their_own_row(error: BaseException) -> None:
+    def fail(_: Any) -> Any:
+        raise error
+
+    plain = SamplingParams()
+    rows = [SamplingRow(plain, plain.generator(), rules) for rules in (None, SimpleNamespace(apply=fail))]
+    tokens, errors, _ = sample(torch.eye(2, V), rows)  # type: ignore[arg-type]
+    assert tokens.tolist() == [0, -1]
+    assert errors == {1: f"its rules failed: {type(error).__name__}: {error}"}
+
+
+def test_an_interrupt_of_rules_is_no_error_of_a_row() -> None:
+    def interrupt(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    params = SamplingParams()
+    row: Any = SamplingRow(params, params.generator(), SimpleNamespace(apply=interrupt))  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        sample(torch.eye(1, V), [row])
 
 
 def test_a_processor_may_compute_in_another_dtype() -> None:

@@ -1,0 +1,119 @@
+"""The gate, without a server behind it: hosts, tenants, drains, and answers in parts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from pagedkv.serve.gate import PART, Gate, Rules, is_allowed
+from pagedkv.serve.keys import Keys
+
+LOCAL = frozenset({"localhost"})
+
+
+class Asked:
+    """One request through a gate. messages: those of the answer. statuses: as the gate counts them."""
+
+    def __init__(
+        self, gate_rules: Rules, *, app: Any = None, is_draining: bool = False, method: str = "POST", **headers: str
+    ) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.statuses: list[int] = []
+        self.tenant: bytes | None = None
+        self._app = app
+        gate = Gate(self._inside, gate_rules, self.statuses.append)
+        gate.is_draining = is_draining
+        given = {"content-type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
+        scope = {"type": "http", "method": method, "path": "/v1/completions"}
+        scope["headers"] = [(name.encode(), text.encode()) for name, text in given.items()]  # type: ignore[assignment]
+        asyncio.run(gate(scope, self._receive, self._send))
+        assert gate.num_inside == 0
+
+    async def _receive(self) -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def _send(self, message: Any) -> None:
+        self.messages.append(message)
+
+    async def _inside(self, scope: Any, receive: Any, send: Any) -> None:
+        self.tenant = scope["state"]["tenant"]
+        if self._app is not None:
+            await self._app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    @property
+    def status(self) -> int:
+        return int(self.messages[0]["status"])
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.messages[0]["headers"])
+
+
+def rules(keys: Keys | None = None, hosts: frozenset[str] | None = None, max_requests: int = 9) -> Rules:
+    return Rules(keys, hosts, 1000, max_requests)
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        *((host, True) for host in ("localhost", "LocalHost:8000", "localhost.", "127.0.0.1:1", "[::1]:2")),
+        *((host, True) for host in ("192.168.1.2:8000", "[fe80::1]")),  # no DNS leads to an address
+        *((host, False) for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example")),
+        ("localhost.evil", False),
+        *((host, False) for host in ("[localhost", "localhost@evil", ":8000", "0x7f.1", "\xe9")),
+    ],
+)
+def test_a_page_under_another_name_of_this_machine_is_refused(host: str, allowed: bool) -> None:
+    assert is_allowed(host, LOCAL) is allowed
+    asked = Asked(rules(hosts=LOCAL), host=host)
+    assert asked.status == asked.statuses[0] == (200 if allowed else 421)
+    assert Asked(rules(), host=host).status == 200, "no names, no check"
+    assert Asked(rules(hosts=LOCAL)).status == 200, "HTTP/1.0 names no host; a browser always does"
+
+
+def test_a_key_brings_its_tenant_to_the_routes() -> None:
+    keys = Keys({sha256(key).digest(): tenant for key, tenant in ((b"a", b"acme"), (b"z", b"zebra"))})
+    assert Asked(rules(keys), authorization="Bearer z").tenant == b"zebra"
+    assert Asked(rules()).tenant == b"", "without keys all are one tenant"
+    refused = Asked(rules(keys), authorization="Bearer y")
+    assert (refused.status, refused.tenant, refused.statuses) == (401, None, [401])
+
+
+def test_a_drain_refuses_new_requests_with_a_time_to_ask_again() -> None:
+    asked = Asked(rules(), is_draining=True)
+    assert (asked.status, asked.tenant, asked.headers[b"retry-after"]) == (503, None, b"1")
+    assert "takes no new request" in json.loads(asked.messages[1]["body"])["error"]["message"]
+    assert Asked(rules(), is_draining=True, method="GET").status == 200
+
+
+@pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 3 * PART, 3 * PART + 5])
+def test_an_answer_goes_out_in_parts_and_is_whole(size: int) -> None:
+    """A transport takes any number of bytes at once; between parts, uvicorn waits for a client that is behind."""
+    body = bytes(n % 251 for n in range(size))
+
+    async def app(_: Any, __: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"end"})
+
+    _, *parts = Asked(rules(), app=app).messages
+    assert b"".join(part["body"] for part in parts) == body + b"end"
+    assert max(len(part["body"]) for part in parts) <= PART
+    assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [False]
+
+
+def test_every_answer_is_counted_once_and_a_client_that_went_away_too() -> None:
+    async def gone(*_: Any) -> None:
+        pass
+
+    assert Asked(rules(), app=gone).statuses == [499]
+    assert Asked(rules(max_requests=0)).statuses == [429]
+    assert Asked(rules(), content_type="text/plain").statuses == [415]
+    assert Asked(rules(), content_length=str(2**40)).statuses == [413], "before a byte was read"
