@@ -92,6 +92,7 @@ def generate(
     window: options.SeenWindow = None,
     sinks: options.Sinks = 0,
     max_sequences: options.MaxSequences = 256,
+    prefill_chunk: options.PrefillChunk = None,
     tenant: options.Tenant = "",
     speculate: options.Speculate = None,
     trace: options.Trace = None,
@@ -103,7 +104,7 @@ def generate(
     source, folder = prompts.read(prompt, prompt_file, dash, templating), None if model is None else hub.find(model)
     sampling = {n: given[n] for n in SAMPLING} | {"stop": stop or ()} | shaping.grammar(json_schema, regex, choice)
     biases, loading = shaping.biases(logit_bias or ()), {name: given[name] for name in LOADING}
-    limits, shown = {"max_sequences": max_sequences}, (as_json, trace, top)
+    limits, shown = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk}, (as_json, trace, top)
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=as_json) as screen:
@@ -146,13 +147,14 @@ def serve(
     kv_dtype: options.KvDtype = None,
     kernels: options.Kernels = "auto",
     max_sequences: options.MaxSequences = 256,
+    prefill_chunk: options.PrefillChunk = None,
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does: completions, chat, models; and /metrics, /health."""
     from pagedkv.cli.serve import Job, run
 
     pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
     loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, "speculate": speculate}
-    limits = {"max_sequences": max_sequences, "max_waiting": max_waiting}
+    limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk, "max_waiting": max_waiting}
     listening: dict[str, Any] = {"drain_s": drain, "send_s": send_timeout, "step_s": step_timeout}
     listening |= {"hosts": tuple(map(str.lower, allowed_host or ())), "max_connections": max_connections}
     listening["max_prompt"] = max_prompt

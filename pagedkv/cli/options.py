@@ -140,6 +140,10 @@ KvDtype = Annotated[
     typer.Option(metavar="NAME", help="Of the stored KV: fp8_e4m3, fp8_e5m2, int8, int4.", rich_help_panel=_MEMORY),
 ]
 MaxSequences = Annotated[int, typer.Option(metavar="N", help="Running at once.", rich_help_panel=_MEMORY)]
+PrefillChunk = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Tokens of one prompt in a step, so that others go on.", rich_help_panel=_MEMORY),
+]
 Tenant = Annotated[str, typer.Option(metavar="NAME", help="Only its prefixes are found.", rich_help_panel=_MEMORY)]
 
 # serve

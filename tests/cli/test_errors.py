@@ -70,6 +70,7 @@ def refused(command):
         ("--logprobs=21 --json", "logprobs is 21"),
         ("--max-sequences=0", "max_sequences is 0"),
         ("--num-samples=9 --max-sequences=4", "num_samples is 9"),
+        ("--prefill-chunk=0", "prefill_chunk is 0"),
         ("--prompt=- --prompt-file=b", "--prompt-file and - both"),
         ("--model=no/such/folder", "no folder no/such/folder"),
         ("--model=\udcff", "no folder \\udcff"),

@@ -161,8 +161,9 @@ class Delivery:
 
     def drop_reported(self, requests: dict[Request, None], request: Request) -> bool:
         """Remove a request whose completions are all reported. Modifies: requests. Returns: whether it is removed"""
-        if not all(completion.is_reported for completion in request.completions):
-            return False
+        for completion in request.completions:  # `all` with a generator takes three times as long, twice in each step
+            if not completion.is_reported:
+                return False
         del requests[request]
         self._meter.ended(request)
         return True

@@ -141,8 +141,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
 
 def _not_finite(largest: Tensor) -> list[int]:
     """Return the rows whose largest logit is NaN, +inf or -inf."""
-    broken = ~largest.isfinite()
-    return broken.nonzero()[:, 0].tolist() if broken.any() else []
+    return [b for b, z in enumerate(largest.tolist()) if not math.isfinite(z)]
 
 
 def _ruled(logits: Tensor, rows: Sequence[SamplingRow], errors: dict[int, str]) -> dict[int, Tensor]:
