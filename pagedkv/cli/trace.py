@@ -83,11 +83,11 @@ def _track(zero: float, last: float, place: tuple[int, int], life: list[Event]) 
     """Yield the slices of one completion: its phases, then what lies within them."""
     for name, begin, end, arguments in _phases(life, last):
         yield _slice(zero, place, name, begin, end, **arguments)
-    tokens: dict[float, list[int]] = {}
+    tokens: dict[float, list[Event]] = {}
     rejected = {event.at: event.value for event in life if event.kind == "rolled_back"}
     for event in life:
         if event.kind == "token":
-            tokens.setdefault(event.at, []).append(event.value)
+            tokens.setdefault(event.at, []).append(event)
     computed: dict[tuple[float, float], int] = {}
     for event in life:
         if event.kind == "chunk":  # one for each beam of a search
@@ -95,7 +95,10 @@ def _track(zero: float, last: float, place: tuple[int, int], life: list[Event]) 
     for (begin, end), count in computed.items():
         made = tokens.get(end, [])
         name = "token" if made and count == len(made) + rejected.get(end, 0) else "chunk"
-        yield _slice(zero, place, name, begin, end, tokens=count, token_ids=made)
+        arguments: dict[str, Any] = {"tokens": count, "token_ids": [event.value for event in made]}
+        if any(event.logprob is not None for event in made):
+            arguments["logprobs"] = [event.logprob for event in made]
+        yield _slice(zero, place, name, begin, end, **arguments)
     for event in life:
         if event.kind == "rolled_back":
             yield _instant(zero, place, "rolled back", event.at, drafts=event.value)

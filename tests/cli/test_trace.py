@@ -65,6 +65,44 @@ def test_each_request_is_a_track_of_nested_slices(entries, tmp_path):
     assert [entry["name"] for entry in found if entry["ph"] == "i"] == ["finished: length"] * 6
 
 
+FIELDS = {
+    "M": {"ph", "pid", "tid", "name", "args"},
+    "X": {"ph", "pid", "tid", "name", "ts", "dur", "args"},
+    "i": {"ph", "pid", "tid", "name", "ts", "s", "args"},
+}
+
+
+def test_each_entry_is_as_the_trace_event_format_has_it(entries):
+    """Numbers of processes and threads, microseconds from 0 on, a scope for instants, and names for all tracks."""
+    found = entries("--prompt", OTTO, "--logprobs", 0, "--json", "--speculate", "prompt-lookup", "--num-samples", 2)
+    assert {entry["ph"] for entry in found} == set(FIELDS)
+    named = {(entry["pid"], entry["tid"]) for entry in found if entry["name"] == "thread_name"}
+    processes = {entry["pid"] for entry in found if entry["name"] == "process_name"}
+    for entry in found:
+        assert set(entry) == FIELDS[entry["ph"]]
+        assert type(entry["pid"]) is type(entry["tid"]) is int
+        assert isinstance(entry["name"], str)
+        assert isinstance(entry["args"], dict)
+        if entry["ph"] != "M":
+            assert entry["ts"] >= 0
+            assert entry.get("dur", 0) >= 0
+            assert entry.get("s", "t") == "t"
+            assert (entry["pid"], entry["tid"]) in named
+            assert entry["pid"] in processes
+
+
+def test_tokens_have_the_log_probs_that_were_asked_for(entries):
+    for options, has in ((("--logprobs", 0, "--json"), True), ((), False)):
+        found = entries("--prompt", OTTO, *options)
+        made = [entry["args"] for entry in found if entry["args"].get("token_ids")]
+        assert made
+        for arguments in made:
+            assert ("logprobs" in arguments) is has
+            if has:
+                assert len(arguments["logprobs"]) == len(arguments["token_ids"])
+                assert all(logprob <= 0 for logprob in arguments["logprobs"])
+
+
 def test_a_beam_search_is_a_phase_with_one_slice_a_step(entries):
     found = entries("--prompt", OTTO, "--num-beams", 3, "--num-samples", 2)
     names = [name for name, *_ in slices(found)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Event(NamedTuple):
     value:    queued: prompt tokens. admitted: tokens found in the prefix cache. step, chunk: tokens computed.
               token: its id. rolled_back: drafts. preempted, forked, searched, rejected, finished: tokens of the output
     detail:   of "finished" the finish_reason, of "rejected" the reason
+    logprob:  of a token, if its request asked for log-probs; those of beams and of rejected outputs are not kept
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Event(NamedTuple):
     sample: int = 0
     value: int = 0
     detail: str = ""
+    logprob: float | None = None
 
 
 @dataclass
@@ -144,7 +147,9 @@ class Events:
             self.events += [Event("token", now, now, number, index, token) for token in told]
             self.events.append(Event("rejected", now, now, number, index, len(rejected.token_ids), rejected.reason))
             life.num_rejected, life.num_tokens, count = life.num_rejected + 1, 0, count + len(told)
-        new = completion.token_ids[life.num_tokens :]
+        new, logprobs = completion.token_ids[life.num_tokens :], completion.logprobs[life.num_tokens :]
         life.num_tokens += len(new)
-        self.events += [Event("token", now, now, number, index, token) for token in new]
+        for token, found in zip_longest(new, logprobs):
+            logprob = None if found is None else found.logprob
+            self.events.append(Event("token", now, now, number, index, token, logprob=logprob))
         return count + len(new)

@@ -42,6 +42,8 @@ def assert_whole(life: list[Event], request: Request, sample: int = 0) -> None:
     """The events tell the output of a completion, in order of time."""
     completion = request.completions[sample]
     assert [event.value for event in life if event.kind == "token"] == completion.token_ids
+    logprobs = [event.logprob for event in life if event.kind == "token" and event.logprob is not None]
+    assert logprobs == [found.logprob for found in completion.logprobs]
     assert (life[-1].kind, life[-1].detail) == ("finished", completion.finish_reason)
     assert life[-1].value == len(completion.token_ids)
     assert all(a.at <= b.until for a, b in pairwise(life))
@@ -50,7 +52,8 @@ def assert_whole(life: list[Event], request: Request, sample: int = 0) -> None:
 
 def test_a_life_is_told_in_order():
     engine = recorded(Engine.load(num_frames=64, limits=Limits(prefill_chunk=16)))
-    (request,) = engine.generate([f"{PAGE} {QUESTIONS[1]}"])
+    (request,) = engine.generate([f"{PAGE} {QUESTIONS[1]}"], SamplingParams(logprobs=0))
+    assert len(request.completions[0].logprobs) == len(request.completions[0].token_ids)
     (life,) = lives(engine).values()
     prompt, output = len(request.prompt_ids), len(request.completions[0].token_ids)
     chunks = -(-prompt // 16)
