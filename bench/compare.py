@@ -87,9 +87,11 @@ def relative(found: Iterable[Figure]) -> dict[tuple[str, ...], Sample]:
         one = ours.get((peer.bench, peer.key))
         if one and peer is not one and peer.median:
             pairs = zip(peer.turns, one.turns, strict=False)
-            turns = tuple(theirs / own for theirs, own in pairs if theirs and own)
+            turns = tuple(own / theirs for theirs, own in pairs if theirs and own)
             key = (peer.bench, peer.key, f"over {peer.variant}")
-            samples[key] = _sample(one, f"over {peer.variant}", peer.median / one.median, turns, True)
+            samples[key] = _sample(
+                one, f"over {peer.variant}", one.median / peer.median, turns, one.is_better_if_larger
+            )
     return samples
 
 

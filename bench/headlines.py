@@ -96,7 +96,13 @@ def _fragmentation(rows: list[Row]) -> Headline | None:
     if ours is None:
         return None
     others = sorted(shares.values(), key=lambda row: -row["median"])
-    names = ("virtual memory, 2 MiB", "DynamicCache", "reserve the true length", "reserve the maximum")
+    names = (
+        "virtual memory, 64 KiB",
+        "virtual memory, 2 MiB",
+        "DynamicCache",
+        "reserve the true length",
+        "reserve the maximum",
+    )
     beside = {row["variant"]: row["median"] for row in others if row["variant"] in names}
     words = tuple(f"{name} {share:.0f} %" for name, share in beside.items())
     question = "How much of the KV memory holds tokens while requests wait (lengths of ShareGPT)?"

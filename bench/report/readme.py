@@ -1,6 +1,6 @@
 """The README's table and picture, and the charts of the manual: `make bench-readme` writes them from kept rows.
 
-Nothing between the two marks of the README is typed. A test compares the README and the charts with the rows.
+The part of the README between the two marks is made from rows. A test compares the README and the charts with the rows.
 """
 
 from __future__ import annotations

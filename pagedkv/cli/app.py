@@ -99,12 +99,14 @@ def generate(
     top: options.Top = False,
 ) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
-    _refuse_two_sizes(num_frames, memory)
-    given, templating = dict(locals()), prompts.Templating(chat, system, prompts.variables(template_var or ()))
+    given, templating = (
+        _with_one_size(locals()),
+        prompts.Templating(chat, system, prompts.variables(template_var or ())),
+    )
     source, folder = prompts.read(prompt, prompt_file, dash, templating), None if model is None else hub.find(model)
     sampling = {n: given[n] for n in SAMPLING} | {"stop": stop or ()} | shaping.grammar(json_schema, regex, choice)
     biases, loading = shaping.biases(logit_bias or ()), {name: given[name] for name in LOADING}
-    limits, shown = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk}, (as_json, trace, top)
+    limits, shown = {name: given[name] for name in ("max_sequences", "prefill_chunk")}, (as_json, trace, top)
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=as_json) as screen:
@@ -115,10 +117,11 @@ def generate(
         return conversation.hold(job, screen) if source.talk else run(job, screen)
 
 
-def _refuse_two_sizes(num_frames: int | None, memory: str | None) -> None:
-    """Raise InvalidRequest if both options set the size of the pool."""
-    if num_frames is not None and memory is not None:
+def _with_one_size(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of all options. Raises: InvalidRequest if two of them set the size of the pool"""
+    if given["num_frames"] is not None and given["memory"] is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
+    return dict(given)
 
 
 @app.command()

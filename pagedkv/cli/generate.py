@@ -32,7 +32,7 @@ from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion, Request
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.model.sampling.params import GRAMMARS, SamplingParams
 from pagedkv.model.scheduler import Limits
 from pagedkv.model.tokenizer import Tokenizer
 
@@ -206,7 +206,8 @@ def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
 
     Raises: InvalidRequest for an unknown or bad option
     """
-    allowed = sorted({field.name for field in fields(SamplingParams)} - {"logits_processor"})  # a function
+    functions = {"logits_processor", "validator", "max_retries"}  # and the option that needs one
+    allowed = sorted({field.name for field in fields(SamplingParams)} - functions)
     unknown = sorted(set(prompt.options) - set(allowed))
     if unknown:
         close = get_close_matches(unknown[0], allowed, 1)
@@ -218,6 +219,8 @@ def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
     for name in ("stop", "stop_ids"):
         if not isinstance(prompt.options.get(name, ""), (str, list)):
             raise InvalidRequest(f"{name} is {prompt.options[name]!r}; it must be a list")
+    if any(prompt.options.get(name) is not None for name in GRAMMARS):
+        sampling = {name: value for name, value in sampling.items() if name not in GRAMMARS}
     return SamplingParams(**{**sampling, **prompt.options})
 
 

@@ -138,11 +138,14 @@ class Top:
         self._draw()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._draw()
-        self._live.stop()
-        for show, text in self._kept:
-            show(text)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:  # a step that was interrupted leaves a pool that cannot be read
+                self._draw()
+        finally:
+            self._live.stop()
+            for show, text in self._kept:
+                show(text)
 
     def advance(self, _: list[Completion]) -> None:
         """Draw the picture again, if it is old."""

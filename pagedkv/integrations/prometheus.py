@@ -84,7 +84,7 @@ ENGINE_TIMES: Final = {
     "time_to_first_token_seconds": ("first_token", "From submission to the first token."),
     "inter_token_latency_seconds": ("between_tokens", "From a step that gave tokens to the next one that did."),
     "request_queue_time_seconds": ("queue", "From submission until the prompt was first scheduled."),
-    "request_prefill_time_seconds": ("prefill", "From then to the first token."),
+    "request_prefill_time_seconds": ("prefill", "From the first schedule of the prompt to the first token."),
     "request_decode_time_seconds": ("decode", "From the first token to the end."),
     "e2e_request_latency_seconds": ("total", "From submission to the end."),
     "tool_wait_seconds": ("tool_wait", "From the end of a turn to the submission of the next."),

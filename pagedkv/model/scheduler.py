@@ -337,7 +337,8 @@ class Scheduler:
         cache, tenant = self.cache, sequence.completion.request.tenant
         stay = [s for s in (*self.running, sequence) if s not in gone]
         frames = [(s, self._frames_needed(s)) for s in stay]
-        frames += [(s, -cache.frames_for(len(s.tokens) - s.remaining)) for s in gone]
+        # Between two steps the frames behind a window are gone.
+        frames += [(s, -cache.frames_for(len(s.tokens) - s.remaining, 1)) for s in gone]
         own = sum(count for s, count in frames if s.completion.request.tenant == tenant)
         if gone:
             quota = cache.usages().get(tenant)

@@ -109,7 +109,8 @@ class Routes:
 
     async def _answered(self, request: Request, kind: type[Body]) -> Response:
         body, prompts, params = await asyncio.to_thread(self._prepared, kind, await request.body())
-        options = {"num_samples": body.n or 1, "priority": body.priority or 0, "tenant": request.state.tenant}
+        options: dict[str, Any] = {"num_samples": body.n or 1, "priority": body.priority or 0}
+        options["tenant"] = getattr(request.state, "tenant", b"")  # without a gate all are one tenant
         stream = self._service.engine.stream_all(prompts, params, **options)
         await stream.begin()
         answer = answers.Answer(

@@ -45,7 +45,8 @@ class Watch:
     def admit(self, new: Connection) -> bool:
         """Add a connection; if there are too many, close one that is idle. Returns: whether there is room"""
         if len(self.open) >= self.most:
-            oldest = min((c for c in self.open if c.is_idle), key=lambda c: c.since, default=None)
+            idle = (c for c in self.open if c.is_idle and not c.transport.get_write_buffer_size())
+            oldest = min(idle, key=lambda c: c.since, default=None)
             if oldest is None:
                 self.dropped("full")
                 return False

@@ -5,7 +5,7 @@
 
 The key is asked for before a byte of the body is read. A body must be declared as JSON: a page of another site in a
 browser cannot send that without leave (CORS), and no leave is ever given. A page whose own name leads to this machine
-(DNS rebinding) needs no leave; the names that `hosts` allows are what keeps it out.
+(DNS rebinding) needs no leave; `hosts` keeps it out.
 
 An answer goes out in parts of PART bytes: `send` waits for a client that is behind, so that the server holds one part.
 """
@@ -91,7 +91,7 @@ class Gate:
     async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         self._check_host(headers)
-        if scope["path"].startswith("/v1/"):
+        if scope["method"] == "POST" or scope["path"].startswith("/v1/"):  # a body takes a place, whatever its path
             scope.setdefault("state", {})["tenant"] = self._tenant(headers)
         if scope["method"] != "POST":
             return await self._app(scope, receive, send)

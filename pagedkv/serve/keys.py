@@ -27,8 +27,14 @@ class Keys:
 
     @classmethod
     def of(cls, key: str) -> Keys:
-        """Return the keys of a server that has one. Its tenant is b"", as without a key."""
-        return cls({_digest(key.encode(errors="surrogateescape")): b""})
+        """Return the keys of a server that has one. Its tenant is b"", as without a key. Blanks around it do not count.
+
+        Raises: InvalidRequest
+        """
+        words = key.encode(errors="surrogateescape").split()
+        if len(words) != 1:
+            raise InvalidRequest("the API key is empty or has blanks inside; give one word")
+        return cls({_digest(words[0]): b""})
 
     @classmethod
     def read(cls, path: Path) -> Keys:

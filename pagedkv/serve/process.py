@@ -2,7 +2,7 @@
 
     bound socket, engine ─▶ listen, say the address on stderr ─▶ serve ─▶ SIGTERM ─▶ drain ─▶ status 0
                                                                    │         └ SIGTERM again: status 143 at once
-                                                                   ├ SIGINT: status 130 at once
+                                                                   ├ SIGINT: status 130 behind the step
                                                                    └ the engine stopped: status 1
 
 Draining: connections are accepted, and new requests refused with status 503; requests that run end, for `drain_s`

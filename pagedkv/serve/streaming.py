@@ -145,7 +145,9 @@ class AsyncEngine:
         self._orders.put(None)
         if self._thread is None or self._hangs:
             return
-        await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+        end = time.monotonic() + CLOSE_SECONDS
+        while self._thread.is_alive() and time.monotonic() < end:  # all worker threads may be busy with prompts
+            await asyncio.sleep(0.01)
         if self._thread.is_alive():
             self._hangs = True
             self.stopped = EngineStopped(self._last_words)

@@ -193,11 +193,11 @@ def test_a_line_whose_request_fails_costs_no_other(command, monkeypatch, tmp_pat
     path.write_text('{"prompt": "a"}\n{"prompt": "b b"}\n')
     take = Delivery.take
 
-    def failing(delivery, sequence, token):
+    def failing(delivery, sequence, token, now):
         if len(sequence.completion.request.prompt_ids) == 2:
             sequence.completion.end("error", "the logits hold NaN")
         else:
-            take(delivery, sequence, token)
+            take(delivery, sequence, token, now)
 
     monkeypatch.setattr(Delivery, "take", failing)
     status, out, err = command("generate", "--prompt-file", path, "--json")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from pagedkv.cli.generate import _params
 from pagedkv.cli.inputs import shaping
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import BUNDLED
@@ -101,6 +103,13 @@ def test_a_checkpoint_whose_tokens_have_no_bytes_is_refused_with_its_reason(comm
     assert status == 2
     assert err.startswith("pagedkv: error: llguidance cannot use this tokenizer")
     assert "Unicode" not in err
+
+
+def test_a_grammar_of_a_line_takes_the_place_of_that_of_the_command():
+    of_line = SimpleNamespace(options={"choice": ("a", "b")})
+    params = _params(of_line, {"regex": "[0-9]+", "json_schema": None, "choice": None})
+    assert (params.choice, params.regex) == (("a", "b"), None)
+    assert _params(SimpleNamespace(options={}), {"regex": "[0-9]+"}).regex == "[0-9]+"
 
 
 # --- biases ---

@@ -19,7 +19,14 @@ class Asked:
     """One request through a gate. messages: those of the answer. statuses: as the gate counts them."""
 
     def __init__(
-        self, gate_rules: Rules, *, app: Any = None, is_draining: bool = False, method: str = "POST", **headers: str
+        self,
+        gate_rules: Rules,
+        *,
+        app: Any = None,
+        is_draining: bool = False,
+        method: str = "POST",
+        path: str = "/v1/completions",
+        **headers: str,
     ) -> None:
         self.messages: list[dict[str, Any]] = []
         self.statuses: list[int] = []
@@ -28,7 +35,7 @@ class Asked:
         gate = Gate(self._inside, gate_rules, self.statuses.append)
         gate.is_draining = is_draining
         given = {"content-type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
-        scope = {"type": "http", "method": method, "path": "/v1/completions"}
+        scope = {"type": "http", "method": method, "path": path}
         scope["headers"] = [(name.encode(), text.encode()) for name, text in given.items()]  # type: ignore[assignment]
         asyncio.run(gate(scope, self._receive, self._send))
         assert gate.num_inside == 0
@@ -84,6 +91,13 @@ def test_a_key_brings_its_tenant_to_the_routes() -> None:
     assert Asked(rules()).tenant == b"", "without keys all are one tenant"
     refused = Asked(rules(keys), authorization="Bearer y")
     assert (refused.status, refused.tenant, refused.statuses) == (401, None, [401])
+
+
+def test_without_a_key_no_body_takes_a_place_on_any_path() -> None:
+    keys = Keys.of("secret")
+    for path in ("/x", "/metrics", "/v1/completions"):
+        assert Asked(rules(keys, max_requests=0), path=path).status == 401
+    assert Asked(rules(keys, max_requests=0), path="/x", authorization="Bearer secret").status == 429
 
 
 def test_a_drain_refuses_new_requests_with_a_time_to_ask_again() -> None:

@@ -22,6 +22,14 @@ def test_a_key_has_the_tenant_of_its_line(tmp_path: Path) -> None:
     assert "sesame" not in repr(vars(keys))
 
 
+def test_blanks_around_the_only_key_do_not_count_and_a_key_is_one_word() -> None:
+    """A secret that was made by `echo` ends in a new line."""
+    assert Keys.of(" secret\n").tenant_of(b"Bearer secret") == b""
+    for key in ("", "  ", "two words"):
+        with pytest.raises(InvalidRequest, match="the API key is empty or has blanks inside"):
+            Keys.of(key)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

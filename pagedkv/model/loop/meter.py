@@ -117,7 +117,8 @@ class Meter:
             now = cache.stats()
             self.slots_mapped += now.slots_mapped
             self.slots_wasted += now.slots_wasted
-            self.tokens += now.tokens
+            if all(spec.window is None for spec in cache.specs):  # else most tokens lie in no slot any more
+                self.tokens += now.tokens
         self.steps += 1
         if num_tokens:
             self.computed_tokens += num_tokens

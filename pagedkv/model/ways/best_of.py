@@ -53,10 +53,12 @@ def score(completion: Completion) -> float:
 def choose(request: Request) -> None:
     """Leave the best of its completions in a request all of whose candidates have ended. Of equals, the first.
 
-    Modifies: request.completions; index and score of those that stay
+    Modifies: request.completions; index, score and end of those that stay: they end with the choice
     """
     scores = {completion: score(completion) for completion in request.completions}
     chosen = sorted(scores, key=lambda completion: -scores[completion])[: request.num_returned]
     numbered = ((completion, "index", index) for index, completion in enumerate(chosen))
     scored = ((completion, "score", scores[completion]) for completion in chosen)
-    assign_together([(request, "completions", chosen), *numbered, *scored])
+    last = max(completion.finished_at for completion in request.completions)
+    ended = ((completion, "finished_at", last) for completion in chosen)
+    assign_together([(request, "completions", chosen), *numbered, *scored, *ended])

@@ -95,6 +95,9 @@ class DraftModel:
             self.cache.recover()
         longest = self.decoder.config.max_position_embeddings  # the draft model may end before the other one does
         ends = {s: min(len(s.tokens) + count, longest) for s, count in zip(sequences, most, strict=True)}
+        for s in sequences:
+            if len(s.tokens) >= longest:  # it will have no more drafts
+                self.forget(s)
         drafting = [(s, self._shadow(s)) for s in sequences if len(s.tokens) < longest]
         while drafting:
             drafting = [(s, shadow) for s, shadow in self._advance(drafting) if len(shadow.tokens) < ends[s]]

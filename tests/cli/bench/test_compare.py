@@ -29,6 +29,16 @@ def kept(folder: Path, name: str, rows: list[dict[str, object]]) -> Path:
     return path
 
 
+def test_a_share_that_fell_beside_a_peer_fell(command, tmp_path):
+    """Of a share the larger figure is the better one, of a time the smaller."""
+    both = [kept(tmp_path, name, [row("useful", ours, unit="%"), row("useful", 73.6, "peer", unit="%")])
+            for name, ours in (("a", 97.0), ("b", 48.5))]  # fmt: skip
+    status, out, _ = command("bench", "compare", *both, "--relative", "--json")
+    (only,) = json.loads(out)
+    assert (status, only["fell"]) == (1, True)
+    assert only["ratio"] == pytest.approx(0.5)
+
+
 def test_a_figure_that_fell_by_more_than_the_noise_is_status_1(command, tmp_path):
     first = kept(tmp_path, "a", [row("step", 50.0), row("fork", 10.0)])
     second = kept(tmp_path, "b", [row("step", 100.0), row("fork", 10.1)])

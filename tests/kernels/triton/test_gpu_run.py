@@ -105,6 +105,7 @@ def test_the_ceiling_reads_every_word() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu", "said_to_have_one")
 def test_the_benchmark_measures_ours_and_peers_and_says_which_promises_hold(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
