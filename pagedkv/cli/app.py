@@ -99,10 +99,7 @@ def generate(
     top: options.Top = False,
 ) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
-    given, templating = (
-        _with_one_size(locals()),
-        prompts.Templating(chat, system, prompts.variables(template_var or ())),
-    )
+    given, templating = _checked(locals()), prompts.Templating(chat, system, prompts.variables(template_var or ()))
     source, folder = prompts.read(prompt, prompt_file, dash, templating), None if model is None else hub.find(model)
     sampling = {n: given[n] for n in SAMPLING} | {"stop": stop or ()} | shaping.grammar(json_schema, regex, choice)
     biases, loading = shaping.biases(logit_bias or ()), {name: given[name] for name in LOADING}
@@ -117,7 +114,7 @@ def generate(
         return conversation.hold(job, screen) if source.talk else run(job, screen)
 
 
-def _with_one_size(given: dict[str, Any]) -> dict[str, Any]:
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of all options. Raises: InvalidRequest if two of them set the size of the pool"""
     if given["num_frames"] is not None and given["memory"] is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
