@@ -6,7 +6,8 @@ A mistake replaces a text that must occur in the sources exactly once, so a test
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -93,12 +94,17 @@ CASES = (
 )
 
 
+def some(mistakes: Iterable[str]) -> list[Any]:
+    """Return all mistakes; three of four are slow, because a compiler runs for each."""
+    return [pytest.param(one, marks=[pytest.mark.slow] if n % 4 else []) for n, one in enumerate(mistakes)]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_without_a_mistake_pass(case: Case) -> None:
     check(case, Emulator(8))
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", some(MISTAKES))
 def test_a_planted_mistake_is_caught(mistake: str) -> None:
     machine = planted(MISTAKES[mistake], Emulator(8))
     assert any(catches(case, machine) for case in CASES)
@@ -130,7 +136,7 @@ def in_pieces() -> Emulator:
     return machine
 
 
-@pytest.mark.parametrize("mistake", PIECES)
+@pytest.mark.parametrize("mistake", some(PIECES))
 def test_a_planted_mistake_in_merging_pieces_is_caught(mistake: str) -> None:
     machine = planted(PIECES[mistake], in_pieces())
     assert any(
@@ -218,7 +224,7 @@ def test_writes_copies_and_merges_without_a_mistake_pass() -> None:
     assert moves_right(Emulator())
 
 
-@pytest.mark.parametrize("mistake", MOVING)
+@pytest.mark.parametrize("mistake", some(MOVING))
 def test_a_planted_mistake_in_writes_copies_and_merges_is_caught(mistake: str) -> None:
     machine = planted(MOVING[mistake], Emulator())
     with contextlib.suppress(Fault):

@@ -188,7 +188,7 @@ def test_rejections_are_events(engine: Engine) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("at_step", [5, 6])
+@pytest.mark.parametrize("at_step", [6, pytest.param(5, marks=pytest.mark.slow)])
 def test_an_interrupt_loses_no_token_and_repeats_no_retry(
     at_step: int, checkpoint: Callable[[str], Checkpoint]
 ) -> None:

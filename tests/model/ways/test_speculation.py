@@ -355,6 +355,7 @@ def test_a_draft_model_takes_a_long_prompt_in_parts(
     assert engine.speculation.acceptance == 1.0
 
 
+@pytest.mark.slow
 def test_an_interrupted_draft_model_loses_nothing(
     undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]
 ) -> None:
