@@ -26,7 +26,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-transformers test-vllm test-nano-vllm check bench bench-check bench-readme bench-report gpu gpu-sanitize docs wheel clean FORCE
+.PHONY: help demo test test-all test-transformers test-vllm test-nano-vllm check bench bench-check bench-readme \
+	bench-report gpu gpu-sanitize docs wheel clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12

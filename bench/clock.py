@@ -81,9 +81,7 @@ class Elsewhere:
 def in_turn(steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cpu) -> dict[Name, Timing]:
     """Time each step `repetitions` times, the steps taking turns, after WARM_UP untimed turns."""
     taken: dict[Name, list[tuple[float, bool]]] = {name: [] for name in steps}
-    lots, order = random.Random(0), list(steps)
-    for _ in track(range(repetitions + WARM_UP), "turns"):
-        lots.shuffle(order)
+    for order in by_lot(steps, repetitions, warm_up=WARM_UP):
         for name in order:
             before = taken[name]
             if len(before) < 3 + WARM_UP or sum(seconds for seconds, _ in before[WARM_UP:]) < SECONDS_EACH:
@@ -91,13 +89,13 @@ def in_turn(steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cp
     return {name: _settle(all_runs[WARM_UP:]) for name, all_runs in taken.items()}
 
 
-def by_lot(variants: Iterable[Name], turns: int, text: str = "turns") -> Iterator[list[Name]]:
-    """Yield the variants in an order drawn anew for each of `turns` turns, and for a turn before, which does not count.
+def by_lot(variants: Iterable[Name], turns: int, text: str = "turns", *, warm_up: int = 1) -> Iterator[list[Name]]:
+    """Yield the variants in an order drawn anew for each of `warm_up` turns, which do not count, and of `turns` turns.
 
     text: what a progress bar says.
     """
     lots, order = random.Random(0), list(variants)
-    for _ in track(range(turns + 1), text):
+    for _ in track(range(warm_up + turns), text):
         lots.shuffle(order)
         yield list(order)
 

@@ -14,7 +14,8 @@ A fork copies everything. A cache with a sliding window is a ring: it never need
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Memory, Want
 from pagedkv.bench.fragmentation.arenas import Arena, MakeArena
@@ -44,16 +45,41 @@ def power_of_two(number: int) -> int:
 
 
 @dataclass(slots=True)
-class _Reservation:
-    """The blocks of one sequence, a block for each tensor, and its lengths in tokens."""
+class _Held:
+    """The blocks of one sequence, a block for each tensor; `length` tokens are stored."""
 
     addresses: list[int]
-    limit: int
     length: int
+
+
+HeldT = TypeVar("HeldT", bound=_Held)
+
+
+class _Contiguous(Allocator, Generic[HeldT]):
+    """An allocator whose sequences hold blocks of an arena. is_split: each K and V of each layer has its own block."""
+
+    def __init__(self, name: str, memory: Memory, make_arena: MakeArena, *, is_split: bool) -> None:
+        self.name, self.memory = name, memory
+        self._blocks = memory.tensors if is_split else 1
+        self._token = memory.token_bytes // self._blocks  # bytes of a token in one block
+        self._arena: Arena = make_arena(memory.capacity, self._token)
+        self._held: dict[int, HeldT] = {}
+
+    def overwrite(self, sequence: int, source: int) -> None:
+        self.moved += self._held[source].length
+
+    def free(self, sequence: int) -> None:
+        for address in self._held.pop(sequence).addresses:
+            self._arena.release(address)
+
+
+@dataclass(slots=True)
+class _Reservation(_Held):
+    limit: int
     final: int
 
 
-class Reserving(Allocator):
+class Reserving(_Contiguous[_Reservation]):
     """An allocator that reserves the memory of a whole life when a sequence is admitted, so it never preempts."""
 
     def __init__(
@@ -66,12 +92,8 @@ class Reserving(Allocator):
         is_split: bool = False,
         window: int | None = None,
     ) -> None:
-        """is_split: whether each K and V of each layer has a block of its own."""
-        self.name, self.memory = name, memory
+        super().__init__(name, memory, make_arena, is_split=is_split)
         self._limit, self._window = limit, window
-        self._blocks = memory.tensors if is_split else 1
-        self._arena: Arena = make_arena(memory.capacity, memory.token_bytes // self._blocks)
-        self._held: dict[int, _Reservation] = {}
 
     def admit(self, sequence: int, length: int, final: int) -> bool:
         limit = self._limit(self.memory, length, final)
@@ -80,7 +102,7 @@ class Reserving(Allocator):
     def _reserve(self, sequence: int, limit: int, length: int, final: int) -> bool:
         addresses = allocated(self._arena, self._blocks, limit * self.memory.token_bytes // self._blocks)
         if addresses is not None:
-            self._held[sequence] = _Reservation(addresses, limit, length, final)
+            self._held[sequence] = _Reservation(addresses, length, limit, final)
         return addresses is not None
 
     def grow(self, wants: Sequence[Want]) -> list[Want]:
@@ -92,13 +114,6 @@ class Reserving(Allocator):
         ours = self._held[parent]
         self.moved += ours.length
         return self._reserve(child, ours.limit, ours.length, ours.final)
-
-    def overwrite(self, sequence: int, source: int) -> None:
-        self.moved += self._held[source].length
-
-    def free(self, sequence: int) -> None:
-        for address in self._held.pop(sequence).addresses:
-            self._arena.release(address)
 
     def account(self, remaining: Mapping[int, int]) -> Account:
         token, limits, useful, reserved = self.memory.token_bytes, 0, 0, 0
@@ -126,15 +141,13 @@ def allocated(arena: Arena, blocks: int, size: int) -> list[int] | None:
 
 
 @dataclass(slots=True)
-class _Growing:
-    """The blocks of one sequence and the tokens that each has room for; `length` tokens are stored."""
+class _Growing(_Held):
+    """rooms: the tokens that each block has room for."""
 
-    addresses: list[int] = field(default_factory=list)
-    rooms: list[int] = field(default_factory=list)
-    length: int = 0
+    rooms: list[int]
 
 
-class Growing(Allocator):
+class Growing(_Contiguous[_Growing]):
     """An allocator that moves a sequence to a larger block when it grows beyond its block.
 
     room: tokens that a block for so many tokens shall have room for.
@@ -151,11 +164,8 @@ class Growing(Allocator):
         *,
         is_split: bool = False,
     ) -> None:
-        self.name, self.memory, self._room = name, memory, room
-        self._blocks = memory.tensors if is_split else 1
-        self._token = memory.token_bytes // self._blocks  # bytes of a token in one block
-        self._arena: Arena = make_arena(memory.capacity, self._token)
-        self._held: dict[int, _Growing] = {}
+        super().__init__(name, memory, make_arena, is_split=is_split)
+        self._room = room
         self._headroom = int(HEADROOM * memory.capacity)
 
     def admit(self, sequence: int, length: int, final: int) -> bool:
@@ -168,7 +178,7 @@ class Growing(Allocator):
         room = self._room(length)
         addresses = allocated(self._arena, self._blocks, room * self._token)
         if addresses is not None:
-            self._held[sequence] = _Growing(addresses, [room] * self._blocks, length)
+            self._held[sequence] = _Growing(addresses, length, [room] * self._blocks)
         return addresses is not None
 
     def grow(self, wants: Sequence[Want]) -> list[Want]:
@@ -195,13 +205,6 @@ class Growing(Allocator):
         length = self._held[parent].length
         self.moved += length
         return self._place(child, length)
-
-    def overwrite(self, sequence: int, source: int) -> None:
-        self.moved += self._held[source].length
-
-    def free(self, sequence: int) -> None:
-        for address in self._held.pop(sequence).addresses:
-            self._arena.release(address)
 
     def account(self, remaining: Mapping[int, int]) -> Account:
         rooms = useful = reserved = 0

@@ -110,11 +110,7 @@ class Collector:
         for state in FRAME_STATES:
             frames.add_metric([self._pool, state], getattr(stats, state))
         yield frames
-        for family, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, (field, help_text) in table.items():
-                metric = family(f"pagedkv_{name}", help_text, labels=["pool"])
-                metric.add_metric([self._pool], getattr(stats, field))
-                yield metric
+        yield from _plain(stats, self._pool, GAUGES, COUNTERS)
         yield self._misses(stats)
         yield from self._tenants(stats)
 
@@ -155,11 +151,7 @@ class EngineCollector:
     def collect(self) -> Iterator[Any]:
         """Yield the metric families; their names begin with pagedkv_."""
         stats, times = self._engine.stats(), self._engine.meter.times
-        for family, table in ((GaugeMetricFamily, ENGINE_GAUGES), (CounterMetricFamily, ENGINE_COUNTERS)):
-            for name, (field, help_text) in table.items():
-                metric = family(f"pagedkv_{name}", help_text, labels=["pool"])
-                metric.add_metric([self._pool], getattr(stats, field))
-                yield metric
+        yield from _plain(stats, self._pool, ENGINE_GAUGES, ENGINE_COUNTERS)
         ended = CounterMetricFamily(
             "pagedkv_completions", "Completions that ended, by reason.", labels=["pool", "finish_reason"]
         )
@@ -167,13 +159,22 @@ class EngineCollector:
             ended.add_metric([self._pool, reason], count)
         yield ended
         for name, (field, help_text) in ENGINE_TIMES.items():
-            histogram, shown = (
-                getattr(times, field),
-                HistogramMetricFamily(f"pagedkv_{name}", help_text, labels=["pool"]),
-            )
+            histogram = getattr(times, field)
+            shown = HistogramMetricFamily(f"pagedkv_{name}", help_text, labels=["pool"])
             bounds = [*(str(2.0**exponent) for exponent in EXPONENTS), "+Inf"]
             shown.add_metric([self._pool], list(zip(bounds, histogram.up_to(EXPONENTS), strict=True)), histogram.sum)
             yield shown
+
+
+def _plain(
+    stats: object, pool: str, gauges: dict[str, tuple[str, str]], counters: dict[str, tuple[str, str]]
+) -> Iterator[Any]:
+    """Yield the metrics that are one field of `stats` each. gauges, counters: as GAUGES"""
+    for family, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, (field, help_text) in table.items():
+            metric = family(f"pagedkv_{name}", help_text, labels=["pool"])
+            metric.add_metric([pool], getattr(stats, field))
+            yield metric
 
 
 def _is_text(name: bytes) -> bool:

@@ -69,49 +69,35 @@ def bench_manager(
     return manager.run(rounds, case or [], peers_python or [], shown)
 
 
-@benchmarks.command("generate")
-def bench_generate(
-    turns: options.Turns = None,
-    quick: options.Quick = False,
-    shape: options.Shapes = None,
-    as_json: options.JsonList = False,
-    record: options.Record = None,
-    plot: options.Plot = None,
-) -> None:
-    """Steps of the reference engine against the speed of memory, and transformers beside it. Minutes, 12 GiB."""
-    _host("generate", turns, quick, shape, (as_json, record, plot))
+def _host(name: str, words: str) -> None:
+    """Add the command of a benchmark in which models take steps. words: its help"""
+
+    @benchmarks.command(name, help=words)
+    def bench_host(
+        turns: options.Turns = None,
+        quick: options.Quick = False,
+        shape: options.Shapes = None,
+        as_json: options.JsonList = False,
+        record: options.Record = None,
+        plot: options.Plot = None,
+    ) -> None:
+        from pagedkv.cli.bench.run import Shown, host
+
+        host(name, turns or (2 if quick else 5), shape or [], Shown(as_json, record, plot), is_quick=quick)
 
 
-@benchmarks.command("transformers")
-def bench_transformers(
-    turns: options.Turns = None,
-    quick: options.Quick = False,
-    shape: options.Shapes = None,
-    as_json: options.JsonList = False,
-    record: options.Record = None,
-    plot: options.Plot = None,
-) -> None:
-    """model.generate of transformers with its caches and with pages. It takes minutes, and 6 GiB without --quick."""
-    _host("transformers", turns, quick, shape, (as_json, record, plot))
-
-
-@benchmarks.command("vllm")
-def bench_vllm(
-    turns: options.Turns = None,
-    quick: options.Quick = False,
-    shape: options.Shapes = None,
-    as_json: options.JsonList = False,
-    record: options.Record = None,
-    plot: options.Plot = None,
-) -> None:
-    """A decode step and a prefill of vLLM on a CPU, with its attention and with ours, in one engine. Minutes, 6 GiB."""
-    _host("vllm", turns, quick, shape, (as_json, record, plot))
-
-
-def _host(name: str, turns: int | None, is_quick: bool, shapes: list[str] | None, shown: tuple[Any, ...]) -> None:
-    from pagedkv.cli.bench.run import Shown, host
-
-    host(name, turns or (2 if is_quick else 5), shapes or [], Shown(*shown), is_quick=is_quick)
+_host(
+    "generate",
+    "Steps of the reference engine against the speed of memory, and transformers beside it. Minutes, 12 GiB.",
+)
+_host(
+    "transformers",
+    "model.generate of transformers with its caches and with pages. It takes minutes, and 6 GiB without --quick.",
+)
+_host(
+    "vllm",
+    "A decode step and a prefill of vLLM on a CPU, with its attention and with ours, in one engine. Minutes, 6 GiB.",
+)
 
 
 @benchmarks.command("attention")
