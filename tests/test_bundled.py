@@ -96,7 +96,7 @@ class Reader:
         return sum(right) / len(right), min(lead for _, lead in answers)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def reader(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Reader:
     transformers = pytest.importorskip("transformers", reason="pip install 'pagedkv[hf]'")
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=getattr(torch, request.param))
