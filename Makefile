@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
+OUT    ?= gpu-results
 TRANSFORMERS ?= 5.14.1
 VLLM   ?= 0.32.0
 NANO_VLLM ?= https://github.com/GeeeekExplorer/nano-vllm
@@ -86,12 +87,12 @@ bench-readme: $(STAMPS)/dev ## README's figures and the manual's charts, made ag
 bench-report: $(STAMPS)/dev ## bench-report.html: all rows of bench/results as one page
 	@$(BIN)/pagedkv bench report
 
-gpu: ## with a GPU, no network, by the Python that has torch: tests, benchmarks (STAGES='--minutes 9')
-	@$(PYTHON) scripts/gpu.py $(STAGES)
+gpu: ## the first ten minutes on a GPU, by the Python that has torch: OUT/gpu-results.tar.gz (REST=ARCHIVE goes on)
+	@$(PYTHON) scripts/gpu.py --out '$(OUT)' $(if $(REST),--rest '$(REST)') $(STAGES)
 
-gpu-sanitize: ## the same machine: the cases under compute-sanitizer
-	@$(PYTHON) scripts/gpu.py sanitize-triton-memcheck sanitize-triton-racecheck sanitize-cuda-memcheck \
-		sanitize-cuda-racecheck sanitize-cuda-pieces-memcheck
+gpu-sanitize: ## the same machine: the cases under compute-sanitizer (an hour)
+	@$(PYTHON) scripts/gpu.py --out '$(OUT)' --minutes 60 sanitize-cuda-memcheck sanitize-cuda-racecheck \
+		sanitize-triton-memcheck sanitize-triton-racecheck sanitize-cuda-pieces-memcheck
 
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)

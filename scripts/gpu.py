@@ -1,199 +1,242 @@
-"""`make gpu`: run all tests and benchmarks that need a GPU, in stages.
+"""`make gpu`: whether the GPU kernels are right, and how fast they are, in the first ten minutes on a GPU.
 
-    python scripts/gpu.py [--out FOLDER] [--minutes N] [--rest] [stage ...]
+    python scripts/gpu.py [--out FOLDER] [--minutes N] [--rest [ARCHIVE]] [stage ...]
 
-The script needs no network. It installs pagedkv editable, without build isolation or dependencies, into the Python that
-runs it. That Python must have torch >= 2.8 (with CUDA), numpy, numba, pybind11 and setuptools, and for their kernels
-triton and CuPy. A stage that needs pytest or rich says so if they are missing. When time runs out, the results of
-finished stages stay.
+FOLDER then has two files: gpu-results.tar.gz, of at most 16 MB, with the log and the rows of each stage, and
+summary.txt, one screen. They are complete after each stage, so a run that is killed leaves the stages before. Without
+stages the first ten minutes run (on_gpu/stages.py); with --rest, all stages that did not pass in ARCHIVE, then the
+later ones; the new archive holds the old results too. The status is 0 only if all these stages passed.
 
-Each stage writes FOLDER/<stage>.log while it runs, and one line to FOLDER/summary.txt when it ends. A stage that fails
-or runs out of time does not stop the others, except the first two: without a GPU or an installed pagedkv no other stage
-can run. Correctness comes before speed: the first stages are short and show whether the kernels run at all. If a
-command may take only ten minutes, run with --minutes 9, and again with --rest, which skips the stages that passed. This
-file knows only the names of commands.
+The run installs and compiles no C++ and needs no network. Python must have torch with CUDA and numpy, and
+triton, CuPy or pytest for the stages that say so. Each stage is a process of its own with a limit of time: a stage that
+fails, hangs or is killed does not stop the others. Without a GPU only the stages that need none run. This file knows
+only how stages are run and reported.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-JOBS = str(max(1, min(8, (os.cpu_count() or 2) // 2)))
-"""Processes that share the GPU in tests of correctness, whose time goes mostly to compilers and oracles. Measurements
-run alone."""
+from on_gpu import archive, clocks, tree
+from on_gpu.stages import ENVIRONMENT, FIRST, LATER, SANITIZE, Stage
 
-SPREAD = ("-n", JOBS) if importlib.util.find_spec("xdist") else ()
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--override-ini=addopts=--import-mode=importlib", "-m", "gpu")
-MACHINE = """
-import importlib.metadata as m, sys, torch
-for name in ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "numba", "numpy", "pytest", "flashinfer-python",
-             "flash-attn"):
-    try: print(name, m.version(name), end="; ")
-    except m.PackageNotFoundError: pass
-if not torch.cuda.is_available(): sys.exit("torch finds no GPU on this machine, so nothing can be tested or measured")
-at = torch.cuda.get_device_properties(0)
-print(f"{at.name}, {at.multi_processor_count} processors, {at.total_memory >> 30} GiB, Python {sys.version.split()[0]}")
-"""
+ROOT: Final = Path(__file__).resolve().parents[1]
+ARCHIVE, SUMMARY, STATE = "gpu-results.tar.gz", "summary.txt", "stages.json"
+LAST: Final = 15.0
+"""Seconds at the end that no stage takes: for the archive."""
+
+SCREEN: Final = (50, 120)
+"""Lines and columns of the summary."""
+
+# An interpreted, forced or checked kernel would not be the one to test and measure.
+_UNSET: Final = ("TRITON_INTERPRET", "PAGEDKV_KERNELS", "PAGEDKV_DEBUG")
+_SET: Final = {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"}
 
 
-class Stage(NamedTuple):
-    """One command and its limits.
+class Ended(NamedTuple):
+    """The end of a stage.
 
-    name: of the stage, its log and its results. arguments: of Python. minutes: the most that it may take. tool: a
-    command that runs Python, with its arguments. vital: no later stage runs if this one fails. env: environment
-    variables of this stage.
+    how:    "passed", "FAILED", "out of time" or "not run".      why: the reason, or the last line that was printed.
+    clocks: of the GPU while it ran, in words.                   lines: for the summary, printed with "= " before them.
     """
 
     name: str
-    arguments: tuple[str, ...]
-    minutes: float
-    tool: tuple[str, ...] = ()
-    vital: bool = False
-    env: tuple[tuple[str, str], ...] = ()
+    how: str
+    seconds: float
+    why: str
+    clocks: str = ""
+    lines: tuple[str, ...] = ()
 
 
-def _cases(backend: str, *cases: str, jobs: str = JOBS) -> tuple[str, ...]:
-    return "-m", "tests.kernels.by_hand", "--backend", backend, "--jobs", jobs, "--cases", *cases
+class Run:
+    """One call: its folders, and how each stage ended, this time or in the archive of an earlier call."""
 
+    def __init__(self, out: Path, work: Path) -> None:
+        self.out, self.results, self.tree = out, work / "results", work / "tree"
+        self.ended: dict[str, Ended] = {}
+        out.mkdir(parents=True, exist_ok=True)
+        self.results.mkdir(parents=True, exist_ok=True)
 
-BENCH = ("-m", "pagedkv.bench.gpu.attention", "--out", "{out}")
-BASELINES = ("--backends", "triton", "cuda")
-"""The backends that others are compared with. The variants of cuda are measured in another process, because an error on
-a GPU ends the process and loses its results."""
-
-STAGES = (
-    Stage("machine", ("-c", MACHINE), 1, vital=True),
-    Stage(
-        "install",
-        ("-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index", "--editable", "."),
-        5,
-        vital=True,
-    ),
-    Stage("doctor", ("-m", "pagedkv", "doctor"), 1),
-    Stage("cases", _cases("triton", "small"), 4),
-    Stage("cases-cuda", _cases("cuda", "small"), 4),
-    Stage("moves", (*PYTEST, "tests/kernels/test_on_gpu.py", "-k", "on_the_gpu"), 3),
-    Stage("bench-quick", (*BENCH, *BASELINES, "--quick", "--no-peers"), 4),
-    Stage(
-        "graphs",
-        (
-            *PYTEST,
-            "tests/kernels/test_on_gpu.py",
-            "tests/kernels/cuda/test_graph.py",
-            "-k",
-            "not (pieces or on_the_gpu)",
-        ),
-        6,
-    ),
-    Stage("cases-cuda-pieces", _cases("cuda-pieces", "small"), 4),
-    Stage("grid", _cases("triton", "grid", "large"), 8),
-    Stage("grid-cuda", _cases("cuda", "grid", "large"), 8),
-    Stage("grid-cuda-pieces", _cases("cuda-pieces", "grid", "large"), 8),
-    Stage("bench", (*BENCH, *BASELINES), 9),
-    Stage(
-        "graphs-variants",
-        (*PYTEST, "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py", "-k", "pieces"),
-        6,
-    ),
-    Stage("bench-variants", (*BENCH, "--backends", "cuda", "cuda-pieces", "--no-peers"), 9),
-    Stage("tune", ("-m", "pagedkv.bench.gpu.tune", "--out", "{out}"), 9),
-    Stage("laws", (*PYTEST, *SPREAD, "tests/kernels"), 15),
-)
-"""The most useful stages come first, in case time is short."""
-
-SANITIZE = tuple(
-    Stage(
-        f"sanitize-{backend}-{tool}",
-        _cases(backend, "small", jobs="1"),
-        15,
-        ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
-        # memcheck sees no access out of bounds inside a block that torch caches.
-        env=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),) if tool == "memcheck" else (),
-    )
-    for backend in ("triton", "cuda", "cuda-pieces")
-    for tool in ("memcheck", "racecheck")
-)
-"""The stages of `make gpu-sanitize`, which are slow and run separately."""
-
-
-def run(stage: Stage, out: Path, minutes: float) -> str:
-    """Run a stage. Return one line: how the stage ended, and the last line that it printed."""
-    began, log = time.monotonic(), out / f"{stage.name}.log"
-    arguments = [argument.replace("{out}", str(out)) for argument in stage.arguments]
-    # An interpreted, forced or checked kernel would not be the one to test and measure.
-    unset = ("TRITON_INTERPRET", "PAGEDKV_KERNELS", "PAGEDKV_DEBUG")
-    env = {name: value for name, value in os.environ.items() if name not in unset}
-    env |= {"PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"} | dict(stage.env)
-    with log.open("w") as file:
+    def resume(self, before: Path) -> None:
+        """Take the results of the archive of an earlier call. Raises: SystemExit in words if it is none"""
         try:
-            command = [*stage.tool, sys.executable, *arguments]
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        except OSError as missing:
-            return f"{stage.name}: not run: {missing}"
-        try:
-            code = process.wait(timeout=60 * minutes)
-            ended = "passed" if code == 0 else f"FAILED ({code})"
-        except subprocess.TimeoutExpired:
-            ended = f"out of time after {minutes:.1f} minutes"
-        finally:
-            if process.poll() is None:  # end the process and the workers it has started
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    if ended == "passed" and lines and " skipped" in lines[-1] and " passed" not in lines[-1]:
-        ended = "FAILED (nothing ran)"
-    return f"{stage.name}: {ended}, {time.monotonic() - began:.0f} s: {lines[-1][:200] if lines else 'printed nothing'}"
+            archive.unpack(before, self.results)
+            kept = json.loads((self.results / STATE).read_text())
+        except (OSError, tarfile.TarError, ValueError) as why:
+            raise SystemExit(
+                f"--rest: {before} is not the archive of an earlier call: {why}; name one, or leave out --rest"
+            ) from None
+        self.ended = {each["name"]: Ended(**each | {"lines": tuple(each["lines"])}) for each in kept}
+
+    def lacks(self, stage: Stage) -> str:
+        """Return what a stage needs and this machine lacks; "" for nothing."""
+        found = []
+        for need in stage.needs:
+            if need == "gpu" and (environment := self.ended.get(ENVIRONMENT)) and environment.how != "passed":
+                found.append(f"a GPU, and {environment.why.rpartition(': ')[2]}")
+            elif need.startswith("program:") and not shutil.which(need.removeprefix("program:")):
+                found.append(f"{need.removeprefix('program:')}, which is not on the PATH")
+            elif need != "gpu" and not need.startswith("program:") and not importlib.util.find_spec(need):
+                found.append(f"the module {need}, which this Python lacks")
+        return " and ".join(found)
+
+    def run(self, stage: Stage, seconds: float) -> Ended:
+        """Run a stage for at most `seconds`, and keep how it ended."""
+        if lacks := self.lacks(stage):
+            ended = Ended(stage.name, "not run", 0, f"needs {lacks}")
+        elif seconds < min(10.0, stage.seconds):
+            ended = Ended(stage.name, "not run", 0, "no time is left; --rest continues")
+        else:
+            ended = self._process(stage, min(seconds, stage.seconds))
+        if ended.how != "not run" or stage.name not in self.ended:  # an earlier call may have said more
+            self.ended[stage.name] = ended
+        return ended
+
+    def _process(self, stage: Stage, seconds: float) -> Ended:
+        log = self.results / f"{stage.name}.log"
+        env = {name: value for name, value in os.environ.items() if name not in _UNSET} | _SET | dict(stage.env)
+        arguments = [argument.replace("{out}", str(self.results)) for argument in stage.arguments]
+        began, at = time.monotonic(), time.time()
+        with log.open("w") as file:
+            try:
+                process = subprocess.Popen(
+                    [*stage.tool, sys.executable, *arguments],
+                    cwd=self.tree,
+                    env=env,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as missing:
+                return Ended(stage.name, "not run", 0, str(missing))
+            try:
+                how, why = _how(process.wait(timeout=seconds))
+            except subprocess.TimeoutExpired:
+                how, why = "out of time", f"after {seconds:.0f} s; "
+            finally:
+                _end(process)
+        lines = [line.rstrip() for line in _tail(log).splitlines() if line.strip()]
+        last = lines[-1] if lines else "it printed nothing"
+        if how == "passed" and " skipped" in last and " passed" not in last:
+            how, why = "FAILED", "nothing ran: "
+        told = tuple(line[2:] for line in lines if line.startswith("= "))
+        watched = clocks.during(self.results / "clocks.csv", at, time.time())
+        return Ended(stage.name, how, round(time.monotonic() - began, 1), why + last.removeprefix("= "), watched, told)
+
+    def keep(self) -> None:
+        """Write the archive and the summary."""
+        (self.results / STATE).write_text(json.dumps([each._asdict() for each in self.ended.values()], indent=1))
+        (self.results / SUMMARY).write_text(self.summary([]))
+        left_out = archive.pack(self.results, self.out / ARCHIVE)
+        archive.replace(self.out / SUMMARY, self.summary(left_out).encode())
+
+    def summary(self, left_out: list[str]) -> str:
+        """Return one screen: a line for each stage, and the lines that stages printed for it."""
+        (rows, columns), every = SCREEN, list(self.ended.values())
+        head = f"pagedkv make gpu, {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, kernels {tree.digest(ROOT)}"
+        lines = [head, *([f"left out of the archive, which was full: {', '.join(left_out)}"] if left_out else [])]
+        least = sum(1 for _ in every) + len(lines)  # each stage has a line, whatever else fits
+        for each in every:
+            about = f"{each.name}: {each.how}, {each.seconds:.0f} s"
+            lines.append(f"{about}; {each.clocks}" if each.clocks else about)
+            if each.how != "passed":
+                lines[-1] += f": {each.why}"
+            room = max(0, rows - least)
+            shown = each.lines if len(each.lines) <= room else (*each.lines[: max(0, room - 1)], "... more in its log")
+            shown = shown[:room]
+            least += len(shown)
+            lines += [f"  {line}" for line in shown]
+        return "".join(f"{line[:columns]}\n" for line in lines)
 
 
-def passed(summary: Path) -> set[str]:
-    """Return the names of the stages that passed in earlier runs."""
-    lines = summary.read_text().splitlines() if summary.exists() else []
-    return {line.partition(":")[0] for line in lines if ": passed" in line}
+def _how(code: int) -> tuple[str, str]:
+    if code < 0:
+        return "FAILED", f"killed by {signal.Signals(-code).name}: "
+    return ("passed", "") if code == 0 else ("FAILED", f"status {code}: ")
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End a process and the workers it has started. A process that waits inside a driver may outlive its signal."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        print(f"process {process.pid} did not end: it waits inside the driver", flush=True)
+
+
+def _tail(log: Path, most: int = 1 << 20) -> str:
+    """Return the end of a log, however long the log is."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - most))
+        return file.read().decode(errors="replace")
+
+
+def chosen(run: Run, names: list[str], rest: bool) -> list[Stage]:
+    """Return the stages of this call. The environment is always looked at: the machine may be another one."""
+    stages = {stage.name: stage for stage in (*FIRST, *LATER, *SANITIZE)}
+    if names:
+        picked = [stages[name] for name in names]
+    elif rest:
+        passed = {name for name, each in run.ended.items() if each.how == "passed"}
+        picked = [stage for stage in (*FIRST, *LATER) if stage.name not in passed]
+    else:
+        picked = list(FIRST)
+    return [stages[ENVIRONMENT], *(stage for stage in picked if stage.name != ENVIRONMENT)]
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options. Raises: SystemExit for a stage that does not exist"""
+    names = [stage.name for stage in (*FIRST, *LATER, *SANITIZE)]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("stages", nargs="*", help="of: " + ", ".join(names))
+    parser.add_argument("--out", type=Path, default=ROOT / "gpu-results")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for this call, the archive included")
+    parser.add_argument("--rest", nargs="?", const="", metavar="ARCHIVE", help="continue; by default FOLDER's archive")
+    options = parser.parse_args(argv)
+    if unknown := [name for name in options.stages if name not in names]:
+        parser.error(f"there is no stage {', '.join(unknown)}; there are: {', '.join(names)}")
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the stages. Return 0 if all passed, else 1."""
-    stages = {stage.name: stage for stage in (*STAGES, *SANITIZE)}
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("stages", nargs="*", help="of: " + ", ".join(stages))
-    parser.add_argument("--out", type=Path, default=ROOT / "gpu-results")
-    parser.add_argument("--minutes", type=float, default=60.0, help="for all stages together")
-    parser.add_argument("--rest", action="store_true", help="skip stages that passed before, except the first two")
-    options = parser.parse_args(argv)
-    if unknown := [name for name in options.stages if name not in stages]:
-        parser.error(f"there is no stage {', '.join(unknown)}; there are: {', '.join(stages)}")
-    out = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    done = passed(out / "summary.txt") if options.rest else set()
-    chosen = [stages[name] for name in options.stages] or [
-        stage for stage in STAGES if stage.vital or stage.name not in done
-    ]
-    left, failed, broken = 60 * options.minutes, 0, ""  # broken: why no later stage can run
-    for stage in chosen:
-        began = time.monotonic()
-        if broken or left <= 10:
-            line = f"{stage.name}: not run: {broken or 'no time is left'}"
-        else:
-            line = run(stage, out, min(stage.minutes, left / 60))
-        left -= time.monotonic() - began
-        if ": passed" not in line:
-            failed += 1
-            broken = broken or (f"{stage.name} did not pass" if stage.vital else "")
-        print(line, flush=True)
-        with (out / "summary.txt").open("a") as file:
-            file.write(line + "\n")
-    return 1 if failed else 0
+    """Run the stages. Return 0 if all of them passed, else 1."""
+    options, began = parsed(argv), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pagedkv-gpu-", ignore_cleanup_errors=True) as work:
+        run = Run(options.out.resolve(), Path(work))
+        if options.rest is not None:
+            run.resume(Path(options.rest) if options.rest else run.out / ARCHIVE)
+        tree.copy(ROOT, run.tree)
+        stages = chosen(run, options.stages, options.rest is not None)
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the archive is written
+        status = 0
+        try:
+            with clocks.logged(run.results / "clocks.csv"):
+                for stage in stages:
+                    left = 60 * options.minutes - LAST - (time.monotonic() - began)
+                    ended = run.run(stage, left)
+                    status |= int(ended.how != "passed")
+                    print(f"{ended.name}: {ended.how}, {ended.seconds:.0f} s: {ended.why}"[:300], flush=True)
+                    run.keep()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            run.keep()
+        print((run.out / SUMMARY).read_text(), end="", flush=True)
+        return status
 
 
 if __name__ == "__main__":

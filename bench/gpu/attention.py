@@ -18,10 +18,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 
@@ -29,11 +29,8 @@ from pagedkv import paged_attention
 from pagedkv.bench import record
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.gpu.peers import PEERS
-from pagedkv.bench.gpu.pool import GpuPool, Step
-from pagedkv.errors import InvalidRequest
-from pagedkv.kernels import quant
-
-Name = TypeVar("Name", bound=Hashable)
+from pagedkv.bench.gpu.pool import GpuPool
+from pagedkv.bench.gpu.timing import Step, error_line, in_turn, provenance, require_gpu
 
 BASE: Final = Cell(batch=32, context=4096, device="cuda")
 LONG: Final = replace(BASE, batch=8, context=32768)
@@ -122,8 +119,7 @@ The ratio is its time over the time of the same backend without `split_tokens`.
 
 def ours(backend: str, pool: GpuPool, **options: Any) -> list[Step]:
     """Return the steps of `backend` over `pool`, one for each call of a graph."""
-    cell = pool.cell
-    q = torch.randn(cell.batch * cell.new, cell.heads, cell.head_dim, device=pool.device).to(quant.DTYPES[cell.dtype])
+    q = pool.query()
     return [
         lambda batch=batch: paged_attention(q, pool.layer, batch, backend=backend, **options)
         for batch in pool.batches()
@@ -138,54 +134,6 @@ def ceiling(pool: GpuPool) -> list[Step]:
     words, num_words = pool.kv_bytes // 8, len(whole)
     starts = [i * words % max(1, num_words - words) // 16 * 16 for i in range(pool.calls)]
     return [lambda at=at: read(whole[at : at + words]) for at in starts]
-
-
-def graph_of(steps: list[Step]) -> torch.cuda.CUDAGraph:
-    """Capture all steps in one CUDA graph, after one warm-up run of each."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for step in steps:
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for step in steps:
-            step()
-    return graph
-
-
-def in_turn(variants: dict[Name, list[Step]], repetitions: int) -> tuple[dict[Name, float], dict[Name, str]]:
-    """Time the variants in turn, one replay after the other.
-
-    Returns the median microseconds of a call of each variant; and for each variant that failed, the reason.
-    """
-    graphs: dict[Name, torch.cuda.CUDAGraph] = {}
-    refused: dict[Name, str] = {}
-    for name, steps in variants.items():
-        try:
-            graphs[name] = graph_of(steps)
-        except Exception as why:
-            refused[name] = error_line(why)
-    times: dict[Name, list[float]] = {name: [] for name in graphs}
-    for turn in range(repetitions + 2):
-        for name, graph in graphs.items():
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()  # keeps the device busy while the host launches the timed replay
-            began.record()
-            graph.replay()
-            ended.record()
-            torch.cuda.synchronize()
-            if turn >= 2:
-                times[name].append(began.elapsed_time(ended) * 1e3 / len(variants[name]))
-    return {name: statistics.median(some) for name, some in times.items()}, refused
-
-
-def error_line(why: Exception) -> str:
-    """Return the first line of an error, and the first line of each of its notes (a compiler's message)."""
-    texts = [f"{type(why).__name__}: {why}", *getattr(why, "__notes__", ())]
-    return "; ".join(text.strip().splitlines()[0][:300] for text in texts if text.strip())
 
 
 def variants_of(
@@ -293,17 +241,6 @@ def means(times: dict[tuple[str, str], dict[str, Any]], backends: list[str]) -> 
     return lines
 
 
-def provenance() -> dict[str, Any]:
-    """Return record.provenance with the GPU, its processors and its CUDA or ROCm version."""
-    properties = torch.cuda.get_device_properties(0)
-    about = {
-        "gpu": properties.name,
-        "processors": properties.multi_processor_count,
-        "cuda": torch.version.cuda or torch.version.hip,
-    }
-    return record.provenance() | about
-
-
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the share of the ceiling, a bar for each variant of each cell; without matplotlib, only print a note."""
     try:
@@ -337,12 +274,6 @@ class Asked:
     peers: bool = True
     out: tuple[Path, ...] = ()
     plot: Path | None = None
-
-
-def require_gpu() -> None:
-    """Raise InvalidRequest if torch finds no GPU."""
-    if not torch.cuda.is_available():
-        raise InvalidRequest("torch finds no GPU on this machine: leave out --device cuda, or run where there is one")
 
 
 def run(asked: Asked) -> None:

@@ -22,7 +22,8 @@ from typing import Any, Final
 import torch
 
 from pagedkv import PagedBatch
-from pagedkv.bench.gpu.pool import GpuPool, Step
+from pagedkv.bench.gpu.pool import GpuPool
+from pagedkv.bench.gpu.timing import Step
 from pagedkv.kernels import quant
 
 

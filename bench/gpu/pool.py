@@ -1,11 +1,12 @@
 """The memory of a GPU benchmark: one layer of a pool much larger than the L2 cache; each step reads other frames.
 
-This file knows the layout of pagedkv.cache and the cells; it measures nothing.
+Keys and values are drawn from a normal distribution and stored as a cache would store them, so scores differ from key
+to key, and bits flip on the wires as they do in service. This file knows the layout of pagedkv.cache and the cells; it
+measures nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -19,8 +20,11 @@ ROTATED_BYTES: Final = 512 << 20
 
 BITS: Final = {"int4": 4, "int8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8, "float32": 32}
 
-Step = Callable[[], object]
-"""A function that launches one call; a graph holds several, each made for its own page tables."""
+SCALE: Final = {"int4": 0.25, "int8": 1 / 32}
+"""The scale of a token that stores numbers from -2 to 2, or from -4 to 4. The scale of 8-bit floats is 1."""
+
+AT_ONCE: Final = 1 << 26
+"""Elements that are drawn at once."""
 
 
 class GpuPool:
@@ -38,8 +42,10 @@ class GpuPool:
         self.calls = max(4, min(128, -(-ROTATED_BYTES // self.kv_bytes)))
         self.num_frames = max(sum(self.pages) * min(self.calls, 4), -(-2 * ROTATED_BYTES // spec.frame_bytes))
         size = self.num_frames * spec.frame_bytes
-        self.bytes = torch.randint(0, 56, (size,), dtype=torch.uint8, device=device)  # finite in any dtype
+        self.bytes = torch.zeros(size, dtype=torch.uint8, device=device)
         self.layer = KVLayer(**{name: self._view(name, offset) for name, (offset, _) in spec.regions().items()})
+        for stored in (self.layer.k, self.layer.v):
+            self._draw(stored)
 
     def _view(self, name: str, offset: int) -> torch.Tensor:
         spec, is_scale = self.cell.spec(), name.endswith("_scale")
@@ -49,8 +55,26 @@ class GpuPool:
         strides = (self.frame_bytes // dtype.itemsize, dim, spec.block_size * dim, 1)
         view = self.bytes.view(dtype).as_strided(shape, strides, offset // dtype.itemsize)
         if is_scale:
-            view.fill_(0.01)
+            view.copy_(torch.rand(shape, device=self.device).add_(0.5).mul_(SCALE.get(spec.stored_dtype, 1.0)))
         return view[..., 0] if is_scale else view
+
+    def _draw(self, stored: torch.Tensor) -> None:
+        kind, (frames, *rest) = self.cell.spec().stored_dtype, stored.shape
+        for part in stored.split(max(1, AT_ONCE // (stored.numel() // frames))):
+            shape = (len(part), *rest)
+            if kind == "int4":
+                part.copy_(torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device))
+            elif kind == "int8":
+                part.copy_(torch.randn(shape, device=self.device).mul_(32).round_().clamp_(-127, 127))
+            else:
+                part.copy_(torch.randn(shape, device=self.device))
+
+    def query(self, peak: float = 1.0) -> torch.Tensor:
+        """Return queries of a step, normally distributed times `peak`: 1 for scores as of random vectors, 4 to 6 for a
+        softmax of which a few keys have nearly all the weight, as in models."""
+        cell = self.cell
+        shape = (cell.batch * cell.new, cell.heads, cell.head_dim)
+        return (torch.randn(shape, device=self.device) * peak).to(quant.DTYPES[cell.dtype])
 
     def batches(self) -> list[PagedBatch]:
         """Return a decode step for each call, frames in random order.

@@ -1,4 +1,4 @@
-"""The stages of `make gpu`, its benchmark and its search, over small cells and without a GPU.
+"""The benchmark and the search of `make gpu`, over small cells and without a GPU.
 
 Stand-ins take the place of CUDA graphs and events; the stand-in of a graph calls the steps that it would capture.
 Kernels are interpreted (test_triton.py, imported here, explains how). These tests cannot show times, capture itself,
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import operator
-import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -20,16 +19,17 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import gpu
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels.cuda.specialisation import CLASSES, Keys
 from tests.cases import GRID, SMALL
 from tests.kernels import by_hand
 from tests.kernels.triton.test_triton import interpreted, interpreting, tuning
 
 __all__ = ["interpreting"]  # a fixture
 
-gpu_attention, gpu_ceiling, gpu_peers, gpu_pool, record, tune = (
+constants, gpu_attention, gpu_ceiling, gpu_peers, gpu_pool, gpu_timing, record, tune = (
     interpreted(f"pagedkv.bench.{name}")
-    for name in ("gpu.attention", "gpu.ceiling", "gpu.peers", "gpu.pool", "record", "gpu.tune")
+    for name in "gpu.constants gpu.attention gpu.ceiling gpu.peers gpu.pool gpu.timing record gpu.tune".split()
 )
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"), pytest.mark.usefixtures("interpreting")]
 ROOT = Path(__file__).parents[3]
@@ -64,18 +64,20 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_pool, "ROTATED_BYTES", 1 << 18)
     for module in (gpu_attention, tune):
         monkeypatch.setattr(module, "GpuPool", functools.partial(gpu_pool.GpuPool, device="cpu"))
-    monkeypatch.setattr(gpu_attention, "graph_of", Graph)
+    monkeypatch.setattr(gpu_timing, "graph_of", Graph)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(gpu_attention, "provenance", lambda: {"gpu": "NVIDIA H200", "commit": "abc", "when": "now"})
+    for module in (gpu_attention, gpu_timing):
+        monkeypatch.setattr(module, "provenance", lambda: {"gpu": "NVIDIA H200", "commit": "abc", "when": "now"})
     monkeypatch.setattr(record, "results", lambda: None)
     monkeypatch.setattr(gpu_attention, "PEERS", {"sdpa": gpu_peers.sdpa, "flashinfer": gpu_peers.flashinfer})
 
 
 @pytest.fixture
 def said_to_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_attention, "require_gpu", lambda: None)
+    for module in (gpu_attention, gpu_timing):
+        monkeypatch.setattr(module, "require_gpu", lambda: None)
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -169,7 +171,7 @@ def test_the_quick_benchmark_looks_at_every_promise() -> None:
 
 def test_without_a_gpu_benchmark_and_search_refuse_to_run() -> None:
     for main in (gpu_attention.main, tune.main):
-        with pytest.raises(gpu_attention.InvalidRequest, match="torch finds no GPU on this machine"):
+        with pytest.raises(InvalidRequest, match="torch finds no GPU on this machine"):
             main([])
 
 
@@ -229,7 +231,7 @@ def test_the_search_writes_the_fastest_fields_of_each_size(monkeypatch: pytest.M
     monkeypatch.setattr(tune, "prefill_steps", functools.partial(tune.prefill_steps, tokens=20))
     monkeypatch.setattr(tune, "ALONE", {"batch": 1, "context": 70})
     before = tuning._table()
-    tune.main(["--out", str(tmp_path)])
+    tune.main(["--kernels", "triton", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "tuning.json").read_text())
     assert found["interpreter"]["decode"] == {"256/64": {"N": 64, "one_launch": True}}
     assert found["interpreter"]["prefill"] == {"256/64": {"N": 64}}
@@ -269,67 +271,66 @@ def test_entries_that_were_not_measured_have_the_values_of_the_rule_and_its_name
             assert not any(fields.get("one_launch") for fields in entry.get("decode", {}).values())
 
 
-def test_without_a_gpu_the_run_says_so_once_and_starts_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    assert gpu.main(["--out", str(tmp_path)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("machine: FAILED")
-    assert lines[0].endswith("torch finds no GPU on this machine, so nothing can be tested or measured")
-    assert all(line.endswith("not run: machine did not pass") for line in lines[1:])
-    assert len(lines) == len(gpu.STAGES)
-    assert (tmp_path / "summary.txt").read_text().splitlines() == lines
+def test_random_runs_are_read_whole_and_only_they() -> None:
+    words = torch.randint(0, 1 << 60, (gpu_ceiling.BLOCK * 6,))
+    for run in gpu_ceiling.RUNS:
+        runs = words.view(-1, run // 8)
+        starts = torch.randperm(len(runs)).int()[: len(runs) // 3]
+        per_program = max(1, gpu_ceiling.BLOCK * 8 // run)
+        chosen = runs[starts.long()].view(-1, per_program * run // 8)
+        assert gpu_ceiling.read_runs(words, starts, run).tolist() == [
+            functools.reduce(operator.xor, part.tolist()) for part in chosen
+        ]
 
 
-def test_a_stage_that_fails_or_hangs_leaves_its_log_and_the_next_stages_run(
+@pytest.mark.usefixtures("no_gpu")
+def test_each_ceiling_reads_as_many_bytes_from_places_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[str, int]] = []
+    monkeypatch.setattr(gpu_ceiling, "read", lambda x, block, warps: read.append(("run", x.numel() * 8)))
+    monkeypatch.setattr(gpu_ceiling, "read_runs", lambda x, at, run: read.append((str(at[:2]), len(at) * run)))
+    rows = gpu_ceiling.measured(torch.zeros(1 << 19, dtype=torch.int64), 1, repetitions=1)
+    assert {size for _, size in read} == {1_000_000 // 32768 * 32768}
+    assert len({name for name, _ in read}) > 60, "each random call reads other runs"
+    assert [row["who"] for row in rows] == [
+        "contiguous, 2048", "contiguous, 4096", "contiguous, 8192", "random, 4 KB", "random, 32 KB"
+    ]  # fmt: skip
+    assert rows[0]["TB_per_s"] == pytest.approx(1e6 // 32768 * 32768 / (0.5e-3 / 64) / 1e12, rel=1e-2)
+
+
+@pytest.mark.usefixtures("no_gpu", "said_to_have_one")
+def test_the_search_of_cudas_constants_names_the_fastest_that_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sleep = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).wait()"
-    hang = f"import subprocess, sys; print('began', flush=True); {sleep}"
-    stages = (
-        gpu.Stage("broken", ("-c", "print('so far'); raise SystemExit(3)"), 1),
-        gpu.Stage("hangs", ("-c", hang), 0.02),
-        gpu.Stage("lacks", ("-c", ""), 1, ("no-such-tool-anywhere",)),
-        gpu.Stage("empty", ("-c", "print('7 skipped in 1 s')"), 1),
-        gpu.Stage(
-            "good",
-            ("-c", "import os; print('fine', sorted(set(os.environ) & {'TRITON_INTERPRET', 'PAGEDKV_DEBUG'}))"),
-            1,
-        ),
-    )
-    monkeypatch.setattr(gpu, "STAGES", stages)
-    monkeypatch.setenv("PAGEDKV_DEBUG", "3")
-    assert gpu.main(["--out", str(tmp_path)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("broken: FAILED (3), ")
-    assert lines[0].endswith(": so far")
-    assert lines[1].startswith("hangs: out of time after 0.0 minutes")
-    assert lines[1].endswith("began")
-    assert "not run" in lines[2]
-    assert "nothing ran" in lines[3]
-    assert lines[4].startswith("good: passed")
-    assert lines[4].endswith("fine []")
-    assert (tmp_path / "hangs.log").read_text() == "began\n"
-    assert gpu.main(["--out", str(tmp_path), "--rest"]) == 1
-    assert "good" not in capsys.readouterr().out
+    shared, cell, kinds, tried = (227 << 10, 228 << 10), (128, 128), (1, 1), []
+    own = constants.attention.specialise
 
+    def timed(variants: dict[Any, Any], repetitions: int) -> tuple[dict[Any, float], dict[Any, str]]:
+        times, refused = {}, {}
+        for name in variants:
+            constants.use("decode", json.loads(name[0]))
+            try:
+                kernel = constants.attention.specialise(kinds, cell, CLASSES[0], Keys(), shared)
+            except InvalidRequest as why:
+                refused[name] = str(why)
+                continue
+            assert constants.attention.specialise(kinds, cell, CLASSES[1], Keys(), shared) == own(
+                kinds, cell, CLASSES[1], Keys(), shared
+            ), "another class keeps its constants"
+            tried.append(kernel)
+            times[name] = 20.0 - kernel.warps_n - kernel.stages
+        return times, refused
 
-@pytest.mark.slow
-def test_every_stage_names_files_and_options_that_exist() -> None:
-    options: dict[str, set[str]] = {}
-    for stage in (*gpu.STAGES, *gpu.SANITIZE):
-        if stage.arguments[:2] == ("-m", "pytest"):
-            assert all((ROOT / part).exists() for part in stage.arguments if part.startswith("tests/"))
-        elif stage.arguments[0] == "-m" and stage.arguments[1].startswith(("pagedkv.bench", "tests.")):
-            options.setdefault(stage.arguments[1], set()).update(
-                part for part in stage.arguments if part.startswith("--")
-            )
-    for module, used in options.items():
-        run = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        assert all(option in run.stdout for option in used)
+    monkeypatch.setattr(tune, "in_turn", timed)
+    monkeypatch.setattr(tune, "CELLS", (TINY,))
+    monkeypatch.setattr(constants, "AXES", {"decode": {"warps_n": (2, 8), "blocks": (1, 2), "stages": (2, 4, 99)}})
+    monkeypatch.setattr(tune, "ALONE", {"batch": 1, "context": 70})
+    tune.main(["--kernels", "cuda", "--out", str(tmp_path)])
+    row = json.loads((tmp_path / "gpu-tune.jsonl").read_text())
+    assert row["fields"]["warps_n"] == 8
+    assert row["us"] < row["us_now"]
+    assert all(kernel.blocks * (kernel.shared_bytes + 1024) <= shared[1] for kernel in tried)
+    assert "= cuda decode" in capsys.readouterr().out
+    assert constants.attention.specialise is own, "the code has its own constants again"
 
 
 def test_cases_without_pytest_are_judged_as_with_it(
@@ -365,8 +366,7 @@ def test_cases_after_a_gpu_error_count_as_lost_and_the_compilers_log_is_printed(
     assert line.startswith("LOST")
     assert str(SMALL[0]) in line
     assert (
-        gpu_attention.error_line(KernelUnavailableWithNotes())
-        == "KernelUnavailableWithNotes: no; the compiler says why"
+        gpu_timing.error_line(KernelUnavailableWithNotes()) == "KernelUnavailableWithNotes: no; the compiler says why"
     )
 
 

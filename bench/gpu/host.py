@@ -1,0 +1,86 @@
+"""The host cost of an eager call on a real driver: `python -m pagedkv.bench.gpu.host`.
+
+The host launches CALLS calls of the smallest decode and is timed until the last launch, before the device has finished;
+the device's queue holds them all. Two calls are compared, functional and bound, and the write beside them. launch.py
+measures the same on any machine, with a recorder in the driver's place. This file knows the public calls.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from pagedkv import bind_attention, bind_write, paged_attention, write_kv
+from pagedkv.bench.gpu.attention import ONE
+from pagedkv.bench.gpu.pool import GpuPool
+from pagedkv.bench.gpu.timing import error_line, keep, options_of, provenance, require_gpu, served
+
+CALLS: Final = 200
+"""Fewer than the driver queues (about a thousand), so no launch waits for the device."""
+
+REPETITIONS: Final = 15
+
+
+def calls_of(backend: str, pool: GpuPool) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Return makers of the calls to time, by name. A maker raises what the backend objects."""
+    q, batch, cell = pool.query(), pool.batches()[0], pool.cell
+    new = torch.randn(cell.batch, cell.kv_heads, cell.head_dim, device=pool.device).to(q.dtype)
+    slots = batch.block_table[:, 0].long() * cell.block_size
+    stored = replace(batch, slots=slots)
+
+    def bound() -> Callable[[], object]:
+        attend = bind_attention(pool.layer, backend=backend)
+        return lambda: attend(q, batch)
+
+    def bound_write() -> Callable[[], object]:
+        store = bind_write(pool.layer, backend=backend)
+        return lambda: store(new, new, stored)
+
+    return {
+        "paged_attention": lambda: lambda: paged_attention(q, pool.layer, batch, backend=backend),
+        "attend, bound": bound,
+        "write_kv": lambda: lambda: write_kv(new, new, pool.layer, stored, backend=backend),
+        "store, bound": bound_write,
+    }
+
+
+def host_us(call: Callable[[], object], calls: int = CALLS, repetitions: int = REPETITIONS) -> float:
+    """Return the host's microseconds for a call, the median over repetitions."""
+    times = []
+    for _ in range(repetitions + 2):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - began) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times[2:])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print and keep the figures; return 1 if no backend served."""
+    given = options_of(__doc__, "host").parse_args(argv)
+    require_gpu()
+    about, pool, rows = provenance(), GpuPool(ONE), []
+    for backend in served():
+        found: dict[str, Any] = {}
+        for name, make in calls_of(backend, pool).items():
+            try:
+                found[name] = round(host_us(make()), 2)
+            except Exception as why:
+                print(f"{backend}, {name}: {error_line(why)}", flush=True)
+        rows.append({"who": backend, "us": found})
+        keep([rows[-1] | about], given.out, "host")
+        words = ", ".join(f"{name} {us} us" for name, us in found.items())
+        print(f"= {backend}: {words or 'refused'}", flush=True)
+    return int(not any(row["us"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

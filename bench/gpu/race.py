@@ -1,0 +1,225 @@
+"""Whether the kernels are right where small cases cannot show it: `python -m pagedkv.bench.gpu.race`.
+
+    shapes     up to 32k keys, so a pipeline is deep and a sequence has many pieces at the same time
+    data       scores of random vectors, and a peaked softmax of which few keys have nearly all the weight
+    replays    ROUNDS of one captured call into poisoned results, while a second stream is busy with attention over
+               other sequences and with plain memory traffic: no bit may move in either stream
+    bits       all variants of `cuda` give equal bits
+    error      |out - float64| <= factor * |same-precision torch - float64| + 1e-5, by the contract's rule
+
+A bit that moves is a race: of copies, of tickets, of the merge. This file knows the public call and no kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from pagedkv import KernelUnavailable, PagedBatch, gather_kv, paged_attention
+from pagedkv.bench.attention.cells import Cell
+from pagedkv.bench.gpu import attention
+from pagedkv.bench.gpu.pool import GpuPool
+from pagedkv.bench.gpu.timing import Step, captured, error_line, keep, options_of, provenance, require_gpu, served
+
+ROUNDS: Final = 200
+PEAKS: Final = (1.0, 5.0)
+"""Factors of the queries. With 5, the heaviest of 4,096 keys has most of the weight."""
+
+CELLS: Final = (
+    attention.ONE,
+    attention.ONE_4K,
+    attention.ONE_LONG,
+    attention.BASE,
+    attention.RAGGED,
+    attention.MIDDLE,
+    attention.LONG,
+    attention.FP8,
+    replace(attention.BASE, kv="int8"),
+    replace(attention.BASE, kv="int4"),
+    attention.DRAFTS,
+    replace(attention.RAGGED, batch=5, context=9000, block_size=48),
+)
+TOLERANCE: Final = {"": 2.0, "fp8_e4m3": 4.0, "fp8_e5m2": 4.0, "int8": 4.0, "int4": 16.0}
+FLOOR: Final = 1e-5
+JUDGED: Final = 2
+"""Sequences of a cell that are compared with float64: the first, which is the longest, and the last."""
+
+MUST_SERVE: Final = ("triton", "cuda")
+"""Backends whose refusal is a fault. The others may object to a cell."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One backend on one cell. error: over the allowed error. moved, beside: replays that moved a bit, in this stream
+    and in the second. equal: whether the bits are those of `cuda`; None: not comparable. why: of a refusal."""
+
+    cell: str
+    backend: str
+    peak: float
+    error: float = 0.0
+    moved: int = 0
+    beside: int = 0
+    equal: bool | None = None
+    why: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing moved and the error is allowed. NaN is not."""
+        if self.why:
+            return self.backend not in MUST_SERVE and self.why.startswith("KernelUnavailable")
+        return self.error <= 1 and not self.moved and not self.beside and self.equal is not False
+
+    def __str__(self) -> str:
+        """Return the line to print."""
+        head = f"{'ok  ' if self.is_good else 'BAD '} {self.backend:12} {self.cell}, peak {self.peak:g}:"
+        if self.why:
+            return f"{head} {self.why}"
+        bits = {None: "", True: ", bits of cuda", False: ", OTHER BITS than cuda"}[self.equal]
+        return f"{head} error {self.error:.2f} of allowed, moved {self.moved} + {self.beside} times{bits}"
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return plain causal attention of q [M, H, D] over k [N, K, D] and v [N, K, Dv] in their dtype: [M, H, Dv]."""
+    (M, H, D), (N, K, _) = q.shape, k.shape
+    s = torch.einsum("mkgd,nkd->kgmn", q.view(M, K, H // K, D), k) * D**-0.5
+    late = torch.arange(N, device=q.device) > torch.arange(N - M, N, device=q.device)[:, None]
+    p = s.masked_fill(late, -torch.inf).softmax(-1)
+    return torch.einsum("kgmn,nkd->mkgd", p, v).reshape(M, H, -1)
+
+
+def error_of(out: Tensor, q: Tensor, pool: GpuPool, batch: PagedBatch) -> float:
+    """Return the error of `out` over the allowed error, for some sequences of the batch."""
+    cell, most, allowed = pool.cell, 0.0, 0.0
+    for b in sorted({0, cell.batch - 1})[:JUDGED]:
+        at = slice(b, b + 1)
+        alone = replace(
+            batch,
+            block_table=batch.block_table[at],
+            seq_lens=batch.seq_lens[at],
+            cu_seqlens_q=batch.cu_seqlens_q[:2],
+        )
+        k, v = gather_kv(pool.layer, alone, dtype=torch.float32, backend="reference")
+        rows = slice(b * cell.new, (b + 1) * cell.new)
+        exact = attended(q[rows].double(), k.double(), v.double())
+        plain = attended(q[rows], k.to(q.dtype), v.to(q.dtype)).double()
+        most = max(most, float((out[rows].double() - exact).abs().max().nan_to_num(torch.inf)))
+        allowed = max(allowed, float((plain - exact).abs().max()))
+    return most / (TOLERANCE[cell.kv] * allowed + FLOOR)
+
+
+@contextlib.contextmanager
+def second_stream() -> Iterator[None]:
+    """Launch the body's work on another stream than the current one."""
+    with torch.cuda.stream(_side()):
+        yield
+
+
+_streams: list[torch.cuda.Stream] = []
+
+
+def _side() -> torch.cuda.Stream:
+    if not _streams:
+        _streams.append(torch.cuda.Stream())
+    return _streams[0]
+
+
+def replayed(call: Callable[[], Tensor], other: Callable[[], Tensor], noise: Step, rounds: int) -> tuple[Tensor, Any]:
+    """Return the result of `call`, and how many replays moved a bit of it, and how many calls of `other` beside them.
+
+    other: an eager call in the second stream. noise: other work there.
+    """
+    first, second = call().clone(), other().clone()
+    graph, result = captured(call)
+    moved, beside = (torch.zeros((), dtype=torch.int64, device=first.device) for _ in range(2))
+    wait(first)
+    for turn in range(rounds):
+        with second_stream():
+            if turn % 2:
+                noise()
+            elif turn % 4 == 0:
+                beside += differ(other(), second)
+        result.fill_(torch.nan)
+        graph.replay()
+        moved += differ(result, first)
+    wait(first)
+    return first, (int(moved), int(beside))
+
+
+def wait(like: Tensor) -> None:
+    """Wait until both streams are done."""
+    if like.is_cuda:
+        torch.cuda.synchronize()
+
+
+def differ(a: Tensor, b: Tensor) -> Tensor:
+    """Return on the device whether any bit differs; NaN equals itself."""
+    return (a.view(torch.uint8) != b.view(torch.uint8)).any()
+
+
+def judge(pool: GpuPool, backends: list[str], peak: float, rounds: int = ROUNDS) -> Iterator[Verdict]:
+    """Yield the verdict on each backend over one pool. "cuda" comes before its variants, which are compared with it."""
+    q, (mine, other, *_) = pool.query(peak), pool.batches()
+    junk = torch.zeros(1 << (26 if pool.bytes.is_cuda else 4), dtype=torch.float32, device=pool.device)
+    of_cuda: Tensor | None = None
+    for backend in backends:
+        about: dict[str, Any] = {"cell": str(pool.cell), "backend": backend, "peak": peak}
+        calls = [
+            lambda batch=batch, backend=backend: paged_attention(q, pool.layer, batch, backend=backend)
+            for batch in (mine, other)
+        ]
+        try:
+            out, (moved, beside) = replayed(*calls, lambda: junk.add_(1), rounds)
+        except KernelUnavailable as refused:
+            yield Verdict(**about, why=error_line(refused))
+            continue
+        except Exception as why:
+            yield Verdict(**about, why=error_line(why))
+            if "illegal" in str(why) or "misaligned" in str(why) or "unspecified launch" in str(why):
+                raise  # this process has no GPU any more
+            continue
+        of_cuda = out if backend == "cuda" else of_cuda
+        is_twin = backend.startswith("cuda-") and of_cuda is not None
+        equal = not bool(differ(out, of_cuda)) if is_twin and of_cuda is not None else None
+        yield Verdict(**about, error=error_of(out, q, pool, mine), moved=moved, beside=beside, equal=equal)
+
+
+def run(cells: tuple[Cell, ...], backends: list[str], rounds: int, out: Any = None) -> list[Verdict]:
+    """Print, keep and return the verdicts."""
+    about, every = provenance(), []
+    for cell in cells:
+        pool = GpuPool(cell)
+        for peak in PEAKS:
+            for verdict in judge(pool, backends, peak, rounds):
+                print(verdict, flush=True)
+                keep([asdict(verdict) | {"good": verdict.is_good} | about], out, "race")
+                every.append(verdict)
+        del pool
+        torch.cuda.empty_cache()
+    return every
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 if every verdict is good, else 1."""
+    parser = options_of(__doc__, "race")
+    parser.add_argument("--backends", nargs="+", help="names in the registry; by default all that run on a GPU")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    given = parser.parse_args(argv)
+    require_gpu()
+    backends = given.backends or sorted(served(), key=lambda name: (name != "cuda", name))
+    every = run(CELLS, backends, given.rounds, given.out)
+    bad = [verdict for verdict in every if not verdict.is_good]
+    for verdict in bad[:8]:
+        print(f"= {verdict}")
+    refused = sum(bool(verdict.why) for verdict in every)
+    print(f"= {len(every) - len(bad)} of {len(every)} good, {refused} refused; {given.rounds} replays each")
+    return int(bool(bad) or refused == len(every))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The stages of `make gpu`: what each one runs, what it needs, and the most seconds that it may take.
+
+    FIRST      the first ten minutes: whether the kernels are right, how fast memory is, how fast they are
+    LATER      what later calls add: the grids of cases, the laws, the whole benchmark, the search
+    SANITIZE   the cases under compute-sanitizer, slow and only on request
+
+This file knows only the names of commands.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final, NamedTuple
+
+JOBS: Final = str(max(1, min(8, (os.cpu_count() or 2) // 2)))
+"""Processes that share the GPU in tests of correctness, whose time goes mostly to compilers and oracles. Measurements
+run alone."""
+
+
+class Stage(NamedTuple):
+    """One command and its limits.
+
+    arguments: of Python; "{out}" is the folder of results.
+    seconds:   the most that it may take.
+    needs:     Python modules and programs (the latter as "program:ncu") without which it cannot run; "gpu" is one, too.
+    tool:      a command that runs Python, with its arguments.
+    env:       environment variables of this stage.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    seconds: float
+    needs: tuple[str, ...] = ("gpu",)
+    tool: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+
+def _bench(module: str, *options: str) -> tuple[str, ...]:
+    return "-m", f"pagedkv.bench.gpu.{module}", "--out", "{out}", *options
+
+
+def _cases(backend: str, *cases: str, jobs: str = JOBS) -> tuple[str, ...]:
+    return "-m", "tests.kernels.by_hand", "--backend", backend, "--jobs", jobs, "--cases", *cases
+
+
+def _pytest(*files: str, only: str = "") -> tuple[str, ...]:
+    plain = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--override-ini=addopts=--import-mode=importlib")
+    return (*plain, "-m", "gpu", *files, *(("-k", only) if only else ()))
+
+
+CUDA, TRITON, TESTS = ("gpu", "cupy"), ("gpu", "triton"), ("gpu", "pytest")
+ON_GPU, GRAPHS = "tests/kernels/test_on_gpu.py", "tests/kernels/cuda/test_graph.py"
+ENVIRONMENT: Final = "environment"
+
+FIRST: Final = (
+    Stage(ENVIRONMENT, _bench("environment"), 40, needs=("torch",)),
+    Stage("race", _bench("race"), 140),
+    Stage("ceilings", _bench("ceiling"), 50, needs=TRITON),
+    Stage("quick", _bench("attention", "--backends", "triton", "cuda", "--quick", "--no-peers"), 120, needs=TRITON),
+    Stage("profile", _bench("profile"), 70, needs=(*CUDA, "program:ncu")),
+    Stage("host", _bench("host"), 40),
+    Stage("prefill", _bench("prefill"), 60),
+)
+"""In order: first whether results are right, then the ceilings that speed is compared with, then speed."""
+
+LATER: Final = (
+    Stage("cases-triton", _cases("triton", "small"), 240, needs=TRITON),
+    Stage("cases-cuda", _cases("cuda", "small"), 240, needs=CUDA),
+    Stage("moves", _pytest(ON_GPU, only="on_the_gpu"), 180, needs=TESTS),
+    Stage("graphs", _pytest(ON_GPU, GRAPHS, only="not (pieces or on_the_gpu)"), 360, needs=TESTS),
+    Stage("big", _pytest("tests/kernels/large/test_big_shapes.py"), 300, needs=TESTS),
+    Stage("cases-cuda-pieces", _cases("cuda-pieces", "small"), 240, needs=CUDA),
+    Stage("variants", _bench("attention", "--backends", "cuda", "cuda-pieces", "--quick", "--no-peers"), 240),
+    Stage("grid-triton", _cases("triton", "grid", "large"), 480, needs=TRITON),
+    Stage("grid-cuda", _cases("cuda", "grid", "large"), 480, needs=CUDA),
+    Stage("bench", _bench("attention", "--backends", "triton", "cuda"), 500, needs=TRITON),
+    Stage("tune-cuda", _bench("tune", "--kernels", "cuda"), 500, needs=CUDA),
+    Stage("tune-triton", _bench("tune", "--kernels", "triton"), 500, needs=TRITON),
+    Stage("grid-cuda-pieces", _cases("cuda-pieces", "grid", "large"), 480, needs=CUDA),
+    Stage("graphs-pieces", _pytest(ON_GPU, GRAPHS, only="pieces"), 360, needs=TESTS),
+    Stage("laws", _pytest("tests/kernels"), 520, needs=TESTS),
+)
+"""The most useful stages come first, in case time is short. No stage takes longer than one call of ten minutes."""
+
+SANITIZE: Final = tuple(
+    Stage(
+        f"sanitize-{backend}-{tool}",
+        _cases(backend, "small", jobs="1"),
+        900,
+        ("gpu", "program:compute-sanitizer"),
+        ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
+        # memcheck sees no access out of bounds inside a block that torch caches.
+        (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),) if tool == "memcheck" else (),
+    )
+    for backend in ("triton", "cuda", "cuda-pieces")
+    for tool in ("memcheck", "racecheck")
+)
+"""The stages of `make gpu-sanitize`, which are slow and run separately."""

@@ -1,0 +1,44 @@
+"""A copy of the checkout in which pagedkv can be imported: no install, no compiler, no change of the checkout.
+
+It is the layout that setup.py installs, without the C++ extension: no kernel of a GPU needs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Final
+
+HOMES: Final = {
+    "pagedkv": "pagedkv",
+    "triton_kernels": "pagedkv/kernels/triton",
+    "bench": "pagedkv/bench",
+    "csrc": "csrc",
+    "tests": "tests",
+    "pyproject.toml": "pyproject.toml",
+}
+"""Path in the checkout -> path in the copy. ELSEWHERE in setup.py says the same of what it installs."""
+
+KERNELS: Final = ("csrc/cuda", "triton_kernels", "pagedkv/kernels")
+"""The sources whose digest names the kernels that were measured, also where there is no git."""
+
+
+def copy(root: Path, target: Path) -> None:
+    """Copy the checkout `root` to `target`, without the rows of earlier benchmarks."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "results")
+    for source, home in HOMES.items():
+        if (root / source).is_dir():
+            shutil.copytree(root / source, target / home, ignore=ignored, dirs_exist_ok=True)
+        elif (root / source).exists():
+            shutil.copy(root / source, target / home)
+
+
+def digest(root: Path) -> str:
+    """Return twelve digits that name the sources of the kernels."""
+    found = hashlib.sha256()
+    for folder in KERNELS:
+        for file in sorted((root / folder).rglob("*")):
+            if file.suffix in (".py", ".cuh", ".h", ".json"):
+                found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:12]
