@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pagedkv.bench.generate import model as models
+from pagedkv.model.loop.draws import Drawn, Guess
 from pagedkv.model.ways.speculation import Speculation
 
 if TYPE_CHECKING:
@@ -59,17 +60,17 @@ class Forced(Speculation):
         self._share = share
 
     def verify(
-        self, chunks: list[Chunk], families: list[list[SequenceState]], tokens: list[int], logits: Tensor
-    ) -> dict[SequenceState, list[int]]:
+        self, chunks: list[Chunk], families: list[list[SequenceState]], drawn: list[Drawn], logits: Tensor
+    ) -> dict[SequenceState, list[Guess]]:
         """Return drafts by lot."""
-        super().verify(chunks, families, tokens, logits)
+        super().verify(chunks, families, drawn, logits)
         return {chunk.sequence: self._lot(chunk) for chunk in chunks}
 
-    def _lot(self, chunk: Chunk) -> list[int]:
+    def _lot(self, chunk: Chunk) -> list[Guess]:
         accepted = 0
         while accepted < len(chunk.drafts) and _DICE.random() < self._share:
             accepted += 1
-        return list(chunk.drafts[:accepted])
+        return [Guess(draft, Drawn(token)) for draft, token in enumerate(chunk.drafts[:accepted])]
 
 
 def timed(engine: Engine, speculation: Speculation | None) -> tuple[float, float]:

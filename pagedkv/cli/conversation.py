@@ -8,8 +8,8 @@ Each turn submits the whole history again. Its pages are in the prefix cache, so
 and those tokens before it that lie in a page that is not full.
 
 Ctrl-C ends a reply and not the process: a flag is set, and the step under way goes on to its end. The part that was
-made stays in the history. A second Ctrl-C in the same step ends the process. At the prompt Ctrl-C drops the line, and
-Ctrl-D ends the conversation.
+made stays in the history, unless it was to be chosen among others (--best-of). A second Ctrl-C in the same step ends
+the process. At the prompt Ctrl-C drops the line, and Ctrl-D ends the conversation.
 """
 
 from __future__ import annotations
@@ -170,7 +170,10 @@ class Conversation:
             return complain(f"{error}; {RESET} forgets the conversation")
         while not request.finished:
             if ctrl_c.came:
+                is_hidden = request.is_choosing
                 self._engine.cancel(request)
+                if is_hidden:
+                    return self.say("stopped before the best reply was chosen; the history is as before")
             else:
                 self._engine.step()
         (reply,) = request.completions

@@ -124,7 +124,7 @@ BestOf = Annotated[
 NumBeams = Annotated[int, typer.Option(metavar="N", help="Beam search: 1 is off.", rich_help_panel=_SAMPLING)]
 Speculate = Annotated[
     str | None,
-    typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, draft, or the folder of a smaller model."),
+    typer.Option(metavar="HOW", help="Guess tokens: prompt-lookup, prompt-tree, draft, or a smaller model's folder."),
 ]
 SeenWindow = Annotated[
     int | None,

@@ -5,18 +5,21 @@
 
 A pool with more frames than the terminal has cells shows several neighbours in a cell: the kind that most of them have.
 Letters and signs are ASCII and tell everything without colour; the colours differ for colour-blind readers, too. The
-picture is drawn in place by the stepping thread, between two steps, and the last one stays on the terminal.
+picture is drawn in place by the stepping thread, between two steps, and the last one stays on the terminal. SIGTERM
+ends the process as ever, but the terminal gets its cursor back first.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import string
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from rich.console import Console, Group
@@ -39,6 +42,7 @@ RATE_SECONDS: Final = 2.0
 """Rates are means over so long."""
 TEXT_LINES: Final = 7
 """Lines of a picture beside the map, and a line for the cursor."""
+SHOW_CURSOR: Final = b"\r\n\x1b[?25h"
 MOST_NAMED: Final = 12
 """Sequences in the legend."""
 
@@ -132,8 +136,10 @@ class Top:
         self._drawn_at = 0.0
         self._past: deque[tuple[float, int, int]] = deque()
         self._kept: list[tuple[Callable[[str], None], str]] = []
+        self._at_term: Any = None
 
     def __enter__(self) -> Top:
+        self._at_term = signal.signal(signal.SIGTERM, self._terminate)
         self._live.start()
         self._draw()
         return self
@@ -144,8 +150,15 @@ class Top:
                 self._draw()
         finally:
             self._live.stop()
+            signal.signal(signal.SIGTERM, self._at_term)
             for show, text in self._kept:
                 show(text)
+
+    def _terminate(self, number: int, _: object) -> None:
+        """Show the cursor below the picture, and end by the signal. The console may be in the middle of a write."""
+        os.write(self._screen.file.fileno(), SHOW_CURSOR)
+        signal.signal(number, self._at_term)
+        os.kill(os.getpid(), number)
 
     def advance(self, _: list[Completion]) -> None:
         """Draw the picture again, if it is old."""
@@ -171,7 +184,7 @@ class Top:
         lines += [_signs(), _legend(picture)]
         for line in lines:
             line.no_wrap, line.overflow = True, "crop"
-        return Group(*lines)
+        return Group(*lines[: max(1, height - 1)])
 
     def _counts(self, picture: Picture) -> Text:
         cache = self._engine.cache

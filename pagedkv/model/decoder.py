@@ -34,6 +34,7 @@ from pagedkv.model.ways.streaming import FarBatches, SinkAttention
 from pagedkv.model.weights import Weights, load_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
@@ -60,7 +61,7 @@ class BoundLayer(NamedTuple):
     """The write into a layer of a pool, and the attention over it."""
 
     store: BoundWrite
-    attend: BoundAttention | SinkAttention
+    attend: Callable[..., Tensor]
 
 
 class BoundLayers(tuple[BoundLayer, ...]):

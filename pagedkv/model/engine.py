@@ -62,7 +62,7 @@ from pagedkv.model.sampling.grammar import Grammars
 from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.scheduler import Limits, Scheduler
 from pagedkv.model.tokenizer import Tokenizer
-from pagedkv.model.ways import best_of
+from pagedkv.model.ways import best_of, trees
 from pagedkv.model.ways.beams import Search
 from pagedkv.model.ways.drafters import drafter_of
 from pagedkv.model.ways.speculation import Drafter, Speculation
@@ -70,6 +70,7 @@ from pagedkv.model.ways.streaming import endless
 
 if TYPE_CHECKING:
     from pagedkv.cache import PlannedBatch
+    from pagedkv.model.loop.draws import Guess
 
 BUNDLED: Final = Path(__file__).parent / "bundled"
 """The checkpoint that ships inside the package."""
@@ -143,8 +144,8 @@ class Engine(ThreadGuard):
         kv_dtype: the dtype of the cache; None for the dtype computed in.
         grouped: give layers with different windows page tables of their own (ModelConfig.specs), so that frames
             behind a window are given back. A model without windows has one group in any case.
-        speculate: "prompt-lookup", "draft" (that of the bundled checkpoint), the folder of a draft model, or a drafter:
-            decode speculatively.
+        speculate: "prompt-lookup", "prompt-tree", "draft" (that of the bundled checkpoint), the folder of a draft
+            model, or a drafter: decode speculatively.
         preemption: "recompute" or "keep", or a policy: how much a sequence keeps when the pool runs out of frames.
         window, sinks: let each token see the last `window` tokens and the first `sinks` ones only, so that a text of
             any length takes constant memory: see ways/streaming.py.
@@ -305,24 +306,27 @@ class Engine(ThreadGuard):
         began = time.perf_counter()
         self._take_in_now()
         chunks, batch = self.scheduler.next_step()
-        if batch is not None:
-            self._compute(chunks, batch)
+        accepted = {} if batch is None else self._compute(chunks, batch)
         self.delivery.report(self._requests)
         self._remove_ended()  # a listener may have cancelled
         self.meter.measure(self.cache, began, sum(chunk.num_tokens for chunk in chunks))
         if self.events is not None:
-            self.events.step(began, chunks, self.scheduler)
+            self.events.step(began, chunks, self.scheduler, accepted)
         self._is_whole = True
 
-    def _compute(self, chunks: list[Chunk], batch: PlannedBatch) -> None:
-        """Run the model over the batch, commit it, and give each sequence its next tokens."""
+    def _compute(self, chunks: list[Chunk], batch: PlannedBatch) -> dict[SequenceState, list[Guess]]:
+        """Run the model over the batch, commit it, and give each sequence its next tokens. Returns: what drafts gave"""
         guesses, searching = self.speculation, bool(self.scheduler.searching)
         try:
             token_ids = [token for chunk in chunks for token in chunk.token_ids]
-            logits = self.forward(token_ids, batch, rows_of(batch.plan.cu_seqlens_q[1:].tolist(), chunks, guesses))
+            rows = rows_of(batch.plan.cu_seqlens_q[1:].tolist(), chunks, guesses)
+            branches = None if guesses is None else trees.branches_of(chunks, batch)
+            logits = self.forward(token_ids, batch, rows, branches)
             families = [self._family(chunk.sequence) for chunk in chunks if chunk.is_last]
             outcome = outcome_of(chunks, families, logits, speculation=guesses, is_searching=searching)
             if outcome.more or searching or any(chunk.sequence.completion.finish_reason for chunk in chunks):
+                if branches is not None:
+                    trees.move(self.cache, batch, chunks, outcome.more)
                 kept = outcome.kept(chunks)
                 self.cache.commit(batch, [token for part in kept for token in part], list(map(len, kept)))
             else:
@@ -332,6 +336,7 @@ class Engine(ThreadGuard):
                 self.cache.abort(batch)
             raise
         self._deliver(outcome)
+        return outcome.more
 
     @exclusive
     def _take_in(self) -> None:
@@ -390,9 +395,9 @@ class Engine(ThreadGuard):
             if not parent.completion.finish_reason:
                 self.delivery.take(parent, of_parent, now)
         for sequence, others in outcome.more.items():
-            for of_draft in others:
+            for guess in others:
                 if not (sequence.completion.finish_reason or sequence.ended):
-                    self.delivery.take(sequence, of_draft, now)
+                    self.delivery.take(sequence, guess.drawn, now)
         for rejected, fresh in self.delivery.retries():
             self.scheduler.retry(rejected, fresh)
         for turn in outcome.turns:

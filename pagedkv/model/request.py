@@ -38,6 +38,7 @@ class Request:
     grammar: that of the parameters, compiled; None if they have none.
     search: the beam search that fills the completions when it is done; None without beams.
     num_returned: how many completions are left when all have ended; 0 for all. See ways/best_of.py.
+    num_dropped_tokens: those of the completions that are not left.
     """
 
     prompt_ids: list[int]
@@ -54,6 +55,7 @@ class Request:
     grammar: Grammar | None = field(default=None, repr=False)
     search: Search | None = field(default=None, repr=False)
     num_returned: int = 0
+    num_dropped_tokens: int = 0
 
     def follow(self, completion: Completion) -> None:
         """Begin as the next turn of the conversation that `completion`, which has finished, is the last reply of."""

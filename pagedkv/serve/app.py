@@ -130,11 +130,11 @@ class Routes:
         longest, most = max(map(len, prompts)), self._service.max_prompt
         if most is not None and longest > most:
             raise InvalidRequest(f"the prompt has {longest} tokens, the limit of this server is {most}; shorten it")
-        limits, num_outputs = self._engine.scheduler.limits, len(prompts) * (body.n or 1)
+        limits, num_outputs = self._engine.scheduler.limits, len(prompts) * body.num_drawn
         if num_outputs > limits.max_sequences:
             raise InvalidRequest(
                 f"the body asks for {num_outputs} outputs, this server computes {limits.max_sequences} at once; "
-                "send fewer prompts, or a smaller n"
+                "send fewer prompts, or a smaller n or best_of"
             )
         if limits.max_waiting is not None and len(prompts) > limits.max_waiting:
             raise InvalidRequest(

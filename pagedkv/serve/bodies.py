@@ -28,7 +28,6 @@ IGNORED: Final = frozenset(
 """Fields that change no answer."""
 
 NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "best_of": (1,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -101,6 +100,11 @@ class Body(BaseModel, extra="allow", strict=True, allow_inf_nan=False, protected
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
     @property
+    def num_drawn(self) -> int:
+        """The outputs that are drawn for each prompt."""
+        return self.n or 1
+
+    @property
     def num_alternatives(self) -> int | None:
         """The number of likeliest tokens to tell at each place; None for no log-probabilities."""
         return None
@@ -115,7 +119,7 @@ class Body(BaseModel, extra="allow", strict=True, allow_inf_nan=False, protected
         raise NotImplementedError
 
     def shape(self) -> dict[str, Any]:
-        """Return the fields of SamplingParams that say which form the text has."""
+        """Return the fields of SamplingParams that only one kind of body has."""
         return {}
 
     def params(self, room: int) -> SamplingParams:
@@ -131,6 +135,7 @@ class Body(BaseModel, extra="allow", strict=True, allow_inf_nan=False, protected
 class CompletionBody(Body):
     """The body of POST /v1/completions."""
 
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     prompt: (
         str
         | Annotated[list[str], Field(min_length=1, max_length=256)]
@@ -138,6 +143,11 @@ class CompletionBody(Body):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=256)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def num_drawn(self) -> int:
+        """The outputs that are drawn for each prompt."""
+        return max(super().num_drawn, self.best_of or 1)
 
     @property
     def num_alternatives(self) -> int | None:
@@ -148,6 +158,17 @@ class CompletionBody(Body):
     def most_tokens(self) -> int | None:
         """The most tokens of output."""
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def shape(self) -> dict[str, Any]:
+        """Return the fields of SamplingParams that only one kind of body has."""
+        best_of, num_samples = self.best_of or 1, self.n or 1
+        if best_of == 1:
+            return {}
+        if best_of < num_samples:
+            raise BadBody(f"best_of is {best_of} and n is {num_samples}; give n <= best_of", "best_of")
+        if self.stream and best_of > num_samples:
+            raise BadBody(f"best_of is {best_of} with stream: the best is known at the end; drop stream", "best_of")
+        return {"best_of": best_of}
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         """Return the token ids of each prompt; OpenAI's rules make a list of ids one prompt."""
@@ -224,7 +245,7 @@ class ChatBody(Body):
         return [tokenizer.encode(text, special_tokens=False)]
 
     def shape(self) -> dict[str, Any]:
-        """Return the fields of SamplingParams that say which form the text has."""
+        """Return the fields of SamplingParams that only one kind of body has."""
         asked = self.response_format
         if asked is None or asked.type == "text":
             return {}

@@ -5,7 +5,8 @@
        │         │       │        └ a client that is behind: `send_s` without room for more, and it is aborted
        │         │       └ the gate has a clock for bodies
        │         └ HEAD_SECONDS for a whole head, from the connection or the last answer on
-       └ beyond `most` connections the one that has been idle for the longest is closed; without one, status 503
+       └ beyond `most` connections the one that has been idle for the longest is closed; without one, status 503,
+         and REFUSAL_SECONDS to read it
 
 A transport takes any number of bytes; uvicorn waits before it hands over more while more than 64 KiB are left. So a
 connection holds 128 KiB at most, and what the kernel takes (SEND_BUFFER of process.py).
@@ -29,6 +30,13 @@ from pagedkv.serve.answers import error
 HEAD_SECONDS: Final = 10.0
 """The limit for the head of a request to arrive."""
 
+REFUSAL_SECONDS: Final = 1.0
+"""The time for which the bytes of a refused client are read, and dropped: with unread bytes, TCP would reset the
+connection, and most clients would not see the answer."""
+
+MOST_REFUSED: Final = 128
+"""Connections in that state; beyond it a refused client is closed at once."""
+
 TICK_SECONDS: Final = 0.25
 """The time between two looks at the clocks of all connections."""
 
@@ -41,6 +49,7 @@ class Watch:
     send_s: float
     dropped: Callable[[str], None]
     open: set[Connection] = field(default_factory=set)
+    refused: set[Connection] = field(default_factory=set)
 
     def admit(self, new: Connection) -> bool:
         """Add a connection; if there are too many, close one that is idle. Returns: whether there is room"""
@@ -49,6 +58,8 @@ class Watch:
             oldest = min(idle, key=lambda c: c.since, default=None)
             if oldest is None:
                 self.dropped("full")
+                if len(self.refused) < MOST_REFUSED:
+                    self.refused.add(new)
                 return False
             oldest.drop("idle")
         self.open.add(new)
@@ -87,11 +98,21 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if not self._watch.admit(self):
             transport.write(_FULL)
-            transport.close()
+            if self in self._watch.refused:
+                transport.write_eof()
+                self.loop.call_later(REFUSAL_SECONDS, transport.abort)
+            else:
+                transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of requests; drop those of a refused client."""
+        if self not in self._watch.refused:
+            super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._watch.open.discard(self)
+        self._watch.refused.discard(self)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:

@@ -293,7 +293,7 @@ class Stream:
         except BaseException:
             self.close()
             raise
-        self._num_left = sum(len(request.completions) for request in self.requests)
+        self._num_left = sum(request.num_returned for request in self.requests)
 
     def __aiter__(self) -> Stream:
         return self

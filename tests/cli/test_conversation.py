@@ -126,6 +126,30 @@ def test_a_turn_that_fails_leaves_the_history_as_it_was(talk):
     assert "half of a surrogate pair" in complaints[1]
 
 
+def test_a_reply_that_was_not_chosen_is_no_part_of_the_history(talk, monkeypatch):
+    """Ctrl-C comes when one candidate has ended."""
+    submit, step, asked = Engine.submit, Engine.step, []
+
+    def submitted(engine, ids, *args, **options):
+        asked.append((submit(engine, ids, *args, **options), len(ids)))
+        return asked[-1][0]
+
+    def interrupted(engine):
+        finished = step(engine)
+        if len(asked) == 1 and any(completion.finish_reason for completion in asked[0][0].completions):
+            signal.raise_signal(signal.SIGINT)
+        return finished
+
+    monkeypatch.setattr(Engine, "submit", submitted)
+    monkeypatch.setattr(Engine, "step", interrupted)
+    options = ("--best-of", 3, "--temperature", 3, "--seed", 1)
+    status, out, err = talk([QUESTIONS[0], QUESTIONS[0]], *options)
+    assert status == 0
+    assert "stopped before the best reply was chosen; the history is as before" in err
+    assert out == asked[1][0].completions[0].text + "\n"
+    assert asked[0][1] == asked[1][1]
+
+
 def test_the_end_of_a_long_reply_is_explained(talk):
     assert "4 written; at its --max-tokens" in talk(QUESTIONS[:1], "--max-tokens", 4).err
 

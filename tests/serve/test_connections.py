@@ -23,12 +23,13 @@ HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 class Told:
-    """A server's own view. dropped: reasons. ended: how its answers ended."""
+    """A server's own view. dropped: reasons. ended: how its answers ended. watch: its connections."""
 
     def __init__(self) -> None:
         self.dropped: Counter[str] = Counter()
         self.ended: list[str] = []
         self.address: Any = None
+        self.watch: Any = None
 
 
 async def answers(told: Told, path: str, receive: Any, send: Any) -> None:
@@ -56,7 +57,7 @@ async def serving(*, most: int = 100, send_s: float = 60) -> AsyncIterator[Told]
         await answers(told, scope["path"], receive, send)
         told.ended.append(scope["path"])
 
-    watch = Watch(most, send_s, lambda reason: told.dropped.update([reason]))
+    watch = told.watch = Watch(most, send_s, lambda reason: told.dropped.update([reason]))
     gate: Any = Gate(app, Rules(None, None, 1000, 1000), lambda _: None)
     made: Any = partial(Connection, watch=watch)
     config = uvicorn.Config(gate, http=made, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
@@ -185,5 +186,45 @@ def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
             assert told.dropped == {"idle": 2, "full": 1}
             for each in (writer, endless, last, *(other for _, other in idle)):
                 each.close()
+
+    story(whole)
+
+
+def test_a_refused_client_that_goes_on_sending_can_read_why() -> None:
+    async def whole() -> None:
+        async with serving(most=1) as told:
+            busy, endless = await client(told)
+            endless.write(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b"200 OK" in await busy.readline()
+            for _ in range(3):
+                refused, last = await client(told)
+                for _ in range(4):
+                    last.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n")
+                    await asyncio.sleep(0.02)
+                answer = await refused.read()
+                assert answer.startswith(b"HTTP/1.1 503 Service Unavailable")
+                assert b"no room for another connection" in answer
+                last.close()
+            assert told.dropped == {"full": 3}
+            endless.close()
+
+    story(whole)
+
+
+def test_a_refused_client_that_stays_is_cut_off_and_too_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "REFUSAL_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "MOST_REFUSED", 2)
+
+    async def whole() -> None:
+        async with serving(most=1) as told:
+            busy, endless = await client(told)
+            endless.write(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b"200 OK" in await busy.readline()
+            stay = [await client(told) for _ in range(3)]
+            await until(lambda: told.dropped["full"] == 3)
+            assert len(told.watch.refused) == 2
+            await until(lambda: not told.watch.refused)
+            for _, writer in (*stay, (busy, endless)):
+                writer.close()
 
     story(whole)

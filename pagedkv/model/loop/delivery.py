@@ -76,7 +76,7 @@ class Delivery:
         """Let validators judge the outputs that ended in this step; yield each that is rejected, and its next try."""
         unjudged, self._unjudged = self._unjudged, []
         for sequence in unjudged:
-            if not validation.ends(sequence.completion, sequence.ended):
+            if not self._ends(sequence.completion, sequence.ended):
                 yield sequence, self.begin(sequence.completion)
 
     def read(self, sequence: SequenceState, token: int) -> tuple[str, str]:
@@ -109,9 +109,17 @@ class Delivery:
         del completion.logprobs[len(completion.token_ids) :]  # that of a token that was not given
         if completion.token_ids and not completion.first_token_at:
             completion.first_token_at = completion.last_token_at = time.perf_counter()
-        if reason and not validation.ends(completion, reason):
+        if reason and not self._ends(completion, reason):
             return self.begin(completion)
         return sequence
+
+    def _ends(self, completion: Completion, reason: str) -> bool:
+        """End a completion, or reject its output and count that. Returns: whether it has ended"""
+        before = len(completion.rejections)
+        try:
+            return validation.ends(completion, reason)
+        finally:
+            self._meter.rejected += len(completion.rejections) - before
 
     def begin_again(self, requests: Iterable[Request]) -> list[SequenceState]:
         """Return new sequences for all completions that have not ended, from the tokens that they have."""

@@ -7,8 +7,8 @@
                                                   └ searched: beams begin; all tokens come at the end
 
 The engine calls `Events.step` at the end of each step, and reads no clock without Events. All events are made from the
-chunks of the step and from the completions, so no other part of the loop knows of them. A step that is interrupted
-leaves none.
+chunks of the step, the drafts that came true and the completions, so no other part of the loop knows of them. A step
+that is interrupted leaves none.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from pagedkv.model.loop.sequence import Chunk
+    from pagedkv.model.loop.draws import Guess
+    from pagedkv.model.loop.sequence import Chunk, SequenceState
     from pagedkv.model.request import Completion, Request
     from pagedkv.model.scheduler import Scheduler
 
@@ -75,15 +76,21 @@ class Events:
     _count: int = 0
     _preemptions: int = 0
 
-    def step(self, began: float, chunks: Sequence[Chunk], scheduler: Scheduler) -> None:
-        """Record a step that ends now. Modifies: events"""
+    def step(
+        self,
+        began: float,
+        chunks: Sequence[Chunk],
+        scheduler: Scheduler,
+        accepted: Mapping[SequenceState, Sequence[Guess]],
+    ) -> None:
+        """Record a step that ends now. accepted: the drafts that came true. Modifies: events"""
         now = time.perf_counter()
         if self._preemptions != scheduler.preemptions:
             self._note_preempted(began, scheduler)
         if chunks:
             self.events.append(Event("step", began, now, value=sum(chunk.num_tokens for chunk in chunks)))
         for chunk in chunks:
-            self._note_chunk(chunk, began, now)
+            self._note_chunk(chunk, began, now, len(accepted.get(chunk.sequence, ())))
         ended = [completion for completion in self._lives if completion.finish_reason]
         for completion in ended:
             life = self._lives.pop(completion)
@@ -102,7 +109,7 @@ class Events:
                 index = sequence.completion.index
                 self.events.append(Event("preempted", began, began, life.request, index, life.num_tokens))
 
-    def _note_chunk(self, chunk: Chunk, began: float, now: float) -> None:
+    def _note_chunk(self, chunk: Chunk, began: float, now: float, num_accepted: int) -> None:
         """Record the tokens that a step computed for a sequence, and those that it got."""
         completion = chunk.sequence.completion
         life = self._lives.get(completion) or self._begin(completion, began)
@@ -117,9 +124,8 @@ class Events:
             life.is_searching = True
             self.events.append(Event("searched", now, now, life.request, completion.index))
         is_first = not life.num_tokens
-        new = self._note_tokens(completion, life, now)
-        if len(chunk.drafts) > max(0, new - 1):
-            rejected = len(chunk.drafts) - max(0, new - 1)
+        self._note_tokens(completion, life, now)
+        if rejected := len(chunk.drafts) - num_accepted:
             self.events.append(Event("rolled_back", now, now, life.request, completion.index, rejected))
         if is_first and not completion.index:
             for sample in completion.request.completions[1:]:
@@ -139,17 +145,16 @@ class Events:
         self.events.append(Event("admitted", began, began, life.request, completion.index, completion.cached_tokens))
         return life
 
-    def _note_tokens(self, completion: Completion, life: _Life, now: float) -> int:
-        """Record the tokens that a completion got in the step, and return their number."""
-        number, index, count = life.request, completion.index, 0
+    def _note_tokens(self, completion: Completion, life: _Life, now: float) -> None:
+        """Record the tokens that a completion got in the step."""
+        number, index = life.request, completion.index
         for rejected in completion.rejections[life.num_rejected : completion.request.params.max_retries]:
             told = rejected.token_ids[life.num_tokens :]
             self.events += [Event("token", now, now, number, index, token) for token in told]
             self.events.append(Event("rejected", now, now, number, index, len(rejected.token_ids), rejected.reason))
-            life.num_rejected, life.num_tokens, count = life.num_rejected + 1, 0, count + len(told)
+            life.num_rejected, life.num_tokens = life.num_rejected + 1, 0
         new, logprobs = completion.token_ids[life.num_tokens :], completion.logprobs[life.num_tokens :]
         life.num_tokens += len(new)
         for token, found in zip_longest(new, logprobs):
             logprob = None if found is None else found.logprob
             self.events.append(Event("token", now, now, number, index, token, logprob=logprob))
-        return count + len(new)

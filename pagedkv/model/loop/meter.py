@@ -4,6 +4,8 @@ a new request    ─▶ queue ───▶ requests, prompt tokens
 a token          ─▶ take ────▶ output tokens, the time to a first token, the time between two steps with tokens
 a step           ─▶ measure ─▶ steps, computed tokens, waste, the time of a step
 a request's end  ─▶ ended ───▶ reasons, and the phases of latencies
+
+`Delivery` adds to `rejected` where a validator rejects an output: best of n forgets the candidates that it drops.
 """
 
 from __future__ import annotations
@@ -163,7 +165,6 @@ class Meter:
         times = self.times
         for completion in request.completions:
             self.finished[completion.finish_reason] += 1
-            self.rejected += len(completion.rejections)
             self.output_tokens += len(completion.token_ids) if request.search else 0  # no other way brought them here
             if completion.finish_reason in ("stop", "length"):
                 spent = completion.latency

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagedkv.model.loop import gangs
-from pagedkv.model.loop.draws import Drawn, draw
+from pagedkv.model.loop.draws import Drawn, Guess, draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,12 +26,12 @@ class Outcome(NamedTuple):
     """The result of a step's logits.
 
     families: empty for a member of a gang. drawn: for the members of all families, in order.
-    more:     the tokens behind these that drafts gave. turns: of beam searches.
+    more:     the drafts that came true, and the tokens behind these that they gave. turns: of beam searches.
     """
 
     families: list[list[SequenceState]]
     drawn: list[Drawn]
-    more: dict[SequenceState, list[Drawn]]
+    more: dict[SequenceState, list[Guess]]
     turns: list[Turn]
 
     def kept(self, chunks: list[Chunk]) -> list[list[int]]:
@@ -41,8 +41,11 @@ class Outcome(NamedTuple):
         """
         kept: list[list[int]] = []
         for chunk in chunks:
-            count = chunk.num_tokens - len(chunk.drafts) + len(self.more.get(chunk.sequence, ()))
-            kept.append([] if chunk.sequence.completion.finish_reason else chunk.token_ids[:count])
+            if chunk.sequence.completion.finish_reason:
+                kept.append([])
+                continue
+            own = chunk.token_ids[: chunk.num_tokens - len(chunk.drafts)]
+            kept.append([*own, *(chunk.drafts[guess.draft] for guess in self.more.get(chunk.sequence, ()))])
         return kept
 
 

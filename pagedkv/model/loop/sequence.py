@@ -91,12 +91,14 @@ class Chunk(NamedTuple):
     num_tokens: tokens to compute, drafts included
     remaining:  `sequence.remaining` when the chunk was chosen; a commit changes the sequence's own
     drafts:     guesses of the next tokens; given to a chunk that is the last only
+    parents:    of a tree of drafts (ways/trees.py), the draft before each; () if each follows the one before
     """
 
     sequence: SequenceState
     num_tokens: int
     remaining: int
     drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
 
     @property
     def token_ids(self) -> list[int]:
@@ -110,10 +112,18 @@ class Chunk(NamedTuple):
         """Whether the chunk holds the sequence's last token, so that its logits give the next token."""
         return self.num_tokens >= self.remaining
 
-    def with_drafts(self, drafts: Sequence[int]) -> Chunk:
+    def with_drafts(self, drafts: Sequence[int], parents: tuple[int, ...] = ()) -> Chunk:
         """Return the chunk with `drafts` behind it."""
-        return self._replace(num_tokens=self.num_tokens + len(drafts), drafts=tuple(drafts))
+        return self._replace(num_tokens=self.num_tokens + len(drafts), drafts=tuple(drafts), parents=parents)
 
     def without_drafts(self) -> Chunk:
         """Return the chunk without its drafts."""
-        return self._replace(num_tokens=self.num_tokens - len(self.drafts), drafts=())
+        return self._replace(num_tokens=self.num_tokens - len(self.drafts), drafts=(), parents=())
+
+    def draft_behind(self, draft: int, token: int) -> int | None:
+        """Return the draft that guesses `token` behind another; None if there is none. draft: -1 for the last token"""
+        for following in range(draft + 1, len(self.drafts)):
+            parent = self.parents[following] if self.parents else following - 1
+            if parent == draft and self.drafts[following] == token:
+                return following
+        return None

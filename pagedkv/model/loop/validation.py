@@ -9,7 +9,8 @@ A retry keeps the pages of the prompt: the space is cut back to all tokens of th
 the first token. Listeners get no text before the output is accepted.
 
 This file knows completions. `Completion.rejections` and the tokens are the truth about retries: one assignment moves an
-output from the tokens to the rejections. After an interrupt inside a validator the same output is judged again.
+output from the tokens to the rejections, and more than `max_retries` of them end the completion. After an interrupt
+inside a validator the same output is judged again; after one behind it, none is.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def ends(completion: Completion, reason: str) -> bool:
     if params.validator is None or completion.finish_reason:
         completion.end(reason)
         return True
+    if len(completion.rejections) > params.max_retries:  # an interrupt came before the end
+        return _exhausted(completion)
     try:
         tokens, logprobs = [*completion.token_ids], [*completion.logprobs]
         verdict = params.validator(replace(completion, finish_reason=reason, token_ids=tokens, logprobs=logprobs))
@@ -51,16 +54,20 @@ def ends(completion: Completion, reason: str) -> bool:
 
 def _reject(completion: Completion, reason: str) -> bool:
     """Reject the output. Returns: whether that was the last try"""
-    rejected = Rejection(reason, completion.text, completion.token_ids)
-    rejections = [*completion.rejections, rejected]
+    rejections = [*completion.rejections, Rejection(reason, completion.text, completion.token_ids)]
     if len(rejections) > completion.request.params.max_retries:
         completion.rejections = rejections
-        tries = f"all {len(rejections)} outputs" if len(rejections) > 1 else "the output"
-        completion.end("error", f"the validator rejected {tries}; the last one: {reason}")
-        return True
+        return _exhausted(completion)
     values = {"rejections": rejections, "token_ids": [], "logprobs": [], "text": ""}
     assign_together((completion, name, value) for name, value in values.items())
     return False
+
+
+def _exhausted(completion: Completion) -> bool:
+    rejections = completion.rejections
+    tries = f"all {len(rejections)} outputs" if len(rejections) > 1 else "the output"
+    completion.end("error", f"the validator rejected {tries}; the last one: {rejections[-1].reason}")
+    return True
 
 
 def _fail(completion: Completion, error: str) -> bool:

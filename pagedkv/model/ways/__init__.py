@@ -1,6 +1,7 @@
 """Ways of decoding beside the plain one. Each file can be read alone; its head defines the tokens that come out.
 
 speculation      guess the next tokens, compute them in one pass, and keep those that come true
+trees            guesses of several continuations, of which one may come true
 prompt_lookup    guesses copied from the text itself
 draft_model      guesses of a smaller model with a cache of its own
 drafters         the choice between the two by name

@@ -53,7 +53,7 @@ def score(completion: Completion) -> float:
 def choose(request: Request) -> None:
     """Leave the best of its completions in a request all of whose candidates have ended. Of equals, the first.
 
-    Modifies: request.completions; index, score and end of those that stay: they end with the choice
+    Modifies: request.completions, num_dropped_tokens; index, score and end of those that stay: they end with the choice
     """
     scores = {completion: score(completion) for completion in request.completions}
     chosen = sorted(scores, key=lambda completion: -scores[completion])[: request.num_returned]
@@ -61,4 +61,6 @@ def choose(request: Request) -> None:
     scored = ((completion, "score", scores[completion]) for completion in chosen)
     last = max(completion.finished_at for completion in request.completions)
     ended = ((completion, "finished_at", last) for completion in chosen)
-    assign_together([(request, "completions", chosen), *numbered, *scored, *ended])
+    dropped = sum(len(completion.token_ids) for completion in request.completions if completion not in chosen)
+    own = (request, "completions", chosen), (request, "num_dropped_tokens", dropped)
+    assign_together([*own, *numbered, *scored, *ended])

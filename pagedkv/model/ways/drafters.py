@@ -12,7 +12,11 @@ from pagedkv.model.ways.prompt_lookup import PromptLookup
 if TYPE_CHECKING:
     from pagedkv.model.ways.speculation import Drafter
 
-PROMPT_LOOKUP: Final = "prompt-lookup"
+LOOKUPS: Final[dict[str, dict[str, int]]] = {
+    "prompt-lookup": {},
+    "prompt-tree": {"num_tokens": 16, "width": 4, "shortest": 1},
+}
+"""Names of prompt lookup with its options."""
 DRAFT: Final = "draft"
 BUNDLED_DRAFT: Final = Path(__file__).parents[1] / "bundled" / "draft"
 """The draft model of the bundled checkpoint: two of its four layers."""
@@ -21,17 +25,17 @@ BUNDLED_DRAFT: Final = Path(__file__).parents[1] / "bundled" / "draft"
 def drafter_of(speculate: Drafter | Path | str | None, **options: Any) -> Drafter | None:
     """Return a drafter.
 
-    speculate: "prompt-lookup"; "draft" for that of the bundled checkpoint; the Hugging Face folder of a draft model; a
-        drafter; or None for none
+    speculate: "prompt-lookup"; "prompt-tree" for several continuations in a step; "draft" for that of the bundled
+        checkpoint; the Hugging Face folder of a draft model; a drafter; or None for none
     options: of DraftModel.load. Raises: InvalidRequest, CheckpointError
     """
-    if speculate == PROMPT_LOOKUP:
-        return PromptLookup()
+    if isinstance(speculate, str) and speculate in LOOKUPS:
+        return PromptLookup(**LOOKUPS[speculate])
     if isinstance(speculate, str | Path):
         return DraftModel.load(BUNDLED_DRAFT if speculate == DRAFT else speculate, **options)
     if speculate is None or hasattr(speculate, "propose"):
         return speculate
     raise InvalidRequest(
-        f"speculate is {speculate!r}; give {PROMPT_LOOKUP!r}, {DRAFT!r}, the folder of a draft model, "
+        f"speculate is {speculate!r}; give {', '.join(map(repr, LOOKUPS))}, {DRAFT!r}, the folder of a draft model, "
         "a drafter, or None"
     )

@@ -8,7 +8,8 @@
 
 Each token is drawn as the plain way draws it: from the logits after the tokens before it, with the next number of the
 request's own generator. A draft only decides whether these logits are there already. So the output is that of the plain
-way, token for token, for greedy requests and for any seed.
+way, token for token, for greedy requests and for any seed. Drafts may also be a tree of several branches: see
+ways/trees.py.
 
 Rejection sampling (Leviathan et al., 2023) keeps the distribution but not the tokens: a seed would give other text with
 drafts than without. It would accept a draft of a drafter that draws by chance more often, and a certain one as often.
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.loop.draws import Drawn, draw
+from pagedkv.model.loop.draws import Drawn, Guess, draw
+from pagedkv.model.ways.trees import Tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +49,7 @@ class Drafter(Protocol):
     num_tokens: int
     vocab_size: int | None
 
-    def propose(self, sequences: list[SequenceState], most: list[int]) -> Sequence[Sequence[int]]:
+    def propose(self, sequences: list[SequenceState], most: list[int]) -> Sequence[Sequence[int] | Tree]:
         """Return at most `most[i]` drafts of the tokens that follow each sequence; none where nothing is known."""
 
     def forget(self, sequence: SequenceState) -> None:
@@ -71,6 +73,11 @@ class Speculation:
             raise InvalidRequest(
                 f"the draft model has {drafter.vocab_size} tokens in its vocabulary, the model has "
                 f"{config.vocab_size}; drafts are token ids, so give a draft model with the same tokenizer"
+            )
+        if getattr(drafter, "width", 1) > 1 and any(window is not None for window in config.windows):
+            raise InvalidRequest(
+                "the model has windows, which hide places and not tokens; give a drafter with width=1: its drafts are "
+                "no tree"
             )
         self.drafter: Drafter = drafter
         self.num_passes: int = 0
@@ -103,8 +110,9 @@ class Speculation:
                     budget -= allowed
         if places:
             drafts = self.drafter.propose([chunks[place].sequence for place in places], most)
-            for place, of_sequence in zip(places, drafts, strict=True):
-                chunks[place] = chunks[place].with_drafts(of_sequence)
+            for place, drafted in zip(places, drafts, strict=True):
+                given = (drafted.tokens, drafted.parents) if isinstance(drafted, Tree) else (drafted,)
+                chunks[place] = chunks[place].with_drafts(*given)
         return chunks
 
     def _useful(self, sequence: SequenceState) -> int:
@@ -132,26 +140,26 @@ class Speculation:
 
     def verify(
         self, chunks: list[Chunk], families: list[list[SequenceState]], drawn: list[Drawn], logits: Tensor
-    ) -> dict[SequenceState, list[Drawn]]:
-        """Return the tokens that each sequence gets beyond its first: one for each draft that came true.
+    ) -> dict[SequenceState, list[Guess]]:
+        """Return the drafts of each sequence that came true, and the tokens that it gets by them, beyond its first.
 
         drawn: for `families`, from the own rows
         Shapes: logits float32 [N, V], those of `rows`
         """
         last = [chunk for chunk in chunks if chunk.is_last]
         parents = accumulate(map(len, families), initial=0)  # the place of each parent's token
-        more: dict[SequenceState, list[Drawn]] = {chunk.sequence: [] for chunk in last if chunk.drafts}
-        alive = [  # chunks whose drafts came true so far, and the row of the first draft of each
-            (chunk, begin + 1)
+        more: dict[SequenceState, list[Guess]] = {chunk.sequence: [] for chunk in last if chunk.drafts}
+        alive = [  # chunks with a draft that came true, the row of the first draft of each, and that draft
+            (chunk, begin + 1, draft)
             for chunk, begin, parent in zip(last, self.own_rows(chunks), parents, strict=False)
-            if chunk.drafts and drawn[parent].token == chunk.drafts[0]
+            if chunk.drafts and (draft := chunk.draft_behind(-1, drawn[parent].token)) is not None
         ]
         self.num_drafts += sum(len(chunk.drafts) for chunk in last)
         self.num_passes += sum(map(bool, families))  # that of a beam is empty
-        lengths = [(chunk.sequence.tokens, len(chunk.sequence.tokens)) for chunk, _ in alive]
+        lengths = [(chunk.sequence.tokens, len(chunk.sequence.tokens)) for chunk, *_ in alive]
         try:
-            for i in range(self.drafter.num_tokens):
-                alive = self._round(alive, i, more, logits)
+            while alive:
+                alive = self._round(alive, more, logits)
         finally:  # `deliver` appends them for good
             for ids, length in lengths:
                 del ids[length:]
@@ -160,20 +168,17 @@ class Speculation:
 
     @staticmethod
     def _round(
-        alive: list[tuple[Chunk, int]], i: int, more: dict[SequenceState, list[Drawn]], logits: Tensor
-    ) -> list[tuple[Chunk, int]]:
-        """Append draft i, which came true, to each sequence, draw the token behind it, and return who goes on."""
-        if not alive:
-            return []
-        for chunk, _ in alive:
-            chunk.sequence.tokens.append(chunk.drafts[i])
-        after = logits[torch.tensor([row + i for _, row in alive], device=logits.device)]
-        drawn = draw([[chunk.sequence] for chunk, _ in alive], after, is_guess=True)
-        for (chunk, _), one in zip(alive, drawn, strict=True):
+        alive: list[tuple[Chunk, int, int]], more: dict[SequenceState, list[Guess]], logits: Tensor
+    ) -> list[tuple[Chunk, int, int]]:
+        """Append the draft that came true to each sequence, draw the token behind it, and return who goes on."""
+        for chunk, _, draft in alive:
+            chunk.sequence.tokens.append(chunk.drafts[draft])
+        after = logits[torch.tensor([row + draft for _, row, draft in alive], device=logits.device)]
+        drawn = draw([[chunk.sequence] for chunk, *_ in alive], after, is_guess=True)
+        going: list[tuple[Chunk, int, int]] = []
+        for (chunk, row, draft), one in zip(alive, drawn, strict=True):
             if one.token >= 0:
-                more[chunk.sequence].append(one)
-        return [
-            (chunk, row)
-            for (chunk, row), one in zip(alive, drawn, strict=True)
-            if i + 1 < len(chunk.drafts) and one.token == chunk.drafts[i + 1]
-        ]
+                more[chunk.sequence].append(Guess(draft, one))
+                if (following := chunk.draft_behind(draft, one.token)) is not None:
+                    going.append((chunk, row, following))
+        return going

@@ -151,6 +151,34 @@ def test_drafts_that_are_rolled_back_are_told():
             assert Event("rolled_back", event.until, event.until, 0, 0, 2) in life
 
 
+def test_drafts_behind_a_stop_that_came_true_are_not_rolled_back():
+    prompt = f"{PAGE} {QUESTIONS[1]}"
+    (plain,) = Engine.load(num_frames=64).generate([prompt])
+    known = plain.completions[0].token_ids
+
+    class Right:
+        """A drafter that knows the output."""
+
+        num_tokens, vocab_size = 4, None
+
+        def propose(self, sequences, most):
+            return [known[one.num_output :][:count] for one, count in zip(sequences, most, strict=True)]
+
+        def forget(self, sequence):
+            pass
+
+        def recover(self):
+            pass
+
+    engine = recorded(Engine.load(num_frames=64, speculate=Right()))
+    (request,) = engine.generate([prompt], SamplingParams(stop="lives"))
+    (life,) = lives(engine).values()
+    assert_whole(life, request)
+    assert [event.value for event in life if event.kind == "chunk"][-1] == 5
+    assert len(request.completions[0].token_ids) < 5
+    assert "rolled_back" not in kinds(life)
+
+
 def test_a_cancelled_request_is_told_and_forgotten():
     engine = recorded(Engine.load(num_frames=64))
     request = engine.submit(PAGE, SamplingParams(max_tokens=50, ignore_eos=True))

@@ -11,6 +11,7 @@ import pytest
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.loop.events import Events
+from pagedkv.model.request import Completion
 from pagedkv.model.sampling.params import SamplingParams
 from tests.interrupts import Interrupter, count_instructions
 from tests.model.conftest import Checkpoint, prompt_of
@@ -19,7 +20,6 @@ from tests.model.test_engine import build, idle, outputs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedkv.model.request import Completion
 
 WARM: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 3}
 
@@ -185,6 +185,42 @@ def test_rejections_are_events(engine: Engine) -> None:
     assert [(event.value, event.detail) for event in mine if event.kind == "rejected"] == [(6, "a"), (6, "b")]
     assert [event.value for event in last if event.kind == "token"] == other.token_ids
     assert [event.kind for event in last][-2:] == ["token", "finished"]
+
+
+def test_rejections_of_candidates_that_are_not_chosen_are_counted(engine: Engine) -> None:
+    def rejects_once(completion: Completion) -> bool:
+        return bool(completion.rejections)
+
+    params = with_seed(3, validator=rejects_once, max_retries=1, best_of=3)
+    (request,) = engine.generate([prompt_of(9)], params)
+    assert len(request.completions) == 1
+    assert engine.stats().rejected == 3
+
+
+def test_an_interrupt_behind_the_last_rejection_judges_nothing_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[int] = []
+
+    def rejects(completion: Completion) -> bool:
+        judged.append(len(completion.rejections))
+        return False
+
+    request, end = engine.submit(prompt_of(9), with_seed(3, validator=rejects, max_retries=1)), Completion.end
+
+    def interrupted(completion: Completion, reason: str, error: str = "") -> None:
+        monkeypatch.setattr(Completion, "end", end)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Completion, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    engine.run()
+    (one,) = request.completions
+    assert (judged, len(one.rejections)) == ([0, 1], 2)
+    assert one.error.startswith("the validator rejected all 2 outputs")
+    assert engine.stats().rejected == 2
+    assert idle(engine)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

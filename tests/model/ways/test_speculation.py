@@ -376,6 +376,20 @@ def test_an_interrupted_draft_model_loses_nothing(
         assert is_empty(drafter)
 
 
+def test_a_draft_model_recovers_once_from_an_interrupt(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = draft_model(checkpoint("llama"))
+    engine = build(checkpoint("llama"), drafter=drafter)
+    engine.submit(prompt_of(9), SamplingParams(max_tokens=30))
+    engine.step()
+    drafter.recover()
+    recovered, recover = list[int](), drafter.cache.recover
+    monkeypatch.setattr(drafter.cache, "recover", lambda: recovered.append(1) or recover())
+    engine.run()
+    assert recovered == [1]
+
+
 def test_a_draft_model_with_windows_rolls_back_wrong_drafts(checkpoint: Callable[[str], Checkpoint]) -> None:
     """Its window is 37 tokens; two prompts are longer. A cache that gives back all behind it cannot roll back."""
     spec = replace(checkpoint("mistral").decoder().config.specs()[0], keep=4)
@@ -397,7 +411,7 @@ def test_a_draft_model_with_windows_rolls_back_wrong_drafts(checkpoint: Callable
 def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Callable[[str], Checkpoint]) -> None:
     with pytest.raises(InvalidRequest, match="the draft model has 97 tokens in its vocabulary, the model has"):
         Engine.load(speculate=checkpoint("llama").folder, num_frames=8)
-    with pytest.raises(InvalidRequest, match="speculate is 5; give 'prompt-lookup', 'draft', the folder"):
+    with pytest.raises(InvalidRequest, match="speculate is 5; give 'prompt-lookup', 'prompt-tree', 'draft', the"):
         Engine.load(speculate=5, num_frames=8)  # type: ignore[arg-type]
 
 
