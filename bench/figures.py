@@ -11,7 +11,7 @@ from pagedkv.bench.rows import cell_of
 Row = dict[str, Any]
 RATIOS: Final = {
     "over_bound": "of its bound", "times_as_fast": "× vLLM", "pages_over_this": "pages × this",
-    "hit_over_miss": "of an unknown prompt", "ratio": "ratio",
+    "hit_over_miss": "of an unknown prompt", "efficiency": "of its ceiling", "ratio": "ratio",
 }  # fmt: skip
 """The field of a row that holds its ratio, and the ratio in words."""
 NOT_AXES: Final = ("bench", "case", "variant", "who", "unit")
@@ -70,6 +70,7 @@ def _of(row: Row) -> Iterator[Figure]:
         row["bench"], cell_of(row), row["case"], axes, variant, unit, row["median"],
         row.get("best"), row.get("worst"), tuple(row.get("turns", ())),
         row.get(field), tuple(row.get("ratios", ())), RATIOS.get(field, ""), row.get("must") or row.get("limit"),
+        row.get("clean") == 0,
     )  # fmt: skip
 
 

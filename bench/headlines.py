@@ -112,6 +112,20 @@ def _fragmentation(rows: list[Row]) -> Headline | None:
     return Headline("fragmentation", question, f"{ours['median']:.0f} %", words, ours, drawn)
 
 
+def _bandwidth(rows: list[Row]) -> Headline | None:
+    found = [row for row in rows if row.get("case") == "gather_kv" and row["kv"] == "bfloat16" and row["clean"]]
+    most = max((row["threads"] for row in found), default=0)
+    share = {row["variant"]: row["efficiency"] for row in found if row["threads"] == most}
+    if "pagedkv" not in share:
+        return None
+    beside = tuple(f"torch's indexing {share[name]:.2f}" for name in share if name == "torch")
+    question = "Of the speed at which memory can be copied, how much does gathering pages into one tensor reach?"
+    shares = {"pagedkv": share["pagedkv"]} | {f"{name}, index_select": share[name] for name in share if name == "torch"}
+    drawn = _bars("gather_kv, share of a copy: more is better", shares, lambda value: f"{value:.0%}")
+    ours = next(row for row in found if row["variant"] == "pagedkv" and row["threads"] == most)
+    return Headline("bandwidth", question, f"{share['pagedkv']:.2f}", beside, ours, drawn)
+
+
 def _generate(rows: list[Row]) -> Headline | None:
     found = [row for row in rows if row.get("case") == "decode" and "over_bound" in row]
     ours = [row for row in found if row["variant"] == "pagedkv"]
@@ -177,6 +191,6 @@ def _largest(rows: Iterable[Row]) -> list[Row]:
 
 
 MAKERS: Final = {
-    "manager": _manager, "attention": _attention, "fragmentation": _fragmentation, "generate": _generate,
-    "transformers": _transformers, "vllm": _vllm,
+    "manager": _manager, "attention": _attention, "fragmentation": _fragmentation, "bandwidth": _bandwidth,
+    "generate": _generate, "transformers": _transformers, "vllm": _vllm,
 }  # fmt: skip

@@ -45,6 +45,7 @@ CALLS: Final = 200
 """Calls in one repetition of a cell of kind "call"."""
 SLOW: Final = ("numba", "reference")
 """Kernels that are measured on plain cells only; the reference on small plain cells only."""
+PLAIN: Final = "measured on plain cells only"
 
 
 @dataclass(frozen=True)
@@ -149,20 +150,20 @@ def _measure_group(cells: list[Cell], asked: Asked, vllm: Vllm | str) -> Iterato
     rows, steps = [Row(cell) for cell in cells], {}
     fit = [size for size in map(Pool.bytes_of, cells) if size <= available() // 3]
     region = region_of(max(fit)) if fit else None
-    with _threads(cells[0].threads):
+    with on_threads(cells[0].threads):
         for i, row in enumerate(rows):
             for who, step in _variants(row.cell, region, asked, vllm).items():
                 if isinstance(step, str):
                     row.refused[who] = step
                 else:
                     # vLLM runs in another process: our threads, spinning after a wake-up, would disturb vLLM's threads
-                    steps[i, who] = step if who == VLLM else _awake(step)
+                    steps[i, who] = step if who == VLLM else awake(step)
         for (i, who), timing in in_turn(steps, asked.repetitions).items():
             rows[i].timings[who] = timing
     yield from rows
 
 
-def _awake(step: Step) -> Step:
+def awake(step: Step) -> Step:
     """Return the step with torch's threads woken before the clock starts, as in a model the layer before would do."""
     vector = torch.zeros(1 << 16, dtype=torch.int8)  # large enough for two threads
 
@@ -182,7 +183,7 @@ def _variants(cell: Cell, region: torch.Tensor | None, asked: Asked, vllm: Vllm 
         )
     pool = Pool(cell, region)
     kernels: dict[str, Step | str] = {
-        name: _not_here(name, cell) or KINDS[cell.kind](cell, pool, name) for name in asked.kernels
+        name: not_here(name, cell) or KINDS[cell.kind](cell, pool, name) for name in asked.kernels
     }
     if cell.kind == "call":
         return {"cpu": kernels["cpu"], DIRECT: _no_extension() or _direct(cell, pool)} if "cpu" in kernels else {}
@@ -196,7 +197,8 @@ def _no_extension() -> str:
     return "; ".join(explain(device="cpu").objections["cpu"])
 
 
-def _not_here(name: str, cell: Cell) -> str:
+def not_here(name: str, cell: Cell) -> str:
+    """Return the reason why a kernel cannot be measured on a cell; "" if it can."""
     known = next((kernel for kernel in registry.KERNELS if kernel.name == name), None)
     if known is None or (why := known.refuse(registry.case_of(cell.spec(), cell.device))):
         return f"there is no kernel {name!r}" if known is None else "; ".join(why)
@@ -206,7 +208,7 @@ def _not_here(name: str, cell: Cell) -> str:
         and cell.kind != "write"
         and (special or (name == "reference" and cell.batch * cell.new * cell.context > 1 << 20))
     ):
-        return "measured on plain cells only"
+        return PLAIN
     return ""
 
 
@@ -336,7 +338,7 @@ BOUNDS: Final = {"decode": _read, "prefill": _gemm, "write": _memcpy}
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def on_threads(count: int) -> Iterator[None]:
     """Run our kernels and torch on `count` threads."""
     before, variable = torch.get_num_threads(), os.environ.get("PAGEDKV_NUM_THREADS")
     os.environ["PAGEDKV_NUM_THREADS"] = str(count)

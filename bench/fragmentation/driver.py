@@ -196,6 +196,7 @@ class Driver:
             self._allocator.free(member)
         if not self._running:
             self.outcome.dropped += 1
+            self._is_closed = False  # no running request is left whose end would let in another
             return
         self.outcome.preemptions += 1
         self._is_closed = self._allocator.is_blind

@@ -4,15 +4,18 @@ Documents of records are read once; each question continues a fork of them, with
 is right if each of its tokens has the largest logit. The error is that of the logits at these tokens, against keys and
 values of bfloat16: the root of the mean square, relative to the standard deviation of the logits.
 
-Run it by `python -m pagedkv.bench.generate.kv_dtypes`: half a minute.
+Run it by `python -m pagedkv.bench.generate.kv_dtypes`: a minute. It prints the table of docs/reference/command-line.md
+and appends a row for each figure to bench/results/generate.jsonl.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from pagedkv.bench import record
+from pagedkv.bench.progress import track
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import BUNDLED
 from pagedkv.model.loop.pool import new_cache
@@ -64,22 +67,49 @@ class Reader:
         return found
 
 
-def main() -> None:
-    """Measure and print the table."""
+def measured() -> list[dict[str, Any]]:
+    """Return the rows of all kinds: bytes of a token, and for each length of documents the recall and the error."""
     decoder, tokenizer = Decoder.load(BUNDLED), Tokenizer.load(BUNDLED)
-    lengths = " | ".join(f"recall, {num_tokens:,} tokens | error" for num_tokens, _ in DOCUMENTS)
-    print(f"| KV dtype | bytes per token | {lengths} |\n|---|---|{'---|---|' * len(DOCUMENTS)}")
     exact: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for kind in KINDS:
-        reader, cells = Reader(decoder, tokenizer, kind), []
+    rows = []
+    for kind in track(KINDS, "kinds of K and V"):
+        reader, name = Reader(decoder, tokenizer, kind), kind or "bfloat16"
+        rows.append(_row("KV", {"kv": name}, "bytes a token", reader.cache.spec.bytes_per_token))
         for num_tokens, count in DOCUMENTS:
             found = [pair for i in range(count) for pair in reader.answers(num_tokens, FIRST_SEED + num_tokens + i)]
             plain = exact.setdefault(num_tokens, found)
             right = sum(bool((logits.argmax(-1) == answer).all()) for logits, answer in found)
             ours, wanted = (torch.cat([logits for logits, _ in part]) for part in (found, plain))
             error = float((ours - wanted).square().mean().sqrt() / wanted.std())
-            cells += [f"{right} of {len(found)}", f"{error:.2%}"]
-        print(f"| {kind or 'bfloat16'} | {reader.cache.spec.bytes_per_token:,} | {' | '.join(cells)} |", flush=True)
+            axes = {"kv": name, "tokens": num_tokens}
+            rows.append(_row("KV, recall", axes, "answers right, of 100", 100 * right / len(found)))
+            rows.append(_row("KV, error of the logits", axes, "of their deviation", error))
+    return rows
+
+
+def _row(case: str, axes: dict[str, Any], unit: str, figure: float) -> dict[str, Any]:
+    return {"bench": "generate", "case": case} | axes | {"variant": "pagedkv", "unit": unit, "median": figure}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as the manual has them: a line for each kind."""
+    questions = {num_tokens: QUESTIONS * count for num_tokens, count in DOCUMENTS}
+    heads = " | ".join(f"right, {num_tokens:,} tokens | error" for num_tokens in questions)
+    lines = [f"| `--kv-dtype` | bytes per token | {heads} |", f"|---|---|{'---|---|' * len(questions)}"]
+    for kind in dict.fromkeys(row["kv"] for row in rows):
+        size, *rest = (row["median"] for row in rows if row["kv"] == kind)
+        cells = [f"{size:,}"]
+        for (right, error), count in zip(zip(rest[::2], rest[1::2], strict=True), questions.values(), strict=True):
+            cells += [f"{right * count / 100:.0f} of {count}", f"{error:.2%}"]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, keep the rows, and print the table."""
+    rows, about = measured(), record.provenance()
+    record.append([row | about for row in rows], None, "generate")
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The cost of a decode step against pool size and context length: `pagedkv bench manager --scaling`.
 
-The lines should be nearly flat. All points take turns, round by round. The step is plan + commit for 64 sequences,
+The lines should be nearly flat. All points take turns, in an order drawn anew for each round; the first round does not
+count. The step is plan + commit for 64 sequences,
 prefix cache on. In a full pool, each frame that a step takes is evicted first.
 """
 
@@ -10,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from pagedkv.bench.clock import by_lot
 from pagedkv.bench.manager.peers import BLOCK
-from pagedkv.bench.manager.runner import OURS, TURN, Figure, decode, full_pool
-from pagedkv.bench.progress import track
+from pagedkv.bench.manager.runner import OURS, TURN, Case, Figure, decode, full_pool
 from pagedkv.core import MemoryManager
 
 BATCH: Final = 64
@@ -50,11 +51,14 @@ POINTS: Final = (
 
 def measure(rounds: int, points: tuple[Point, ...] = POINTS) -> dict[Point, Figure]:
     """Measure the microseconds per step at each point."""
-    runs = {point: point.make() for point in points}
-    figures = {point: Figure(OURS, f"step of {BATCH} sequences, {point.size:,} {point.line}", "us") for point in points}
-    for _ in track(range(rounds), "manager against size"):
-        for point, run in runs.items():
-            figures[point].samples += [run() * 1e6 for _ in range(TURN)][1:]
+    cases = {p: Case(f"step of {BATCH} sequences, {p.size:,} {p.line}", "us", None, 1, p.make) for p in points}
+    runs = {point: case.make() for point, case in cases.items()}
+    figures = {point: Figure(OURS, case.name, case.unit) for point, case in cases.items()}
+    for number, order in enumerate(by_lot(points, rounds, "manager against size")):
+        for point in order:
+            seconds = [runs[point]() for _ in range(TURN)]
+            if number:
+                figures[point].add({"seconds": seconds}, cases[point])
     for figure in figures.values():
         figure.settle()
     return figures

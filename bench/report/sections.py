@@ -50,9 +50,10 @@ ABOUT: Final = {
         "Bandwidth",
         "The ceilings of this machine's memory, and how near to them each operation on the cache gets.",
         "Writers of kernels, and everybody who asks why a step is not faster.",
-        "A ceiling is measured in the turns of the operations beside it. Efficiency is the bytes that had to move over "
-        "time × ceiling.",
-        "A ceiling is that of one access pattern; no operation but a read can reach the read ceiling.",
+        "A ceiling is measured before and after each repetition of an operation. Efficiency is the bytes that had to "
+        "move over time × ceiling. A repetition in which memory changes its state does not count.",
+        "A ceiling is that of one access pattern: an operation with a better one exceeds it. Below 8 bit, arithmetic "
+        "rather than memory is the bound.",
     ),
     "generate": About(
         "The reference engine",

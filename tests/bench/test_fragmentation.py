@@ -13,12 +13,12 @@ import pytest
 from pagedkv.bench.fragmentation import cells, contiguous, driver, runs, workloads
 from pagedkv.bench.fragmentation.account import Account, Allocator, Memory, Want
 from pagedkv.bench.fragmentation.arenas import KIB, MIB, Buddy, CachingArena
-from pagedkv.bench.fragmentation.contiguous import Reserving
+from pagedkv.bench.fragmentation.contiguous import Growing, Reserving
 from pagedkv.bench.fragmentation.driver import Driver, Outcome
 from pagedkv.bench.fragmentation.live import Live
 from pagedkv.bench.fragmentation.virtual import VirtualMemory
 from pagedkv.bench.fragmentation.workloads import Request, Workload
-from tests.bench.twins import SlowBuddy, SlowCachingArena, SlowPages, mapped_bytes
+from tests.bench.twins import SlowBuddy, SlowCachingArena, SlowGrowing, SlowPages, mapped_bytes
 
 SMALL = Memory(slots=1500, token_bytes=8 * 2048, tensors=8, longest=512)
 KINDS = ({}, {"samples": 3}, {"beams": 4}, {"drafts": 4})
@@ -142,6 +142,23 @@ def test_the_manager_and_pages_in_python_lists_have_the_same_accounts(kind, bloc
         assert live.moved
         assert max(moment.account.saved for moment in ours.moments) > 0
     assert live.figures()["copies"] == live.manager.stats().copies == live.moved // block_size
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_caches_that_grow_and_marks_in_python_lists_have_the_same_accounts(kind, is_split):
+    memory = replace(SMALL, slots=400, token_bytes=8 * 8192)
+    requests = drawn(5, kind, 24)
+    if is_split:
+        growing = Growing("", memory, lambda length: length, CachingArena, is_split=True)
+        slow = SlowGrowing(memory, lambda length: length, SlowCachingArena(memory.capacity))
+    else:
+        growing = Growing("", memory, contiguous.power_of_two, Buddy)
+        slow = SlowGrowing(memory, contiguous.power_of_two, SlowBuddy(memory.slots))
+    ours, theirs = Driver(requests, growing).run(), Driver(requests, slow).run()
+    assert ours == theirs
+    assert ours.preemptions + ours.dropped
+    assert growing.moved == slow.moved > 0
 
 
 @pytest.mark.many_steps

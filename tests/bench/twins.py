@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pagedkv.bench.fragmentation.account import HEADROOM, Account, Allocator, Memory, Want
 from pagedkv.bench.fragmentation.arenas import KIB, MIB
@@ -103,6 +103,83 @@ class SlowCachingArena:
                     i += 1
                 else:
                     blocks[i - 1][1] += blocks.pop(i)[1]
+
+
+class SlowGrowing(Allocator):
+    """Caches that move to a larger block: each tensor of a sequence is [address, a mark for each slot of its block]."""
+
+    name, is_blind = "slow growing", True
+
+    def __init__(self, memory: Memory, room: Callable[[int], int], arena: SlowBuddy | SlowCachingArena) -> None:
+        self.memory, self.room, self.arena = memory, room, arena
+        self.tensors = 1 if isinstance(arena, SlowBuddy) else memory.tensors
+        self.slot = 1 if isinstance(arena, SlowBuddy) else memory.token_bytes // memory.tensors
+        self.blocks: dict[int, list[tuple[int, list[bool]]]] = {}
+
+    def bytes_held(self) -> int:
+        if isinstance(self.arena, SlowBuddy):
+            return sum(self.arena.used) * self.memory.token_bytes
+        return self.arena.held
+
+    def admit(self, sequence: int, length: int, final: int) -> bool:
+        left = self.memory.capacity - self.bytes_held() - self.room(length) * self.memory.token_bytes
+        if self.blocks and left < int(HEADROOM * self.memory.capacity):
+            return False
+        return self.place(sequence, length)
+
+    def place(self, sequence: int, length: int) -> bool:
+        room, found = self.room(length), []
+        for _ in range(self.tensors):
+            address = self.arena.allocate(room * self.slot)
+            if address is None:
+                for other, _ in found:
+                    self.arena.release(other)
+                return False
+            found.append((address, [i < length for i in range(room)]))
+        self.blocks[sequence] = found
+        return True
+
+    def grow(self, wants: Sequence[Want]) -> list[Want]:
+        return [want for want in wants if not self.grown(want)]
+
+    def grown(self, want: Want) -> bool:
+        tensors = self.blocks[want.sequence]
+        for i, (old, marks) in enumerate(tensors):
+            if marks.count(False) < want.planned:
+                room = self.room(sum(marks) + want.planned)
+                new = self.arena.allocate(room * self.slot)
+                if new is None:
+                    return False
+                self.arena.release(old)
+                self.moved += sum(marks) if i == 0 else 0
+                tensors[i] = new, [slot < sum(marks) for slot in range(room)]
+        for _, marks in tensors:
+            for _ in range(want.kept):
+                marks[marks.index(False)] = True
+        return True
+
+    def fork(self, parent: int, child: int) -> bool:
+        length = sum(self.blocks[parent][0][1])
+        self.moved += length
+        return self.place(child, length)
+
+    def overwrite(self, sequence: int, source: int) -> None:
+        self.moved += sum(self.blocks[sequence][0][1])
+
+    def free(self, sequence: int) -> None:
+        for address, _ in self.blocks.pop(sequence):
+            self.arena.release(address)
+
+    def account(self, remaining: Mapping[int, int]) -> Account:
+        useful = later = unused = 0
+        slot = self.memory.token_bytes // self.tensors
+        for sequence, tensors in self.blocks.items():
+            empty = sum(marks.count(False) for _, marks in tensors) * slot
+            soon = min(empty, remaining.get(sequence, 0) * self.memory.token_bytes)
+            useful += sum(sum(marks) for _, marks in tensors) * slot
+            later, unused = later + soon, unused + empty - soon
+        held = self.bytes_held()
+        return Account(useful, later, unused, held - useful - later - unused, self.memory.capacity - held)
 
 
 class SlowPages(Allocator):

@@ -116,9 +116,7 @@ def _line(row: Any) -> str:
             else f"none clean of {result['repetitions']}"
         )
         lines.append(f"  {who:10} {result['us']:11,.1f} us {rate:>16} {share:>17}   {clean}")
-    lines += [
-        f"  {who:10} not measured: {why}" for who, why in row.refused.items() if why != "measured on plain cells only"
-    ]
+    lines += [f"  {who:10} not measured: {why}" for who, why in row.refused.items() if why != runner.PLAIN]
     return "\n".join(lines)
 
 

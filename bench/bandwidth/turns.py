@@ -1,0 +1,139 @@
+"""Turns with a ceiling before and after each repetition, the states of memory, and rows.
+
+    ratio of a repetition  =  bytes / seconds / mean speed of the ceiling before it and after it
+
+A repetition is left out, and counted, if an involuntary context switch fell into it, or if the speed of the ceiling
+after it differs from that before it by more than CHANGE: then memory changed its state meanwhile.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from pagedkv.bench.attention.runner import awake
+from pagedkv.bench.bandwidth.ceilings import Bound
+from pagedkv.bench.bandwidth.subjects import Subject
+from pagedkv.bench.clock import WARM_UP, Timer, Timing, in_turn, on_this_cpu
+
+Row = dict[str, Any]
+CHANGE: Final = 1.25
+STATES: Final = 1.3
+"""Two states of memory differ by this factor at least,"""
+SHARE: Final = 0.1
+"""and the rarer one has this share of the readings at least."""
+
+
+@dataclass
+class Speeds:
+    """The readings of a ceiling in a run, (bytes per second, is clean), and the repetitions that were left out."""
+
+    bound: Bound
+    readings: list[tuple[float, bool]] = field(default_factory=list)
+    switched: int = 0
+    changed: int = 0
+
+    def row(self, axes: dict[str, Any]) -> Row:
+        """Return the speed of the ceiling over the whole run, and the states that it had."""
+        rates = [rate / 1e9 for rate, is_clean in self.readings if is_clean] or [r / 1e9 for r, _ in self.readings]
+        row = {"case": "state", "bound": self.bound.name} | axes | {"variant": "memory", "unit": "GB/s"}
+        row |= {"median": statistics.median(rates), "best": max(rates), "worst": min(rates)}
+        row |= {"states": states(rates) if self.bound.is_memory else [], "readings": len(rates)}
+        return row | {"switched": self.switched, "changed": self.changed}
+
+
+def states(rates: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the states of memory as (median speed, share of the readings), the slow one first; one or two.
+
+    The logarithms are cut where the squared distances to the means of both parts are smallest. The parts are states if
+    their medians differ by STATES, and each has SHARE of the readings.
+    """
+    logs = np.log(np.sort(np.asarray(rates, dtype=float)))
+    count = len(logs)
+    least = max(1, round(SHARE * count))
+    sums, squares = np.cumsum(logs), np.cumsum(logs**2)
+    cuts = np.arange(least, count - least + 1)
+    if len(cuts):
+        below = squares[cuts - 1] - sums[cuts - 1] ** 2 / cuts
+        above = squares[-1] - squares[cuts - 1] - (sums[-1] - sums[cuts - 1]) ** 2 / (count - cuts)
+        cut = int(cuts[np.argmin(below + above)])
+        slow, fast = (float(np.exp(np.median(part))) for part in (logs[:cut], logs[cut:]))
+        if fast / slow >= STATES:
+            return [(slow, cut / count), (fast, 1 - cut / count)]
+    return [(float(np.exp(np.median(logs))), 1.0)]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A prepared repetition: its name in the turns, its ceiling, and the function that is timed."""
+
+    name: tuple[int, str]
+    bound: str
+    call: Callable[[], object]
+
+    def __call__(self) -> object:
+        return self.call()
+
+
+class Bracket:
+    """A timer that measures the ceiling of a run before it and after it. rates: of each repetition, by name."""
+
+    def __init__(self, bounds: dict[str, Speeds], timer: Timer = on_this_cpu) -> None:
+        self.bounds, self.timer = bounds, timer
+        self.rates: dict[tuple[int, str], list[float]] = {}
+
+    def __call__(self, run: Callable[[], object]) -> tuple[float, bool]:
+        """Time `run`, which is a _Run; it is clean without a context switch and without a change of state."""
+        assert isinstance(run, _Run)
+        speeds = self.bounds[run.bound]
+        (before, first), (seconds, is_clean), (after, last) = self._speed(speeds), self.timer(run), self._speed(speeds)
+        rates = self.rates.setdefault(run.name, [])
+        rates.append((before + after) / 2)
+        is_clean &= first and last
+        is_steady = not speeds.bound.is_memory or max(before, after) <= CHANGE * min(before, after)
+        if len(rates) > WARM_UP:
+            speeds.readings += [(before, first), (after, last)]
+            speeds.switched += not is_clean
+            speeds.changed += is_clean and not is_steady
+        return seconds, is_clean and is_steady
+
+    def _speed(self, speeds: Speeds) -> tuple[float, bool]:
+        seconds, is_clean = self.timer(speeds.bound.step())
+        return speeds.bound.num_bytes / seconds, is_clean
+
+
+def rows(
+    subjects: Iterable[Subject], bounds: dict[str, Speeds], repetitions: int, axes: dict[str, Any],
+    timer: Timer = on_this_cpu,
+) -> list[Row]:  # fmt: skip
+    """Measure subjects in turn; return a row for each variant. axes: of all rows, behind those of the subject."""
+    every, bracket = list(subjects), Bracket(bounds, timer)
+    steps = {}
+    for i, subject in enumerate(every):
+        for name, step in subject.variants.items():
+            if not isinstance(step, str):
+                steps[i, name] = _named((i, name), subject.bound, awake(step))
+    timings = in_turn(steps, repetitions, bracket)
+    return [
+        _row(every[i], name, timing, bracket.rates[i, name][WARM_UP:], axes) for (i, name), timing in timings.items()
+    ]
+
+
+def _named(name: tuple[int, str], bound: str, step: Callable[[], Callable[[], object]]) -> Callable[[], _Run]:
+    return lambda: _Run(name, bound, step())
+
+
+def _row(subject: Subject, variant: str, timing: Timing, rates: Sequence[float], axes: dict[str, Any]) -> Row:
+    speeds = [seconds and subject.num_bytes / seconds for seconds in timing.turns]
+    ratios = [speed / rate for speed, rate in zip(speeds, rates, strict=True) if speed]
+    counted = [speed / 1e9 for speed in speeds if speed]
+    row = {"case": subject.case} | subject.axes | axes | {"variant": variant, "unit": "GB/s"}
+    row |= {"median": statistics.median(counted), "best": max(counted), "worst": min(counted)}
+    row |= {"turns": [speed and round(speed / 1e9, 4) for speed in speeds], "bound": subject.bound}
+    row |= {"efficiency": statistics.median(ratios), "ratios": [round(ratio, 4) for ratio in ratios]}
+    row |= {"ceiling": statistics.median(rates) / 1e9, "bytes": subject.num_bytes, "clean": timing.clean}
+    return row | ({"flop_per_byte": subject.flops / subject.num_bytes} if subject.flops else {})

@@ -1,0 +1,198 @@
+"""`pagedkv bench bandwidth`: the bytes that it counts, the states of memory, and what it leaves out."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from pagedkv.bench.attention import pool
+from pagedkv.bench.attention.cells import Cell
+from pagedkv.bench.bandwidth import ceilings, device, disk, subjects, turns
+from pagedkv.bench.bandwidth.ceilings import KIB, Bound, Memory
+from pagedkv.bench.bandwidth.subjects import Subject
+from pagedkv.bench.bandwidth.turns import Speeds
+
+MIB = 1 << 20
+FLOAT_OF_ONES = torch.tensor(0x01010101, dtype=torch.int32).view(torch.float32)
+"""Each of its bytes is 1."""
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(pool, "POOL_BYTES", MIB)
+    monkeypatch.setattr(ceilings, "WINDOW", 4 * MIB)
+
+
+def marked(cell: Cell) -> int:
+    """Count the bytes of a pool that belong to a token of a step: each token's elements are set to ones, one by one."""
+    region = torch.zeros(pool.Pool.bytes_of(cell), dtype=torch.uint8)
+    ours = pool.Pool(cell, region)
+    batch = ours.batch(ours.draw())
+    for b, length in enumerate(cell.lens()):
+        for position in range(length):
+            at = int(batch.block_table[b, position // cell.block_size]), position % cell.block_size
+            for part in (ours.layer.k, ours.layer.v):
+                part[at].view(torch.uint8).fill_(1)
+            for scale in (ours.layer.k_scale, ours.layer.v_scale):
+                if scale is not None:
+                    scale[at] = FLOAT_OF_ONES
+    return int(region.sum())
+
+
+@pytest.mark.parametrize("kv", ["", "fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize("shape", [(3, 37, 16), (1, 20, 8), (2, 5, 32)], ids=str)
+def test_the_bytes_of_a_decode_are_those_of_its_tokens_one_by_one(kv, shape):
+    batch, context, block_size = shape
+    cell = Cell(batch=batch, context=context, block_size=block_size, heads=4, kv_heads=2, head_dim=64, kv=kv)
+    (subject,) = subjects.decodes([cell], Memory.of(2 * MIB, is_huge=True), ())
+    assert subject.num_bytes == marked(cell)
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", "int8"])
+def test_the_bytes_of_a_gather_are_those_of_its_tokens_and_of_the_result(kv, monkeypatch):
+    small = Cell(batch=4, context=48, kv_heads=2, head_dim=64)
+    monkeypatch.setattr(subjects, "BASE", small)
+    (subject,) = subjects.gathers([kv], Memory.of(2 * MIB, is_huge=True))
+    result = 2 * 4 * 48 * 2 * 64 * 2
+    assert subject.num_bytes == result + marked(Cell(**{**vars(small), "kv": "" if kv == "bfloat16" else kv}))
+
+
+def halves() -> Memory:
+    """A region of ones, then zeros."""
+    memory = Memory.of(16 * MIB, is_huge=True)
+    memory.bytes[: 8 * MIB], memory.bytes[8 * MIB :] = 1, 0
+    return memory
+
+
+@pytest.mark.parametrize("size", [4 * KIB, 32 * KIB, 2048 * KIB])
+def test_a_copy_moves_as_many_bytes_as_it_counts(size):
+    names = set()
+    for count, subject in enumerate(subjects.copies([size], halves())):
+        for name in subject.variants:
+            memory = halves()
+            fresh = list(subjects.copies([size], memory))[count]
+            fresh.variants[name]()()
+            assert 2 * int(memory.bytes[8 * MIB :].sum()) == subject.num_bytes
+            assert memory.bytes[: 8 * MIB].all()
+            names.add((name, subject.axes["order"]))
+    assert len(names) == 4
+
+
+def test_the_ceilings_of_a_copy_move_as_many_bytes_as_they_count():
+    memory = halves()
+    bound = memory.bounds()["copy"]
+    bound.step()()
+    assert 2 * int(memory.bytes[8 * MIB :].sum()) == bound.num_bytes == memory.window
+    source, target = memory.pair()
+    assert source.data_ptr() + len(source) <= target.data_ptr()
+
+
+@pytest.mark.parametrize("operation", list(subjects.LINEAR))
+def test_a_linear_operation_reads_its_weights_once_and_multiplies_each_by_each_token(operation, monkeypatch):
+    monkeypatch.setattr(subjects, "LINEAR", {operation: 128})
+    monkeypatch.setattr(subjects, "WIDE", 256)
+    (subject,) = subjects.linears([3], [], Memory.of(2 * MIB, is_huge=True))
+    assert (subject.num_bytes, subject.flops) == (128 * 256 * 2, sum(2 for _ in range(3 * 128 * 256)))
+    results = [step()() for step in subject.variants.values()]
+    assert len(results) == 2
+
+
+def test_a_snapshot_is_counted_by_its_frames_and_restored_from_what_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "SPEC", disk.KVSpec(1, 2, 64, block_size=16, dtype="bfloat16"))
+    save, load = disk.subjects(tmp_path, 3)
+    assert save.num_bytes == load.num_bytes == 3 * disk.SPEC.frame_bytes
+    assert save.variants["pagedkv"]()() == 3
+    for _ in range(2):
+        load.variants["pagedkv"]()()
+    bounds = disk.bounds(tmp_path, 1000)
+    bounds["disk write"].step()()
+    bounds["disk read"].step()()
+    assert (tmp_path / "bare").stat().st_size == 1000
+
+
+def slow_states(rates: list[float]) -> list[tuple[float, float]]:
+    """The definition: every cut is tried."""
+    logs = sorted(map(torch.tensor(rates, dtype=torch.float64).log().tolist().__getitem__, range(len(rates))))
+    least, best = max(1, round(turns.SHARE * len(logs))), None
+    for cut in range(least, len(logs) - least + 1):
+        parts = logs[:cut], logs[cut:]
+        spread = sum(len(part) * statistics.pvariance(part) for part in parts)
+        if best is None or spread < best[0] - 1e-12:
+            best = spread, parts
+    if best:
+        slow, fast = (float(torch.tensor(statistics.median(part)).exp()) for part in best[1])
+        if fast / slow >= turns.STATES:
+            return [(slow, len(best[1][0]) / len(logs)), (fast, len(best[1][1]) / len(logs))]
+    return [(float(torch.tensor(statistics.median(logs)).exp()), 1.0)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_states_are_those_that_a_search_of_all_cuts_finds(seed):
+    lots = random.Random(seed)
+    rates = [lots.choice((45.0, 45.0 * (1 + seed / 10))) * lots.gauss(1, 0.04) for _ in range(lots.randint(1, 60))]
+    for ours, theirs in zip(turns.states(rates), slow_states(rates), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_fast_and_a_slow_state_are_two_and_noise_is_one():
+    lots = random.Random(0)
+    two = [speed * lots.gauss(1, 0.03) for speed in [45.0] * 70 + [80.0] * 30]
+    (slow, share), (fast, rest) = turns.states(two)
+    assert (slow, fast, share, rest) == pytest.approx((45, 80, 0.7, 0.3), rel=0.02)
+    assert len(turns.states([45 * lots.gauss(1, 0.05) for _ in range(200)])) == 1
+    assert len(turns.states([45.0] * 99 + [80.0])) == 1, "one odd reading is no state"
+
+
+class Machine:
+    """A machine of scripted speed. speeds: of each timing, in order; a negative one: a context switch falls into it."""
+
+    def __init__(self, speeds: Iterator[float]) -> None:
+        self.speeds = speeds
+
+    def __call__(self, run: Callable[[], object]) -> tuple[float, bool]:
+        speed = next(self.speeds)
+        return 1.0 / abs(speed) * (2.0 if isinstance(run, turns._Run) else 1.0), speed > 0
+
+
+def measured(speeds: list[float], repetitions: int) -> tuple[dict[str, object], Speeds]:
+    """Measure an operation that moves as many bytes as the ceiling in twice the time."""
+    bound = Speeds(Bound("read", 10**9, lambda: lambda: None))
+    subject = Subject("decode", {}, 10**9, "read", {"pagedkv": lambda: lambda: None})
+    machine = Machine(iter([1.0] * 6 + speeds))  # two turns that do not count
+    (row,) = turns.rows([subject], {"read": bound}, repetitions, {}, machine)
+    return row, bound
+
+
+def test_a_ratio_is_of_its_own_turn_whatever_state_memory_is_in():
+    row, bound = measured([45.0] * 3 + [80.0] * 3 + [45.0] * 3 + [80.0] * 3, 4)
+    assert row["ratios"] == [0.5] * 4
+    assert row["turns"] == [22.5, 40.0, 22.5, 40.0]
+    assert (row["clean"], bound.switched, bound.changed) == (4, 0, 0)
+    states = bound.row({})["states"]
+    assert [part for state in states for part in state] == pytest.approx([45, 0.5, 80, 0.5])
+
+
+def test_a_repetition_in_which_memory_changes_its_state_or_the_system_interrupts_is_left_out_and_counted():
+    steady = [10.0] * 3
+    row, bound = measured(
+        [*steady, 10.0, 10.0, 20.0, *steady, 10.0, -10.0, 10.0, *steady, -10.0, 10.0, 10.0, *steady], 7
+    )
+    assert [turn is None for turn in row["turns"]] == [False, True, False, True, False, True, False]
+    assert row["ratios"] == [0.5] * 4
+    assert (row["clean"], bound.switched, bound.changed) == (4, 2, 1)
+
+
+def test_a_swap_moves_the_frames_that_it_counts():
+    """On a machine without a GPU the device is the CPU."""
+    found, bounds = device.measured("cpu", 64 * KIB, 4 * KIB)
+    swaps = [subject for subject in found if subject.case == "swap"]
+    assert [subject.num_bytes for subject in swaps] == [64 * KIB] * 2
+    for subject in found:
+        for step in subject.variants.values():
+            step()()
+        bounds[subject.bound].step()()
+        assert bounds[subject.bound].num_bytes == subject.num_bytes

@@ -1,0 +1,85 @@
+"""`pagedkv bench bandwidth`: rows, a picture, axes, and words for what is not measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pagedkv.bench.attention import pool
+from pagedkv.bench.attention.cells import Cell
+from pagedkv.bench.bandwidth import ceilings, disk, runner, subjects, words
+
+FAST = ("--quick", "--turns", 1, "--threads", 1, "--kernels", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(pool, "POOL_BYTES", 8 << 20)
+    monkeypatch.setattr(runner, "POOL_BYTES", 16 << 20)
+    monkeypatch.setattr(ceilings, "WINDOW", 4 << 20)
+    monkeypatch.setattr(runner, "grid", lambda *, is_quick: [Cell(batch=1, context=256), Cell(batch=1, kv="int8")])
+    monkeypatch.setattr(subjects, "BASE", Cell(context=64))
+    monkeypatch.setattr(subjects, "LINEAR", dict.fromkeys(subjects.LINEAR, 256))
+    monkeypatch.setattr(subjects, "INTEGER_ROWS", 128)
+    monkeypatch.setattr(subjects, "COLD", 1 << 20)
+    monkeypatch.setattr(disk, "SPEC", disk.KVSpec(1, 2, 64, block_size=16, dtype="bfloat16"))
+    monkeypatch.setattr(runner, "_noted", set())
+
+
+def test_a_run_has_rows_of_every_case_a_picture_and_words(command, tmp_path):
+    options = (*FAST, "--json", "--record", tmp_path / "r", "--plot", tmp_path / "b.svg")
+    status, out, err = command("bench", "bandwidth", *options)
+    assert status == 0, err
+    rows = json.loads(out)
+    assert [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()] == rows
+    assert {row["case"] for row in rows} == {*runner.CASES, "restore", "state"} - {"swap"}
+    for row in rows:
+        assert {"machine", "commit", "versions", "when", "command"} <= set(row)
+        assert 0 < row["worst"] <= row["median"] <= row["best"]
+        if row["case"] != "state":
+            counted = [turn for turn in row["turns"] if turn is not None]
+            assert len(counted) == len(row["ratios"]) >= 1
+            assert row["efficiency"] > 0
+    assert "not measured: swap: host and device are one memory here; --device cuda" in err
+    picture = (tmp_path / "b.svg").read_text()
+    assert "Roofline" in picture
+    assert "random 4 KiB" in picture
+    text = words.text(rows)
+    assert text.startswith("On 1 thread this machine reads ")
+    assert "| decode attention | 1 × 256, blocks of 16 | pagedkv |" in text
+
+
+def test_an_axis_makes_a_grid_of_its_own_and_the_table_says_the_states(command, tmp_path):
+    axes = ("--context", 64, "--batch", 1, "--batch", 2, "--kv", "int8")
+    status, out, err = command("bench", "bandwidth", *FAST, *axes, "--record", tmp_path / "r")
+    assert status == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
+    cells = [(row["batch"], row["context"], row["kv"]) for row in rows if row["case"] == "decode"]
+    assert cells == [(1, 64, "int8"), (2, 64, "int8")]
+    assert "The read ceiling had 1 state" in out or "The read ceiling had 2 states" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--case", "tear"], "there is no such case; there are ceiling, decode"),
+        (["--device", "tpu"], "bandwidth is measured on cpu and on cuda"),
+        (["--device", "cuda"], "torch sees no GPU here"),
+        (["--folder", "/no/such"], "is no folder"),
+    ],
+)
+def test_a_wrong_option_is_one_line(command, options, words, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, _, err = command("bench", "bandwidth", *options, "--record", tmp_path / "r")
+    assert (status, words in err) == (2, True), err
+
+
+def test_a_disk_that_cannot_be_written_to_is_left_out_in_one_line(command, tmp_path, monkeypatch):
+    def refuse(**_: object) -> None:
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", refuse)
+    status, _, err = command("bench", "bandwidth", *FAST, "--case", "snapshot", "--record", tmp_path / "r")
+    assert status == 0
+    assert "not measured: snapshot: read-only file system; --folder DIR" in err
