@@ -5,11 +5,15 @@
 
 Each kernel finds its own sequences on the GPU; the host knows only bounds. A launch that finds no sequence costs a few
 microseconds; the host leaves it out if the bounds show that it would find none.
+
+Triton launches on the current GPU's stream, whatever GPU the pointers belong to. So each function here makes the GPU of
+its tensors the current one (`on_device_of`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -18,15 +22,44 @@ from pagedkv.kernels.triton.elements import INTERPRET
 from pagedkv.kernels.triton.specialisation import why_no_specialisation
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.args import AttentionCall
+    from torch import Tensor
+
+    from pagedkv.kernels.args import AttentionCall, GatherCall, WriteCall
     from pagedkv.kernels.case import Case
 
 IS_AMD: Final = torch.version.hip is not None
 
-merge_states = merge.merge_states
-write_kv = write.write_kv
-gather_kv = gather.gather_kv
-copy_frames = copy.copy_frames
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which the GPU of `x` is the current one."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and lse over the keys of both states."""
+    with on_device_of(out_a):
+        return merge.merge_states(out_a, lse_a, out_b, lse_b)
+
+
+def write_kv(call: WriteCall) -> None:
+    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
+    with on_device_of(call.k):
+        write.write_kv(call)
+
+
+def gather_kv(call: GatherCall) -> None:
+    """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
+    with on_device_of(call.k_out):
+        gather.gather_kv(call)
+
+
+def copy_frames(storage: Tensor, copies: Tensor) -> None:
+    """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first.
+
+    Modifies: the destination frames.
+    """
+    with on_device_of(storage):
+        copy.copy_frames(storage, copies)
 
 
 def paged_attention(call: AttentionCall) -> None:
@@ -34,13 +67,14 @@ def paged_attention(call: AttentionCall) -> None:
     if not call.max_seqlen_q or not call.seq_lens.shape[0] or not call.q.shape[0]:
         return
     few = decode.most_queries(call)
-    if call.max_seqlen_q <= few:
-        decode.paged_decode(call)
-    elif call.seq_lens.shape[0] == 1 and call.split_tokens is None:
-        prefill.paged_prefill(call, decoded=0)
-    else:
-        decode.paged_decode(call)
-        prefill.paged_prefill(call, decoded=few)
+    with on_device_of(call.q):
+        if call.max_seqlen_q <= few:
+            decode.paged_decode(call)
+        elif call.seq_lens.shape[0] == 1 and call.split_tokens is None:
+            prefill.paged_prefill(call, decoded=0)
+        else:
+            decode.paged_decode(call)
+            prefill.paged_prefill(call, decoded=few)
 
 
 def objections(case: Case) -> list[str]:
@@ -49,8 +83,10 @@ def objections(case: Case) -> list[str]:
         setting = "TRITON_INTERPRET=1 was set" if INTERPRET else "TRITON_INTERPRET was not 1"
         tensors = f"the tensors are on {case.device}"
         return [f"{setting} when the kernels were imported, and {tensors}: the interpreter is for the CPU"]
-    if case.device == "cuda" and not IS_AMD and torch.cuda.get_device_capability() < (8, 0):
-        return ["the GPU is sm_{}{}; Triton's tensor-core code needs sm_80".format(*torch.cuda.get_device_capability())]
+    if case.device == "cuda" and not IS_AMD:
+        capability = torch.cuda.get_device_capability(case.index)
+        if capability < (8, 0):
+            return ["the GPU is sm_{}{}; Triton's tensor-core code needs sm_80".format(*capability)]
     if case.op == "copy_frames":
         return []
     return [*case.not_a_float(), *(why_no_specialisation(case) if case.op == "paged_attention" else [])]

@@ -22,7 +22,6 @@ import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.triton import backend
-from pagedkv.kernels.triton.merge import merge_states
 from pagedkv.kernels.triton.prefill import paged_prefill
 
 if TYPE_CHECKING:
@@ -70,9 +69,10 @@ def cascade_attention(call: AttentionCall, shared_tokens: int) -> None:
         out=torch.empty_like(call.out),
         lse=torch.empty_like(call.lse),
     )
-    paged_prefill(prefix, decoded=0)
+    with backend.on_device_of(call.q):
+        paged_prefill(prefix, decoded=0)
     backend.paged_attention(behind)
-    out, lse = merge_states(prefix.out, prefix.lse, behind.out, behind.lse)
+    out, lse = backend.merge_states(prefix.out, prefix.lse, behind.out, behind.lse)
     # rows past the last sequence are padding and must not be written
     written = torch.arange(T, device=call.q.device) < starts[-1]
     call.out.copy_(torch.where(written[:, None, None], out, call.out))

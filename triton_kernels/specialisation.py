@@ -151,13 +151,13 @@ def specialisation_of(call: AttentionCall, M: int, N: int) -> Specialisation:
 
 
 def why_no_specialisation(case: Case) -> list[str]:
-    """Return the reasons why no attention kernel can be compiled for `case`, or launched on this GPU."""
+    """Return the reasons why no attention kernel can be compiled for `case`, or launched on its GPU."""
     if (
         (case.dtype, case.kv_dtype) == ("float32", "int4")
         and max(case.head_dim or 0, case.head_dim_v or 0) > 256
         and case.device == "cuda"
     ):
-        on = tuning.target(torch.device("cuda"))
+        on = tuning.target(torch.device(case.place))
         if on.arch.startswith("sm_") and on.shared < 128 << 10:
             lack = f"needs 128 KiB of shared memory, {on.arch} has {on.shared >> 10}"
             return [f"a float32 q over int4 heads wider than 256 {lack}: take q in bfloat16"]

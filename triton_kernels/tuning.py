@@ -79,15 +79,19 @@ class Target:
         return SHARED_BYTES.get(self.arch, 64 << 10 if self.arch.startswith("gfx") else 99 << 10)
 
 
-@lru_cache(maxsize=64)
 def target(device: torch.device) -> Target:
-    """Return the target of a device.
+    """Return the target of a device; without an index, of the current GPU.
 
     The CPU stands for the interpreter. It has few processors, so that small cases are split, too.
     """
     if device.type != "cuda":
         return Target(INTERPRETER, 6)
-    properties = torch.cuda.get_device_properties(device)
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _gpu(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         return Target(str(properties.gcnArchName).split(":")[0], properties.multi_processor_count)
     return Target(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)

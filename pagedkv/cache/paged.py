@@ -98,11 +98,12 @@ class PagedKVCache:
         manager_options.setdefault("groups", [Group(spec.window, spec.sinks, spec.keep) for spec in self.specs])
         self.manager: MemoryManager = MemoryManager(frames, self.spec.block_size, **manager_options)
         _refuse_other_groups(self.manager.groups, self.specs)
-        self.kernel: Kernel = registry.choose(self.spec, self.device.type, kernels)
+        self.kernel: Kernel = registry.choose(self.spec, str(self.device), kernels)
         forced = kernels not in (None, registry.AUTO) or debug.forced_backend() is not None
         self.backend: str | None = self.kernel.name if forced else None
         # The cache makes the copies itself, so the kernel is called without the checks of `copy_frames`.
-        self._copy_frames = registry.resolve(Case("copy_frames", self.device.type), self.backend).load().copy_frames
+        copying = Case("copy_frames", self.device.type, index=self.device.index)
+        self._copy_frames = registry.resolve(copying, self.backend).load().copy_frames
         self.storage: Storage = Storage(self.specs, frames, self.device, layer_groups=self.layer_groups)
         self._resized: list[Callable[[PagedKVCache], object]] = []
         self._bound: WeakKeyDictionary[BoundAttention | BoundWrite, int] = WeakKeyDictionary()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 class Case(NamedTuple):
     """The facts that a kernel may object to. None: a fact that is not known yet. Dtypes go by their names in KVSpec.
 
+    index:    which device of its type; None: the current one. A machine may have two kinds of GPUs.
     features: of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens", "tensor_scale"
               and "token_head_scale"; of a write, "rope".
     """
@@ -46,6 +47,12 @@ class Case(NamedTuple):
     num_kv_heads: int | None = None
     block_size: int | None = None
     features: frozenset[str] = frozenset()
+    index: int | None = None
+
+    @property
+    def place(self) -> str:
+        """The name of the device: "cuda:1", or "cuda" for the current one."""
+        return self.device if self.index is None else f"{self.device}:{self.index}"
 
     def not_a_float(self) -> list[str]:
         """Return the objection of kernels that compute with quant.FLOATS to another dtype, as a list."""
@@ -55,9 +62,9 @@ class Case(NamedTuple):
         return [f"{subject} is {self.dtype}; it takes {', '.join(quant.FLOATS)}"]
 
     def __str__(self) -> str:
-        pairs = zip(self._fields[2:-1], self[2:-1], strict=True)
+        pairs = zip(self._fields[2:-2], self[2:-2], strict=True)
         facts = [f"{name}={value}" for name, value in pairs if value is not None]
-        return " ".join([self.op, "on", self.device, *facts, *sorted(self.features)])
+        return " ".join([self.op, "on", self.place, *facts, *sorted(self.features)])
 
 
 def case_of(spec: KVSpec, device: str = "cpu") -> Case:
@@ -66,8 +73,10 @@ def case_of(spec: KVSpec, device: str = "cpu") -> Case:
     `device` is a type ("cuda") or a name ("cuda:1").
     """
     features = frozenset([*(["window"] if spec.window else []), *(["token_head_scale"] if spec.quantised else [])])
+    kind, index = type_and_index(device)
     return Case(
-        device=device.split(":")[0],
+        device=kind,
+        index=index,
         dtype=spec.dtype,
         kv_dtype=spec.stored_dtype,
         head_dim=spec.head_dim,
@@ -76,6 +85,12 @@ def case_of(spec: KVSpec, device: str = "cpu") -> Case:
         block_size=spec.block_size,
         features=features,
     )
+
+
+def type_and_index(device: str) -> tuple[str, int | None]:
+    """Return the type and the index of a device's name: "cuda:1" is ("cuda", 1), "cuda" is ("cuda", None)."""
+    kind, _, index = device.partition(":")
+    return kind, int(index) if index else None
 
 
 def attention_case(
@@ -124,6 +139,7 @@ def gather_case(call: GatherCall) -> Case:
 
 def _geometry(layer: KVLayer | AttentionCall | WriteCall | GatherSource) -> dict[str, Any]:
     return {
+        "index": layer.k.device.index,
         "kv_dtype": quant.NAMES[layer.k.dtype],
         "block_size": layer.k.shape[1],
         "num_kv_heads": layer.k.shape[2],

@@ -96,13 +96,14 @@ def _fake_gather_kv(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     checks.merge(out_a, lse_a, out_b, lse_b)
-    case = Case("merge_states", out_a.device.type, quant.NAMES[out_a.dtype], head_dim_v=out_a.shape[-1])
+    about = {"head_dim_v": out_a.shape[-1], "index": out_a.device.index}
+    case = Case("merge_states", out_a.device.type, quant.NAMES[out_a.dtype], **about)
     return registry.resolve(case).load().merge_states(out_a, lse_a, out_b, lse_b)
 
 
 def _copy_frames(storage: Tensor, copies: Tensor, backend: str) -> None:
     checks.copies(storage, copies)
-    kernel = registry.resolve(Case("copy_frames", storage.device.type), backend)
+    kernel = registry.resolve(Case("copy_frames", storage.device.type, index=storage.device.index), backend)
     kernel.load().copy_frames(storage, copies)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from pagedkv.kernels import checks, operators, registry
 from pagedkv.kernels.args import AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable, Window, sides
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write, cached
-from pagedkv.kernels.case import Case, case_of
+from pagedkv.kernels.case import Case, case_of, type_and_index
 from pagedkv.spec import KVSpec
 
 __all__ = [
@@ -226,11 +226,13 @@ def explain(case: Case | KVSpec | None = None, *, device: str | None = None) -> 
     """Return every kernel in order of preference with its objections to a cache's geometry, to a `Case`, or (None) to
     this machine alone.
 
-    device: a type such as "cuda"; by default CUDA if the machine has it. A `Case` has its own.
+    device: a type such as "cuda", or a name such as "cuda:1"; by default CUDA if the machine has it. A `Case` has its
+            own.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if case is None:
-        case = Case(device=device)
+        kind, index = type_and_index(device)
+        case = Case(device=kind, index=index)
     elif isinstance(case, KVSpec):
         case = case_of(case, device)
     objections = {kernel.name: kernel.refuse(case) for kernel in registry.KERNELS}
