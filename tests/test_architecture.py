@@ -95,6 +95,7 @@ FLOORS = {
         "case checks",
         "reference registry",
         "cpu numba cuda triton",
+        "library",
         "operators",
         "bound",
         "ops linear",

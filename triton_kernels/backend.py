@@ -77,6 +77,15 @@ def paged_attention(call: AttentionCall) -> None:
             prefill.paged_prefill(call, decoded=few)
 
 
+def attend_only(call: AttentionCall, only: Tensor) -> None:
+    """Compute attention for the sequences that are not 0 in `only`, int32 [B]. The host does not read it.
+
+    Modifies: their rows of call.out and call.lse.
+    """
+    with on_device_of(call.q):
+        prefill.paged_prefill(call, decoded=0, only=only)
+
+
 def objections(case: Case) -> list[str]:
     """Return the reasons why these kernels cannot serve `case`: those of the GPU, or those of the kernels."""
     if bool(INTERPRET) != (case.device == "cpu"):
@@ -84,7 +93,7 @@ def objections(case: Case) -> list[str]:
         tensors = f"the tensors are on {case.device}"
         return [f"{setting} when the kernels were imported, and {tensors}: the interpreter is for the CPU"]
     if case.device == "cuda" and not IS_AMD:
-        capability = torch.cuda.get_device_capability(case.index)
+        capability = torch.cuda.get_device_capability(case.device_index)
         if capability < (8, 0):
             return ["the GPU is sm_{}{}; Triton's tensor-core code needs sm_80".format(*capability)]
     if case.op == "copy_frames":

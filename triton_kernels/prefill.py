@@ -41,16 +41,21 @@ from pagedkv.kernels.triton.tile import finish, load_query, normalised, query_ro
 from pagedkv.kernels.triton.tuning import target, tuning
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pagedkv.kernels.args import AttentionCall
 
 
 # do_not_specialize: these numbers change from step to step
 @triton.jit(do_not_specialize=["num_sequences", "decoded"])
 def prefill_kernel(
-    q, out, lse, part_out, part_lse, pool, tables, rules, strides, num_sequences, decoded, H,
+    q, out, lse, part_out, part_lse, pool, tables, rules, strides, only, num_sequences, decoded, H,
     SPEC: tl.constexpr, BATCH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of queries, one kv head (and tile of its query heads), one split of the keys."""
+    """One program: one tile of queries, one kv head (and tile of its query heads), one split of the keys.
+
+    only: int32 [B], 0 for sequences that are left out; None: all take part.
+    """
     tile, h, z = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     table, table_stride, table_rows, seq_lens, cu_seqlens_q, _ = tables
     window, slopes, tree_stride = rules[2], rules[4], rules[6]
@@ -62,7 +67,10 @@ def prefill_kernel(
     n, begin = tl.load(seq_lens + b), tl.load(cu_seqlens_q + b)
     num_new = tl.load(cu_seqlens_q + b + 1) - begin
     first_query = (tile - begin // SPEC.queries - b) * SPEC.queries
-    if (first_query >= num_new) | (num_new <= decoded):
+    left_out = num_new <= decoded
+    if only is not None:
+        left_out = left_out | (tl.load(only + b) == 0)
+    if (first_query >= num_new) | left_out:
         return
     query, head, ok = query_rows(head_tile, first_query, num_new, SPEC.M, SPEC)
     head += kv_head * SPEC.G
@@ -95,7 +103,7 @@ def prefill_kernel(
 
 @triton.jit(do_not_specialize=["num_sequences", "decoded"])
 def merge_splits_kernel(
-    out, lse, part_out, part_lse, cu_seqlens_q, sinks, strides, num_sequences, decoded,
+    out, lse, part_out, part_lse, cu_seqlens_q, sinks, strides, only, num_sequences, decoded,
     SPEC: tl.constexpr, BATCH: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program: the splits of one (token, head), merged."""
@@ -105,7 +113,10 @@ def merge_splits_kernel(
     starts = tl.load(cu_seqlens_q + index, mask=index < num_sequences, other=2147483647)
     b = tl.sum((starts <= token).to(tl.int32), 0) - 1
     begin, end = tl.load(cu_seqlens_q + b), tl.load(cu_seqlens_q + b + 1)
-    if (token >= end) | (end - begin <= decoded):  # padding, or a row of decode
+    left_out = (token >= end) | (end - begin <= decoded)  # padding, or a row of decode
+    if only is not None:
+        left_out = left_out | (tl.load(only + b) == 0)
+    if left_out:
         return
     wide = token.to(tl.int64)
     out, lse = out + wide * out_token + h.to(tl.int64) * out_head, lse + wide * lse_token + h
@@ -113,9 +124,10 @@ def merge_splits_kernel(
     fold(part_out, part_lse, (wide * H + h) * SPLITS, 1, SPLITS, sink, out, lse, SPEC.Dv, WIDTH)
 
 
-def paged_prefill(call: AttentionCall, decoded: int) -> None:
+def paged_prefill(call: AttentionCall, decoded: int, only: Tensor | None = None) -> None:
     """Compute attention for the sequences with more than `decoded` new tokens.
 
+    only: int32 [B], 0 for sequences that are left out; None: none is.
     Modifies: their rows of call.out and call.lse.
     """
     (T, H, Dv), B, K, on = call.out.shape, call.seq_lens.shape[0], call.k.shape[2], target(call.q.device)
@@ -129,14 +141,14 @@ def paged_prefill(call: AttentionCall, decoded: int) -> None:
     slots = T * H * splits if splits > 1 else 0
     part_out, part_lse = (call.q.new_empty(size, dtype=torch.float32) for size in (slots * Dv, slots))
     constants = {"SPEC": spec, "BATCH": triton.next_power_of_2(B), "SPLITS": splits}
-    rules, strides = rules_of(call), strides_of(call)
+    rules, strides, about = rules_of(call), strides_of(call), (only, B, decoded)
     prefill_kernel[tiles, heads, splits](
-        call.q, call.out, call.lse, part_out, part_lse, pool_of(call), tables_of(call), rules, strides, B, decoded, H,
+        call.q, call.out, call.lse, part_out, part_lse, pool_of(call), tables_of(call), rules, strides, *about, H,
         **constants, num_warps=tuned.num_warps, num_stages=tuned.stages,
     )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[T, H](
-            call.out, call.lse, part_out, part_lse, call.cu_seqlens_q, rules[3], strides, B, decoded,
+            call.out, call.lse, part_out, part_lse, call.cu_seqlens_q, rules[3], strides, *about,
             **constants, WIDTH=triton.next_power_of_2(Dv), num_warps=1,
         )  # fmt: skip
 

@@ -102,7 +102,7 @@ class PagedKVCache:
         forced = kernels not in (None, registry.AUTO) or debug.forced_backend() is not None
         self.backend: str | None = self.kernel.name if forced else None
         # The cache makes the copies itself, so the kernel is called without the checks of `copy_frames`.
-        copying = Case("copy_frames", self.device.type, index=self.device.index)
+        copying = Case("copy_frames", self.device.type, device_index=self.device.index)
         self._copy_frames = registry.resolve(copying, self.backend).load().copy_frames
         self.storage: Storage = Storage(self.specs, frames, self.device, layer_groups=self.layer_groups)
         self._resized: list[Callable[[PagedKVCache], object]] = []

@@ -51,7 +51,7 @@ from pagedkv.kernels.args import (
     WriteCall,
     bound_fields,
 )
-from pagedkv.kernels.case import attention_case, write_case
+from pagedkv.kernels.case import LONG_PREFILL, attention_case, is_long_prefill, write_case
 from pagedkv.kernels.operators import attend_by_operator, slots_of, tokens_of, write_by_operator
 from pagedkv.kernels.padded import attend_padded
 
@@ -135,11 +135,15 @@ class _Bound:
     def _set_kernel(self, kind: int, *arguments: Any) -> None:
         """Let the kernel for calls like this one serve calls of a kind, until another kind is called."""
         if kind not in self._servers:
-            kernel = registry.resolve(self._case(*arguments), self._backend)
-            is_ours = kernel.backend == cpu.__name__
-            server = (cpu.isa(), debug.forced_num_threads() or 0, None) if is_ours else ("", 0, self._serve(kernel))
+            case = self._case(*arguments)
+            is_ours = registry.resolve(case, self._backend).backend == cpu.__name__
+            server = (cpu.isa(), debug.forced_num_threads() or 0, None) if is_ours else ("", 0, self._server(case))
             self._servers[kind] = server
         _extension.set_kernel(self._binding, kind, *self._servers[kind])
+
+    def _server(self, case: Case) -> Callable[..., None]:
+        """Return the function that serves calls of `case`."""
+        return self._serve(registry.resolve(case, self._backend))
 
     def _serve(self, kernel: Kernel) -> Callable[..., None]:
         """Return a backend's own function for bound calls, or one that makes an object of a call each time."""
@@ -184,6 +188,23 @@ class BoundAttention(_Bound):
 
     def _case(self, *arguments: Any) -> Case:
         return attention_case(self._layer, self._rest, *arguments)
+
+    def _server(self, case: Case) -> Callable[..., None]:
+        """Return the function that serves calls of `case`; on a GPU, long prefills go to the kernel that is first for
+        them."""
+        serve = super()._server(case)
+        long = case._replace(features=case.features | {"long_prefill"})
+        kernel = registry.resolve(long, self._backend) if case.device == "cuda" else None
+        if kernel is None or kernel is registry.resolve(case, self._backend):
+            return serve
+        prefill = self._serve(kernel)
+
+        def route(*arguments: Any) -> None:
+            q, _, _, seq_lens, _, max_seqlen_q, max_seqlen_k, *_ = arguments
+            is_long = max_seqlen_q >= LONG_PREFILL and is_long_prefill(q, seq_lens, max_seqlen_k)
+            (prefill if is_long else serve)(*arguments)
+
+        return route
 
     @overload
     def __call__(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from pagedkv.kernels import quant
 
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 class Case(NamedTuple):
     """The facts that a kernel may object to. None: a fact that is not known yet. Dtypes go by their names in KVSpec.
 
-    index:    which device of its type; None: the current one. A machine may have two kinds of GPUs.
+    device_index: which device of its type; None: the current one. A machine may have two kinds of GPUs.
     features: of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens", "tensor_scale"
-              and "token_head_scale"; of a write, "rope".
+              and "token_head_scale"; of a write, "rope". Of a call on a GPU, "long_prefill" (`is_long_prefill`): no
+              kernel objects to it, but it changes the order of preference.
     """
 
     op: str = "paged_attention"
@@ -47,12 +48,12 @@ class Case(NamedTuple):
     num_kv_heads: int | None = None
     block_size: int | None = None
     features: frozenset[str] = frozenset()
-    index: int | None = None
+    device_index: int | None = None
 
     @property
     def place(self) -> str:
         """The name of the device: "cuda:1", or "cuda" for the current one."""
-        return self.device if self.index is None else f"{self.device}:{self.index}"
+        return self.device if self.device_index is None else f"{self.device}:{self.device_index}"
 
     def not_a_float(self) -> list[str]:
         """Return the objection of kernels that compute with quant.FLOATS to another dtype, as a list."""
@@ -76,7 +77,7 @@ def case_of(spec: KVSpec, device: str = "cpu") -> Case:
     kind, index = type_and_index(device)
     return Case(
         device=kind,
-        index=index,
+        device_index=index,
         dtype=spec.dtype,
         kv_dtype=spec.stored_dtype,
         head_dim=spec.head_dim,
@@ -98,10 +99,12 @@ def attention_case(
     options: AttentionOptions | AttentionCall,
     q: Tensor | None = None,
     masks: tuple[Tensor | None, Tensor | None] = (None, None),
+    batch: tuple[Tensor, int] | None = None,
 ) -> Case:
     """Return the case of an attention call on `layer`.
 
     masks:  tree_mask and causal_of of the call
+    batch:  seq_lens and max_seqlen_k of the call; None: of a batch that is not known yet
     q None: of all calls with these options, whatever their queries are.
     """
     given = ("sinks", "alibi_slopes", "split_tokens")
@@ -112,6 +115,7 @@ def attention_case(
         ("softcap", options.softcap),
         ("non_causal", not options.causal or causal_of is not None),
         ("tree_mask", tree_mask is not None),
+        ("long_prefill", q is not None and batch is not None and is_long_prefill(q, *batch)),
     )
     geometry = _geometry(layer) | {"features": frozenset(features | {name for name, is_on in flags if is_on})}
     if q is None:
@@ -119,6 +123,24 @@ def attention_case(
         dtype = None if layer.k.dtype in quant.QMAX else quant.NAMES[layer.k.dtype]
         return Case("paged_attention", layer.k.device.type, dtype, num_heads=heads[0] if heads else None, **geometry)
     return Case("paged_attention", q.device.type, quant.NAMES[q.dtype], num_heads=q.shape[1], **geometry)
+
+
+LONG_PREFILL: Final = 1024
+"""New tokens of a sequence, on average, from which a call on a GPU is a long prefill."""
+
+MOST_GATHERED: Final = 1 << 18
+"""Tokens of a long prefill at most: 1 GiB of keys and values of 8 heads of 128 in bfloat16."""
+
+
+def is_long_prefill(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> bool:
+    """Return whether the host knows by its bounds that queries are many, and that the keys are worth a copy.
+
+    A copy of the keys moves 12 K D bytes a token (read, written, read again), and m queries of H heads multiply 4 m H D
+    times. So on an H200, at 4.4 TB/s and 600 TFLOP/s, the copy costs about 100 / m of the products with 4 heads in a
+    group: a tenth at 1024, less than the gain. Few queries beside many sequences of long contexts are no long prefill.
+    """
+    B = seq_lens.shape[0]
+    return q.device.type == "cuda" and q.shape[0] >= LONG_PREFILL * B > 0 and B * max_seqlen_k <= MOST_GATHERED
 
 
 def write_case(layer: KVLayer | WriteCall, has_rope: bool, new: tuple[Tensor, Tensor] | None) -> Case:
@@ -137,9 +159,25 @@ def gather_case(call: GatherCall) -> Case:
     return Case("gather_kv", into.device.type, quant.NAMES[into.dtype], features=_scales(pool), **_geometry(pool))
 
 
+def merge_case(out: Tensor) -> Case:
+    """Return the case of `merge_states` of two states like `out`."""
+    return Case(
+        "merge_states",
+        out.device.type,
+        quant.NAMES[out.dtype],
+        head_dim_v=out.shape[-1],
+        device_index=out.device.index,
+    )
+
+
+def copy_case(storage: Tensor) -> Case:
+    """Return the case of `copy_frames` in `storage`."""
+    return Case("copy_frames", storage.device.type, device_index=storage.device.index)
+
+
 def _geometry(layer: KVLayer | AttentionCall | WriteCall | GatherSource) -> dict[str, Any]:
     return {
-        "index": layer.k.device.index,
+        "device_index": layer.k.device.index,
         "kv_dtype": quant.NAMES[layer.k.dtype],
         "block_size": layer.k.shape[1],
         "num_kv_heads": layer.k.shape[2],

@@ -30,7 +30,7 @@ from pagedkv.kernels.args import (
     declarations,
     tables_of,
 )
-from pagedkv.kernels.case import Case, attention_case, gather_case, write_case
+from pagedkv.kernels.case import attention_case, copy_case, gather_case, merge_case, write_case
 from pagedkv.kernels.padded import as_tokens, attend_padded
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ def _paged_attention(*args: Any) -> tuple[Tensor, Tensor]:
 def _paged_attention_out(*args: Any) -> None:
     call = AttentionCall(*args[:-1])
     checks.attention(call)
-    kernel = registry.resolve(attention_case(call, call, call.q, (call.tree_mask, call.causal_of)), args[-1])
-    kernel.load().paged_attention(call)
+    batch = (call.seq_lens, call.max_seqlen_k)
+    case = attention_case(call, call, call.q, (call.tree_mask, call.causal_of), batch)
+    registry.resolve(case, args[-1]).load().paged_attention(call)
 
 
 def _write_kv(*args: Any) -> None:
@@ -96,15 +97,12 @@ def _fake_gather_kv(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     checks.merge(out_a, lse_a, out_b, lse_b)
-    about = {"head_dim_v": out_a.shape[-1], "index": out_a.device.index}
-    case = Case("merge_states", out_a.device.type, quant.NAMES[out_a.dtype], **about)
-    return registry.resolve(case).load().merge_states(out_a, lse_a, out_b, lse_b)
+    return registry.resolve(merge_case(out_a)).load().merge_states(out_a, lse_a, out_b, lse_b)
 
 
 def _copy_frames(storage: Tensor, copies: Tensor, backend: str) -> None:
     checks.copies(storage, copies)
-    kernel = registry.resolve(Case("copy_frames", storage.device.type, index=storage.device.index), backend)
-    kernel.load().copy_frames(storage, copies)
+    registry.resolve(copy_case(storage), backend).load().copy_frames(storage, copies)
 
 
 def _fake_nothing(*args: Any) -> None:

@@ -232,8 +232,9 @@ def explain(case: Case | KVSpec | None = None, *, device: str | None = None) -> 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if case is None:
         kind, index = type_and_index(device)
-        case = Case(device=kind, index=index)
+        case = Case(device=kind, device_index=index)
     elif isinstance(case, KVSpec):
         case = case_of(case, device)
     objections = {kernel.name: kernel.refuse(case) for kernel in registry.KERNELS}
-    return Explanation(str(case), next((name for name, why in objections.items() if not why), None), objections)
+    chosen = next((kernel.name for kernel in registry.in_order(case) if not objections[kernel.name]), None)
+    return Explanation(str(case), chosen, objections)

@@ -6,7 +6,8 @@ Triton, CuPy or a compiler pays nothing for their entries. To add a backend, wri
 the root of the repository; setup.py maps it.
 
     name given ("numba", or PAGEDKV_KERNELS)   that kernel, or KernelUnavailable if it objects: no silent fallback
-    None or "auto"                             the first kernel that does not object; the last, "reference", never does
+    None or "auto"                             the first kernel of `in_order` that does not object; the last,
+                                               "reference", never does
 """
 
 from __future__ import annotations
@@ -29,9 +30,18 @@ KERNELS: tuple[Kernel, ...] = (
     # and measured beside "cuda".
     Kernel("cuda", ("cuda",), "pagedkv.kernels.cuda.backend:PLAIN"),
     Kernel("cuda-pieces", ("cuda",), "pagedkv.kernels.cuda.backend:PIECES"),
+    Kernel("library", ("cuda", "cpu"), "pagedkv.kernels.library.backend"),
     Kernel("reference", None, "pagedkv.kernels.reference"),
 )
-"""In the order of preference."""
+"""In the order of preference, but for long prefills (`in_order`)."""
+
+LONG_PREFILL_RANKS: Final = {"library": -1, "cuda": 1, "cuda-pieces": 1, "reference": 2}
+"""The ranks of kernels in the order for long prefills; 0 for the others.
+
+Such a call is bound by products. "library" multiplies at the rate of flash attention, "triton" by the same instructions
+(WGMMA). "cuda" has only those of sm_80: an H200 does about a fifth of its peak with them. So "cuda" serves a long
+prefill only where neither of the two can.
+"""
 
 AUTO: Final = "auto"
 
@@ -46,9 +56,25 @@ def resolve(case: Case, backend: str | None = None) -> Kernel:
     return _resolve(case, backend, KERNELS)
 
 
+def in_order(case: Case, kernels: tuple[Kernel, ...] | None = None) -> list[Kernel]:
+    """Return the kernels that "auto" asks about `case`, by preference.
+
+    "library" is asked about long prefills only: a copy of all keys would cost any other call more than it gains.
+    """
+    kernels = KERNELS if kernels is None else kernels
+    if "long_prefill" in case.features:
+        return sorted(kernels, key=lambda kernel: LONG_PREFILL_RANKS.get(kernel.name, 0))
+    return [kernel for kernel in kernels if kernel.name != "library"]
+
+
+def other_than(name: str, case: Case) -> Kernel:
+    """Return the kernel that "auto" chooses for `case` among all but `name`. Raises: as `resolve`."""
+    return _resolve(case, AUTO, tuple(kernel for kernel in KERNELS if kernel.name != name))
+
+
 @lru_cache(maxsize=1024)
 def _resolve(case: Case, backend: str, kernels: tuple[Kernel, ...]) -> Kernel:
-    candidates = kernels if backend == AUTO else [kernel for kernel in kernels if kernel.name == backend]
+    candidates = in_order(case, kernels) if backend == AUTO else [x for x in kernels if x.name == backend]
     if not candidates:
         raise InvalidRequest(
             f"there is no kernel {backend!r}; there are: {', '.join(k.name for k in kernels)}, or 'auto' to choose"

@@ -45,6 +45,7 @@ RUNNERS = [
         Runner(kernel.name, device), id=f"{kernel.name}-{device}", marks=[pytest.mark.gpu] if device != "cpu" else []
     )
     for kernel in registry.KERNELS
+    if kernel.name != "library"  # it takes plain cases only: tests/kernels/library
     for device in kernel.where or ("cpu", "cuda")
     if (kernel.name, device) != ("triton", "cpu")
     or os.environ.get("TRITON_INTERPRET") == "1"  # slow: see test_triton.py

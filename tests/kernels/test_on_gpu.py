@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 pytestmark = pytest.mark.gpu
-ON_CUDA = [kernel.name for kernel in registry.KERNELS if "cuda" in (kernel.where or ()) and kernel.name != "reference"]
+ON_CUDA = [kernel.name for kernel in registry.KERNELS if "cuda" in (kernel.where or ()) and kernel.name != "library"]
 STEP = Case(
     q_lens=(1,) * 6,
     kv_lens=(1, 40, 700, 33, 512, 97),

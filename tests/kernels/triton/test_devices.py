@@ -122,7 +122,7 @@ def test_objections_are_those_of_the_gpu_of_the_case(gpus: Gpus, monkeypatch: py
     monkeypatch.setattr(backend, "INTERPRET", False)
     wide = Case(device="cuda", dtype="float32", kv_dtype="int4", head_dim=576, head_dim_v=512)
     for found, index in (([], 0), (["sm_89 has 99"], 1), (["the GPU is sm_75"], 2)):
-        reasons = backend.objections(wide._replace(index=index))
+        reasons = backend.objections(wide._replace(device_index=index))
         assert len(reasons) == len(found)
         assert all(text in why for text, why in zip(found, reasons, strict=True))
     gpus.current = 2
@@ -133,7 +133,7 @@ def test_a_case_names_the_gpu_of_its_tensors() -> None:
     with FakeTensorMode(), torch.device("cuda:1"):
         call = typical_call()
         case = attention_case(call, call, call.q)
-    assert (case.device, case.index) == ("cuda", 1)
+    assert (case.device, case.device_index) == ("cuda", 1)
     assert str(case).startswith("paged_attention on cuda:1 dtype=bfloat16")
     spec = KVSpec(1, 2, 64)
-    assert (case_of(spec, "cuda:2").index, case_of(spec, "cuda").index) == (2, None)
+    assert (case_of(spec, "cuda:2").device_index, case_of(spec, "cuda").device_index) == (2, None)
