@@ -177,13 +177,18 @@ def test_a_ratio_is_of_its_own_turn_whatever_state_memory_is_in():
 
 
 def test_a_repetition_in_which_memory_changes_its_state_or_the_system_interrupts_is_left_out_and_counted():
-    steady = [10.0] * 3
-    row, bound = measured(
-        [*steady, 10.0, 10.0, 20.0, *steady, 10.0, -10.0, 10.0, *steady, -10.0, 10.0, 10.0, *steady], 7
-    )
+    steady, changed, switched = [10.0] * 3, [10.0, 10.0, 20.0], [10.0, -10.0, 10.0]
+    interrupted = [-10.0, -10.0, -10.0, 10.0, 10.0]  # no reading of the ceiling is clean
+    row, bound = measured([*steady, *changed, *steady, *switched, *steady, *interrupted, *steady], 7)
     assert [turn is None for turn in row["turns"]] == [False, True, False, True, False, True, False]
     assert row["ratios"] == [0.5] * 4
     assert (row["clean"], bound.switched, bound.changed) == (4, 2, 1)
+
+
+def test_a_ceiling_into_which_a_context_switch_falls_is_read_again():
+    row, bound = measured([-3.0, 10.0, 10.0, 10.0] * 3, 3)
+    assert row["ratios"] == [0.5] * 3
+    assert (row["clean"], bound.switched, len(bound.readings)) == (3, 0, 6)
 
 
 def test_a_swap_moves_the_frames_that_it_counts():
