@@ -40,6 +40,7 @@ DEVICE void store_team(u32 base, const State& state, u32 team, u32 first_row, u3
             ptx::shared_write(base + TEAM_STATS_AT + 4 * (team * ROWS + row), state.m[r]);
             ptx::shared_write(base + TEAM_STATS_AT + 4 * ((WARPS_N + team) * ROWS + row), l);
         }
+        const float inverse = ptx::as_float((254u << 23) - ptx::as_bits(state.unit));
 #pragma unroll
         for (int n = 0; n < VALUE_TILES; ++n) {
 #pragma unroll
@@ -47,7 +48,7 @@ DEVICE void store_team(u32 base, const State& state, u32 team, u32 first_row, u3
                 const u32 column = column_of(n, c, lane);
                 if (VALUE_TILES * 8 == DV_PART || column < DV_PART) {
                     const u32 at = base + STAGES_AT + team * SUM_BYTES + row * SUM_STRIDE;
-                    ptx::shared_write(at + 4 * (part * DV_PART + column), state.o[n][2 * r + c]);
+                    ptx::shared_write(at + 4 * (part * DV_PART + column), state.o[n][2 * r + c] * inverse);
                 }
             }
         }
@@ -124,9 +125,10 @@ template <class Use> DEVICE void for_elements(const Unit& unit, i32 group, u32 t
 
 // Merge all pieces of a shared unit, in the order of keys, and write the result. No other CTA works on the unit any
 // more, so latency counts: a thread takes four columns, and loads several pieces before it folds the first.
+template <i32 AT_ONCE>
 DEVICE void merge_unit(const AttentionParams& p, const Partition<ROWS, STEP_TOKENS>& partition, float v_scale,
                        u32 thread) {
-    constexpr i32 QUADS = DV / 4, AT_ONCE = 4;
+    constexpr i32 QUADS = DV / 4;
     const Unit& unit = partition.unit;
     const i32 pieces = partition.num_partials();
     const i32 left = unit.queries * partition.group - unit.tile * ROWS, num_rows = left < ROWS ? left : ROWS;

@@ -57,26 +57,79 @@ DEVICE Row row_of(const AttentionParams& p, const Unit& unit, i32 group, i32 in_
     return row;
 }
 
+// Return the address of a query row in global memory, and whether the unit has it.
+DEVICE const u8* query_at(const AttentionParams& p, const Unit& unit, i32 group, i32 in_tile, bool& there) {
+    const i32 x = unit.tile * ROWS + in_tile, query = x / group;
+    there = query < unit.queries;
+    return static_cast<const u8*>(p.q) + (unit.first_query + query) * p.q_token +
+           (unit.head * group + x % group) * p.q_head;
+}
+
+// Read four 16-bit elements of a query row; zeros if it is not `there`.
+DEVICE u64 read_query(const AttentionParams& p, const u8* row, i32 column, bool there) {
+    u64 bits = 0;
+    const auto* at = reinterpret_cast<const u16*>(row) + column;
+    if (there && p.q_vectors) {
+        bits = ptx::read(reinterpret_cast<const u64*>(at));
+    } else if (there) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) bits |= static_cast<u64>(ptx::read(at + i)) << 16 * i;
+    }
+    return bits;
+}
+
+// Copy the unit's bf16 queries into shared memory as f16: each row times the power of two that brings its largest
+// finite element to [2^14, 2^15). A warp takes a row. The inverse of the power is stored for the scores.
+DEVICE void load_scaled_queries(const AttentionParams& p, const Unit& unit, i32 group, const ThreadRole& me) {
+    constexpr i32 QUADS = (D / 4 + 31) / 32, WARPS = THREADS / 32;
+#pragma unroll 4
+    for (i32 row = static_cast<i32>(me.thread / 32); row < ROWS; row += WARPS) {
+        bool there;
+        const u8* from = query_at(p, unit, group, row, there);
+        u64 bits[QUADS];
+        u32 largest = 15 << 7;  // so that the power is finite
+#pragma unroll
+        for (i32 quad = 0; quad < QUADS; ++quad) {
+            const i32 column = 4 * (32 * quad + static_cast<i32>(me.lane));
+            bits[quad] = read_query(p, from, column, there && column < D);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 magnitude = static_cast<u32>(bits[quad] >> 16 * i) & 0x7fffu;
+                largest = magnitude < 0x7f80u && magnitude > largest ? magnitude : largest;
+            }
+        }
+#pragma unroll
+        for (u32 lanes = 16; lanes; lanes /= 2) {
+            const u32 other = ptx::shuffle_xor(largest, lanes);
+            largest = other > largest ? other : largest;
+        }
+        const u32 exponent = largest >> 7;  // 127 + e for a power 2^(14 - e)
+        const float power = ptx::as_float((268 - exponent) << 23);
+#pragma unroll
+        for (i32 quad = 0; quad < QUADS; ++quad) {
+            const i32 column = 4 * (32 * quad + static_cast<i32>(me.lane));
+            const auto scaled = [&](int i) {
+                return ptx::as_float(static_cast<u32>(bits[quad] >> 16 * i) << 16) * power;
+            };
+            const u32 low = ptx::pack<true>(scaled(0), scaled(1)), high = ptx::pack<true>(scaled(2), scaled(3));
+            if (column < D) {
+                ptx::shared_write(me.base + row * Q_STRIDE + 2 * column, static_cast<u64>(high) << 32 | low);
+            }
+        }
+        if (me.lane == 0) ptx::shared_write(me.base + Q_INVERSES_AT + 4 * row, ptx::as_float((exponent - 14) << 23));
+    }
+}
+
 // Copy the unit's queries into shared memory, four elements at a time, as Q_TERMS 16-bit terms each.
 DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, const ThreadRole& me) {
     constexpr int N = Elements::Q_TERMS;
     for (u32 quad = me.thread; quad < ROWS * D / 4; quad += THREADS) {
         const i32 in_tile = static_cast<i32>(quad / (D / 4)), column = static_cast<i32>(quad % (D / 4)) * 4;
-        const i32 x = unit.tile * ROWS + in_tile, query = x / group;
         const u32 to = me.base + in_tile * Q_STRIDE + 2 * column;
-        const u8* from = static_cast<const u8*>(p.q) + (unit.first_query + query) * p.q_token +
-                         (unit.head * group + x % group) * p.q_head;
-        const bool there = query < unit.queries;
+        bool there;
+        const u8* from = query_at(p, unit, group, in_tile, there);
         if constexpr (N == 1) {
-            u64 bits = 0;
-            const auto* at = reinterpret_cast<const u16*>(from) + column;
-            if (there && p.q_vectors) {
-                bits = ptx::read(reinterpret_cast<const u64*>(at));
-            } else if (there) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) bits |= static_cast<u64>(ptx::read(at + i)) << 16 * i;
-            }
-            ptx::shared_write(to, bits);
+            ptx::shared_write(to, read_query(p, from, column, there));
         } else {
             const auto* at = reinterpret_cast<const float*>(from) + column;
             float f[4] = {};
@@ -96,29 +149,44 @@ DEVICE void load_queries(const AttentionParams& p, const Unit& unit, i32 group, 
 // The words that mark 16 rows of a team. They lie where m of these rows will be stored.
 DEVICE u32 marks_at(u32 team, u32 first_row) { return TEAM_STATS_AT + 4 * (team * ROWS + first_row); }
 
-// Attend to this team's tiles of keys [from, to), as a pipeline: while one tile is computed, the next STAGES - 1 are in
-// flight. `apart`: see set_apart in scores.cuh.
+// A team's way through its tiles of the keys [from, to), as a pipeline: while one tile is computed, the next STAGES - 1
+// are in flight.
+struct Walk {
+    Tile next;  // to fetch
+    Step step;
+    i32 first_key, steps;
+    u32 filling;  // the stage that the next tile goes to
+};
+
+// Fetch the first STAGES - 1 tiles.
+DEVICE void begin(Walk& walk, const AttentionParams& p, const Pages& pages, i32 from, i32 to, const ThreadRole& me) {
+    walk.first_key = from + static_cast<i32>(me.team) * TILE;
+    walk.steps = walk.first_key < to ? (to - walk.first_key + STEP_TOKENS - 1) / STEP_TOKENS : 0;
+    walk.step = step_of(p);
+    walk.next = first_tile(p, pages, walk.first_key, to);
+    const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES;
+#pragma unroll 1
+    for (walk.filling = 0; walk.filling < STAGES - 1; ++walk.filling) {
+        fetch(walk.next, p, pages, stages + walk.filling * STAGE_BYTES, me.team_thread);
+        advance(walk.next, p, pages, walk.step);
+    }
+}
+
+// Attend to the tiles. `apart`: see set_apart in scores.cuh.
 DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, const Queries& queries,
-                   const Row (&rows)[2], i32 from, i32 to, const ThreadRole& me, bool apart) {
-    const i32 first = from + static_cast<i32>(me.team) * TILE;
-    const i32 steps = first < to ? (to - first + STEP_TOKENS - 1) / STEP_TOKENS : 0;
+                   const Row (&rows)[2], Walk& walk, const ThreadRole& me, bool apart) {
     const u32 stages = me.base + STAGES_AT + me.team * STAGES_BYTES;
     const u32 scores = me.base + SCORES_AT + me.team * SCORES_BYTES + me.first_row / 16 * (SCORES_BYTES / WARPS_M);
     const Sharing sharing{me.team, me.part, scores, me.base + marks_at(me.team, me.first_row)};
-    Tile tile;
-    look_up(tile, p, pages, first, to);
-    u32 reading = 0, filling = 0;
-    for (i32 step = 1 - STAGES; step < steps; ++step) {  // steps below 0 only fetch
-        if (step >= 0) {
-            ptx::copy_wait<STAGES - 2>();
-            sync_team(me.team);  // the tile has landed for all threads; no thread reads the stage that is filled next
-        }
-        fetch(tile, p, pages, stages + filling * STAGE_BYTES, me.team_thread);
-        filling = filling + 1 == STAGES ? 0 : filling + 1;
-        look_up(tile, p, pages, first + (step + STAGES) * STEP_TOKENS, to);
-        if (step < 0) continue;
-        const i32 first_key = first + step * STEP_TOKENS;
-        attend_tile(state, p, queries, rows, first_key, stages + reading * STAGE_BYTES, sharing, apart);
+    u32 reading = 0;
+    i32 key = walk.first_key;
+    for (i32 step = 0; step < walk.steps; ++step, key += STEP_TOKENS) {
+        ptx::copy_wait<STAGES - 2>();
+        sync_team(me.team);  // the tile has landed for all threads; no thread reads the stage that is filled next
+        fetch(walk.next, p, pages, stages + walk.filling * STAGE_BYTES, me.team_thread);
+        walk.filling = walk.filling + 1 == STAGES ? 0 : walk.filling + 1;
+        advance(walk.next, p, pages, walk.step);
+        attend_tile(state, p, queries, rows, key, stages + reading * STAGE_BYTES, sharing, apart);
         reading = reading + 1 == STAGES ? 0 : reading + 1;
     }
     ptx::copy_wait<0>();
@@ -127,25 +195,26 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
 // Draw a ticket of the unit whose first partial state is `first`: count this CTA in. Return true for the last of
 // `expected` CTAs; that CTA then sees what all the others stored. It sets the ticket back to 0.
 DEVICE bool arrive(const AttentionParams& p, i64 first, i32 expected, const ThreadRole& me) {
-    ptx::fence();
     ptx::sync_block();
     if (me.thread == 0) {
+        ptx::fence();  // cumulative: it orders what the block's other threads stored before the barrier, too
         const bool last = ptx::atomic_add(p.tickets + first, 1) + 1 == static_cast<u32>(expected);
         if (last) ptx::write(p.tickets + first, 0u);
+        ptx::fence();
         ptx::shared_write(me.base + LAST_AT, static_cast<u32>(last));
     }
     ptx::sync_block();
-    ptx::fence();
     return ptx::shared_read<u32>(me.base + LAST_AT) != 0;
 }
 
-// Attend to keys [from, to) for all rows of the unit. When it returns, the teams' states are in shared memory.
+// Attend to the keys of a walk that has begun, for all rows of the unit. When it returns, the teams' states are in
+// shared memory.
 DEVICE void attend_all(const AttentionParams& p, const Pages& pages, const Queries& queries, const Row (&rows)[2],
-                       i32 from, i32 to, const ThreadRole& me, bool apart) {
-    State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}};
+                       Walk& walk, const ThreadRole& me, bool apart) {
+    State state{{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}, {}, FIRST_UNIT};
     const u32 marks = me.base + marks_at(me.team, me.first_row);
     if (apart && me.part == 0 && me.lane < 16) ptx::shared_write(marks + 4 * me.lane, 0u);
-    attend(state, p, pages, queries, rows, from, to, me, apart);
+    attend(state, p, pages, queries, rows, walk, me, apart);
     ptx::sync_block();  // the sums will overwrite the stages
     if (apart) {
         spoil(state, marks, me.lane);
@@ -207,7 +276,7 @@ DEVICE void share_piece(const AttentionParams& p, const Partition<ROWS, STEP_TOK
     if constexpr (SECOND_LAUNCH) {
         ptx::sync_block();  // the next stages will overwrite the sums
     } else if (arrive(p, first, partition.num_partials(), me)) {
-        merge_unit(p, partition, v_scale, me.thread);
+        merge_unit<DV <= 128 ? 16 : 4>(p, partition, v_scale, me.thread);
     }
 }
 
@@ -223,7 +292,9 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     const float v_scale = value_scale(p);
     Queries queries;
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
-    queries.scale = !TOKEN_SCALES && p.k_scale ? p.scale * ptx::read(p.k_scale) : p.scale;
+    const float scale = !TOKEN_SCALES && p.k_scale ? p.scale * ptx::read(p.k_scale) : p.scale;
+    const float factor = p.softcap != 0.0f ? scale / p.softcap : scale * LOG2_E;
+    queries.factor[0] = queries.factor[1] = factor;
 
     // All CTAs of this grid run at once, so a CTA of the next grid cannot take the place of one of them.
     if constexpr (SECOND_LAUNCH) ptx::let_next_grid_begin();
@@ -232,21 +303,36 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
         const Unit& unit = partition.unit;
         const i32 mine = partition.first_mine(), end = partition.end_mine();
         if (mine >= end && !(unit.num_items == 0 && partition.starts_here())) continue;
-        load_queries(p, unit, partition.group, me);
+        const Pages pages = pages_of(p, unit.sequence, unit.head);
+        const auto after = [&](i32 item) { return p.split_tokens && item < end ? item + 1 : end; };
+        Walk walk;
+        begin(walk, p, pages, partition.from_key(mine), partition.to_key(after(mine)), me);  // then wait for queries
+        if constexpr (Elements::SCALED_QUERIES) {
+            load_scaled_queries(p, unit, partition.group, me);
+        } else {
+            load_queries(p, unit, partition.group, me);
+        }
         ptx::sync_block();
         keep_queries(queries, me.lane);
+        if constexpr (Elements::SCALED_QUERIES) {
+#pragma unroll
+            for (u32 r = 0; r < 2; ++r) {
+                const u32 at = me.base + Q_INVERSES_AT + 4 * (me.first_row + me.lane / 4 + 8 * r);
+                queries.factor[r] = factor * ptx::shared_read<float>(at);
+            }
+        }
         const i32 row = static_cast<i32>(me.first_row + me.lane / 4);
         const Row rows[2] = {row_of(p, unit, partition.group, row), row_of(p, unit, partition.group, row + 8)};
-        const Pages pages = pages_of(p, unit.sequence, unit.head);
 
         const bool alone = partition.num_partials() == 1;
         const bool mixed = unit.queries > 1 || p.window || p.tree_mask;  // a row may not see all values that are read
         bool apart = false;
         for (i32 item = mine;;) {  // with split_tokens one chunk at a time, else all keys at once
-            const i32 next = p.split_tokens && item < end ? item + 1 : end;
-            attend_all(p, pages, queries, rows, partition.from_key(item), partition.to_key(next), me, apart);
+            const i32 next = after(item);
+            attend_all(p, pages, queries, rows, walk, me, apart);
             if (mixed && !apart && any_nan(me)) {
                 apart = true;  // once more, see set_apart
+                begin(walk, p, pages, partition.from_key(item), partition.to_key(next), me);
                 continue;
             }
             apart = false;
@@ -257,6 +343,7 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
             }
             item = next;
             if (item >= end) break;
+            begin(walk, p, pages, partition.from_key(item), partition.to_key(after(item)), me);
         }
     }
 }

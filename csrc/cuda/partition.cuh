@@ -49,13 +49,19 @@ template <int ROWS, int STEP_TOKENS> struct Partition {
 
     DEVICE_MEMBER explicit Partition(const AttentionParams& params) : p(params) {
         group = p.num_heads / p.num_kv_heads;
-        i64 total = 0;
+        i64 total = 0, longest = 0;
         const i32 lane = static_cast<i32>(ptx::thread_index() % 32);
-        for (i32 b = lane; b < p.num_sequences; b += 32) total += width_of(b);
+        for (i32 b = lane; b < p.num_sequences; b += 32) total += width_of(b, longest);
 #pragma unroll
-        for (int bits = 16; bits; bits /= 2) total += ptx::shuffle_xor(total, bits);
+        for (int bits = 16; bits; bits /= 2) {
+            total += ptx::shuffle_xor(total, bits);
+            const i64 other = ptx::shuffle_xor(longest, bits);
+            longest = other > longest ? other : longest;
+        }
         share = (total + ptx::num_blocks() - 1) / ptx::num_blocks();
         share = share ? share : 1;
+        // If the longest units lie just above the share, a few idle CTAs cost less than units that are cut in two.
+        if (!p.split_tokens && longest > share && 16 * longest <= 17 * share) share = longest;
         begin = share * ptx::block_index();
         end = begin + share < total ? begin + share : total;
         if (begin < end) find(lane);
@@ -155,19 +161,22 @@ private:
         if (u.end_key <= u.begin_key) {
             u.begin_key = u.end_key = u.first_item = u.num_items = 0;
             u.weight = 1;
-        } else if (p.split_tokens) {
+            return;
+        }
+        u.begin_key = u.begin_key / 16 * 16;  // tiles do not straddle pages; keys left of the window are masked
+        if (p.split_tokens) {
             u.first_item = u.begin_key / p.split_tokens;
             u.num_items = (u.end_key - 1) / p.split_tokens + 1 - u.first_item;
             u.weight = (p.split_tokens + STEP_TOKENS - 1) / STEP_TOKENS;
         } else {
-            u.begin_key = u.begin_key / 16 * 16;  // tiles do not straddle pages; keys left of the window are masked
             u.first_item = 0;
             u.num_items = (u.end_key - u.begin_key + STEP_TOKENS - 1) / STEP_TOKENS;
             u.weight = 1;
         }
     }
 
-    DEVICE_MEMBER i64 width_of(i32 b) const {
+    // Return the width of a sequence's units on the line. Modifies: longest, to at least the width of the widest unit.
+    DEVICE_MEMBER i64 width_of(i32 b, i64& longest) const {
         const Sequence s = load(b);
         i64 width = 0;
         for (i32 tile = 0; tile < s.num_tiles; ++tile) {
@@ -175,6 +184,7 @@ private:
             u.place = 0;
             set_keys(u, s, tile);
             width += u.end_place();
+            longest = u.end_place() > longest ? u.end_place() : longest;
         }
         return width * p.num_kv_heads;
     }
@@ -193,9 +203,9 @@ private:
 
     // Set `unit` to the unit in which this CTA's share begins.
     DEVICE_MEMBER void find(i32 lane) {
-        i64 before = 0;
+        i64 before = 0, longest = 0;
         for (i32 base = 0;; base += 32) {  // begin < total, so the loop ends
-            const i64 width = base + lane < p.num_sequences ? width_of(base + lane) : 0;
+            const i64 width = base + lane < p.num_sequences ? width_of(base + lane, longest) : 0;
             i64 upto = width;
 #pragma unroll
             for (int by = 1; by < 32; by *= 2) {

@@ -13,6 +13,8 @@
 //     WARPS_D                warps that share 16 rows. Each multiplies its part of D and keeps its part of the result's
 //                            columns, so that 512 columns fit into registers. 1 for most dims, 4 above 256
 //     V_IN_K                 1: V is the first part of K in the same memory (MLA) and is read once
+//     PAGE_RUNS              0: any pages. 1: every 16 keys of a tile lie in one page. 2: its rows also follow one
+//                            another without gaps (stages.cuh)
 //     SECOND_LAUNCH          1: merge_pieces.cuh merges partial states, in a launch that begins early;
 //                            0: the CTA that arrives last merges them
 //
@@ -33,7 +35,8 @@ constexpr int D = HEAD_DIM, DV = HEAD_DIM_V;
 constexpr int D_PART = D / WARPS_D, DV_PART = DV / WARPS_D;
 constexpr int TEAM_WARPS = WARPS_M * WARPS_D, TEAM_THREADS = 32 * TEAM_WARPS, THREADS = TEAM_THREADS * WARPS_N;
 constexpr int ROWS = 16 * WARPS_M, STEP_TOKENS = TILE * WARPS_N;
-constexpr int ENTRIES = (TILE + 31) / 32;  // keys of a tile that one lane looks up
+constexpr int MASKS = (TILE + 31) / 32;  // words with a bit for each key of a tile
+constexpr int ENTRIES = PAGE_RUNS ? TILE / 16 : MASKS;  // entries of the page table that one lane looks up for a tile
 
 constexpr int KV_BITS = BITS_OF<KV_KIND>;
 constexpr int K_ROW = D * KV_BITS / 8, V_ROW = DV * KV_BITS / 8;
@@ -46,7 +49,8 @@ constexpr int STAGE_BYTES = PRESENT_IN_STAGE + 16;
 constexpr int Q_STRIDE = 2 * D + 16, Q_TERM_BYTES = ROWS * Q_STRIDE;
 constexpr int TEAM_STATS_AT = Elements::Q_TERMS * Q_TERM_BYTES;  // [WARPS_N][ROWS] of m, then of l
 constexpr int TOTALS_AT = TEAM_STATS_AT + 8 * WARPS_N * ROWS;  // [ROWS] of m, then of l
-constexpr int LAST_AT = TOTALS_AT + 8 * ROWS;
+constexpr int Q_INVERSES_AT = TOTALS_AT + 8 * ROWS;  // [ROWS]: the inverse of the power of two of each query row
+constexpr int LAST_AT = Q_INVERSES_AT + 4 * ROWS;
 constexpr int VOTES_AT = LAST_AT + 16;  // [warps]: lanes whose result holds a NaN
 constexpr int SCORES_AT = VOTES_AT + (THREADS / 8 + 15) / 16 * 16;
 constexpr int SCORES_BYTES = WARPS_D > 1 ? 4 * WARPS_M * WARPS_D * 16 * TILE : 0;  // of a team
@@ -61,6 +65,7 @@ constexpr bool KEEP_QUERIES = D_PART <= 128 && TILE == 16 && Elements::Q_TERMS =
 constexpr int KEYS_AHEAD = KEEP_QUERIES ? D_PART / 16 : KV_KIND == F32 ? 1 : 2;
 // Copies of a thread whose addresses are computed together. More of them spill registers on sm_120.
 constexpr int COPIES_AHEAD = KV_KIND == F32 ? 2 : 4;
+constexpr int RUN_COPIES_AHEAD = KV_KIND == F32 || D_PART > 128 ? COPIES_AHEAD : 16;  // of runs of 16 keys
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
 static_assert(D % (16 * WARPS_D) == 0 && DV % (16 * WARPS_D) == 0 && TILE % 16 == 0, "whole fragments");

@@ -1,18 +1,26 @@
-// The path of keys and values from the page table to shared memory: look up the frame of each key, copy a tile of keys
-// and values into a stage.
+// The path of keys and values from the page table to shared memory: look up the frames of a tile, copy a tile of keys
+// and values into a stage. The frames of the tile after the next are looked up, so the latency of the page table is
+// hidden behind the tiles before it.
 //
-// A lane looks up the frames of the keys `lane` and `lane + 32` of the tile after the next, so the latency of the page
-// table is hidden behind the tiles before it. The lane turns frames into byte offsets, and shuffles pass each offset to
-// the lanes that copy the row. A key past the end, or of a punched page (-1), is not read: zeros land instead, and a
-// bit marks the key as absent.
+// PAGE_RUNS 1, 2   every 16 keys of a tile lie in one page: block_size and split_tokens are multiples of 16, and tiles
+//                  begin at such. A run of 16 keys has one frame and one address, to which rows add a step; 2: rows
+//                  follow one another without gaps, so the step is a constant. Only a run that is not whole (the last
+//                  of a sequence, a punched page) asks for each row whether it exists.
+// PAGE_RUNS 0      a lane looks up the frames of the keys `lane` and `lane + 32`. It turns frames into byte offsets,
+//                  and shuffles pass each offset to the lanes that copy the row.
+//
+// A key past the end, or of a punched page (-1), is not read: zeros land instead, and a bit marks the key as absent.
 #pragma once
 
 #include "params.h"
 #include "specialisation.cuh"
 
+constexpr i32 RUN = 16;  // keys
+
 struct Tile {  // the next tile to fetch
     i32 first_key, end_key;
-    i32 frame[ENTRIES];  // of this lane's keys; -1: no such key
+    i32 page, slot;  // PAGE_RUNS: of the first key
+    i32 frame[ENTRIES];  // of each run, or of this lane's keys; -1: no such key
 };
 
 struct Pages {  // of one sequence and one kv head
@@ -34,14 +42,54 @@ DEVICE Pages pages_of(const AttentionParams& p, i32 sequence, i32 head) {
     return pages;
 }
 
-DEVICE void look_up(Tile& tile, const AttentionParams& p, const Pages& pages, i32 first_key, i32 end_key) {
+// Look up the frames of the tile whose `first_key`, `page` and `slot` are set.
+DEVICE void look_up(Tile& tile, const AttentionParams& p, const Pages& pages) {
+    if constexpr (PAGE_RUNS) {
+        i32 page = tile.page, slot = tile.slot;
+#pragma unroll
+        for (i32 r = 0; r < ENTRIES; ++r) {
+            tile.frame[r] = tile.first_key + RUN * r < tile.end_key ? ptx::read(pages.table + page) : -1;
+            slot += RUN;
+            if (slot >= p.block_size) slot = 0, ++page;
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < ENTRIES; ++e) {
+            const i32 in_tile = 32 * e + static_cast<i32>(ptx::thread_index() % 32), key = tile.first_key + in_tile;
+            const bool there = in_tile < TILE && key < tile.end_key;
+            tile.frame[e] = there ? ptx::read(pages.table + key / p.block_size) : -1;
+        }
+    }
+}
+
+DEVICE Tile first_tile(const AttentionParams& p, const Pages& pages, i32 first_key, i32 end_key) {
+    Tile tile;
     tile.first_key = first_key;
     tile.end_key = end_key;
-#pragma unroll
-    for (int e = 0; e < ENTRIES; ++e) {
-        const i32 in_tile = 32 * e + static_cast<i32>(ptx::thread_index() % 32), key = first_key + in_tile;
-        tile.frame[e] = in_tile < TILE && key < end_key ? ptx::read(pages.table + key / p.block_size) : -1;
+    if constexpr (PAGE_RUNS) {
+        tile.page = first_key / p.block_size;
+        tile.slot = first_key - tile.page * p.block_size;
     }
+    look_up(tile, p, pages);
+    return tile;
+}
+
+// Go on to the team's next tile. `step` has the pages and slots of STEP_TOKENS keys.
+struct Step {
+    i32 pages, slots;
+};
+DEVICE Step step_of(const AttentionParams& p) {
+    const i32 pages = STEP_TOKENS / p.block_size;
+    return {pages, STEP_TOKENS - pages * p.block_size};
+}
+DEVICE void advance(Tile& tile, const AttentionParams& p, const Pages& pages, const Step& step) {
+    tile.first_key += STEP_TOKENS;
+    if constexpr (PAGE_RUNS) {
+        tile.page += step.pages;
+        tile.slot += step.slots;
+        if (tile.slot >= p.block_size) tile.slot -= p.block_size, ++tile.page;
+    }
+    look_up(tile, p, pages);
 }
 
 // Copy one tensor's rows of a tile, ROW_BYTES each, to rows that lie STRIDE apart.
@@ -63,8 +111,83 @@ DEVICE void copy_rows(u32 to, const u8* pool, const i64 (&offset)[ENTRIES], u32 
     }
 }
 
+// Copy one tensor's rows of a run, which begins at `from`; the first `left` of them exist.
+template <int ROW_BYTES, int STRIDE>
+DEVICE void copy_run(u32 to, const u8* from, i64 slot_bytes, i32 left, u32 team_thread) {
+    constexpr int COPIES_OF_ROW = ROW_BYTES / COPY, ALL = RUN * COPIES_OF_ROW;
+    const i64 step = PAGE_RUNS == 2 ? ROW_BYTES : slot_bytes;
+    if (left >= RUN) {
+#pragma unroll RUN_COPIES_AHEAD
+        for (int first = 0; first < ALL; first += TEAM_THREADS) {
+            const u32 copy = static_cast<u32>(first) + team_thread;
+            const u32 row = copy / COPIES_OF_ROW, within = copy % COPIES_OF_ROW * COPY;
+            if (ALL % TEAM_THREADS && copy >= ALL) continue;
+            // Rows without gaps: copy number c is at c * COPY. Else the row number splits into a part that is this
+            // thread's and a part that is the same for all, whose product with the step the threads share.
+            if constexpr (PAGE_RUNS == 2) {
+                ptx::copy_async<COPY>(to + row * STRIDE + within, from + copy * COPY);
+            } else if constexpr (TEAM_THREADS % COPIES_OF_ROW == 0 || COPIES_OF_ROW % TEAM_THREADS == 0) {
+                const u32 mine = team_thread / COPIES_OF_ROW;
+                ptx::copy_async<COPY>(to + row * STRIDE + within, from + mine * step + within + (row - mine) * step);
+            } else {
+                ptx::copy_async<COPY>(to + row * STRIDE + within, from + row * step + within);
+            }
+        }
+    } else {
+#pragma unroll 1
+        for (u32 copy = team_thread; copy < ALL; copy += TEAM_THREADS) {
+            const u32 row = copy / COPIES_OF_ROW, within = copy % COPIES_OF_ROW * COPY;
+            const bool present = static_cast<i32>(row) < left;
+            ptx::copy_async<COPY>(to + row * STRIDE + within, present ? from + row * step + within : from, present);
+        }
+    }
+}
+
+// Copy the scales of a run: lanes 0 to 15 those of the keys, lanes 16 to 31 those of the values.
+DEVICE void copy_scales(u32 to, const AttentionParams& p, const Pages& pages, i64 frame, i32 slot, i32 left, u32 lane) {
+    const i32 in_run = static_cast<i32>(lane % RUN);
+    const bool is_value = lane >= RUN;
+    const float* from = is_value ? pages.v_scale : pages.k_scale;
+    const i64 frame_step = is_value ? p.v_scale_frame : p.k_scale_frame;
+    const i64 slot_step = is_value ? p.v_scale_slot : p.k_scale_slot;
+    const bool present = in_run < left;
+    from += present ? frame * frame_step + (slot + in_run) * slot_step : 0;
+    to += 4 * ((is_value ? TILE : 0) + lane % RUN);
+    ptx::copy_async<4>(to, from, present);
+}
+
+DEVICE void fetch_runs(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
+    i32 slot = tile.slot;
+    u32 present_bits = 0;
+#pragma unroll
+    for (i32 r = 0; r < ENTRIES; ++r) {
+        const i32 left = tile.frame[r] >= 0 ? tile.end_key - tile.first_key - RUN * r : 0;
+        const i64 frame = left > 0 ? tile.frame[r] : 0, at = left > 0 ? slot : 0;
+        present_bits |= (left >= RUN ? 0xffffu : (1u << left) - 1) << RUN * r;
+        const u32 to = stage + RUN * r * K_STRIDE, v_to = stage + V_IN_STAGE + RUN * r * V_STRIDE;
+        if constexpr (TOKEN_SCALES) {
+            const u32 scales = stage + SCALES_IN_STAGE + 4 * RUN * r;
+            if (team_thread < 32) copy_scales(scales, p, pages, frame, static_cast<i32>(at), left, team_thread);
+        }
+        copy_run<K_ROW, K_STRIDE>(to, pages.k + frame * p.k_frame + at * (PAGE_RUNS == 2 ? K_ROW : p.k_slot), p.k_slot,
+                                  left, team_thread);
+        if constexpr (!V_IN_K) {
+            copy_run<V_ROW, V_STRIDE>(v_to, pages.v + frame * p.v_frame + at * (PAGE_RUNS == 2 ? V_ROW : p.v_slot),
+                                      p.v_slot, left, team_thread);
+        }
+        slot += RUN;
+        if (slot >= p.block_size) slot = 0;
+    }
+    if (team_thread == 0) ptx::shared_write(stage + PRESENT_IN_STAGE, present_bits);
+}
+
 // Start the copies of a tile into a stage. They form one commit group, which may be empty.
 DEVICE void fetch(const Tile& tile, const AttentionParams& p, const Pages& pages, u32 stage, u32 team_thread) {
+    if constexpr (PAGE_RUNS) {
+        fetch_runs(tile, p, pages, stage, team_thread);
+        ptx::copy_commit();
+        return;
+    }
     const u32 lane = team_thread % 32;
     i64 k_offset[ENTRIES], v_offset[ENTRIES];
 #pragma unroll

@@ -58,6 +58,14 @@ uint16_t from_float(float x, bool half) {
     return static_cast<uint16_t>(sign | (units + (static_cast<uint32_t>(step + 24) << 10)));
 }
 
+float of_e4m3(uint32_t byte) {
+    const uint32_t exponent = byte >> 3 & 15, fraction = byte & 7;
+    if ((byte & 0x7f) == 0x7f) return NAN;
+    const int units = static_cast<int>(fraction + (exponent ? 8 : 0));
+    const float magnitude = std::ldexp(static_cast<float>(units), static_cast<int>(exponent ? exponent : 1) - 10);
+    return byte >> 7 ? -magnitude : magnitude;
+}
+
 uint32_t nearest_byte(float x, bool e5m2) {
     if (x != x) return 0x7f;
     const int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;

@@ -65,7 +65,7 @@ template <class T> DEVICE T shared_read(u32 at) {
     simt::shared_read(&x, at, sizeof x);
     return x;
 }
-template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool present) {
+template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool present = true) {
     simt::copy_async(to, from, BYTES, present);
 }
 DEVICE void copy_commit() { simt::copy_commit(); }
@@ -121,6 +121,10 @@ DEVICE i32 to_integer(float x) {
 constexpr bool CONVERTS_FP8 = SIMT_ARCH >= 890;
 template <bool E5M2> DEVICE u32 pack_bytes(float low, float high) {
     return simt::nearest_byte(low, E5M2) | simt::nearest_byte(high, E5M2) << 8;
+}
+DEVICE u32 widen_e4m3(u16 bytes) {
+    const auto half = [&](int i) { return simt::from_float(simt::of_e4m3(bytes >> 8 * i & 0xff), true); };
+    return half(0) | static_cast<u32>(half(1)) << 16;
 }
 DEVICE float larger(float a, float b) { return ::fmaxf(a, b); }
 

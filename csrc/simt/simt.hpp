@@ -50,6 +50,7 @@ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 
 float to_float(uint16_t bits, bool half);      // half: float16; else bfloat16
 uint16_t from_float(float x, bool half);       // round to nearest even
+float of_e4m3(uint32_t byte);
 uint32_t nearest_byte(float x, bool e5m2);     // the nearest 8-bit float, saturating; a tie goes to the even code
 
 }  // namespace simt

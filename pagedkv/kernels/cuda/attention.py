@@ -201,7 +201,7 @@ def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tu
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
     copy, scales = _copy_bytes(call), (call.k_scale, call.v_scale)
     token_scales, v_in_k = any(scale is not None and scale.dim() for scale in scales), is_v_in_k(call.k, call.v)
-    keys = Keys(copy, int(token_scales), int(v_in_k), int(ways.second_launch))
+    keys = Keys(copy, int(token_scales), int(v_in_k), int(ways.second_launch), _page_runs(call))
     rows = call.max_seqlen_q * group
     return tuple(
         _launch(call, machine, specialise(kinds, dims, row_class, keys, shared), row_class)
@@ -273,6 +273,13 @@ def _copy_bytes(call: AttentionCall) -> int:
             "align the strides of the pool"
         )
     return copy
+
+
+def _page_runs(call: AttentionCall) -> int:
+    """Return `PAGE_RUNS` of csrc/cuda/stages.cuh: 0, 1 if 16 keys lie in one page, 2 if its rows leave no gaps too."""
+    if call.k.shape[1] % 16 or (call.split_tokens or 0) % 16:
+        return 0
+    return 2 if all(pool.stride(1) == pool.shape[3] for pool in (call.k, call.v)) else 1
 
 
 @lru_cache(maxsize=1024)

@@ -39,6 +39,7 @@ class Keys(NamedTuple):
     token_scales: int = 0
     v_in_k: int = 0
     second_launch: int = 0
+    page_runs: int = 0
 
 
 class RowClass(NamedTuple):
@@ -73,6 +74,7 @@ class AttentionSpecialisation:
     warps_d: int
     v_in_k: int
     second_launch: int
+    page_runs: int
 
     name = "paged_attention"
 
@@ -97,7 +99,7 @@ class AttentionSpecialisation:
         rows = [-(-self.row_bytes(d) // 16) * 16 + 16 for d in (self.head_dim, self.head_dim_v)]
         stage = self.tile * (sum(rows[: 2 - self.v_in_k]) + 8 * self.token_scales) + 16
         queries = self.rows * (2 * self.head_dim + 16) * (3 if self.q_kind == KINDS["float32"] else 1)
-        stats = 8 * self.rows * (self.warps_n + 1) + 16 + -(-self.threads // 128) * 16
+        stats = 8 * self.rows * (self.warps_n + 1) + 4 * self.rows + 16 + -(-self.threads // 128) * 16
         scores = self.warps_n * 4 * self.warps_m * self.warps_d * 16 * self.tile if self.warps_d > 1 else 0
         sums = 4 * self.rows * (self.head_dim_v + 8)
         return -(-(queries + stats + scores) // 128) * 128 + self.warps_n * max(self.stages * stage, sums)
@@ -294,7 +296,10 @@ def common(shared: tuple[int, int]) -> list[Specialisation]:
     found: list[Specialisation] = []
     for q, kv, dim in _COMMON:
         kinds, scaled = (KINDS[q], KINDS[kv]), int(q != kv)
-        found += [specialise(kinds, (dim, dim), row_class, Keys(token_scales=scaled), shared) for row_class in CLASSES]
+        found += [
+            specialise(kinds, (dim, dim), row_class, Keys(token_scales=scaled, page_runs=2), shared)
+            for row_class in CLASSES
+        ]
         found += [
             WriteSpecialisation(kinds[1], kinds[0], kinds[0], dim, dim, 2 * scaled, 2 * scaled, 0, 0),
             MergeSpecialisation(kinds[0], dim),

@@ -77,6 +77,25 @@ def test_every_code_of_8_bits_is_read_as_torch_reads_it_and_nan_stays_nan(kv: st
     assert torch.equal(out[expected.isfinite()], expected[expected.isfinite()])
 
 
+@pytest.mark.parametrize("kv", ["fp8_e4m3", "int8/token_head"])
+def test_many_weights_far_below_the_largest_still_count(kv: str) -> None:
+    """The first of many keys may take nearly the whole softmax. Float16 has no number for the others' weights."""
+    built = Case(q_lens=(1,), kv_lens=(100,), heads=(1, 1), dims=(128, 128), kv=kv, dtype="bfloat16").build()
+    pages, (k, v, k_scale, v_scale) = built.batch.block_table[0, :7].long(), vars(built.layer).values()
+    built.q.zero_()[0, 0, 0] = 128**0.5
+    k[pages] = torch.zeros(()).to(k.dtype)
+    k[pages[0], 0, 0, 0] = torch.tensor(20.0).to(k.dtype)
+    v[pages] = torch.ones(()).to(v.dtype)
+    v[pages[0], 0] = torch.zeros(()).to(v.dtype)
+    for scale in (k_scale, v_scale):
+        if scale is not None:
+            scale[pages] = 1.0
+    call = call_of(built)
+    Emulator().attend(call)
+    weight = np.exp(-20.0)
+    assert torch.allclose(call.out.float(), torch.tensor(99 * weight / (1 + 99 * weight)).float(), rtol=2**-7)
+
+
 @pytest.mark.parametrize("second_launch", [False, True])
 @pytest.mark.parametrize(("keys", "split_tokens"), [(0, None), (40, None), (400, None), (400, 64)])
 def test_an_infinite_sink_takes_the_whole_weight(keys: int, split_tokens: int | None, second_launch: bool) -> None:

@@ -34,9 +34,9 @@ MISTAKES = {
     "a team does not wait for its lanes": Planted("paged_attention.cuh", "sync_team(me.team);  //", "//"),
     "no thread waits for the copies": Planted("paged_attention.cuh", "ptx::copy_wait<STAGES - 2>();", ""),
     "one copy too few is waited for": Planted("paged_attention.cuh", "copy_wait<STAGES - 2>", "copy_wait<STAGES - 1>"),
-    "an unwritten stage is read": Planted("paged_attention.cuh", "u32 reading = 0,", "u32 reading = 1,"),
+    "an unwritten stage is read": Planted("paged_attention.cuh", "u32 reading = 0;", "u32 reading = 1;"),
     "a stage is filled while it is read": Planted(
-        "paged_attention.cuh", "filling + 1 == STAGES ? 0", "filling + 2 >= STAGES ? 0"
+        "paged_attention.cuh", "walk.filling + 1 == STAGES ? 0 : walk.filling + 1;", "walk.filling;"
     ),
     "stages become sums too early": Planted(
         "paged_attention.cuh", "ptx::sync_block();  // the sums will", "// the sums will"
@@ -47,20 +47,34 @@ MISTAKES = {
         "if (!last",
     ),
     "no thread waits to learn which CTA is last": Planted(
-        "paged_attention.cuh", "ptx::sync_block();\n    ptx::fence();", "ptx::fence();"
+        "paged_attention.cuh", "    ptx::sync_block();\n    return ptx::shared_read", "    return ptx::shared_read"
     ),
     "the last does not merge": Planted("paged_attention.cuh", "p.tickets + first, 1) + 1", "p.tickets + first, 1)"),
     "the ticket stays": Planted("paged_attention.cuh", "if (last) ptx::write(p.tickets + first, 0u);", ""),
-    "queries past the last are read": Planted(
-        "paged_attention.cuh", "const bool there = query < unit.queries;", "const bool there = true;"
+    "queries past the last are read": Planted("paged_attention.cuh", "there = query < unit.queries;", "there = true;"),
+    "entries past the last page are read": Planted(
+        "stages.cuh", "in_tile < TILE && key < tile.end_key", "in_tile < TILE"
     ),
-    "entries past the last page are read": Planted("stages.cuh", "in_tile < TILE && key < end_key", "in_tile < TILE"),
+    "runs past the last page are looked up": Planted(
+        "stages.cuh", "tile.first_key + RUN * r < tile.end_key ?", "tile.first_key >= 0 ?"
+    ),
+    "runs of punched pages are read": Planted("stages.cuh", "tile.frame[r] >= 0 ? tile.end_key", "true ? tile.end_key"),
+    "a run that is not whole is read whole": Planted("stages.cuh", "if (left >= RUN) {", "if (left > 0) {"),
+    "a run begins at the wrong slot": Planted("stages.cuh", "if (slot >= p.block_size) slot = 0;\n", ""),
+    "a run is read from the wrong page": Planted("stages.cuh", "tile.page += step.pages;", "tile.page += 1;"),
     "punched pages are read": Planted("stages.cuh", "const bool present = frame >= 0;", "const bool present = true;"),
-    "the wrong frame": Planted("stages.cuh", "key / p.block_size", "(key + 1) / p.block_size"),
+    "the wrong frame": Planted("stages.cuh", "table + key / p.block_size", "table + (key + 1) / p.block_size"),
     "the wrong fragment of K": Planted("scores.cuh", "(lane >> 3 & 1) * 8)", "(lane >> 2 & 1) * 8)"),
     "V is not transposed": Planted("scores.cuh", "ptx::load_matrices_transposed(b,", "ptx::load_matrices(b,"),
     "the wrong operand of P V": Planted("scores.cuh", "put(1, low[2], low[3]);", "put(1, high[2], high[3]);"),
-    "sums keep an old maximum": Planted("scores.cuh", "state.l[r] * shrink + sum", "state.l[r] + sum"),
+    "sums keep an old maximum": Planted("scores.cuh", "state.l[r] * shrink[r] + sum", "state.l[r] + sum"),
+    "results keep an old maximum": Planted(
+        "scores.cuh", "shrink[1] != 1.0f)) return;", "shrink[1] != 1.0f), true) return;"
+    ),
+    "the unit of a result is forgotten": Planted("merge.cuh", "(254u << 23) - ptx::as_bits(state.unit)", "127u << 23"),
+    "a query's power of two is forgotten": Planted(
+        "paged_attention.cuh", "factor * ptx::shared_read<float>(at)", "factor + 0.0f * ptx::shared_read<float>(at)"
+    ),
     "the window is forgotten": Planted("scores.cuh", "key >= row.begin && ", ""),
     "the window has no right side": Planted(
         "paged_attention.cuh", "row.end = row.position + 1 + unit.right < unit.length", "row.end = unit.right < 0"
@@ -91,6 +105,8 @@ CASES = (
     Case((40, 1), (400, 9), heads=(4, 2), dtype="bfloat16", mask="some", window=(63, 5)),
     Case((1,) * 8, (90,) * 8, heads=(4, 2), dtype="bfloat16", split_tokens=40),
     Case((2,), (200,), heads=(8, 1), dims=(576, 512), dtype="bfloat16", layout="mla"),
+    Case((1, 1), (333, 40), heads=(8, 2), dtype="bfloat16", block_size=5, window=300, punched=True),
+    Case((1, 2), (200, 40), heads=(4, 2), dims=(128, 128), kv="int8/token_head", dtype="bfloat16", block_size=48),
 )
 
 
