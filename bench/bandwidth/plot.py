@@ -18,6 +18,7 @@ WORDS: Final = {
     "decode": "decode attention", "linear": "linear operations", "write_kv": "write_kv", "gather_kv": "gather_kv",
     "copy_frames": "copy_frames", "snapshot": "snapshot", "restore": "restore", "swap": "swap",
 }  # fmt: skip
+BASE: Final = "; blocks of 16, bfloat16, 32/8 heads of 128 where no other is named"
 AGAINST: Final = {"read": "a read", "copy": "a copy", "disk write": "a bare write", "disk read": "a bare read"}
 
 
@@ -57,10 +58,10 @@ def _where(row: Row) -> str:
 def _efficiencies(rows: list[Row]) -> Chart | None:
     given = [
         Bar(
-            shape_of(row) + ("" if row["variant"] == "pagedkv" else f": {row['variant']}"),
+            shape_of(row) if row["variant"] == "pagedkv" else row["variant"],
             100 * row["efficiency"],
             "ours" if row["variant"] == "pagedkv" else "peer",
-            f"{WORDS[row['case']]}, of {AGAINST.get(row['bound'], row['bound'])}",
+            f"{WORDS[row['case']]}, of {AGAINST.get(row['bound'], row['bound'])}" + BASE * (row["case"] == "decode"),
             f"{row['median']:.3g} GB/s" + ("" if row["clean"] else ", disturbed"),
         )
         for row in sorted(rows, key=lambda row: list(WORDS).index(row["case"]) if row["case"] in WORDS else 0)
@@ -75,8 +76,9 @@ def shape_of(row: Row) -> str:
     if row["case"] == "ceiling":
         return f"{row['pattern']}, pages of the system: {row['pages']}" if "pages" in row else row["pattern"]
     if row["case"] == "decode":
-        size = f"{row['batch']} × {row['context']:,}, blocks of {row['block_size']}"
-        special = [row["kv"] if row["kv"] != "bfloat16" else "", row["heads"] if row["heads"] != "32/8" else ""]
+        size = f"{row['batch']} × {row['context']:,}"
+        special = [f"blocks of {row['block_size']}" if row["block_size"] != 16 else ""]
+        special += [row["kv"] if row["kv"] != "bfloat16" else "", row["heads"] if row["heads"] != "32/8" else ""]
         special.append(f"heads of {row['head_dim']}" if row["head_dim"] != 128 else "")
         return ", ".join(filter(None, [size, *special]))
     if row["case"] == "linear":

@@ -1,6 +1,6 @@
-"""The README's table and picture, and the charts of the manual: `make bench-readme` writes them from kept rows.
+"""The README's table and picture, charts and tables of the manual: `make bench-readme` writes them from kept rows.
 
-The part of the README between the two marks is made from rows. A test compares the README and the charts with the rows.
+The part of a page between the two marks is made from rows. A test compares the pages and the charts with the rows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagedkv.bench import record, rows
+from pagedkv.bench.bandwidth.words import text as words_of_bandwidth
 from pagedkv.bench.chart import bars, stacked
 from pagedkv.bench.headlines import Headline, headlines
 from pagedkv.bench.report.page import charts_of
@@ -17,6 +18,7 @@ from pagedkv.bench.report.page import charts_of
 BEGIN: Final = "<!-- figures: made by `make bench-readme` from bench/results -->"
 END: Final = "<!-- /figures -->"
 CHARTS: Final = Path("docs/img/bench")
+BANDWIDTH: Final = Path("docs/explanation/bandwidth.md")
 TITLE: Final = "pagedkv beside its peers"
 
 
@@ -26,11 +28,15 @@ def written(root: Path) -> dict[Path, str]:
     lines = headlines(row for some in found.values() for row in some)
     texts = {root / CHARTS / f"{name}.svg": stacked(charts) for name, charts in _charts(found)}
     texts[root / CHARTS / "field.svg"] = stacked([bars(TITLE, _drawn(lines), is_scaled_by_group=True)])
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    before, _, rest = readme.partition(BEGIN)
-    after = rest.partition(END)[2]
-    texts[root / "README.md"] = f"{before}{BEGIN}\n\n{_table(lines)}\n\n{END}{after}"
-    return texts
+    if "bandwidth" in found:
+        texts[root / BANDWIDTH] = _filled(root / BANDWIDTH, words_of_bandwidth(found["bandwidth"]))
+    return texts | {root / "README.md": _filled(root / "README.md", _table(lines))}
+
+
+def _filled(page: Path, made: str) -> str:
+    """Return the text of a page with `made` between its marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}"
 
 
 def _charts(found: dict[str, list[dict[str, Any]]]) -> Iterable[tuple[str, Sequence[Any]]]:

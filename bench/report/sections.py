@@ -54,6 +54,7 @@ ABOUT: Final = {
         "move over time × ceiling. A repetition in which memory changes its state does not count.",
         "A ceiling is that of one access pattern: an operation with a better one exceeds it. Below 8 bit, arithmetic "
         "rather than memory is the bound.",
+        "bandwidth",
     ),
     "generate": About(
         "The reference engine",

@@ -47,7 +47,7 @@ def test_a_run_has_rows_of_every_case_a_picture_and_words(command, tmp_path):
     assert "random 4 KiB" in picture
     text = words.text(rows)
     assert text.startswith("On 1 thread this machine reads ")
-    assert "| decode attention | 1 × 256, blocks of 16 | pagedkv |" in text
+    assert "| decode attention | 1 × 256 | pagedkv |" in text
 
 
 def test_an_axis_makes_a_grid_of_its_own_and_the_table_says_the_states(command, tmp_path):

@@ -153,3 +153,12 @@ def test_readme_and_the_charts_of_the_manual_are_those_of_the_rows():
     assert not different
     shown = (ROOT / "README.md").read_text()
     assert shown.count(readme.BEGIN) == shown.count(readme.END) == 1
+
+
+@pytest.mark.parametrize("kind", ["ours", "peer"])
+def test_a_long_name_stands_whole_before_its_bar(kind):
+    name = "schedule, plan, sample, commit, deliver"
+    drawn = ElementTree.fromstring(stacked([bars("t", [Bar(name, 2.0, kind, note="note"), Bar("b", 4.0)], unit="ms")]))
+    (element,) = (e for e in drawn.iter() if e.tag.endswith("text") and "".join(e.itertext()) == name)
+    assert float(element.get("x")) >= 0.5 * 13 * len(name)  # it ends there
+    assert any("".join(e.itertext()) == "2 ms, note" for e in drawn.iter() if e.tag.endswith("text"))
