@@ -24,6 +24,9 @@ from pagedkv.errors import InvalidRequest
 
 HERE: Final = Path(__file__).resolve().parent
 VERSIONED: Final = ("numpy", "numba", "torch")
+COPIED: Final = "commit"
+"""A file beside this one, in a copy of a checkout that has no git (scripts/on_gpu/tree.py): the commit."""
+
 _NUMBERS: Final = {"family": "cpu family", "model": "model"}
 
 
@@ -67,7 +70,10 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """Return the commit of the checkout, with "-dirty" if files differ; of an installed package, the version."""
+    """Return the commit of the checkout, with "-dirty" if files differ; of a copy, the text that was left in it; of an
+    installed package, the version."""
+    if (HERE / COPIED).is_file():
+        return (HERE / COPIED).read_text(encoding="utf-8")
     if results() is None:
         return f"pagedkv {pagedkv.__version__}"
     # rows of earlier runs do not change the code that is measured

@@ -28,6 +28,7 @@ import torch
 from pagedkv import paged_attention
 from pagedkv.bench import record
 from pagedkv.bench.attention.cells import Cell
+from pagedkv.bench.gpu.model import table
 from pagedkv.bench.gpu.peers import PEERS
 from pagedkv.bench.gpu.pool import GpuPool
 from pagedkv.bench.gpu.timing import Step, error_line, in_turn, provenance, require_gpu
@@ -46,7 +47,7 @@ ONE_4K: Final = replace(BASE, batch=1)
 QUICK: Final = ((BASE, LARGE_PAGES, RAGGED, FP8, DRAFTS), *((cell,) for cell in (MIDDLE, ONE, LONG, ONE_LONG, ONE_4K)))
 GROUPS: Final = (
     (BASE, LARGE_PAGES, RAGGED, FP8, DRAFTS, replace(BASE, kv="int8"), replace(BASE, kv="int4")),
-    *((cell,) for cell in (LONG, MIDDLE, ONE_LONG, ONE, ONE_4K)),
+    *((cell,) for cell in (LONG, MIDDLE, ONE)),
     *(
         (cell,)
         for cell in (
@@ -56,10 +57,11 @@ GROUPS: Final = (
         )
     ),
     (replace(BASE, batch=128, context=1024),),
+    *(tuple(cell for cell in table.DECODE if (cell.batch, cell.context) == size) for size in table.SIZES[:-1]),
 )
 """Groups of cells. The cells of a group take turns, so that a ratio compares times of the same moment.
 
-QUICK: only the cells that a promise names.
+QUICK: only the cells that a promise names. GROUPS has those with a prediction, too.
 """
 
 
@@ -297,6 +299,7 @@ def run(asked: Asked) -> None:
         for picture in [asked.plot] if asked.plot else [path.with_suffix(".svg") for path in kept]:
             draw(every, picture)
     print("", *promises(every, asked.backends, about["gpu"]), sep="\n", flush=True)
+    print(*screen_lines(every, asked.backends), sep="\n", flush=True)
 
 
 def of_checkout() -> tuple[Path, ...]:
@@ -309,8 +312,23 @@ def row_line(row: dict[str, Any]) -> str:
     """Return the line to print for a row."""
     if not row["us"]:
         return f"  {row['who']:12} –: {row.get('why_not')}"
-    share = row["of_ceiling"] or 0
-    return f"  {row['who']:12} {row['us']:9.1f} us {row['GB_per_s']:8.0f} GB/s {share:6.3f} of the ceiling"
+    share, found = row["of_ceiling"] or 0, table.predicted(Cell(**row["cell"]), row["who"])
+    beside = f", predicted {found.us:.1f} us, {found.of_ceiling:.3f}, {found.limit}" if found else ""
+    return f"  {row['who']:12} {row['us']:9.1f} us {row['GB_per_s']:8.0f} GB/s {share:6.3f} of the ceiling{beside}"
+
+
+def screen_lines(rows: list[dict[str, Any]], backends: list[str]) -> list[str]:
+    """Return a line for each cell: the share of the ceiling of each backend, and beside it the predicted one."""
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        words = []
+        for row in (row for row in rows if row["case"] == case and row["who"] in backends):
+            found = table.predicted(Cell(**row["cell"]), row["who"]) if row["us"] else None
+            beside = f" ({found.us:.0f} us, {found.of_ceiling:.2f}: {found.limit})" if found else ""
+            words.append(f"{row['who']} {row['us']:.1f} us, {row['of_ceiling'] or 0:.2f}{beside}" if row["us"] else "")
+        short = case.removeprefix("decode ").removesuffix(" 1 thr").replace("bfloat16", "").replace(" 32/8/128", "")
+        lines.append(f"= {short.rstrip()}: {'; '.join(filter(None, words)) or 'nothing ran'}")
+    return lines
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -54,12 +54,13 @@ ENVIRONMENT: Final = "environment"
 
 FIRST: Final = (
     Stage(ENVIRONMENT, _bench("environment"), 40, needs=("torch",)),
-    Stage("race", _bench("race"), 140),
+    Stage("prediction", ("-m", "pagedkv.bench.gpu.model"), 15, needs=("torch",)),
+    Stage("race", _bench("race"), 130),
     Stage("ceilings", _bench("ceiling"), 50, needs=TRITON),
     Stage("quick", _bench("attention", "--backends", "triton", "cuda", "--quick", "--no-peers"), 120, needs=TRITON),
     Stage("profile", _bench("profile"), 70, needs=(*CUDA, "program:ncu")),
     Stage("host", _bench("host"), 40),
-    Stage("prefill", _bench("prefill"), 60),
+    Stage("prefill", _bench("prefill"), 55),
 )
 """In order: first whether results are right, then the ceilings that speed is compared with, then speed."""
 

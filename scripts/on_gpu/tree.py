@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Final
 
@@ -23,15 +24,28 @@ HOMES: Final = {
 KERNELS: Final = ("csrc/cuda", "triton_kernels", "pagedkv/kernels")
 """The sources whose digest names the kernels that were measured, also where there is no git."""
 
+COMMIT: Final = "pagedkv/bench/commit"
+"""The file of the copy from which benchmarks take the commit of their rows."""
+
 
 def copy(root: Path, target: Path) -> None:
-    """Copy the checkout `root` to `target`, without the rows of earlier benchmarks."""
+    """Copy the checkout `root` to `target`, without the rows of earlier benchmarks, and leave its commit there."""
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "results")
     for source, home in HOMES.items():
         if (root / source).is_dir():
             shutil.copytree(root / source, target / home, ignore=ignored, dirs_exist_ok=True)
         elif (root / source).exists():
             shutil.copy(root / source, target / home)
+    (target / COMMIT).write_text(commit(root))
+
+
+def commit(root: Path) -> str:
+    """Return the commit of a checkout, with "-dirty" if files differ; without git, the digest of its kernels."""
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--tags", "--abbrev=10", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return f"kernels {digest(root)}"
 
 
 def digest(root: Path) -> str:

@@ -108,12 +108,16 @@ def test_a_run_that_is_killed_leaves_the_stages_before_and_rest_continues_from_t
     fake: Any, tmp_path: Path
 ) -> None:
     ran = "import pathlib, sys; f = pathlib.Path(sys.argv[1]) / 'rows.jsonl'; f.open('a').write('row\\n'); print('ran')"
+    seen = (
+        f"import tarfile; print(tarfile.open({str(tmp_path / 'out' / gpu.ARCHIVE)!r}).extractfile('first.log').read())"
+    )
     hung = stage("hung", "import os, signal; os.kill(os.getppid(), signal.SIGTERM); import time; time.sleep(60)")
     with pytest.raises(SystemExit):
-        fake(stage("first", ran), hung, stage("third", ran))
+        fake(stage("first", ran), stage("second", seen), hung, stage("third", ran))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     files = contents(tmp_path / "out" / gpu.ARCHIVE)
     assert files["rows.jsonl"] == b"row\n"
+    assert files["second.log"] == b"b'ran\\n'\n", "the archive is complete after each stage"
     kept = tmp_path / "carried.tar.gz"
     (tmp_path / "out" / gpu.ARCHIVE).rename(kept)  # a fresh machine: $OUT is empty, the archive is carried
     status, files, summary = fake(
@@ -124,7 +128,13 @@ def test_a_run_that_is_killed_leaves_the_stages_before_and_rest_continues_from_t
     )
     assert status == 0, summary
     assert files["rows.jsonl"] == b"row\n" * 3, "rows of the earlier call, and of this one"
-    assert [each["name"] for each in json.loads(files[gpu.STATE])] == ["environment", "first", "hung", "third"]
+    assert [each["name"] for each in json.loads(files[gpu.STATE])] == [
+        "environment",
+        "first",
+        "second",
+        "hung",
+        "third",
+    ]
     assert "first: passed" in summary
 
 
@@ -184,11 +194,12 @@ def test_the_first_stages_fit_into_nine_minutes_and_every_later_one_into_a_call(
 
 def test_stages_name_modules_files_and_options_that_exist() -> None:
     for each in (*FIRST, *LATER, *SANITIZE):
+        assert each.arguments[0] == "-m"
         if each.arguments[1] == "pytest":
             assert all((ROOT / part).exists() for part in each.arguments if part.startswith("tests/"))
             continue
-        path = each.arguments[1].replace("pagedkv.bench", "bench").replace(".", "/")
-        source = (ROOT / f"{path}.py").read_text()
+        path = ROOT / each.arguments[1].replace("pagedkv.bench", "bench").replace(".", "/")
+        source = (path / "table.py" if path.is_dir() else path.with_suffix(".py")).read_text()
         for option in (part for part in each.arguments if part.startswith("--") and part != "--out"):
             assert f'"{option}"' in source, f"{path} takes no {option}"
 
@@ -199,11 +210,14 @@ def test_the_copy_of_the_checkout_is_what_setup_installs(tmp_path: Path) -> None
         if module != "pagedkv.kernels.cuda_sources":  # csrc is copied beside the package, as in a checkout
             assert tree.HOMES[folder] == module.replace(".", "/")
     tree.copy(ROOT, tmp_path)
-    code = "import pagedkv.bench.record as r, pagedkv.kernels.cuda.compiler as c; print(r.__file__, len(c.sources()))"
+    code = "from pagedkv.kernels.cuda import compiler; compiler.sources()\n"
+    code += "from pagedkv.bench import record; print(record.__file__, record.commit())"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert run.stdout.startswith(str(tmp_path / "pagedkv" / "bench"))
+    assert run.stdout.strip().endswith(tree.commit(ROOT)), "rows name the commit, not the version"
     assert not (tmp_path / "pagedkv" / "bench" / "results").exists()
+    assert tree.commit(tmp_path) == f"kernels {tree.digest(tmp_path)}", "a machine that has the files alone"
     assert tree.digest(ROOT) == tree.digest(ROOT)
     assert tree.digest(ROOT) != tree.digest(tmp_path)
 
@@ -233,5 +247,6 @@ def test_this_machine_leaves_an_archive_and_a_summary(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [gpu.ARCHIVE, gpu.SUMMARY]
     summary = (tmp_path / gpu.SUMMARY).read_text()
     assert "environment: FAILED" in summary
-    assert summary.count("needs a GPU, and torch finds no GPU on this machine") == len(FIRST) - 1
+    assert "prediction: passed" in summary
+    assert summary.count("needs a GPU, and torch finds no GPU on this machine") == len(FIRST) - 2
     assert "environment.json" in contents(tmp_path / gpu.ARCHIVE)
