@@ -1,11 +1,11 @@
-"""Write the bundled checkpoint and its draft model to pagedkv/model/bundled: the same bytes every time.
+"""Write the bundled checkpoint and its draft model to pagedkv/checkpoint/bundled: the same bytes every time.
 
     python scripts/make_bundled.py               write its files
     python scripts/make_bundled.py --check       compare with the files there; exit status 1 if a byte differs
     python scripts/make_bundled.py --evaluate    ask the checkpoint about held-out documents, through transformers
 
 bundled/circuit.py defines the weights, bundled/codes.py the codes of the words, bundled/folder.py the file formats, and
-pagedkv/model/records.py the language. README.md in pagedkv/model/bundled is written by hand.
+pagedkv/checkpoint/records.py the language. README.md in pagedkv/checkpoint/bundled is written by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bundled.circuit import DRAFT
 from bundled.folder import files
 from bundled.picture import picture
 
-FOLDER = Path(__file__).resolve().parents[1] / "pagedkv" / "model" / "bundled"
+FOLDER = Path(__file__).resolve().parents[1] / "pagedkv" / "checkpoint" / "bundled"
 
 
 def main() -> int:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from pagedkv.model import records
-from pagedkv.model.records import (
+from pagedkv.checkpoint import records
+from pagedkv.checkpoint.records import (
     ANSWERS,
     DEMO_ANSWER,
     DEMO_PROMPT,
@@ -28,10 +28,10 @@ from pagedkv.model.records import (
 )
 
 if TYPE_CHECKING:
-    from pagedkv.model.records import Document, Question
+    from pagedkv.checkpoint.records import Document, Question
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-FOLDER: Final = ROOT / "pagedkv" / "model" / "bundled"
+FOLDER: Final = ROOT / "pagedkv" / "checkpoint" / "bundled"
 EOS: Final = "</s>"
 
 LARGEST: Final = 16 * 10**6

@@ -12,11 +12,12 @@ import pytest
 import torch
 import transformers
 
+from pagedkv.checkpoint import BUNDLED
+from pagedkv.checkpoint.records import DEMO_ANSWER, DEMO_PROMPT, document
 from pagedkv.errors import InvariantViolation
 from pagedkv.kernels.ops import copy_frames
-from pagedkv.model.engine import BUNDLED, Engine, Limits
-from pagedkv.model.records import DEMO_ANSWER, DEMO_PROMPT, document
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.model.engine import Engine, Limits
+from pagedkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable

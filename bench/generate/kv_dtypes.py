@@ -16,11 +16,11 @@ import torch
 
 from pagedkv.bench import record
 from pagedkv.bench.progress import track
+from pagedkv.checkpoint import BUNDLED
+from pagedkv.checkpoint.records import document
+from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.model.decoder import Decoder
-from pagedkv.model.engine import BUNDLED
 from pagedkv.model.loop.pool import new_cache
-from pagedkv.model.records import document
-from pagedkv.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 
 from pagedkv import debug
 from pagedkv.cache import PagedKVCache
+from pagedkv.checkpoint import BUNDLED, records
+from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.errors import InvalidRequest
-from pagedkv.model import records
 from pagedkv.model.decoder import Decoder
-from pagedkv.model.engine import BUNDLED, Engine
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.model.engine import Engine
 from pagedkv.model.scheduler import Limits
-from pagedkv.model.tokenizer import Tokenizer
+from pagedkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

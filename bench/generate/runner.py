@@ -35,9 +35,9 @@ from pagedkv.kernels import cpu
 from pagedkv.kernels.linear import cpu as linear
 from pagedkv.kernels.threads import num_threads
 from pagedkv.model.engine import Engine
-from pagedkv.model.sampling.logits import LogitsRules
-from pagedkv.model.sampling.params import SamplingParams
-from pagedkv.model.sampling.sampler import SamplingRow, sample
+from pagedkv.sampling.logits import LogitsRules
+from pagedkv.sampling.params import SamplingParams
+from pagedkv.sampling.sampler import SamplingRow, sample
 
 OURS, TORCH, STATIC, DYNAMIC = "pagedkv", "pagedkv, F.linear", "StaticCache", "DynamicCache"
 STEPS: Final = 8

@@ -23,7 +23,7 @@ from pagedkv.model.ways.speculation import Speculation
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.model.config import ModelConfig
+    from pagedkv.checkpoint.config import ModelConfig
     from pagedkv.model.engine import Engine
     from pagedkv.model.loop.sequence import Chunk, SequenceState
 

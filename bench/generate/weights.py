@@ -21,11 +21,11 @@ import torch
 from pagedkv.bench.generate import model as models
 from pagedkv.bench.generate.runner import STEPS, timed_step
 from pagedkv.cache import PagedKVCache
-from pagedkv.model import records
+from pagedkv.checkpoint import BUNDLED, records
+from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.model.decoder import Decoder
-from pagedkv.model.engine import BUNDLED, Engine
-from pagedkv.model.sampling.params import SamplingParams
-from pagedkv.model.tokenizer import Tokenizer
+from pagedkv.model.engine import Engine
+from pagedkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -31,8 +31,8 @@ from pagedkv import write_kv
 from pagedkv.bench.clock import by_lot
 from pagedkv.bench.generate.model import recall_questions
 from pagedkv.bench.progress import track
+from pagedkv.checkpoint import BUNDLED
 from pagedkv.integrations.transformers import PagedCache, Pool, patch
-from pagedkv.model.engine import BUNDLED
 
 STEPS: Final = 16
 VARIANTS: Final = ("DynamicCache", "StaticCache", "pages", "pages int8")

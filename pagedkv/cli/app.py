@@ -17,12 +17,12 @@ from typing import Any, Final, cast
 import typer
 
 from pagedkv import __version__, debug
+from pagedkv.checkpoint import hub
 from pagedkv.cli import options
 from pagedkv.cli.bench.commands import benchmarks
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.inputs import prompts, shaping
 from pagedkv.errors import InvalidRequest, PagedKVError
-from pagedkv.model import hub
 
 app: Final = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}

@@ -25,15 +25,15 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
+from pagedkv.checkpoint.records import DEMO_PROMPT
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.generate import Job, load, token_ids
 from pagedkv.cli.inputs.shaping import with_ids
 from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
-from pagedkv.model.records import DEMO_PROMPT
 from pagedkv.model.request import Completion, Request
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 
 with suppress(ImportError):
     import readline as readline  # input() edits lines by it, and keeps a history

@@ -1,4 +1,4 @@
-"""`pagedkv fit`: the memory that KV takes, and what fits. `pagedkv.model.fit` does the arithmetic.
+"""`pagedkv fit`: the memory that KV takes, and what fits. `pagedkv.checkpoint.fit` does the arithmetic.
 
 the geometry    of a config.json, or of numbers on the command line
 three tables    KV of a token, a frame and a context; what GPUs hold; waste by block size         or one JSON object
@@ -14,11 +14,11 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from pagedkv.checkpoint import hub
+from pagedkv.checkpoint.config import ModelConfig
+from pagedkv.checkpoint.files import read_json
+from pagedkv.checkpoint.fit import WEIGHT_BITS, Share, counts_of_gpus, share_of_config, share_of_numbers
 from pagedkv.errors import CheckpointError, InvalidRequest
-from pagedkv.model import hub
-from pagedkv.model.config import ModelConfig
-from pagedkv.model.files import read_json
-from pagedkv.model.fit import WEIGHT_BITS, Share, counts_of_gpus, share_of_config, share_of_numbers
 from pagedkv.spec import KVSpec, parse_bytes
 
 CAPTION: Final = (

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.cli import report
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.inputs.prompts import Prompt, Source, Templating
@@ -32,9 +33,8 @@ from pagedkv.cli.trace import traced
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion, Request
-from pagedkv.model.sampling.params import GRAMMARS, SamplingParams
 from pagedkv.model.scheduler import Limits
-from pagedkv.model.tokenizer import Tokenizer
+from pagedkv.sampling.params import GRAMMARS, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagedkv import debug
+from pagedkv.checkpoint import hub
 from pagedkv.errors import InvalidRequest
-from pagedkv.model import hub
 from pagedkv.serve.keys import Keys
 from pagedkv.spec import parse_bytes
 

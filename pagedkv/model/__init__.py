@@ -1,10 +1,13 @@
 """The minimal reference model and its loop: a prompt in, text out, every key and value through paged memory.
 
-    config ─▶ rope ─┐
-    weights ────────┴▶ decoder ─▶ logits ─▶ sampler ─▶ tokens        tokenizer: text ◀─▶ token ids
+    decoder, rope        token ids in, logits out
+    engine, scheduler    the loop: which sequences compute which tokens, step by step
+    loop                 the parts of a step
+    ways                 speculation, trees, beams and more: each way of decoding is one file
+    request              what a caller keeps: a prompt, and its output so far
 
-The public names load on first use: `pagedkv.model.hub` and others are imported without torch. May import cache, core
-and kernels; never cli, serve or integrations.
+Files of a model are read by pagedkv.checkpoint; pagedkv.sampling makes tokens of logits. The public names load on first
+use. May import these two, cache, core and kernels; never cli, serve or integrations.
 """
 
 from __future__ import annotations
@@ -15,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagedkv.model.engine import Engine
     from pagedkv.model.request import Completion, Request
-    from pagedkv.model.sampling.params import SamplingParams
     from pagedkv.model.scheduler import Limits
+    from pagedkv.sampling.params import SamplingParams
 
 _HOME = {
     "Completion": "pagedkv.model.request",
     "Engine": "pagedkv.model.engine",
     "Limits": "pagedkv.model.scheduler",
     "Request": "pagedkv.model.request",
-    "SamplingParams": "pagedkv.model.sampling.params",
+    "SamplingParams": "pagedkv.sampling.params",
 }
 
 __all__ = ["Completion", "Engine", "Limits", "Request", "SamplingParams"]

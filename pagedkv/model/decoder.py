@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Unpack
 import torch
 
 from pagedkv.cache import PagedKVCache
+from pagedkv.checkpoint.config import ModelConfig
+from pagedkv.checkpoint.weights import Weights, load_weights
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import linear, quant
 from pagedkv.kernels.args import PagedBatch
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write
-from pagedkv.model.config import ModelConfig
 from pagedkv.model.rope import Rotary
 from pagedkv.model.ways.streaming import FarBatches, SinkAttention
-from pagedkv.model.weights import Weights, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,7 +4,7 @@
     logits        = forward(..)                 write and read KV through the batch
     outcome       = outcome_of(.., logits)      draw a token for each sequence; verify drafts; let beams go on
     cache.commit(batch, ..)                     the computed KV becomes valid, and its full pages findable
-    deliver(outcome)                            fork samples; give each sequence its tokens; judge, and release, what
+    outcome.deliver(delivery, scheduler)        fork samples; give each sequence its tokens; judge, and release, what
                                                 has ended
     delivery.report(requests)                   send text to the listeners
 
@@ -29,10 +29,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from pagedkv import debug
 from pagedkv.cache import PagedKVCache
+from pagedkv.checkpoint import BUNDLED
+from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.core.arguments import tenant_name, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.core.warm import warm_up_step
@@ -50,30 +52,25 @@ from pagedkv.model.loop.checks import (
 )
 from pagedkv.model.loop.delivery import Delivery
 from pagedkv.model.loop.events import Events
-from pagedkv.model.loop.gangs import Turn
 from pagedkv.model.loop.meter import EngineStats, Meter
-from pagedkv.model.loop.outcome import Outcome, outcome_of, rows_of
+from pagedkv.model.loop.outcome import outcome_of, rows_of
 from pagedkv.model.loop.pool import new_cache
 from pagedkv.model.loop.preemption import Preemption, preemption_of
 from pagedkv.model.loop.sequence import Chunk, SequenceState
 from pagedkv.model.loop.step import CudaGraph, Step
 from pagedkv.model.request import Completion, OnText, Request
-from pagedkv.model.sampling.grammar import Grammars
-from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.scheduler import Limits, Scheduler
-from pagedkv.model.tokenizer import Tokenizer
 from pagedkv.model.ways import best_of, trees
 from pagedkv.model.ways.beams import Search
 from pagedkv.model.ways.drafters import drafter_of
 from pagedkv.model.ways.speculation import Drafter, Speculation
 from pagedkv.model.ways.streaming import endless
+from pagedkv.sampling.grammar import Grammars
+from pagedkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from pagedkv.cache import PlannedBatch
     from pagedkv.model.loop.draws import Guess
-
-BUNDLED: Final = Path(__file__).parent / "bundled"
-"""The checkpoint that ships inside the package."""
 
 
 class Engine(ThreadGuard):
@@ -335,7 +332,8 @@ class Engine(ThreadGuard):
             if not batch.plan.settled:
                 self.cache.abort(batch)
             raise
-        self._deliver(outcome)
+        outcome.deliver(self.delivery, self.scheduler)
+        self._remove_ended()
         return outcome.more
 
     @exclusive
@@ -378,44 +376,6 @@ class Engine(ThreadGuard):
     def _family(self, parent: SequenceState) -> list[SequenceState]:
         """Return the sequences that draw from the logits of `parent`: `parent`, then its samples, not yet forked."""
         return [parent, *(self.delivery.begin(c) for c in parent.receivers if c is not parent.completion)]
-
-    def _deliver(self, outcome: Outcome) -> None:
-        """Append its tokens to each sequence, and let beams go on.
-
-        The samples of a family fork before its parent takes its token: the parent may finish and release its frames.
-        """
-        of_each, now = iter(outcome.drawn), time.perf_counter()
-        for parent, *children in filter(None, outcome.families):
-            of_parent = next(of_each)
-            for child in children:
-                of_child = next(of_each)
-                if not child.completion.finish_reason:
-                    self.scheduler.fork(parent, child)
-                    self.delivery.take(child, of_child, now)
-            if not parent.completion.finish_reason:
-                self.delivery.take(parent, of_parent, now)
-        for sequence, others in outcome.more.items():
-            for guess in others:
-                if not (sequence.completion.finish_reason or sequence.ended):
-                    self.delivery.take(sequence, guess.drawn, now)
-        for rejected, fresh in self.delivery.retries():
-            self.scheduler.retry(rejected, fresh)
-        for turn in outcome.turns:
-            self._follow(turn)
-        self._remove_ended()
-
-    def _follow(self, turn: Turn) -> None:
-        """Let the beams of a search go on, or end the search."""
-        request = turn.members[0].completion.request
-        if request.search is not None and not request.finished:
-            request.search.state = turn.state  # from here on the search has it, whatever is interrupted
-            for completion in request.completions:
-                completion.last_token_at = time.perf_counter()
-                completion.first_token_at = completion.first_token_at or completion.last_token_at
-            if turn.state.is_done:
-                self.delivery.finish_search(request, turn.state)
-            else:
-                self.scheduler.follow(turn)
 
     def _restart(self) -> None:
         """Begin anew from the requests and the tokens they have, after a step that did not end."""

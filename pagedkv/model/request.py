@@ -18,10 +18,10 @@ from pagedkv.model.loop.latency import Latency
 if TYPE_CHECKING:
     from torch import Generator
 
-    from pagedkv.model.sampling.grammar import Grammar
-    from pagedkv.model.sampling.params import SamplingParams
-    from pagedkv.model.sampling.sampler import TokenLogprobs
     from pagedkv.model.ways.beams import Search
+    from pagedkv.sampling.grammar import Grammar
+    from pagedkv.sampling.params import SamplingParams
+    from pagedkv.sampling.sampler import TokenLogprobs
 
 OnText = Callable[["Completion", str], None]
 """A listener: called with a completion and its next piece of text. The last call, at its end, may bring ""."""

@@ -27,7 +27,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.model.config import RopeConfig
+    from pagedkv.checkpoint.config import RopeConfig
     from pagedkv.model.loop.workspace import Angles
 
 

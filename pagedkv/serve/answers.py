@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pagedkv.checkpoint.tokenizer import Tokenizer
     from pagedkv.model.request import Completion, Request
-    from pagedkv.model.tokenizer import Tokenizer
     from pagedkv.serve.streaming import Piece
 
 

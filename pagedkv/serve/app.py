@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 
 from pagedkv.errors import CheckpointError, EngineStopped, InvalidRequest, PagedKVError, QueueFull
 from pagedkv.model.engine import Engine
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 from pagedkv.serve import answers
 from pagedkv.serve.bodies import BadBody, Body, ChatBody, CompletionBody, read
 from pagedkv.serve.gate import RETRY_SECONDS

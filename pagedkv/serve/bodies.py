@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-    from pagedkv.model.tokenizer import Tokenizer
+    from pagedkv.checkpoint.tokenizer import Tokenizer
 
 IGNORED: Final = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "

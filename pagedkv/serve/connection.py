@@ -20,6 +20,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -99,7 +100,8 @@ class Connection(H11Protocol):
         if not self._watch.admit(self):
             transport.write(_FULL)
             if self in self._watch.refused:
-                transport.write_eof()
+                with suppress(OSError):  # the client has gone
+                    transport.write_eof()
                 self.loop.call_later(REFUSAL_SECONDS, transport.abort)
             else:
                 transport.close()

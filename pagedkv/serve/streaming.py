@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pagedkv.model.engine import Engine
     from pagedkv.model.loop.checks import Prompt
     from pagedkv.model.request import Completion, Request
-    from pagedkv.model.sampling.params import SamplingParams
+    from pagedkv.sampling.params import SamplingParams
 
 CLOSE_SECONDS: Final = 30
 """The time that a step under way has to end when the engine is closed."""

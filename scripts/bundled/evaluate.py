@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from pagedkv.model.records import ANSWERS, document
+from pagedkv.checkpoint.records import ANSWERS, document
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pagedkv.model.records import Document
+    from pagedkv.checkpoint.records import Document
 
 CASES = ((1000, 5, 100), (4000, 3, 200), (8000, 1, 400))
 """(tokens of a document, number of documents, questions about each document)"""

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from unittest.mock import patch
 
+from pagedkv.checkpoint.records import document
 from pagedkv.model import Engine, Limits
-from pagedkv.model.records import document
 from pictures.canvas import Canvas
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from pagedkv.checkpoint.records import DEMO_PROMPT
 from pagedkv.model import Engine
-from pagedkv.model.records import DEMO_PROMPT
 from pictures.canvas import Canvas
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from pagedkv.checkpoint import BUNDLED
+from pagedkv.checkpoint.records import num_tokens_of
 from pagedkv.cli import conversation
-from pagedkv.model.engine import BUNDLED, Engine
-from pagedkv.model.records import num_tokens_of
+from pagedkv.model.engine import Engine
 
 from . import hostile
 

@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 
+from pagedkv.checkpoint import BUNDLED
 from pagedkv.kernels import registry
-from pagedkv.model.engine import BUNDLED, Engine
+from pagedkv.model.engine import Engine
 
 
 @pytest.fixture

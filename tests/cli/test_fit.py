@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from pagedkv.model.engine import BUNDLED
+from pagedkv.checkpoint import BUNDLED
 
 from . import hostile
 

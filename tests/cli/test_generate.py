@@ -11,11 +11,12 @@ import pytest
 from numba.core import event
 from rich.console import Console
 
+from pagedkv.checkpoint import BUNDLED
+from pagedkv.checkpoint.records import DEMO_ANSWER, DEMO_PROMPT
 from pagedkv.cli import compiling
 from pagedkv.cli.generate import Bar
 from pagedkv.core.tables import steps
-from pagedkv.model.engine import BUNDLED, Engine
-from pagedkv.model.records import DEMO_ANSWER, DEMO_PROMPT
+from pagedkv.model.engine import Engine
 from pagedkv.model.request import Completion
 
 KEYS = {
@@ -272,7 +273,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}{{ [
 @pytest.fixture
 def rendered(command, tmp_path, monkeypatch):
     """Return a function that runs `pagedkv generate` and returns the texts that TEMPLATE made."""
-    from pagedkv.model.tokenizer import Tokenizer
+    from pagedkv.checkpoint.tokenizer import Tokenizer
 
     for path in BUNDLED.iterdir():
         (tmp_path / path.name).symlink_to(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv.model.engine import BUNDLED
+from pagedkv.checkpoint import BUNDLED
 
 from . import hostile
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from pagedkv.checkpoint import BUNDLED
+from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.cli.generate import _params
 from pagedkv.cli.inputs import shaping
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.engine import BUNDLED
-from pagedkv.model.tokenizer import Tokenizer
 
 from ..model.sampling.test_grammar import byte_tokenizer
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pagedkv.cli.top import CACHED, FREE, OWNED, SHARED, Picture, Pool, Top
 from pagedkv.model.engine import Engine, Limits
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 
 from .test_conversation import Terminal
 

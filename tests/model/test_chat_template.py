@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from pagedkv.checkpoint import chat_sandbox, chat_template
+from pagedkv.checkpoint.chat_sandbox import CPU_SECONDS
+from pagedkv.checkpoint.chat_template import ChatTemplate
 from pagedkv.errors import CheckpointError, InvalidRequest
-from pagedkv.model import chat_sandbox, chat_template
-from pagedkv.model.chat_sandbox import CPU_SECONDS
-from pagedkv.model.chat_template import ChatTemplate
 
 LOOPS = "{% if go %}{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}{% endif %}done"
 
@@ -124,7 +124,7 @@ def test_the_child_ends_with_its_template() -> None:
 
 def test_the_child_ends_with_its_parent() -> None:
     program = (
-        "import os\nfrom pagedkv.model.chat_template import ChatTemplate\n"
+        "import os\nfrom pagedkv.checkpoint.chat_template import ChatTemplate\n"
         "t = ChatTemplate('1')\nt.render({})\nprint(t._child.pid, flush=True)\nos.kill(os.getpid(), 9)\n"
     )
     run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60)

@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from pagedkv.checkpoint.config import ModelConfig, RopeConfig
 from pagedkv.errors import CheckpointError
-from pagedkv.model.config import ModelConfig, RopeConfig
 from pagedkv.model.rope import attention_factor, inverse_frequencies
 
 from .conftest import LLAMA3, YARN

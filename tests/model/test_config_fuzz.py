@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from pagedkv.checkpoint import BUNDLED
+from pagedkv.checkpoint.config import FAMILIES
 from pagedkv.errors import PagedKVError
-from pagedkv.model.config import FAMILIES
-from pagedkv.model.engine import BUNDLED, Engine
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.model.engine import Engine
+from pagedkv.sampling.params import SamplingParams
 
 SECONDS = 10.0
 BASE: dict[str, Any] = json.loads((BUNDLED / "config.json").read_text())

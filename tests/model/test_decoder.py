@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from pagedkv.cache.paged import PagedKVCache
+from pagedkv.checkpoint.config import RopeConfig
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.config import RopeConfig
 from pagedkv.model.decoder import Decoder
 
 from .conftest import CHECKPOINTS, Paging, first_logits, prompt_of

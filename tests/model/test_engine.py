@@ -10,14 +10,14 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings, strategies
 
 from pagedkv.cache import PagedKVCache
+from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.errors import InvalidRequest, KernelUnavailable
 from pagedkv.kernels import registry
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.loop.sequence import SequenceState
 from pagedkv.model.request import Completion, StopStrings
-from pagedkv.model.sampling.params import SamplingParams
-from pagedkv.model.sampling.sampler import SamplingRow, sample
-from pagedkv.model.tokenizer import Tokenizer
+from pagedkv.sampling.params import SamplingParams
+from pagedkv.sampling.sampler import SamplingRow, sample
 
 from .conftest import VOCAB, Paging, prompt_of
 

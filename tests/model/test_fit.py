@@ -11,15 +11,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pagedkv import KVSpec, PagedKVCache
+from pagedkv.checkpoint import BUNDLED
+from pagedkv.checkpoint.config import ModelConfig
+from pagedkv.checkpoint.fit import GROUP, WEIGHT_BITS, Share, counts_of_gpus, share_of_config, share_of_numbers
 from pagedkv.core import MemoryManager
 from pagedkv.core.tables.layer_groups import Group
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.linear import matrix
 from pagedkv.kernels.linear.matrix import Matrix
-from pagedkv.model.config import ModelConfig
 from pagedkv.model.decoder import Decoder
-from pagedkv.model.engine import BUNDLED
-from pagedkv.model.fit import GROUP, WEIGHT_BITS, Share, counts_of_gpus, share_of_config, share_of_numbers
 
 from .conftest import CHECKPOINTS
 

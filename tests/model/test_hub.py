@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pagedkv.checkpoint import hub
 from pagedkv.errors import CheckpointError
-from pagedkv.model import hub
 
 VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pagedkv.cache import PagedKVCache
+from pagedkv.checkpoint import BUNDLED
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.engine import BUNDLED, Engine, Limits
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.model.engine import Engine, Limits
+from pagedkv.sampling.params import SamplingParams
 
 from .conftest import Checkpoint, prompt_of
 from .test_engine import LENGTHS, NUM_TOKENS, build, expected, idle, outputs

@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 
+from pagedkv.checkpoint import BUNDLED, records, weights
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels.linear import Matrix
-from pagedkv.model import records, weights
 from pagedkv.model.decoder import Decoder
-from pagedkv.model.engine import BUNDLED, Engine
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.model.engine import Engine
+from pagedkv.sampling.params import SamplingParams
 
 from .conftest import SMALL, first_logits
 

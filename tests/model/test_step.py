@@ -18,7 +18,7 @@ from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import Engine
 from pagedkv.model.loop.step import Step
 from pagedkv.model.loop.workspace import Workspace
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 
 from .conftest import VOCAB, prompt_of
 from .test_engine import build, outputs

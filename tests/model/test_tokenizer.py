@@ -11,8 +11,8 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.errors import CheckpointError, InvalidRequest
-from pagedkv.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from pagedkv.checkpoint.tokenizer import TextStream
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
 from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.loop.outcome import Outcome
 from pagedkv.model.request import Completion
-from pagedkv.model.sampling.params import SamplingParams
-from pagedkv.model.tokenizer import TextStream
+from pagedkv.sampling.params import SamplingParams
 from tests.interrupts import Interrupter, count_instructions
 
 from .conftest import prompt_of
@@ -395,7 +396,7 @@ def test_a_listener_hears_each_piece_once_although_steps_are_interrupted(
     heard: dict[int, list[str]] = {}
     got = submitted(engine, on_text=lambda completion, text: heard.setdefault(id(completion), []).append(text))
     monkeypatch.setattr(engine.meter, "measure", after(engine.meter.measure, dice))
-    monkeypatch.setattr(engine, "_deliver", after(engine._deliver, dice))
+    monkeypatch.setattr(Outcome, "deliver", after(Outcome.deliver, dice))
     while engine.has_work:
         with contextlib.suppress(KeyboardInterrupt):
             engine.step()

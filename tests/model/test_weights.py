@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pagedkv.checkpoint import weights
+from pagedkv.checkpoint.weights import INDEX, SINGLE
 from pagedkv.errors import CheckpointError
-from pagedkv.model import weights
 from pagedkv.model.decoder import Decoder
-from pagedkv.model.weights import INDEX, SINGLE
 
 from .conftest import first_logits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -207,6 +208,27 @@ def test_a_refused_client_that_goes_on_sending_can_read_why() -> None:
                 last.close()
             assert told.dropped == {"full": 3}
             endless.close()
+
+    story(whole)
+
+
+def test_a_refused_client_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_eof(_: Any) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    async def whole() -> None:
+        errors: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        async with serving(most=1) as told:
+            busy, endless = await client(told)
+            endless.write(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b"200 OK" in await busy.readline()
+            monkeypatch.setattr("asyncio.selector_events._SelectorSocketTransport.write_eof", write_eof)
+            _, last = await client(told)
+            await until(lambda: told.dropped["full"] == 1)
+            assert not errors
+            for writer in (last, endless):
+                writer.close()
 
     story(whole)
 

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'pagedkv[serve]'")
 
+from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.model import Engine
-from pagedkv.model.tokenizer import Tokenizer
 from pagedkv.serve import AsyncEngine, app
 from pagedkv.serve.app import Routes, Service
 from pagedkv.serve.bodies import CompletionBody, read

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from pagedkv.checkpoint.records import DEMO_PROMPT
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.records import DEMO_PROMPT
 
 PATIENCE_S: Final = 1.0
 """Seconds without input on stdin after which stderr says that stdin is being read."""

@@ -16,7 +16,7 @@ from pagedkv import regular_files
 from pagedkv.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from pagedkv.model.tokenizer import Tokenizer
+    from pagedkv.checkpoint.tokenizer import Tokenizer
 
 MOST_BYTES: Final = 2**24
 """Bytes of a file with a schema."""

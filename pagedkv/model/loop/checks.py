@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from pagedkv.core.arguments import real, token_row
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.request import Completion
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from pagedkv.cache import PagedKVCache
-    from pagedkv.model.config import ModelConfig
+    from pagedkv.checkpoint.config import ModelConfig
+    from pagedkv.checkpoint.tokenizer import Tokenizer
     from pagedkv.model.decoder import Decoder
     from pagedkv.model.request import OnText, Request
     from pagedkv.model.scheduler import Limits
-    from pagedkv.model.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""

@@ -17,16 +17,16 @@ from pagedkv.errors import described
 from pagedkv.model.loop import gangs, validation
 from pagedkv.model.loop.sequence import SequenceState
 from pagedkv.model.request import StopStrings
-from pagedkv.model.sampling.logits import LogitsRules
 from pagedkv.model.ways import best_of
+from pagedkv.sampling.logits import LogitsRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from pagedkv.checkpoint.tokenizer import Tokenizer
     from pagedkv.model.loop.draws import Drawn
     from pagedkv.model.loop.meter import Meter
     from pagedkv.model.request import Completion, Request
-    from pagedkv.model.tokenizer import Tokenizer
     from pagedkv.model.ways.beams import Beams
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pagedkv.model.sampling.sampler import SamplingRow, TokenLogprobs, sample
+from pagedkv.sampling.sampler import SamplingRow, TokenLogprobs, sample
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""The outcome of a step: by its logits, what each sequence gets in its way of decoding.
+"""The outcome of a step: by its logits, what each sequence gets in its way of decoding, and how it gets it.
 
 a decoding sequence     a token                       draws
 a prompt of n samples   a token for each              draws, by families
@@ -9,6 +9,7 @@ the beams of a search   the state of the search       gangs, ways/beams
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagedkv.model.loop import gangs
@@ -17,8 +18,10 @@ from pagedkv.model.loop.draws import Drawn, Guess, draw
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pagedkv.model.loop.delivery import Delivery
     from pagedkv.model.loop.gangs import Turn
     from pagedkv.model.loop.sequence import Chunk, SequenceState
+    from pagedkv.model.scheduler import Scheduler
     from pagedkv.model.ways.speculation import Speculation
 
 
@@ -47,6 +50,44 @@ class Outcome(NamedTuple):
             own = chunk.token_ids[: chunk.num_tokens - len(chunk.drafts)]
             kept.append([*own, *(chunk.drafts[guess.draft] for guess in self.more.get(chunk.sequence, ()))])
         return kept
+
+    def deliver(self, delivery: Delivery, scheduler: Scheduler) -> None:
+        """Append its tokens to each sequence, and let beams go on.
+
+        The samples of a family fork before its parent takes its token: the parent may finish and release its frames.
+        """
+        of_each, now = iter(self.drawn), time.perf_counter()
+        for parent, *children in filter(None, self.families):
+            of_parent = next(of_each)
+            for child in children:
+                of_child = next(of_each)
+                if not child.completion.finish_reason:
+                    scheduler.fork(parent, child)
+                    delivery.take(child, of_child, now)
+            if not parent.completion.finish_reason:
+                delivery.take(parent, of_parent, now)
+        for sequence, guesses in self.more.items():
+            for guess in guesses:
+                if not (sequence.completion.finish_reason or sequence.ended):
+                    delivery.take(sequence, guess.drawn, now)
+        for rejected, fresh in delivery.retries():
+            scheduler.retry(rejected, fresh)
+        for turn in self.turns:
+            _follow(turn, delivery, scheduler)
+
+
+def _follow(turn: Turn, delivery: Delivery, scheduler: Scheduler) -> None:
+    """Let the beams of a search go on, or end the search."""
+    request = turn.members[0].completion.request
+    if request.search is not None and not request.finished:
+        request.search.state = turn.state  # from here on the search has it, whatever is interrupted
+        for completion in request.completions:
+            completion.last_token_at = time.perf_counter()
+            completion.first_token_at = completion.first_token_at or completion.last_token_at
+        if turn.state.is_done:
+            delivery.finish_search(request, turn.state)
+        else:
+            scheduler.follow(turn)
 
 
 def rows_of(ends: list[int], chunks: list[Chunk], speculation: Speculation | None) -> list[int]:

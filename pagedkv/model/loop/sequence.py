@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagedkv.model.sampling.sampler import skip
+from pagedkv.sampling.sampler import skip
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
+    from pagedkv.checkpoint.tokenizer import TextStream
     from pagedkv.core import AddressSpace
     from pagedkv.model.request import Completion, StopStrings
-    from pagedkv.model.sampling.logits import LogitsRules
-    from pagedkv.model.tokenizer import TextStream
+    from pagedkv.sampling.logits import LogitsRules
 
 
 @dataclass(eq=False)

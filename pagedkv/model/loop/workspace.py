@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.model.config import ModelConfig, RopeConfig
+    from pagedkv.checkpoint.config import ModelConfig, RopeConfig
 
 
 class Angles(NamedTuple):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pagedkv.model.sampling.params import SamplingParams
+    from pagedkv.sampling.params import SamplingParams
 
 
 class Beam(NamedTuple):

@@ -24,7 +24,7 @@ from pagedkv.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from pagedkv.model.request import Completion, Request
-    from pagedkv.model.sampling.params import SamplingParams
+    from pagedkv.sampling.params import SamplingParams
 
 
 def candidates(params: SamplingParams, num_samples: int, most: int) -> tuple[SamplingParams, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from pagedkv.checkpoint import BUNDLED
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.ways.draft_model import DraftModel
 from pagedkv.model.ways.prompt_lookup import PromptLookup
@@ -18,7 +19,7 @@ LOOKUPS: Final[dict[str, dict[str, int]]] = {
 }
 """Names of prompt lookup with its options."""
 DRAFT: Final = "draft"
-BUNDLED_DRAFT: Final = Path(__file__).parents[1] / "bundled" / "draft"
+BUNDLED_DRAFT: Final = BUNDLED / "draft"
 """The draft model of the bundled checkpoint: two of its four layers."""
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pagedkv.model.config import ModelConfig
+    from pagedkv.checkpoint.config import ModelConfig
     from pagedkv.model.loop.sequence import Chunk, SequenceState
 
 

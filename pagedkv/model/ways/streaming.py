@@ -39,8 +39,8 @@ from pagedkv.kernels.ops import merge_states
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pagedkv.checkpoint.config import ModelConfig
     from pagedkv.kernels.bound import BoundAttention
-    from pagedkv.model.config import ModelConfig
     from pagedkv.model.rope import Rotary
 
 LONGEST: Final = 2**20

@@ -10,7 +10,7 @@ import pytest
 
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.loop.events import Event, Events
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from pagedkv.model.request import Request

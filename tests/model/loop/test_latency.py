@@ -13,7 +13,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.loop.latency import Histogram, Latency, Percentiles
 from pagedkv.model.request import Completion
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 
 PAGE = "Mira keeps a red lamp in the cellar. Otto lives in Ghent and works as a baker. Ghent has ten bridges."
 QUESTIONS = ("Where is the lamp of Mira?", "Where does Otto live?", "How many bridges does Ghent have?")

@@ -13,7 +13,7 @@ import pytest
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.loop.preemption import Keep, preemption_of
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 from tests.model.conftest import Checkpoint, prompt_of
 from tests.model.test_engine import LENGTHS, NUM_TOKENS, build, expected, idle, outputs
 from tests.model.test_trust import after, assert_equal, submitted

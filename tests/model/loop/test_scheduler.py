@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pagedkv.model.engine import Engine, Limits
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 from tests.model.conftest import Checkpoint, prompt_of
 from tests.model.test_engine import build, idle, outputs
 

@@ -12,7 +12,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine
 from pagedkv.model.loop.events import Events
 from pagedkv.model.request import Completion
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 from tests.interrupts import Interrupter, count_instructions
 from tests.model.conftest import Checkpoint, prompt_of
 from tests.model.test_engine import build, idle, outputs

@@ -16,12 +16,12 @@ import torch
 from hypothesis import assume, given, settings, strategies
 
 from pagedkv.cache import PagedKVCache
+from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine
-from pagedkv.model.sampling.grammar import Grammar, Grammars
-from pagedkv.model.sampling.params import SamplingParams
-from pagedkv.model.tokenizer import Tokenizer
 from pagedkv.model.ways.draft_model import DraftModel
+from pagedkv.sampling.grammar import Grammar, Grammars
+from pagedkv.sampling.params import SamplingParams
 from tests.interrupts import Interrupter, count_instructions
 
 from ..conftest import VOCAB, prompt_of

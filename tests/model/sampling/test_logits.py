@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies
 from transformers.generation import logits_process
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.sampling.logits import Counts, LogitsRules
-from pagedkv.model.sampling.params import SamplingParams
-from pagedkv.model.sampling.sampler import SamplingRow, sample
+from pagedkv.sampling.logits import Counts, LogitsRules
+from pagedkv.sampling.params import SamplingParams
+from pagedkv.sampling.sampler import SamplingRow, sample
 
 from ..conftest import VOCAB, prompt_of
 from ..test_engine import build, idle, outputs

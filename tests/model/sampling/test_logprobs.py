@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pagedkv.model.sampling.logits import LogitsRules
-from pagedkv.model.sampling.params import SamplingParams
-from pagedkv.model.sampling.sampler import SamplingRow, sample
+from pagedkv.sampling.logits import LogitsRules
+from pagedkv.sampling.params import SamplingParams
+from pagedkv.sampling.sampler import SamplingRow, sample
 
 from ..conftest import Paging, prompt_of
 from ..test_engine import build

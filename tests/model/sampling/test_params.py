@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 
 
 @pytest.mark.parametrize(

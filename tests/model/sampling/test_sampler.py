@@ -10,10 +10,10 @@ import torch
 from transformers.generation import logits_process
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.model.sampling import sampler
-from pagedkv.model.sampling.logits import LogitsRules
-from pagedkv.model.sampling.params import SamplingParams
-from pagedkv.model.sampling.sampler import SamplingRow, probabilities, sample
+from pagedkv.sampling import sampler
+from pagedkv.sampling.logits import LogitsRules
+from pagedkv.sampling.params import SamplingParams
+from pagedkv.sampling.sampler import SamplingRow, probabilities, sample
 
 V = 50
 TOLERANCE = {"probability": 1e-6, "sigmas": 4.5}

@@ -9,7 +9,7 @@ import pytest
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine, Limits
-from pagedkv.model.sampling.params import SamplingParams
+from pagedkv.sampling.params import SamplingParams
 from tests.interrupts import count_instructions
 from tests.model.conftest import prompt_of
 from tests.model.test_engine import build, idle, outputs

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from pagedkv.model.engine import BUNDLED, Engine
-from pagedkv.model.records import DEMO_ANSWER, DEMO_PROMPT, document
+from pagedkv.checkpoint import BUNDLED
+from pagedkv.checkpoint.records import DEMO_ANSWER, DEMO_PROMPT, document
+from pagedkv.model.engine import Engine
 from pagedkv.model.ways.drafters import BUNDLED_DRAFT
 from tests.model.test_engine import idle, outputs
 

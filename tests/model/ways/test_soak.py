@@ -13,9 +13,9 @@ import pytest
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.model.engine import Engine, Limits
-from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.ways.draft_model import DraftModel
 from pagedkv.model.ways.prompt_lookup import PromptLookup
+from pagedkv.sampling.params import SamplingParams
 from tests.model.conftest import prompt_of
 from tests.model.test_engine import build, idle
 

@@ -17,10 +17,10 @@ import torch
 from pagedkv.cache import PagedKVCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine, Limits
-from pagedkv.model.sampling.params import SamplingParams
-from pagedkv.model.sampling.sampler import SamplingRow, probabilities
 from pagedkv.model.ways.draft_model import DraftModel
 from pagedkv.model.ways.prompt_lookup import PromptLookup
+from pagedkv.sampling.params import SamplingParams
+from pagedkv.sampling.sampler import SamplingRow, probabilities
 from tests.interrupts import count_instructions
 from tests.model.conftest import VOCAB, Paging, prompt_of
 from tests.model.test_engine import LENGTHS, NUM_TOKENS, build, expected, idle, outputs

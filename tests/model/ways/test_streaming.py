@@ -15,9 +15,9 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.loop.pool import new_cache
-from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.ways.prompt_lookup import PromptLookup
 from pagedkv.model.ways.streaming import endless
+from pagedkv.sampling.params import SamplingParams
 from tests.model.conftest import prompt_of
 from tests.model.test_engine import build, idle, outputs
 

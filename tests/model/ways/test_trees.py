@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from pagedkv.cache import PagedKVCache
+from pagedkv.checkpoint.records import DEMO_ANSWER, DEMO_PROMPT, document
 from pagedkv.errors import InvalidRequest
 from pagedkv.model.engine import Engine, Limits
-from pagedkv.model.records import DEMO_ANSWER, DEMO_PROMPT, document
-from pagedkv.model.sampling.params import SamplingParams
 from pagedkv.model.ways import trees
 from pagedkv.model.ways.prompt_lookup import PromptLookup
 from pagedkv.model.ways.trees import Tree, merged
+from pagedkv.sampling.params import SamplingParams
 from tests.interrupts import count_instructions
 from tests.model.conftest import VOCAB, prompt_of
 from tests.model.test_engine import NUM_TOKENS, build, idle, outputs

@@ -21,12 +21,12 @@ Two styles of config.json are read. Up to transformers 4: `rope_theta`, `rope_sc
 
 from __future__ import annotations
 
-import reprlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from pagedkv.checkpoint.fields import Fields, shown
+from pagedkv.checkpoint.files import read_json
 from pagedkv.errors import CheckpointError
-from pagedkv.model.files import read_json
 from pagedkv.spec import COMPUTE_DTYPES, KVSpec
 
 if TYPE_CHECKING:
@@ -39,11 +39,7 @@ ACTIVATIONS: Final = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-MOST: Final = 2**31 - 1
 MOST_LAYERS: Final = 4096
-MOST_NUMBER: Final = 1e30
-LEAST_NUMBER: Final = 1e-30
-"""Limits of the integers and numbers of a config. Weights are compared with the shards before they are allocated."""
 
 _GEMMA: Final[dict[str, Any]] = {
     "num_attention_heads": 8,
@@ -144,7 +140,8 @@ class ModelConfig:
     def from_dict(cls, values: dict[str, Any], *, where: str = "config.json") -> ModelConfig:
         """Build the config from the values of a config.json; errors call the file `where`. Raises: as `load`."""
         values = _text_part(values, where)
-        return _model_config(_Fields(values, where, values["model_type"]))
+        family = values["model_type"]
+        return _model_config(family, Fields(values, where, defaults=_DEFAULTS[family]))
 
     def spec(self, *, block_size: int = 16, kv_dtype: str | None = None, dtype: str | None = None) -> KVSpec:
         """Return the geometry of a KV cache with one group of all layers. Only the kernels know the layers' windows.
@@ -218,76 +215,9 @@ def _text_part(values: dict[str, Any], where: str) -> dict[str, Any]:
     return values
 
 
-def shown(value: object) -> str:
-    """Return a value for an error: its repr, shortened."""
-    return reprlib.repr(value)
-
-
-class _Fields:
-    """The fields of one object of config.json, checked for type and range. Errors name file, field and value."""
-
-    def __init__(self, values: dict[str, Any], where: str, family: str = "") -> None:
-        present = {key: value for key, value in values.items() if value is not None}
-        # A null counts as absent, except in the fields where it switches off a family's default.
-        nulls = {key: None for key, value in values.items() if value is None and key in ("sliding_window", *_SOFTCAPS)}
-        self.values = {**_DEFAULTS.get(family, {}), **present, **nulls}
-        self.family, self.where = family, where
-
-    def bad(self, name: str, must: str) -> CheckpointError:
-        """Return the error for a field that is missing or wrong; `must` says what the field must be."""
-        found = f"is {shown(self.values[name])}" if name in self.values else "is missing"
-        return CheckpointError(f"{self.where}: {name} {found}; it must be {must}")
-
-    def integer(self, name: str, default: int | None = None, *, most: int = MOST) -> int:
-        """Return an integer from 1 to `most`."""
-        value = self.values.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise self.bad(name, f"an integer from 1 to {most:,}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a number from 0 to MOST_NUMBER."""
-        value = self.values.get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MOST_NUMBER:
-            raise self.bad(name, f"a number from 0 to {MOST_NUMBER:g}")
-        return float(value)
-
-    def positive(self, name: str, default: float | None = None, *, least: float = LEAST_NUMBER) -> float:
-        """Return a number from `least` to MOST_NUMBER."""
-        value = self.number(name, default)
-        if value < least:
-            raise self.bad(name, f"a number from {least:g} to {MOST_NUMBER:g}")
-        return value
-
-    def positive_or(self, name: str, default: float) -> float:
-        """Return a number from LEAST_NUMBER to MOST_NUMBER; `default` for 0 or an absent field."""
-        return self.positive(name, default) if self.number(name, default) else default
-
-    def cap(self, name: str) -> float:
-        """Return a soft cap: a number above 0, or 0.0 for a null or absent field."""
-        return 0.0 if self.values.get(name) is None else self.positive(name)
-
-    def flag(self, name: str, *, default: bool) -> bool:
-        """Return true or false."""
-        value = self.values.get(name, default)
-        if not isinstance(value, bool):
-            raise self.bad(name, "true or false")
-        return value
-
-    def choice(self, name: str, default: str, among: tuple[str, ...]) -> str:
-        """Return one of the strings `among`."""
-        value = self.values.get(name, default)
-        if not isinstance(value, str) or value not in among:
-            raise self.bad(name, f"one of {', '.join(among)}")
-        return value
-
-
-_SOFTCAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
-
-
-def _model_config(f: _Fields) -> ModelConfig:
+def _model_config(family: str, f: Fields) -> ModelConfig:
     """Build a ModelConfig from the fields of the language model."""
-    gemma = f.family in ("gemma2", "gemma3_text")
+    gemma = family in ("gemma2", "gemma3_text")
     hidden_size, num_heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     num_kv_heads = f.integer("num_key_value_heads", num_heads)
     head_dim = f.integer("head_dim", max(1, hidden_size // num_heads))
@@ -297,11 +227,11 @@ def _model_config(f: _Fields) -> ModelConfig:
         raise CheckpointError(
             f"{f.where}: head_dim {head_dim} is odd; it must be even: rotary embeddings turn pairs of dimensions"
         )
-    attention_bias = f.family != "mistral" and f.flag("attention_bias", default=False)
-    types = _layer_types(f)
-    ropes = {kind: _rope(f, kind) for kind in sorted(set(types))}
+    attention_bias = family != "mistral" and f.flag("attention_bias", default=False)
+    types = _layer_types(family, f)
+    ropes = {kind: _rope(family, f, kind) for kind in sorted(set(types))}
     return ModelConfig(
-        family=f.family,
+        family=family,
         dtype=f.choice("dtype" if "dtype" in f.values else "torch_dtype", "float32", COMPUTE_DTYPES),
         vocab_size=f.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -314,35 +244,35 @@ def _model_config(f: _Fields) -> ModelConfig:
         norm_eps=f.number("rms_norm_eps", 1e-6),
         activation=ACTIVATIONS[f.choice("hidden_activation" if gemma else "hidden_act", "silu", tuple(ACTIVATIONS))],
         attention_scale=(f.positive("query_pre_attn_scalar") if gemma else head_dim) ** -0.5,
-        attention_softcap=f.cap("attn_logit_softcapping") if f.family == "gemma2" else 0.0,
+        attention_softcap=f.cap("attn_logit_softcapping") if family == "gemma2" else 0.0,
         logit_softcap=f.cap("final_logit_softcapping") if gemma else 0.0,
         embedding_scale=hidden_size**0.5 if gemma else 1.0,
         unit_offset_norms=gemma,
         sandwich_norms=gemma,
-        qk_norm=f.family in ("qwen3", "gemma3_text"),
-        qkv_bias=f.family == "qwen2" or attention_bias,
-        output_bias=f.family != "qwen2" and attention_bias,
-        mlp_bias=f.family == "llama" and f.flag("mlp_bias", default=False),
+        qk_norm=family in ("qwen3", "gemma3_text"),
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=family != "qwen2" and attention_bias,
+        mlp_bias=family == "llama" and f.flag("mlp_bias", default=False),
         tie_embeddings=f.flag("tie_word_embeddings", default=False),
-        windows=_windows(f, types),
+        windows=_windows(family, f, types),
         ropes=tuple(ropes[kind] for kind in types),
     )
 
 
-def _layer_types(f: _Fields) -> tuple[str, ...]:
+def _layer_types(family: str, f: Fields) -> tuple[str, ...]:
     """Return FULL or SLIDING for each layer: from `layer_types`, or by the rule of the family's older configs."""
     num_layers = f.integer("num_hidden_layers", most=MOST_LAYERS)
     listed = f.values.get("layer_types")
-    if f.family in ("llama", "mistral"):  # these read no `layer_types`: all layers are alike
-        return (SLIDING if f.family == "mistral" and f.values["sliding_window"] is not None else FULL,) * num_layers
+    if family in ("llama", "mistral"):  # these read no `layer_types`: all layers are alike
+        return (SLIDING if family == "mistral" and f.values["sliding_window"] is not None else FULL,) * num_layers
     if listed is not None:
         if not isinstance(listed, list) or len(listed) != num_layers or any(t not in (FULL, SLIDING) for t in listed):
             raise f.bad("layer_types", f"a list of {num_layers} times {FULL} or {SLIDING}")
         return tuple(listed)
     slides: Callable[[int], bool]
-    if f.family == "gemma2":
+    if family == "gemma2":
         slides = lambda i: i % 2 == 0  # noqa: E731
-    elif f.family == "gemma3_text":
+    elif family == "gemma3_text":
         pattern = f.integer("sliding_window_pattern")
         slides = lambda i: (i + 1) % pattern != 0  # noqa: E731
     else:
@@ -351,34 +281,34 @@ def _layer_types(f: _Fields) -> tuple[str, ...]:
     return tuple(SLIDING if slides(i) else FULL for i in range(num_layers))
 
 
-def _qwen_slides(f: _Fields) -> bool:
+def _qwen_slides(f: Fields) -> bool:
     """Return whether a Qwen config switches sliding windows on."""
     return f.flag("use_sliding_window", default=False) and f.values.get("sliding_window", 4096) is not None
 
 
-def _windows(f: _Fields, types: tuple[str, ...]) -> tuple[int | None, ...]:
+def _windows(family: str, f: Fields, types: tuple[str, ...]) -> tuple[int | None, ...]:
     """Return the window of each layer in tokens, None for full attention."""
     if SLIDING not in types:
         return (None,) * len(types)
-    window = f.integer("sliding_window", 4096 if f.family.startswith("qwen") else None)
+    window = f.integer("sliding_window", 4096 if family.startswith("qwen") else None)
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def _rope(f: _Fields, layer_type: str) -> RopeConfig:
+def _rope(family: str, f: Fields, layer_type: str) -> RopeConfig:
     """Read the rotary embedding of the layers of one type, from either style of config."""
     given = f.values.get("rope_parameters") or f.values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise f.bad("rope_parameters" if f.values.get("rope_parameters") else "rope_scaling", "an object")
     theta = f.positive("rope_theta", 10_000.0, least=2)
     # Gemma 3's sliding layers have a base of their own, and the old style never scales them.
-    if f.family == "gemma3_text" and layer_type == SLIDING:
+    if family == "gemma3_text" and layer_type == SLIDING:
         theta = f.positive("rope_local_base_freq", 10_000.0, least=2)
         given = given if "rope_parameters" in f.values else {}
     if any(isinstance(part, dict) for part in given.values()):
         given = given.get(layer_type) or {}
     if not isinstance(given, dict):
         raise CheckpointError(f"{f.where}: the rope of {layer_type} is {shown(given)}; it must be an object")
-    r = _Fields(given, f"{f.where}: rope of {layer_type}")
+    r = Fields(given, f"{f.where}: rope of {layer_type}")
     kind = r.choice("rope_type" if "rope_type" in r.values else "type", "default", ROPE_KINDS)
     partial = r.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
     if partial != 1.0:

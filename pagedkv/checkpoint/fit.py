@@ -21,7 +21,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.spec import BITS
 
 if TYPE_CHECKING:
-    from pagedkv.model.config import ModelConfig
+    from pagedkv.checkpoint.config import ModelConfig
     from pagedkv.spec import KVSpec
 
 WEIGHT_BITS: Final = {"int8": 8.5, "int4": 4.5}

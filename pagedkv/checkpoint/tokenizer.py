@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
 
+from pagedkv.checkpoint.chat_template import ChatTemplate
+from pagedkv.checkpoint.fields import shown
+from pagedkv.checkpoint.files import is_present, read_bytes, read_json, read_text
 from pagedkv.errors import CheckpointError, InvalidRequest
-from pagedkv.model.chat_template import ChatTemplate
-from pagedkv.model.config import shown
-from pagedkv.model.files import is_present, read_bytes, read_json, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

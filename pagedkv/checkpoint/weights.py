@@ -28,11 +28,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pagedkv import regular_files
+from pagedkv.checkpoint.fields import shown
+from pagedkv.checkpoint.files import is_plain_name, is_present, listed, read_json
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.kernels import huge_pages
 from pagedkv.kernels.linear import matrix as matrices
-from pagedkv.model.config import shown
-from pagedkv.model.files import is_plain_name, is_present, listed, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pagedkv.model.config import ModelConfig
+    from pagedkv.checkpoint.config import ModelConfig
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pagedkv.model.sampling.logits import LogitsRules
-    from pagedkv.model.sampling.params import SamplingParams
+    from pagedkv.sampling.logits import LogitsRules
+    from pagedkv.sampling.params import SamplingParams
 
 _COLD: Final = 1e-6
 """Below this temperature, weights are computed in float64."""

@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from pagedkv.checkpoint import chat_sandbox
+from pagedkv.checkpoint.chat_sandbox import CPU_SECONDS, MOST_CHARACTERS
 from pagedkv.errors import CheckpointError, InvalidRequest
-from pagedkv.model import chat_sandbox
-from pagedkv.model.chat_sandbox import CPU_SECONDS, MOST_CHARACTERS
 
 SECONDS: Final = 30.0
 """The limit of one rendering in seconds of time, for a machine so busy that processor time is scarce."""

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pagedkv.model.sampling.grammar import Grammar
-    from pagedkv.model.sampling.params import LogitsProcessor, SamplingParams
+    from pagedkv.sampling.grammar import Grammar
+    from pagedkv.sampling.params import LogitsProcessor, SamplingParams
 
 
 class Counts:

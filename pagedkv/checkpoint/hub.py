@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from pagedkv import regular_files
+from pagedkv.checkpoint.files import is_plain_name
 from pagedkv.errors import CheckpointError
-from pagedkv.model.files import is_plain_name
 
 REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 

@@ -22,13 +22,13 @@ import torch
 from tokenizers import Tokenizer as RawTokenizer
 
 from pagedkv.errors import InvalidRequest, described
-from pagedkv.model.sampling.params import GRAMMARS
+from pagedkv.sampling.params import GRAMMARS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagedkv.model.sampling.params import SamplingParams
-    from pagedkv.model.tokenizer import Tokenizer
+    from pagedkv.checkpoint.tokenizer import Tokenizer
+    from pagedkv.sampling.params import SamplingParams
 
 KEPT: Final = 64
 """Compiled grammars that are kept. One takes some megabytes at most, and up to a second to compile."""

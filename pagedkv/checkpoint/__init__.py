@@ -1,0 +1,22 @@
+"""A model as files: a folder in the format of Hugging Face is read and checked here, and nowhere else.
+
+config           config.json as a ModelConfig; fields: its values, checked for type and range
+weights          *.safetensors as the matrices of the kernels
+tokenizer        tokenizer.json: text to token ids and back; chat_template, chat_sandbox: messages to text
+hub              the local cache of the Hugging Face hub
+files            JSON, text and bytes of limited size
+fit              the memory that a config needs
+records          the language of the bundled checkpoint
+
+Files come from strangers: each is a regular file of limited size, a fault in one is a CheckpointError in words, and a
+template runs in a process of its own. This layer knows no pool, no sequence and no step. It imports the kernels'
+formats of a matrix; `config`, `hub` and `fit` load no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+BUNDLED: Final = Path(__file__).parent / "bundled"
+"""The checkpoint that ships inside the package."""
