@@ -82,13 +82,16 @@ class Must:
     everywhere: bool = False
     by: str = ""
 
+    def holds(self, found: float) -> bool:
+        """Return whether the figure found keeps the promise."""
+        return found >= self.limit if self.what == "of_ceiling" else found <= self.limit
+
     def verdict(self, found: float) -> str:
         """Return one line: the figure found, the limit, and whether the promise holds."""
-        holds = found >= self.limit if self.what == "of_ceiling" else found <= self.limit
         beside = f" to {self.twin}" if self.twin else ""
         return (
             f"{self.what}{beside} {found:.3g}, must be {'>=' if self.what == 'of_ceiling' else '<='} {self.limit:.3g}: "
-            + ("holds" if holds else "MISSED")
+            + ("holds" if self.holds(found) else "MISSED")
         )
 
 

@@ -243,3 +243,19 @@ def test_the_benchmark_prints_each_figure_beside_its_prediction() -> None:
         f"= 32 x 4,096  block 16: cuda 131.2 us, 0.93 ({found.us:.0f} us, {found.of_ceiling:.2f}: {found.limit})",
         "= 32 x 4,096, 8 rows  block 16: cuda 131.2 us, 0.93",
     ]
+
+
+def test_promises_are_judged_by_the_prediction_of_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, triton = table.predicted(BASE, "cuda"), table.predicted(BASE, "triton")
+    assert cuda
+    assert triton
+    fast = attention.Must(BASE, "us", cuda.us + 1, by="cuda")
+    slow = attention.Must(BASE, "of_ceiling", (triton.of_ceiling or 0) + 0.01)
+    unknown = attention.Must(attention.DRAFTS, "ratio", 1.15, BASE)
+    ratio = attention.Must(attention.RAGGED, "ratio", 9.0, BASE, by="cuda")
+    monkeypatch.setattr(attention, "MUSTS", (fast, slow, unknown, ratio))
+    rows = table.promises().splitlines()[2:]
+    assert len(rows) == 3
+    assert rows[0] == f"| cuda | 32 × 4k bfloat16: {cuda.us + 1:.3g} µs | {cuda.us:.3g} | hold |"
+    assert rows[1].endswith("| be missed |")
+    assert "32 × 4k bfloat16 ragged: 9 of the time of 32 × 4k bfloat16" in rows[2]

@@ -129,13 +129,35 @@ def counted(backend: str) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
+def promises() -> str:
+    """Return the benchmark's promises that the model can judge: `cuda` by its own, `triton` by the others."""
+    from pagedkv.bench.gpu.attention import MUSTS  # it imports this file
+
+    rows = [["backend", "promise", "predicted", "expected to"], ["---"] * 4]
+    for must in MUSTS:
+        backend = must.by or "triton"
+        found, twin = predicted(must.cell, backend), predicted(must.twin or must.cell, backend)
+        if not found or not twin:
+            continue
+        value = {"us": found.us, "of_ceiling": found.of_ceiling or 0.0, "ratio": found.us / twin.us}[must.what]
+        of = {"us": "µs", "of_ceiling": "of the ceiling", "ratio": f"of the time of {name(must.twin or must.cell)}"}
+        promise = f"{name(must.cell)}: {must.limit:.3g} {of[must.what]}"
+        rows.append([backend, promise, f"{value:.3g}", "hold" if must.holds(value) else "be missed"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def name(cell: Cell) -> str:
+    """Return the size of a cell, its keys, and whether it is ragged."""
+    return f"{size(cell)} {cell.kv or cell.dtype}{'' if cell.lengths == 'uniform' else ' ragged'}"
+
+
 def page(text: str, rows: list[dict[str, Any]]) -> str:
     """Return the text of the manual's page with its tables made again."""
     every = lines(rows)
     made = {f"predicted {backend}": markdown(every, backend) for backend in BACKENDS}
-    made |= {f"counted {backend}": counted(backend) for backend in BACKENDS}
-    for name, table in made.items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+    made |= {f"counted {backend}": counted(backend) for backend in BACKENDS} | {"promises": promises()}
+    for mark, table in made.items():
+        pattern = rf"(<!-- {mark} -->\n).*?(<!-- end -->)"
         text = re.sub(pattern, lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text, flags=re.S)
     return text
 
@@ -155,5 +177,5 @@ def main(argv: list[str] | None = None) -> None:
         given.markdown.write_text(page(given.markdown.read_text(), rows))
         return
     for line in lines(rows):
-        name, keys, words, limit, seen = row_of(line)
-        print(f"{line.backend:12} {name:18} {keys:10} {words:24} {limit:16} {seen}")
+        cell, keys, words, limit, seen = row_of(line)
+        print(f"{line.backend:12} {cell:18} {keys:10} {words:24} {limit:16} {seen}")
