@@ -4,8 +4,12 @@
     e4m3    float8e4nv, converted natively; or fp16 bits       1; or 256, for fp16's exponent is biased by 8 more
             (x & 0x80) << 8 | (x & 0x7f) << 7; fp16's NaN for x & 0x7f = 0x7f
     e5m2    fp16 bits x << 8                                   1
-    int8    an exact small number                              1
+    int8    fp16 bits 0x6400 | x ^ 0x80, less 1152             1
     int4    two numbers: (x & 15) - 8, (x >> 4) - 8            1
+
+These are float16 operands, which hold each of them exactly; beside a float32 query, float32 ones. A bfloat16 query and
+the weights are float16, too: powers of two keep them in its range (`scaled_queries`, tile.py). A conversion to bfloat16
+would be an instruction of its own for each element (F2F), at a quarter of the rate.
 
 A head is read in two parts, because a tile's width must be a power of two: elements 0..W0 and W0..W0+W1 (80 = 64 + 16,
 192 = 128 + 64, 576 = 512 + 64); for int4 the even elements (low nibbles) and the odd elements. No byte is read twice,
@@ -47,6 +51,29 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def power(exponent):
+    """Return 2^exponent as float32, for exponents of -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent_of(x):
+    """Return floor(log2 x) of float32 x >= 0; -127 for 0 and subnormals, 128 for what is not finite."""
+    return (x.to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def scaled_queries(q0, q1, SPEC: tl.constexpr):
+    """Return both parts of q as operands, each row times a power of two; and the inverse of the powers, float32 [M].
+
+    The powers bring bfloat16 into float16's range: the largest element of a row has the exponent 14.
+    """
+    q0, q1 = number(q0).to(tl.float32), number(q1).to(tl.float32)
+    up = tl.minimum(14 - exponent_of(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1))), 126)
+    return (q0 * power(up)[:, None]).to(tl.float16), (q1 * power(up)[:, None]).to(tl.float16), power(-up)
+
+
+@triton.jit
 def product(a, b, acc, SPEC: tl.constexpr):
     """Return acc + a @ b in float32. float32 operands are multiplied with float32's precision, not TF32's."""
     if SPEC.dtype == tl.float32:
@@ -58,8 +85,8 @@ def product(a, b, acc, SPEC: tl.constexpr):
 
 @triton.jit
 def element(x, SPEC: tl.constexpr):
-    """Return stored `x` as numbers of q's type (interpreter: float32), too small by `Specialisation.factor`."""
-    TO: tl.constexpr = tl.float32 if INTERPRET else SPEC.dtype
+    """Return stored `x` as operands (interpreter: float32), too small by `Specialisation.factor`."""
+    TO: tl.constexpr = tl.float32 if INTERPRET else SPEC.operand
     if SPEC.kind == "e4m3":
         if SPEC.native_fp8:
             x = x.to(tl.float8e4nv, bitcast=True).to(TO)
@@ -70,7 +97,20 @@ def element(x, SPEC: tl.constexpr):
     elif SPEC.kind == "e5m2":
         x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(TO)
     elif SPEC.kind == "int8":
-        x = x.to(tl.int8, bitcast=True).to(TO)
+        x = small_integer(x, 0x80, 128, TO)
+    return x
+
+
+@triton.jit
+def small_integer(x, FLIP: tl.constexpr, BIAS: tl.constexpr, TO: tl.constexpr):
+    """Return (x ^ FLIP) - BIAS of byte `x` as TO.
+
+    Float16 1024 + x ends with the bits of x; a conversion of integers would be slow.
+    """
+    if tl.float16 == TO:
+        x = (x.to(tl.uint16) ^ (0x6400 | FLIP)).to(tl.float16, bitcast=True) - (1024.0 + BIAS)
+    else:
+        x = ((x ^ FLIP).to(tl.int16) - BIAS).to(TO)
     return x
 
 
@@ -92,9 +132,8 @@ def parts(x, row, present, W0: tl.constexpr, W1: tl.constexpr, LIMIT: tl.constex
     """
     stored = columns(x, row, present, 0, W0, LIMIT)
     if SPEC.kind == "int4":
-        TO: tl.constexpr = tl.float32 if INTERPRET else SPEC.dtype
-        first = ((stored & 15).to(tl.int8) - 8).to(TO)
-        second = ((stored >> 4).to(tl.int8) - 8).to(TO)
+        TO: tl.constexpr = tl.float32 if INTERPRET else SPEC.operand
+        first, second = small_integer(stored & 15, 0, 8, TO), small_integer(stored >> 4, 0, 8, TO)
     else:
         first = element(stored, SPEC)
         second = first

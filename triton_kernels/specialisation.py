@@ -70,6 +70,16 @@ class Specialisation:
     mixed: bool = True
 
     @cached_property
+    def narrow(self) -> bool:
+        """Whether operands are float16, which holds each stored element exactly: below elements of one byte or half."""
+        return self.kind != "" and self.dtype != tl.float32
+
+    @cached_property
+    def operand(self) -> Any:
+        """The dtype of the operands of products."""
+        return tl.float16 if self.narrow else self.dtype
+
+    @cached_property
     def factor(self) -> float:
         """The factor that `elements.element` leaves out: the exponent bias of fp16 differs from that of e4m3."""
         return 256.0 if self.kind == "e4m3" and not self.native_fp8 else 1.0
@@ -173,7 +183,7 @@ def keys_of(call: AttentionCall, M: int, most: int) -> int:
     # with split_tokens the tile has room for a mask even without one: no bit may depend on a neighbour's tree mask
     tree = call.tree_mask is not None or call.split_tokens is not None
     # a tree mask takes a pointer for each score; one-byte keys take registers for their converted values
-    crowded = (M > 16 and tree) or (M > 64 and one_byte)
+    crowded = (M > 16 and tree) or (M >= 64 and one_byte)
     return min(most, 32) if crowded else most
 
 

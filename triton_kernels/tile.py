@@ -17,7 +17,9 @@
 
 Each product with a stride is 64-bit. Logarithms have base 2 in this file; the LSE that leaves the kernels is natural.
 Scales of keys multiply scores; scales of values multiply p, or the sum if there is one scale for all; elements are
-never scaled. This file knows one sequence and one kv head at a time.
+never scaled. If p is float16 (SPEC.narrow), p and acc carry a power of two: 13, so that weights down to 2^-37 count; or
+beside scales of tokens `lift`, which brings the largest scale so far below 2^14. This file knows one sequence and one
+kv head at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagedkv.kernels.triton.elements import part_columns, parts, product, rounded
+from pagedkv.kernels.triton.elements import exponent_of, part_columns, parts, power, product, rounded, scaled_queries
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -130,6 +132,8 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
     rows: (position, ok, tree_row, position of the first new token, number of new tokens, positions after its own that a
     row may see).
     """
+    if SPEC.narrow:
+        q_parts = scaled_queries(q_parts[0], q_parts[1], SPEC)
     acc0, acc1, m, l = walk_once(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, False, SPEC)
     if SPEC.mixed:
         is_nan = tl.sum((acc0 != acc0).to(tl.int32)) + tl.sum((acc1 != acc1).to(tl.int32))
@@ -143,7 +147,7 @@ def walk_once(
     q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, APART: tl.constexpr, SPEC: tl.constexpr
 ):
     """Return the result of `walk`. APART: a value that is not finite makes the rows NaN that see it, and no others."""
-    q0, q1 = q_parts
+    q0, q1 = q_parts[0], q_parts[1]
     (
         k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head,
         ks_frame, ks_slot, ks_head, vs_frame, vs_slot, vs_head,
@@ -160,10 +164,14 @@ def walk_once(
     scale = scale * SPEC.factor
     if not (SPEC.softcap or SPEC.alibi):
         scale = scale * LOG2E
+    if SPEC.narrow:
+        scale = (scale * q_parts[2])[:, None]
     m = tl.full([SPEC.M], float("-inf"), tl.float32)
     l = tl.full([SPEC.M], 0.0, tl.float32)
     acc0 = tl.full([SPEC.M, SPEC.V0], 0.0, tl.float32)
     acc1 = tl.full([SPEC.M, SPEC.second], 0.0, tl.float32)
+    LIFT: tl.constexpr = 13 if SPEC.narrow and SPEC.v_scale != 2 else 0
+    lift = tl.full([], 100, tl.int32)
     spoiled = tl.zeros([SPEC.M], tl.int32)
     n = tl.arange(0, SPEC.N)
     if SPEC.whole_pages:
@@ -195,11 +203,9 @@ def walk_once(
         top = tl.maximum(m, tl.max(s, 1))
         safe = tl.where(top == float("-inf"), 0.0, top)
         fade = tl.exp2(m - safe)
-        p = tl.exp2(s - safe[:, None])
+        p = tl.exp2(s - (safe - LIFT)[:, None])
         m = top
         l = l * fade + tl.sum(p, 1)
-        acc0 = acc0 * fade[:, None]
-        acc1 = acc1 * fade[:, None]
         by = present.to(tl.float32)
         if SPEC.v_scale == 2:
             by = tl.load(v_scale + frame * vs_frame + slot * vs_slot, mask=present, other=0.0)
@@ -215,8 +221,16 @@ def walk_once(
                 v0, v1 = tl.where(finite(v0), v0, 0.0).to(v0.dtype), tl.where(finite(v1), v1, 0.0).to(v1.dtype)
             spoiled = spoiled | tl.max(tl.where(sees & (lost != 0)[None, :], 1, 0), 1)
         if SPEC.v_scale == 2:
+            if SPEC.narrow:
+                # the largest finite scale times 2^lift is less than 2^14; `lift` never grows
+                next = tl.minimum(lift, 13 - exponent_of(tl.max(tl.where(finite(by), by, 0.0), 0)))
+                fade = fade * tl.where(next - lift < -126, 0.0, power(tl.maximum(next - lift, -126)))
+                lift = next
+                by = by * power(next)
             p = p * by[None, :]
-        p = rounded(p, SPEC.dtype)
+        acc0 = acc0 * fade[:, None]
+        acc1 = acc1 * fade[:, None]
+        p = rounded(p, SPEC.operand)
         acc0 = product(p, v0, acc0, SPEC)
         if not SPEC.v_in_k and (SPEC.kind == "int4" or SPEC.V1 > 0):
             acc1 = product(p, v1, acc1, SPEC)
@@ -226,7 +240,9 @@ def walk_once(
     value_scale = SPEC.factor * 1.0
     if SPEC.v_scale == 1:
         value_scale = value_scale * tl.load(v_scale)
-    return acc0 * value_scale, acc1 * value_scale, m, l
+    if SPEC.narrow and SPEC.v_scale == 2:
+        value_scale = value_scale * power(-lift)
+    return acc0 * value_scale, acc1 * value_scale, m - LIFT, l
 
 
 @triton.jit

@@ -88,6 +88,8 @@ DEFAULT = [
     ("decode", "sm_90"),
     ("decode", "gfx942"),
     ("decode, fp8_e4m3/tensor", "sm_80"),
+    ("decode, fp8_e4m3/tensor", "sm_90"),
+    ("decode, int8/token_head", "sm_90"),
     ("prefill, one chunk", "sm_90"),
     ("write", "sm_90"),
     ("decode, other steps", "sm_90"),
@@ -155,6 +157,8 @@ def attends_well(name: str, arch: str, launch: dict[str, Any], where: str) -> No
         assert launch["mma"] > 0, f"no tensor cores in {where}"
     if arch.startswith("sm_"):
         assert set(launch["cores"]) <= set(TENSOR_CORES[arch].split()), where
+        # F2F and I2F convert an element at a time, 16 each cycle; float32 queries take narrow elements through float32
+        assert "float32" in name or not launch["slow_conversions"], f"slow conversions in {where}"
         assert slow or launch["async"] > 0, f"loads wait in {where}"
         if "int4" not in name:  # an int4 head has 64 bytes, too few for wide loads
             assert launch["wide"] >= 4, f"few loads of 16 bytes in {where}"
