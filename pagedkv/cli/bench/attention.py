@@ -92,7 +92,7 @@ def run(choice: Choice, asked: Any, shown: Shown) -> None:
         raise InvalidRequest(
             "no cell of the grid is of that kind and in that part; kinds are decode, prefill, write and call"
         )
-    about, console = record.provenance(), Console(highlight=False, stderr=shown.as_json)
+    about, console = record.provenance(), Console(highlight=False, quiet=shown.as_json)
     measured, rows = [], []
     for row in runner.measure(cells, asked):
         measured.append(row)

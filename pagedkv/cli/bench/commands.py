@@ -117,7 +117,7 @@ def bench_attention(
     kernels: options.AttentionKernels = None,
     repetitions: options.AttentionRepetitions = 15,
     vllm_python: options.AttentionVllm = None,
-    as_json: options.AttentionJson = False,
+    as_json: options.JsonList = False,
     record: options.Record = None,
     plot: options.AttentionPlot = None,
     device: options.AttentionDevice = "cpu",

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedkv.bench.headlines import headlines
-from pagedkv.bench.memory import available
-from pagedkv.cli.bench.run import INSTALL
+from pagedkv.cli.bench.run import why_not
 from pagedkv.errors import InvalidRequest
 
 NAMES: Final = ("manager", "attention", "fragmentation", "bandwidth", "generate", "transformers", "vllm")
-NEEDS: Final = {"generate": 6 << 30, "transformers": 3 << 30, "vllm": 6 << 30}
-"""benchmark: bytes of memory that it needs with --quick; a little more than twice as many without."""
 FAILED: Final = 1
 
 
@@ -49,14 +45,6 @@ def run(only: Sequence[str], *, is_quick: bool, as_json: bool, keep: Path | None
     else:
         _print(console, rows, {name: why for name, why in missing.items() if why}, time.monotonic() - began)
     return FAILED if any("status" in why for why in missing.values()) else 0
-
-
-def why_not(name: str, *, is_quick: bool) -> str:
-    """Return the reason why a benchmark cannot run here; "" if it can."""
-    if name in INSTALL and find_spec(name) is None:
-        return f"{name} is not installed; {INSTALL[name]}"
-    needed, free = NEEDS.get(name, 0) * (1 if is_quick else 2), available()
-    return f"it needs {needed / 2**30:.0f} GiB of memory, and {free / 2**30:.1f} GiB are free" if needed > free else ""
 
 
 def _measured(name: str, *, is_quick: bool, keep: Path | None) -> tuple[int, list[dict[str, Any]]]:

@@ -94,9 +94,6 @@ AttentionRepetitions = Annotated[
     int, typer.Option(metavar="N", min=1, help="Repetitions of each variant; variants take turns.")
 ]
 AttentionVllm = Annotated[Path | None, typer.Option(metavar="PATH", help="The Python of an environment with vLLM.")]
-AttentionJson = Annotated[
-    bool, typer.Option("--json", help="Print a list of objects on stdout; the tables go to stderr.")
-]
 AttentionPlot = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Draw the roofline; of a GPU, shares of the ceiling.")
 ]

