@@ -50,11 +50,14 @@ class Nothing:
     def is_capturing(self, stream: int) -> bool:
         return False
 
+    def order(self) -> tuple[int, int]:
+        return 0, 0
+
     def beside_captures(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def zeros(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int32)
+        return torch.zeros(count, dtype=torch.int64)
 
     def ctxGetCurrent(self) -> int:
         return 1

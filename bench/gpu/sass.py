@@ -1,5 +1,6 @@
 """SASS, the machine code of NVIDIA GPUs, as text of nvdisasm: the instructions of one tile in the loop over the keys.
 
+    entry         the shortest way from the first instruction to the first copy
     steady tile   the shortest way through the loop, from its first instruction back to it, that issues all products
                   and all copies of a tile: no mask, no soft cap, every key present, no maximum that moved
 
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -99,6 +101,24 @@ def steady_tile(code: list[Instruction], needed: Mapping[str, int]) -> list[Inst
     if not ways:
         raise InvalidRequest(f"no loop of this code has a way with exactly {dict(needed)}")
     return [code[at] for at in min(ways, key=len)]
+
+
+def entry(code: list[Instruction]) -> list[Instruction]:
+    """Return the shortest way from the first instruction to the first copy. Raises: InvalidRequest if there is none."""
+    before, waiting = {0: -1}, deque([0])
+    while waiting:
+        at = waiting.popleft()
+        if code[at].is_a(COPY):
+            way = []
+            while at >= 0:
+                way.append(code[at])
+                at = before[at]
+            return way[::-1]
+        for to in _after(code, at):
+            if to not in before:
+                before[to] = at
+                waiting.append(to)
+    raise InvalidRequest("this code has no copy")
 
 
 class Run:

@@ -193,13 +193,15 @@ DEVICE void attend(State& state, const AttentionParams& p, const Pages& pages, c
 }
 
 // Draw a ticket of the unit whose first partial state is `first`: count this CTA in. Return true for the last of
-// `expected` CTAs; that CTA then sees what all the others stored. It sets the ticket back to 0.
+// `expected` CTAs; that CTA then sees what all the others stored. A launch counts from its number * 2^32, so it
+// does not matter what an earlier launch left, even one whose lengths changed while it ran.
 DEVICE bool arrive(const AttentionParams& p, i64 first, i32 expected, const ThreadRole& me) {
     ptx::sync_block();
     if (me.thread == 0) {
+        u64* tickets = p.kept + RECORD_WORDS * ptx::num_blocks();
+        const u64 none = ptx::shared_read<u64>(me.base + LAUNCH_AT) << 32;
         ptx::fence();  // cumulative: it orders what the block's other threads stored before the barrier, too
-        const bool last = ptx::atomic_add(p.tickets + first, 1) + 1 == static_cast<u32>(expected);
-        if (last) ptx::write(p.tickets + first, 0u);
+        const bool last = ptx::count_up(tickets + first, none) == none + static_cast<u32>(expected);
         ptx::fence();
         ptx::shared_write(me.base + LAST_AT, static_cast<u32>(last));
     }
@@ -280,7 +282,13 @@ DEVICE void share_piece(const AttentionParams& p, const Partition<ROWS, STEP_TOK
     }
 }
 
-KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams p) {
+// Two CTAs of 128 threads with 216 registers leave room on an SM for one of merge_pieces, which has 80.
+#if SECOND_LAUNCH && HEAD_DIM <= 128 && WARPS_M * WARPS_N * WARPS_D * BLOCKS == 8
+KERNEL_WITHIN(216)
+#else
+KERNEL(THREADS, BLOCKS)
+#endif
+paged_attention(const __grid_constant__ AttentionParams p) {
     ThreadRole me;
     me.base = ptx::shared_base();
     me.thread = ptx::thread_index();
@@ -289,21 +297,19 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
     me.team_thread = me.thread % TEAM_THREADS;
     me.first_row = me.team_thread / 32 % WARPS_M * 16;
     me.part = me.team_thread / 32 / WARPS_M;
-    const float v_scale = value_scale(p);
     Queries queries;
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
-    const float scale = !TOKEN_SCALES && p.k_scale ? p.scale * ptx::read(p.k_scale) : p.scale;
-    const float factor = p.softcap != 0.0f ? scale / p.softcap : scale * LOG2_E;
-    queries.factor[0] = queries.factor[1] = factor;
-
     // All CTAs of this grid run at once, so a CTA of the next grid cannot take the place of one of them.
     if constexpr (SECOND_LAUNCH) ptx::let_next_grid_begin();
     Partition<ROWS, STEP_TOKENS> partition(p);
+    const u64 launch = partition.recall(reinterpret_cast<Record*>(p.kept) + ptx::block_index());
+    if (me.thread == 0) ptx::shared_write(me.base + LAUNCH_AT, launch);  // this thread alone reads it
+    const float k_scale = !TOKEN_SCALES && p.k_scale ? ptx::read(p.k_scale) : 1.0f, v_scale = value_scale(p);
     for (; partition.more(); partition.advance()) {
         const Unit& unit = partition.unit;
         const i32 mine = partition.first_mine(), end = partition.end_mine();
         if (mine >= end && !(unit.num_items == 0 && partition.starts_here())) continue;
-        const Pages pages = pages_of(p, unit.sequence, unit.head);
+        const Pages pages = pages_of(p, unit.row, unit.head);
         const auto after = [&](i32 item) { return p.split_tokens && item < end ? item + 1 : end; };
         Walk walk;
         begin(walk, p, pages, partition.from_key(mine), partition.to_key(after(mine)), me);  // then wait for queries
@@ -314,6 +320,8 @@ KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams 
         }
         ptx::sync_block();
         keep_queries(queries, me.lane);
+        const float factor = p.scale * k_scale * (p.softcap != 0.0f ? 1.0f / p.softcap : LOG2_E);
+        queries.factor[0] = queries.factor[1] = factor;
         if constexpr (Elements::SCALED_QUERIES) {
 #pragma unroll
             for (u32 r = 0; r < 2; ++r) {

@@ -1,5 +1,10 @@
-// The partition of a launch's work among its CTAs. Every warp computes it for itself: the host makes no partition, so
-// none can be stale, and a decode is one launch.
+// The partition of a launch's work among its CTAs. The host makes none: a CTA finds its share from the lengths on the
+// device, so a decode is one launch, and a graph that is replayed for other lengths is right.
+//
+// The layers of a step have the same partition. Each CTA keeps its share in a `Record`, with a fingerprint of all
+// numbers that the partition follows from. In the next launch it reads lengths and record at once, and computes a share
+// only if the fingerprint is another one. So the first layer of a step computes the partition, and the others read it.
+// Two steps that differ have equal fingerprints with a probability of 2^-64.
 //
 // Work is laid out on a line: sequences, in each the tiles of ROWS query rows, in each the kv heads. Such a (sequence,
 // tile, head) is a unit, and OVERHEAD + steps is its width on the line. An item of a unit is one step of STEP_TOKENS
@@ -15,7 +20,8 @@
 // that there is no split_tokens, so a share may end after any step:
 //     free cut      the unit's first CTA c: partial state 2 c + 1; each later CTA c: 2 c       max_partials = 2 CTAs
 //     split_tokens  place of the chunk / width of a chunk                                      chunks do not overlap
-// Cost: two passes over the sequences' lengths, 32 at a time; a pass over the row tiles of the lane's sequences.
+// Cost: one pass over the sequences' lengths, 32 at a time. To compute a share: two more, and a pass over the row tiles
+// of the lane's sequences.
 #pragma once
 
 #include "params.h"
@@ -25,7 +31,7 @@ constexpr int OVERHEAD = 2;  // the cost of loading a unit's queries and storing
 
 struct Unit {
     i32 sequence, tile, head;
-    i32 first_query, queries, length, right;  // of the sequence
+    i32 first_query, queries, length, right, row;  // of the sequence
     i32 begin_key, end_key;  // no row of the tile sees a key outside
     i64 place;  // where the unit begins on the line
     i32 first_item, num_items;  // steps, or chunks (the first chunk has number first_item)
@@ -37,7 +43,17 @@ struct Unit {
 struct Sequence {
     i32 first_query, queries, length, num_tiles;  // num_tiles 0: another launch serves it
     i32 right;  // positions after its own that a query may see; a tree mask may hide more
+    i32 row;  // of the page table
 };
+
+struct alignas(128) Record {  // what a CTA keeps from launch to launch, zeros at first
+    u64 fingerprint;  // 0: nothing is kept
+    u64 launches;  // so far, which is the number of the present launch
+    i64 share, begin, end;
+    Unit unit;  // in which the share begins
+    i32 num_tiles;  // of its sequence
+};
+static_assert(sizeof(Record) == 8 * RECORD_WORDS, "Python allocates records");
 
 template <int ROWS, int STEP_TOKENS> struct Partition {
     const AttentionParams& p;
@@ -49,6 +65,28 @@ template <int ROWS, int STEP_TOKENS> struct Partition {
 
     DEVICE_MEMBER explicit Partition(const AttentionParams& params) : p(params) {
         group = p.num_heads / p.num_kv_heads;
+    }
+
+    // Read this CTA's share from its record, or compute it and keep it there. Return the number of this launch. All
+    // threads of the CTA call this.
+    DEVICE_MEMBER u64 recall(Record* record) {
+        const u64 kept = ptx::read(&record->fingerprint), launch = ptx::read(&record->launches);
+        read_record(record);
+        const u64 now = fingerprint();
+        ptx::sync_block();  // every thread has read the record
+        if (now != kept) compute();
+        if (ptx::thread_index() == 0) {
+            ptx::write(&record->launches, launch + 1);
+            if (now != kept) {
+                ptx::write(&record->fingerprint, now);
+                write_record(record);
+            }
+        }
+        return launch;
+    }
+
+    // Compute this CTA's share from the lengths.
+    DEVICE_MEMBER void compute() {
         i64 total = 0, longest = 0;
         const i32 lane = static_cast<i32>(ptx::thread_index() % 32);
         for (i32 b = lane; b < p.num_sequences; b += 32) total += width_of(b, longest);
@@ -64,6 +102,8 @@ template <int ROWS, int STEP_TOKENS> struct Partition {
         if (!p.split_tokens && longest > share && 16 * longest <= 17 * share) share = longest;
         begin = share * ptx::block_index();
         end = begin + share < total ? begin + share : total;
+        unit = Unit{};
+        sequence = Sequence{};
         if (begin < end) find(lane);
     }
 
@@ -129,6 +169,63 @@ template <int ROWS, int STEP_TOKENS> struct Partition {
     }
 
 private:
+    // Return a hash of the lengths, offsets and rows of all sequences, and of the host's numbers. Lanes read 32
+    // sequences at once, and no load waits for another.
+    DEVICE_MEMBER u64 fingerprint() const {
+        const i32 lane = static_cast<i32>(ptx::thread_index() % 32);
+        u64 sum = mixed(static_cast<u64>(p.partition_key) + static_cast<u32>(ptx::read(p.cu_seqlens_q)));
+        for (i32 b = lane; b < p.num_sequences; b += 32) {
+            const u64 end_query = static_cast<u32>(ptx::read(p.cu_seqlens_q + b + 1));
+            const u64 length = static_cast<u32>(ptx::read(p.seq_lens + b));
+            const u64 row = p.rows ? static_cast<u32>(ptx::read(p.rows + b)) : 0;
+            const u64 causal = p.causal_of ? ptx::read(p.causal_of + b * p.causal_step) : 0;
+            const u64 place = mixed(static_cast<u64>(p.partition_key) + 2 * static_cast<u64>(b) + causal);
+            sum += mixed((end_query << 32 | length) ^ place) + mixed(row + place);
+        }
+#pragma unroll
+        for (int bits = 16; bits; bits /= 2) sum += ptx::shuffle_xor(sum, bits);
+        return sum ? sum : 1;
+    }
+    DEVICE_MEMBER static u64 mixed(u64 x) {  // the finaliser of splitmix64
+        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+        x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+        return x ^ x >> 31;
+    }
+
+    // Call move(mine, kept) for each number that a record holds.
+    template <class Move> DEVICE_MEMBER void for_record(Record* record, Move move) {
+        move(share, &record->share);
+        move(begin, &record->begin);
+        move(end, &record->end);
+        Unit* kept = &record->unit;
+        move(unit.sequence, &kept->sequence);
+        move(unit.tile, &kept->tile);
+        move(unit.head, &kept->head);
+        move(unit.first_query, &kept->first_query);
+        move(unit.queries, &kept->queries);
+        move(unit.length, &kept->length);
+        move(unit.right, &kept->right);
+        move(unit.row, &kept->row);
+        move(unit.begin_key, &kept->begin_key);
+        move(unit.end_key, &kept->end_key);
+        move(unit.place, &kept->place);
+        move(unit.first_item, &kept->first_item);
+        move(unit.num_items, &kept->num_items);
+        move(unit.weight, &kept->weight);
+        move(sequence.num_tiles, &record->num_tiles);
+    }
+    DEVICE_MEMBER void read_record(Record* record) {
+        for_record(record, [](auto& mine, auto* kept) { mine = ptx::read(kept); });
+        sequence.first_query = unit.first_query;
+        sequence.queries = unit.queries;
+        sequence.length = unit.length;
+        sequence.right = unit.right;
+        sequence.row = unit.row;
+    }
+    DEVICE_MEMBER void write_record(Record* record) {
+        for_record(record, [](auto& mine, auto* kept) { ptx::write(kept, mine); });
+    }
+
     DEVICE_MEMBER bool whole_units() const { return p.split_tokens && !p.spread; }
     DEVICE_MEMBER i64 end_of_share() const { return begin + share; }
     DEVICE_MEMBER i64 owner(i32 item) const { return unit.place_of(item) / share; }
@@ -147,6 +244,7 @@ private:
         const bool causal = p.causal_of ? ptx::read(p.causal_of + b * p.causal_step) : p.causal;
         s.right = causal && !p.tree_mask ? 0 : p.right;
         const i64 rows = static_cast<i64>(s.queries) * group;
+        s.row = p.rows ? ptx::read(p.rows + b) : b;
         s.num_tiles = rows < p.min_rows || rows > p.max_rows ? 0 : static_cast<i32>((rows + ROWS - 1) / ROWS);
         return s;
     }
@@ -197,6 +295,7 @@ private:
         unit.queries = sequence.queries;
         unit.length = sequence.length;
         unit.right = sequence.right;
+        unit.row = sequence.row;
         unit.place = place;
         set_keys(unit, sequence, tile);
     }

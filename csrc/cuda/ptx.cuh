@@ -32,6 +32,7 @@ struct alignas(16) Words4 {
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define KERNEL_WITHIN(registers) extern "C" __global__ void __maxnreg__(registers)
 
 namespace ptx {
 
@@ -44,7 +45,11 @@ DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void sync_team(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void fence() { __threadfence(); }
-DEVICE u32 atomic_add(u32* at, u32 value) { return atomicAdd(at, value); }
+// Raise a counter to `least` if it is smaller, add 1, and return the sum. One thread's atomics at one place keep order.
+DEVICE u64 count_up(u64* at, u64 least) {
+    atomicMax(at, least);
+    return atomicAdd(at, u64{1}) + 1;
+}
 
 // Programmatic dependent launch (sm_90 and later; on older GPUs both functions do nothing): a second grid begins before
 // the first has ended. The first grid says when the second may begin. The second waits until the first has ended and

@@ -51,6 +51,7 @@ constexpr int TEAM_STATS_AT = Elements::Q_TERMS * Q_TERM_BYTES;  // [WARPS_N][RO
 constexpr int TOTALS_AT = TEAM_STATS_AT + 8 * WARPS_N * ROWS;  // [ROWS] of m, then of l
 constexpr int Q_INVERSES_AT = TOTALS_AT + 8 * ROWS;  // [ROWS]: the inverse of the power of two of each query row
 constexpr int LAST_AT = Q_INVERSES_AT + 4 * ROWS;
+constexpr int LAUNCH_AT = LAST_AT + 8;
 constexpr int VOTES_AT = LAST_AT + 16;  // [warps]: lanes whose result holds a NaN
 constexpr int SCORES_AT = VOTES_AT + (THREADS / 8 + 15) / 16 * 16;
 constexpr int SCORES_BYTES = WARPS_D > 1 ? 4 * WARPS_M * WARPS_D * 16 * TILE : 0;  // of a team

@@ -31,8 +31,7 @@ struct Pages {  // of one sequence and one kv head
     const float* v_scale;
 };
 
-DEVICE Pages pages_of(const AttentionParams& p, i32 sequence, i32 head) {
-    const i32 row = p.rows ? ptx::read(p.rows + sequence) : sequence;
+DEVICE Pages pages_of(const AttentionParams& p, i32 row, i32 head) {
     Pages pages;
     pages.table = p.block_table + row * p.table_row;
     pages.k = static_cast<const u8*>(p.k) + head * p.k_head;

@@ -71,12 +71,11 @@ void global_write(void* to, const void* from, uint32_t bytes) {
     std::memcpy(to, from, bytes);
 }
 
-uint32_t atomic_add(uint32_t* at, uint32_t value) {
-    check_global(at, 4, "adds to");
-    record_write(at, 4);
-    const uint32_t old = *at;
-    *at = old + value;
-    return old;
+uint64_t count_up(void* at, uint64_t least) {
+    check_global(at, 8, "adds to");
+    record_write(at, 8);
+    uint64_t& count = *static_cast<uint64_t*>(at);
+    return count = std::max(count, least) + 1;
 }
 
 void shared_read(void* to, uint32_t from, uint32_t bytes) {

@@ -18,6 +18,7 @@
 #define KERNEL(threads, blocks)                                                                    \
     static_assert((threads) % 32 == 0 && (blocks) > 0, "whole warps");                             \
     extern "C" void
+#define KERNEL_WITHIN(registers) extern "C" void
 
 namespace ptx {
 
@@ -30,7 +31,7 @@ DEVICE void sync_team(u32 id, u32 threads) { simt::sync_team(id, threads); }
 DEVICE void fence() {}
 DEVICE void let_next_grid_begin() {}
 DEVICE void wait_for_last_grid() { simt::wait_for_last_grid(); }
-DEVICE u32 atomic_add(u32* at, u32 value) { return simt::atomic_add(at, value); }
+DEVICE u64 count_up(u64* at, u64 least) { return simt::count_up(at, least); }
 
 template <class T> DEVICE u64 bits_of(T x) {
     u64 bits = 0;

@@ -37,7 +37,7 @@ uint32_t ballot(uint32_t mask, bool vote);
 void wait_for_last_grid();
 void global_read(void* to, const void* from, uint32_t bytes);
 void global_write(void* to, const void* from, uint32_t bytes);
-uint32_t atomic_add(uint32_t* at, uint32_t value);
+uint64_t count_up(void* at, uint64_t least);
 
 void shared_read(void* to, uint32_t from, uint32_t bytes);
 void shared_write(uint32_t to, const void* from, uint32_t bytes);

@@ -11,6 +11,7 @@ follow from host integers alone, and a captured graph stays right.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -36,11 +37,12 @@ if TYPE_CHECKING:
 
 _POINTERS = (
     "q k v k_scale v_scale block_table rows seq_lens cu_seqlens_q sinks slopes tree_mask causal_of out lse partials "
-    "tickets"
+    "kept"
 )
 _STRIDES = (
     "q_token q_head k_frame k_slot k_head v_frame v_slot v_head k_scale_frame k_scale_slot k_scale_head "
-    "v_scale_frame v_scale_slot v_scale_head table_row tree_row causal_step out_token out_head max_partials"
+    "v_scale_frame v_scale_slot v_scale_head table_row tree_row causal_step out_token out_head max_partials "
+    "partition_key"
 )
 _INTEGERS = (
     "num_sequences num_heads num_kv_heads block_size causal window right split_tokens spread min_rows max_rows "
@@ -56,6 +58,9 @@ LAYOUT: Final = struct.Struct(
 POINTERS: Final = struct.Struct(f"@{len(_POINTERS.split())}Q")
 REST: Final = struct.Struct(LAYOUT.format.replace(POINTERS.format[1:], ""))
 """LAYOUT is the whole of it: POINTERS, and REST after them."""
+
+RECORD_WORDS: Final = 16
+"""Words of 8 bytes that each CTA keeps from launch to launch: `Record` in csrc/cuda/partition.cuh."""
 
 NO_CAP: Final = 1e30
 """A larger soft cap changes no bit of a float32 score, and its product with log2(e) may overflow."""
@@ -92,10 +97,9 @@ class Machine(Protocol):
     def workspace(self, floats: int, like: Tensor) -> Tensor:
         """Return float32 [>= floats] with any content on the device of `like`. It is reused as `scratch` is."""
 
-    def tickets(self, count: int, like: Tensor) -> Tensor:
-        """Return int32 [>= count] of zeros on the device of `like`, for the next launch alone or for launches in order.
-
-        They leave zeros.
+    def kept(self, kind: int, words: int, like: Tensor) -> Tensor:
+        """Return int64 [>= words] on the device of `like` for the next launch: zeros, or what the launch of this kind
+        before it left there. No two launches of one kind that may run at once get the same memory.
         """
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -111,7 +115,9 @@ class Machine(Protocol):
 class Launch(NamedTuple):
     """One launch without its pointers.
 
-    floats:  of the workspace          slots: tickets that it counts in; 0: it needs none
+    floats:  of the workspace
+    kind:    launches of a kind have equal grids, and the layers of a step are of one kind
+    words:   of 8 bytes that launches of this kind keep: a record of each CTA, and tickets
     rest:    the parameters after the pointers
     merge:   the launch that follows and merges partial results, or None
     """
@@ -119,7 +125,8 @@ class Launch(NamedTuple):
     kernel: AttentionSpecialisation
     blocks: int
     floats: int
-    slots: int
+    kind: int
+    words: int
     rest: bytes
     merge: PiecesSpecialisation | None
 
@@ -129,7 +136,7 @@ class AttentionLauncher:
     `bind_attention`.
 
     All calls have queries of one dtype. The launches follow from the integers in the key of `_launches`; they are
-    computed once per key. Pointers, workspace and tickets belong to each call, so threads may share a launcher.
+    computed once per key. Pointers and workspace belong to each call, so threads may share a launcher.
     """
 
     def __init__(self, layer: KVLayer, options: AttentionOptions, machine: Machine, ways: Ways = PLAIN) -> None:
@@ -165,11 +172,11 @@ class AttentionLauncher:
             q_at, *self._pool, table.data_ptr(), _address(rows), seq_lens.data_ptr(), starts.data_ptr(),
             *map(_address, heads), _address(tree), _address(causal_of), out.data_ptr(),
         )  # fmt: skip
-        for kernel, blocks, floats, slots, rest, merge in launches:
-            partials, tickets = machine.workspace(floats + scratch, q), machine.tickets(slots, q) if slots else None
+        for kernel, blocks, floats, kind, words, rest, merge in launches:
+            partials, kept = machine.workspace(floats + scratch, q), machine.kept(kind, words, q)
             at = partials.data_ptr()
             lse_at = at + 4 * floats if into is None else into.data_ptr()
-            params = POINTERS.pack(*pointers, lse_at, at, _address(tickets)) + rest
+            params = POINTERS.pack(*pointers, lse_at, at, kept.data_ptr()) + rest
             machine.launch(kernel, blocks, params)
             if merge is not None:
                 machine.launch(merge, blocks, params, early=True)
@@ -229,13 +236,21 @@ def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisati
     strides = (q_token, q_head, *pools, *scales, call.block_table.stride(0), tree_row, causal_step)
     rows = (row_class.least, row_class.most)
     q_vectors = (q.data_ptr() | q_token | q_head) % (4 * size) == 0
+    options = (kernel, blocks, *rows, H, K, call.causal, *bounds(call.window, call.right), split)
+    lengths = (B, spread, tree is None, call.causal_of is None, call.rows is None)
     rest = REST.pack(
-        *strides, call.out.stride(0) * size, call.out.stride(1) * size, slots,
+        *strides, call.out.stride(0) * size, call.out.stride(1) * size, slots, _digest(options, lengths),
         B, H, K, S, call.causal, *bounds(call.window, call.right), split, spread, *rows, q_vectors,
         call.scale, call.softcap if call.softcap < NO_CAP else 0.0,
     )  # fmt: skip
     merge = PiecesSpecialisation(kernel) if is_shared and kernel.second_launch else None
-    return Launch(kernel, blocks, slots * floats, slots if is_shared and not merge else 0, rest, merge)
+    words = RECORD_WORDS * blocks + (slots if is_shared and not merge else 0)
+    return Launch(kernel, blocks, slots * floats, _digest(options), words, rest, merge)
+
+
+def _digest(*facts: object) -> int:
+    """Return a hash of 63 bits, equal in all processes."""
+    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _copy_of(x: Tensor, machine: Machine) -> Tensor:

@@ -70,12 +70,12 @@ def shared_memory_objections(case: Case, shared: tuple[int, int]) -> list[str]:
 
 
 @cache
-def shared_memory() -> tuple[int, int]:
-    """Return the bytes of shared memory that a CTA may have, and that an SM has.
+def shared_memory(index: int) -> tuple[int, int]:
+    """Return the bytes of shared memory that a CTA may have, and that an SM has, on the GPU of this index.
 
     If torch does not tell, there is no limit.
     """
-    about = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    about = torch.cuda.get_device_properties(index) if torch.cuda.is_available() else None
     return (
         getattr(about, "shared_memory_per_block_optin", 1 << 30),
         getattr(about, "shared_memory_per_multiprocessor", 1 << 30),
@@ -83,8 +83,8 @@ def shared_memory() -> tuple[int, int]:
 
 
 @cache
-def machine_objections() -> tuple[str, ...]:
-    """Return what this machine lacks."""
+def machine_objections(index: int) -> tuple[str, ...]:
+    """Return what this machine, or its GPU of this index, lacks."""
     found = []
     if importlib.util.find_spec("cupy") is None:
         found.append("CuPy is not installed; install pagedkv[cuda13], or [cuda12] for a driver older than 580")
@@ -92,11 +92,16 @@ def machine_objections() -> tuple[str, ...]:
         found.append(f"torch {torch.__version__} is built without CUDA; install a build with it")
     elif not torch.cuda.is_available():
         found.append("torch finds no CUDA device or driver")
-    elif torch.cuda.get_device_capability() < (8, 0):
-        found.append(
-            "the GPU is {}.{}; the kernels need compute capability 8.0".format(*torch.cuda.get_device_capability())
-        )
+    elif (capability := torch.cuda.get_device_capability(index)) < (8, 0):
+        found.append("the GPU is {}.{}; the kernels need compute capability 8.0".format(*capability))
     return tuple(found)
+
+
+def _index_of(case: Case) -> int:
+    """Return the index of the case's GPU: that of the tensors, or of the current device if it is not known."""
+    if case.device_index is None and torch.cuda.is_available():
+        return torch.cuda.current_device()
+    return case.device_index or 0
 
 
 class CudaBackend:
@@ -110,14 +115,15 @@ class CudaBackend:
     def objections(self, case: Case) -> list[str]:
         """Return all reasons why these kernels cannot serve `case`: of this machine, of the case, and of the case on
         this machine's GPU."""
-        found = [*machine_objections(), *case_objections(case)]
-        return [*(found or shared_memory_objections(case, shared_memory())), *self._too_old()]
+        index = _index_of(case)
+        found = [*machine_objections(index), *case_objections(case)]
+        return [*(found or shared_memory_objections(case, shared_memory(index))), *self._too_old(index)]
 
-    def _too_old(self) -> list[str]:
+    def _too_old(self, index: int) -> list[str]:
         """Return the objection to a GPU before compute capability 9.0, where this way of launching needs it."""
         if not self._newer or not torch.cuda.is_available():
             return []
-        capability = torch.cuda.get_device_capability()
+        capability = torch.cuda.get_device_capability(index)
         if capability >= (9, 0):
             return []
         return ["the GPU is {}.{}; {} compute capability 9.0".format(*capability, self._newer)]

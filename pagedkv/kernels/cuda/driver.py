@@ -7,8 +7,8 @@ not needed. This file knows no attention.
 
     a launch       allocates only torch's memory of the current stream. It neither waits nor reads the device back, so a
                    CUDA graph captures it as it is. A capture cannot load a kernel: that is refused, with the remedy.
-    tickets        belong to no allocator's pool and are never freed. Each stream has a set, and so has each launch in a
-                   graph (`Tickets`).
+    kept memory    belongs to no allocator's pool and is never freed. Each stream has a set, and so has each capture
+                   (`Kept`).
     contexts       kernels are loaded in the device's primary context, which torch uses too. If the calling thread has
                    no context, or another device's, the primary context is current during the launch.
 """
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 CARVEOUT: Final = 100
 """Preferred percent of an SM's L1 memory that is shared memory: no kernel here depends on the L1 cache."""
 
-CHUNK: Final = 1 << 20
-"""Tickets that are allocated at once, 4 MB: enough for 2000 captured decodes on 132 SMs."""
+CHUNK: Final = 1 << 19
+"""Words of 8 bytes that are allocated at once, 4 MB: enough for 100 captured graphs on 132 SMs."""
 
 RESERVE: Final = CHUNK // 4
-"""If fewer tickets than this are left for captures, a launch outside of a capture allocates another chunk."""
+"""If fewer words than this are left for captures, a launch outside of a capture allocates another chunk."""
 
-LINE: Final = 32
-"""Tickets in 128 bytes, a line of the L2 cache. No two launches count in the same line."""
+LINE: Final = 16
+"""Words in 128 bytes, a line of the L2 cache. No two kinds of launches write in the same line."""
 
 
 class Cuda(Protocol):
@@ -100,8 +100,19 @@ class TorchDevice:
         """Return a context in which allocating device memory does not break a capture of another thread."""
         return programmatic_launch.beside_captures()
 
+    def order(self) -> tuple[int, int]:
+        """Return a name of the current stream's order of launches: launches of equal names run one after another.
+
+        It is (the number of the capture, the stream's handle) in a capture, else (0, the stream's number). CUDA gives
+        the number of a stream once, while a handle may be given again when the stream is destroyed but still runs.
+        """
+        stream = self.stream()
+        if self.is_capturing(stream):
+            return programmatic_launch.capture_of(stream), stream
+        return 0, 0 if stream == 0 else programmatic_launch.number_of(stream)
+
     def zeros(self, count: int) -> Tensor:
-        """Return int32 [count] of zeros on this device, which all streams see as zeros. The memory is not from torch's
+        """Return int64 [count] of zeros on this device, which all streams see as zeros. The memory is not from torch's
         allocator and is never freed. Raises: CUDARuntimeError."""
         from cupy.cuda import runtime
 
@@ -109,8 +120,8 @@ class TorchDevice:
             runtime.setDevice(self.device.index)
             stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
             try:
-                at = runtime.malloc(4 * count)
-                runtime.memsetAsync(at, 0, 4 * count, stream)
+                at = runtime.malloc(8 * count)
+                runtime.memsetAsync(at, 0, 8 * count, stream)
                 runtime.streamSynchronize(stream)  # waits for the memset only, not for other streams
             finally:
                 runtime.streamDestroy(stream)
@@ -127,56 +138,58 @@ class _DeviceMemory:
     def __init__(self, at: int, count: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (count,),
-            "typestr": "<i4",
+            "typestr": "<i8",
             "data": (at, False),
             "strides": None,
             "version": 2,
         }
 
 
-class Tickets:
-    """Counters on one device for launches that may run at once. All counters are zero between launches.
+class Kept:
+    """Memory that a launch leaves to the next launch of its kind: shares of the work, and tickets (partition.cuh).
 
-    Launches on one stream run one after another and share a set. A graph may be replayed on any stream and beside any
-    other graph, so each captured launch has a set of its own, which it keeps even when the graph is deleted. The memory
-    is not torch's: torch.compile's CUDA graph trees inspect the graph's pool and would report tickets left there as a
-    leak.
+    Launches on one stream run one after another and share a set for each kind, and so do the launches that one capture
+    makes on one stream. A graph may be replayed on any stream and beside any other graph, so each capture has sets of
+    its own, which are kept even when the graph is deleted. The memory is not torch's: torch.compile's CUDA graph trees
+    inspect the graph's pool and would report what stays there as a leak.
     """
 
     def __init__(self, device: TorchDevice) -> None:
-        self._device, self._left, self._free = device, 0, torch.empty(0, dtype=torch.int32)
-        self._of_stream: dict[int, Tensor] = {}
+        self._device, self._left, self._free = device, 0, torch.empty(0, dtype=torch.int64)
+        self._sets: dict[tuple[tuple[int, int], int], Tensor] = {}
         self._lock = threading.Lock()
 
-    def take(self, count: int) -> Tensor | None:
-        """Return int32 [>= count] for a launch on the current stream. Return None if the stream is captured and too few
+    def take(self, kind: int, words: int) -> Tensor | None:
+        """Return int64 [>= words] for a launch on the current stream. Return None if the stream is captured and too few
         are left: a capture cannot allocate device memory."""
-        stream = self._device.stream()
-        if self._device.is_capturing(stream):
-            with self._lock:
-                return self._cut(count) if self._left >= count else None
-        found = self._of_stream.get(stream)
-        if found is not None and found.numel() >= count and self._left >= RESERVE:
+        order = self._device.order()
+        found = self._sets.get((order, kind))
+        is_captured = order[0] != 0
+        if found is not None and found.numel() >= words and (is_captured or self._left >= RESERVE):
             return found
         with self._lock:
-            # A set that is too small is not freed: a launch may still count in it.
-            if found is None or found.numel() < count:
-                self._ensure(size := max(4096, 2 * count))
-                found = self._of_stream[stream] = self._cut(size)
-            self._ensure(RESERVE)
+            # A set that is too small is not freed: a launch may still use it.
+            if found is None or found.numel() < words:
+                if is_captured and self._left < words:
+                    return None
+                size = words if is_captured or found is None else max(words, 2 * found.numel())
+                self._ensure(size)
+                found = self._sets[order, kind] = self._cut(size)
+            if not is_captured:
+                self._ensure(RESERVE)
         return found
 
-    def _ensure(self, count: int) -> None:
-        """Allocate a chunk if fewer than `count` tickets are free."""
-        if self._left < count:
-            self._free = self._device.zeros(max(CHUNK, 2 * count))
+    def _ensure(self, words: int) -> None:
+        """Allocate a chunk if fewer than `words` are free."""
+        if self._left < words:
+            self._free = self._device.zeros(max(CHUNK, 2 * words))
             self._left = self._free.numel()
 
-    def _cut(self, count: int) -> Tensor:
-        length = -(-count // LINE) * LINE
-        tickets, self._free = self._free[:length], self._free[length:]
+    def _cut(self, words: int) -> Tensor:
+        length = -(-words // LINE) * LINE
+        cut, self._free = self._free[:length], self._free[length:]
         self._left = self._free.numel()
-        return tickets
+        return cut
 
 
 class Driver:
@@ -191,7 +204,7 @@ class Driver:
         self.shared_per_sm: int = device.shared_per_sm
         self._device, self._cuda, self._context = device, cuda, device.context(cuda)
         self._functions: dict[Specialisation, tuple[int, int, int]] = {}
-        self._tickets = Tickets(device)
+        self._kept = Kept(device)
         self._floats: Tensor | None = None
 
     def workspace(self, floats: int, like: Tensor) -> Tensor:
@@ -201,11 +214,11 @@ class Driver:
             self._floats = like.new_empty(0, dtype=torch.float32)
         return self._floats.new_empty(floats)  # torch.empty with a dtype and a device takes 0.4 us more
 
-    def tickets(self, count: int, like: Tensor) -> Tensor:
-        """Return int32 [>= count] of zeros for the next launch. If a capture finds too few, they come from torch's
-        allocator, and the graph sets them to zero at each replay."""
-        found = self._tickets.take(count)
-        return torch.zeros(count, dtype=torch.int32, device=like.device) if found is None else found
+    def kept(self, kind: int, words: int, like: Tensor) -> Tensor:
+        """Return int64 [>= words] that the launch of this kind before the next one left. If a capture finds too few,
+        they come from torch's allocator, and the graph sets them to zero at each replay."""
+        found = self._kept.take(kind, words)
+        return torch.zeros(words, dtype=torch.int64, device=like.device) if found is None else found
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
         """Return a scratch buffer from torch's allocator, which reuses it when the launches so far have run."""
@@ -245,7 +258,8 @@ class Driver:
             function = cuda.moduleGetFunction(module, kernel.name)
         if kernel.shared_bytes:  # more than 48 KB must be requested
             cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes)
-            cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CARVEOUT)
+        # One carve-out for all kernels: two that differ in it cannot share an SM, as launches that overlap must.
+        cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CARVEOUT)
         self._functions[kernel] = loaded = (function, kernel.threads, kernel.shared_bytes)
         return loaded
 

@@ -1,7 +1,8 @@
-"""Two functions of CUDA's driver that CuPy lacks.
+"""Functions of CUDA's driver that CuPy lacks.
 
 `cuLaunchKernelEx` launches a kernel that begins before the previous one has ended. `cuThreadExchangeStreamCaptureMode`
-allows a thread to allocate device memory while another thread captures a graph.
+allows a thread to allocate device memory while another thread captures a graph. `cuStreamGetId` and
+`cuStreamGetCaptureInfo` number streams and captures.
 
     CUlaunchConfig      56 bytes: 7 numbers of 32 bits (grid, block, shared memory); stream; attributes and their number
     CUlaunchAttribute   72 bytes: its number, 4 bytes of padding, a value in 64 bytes
@@ -78,6 +79,31 @@ def beside_captures() -> Iterator[None]:
         yield
     finally:
         exchange(ctypes.byref(mode))  # `mode` holds the mode that the thread had before
+
+
+def capture_of(stream: int) -> int:
+    """Return the number of the capture that records this stream. Raises: CUDADriverError."""
+    from cupy.cuda import driver
+
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    ask = library().cuStreamGetCaptureInfo
+    driver.check_status(ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)))
+    return number.value
+
+
+def number_of(stream: int) -> int:
+    """Return the number of a stream, which no other stream of the process gets; its handle with a driver before 12.0.
+
+    Raises: CUDADriverError.
+    """
+    from cupy.cuda import driver
+
+    ask = getattr(library(), "cuStreamGetId", None)
+    if ask is None:
+        return stream
+    number = ctypes.c_uint64()
+    driver.check_status(ask(ctypes.c_void_p(stream), ctypes.byref(number)))
+    return number.value
 
 
 @cache

@@ -133,7 +133,7 @@ class Emulator:
             "ptx_twin.hpp": texts("simt", ".hpp")["ptx_twin.hpp"]
         }
         self.memory: list[Tensor] = []
-        self.drawn = torch.zeros(1, dtype=torch.int32)
+        self.sets: dict[int, Tensor] = {}
         self.launches: list[Specialisation] = []
         self.wrote: list[tuple[int, int]] = []
 
@@ -162,11 +162,13 @@ class Emulator:
         self.memory.append(partials)
         return partials
 
-    def tickets(self, count: int, like: Tensor) -> Tensor:
-        """Return exactly this many tickets."""
-        self.drawn = torch.zeros(count, dtype=torch.int32)
-        self.memory.append(self.drawn)
-        return self.drawn
+    def kept(self, kind: int, words: int, like: Tensor) -> Tensor:
+        """Return the words that the launch of this kind before left; zeros if there was none, or it had fewer."""
+        found = self.sets.get(kind)
+        if found is None or found.numel() < words:
+            found = self.sets[kind] = torch.zeros(words, dtype=torch.int64)
+        self.memory.append(found)
+        return found
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
         """Return a scratch buffer, filled with 0xA5."""
@@ -196,7 +198,6 @@ class Emulator:
         if fault:
             raise Fault(fault.decode())
         self.wrote = wrote(library)
-        assert not self.drawn.any(), "a launch must leave its tickets at zero"
 
     def attend(self, call: AttentionCall) -> None:
         """`paged_attention` of the backend, on this machine. Raises: Fault."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,8 +35,10 @@ SAMPLE = [LATENT[0], *random.Random(0).sample(SHORT, 11)]
 """The cases of `make test`. Wide latent heads are among them."""
 
 
-def check(case: Case, machine: Emulator) -> None:
+def check(case: Case, machine: Emulator, sharpness: float = 1.0) -> None:
+    """Compare with the oracle. sharpness: a factor of all scores; a real model's are sharper than random ones."""
     built = case.build()
+    built.q.mul_(sharpness)
     call = call_of(built)
     machine.attend(call)
     exact, plain, rows = oracle(built), same_precision(built), sum(case.q_lens)
@@ -56,6 +59,39 @@ def check(case: Case, machine: Emulator) -> None:
 )
 def test_out_and_lse_are_as_accurate_as_plain_torch(case: Case) -> None:
     check(case, Emulator())
+
+
+LONG = Case(q_lens=(1, 1), kv_lens=(1500, 900), heads=(4, 1), dtype="bfloat16", layout="HND")
+
+
+@pytest.mark.parametrize(
+    ("case", "num_sms"),
+    [
+        (LONG, 2),
+        *(pytest.param(replace(LONG, kv=kv), 2, marks=pytest.mark.slow) for kv in ("fp8_e4m3", "int8/token_head")),
+        pytest.param(replace(LONG, dims=(128, 128), split_tokens=512), 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(
+                Case((1, 5), (32768, 700), heads=(8, 1), dims=(128, 128), dtype="bfloat16", kv=kv, layout="HND"),
+                16,
+                marks=pytest.mark.slow,
+            )
+            for kv in ("", "fp8_e4m3/token_head")
+        ),
+    ],
+    ids=str,
+)
+def test_long_contexts_with_sharp_scores_are_as_accurate_in_several_pieces(case: Case, num_sms: int) -> None:
+    """Each CTA goes several times round its stages, and units have several pieces."""
+    check(case, Emulator(num_sms), sharpness=6.0)
+
+
+def test_the_order_of_ctas_and_threads_changes_no_bit_of_a_merge() -> None:
+    call, results = call_of(replace(LONG, kv_lens=(500, 90)).build()), []
+    for seed in range(4):
+        Emulator(4, seed=seed).attend(call)
+        results.append((call.out.clone(), call.lse.clone()))
+    assert all(torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]) for out, lse in results)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import itertools
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,9 @@ class Recorder:
         self.early: list[int] = []
         self.beside = False
         self.chunks: list[torch.Tensor] = []
-        self.tickets: list[tuple[int, int]] = []  # address and number, of each launch of attention
+        self.kept: list[int] = []  # its address, of each launch of attention
+        self.streams = {0x5000: 1, 0x6000: 2}  # the number of each handle
+        self.capture = 70
         load = self.driver._load
         monkeypatch.setattr(self.driver, "_load", lambda kernel: (self.loaded.append(kernel), load(kernel))[1])
         monkeypatch.setattr(compiler, "cubin_for", lambda kernel, macros, arch: f"{kernel} {arch}".encode())
@@ -75,11 +78,14 @@ class Recorder:
         assert stream == self.stream_handle
         return self.capturing
 
+    def order(self) -> tuple[int, int]:
+        return (self.capture, self.stream_handle) if self.capturing else (0, self.streams[self.stream_handle])
+
     def zeros(self, count: int) -> torch.Tensor:
         assert not self.capturing, "a capture cannot allocate device memory"
-        chunk = torch.zeros(count + LINE, dtype=torch.int32)
+        chunk = torch.zeros(count + LINE, dtype=torch.int64)
         # The chunk begins at a cache line, as memory of the device does.
-        self.chunks.append(chunk[-chunk.data_ptr() // 4 % LINE :][:count])
+        self.chunks.append(chunk[-chunk.data_ptr() // 8 % LINE :][:count])
         return self.chunks[-1]
 
     def ctxGetCurrent(self) -> int:
@@ -130,12 +136,7 @@ class Recorder:
         kernel = self.loaded[function - 1]
         params = ctypes.string_at(ctypes.c_void_p.from_address(pointers).value or 0, LAYOUTS[kernel.name].size)
         if LAYOUTS[kernel.name] is LAYOUT:
-            fields = dict(zip(PARAMS, LAYOUT.unpack(params), strict=True))
-            if fields["tickets"]:
-                assert not any(ctypes.string_at(fields["tickets"], 4 * fields["max_partials"])), (
-                    "a launch begins with tickets that are zero"
-                )
-            self.tickets.append((fields["tickets"], fields["max_partials"]))
+            self.kept.append(dict(zip(PARAMS, LAYOUT.unpack(params), strict=True))["kept"])
         if self.run:
             assert block[0] == kernel.threads
             assert shared == kernel.shared_bytes
@@ -155,12 +156,10 @@ def test_a_call_is_launched_as_the_emulator_would_launch_it(
     recorder, call, expected = Recorder(monkeypatch, emulator), call_of(case.build()), call_of(case.build())
     Emulator().attend(expected)
     emulator._may_touch(*call)
-    for name in ("workspace", "tickets"):
+    for name in ("workspace", "kept"):
         taken = getattr(recorder.driver, name)
         monkeypatch.setattr(
-            recorder.driver,
-            name,
-            lambda size, like, taken=taken: emulator.memory.append(got := taken(size, like)) or got,
+            recorder.driver, name, lambda *asked, taken=taken: emulator.memory.append(got := taken(*asked)) or got
         )
     attention.attend(call, recorder.driver)
     assert len(recorder.launches) == 3
@@ -199,78 +198,75 @@ def test_another_device_s_context_is_put_back_even_if_the_launch_fails(monkeypat
     assert recorder.current == OTHER_CONTEXT
 
 
-def apart(*taken: tuple[int, int]) -> bool:
-    """Return whether no two of these (address, tickets) share a cache line."""
-    lines = sorted((at // (4 * LINE), (at + 4 * count - 1) // (4 * LINE)) for at, count in taken)
+def apart(*taken: torch.Tensor) -> bool:
+    """Return whether no two of these share a cache line."""
+    lines = sorted((x.data_ptr() // 128, (x.data_ptr() + 8 * x.numel() - 1) // 128) for x in taken)
     return all(last < first for (_, last), (first, _) in itertools.pairwise(lines))
 
 
-def test_each_stream_has_tickets_of_its_own_and_sets_that_became_too_small_stay(
+def test_each_stream_keeps_memory_for_each_kind_and_sets_that_became_too_small_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = (recorder := Recorder(monkeypatch)).driver
     like = torch.zeros(1)
-    first = driver.tickets(10, like)
-    assert driver.tickets(4096, like) is first
-    larger = driver.tickets(4097, like)
-    assert driver.tickets(10, like) is larger
+    first = driver.kept(1, 10, like)
+    assert driver.kept(1, 10, like) is first
+    other_kind = driver.kept(2, 10, like)
+    larger = driver.kept(1, 4097, like)
+    assert driver.kept(1, 10, like) is larger
     recorder.stream_handle = 0x6000
-    other = driver.tickets(10, like)
-    assert apart((first.data_ptr(), 4096), (larger.data_ptr(), 4097), (other.data_ptr(), 10)), (
-        "a launch that still runs may count in it"
-    )
-    assert not torch.cat((first, larger, other)).any()
+    other_stream = driver.kept(1, 10, like)
+    recorder.stream_handle, recorder.streams[0x5000] = 0x5000, 3
+    same_handle = driver.kept(1, 10, like)
+    assert apart(first, other_kind, larger, other_stream, same_handle), "a launch that still runs may use it"
+    assert not torch.cat((first, other_kind, larger, other_stream, same_handle)).any()
     assert len(recorder.chunks) == 1
-    assert driver.tickets(3 * CHUNK, like).numel() >= 3 * CHUNK
+    assert driver.kept(1, 3 * CHUNK, like).numel() >= 3 * CHUNK
     assert len(recorder.chunks) == 2
 
 
-def test_launches_in_graphs_have_zeroed_tickets_of_their_own_and_record_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Graphs that were captured on the same stream may be replayed side by side, so captures on one stream share no
-    tickets."""
+def test_each_capture_keeps_memory_of_its_own_and_records_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that were captured on the same stream may be replayed side by side. The layers of one capture share."""
     recorder = Recorder(monkeypatch)
     attend_nowhere(recorder)
     before, recorder.capturing = len(recorder.calls), True
     built = Case(dtype="bfloat16").build()
     monkeypatch.setattr(torch, "zeros", None)  # it would add a node to the graph, and memory to the graph's pool
-    for recorder.stream_handle in (0x5000, 0x5000, 0x6000):
+    for recorder.stream_handle, recorder.capture in ((0x5000, 70), (0x5000, 70), (0x6000, 70), (0x5000, 71)):
         attention.attend(call_of(built), recorder.driver)
-    assert len(recorder.launches) == 4
+    assert len(recorder.launches) == 5
     assert len(recorder.calls) == before, "a captured call launches once and calls nothing else of the driver"
-    assert apart(*recorder.tickets)
-    inside = [
-        chunk.data_ptr() <= at < chunk.data_ptr() + 4 * chunk.numel()
-        for at, _ in recorder.tickets
-        for chunk in recorder.chunks
-    ]
-    assert inside == [True] * 4
+    eager, first, second, *others = recorder.kept
+    assert first == second
+    assert len({eager, first, *others}) == 4
+    (chunk,) = recorder.chunks
+    assert all(chunk.data_ptr() <= at < chunk.data_ptr() + 8 * chunk.numel() for at in recorder.kept)
 
 
-def test_a_capture_with_too_few_tickets_lets_the_graph_zero_some_and_a_later_launch_allocates(
+def test_a_capture_that_finds_too_little_lets_the_graph_zero_some_and_a_later_launch_allocates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver, like = (recorder := Recorder(monkeypatch)).driver, torch.zeros(1)
     monkeypatch.setattr(torch, "empty", lambda count, **options: torch.full((count,), -1, **options))
     recorder.capturing = True
-    assert driver.tickets(10, like).tolist() == [0] * 10, "no tickets were allocated before the capture"
+    assert driver.kept(1, 10, like).tolist() == [0] * 10, "nothing was allocated before the capture"
     assert recorder.chunks == []
     recorder.capturing = False
-    driver.tickets(10, like)
+    driver.kept(1, 10, like)
     recorder.capturing = True
-    taken = [driver.tickets(CHUNK // 8 + 1, like) for _ in range(9)]
-    assert all(not tickets.any() and tickets.numel() > CHUNK // 8 for tickets in taken)
-    assert apart(*((tickets.data_ptr(), CHUNK // 8 + 1) for tickets in taken[:7]))
-    assert len({tickets.untyped_storage().data_ptr() for tickets in taken}) == 3, (
+    taken = [driver.kept(kind, CHUNK // 8 + 1, like) for kind in range(9)]
+    assert all(not words.any() and words.numel() > CHUNK // 8 for words in taken)
+    assert apart(*taken[:7])
+    assert len({words.untyped_storage().data_ptr() for words in taken}) == 3, (
         "seven sets come from the chunk, and two from torch"
     )
     recorder.capturing = False
-    mine = driver.tickets(10, like)
+    mine = driver.kept(1, 10, like)
     assert [chunk.numel() for chunk in recorder.chunks] == [CHUNK] * 2
-    assert driver.tickets(10, like) is mine
+    assert driver.kept(1, 10, like) is mine
     recorder.capturing = True
-    assert driver.tickets(RESERVE, like).untyped_storage().data_ptr() == recorder.chunks[1].untyped_storage().data_ptr()
+    kept = driver.kept(9, RESERVE, like)
+    assert kept.untyped_storage().data_ptr() == recorder.chunks[1].untyped_storage().data_ptr()
 
 
 def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,14 +283,26 @@ def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.Monk
     ("split_tokens", "second_launch", "some"),
     [(None, False, True), (16, False, True), (1 << 20, False, False), (None, True, False)],
 )
-def test_tickets_are_taken_where_ctas_share_units_and_the_last_one_merges(
+def test_tickets_are_kept_where_ctas_share_units_and_the_last_one_merges(
     split_tokens: int | None, second_launch: bool, some: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder(monkeypatch)
     built = Case(q_lens=(1,), kv_lens=(64,), heads=(2, 1), dtype="bfloat16", split_tokens=split_tokens).build()
-    attention.attend(call_of(built), recorder.driver, attention.Ways(second_launch=second_launch))
-    assert [bool(at) for at, _ in recorder.tickets] == [some] * (1 + second_launch)
-    assert bool(recorder.chunks) == some
+    ways = attention.Ways(second_launch=second_launch)
+    (launch,) = attention.launches_of(call_of(built), recorder.driver, ways)
+    assert (launch.words > attention.RECORD_WORDS * launch.blocks) == some
+
+
+def test_layers_of_a_step_are_launches_of_one_kind_and_steps_of_other_options_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder, case = Recorder(monkeypatch), Case(dtype="bfloat16")
+
+    def kind(**changes: Any) -> int:
+        return attention.launches_of(call_of(replace(case, **changes).build()), recorder.driver)[0].kind
+
+    assert kind() == kind(q_lens=(1, 1), kv_lens=(40, 40)) == kind(block_size=32)
+    assert len({kind(), kind(window=16), kind(split_tokens=16), kind(heads=(4, 4)), kind(mask="all")}) == 5
 
 
 def torch_of(index: int, monkeypatch: pytest.MonkeyPatch) -> TorchDevice:
@@ -322,7 +330,7 @@ def test_attributes_and_streams_are_those_of_the_device_itself_not_of_the_first_
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_tickets_are_zero_for_every_stream_and_taken_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_memory_is_zero_for_every_stream_and_taken_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     from cupy.cuda import runtime
 
     calls: list[tuple[Any, ...]] = []
@@ -346,13 +354,13 @@ def test_tickets_are_zero_for_every_stream_and_taken_beside_captures(monkeypatch
     interface, placed_on = device.zeros(10)  # type: ignore[misc]
     assert (interface["shape"], interface["typestr"], interface["data"], placed_on) == (
         (10,),
-        "<i4",
+        "<i8",
         (0x4000, False),
         device.device,
     )
     assert calls == [
-        *(("relaxed",), ("setDevice", 3), ("streamCreateWithFlags", runtime.streamNonBlocking), ("malloc", 40)),
-        *(("memsetAsync", 0x4000, 0, 40, 0x77), ("streamSynchronize", 0x77), ("streamDestroy", 0x77), ("restored",)),
+        *(("relaxed",), ("setDevice", 3), ("streamCreateWithFlags", runtime.streamNonBlocking), ("malloc", 80)),
+        *(("memsetAsync", 0x4000, 0, 80, 0x77), ("streamSynchronize", 0x77), ("streamDestroy", 0x77), ("restored",)),
     ]
 
 
@@ -369,6 +377,31 @@ def test_a_stream_of_any_device_says_whether_it_is_captured(monkeypatch: pytest.
         False,
         True,
     ]
+
+
+@pytest.mark.skipif(not COMPILER or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy")
+def test_launches_are_in_order_within_a_capture_or_within_a_stream_whatever_its_handle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cupy.cuda import driver
+
+    library = ctypes.CDLL(str(compiled("driver", {"driver.cpp": HEADER}, ("-O1", "-fPIC", "-shared"))))
+    monkeypatch.setattr(programmatic_launch, "library", lambda: library)
+    captured = {0x5000: False, 0x6000: True}
+    device = torch_of(3, monkeypatch)
+    monkeypatch.setattr(device, "is_capturing", lambda stream: captured.get(stream, False))
+    orders = []
+    for handle in (0, 0x5000, 0x6000):
+        monkeypatch.setattr(device, "stream", lambda handle=handle: handle)
+        orders.append(device.order())
+    assert orders == [(0, 0), (0, 0x5000 + 1), (0x6000 + 2, 0x6000)]
+    raised: list[int] = []
+    monkeypatch.setattr(driver, "check_status", raised.append)
+    programmatic_launch.number_of(0x7000)
+    programmatic_launch.capture_of(0x7000)
+    assert raised == [400, 400], "the driver's status must be checked"
+    monkeypatch.setattr(programmatic_launch, "library", lambda: object())  # a driver before 12.0
+    assert programmatic_launch.number_of(0x5000) == 0x5000
 
 
 def test_threads_that_launch_at_once_all_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,6 +541,14 @@ extern "C" int cuLaunchKernelEx(const CUlaunchConfig* c, void* function, void** 
     for (int i = 0; i < 15; ++i) seen[i] = all[i];
     return (int)c->gridDimZ - 1;
 }
+extern "C" int cuStreamGetId(void* stream, unsigned long long* id) {
+    if ((size_t)stream == 0x7000) return 400;
+    return *id = (size_t)stream + 1, 0;
+}
+extern "C" int cuStreamGetCaptureInfo(void* stream, int* status, unsigned long long* id) {
+    if ((size_t)stream == 0x7000) return 400;
+    return *status = 1, *id = (size_t)stream + 2, 0;
+}
 extern "C" int mode = 1;
 extern "C" int cuThreadExchangeStreamCaptureMode(int* wanted) {
     const int before = mode;
@@ -516,8 +557,8 @@ extern "C" int cuThreadExchangeStreamCaptureMode(int* wanted) {
     return 0;
 }
 """
-"""A stand-in for the driver: cuLaunchKernelEx, with structures as in cuda.h, which refuses a grid whose z is not 1; and
-a capture mode."""
+"""A stand-in for the driver: cuLaunchKernelEx, with structures as in cuda.h, which refuses a grid whose z is not 1; a
+capture mode; and numbers of streams and captures, of all streams but 0x7000."""
 
 
 @pytest.mark.skipif(not COMPILER or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy")

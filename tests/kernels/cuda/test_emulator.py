@@ -50,7 +50,7 @@ KERNELS = {
     "votes": "ptx::write(p->out + lane, static_cast<float>(ptx::ballot(p->in[lane] > 0.0f) & 0xffffffu));",
     "teams": """ptx::shared_write(4 * lane, p->in[lane]); ptx::sync_team(1 + lane / 32, 32);
         ptx::write(p->out + lane, ptx::shared_read<float>(4 * (lane ^ 31)));""",
-    "counts": """const u32 count = ptx::atomic_add(reinterpret_cast<u32*>(p->out) + 64, 1);
+    "counts": """const u64 count = ptx::count_up(reinterpret_cast<u64*>(p->out) + 32, 1000) - 1001;
         ptx::write(p->out + lane, static_cast<float>(count));""",
     "matrices": """u32 m[4], t[4]; for (int i = 0; i < 4;
             ++i) ptx::shared_write(16 * lane + 4 * i, lane * 8u + 2 * i | (lane * 8u + 2 * i + 1) << 16);
@@ -169,9 +169,9 @@ def test_lanes_exchange_as_the_manual_says(library: ctypes.CDLL) -> None:
 def test_every_block_counts_once_and_orders_differ(library: ctypes.CDLL) -> None:
     orders = set()
     for seed in range(4):
-        out = torch.zeros(65)
+        out = torch.zeros(66)
         assert run(library, "counts", torch.zeros(1), out, seed, blocks=3) is None
-        assert out[64:].view(torch.int32).item() == 192
+        assert out[64:].view(torch.int64).item() == 1000 + 192
         orders.add(tuple(out[:64].tolist()))
     assert len(orders) == 4
 

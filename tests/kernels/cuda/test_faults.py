@@ -18,6 +18,7 @@ from pagedkv.kernels.cuda.attention import Ways
 from tests.cases import Case, call_of, empty_layer, write_of
 from tests.kernels.cuda.emulator import COMPILER, Emulator, Fault
 from tests.kernels.cuda.test_attention import check
+from tests.kernels.cuda.test_launch import steps_are_right
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the emulator needs g++")
 
@@ -49,8 +50,7 @@ MISTAKES = {
     "no thread waits to learn which CTA is last": Planted(
         "paged_attention.cuh", "    ptx::sync_block();\n    return ptx::shared_read", "    return ptx::shared_read"
     ),
-    "the last does not merge": Planted("paged_attention.cuh", "p.tickets + first, 1) + 1", "p.tickets + first, 1)"),
-    "the ticket stays": Planted("paged_attention.cuh", "if (last) ptx::write(p.tickets + first, 0u);", ""),
+    "the last does not merge": Planted("paged_attention.cuh", "none + static_cast<u32>(expected);", "none;"),
     "queries past the last are read": Planted("paged_attention.cuh", "there = query < unit.queries;", "there = true;"),
     "entries past the last page are read": Planted(
         "stages.cuh", "in_tile < TILE && key < tile.end_key", "in_tile < TILE"
@@ -124,6 +124,35 @@ def test_kernels_without_a_mistake_pass(case: Case) -> None:
 def test_a_planted_mistake_is_caught(mistake: str) -> None:
     machine = planted(MISTAKES[mistake], Emulator(8))
     assert any(catches(case, machine) for case in CASES)
+
+
+REMEMBERING = {
+    "a share of other lengths is used": Planted(
+        "partition.cuh", "if (now != kept) compute();", "if (!kept) compute();"
+    ),
+    "lengths are not compared": Planted(
+        "partition.cuh", "(end_query << 32 | length)", "(end_query << 32 | (length & 0))"
+    ),
+    "numbers of queries are not compared": Planted("partition.cuh", "(end_query << 32 |", "((end_query & 0) << 32 |"),
+    "rows are not compared": Planted("partition.cuh", "mixed(row + place)", "mixed((row & 0) + place)"),
+    "only the first sequences are compared": Planted(
+        "partition.cuh",
+        "for (i32 b = lane; b < p.num_sequences; b += 32) {\n            const u64",
+        "for (i32 b = lane; b < 1; b += 32) {\n            const u64",
+    ),
+    "launches count from the same number": Planted("partition.cuh", "launch + 1", "launch"),
+    "tickets of all launches are counted": Planted(
+        "paged_attention.cuh", "count_up(tickets + first, none)", "count_up(tickets + first, 0)"
+    ),
+    "a record lacks its unit's place": Planted("partition.cuh", "move(unit.place, &kept->place);", ""),
+}
+
+
+@pytest.mark.parametrize("mistake", some(REMEMBERING))
+def test_a_planted_mistake_in_remembering_shares_is_caught(mistake: str) -> None:
+    machine = planted(REMEMBERING[mistake], Emulator(8))
+    with contextlib.suppress(Fault):
+        assert not steps_are_right(machine)
 
 
 PIECES = {

@@ -10,7 +10,9 @@ import torch
 from pagedkv import KernelUnavailable
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
+from pagedkv.kernels.args import AttentionCall
 from pagedkv.kernels.cuda import backend, driver
+from pagedkv.kernels.cuda.attention import RECORD_WORDS
 from pagedkv.kernels.cuda.specialisation import CLASSES, KINDS, Keys, specialise
 from tests.cases import Case, call_of
 from tests.kernels.cuda.emulator import COMPILER, Emulator
@@ -100,6 +102,75 @@ def test_a_decode_is_one_launch_and_long_queries_take_one_for_each_class() -> No
     assert [kernel.rows for kernel in machine.launches] == [16, 32, 64]
 
 
+STEP = Case((1, 3, 1, 1), (90, 333, 40, 200), heads=(4, 1), dims=(64, 64), dtype="bfloat16", rows=True)
+
+
+def steps() -> list[AttentionCall]:
+    """Return two layers of a step, and a layer each of steps that differ from the one before in one of queries, lengths
+    and rows."""
+    first = call_of(STEP.build())
+    rows = first.rows
+    assert rows is not None
+    swapped = first._replace(rows=rows[[1, 0, 2, 3]], block_table=first.block_table.clone())
+    swapped.block_table[rows[[1, 0]].long()] = first.block_table[rows[[0, 1]].long()]
+    return [
+        first,
+        first._replace(q=first.q * 2),
+        first._replace(cu_seqlens_q=torch.tensor([0, 2, 4, 5, 6], dtype=torch.int32)),
+        first,
+        first._replace(seq_lens=first.seq_lens - torch.tensor([0, 0, 30, 0], dtype=torch.int32)),
+        swapped,
+        first,
+    ]
+
+
+def steps_are_right(machine: Emulator) -> bool:
+    """Return whether launches that find what the one before left give the bits of launches that find zeros."""
+    right = True
+    for call in steps():
+        found, expected = (call._replace(out=call.out.clone(), lse=call.lse.clone()) for _ in "ab")
+        machine.attend(found)
+        Emulator(machine.num_sms).attend(expected)
+        right &= torch.equal(found.out.view(torch.int16), expected.out.view(torch.int16))
+        right &= torch.equal(found.lse, expected.lse)
+    return right
+
+
+@needs_compiler
+def test_launches_with_other_lengths_do_not_use_the_shares_of_earlier_ones() -> None:
+    assert steps_are_right(Emulator(8))
+
+
+@needs_compiler
+def test_layers_of_a_step_read_the_shares_that_the_first_one_computed() -> None:
+    machine, call = Emulator(2), call_of(STEP.build())
+    machine.attend(call)
+    ((kept,),) = [machine.sets.values()]
+    records = kept[: RECORD_WORDS * 2 * machine.num_sms].view(-1, RECORD_WORDS)
+    assert (records[:, 1] == 1).all(), "each CTA has counted one launch"
+    records[:, 4] = records[:, 3]  # shares end where they begin
+    call.out.fill_(torch.nan)
+    machine.attend(call)
+    assert call.out.isnan().all()
+    records[:, 0] = 0  # no share is kept
+    machine.attend(call)
+    assert not call.out.isnan().any()
+
+
+@needs_compiler
+def test_tickets_that_an_earlier_launch_left_count_for_nothing() -> None:
+    """Lengths that change while a launch runs would leave such tickets."""
+    machine, call = Emulator(8), call_of(STEP.build())
+    machine.attend(call)
+    right = call.out.clone()
+    ((kept,),) = [machine.sets.values()]
+    kept[RECORD_WORDS * 2 * machine.num_sms :] = torch.randint(0, 1 << 32, (4 * machine.num_sms,))
+    for _ in range(3):
+        call.out.fill_(torch.nan)
+        machine.attend(call)
+        assert torch.equal(call.out, right)
+
+
 @pytest.mark.parametrize("row_class", CLASSES)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (576, 512)])
 @pytest.mark.parametrize("shared", [H200, AD102])
@@ -113,15 +184,18 @@ def test_specialisations_fit_the_sm(dims: tuple[int, int], shared: tuple[int, in
 @needs_compiler
 def test_a_second_launch_is_a_kernel_of_its_own_that_is_chosen_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     case = registry.Case(device="cuda", dtype="bfloat16", head_dim=128)
-    monkeypatch.setattr(backend, "machine_objections", tuple)
-    monkeypatch.setattr(backend, "shared_memory", lambda: H200)
+    monkeypatch.setattr(backend, "machine_objections", lambda index: ())
+    monkeypatch.setattr(backend, "shared_memory", lambda index: H200)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {0: (8, 9), 1: (9, 0)}.__getitem__)
     assert backend.PLAIN.objections(case) == []
     why = "the GPU is 8.9; launches that begin early need compute capability 9.0"
     assert backend.PIECES.objections(case) == [why]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert backend.PIECES.objections(case) == []
+    assert backend.PIECES.objections(case._replace(device_index=0)) == [why]
+    assert backend.PIECES.objections(case._replace(device_index=1)) == [], (
+        "the GPU of the tensors counts, not the current one"
+    )
     order = [kernel.name for kernel in registry.KERNELS]
     assert order.index("cuda") < order.index("cuda-pieces"), "auto finds the measured kernel first"
     machine, call = Emulator(), call_of(Case(dtype="bfloat16").build())
@@ -145,8 +219,9 @@ def test_heads_that_do_not_fit_the_gpu_are_refused_before_the_call(
     assert backend.shared_memory_objections(wide._replace(kv_dtype=None), AD102) == [], "the dtype is not known yet"
     about = SimpleNamespace(shared_memory_per_block_optin=AD102[0], shared_memory_per_multiprocessor=AD102[1])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: about)
-    monkeypatch.setattr(backend, "machine_objections", tuple)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend, "machine_objections", lambda index: ())
     backend.shared_memory.cache_clear()
     try:
         assert len(found := backend.PLAIN.objections(wide)) == 1
