@@ -94,7 +94,7 @@ def test_a_prediction_is_the_sum_that_the_page_explains() -> None:
     assert predict.cut_of(COUNT, BASE, predict.H200) == predict.Cut(busiest=64, pieces=1, shared=0)
     found = predict.predict(COUNT, BASE)
     memory = 536_870_912 / 4.4e6
-    fixed = 1.2 + (1000 * 0.45 * 5 / 1755 + 4 * 0.55) + 0.5
+    fixed = 1.2 + (1000 * 5 / 1755 + 4 * 0.55) + 0.5
     assert found.us == pytest.approx(memory + fixed)
     assert found.of_ceiling == pytest.approx(memory / (memory + fixed))
     assert found.limit == "memory"
@@ -108,12 +108,12 @@ def test_a_prediction_is_the_sum_that_the_page_explains() -> None:
     assert thin.limit == "bytes in flight"
     short = predict.predict(COUNT, replace(BASE, batch=1, context=1024))
     assert short.limit == "start and end"
-    assert short.us == pytest.approx(1.2 + 1000 * 0.45 * 5 / 1755 + 2.2 + 1.0 + 1.0 + 0.6), "16 pieces: one round"
+    assert short.us == pytest.approx(1.2 + 1000 * 5 / 1755 + 2.2 + 1.0 + 1.0 + 0.6), "16 pieces: one round"
 
 
 def test_scales_are_read_and_count_as_no_keys() -> None:
     found = predict.predict(replace(COUNT, kv="fp8_e4m3", cycles=10.0), replace(BASE, kv="fp8_e4m3"))
-    pairs, fixed = 1_048_576, 1.2 + 1000 * 0.45 * 5 / 1755 + 2.2 + 0.5
+    pairs, fixed = 1_048_576, 1.2 + 1000 * 5 / 1755 + 2.2 + 0.5
     assert found.us == pytest.approx(pairs * (256 + 8) / 4.4e6 + fixed)
     assert found.of_ceiling == pytest.approx(pairs * 256 / 4.4e6 / found.us)
 
@@ -142,7 +142,7 @@ def test_the_partition_is_cut_as_the_kernels_cut_it(units: Any, ctas: int, overh
     assert predict.cut(units, ctas, overhead) == expected
 
 
-REVIEWED = replace(COUNT, cycles=2723.0, entry=2144, at_once=4)
+REVIEWED = replace(COUNT, cycles=2723.0, entry=965, at_once=4)
 NARROW = replace(REVIEWED, kv="fp8_e4m3", cycles=3058.0, pipes={"issue": 1231, "alu": 2 * 1136 // 2})
 
 

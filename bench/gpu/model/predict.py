@@ -1,7 +1,7 @@
 """Counts of a kernel and a cell -> the time on an H200, its share of the memory ceiling, and the limit.
 
     time      = GAP + start + stream + end
-    start     = entry * EXECUTED * CYCLES_ALONE / clock + loads * LOAD     each CTA starts at once, nothing hides it
+    start     = entry * CYCLES_ALONE / clock + loads * LOAD                each CTA starts at once, nothing hides it
     stream    = the longest of
                   bytes / (ceiling, or what the bytes in flight allow: in flight * SMs / LATENCY)
                   tiles of a scheduler * cycles of a tile / clock          the work spread evenly
@@ -51,8 +51,8 @@ LATENCY: Final = 1.2
 LOAD: Final = 0.55
 """Microseconds of a load that another one waits for, at the start."""
 
-EXECUTED, CYCLES_ALONE = 0.45, 5.0
-"""Share of the instructions before the first copy that run, and cycles of one: a warp is alone on its scheduler."""
+CYCLES_ALONE = 5.0
+"""Cycles of an instruction before the first copy: a warp is alone on its scheduler."""
 
 STORE, MERGE, ROUND = 0.5, 1.0, 0.6
 """Microseconds: to store a result; for barriers, fence and ticket of a shared unit; for a round of loads from L2."""
@@ -74,7 +74,7 @@ class Count:
     rows, keys:          of a tile, which tile_warps warps share.
     warps, ctas:         of a CTA, and CTAs of an SM.
     in_flight:           bytes on their way into an SM.
-    entry:               instructions before the first copy.       loads: dependent ones before the first key.
+    entry:               instructions that run before the first copy.    loads: dependent ones before the first key.
     at_once:             pieces that a merge loads together.
     """
 
@@ -153,7 +153,7 @@ def cut_of(count: Count, cell: Cell, machine: Machine) -> Cut:
 
 def start(count: Count, machine: Machine) -> float:
     """Return the microseconds from the start of a CTA until its first key is on its way and has come."""
-    return count.entry * EXECUTED * CYCLES_ALONE / machine.clock * 1e6 + count.loads * LOAD
+    return count.entry * CYCLES_ALONE / machine.clock * 1e6 + count.loads * LOAD
 
 
 def end(count: Count, how: Cut) -> float:
