@@ -36,14 +36,15 @@ def at_most(rows: Iterable[Row]) -> list[Row]:
 
 
 def threads(rows: Iterable[Row]) -> str:
-    """Return the number of threads in words."""
-    count = next((row["threads"] for row in rows if "threads" in row), 0)
-    return f"{count} thread{'s' if count > 1 else ''}"
+    """Return the number of threads in words, or the name of the GPU."""
+    row = next((row for row in rows if "threads" in row or "device" in row), {})
+    count = row.get("threads", 0)
+    return f"{count} thread{'s' if count > 1 else ''}" if count else str(row.get("device", ""))
 
 
 def _ceilings(rows: list[Row]) -> Chart | None:
     given = [
-        Bar(row["pattern"], row["median"], "peer", ", ".join(filter(None, (_where(row), threads([row])))))
+        Bar(row["pattern"], row["median"], "peer", ", ".join(filter(None, (_pages(row), threads([row])))))
         for row in sorted(rows, key=lambda row: (row.get("pages") != "huge", -row.get("threads", 0)))
         if row["case"] == "ceiling"
     ]
@@ -51,8 +52,8 @@ def _ceilings(rows: list[Row]) -> Chart | None:
     return bars(title, given, unit="GB/s") if given else None
 
 
-def _where(row: Row) -> str:
-    return f"pages of the system: {row['pages']}" if "pages" in row else row.get("device", "")
+def _pages(row: Row) -> str:
+    return f"pages of the system: {row['pages']}" if "pages" in row else ""
 
 
 def _efficiencies(rows: list[Row]) -> Chart | None:

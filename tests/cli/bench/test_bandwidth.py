@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from pagedkv.bench import clock
 from pagedkv.bench.attention import pool
 from pagedkv.bench.attention.cells import Cell
-from pagedkv.bench.bandwidth import ceilings, disk, runner, subjects, words
+from pagedkv.bench.bandwidth import ceilings, device, disk, runner, subjects, words
 
 FAST = ("--quick", "--turns", 1, "--threads", 1, "--kernels", "cpu")
 
@@ -73,6 +74,21 @@ def test_a_wrong_option_is_one_line(command, options, words, tmp_path, monkeypat
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     status, _, err = command("bench", "bandwidth", *options, "--record", tmp_path / "r")
     assert (status, words in err) == (2, True), err
+
+
+def test_a_gpu_has_its_ceilings_and_swaps(command, tmp_path, monkeypatch):
+    """On a machine without a GPU the device is the CPU."""
+    stand_in = device.measured("cpu", 64 << 10, 4 << 10)
+    monkeypatch.setattr(device, "measured", lambda: stand_in)
+    monkeypatch.setattr(device, "timer", clock.on_this_cpu)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    options = ("--device", "cuda", "--quick", "--json", "--record", tmp_path / "r", "--plot", tmp_path / "g.svg")
+    status, out, err = command("bench", "bandwidth", *options)
+    assert status == 0, err
+    found = {(row["case"], row.get("direction", ""), row["device"]) for row in json.loads(out)}
+    assert found >= {("ceiling", "", "a GPU"), ("swap", "to the host", "a GPU"), ("swap", "to the device", "a GPU")}
+    assert "a GPU" in (tmp_path / "g.svg").read_text()
 
 
 def test_a_disk_that_cannot_be_written_to_is_left_out_in_one_line(command, tmp_path, monkeypatch):
