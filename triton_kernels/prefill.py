@@ -20,6 +20,7 @@ sequences always go to decode, in any batch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -134,6 +135,7 @@ def paged_prefill(call: AttentionCall, decoded: int, only: Tensor | None = None)
     tuned = tuning("prefill", on, head_bytes(call), max(call.q.shape[2], Dv))
     M = tuned.M if call.tree_mask is None and call.split_tokens is None else min(tuned.M, 64)  # see keys_of
     spec = specialisation_of(call, M=M, N=keys_of(call, M, tuned.N))
+    spec = replace(spec, edges=not (spec.window or spec.tree))
     heads, tiles = K * spec.head_tiles, T // spec.queries + B
     key_tiles, splits = -(-call.max_seqlen_k // spec.N), 1
     if not call.split_tokens:

@@ -41,6 +41,7 @@ class Specialisation:
     v_in_k:           V is the first part of K in the same memory (MLA): it is read once.
     one_launch:       the program that stores decode's last partial merges them; there is no second launch.
     mixed:            a tile may load values that not all of its rows see.
+    edges:            only the last tiles of a walk are masked (prefill).
     right:            some query may not see all positions after it: causality, or a window.
     """
 
@@ -68,11 +69,17 @@ class Specialisation:
     split: bool = False
     one_launch: bool = False
     mixed: bool = True
+    edges: bool = False
 
     @cached_property
     def narrow(self) -> bool:
         """Whether operands are float16, which holds each stored element exactly: below elements of one byte or half."""
         return self.kind != "" and self.dtype != tl.float32
+
+    @cached_property
+    def lift(self) -> int:
+        """The exponent of the power of two that weights carry, see tile.py."""
+        return 13 if self.narrow and self.v_scale != 2 else 0
 
     @cached_property
     def operand(self) -> Any:

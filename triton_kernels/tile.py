@@ -134,19 +134,59 @@ def walk(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, SPE
     """
     if SPEC.narrow:
         q_parts = scaled_queries(q_parts[0], q_parts[1], SPEC)
-    acc0, acc1, m, l = walk_once(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, False, SPEC)
+    state = no_keys(SPEC)
+    middle = first
+    if SPEC.edges:  # all rows see the keys before `middle`, but for punched pages
+        seen_by_all = end
+        if SPEC.right:
+            seen_by_all = tl.minimum(end, tl.min(rows[0], 0) + rows[5] + 1)
+        middle = first + tl.maximum(seen_by_all - first, 0) // SPEC.N * SPEC.N
+        state = steps(q_parts, state, first, middle, table_row, pool, kv_head, rows, slopes, rules, False, False, SPEC)
+    state = steps(q_parts, state, middle, end, table_row, pool, kv_head, rows, slopes, rules, True, False, SPEC)
+    acc0, acc1 = state[0], state[1]
     if SPEC.mixed:
         is_nan = tl.sum((acc0 != acc0).to(tl.int32)) + tl.sum((acc1 != acc1).to(tl.int32))
         if is_nan > 0:
-            acc0, acc1, m, l = walk_once(q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, True, SPEC)
-    return acc0, acc1, m, l
+            state = no_keys(SPEC)
+            state = steps(q_parts, state, first, end, table_row, pool, kv_head, rows, slopes, rules, True, True, SPEC)
+    return with_value_scale(state, pool[3], SPEC)
 
 
 @triton.jit
-def walk_once(
-    q_parts, first, end, table_row, pool, kv_head, rows, slopes, rules, APART: tl.constexpr, SPEC: tl.constexpr
-):
-    """Return the result of `walk`. APART: a value that is not finite makes the rows NaN that see it, and no others."""
+def no_keys(SPEC: tl.constexpr):
+    """Return the state of a tile before its first key: acc0, acc1, m, l, `lift`, and which rows are spoiled."""
+    m = tl.full([SPEC.M], float("-inf"), tl.float32)
+    l = tl.full([SPEC.M], 0.0, tl.float32)
+    acc0 = tl.full([SPEC.M, SPEC.V0], 0.0, tl.float32)
+    acc1 = tl.full([SPEC.M, SPEC.second], 0.0, tl.float32)
+    return acc0, acc1, m, l, tl.full([], 100, tl.int32), tl.zeros([SPEC.M], tl.int32)
+
+
+@triton.jit
+def with_value_scale(state, v_scale, SPEC: tl.constexpr):
+    """Return acc0, acc1, m and l of a state: spoiled rows NaN, and without the powers of two of weights."""
+    acc0, acc1, m, l, lift, spoiled = state
+    acc0 = tl.where(spoiled[:, None] != 0, float("nan"), acc0)
+    acc1 = tl.where(spoiled[:, None] != 0, float("nan"), acc1)
+    value_scale = SPEC.factor * 1.0
+    if SPEC.v_scale == 1:
+        value_scale = value_scale * tl.load(v_scale)
+    if SPEC.narrow and SPEC.v_scale == 2:
+        value_scale = value_scale * power(-lift)
+    return acc0 * value_scale, acc1 * value_scale, m - SPEC.lift, l
+
+
+@triton.jit
+def steps(
+    q_parts, state, first, end, table_row, pool, kv_head, rows, slopes, rules,
+    MASKED: tl.constexpr, APART: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Return the state after the keys first..end.
+
+    MASKED: rows see different keys, or `end` lies within a tile; otherwise each row sees all keys that are present.
+    APART:  a value that is not finite spoils the rows that see it, and no others.
+    """
+    acc0, acc1, m, l, lift, spoiled = state
     q0, q1 = q_parts[0], q_parts[1]
     (
         k, v, k_scale, v_scale, k_frame, k_slot, k_head, v_frame, v_slot, v_head,
@@ -166,13 +206,6 @@ def walk_once(
         scale = scale * LOG2E
     if SPEC.narrow:
         scale = (scale * q_parts[2])[:, None]
-    m = tl.full([SPEC.M], float("-inf"), tl.float32)
-    l = tl.full([SPEC.M], 0.0, tl.float32)
-    acc0 = tl.full([SPEC.M, SPEC.V0], 0.0, tl.float32)
-    acc1 = tl.full([SPEC.M, SPEC.second], 0.0, tl.float32)
-    LIFT: tl.constexpr = 13 if SPEC.narrow and SPEC.v_scale != 2 else 0
-    lift = tl.full([], 100, tl.int32)
-    spoiled = tl.zeros([SPEC.M], tl.int32)
     n = tl.arange(0, SPEC.N)
     if SPEC.whole_pages:
         ahead = tl.load(table_row + first // SPEC.S, mask=first < end, other=-1)
@@ -185,7 +218,10 @@ def walk_once(
         else:
             ahead = tl.load(table_row + (t + SPEC.N) // SPEC.S, mask=t + SPEC.N < end, other=-1)
         slot = (start % SPEC.S + n if SPEC.whole_pages else t % SPEC.S).to(tl.int64)
-        present = t < tl.where(frame >= 0, end, 0)
+        if MASKED:
+            present = t < tl.where(frame >= 0, end, 0)
+        else:
+            present = tl.zeros([SPEC.N], tl.int32) <= frame
         if SPEC.window:
             present = present & (t > rows[3] - window)  # no new token sees a key before
         frame = frame.to(tl.int64)
@@ -197,13 +233,16 @@ def walk_once(
         if SPEC.k_scale == 2:
             s = s * tl.load(k_scale + frame * ks_frame + slot * ks_slot, mask=present, other=0.0)[None, :]
         s = scored(s, t, rows[0], slopes, scale, softcap, SPEC)
-        sees = seen(t, present, rows, window, tree, SPEC)
-        s = tl.where(sees, s, float("-inf"))
+        if MASKED:
+            sees = seen(t, present, rows, window, tree, SPEC)
+            s = tl.where(sees, s, float("-inf"))
+        else:  # a sum joins the product with the scale; a choice would be an instruction of its own
+            s = s + tl.where(present, 0.0, float("-inf"))[None, :]
 
         top = tl.maximum(m, tl.max(s, 1))
         safe = tl.where(top == float("-inf"), 0.0, top)
         fade = tl.exp2(m - safe)
-        p = tl.exp2(s - (safe - LIFT)[:, None])
+        p = tl.exp2(s - (safe - SPEC.lift)[:, None])
         m = top
         l = l * fade + tl.sum(p, 1)
         by = present.to(tl.float32)
@@ -234,15 +273,7 @@ def walk_once(
         acc0 = product(p, v0, acc0, SPEC)
         if not SPEC.v_in_k and (SPEC.kind == "int4" or SPEC.V1 > 0):
             acc1 = product(p, v1, acc1, SPEC)
-    if APART:
-        acc0 = tl.where(spoiled[:, None] != 0, float("nan"), acc0)
-        acc1 = tl.where(spoiled[:, None] != 0, float("nan"), acc1)
-    value_scale = SPEC.factor * 1.0
-    if SPEC.v_scale == 1:
-        value_scale = value_scale * tl.load(v_scale)
-    if SPEC.narrow and SPEC.v_scale == 2:
-        value_scale = value_scale * power(-lift)
-    return acc0 * value_scale, acc1 * value_scale, m - LIFT, l
+    return acc0, acc1, m, l, lift, spoiled
 
 
 @triton.jit

@@ -296,6 +296,7 @@ def nvidia(cubin: bytes) -> dict[str, Any]:
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
         "spills": sum(op.startswith(("LDL", "STL")) for body in main_loops(lines) for op in body),
+        "compares": sum(op.startswith("ISETP") for body in main_loops(lines) for op in body),
         "slow_conversions": sum(op.startswith(("F2F.", "I2F.")) for body in main_loops(lines) for op in body),
         "wide": sum(
             (op.startswith(("LDGSTS", "LDG")) and ".128" in op) or op.startswith("UBLKCP") for op in operations

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from tests.cases import Case, call_of
 from tests.kernels.oracle import oracle
-from tests.kernels.triton.test_triton import backend, prefill
+from tests.kernels.triton.test_triton import backend, keeps_the_contract, prefill
 
 CHUNKS = Case(q_lens=(20, 3, 33), kv_lens=(150, 40, 133), heads=(4, 2), sinks=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CHUNKS, punched=True, block_size=4),
+        pytest.param(replace(CHUNKS, softcap=20.0, alibi=True, dtype="bfloat16"), marks=pytest.mark.slow),
+        pytest.param(replace(CHUNKS, mask="some", punched=True), marks=pytest.mark.slow),
+        replace(CHUNKS, mask="all", window=(None, 4), punched=True, rows=True),
+        replace(CHUNKS, q_lens=(20, 3, 90), kv_lens=(150, 40, 3), mask="all", kv="int8/token_head", punched=True),
+    ],
+    ids=str,
+)
+def test_tiles_that_all_rows_see_are_computed_like_the_masked_ones(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    keeps_the_contract(case)
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -188,6 +188,14 @@ def test_prefill_multiplies_by_the_instructions_of_its_own_architecture(arch: st
     assert set(cores) & ({"HGMMA"} if arch == "sm_90" else {"UTCHMMA"}), cores
 
 
+def test_prefill_masks_the_last_tiles_only() -> None:
+    """The first loop compares no position of a query with one of a key: 32 scores of a thread take no 32 compares."""
+    launches = reports(tuple(DEFAULT))["prefill, one chunk", "sm_90"]
+    compares = [launch["compares"] for launch in launches if launch["kernel"] == "prefill_kernel"]
+    assert compares
+    assert max(compares) < 32
+
+
 def test_keys_of_bfloat16_are_loaded_16_bytes_at_a_time() -> None:
     decode = reports(tuple(DEFAULT))["decode", "sm_90"][0]
     assert decode["async"] > 0
