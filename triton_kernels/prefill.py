@@ -39,7 +39,7 @@ from pagedkv.kernels.triton.specialisation import (
     tables_of,
 )
 from pagedkv.kernels.triton.tile import finish, load_query, normalised, query_rows, store_parts, walk
-from pagedkv.kernels.triton.tuning import target, tuning
+from pagedkv.kernels.triton.tuning import INTERPRETER, target, tuning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +135,9 @@ def paged_prefill(call: AttentionCall, decoded: int, only: Tensor | None = None)
     tuned = tuning("prefill", on, head_bytes(call), max(call.q.shape[2], Dv))
     M = tuned.M if call.tree_mask is None and call.split_tokens is None else min(tuned.M, 64)  # see keys_of
     spec = specialisation_of(call, M=M, N=keys_of(call, M, tuned.N))
-    spec = replace(spec, edges=not (spec.window or spec.tree))
+    edges = not (spec.window or spec.tree)
+    fits = spec.dtype != tl.float32 and not spec.kind and spec.K1 == 0 and spec.K0 <= 128 and not spec.v_in_k
+    spec = replace(spec, edges=edges, overlapped=edges and fits and on.arch in ("sm_90", INTERPRETER))
     heads, tiles = K * spec.head_tiles, T // spec.queries + B
     key_tiles, splits = -(-call.max_seqlen_k // spec.N), 1
     if not call.split_tokens:

@@ -42,6 +42,7 @@ class Specialisation:
     one_launch:       the program that stores decode's last partial merges them; there is no second launch.
     mixed:            a tile may load values that not all of its rows see.
     edges:            only the last tiles of a walk are masked (prefill).
+    overlapped:       before them, products with the keys of the next tile run under the softmax of a tile.
     right:            some query may not see all positions after it: causality, or a window.
     """
 
@@ -70,6 +71,7 @@ class Specialisation:
     one_launch: bool = False
     mixed: bool = True
     edges: bool = False
+    overlapped: bool = False
 
     @cached_property
     def narrow(self) -> bool:

@@ -9,6 +9,7 @@
         s = log2(e) * alibi(cap(scale * q k'))      m' = max(m, max s)      a = 2^(m - m')      p = 2^(s - m')
         l = a l + sum p                             acc = a acc + p v       (m, l, acc) starts at (-inf, 0, 0)
 
+    overlap            if SPEC.overlapped, s of the next tile is multiplied under the softmax of a tile (WGMMA on sm_90)
     never read         a key at or past `end`, a key of a punched page (-1), a table entry past the last page: every
                        load is masked, and a masked value is 0, so that 0 * NaN cannot happen
     hidden values      a row that does not see a key still multiplies its value by p = 0. If SPEC.mixed, rows of a tile
@@ -207,10 +208,16 @@ def steps(
     if SPEC.narrow:
         scale = (scale * q_parts[2])[:, None]
     n = tl.arange(0, SPEC.N)
+    OVERLAPPED: tl.constexpr = SPEC.overlapped and not MASKED
+    zero = tl.full([SPEC.M, SPEC.N], 0.0, tl.float32)
     if SPEC.whole_pages:
         ahead = tl.load(table_row + first // SPEC.S, mask=first < end, other=-1)
     else:
         ahead = tl.load(table_row + (first + n) // SPEC.S, mask=first + n < end, other=-1)
+    if OVERLAPPED:  # scores of the first tile; in the loop, those of the next tile
+        row = ahead.to(tl.int64) * k_frame + ((first + n) % SPEC.S).to(tl.int64) * k_slot
+        k0, _ = parts(k, row, ahead + 0 * n >= 0, SPEC.K0, SPEC.K1, SPEC.k_limit, SPEC)
+        s_ahead = product(q0, tl.trans(k0), zero, SPEC)
     for start in range(first, end, SPEC.N):
         frame, t = ahead, start + n
         if SPEC.whole_pages:
@@ -226,10 +233,16 @@ def steps(
             present = present & (t > rows[3] - window)  # no new token sees a key before
         frame = frame.to(tl.int64)
 
-        k0, k1 = parts(k, frame * k_frame + slot * k_slot, present, SPEC.K0, SPEC.K1, SPEC.k_limit, SPEC)
-        s = product(q0, tl.trans(k0), tl.full([SPEC.M, SPEC.N], 0.0, tl.float32), SPEC)
-        if SPEC.kind == "int4" or SPEC.K1 > 0:
-            s = product(q1, tl.trans(k1), s, SPEC)
+        if OVERLAPPED:
+            s = s_ahead
+            row = ahead.to(tl.int64) * k_frame + ((t + SPEC.N) % SPEC.S).to(tl.int64) * k_slot
+            k0, _ = parts(k, row, ahead + 0 * n >= 0, SPEC.K0, SPEC.K1, SPEC.k_limit, SPEC)
+            s_ahead = product(q0, tl.trans(k0), zero, SPEC)
+        else:
+            k0, k1 = parts(k, frame * k_frame + slot * k_slot, present, SPEC.K0, SPEC.K1, SPEC.k_limit, SPEC)
+            s = product(q0, tl.trans(k0), zero, SPEC)
+            if SPEC.kind == "int4" or SPEC.K1 > 0:
+                s = product(q1, tl.trans(k1), s, SPEC)
         if SPEC.k_scale == 2:
             s = s * tl.load(k_scale + frame * ks_frame + slot * ks_slot, mask=present, other=0.0)[None, :]
         s = scored(s, t, rows[0], slopes, scale, softcap, SPEC)

@@ -296,6 +296,7 @@ def nvidia(cubin: bytes) -> dict[str, Any]:
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
         "spills": sum(op.startswith(("LDL", "STL")) for body in main_loops(lines) for op in body),
+        "overlapped": max((exponentials_in_products(body) for body in main_loops(lines)), default=0),
         "compares": sum(op.startswith("ISETP") for body in main_loops(lines) for op in body),
         "slow_conversions": sum(op.startswith(("F2F.", "I2F.")) for body in main_loops(lines) for op in body),
         "wide": sum(
@@ -307,6 +308,13 @@ def nvidia(cubin: bytes) -> dict[str, Any]:
         "cores": sorted({op.partition(".")[0] for op in operations if op.startswith(MATRIX)}),
         "instructions": len(operations),
     }
+
+
+def exponentials_in_products(body: list[str]) -> int:
+    """Return how many exponentials stand between the first product of sm_90 and the first wait for one."""
+    first = next((i for i, op in enumerate(body) if op.startswith("HGMMA")), len(body))
+    wait = next((i for i in range(first, len(body)) if body[i].startswith("WARPGROUP.DEPBAR")), first)
+    return sum(op.startswith("MUFU.EX2") for op in body[first:wait])
 
 
 def main_loops(lines: list[tuple[int, str, str]]) -> list[list[str]]:
