@@ -69,7 +69,7 @@ MISTAKES = {
     "the wrong operand of P V": Planted("scores.cuh", "put(1, low[2], low[3]);", "put(1, high[2], high[3]);"),
     "sums keep an old maximum": Planted("scores.cuh", "state.l[r] * shrink[r] + sum", "state.l[r] + sum"),
     "results keep an old maximum": Planted(
-        "scores.cuh", "shrink[1] != 1.0f)) return;", "shrink[1] != 1.0f), true) return;"
+        "scores.cuh", "shrink[1] != 1.0f)) return;", "shrink[1] != 1.0f) || true) return;"
     ),
     "the unit of a result is forgotten": Planted("merge.cuh", "(254u << 23) - ptx::as_bits(state.unit)", "127u << 23"),
     "a query's power of two is forgotten": Planted(
@@ -102,6 +102,7 @@ MISTAKES = {
 }
 CASES = (
     Case((1, 1, 1), (700, 40, 333), heads=(8, 2), dtype="bfloat16", window=600, punched=True, layout="HND", padding=3),
+    Case((1, 1), (90, 40), heads=(4, 2), dtype="bfloat16", layout="HND"),
     Case((40, 1), (400, 9), heads=(4, 2), dtype="bfloat16", mask="some", window=(63, 5)),
     Case((1,) * 8, (90,) * 8, heads=(4, 2), dtype="bfloat16", split_tokens=40),
     Case((2,), (200,), heads=(8, 1), dims=(576, 512), dtype="bfloat16", layout="mla"),
