@@ -9,6 +9,7 @@
 
 #include "simt.hpp"
 
+#define CUDA_ARCH SIMT_ARCH
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
 #define __grid_constant__
