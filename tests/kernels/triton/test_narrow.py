@@ -31,8 +31,14 @@ def interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry._resolve.cache_clear()
 
 
-@pytest.mark.parametrize("power", [-60, 60])
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize(
+    ("kv", "power"),
+    [
+        ("fp8_e4m3", 60),
+        ("int4/token_head", -60),
+        *(pytest.param(kv, power, marks=pytest.mark.slow) for kv in KINDS for power in (-60, 60)),
+    ],
+)
 def test_a_power_of_two_in_the_query_is_as_good_as_in_the_scale(kv: str, power: int) -> None:
     built = replace(DRAFTS, kv=kv).build()
     right = INTERPRETER.attend(built)
@@ -41,7 +47,7 @@ def test_a_power_of_two_in_the_query_is_as_good_as_in_the_scale(kv: str, power: 
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("power", [-60, 60])
+@pytest.mark.parametrize("power", [-60, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_power_of_two_in_the_scales_of_values_is_one_of_the_output(power: int) -> None:
     built = replace(DRAFTS, kv="int8/token_head").build()
     assert built.layer.v_scale is not None
@@ -50,8 +56,15 @@ def test_a_power_of_two_in_the_scales_of_values_is_one_of_the_output(power: int)
     assert torch.equal(INTERPRETER.attend(built._replace(layer=layer))[0], right * 2.0**power)
 
 
-@pytest.mark.parametrize("steps", [torch.arange(40), torch.arange(40).flip(0), torch.arange(40) % 3 * 40], ids=str)
-@pytest.mark.parametrize("kv", ["fp8_e4m3/token_head", "int4/token_head"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(torch.arange(40), id="larger"),
+        pytest.param(torch.arange(40).flip(0), marks=pytest.mark.slow, id="smaller"),
+        pytest.param(torch.arange(40) % 3 * 40, id="in turn"),
+    ],
+)
+@pytest.mark.parametrize("kv", ["fp8_e4m3/token_head", pytest.param("int4/token_head", marks=pytest.mark.slow)])
 def test_scales_of_values_may_differ_by_any_power_of_two(kv: str, steps: torch.Tensor) -> None:
     """Values of later tokens are larger, or smaller, or both in turn."""
     case = replace(DRAFTS, q_lens=(2,), kv_lens=(160,), kv=kv)
