@@ -36,10 +36,11 @@ FREE = {"errors", "spec", "debug", "machine_code", "regular_files"}
 ARROWS = {
     "core": set(),
     "kernels": set(),  # core and kernels do not know each other
-    "cache": {"core", "kernels"},
+    "tiers": {"core", "kernels"},
+    "cache": {"core", "kernels", "tiers"},
     "checkpoint": {"kernels"},  # the formats of a matrix
     "sampling": {"checkpoint"},  # a grammar reads the tokenizer
-    "model": {"core", "kernels", "cache", "checkpoint", "sampling"},
+    "model": {"core", "kernels", "cache", "checkpoint", "sampling", "tiers"},
     "integrations": set(),
     "serve": {"checkpoint", "sampling", "model"},
     "cli": {"checkpoint", "sampling", "model", "serve"},

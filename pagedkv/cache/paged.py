@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -35,7 +36,7 @@ from pagedkv.cache.graph_breaks import breaks_graph
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.snapshots import Restored
 from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
-from pagedkv.core import Group, MemoryManager, Stats
+from pagedkv.core import Group, MemoryManager, Observe, Stats
 from pagedkv.core.arguments import whole
 from pagedkv.core.handles import AddressSpace, Pin, Plan
 from pagedkv.core.manager import Counts, Spaces
@@ -52,6 +53,10 @@ from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bi
 from pagedkv.kernels.case import Case, Kernel
 from pagedkv.kernels.ops import gather_kv
 from pagedkv.spec import KVSpec
+from pagedkv.tiers.fetch import Fetch
+from pagedkv.tiers.stack import TierStack
+from pagedkv.tiers.tier import Tier
+from pagedkv.tiers.write_back import WriteBack
 
 _LOG = logging.getLogger(__name__)
 
@@ -70,6 +75,8 @@ class PagedKVCache:
                   written, or three fifths of the free memory of a GPU. There it begins with an eighth, and `plan`
                   doubles it when frames run out, see `limit` and `on_resize`.
     kernels:      a backend's name, or "auto". The choice is made here, once, and shown in the repr.
+    tiers:        memory under the pool, the fastest first, for example [HostTier("16GiB")]: see `fetch`.
+    write_back:   the pages that the tiers store; None for all, see tiers.WriteBack.
     manager_options: the keyword options of MemoryManager, for example policy="2q".
 
     `backend` is the argument for the kernels' calls: the backend's name if one was forced, else None. With None a call
@@ -87,6 +94,8 @@ class PagedKVCache:
         memory: str | int | None = None,
         device: torch.device | str = "cpu",
         kernels: str = registry.AUTO,
+        tiers: Sequence[Tier] = (),
+        write_back: WriteBack | None = None,
         **manager_options: Any,
     ) -> None:
         self.specs: tuple[KVSpec, ...] = specs_of(spec)
@@ -96,6 +105,10 @@ class PagedKVCache:
         frames, self._limit = sizes.pool_sizes(self.specs, num_frames, memory, self.device)
         self._has_size = num_frames is not None or memory is not None
         manager_options.setdefault("groups", [Group(spec.window, spec.sinks, spec.keep) for spec in self.specs])
+        self.tiers: TierStack = TierStack(tiers, write_back)
+        if self.tiers:  # they learn from events which pages come and go
+            observe = manager_options.get("observe") or Observe()
+            manager_options["observe"] = replace(observe, events=max(observe.events, 4 * frames, 4096))
         self.manager: MemoryManager = MemoryManager(frames, self.spec.block_size, **manager_options)
         _refuse_other_groups(self.manager.groups, self.specs)
         self.kernel: Kernel = registry.choose(self.spec, str(self.device), kernels)
@@ -111,6 +124,7 @@ class PagedKVCache:
         # Poisoning starts with the cache or never: later it is unknown which frames were written.
         self._poisons = debug.level() >= 2
         self._begin_poison()
+        self.tiers.attach(self.manager, self.storage.frames, self.specs, self.layer_groups)
 
     @property
     def num_frames(self) -> int:
@@ -214,6 +228,24 @@ class PagedKVCache:
         """Return how many of `token_ids` `open` would map now, and change nothing. See MemoryManager.lookup."""
         return self.manager.lookup(token_ids, tenant=tenant, salt=salt)
 
+    @breaks_graph
+    def fetch(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        tenant: bytes = b"",
+        salt: Salt = b"",
+        timeout: float | None = None,
+    ) -> Fetch:
+        """Begin to load the pages of a prompt that the tiers have and the pool has not, and return at once.
+
+        The pages are found by `open` when `Fetch.done`: all up to the first that could not be loaded and verified.
+        Their frames are taken now, and cached pages may be evicted for them.
+        timeout: seconds after which the fetch ends with what it has; None for 30.
+        Raises: InvalidRequest if the ids are not one row of int32 numbers
+        """
+        return self.tiers.fetch(self, token_ids, tenant, salt, timeout)
+
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b"") -> Miss:
         """Return why `open` finds no more whole pages of `token_ids`. See MemoryManager.why."""
         return self.manager.why(token_ids, tenant=tenant, salt=salt)
@@ -278,6 +310,8 @@ class PagedKVCache:
         keep_planned: whether planned tokens beyond `counts` stay planned, or are rolled back. See MemoryManager.commit.
         """
         self.manager.commit(_plan_of(batch, "commit"), token_ids, counts, keep_planned=keep_planned)
+        if self.tiers:
+            self.tiers.pump()
 
     @breaks_graph
     def abort(self, batch: PlannedBatch) -> None:
@@ -325,7 +359,9 @@ class PagedKVCache:
 
         See MemoryManager.forget.
         """
-        return self.manager.forget()
+        freed = self.manager.forget()
+        self.tiers.forget()
+        return freed
 
     # -- the pool ------------------------------------------------------------------------------------------------------
 
@@ -382,6 +418,7 @@ class PagedKVCache:
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
         """Limit the frames of `tenant`; `spec.frames_in("2GiB")` converts bytes. See MemoryManager.set_quota."""
         self.manager.set_quota(tenant, hard=hard, soft=soft, protected=protected)
+        self.tiers.set_quota(tenant, hard)
 
     def usage(self, tenant: bytes) -> Usage:
         """Return the frames and limits of a tenant that has a quota. See MemoryManager.usage."""
@@ -399,12 +436,14 @@ class PagedKVCache:
         Raises: as MemoryManager.resize, and InvalidRequest if the memory cannot be had; nothing was changed then
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
+        self.tiers.quiesce()
         storage = Storage(self.specs, num_frames, self.device, layer_groups=self.layer_groups)
 
         def move(stayed: npt.NDArray[np.int64], moves: I32) -> list[Assignment]:
             storage.take_over(self.storage, torch.from_numpy(stayed), torch.from_numpy(moves.astype(np.int64)))
             bound = [call.rebinding(storage.layers[layer]) for call, layer in self._bound.items()]
-            return [(self, "storage", storage), (self, "_poisoned", None), *itertools.chain(*bound)]
+            followers = self.tiers.resized(storage.frames)
+            return [(self, "storage", storage), (self, "_poisoned", None), *followers, *itertools.chain(*bound)]
 
         self.manager.resize(num_frames, move)
         self._begin_poison()
@@ -441,7 +480,7 @@ class PagedKVCache:
         valid until the new one is complete, also if the process is killed. Other files are not touched. O(bytes).
         Raises: OSError from the file system; BlockingIOError while another process writes a snapshot there
         """
-        return snapshots.save(self, _folder(folder), _name(model), _key(key))
+        return snapshots.save(self, snapshots.folder_of(folder), snapshots.name_of(model), snapshots.key_of(key))
 
     def restore(self, folder: str | Path, *, model: str = "", key: bytes | None = None) -> Restored:
         """Make the intact pages of a snapshot findable again, as many as fit into free frames. No frame is evicted.
@@ -450,7 +489,7 @@ class PagedKVCache:
         A page whose digest does not fit its bytes, tokens, prefix or tenant is a miss, and so are the pages behind it.
         A snapshot of another model or layout is refused as a whole. A damaged file never raises: see Restored.
         """
-        return snapshots.load(self, _folder(folder), _name(model), _key(key))
+        return snapshots.load(self, snapshots.folder_of(folder), snapshots.name_of(model), snapshots.key_of(key))
 
     # -- observation and checks ----------------------------------------------------------------------------------------
 
@@ -552,33 +591,6 @@ def _device(device: torch.device | str) -> torch.device:
         raise InvalidRequest(
             f"device is {device!r}, which torch does not know ({reason}); give 'cpu' or 'cuda'"
         ) from None
-
-
-def _folder(folder: str | Path) -> Path:
-    try:
-        path = Path(folder)
-    except TypeError:
-        raise InvalidRequest(f"folder is {folder!r}; give a path") from None
-    if "\0" in str(path):
-        raise InvalidRequest(f"folder is {folder!r}; a path has no zero byte")
-    return path
-
-
-def _key(key: bytes | None) -> bytes | None:
-    if key is not None and not (isinstance(key, bytes) and snapshots.LEAST_KEY <= len(key) <= snapshots.MOST_KEY):
-        given = f"{len(key)} bytes" if isinstance(key, bytes) else repr(type(key).__name__)
-        raise InvalidRequest(
-            f"key is {given}; give {snapshots.LEAST_KEY} to {snapshots.MOST_KEY} secret bytes, or None"
-        )
-    return key
-
-
-def _name(model: str) -> str:
-    if not isinstance(model, str):
-        raise InvalidRequest(
-            f"model is {model!r}; give text that names the weights, such as the digest of a checkpoint"
-        )
-    return model
 
 
 def _plan_of(batch: PlannedBatch, verb: str) -> Plan:

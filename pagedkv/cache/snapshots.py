@@ -47,7 +47,7 @@ from pagedkv import regular_files
 from pagedkv.core.prefix.digests import page_digest, root_digest
 from pagedkv.core.prefix.export import Page
 from pagedkv.core.prefix.roots import Salts
-from pagedkv.errors import OutOfFrames
+from pagedkv.errors import InvalidRequest, OutOfFrames
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -120,6 +120,34 @@ class Restored:
     bad: int = 0
     left: int = 0
     refused: str = ""
+
+
+def folder_of(folder: str | Path) -> Path:
+    """Return the path of a folder that a user gave. Raises: InvalidRequest"""
+    try:
+        path = Path(folder)
+    except TypeError:
+        raise InvalidRequest(f"folder is {folder!r}; give a path") from None
+    if "\0" in str(path):
+        raise InvalidRequest(f"folder is {folder!r}; a path has no zero byte")
+    return path
+
+
+def key_of(key: bytes | None) -> bytes | None:
+    """Return the key that a user gave. Raises: InvalidRequest"""
+    if key is not None and not (isinstance(key, bytes) and LEAST_KEY <= len(key) <= MOST_KEY):
+        given = f"{len(key)} bytes" if isinstance(key, bytes) else repr(type(key).__name__)
+        raise InvalidRequest(f"key is {given}; give {LEAST_KEY} to {MOST_KEY} secret bytes, or None")
+    return key
+
+
+def name_of(model: str) -> str:
+    """Return the name of the weights that a user gave. Raises: InvalidRequest"""
+    if not isinstance(model, str):
+        raise InvalidRequest(
+            f"model is {model!r}; give text that names the weights, such as the digest of a checkpoint"
+        )
+    return model
 
 
 def fingerprint(cache: Cache, model: str, key: bytes | None) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+import xxhash
+
 from pagedkv import regular_files
 from pagedkv.errors import CheckpointError
 
@@ -90,3 +92,21 @@ def is_plain_name(name: object) -> bool:
     if not isinstance(name, str) or name in ("", ".", "..") or not name.isprintable():
         return False
     return not {"/", "\\"} & set(name) and len(name.encode()) <= 255
+
+
+def weights_digest(folder: Path) -> str:
+    """Return 32 hex digits for config.json and the weights of a checkpoint. It reads all of them.
+
+    Raises: CheckpointError if a file cannot be read
+    """
+    digest, chunk = xxhash.xxh3_128(), 2**22
+    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+        try:
+            regular_files.require(path)
+            with open(path, "rb") as file:
+                digest.update(path.name.encode())
+                while part := file.read(chunk):
+                    digest.update(part)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}; give a file that can be read") from None
+    return digest.hexdigest()

@@ -34,8 +34,12 @@ BAD_INPUT: Final = 2
 
 SAMPLING: Final = """max_tokens min_tokens temperature top_k top_p min_p seed ignore_eos num_beams best_of logprobs
 repetition_penalty frequency_penalty presence_penalty""".split()
-LOADING: Final = "dtype weights device kv_dtype block_size num_frames memory kernels speculate window sinks".split()
-"""Options of `generate` that are fields of SamplingParams, and options of Engine.load, by the same names."""
+LOADING: Final = (
+    "dtype weights device kv_dtype block_size num_frames memory tiers kernels speculate window sinks".split()
+)
+LIMITS: Final = ("max_sequences", "prefill_chunk")
+REST: Final = ("biases", "num_samples", "tenant", "as_json", "trace", "top")
+"""Options of `generate` by the same names: SamplingParams, Engine.load, Limits, and other fields of a Job."""
 
 ShellError: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 """ClickException, the base class of the errors that typer raises for bad options. Newer versions of typer bundle click
@@ -86,6 +90,7 @@ def generate(
     block_size: options.BlockSize = 16,
     num_frames: options.NumFrames = None,
     memory: options.Memory = None,
+    tier: options.Tiers = None,
     dtype: options.Dtype = None,
     kv_dtype: options.KvDtype = None,
     kernels: options.Kernels = "auto",
@@ -102,23 +107,22 @@ def generate(
     given, templating = _checked(locals()), prompts.Templating(chat, system, prompts.variables(template_var or ()))
     source, folder = prompts.read(prompt, prompt_file, dash, templating), None if model is None else hub.find(model)
     sampling = {n: given[n] for n in SAMPLING} | {"stop": stop or ()} | shaping.grammar(json_schema, regex, choice)
-    biases, loading = shaping.biases(logit_bias or ()), {name: given[name] for name in LOADING}
-    limits, shown = {name: given[name] for name in ("max_sequences", "prefill_chunk")}, (as_json, trace, top)
+    loading, limits, rest = ({name: given[name] for name in names} for names in (LOADING, LIMITS, REST))
     from pagedkv.cli.compiling import announced  # numba
 
     with announced(quiet=as_json) as screen:
         from pagedkv.cli import conversation  # torch, while other processes compile
-        from pagedkv.cli.generate import Job, run
+        from pagedkv.cli import generate as single
 
-        job = Job(source, templating, folder, sampling, biases, loading, limits, num_samples, tenant, *shown)
-        return conversation.hold(job, screen) if source.talk else run(job, screen)
+        job = single.Job(source, templating, folder, sampling, loading=loading, limits=limits, **rest)
+        return conversation.hold(job, screen) if source.talk else single.run(job, screen)
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of all options. Raises: InvalidRequest if two of them set the size of the pool"""
     if given["num_frames"] is not None and given["memory"] is not None:
         raise InvalidRequest("--num-frames and --memory both set the size of the pool; give one of them")
-    return dict(given)
+    return given | {"tiers": given["tier"] or (), "biases": shaping.biases(given["logit_bias"] or ())}
 
 
 @app.command()
@@ -144,6 +148,7 @@ def serve(
     block_size: options.BlockSize = 16,
     num_frames: options.NumFrames = None,
     memory: options.Memory = None,
+    tier: options.Tiers = None,
     kv_dtype: options.KvDtype = None,
     kernels: options.Kernels = "auto",
     max_sequences: options.MaxSequences = 256,
@@ -152,7 +157,8 @@ def serve(
     """Serve a model over HTTP as OpenAI's API does: completions, chat, models; and /metrics, /health."""
     from pagedkv.cli.serve import Job, run
 
-    pool = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
+    pool: dict[str, Any] = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
+    pool["tiers"] = tier or ()
     loading = {"dtype": dtype, "weights": weights, "device": device, "kv_dtype": kv_dtype, "speculate": speculate}
     limits = {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk, "max_waiting": max_waiting}
     listening: dict[str, Any] = {"drain_s": drain, "send_s": send_timeout, "step_s": step_timeout}
@@ -213,6 +219,7 @@ def replay_trace(
     memory: options.ReplayMemory = None,
     bytes_per_token: options.ReplayBytesPerToken = 131072,
     policy: options.ReplayPolicy = None,
+    tier: options.ReplayTier = None,
     as_json: options.JsonList = False,
     plot: options.ReplayPlot = None,
 ) -> None:
@@ -222,7 +229,7 @@ def replay_trace(
     from pagedkv.cli.replay import frames_in, run  # numba
 
     sizes = num_frames or [frames_in(text, bytes_per_token) for text in memory or ()]
-    run(trace, sizes, policy or ["lru"], as_json=as_json, plot=plot)
+    run(trace, sizes, policy or ["lru"], tier=tier, as_json=as_json, plot=plot)
 
 
 def main(argv: list[str] | None = None) -> None:

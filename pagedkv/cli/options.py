@@ -111,6 +111,15 @@ Logprobs = Annotated[
 BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens in a frame.", rich_help_panel=_MEMORY)]
 NumFrames = Annotated[int | None, typer.Option(metavar="N", help="Frames in the pool.", rich_help_panel=_MEMORY)]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Or its size, such as 2GiB.", rich_help_panel=_MEMORY)]
+Tiers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tier",
+        metavar="TIER",
+        help="Memory under the pool: host:SIZE or disk:SIZE:FOLDER; again for more, the fastest first.",
+        rich_help_panel=_MEMORY,
+    ),
+]
 FrequencyPenalty = Annotated[
     float,
     typer.Option(metavar="F", help="For each time a token is in the output; 0 is off.", rich_help_panel=_SAMPLING),
@@ -231,6 +240,9 @@ ReplayFrames = Annotated[
 ]
 ReplayMemory = Annotated[
     list[str] | None, typer.Option(metavar="SIZE", help="Instead: pools of that size, such as 40GiB.")
+]
+ReplayTier = Annotated[
+    str | None, typer.Option(metavar="N", help="Frames of a tier below each pool, or 8x for eight times the pool.")
 ]
 ReplayBytesPerToken = Annotated[int, typer.Option(metavar="N", help="For --memory; as is, Llama 3.1 8B in bfloat16.")]
 ReplayPolicy = Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +24,13 @@ EVERY: Final = (*POLICIES, BELADY, ESTIMATE)
 """The policies that `--policy all` stands for."""
 
 
-def run(trace: Path, sizes: Sequence[int], policies: Sequence[str], *, as_json: bool, plot: Path | None) -> None:
+def run(
+    trace: Path, sizes: Sequence[int], policies: Sequence[str], *, tier: str | None, as_json: bool, plot: Path | None
+) -> None:
     """Replay a trace for each size and policy, and print a table or a JSON list of rows.
 
     sizes: frames in the pool; empty for one pool that holds the whole trace. plot: draw the hit rates to this file.
+    tier: frames of a tier below each pool, "65536", or a multiple of the pool, "8x".
     Raises: InvalidRequest for an unreadable trace, an unknown policy or a bad size
     """
     if plot and find_spec("matplotlib") is None:
@@ -38,16 +42,25 @@ def run(trace: Path, sizes: Sequence[int], policies: Sequence[str], *, as_json: 
         raise InvalidRequest(f"{trace} cannot be read: {reason}; give a trace, a request on each line") from None
     pools = sorted(set(sizes)) or [unbounded(requests)]
     chosen = list(dict.fromkeys(name for given in policies for name in (EVERY if given == "all" else [given])))
-    replay(requests[:1], pools, chosen)  # refuses bad arguments before the long run
+    below = {size: tier_frames(tier, size) for size in pools}
+    replay(requests[:1], pools, chosen, tier=below[pools[0]])  # refuses bad arguments before the long run
     cases = [(size, policy) for size in pools for policy in chosen]
     progress = track(cases, "replaying", console=Console(stderr=True), transient=True, disable=as_json)
-    rows = [row for size, policy in progress for row in replay(requests, [size], [policy])]
+    rows = [row for size, policy in progress for row in replay(requests, [size], [policy], tier=below[size])]
     if as_json:
         print(json.dumps(rows))
     else:
         _print(rows, len(requests))
     if plot:
         _draw(rows, plot)
+
+
+def tier_frames(tier: str | None, size: int) -> int:
+    """Return the frames of a tier below a pool of `size`. Raises: InvalidRequest unless it is a number, or as "8x"."""
+    found = re.fullmatch(r"(\d{1,9})(x?)", tier or "0")
+    if not found:
+        raise InvalidRequest(f"tier is {tier!r}; give frames, such as 65536, or a multiple of the pool, such as 8x")
+    return int(found[1]) * (size if found[2] else 1)
 
 
 def frames_in(memory: str, bytes_per_token: int) -> int:
@@ -69,17 +82,17 @@ def _print(rows: list[dict[str, Any]], num_requests: int) -> None:
         caption=f"{num_requests:,} requests, {rows[0]['blocks']:,} blocks of {BLOCK_TOKENS} tokens",
         caption_justify="left",
     )
-    for name in ("frames", "policy", "hit rate", "last half", "evictions"):
+    has_tier = any(row["tier_frames"] for row in rows)
+    below = ("below", "from there") if has_tier else ()
+    for name in ("frames", *below[:1], "policy", "hit rate", *below[1:], "last half", "evictions"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for row in rows:
+        cells = [f"{row['num_frames']:,}", row["policy"], f"{row['hit_rate']:.3f}"]
+        if has_tier:
+            cells.insert(1, f"{row['tier_frames']:,}")
+            cells.append(f"{row['loaded'] / max(1, row['blocks']):.3f}")
         evictions = "" if row["evictions"] is None else f"{row['evictions']:,}"
-        table.add_row(
-            f"{row['num_frames']:,}",
-            row["policy"],
-            f"{row['hit_rate']:.3f}",
-            f"{row['hit_rate_last_half']:.3f}",
-            evictions,
-        )
+        table.add_row(*cells, f"{row['hit_rate_last_half']:.3f}", evictions)
     Console(highlight=False).print(table)
 
 

@@ -18,11 +18,11 @@ from pagedkv.core.arguments import flag, whole
 from pagedkv.core.observe import misses
 from pagedkv.core.observe.reuse_distance import ReuseSampler
 from pagedkv.core.observe.stats import prompt_counters, set_prompt_counters
-from pagedkv.core.prefix.events import Event, EventLog, Snapshot
+from pagedkv.core.prefix.events import Changes, Event, EventLog, Snapshot
 from pagedkv.core.prefix.export import Page, findable_pages
 from pagedkv.core.prefix.index import matches_tokens
 from pagedkv.core.prefix.roots import Root, Roots, Salts
-from pagedkv.core.state import FREE, I32, I64, PUBLISHING, State
+from pagedkv.core.state import FREE, I32, I64, LOGGED, PUBLISHING, State
 from pagedkv.core.tables.layer_groups import Group, group_rows
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
@@ -47,6 +47,18 @@ class Observe:
         flag(self.other_roots, "Observe.other_roots")
         for name in ("events", "reuse"):
             object.__setattr__(self, name, whole(getattr(self, name), f"Observe.{name}", 0, 2**31))
+
+
+class FrameViews(NamedTuple):
+    """Records of all frames [F]. They change with the pool; after a resize they are those of the old pool.
+
+    generation: rises when a frame is taken. published: not 0 while a prompt can find the page in the frame.
+    uses:       how often the page was used again.
+    """
+
+    generation: npt.NDArray[np.uint32]
+    published: npt.NDArray[np.uint8]
+    uses: npt.NDArray[np.unsignedinteger]
 
 
 class _Suspended(NamedTuple):
@@ -160,6 +172,25 @@ class ObservationMixin(ThreadGuard):
         Raises: InvalidRequest if the manager keeps no events
         """
         return self._required_log().snapshot(self.state)
+
+    def frame_views(self) -> FrameViews:
+        """Return views of the frames' records, for code that keeps their bytes. Other threads may read them, too."""
+        frames = self.state.frames
+        return FrameViews(frames["generation"], frames["published"], frames["uses"])
+
+    @property
+    def last_event(self) -> int:
+        """int: the number of the newest event, 0 if there is none."""
+        return int(self.state.reg[LOGGED])
+
+    @exclusive
+    def page_changes(self, since: int | None) -> Changes:
+        """Return the pages that were published or removed after event `since`, with their frames. See events.Changes.
+
+        since: None for all pages that are published now.
+        Raises: InvalidRequest if the manager keeps no events
+        """
+        return self._required_log().changes(self.state, None if since is None else whole(since, "since"))
 
     def _required_log(self) -> EventLog:
         if not self._observe.events:

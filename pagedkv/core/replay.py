@@ -7,6 +7,9 @@ policy keeps the pages that are used again, and says nothing about load.
 
     hit rate = matched prompt blocks / all prompt blocks
 
+A tier below the pool holds the pages that were published, as pagedkv.tiers does with every page: a page that the pool
+lacks and the tier has is loaded, and counts as matched. A page that the pool evicts counts as a use of the tier's copy.
+
 Belady's optimum knows the future: it evicts the block whose next use is farthest away. The prefix of a block is used no
 later than the block itself, so the optimum keeps whole prefixes (of two blocks with the same next use the deeper one
 goes first), and no policy can match more.
@@ -23,9 +26,12 @@ from typing import Final
 
 import numpy as np
 
+from pagedkv.core.arguments import whole
+from pagedkv.core.frame_pool.pool import FramePool
 from pagedkv.core.manager import MemoryManager
 from pagedkv.core.observation import Observe
 from pagedkv.core.pool.policies import POLICIES, Cost, Policy, chosen
+from pagedkv.core.prefix.digests import page_digest, root_digest
 from pagedkv.core.state import I32
 from pagedkv.errors import InvalidRequest
 
@@ -57,6 +63,8 @@ class Replayed:
     blocks: int
     matched: int
     evictions: int | None
+    tier_frames: int = 0  # pages that the tier below the pool may hold
+    loaded: int = 0  # of the matched blocks, those that came from there
 
 
 def read_trace(path: str | Path) -> list[I32]:
@@ -100,10 +108,13 @@ def replay(
     trace: str | Path | Sequence[I32],
     num_frames: Sequence[int | None] = (None,),
     policies: Sequence[str | Policy] = ("lru",),
+    *,
+    tier: int = 0,
 ) -> list[dict[str, object]]:
     """Run the trace with each policy in each pool size, and return the results: Replayed objects as dicts.
 
     num_frames: the pool sizes; None means unbounded.
+    tier: the pages that a tier below the pool holds, in order of their last use; 0 for no tier.
     policies: names or objects; "belady" is the optimum, "estimate" the LRU estimate of `hit_curve`.
     Raises: InvalidRequest for an unknown policy, a size below 1 or a file that is no trace
     """
@@ -113,7 +124,14 @@ def replay(
     sizes = [all_blocks if size is None else size for size in num_frames]
     if min(sizes, default=1) < 1:
         raise InvalidRequest(f"a pool of {min(sizes)} frames; give at least 1")
-    return [asdict(_run(policy, size, requests, min(size, all_blocks))) for size in sizes for policy in chosen_policies]
+    if tier and (BELADY in chosen_policies or ESTIMATE in chosen_policies):
+        raise InvalidRequest(f"{BELADY} and {ESTIMATE} know no tier; name policies that run, such as lru")
+    pools = [(min(size, all_blocks), whole(tier, "tier")) for size in sizes]
+    return [
+        asdict(_run(policy, size, requests, pool))
+        for size, pool in zip(sizes, pools, strict=True)
+        for policy in chosen_policies
+    ]
 
 
 def _for_blocks(policy: str | Policy) -> Policy:
@@ -149,16 +167,18 @@ def _estimate(size: int, requests: Sequence[I32], frames: int) -> Replayed:
     )
 
 
-def _run(policy: str | Policy, size: int, requests: Sequence[I32], frames: int) -> Replayed:
-    evictions = None
+def _run(policy: str | Policy, size: int, requests: Sequence[I32], pool: tuple[int, int]) -> Replayed:
+    """Run one policy. pool: the frames of the pool, and of the tier below."""
+    evictions, (frames, below), loaded = None, pool, 0
     if policy == ESTIMATE:
         return _estimate(size, requests, frames)
     if isinstance(policy, str):
         name, hits = policy, list(_optimal(frames, requests))
     else:
-        mm = MemoryManager(frames, 1, policy=policy)
-        name, hits = policy.name, [_serve(mm, ids) for ids in requests]
-        evictions = mm.stats().evictions
+        mm = MemoryManager(frames, 1, policy=policy, observe=Observe(events=4 * frames if below else 0))
+        tier = _Tier(mm, below) if below else None
+        name, hits = policy.name, [_serve(mm, ids, tier) for ids in requests]
+        evictions, loaded = mm.stats().evictions, tier.loaded if tier else 0
     matched, blocks = np.array(hits), np.array([len(ids) for ids in requests])
     late = len(requests) // 2
     return Replayed(
@@ -170,6 +190,8 @@ def _run(policy: str | Policy, size: int, requests: Sequence[I32], frames: int) 
         blocks=int(blocks.sum()),
         matched=int(matched.sum()),
         evictions=evictions,
+        tier_frames=below,
+        loaded=loaded,
     )
 
 
@@ -177,7 +199,7 @@ def _share(matched: np.ndarray, blocks: np.ndarray) -> float:
     return float(matched.sum() / max(1, blocks.sum()))
 
 
-def _serve(mm: MemoryManager, ids: I32) -> int:
+def _serve(mm: MemoryManager, ids: I32, tier: _Tier | None = None) -> int:
     """Run one request from open to release, and return how many of its blocks matched.
 
     Blocks beyond the size of the pool are left out.
@@ -185,9 +207,50 @@ def _serve(mm: MemoryManager, ids: I32) -> int:
     ids = ids[: mm.num_frames]
     space = mm.open(np.append(ids, np.int32(-1)))  # one more token: `open` leaves the last one to compute
     matched = len(space)
+    loaded = tier.load(ids, matched) if tier else 0
     mm.commit(mm.plan([space], [len(ids) - matched]), ids[matched:])
     space.release()
-    return matched
+    if tier:
+        tier.follow()
+    return matched + loaded
+
+
+class _Tier:
+    """The pages below a pool, without bytes. loaded: how many were asked for and there."""
+
+    def __init__(self, mm: MemoryManager, num_frames: int) -> None:
+        self._mm, self._slots, self._since, self.loaded = mm, FramePool(num_frames), 0, 0
+
+    def load(self, ids: I32, known: int) -> int:
+        """Return how many blocks of `ids` behind the first `known` ones are there, up to the first that is not."""
+        names, digest = [], root_digest(b"")
+        for block in range(len(ids)):
+            digest = page_digest(digest, ids[block : block + 1])
+            names.append(digest)
+        found = self._find(names[known:])
+        found = found[: int(np.argmin(found >= 0))] if (found < 0).any() else found
+        self._use(found)
+        self.loaded += len(found)
+        return len(found)
+
+    def follow(self) -> None:
+        """Store the pages that the pool has published, and count a use of those that it has evicted."""
+        changes = self._mm.page_changes(self._since)
+        self._since = changes.sequence
+        new, gone = [page.digest for _, page in changes.stored], [page.digest for page in changes.removed]
+        absent = [name for name, slot in zip(new, self._find(new).tolist(), strict=True) if slot < 0]
+        taken = self._slots.take(min(len(absent), self._slots.num_frames))
+        self._slots.publish(taken, absent[: len(taken)])
+        self._slots.drop(taken[::-1])
+        found = self._find(gone)
+        self._use(found[found >= 0])
+
+    def _find(self, names: list[bytes]) -> I32:
+        return self._slots.find(names) if names else np.empty(0, np.int32)
+
+    def _use(self, slots: I32) -> None:
+        self._slots.share(slots)
+        self._slots.drop(slots[::-1])  # tails before prefixes
 
 
 def _optimal(size: int, requests: Sequence[I32]) -> Iterator[int]:

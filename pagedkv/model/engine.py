@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from pagedkv import debug
 from pagedkv.cache import PagedKVCache
 from pagedkv.checkpoint import BUNDLED
+from pagedkv.checkpoint.files import weights_digest
 from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.core.arguments import tenant_name, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
@@ -67,6 +68,8 @@ from pagedkv.model.ways.speculation import Drafter, Speculation
 from pagedkv.model.ways.streaming import endless
 from pagedkv.sampling.grammar import Grammars
 from pagedkv.sampling.params import SamplingParams
+from pagedkv.tiers.from_text import tiers_of
+from pagedkv.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from pagedkv.cache import PlannedBatch
@@ -132,6 +135,7 @@ class Engine(ThreadGuard):
         window: int | None = None,
         sinks: int = 0,
         limits: Limits | None = None,
+        tiers: Sequence[Tier | str] = (),
         **cache_options: Any,
     ) -> Engine:
         """Build an engine for a Hugging Face folder, or for the bundled checkpoint if `folder` is None.
@@ -146,6 +150,8 @@ class Engine(ThreadGuard):
         preemption: "recompute" or "keep", or a policy: how much a sequence keeps when the pool runs out of frames.
         window, sinks: let each token see the last `window` tokens and the first `sinks` ones only, so that a text of
             any length takes constant memory: see ways/streaming.py.
+        tiers: memory under the pool, the fastest first: "host:16GiB", "disk:200GiB:FOLDER", or objects. Prompts that
+            wait are fetched from there while others compute.
         cache_options: options of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without
             num_frames and memory the pool holds 32768 tokens, but takes at most 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
@@ -155,6 +161,8 @@ class Engine(ThreadGuard):
         decoder = Decoder(endless(decoder.config, window, sinks), decoder.weights)
         tokenizer = Tokenizer.load(path)
         cache_options.setdefault("watermark", 0.01)
+        identity = f"{dtype} {weights} {window} {sinks} "  # of the KV that a tier keeps on disk
+        cache_options["tiers"] = tiers_of(tiers, lambda: identity + weights_digest(path))
         cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
         drafter = drafter_of(speculate, device=device, block_size=block_size)
         warm_up_step()  # last, so that bad input is refused without waiting for the compilation
@@ -350,6 +358,7 @@ class Engine(ThreadGuard):
         if self._was_interrupted:
             self.cache.recover()
             held = sum(s.space is not None for s in (*self.scheduler.running, *self.scheduler.waiting))
+            held += self.cache.tiers.num_fetches
             # A traceback may keep handles alive: then the next step recovers again.
             self._was_interrupted = self.cache.manager.has_plans or self.cache.stats().spaces != held
         while self._inbox:

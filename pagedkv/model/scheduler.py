@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from pagedkv.core.arguments import whole
 from pagedkv.core.recovery import assign_together
 from pagedkv.errors import OutOfFrames, QuotaExceeded
+from pagedkv.model import fetches
 from pagedkv.model.loop import gangs
 from pagedkv.model.loop.preemption import POLICIES, Preemption
 from pagedkv.model.loop.sequence import Chunk, SequenceState
@@ -106,7 +107,11 @@ class Scheduler:
         """
         if self.searching:
             self.searching = {request for request in self.searching if not request.finished}
+        if self.cache.tiers:
+            fetches.ask(self.cache, self.waiting)
         chunks = self._choose(admit=True)
+        if not chunks and fetches.wait(self.waiting):
+            chunks = self._choose(admit=True)
         if self.speculation is not None:
             chunks = self.speculation.extend(chunks, self.limits.max_batch_tokens)
         while chunks:
@@ -116,6 +121,9 @@ class Scheduler:
             except OutOfFrames as error:
                 if any(chunk.drafts for chunk in chunks):  # a guess is worth no other sequence's frames
                     chunks = [chunk.without_drafts() for chunk in chunks]
+                    continue
+                if self.cache.tiers.num_fetches:  # nor are pages that no sequence reads yet
+                    self.cache.tiers.abandon()
                     continue
                 self._make_room(error)
                 chunks = self._choose(admit=False)
@@ -180,6 +188,9 @@ class Scheduler:
         self._available_at_refusal = -1  # `sequence` may be the refused one, or free the frames that it needs
         if self.speculation is not None:
             self.speculation.drafter.forget(sequence)
+        if sequence.fetch is not None:
+            sequence.fetch.cancel()
+            sequence.fetch = None
         if sequence.space is not None:
             sequence.space.release()  # first: if it raises, nothing was changed
             sequence.space = None
@@ -258,10 +269,15 @@ class Scheduler:
 
     def _choose(self, *, admit: bool) -> list[Chunk]:
         """Return the chunks of the next step within the limits: running sequences, then, if `admit`, waiting ones."""
-        while admit and self.waiting and self.running and _priority(self.waiting[0]) < _priority(self.running[-1]):
-            if not self._admit(self.waiting[0]):
+        while (
+            admit
+            and self.running
+            and (head := fetches.first_ready(self.waiting))
+            and _priority(head) < _priority(self.running[-1])
+        ):
+            if not self._admit(head):
                 break
-            self._start()
+            self._start(head)
         budget, longest = self.limits.max_batch_tokens, self.limits.chunk
         chunks: list[Chunk] = []
         # Of equally urgent sequences those that decode first: a reader waits for their text.
@@ -276,19 +292,19 @@ class Scheduler:
                 budget -= num_tokens
         if most:
             chunks = gangs.whole_gangs(chunks, most)
-        while admit and budget and self.waiting and self._admit(self.waiting[0]):
-            sequence = self._start()
-            remaining = sequence.remaining
+        while admit and budget and (first := fetches.first_ready(self.waiting)) and self._admit(first):
+            self._start(first)
+            remaining = first.remaining
             num_tokens = min(remaining, longest, budget)
-            chunks.append(Chunk(sequence, num_tokens, remaining))
+            chunks.append(Chunk(first, num_tokens, remaining))
             budget -= num_tokens
         return chunks
 
-    def _start(self) -> SequenceState:
-        """Move the first waiting sequence, which was admitted, to the running ones."""
-        sequence = self.waiting.popleft()
+    def _start(self, sequence: SequenceState) -> None:
+        """Move a waiting sequence, which was admitted, to the running ones."""
+        self.waiting.remove(sequence)
+        sequence.fetch = None
         self.running.insert(_place(self.running, sequence), sequence)
-        return sequence
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Open an address space for `sequence` if its frames and those promised to running sequences fit the pool.

@@ -81,3 +81,14 @@ def test_a_trace_that_cannot_be_read_is_refused(command, tmp_path):
     assert command("replay", none).err == f"pagedkv: error: {words}\n"
     (tmp_path / "bad.jsonl").write_text("{}")
     assert "line 1" in command("replay", tmp_path / "bad.jsonl").err
+
+
+def test_a_tier_is_a_number_of_frames_or_a_multiple_of_the_pool(command, trace):
+    for tier in ("6", "3x"):
+        (row,) = json.loads(command("replay", trace, "--json", "--num-frames", 2, "--tier", tier).out)
+        assert (row["tier_frames"], row["hit_rate"]) == (6, 0.4)
+        assert row["loaded"] == 4
+    assert "below" in command("replay", trace, "--num-frames", 2, "--tier", "3x").out
+    status, _, err = command("replay", trace, "--tier", "much")
+    assert status == 2
+    assert "such as 8x" in err

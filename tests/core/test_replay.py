@@ -118,3 +118,57 @@ def test_unknown_policies_and_absurd_sizes_are_refused() -> None:
         replay([np.array([1], np.int32)], policies=["fifo"])
     with pytest.raises(InvalidRequest, match="at least 1"):
         replay([np.array([1], np.int32)], [0])
+
+
+def pool_and_tier(requests: list[I32], size: int, below: int) -> tuple[int, int]:
+    """Return (blocks matched, blocks matched below): LRU lists of whole prefixes, written down as simply as can be.
+
+    Equal ids mean equal prefixes, so an id is a name. The pool evicts the block unused longest, tails first.
+    """
+    pool, tier, matched, loaded = dict[int, None](), dict[int, None](), 0, 0
+    for ids in (request.tolist()[:size] for request in requests):
+        known = next((i for i, block in enumerate(ids) if block not in pool), len(ids))
+        there = next((i for i, block in enumerate(ids[known:]) if block not in tier), len(ids) - known)
+        for block in reversed(ids[known : known + there]):
+            tier[block] = tier.pop(block)
+        kept = [block for block in pool if block not in ids]
+        gone = kept[: max(0, len(kept) + len(ids) - size)]
+        for block in ids[known:]:
+            if block not in tier:
+                tier[block] = None
+        pool = dict.fromkeys([*kept[len(gone) :], *reversed(ids)])
+        for block in gone:
+            if block in tier:
+                tier[block] = tier.pop(block)
+        while len(tier) > below:
+            del tier[next(iter(tier))]
+        matched, loaded = matched + known + there, loaded + there
+    return matched, loaded
+
+
+def test_what_a_pool_lacks_and_its_tier_has_is_matched() -> None:
+    requests = [np.array(ids, np.int32) for ids in ([1, 2], [3, 4], [5, 6], [1, 2], [3, 9])]
+    (alone,) = replay(requests, [2])
+    (both,) = replay(requests, [2], tier=6)
+    assert (alone["matched"], alone["loaded"]) == (0, 0)
+    assert (both["matched"], both["loaded"], both["tier_frames"]) == (3, 3, 6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pool_over_a_tier_finds_as_much_as_lists_say(seed: int) -> None:
+    requests = random_trace(seed, requests=60, blocks=4)
+    for size, below in ((12, 200), (30, 400)):  # no page leaves the tier
+        (row,) = replay(requests, [size], tier=below)
+        assert (row["matched"], row["loaded"]) == pool_and_tier(requests, size, below)
+    (small,) = replay(requests, [12], tier=24)
+    least, most = pool_and_tier(requests, 12, 24)[0] * 0.8, unbounded_matches(requests)
+    assert least <= small["matched"] <= most  # type: ignore[operator]
+
+
+def unbounded_matches(requests: list[I32]) -> int:
+    return replay(requests)[0]["matched"]  # type: ignore[return-value]
+
+
+def test_rules_that_know_no_tier_say_so() -> None:
+    with pytest.raises(InvalidRequest, match="know no tier"):
+        replay([np.array([1], np.int32)], [1], [BELADY], tier=3)

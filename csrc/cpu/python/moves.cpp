@@ -7,6 +7,7 @@
 //     copy(storage, copies, threads)                                       calls that Python has checked:
 //     gather(pool, scale, block_table, rows, seq_lens, first, starts, out, isa, threads)     of K, or of V
 //     merge(out_a, lse_a, out_b, lse_b, out, lse, isa, threads)            out and lse are contiguous
+#include <cstring>
 #include <algorithm>
 
 #include "binding.hpp"
@@ -153,11 +154,20 @@ void merge(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_
     run_merge(set, s, threads);
 }
 
+void copy_runs(uintptr_t targets, uintptr_t sources, int64_t count, int64_t bytes) {
+    const auto* to = reinterpret_cast<const uintptr_t*>(targets);
+    const auto* from = reinterpret_cast<const uintptr_t*>(sources);
+    py::gil_scoped_release released;
+    for (int64_t i = 0; i < count; i++)
+        std::memcpy(reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]), size_t(bytes));
+}
+
 }  // namespace
 
 void define_moves(py::module_& m) {
     m.def("bind_write", bind_write, "Bind a checked layer and rope; None if the operator must serve.");
     m.def("copy", copy, "Copy between frames that are one run of bytes each: a checked call.");
+    m.def("copy_runs", copy_runs, "Copy `count` runs of `bytes` from one row of addresses to another.");
     m.def("gather", gather, "Copy the vectors of sequences out of their pages: a checked call.");
     m.def("merge", merge, "Store out and LSE of two checked states.");
     define_fast<write, 2 + NUM_WRITE>(m, "write", "Store: True, the kind that has no kernel yet, or None.");

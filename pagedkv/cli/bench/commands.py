@@ -198,6 +198,23 @@ def bench_bandwidth(
     measured(asked, axes, Shown(as_json, record, plot))
 
 
+@benchmarks.command("tiers")
+def bench_tiers(
+    quick: options.Quick = False,
+    part: options.TiersParts = None,
+    folder: options.TiersFolder = None,
+    as_json: options.JsonList = False,
+    record: options.Record = None,
+    plot: options.Plot = None,
+) -> None:
+    """Speed of host memory and disk under the pool, first tokens by the place of the prefix. Minutes, 6 GiB."""
+    from pagedkv.bench.tiers import runner  # torch
+    from pagedkv.cli.bench.run import Shown, run
+
+    asked = {"is_quick": quick, "folder": folder, "only": part or []}
+    run("tiers", partial(runner.measure, **asked), Shown(as_json, record, plot))
+
+
 @benchmarks.command("report")
 def bench_report(
     out: options.ReportOut = Path("bench-report.html"),

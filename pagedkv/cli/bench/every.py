@@ -22,7 +22,7 @@ from pagedkv.bench.headlines import headlines
 from pagedkv.cli.bench.run import why_not
 from pagedkv.errors import InvalidRequest
 
-NAMES: Final = ("manager", "attention", "fragmentation", "bandwidth", "generate", "transformers", "vllm")
+NAMES: Final = ("manager", "attention", "fragmentation", "bandwidth", "generate", "transformers", "vllm", "tiers")
 FAILED: Final = 1
 
 

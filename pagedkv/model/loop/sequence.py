@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pagedkv.core import AddressSpace
     from pagedkv.model.request import Completion, StopStrings
     from pagedkv.sampling.logits import LogitsRules
+    from pagedkv.tiers.fetch import Fetch
 
 
 @dataclass(eq=False)
@@ -30,6 +31,7 @@ class SequenceState:
     tokens:    prompt and output so far
     rules:     those for its logits, which follow `tokens`; None for none
     space:     None while the sequence waits, unless it was preempted and has kept pages
+    fetch:     the pages that come up from tiers below the pool while it waits; None if they were not asked for
     num_drawn: the number of tokens drawn from `generator` so far
     ended:     the reason for which the output has ended, until a validator has judged it; "" before
     """
@@ -41,6 +43,7 @@ class SequenceState:
     stops: StopStrings
     rules: LogitsRules | None = None
     space: AddressSpace | None = None
+    fetch: Fetch | None = None
     num_drawn: int = 0
     ended: str = ""
 

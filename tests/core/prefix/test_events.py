@@ -30,6 +30,38 @@ def test_a_stored_page_is_named_by_the_chain_of_all_its_tokens() -> None:
     ]
 
 
+def names(mm: MemoryManager, since: int | None) -> tuple[dict[int, bytes], list[bytes]]:
+    """Return ({frame: digest} of the pages published since, digests removed since)."""
+    changes = mm.page_changes(since)
+    return {frame: page.digest for frame, page in changes.stored}, [page.digest for page in changes.removed]
+
+
+def test_changes_name_the_frames_that_hold_the_pages_still() -> None:
+    mm = watched()
+    space = grown(mm, list(range(9)))
+    first, second = (event.block_hashes[0] for event in mm.events(0))  # type: ignore[union-attr]
+    assert names(mm, 0) == (dict(zip(space.pages.tolist(), (first, second), strict=False)), [])
+    assert names(mm, mm.last_event) == ({}, [])
+    pages = space.pages.tolist()
+    space.release()
+    mm.evict(1)
+    assert names(mm, 0) == ({pages[0]: first}, [second])
+    assert names(mm, 2) == ({}, [second])
+    grown(mm, [7] * 5)
+    mm.forget()
+    changes = mm.page_changes(0)
+    assert (changes.stored, changes.removed, changes.cleared) == ((), (), True)
+
+
+def test_changes_that_were_lost_or_moved_are_all_pages_that_are_published() -> None:
+    mm = watched(num_frames=64, events=4)
+    spaces = [grown(mm, [turn] * 9) for turn in range(5)]
+    everything = {frame for space in spaces for frame in space.pages.tolist()[:2]}
+    assert set(names(mm, 0)[0]) == set(names(mm, None)[0]) == everything
+    mm.resize(20)
+    assert set(names(mm, None)[0]) == {frame for space in spaces for frame in space.pages.tolist()[:2]}
+
+
 def test_equal_tokens_of_different_tenants_have_different_names() -> None:
     mm = watched()
     for tenant in (b"", b"acme"):

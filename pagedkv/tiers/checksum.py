@@ -1,0 +1,30 @@
+"""The checksum of a page: xxh3, 128 bits. It finds damage, not malice.
+
+A store that others can write to needs a key: then the checksum is BLAKE2b under that key, and a page that was not
+written with it does not fit. xxh3 reads about 30 GB/s a core, BLAKE2b about 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+SUM_BYTES: Final = 16
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def checksum(content: Bytes, name: bytes, key: bytes | None = None) -> bytes:
+    """Return 16 bytes for `content` (uint8 [n], contiguous), stored under `name`. key: 16 to 64 secret bytes, or None.
+
+    With a key the name is covered, too: so no page passes for another one.
+    """
+    if key is None:
+        return xxhash.xxh3_128_digest(content.data)
+    hasher = hashlib.blake2b(name, digest_size=SUM_BYTES, key=key)
+    hasher.update(content.data)
+    return hasher.digest()

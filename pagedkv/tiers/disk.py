@@ -1,0 +1,267 @@
+"""DiskTier: pages in one file, which a restart finds again.
+
+    folder/pagedkv-tier.lock    held while a process uses the folder
+    folder/pagedkv-tier.json    format, fingerprint, frame bytes, number of slots
+    folder/pagedkv-tier.seals   [slots] of 128 bytes: serial, name, checksum, tenant, check of the seal itself
+    folder/pagedkv-tier.bytes   [slots, stride], stride: a frame, rounded up to 4 KiB
+
+To store a page: its seal is zeroed, the bytes are written, the seal is written. So a process that is killed between any
+two of these loses this page, and a page whose bytes and seal do not fit (the machine lost power, the disk flipped a
+bit) is seen when it is loaded, by its checksum. No step waits for the disk to be flushed: the pages can be computed
+again.
+
+The bytes go past the page cache of the system (O_DIRECT) where the file system and the addresses allow it, so a tier
+does not push the memory of other programs out.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from filelock import FileLock, Timeout
+
+from pagedkv import regular_files
+from pagedkv.errors import InvalidRequest
+from pagedkv.tiers.checksum import SUM_BYTES, Bytes, checksum
+from pagedkv.tiers.slots import CHANGED, CORRUPT, Move, SlotTier
+from pagedkv.tiers.tier import KEY_BYTES, Key, PoolView
+
+FORMAT: Final = 1
+NAME: Final = "pagedkv-tier"
+SECTOR: Final = 4096
+TENANT_BYTES: Final = 16
+MOST_MANIFEST_BYTES: Final = 2**16
+
+SEAL: Final = np.dtype(
+    [
+        ("serial", "<u8"),
+        ("name", "u1", KEY_BYTES),
+        ("sum", "u1", SUM_BYTES),
+        ("tenant", "u1", TENANT_BYTES),
+        ("check", "<u8"),
+        ("unused", "u1", 48),
+    ]
+)
+
+_FIRST: Final = np.zeros(1, np.int64)
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // SECTOR) * SECTOR
+
+
+class DiskTier(SlotTier):
+    """Pages in a file of `folder`, which one process uses at a time. A later process finds them again.
+
+    size:    of the file: bytes, or text like "200GiB".
+    model:   a name for the weights, such as the digest of a checkpoint: pages of another model are not found.
+    rank:    the number of this process if a model is split over several.
+    direct:  whether reads and writes go past the page cache of the system, where that is possible.
+    threads: how many transfers may be under way at a time.
+    key:     16 to 64 secret bytes: pages that were not written with this key are misses. Without, someone who can write
+             to the folder can plant pages.
+    limit, policy: see SlotTier.
+    Raises:  InvalidRequest. When the cache is made: OSError from the file system; BlockingIOError while another process
+             uses the folder
+    """
+
+    kind = "disk"
+
+    def __init__(
+        self,
+        folder: str | Path,
+        size: str | int,
+        *,
+        model: str = "",
+        rank: int = 0,
+        direct: bool = True,
+        threads: int = 2,
+        key: bytes | None = None,
+        limit: str | int | None = None,
+        policy: str = "lru",
+    ) -> None:
+        super().__init__(size, limit=limit, policy=policy)
+        if key is not None and not (isinstance(key, bytes) and 16 <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE):
+            raise InvalidRequest("key is not 16 to 64 bytes; give so many secret bytes, or None")
+        self._folder, self._key = Path(folder), key
+        self._named = {"model": model, "rank": rank, "checksum": "xxh3-128" if key is None else "blake2b with a key"}
+        self._direct = direct
+        self.num_threads: int = threads
+        self._here, self._sealing = threading.local(), threading.Lock()
+
+    def _slot_bytes(self, frame_bytes: int) -> int:
+        return _rounded(frame_bytes) + SEAL.itemsize
+
+    def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self._folder / f"{NAME}.lock", timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise BlockingIOError(errno.EAGAIN, "another process uses this disk tier", str(self._folder)) from None
+        self._stride, self._frame_bytes = _rounded(pool.frame_bytes), pool.frame_bytes
+        facts = {
+            "format": FORMAT,
+            "fingerprint": hashlib.sha256(fingerprint + json.dumps(self._named, sort_keys=True).encode()).hexdigest(),
+            "frame_bytes": pool.frame_bytes,
+            "slots": num_slots,
+        }
+        try:
+            is_known = self._facts_on_disk() == facts
+            self._open(num_slots, is_known)
+            if not is_known:
+                self._write_facts(facts)
+        except BaseException:
+            self._lock.release()
+            raise
+        return self._pages_on_disk() if is_known else []
+
+    def _path(self, end: str) -> Path:
+        return self._folder / f"{NAME}.{end}"
+
+    def _facts_on_disk(self) -> Any:
+        try:
+            return json.loads(regular_files.read(self._path("json"), MOST_MANIFEST_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    def _write_facts(self, facts: dict[str, Any]) -> None:
+        beside = self._path("json.part")
+        beside.write_text(json.dumps(facts))
+        os.replace(beside, self._path("json"))
+
+    def _open(self, num_slots: int, is_known: bool) -> None:
+        """Open the files; begin them anew unless they are those of an earlier tier like this one."""
+        for end in ("json", "seals", "bytes"):
+            path = self._path(end)
+            if path.is_symlink() or (path.exists() and not path.is_file()):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if not is_known:
+            self._path("json").unlink(missing_ok=True)  # first: the old facts must not describe the new files
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        seals = os.open(self._path("seals"), flags | (0 if is_known else os.O_TRUNC), 0o600)
+        try:
+            os.ftruncate(seals, num_slots * SEAL.itemsize)
+            region = mmap.mmap(seals, num_slots * SEAL.itemsize)
+        finally:
+            os.close(seals)
+        self._seals: npt.NDArray[Any] = np.frombuffer(region, SEAL)
+        self._serial = int(self._seals["serial"].max(initial=0))
+        self._file, self._is_direct = self._open_bytes(flags)
+        os.ftruncate(self._file, num_slots * self._stride)
+
+    def _open_bytes(self, flags: int) -> tuple[int, bool]:
+        if self._direct and hasattr(os, "O_DIRECT"):
+            try:
+                return os.open(self._path("bytes"), flags | os.O_DIRECT, 0o600), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # the file system has no direct reads and writes
+                    raise
+        return os.open(self._path("bytes"), flags, 0o600), False
+
+    def _pages_on_disk(self) -> list[tuple[int, bytes, bytes]]:
+        """Return (slot, name, tenant) of each sealed slot, the oldest first. A damaged seal is an empty slot."""
+        found = []
+        for slot in np.flatnonzero(self._seals["serial"]).tolist():
+            if int(self._seals["check"][slot]) == self._check(slot):
+                seal = self._seals[slot]
+                found.append((int(seal["serial"]), slot, seal["name"].tobytes(), seal["tenant"].tobytes()))
+            else:
+                self._void([slot])
+        return [(slot, name, tenant) for _, slot, name, tenant in sorted(found)]
+
+    def _check(self, slot: int) -> int:
+        return xxhash.xxh3_64_intdigest(self._seals[slot].tobytes()[: SEAL.fields["check"][1]])  # type: ignore[index]
+
+    def _charged(self, tenant: bytes) -> bytes:
+        return tenant if len(tenant) == TENANT_BYTES else hashlib.blake2b(tenant, digest_size=TENANT_BYTES).digest()
+
+    def _store(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self._store_page(move)
+
+    def _store_page(self, move: Move) -> None:
+        pool, content = self._pool, self._content(move.frame)
+        assert pool is not None
+        if not self._goes_straight:
+            pool.read(np.array([move.frame]), self._bounce(), _FIRST)
+        total = checksum(content[: self._frame_bytes], move.key.name, self._key)
+        try:
+            written = os.pwrite(self._file, content.data, move.slot * self._stride)
+        except OSError as error:
+            move.why = f"failed: {error.strerror}"
+            return
+        if written != len(content):
+            move.why = f"failed: {written} of {len(content)} bytes were written"
+        elif not pool.holds(move.frame, move.stamp):
+            move.why = CHANGED
+        else:
+            self._seal(move.slot, move.key, total)
+
+    def _seal(self, slot: int, key: Key, total: bytes) -> None:
+        with self._sealing:
+            self._serial += 1
+            seal = self._seals[slot]
+            seal["name"], seal["sum"] = (np.frombuffer(part, np.uint8) for part in (key.name, total))
+            seal["tenant"] = np.frombuffer(self._charged(key.tenant), np.uint8)
+            seal["serial"] = self._serial
+            seal["check"] = self._check(slot)
+
+    def _load(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            try:
+                move.why = "" if self._load_page(move) else CORRUPT
+            except OSError as error:
+                move.why = f"failed: {error.strerror}"
+
+    def _load_page(self, move: Move) -> bool:
+        pool, content, seal = self._pool, self._content(move.frame), self._seals[move.slot].copy()
+        assert pool is not None
+        if seal["name"].tobytes() != move.key.name:
+            return False
+        if os.preadv(self._file, [content.data], move.slot * self._stride) < len(content):
+            return False
+        if checksum(content[: self._frame_bytes], move.key.name, self._key) != seal["sum"].tobytes():
+            return False
+        if not self._goes_straight:
+            pool.write(np.array([move.frame]), self._bounce(), _FIRST)
+        return True
+
+    @property
+    def _goes_straight(self) -> bool:
+        """Whether the file is read into and written from frames, without a copy between."""
+        assert self._pool is not None
+        return self._pool.is_aligned(SECTOR) or not (self._is_direct or self._pool.is_cuda)
+
+    def _content(self, frame: int) -> Bytes:
+        """Return the memory from which a slot is written, and into which it is read: the frame, or a copy."""
+        assert self._pool is not None
+        return self._pool.bytes_of(frame) if self._goes_straight else self._bounce().numpy().ravel()
+
+    def _bounce(self) -> torch.Tensor:
+        """Return uint8 [1, stride] of the calling thread, at an address that direct transfers take."""
+        if not hasattr(self._here, "bounce"):
+            self._here.bounce = torch.frombuffer(mmap.mmap(-1, self._stride), dtype=torch.uint8)[None]
+        bounce: torch.Tensor = self._here.bounce
+        return bounce
+
+    def _void(self, slots: Sequence[int]) -> None:
+        with self._sealing:
+            self._seals["serial"][slots] = 0
+
+    def _end(self) -> None:
+        os.close(self._file)
+        del self._seals
+        self._lock.release()

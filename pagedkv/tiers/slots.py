@@ -1,0 +1,314 @@
+"""SlotTier: a tier of equal slots under one FramePool, the base of host memory and disk.
+
+    submit(STORE)  find(name)? ─no─▶ take a slot (evicts the slots used longest ago) ─▶ task: read frame, seal slot
+    poll           publish(slot, name); drop(slot): from here on `lookup` finds it
+    submit(LOAD)   find(name) ─▶ share(slot), so that it is not evicted ─▶ task: write frame, verify
+    poll           drop(slot); a slot whose page was damaged loses its name
+
+All calls of the pool are made by the owner thread. The tasks get slot and frame numbers, and touch bytes only. A slot
+is sealed with the name and the checksum of its page by the task that filled it, after it has seen that the frame held
+its page all the time.
+
+Subclasses say where the bytes lie: `_begin`, `_store`, `_load`, `_void`, `_end`.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.core.arguments import real
+from pagedkv.core.frame_pool.pool import FramePool
+from pagedkv.errors import InvalidRequest, OutOfFrames
+from pagedkv.spec import parse_bytes
+from pagedkv.tiers.mover import Mover, Task
+from pagedkv.tiers.tier import KEY_BYTES, Job, Key, Op, PoolView, Result, TierStats
+
+PART: Final = 16 << 20
+"""Bytes that a thread moves at a time: loads that come meanwhile wait for no more."""
+MOST_STORES: Final = 64
+MOST_BYTES: Final = 64 << 20
+"""Pages that are stored at a time: so many, or so many bytes if that is more."""
+GONE, CORRUPT, CHANGED, FULL, CANCELLED = "gone", "corrupt", "changed", "full", "cancelled"
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """One page under way. slot: -1 if there is none. why: see Result. seconds: how long its bytes took."""
+
+    job: Job
+    key: Key
+    frame: int
+    slot: int
+    stamp: int = 0
+    why: str = ""
+    seconds: float = 0.0
+
+
+class SlotTier(ABC):
+    """Pages in equal slots. See Tier for the methods that a cache calls.
+
+    size:   the memory for pages, "16GiB" or an int of bytes.
+    limit:  the most bytes a second that the tier moves, "2GB" or an int; None for no limit.
+    policy: the order in which pages are evicted, see MemoryManager.
+    """
+
+    kind: str
+    num_threads: int = 1
+
+    def __init__(self, size: str | int, *, limit: str | int | None = None, policy: str = "lru") -> None:
+        self.size: int = parse_bytes(size)
+        self.name: str = self.kind
+        self._limit = None if limit is None else float(parse_bytes(limit))
+        self._policy = policy
+        self._stats = TierStats()
+        self._pool: PoolView | None = None
+        self._is_closed = False
+
+    # -- where the bytes lie (for subclasses) --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
+        """Make room for `num_slots` frames. Return (slot, name, tenant) of the pages that are there already."""
+
+    @abstractmethod
+    def _store(self, moves: Sequence[Move]) -> None:
+        """Copy frames to slots, and seal these. Where a frame was reused meanwhile, seal nothing: `why` is CHANGED."""
+
+    @abstractmethod
+    def _load(self, moves: Sequence[Move]) -> None:
+        """Copy slots to frames. `why` is CORRUPT where name or checksum of the slot do not fit."""
+
+    @abstractmethod
+    def _void(self, slots: Sequence[int]) -> None:
+        """Take the seals of these slots away."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Give back the memory or the file."""
+
+    def _slot_bytes(self, frame_bytes: int) -> int:
+        """Return the bytes that a slot for a frame takes of `size`."""
+        return frame_bytes
+
+    # -- the interface -------------------------------------------------------------------------------------------------
+
+    def register(self, pool: PoolView, fingerprint: bytes) -> None:
+        """See Tier.register."""
+        if self._is_closed:
+            raise InvalidRequest(f"the {self.name} tier was closed; make a new one")
+        if self._pool is not None:
+            raise InvalidRequest(f"the {self.name} tier serves a cache already; make one tier for each cache")
+        num_slots = self.size // self._slot_bytes(pool.frame_bytes)
+        if num_slots < 1:
+            raise InvalidRequest(
+                f"the {self.name} tier has {self.size} bytes and a frame needs {self._slot_bytes(pool.frame_bytes)}; "
+                "give it more memory"
+            )
+        present = self._begin(pool, fingerprint, num_slots)
+        self._slots = FramePool(num_slots, key_bytes=KEY_BYTES, policy=self._policy)
+        self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+        self._storing: set[bytes] = set()  # the names
+        self._ended: deque[Move] = deque()
+        self._mover = Mover(self.name, self.num_threads, self._limit)
+        # also at exit: a thread must not return from C++ code to an interpreter that has ended
+        weakref.finalize(self, self._mover.close, finish=False)
+        for slot, name, tenant in present:  # those of an older process, the one stored first is evicted first
+            self._slots.take([slot], tenant=self._charged(tenant))
+            if self._slots.publish([slot], [name])[0] != slot:  # stored twice
+                self._void([slot])
+            self._slots.drop([slot])
+        self._pool = pool
+
+    def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
+        """See Tier.lookup."""
+        found: npt.NDArray[np.bool_] = self._slots.find([key.name for key in keys]) >= 0
+        self._stats.asked += len(keys)
+        self._stats.hits += int(found.sum())
+        return found
+
+    def submit(self, op: Op, keys: Sequence[Key], frames: Sequence[int]) -> Job:
+        """See Tier.submit."""
+        assert self._pool is not None
+        job = Job(op)
+        self._jobs.add(job)
+        found = self._slots.find([key.name for key in keys]).tolist() if keys else []
+        moves = [Move(job, key, int(frame), slot) for key, frame, slot in zip(keys, frames, found, strict=True)]
+        begun = self._begin_loads(moves) if op is Op.LOAD else self._begin_stores(moves)
+        size = self._pool.frame_bytes
+        each = max(1, min(PART // size, -(-len(begun) // self.num_threads)))
+        for first in range(0, len(begun), each):
+            part = begun[first : first + each]
+            self._mover.put(
+                Task(partial(self._run, part), len(part), len(part) * size, op is Op.LOAD, lambda: job.is_cancelled)
+            )
+        return job
+
+    def _begin_loads(self, moves: list[Move]) -> list[Move]:
+        """Hold the slots of the pages that are there, and end the others. Return those that a thread has to move."""
+        there = [move for move in moves if move.slot >= 0]
+        for move in moves:
+            if move.slot < 0:
+                move.why = GONE
+                self._ended.append(move)
+        self._slots.share([move.slot for move in there])
+        return there
+
+    def _begin_stores(self, moves: list[Move]) -> list[Move]:
+        """Take slots for the pages that are not there, and end the others. Return those that a thread has to move."""
+        assert self._pool is not None
+        new: dict[bytes, list[Move]] = {}
+        for move in moves:
+            if move.slot >= 0 or move.key.name in self._storing:
+                move.slot = -1  # there already, or on its way
+                self._ended.append(move)
+            else:
+                self._storing.add(move.key.name)
+                new.setdefault(self._charged(move.key.tenant), []).append(move)
+        begun: list[Move] = []
+        for tenant, wanted in new.items():
+            slots = self._room(len(wanted), tenant)
+            for move, slot in zip(wanted, slots, strict=False):
+                move.slot, move.stamp = slot, self._pool.stamp(move.frame)
+                begun.append(move)
+            for move in wanted[len(slots) :]:
+                self._storing.discard(move.key.name)
+                move.why = FULL
+                self._ended.append(move)
+        self._void([move.slot for move in begun])  # first: an evicted page must not be found after a crash
+        return begun
+
+    def _room(self, count: int, tenant: bytes) -> list[int]:
+        """Take up to `count` slots for `tenant`: fewer if the rest is being moved, or its share is used up."""
+        count = min(count, self._slots.available_to(tenant))
+        try:
+            taken: list[int] = self._slots.take(count, tenant=tenant).tolist()
+            return taken
+        except OutOfFrames:
+            return []
+
+    def _run(self, moves: list[Move]) -> None:
+        """Move pages; called by a thread of the mover. It must not raise."""
+        began = time.perf_counter()
+        try:
+            if moves[0].job.is_cancelled:
+                for move in moves:
+                    move.why = CANCELLED
+            elif moves[0].job.op is Op.LOAD:
+                self._load(moves)
+            else:
+                self._store(moves)
+        except Exception as error:  # the thread serves other pages, too
+            for move in moves:
+                move.why = f"failed: {error}"
+        seconds = (time.perf_counter() - began) / len(moves)
+        for move in moves:
+            move.seconds = seconds
+        self._ended.extend(moves)
+
+    def poll(self) -> list[Result]:
+        """See Tier.poll."""
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        held = [move for move in ended if move.slot >= 0]
+        stored = [move for move in held if move.job.op is Op.STORE]
+        if damaged := [move.slot for move in held if move.why == CORRUPT]:
+            self._void(damaged)
+            self._slots.unpublish(damaged)
+        if whole := [move for move in stored if not move.why]:
+            self._slots.publish([move.slot for move in whole], [move.key.name for move in whole])
+        if held:
+            self._slots.drop([move.slot for move in reversed(held)])  # tails before prefixes
+        self._storing.difference_update([move.key.name for move in stored])
+        self._count(ended)
+        if not self.num_pending and self._slots.stats().mapped:  # an interrupt lost the reference of a slot
+            self._slots.recover(np.zeros(self._slots.num_frames, np.int32))
+            self._storing.clear()
+        return [Result(move.job.number, move.key, not move.why, move.why) for move in ended]
+
+    @property
+    def room(self) -> int:
+        """See Tier.room. A part of the slots: pages under way evict others, and may come to nothing."""
+        assert self._pool is not None
+        most = min(self._slots.num_frames // 8 + 1, max(MOST_STORES, MOST_BYTES // self._pool.frame_bytes))
+        return max(0, most - self.num_pending)
+
+    @property
+    def num_pending(self) -> int:
+        """See Tier.num_pending."""
+        return self._mover.num_pages + len(self._ended)  # in this order: a task ends after its pages are appended
+
+    def _count(self, ended: list[Move]) -> None:
+        assert self._pool is not None
+        stats, size = self._stats, self._pool.frame_bytes
+        for move in ended:
+            if move.why == CORRUPT:
+                stats.corrupt += 1
+            elif move.why == FULL:
+                stats.refused += 1
+            elif move.why == CHANGED:
+                stats.changed += 1
+            elif move.why.startswith("failed"):
+                stats.failed += 1
+        loads = [move.seconds for move in ended if not move.why and move.job.op is Op.LOAD]
+        stores = [move.seconds for move in ended if not move.why and move.job.op is Op.STORE and move.slot >= 0]
+        stats.loaded, stats.stored = stats.loaded + len(loads), stats.stored + len(stores)
+        stats.loaded_bytes, stats.stored_bytes = stats.loaded * size, stats.stored * size
+        stats.loaded_seconds, stats.stored_seconds = (
+            stats.loaded_seconds + sum(loads),
+            stats.stored_seconds + sum(stores),
+        )
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """See Tier.touch."""
+        found = self._slots.find([key.name for key in keys]) if keys else np.empty(0, np.int32)
+        found = found[found >= 0]
+        if len(found):
+            self._slots.share(found)
+            self._slots.drop(found)
+
+    def set_quota(self, tenant: bytes, share: float | None) -> None:
+        """See Tier.set_quota."""
+        if share is not None and not 0.0 <= real(share, "share") <= 1.0:
+            raise InvalidRequest(f"share is {share}; it is the part of the tier for a tenant, 0 to 1")
+        hard = None if share is None else int(share * self._slots.num_frames)
+        self._slots.set_quota(self._charged(tenant), hard=hard)
+
+    def _charged(self, tenant: bytes) -> bytes:
+        """Return the name of the tenant in the pool of slots."""
+        return tenant
+
+    def forget(self) -> None:
+        """See Tier.forget. It waits for the page that each thread is moving. The results stay for `poll`."""
+        for job in list(self._jobs):
+            job.cancel()
+        self._mover.drain()
+        for move in self._ended:
+            move.why = move.why or CANCELLED
+        self._slots.forget()
+        self._void(list(range(self._slots.num_frames)))
+
+    def stats(self) -> TierStats:
+        """See Tier.stats."""
+        now = self._stats.copy()
+        if self._pool is not None:
+            of_slots = self._slots.stats()
+            now.pages, now.slots = of_slots.cached, self._slots.num_frames
+        return now
+
+    def close(self) -> None:
+        """See Tier.close."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._pool is not None:
+            self._mover.close()
+            self._end()

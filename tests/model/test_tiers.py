@@ -1,0 +1,119 @@
+"""An engine over tiers: the tokens are those of a pool without tiers, and a prompt on its way delays no other."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.model.engine import Engine, Limits
+from pagedkv.sampling.params import SamplingParams
+from pagedkv.tiers import DiskTier, HostTier
+
+from .conftest import prompt_of
+from .test_engine import build, idle, outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from pagedkv.tiers.slots import Move
+
+    from .conftest import Checkpoint
+
+PARAMS = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
+
+
+class Slow(HostTier):
+    """A host tier whose loads wait for `may_load`."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__(size)
+        self.may_load = threading.Event()
+
+    def _load(self, moves: Sequence[Move]) -> None:
+        self.may_load.wait(60)
+        super()._load(moves)
+
+
+def test_evicted_prompts_come_back_with_equal_tokens(checkpoint: Callable[[str], Checkpoint], tmp_path: Path) -> None:
+    prompts = [prompt_of(100, seed=seed) for seed in range(6)]
+    want = outputs(build(checkpoint("llama")).generate(prompts, PARAMS))
+    frame = build(checkpoint("llama")).cache.frame_bytes
+    tiers = [HostTier(20 * frame), DiskTier(tmp_path, "32MiB")]  # the host holds half of the pages
+    engine = build(checkpoint("llama"), num_frames=16, tiers=tiers, limits=Limits(max_sequences=2))
+    for turn in range(3):
+        requests = engine.generate(prompts, PARAMS)
+        assert outputs(requests) == want
+        assert engine.cache.tiers.flush(20)
+        if turn:
+            assert sum(request.completions[0].cached_tokens for request in requests) > 96
+    engine.cache.tiers.quiesce()
+    assert idle(engine)
+    loaded = {name: stats.loaded for name, stats in engine.cache.tiers.stats().items()}
+    assert loaded["host"] > 0
+    assert loaded["disk"] > 0
+    engine.cache.tiers.close()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+def test_models_with_windows_too(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    prompts = [prompt_of(100, seed=seed) for seed in range(4)]
+    want = outputs(build(checkpoint(name)).generate(prompts, PARAMS))
+    engine = build(checkpoint(name), num_frames=16, tiers=[HostTier("4MiB")], limits=Limits(max_sequences=2))
+    for _ in range(2):
+        assert outputs(engine.generate(prompts, PARAMS)) == want
+        assert engine.cache.tiers.flush(20)
+    assert engine.cache.tiers.stats()["host"].loaded > 0
+    engine.cache.tiers.close()
+
+
+def test_a_prompt_on_its_way_delays_no_other_and_can_be_cancelled(checkpoint: Callable[[str], Checkpoint]) -> None:
+    tier = Slow("4MiB")
+    engine = build(checkpoint("llama"), num_frames=40, tiers=[tier])
+    [first] = engine.generate([prompt_of(100)], PARAMS)
+    assert engine.cache.tiers.flush(20)
+    engine.cache.evict(40)
+    waiting, gone, other = (engine.submit(prompt_of(length, seed=length - 100), PARAMS) for length in (100, 100, 120))
+    engine.cancel(gone)
+    while not other.finished:
+        engine.step()
+    assert not waiting.finished
+    tier.may_load.set()
+    engine.run()
+    assert outputs([waiting]) == outputs([first])
+    assert waiting.completions[0].cached_tokens == 96
+    engine.cache.tiers.quiesce()
+    assert idle(engine)
+    engine.cache.tiers.close()
+
+
+def test_frames_of_a_fetch_go_to_a_sequence_that_lacks_them(checkpoint: Callable[[str], Checkpoint]) -> None:
+    tier = HostTier("4MiB", limit=4000)  # bytes a second: a fetch takes minutes
+    engine = build(checkpoint("llama"), num_frames=20, tiers=[tier])
+    engine.generate([prompt_of(100)], SamplingParams(max_tokens=1))
+    engine.cache.evict(40)
+    long = engine.submit(prompt_of(190, seed=5), SamplingParams(max_tokens=100))
+    engine.step()
+    engine.submit(prompt_of(100), PARAMS)
+    engine.run()
+    assert len(long.completions[0].token_ids) == 100
+    tier._mover.close(finish=False)
+
+
+def test_tiers_of_a_shell_have_a_size_and_a_place(tmp_path: Path) -> None:
+    for wrong in ("host", "host:", "disk:1GiB", "tape:1GiB", "host:1GiB:here"):
+        with pytest.raises(InvalidRequest, match="a tier is"):
+            Engine.load(tiers=[wrong])
+    engine = Engine.load(num_frames=80, tiers=["host:1MiB", f"disk:4MiB:{tmp_path}"])
+    assert [tier.name for tier in engine.cache.tiers.tiers] == ["host", "disk"]
+    prompt = prompt_of(64)
+    want = outputs(engine.generate([prompt], PARAMS))
+    engine.cache.tiers.close()
+    again = Engine.load(num_frames=80, tiers=[f"disk:4MiB:{tmp_path}"])
+    requests = again.generate([prompt], PARAMS)
+    assert outputs(requests) == want
+    assert requests[0].completions[0].cached_tokens == 48
+    again.cache.tiers.close()

@@ -1,0 +1,328 @@
+"""Tiers that hang, fail, lie or lose power: each fault is a counted miss, no frame is lost, nothing waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagedkv import PagedKVCache
+from pagedkv.errors import InvalidRequest
+from pagedkv.tiers import DiskTier, HostTier, PoolView, UsedAgain
+from pagedkv.tiers.slots import Move
+from pagedkv.tiers.tier import Numbers
+from tests.interrupts import Interrupter, count_instructions
+from tests.tiers.world import SIZE, SPEC, World
+
+IDS = list(range(41))
+PAGES = len(IDS) // SIZE
+
+
+class Stubborn(HostTier):
+    """A host tier whose loads wait for `may_load`, or raise `fault`."""
+
+    def __init__(self, size: str, fault: Exception | None = None) -> None:
+        super().__init__(size)
+        self.may_load, self.fault = threading.Event(), fault
+
+    def _load(self, moves: Sequence[Move]) -> None:
+        self.may_load.wait(30)
+        if self.fault:
+            raise self.fault
+        super()._load(moves)
+
+
+def evicted(*tiers: HostTier | DiskTier, num_frames: int = 16) -> World:
+    """Return a world whose pool has evicted IDS, and whose tiers have stored them."""
+    world = World(PagedKVCache(SPEC, num_frames=num_frames, tiers=tiers))
+    world.run(IDS)
+    assert world.cache.tiers.flush(20)
+    world.cache.evict(num_frames)
+    return world
+
+
+def test_a_cache_without_tiers_fetches_nothing() -> None:
+    cache = PagedKVCache(SPEC, num_frames=16)
+    for _ in range(2):
+        fetch = cache.fetch(IDS)
+        assert (fetch.done, fetch.asked, fetch.tokens) == (True, 0, 0)
+        cache.set_quota(b"some", hard=3)
+        cache.forget()
+        cache.resize(17)
+        cache.tiers.pump()
+        cache.tiers.close()  # also twice, and with nothing in it
+
+
+def test_a_load_that_hangs_ends_at_its_deadline_and_its_frames_wait_for_it() -> None:
+    tier = Stubborn("1MiB")
+    world = evicted(tier, num_frames=24)
+    cache = world.cache
+    fetch = cache.fetch(IDS, timeout=1)
+    assert not fetch.wait(0.02)
+    assert fetch.wait(20)  # `may_load` is set after 30
+    assert (fetch.tokens, cache.stats().mapped) == (0, PAGES)  # the tier may still write there
+    world.run(list(range(100, 140)))  # others go on
+    tier.may_load.set()
+    cache.tiers.quiesce()
+    assert cache.stats().mapped == 0
+    cache.check()
+    assert cache.fetch(IDS).wait(20)
+    assert world.check_found(IDS) == 40
+    cache.tiers.close()
+
+
+def test_a_cancelled_fetch_is_done_at_once_and_a_lost_one_gives_its_frames_back() -> None:
+    tier = Stubborn("1MiB")
+    world = evicted(tier, num_frames=24)
+    fetch = world.cache.fetch(IDS)
+    fetch.cancel()
+    assert fetch.done
+    world.cache.fetch(list(range(20)))  # dropped by its caller
+    tier.may_load.set()
+    world.cache.tiers.quiesce()
+    assert world.cache.stats().mapped == 0
+    world.check_found(IDS)
+    world.cache.tiers.close()
+
+
+def test_a_page_that_one_tier_cannot_give_comes_from_the_next(tmp_path: Path) -> None:
+    broken = Stubborn("1MiB", OSError(errno.EIO, "no such luck"))
+    broken.may_load.set()
+    world = evicted(broken, DiskTier(tmp_path, "1MiB"))
+    fetch = world.cache.fetch(IDS)
+    assert fetch.wait(20)
+    assert (fetch.tokens, fetch.source) == (40, {"host": PAGES, "disk": PAGES})
+    assert world.check_found(IDS) == 40
+    assert world.cache.tiers.stats()["host"].failed == PAGES
+    world.cache.tiers.close()
+
+
+def test_a_frame_that_is_reused_while_it_is_stored_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, may_go_on = threading.Event(), threading.Event()
+    copy = PoolView.read
+
+    def slow(self: PoolView, frames: Numbers, into: torch.Tensor, rows: Numbers) -> None:
+        half, at, there = self.frame_bytes // 2, torch.from_numpy(frames), torch.from_numpy(rows)
+        into[there, :half] = self.frames[at, :half]
+        reading.set()
+        may_go_on.wait(20)
+        into[there, half:] = self.frames[at, half:]
+
+    monkeypatch.setattr(PoolView, "read", slow)
+    tier = HostTier("1MiB")
+    world = World(PagedKVCache(SPEC, num_frames=12, tiers=[tier]))
+    world.run(IDS)
+    world.cache.tiers.pump()
+    assert reading.wait(20)
+    world.cache.evict(12)
+    world.run(list(range(500, 541)))  # writes into the frame that is being read
+    monkeypatch.setattr(PoolView, "read", copy)
+    may_go_on.set()
+    assert world.cache.tiers.flush(20)
+    assert tier.stats().changed >= 1
+    fetch = world.cache.fetch(IDS)
+    assert fetch.wait(20)
+    assert world.check_found(IDS) == fetch.tokens < 40
+    world.cache.tiers.close()
+
+
+def test_a_disk_that_is_full_costs_only_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tier = DiskTier(tmp_path, "1MiB")
+    cache = PagedKVCache(SPEC, num_frames=16, tiers=[tier])
+    world = World(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        world.run(IDS)
+        assert cache.tiers.flush(20)
+    assert (tier.stats().failed, tier.stats().stored, tier.stats().pages) == (PAGES, 0, 0)
+    world.run(IDS[:9] + [7] * 30)
+    assert cache.tiers.flush(20)
+    assert tier.stats().stored > 0
+    cache.tiers.close()
+
+
+def test_a_small_tier_keeps_what_was_used_last_and_a_tenant_keeps_within_its_share() -> None:
+    tier = HostTier(20 * SPEC.frame_bytes)
+    cache = PagedKVCache(SPEC, num_frames=16, tiers=[tier])
+    cache.set_quota(b"small", hard=4)  # a quarter of the pool, so a quarter of the tier
+    world = World(cache)
+    for turn in range(6):
+        world.run(list(range(100 * turn, 100 * turn + 13)), b"small")
+        assert cache.tiers.flush(20)
+    used = tier._slots.usage(tier._charged(b"small")).used
+    assert 1 <= used <= 5
+    cache.tiers.close()
+
+
+def test_what_came_back_is_stored_and_what_came_once_is_not() -> None:
+    tier = HostTier("1MiB")
+    world = World(PagedKVCache(SPEC, num_frames=16, tiers=[tier], write_back=UsedAgain()))
+    world.run(IDS)
+    assert world.cache.tiers.flush(20)
+    assert tier.stats().stored == 0
+    world.cache.evict(16)
+    world.run(IDS)
+    assert world.cache.tiers.flush(20)
+    assert PAGES // 2 <= tier.stats().stored <= PAGES  # a few were forgotten: see index.remember
+    world.cache.tiers.close()
+
+
+# --- the folder of a disk tier ----------------------------------------------------------------------------------------
+
+
+def reopened(folder: Path, **options: object) -> tuple[int, int]:
+    """Return (tokens of IDS fetched from the folder, loads that were corrupt)."""
+    tier = DiskTier(folder, "1MiB", **options)  # type: ignore[arg-type]
+    world = World(PagedKVCache(SPEC, num_frames=16, tiers=[tier]))
+    fetch = world.cache.fetch(IDS)
+    assert fetch.wait(20)
+    assert world.check_found(IDS) == fetch.tokens
+    world.cache.tiers.close()
+    return fetch.tokens, tier.stats().corrupt
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    evicted(DiskTier(tmp_path, "1MiB")).cache.tiers.close()
+    assert reopened(tmp_path) == (40, 0)
+    return tmp_path
+
+
+def test_pages_of_another_model_rank_or_size_are_not_found(folder: Path) -> None:
+    for options in ({"model": "other"}, {"rank": 1}, {"key": bytes(16)}):
+        assert reopened(folder, **options) == (0, 0)
+        evicted(DiskTier(folder, "1MiB")).cache.tiers.close()
+    assert reopened(folder) == (40, 0)
+
+
+def test_pages_that_were_written_with_another_key_are_misses(tmp_path: Path) -> None:
+    evicted(DiskTier(tmp_path, "1MiB", key=b"k" * 16)).cache.tiers.close()
+    assert reopened(tmp_path, key=b"K" * 16) == (0, PAGES)
+    assert reopened(tmp_path, key=b"k" * 16) == (0, 0)  # a page that does not fit is dropped
+
+
+def test_any_damage_to_the_files_is_a_miss(folder: Path) -> None:
+    draw = random.Random(1)
+    whole = {path: path.read_bytes() for path in folder.glob("pagedkv-tier.*") if path.suffix != ".lock"}
+    for _ in range(60):
+        path = draw.choice(sorted(whole))
+        content = bytearray(whole[path])
+        kind = draw.randrange(4)
+        if kind == 0:
+            content = content[: draw.randrange(len(content))]
+        elif kind == 1:
+            at = draw.randrange(len(content))
+            content[at : at + 64] = draw.randbytes(64)
+        elif kind == 2:
+            content[draw.randrange(min(len(content), 16 * 4096))] ^= 1 << draw.randrange(8)
+        else:
+            content = bytearray(len(content))
+        path.write_bytes(content)
+        reopened(folder)
+        for other, old in whole.items():
+            other.write_bytes(old)
+    assert reopened(folder) == (40, 0)
+
+
+def test_a_second_process_and_a_special_file_are_refused(folder: Path) -> None:
+    tier = DiskTier(folder, "1MiB")
+    first = PagedKVCache(SPEC, num_frames=16, tiers=[tier])
+    with pytest.raises(BlockingIOError, match="another process uses"):
+        PagedKVCache(SPEC, num_frames=16, tiers=[DiskTier(folder, "1MiB")])
+    with pytest.raises(InvalidRequest, match="serves a cache already"):
+        PagedKVCache(SPEC, num_frames=16, tiers=[tier])
+    first.tiers.close()
+    (folder / "pagedkv-tier.bytes").unlink()
+    os.mkfifo(folder / "pagedkv-tier.bytes")
+    with pytest.raises(OSError, match="not a regular file"):
+        PagedKVCache(SPEC, num_frames=16, tiers=[DiskTier(folder, "1MiB")])
+
+
+CHILD = """
+import sys
+from pagedkv import PagedKVCache
+from pagedkv.tiers import DiskTier
+from tests.tiers.world import SPEC, World
+world = World(PagedKVCache(SPEC, num_frames=64, tiers=[DiskTier(sys.argv[1], 100 * 4224)]))
+world.run(list(range(41)))
+world.cache.tiers.flush()
+print("begun", flush=True)
+turn = 0
+while True:
+    world.run([turn % 40] + list(range(turn, turn + 40)))
+    turn += 7
+"""
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 15))])
+def test_a_process_that_is_killed_leaves_no_torn_page(seed: int, tmp_path: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "begun\n"
+    time.sleep(random.Random(seed).uniform(0.2, 1.0))
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    tier = DiskTier(tmp_path, 100 * 4224)
+    world = World(PagedKVCache(SPEC, num_frames=64, tiers=[tier]))
+    assert tier.stats().pages > 0
+    found = 0
+    for turn in range(0, 3000, 7):
+        ids = [turn % 40, *range(turn, turn + 40)]
+        fetch = world.cache.fetch(ids)
+        assert fetch.wait(20)
+        found += world.check_found(ids)
+    assert found > 0
+    assert tier.stats().corrupt == 0
+    world.cache.tiers.close()
+
+
+# --- interrupts -------------------------------------------------------------------------------------------------------
+
+
+def prepared() -> World:
+    return evicted(HostTier("1MiB"), num_frames=16)
+
+
+def life(world: World) -> None:
+    """Fetch, open, compute another prompt, and store it."""
+    world.cache.fetch(IDS).wait(20)
+    world.check_found(IDS)
+    world.run(IDS[:9] + [7] * 5)
+    world.cache.tiers.flush(20)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
+def test_an_interrupt_leaves_a_cache_that_goes_on(seed: int) -> None:
+    world, draw = prepared(), random.Random(seed)
+    total = count_instructions(lambda: life(world))
+    for at in [draw.randrange(1, total) for _ in range(8)]:
+        world.cache.tiers.close()
+        world = prepared()
+        with contextlib.suppress(KeyboardInterrupt):
+            Interrupter(at).run(partial(life, world))
+        deadline = time.monotonic() + 20
+        while world.cache.tiers.num_pending or world.cache.tiers.num_fetches:
+            world.cache.tiers.pump(0.001)
+            assert time.monotonic() < deadline
+        world.cache.recover()
+        world.cache.check()
+        assert world.cache.stats().mapped == 0
+        life(world)
+        assert world.cache.stats().mapped == 0
+    world.cache.tiers.close()

@@ -1,0 +1,146 @@
+"""Random lives of a cache over tiers: whatever is evicted, fetched, damaged, forgotten or resized, a page that a prompt
+finds holds its own bytes, and no frame is lost."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagedkv import KVSpec, PagedKVCache
+from pagedkv.errors import OutOfFrames
+from pagedkv.tiers import DiskTier, HostTier
+from tests.tiers.world import SIZE, SPEC, World
+
+FRAMES = 24
+GROUPS = {
+    "one": SPEC,
+    "windowed": [SPEC, KVSpec(1, 1, 16, block_size=SIZE, dtype="float32", window=6)],
+}
+
+
+def tiers_of(folder: Path, slots: int) -> list[HostTier | DiskTier]:
+    return [HostTier(slots * SPEC.frame_bytes), DiskTier(folder, 2 * slots * (4096 + 128), threads=2)]
+
+
+def damage(tiers: list[HostTier | DiskTier], draw: random.Random) -> None:
+    """Flip a bit of a page in some tier."""
+    tier = draw.choice(tiers)
+    if isinstance(tier, HostTier):
+        tier._bytes[draw.randrange(len(tier._bytes)), draw.randrange(SPEC.frame_bytes)] ^= 1
+    else:
+        with open(tier._path("bytes"), "r+b") as file:
+            at = draw.randrange(tier._slots.num_frames) * tier._stride + draw.randrange(SPEC.frame_bytes)
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
+def test_a_page_that_is_found_holds_its_own_bytes(seed: int, groups: str, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    tiers, match = tiers_of(tmp_path, 40), "token" if groups == "one" and seed % 2 else "page"
+    cache = PagedKVCache(GROUPS[groups], num_frames=FRAMES, tiers=tiers, match=match)
+    world, fetches, fetched = World(cache), [], 0
+    trunks = [[draw.randrange(50) for _ in range(30)] for _ in range(6)]
+    for turn in range(250):
+        ids = draw.choice(trunks)[: draw.randrange(1, 31)] + [draw.randrange(50) for _ in range(draw.randrange(1, 9))]
+        tenant, salt = draw.choice([b"", b"acme"]), draw.choice([b"", b"", b"adapter"])
+        verb = draw.choices(
+            ["run", "fetch", "wait", "damage", "cancel", "forget", "resize"], [40, 20, 20, 5, 5, 0.5, 1]
+        )[0]
+        if verb == "run":
+            try:
+                world.run(ids, tenant, salt)
+            except OutOfFrames:  # fetches hold frames
+                for fetch in fetches:
+                    fetch.wait(10)
+        elif verb == "fetch":
+            fetches.append(cache.fetch(ids, tenant=tenant, salt=salt))
+        elif verb == "wait" and fetches:
+            fetch = fetches.pop(draw.randrange(len(fetches)))
+            assert fetch.wait(20)
+            assert fetch.tokens <= fetch.asked
+            fetched += fetch.tokens
+        elif verb == "damage":
+            damage(tiers, draw)
+        elif verb == "cancel" and fetches:
+            fetch = fetches.pop()
+            fetch.cancel()
+            assert fetch.done
+        elif verb == "forget":
+            cache.forget()
+            assert cache.lookup(ids, tenant=tenant, salt=salt) == 0
+            assert cache.fetch(ids, tenant=tenant, salt=salt).asked == 0
+        elif verb == "resize":
+            cache.resize(draw.randrange(FRAMES - 4, FRAMES + 4))
+        world.check_found(ids, tenant, salt)
+        if turn % 10 == 0:
+            cache.check()
+    assert fetched > 20
+    cache.tiers.close()
+    cache.check()
+    now = cache.stats()
+    assert (now.mapped, now.spaces) == (0, 0)
+    assert all(now.changed + now.stored for now in [tier.stats() for tier in tiers])
+
+
+def test_all_of_an_evicted_prompt_comes_back_from_each_tier_and_after_a_restart(tmp_path: Path) -> None:
+    prompts = [list(range(at, at + 41)) for at in range(0, 400, 41)]
+    for tiers in ([HostTier("1MiB")], [DiskTier(tmp_path, "2MiB")]):
+        cache = PagedKVCache(SPEC, num_frames=16, tiers=tiers)
+        world = World(cache)
+        for ids in prompts:
+            world.run(ids)
+            assert cache.tiers.flush(20)
+        for ids in prompts[:-1]:
+            assert cache.fetch(ids).wait(20)
+            assert world.check_found(ids) == 40
+        cache.tiers.close()
+    again = World(PagedKVCache(SPEC, num_frames=16, tiers=[DiskTier(tmp_path, "2MiB")]))
+    for ids in prompts:
+        assert again.cache.fetch(ids).wait(20)
+        assert again.check_found(ids) == 40
+    again.cache.tiers.close()
+
+
+def test_a_fetch_that_is_under_way_is_found_by_nobody(tmp_path: Path) -> None:
+    cache = PagedKVCache(SPEC, num_frames=16, tiers=[HostTier("1MiB", limit=SPEC.frame_bytes * 20)])
+    world, ids = World(cache), list(range(41))
+    world.run(ids)
+    assert cache.tiers.flush(20)
+    cache.evict(16)
+    fetch = cache.fetch(ids)
+    assert (fetch.asked, cache.lookup(ids)) == (40, 0)
+    assert cache.fetch(list(range(99, 130))).done  # the tiers have nothing of it
+    with pytest.raises(OutOfFrames):
+        world.run(list(range(200, 240)))
+    assert fetch.wait(20)
+    assert world.check_found(ids) == 40
+    cache.tiers.close()
+
+
+def test_the_pages_before_a_damaged_one_are_found_and_the_damage_is_counted() -> None:
+    tier = HostTier("1MiB")
+    cache = PagedKVCache(SPEC, num_frames=16, tiers=[tier])
+    world, ids = World(cache), list(range(41))
+    world.run(ids)
+    assert cache.tiers.flush(20)
+    cache.evict(16)
+    fifth = np.flatnonzero((tier._bytes[:16] == 0).all(1) == False)[5]  # noqa: E712
+    tier._bytes[fifth] ^= 255
+    fetch = cache.fetch(ids)
+    assert fetch.wait(20)
+    assert world.check_found(ids) == fetch.tokens < 40
+    assert tier.stats().corrupt == 1
+    assert cache.stats().mapped == 0
+    world.run(ids)  # computed again, stored again
+    assert cache.tiers.flush(20)
+    cache.evict(16)
+    assert cache.fetch(ids).wait(20)
+    assert world.check_found(ids) == 40
+    cache.tiers.close()

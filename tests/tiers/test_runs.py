@@ -1,0 +1,23 @@
+"""Runs of bytes: copied as they are, with and without the extension."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagedkv.kernels import cpu
+from pagedkv.tiers.runs import copy_runs
+
+
+@pytest.mark.parametrize("by_extension", [True, False])
+def test_runs_arrive_and_nothing_beside_them_changes(by_extension: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_extension and cpu.missing():
+        pytest.skip(cpu.missing()[0])
+    if not by_extension:
+        monkeypatch.setattr(cpu, "missing", lambda: ["not here"])
+    source, target = np.random.default_rng(0).integers(0, 256, (9, 100), np.uint8), np.zeros((5, 100), np.uint8)
+    rows, places = np.array([7, 0, 3]), np.array([4, 1, 2])
+    copy_runs(target.ctypes.data + places * 100 + 1, source.ctypes.data + rows * 100 + 1, 98)
+    assert (target[places, 1:99] == source[rows, 1:99]).all()
+    target[places, 1:99] = 0
+    assert not target.any()

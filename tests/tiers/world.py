@@ -1,0 +1,69 @@
+"""A cache whose frames hold what they must: the bytes of a page are a function of all that its identity covers.
+
+So a page that was lost, torn, mixed up or stale shows when a prompt maps it, whichever way it took through the tiers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pagedkv import AddressSpace, KVSpec, PagedKVCache
+
+SIZE = 4
+SPEC = KVSpec(1, 1, 16, block_size=SIZE, dtype="float32")
+
+
+def content(prefix: Sequence[int], tenant: bytes, salt: bytes, group: int, num_bytes: int) -> np.ndarray:
+    """uint8 [num_bytes]: the bytes of the last page of `prefix`."""
+    seed = hashlib.sha256(repr((list(prefix), tenant, salt, group)).encode()).digest()
+    return np.tile(np.frombuffer(seed, np.uint8), num_bytes // 32 + 1)[:num_bytes]
+
+
+class World:
+    """A cache, the prompts that run on it, and the checks of what they find. computed: tokens that were not found."""
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self.cache, self.computed = cache, 0
+
+    def run(self, ids: Sequence[int], tenant: bytes = b"", salt: bytes = b"") -> int:
+        """Compute a prompt as an engine does: check what is known, store the rest. Return how many were known."""
+        space = self.cache.open(ids, tenant=tenant, salt=salt)
+        known = len(space)
+        self.check_pages(space, ids[:known], tenant, salt)
+        try:
+            batch = self.cache.plan([space], [len(ids) - known])
+            for group in range(len(self.cache.specs)):
+                pages = space.pages_in(group)
+                for page in range(known // SIZE, len(ids) // SIZE):
+                    if pages[page] >= 0:
+                        self.fill(int(pages[page]), ids[: (page + 1) * SIZE], tenant, salt, group)
+            self.cache.commit(batch, ids[known:])
+        finally:
+            space.release()
+        self.computed += len(ids) - known
+        return known
+
+    def fill(self, frame: int, prefix: Sequence[int], tenant: bytes, salt: bytes, group: int) -> None:
+        expected = content(prefix, tenant, salt, group, self.cache.frame_bytes)
+        self.cache.storage.frames[frame] = torch.from_numpy(expected)
+
+    def check_pages(self, space: AddressSpace, known: Sequence[int], tenant: bytes, salt: bytes) -> None:
+        for group in range(len(self.cache.specs)):
+            for page, frame in enumerate(space.pages_in(group).tolist()[: len(known) // SIZE]):
+                if frame >= 0:
+                    held = self.cache.storage.frames[frame].numpy()
+                    expected = content(known[: (page + 1) * SIZE], tenant, salt, group, self.cache.frame_bytes)
+                    assert (held == expected).all(), f"page {page} of group {group} holds other bytes"
+
+    def check_found(self, ids: Sequence[int], tenant: bytes = b"", salt: bytes = b"") -> int:
+        """Check the bytes of all that a prompt finds. Return the tokens that were found."""
+        space = self.cache.open(ids, tenant=tenant, salt=salt)
+        try:
+            self.check_pages(space, ids[: len(space)], tenant, salt)
+            return len(space)
+        finally:
+            space.release()
