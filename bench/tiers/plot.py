@@ -22,7 +22,7 @@ def charts(rows: list[Row]) -> list[Chart]:
             for name in dict.fromkeys(row["variant"] for row in found)
         ]  # fmt: skip
         if series:
-            made.append(lines(title, series, Axis("KiB of a frame", log=True), Axis("GB/s")))
+            made.append(lines(title, series, x=Axis("KiB of a frame", log=True), y=Axis("GB/s")))
     found = [row for row in rows if row["case"] == "first token"]
     drawn = [
         Bar(PLACES[row["variant"]], row["median"], "peer" if row["variant"] == "computed" else "ours",

@@ -36,10 +36,6 @@ template <int KIND> DEVICE Quad4 stored_quad(const u8* row, i32 column, i32 dim,
                 if (column + i * ELEMENTS < dim) x |= static_cast<u32>(ptx::read(at + i)) << 8 * i;
             }
         }
-        if constexpr (KIND == INT4) {
-            x = (x | x << 8) & 0x00ff00ffu;
-            x = (x | x << 4) & 0x0f0f0f0fu;
-        }
         Quad4 y;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // every quantised element is exactly a bfloat16

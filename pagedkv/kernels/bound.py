@@ -136,14 +136,16 @@ class _Bound:
         """Let the kernel for calls like this one serve calls of a kind, until another kind is called."""
         if kind not in self._servers:
             case = self._case(*arguments)
-            is_ours = registry.resolve(case, self._backend).backend == cpu.__name__
-            server = (cpu.isa(), debug.forced_num_threads() or 0, None) if is_ours else ("", 0, self._server(case))
-            self._servers[kind] = server
+            kernel = registry.resolve(case, self._backend)
+            if kernel.backend == cpu.__name__:
+                self._servers[kind] = (cpu.isa(), debug.forced_num_threads() or 0, None)
+            else:
+                self._servers[kind] = ("", 0, self._server(case, kernel))
         _extension.set_kernel(self._binding, kind, *self._servers[kind])
 
-    def _server(self, case: Case) -> Callable[..., None]:
-        """Return the function that serves calls of `case`."""
-        return self._serve(registry.resolve(case, self._backend))
+    def _server(self, case: Case, kernel: Kernel) -> Callable[..., None]:
+        """Return the function that serves calls of `case`, for which `kernel` is the first."""
+        return self._serve(kernel)
 
     def _serve(self, kernel: Kernel) -> Callable[..., None]:
         """Return a backend's own function for bound calls, or one that makes an object of a call each time."""
@@ -189,15 +191,16 @@ class BoundAttention(_Bound):
     def _case(self, *arguments: Any) -> Case:
         return attention_case(self._layer, self._rest, *arguments)
 
-    def _server(self, case: Case) -> Callable[..., None]:
+    def _server(self, case: Case, kernel: Kernel) -> Callable[..., None]:
         """Return the function that serves calls of `case`; on a GPU, long prefills go to the kernel that is first for
         them."""
-        serve = super()._server(case)
-        long = case._replace(features=case.features | {"long_prefill"})
-        kernel = registry.resolve(long, self._backend) if case.device == "cuda" else None
-        if kernel is None or kernel is registry.resolve(case, self._backend):
+        serve = super()._server(case, kernel)
+        if case.device != "cuda":
             return serve
-        prefill = self._serve(kernel)
+        for_long = registry.resolve(case._replace(features=case.features | {"long_prefill"}), self._backend)
+        if for_long is kernel:
+            return serve
+        prefill = self._serve(for_long)
 
         def route(*arguments: Any) -> None:
             q, _, _, seq_lens, _, max_seqlen_q, max_seqlen_k, *_ = arguments

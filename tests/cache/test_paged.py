@@ -336,6 +336,7 @@ OF_HANDLES = {
     "holds",
 }
 OF_THE_CACHE = {"findable_pages", "restoring", "free_mask", "frame_generations", "snapshot"}
+OF_THE_CACHE |= {"page_changes", "frame_views", "last_event"}
 """MemoryManager's methods that an engine calls on an AddressSpace, and those that PagedKVCache calls itself."""
 
 

@@ -183,6 +183,7 @@ def test_an_interrupt_at_any_instruction_of_a_step_loses_nothing(
         interrupt_and_compare(*begun(), undisturbed, at)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # hypothesis' gc callback took a signal
 @pytest.mark.parametrize("signals", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_real_signals_lose_nothing(
     signals: int, undisturbed: list[Any], checkpoint: Callable[[str], Checkpoint]

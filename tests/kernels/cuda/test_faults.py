@@ -50,7 +50,9 @@ MISTAKES = {
     "no thread waits to learn which CTA is last": Planted(
         "paged_attention.cuh", "    ptx::sync_block();\n    return ptx::shared_read", "    return ptx::shared_read"
     ),
-    "the last does not merge": Planted("paged_attention.cuh", "none + static_cast<u32>(expected);", "none;"),
+    "the last does not merge": Planted(
+        "paged_attention.cuh", "none + static_cast<u32>(expected);", "none + (expected & 0);"
+    ),
     "queries past the last are read": Planted("paged_attention.cuh", "there = query < unit.queries;", "there = true;"),
     "entries past the last page are read": Planted(
         "stages.cuh", "in_tile < TILE && key < tile.end_key", "in_tile < TILE"

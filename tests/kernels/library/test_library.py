@@ -273,7 +273,8 @@ def test_a_bound_call_sends_each_call_to_the_kernel_that_is_first_for_it(
     """The layer is on the CPU; the kernels, and the device that the queries name, are those of a GPU."""
     attend = bind_attention(PREFILL.build().layer)
     request.getfixturevalue("on_a_gpu")
-    serve = attend._server(LONG._replace(features=frozenset()))
+    case = LONG._replace(features=frozenset())
+    serve = attend._server(case, registry.resolve(case, None))
     q = SimpleNamespace(device=SimpleNamespace(type="cuda"), shape=(queries, 8, 64))
     lens, served = SimpleNamespace(shape=(B,)), []
     serve(q, None, None, lens, None, queries, 8192, None, None, served, None)
