@@ -92,7 +92,7 @@ def in_turn(steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cp
 def by_lot(variants: Iterable[Name], turns: int, text: str = "turns", *, warm_up: int = 1) -> Iterator[list[Name]]:
     """Yield the variants in an order drawn anew for each of `warm_up` turns, which do not count, and of `turns` turns.
 
-    text: what a progress bar says.
+    text: the text of a progress bar.
     """
     lots, order = random.Random(0), list(variants)
     for _ in track(range(warm_up + turns), text):

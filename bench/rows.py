@@ -1,7 +1,7 @@
 """The kept rows, read back: which cell a row measures, and the rows of `results/` that count today.
 
 A cell is all that a row measures but for the variant: a case and its axes. Variants are compared within one run only.
-So the rows of a cell come from one run: of the runs with the most peers in the cell, the newest. Rows of machines other
+So the rows of a cell come from one run: the newest of the runs with the most peers in the cell. Rows of machines other
 than that of the newest row do not count.
 """
 

@@ -74,7 +74,7 @@ def cache_folder() -> Path:
 def cuda_architectures(supported: Collection[str], present: Collection[str] = ()) -> list[str]:
     """Return the architectures listed in PAGEDKV_CUDA_ARCHS: [] for "none", all of `supported` for "all".
 
-    If it is unset: those of `present`, the GPUs of this machine, that are supported.
+    If it is unset: the supported architectures of `present`, the GPUs of this machine.
 
     Raises: InvalidRequest for an architecture that is not supported
     """

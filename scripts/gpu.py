@@ -49,7 +49,7 @@ class Ended(NamedTuple):
     """The end of a stage.
 
     how:    "passed", "FAILED", "out of time" or "not run".      why: the reason, or the last line that was printed.
-    clocks: of the GPU while it ran, in words.                   lines: for the summary, printed with "= " before them.
+    clocks: the GPU's clocks while it ran, in words.             lines: for the summary, printed with "= " before them.
     """
 
     name: str

@@ -60,7 +60,7 @@ def patches(kv_bytes: int) -> list[tuple[str, str, Any]]:
 def load(sources: Path, model: Path, kv_bytes: int = KV_BYTES, **options: Any) -> Any:
     """Return the engine, `nanovllm.LLM`, patched for the rest of this process.
 
-    options: of the engine, such as max_model_len and max_num_batched_tokens.
+    options: options of the engine, such as max_model_len and max_num_batched_tokens.
     """
     flash_attn.install()
     sys.path.insert(0, str(sources))

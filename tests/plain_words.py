@@ -1,8 +1,8 @@
 """A checker of prose: `python tests/plain_words.py PATH...` lists sentences without a subject, and vague words.
 
-Prose is the docstrings, comments, and texts in functions of Python, the comments of C++ and CUDA, and the text of
-Markdown outside code. The checker knows no grammar: it looks at the first word of each sentence and at a short list of
-words. A question may begin with any word.
+Prose is the docstrings, comments, and texts in functions of Python, the comments and texts of C++ and CUDA, and the
+text of Markdown outside code. The checker knows no grammar: it looks at the first word of each sentence and of each
+field of a list, and at a short list of words. A question may begin with any word.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ HEADLESS = re.compile(r"(What|Whatever|Who|Whoever|Whom|Whose|Those|Nobody|None 
 HEADLESS_FIRST = re.compile(r"(Where|How|Nothing|All that|That|Which|As if|Likewise)\b")
 """No docstring begins with one of these either; inside a text they may follow a sentence that gives them a subject."""
 
-VAGUE = re.compile(r"\b(nobody|whoever|such as it is|as it were|let go of|lets go of)\b", re.IGNORECASE)
+VAGUE = re.compile(
+    r"\b(nobody|anybody|everybody|no one|whoever|such as it is|as it were|let go of|lets go of)\b", re.IGNORECASE
+)
+
+FIELD = re.compile(r"\s*[`*\w.,/\[\] ]{1,40}:\s|\s*\S.* {3,}\S")
+"""A line that begins a field of a list: `name: text`, or `name   text` in columns."""
+
+HEADLESS_FIELD = re.compile(r"[\w`\])]: ((?:that|of|those|theirs|what|whose|whatever)\b.{0,60})")
+"""The text of a field has a noun before these words."""
+
+DRAWN = re.compile(r"[│├└┬┴▲▼▶─]")
+"""The letters of a picture."""
 
 SOURCES = (".py", ".cpp", ".hpp", ".cuh", ".h", ".inc", ".md")
 
@@ -36,6 +47,9 @@ def complaints(path: Path) -> list[str]:
                 found.append(f"{path}:{line}: begins without a subject: {sentence[:90]}")
         if is_docstring and HEADLESS_FIRST.match(plain):
             found.append(f"{path}:{line}: docstring begins without a subject: {plain[:90]}")
+        if path.suffix == ".py" and not is_docstring and FIELD.match(plain):
+            fields = HEADLESS_FIELD.finditer(plain)
+            found += [f"{path}:{line}: field begins without a noun: {field[0]}" for field in fields]
         found += [f"{path}:{line}: say who or what: {match[0]!r} in {plain[:90]}" for match in VAGUE.finditer(plain)]
     return found
 
@@ -61,6 +75,9 @@ def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
     else:
         for number, comment in _joined((number, match[1]) for number, match in _cpp_comments(text)):
             yield number, comment, False
+        for number, line in enumerate(text.splitlines(), 1):
+            for match in re.finditer(r'(?<!asm\()"([^"\\]* [^"\\]* [^"\\]*)"', line):
+                yield number, match[1][:1].upper() + match[1][1:], False
 
 
 def _docstrings(text: str) -> Iterator[tuple[int, str, bool]]:
@@ -96,11 +113,16 @@ def _is_text(line: ast.stmt) -> bool:
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of each paragraph; a line that is a table or a picture stands alone."""
-    yield from _joined(
-        (number, line if re.search(r"\w", line) and not re.search(r"\S {3,}\S|[│├└─▶]", line) else "")
-        for number, line in enumerate(text.splitlines())
-    )
+    """Yield (line, text) of each paragraph, and of each field of a list: `name: text`, or `name   text` in columns."""
+    lines = []
+    for number, line in enumerate(text.splitlines()):
+        drawn = DRAWN.search(line) or not re.search(r"\w", line)
+        field = FIELD.match(line)
+        if drawn or field:
+            lines.append((number, ""))  # ends the paragraph before
+        if not drawn:
+            lines.append((number, " ".join(line.split())))
+    yield from _joined(iter(lines))
 
 
 def _comments(text: str) -> Iterator[tuple[int, str, bool]]:
@@ -120,7 +142,7 @@ def _joined(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """Join the texts of consecutive lines; an empty text ends a paragraph."""
     first, last, words = 0, -2, list[str]()
     for number, line in lines:
-        if number != last + 1 or not line.strip():
+        if number > last + 1 or not line.strip():
             if words:
                 yield first, " ".join(words)
             first, words = number, []

@@ -49,6 +49,13 @@ def test_no_line_is_wider_than_120_columns(tree):
         ("def f(x):\n    text = f'whose {x} is asked'\n    raise ValueError(text)\n", "begins without a subject"),
         ("def objections(case):\n    return ['it is served by nobody']\n", "say who or what"),
         ("def f():\n    return 'what'\n", ""),
+        ('"""A step.\n\nsteps:    that computed tokens\n"""', "field begins without a noun"),
+        ('"""A step.\n\nsteps: all steps. drafts: those that were kept\n"""', "field begins without a noun"),
+        ('"""A step.\n\nframes   a frame that nobody has\n"""', "say who or what"),
+        ('x = 1\n"""The frames that no one has."""\n', "say who or what"),
+        ('"""A step.\n\nsteps:    steps that computed tokens\n"""', ""),
+        ('"""A step.\n\nsteps: 1\ntokens: 2, of\n    those: 3\n"""', ""),
+        ('"""A step.\n\na ─▶ what nobody has\n"""', ""),
     ],
 )
 def test_the_checker_sees_what_it_should(tmp_path, source, complaint):
@@ -65,6 +72,8 @@ def test_the_checker_sees_what_it_should(tmp_path, source, complaint):
         ("kernel.cuh", "int x;  // What the warp owns\n", False),
         ("kernel.cuh", "// The rows that\n// Nobody is a warp\n", False),
         ("kernel.cuh", "// The rows of a warp\n", True),
+        ("kernel.cpp", 'throw error("what is asked is not there");\n', False),
+        ("kernel.cpp", 'throw error("the frame does not exist");\n', True),
         ("page.md", "# What is it?\n\nA manager.\n", True),
         ("page.md", "A page.\nWho commits first wins.\n", False),
         ("page.md", "```\nWhat is in a block of code is not prose\n```\n", True),

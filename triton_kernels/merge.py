@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def fold(part_out, part_lse, row, stride, parts, sink, out, lse, Dv: tl.constexpr, WIDTH: tl.constexpr):
     """Merge the `parts` rows `row`, row + stride, ... of the partials; store the row at `out` and its LSE at `lse`.
 
-    part_lse: of base 2.   sink: pointer to the head's sink logit, or None.   lse: natural.
+    part_lse: LSE in base 2.   sink: pointer to the head's sink logit, or None.   lse: natural.
     """
     c = tl.arange(0, WIDTH)
     top, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)

@@ -6,7 +6,7 @@ Bytes that had to move are those of the definition: the keys and values that a q
 reads and what it writes. Bytes that a cache line, a page table or a write-allocate adds do not count.
 
     ceilings.py  the memory, and the steps that only read, copy or scale it
-    subjects.py  the operations: what runs, the bytes, the ceiling
+    subjects.py  the operations: their steps, bytes and ceilings
     disk.py      snapshots beside a bare file
     device.py    a GPU: its own ceilings, and copies between host and device
     turns.py     a ceiling before and after each repetition; states of memory; rows

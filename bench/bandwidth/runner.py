@@ -37,8 +37,8 @@ DISK_TURNS: Final = 5
 class Asked:
     """The choice of a run.
 
-    cases:   of CASES; all if empty.
-    cells:   of decode; empty for those of the grid.
+    cases:   names of CASES; all if empty.
+    cells:   cells of decode; empty for the grid.
     threads: () for 1, and 2 where there are.
     folder:  for files; None for the system's folder of temporary files.
     """

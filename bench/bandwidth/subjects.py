@@ -45,8 +45,8 @@ COLD: Final = 128 << 20
 class Subject:
     """An operation of one shape.
 
-    axes:      of its rows.
-    num_bytes: that had to move.
+    axes:      the axes of its rows.
+    num_bytes: bytes that had to move.
     bound:     the name of its ceiling.
     variants:  the step of each implementation, or the reason why there is none.
     flops:     its operations; 0 for one that only moves bytes.

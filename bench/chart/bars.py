@@ -46,10 +46,10 @@ def bars(
 ) -> Chart:
     """Return a chart of bars.
 
-    unit:  of the values, behind each figure: "µs", "×", "%"; "" if bars have labels.
+    unit:  unit of the values, behind each figure: "µs", "×", "%"; "" if bars have labels.
     bound: a value that is marked by a dashed line, and its name.
     is_scaled_by_group: the longest bar of each group has full length; for groups that are not compared.
-    says:  a sentence for those who cannot see the chart; without one, the bars in words.
+    says:  a sentence for readers who cannot see the chart; without one, the bars in words.
     """
     labels = {bar: _label(bar, unit) for bar in given}
     left = min(320.0, 16 + max(width_of(bar.name) * (BOLD if bar.kind == "ours" else 1.06) for bar in given))

@@ -39,7 +39,7 @@ class Memory:
 class Account:
     """Bytes of the memory by use. The first five parts add up to the capacity; the package head defines them.
 
-    saved: bytes that sharing saves: those of all pages of all sequences, less those of distinct frames.
+    saved: bytes that sharing saves: all pages of all sequences, less the distinct frames.
     """
 
     useful: int

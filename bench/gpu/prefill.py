@@ -4,7 +4,7 @@ Chunks of new tokens at the end of one sequence, causal, bfloat16, 32/8 heads of
 
     ours      each backend of the registry, over pages
     sdpa      torch's flash attention and cuDNN's, over contiguous keys: what a library reaches without pages
-    gather    the pages made contiguous: what it costs to call such a library
+    gather    the pages made contiguous: the cost of calling such a library
     matmul    8192 x 8192 x 8192 in bfloat16: the ceiling
 
 FLOP: 4 * heads * head_dim * visible pairs; nothing counts what a mask throws away. The variants of a shape take turns.

@@ -7,7 +7,7 @@
     bits       all variants of `cuda` give equal bits
     error      |out - float64| <= factor * |same-precision torch - float64| + 1e-5, by the contract's rule
 
-A bit that moves is a race: of copies, of tickets, of the merge. This file knows the public call and no kernel.
+A bit that moves is a race between copies, tickets or merges. This file knows the public call and no kernel.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MUST_SERVE: Final = ("triton", "cuda")
 @dataclass(frozen=True)
 class Verdict:
     """One backend on one cell. error: over the allowed error. moved, beside: replays that moved a bit, in this stream
-    and in the second. equal: whether the bits are those of `cuda`; None: not comparable. why: of a refusal."""
+    and in the second. equal: whether the bits are those of `cuda`; None: not comparable. why: a refusal's reason."""
 
     cell: str
     backend: str

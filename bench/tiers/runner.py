@@ -22,7 +22,7 @@ def measure(report: Callable[[Row], None], *, is_quick: bool, folder: Path | Non
     """Measure the parts, and hand each row to `report`.
 
     is_quick: two sizes of frames, a prompt of 1,024 tokens instead of 4,096, and fewer repetitions.
-    folder: of a file system for the disk tier; None for the one with temporary files.
+    folder: a folder of the file system for the disk tier; None for the system's folder of temporary files.
     Raises: InvalidRequest for an unknown part, or a folder that is none
     """
     if unknown := [name for name in only if name not in PARTS]:

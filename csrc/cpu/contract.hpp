@@ -32,7 +32,7 @@ struct Attention {
     int64_t right;  // positions after its own that a query may see if its sequence is not causal; FARTHEST for all
 };
 
-// No two positions are so far apart; as in pagedkv/kernels/layout.py.
+// Larger than any distance of two positions; equal to FARTHEST in pagedkv/kernels/layout.py.
 constexpr int64_t FARTHEST = int64_t{1} << 30;
 
 // Queries [i0, i1) and kv heads [k0, k1) of sequence b, over the keys of chunks [c0, c1). A chunk is `chunk` keys;

@@ -64,7 +64,7 @@ class FixedBatch:
     def fill(self, plan: Plan, tables: Sequence[torch.Tensor], rows: Sequence[Any]) -> list[dict[str, Any]]:
         """Write a step, and return the fields of the PagedBatch of each layer group.
 
-        tables, rows: of each group, as the mirror gave them.
+        tables, rows: a pair of tensors for each group, as the mirror gave them.
         """
         if self._was_sent is not None:
             self._was_sent.synchronize()  # the last transfer may still read the host's memory

@@ -265,8 +265,8 @@ class PagedKVCache:
     def fixed_batch(self, num_sequences: int, max_seqlen_k: int) -> FixedBatch:
         """Allocate tensors at fixed addresses for decode steps: what a CUDA graph of such a step reads.
 
-        num_sequences: of one new token each; a step of fewer is padded. max_seqlen_k: the most tokens of a sequence.
-        Raises: InvalidRequest
+        num_sequences: sequences with one new token each; a step of fewer is padded.
+        max_seqlen_k: the most tokens of a sequence. Raises: InvalidRequest
         """
         whole(num_sequences, "num_sequences", 1)
         whole(max_seqlen_k, "max_seqlen_k", 1)
@@ -485,7 +485,7 @@ class PagedKVCache:
     def restore(self, folder: str | Path, *, model: str = "", key: bytes | None = None) -> Restored:
         """Make the intact pages of a snapshot findable again, as many as fit into free frames. No frame is evicted.
 
-        key: that of `snapshot`.
+        key: the key that `snapshot` was given.
         A page whose digest does not fit its bytes, tokens, prefix or tenant is a miss, and so are the pages behind it.
         A snapshot of another model or layout is refused as a whole. A damaged file never raises: see Restored.
         """

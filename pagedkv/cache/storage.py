@@ -24,7 +24,7 @@ from pagedkv.kernels.args import KVLayer
 from pagedkv.spec import KVSpec
 
 _FRAMES_PER_COPY: Final = 1024
-"""`take_over` copies so many frames at a time: indexing makes a temporary copy of them."""
+"""Frames per copy in `take_over`: indexing makes a temporary copy."""
 
 POISON: Final = 0xFF
 """A byte whose repetition is NaN in every float dtype. It fills unwritten frames at PAGEDKV_DEBUG >= 2."""

@@ -38,7 +38,7 @@ MOST_TOKENS: Final = 2**40
 class Share:
     """The share of a model that one of `gpus` GPUs holds.
 
-    specs: one geometry per layer group. weight_bytes: of all its weights. read_bytes: of those that each step reads.
+    specs: one geometry per layer group. weight_bytes: bytes of all weights. read_bytes: bytes that each step reads.
     """
 
     gpus: int
@@ -122,7 +122,7 @@ def _sum_of_pages(context: int, spec: KVSpec) -> int:
 def counts_of_gpus(most: int, num_kv_heads: int, num_heads: int | None = None) -> list[int]:
     """Return each number of GPUs up to `most` that can share the heads equally, `most` itself last.
 
-    num_heads: of the queries; None if unknown.
+    num_heads: query heads; None if unknown.
     Raises: InvalidRequest if `most` GPUs cannot
     """
 
@@ -148,8 +148,8 @@ def share_of_config(
 ) -> Share:
     """Return the share of one of `gpus` GPUs of a model.
 
-    specs: those of `config.specs`. weights: "int8" or "int4" for the linear layers, None for the dtype of the specs, or
-    the bytes of all weights.
+    specs: the result of `config.specs`. weights: "int8" or "int4" for the linear layers, None for the dtype of the
+    specs, or the bytes of all weights.
     Raises: InvalidRequest for a kind that the matrices of the model cannot have
     """
     if isinstance(weights, int):

@@ -31,7 +31,7 @@ MOST_TOKENIZER_BYTES: Final = 2**27
 class Tokenizer:
     """The tokenizer of a checkpoint.
 
-    eos_ids: tokens that end a text: those of generation_config.json, else of config.json, and the tokenizer's own.
+    eos_ids: tokens that end a text, from generation_config.json, else from config.json, and the tokenizer's own.
     bos_id:  the token that begins a text, or None.
     """
 

@@ -180,7 +180,7 @@ def _norm(source: _Source, config: ModelConfig, name: str, size: int | None = No
 class _Source:
     """The tensors of a folder by name, in one file or many. It records which were read, to refuse leftovers.
 
-    device: of the tensors that it makes: META, on which nothing is allocated, until `place` sets another one.
+    device: the device of the tensors that it makes. META, which allocates nothing, until `place` sets another one.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, kind: str | None) -> None:

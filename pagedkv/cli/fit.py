@@ -243,7 +243,7 @@ def _print(found: dict[str, Any], whole: Share) -> None:
     console.print(facts)
     if found["gpus"]:
         console.print(_table_of_gpus(found))
-    blocks = Table(caption="waste: of a sequence that grows to the context, over its steps", caption_justify="left")
+    blocks = Table(caption="waste: mean over the steps of a sequence that grows to the context", caption_justify="left")
     for name in ("tokens in a frame", "bytes", f"frames of {found['context']:,} tokens", "waste"):
         blocks.add_column(name, justify="right")
     for row in found["block_sizes"]:

@@ -65,7 +65,7 @@ class Job:
 
 @dataclass
 class Task:
-    """A prompt on its way: then its parameters, then its request; or the error that ends it."""
+    """One prompt and its progress: parameters, then request, or the error that ended it."""
 
     prompt: Prompt
     params: SamplingParams | None = None

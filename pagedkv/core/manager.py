@@ -63,7 +63,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
                   sequence holds a copy, and publishes nothing from there on.
     watermark:    share of the pool that `admits` keeps free for the sequences that run already.
     max_pinned:   share of the pool that `pin` may hold.
-    observe:      what the manager records about itself, see Observe; nothing by default.
+    observe:      records that the manager makes of itself, see Observe; none by default.
     groups:       the layer groups, each with page tables of its own over the one pool, see Group; by default one group
                   without a window.
     Raises:       InvalidRequest for sizes or options that make no sense.

@@ -60,7 +60,7 @@ AMONG_FENCED: Final = 1 + FENCED
 # reg: the scalars, numbered in this order
 (
     NUM_FREE,
-    NUM_EVICTABLE,  # frames that are cached and not pinned: those on lists 0 .. 31
+    NUM_EVICTABLE,  # frames that are cached and not pinned: the frames on lists 0 .. 31
     NUM_CACHED,
     NUM_RETIRED,
     NUM_UNUSED_ASIDS,  # height of the stack of unused asids

@@ -206,7 +206,7 @@ PARTS: Final = {"plan_step": _planning, "commit_step": _settling}
 _compilers: Final[list[subprocess.Popen[bytes]]] = []
 
 _uncompiled: Final[list[tuple[Any, str, Any]]] = []
-"""The callers that see a `_View`, the name by which they see it, and its module."""
+"""(caller, name, module): each module that uses a `_View`, its name for it, and the module of the function."""
 
 _PROGRAM: Final = """
 import gc, sys

@@ -168,7 +168,7 @@ class PagedBatch:
              cu_seqlens_q int32 [B + 1]: the first query of each sequence, and the end of the last
              rows int32 [B]: the row of `block_table` of each sequence; None if row b is sequence b
              slots int64 [T]: the slot of each new token's K and V; < 0 is skipped. None if `write_kv` gets the slots
-             positions int64 [T]: of the new tokens; None if no key is turned and no model asks
+             positions int64 [T]: positions of the new tokens; None if no key is turned and no model asks
     max_seqlen_q, max_seqlen_k: host ints, upper bounds of what the tensors hold.
     """
 
@@ -386,7 +386,7 @@ class GatherSource(NamedTuple):
 class GatherCall(NamedTuple):
     """One call of `gather_kv`, flat and checked: the argument of a backend.
 
-    Shapes:   starts int64 [B + 1]: of `source`, for packed results; None if they are padded
+    Shapes:   starts int64 [B + 1]: the starts of `source`, for packed results; None if they are padded
               k_out [N, K, D], v_out [N, K, Dv] if packed; [B, L, K, D], [B, L, K, Dv] if padded: row j < L of each
               sequence. Float elements of one dtype, any strides, last dim contiguous.
     Modifies: k_out, v_out: the values, times their scales; 0 where there is no token. Packed: rows before starts[B].

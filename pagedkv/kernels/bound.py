@@ -78,7 +78,7 @@ class _Bound:
 
     _rest:  the options, or the rotary tables
     _CALL:  makes the call that a backend takes
-    _NAMES: the functions of the extension and of a backend: that which binds, and that which runs
+    _NAMES: the function of the extension that binds, and the function of a backend that runs
     """
 
     # Slots are on fewer cold lines than a dict.

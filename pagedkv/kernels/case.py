@@ -1,5 +1,4 @@
-"""The case that a kernel is judged by, and a kernel as the registry lists it: its name, where it runs, and where its
-functions are.
+"""Case (the facts by which a kernel is chosen) and Kernel (an entry of the registry).
 
 This file defines the words that the registry and the backends share. It imports no backend: a backend is imported when
 it is asked.
@@ -33,9 +32,9 @@ class Case(NamedTuple):
     """The facts that a kernel may object to. None: a fact that is not known yet. Dtypes go by their names in KVSpec.
 
     device_index: which device of its type; None: the current one. A machine may have two kinds of GPUs.
-    features: of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens", "tensor_scale"
-              and "token_head_scale"; of a write, "rope". Of a call on a GPU, "long_prefill" (`is_long_prefill`): no
-              kernel objects to it, but it changes the order of preference.
+    features: a set of "window", "softcap", "sinks", "alibi_slopes", "tree_mask", "non_causal", "split_tokens",
+              "tensor_scale" and "token_head_scale"; for a write, "rope"; for a call on a GPU, "long_prefill"
+              (`is_long_prefill`): no kernel objects to it, but it changes the order of preference.
     """
 
     op: str = "paged_attention"
@@ -104,8 +103,8 @@ def attention_case(
     """Return the case of an attention call on `layer`.
 
     masks:  tree_mask and causal_of of the call
-    batch:  seq_lens and max_seqlen_k of the call; None: of a batch that is not known yet
-    q None: of all calls with these options, whatever their queries are.
+    batch:  seq_lens and max_seqlen_k of the call; None: the batch is not known yet
+    q None: the case covers all calls with these options, with any queries.
     """
     given = ("sinks", "alibi_slopes", "split_tokens")
     features = {name for name in given if getattr(options, name) is not None} | _scales(layer)
@@ -146,7 +145,7 @@ def is_long_prefill(q: Tensor, seq_lens: Tensor, max_seqlen_k: int) -> bool:
 def write_case(layer: KVLayer | WriteCall, has_rope: bool, new: tuple[Tensor, Tensor] | None) -> Case:
     """Return the case of a write into `layer`.
 
-    new: K and V of the new tokens; None: of all writes, whatever their dtype is.
+    new: K and V of the new tokens; None: the case covers writes of every dtype.
     """
     features = _scales(layer) | ({"rope"} if has_rope else set())
     widest = None if new is None else quant.NAMES[max((x.dtype for x in new), key=lambda dtype: dtype.itemsize)]
@@ -223,7 +222,7 @@ class BindingBackend(Backend, Protocol):
     """
 
     def bind_attention(self, layer: KVLayer, options: AttentionOptions) -> Callable[..., None]:
-        """Return a function that takes the fields of an AttentionCall from q on; `lse` is None if no one asks for it.
+        """Return a function that takes the fields of an AttentionCall from q on; `lse` is None if it is not asked for.
 
         All calls of the function have queries of one dtype and one number of heads, and all or none have a tree mask.
         """

@@ -360,7 +360,7 @@ def layer(call: KVLayer | AttentionCall | WriteCall | GatherSource) -> None:
         raise InvalidRequest(f"{shapes}; they must be [F, S, K, D] and [F, S, K, Dv] with the same F, S and K")
     if 0 in (*k.shape[1:], v.shape[3]):
         raise InvalidRequest(
-            f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}: of these only F may be 0"
+            f"layer.k is {named(k, 'FSKD')} and layer.v is {named(v, ('F', 'S', 'K', 'Dv'))}: only F may be 0"
         )
     if k.dtype not in quant.DTYPES.values() or v.dtype != k.dtype:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in quant.DTYPES.values())
@@ -474,7 +474,7 @@ def _in_range(x: Tensor, name: str, limit: int, of_what: str) -> None:
 
 
 def table_values(call: AttentionCall) -> None:
-    """Raise InvalidRequest if the tables name what is not there. Synchronises with the device.
+    """Raise InvalidRequest if a table names a row, frame or length that does not exist. Synchronises with the device.
 
     The CPU's kernels follow the same rules in each call (names_what_is_there in csrc/cpu/python).
     """
@@ -512,7 +512,7 @@ def table_values(call: AttentionCall) -> None:
 
 
 def gather_values(source: GatherSource) -> None:
-    """Raise InvalidRequest if the tables name what is not there. Synchronises with the device."""
+    """Raise InvalidRequest if a table names a row, frame or length that does not exist. Synchronises the device."""
     (F, S), (A, P) = source.k.shape[:2], source.block_table.shape
     # numpy, as an operation of torch costs as much as a small gather
     lens, first = source.seq_lens.cpu().numpy().astype(np.int64), source.first.cpu().numpy()

@@ -145,6 +145,6 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def extension() -> ModuleType:
-    """Return the extension. Only for callers that know that it is there."""
+    """Return the extension. The caller must have checked that it is installed."""
     assert _cpu is not None, "the registry asks objections() first"
     return cast(ModuleType, _cpu)

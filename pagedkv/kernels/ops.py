@@ -166,7 +166,7 @@ def gather_kv(
            every sequence to L rows on the left.
     out:   where to store K and V. Packed, or padded: row [b, j] is position first[b] + j, and zeros after the last
            token. Without `out`, the host waits for the device to know how many tokens there are.
-    dtype: of the result, without `out`. None: that of the layer; a quantised layer needs a dtype.
+    dtype: the dtype of the result, without `out`. None: the layer's dtype; a quantised layer needs a dtype.
     Shapes:   first an int, or int32 [B]
               returns k [N, K, D] and v [N, K, Dv], packed: sequence after sequence, N = sum(seq_lens - first)
               out packed, of N or more rows, or padded k [B, L, K, D] and v [B, L, K, Dv]; any strides, last dim

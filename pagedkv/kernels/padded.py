@@ -40,7 +40,7 @@ def attend_padded(
 ) -> Any:
     """Return the results of `attend(q, out)`, called with tokens, in the dims of q [B, H, L, D]: [B, H, L, ...].
 
-    cu_seqlens_q, slots: of the batch
+    cu_seqlens_q, slots: the tensors of the batch
     Raises: InvalidRequest if the batch has not the tokens of q, or `out` cannot be viewed as tokens
     """
     B, _, L, _ = q.shape

@@ -232,7 +232,8 @@ class Engine(ThreadGuard):
     ) -> list[Request]:
         """Submit all prompts, step until all are finished, and return their requests in the same order.
 
-        options: those of `submit`, the same for each prompt. Raises: as `submit` and `step`; all prompts are cancelled.
+        options: options of `submit`, the same for each prompt.
+        Raises: as `submit` and `step`; all prompts are cancelled.
         """
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):

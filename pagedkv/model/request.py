@@ -35,10 +35,10 @@ class Request:
     priority: requests with a lower number go first.
     turn: turns of the conversation before this one; tool_wait_s: seconds from the end of the last of them to here.
     before: the latency of these turns.
-    grammar: that of the parameters, compiled; None if they have none.
+    grammar: the compiled grammar of the parameters; None if they have none.
     search: the beam search that fills the completions when it is done; None without beams.
     num_returned: how many completions are left when all have ended; 0 for all. See ways/best_of.py.
-    num_dropped_tokens: those of the completions that are not left.
+    num_dropped_tokens: tokens of the completions that are not left.
     """
 
     prompt_ids: list[int]
@@ -87,16 +87,16 @@ class Completion:
     """One output of a request.
 
     token_ids:     the tokens generated so far, the end token included
-    logprobs:      of each token, if the request asked for them: by the model's own distribution, before temperature,
-                   penalties and all else that edits logits
+    logprobs:      log-probabilities of each token, if the request asked for them, by the model's own distribution,
+                   before temperature, penalties and all else that edits logits
     text:          the text of these tokens that may be shown: without the end token and the stop string
     finish_reason: "" while the completion runs; then "stop" (end token, stop id or stop string), "length" (max_tokens,
                    or the model's last position), "cancelled" or "error"
     error:         the reason of an "error", in words
     cached_tokens: prompt tokens found in the prefix cache, not computed, when the request was first admitted
-    score:         of a beam search: the sum of the tokens' log-probabilities / their number ** length_penalty; of
-                   the best of several samples: their mean
-    rejections:    of a validator, the outputs that it rejected; the tokens and the text are those of the last try
+    score:         in a beam search, the sum of the tokens' log-probabilities / their number ** length_penalty; for
+                   the best of several samples, their mean
+    rejections:    outputs that a validator rejected; the tokens and the text are those of the last try
     admitted_at, first_token_at, last_token_at, finished_at: seconds of time.perf_counter(); 0.0 before that
     """
 

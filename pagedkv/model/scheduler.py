@@ -348,7 +348,7 @@ class Scheduler:
     def _lacks(self, sequence: SequenceState, gone: Sequence[SequenceState] = ()) -> tuple[bool, bool, bool]:
         """Return whether `sequence`, whose space is open, lacks a place, frames of the pool, and frames of its quota.
 
-        gone: less urgent sequences that give back all their frames; those that they share are counted, too
+        gone: less urgent sequences that would give back all their frames. Shared frames count as given back.
         """
         cache, tenant = self.cache, sequence.completion.request.tenant
         stay = [s for s in (*self.running, sequence) if s not in gone]

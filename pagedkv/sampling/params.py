@@ -46,7 +46,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 class SamplingParams:
     """The sampling parameters of one request.
 
-    max_tokens: of output. min_tokens: of output, before an end token, a stop id or a stop string may end it.
+    max_tokens: the longest output. min_tokens: tokens before an end token, a stop id or a stop string may end it.
     temperature: 0 for greedy. top_k: 0 for all. top_p: 1 for all. min_p: 0 for all.
     repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies negative ones; 1 for none.
     frequency_penalty: subtracted from a token's logit for each time it is in the output; presence_penalty: once, if it
@@ -68,8 +68,8 @@ class SamplingParams:
     best_of: samples that are drawn, of which those with the largest mean log-probability are returned; None for as many
         as are returned. It needs a temperature above 0, and keeps the log-probabilities of the tokens.
     length_penalty: outputs of a beam search are compared by the sum of log-probabilities / length ** length_penalty.
-    early_stopping: of a beam search with num_beams ended outputs: True ends it; False goes on while a live beam is
-        better than one of them; "never" while one may become better.
+    early_stopping: when a beam search with num_beams ended outputs ends. True: at once; False: when no live beam is
+        better than one of them; "never": when none can become better.
     Raises: InvalidRequest, which names the field and its range
     """
 
@@ -203,7 +203,7 @@ class SamplingParams:
     def generator(self, sample: int = 0, *, retry: int = 0) -> torch.Generator:
         """Return a generator for the `sample`-th output of a request: the same one for the same seed and sample.
 
-        retry: of an output that a validator rejected; its generator is that of seed + retry.
+        retry: how often a validator rejected the output; the generator is that of seed + retry.
         torch's generator starts from 32 bits. So all 64 bits of seed + sample * golden are mixed, and the high half is
         folded into the low half: two seeds give the same start with a chance of 2^-32, even if they agree in 32 bits.
         """

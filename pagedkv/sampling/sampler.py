@@ -78,7 +78,7 @@ class SamplingRow(NamedTuple):
     """The sampling parameters and the state of one row of the logits.
 
     generator: advanced by one draw, unless the row is greedy.
-    rules: those that `params` ask for, of this sequence.
+    rules: the rules that `params` ask for, of this sequence.
     """
 
     params: SamplingParams
@@ -187,7 +187,7 @@ def _logprobs(
 
     The logarithm of the sum is read off at the likeliest token, where log_softmax is least rounded. torch's log_softmax
     is faster on a CPU than exp and sum after a maximum that is known.
-    Shapes: logits [B, V], tokens [B], likeliest [B]: of each row, the token with the largest logit
+    Shapes: logits [B, V], tokens [B], likeliest [B]: the token with the largest logit of each row
     """
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         some = rows[first : first + _ROWS_AT_ONCE]

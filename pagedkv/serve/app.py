@@ -50,7 +50,7 @@ class Service:
 class Routes:
     """The handlers over one service. `app` is the ASGI application.
 
-    metrics: of the service. is_draining: set by the process when it will end.
+    metrics: metrics of the service. is_draining: set by the process when it will end.
     """
 
     def __init__(self, service: Service) -> None:

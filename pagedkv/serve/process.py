@@ -57,10 +57,10 @@ FAILED, TERMINATED = 1, 128 + signal.SIGTERM
 class Listening:
     """The place and the limits of a server.
 
-    name:            of the model. keys: None for a server without any.
-    hosts:           names beside those of this machine that a Host header may have.
-    max_waiting:     requests beyond those that run. max_prompt: tokens; None for those that fit.
-    max_body:        bytes. max_connections: at once.
+    name:            the name of the model. keys: None for a server without keys.
+    hosts:           names besides those of this machine that a Host header may have.
+    max_waiting:     the longest queue. max_prompt: the most tokens of a prompt; None: as many as fit.
+    max_body:        bytes. max_connections: connections open at once.
     drain_s, send_s: seconds to end in; and for a client that is behind to take something.
     step_s:          seconds that a step may take before /health says that it hangs.
     """

@@ -156,7 +156,7 @@ class AsyncEngine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Return the pieces of one prompt as they are made; nothing is submitted before the first is asked for.
 
-        options: those of `Engine.submit` but on_text. Raises: as `Stream.begin`, when the first piece is asked for
+        options: options of `Engine.submit` but on_text. Raises: as `Stream.begin`, when the first piece is asked for
         """
         return Stream(self, [prompt], params, options)
 

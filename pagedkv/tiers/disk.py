@@ -65,7 +65,7 @@ def _rounded(num_bytes: int) -> int:
 class DiskTier(SlotTier):
     """Pages in a file of `folder`, which one process uses at a time. A later process finds them again.
 
-    size:    of the file: bytes, or text like "200GiB".
+    size:    the size of the file: bytes, or text like "200GiB".
     model:   a name for the weights, such as the digest of a checkpoint: pages of another model are not found.
     rank:    the number of this process if a model is split over several.
     direct:  whether reads and writes go past the page cache of the system, where that is possible.

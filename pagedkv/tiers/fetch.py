@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Fetch:
     """The pages of a prompt that lower tiers have, on their way. `PagedKVCache.fetch` makes it.
 
-    asked:  tokens that the tiers seemed to have. tokens: of these, how many the pool has now; 0 until `done`.
+    asked:  tokens that the tiers seemed to have. tokens: how many of these the pool has now; 0 until `done`.
     source: pages asked for in each tier, by its name.
     lacked: frames for further pages that the tiers seemed to have, and the pool could not give.
     """

@@ -10,7 +10,7 @@ Rules of every tier:
    asked for. Any other load is a miss: the bytes in the frame are garbage then, and the frame is given back.
 3. A store reads a frame that may be evicted meanwhile. So the tier takes `pool.stamp(frame)` when the store is
    submitted, and keeps the bytes only if `pool.holds(frame, stamp)` when it has read them all. The manager raises a
-   frame's generation before anybody writes into it, so bytes read before such a look are those of the page.
+   frame's generation before it is written to again, so bytes read before such a look are those of the page.
 4. Each page of a job ends exactly once, ok or not. A frame may be reused as soon as its page has ended, so a tier that
    reports the end of a load writes no more into its frame.
 5. No call waits for bytes, but `close` and `forget`.

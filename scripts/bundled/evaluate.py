@@ -29,7 +29,8 @@ FIRST_SEED = 1_000
 class Score:
     """Counts over the questions so far.
 
-    tokens: of all answers. margin: the smallest lead of a right token's logit over that of any token but its synonym.
+    tokens: tokens of all answers. margin: the smallest lead of a right token's logit over that of any token but its
+    synonym.
     """
 
     right: int = 0

@@ -20,7 +20,7 @@ run alone."""
 class Stage(NamedTuple):
     """One command and its limits.
 
-    arguments: of Python; "{out}" is the folder of results.
+    arguments: arguments of Python; "{out}" is the folder of results.
     seconds:   the most that it may take.
     needs:     Python modules and programs (the latter as "program:ncu") without which it cannot run; "gpu" is one, too.
     tool:      a command that runs Python, with its arguments.

@@ -184,7 +184,7 @@ def _frames(canvas: Canvas, facts: Facts, top: float) -> None:
     canvas.path(f"M{LEFT} {bottom} H{LEFT + WIDE * len(facts['steps'])}", "axis thin")
     canvas.legend(
         LEFT, bottom + 22,
-        [("found", "frames of several sequences"), ("prefill", "of one"), ("queued", "cached: of none, can be found")],
+        [("found", "frames of several sequences"), ("prefill", "of one"), ("queued", "cached: prompts find it")],
     )  # fmt: skip
 
 

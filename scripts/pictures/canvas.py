@@ -4,7 +4,7 @@ One colour has one meaning in all pictures:
 
     found     tokens of pages that were there already       queued    a request that waits
     prefill   tokens of a prompt, computed                  lost      rolled back, or preempted
-    decode    one new token                                 free      a frame that nobody has
+    decode    one new token                                 free      an unused frame
 
 The style sheet stands in the SVG, so a picture needs nothing else. No library is needed to draw.
 """

@@ -50,7 +50,7 @@ def _weights() -> tuple[int, int]:
 def _arrival(engine: Engine, vocabulary: int, chunk: int | None) -> list[list[float]]:
     """Let a prompt arrive beside the readers.
 
-    Returns: of each step up to the prompt's first token: tokens of the prompt, tokens of readers, seconds
+    Returns: tokens of the prompt, tokens of readers and seconds, for each step up to the prompt's first token
     """
     engine.scheduler.limits = Limits(max_batch_tokens=4096, prefill_chunk=chunk)
     choose = engine.scheduler.next_step

@@ -16,7 +16,7 @@ CORE = Path(__file__).parents[2] / "pagedkv" / "core"
 class Fault(NamedTuple):
     """`old` replaced by `new` in a file of core.
 
-    law: what holds, and how the fault breaks it. proof: the test file that should catch it, which runs first.
+    law: the law, and how the fault breaks it. proof: the test file that should catch it, which runs first.
     """
 
     law: str
@@ -433,7 +433,7 @@ FAULTS = (
         WINDOWED,
     ),
     Fault(
-        "no page is published after its prefix was evicted: nobody looks",
+        "a page is not published after its prefix was evicted: no lookup could reach it",
         "tables/page_tables.py",
         "    if before != HOLE and index.nearest_evictable(s, before) != index.PREFIX_GONE:\n",
         "    if before != HOLE:\n",

@@ -100,9 +100,9 @@ WRONG_SHAPES: list[tuple[Callable[[Built], Built], str]] = [
     (query(lambda q: q[:, :0]), "q is [T=5, H=0, D=64] but layer.k has K=2 kv heads: H must be a multiple of K"),
     (
         layer(lambda x: KVLayer(x.k[:, :, :0], x.v[:, :, :0])),
-        "layer.k is [F=7, S=16, K=0, D=64] and layer.v is [F=7, S=16, K=0, Dv=64]: of",
+        "layer.k is [F=7, S=16, K=0, D=64] and layer.v is [F=7, S=16, K=0, Dv=64]: only",
     ),
-    (layer(lambda x: KVLayer(x.k[:, :0], x.v[:, :0])), "of these only F may be 0"),
+    (layer(lambda x: KVLayer(x.k[:, :0], x.v[:, :0])), "only F may be 0"),
     (option(out=torch.zeros(5, 6, 32)), "out is [T=5, H=6, Dv=32] float32; it must be [T=5, H=6, Dv=64] float32"),
 ]
 

@@ -69,10 +69,11 @@ SCALES: Final = 8
 class Count:
     """A kernel as its machine code shows it.
 
-    instructions, pipes: of a tile of one warp, see pipes.py.      cycles: of a tile, with all warps of an SM resident.
-    registers, spills:   of a thread.
-    rows, keys:          of a tile, which tile_warps warps share.
-    warps, ctas:         of a CTA, and CTAs of an SM.
+    instructions, pipes: work of a tile of one warp, see pipes.py.
+    cycles:              cycles of a tile, with all warps of an SM resident.
+    registers, spills:   registers and spills of a thread.
+    rows, keys:          sizes of a tile, which tile_warps warps share.
+    warps, ctas:         warps of a CTA, and CTAs of an SM.
     in_flight:           bytes on their way into an SM.
     entry:               instructions that run before the first copy.    loads: dependent ones before the first key.
     at_once:             pieces that a merge loads together.

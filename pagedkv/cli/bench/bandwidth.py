@@ -21,7 +21,7 @@ __all__ = ["measured"]
 def measured(asked: Any, axes: dict[str, Sequence[Any]], shown: Shown) -> None:
     """Measure, append the rows, print a table or a list of JSON objects, and draw.
 
-    axes: of decode; values by name. Without any, the cells are those of a grid.
+    axes: values of the axes of decode, by name. Without any, the cells are those of a grid.
     """
     if any(axes.values()):
         cells = Choice(False, ["decode"], axes, asked.threads).cells()

@@ -27,7 +27,7 @@ from pagedkv.core.tables.layer_groups import Group
 class Expected(NamedTuple):
     """The manager's own objects, with which its arrays must agree.
 
-    seeds: the prefix hash of the empty prefix, for each root in use. plans: those that are outstanding.
+    seeds: the prefix hash of the empty prefix, for each root in use. plans: the outstanding plans.
     """
 
     policy: Policy

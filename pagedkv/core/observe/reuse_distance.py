@@ -157,8 +157,8 @@ def record_prompt(
 ) -> None:
     """Count the distance of each whole page of a prompt that could be matched, and record its use.
 
-    Shapes: ids int32 [n]; prefix_hashes int64 [pages], scratch; roots: those of the State
-    root, seed: of the prompt, and the prefix hash of the empty prefix.
+    Shapes: ids int32 [n]; prefix_hashes int64 [pages], scratch; roots: the roots of the State
+    root, seed: the prompt's root, and the prefix hash of its empty prefix.
     """
     prefix_hash = seed
     for page in range(len(prefix_hashes)):

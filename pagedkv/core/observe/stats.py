@@ -156,7 +156,7 @@ def prompt_counters(reg: I64) -> tuple[I64, I64]:
 def set_prompt_counters(reg: I64, totals: I64, shares: I64) -> None:
     """Put back what `prompt_counters` returned. An account that was made since then gets no share.
 
-    Account 0 is everybody else, so it gets all if there were no accounts. Modifies: `reg`
+    Account 0 is all tenants without an account, so it gets all if there were no accounts. Modifies: `reg`
     """
     now = np.zeros((len(st.account_registers(reg)), 2), np.int64)
     now[: len(shares)] = shares

@@ -226,7 +226,7 @@ def drop(s: State, frame: int, keep: int, page: int, advice: int) -> None:
 
     Without any reference left, a published frame becomes cached if `keep` is 1 (or True), and any frame if `keep` is 2.
     Every other frame is retired while it has pins, else freed.
-    keep: of a page, whether its whole prefix stays mapped or cached, so that a prompt can still find the frame.
+    keep: whether the page's whole prefix stays mapped or cached, so that a prompt can still find the frame.
     """
     if drop_reference(s.frames, s.reg, frame, keep, page * s.tokens.shape[1], advice):
         free(s, frame)
@@ -236,7 +236,7 @@ def drop(s: State, frame: int, keep: int, page: int, advice: int) -> None:
 def drop_reference(records: Records, reg: I64, frame: int, keep: int, position: int, advice: int) -> bool:
     """Do the same as `drop`, but return True instead of freeing the frame: the caller must free it.
 
-    position: of the first token of the frame's page.
+    position: the position of the first token of the frame's page.
     """
     records[frame].refs -= 1
     if records[frame].refs > 0:
@@ -266,7 +266,7 @@ def drop_behind_window(s: State, frame: int, page: int, advice: int) -> None:
     """Remove a reference to `frame`, page number `page`, whose prefix the space may not map any more.
 
     Without any reference left, the frame becomes cached if its prefix is published. It is then evicted just before its
-    prefix: of a sequence that runs on, what no query sees again is not worth more than what it came from.
+    prefix: while a sequence runs on, a page behind its window is not worth more than the page before it.
     """
     if s.frames[frame].refs > 1:
         s.frames[frame].refs -= 1

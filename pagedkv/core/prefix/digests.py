@@ -29,7 +29,7 @@ def root_digest(tenant: bytes) -> bytes:
 def page_digest(before: bytes, tokens: I32, salts: Salts = ()) -> bytes:
     """32 bytes: the digest of a page that holds `tokens` (int32 [S]) after a page, or root, with digest `before`.
 
-    salts: those of the page, with their offsets in the page.
+    salts: the page's salts, with their offsets in the page.
     """
     digest = hashlib.sha256(b"page" + before + np.ascontiguousarray(tokens, "<i4").tobytes()).digest()
     if not salts:

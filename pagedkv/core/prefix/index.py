@@ -141,7 +141,7 @@ def prefetch_next(s: State, prefix_hash: int) -> None:
 def find(s: State, parent: int, prefix_hash: int, tokens: I32, salt: int = 0) -> int:
     """Return the published frame that holds `tokens` (int32 [S], with this prefix hash) after `parent`, or -1.
 
-    salt: of the page, as `salt_at` returns it.
+    salt: the page's salt, as `salt_at` returns it.
     """
     generation = s.frames[parent].generation if parent >= 0 else np.uint32(0)
     frame = s.bucket[prefix_hash & (len(s.bucket) - 1)]

@@ -85,8 +85,8 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
 
         At least one token is left to compute, since the caller needs its logits. Equal tokens of different tenants
         never match each other.
-        salt: what the tokens do not name: the digest of an adapter, as bytes, or {position: digest} of images and other
-              media. From the page of a position on, prompts match only with an equal salt there.
+        salt: identity besides the tokens: the digest of an adapter, as bytes, or {position: digest} of images and
+              other media. From the page of a position on, prompts match only with an equal salt there.
         priority, half_life: see advise(retain=).
         Raises: InvalidRequest if the ids are not one row of int32 numbers, or for a priority that the policy does not
                 use

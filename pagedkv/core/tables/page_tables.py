@@ -320,7 +320,7 @@ def truncate_space(s: State, asid: int, length: int) -> None:
 def punch_space(s: State, asid: int, first: int, last: int) -> None:
     """Unmap the pages first .. last-1 of `asid`, which are full and committed, and leave holes.
 
-    The space publishes no further page: what is computed from now on does not see these pages.
+    The space publishes no further page: tokens computed from now on do not see these pages.
     """
     s.spaces[asid].named = min(s.spaces[asid].named, s.spaces[asid].complete)
     for page in range(last - 1, first - 1, -1):

@@ -452,7 +452,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
     ) -> None:
         """Make the tables of a step. The host reads them, and the mask.
 
-        custom_mask:        of each request bool [queries, tokens], flat, one after the other; it replaces `causal`.
+        custom_mask:        bool [queries, tokens] of each request, flat, one after the other; it replaces `causal`.
                             Tokens before the request's queries must be visible to all of them.
         packed_custom_mask: the same in bits, the first in the lowest bit; each request begins in a byte of its own
         Others as in the wrapper for decoding.

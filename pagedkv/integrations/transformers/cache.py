@@ -70,7 +70,7 @@ class Rows:
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer, as the host asks for it. Everything is kept by the cache."""
+    """The layer object that transformers expects; PagedCache keeps all its data."""
 
     is_compileable = False
     is_croppable = True
@@ -97,7 +97,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @is_initialized.setter
     def is_initialized(self, value: bool) -> None:
-        """The host sets what this layer knows."""
+        """Ignore transformers' assignment: the cache knows whether the layer has tokens."""
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -143,7 +143,7 @@ class PagedCache(Cache):
         cache = PagedCache(model.config)                any model, any attention: K and V are gathered in each step
         patch(model); model.generate(...)               makes one for each call, and the kernels read its pages
 
-    config: that of the model. pool: shared with other caches; None: a pool of its own, made of `options`, see Pool.
+    config: the model's config. pool: a pool shared with other caches; None: an own pool, made of `options`, see Pool.
     salt:   prompts find pages with the same salt alone; the hooks of `patch` put in the names of active adapters.
     It is a context manager: the pages are given back at its end. Then, or when `close` is called, full pages of known
     tokens can be found by later prompts of the same pool.
@@ -330,8 +330,8 @@ class PagedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the K and V of new tokens, [B, K, L, D].
 
-        Returns: what the layer attends to. With paged attention that is the same tensors, which attention.py stores;
-                 else K and V of all columns that the layer sees, gathered
+        Returns: the tensors to attend to. With paged attention the given tensors, which attention.py stores; else K
+                 and V of all columns that the layer sees, gathered
         """
         step = self.rows.step
         if step is not None and step.paged and not step.done:

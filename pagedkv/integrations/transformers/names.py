@@ -13,8 +13,8 @@ class NameInConfig:
     def __init__(self, name: str) -> None:
         self.name = name
         self._lock = threading.Lock()
-        self._users: dict[int, set[Any]] = {}  # id(config): those that need our name there
-        self._own: dict[int, str] = {}  # id(config): the name that stood there before the first of them
+        self._users: dict[int, set[Any]] = {}  # id(config) → users that need our name there
+        self._own: dict[int, str] = {}  # id(config) → the name before the first user
 
     def put(self, config: Any, user: Any) -> None:
         """Put our name into `config` until its last user is taken out. user: any key."""

@@ -46,11 +46,11 @@ class Member(Protocol):
 class Pool:
     """Frames for the K and V of one model. Threads may share it.
 
-    config:       that of the model.
+    config:       the model's config.
     memory:       "8GiB", or an int of bytes. None: up to half of the available memory of a CPU, which the system hands
                   out as pages are first written; or up to three fifths of the free memory of a GPU, by and by.
     num_frames:   the same in frames: pages of one layer group.
-    kv_dtype:     of K and V in the pages: None for that of the model, or "int8", "int4", "fp8_e4m3", "fp8_e5m2".
+    kv_dtype:     dtype of the stored K and V: "int8", "int4", "fp8_e4m3", "fp8_e5m2"; None for the model's dtype.
     block_size:   tokens of a page.
     prefix_cache: whether equal prefixes of prompts are computed once. The pages of a finished batch stay until their
                   frames are needed.

@@ -1,10 +1,10 @@
 """Trial: compute a few tokens with pages and without, and compare the logits.
 
-A config does not say all that a model does with its K and V. So `patch` tries the model before it serves anybody: two
+A config does not say all that a model does with its K and V. So `patch` tries the model before it serves requests: two
 short prompts, one of them with padding before it, then a decode step with the rows exchanged. Without pages the prompts
-are computed at once, with pages in two parts: a model that is not causal differs there, and no prefix of its prompts
-could be used again. A model whose logits differ is refused. A few tokens cannot show windows and chunks: these are read
-from the config, see geometry.py.
+are computed at once, with pages in two parts. A model whose logits differ is refused. The logits of a model that is not
+causal differ, and no prefix of its prompts could be used again. A few tokens cannot show windows and chunks: these are
+read from the config, see geometry.py.
 """
 
 from __future__ import annotations

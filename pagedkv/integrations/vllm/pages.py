@@ -30,7 +30,7 @@ def layer_of(
     """Return K and V of a layer of vLLM as frames. Nothing is copied.
 
     kv_cache: [blocks, heads, block size, 2 * head_size] whose blocks are runs of memory.
-    scales:   of K and V, used with fp8.
+    scales:   the scales of K and of V, used with fp8.
     Raises:   InvalidRequest for a block that is no run of memory, or a dtype that is not served
     """
     if kv_cache_dtype not in CACHE_DTYPES:

@@ -1,6 +1,6 @@
 """The scheduler of vLLM over our block pool: `scheduler_cls="pagedkv.integrations.vllm.scheduler.PagedScheduler"`.
 
-vLLM makes its BlockPool in one place, and asks no one which class. So that name is ours while a scheduler is made.
+vLLM constructs BlockPool in one place, with no option for the class. So we replace that name while a scheduler is made.
 `additional_config={"pagedkv_policy": "2q"}` chooses how cached blocks are evicted, see FramePool.
 """
 

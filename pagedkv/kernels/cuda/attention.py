@@ -115,9 +115,9 @@ class Machine(Protocol):
 class Launch(NamedTuple):
     """One launch without its pointers.
 
-    floats:  of the workspace
+    floats:  float32 elements of workspace
     kind:    launches of a kind have equal grids, and the layers of a step are of one kind
-    words:   of 8 bytes that launches of this kind keep: a record of each CTA, and tickets
+    words:   8-byte words kept for all launches of this kind: one record per CTA, and the tickets
     rest:    the parameters after the pointers
     merge:   the launch that follows and merges partial results, or None
     """

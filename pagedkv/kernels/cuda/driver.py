@@ -258,7 +258,8 @@ class Driver:
             function = cuda.moduleGetFunction(module, kernel.name)
         if kernel.shared_bytes:  # more than 48 KB must be requested
             cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes)
-        # One carve-out for all kernels: two that differ in it cannot share an SM, as launches that overlap must.
+        # All kernels share one carve-out: kernels with different carve-outs cannot run on one SM together, and
+        # overlapping launches must.
         cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CARVEOUT)
         self._functions[kernel] = loaded = (function, kernel.threads, kernel.shared_bytes)
         return loaded

@@ -132,7 +132,7 @@ class PiecesSpecialisation:
 class Specialisation(Protocol):
     """A kernel of csrc/cuda and the macros it is compiled with. Equal specialisations share one loaded kernel.
 
-    name: of the kernel and, with .cuh, of its file.
+    name: the name of the kernel and, with .cuh, of its file.
     """
 
     @property

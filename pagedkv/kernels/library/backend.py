@@ -127,7 +127,7 @@ def _on_gpu(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor) -> tuple[
 
 
 def _on_cpu(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_on_gpu`; the sequences one after another."""
+    """Compute as `_on_gpu` does, one sequence after another."""
     G = call.q.shape[1] // k.shape[1]
     out, lse = torch.zeros_like(call.q), call.lse.new_full(call.lse.shape, -torch.inf)
     queries, keys = call.cu_seqlens_q.tolist(), starts.tolist()

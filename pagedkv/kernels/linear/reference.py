@@ -72,7 +72,7 @@ class Operations:
     ) -> None:  # fmt: skip
         """Norm the heads of q and k, then rotate dimensions i and i + D / 2 of each head by an angle. Values stay.
 
-        heads:  of q, and of k (and v).
+        heads:  the number of heads of q, and of k (and v).
         norms:  the weights [D] for q and for k.
         angles: cos and sin of the tokens, of qkv's dtype.
         Shapes: qkv [T, (H + 2 K) D]; cos, sin [T, D / 2]

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 class Delivery:
     """The way of tokens to completions and of text to listeners.
 
-    max_tokens: of prompt and output, the last position of the model
+    max_tokens: the most tokens of prompt and output: the positions of the model
     meter:      counts tokens and ended requests
-    finished:   the completions whose listeners know of their end, in order; whoever takes them gives a new list
+    finished:   completions whose listeners were told of the end, in order. The caller that takes them assigns a new
+                list.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, meter: Meter) -> None:

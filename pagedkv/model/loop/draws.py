@@ -1,4 +1,5 @@
-"""Draws: the next token of each sequence of a step. Knows rows of logits and whose they are; no cache, no text.
+"""Draws: the next token of each sequence of a step.
+This file knows rows of logits and the sequence of each row; it must not know the cache or text.
 
 A family is a sequence whose logits were computed, and the samples that are forked from it after this step: all of them
 draw from the same row.

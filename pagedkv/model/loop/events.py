@@ -32,13 +32,13 @@ class Event(NamedTuple):
 
     kind:     "step", or one of the kinds in the file head
     at:       seconds of time.perf_counter(); of a step and a chunk, their begin
-    until:    of a step and a chunk, their end; elsewhere `at`
-    request:  number of the request, from 0 in the order of admission; -1 of a step
+    until:    the end of a step or a chunk; elsewhere `at`
+    request:  number of the request, from 0 in the order of admission; -1 for a step
     sample:   index of the completion in its request
     value:    queued: prompt tokens. admitted: tokens found in the prefix cache. step, chunk: tokens computed.
               token: its id. rolled_back: drafts. preempted, forked, searched, rejected, finished: tokens of the output
-    detail:   of "finished" the finish_reason, of "rejected" the reason
-    logprob:  of a token, if its request asked for log-probs; those of beams and of rejected outputs are not kept
+    detail:   the finish_reason of "finished", the reason of "rejected"
+    logprob:  log-probability of a token, if its request asked for it; beams and rejected outputs have none
     """
 
     kind: str

@@ -62,7 +62,7 @@ def most_tokens(running: list[tuple[SequenceState, int]]) -> dict[SequenceState,
 
 
 def whole_gangs(chunks: list[Chunk], most: dict[SequenceState, int]) -> list[Chunk]:
-    """Return `chunks` without those of gangs that would take a token, but not all of whose members found room.
+    """Drop the chunks of a gang that would draw a token while a member is missing from the step.
 
     most: the result of `most_tokens`
     """
@@ -74,9 +74,9 @@ def whole_gangs(chunks: list[Chunk], most: dict[SequenceState, int]) -> list[Chu
 
 
 def turns(chunks: list[Chunk], logits: Tensor) -> list[Turn]:
-    """Return the turn of each gang whose members computed their last token; none for one whose logits are no numbers.
+    """Return one turn for each gang whose members all computed their last token.
 
-    Such a search ends with an error.
+    A gang with NaN logits gets no turn: its search ends with an error.
     Shapes: logits float32 [N, V]: row n is that of the n-th chunk that is its sequence's last
     """
     gangs: dict[Request, tuple[list[SequenceState], list[int]]] = {}
@@ -101,7 +101,7 @@ def turns(chunks: list[Chunk], logits: Tensor) -> list[Turn]:
 
 
 def members_of(turn: Turn, spaces: list[AddressSpace]) -> list[SequenceState]:
-    """Return the sequences of the live beams of a turn. spaces: those of the old members, reordered."""
+    """Return the sequences of the live beams of a turn. spaces: the spaces of the old members, reordered."""
     first = turn.members[0]
     prompt = first.completion.request.prompt_ids
     return [

@@ -66,7 +66,7 @@ class Histogram:
     """A distribution of seconds in buckets of equal ratio: 593 counters, however many values.
 
     Bucket i holds values up to its bound, which is included. Values beyond the outer bounds go to the outer buckets.
-    sum, least, most: of all values, exact
+    sum, least, most: the exact sum, minimum and maximum of all values
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (_LAST + 1), repr=False)

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from pagedkv.model.scheduler import Scheduler
 
 MEASURED: Final = 8
-"""Of so many steps one is measured: the figures take as long as all else that a small step does."""
+"""One step in MEASURED is measured, because measuring takes as long as the rest of a small step."""
 
 
 @dataclass
 class Times:
     """The distribution of each latency, in seconds.
 
-    step:           of a step of the engine that computed tokens
+    step:           a step that computed tokens
     first_token:    from submission to the first token
     between_tokens: from one step that gave an output tokens to the next; drafts come with the token before them
-    queue, prefill, decode, tool_wait: the phases of `Latency`, of outputs that ended with "stop" or "length"; tool_wait
-                    of those that follow another turn
-    total:          from submission to the end of these
+    queue, prefill, decode: the phases of `Latency`, for outputs that ended with "stop" or "length"
+    tool_wait:      the same for an output that follows another turn of a conversation
+    total:          from submission to the end of such an output
     """
 
     step: Histogram = field(default_factory=Histogram)
@@ -56,12 +56,12 @@ class Times:
 class EngineStats:
     """The sequences of this moment, and totals of an engine's past.
 
-    steps:           that computed tokens
-    requests:        that were queued; prompt_tokens: theirs
+    steps:           number of steps that computed tokens
+    requests:        queued requests. prompt_tokens: tokens of their prompts
     computed_tokens: tokens whose KV was computed, of prompts, outputs and drafts
-    output_tokens:   that completions got, also those of rejected outputs
+    output_tokens:   tokens of completions and of rejected outputs
     rejected:        outputs that a validator rejected
-    drafts:          that were computed; drafts_accepted: those that came true
+    drafts:          computed drafts. drafts_accepted: drafts that equalled the drawn token
     finished:        completions by finish_reason
     latency:         percentiles in seconds, by the names of `Times`
     """
@@ -85,8 +85,8 @@ class EngineStats:
 class Meter:
     """Totals so far. One step in MEASURED adds, at its end, the slots then mapped and those that hold no token.
 
-    steps:  all that were measured, those without any work too
-    tokens: of all sequences, over the measured steps; one that several share counts for each
+    steps:  all measured steps, including steps without work
+    tokens: tokens of all sequences, over the measured steps; a token that several share counts for each
     others: see EngineStats
     """
 

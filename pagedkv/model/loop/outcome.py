@@ -1,4 +1,4 @@
-"""The outcome of a step: by its logits, what each sequence gets in its way of decoding, and how it gets it.
+"""The outcome of a step: the tokens that each sequence gets from its logits, by its way of decoding.
 
 a decoding sequence     a token                       draws
 a prompt of n samples   a token for each              draws, by families
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 class Outcome(NamedTuple):
     """The result of a step's logits.
 
-    families: empty for a member of a gang. drawn: for the members of all families, in order.
-    more:     the drafts that came true, and the tokens behind these that they gave. turns: of beam searches.
+    families: a list for each sequence that draws; empty for a member of a gang.
+    drawn:    the tokens of the members of all families, in order.
+    more:     accepted drafts and the tokens drawn after them.
+    turns:    the turns of beam searches.
     """
 
     families: list[list[SequenceState]]
@@ -107,7 +109,7 @@ def outcome_of(
 ) -> Outcome:
     """Return the outcome of a step.
 
-    families: of each chunk that is its sequence's last. is_searching: whether a chunk may be that of a beam
+    families: one for each chunk that is its sequence's last. is_searching: whether a chunk may belong to a beam
     Shapes: logits float32 [N, V], the rows of `rows_of`
     """
     own = logits if speculation is None else logits[speculation.own_rows(chunks)]

@@ -20,7 +20,7 @@ def new_cache(
     """Return a cache for the decoder.
 
     grouped: whether layers with different windows have page tables of their own, and give back frames behind windows
-    options: of PagedKVCache
+    options: options of PagedKVCache
     """
     config, dtype = decoder.config, str(decoder.dtype).removeprefix("torch.")
     specs = config.specs(block_size=block_size, kv_dtype=kv_dtype, dtype=dtype)

@@ -29,7 +29,7 @@ class SequenceState:
     """One completion while it is computed: its tokens, and the address space with the KV of those already computed.
 
     tokens:    prompt and output so far
-    rules:     those for its logits, which follow `tokens`; None for none
+    rules:     the rules that edit this sequence's logits, or None
     space:     None while the sequence waits, unless it was preempted and has kept pages
     fetch:     the pages that come up from tiers below the pool while it waits; None if they were not asked for
     num_drawn: the number of tokens drawn from `generator` so far
@@ -94,7 +94,7 @@ class Chunk(NamedTuple):
     num_tokens: tokens to compute, drafts included
     remaining:  `sequence.remaining` when the chunk was chosen; a commit changes the sequence's own
     drafts:     guesses of the next tokens; given to a chunk that is the last only
-    parents:    of a tree of drafts (ways/trees.py), the draft before each; () if each follows the one before
+    parents:    in a tree of drafts (ways/trees.py), the index of each draft's predecessor; () for a chain
     """
 
     sequence: SequenceState

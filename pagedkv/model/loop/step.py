@@ -145,7 +145,7 @@ class Step:
     ) -> Tensor:
         """Compute a step, and return the logits of some of its tokens. The next step may overwrite them.
 
-        logits_of: indices into the tokens, rising. branches: of a step with tree drafts.
+        logits_of: indices into the tokens, rising. branches: the branches of tree drafts; None without them.
         Shapes: returns float32 [N, V]
         """
         if self._planned is not None and self._planned[0] is batch:

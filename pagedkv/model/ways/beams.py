@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Beam(NamedTuple):
     """An output.
 
-    score:  of a live one the sum of its log-probabilities, of an ended one that sum / length ** length_penalty
+    score:  a live beam's sum of log-probabilities; an ended beam's sum divided by length ** length_penalty
     parent: the live beam of the step before that it continues
     """
 
@@ -54,7 +54,7 @@ class Beams(NamedTuple):
 class Search:
     """A search, and the rules by which it goes on.
 
-    ends: tokens that end an output. max_tokens: of an output.
+    ends: tokens that end an output. max_tokens: the most tokens of an output.
     early_stopping: see SamplingParams.
     """
 
@@ -105,7 +105,7 @@ class Search:
         state, vocabulary = self.state, logits.shape[1]
         length = len(state.live[0].tokens) + 1
         sums = logits.log_softmax(-1) + logits.new_tensor([beam.score for beam in state.live])[:, None]
-        # An end token may end each beam once: so many that num_beams of them go on.
+        # Each end token can end every beam once, so keep enough candidates that num_beams beams continue.
         most = min(max(2, 1 + len(self.ends)) * self.num_beams, sums.numel())
         found = sums.flatten().topk(most)
         best = [

@@ -28,7 +28,7 @@ def drafter_of(speculate: Drafter | Path | str | None, **options: Any) -> Drafte
 
     speculate: "prompt-lookup"; "prompt-tree" for several continuations in a step; "draft" for that of the bundled
         checkpoint; the Hugging Face folder of a draft model; a drafter; or None for none
-    options: of DraftModel.load. Raises: InvalidRequest, CheckpointError
+    options: options of DraftModel.load. Raises: InvalidRequest, CheckpointError
     """
     if isinstance(speculate, str) and speculate in LOOKUPS:
         return PromptLookup(**LOOKUPS[speculate])

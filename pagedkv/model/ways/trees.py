@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 class Tree:
     """Drafts of one sequence.
 
-    parents: of each draft the number of the draft before it in the text, which is smaller than its own; -1 if the
-        sequence's last token is before it
+    parents: the index of each draft's predecessor in the text, which is smaller than its own; -1 if the predecessor
+        is the sequence's last token
     """
 
     tokens: tuple[int, ...]

@@ -118,8 +118,8 @@ def wrote(library: ctypes.CDLL) -> list[tuple[int, int]]:
 class Emulator:
     """A GPU of a few SMs.
 
-    sources: the sources of csrc/cuda, which a test may change to plant a fault. seed: of the order of blocks and
-    threads. arch: the value of `CUDA_ARCH`.
+    sources: the sources of csrc/cuda, which a test may change to plant a fault. seed: the seed of the order of blocks
+    and threads. arch: the value of `CUDA_ARCH`.
     """
 
     ways = attention.Ways()
