@@ -37,12 +37,14 @@ class Active(threading.local):
 
     cache: its cache, or None. own: the name of the attention function that the model has otherwise.
     shared: for models whose later layers use the keys of earlier ones: id(key): (layer, key, value); else None.
+    kept: how many of the last columns the model was asked to compute logits for; 0: all.
     asked: whether the model asked for masks with a window and without one; None: not noted (trial.py).
     """
 
     def __init__(self) -> None:
         self.cache: PagedCache | None = None
         self.shared: dict[int, tuple[int, torch.Tensor, torch.Tensor]] | None = None
+        self.kept = 0
         self.asked: set[bool] | None = None
 
 
@@ -131,12 +133,19 @@ def _attend(
     if cache is None or step is None:
         raise InvalidRequest("a compiled layer attends to pages outside of the forward pass of a patched model")
     pool = cache.pool
-    batch = step.batch[pool.place(layer)]
+    place = pool.place(layer)
     if is_new:
-        pool.write(layer)(_tokens(key), _tokens(value), batch)
+        pool.write(layer)(_tokens(key), _tokens(value), step.batch[place])
         step.stored.add(layer)
+    columns = query.shape[2]
+    if columns not in (step.width, ACTIVE.kept):
+        raise InvalidRequest(
+            f"layer {layer} attends with {columns} of the {step.width} columns of a forward pass, and logits_to_keep "
+            f"is {ACTIVE.kept}; use the model without patch()"
+        )
+    batch = step.batch[place] if columns == step.width else step.last_columns(place, columns)
     out: torch.Tensor = pool.attention(layer, scale, softcap, sinks)(_tokens(query), batch)
-    return out.view(query.shape[0], query.shape[2], *out.shape[1:])
+    return out.view(query.shape[0], columns, *out.shape[1:])
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:

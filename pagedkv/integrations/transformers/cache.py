@@ -16,57 +16,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from pagedkv import AddressSpace, PagedBatch, gather_kv, write_kv
+from pagedkv import PagedBatch, gather_kv, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers.geometry import Shape
 from pagedkv.integrations.transformers.identity import is_random, salt_of
 from pagedkv.integrations.transformers.pool import Pool
-
-
-@dataclass
-class Step:
-    """The step of one forward pass.
-
-    batch:   the plan, padded if a row has padding. width: columns of the host, padding included.
-    ids:     int32 of the tokens, or None if pages of them must not be shared.
-    paged:   whether layers attend to pages. stored: layers that have stored their K and V.
-    done:    whether the forward pass has ended.
-    """
-
-    batch: Any
-    width: int
-    ids: Any
-    paged: bool
-    stored: set[int] = field(default_factory=set)
-    done: bool = False
-
-
-@dataclass
-class Rows:
-    """The holdings of a cache in its pool: sequences, and the step under way. They outlive a dropped cache."""
-
-    spaces: list[AddressSpace] = field(default_factory=list)
-    step: Step | None = None
-
-    def release(self, pool: Pool) -> None:
-        """Give everything back. Tokens of a finished step are published first."""
-        step, self.step = self.step, None
-        spaces, self.spaces = self.spaces, []
-        if not pool.is_ready:
-            return
-        if step is not None:
-            if step.done:
-                pool.kv.commit(step.batch, step.ids)
-            else:
-                pool.kv.abort(step.batch)
-        pool.kv.reorder(spaces, [])
+from pagedkv.integrations.transformers.step import Rows, Step
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -206,7 +167,7 @@ class PagedCache(Cache):
                 self._refuse_other_columns(mask, width)
             stored = real if paged else None
             counts = [width] * rows if stored is None else stored.sum(1).tolist()
-            batch = self.pool.plan(self, counts)
+            batch = tokens = self.pool.plan(self, counts)
             try:
                 known = None
                 if (
@@ -221,7 +182,7 @@ class PagedCache(Cache):
             except BaseException:
                 self.pool.kv.abort(batch)
                 raise
-            self._mode, self.rows.step = paged, Step(batch, width, known, paged)
+            self._mode, self.rows.step = paged, Step(batch, width, known, paged, tokens, stored)
             self._mask = mask if paged and (real is not None or self._mask is not None) else None
 
     def _counts_up(self, positions: torch.Tensor | None, batch: Any, real: torch.Tensor | None) -> bool:

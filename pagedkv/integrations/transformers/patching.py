@@ -170,8 +170,8 @@ class Patched:
 
     # -- a forward pass ------------------------------------------------------------------------------------------------
 
-    def _enter(self, cache: PagedCache) -> None:
-        ACTIVE.cache, ACTIVE.shared = cache, {} if self._shares_keys else None
+    def _enter(self, cache: PagedCache, kept: int) -> None:
+        ACTIVE.cache, ACTIVE.shared, ACTIVE.kept = cache, {} if self._shares_keys else None, kept
         IN_CONFIG.put(self._config, (get_ident(), id(self)))
 
     def _leave(self) -> None:
@@ -207,7 +207,8 @@ class Patched:
         )
         cache.begin(ids if is_plain else None, shape, mask, positions, paged=paged)
         if paged:
-            self._enter(cache)
+            kept = given.get("logits_to_keep", 0)
+            self._enter(cache, kept if isinstance(kept, int) else 0)
 
     def _after(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = self._given(args, kwargs).get("past_key_values")
@@ -272,6 +273,11 @@ class Patched:
             return False
         default = self.model.generation_config.cache_implementation
         asked = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
+        if "offloaded" in str(asked or default):
+            raise InvalidRequest(
+                f"cache_implementation is {asked or default!r}, and pages are not offloaded; call without it, with "
+                "patch(model, kv_dtype='int8') for half the memory, or call unpatch(model) first"
+            )
         return asked is None and default in (None, "hybrid")  # "hybrid" is what the host reads as None
 
     def _option(self, name: str, config: Any, kwargs: dict[str, Any]) -> Any:

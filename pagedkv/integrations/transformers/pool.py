@@ -66,7 +66,10 @@ class Pool:
         kv_dtype: str | None = None,
         block_size: int = 16,
         prefix_cache: bool = True,
+        **unserved: Any,
     ) -> None:
+        if unserved:
+            raise InvalidRequest(_unserved(sorted(unserved)))
         if not isinstance(prefix_cache, bool):
             raise InvalidRequest(f"prefix_cache is {prefix_cache!r}; give True or False")
         self.config = config
@@ -228,3 +231,9 @@ class Pool:
 def _attend_with_sinks(layer: KVLayer, options: dict[str, Any], q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
     out: torch.Tensor = paged_attention(q, layer, batch, **options)
     return out
+
+
+def _unserved(options: list[str]) -> str:
+    if any("offload" in name for name in options):
+        return f"a pool got {options}, and pages are not offloaded; give kv_dtype='int8' for half the memory"
+    return f"a pool got {options}; its options are memory, num_frames, kv_dtype, block_size and prefix_cache"

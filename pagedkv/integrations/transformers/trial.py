@@ -1,10 +1,11 @@
 """Trial: compute a few tokens with pages and without, and compare the logits.
 
 A config does not say all that a model does with its K and V. So `patch` tries the model before it serves requests: two
-short prompts, one of them with padding before it, then a decode step with the rows exchanged. Without pages the prompts
-are computed at once, with pages in two parts. A model whose logits differ is refused. The logits of a model that is not
-causal differ, and no prefix of its prompts could be used again. A few tokens cannot show windows and chunks: these are
-read from the config, see geometry.py.
+short prompts, one of them with padding before it, then a decode step with the rows exchanged, then two more tokens.
+Without pages the prompts are computed at once, with pages in two parts. With pages only the last of the two more tokens
+is asked for (`logits_to_keep`): some models compute fewer columns then. A model whose logits differ is refused. The
+logits of a model that is not causal differ, and no prefix of its prompts could be used again. A few tokens cannot show
+windows and chunks: these are read from the config, see geometry.py.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _without_dropout(model: Any) -> Iterator[None]:
 
 
 def _logits(model: Any, cache: Any, parts: int) -> torch.Tensor:
-    """Return float32 [N, vocabulary]: the logits of all tokens, of a prefill in `parts` and of a step after it."""
+    """Return float32 [N, vocabulary]: the logits of a prefill in `parts`, of a step after it, and of a last token."""
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = (torch.arange(2 * _PROMPT, device=model.device).view(2, -1) * 7 + 3) % vocabulary
     mask = torch.ones_like(ids)
@@ -95,12 +96,17 @@ def _logits(model: Any, cache: Any, parts: int) -> torch.Tensor:
     cache.reorder_cache(rows)
     mask = torch.cat([mask[rows], mask.new_ones(2, 1)], 1)
     second = _forward(model, ids[:, :1], mask, cache)
-    return torch.cat([first[0], first[1, _PADDING:], second[:, 0]]).float()
+    mask = torch.cat([mask, mask.new_ones(2, 2)], 1)
+    third = _forward(model, ids[:, 1:3], mask, cache, kept=0 if parts == 1 else 1)
+    return torch.cat([first[0], first[1, _PADDING:], second[:, 0], third[:, -1]]).float()
 
 
-def _forward(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> torch.Tensor:
+def _forward(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, kept: int = 0) -> torch.Tensor:
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    takes = inspect.signature(model.forward).parameters
+    if "position_ids" in takes:
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    if kept and "logits_to_keep" in takes:
+        inputs["logits_to_keep"] = kept
     logits: torch.Tensor = model(**inputs).logits
     return logits

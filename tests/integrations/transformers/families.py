@@ -57,6 +57,12 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
         "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2, "vocab_size_per_layer_input": 99,
         "hidden_size_per_layer_input": 8, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 10,
     },
+    "gemma4_text": SHARED
+    | WINDOW
+    | {
+        "head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 99,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
+    },
     "gptj": SIZES | GPT2 | {"rotary_dim": 8},
 }  # fmt: skip
 

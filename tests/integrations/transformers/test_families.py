@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pagedkv.integrations.transformers import PagedCache, patch, unpatch
+from pagedkv.errors import InvalidRequest
+from pagedkv.integrations.transformers import PagedCache, Pool, patch, unpatch
 from tests.integrations.transformers.families import FAMILIES, GATHERED, model_of, prompts
 
-QUICK = ("llama", "qwen2 with windows", "mistral", "gpt_oss", "deepseek_v3", "falcon")
+QUICK = ("llama", "qwen2 with windows", "mistral", "gpt_oss", "deepseek_v3", "falcon", "gemma4_text")
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "the same prompts again": {},
@@ -55,7 +56,7 @@ def test_a_patched_model_generates_the_tokens_of_dynamic_cache(name: str) -> Non
 def test_a_cache_that_gathers_serves_a_model_that_is_not_patched(name: str) -> None:
     model, assistant = model_of(name), model_of(name, seed=1)
     for way in WAYS:
-        with PagedCache(model.config, memory="64MiB") as cache:
+        with PagedCache(model.config, pool=Pool.for_model(model, memory="64MiB")) as cache:
             expected = generated(model, way, assistant)
             assert generated(model, way, assistant, past_key_values=cache) == expected, way
             assert cache.get_seq_length() == len(expected[0]) - 1
@@ -79,6 +80,23 @@ def test_bfloat16_is_as_near_to_float32_as_dynamic_cache_is(name: str) -> None:
     with PagedCache(rounded.config, pool=handle.pool) as cache:
         ours = (step_by_step(rounded, tokens, mask, cache) - expected).abs().mean()
     assert 0 < ours < 1.5 * host
+
+
+@torch.no_grad()
+def test_layers_that_compute_the_last_columns_alone_attend_to_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4 computes its last layers for the columns that `logits_to_keep` names, over keys of earlier layers."""
+    model, inputs = model_of("gemma4_text"), prompts(pads=(0, 9, 35))
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    expected = model(**inputs, position_ids=positions).logits[:, -3:]
+    handle = patch(model, memory="64MiB")
+    with PagedCache(model.config, pool=handle.pool) as cache:
+        found = model(**inputs, position_ids=positions, past_key_values=cache, logits_to_keep=3).logits
+    assert (found - expected)[0].abs().max() < 1e-3 * expected.abs().max()
+    assert (found - expected)[2, 1:].abs().max() < 1e-3 * expected.abs().max()  # 35 of its 37 columns are padding
+    inner = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda **given: inner(**given | {"logits_to_keep": 2}))
+    with PagedCache(model.config, pool=handle.pool) as cache, pytest.raises(InvalidRequest, match="with 2 of the 37"):
+        model(**inputs, position_ids=positions, past_key_values=cache, logits_to_keep=3)
 
 
 @torch.no_grad()

@@ -315,6 +315,29 @@ def test_models_and_options_that_make_no_sense_are_refused(llama: Any, patched: 
         patch(model_of("llama"), pool=patched.pool, memory="1GiB")
     with pytest.raises(InvalidRequest, match="options of the pool"):
         PagedCache(llama.config, pool=patched.pool, memory="1GiB")
+    with pytest.raises(InvalidRequest, match=r"\['size'\]; its options are memory"):
+        PagedCache(llama.config, size="1GiB")
+
+
+def test_offloading_is_refused(llama: Any, patched: Patched) -> None:
+    with pytest.raises(InvalidRequest, match=r"\['offloading'\], and pages are not offloaded"):
+        PagedCache(llama.config, offloading=True)
+    for kind in ("offloaded", "offloaded_static"):
+        with pytest.raises(InvalidRequest, match=f"'{kind}', and pages are not offloaded"):
+            llama.generate(**prompts(), **OPTIONS, cache_implementation=kind)
+    assert idle(patched)
+
+
+def test_attention_that_changes_while_a_cache_holds_tokens_is_refused(llama: Any) -> None:
+    pool, inputs = Pool.for_model(llama, memory="1MiB"), prompts(8, (0, 0))
+    handle = patch(llama, pool=pool)
+    with torch.no_grad(), PagedCache(llama.config, pool=pool) as cache:
+        llama(**inputs, past_key_values=cache)
+        handle.unpatch()
+        with pytest.raises(InvalidRequest, match="the attention function changed while this cache holds tokens"):
+            llama(torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+        assert cache.get_seq_length() == 8
+    assert pool.stats().mapped == 0
 
 
 @pytest.mark.parametrize("kind", ["llama4_text", "jamba", "bart"])
