@@ -10,6 +10,7 @@ TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 OUT    ?= gpu-results
 TRANSFORMERS ?= 5.14.1
+SELECT ?= not gpu and not slow
 VLLM   ?= 0.32.0
 NANO_VLLM ?= https://github.com/GeeeekExplorer/nano-vllm
 NANO_VLLM_COMMIT ?= bb823b3e06983d71485a8e1f23715ebd87d98ef8
@@ -42,13 +43,13 @@ test: check ## check, then the tests that take seconds
 test-all: check ## check, then all tests but those that need a GPU
 	@$(PYTEST) -m "not gpu"
 
-test-transformers: ## the plug-in with another transformers, in an environment of its own (TRANSFORMERS=5.14.1)
+test-transformers: ## the plug-in with another transformers, in an environment of its own (TRANSFORMERS=5.14.1 SELECT="not gpu")
 	@$(PYTHON) -m venv $(VENV)-transformers
 	@$(VENV)-transformers/bin/python -m pip install -qq --disable-pip-version-check $(TORCH)
 	@$(VENV)-transformers/bin/python -m pip install -qq --disable-pip-version-check 'transformers==$(TRANSFORMERS)' \
 		'setuptools>=77' 'pybind11>=2.13' psutil pytest pytest-xdist
 	@$(VENV)-transformers/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --editable .
-	@$(VENV)-transformers/bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/transformers
+	@$(PYTEST:$(BIN)/%=$(VENV)-transformers/bin/%) -p no:cacheprovider -m "$(SELECT)" tests/integrations/transformers
 
 test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 	@$(PYTHON) -m venv $(VENV)-vllm
