@@ -67,6 +67,7 @@ def refused(command):
         ("--device=cuda:999", "--device is 'cuda:999'"),
         ("--device=", "--device is ''"),
         ("--kv-dtype=fp4", "kv_dtype is 'fp4'"),
+        ("--speculate=prompt-tree --window=64", "take prompt-lookup instead of prompt-tree"),
         ("--logprobs=2", "--logprobs are keys of the JSON; give --json too"),
         ("--logprobs=21 --json", "logprobs is 21"),
         ("--max-sequences=0", "max_sequences is 0"),

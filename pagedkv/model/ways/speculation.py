@@ -22,7 +22,7 @@ the plain way beside the others. The cost of a step: k + 1 instead of 1 token an
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from pagedkv.checkpoint.config import ModelConfig
     from pagedkv.model.loop.sequence import Chunk, SequenceState
 
+BRANCHES: Final = (
+    "the drafter gave a tree with several branches, and the model has windows, which hide places and not tokens; "
+    "let `propose` return a list of tokens, or a Tree of one branch"
+)
+
 
 class Drafter(Protocol):
     """A source of drafts. Its state is about sequences that run; it can be lost at any time.
@@ -50,7 +55,10 @@ class Drafter(Protocol):
     vocab_size: int | None
 
     def propose(self, sequences: list[SequenceState], most: list[int]) -> Sequence[Sequence[int] | Tree]:
-        """Return at most `most[i]` drafts of the tokens that follow each sequence; none where nothing is known."""
+        """Return at most `most[i]` drafts of the tokens that follow each sequence; none where nothing is known.
+
+        A Tree of several branches ends the request with an error if the model has windows.
+        """
 
     def forget(self, sequence: SequenceState) -> None:
         """Give back what is kept about a sequence that stops to run."""
@@ -74,10 +82,11 @@ class Speculation:
                 f"the draft model has {drafter.vocab_size} tokens in its vocabulary, the model has "
                 f"{config.vocab_size}; drafts are token ids, so give a draft model with the same tokenizer"
             )
-        if getattr(drafter, "width", 1) > 1 and any(window is not None for window in config.windows):
+        self._has_window = any(window is not None for window in config.windows)
+        if getattr(drafter, "width", 1) > 1 and self._has_window:
             raise InvalidRequest(
-                "the model has windows, which hide places and not tokens; give a drafter with width=1: its drafts are "
-                "no tree"
+                "a tree of drafts was asked for, and the model has windows, which hide places and not tokens; take "
+                "prompt-lookup instead of prompt-tree, or a drafter with width=1"
             )
         self.drafter: Drafter = drafter
         self.num_passes: int = 0
@@ -96,7 +105,10 @@ class Speculation:
         return 1 + self.num_accepted / self.num_passes if self.num_passes else 1.0
 
     def extend(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
-        """Return the chunks of a step with drafts behind those of decoding sequences, `budget` tokens in all."""
+        """Return the chunks of a step with drafts behind those of decoding sequences, `budget` tokens in all.
+
+        A request ends with an error if its drafts are of several branches and the model has windows.
+        """
         budget -= sum(chunk.num_tokens for chunk in chunks)
         places: list[int] = []
         most: list[int] = []
@@ -111,8 +123,15 @@ class Speculation:
         if places:
             drafts = self.drafter.propose([chunks[place].sequence for place in places], most)
             for place, drafted in zip(places, drafts, strict=True):
-                given = (drafted.tokens, drafted.parents) if isinstance(drafted, Tree) else (drafted,)
-                chunks[place] = chunks[place].with_drafts(*given)
+                if not isinstance(drafted, Tree):
+                    chunks[place] = chunks[place].with_drafts(drafted)
+                elif not self._has_window:
+                    chunks[place] = chunks[place].with_drafts(drafted.tokens, drafted.parents)
+                elif drafted.is_chain:
+                    chunks[place] = chunks[place].with_drafts(drafted.tokens)
+                else:
+                    for completion in chunks[place].sequence.completion.request.completions:
+                        completion.end("error", BRANCHES)
         return chunks
 
     def _useful(self, sequence: SequenceState) -> int:

@@ -17,7 +17,8 @@ The KV of the branch lies in the slots of other drafts until `move` has copied i
 many tokens as came true, once for each layer; nothing if the first branch came true. The slots belong to the plan of
 the step, which no other sequence reads, so an interrupt before the commit loses nothing.
 
-A window counts places among the slots and not in the text, so a model with windows takes chains only.
+A window counts places among the slots and not in the text, so a model with windows takes chains only: a request whose
+drafter gives it several branches ends with an error.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ class Tree:
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it has one branch at most, so that each draft follows the one before."""
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
 
 
 def merged(branches: Iterable[Sequence[int]], most: int) -> Tree:

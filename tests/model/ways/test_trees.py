@@ -159,8 +159,55 @@ def test_an_interrupt_at_some_instructions_of_a_step_loses_nothing(
 
 def test_a_model_with_windows_refuses_trees(checkpoint: Callable[[str], Checkpoint]) -> None:
     build(checkpoint("mistral"), drafter=PromptLookup())
-    with pytest.raises(InvalidRequest, match="the model has windows.*width=1"):
+    with pytest.raises(InvalidRequest, match="the model has windows.*prompt-lookup instead of prompt-tree.*width=1"):
         build(checkpoint("mistral"), drafter=PromptLookup(width=2))
+
+
+@dataclass
+class Branching(Oracle):
+    """An oracle that gives, for all sequences or one, the right branch behind `num_wrong` wrong ones."""
+
+    num_tokens: int = 12
+    num_wrong: int = 3
+    only: int = -1
+
+    def propose(self, sequences: list[SequenceState], most: list[int]) -> list[Any]:
+        given = super().propose(sequences, [min(4, n) for n in most])
+        for i, (right, sequence) in enumerate(zip(given, sequences, strict=True)):
+            if right and self.only in (-1, len(sequence.completion.request.prompt_ids)):
+                wrong = [[(right[0] + 1 + n) % VOCAB, 1, 2] for n in range(self.num_wrong)]
+                given[i] = merged([*wrong, right], most[i])
+        return given
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["mistral", "window and sinks"])
+def test_under_windows_a_request_whose_drafter_gives_branches_ends_with_an_error(
+    streaming: bool, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """A drafter of one's own has no `width`. A tree of one branch is a chain; other requests have their tokens."""
+
+    def engine_of(drafter: Any) -> Engine:
+        if not streaming:
+            return build(checkpoint("mistral"), drafter=drafter)
+        return Engine.load(num_frames=60, window=12, sinks=4, speculate=drafter)
+
+    params, prompts = SamplingParams(max_tokens=20, ignore_eos=True), [prompt_of(50), prompt_of(41)]
+    plain = engine_of(None).generate(prompts, params)
+    engine = engine_of(Branching().learn(plain))
+    for request, other in zip(engine.generate(prompts, params), plain, strict=True):
+        (one,) = request.completions
+        assert one.finish_reason == "error"
+        assert "tree with several branches" in one.error
+        assert one.token_ids == other.completions[0].token_ids[:1]
+    assert idle(engine)
+    engine = engine_of(Branching(only=41).learn(plain))
+    whole, ended = engine.generate(prompts, params)
+    assert outputs([whole]) == outputs(plain[:1])
+    assert ended.completions[0].finish_reason == "error"
+    chains = engine_of(Branching(num_wrong=0).learn(plain))
+    assert outputs(chains.generate(prompts, params)) == outputs(plain)
+    assert chains.speculation is not None
+    assert chains.speculation.num_accepted > 0
 
 
 # -- prompt lookup with several continuations --------------------------------------------------------------------------
