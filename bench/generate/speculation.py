@@ -4,7 +4,8 @@ The model is the random one of `model.py`; the context is 2,048 tokens. A drafte
 a step. Each of them is right with the chance that a row names, if those before it are right. The right ones are chosen
 by lot, so that the same steps can be timed for any share: logits are computed and drawn from as always.
 
-Run it by `python -m pagedkv.bench.generate.speculation`: a minute, 4 GiB. Variants take turns of STEPS steps.
+Run it by `python -m pagedkv.bench.generate.speculation`: a minute, 4 GiB. Variants take turns of STEPS steps. It prints
+the table of docs/explanation/speculation.md and appends a row for each share to bench/results/generate.jsonl.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from pagedkv.bench import record
 from pagedkv.bench.generate import model as models
 from pagedkv.model.loop.draws import Drawn, Guess
 from pagedkv.model.ways.speculation import Speculation
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 DRAFTS: Final = 4
 SHARES: Final = (0.3, 0.6, 0.9)
+MUSTS: Final = {0.6: 1.0, 0.9: 1.0}
+"""By share, the most of the plain way's time that a token may take."""
 CONTEXT: Final = 2048
 STEPS: Final = 40
 TURNS: Final = 4
@@ -73,9 +77,9 @@ class Forced(Speculation):
         return [Guess(draft, Drawn(token)) for draft, token in enumerate(chunk.drafts[:accepted])]
 
 
-def timed(engine: Engine, speculation: Speculation | None) -> tuple[float, float]:
+def timed(engine: Engine, speculation: Speculation | None, context: int) -> tuple[float, float]:
     """Return the seconds of a token and of a step."""
-    requests = models.filled(engine, 1, CONTEXT)
+    requests = models.filled(engine, 1, context)
     engine.speculation = engine.scheduler.speculation = speculation
     try:
         engine.step()
@@ -89,20 +93,43 @@ def timed(engine: Engine, speculation: Speculation | None) -> tuple[float, float
     return seconds / (after - before), seconds / STEPS
 
 
-def main() -> None:
-    """Measure and print all figures."""
+def measured(config: dict[str, Any] = models.CONFIG, context: int = CONTEXT) -> list[dict[str, Any]]:
+    """Return a row for the plain way and for each share of drafts that come true."""
     with tempfile.TemporaryDirectory() as name:
-        models.write_checkpoint(Path(name), models.CONFIG)
-        engine = models.engine_of(Path(name), 2 * CONTEXT)
-    found: dict[float | None, list[tuple[float, float]]] = {share: [] for share in (None, *SHARES)}
+        models.write_checkpoint(Path(name), config)
+        engine = models.engine_of(Path(name), 2 * context)
+    found: dict[float, list[tuple[float, float]]] = {share: [] for share in (0.0, *SHARES)}  # 0.0: without drafts
     for _ in range(TURNS):
         for share, taken in found.items():
-            taken.append(timed(engine, None if share is None else Forced(share, engine.decoder.config)))
-    plain = statistics.median(seconds for seconds, _ in found[None])
-    for share, taken in found.items():
-        token, step = (statistics.median(column) for column in zip(*taken, strict=True))
-        variant = "plain" if share is None else f"{share:.0%} true"
-        print(f"{variant:9} {1e3 * token:7.1f} ms a token  {1e3 * step:7.1f} ms a step  {plain / token:5.2f} x")
+            taken.append(timed(engine, Forced(share, engine.decoder.config) if share else None, context))
+    plain = [token for token, _ in found[0.0]]
+    return [_row(share, context, taken, plain) for share, taken in found.items()]
+
+
+def _row(share: float, context: int, taken: list[tuple[float, float]], plain: list[float]) -> dict[str, Any]:
+    tokens, steps = ([1e3 * seconds for seconds in column] for column in zip(*taken, strict=True))
+    axes = {"batch": 1, "context": context, "drafts": DRAFTS if share else 0, "share": share}
+    row = {"bench": "generate", "case": "speculation"} | axes | {"variant": "pagedkv", "unit": "ms a token"}
+    row |= {"median": statistics.median(tokens), "best": min(tokens), "worst": max(tokens)}
+    ratios = [token / (1e3 * other) for token, other in zip(tokens, plain, strict=True)]
+    return row | {"ratios": ratios, "step_ms": statistics.median(steps), "must": MUSTS.get(share)}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as the manual has them."""
+    lines = ["| drafts that come true | ms a token | ms a step | against plain |", "|---|---|---|---|"]
+    for row in rows:
+        share = f"{row['share']:.0%}".replace("%", " %") if row["share"] else "(no drafts)"
+        gain = 1 / statistics.median(row["ratios"])
+        lines.append(f"| {share} | {row['median']:.1f} | {row['step_ms']:.1f} | {gain:.2f} × |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, keep the rows, and print the table."""
+    rows, about = measured(), record.provenance()
+    record.append([row | about for row in rows], None, "generate")
+    print(table(rows))
 
 
 if __name__ == "__main__":

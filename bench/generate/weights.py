@@ -1,12 +1,13 @@
 """Weights of integers beside bfloat16: the time of a decode step, bytes, logits, and recall of the bundled checkpoint.
 
-    decode    ms of one `Engine.step` that gives each sequence a token; the random model of `model.py`
+    step      ms of one `Engine.step` that gives each sequence a token; the random model of `model.py`
     bytes     of all weights, the embedding of bfloat16 included
     error     RMS of the logits' difference / RMS of the logits with bfloat16, for one prompt
     recall    questions of 100 that the bundled checkpoint answers right
 
 Run it by `python -m pagedkv.bench.generate.weights`: five minutes, 6 GiB. The kinds take turns; a time is the median
-over turns of the median of the steps of a turn.
+over turns of the median of the steps of a turn. It prints all figures and appends a row for each to
+bench/results/generate.jsonl.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from __future__ import annotations
 import statistics
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from pagedkv.bench import record
 from pagedkv.bench.generate import model as models
 from pagedkv.bench.generate.runner import STEPS, timed_step
 from pagedkv.cache import PagedKVCache
@@ -28,6 +30,8 @@ from pagedkv.model.engine import Engine
 from pagedkv.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 KINDS: Final = (None, "int8", "int4")
@@ -37,27 +41,41 @@ PROMPT: Final = 256
 """Tokens of the prompt whose logits are compared."""
 
 
-def main() -> None:
-    """Measure and print all figures."""
+def measured(
+    config: dict[str, Any] = models.CONFIG, shapes: Sequence[tuple[int, int]] = SHAPES
+) -> list[dict[str, Any]]:
+    """Return the rows of all kinds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        models.write_checkpoint(folder, models.CONFIG)
-        engine = models.engine_of(folder, 16_384)
+        models.write_checkpoint(folder, config)
+        engine = models.engine_of(folder, max(batch * (context + 2_000) for batch, context in shapes))
         decoders = {kind: Decoder.load(folder, weights=kind) for kind in KINDS}
-    for kind, decoder in decoders.items():
-        print(f"bytes   random   {kind or 'bfloat16':9} {num_bytes(decoder) / 1e6:8.0f} MB")
-    for shape in SHAPES:
-        for kind, seconds in decode(engine, decoders, shape).items():
-            print(
-                f"decode  {shape[0]} x {shape[1]:4} {kind or 'bfloat16':9} {1e3 * statistics.median(seconds):8.1f} ms"
-            )
-    report_errors("random", decoders, torch.randint(3, models.CONFIG["vocab_size"], (PROMPT,)).tolist())
+    rows = [_row("bytes", "random", kind, num_bytes(decoder) / 1e6, "MB") for kind, decoder in decoders.items()]
+    for batch, context in shapes:
+        taken = decode(engine, decoders, (batch, context))
+        for kind, seconds in taken.items():
+            row = _row("step", "random", kind, 1e3 * statistics.median(seconds), "ms", batch=batch, context=context)
+            row["ratios"] = [one / plain for one, plain in zip(seconds, taken[None], strict=True)]
+            rows.append(row)
+    rows += errors("random", decoders, torch.randint(3, config["vocab_size"], (PROMPT,)).tolist())
     bundled = {kind: Decoder.load(BUNDLED, weights=kind) for kind in KINDS}
     page = records.document(1000, seed=50_000)
-    ids = Tokenizer.load(BUNDLED).encode(page.prompt(page.questions[0]))
-    report_errors("bundled", bundled, ids[-PROMPT:])
-    for kind in KINDS:
-        print(f"recall  bundled  {kind or 'bfloat16':9} {recall(kind):8} of 100")
+    rows += errors("bundled", bundled, Tokenizer.load(BUNDLED).encode(page.prompt(page.questions[0]))[-PROMPT:])
+    return rows + [_row("recall", "bundled", kind, recall(kind), "answers right, of 100") for kind in KINDS]
+
+
+def _row(case: str, model: str, kind: str | None, figure: float, unit: str, **axes: int) -> dict[str, Any]:
+    found = {"bench": "generate", "case": f"weights, {case}", "model": model, "weights": kind or "bfloat16"} | axes
+    return found | {"variant": "pagedkv", "unit": unit, "median": figure}
+
+
+def main() -> None:
+    """Measure, keep the rows, and print all figures."""
+    rows, about = measured(), record.provenance()
+    record.append([row | about for row in rows], None, "generate")
+    for row in rows:
+        shape = f"{row['batch']} x {row['context']}" if "batch" in row else ""
+        print(f"{row['case']:16} {row['model']:7} {shape:7} {row['weights']:8} {row['median']:9.2f} {row['unit']}")
 
 
 def num_bytes(decoder: Decoder) -> int:
@@ -82,14 +100,16 @@ def decode(
     return {kind: seconds[1:] for kind, seconds in times.items()}
 
 
-def report_errors(name: str, decoders: dict[str | None, Decoder], ids: list[int]) -> None:
-    """Print how far the logits of a prompt are from those with bfloat16."""
+def errors(name: str, decoders: dict[str | None, Decoder], ids: list[int]) -> list[dict[str, Any]]:
+    """Return how far the logits of a prompt are from those with bfloat16, and how often both like one token best."""
     logits = {kind: logits_of(decoder, ids) for kind, decoder in decoders.items()}
-    plain = logits.pop(None)
+    plain, rows = logits.pop(None), list[dict[str, Any]]()
     for kind, found in logits.items():
         error = float((found - plain).square().mean().sqrt() / plain.square().mean().sqrt())
         same = float((found.argmax(-1) == plain.argmax(-1)).float().mean())
-        print(f"error   {name:8} {kind:9} {error:8.2%}, the likeliest token is the same for {same:.1%}")
+        rows.append(_row("error", name, kind, 100 * error, "% of the logits"))
+        rows.append(_row("same token", name, kind, 100 * same, "% of the tokens"))
+    return rows
 
 
 def logits_of(decoder: Decoder, ids: list[int]) -> Tensor:

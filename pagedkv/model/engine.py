@@ -352,6 +352,8 @@ class Engine(ThreadGuard):
             self._restart()
         self._is_whole = False
         self._take_in_now()
+        if self.events is not None:
+            self.events.end(time.perf_counter())
         self._is_whole = True
 
     def _take_in_now(self) -> None:
@@ -367,6 +369,8 @@ class Engine(ThreadGuard):
             if request not in self._requests:
                 self._requests[request] = None
                 self.meter.queue(request)
+                if self.events is not None:
+                    self.events.queue(request)
                 self.scheduler.add(self.delivery.begin(request.completions[0]))
             self._inbox.popleft()
         now = time.perf_counter()

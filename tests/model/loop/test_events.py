@@ -179,23 +179,37 @@ def test_drafts_behind_a_stop_that_came_true_are_not_rolled_back():
     assert "rolled_back" not in kinds(life)
 
 
-def test_a_cancelled_request_is_told_and_forgotten():
-    engine = recorded(Engine.load(num_frames=64))
-    request = engine.submit(PAGE, SamplingParams(max_tokens=50, ignore_eos=True))
-    waiting = engine.submit(PAGE)
-    engine.cancel(waiting)
-    for _ in range(4):
+def test_a_request_that_ends_while_it_runs_or_waits_is_told_and_forgotten():
+    """By cancel or by a deadline, before the first step, between two steps, and as the last call of all."""
+    engine = recorded(Engine.load(num_frames=64, limits=Limits(max_sequences=1)))
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    early = engine.submit(PAGE, params)
+    engine.cancel(early)
+    runs, late, cancelled = engine.submit(PAGE, params), engine.submit(PAGE, timeout=1e-9), engine.submit(PAGE, params)
+    for _ in range(3):
         engine.step()
-    engine.cancel(request)
-    engine.step()
-    (life,) = lives(engine).values()
-    assert_whole(life, request)
-    assert life[-1].detail == "cancelled"
+    engine.cancel(cancelled)
+    engine.cancel(runs)
+    engine.run()
+    last = engine.submit(PAGE, params)
+    engine.cancel(last)
+    assert not engine.has_work
+    found = lives(engine)
+    assert sorted(found) == [(number, 0) for number in range(5)]
+    for number, request in enumerate((early, runs, late, cancelled, last)):
+        life = found[number, 0]
+        assert_whole(life, request)
+        assert life[0].at == request.submitted_at
+        assert life[0].value == len(request.prompt_ids)
+        if request is not runs:
+            assert kinds(life) == ["queued", "finished"]
+    assert [found[number, 0][-1].detail for number in range(5)] == ["cancelled"] * 2 + ["error"] + ["cancelled"] * 2
     assert engine.events is not None
     assert not engine.events._lives
     assert not engine.events._numbers
 
 
 def test_without_a_record_no_clock_is_read_for_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Events, "step", lambda *_: pytest.fail("an event was recorded"))
+    for name in ("queue", "step", "end"):
+        monkeypatch.setattr(Events, name, lambda *_: pytest.fail("an event was recorded"))
     assert Engine.load(num_frames=64).generate([PAGE + QUESTIONS[0]])
