@@ -17,13 +17,16 @@ from pagedkv.bench.manager.peers import FRAME_POOL, KEY_BYTES, ROW, frame_run
 from pagedkv.core import FramePool
 
 
-def life(call: str) -> Callable[[], float]:
-    """Return a run that gives the seconds of `call`, see peers.frame_run. All of them share one pool."""
-    return frame_run(_lives(), call)
+def life(call: str, *, listed: bool = False) -> Callable[[], float]:
+    """Return a run that gives the seconds of `call`, see peers.frame_run. There is one pool for each form of keys.
+
+    listed: give the keys as a list of bytes objects, as vLLM has them, instead of an array.
+    """
+    return frame_run(_lives(listed), call)
 
 
 @cache
-def _lives() -> Callable[[], dict[str, float]]:
+def _lives(listed: bool) -> Callable[[], dict[str, float]]:
     pool, random = FramePool(FRAME_POOL, key_bytes=KEY_BYTES, twins=True), np.random.default_rng(0)
     seconds: dict[str, float] = {}
 
@@ -32,7 +35,8 @@ def _lives() -> Callable[[], dict[str, float]]:
         return now
 
     def run() -> dict[str, float]:
-        keys = random.integers(0, 256, (ROW, KEY_BYTES), np.uint8)
+        rows = random.integers(0, 256, (ROW, KEY_BYTES), np.uint8)
+        keys = [row.tobytes() for row in rows] if listed else rows
         began = time.perf_counter()
         frames = pool.take(ROW)
         began = timed("take frames", began)

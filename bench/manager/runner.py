@@ -215,12 +215,12 @@ def held(num_frames: int, pages: int) -> Callable[[], float]:
     return lambda: size
 
 
-def _frame_cases(name: str, call: str, limit: float, work: int) -> tuple[Case, Case]:
+def _frame_cases(name: str, call: str, limit: float, work: int, listed: bool = False) -> tuple[Case, Case]:
     """Return the cases of one call of FramePool: after other work, and in a loop, to which the limit applies."""
     unit, loop = "ns" if work > 1 else "us", peers.in_a_loop(call)
     return (
-        Case(name, unit, None, work, partial(frame_pool.life, call), call),
-        Case(f"{name}, in a loop", unit, limit, work, partial(frame_pool.life, loop), loop),
+        Case(name, unit, None, work, partial(frame_pool.life, call, listed=listed), call),
+        Case(f"{name}, in a loop", unit, limit, work, partial(frame_pool.life, loop, listed=listed), loop),
     )
 
 
@@ -250,15 +250,17 @@ CASES: Final = (
     Case("create a pool of 1e6", "ms", 100, 1, lambda: create(1_000_000), rounds=5),
     *(
         case
-        for name, call, limit, work in (
-            ("take a frame, by 64, each of which evicts one", "take frames", 80, ROW),
-            ("give a frame its key, by 64", "publish frames", 65, ROW),
-            ("drop a frame, by 64", "drop frames", 40, ROW),
-            ("find a frame by its key, by 64", "find frames", 60, ROW),
-            ("share a frame, by 64", "share frames", 30, ROW),
-            ("take and drop one frame alone", "one frame", 1.2, 1),
+        for name, call, limit, work, listed in (
+            ("take a frame, by 64, each of which evicts one", "take frames", 80, ROW, False),
+            ("give a frame its key, by 64", "publish frames", 65, ROW, False),
+            ("give a frame its key, a list of bytes", "publish frames", 65, ROW, True),
+            ("drop a frame, by 64", "drop frames", 40, ROW, False),
+            ("find a frame by its key, by 64", "find frames", 60, ROW, False),
+            ("find a frame by its key, a list of bytes", "find frames", 60, ROW, True),
+            ("share a frame, by 64", "share frames", 30, ROW, False),
+            ("take and drop one frame alone", "one frame", 1.2, 1, False),
         )
-        for case in _frame_cases(name, call, limit, work)
+        for case in _frame_cases(name, call, limit, work, listed)
     ),
     Case("a block, token ids included", "bytes", 48 + 4 * BLOCK, 1, lambda: held(POOL, PAGES), peers.BYTES, rounds=1),
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pagedkv.core import FramePool
+from pagedkv.core.frame_pool.rows import key_row
 from pagedkv.errors import InvalidRequest
 from tests.core.frame_pool.oracle import everything, key, named
 
@@ -84,6 +85,12 @@ def test_keys_come_as_bytes_or_as_rows_of_memory() -> None:
     [
         [b"short"],
         [key(1)[:7], key(1) + b"x"],  # 16 bytes together, as two keys have
+        (key(1)[:7], key(1) + b"x"),
+        [key(1), key(1)[:7]],
+        [key(1), None],
+        [memoryview(np.zeros(8, np.int64))],  # of length 8, and 64 bytes
+        [np.arange(8, dtype=np.int64)],
+        [memoryview(bytes(16))[::2]],
         [1],
         b"12345678",
         ["12345678"],
@@ -97,6 +104,25 @@ def test_keys_come_as_bytes_or_as_rows_of_memory() -> None:
 def test_keys_of_another_form_are_refused(pool: FramePool, wrong: object) -> None:
     with pytest.raises(InvalidRequest, match="keys"):
         pool.find(wrong)  # type: ignore[arg-type]
+
+
+def test_a_key_counts_by_its_bytes_and_not_by_its_length(pool: FramePool) -> None:
+    """Objects longer in bytes than len() says were read as keys, and the results of `find` written behind its array."""
+    frame = pool.take_one()
+    for wrong in (np.arange(8, dtype=np.int64), memoryview(np.arange(8, dtype=np.int64))):
+        with pytest.raises(InvalidRequest, match=r"\[64\] bytes"):
+            pool.publish([frame], [wrong])  # type: ignore[list-item]
+        with pytest.raises(InvalidRequest, match=r"\[64\] bytes"):
+            pool.find([wrong] * 100)  # type: ignore[list-item]
+    assert pool.names([frame]) == [None]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 31, 32, 36, 4096])
+def test_the_compiled_join_of_a_list_gives_the_row_of_its_twin(size: int) -> None:
+    random = np.random.default_rng(size)
+    keys = [random.bytes(size) for _ in range(5)]
+    assert key_row(keys, size).tolist() == key_row(tuple(keys), size).tolist()
+    assert key_row([], size).tolist() == key_row((), size).tolist() == []
 
 
 def test_the_second_frame_with_a_key_is_told_which_frame_has_it(pool: FramePool) -> None:
