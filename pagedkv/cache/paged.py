@@ -180,8 +180,7 @@ class PagedKVCache:
         return gather_kv(self[layer], batch[layer], first, dtype=dtype, backend=self.backend)
 
     def _follow(self, layer: int, call: Bound) -> Bound:
-        """Note that `call` serves a layer of this pool, until it is collected."""
-        self._bound[call] = layer
+        self._bound[call] = layer  # until `call` is collected
         return call
 
     # -- spaces --------------------------------------------------------------------------------------------------------
@@ -432,7 +431,8 @@ class PagedKVCache:
         """Make the pool larger or smaller and keep its contents. Both pools exist meanwhile. See MemoryManager.resize.
 
         `cache[layer]` is a new view afterwards: fetch it again, and capture CUDA graphs anew (`on_resize` tells you).
-        The bound calls of `attention` and `write` serve the new pool. A later `plan` may grow it again up to `limit`.
+        The bound calls of `attention` and `write` serve the new pool. The new size is the `limit` of a pool that was
+        given a size; any other pool may grow again, up to `limit`.
         Raises: as MemoryManager.resize, and InvalidRequest if the memory cannot be had; nothing was changed then
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
@@ -442,8 +442,9 @@ class PagedKVCache:
         def move(stayed: npt.NDArray[np.int64], moves: I32) -> list[Assignment]:
             storage.take_over(self.storage, torch.from_numpy(stayed), torch.from_numpy(moves.astype(np.int64)))
             bound = [call.rebinding(storage.layers[layer]) for call, layer in self._bound.items()]
-            followers = self.tiers.resized(storage.frames)
-            return [(self, "storage", storage), (self, "_poisoned", None), *followers, *itertools.chain(*bound)]
+            limit = num_frames if self._has_size else self._limit
+            own: list[Assignment] = [(self, "storage", storage), (self, "_poisoned", None), (self, "_limit", limit)]
+            return [*own, *self.tiers.resized(storage.frames), *itertools.chain(*bound)]
 
         self.manager.resize(num_frames, move)
         self._begin_poison()

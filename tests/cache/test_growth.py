@@ -92,6 +92,25 @@ def test_admission_counts_what_the_pool_may_grow_by(growing: PagedKVCache) -> No
     assert (growing.limit, growing.available) == (2 * MOST, 2 * MOST)
 
 
+@pytest.mark.parametrize("given", [{"num_frames": 64}, {"memory": 64 * SPEC.frame_bytes}])
+def test_a_pool_that_was_given_a_size_keeps_to_the_size_of_its_last_resize(given: dict[str, int]) -> None:
+    cache = PagedKVCache(SPEC, **given)  # type: ignore[arg-type]
+    cache.resize(16)
+    assert (cache.limit, cache.available) == (16, 16)
+    with pytest.raises(OutOfFrames):
+        cache.plan([cache.open()], [17 * SPEC.block_size])
+    assert cache.num_frames == 16
+    cache.resize(32)
+    assert (cache.limit, cache.available) == (32, 32)
+
+
+def test_a_pool_without_a_size_grows_again_after_it_was_made_smaller(growing: PagedKVCache) -> None:
+    growing.resize(4)
+    assert growing.limit == MOST
+    growing.abort(growing.plan([growing.open()], [17 * SPEC.block_size]))
+    assert growing.num_frames == 17
+
+
 def test_a_cache_without_a_size_holds_half_of_the_memory_that_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "_available_memory", lambda: 100 * SPEC.frame_bytes)
     cache = PagedKVCache(SPEC)
