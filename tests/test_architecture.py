@@ -325,6 +325,18 @@ def test_imports_form_no_circle():
         pytest.fail(" imports ".join(reversed(circle.args[1])))
 
 
+def test_no_layer_above_the_cache_asks_its_manager():
+    """`PagedKVCache` and `AddressSpace` have every method of the manager that an engine needs."""
+    above = [path for name, path in PACKAGE.items() if layer_of(name) not in ("core", "kernels", "tiers", "cache")]
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in [*above, *sources("examples")]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and re.search(r"(cache|pool)\.manager$", ast.unparse(node))
+    ]
+    assert not found
+
+
 @pytest.mark.parametrize("source", ["cache.manager.state.reg[0]", "manager._roots", "self.manager._accounts[b'']"])
 def test_the_check_of_private_state_sees_what_it_should(source):
     assert private_uses(source)

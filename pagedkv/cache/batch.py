@@ -31,13 +31,20 @@ if TYPE_CHECKING:
 class PlannedBatch(PagedBatch):
     """The result of `PagedKVCache.plan`. Hand `batch[layer]` to the kernels, and the batch to `commit` or `abort`.
 
-    plan: the same step for the memory manager, as numpy arrays.
+    plan:       the same step for the memory manager, as numpy arrays.
+    num_layers: layers of the model.
     """
 
     plan: Plan = field(kw_only=True)
+    num_layers: int = field(kw_only=True)
 
     def __getitem__(self, layer: int) -> PagedBatch:
-        """Return the batch that the kernels of `layer` take: of the layer's group, if the cache has several groups."""
+        """Return the batch that the kernels of `layer` take: the batch of its group, if the cache has several groups.
+
+        Raises: NoSuchLayer, which is an InvalidRequest and an IndexError
+        """
+        if not -self.num_layers <= layer < self.num_layers:
+            raise NoSuchLayer("batch", layer, self.num_layers)
         return self
 
     def padded(self, mask: torch.Tensor) -> PlannedBatch:
@@ -45,7 +52,7 @@ class PlannedBatch(PagedBatch):
 
         `commit` and `abort` take either batch.
         """
-        return PlannedBatch(**vars(super().padded(mask)), plan=self.plan)
+        return PlannedBatch(**vars(super().padded(mask)), plan=self.plan, num_layers=self.num_layers)
 
     __iter__ = None
     """A batch is no sequence of layers: `for` over `batch[0]`, `batch[1]`, ... would never end."""
@@ -87,6 +94,7 @@ class GroupedBatch(PlannedBatch):
         first = groups[0]
         vars(self).update(  # the class is frozen: attributes cannot be assigned
             plan=plan,
+            num_layers=len(layer_groups),
             seq_lens=first.seq_lens,
             cu_seqlens_q=first.cu_seqlens_q,
             positions=first.positions,
@@ -100,7 +108,7 @@ class GroupedBatch(PlannedBatch):
         try:
             return self._groups[self._layer_groups[layer]]
         except IndexError:
-            raise NoSuchLayer("batch", layer, len(self._layer_groups)) from None
+            raise NoSuchLayer("batch", layer, self.num_layers) from None
 
     def padded(self, mask: torch.Tensor) -> GroupedBatch:
         """Return the batch of the same plan for padded tensors, see PagedBatch.padded."""
@@ -148,7 +156,7 @@ def planned_batch(
             on_cpu(plan, group) if mirror is None else on_device(plan, mirror, block_size, group) for group in numbers
         ]
     if len(groups) == 1:
-        return PlannedBatch(**groups[0], plan=plan)
+        return PlannedBatch(**groups[0], plan=plan, num_layers=len(layer_groups))
     return GroupedBatch(plan, tuple(PagedBatch(**tensors) for tensors in groups), layer_groups)
 
 

@@ -34,6 +34,7 @@ from pagedkv.cache.batch import NoSuchLayer, PlannedBatch, planned_batch
 from pagedkv.cache.fixed import FixedBatch
 from pagedkv.cache.graph_breaks import breaks_graph
 from pagedkv.cache.mirror import DeviceMirror
+from pagedkv.cache.poison import Poison
 from pagedkv.cache.snapshots import Restored
 from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
 from pagedkv.core import Group, MemoryManager, Observe, Stats
@@ -121,9 +122,7 @@ class PagedKVCache:
         self._resized: list[Callable[[PagedKVCache], object]] = []
         self._bound: WeakKeyDictionary[BoundAttention | BoundWrite, int] = WeakKeyDictionary()
         self._mirror = None if self.device.type == "cpu" else DeviceMirror(self.device)
-        # Poisoning starts with the cache or never: later it is unknown which frames were written.
-        self._poisons = debug.level() >= 2
-        self._begin_poison()
+        self._poison = Poison(self.manager, skips_fresh=not self._has_size)
         self.tiers.attach(self.manager, self.storage.frames, self.specs, self.layer_groups)
 
     @property
@@ -289,8 +288,7 @@ class PagedKVCache:
         try:
             if into is not None:
                 into.check(plan.counts.tolist(), int(plan.seq_lens.max(initial=0)))
-            if self._poisons:
-                self._poison()
+            self._poison.fill(self.storage)
             if len(plan.splits):
                 copies = torch.from_numpy(np.ascontiguousarray(plan.copies)).to(self.device)
                 self._copy_frames(self.storage.frames, copies)
@@ -443,11 +441,13 @@ class PagedKVCache:
             storage.take_over(self.storage, torch.from_numpy(stayed), torch.from_numpy(moves.astype(np.int64)))
             bound = [call.rebinding(storage.layers[layer]) for call, layer in self._bound.items()]
             limit = num_frames if self._has_size else self._limit
-            own: list[Assignment] = [(self, "storage", storage), (self, "_poisoned", None), (self, "_limit", limit)]
+            own: list[Assignment] = [
+                (self, "storage", storage), (self._poison, "poisoned", None), (self, "_limit", limit)
+            ]  # fmt: skip
             return [*own, *self.tiers.resized(storage.frames), *itertools.chain(*bound)]
 
         self.manager.resize(num_frames, move)
-        self._begin_poison()
+        self._poison.begin()
         for callback in self._resized:
             callback(self)
 
@@ -503,6 +503,10 @@ class PagedKVCache:
         """Return the counters. `spec.frame_bytes` turns frames into bytes. See MemoryManager.stats."""
         return self.manager.stats()
 
+    def free_mask(self) -> npt.NDArray[np.bool_]:
+        """bool [F]: True for a free frame. A copy. See MemoryManager.free_mask."""
+        return self.manager.free_mask()
+
     def mean_run(self) -> float:
         """Return how contiguous the frames of open spaces are. See MemoryManager.mean_run."""
         return self.manager.mean_run()
@@ -550,25 +554,6 @@ class PagedKVCache:
         gib = self.storage.bytes.numel() / 2**30
         specs = self.spec if len(self.specs) == 1 else list(self.specs)
         return f"PagedKVCache({specs}, {gib:.2f} GiB on {self.device}, kernels={self.kernel.name!r}, {self.manager!r})"
-
-    # -- poison --------------------------------------------------------------------------------------------------------
-
-    def _begin_poison(self) -> None:
-        """Set the state that `_poison` compares with: no frame is poisoned yet."""
-        self._generations = self.manager.frame_generations()
-        self._poisoned: npt.NDArray[np.bool_] | None = np.zeros(self.num_frames, bool)
-
-    def _poison(self) -> None:
-        """Fill with NaN every frame that is free, or was taken since the last call. Called before any write."""
-        if self._poisoned is None:  # a resize was interrupted at its end
-            return self._begin_poison()
-        free, generations = self.manager.free_mask(), self.manager.frame_generations()
-        stale = (free | (generations != self._generations)) & ~self._poisoned
-        if not self._has_size:
-            stale &= generations > 0  # a frame that was never taken has no memory yet
-        stale = np.flatnonzero(stale)
-        self.storage.poison(torch.from_numpy(stale))
-        self._generations, self._poisoned = generations, free
 
 
 def _refuse_other_groups(groups: Sequence[Group], specs: Sequence[KVSpec]) -> None:

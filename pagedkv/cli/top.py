@@ -103,7 +103,7 @@ class Pool:
         cache, scheduler = self._engine.cache, self._engine.scheduler
         holders = [one for one in (*scheduler.running, *scheduler.waiting) if one.space is not None]
         self._assign(holders)
-        kinds = np.where(cache.manager.free_mask(), FREE, CACHED)
+        kinds = np.where(cache.free_mask(), FREE, CACHED)
         maps = np.zeros(len(kinds), np.int64)
         owners: dict[SequenceState, int] = {}
         for sequence in holders:

@@ -116,6 +116,11 @@ class AddressSpace:
         """
         self.manager.punch(self, first, last)
 
+    @property
+    def is_stale(self) -> bool:
+        """True if the space was released."""
+        return self.manager.is_stale(self)
+
     def release(self) -> None:
         """Give back all frames. The handle is stale at once.
 

@@ -363,7 +363,7 @@ class Engine(ThreadGuard):
             held = sum(s.space is not None for s in (*self.scheduler.running, *self.scheduler.waiting))
             held += self.cache.tiers.num_fetches
             # A traceback may keep handles alive: then the next step recovers again.
-            self._was_interrupted = self.cache.manager.has_plans or self.cache.stats().spaces != held
+            self._was_interrupted = self.cache.has_plans or self.cache.stats().spaces != held
         while self._inbox:
             request = self._inbox[0]
             if request not in self._requests:

@@ -260,7 +260,7 @@ class Scheduler:
         The frames of the sequences that ran are given back. A call that was interrupted can be repeated.
         """
         for sequence in (*self.running, *self.waiting):
-            if sequence.space is not None and not self.cache.manager.is_stale(sequence.space):
+            if sequence.space is not None and not sequence.space.is_stale:
                 sequence.space.release()
         ordered = sorted(sequences, key=_priority)
         queues = (self, "waiting", deque(ordered)), (self, "running", list[SequenceState]())

@@ -146,7 +146,7 @@ def test_a_plan_that_fails_leaves_the_bytes(cache: PagedKVCache) -> None:
     assert torch.equal(cache.storage.bytes, before)
 
 
-@pytest.mark.parametrize("place", ["_copy_frames", "on_cpu", "_poison"])
+@pytest.mark.parametrize("place", ["_copy_frames", "on_cpu", "fill"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
     place: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -162,7 +162,7 @@ def test_a_plan_that_breaks_on_the_way_to_the_device_is_undone(
         raise error("broken off")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_batch if place == "on_cpu" else cache, place, breaking)
+        patch.setattr({"on_cpu": cache_batch, "fill": cache._poison}.get(place, cache), place, breaking)
         with pytest.raises(error, match="broken off"):
             cache.plan([space, twin], [3, 3])
     assert (space.pages.tolist(), twin.pages.tolist()) == tables
@@ -335,7 +335,7 @@ OF_HANDLES = {
     "detach",
     "holds",
 }
-OF_THE_CACHE = {"findable_pages", "restoring", "free_mask", "frame_generations", "snapshot"}
+OF_THE_CACHE = {"findable_pages", "restoring", "frame_generations", "snapshot"}
 OF_THE_CACHE |= {"page_changes", "frame_views", "last_event"}
 """MemoryManager's methods that an engine calls on an AddressSpace, and those that PagedKVCache calls itself."""
 

@@ -87,10 +87,11 @@ def test_a_layer_that_the_model_does_not_have_is_refused(layers: int) -> None:
         with pytest.raises(InvalidRequest, match=r"cache\[-?9\] of a model of \d layers; give 0 to \d"):
             call()
     assert len(list(cache)) == len(cache)
-    if layers > 1:
-        batch = cache.plan([cache.open()], [1])
-        with pytest.raises(InvalidRequest, match=r"batch\[9\] of a model of 4 layers; give 0 to 3"):
-            batch[9]
+    batch = cache.plan([cache.open()], [1])
+    for each in (batch, batch.padded(torch.ones(1, 1, dtype=torch.bool))):
+        with pytest.raises(InvalidRequest, match=r"batch\[9\] of a model of \d layers; give 0 to \d"):
+            each[9]
+        assert each[len(cache) - 1] is each[-1]
 
 
 def test_attention_after_a_move_is_attention_before() -> None:

@@ -93,7 +93,7 @@ class DraftModel:
         self.cache.hand_over()
         if self._was_interrupted:  # a traceback may have kept handles alive until now
             self.cache.recover()
-            self._was_interrupted = self.cache.manager.has_plans or self.cache.stats().spaces != len(self._shadows)
+            self._was_interrupted = self.cache.has_plans or self.cache.stats().spaces != len(self._shadows)
         longest = self.decoder.config.max_position_embeddings  # the draft model may end before the other one does
         ends = {s: min(len(s.tokens) + count, longest) for s, count in zip(sequences, most, strict=True)}
         for s in sequences:
@@ -181,7 +181,7 @@ class DraftModel:
         self._was_interrupted = True
         self.cache.hand_over()
         for shadow in self._shadows.values():
-            if shadow.space is not None and not self.cache.manager.is_stale(shadow.space):
+            if shadow.space is not None and not shadow.space.is_stale:
                 shadow.space.release()
         self._shadows.clear()
         self.cache.recover()
