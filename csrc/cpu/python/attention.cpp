@@ -6,7 +6,8 @@
 //            out, lse)
 //         lse: a bool, whether the caller wants one; or, if Python has checked the call, the LSE's tensor
 //
-// The order of arguments is that of the fields of AttentionCall (pagedkv/kernels/args.py).
+// The arguments have the names and the order of the fields of AttentionCall (pagedkv/kernels/args.py), which a test
+// compares: bind_attention the fields before q, attend the fields from q on.
 //
 // Both return None if a table names what is not there: then checks.table_values has the words.
 //
@@ -23,8 +24,10 @@
 namespace pagedkv {
 namespace {
 
-enum { Q, TABLE, ROWS, SEQ_LENS, STARTS, MAX_Q, MAX_K, TREE, CAUSAL_OF, OUT, LSE, NUM_ATTEND };
-constexpr int TENSORS[] = {Q, TABLE, ROWS, SEQ_LENS, STARTS, TREE, CAUSAL_OF, OUT};
+enum {
+    Q, BLOCK_TABLE, ROWS, SEQ_LENS, CU_SEQLENS_Q, MAX_SEQLEN_Q, MAX_SEQLEN_K, TREE_MASK, CAUSAL_OF, OUT, LSE, NUM_ATTEND
+};
+constexpr int TENSORS[] = {Q, BLOCK_TABLE, ROWS, SEQ_LENS, CU_SEQLENS_Q, TREE_MASK, CAUSAL_OF, OUT};
 
 // The LSE of a caller who does not want one goes to this scratch buffer of the thread.
 View discarded_lse(int64_t T, int64_t H) {
@@ -41,8 +44,8 @@ bool is_query(const Tensor& q, const Tensor& k) {
 
 // The rules of checks.attention in pagedkv/kernels/checks.py for all that may change from call to call.
 bool keeps_contract(const Binding& b, const Tensor* t, int64_t max_q) {
-    const Tensor &q = t[Q], &k = b.tensors[BOUND_K], &table = t[TABLE], &rows = t[ROWS], &lens = t[SEQ_LENS];
-    const Tensor &starts = t[STARTS], &tree = t[TREE], &causal = t[CAUSAL_OF], &out = t[OUT];
+    const Tensor &q = t[Q], &k = b.tensors[BOUND_K], &table = t[BLOCK_TABLE], &rows = t[ROWS], &lens = t[SEQ_LENS];
+    const Tensor &starts = t[CU_SEQLENS_Q], &tree = t[TREE_MASK], &causal = t[CAUSAL_OF], &out = t[OUT];
     if (q.dims != 3 || !is_beside(q, k) || q.shape[2] != b.attention.D) return false;
     if (!has_unit_stride(q) || !is_query(q, k)) return false;
     int64_t T = q.shape[0], H = q.shape[1], B = lens.shape[0];
@@ -69,11 +72,12 @@ int32_t entry(const Tensor& t, int64_t i) { return reinterpret_cast<const int32_
 // tell. The entry of a punched page is -1.
 // O(sequences + pages).
 bool names_what_is_there(const Binding& b, const Tensor* t, int64_t max_q, int64_t max_k) {
-    const Tensor &table = t[TABLE], &rows = t[ROWS], &causal = t[CAUSAL_OF];
+    const Tensor &table = t[BLOCK_TABLE], &rows = t[ROWS], &causal = t[CAUSAL_OF];
     int64_t B = t[SEQ_LENS].shape[0], S = b.attention.S, frames = b.tensors[BOUND_K].shape[0];
-    if (entry(t[STARTS], 0) != 0 || entry(t[STARTS], B) > t[Q].shape[0]) return false;
+    const Tensor& starts = t[CU_SEQLENS_Q];
+    if (entry(starts, 0) != 0 || entry(starts, B) > t[Q].shape[0]) return false;
     for (int64_t i = 0; i < B; i++) {
-        int64_t queries = int64_t{entry(t[STARTS], i + 1)} - entry(t[STARTS], i), length = entry(t[SEQ_LENS], i);
+        int64_t queries = int64_t{entry(starts, i + 1)} - entry(starts, i), length = entry(t[SEQ_LENS], i);
         if (queries < 0 || queries > max_q) return false;
         if (!queries) continue;
         int64_t row = rows.is_given ? entry(rows, i * rows.strides[0]) : i, pages = (length + S - 1) / S;
@@ -112,10 +116,10 @@ void compute(const Binding& b, const Server& server, const Tensor* t, const Tens
     Attention a = b.attention;
     const Tensor& q = t[Q];
     a.q_type = dtype_of(q), a.B = t[SEQ_LENS].shape[0], a.H = q.shape[1];
-    a.q = view_of(q), a.out = view_of(out), a.table = view_of(t[TABLE]), a.rows = view_of(t[ROWS]);
-    a.tree = view_of(t[TREE]), a.causal_of = view_of(t[CAUSAL_OF]);
+    a.q = view_of(q), a.out = view_of(out), a.table = view_of(t[BLOCK_TABLE]), a.rows = view_of(t[ROWS]);
+    a.tree = view_of(t[TREE_MASK]), a.causal_of = view_of(t[CAUSAL_OF]);
     a.seq_lens = reinterpret_cast<const int32_t*>(t[SEQ_LENS].data);
-    a.cu_seqlens_q = reinterpret_cast<const int32_t*>(t[STARTS].data);
+    a.cu_seqlens_q = reinterpret_cast<const int32_t*>(t[CU_SEQLENS_Q].data);
     int threads = threads_of(server);
     py::gil_scoped_release released;
     a.lse = lse.is_given ? view_of(lse) : discarded_lse(q.shape[0], a.H);
@@ -128,15 +132,15 @@ py::object attend(PyObject* const* x) {
     Tensor t[NUM_ATTEND], made_out, made_lse;
     bool is_checked = !PyBool_Check(x[LSE]), is_read = is_checked || !is_observed(b, x[Q], x[OUT]);
     for (int i : TENSORS) is_read = is_read && read_tensor(x[i], t[i], is_checked);
-    is_read = is_read && t[Q].is_given && t[TABLE].is_given && t[SEQ_LENS].is_given && t[STARTS].is_given;
+    is_read = is_read && t[Q].is_given && t[BLOCK_TABLE].is_given && t[SEQ_LENS].is_given && t[CU_SEQLENS_Q].is_given;
     if (is_checked && !is_read) throw py::type_error("these are not the checked arguments of an attention call");
     int64_t max_q, max_k;
-    if (!is_read || !read_integer(x[MAX_Q], max_q) || !read_integer(x[MAX_K], max_k)) return py::none();
+    if (!is_read || !read_integer(x[MAX_SEQLEN_Q], max_q) || !read_integer(x[MAX_SEQLEN_K], max_k)) return py::none();
     if (!is_checked && !(is_unchanged(b) && keeps_contract(b, t, max_q))) return py::none();
     if (t[Q].device_type == CPU_DEVICE && !names_what_is_there(b, t, max_q, max_k)) return py::none();
     const Tensor& q = t[Q];
     int64_t T = q.shape[0], H = q.shape[1];
-    int64_t given = int64_t{t[TREE].is_given} << 16 | int64_t{t[CAUSAL_OF].is_given} << 17;
+    int64_t given = int64_t{t[TREE_MASK].is_given} << 16 | int64_t{t[CAUSAL_OF].is_given} << 17;
     int64_t kind = H << 20 | given | int64_t{q.code} << 8 | q.bits;
     Server server = b.server;  // a copy: another thread may set another kernel meanwhile
     if (!is_checked && server.kind != kind) return py::int_(kind);
@@ -162,9 +166,9 @@ py::object attend(PyObject* const* x) {
 }
 
 py::object bind_attention(py::object k, py::object v, py::object k_scale, py::object v_scale, double scale, bool causal,
-    std::optional<int64_t> window, std::optional<int64_t> right, double softcap, py::object sinks, py::object slopes,
-    std::optional<int64_t> split) {
-    py::object capsule = new_binding({k, v, k_scale, v_scale, sinks, slopes});
+    std::optional<int64_t> window, std::optional<int64_t> right, double softcap, py::object sinks,
+    py::object alibi_slopes, std::optional<int64_t> split_tokens) {
+    py::object capsule = new_binding({k, v, k_scale, v_scale, sinks, alibi_slopes});
     if (!capsule) return py::none();
     Binding& b = binding_of(capsule);
     Attention& a = b.attention;
@@ -176,7 +180,7 @@ py::object bind_attention(py::object k, py::object v, py::object k_scale, py::ob
     a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap), a.causal = causal;
     a.window = window.value_or(0) < FARTHEST ? window.value_or(0) : 0;
     a.right = std::min(right.value_or(FARTHEST), FARTHEST);
-    a.split_tokens = std::min(split.value_or(0), FARTHEST);
+    a.split_tokens = std::min(split_tokens.value_or(0), FARTHEST);
     return capsule;
 }
 

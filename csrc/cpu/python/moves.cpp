@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t STREAMED_BYTES = 8 << 20;  // results of a gather that bypass the caches
 
-enum { K_NEW, V_NEW, SLOTS, POSITIONS, NUM_WRITE };
+enum { K_NEW, V_NEW, SLOTS, POSITIONS, NUM_WRITE };  // the fields of WriteCall from k_new on
 
 Write write_into(const Binding& b, int pool, int scale) {
     const Tensor& into = b.tensors[pool];
