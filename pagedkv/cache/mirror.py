@@ -26,6 +26,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from pagedkv.core.recovery import assign_together
 from pagedkv.core.state import I32
 
 MOST_BYTES: Final = 2**26
@@ -52,16 +53,16 @@ class DeviceMirror:
 
     def _changed(self, host: I32, rows: I32, num_pages: int) -> torch.Tensor:
         if self.sent.shape != host.shape:
-            self.sent = np.full_like(host, -1)
-            self.table = torch.full(host.shape, -1, dtype=torch.int32, device=self.device)
+            table = torch.full(host.shape, -1, dtype=torch.int32, device=self.device)
+            assign_together([(self, "sent", np.full_like(host, -1)), (self, "table", table)])
         wanted = host[rows, :num_pages]
         row, page = np.nonzero(wanted != self.sent[rows, :num_pages])
         if len(row):
             frames = wanted[row, page]
-            self.sent[rows[row], page] = frames
             places = rows[row].astype(np.int64) * host.shape[1] + page
             packed = torch.from_numpy(np.stack([places, frames.astype(np.int64)])).to(self.device, non_blocking=True)
             self.table.view(-1).index_copy_(0, packed[0], packed[1].to(torch.int32))
+            self.sent[rows[row], page] = frames  # last: entries that did not arrive are sent again
         return self.table
 
     def _packed(self, host: I32, rows: I32, num_pages: I32) -> tuple[torch.Tensor, I32]:

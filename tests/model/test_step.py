@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pagedkv.cache import PagedKVCache
+from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import linear
 from pagedkv.model.decoder import Decoder
@@ -124,6 +125,21 @@ def test_a_graph_is_captured_anew_after_a_resize(checkpoint: Checkpoints) -> Non
         engine.step()
     assert outputs([request]) == expected
     assert Replayed.captured == 3
+
+
+def test_no_graph_of_an_old_pool_is_replayed_after_an_interrupted_resize(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = with_graphs(build(checkpoint("llama"), num_frames=30))
+    engine.cache._mirror = DeviceMirror(engine.cache.device)  # as on a GPU, where page tables keep their address
+    Replayed.captured = 0
+    engine.submit(prompt_of(20), SamplingParams(max_tokens=30, ignore_eos=True))
+    for step in range(30):
+        if step == 10:
+            monkeypatch.setattr(engine.cache, "_resized", [])  # as if a signal came before the callbacks
+            engine.cache.resize(40)
+        engine.step()
+    assert Replayed.captured == 2
 
 
 def test_a_replayed_step_allocates_nothing(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ class _Bucket:
         self.graph: Graph | None = None
         self.result: Tensor = memory.logits
         self.tables: Any = None
-        """The addresses and shapes of the page tables that the graph reads; None before the first step."""
+        """The addresses and sizes of the pool and the page tables that the graph reads; None before the first step."""
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Write the tokens of a step. The tokens of padding are those of the last step."""
@@ -173,7 +173,9 @@ class Step:
         def call() -> Tensor:
             return self.decoder.forward(bucket.token_ids, batch, layers, backend=kernel, memory=bucket.memory)
 
-        tables = [(batch[i].block_table.data_ptr(), batch[i].block_table.shape) for i in range(len(layers))]
+        frames = self._cache.storage.frames  # a resize that was interrupted at its end told nobody
+        read = [frames, *(batch[i].block_table for i in range(len(layers)))]
+        tables = [(tensor.data_ptr(), tensor.shape) for tensor in read]
         if tables != bucket.tables:
             bucket.graph = None
             result = call()
