@@ -220,8 +220,9 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
             ids = unnamed_row(accepted, plan.num_tokens)
         if len(ids) != (plan.num_tokens if accepted is plan.counts else accepted.sum()):
             refuse_ids(self.state, plan, len(ids), accepted)
+        named, restoring = token_ids is not None, self._is_restoring()
         code, where = steps.commit_step(
-            self.state, plan.rows, plan.longs, plan.ints, accepted, ids, token_ids is not None, keep
+            self.state, plan.rows, plan.longs, plan.ints, accepted, ids, named, keep, restoring
         )
         if code == steps.TOO_MANY and counts is None:
             refuse_ids(self.state, plan, len(ids), plan.remaining)

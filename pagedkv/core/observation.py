@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +18,12 @@ import numpy.typing as npt
 from pagedkv.core.arguments import flag, whole
 from pagedkv.core.observe import misses
 from pagedkv.core.observe.reuse_distance import ReuseSampler
-from pagedkv.core.observe.stats import prompt_counters, set_prompt_counters
 from pagedkv.core.prefix.events import Changes, Event, EventLog, Snapshot
 from pagedkv.core.prefix.export import Page, findable_pages
 from pagedkv.core.prefix.index import matches_tokens
 from pagedkv.core.prefix.roots import Root, Roots, Salts
-from pagedkv.core.state import FREE, I32, I64, LOGGED, PUBLISHING, State
-from pagedkv.core.tables.layer_groups import Group, group_rows
+from pagedkv.core.state import FREE, I32, LOGGED, PUBLISHING, State
+from pagedkv.core.tables.layer_groups import Group
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.errors import InvalidRequest
 
@@ -61,13 +61,8 @@ class FrameViews(NamedTuple):
     uses: npt.NDArray[np.unsignedinteger]
 
 
-class _Suspended(NamedTuple):
-    """The figures and the groups that `restoring` puts back."""
-
-    counters: tuple[I64, I64]
-    missed_other_root: int
-    reuse_counts: I64 | None
-    groups: tuple[Group, ...]
+class _Restoring:
+    """The token of a `restoring` context: the context is under way while its token lives."""
 
 
 class ObservationMixin(ThreadGuard):
@@ -89,15 +84,17 @@ class ObservationMixin(ThreadGuard):
         if pages := self._observe.reuse:
             self._reuse_sampler = ReuseSampler(pages, -(-self.num_frames // len(self.groups)))
         self._missed_other_root = 0
+        self._restoring: ref[_Restoring] | None = None
 
     def _record_open(self, prompt: tuple[bytes, Salts], root: Root, ids: I32, asid: int) -> None:
         """Record that space `asid` was opened for the prompt `ids`. prompt: its tenant and its salts."""
         if self._observe.events:
             for each in self._roots.chain(*prompt, self.state.tokens.shape[1]):
                 self._log.root_taken(self.state, each.number, (prompt[0], each.own))
+        restoring = self._is_restoring()
         if self._reuse_sampler:
-            self._reuse_sampler.record_prompt(self.state, root, ids)
-        if not self._observe.other_roots:
+            self._reuse_sampler.record_prompt(self.state, root, ids, counted=not restoring)
+        if not self._observe.other_roots or restoring:
             return
         if misses.explain(self.state, self._roots, prompt, ids).reason == misses.OTHER_ROOT:
             unit = 1 if matches_tokens(self.state) else self.state.tokens.shape[1]
@@ -127,33 +124,25 @@ class ObservationMixin(ThreadGuard):
         """Suspend statistics and a window of group 0 while the caller refills the prefix cache by open, plan, commit.
 
         Inside the context, `open` counts in no statistic of prompts, and group 0 gives back no page: a page that was
-        given back could be evicted for the next one. Both resume at the end, also after an exception.
+        given back could be evicted for the next one. Both resume at the end, also after an exception or an interrupt:
+        `open` and `commit` ask whether the context is under way, and nothing else changes.
         """
-        suspended = self._suspend()
+        token = _Restoring()
+        outer = self._restoring_from(ref(token))
         try:
             yield
         finally:
-            self._resume(suspended)
+            self._restoring_from(outer)
 
     @exclusive
-    def _suspend(self) -> _Suspended:
-        counters, missed = prompt_counters(self.state.reg), self._missed_other_root
-        reuse_counts = self._reuse_sampler.counts() if self._reuse_sampler else None
-        suspended = _Suspended(counters, missed, reuse_counts, self.groups)
-        if self.groups[0].window is not None:
-            self.groups, self.state.groups[0] = (Group(), *self.groups[1:]), 0
-        return suspended
+    def _restoring_from(self, token: ref[_Restoring] | None) -> ref[_Restoring] | None:
+        """Make `token` that of the innermost `restoring` context, and return the one before."""
+        before, self._restoring = self._restoring, token
+        return before
 
-    @exclusive
-    def _resume(self, suspended: _Suspended) -> None:
-        groups = suspended.groups
-        if groups[0].window is not None:
-            rows = group_rows(groups, by_token=False)
-            self.groups, self.state.groups[:] = groups, rows
-        set_prompt_counters(self.state.reg, *suspended.counters)
-        self._missed_other_root = suspended.missed_other_root
-        if self._reuse_sampler and suspended.reuse_counts is not None:
-            self._reuse_sampler.set_counts(suspended.reuse_counts)
+    def _is_restoring(self) -> bool:
+        """Return True inside of `restoring`. An interrupt at its end leaves a dead token, which counts for nothing."""
+        return self._restoring is not None and self._restoring() is not None
 
     @exclusive
     def events(self, since: int) -> list[Event]:

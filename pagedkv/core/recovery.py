@@ -167,7 +167,7 @@ class RecoveryMixin(ObservationMixin, Manager):
         exception whose traceback holds them, so call this outside of `except`. O(rows of the page table).
         Returns: how many of each
         """
-        losses = self._losses()
+        losses, self._restoring = self._losses(), None  # of a context that an interrupt ended
         recovered = Recovered(self._abort_lost_plans(), self._close_lost_spaces(), self._unpin_lost_frames())
         self._forget_sites()
         self._warn(losses)  # last: a filter may make errors of warnings

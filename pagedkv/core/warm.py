@@ -185,7 +185,7 @@ def _calls(last: str) -> Calls:
 
 def _planning(state: State, rows: I32, counts: I64) -> Calls:
     return [
-        (page_tables.open_space, state, 0, 0, 0, rows, 0),
+        (page_tables.open_space, state, 0, 0, 0, rows, 0, False),
         (page_tables.fork_space, state, 0),
         (steps.num_tokens, counts, 0),
         (steps.plan_step, state, rows, counts, counts, rows),
@@ -196,7 +196,7 @@ def _settling(state: State, rows: I32, counts: I64) -> Calls:
     return [
         (page_tables.release_space, state, 0),
         (steps.abort_step, state, rows, counts, rows, False),
-        (steps.commit_step, state, rows, counts, rows, counts, rows, True, False),
+        (steps.commit_step, state, rows, counts, rows, counts, rows, True, False, False),
     ]
 
 

@@ -13,7 +13,9 @@ class KeyLog(EventLog):
         super().__init__()
         self._key_bytes = key_bytes
 
-    def _name(self, number: int, place: tuple[int, int, int], tokens: I32) -> PageName | None:
+    def _name(
+        self, names: dict[int, PageName], number: int, place: tuple[int, int, int], tokens: I32
+    ) -> PageName | None:
         return PageName(tokens.tobytes()[: self._key_bytes], None, b"")
 
     def _stored(self, number: int, named: PageName, tokens: I32) -> BlockStored:

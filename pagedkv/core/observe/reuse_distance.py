@@ -153,9 +153,9 @@ def record_use(sample: Sample, prefix_hash: int) -> None:
 
 @compiled
 def record_prompt(
-    sample: Sample, key: int, seed: int, size: int, ids: I32, prefix_hashes: I64, roots: I32, root: int
+    sample: Sample, key: int, seed: int, size: int, ids: I32, prefix_hashes: I64, roots: I32, root: int, counted: bool
 ) -> None:
-    """Count the distance of each whole page of a prompt that could be matched, and record its use.
+    """Count the distance of each whole page of a prompt that could be matched, if `counted`, and record its use.
 
     Shapes: ids int32 [n]; prefix_hashes int64 [pages], scratch; roots: the roots of the State
     root, seed: the prompt's root, and the prefix hash of its empty prefix.
@@ -165,12 +165,12 @@ def record_prompt(
         before = index.salted(roots, prefix_hash, index.salt_at(roots, root, page))
         prefix_hash = index.prefix_hash_of(key, before, ids[page * size : (page + 1) * size])
         prefix_hashes[page] = prefix_hash
-        if _is_sampled(sample, prefix_hash):
+        if counted and _is_sampled(sample, prefix_hash):
             sample.reg[PAGES_SAMPLED] += 1
             record = _find(sample, prefix_hash)
             if record >= 0:
                 sample.hits[sample.reg[NUM_RECORDS] - _up_to(sample.tree, sample.records[record].time)] += 1
-    sample.reg[PAGES_ASKED] += len(prefix_hashes)
+    sample.reg[PAGES_ASKED] += len(prefix_hashes) if counted else 0
     for page in range(len(prefix_hashes) - 1, -1, -1):
         record_use(sample, prefix_hashes[page])
 
@@ -188,21 +188,19 @@ class ReuseSampler:
     def __init__(self, pages: int, num_frames: int) -> None:
         self.sample: Sample = new_sample(pages, 4 * num_frames)
 
-    def record_prompt(self, s: State, root: Root, ids: I32) -> None:
-        """Record a prompt (int32 [n]) that is opened under `root`."""
+    def record_prompt(self, s: State, root: Root, ids: I32, *, counted: bool = True) -> None:
+        """Record a prompt (int32 [n]) that is opened under `root`.
+
+        counted: whether the hit rates know its distances.
+        """
         size = s.tokens.shape[1]
         prefix_hashes = np.empty(max(0, len(ids) - 1) // size, np.int64)
-        record_prompt(self.sample, int(s.reg[KEY]), root.seed, size, ids, prefix_hashes, s.roots, root.number)
+        record_prompt(self.sample, int(s.reg[KEY]), root.seed, size, ids, prefix_hashes, s.roots, root.number, counted)
 
     def counts(self) -> I64:
         """Return int64 [K + 2]: uses by distance in the sample, then the pages asked for, then those in the sample."""
         reg = self.sample.reg
         return np.concatenate([self.sample.hits, reg[[PAGES_ASKED, PAGES_SAMPLED]]])
-
-    def set_counts(self, counts: I64) -> None:
-        """Set the counts back to earlier ones (int64 [K + 2]); the pages in the sample stay."""
-        self.sample.hits[:] = counts[:-2]
-        self.sample.reg[[PAGES_ASKED, PAGES_SAMPLED]] = counts[-2:]
 
     @property
     def reach(self) -> int:

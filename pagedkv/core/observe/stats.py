@@ -145,27 +145,6 @@ _COUNTERS = {
 }
 
 
-_PROMPT_TOTALS = [st.ASKED, st.MATCHED, st.MISSED_EVICTED, st.MISSED_NEW, st.BELOW_PAGE]
-
-
-def prompt_counters(reg: I64) -> tuple[I64, I64]:
-    """Return int64 [5], the counters of prompts, and int64 [accounts, 2], the accounts' shares of ASKED and MATCHED."""
-    return reg[_PROMPT_TOTALS], st.account_registers(reg)[:, [st.ASKED_BY, st.MATCHED_BY]]
-
-
-def set_prompt_counters(reg: I64, totals: I64, shares: I64) -> None:
-    """Put back what `prompt_counters` returned. An account that was made since then gets no share.
-
-    Account 0 is all tenants without an account, so it gets all if there were no accounts. Modifies: `reg`
-    """
-    now = np.zeros((len(st.account_registers(reg)), 2), np.int64)
-    now[: len(shares)] = shares
-    if not len(shares):
-        now[:1] = totals[:2]
-    reg[_PROMPT_TOTALS] = totals
-    st.account_registers(reg)[:, [st.ASKED_BY, st.MATCHED_BY]] = now
-
-
 def _all_groups(s: State, rows: I64) -> I64:
     """Return the rows of all groups of the spaces whose rows of group 0 are `rows`."""
     return (rows[:, None] + np.arange(len(s.groups))).reshape(-1)

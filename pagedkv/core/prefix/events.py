@@ -21,8 +21,10 @@ This file knows frames, roots and digests; it must not know how an engine sends 
 
 from __future__ import annotations
 
-from collections import Counter
+import operator
+from collections import deque
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, Final
 
 import numpy as np
@@ -141,13 +143,22 @@ class Changes:
     cleared: bool = False
 
 
+Change = tuple[Any, ...]
+"""A function in C and its arguments."""
+
+
+def _at_once(changes: list[Change]) -> None:
+    """Make all calls in one call of C functions, which no signal handler can interrupt."""
+    deque(starmap(operator.call, changes), maxlen=0)
+
+
 class EventLog:
     """The reading side of the ring of one manager."""
 
     def __init__(self) -> None:
         self._folded = 0  # the last event folded
         self._names: dict[int, PageName] = {}  # published frame: its name, as of event `_folded`
-        self._copies: Counter[tuple[bytes, int]] = Counter()  # (digest, group): how many frames have it
+        self._copies: dict[tuple[bytes, int], int] = {}  # (digest, group): how many frames have it
         self._subjects: dict[int, PageName | None] = {}  # event in the ring: its page; None if a reader skips the event
         # root: [(first event, tenant and salts of the root from that event on)]
         self._roots: dict[int, list[tuple[int, tuple[bytes, Salts]]]] = {}
@@ -157,15 +168,14 @@ class EventLog:
 
         The salts are those of its page, with their offsets in the page.
         """
-        history = self._roots.setdefault(number, [])
+        history = self._roots.get(number, [])
         if history and history[-1][1] == name:
             return
-        oldest = int(s.reg[LOGGED]) - len(s.log)
-        while len(history) > 1 and history[1][0] <= oldest:  # no event in the ring is older than the next entry
-            history.pop(0)
-        if history and history[-1][0] == s.reg[LOGGED] + 1:
-            history.pop()  # no page was published under it
-        history.append((int(s.reg[LOGGED]) + 1, name))
+        newest = int(s.reg[LOGGED])
+        # entries are dropped if no event in the ring is older than the next entry, or no page was published under them
+        behind = [following[0] <= newest - len(s.log) for following in history[1:]]
+        kept = [entry for entry in history[sum(behind) :] if entry[0] <= newest]
+        self._roots[number] = [*kept, (newest + 1, name)]
 
     def renumbered(self, s: State, moves: I32) -> tuple[EventLog, str, object]:
         """Return the attribute to set when frames have moved, source to target (int32 [M, 2]). No event results."""
@@ -225,34 +235,42 @@ class EventLog:
         return Changes(newest, tuple(stored.items()), tuple(removed), cleared)
 
     def _fold(self, s: State, newest: int) -> None:
-        """Read the ring up to event `newest`, or begin again if it has lost events that were not read."""
+        """Read the ring up to event `newest`, or begin again if it has lost events that were not read.
+
+        An interrupt leaves the fold as of an earlier event: each event is applied at once, with its number.
+        """
         if newest - self._folded > len(s.log):
             self._rebuild(s, newest)
         for number in range(self._folded + 1, newest + 1):
             kind, frame, parent, salt = s.log[number % len(s.log), :HEAD].tolist()
             if kind % 4 == STORED:
-                self._subjects[number] = self._store(
-                    frame, self._name(number, (parent, kind // 4, salt), s.log[number % len(s.log), HEAD:])
+                tokens = s.log[number % len(s.log), HEAD:]
+                subject, changes = self._stored_in(
+                    frame, self._name(self._names, number, (parent, kind // 4, salt), tokens)
                 )
             elif kind == REMOVED:
-                self._subjects[number] = self._remove(frame)
+                subject, changes = self._removed_from(frame)
             else:
-                self._names, self._copies, self._subjects[number] = {}, Counter(), None
-            self._subjects.pop(number - len(s.log), None)
-        self._folded = newest
+                subject, changes = None, [(setattr, self, "_names", {}), (setattr, self, "_copies", {})]
+            changes += [(operator.setitem, self._subjects, number, subject), (setattr, self, "_folded", number)]
+            changes.append((dict.pop, self._subjects, number - len(s.log), None))
+            _at_once(changes)
 
-    def _name(self, number: int, place: tuple[int, int, int], tokens: I32) -> PageName | None:
+    def _name(
+        self, names: dict[int, PageName], number: int, place: tuple[int, int, int], tokens: I32
+    ) -> PageName | None:
         """Return the name of a page published by event `number` at `place`, (parent, group, salt).
 
+        names: those of the pages published before.
         None if the page before has no name, which happens only after the fold began again.
         """
         parent, group, salt = place
         if group:
-            leader = self._names.get(parent)
+            leader = names.get(parent)
             return PageName(leader.digest, leader.before, leader.tenant, group, leader.salts) if leader else None
         salts = self._root_at(salt - 1, number)[1] if salt else ()
         if parent >= 0:
-            before = self._names.get(parent)
+            before = names.get(parent)
             if before is None:
                 return None
             return PageName(page_digest(before.digest, tokens, salts), before.digest, before.tenant, 0, salts)
@@ -263,22 +281,26 @@ class EventLog:
         """Return the tenant and the salts that a root had at event `number`."""
         return next(name for begin, name in reversed(self._roots[root]) if begin <= number)
 
-    def _store(self, frame: int, named: PageName | None) -> PageName | None:
+    def _stored_in(self, frame: int, named: PageName | None) -> tuple[PageName | None, list[Change]]:
+        """Return the page that a reader sees stored, None if another frame has it, and the calls that note it."""
         if named is None:
-            return None
-        self._names[frame] = named
-        self._copies[named.digest, named.group] += 1
-        return named if self._copies[named.digest, named.group] == 1 else None
+            return None, []
+        copies = self._copies.get((named.digest, named.group), 0) + 1
+        changes: list[Change] = [
+            (operator.setitem, self._names, frame, named),
+            (operator.setitem, self._copies, (named.digest, named.group), copies),
+        ]
+        return named if copies == 1 else None, changes
 
-    def _remove(self, frame: int) -> PageName | None:
-        named = self._names.pop(frame, None)
+    def _removed_from(self, frame: int) -> tuple[PageName | None, list[Change]]:
+        """Return the page that a reader sees removed, None if another frame has it, and the calls that note it."""
+        named = self._names.get(frame)
         if named is None:
-            return None
-        self._copies[named.digest, named.group] -= 1
-        if self._copies[named.digest, named.group] > 0:
-            return None
-        del self._copies[named.digest, named.group]
-        return named
+            return None, []
+        page, changes = (named.digest, named.group), list[Change]([(operator.delitem, self._names, frame)])
+        if (copies := self._copies[page] - 1) > 0:
+            return None, [*changes, (operator.setitem, self._copies, page, copies)]
+        return named, [*changes, (operator.delitem, self._copies, page)]
 
     def _render(self, s: State, number: int) -> Event | None:
         row, named = s.log[number % len(s.log)], self._subjects[number]
@@ -298,13 +320,18 @@ class EventLog:
 
     def _rebuild(self, s: State, newest: int) -> None:
         """Name the published pages from the arrays, except pages that lost their prefix: no prompt can find them."""
-        self._folded = newest
-        self._names, self._copies, self._subjects = {}, Counter(), {}
+        names: dict[int, PageName] = {}
+        copies: dict[tuple[bytes, int], int] = {}
         salts = page_salts(s)
         for frame in _prefixes_first(s, np.flatnonzero(s.frames["published"]).tolist()):
             parent, group = int(s.frames["parent"][frame]), int(s.frames["published"][frame]) - 1
             if parent < 0 or _is_page_before(s, parent, frame):
-                self._store(frame, self._name(newest, (parent, group, int(salts[frame])), s.tokens[frame]))
+                named = self._name(names, newest, (parent, group, int(salts[frame])), s.tokens[frame])
+                if named is not None:
+                    names[frame] = named
+                    copies[named.digest, named.group] = copies.get((named.digest, named.group), 0) + 1
+        anew = {"_names": names, "_copies": copies, "_subjects": {}, "_folded": newest}
+        _at_once([(setattr, self, name, value) for name, value in anew.items()])
 
 
 def _is_page_before(s: State, parent: int, frame: int) -> bool:

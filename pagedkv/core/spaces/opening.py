@@ -159,7 +159,9 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         """Open a space of at most `most` tokens. The tables have room, and the arguments were checked."""
         root, self.state = self._roots.of(tenant, self.state, salts)
         self._charge_root(tenant, root.number)
-        asid, generation = page_tables.open_space(self.state, root.number, root.seed, advice, ids, most)
+        asid, generation = page_tables.open_space(
+            self.state, root.number, root.seed, advice, ids, most, self._is_restoring()
+        )
         if self._is_observed:
             self._record_open((tenant, salts), root, ids, asid)
         return self._opened(asid, generation)

@@ -86,10 +86,13 @@ def _set_length(s: State, row: int, length: int, num_pages: int) -> None:
 
 
 @compiled
-def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32, most: int) -> tuple[int, int]:
+def open_space(
+    s: State, root: int, seed: int, advice: int, token_ids: I32, most: int, restoring: bool
+) -> tuple[int, int]:
     """Open a row that maps the longest published prefix of `token_ids` (int32 [n]), short of the last token.
 
-    most: how many tokens are mapped at most.
+    most:      how many tokens are mapped at most.
+    restoring: whether the prompt counts in no statistic, and group 0 gives back no page behind its window.
     Returns: (asid, generation). O(pages matched).
     """
     asid = _new_row(s, root, seed)
@@ -104,20 +107,28 @@ def open_space(s: State, root: int, seed: int, advice: int, token_ids: I32, most
     layer_groups.map_companions(s, asid, matched)
     for page in range(num_pages):
         frames.map_matched(s, s.table[asid, page])
+    if not restoring:
+        _count_prompt(s, root, (asked, max(0, len(token_ids) - 1) - asked, matched), evicted)
+    for row in range(asid, asid + len(s.groups)):
+        s.spaces[row].advice = advice
+        _set_length(s, row, matched, num_pages)
+    s.spaces[asid].complete = pages
+    if layer_groups.leader_has_window(s) and not restoring:
+        slide_windows(s, asid, np.int64(0), restoring)
+    return asid, int(s.spaces[asid].generation)
+
+
+@inlined
+def _count_prompt(s: State, root: int, tokens: tuple[int, int, int], evicted: bool) -> None:
+    """Count the tokens of a prompt: (looked for, beyond the last whole page, found)."""
+    asked, below_page, matched = tokens
     s.reg[ASKED] += asked
-    s.reg[BELOW_PAGE] += max(0, len(token_ids) - 1) - asked
+    s.reg[BELOW_PAGE] += below_page
     s.reg[MATCHED] += matched
     if len(s.reg) > NUM_REGISTERS:
         s.reg[register(s.roots[root, CHARGED], ASKED_BY)] += asked
         s.reg[register(s.roots[root, CHARGED], MATCHED_BY)] += matched
     s.reg[MISSED_EVICTED if evicted else MISSED_NEW] += asked - matched
-    for row in range(asid, asid + len(s.groups)):
-        s.spaces[row].advice = advice
-        _set_length(s, row, matched, num_pages)
-    s.spaces[asid].complete = pages
-    if layer_groups.leader_has_window(s):
-        slide_windows(s, asid, np.int64(0))
-    return asid, int(s.spaces[asid].generation)
 
 
 @inner
@@ -331,12 +342,13 @@ def punch_space(s: State, asid: int, first: int, last: int) -> None:
 
 
 @inner
-def slide_windows(s: State, asid: int, before: int) -> None:
+def slide_windows(s: State, asid: int, before: int, restoring: bool) -> None:
     """Unmap the pages behind the windows of `asid`, which no query sees again, except those to keep.
 
-    before: its length until this commit.
+    before:    its length until this commit.
+    restoring: whether group 0 keeps all pages: a page that was given back could be evicted for the next one.
     """
-    for group in range(len(s.groups) - 1, -1, -1):
+    for group in range(len(s.groups) - 1, 0 if restoring else -1, -1):
         row = asid + group
         if s.groups[group, 0] > 0:
             first = layer_groups.num_sink_pages(s, group)

@@ -288,12 +288,13 @@ def _store(s: State, asid: int, start: int, token_ids: I32) -> None:
 
 @compiled
 def commit_step(
-    s: State, asids: I32, longs: I64, ints: I32, accepted: I64, token_ids: I32, named: bool, keep: bool
+    s: State, asids: I32, longs: I64, ints: I32, accepted: I64, token_ids: I32, named: bool, keep: bool, restoring: bool
 ) -> tuple[int, int]:
     """Commit the first `accepted[i]` planned tokens of each space, and give the rest back.
 
     named:  whether token_ids are the tokens' ids; if not, only pages before these tokens are published.
     keep:   whether the rest stays planned instead.
+    restoring: whether group 0 gives back no page behind its window.
     Shapes: token_ids int32 [sum(accepted)], in plan order; longs, ints: the arrays of the plan's `Step`
     Returns: (code, where)
     """
@@ -338,7 +339,7 @@ def commit_step(
         if s.spaces[asid].status == CLOSING or length >= (s.spaces[asid].complete + 1) * size:
             _settle(s, asid)
         if sliding and s.spaces[asid].status == OPEN and accepted[i]:
-            page_tables.slide_windows(s, asid, starts[i])
+            page_tables.slide_windows(s, asid, starts[i], restoring)
     if keep:
         for i in range(len(asids)):
             starts[i] += accepted[i]

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from pagedkv.core import AddressSpace, Group, MemoryManager, Observe, Pin, Plan
+from pagedkv.core.prefix.events import Event, EventLog
 from pagedkv.core.state import EPOCH
 from pagedkv.errors import ConcurrentUse, InvalidRequest, PlanConflict
 from tests.core.interrupts.concurrency import call_under_way
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 MANAGERS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "observed": {"observe": Observe(events=64, reuse=64, other_roots=True)},
+    "observed": {"observe": Observe(events=256, reuse=64, other_roots=True)},
     "groups": {"groups": (Group(), Group(window=40))},
     "token": {"match": "token", "policy": "2q"},
 }
@@ -86,9 +88,27 @@ class Engine:
         now = self.mm.stats()
         assert (now.spaces, now.mapped, now.retired, now.pinned) == (0, 0, 0, 0)
         assert self.mm.recover() == (0, 0, 0)
+        if self.is_observed:
+            assert self.mm.events(0) == events_read_once(self.mm)
+
+    @property
+    def is_observed(self) -> bool:
+        """True if the manager keeps events."""
+        return bool(self.mm._observe.events)
+
+    def restore(self) -> None:
+        with self.mm.restoring():
+            grown(self.mm, list(range(40, 53))).release()
 
     def step_alone(self, space: AddressSpace) -> None:
         self.mm.commit(self.mm.plan([space], [1]), [7])
+
+
+def events_read_once(mm: MemoryManager) -> list[Event]:
+    """Return all events as a reader sees them who has read none before."""
+    log = EventLog()
+    log._roots = mm._log._roots
+    return log.events(mm.state, 0)
 
 
 CALLS: dict[str, Callable[[Engine], Any]] = {
@@ -118,7 +138,12 @@ CALLS: dict[str, Callable[[Engine], Any]] = {
     "forget": lambda e: e.mm.forget(),
     "quota": lambda e: e.mm.set_quota(b"new", hard=9, protected=2),
     "detach": lambda e: e.spaces.append(e.mm.attach(e.spaces[0].detach())),
+    "restoring": lambda e: e.restore(),
+    "events": lambda e: e.mm.events(0),
+    "snapshot": lambda e: e.mm.snapshot(),
+    "page changes": lambda e: e.mm.page_changes(0),
 }
+OF_EVENTS = ("events", "snapshot", "page changes")
 
 
 @pytest.mark.parametrize("kind", MANAGERS)
@@ -129,6 +154,8 @@ def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(
 ) -> None:
     if kind in ("groups", "token") and call == "pin of frames":
         pytest.skip("the same code")
+    if kind != "observed" and call in OF_EVENTS:
+        pytest.skip("this manager keeps no events")
     if kind != "observed" or at_most > 12:  # at level 3 nine of ten instructions are those of check(), which only reads
         monkeypatch.setenv("PAGEDKV_DEBUG", "1")
     CALLS[call](Engine.new(kind))  # compiles what is not compiled yet
@@ -145,6 +172,47 @@ def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(
             engine.end()
         except Exception as error:
             raise AssertionError(f"after an interrupt at {where}: {error}") from error
+
+
+@pytest.mark.parametrize("at_most", [24, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_an_interrupted_restoring_suspends_nothing_afterwards(at_most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call is that of a caller who knows nothing of the interrupt: `recover` is not called."""
+    monkeypatch.setenv("PAGEDKV_DEBUG", "1")
+
+    def restore(mm: MemoryManager) -> None:
+        with mm.restoring():
+            grown(mm, list(range(13))).release()
+
+    def gives_back(mm: MemoryManager) -> bool:
+        asked = mm.stats().tokens_asked
+        space = grown(mm, list(range(50, 63)))
+        assert mm.stats().tokens_asked == asked + 12
+        return bool((space.pages == -1).any())
+
+    new = partial(MemoryManager, 64, 4, groups=(Group(window=4),))
+    restore(new())
+    mm = new()
+    total = count_instructions(lambda: restore(mm))
+    assert gives_back(mm)
+    for at in range(1, total + 1, max(1, total // at_most)):
+        mm = new()
+        try:
+            Interrupter(at).run(lambda mm=mm: restore(mm))
+        except KeyboardInterrupt as why:
+            where = str(why)
+        assert gives_back(mm), f"after an interrupt at {where}"
+        assert mm.groups == (Group(window=4),)
+        mm.recover()
+        mm.check()
+
+
+def test_recover_ends_a_restoring_whose_traceback_is_kept() -> None:
+    mm = MemoryManager(64, 4, groups=(Group(window=4),))
+    kept = mm.restoring()
+    kept.__enter__()
+    mm.recover()
+    space = grown(mm, list(range(13)))
+    assert (space.pages == -1).any()
 
 
 def test_a_call_that_a_signal_interrupted_does_not_lock_the_manager(mm: MemoryManager) -> None:
@@ -278,7 +346,9 @@ def test_compiled_functions_that_change_the_state_run_no_python(kind: str) -> No
         if event == "call" and caller and "numba" in frame.f_code.co_filename and _is_ours(caller):
             ran.add((caller.f_code.co_name, frame.f_code.co_name))
 
-    for call in CALLS.values():
+    for name, call in CALLS.items():
+        if name in OF_EVENTS and kind != "observed":
+            continue
         call(Engine.new(kind))
         engine = Engine.new(kind)
         sys.setprofile(look)

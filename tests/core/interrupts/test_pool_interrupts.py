@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import FrameType
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from pagedkv.core import FramePool
+from pagedkv.core.prefix.events import Event
 from tests.core.frame_pool.oracle import key
 from tests.interrupts import Interrupter, count_instructions
 
@@ -56,6 +58,32 @@ def test_no_instruction_of_a_call_is_a_wrong_place_for_an_interrupt(step: int) -
             assert pool.take(8, tenant=b"acme").shape == (8,)
         except Exception as error:
             raise AssertionError(f"after an interrupt at {where}: {error}") from error
+
+
+@pytest.mark.parametrize("verb", ["events", "snapshot"])
+def test_an_interrupted_reader_of_events_misses_none(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDKV_DEBUG", "1")
+
+    def lived() -> FramePool:
+        pool = FramePool(8, key_bytes=8, events=32)
+        frames = pool.take(3).tolist()
+        pool.publish(frames, [key(number) for number in range(3)])
+        pool.drop(frames)
+        return pool
+
+    def read(pool: FramePool) -> object:
+        return pool.events(0) if verb == "events" else pool.snapshot()
+
+    def rest(pool: FramePool) -> list[Event]:
+        pool.evict(2)
+        return pool.events(0)
+
+    expected, counted = rest(lived()), lived()
+    for at in range(1, count_instructions(lambda: read(counted)) + 1):
+        pool = lived()
+        with contextlib.suppress(KeyboardInterrupt):
+            Interrupter(at).run(lambda pool=pool: read(pool))
+        assert rest(pool) == expected, f"instruction {at}"
 
 
 def _is_pinned(pool: FramePool, frame: int) -> bool:

@@ -86,7 +86,7 @@ def test_the_stack_agrees_with_that_of_a_list() -> None:
         if rng.random() < 0.5:
             ids = np.array([prefix_hash, 0], np.int32)
             prefix_hashes = np.empty(1, np.int64)
-            reuse_distance.record_prompt(sample, 5, 0, 1, ids, prefix_hashes, roots, 0)
+            reuse_distance.record_prompt(sample, 5, 0, 1, ids, prefix_hashes, roots, 0, True)
             prefix_hash = int(prefix_hashes[0])
             if prefix_hash in stack:
                 hits[len(stack) - 1 - stack.index(prefix_hash)] += 1

@@ -99,7 +99,6 @@ def test_restoring_counts_in_no_statistic_of_prompts() -> None:
         grown(mm, [2] * 20, tenant=b"acme").release()
         grown(mm, [2] * 20).release()
         grown(mm, [1] * 10, tenant=b"acme").release()
-        assert prompt_figures(mm) != before  # the calls inside would count
     assert prompt_figures(mm) == before
     space = mm.open([2] * 20)
     assert len(space) == 16  # the pages stay
