@@ -47,6 +47,7 @@ from pagedkv.core.prefix.events import Event, Snapshot
 from pagedkv.core.recovery import Assignment, Recovered
 from pagedkv.core.spaces.opening import Opened, Salt
 from pagedkv.core.state import I32
+from pagedkv.core.thread_guard import Unique
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from pagedkv.kernels import quant, registry
 from pagedkv.kernels.args import KVLayer
@@ -64,7 +65,7 @@ _LOG = logging.getLogger(__name__)
 Bound = TypeVar("Bound", BoundAttention, BoundWrite)
 
 
-class PagedKVCache:
+class PagedKVCache(Unique):
     """The KV cache of one model: `cache[layer]` and `batch[layer]` for the kernels, `plan` and `commit` for the loop.
 
     spec:         the geometry, or a list with that of each layer group. A group gives back frames behind its window

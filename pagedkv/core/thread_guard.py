@@ -16,18 +16,28 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from pagedkv import debug
 from pagedkv.core.last_callers import LastCallers
 from pagedkv.core.state import State
-from pagedkv.errors import ConcurrentUse
+from pagedkv.errors import ConcurrentUse, InvalidRequest
 
 _ANYONE: Final = 0
 _FIRST_CALLER: Final = -1
 
 
-class ThreadGuard:
+class Unique:
+    """Base class of an object that is neither copied nor pickled: both copies would give out the same frames."""
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise InvalidRequest(
+            f"a {type(self).__name__} cannot be copied or pickled, since both would give out the same frames; make a "
+            "new one. PagedKVCache.snapshot and restore take the contents to another pool."
+        )
+
+
+class ThreadGuard(Unique):
     """Base class of an object that one thread at a time may call."""
 
     state: State

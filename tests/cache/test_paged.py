@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -26,7 +29,7 @@ from pagedkv.cache import batch as cache_batch
 from pagedkv.cache import mirror as mirror_module
 from pagedkv.cache.batch import on_device
 from pagedkv.cache.mirror import DeviceMirror
-from pagedkv.core import AddressSpace, MemoryManager, Observe
+from pagedkv.core import AddressSpace, FramePool, MemoryManager, Observe
 from pagedkv.errors import ConcurrentUse, InvalidRequest
 from pagedkv.kernels import registry
 
@@ -434,3 +437,14 @@ def test_memory_buys_as_many_frames_as_fit() -> None:
     cache = PagedKVCache(SPEC, memory=10 * SPEC.frame_bytes + 5)
     assert cache.num_frames == 10
     assert len(cache) == 2
+
+
+@pytest.mark.parametrize("of", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda of: of.__name__)
+def test_a_pool_is_neither_copied_nor_pickled(of: Callable[[object], object]) -> None:
+    cache = PagedKVCache(SPEC, num_frames=8)
+    for pool in (cache, cache.manager, FramePool(8)):
+        with pytest.raises(
+            InvalidRequest, match="cannot be copied or pickled, since both would give out the same fram"
+        ):
+            of(pool)
+    cache.check()
