@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from pagedkv import regular_files
 from pagedkv.errors import InvalidRequest
 
 Row = dict[str, Any]
@@ -20,14 +21,18 @@ BENCHMARKS: Final = (
 )  # fmt: skip
 """The benchmarks in the order in which people read of them. Their rows are in `results/NAME.jsonl`."""
 VARIANT: Final = ("variant", "who")
+MOST_BYTES: Final = 2**26
 OURS: Final = ("pagedkv", "pages", "cpu")
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a file, each with its benchmark. Raises: InvalidRequest for a line that is no row"""
+    """Return the rows of a regular file of up to MOST_BYTES, each with its benchmark.
+
+    Raises: InvalidRequest for another file, or a line that is no row
+    """
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = regular_files.read(path, MOST_BYTES).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as why:
         raise InvalidRequest(f"{path} cannot be read: {why}") from None
     for number, line in enumerate(lines, 1):

@@ -552,8 +552,7 @@ class PagedKVCache(Unique):
         self.manager.check(level)
 
     def __repr__(self) -> str:
-        gib = self.storage.bytes.numel() / 2**30
-        specs = self.spec if len(self.specs) == 1 else list(self.specs)
+        specs, gib = self.spec if len(self.specs) == 1 else list(self.specs), self.storage.bytes.numel() / 2**30
         return f"PagedKVCache({specs}, {gib:.2f} GiB on {self.device}, kernels={self.kernel.name!r}, {self.manager!r})"
 
 

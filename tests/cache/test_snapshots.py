@@ -273,7 +273,8 @@ print(calls)
 """
 
 
-def test_a_writer_that_is_killed_leaves_a_whole_snapshot(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [48, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_writer_that_is_killed_leaves_a_whole_snapshot(step: int, tmp_path: Path) -> None:
     """The child dies before its n-th call that changes the folder. One snapshot is whole; the next writer cleans up."""
 
     def run(at: int, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -284,7 +285,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_snapshot(tmp_path: Path) -> None
     total = int(whole.stdout)
     assert total > 20
     found = set()
-    for at in sorted({*range(1, total + 1, 48), total - 4, total - 2, total}):
+    for at in sorted({*range(1, total + 1, step), total - 4, total - 2, total}):
         folder = tmp_path / str(at)
         filled().snapshot(folder, model="old")
         assert run(at, folder).returncode == -signal.SIGKILL
@@ -319,7 +320,9 @@ def test_other_files_of_the_folder_are_left_alone(tmp_path: Path) -> None:
     assert len(names_in(tmp_path) - others) == 3
 
 
-@pytest.mark.parametrize("name", ["pagedkv.json.part", "pagedkv.writing.part", "pagedkv.json", "pagedkv.writing"])
+@pytest.mark.parametrize(
+    "name", ["pagedkv.json.part", "pagedkv.writing.part", "pagedkv.json", "pagedkv.writing", snapshots.LOCK]
+)
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_snapshot_is_written_through_no_link_or_pipe(name: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
@@ -329,6 +332,10 @@ def test_a_snapshot_is_written_through_no_link_or_pipe(name: str, kind: str, tmp
         (folder / name).symlink_to(tmp_path / "notes")
     else:
         os.mkfifo(folder / name)
+    if (name, kind) == (snapshots.LOCK, "link"):
+        with pytest.raises(OSError, match=snapshots.LOCK):
+            filled().snapshot(folder)
+        (folder / name).unlink()
     assert filled().snapshot(folder) == 20
     assert (tmp_path / "notes").read_text() == "mine"
     assert KINDS["one group"]().restore(folder).pages == 20

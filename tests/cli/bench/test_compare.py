@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +124,18 @@ def test_the_committed_baseline_has_ratios_of_the_manager_and_of_attention(comma
     judged = [change for change in json.loads(out) if change["low"] is not None]
     assert {change["bench"] for change in judged} == {"manager", "attention"}
     assert all(change["ratio"] == 1 for change in judged)
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "large"])
+def test_only_regular_files_of_a_size_are_compared(kind, command, tmp_path):
+    path, good = tmp_path / "a", kept(tmp_path, "b", [row("step", 50.0)])
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**40)  # a hole
+    done = command("bench", "compare", path, good)
+    assert done.status == 2
+    assert f"{path} cannot be read" in done.err
