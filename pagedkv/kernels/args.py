@@ -100,6 +100,11 @@ class KVLayer:
         if not isinstance(tensor, Tensor):
             raise InvalidRequest(f"the frames are of type {type(tensor).__name__}; give a tensor")
         width = 2 if tensor.dtype == torch.uint8 else 1  # int4: two elements in a byte
+        if head_dim % width or head_dim_v % width:
+            raise InvalidRequest(
+                f"head_dim is {head_dim} and head_dim_v is {head_dim_v} of a uint8 tensor: int4 has two elements in a "
+                "byte, so both must be even"
+            )
         dims, dims_v = head_dim // width, head_dim_v // width
         inner = [num_kv_heads, block_size] if order == "HND" else [block_size, num_kv_heads]
         first = list(tensor.shape[: 2 if packed == "outermost" else 1])

@@ -39,7 +39,6 @@ from torch import Tensor, float32
 from torch.compiler import is_dynamo_compiling
 
 from pagedkv import debug
-from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, quant, registry
 from pagedkv.kernels.args import (
     AttentionCall,
@@ -68,11 +67,6 @@ A layer is called with few options: beyond this number all are dropped.
 _extension: Final[Any] = cpu._cpu if cpu.OBSERVERS else None
 
 
-def _is_layer(layer: object) -> None:
-    if not isinstance(layer, KVLayer):
-        raise InvalidRequest(f"layer is of type {type(layer).__name__}; give a KVLayer, such as cache[0]")
-
-
 class _Bound:
     """A layer and what else is fixed, a binding of the extension to them, and the kernel for each kind of call.
 
@@ -87,7 +81,7 @@ class _Bound:
     _NAMES: ClassVar[tuple[str, str]]
 
     def __init__(self, layer: KVLayer, rest: Any, backend: str | None) -> None:
-        _is_layer(layer)
+        checks.is_layer(layer)
         self._layer, self._rest, self._backend = replace(layer), rest, backend or registry.AUTO
         self._binding: Any = None
         self._servers: dict[int, tuple[str, int, Callable[..., None] | None]] = {}
@@ -179,7 +173,7 @@ class BoundAttention(_Bound):
     _rest: AttentionOptions
 
     def __init__(self, layer: KVLayer, options: AttentionOptions, backend: str | None) -> None:
-        _is_layer(layer)
+        checks.is_layer(layer)
         if options.scale is None:
             options = options._replace(scale=max(1, quant.head_dim(layer.k)) ** -0.5)
         super().__init__(layer, options.in_float32(), backend)
@@ -326,7 +320,7 @@ def cached(layer: KVLayer, key: tuple[Any, ...], bind: Callable[..., Any], *argu
         return None
     calls = getattr(layer, "_bound", None)
     if calls is None:
-        _is_layer(layer)
+        checks.is_layer(layer)
         object.__setattr__(layer, "_bound", calls := {})
     key = (*key, *_extension.kernel_choices())
     try:

@@ -22,10 +22,10 @@ from torch.compiler import is_dynamo_compiling
 from pagedkv import debug
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import layout, quant
-from pagedkv.kernels.args import RotaryTable
+from pagedkv.kernels.args import KVLayer, PagedBatch, RotaryTable
 
 if TYPE_CHECKING:
-    from pagedkv.kernels.args import AttentionCall, AttentionOptions, GatherCall, GatherSource, KVLayer, WriteCall
+    from pagedkv.kernels.args import AttentionCall, AttentionOptions, GatherCall, GatherSource, WriteCall
 
 
 def given(**tensors: object) -> None:
@@ -33,6 +33,18 @@ def given(**tensors: object) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise InvalidRequest(f"{name} is {x!r}; it must be a tensor, or a PagedBatch that has one")
+
+
+def is_layer(layer: object) -> None:
+    """Raise InvalidRequest for an argument that must be a KVLayer, and is not."""
+    if not isinstance(layer, KVLayer):
+        raise InvalidRequest(f"layer is of type {type(layer).__name__}; give a KVLayer, such as cache[0]")
+
+
+def is_batch(batch: object) -> None:
+    """Raise InvalidRequest for an argument that must be a PagedBatch, and is not."""
+    if not isinstance(batch, PagedBatch):
+        raise InvalidRequest(f"batch is of type {type(batch).__name__}; give a PagedBatch, such as batch[0] of a plan")
 
 
 def writable_views(**tensors: Tensor | None) -> None:
@@ -447,6 +459,10 @@ def numbers(options: AttentionOptions | AttentionCall) -> None:
         raise InvalidRequest(
             "causal is a tensor, one entry for each sequence of a batch: give it to the bound call with the batch, "
             "attend(q, batch, causal=...); here causal is True or False"
+        )
+    if not isinstance(options.causal, bool | np.bool_):
+        raise InvalidRequest(
+            f"causal is {options.causal!r:.60}; give True or False, or a tensor bool [B] that says it for each sequence"
         )
     if options.right and options.causal:
         raise InvalidRequest(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, quant, registry
@@ -159,6 +160,8 @@ def attend_by_operator(
     """
     others = {"tree_mask": masks[0], "causal": masks[1], "out": out}
     checks.given(q=q, **{name: x for name, x in others.items() if x is not None})
+    checks.is_layer(layer)
+    checks.is_batch(batch)
     if q.dim() == 4:
         rest = (return_lse, backend)
         return attend_padded(
@@ -166,6 +169,9 @@ def attend_by_operator(
             q, out, batch.cu_seqlens_q, batch.slots,
         )  # fmt: skip
     on = on.in_float32()
+    if not is_dynamo_compiling():  # torch would refuse them in words of its own
+        checks.numbers(on)
+        checks.per_head(on)
     checks.writable_views(out=out)
     checks.inference_only(q=q, out=out, sinks=on.sinks, alibi_slopes=on.alibi_slopes, **_pool(layer))
     call = (*bound_fields(layer, on), q, *tables_of(batch), *masks)
@@ -182,6 +188,8 @@ def gather_by_operator(
     dtype: torch.dtype | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gather through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
+    checks.is_layer(layer)
+    checks.is_batch(batch)
     lens = batch.seq_lens
     if not isinstance(first, Tensor):
         first = torch.full_like(lens, checks.position(first))
@@ -221,6 +229,8 @@ def write_by_operator(
     rope: RotaryTable | None, backend: str,
 ) -> None:  # fmt: skip
     """Store through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
+    checks.is_layer(layer)
+    checks.given(k=k, v=k if v is None else v)
     if v is None:  # the operator knows it by values of no elements
         v = k[..., :0]
     at, positions = slots_of(slots, positions)

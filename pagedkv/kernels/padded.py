@@ -89,6 +89,8 @@ def padded(
 ) -> dict[str, Tensor | None]:
     """Return these fields of a batch as those of its padded batch (`PagedBatch.padded`). Raises InvalidRequest."""
     B, device = seq_lens.shape[0], seq_lens.device
+    if not isinstance(mask, Tensor):
+        raise InvalidRequest(f"mask is of type {type(mask).__name__}; give a tensor, bool [B={B}, L] on {device}")
     if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != B or mask.device != device:
         raise InvalidRequest(
             f"mask is {str(mask.dtype)[6:]} {list(mask.shape)} on {mask.device}; it must be bool [B={B}, L] on {device}"

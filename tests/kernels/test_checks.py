@@ -3,13 +3,15 @@ before it is found."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
-from pagedkv import bind_attention, bind_write, copy_frames, merge_states, paged_attention, write_kv
+from pagedkv import bind_attention, bind_write, copy_frames, gather_kv, merge_states, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks
 from pagedkv.kernels.args import KVLayer, PagedBatch, RotaryTable
@@ -278,3 +280,41 @@ def test_a_copy_outside_the_pool_is_refused_even_without_debugging(
     with pytest.raises(InvalidRequest, match="but there are 4 frames in storage: 0 to 3 are allowed"):
         copy_frames(storage, torch.tensor([pair], dtype=INT32))
     assert storage.flatten().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"causal": [True, False]}, "causal is [True, False]; give True or False, or a tensor bool [B]"),
+        ({"causal": np.array([True, False])}, "causal is array([ True, False]); give True or False"),
+        ({"causal": None}, "causal is None; give True or False"),
+        ({"sinks": [0.0] * 6}, "it must be a float tensor [H]"),
+        ({"alibi_slopes": (0.5,) * 6}, "it must be a float tensor [H]"),
+        ({"softcap": None}, "softcap is None; it must be a number"),
+        ({"scale": "1"}, "scale is '1'; it must be a number"),
+        ({"split_tokens": 1.5}, "split_tokens is 1.5; it must be an integer"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_in_words_by_every_call(option: dict[str, Any], text: str) -> None:
+    """torch's own errors came from the first call with an option, and ours from the second."""
+    built = CASE.build()
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match=re.escape(text)):
+            paged_attention(built.q, built.layer, built.batch, **option)
+    with pytest.raises(InvalidRequest, match=re.escape(text)):
+        bind_attention(built.layer, **option)(built.q, built.batch)
+
+
+def test_an_argument_of_another_type_is_named_with_its_type() -> None:
+    q, layer, batch, *_ = CASE.build()
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: gather_kv(3, batch), "layer is of type int"),  # type: ignore[arg-type]
+        (lambda: gather_kv(layer, 3), "batch is of type int"),  # type: ignore[arg-type]
+        (lambda: paged_attention(q, 3, batch), "layer is of type int"),  # type: ignore[call-overload]
+        (lambda: write_kv(3, q, layer, batch), "k is 3; it must be a tensor"),  # type: ignore[arg-type]
+        (lambda: write_kv(q, [1], layer, batch), "v is [1]; it must be a tensor"),  # type: ignore[arg-type]
+        (lambda: batch.padded([[True]]), "mask is of type list; give a tensor, bool [B=2, L]"),  # type: ignore[arg-type]
+    ]
+    for call, text in calls:
+        with pytest.raises(InvalidRequest, match=re.escape(text)):
+            call()

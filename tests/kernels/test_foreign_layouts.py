@@ -89,6 +89,8 @@ def test_heads_of_values_may_have_another_size_and_int4_counts_elements() -> Non
         (torch.zeros(3, K, S, 2 * D), {"head_dim": 64.0}, "head_dim is 64.0"),
         (torch.zeros(3, K, S, 2 * D), {"head_dim_v": 0}, "head_dim_v is 0"),
         ([0.0], {}, "the frames are of type list; give a tensor"),
+        (torch.zeros(3, K, S, 64, dtype=torch.uint8), {"head_dim": 65}, "two elements in a byte, so both must be even"),
+        (torch.zeros(3, K, S, 48, dtype=torch.uint8), {"head_dim_v": 33}, "head_dim_v is 33 of a uint8 tensor"),
     ],
 )
 def test_memory_that_cannot_be_viewed_is_refused(tensor: torch.Tensor, options: dict[str, Any], text: str) -> None:

@@ -120,6 +120,8 @@ class FramePool(TenantMixin):
             if not isinstance(wanted, np.integer | bool):
                 return self._take_these(wanted, account)
             wanted = whole(wanted, "wanted")
+        if type(after) is not int:
+            after = whole(after, "after", -1, self.num_frames)
         if not 0 <= wanted <= self.num_frames or not -1 <= after < self.num_frames:
             self._refuse_count(wanted, after)
         taken = np.empty(wanted, np.int32)
@@ -135,6 +137,8 @@ class FramePool(TenantMixin):
         if self._calls or self._owner:
             self._enter("take_one")
         account = self._account(tenant) if tenant or self._accounts else 0
+        if type(after) is not int:
+            after = whole(after, "after", -1, self.num_frames)
         if not -1 <= after < self.num_frames:
             self._refuse_count(1, after)
         frame = batches.take_one(self._held[1], after, account)

@@ -40,9 +40,13 @@ class Opened(NamedTuple):
 
 
 def _listed(value: Any, what: str) -> list[Any]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence | np.ndarray):
-        raise InvalidRequest(f"{what} is {value!r}; give a list")
-    return list(value)
+    """Return the entries of a list, an array, or a tensor of the host."""
+    if not isinstance(value, str | bytes | Mapping) and isinstance(value, Sequence):
+        return list(value)
+    try:
+        return list(np.asarray(value if hasattr(value, "__array__") else None))
+    except (TypeError, ValueError):  # no array, one without dims, or a tensor of another device
+        raise InvalidRequest(f"{what} is {value!r:.60}; give a list") from None
 
 
 def _for_each(value: Any, count: int, what: str) -> list[Any]:

@@ -435,3 +435,14 @@ def test_a_call_costs_no_more_in_a_larger_pool(monkeypatch: pytest.MonkeyPatch) 
         return best
 
     assert seconds(1_000_000) < 5 * seconds(1000)
+
+
+@pytest.mark.parametrize("after", [None, 1.5, "1", True, [1], -2, 8])
+def test_the_frame_to_follow_is_a_frame_number(after: object) -> None:
+    pool = FramePool(8, key_bytes=4)
+    for take in (lambda: pool.take(1, after=after), lambda: pool.take_one(after=after)):  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="after is"):
+            take()
+    assert pool.stats().free == 8
+    assert pool.take_one(after=np.int64(1)) == 2  # type: ignore[arg-type]
+    assert pool.take(1, after=np.int32(5)).tolist() == [6]  # type: ignore[arg-type]

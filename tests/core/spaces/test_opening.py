@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from pagedkv.core import Group, MemoryManager, Observe
@@ -144,3 +145,17 @@ def test_the_handles_of_a_batch_are_released_one_by_one(mm: MemoryManager) -> No
     b.release()
     assert mm.recover() == (0, 0, 0)
     assert mm.stats().spaces == 0
+
+
+def test_rows_may_be_an_array_or_a_tensor_of_the_host() -> None:
+    torch = pytest.importorskip("torch")
+    rows = [PROMPT[:9], PROMPT[9:18]]
+    for form in (torch.tensor(rows), np.array(rows), [torch.tensor(row) for row in rows]):
+        mm = MemoryManager(64, 4)
+        grown(mm, PROMPT[:9])
+        opened = mm.open_batch(form, pads=torch.tensor([0, 0]))
+        assert opened.skip == 0
+        assert len(mm.open_batch(form).spaces[0]) == 8
+    for wrong in (torch.tensor(3), np.array(3), 3, "row", {1: 2}):
+        with pytest.raises(InvalidRequest, match="rows is .*; give a list"):
+            mm.open_batch(wrong)
