@@ -58,7 +58,7 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) \
 		-r tests/integrations/vllm/host/requirements.txt
 	@$(VENV)-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation .
-	@rm -rf $(VENV)-vllm/run && mkdir $(VENV)-vllm/run && cp -r tests pyproject.toml $(VENV)-vllm/run
+	@rm -rf $(VENV)-vllm/run && mkdir $(VENV)-vllm/run && cp -r tests examples pyproject.toml $(VENV)-vllm/run
 	@$(VENV)-vllm/bin/python -c 'import vllm'
 	@cd $(VENV)-vllm/run && ../bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/vllm
 

@@ -1,7 +1,7 @@
 """The scripts of examples/: each runs in a process of its own, prints something to check, and is short.
 
 A script inside another program is at most half as long as the prototype that it replaces. The scripts of vLLM
-need an environment of their own: here they are only read.
+need an environment of their own: here they are only read. `make test-vllm` runs them (integrations/vllm/host).
 """
 
 from __future__ import annotations

@@ -76,6 +76,15 @@ def prompts(count: int = 32, longest: int = 4000) -> list[list[int]]:
     return made
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of a process that runs an engine: on two processors, offline, with its log."""
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO",
+    }  # fmt: skip
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | settings
+
+
 def generate(
     model: Path, *, environ: dict[str, str] | None = None, job: dict[str, Any] | None = None, **options: Any
 ) -> Any:
@@ -86,16 +95,10 @@ def generate(
         "num_gpu_blocks_override": 400,
     } | options  # fmt: skip
     work: dict[str, Any] = {"prompts": prompts(), "max_tokens": 24, "rounds": 2} | (job or {}) | {"options": options}
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO",
-    }  # fmt: skip
     run = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("generate.py"))],
         input=json.dumps(work),
-        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        | settings
-        | (environ or {}),
+        env=environment() | (environ or {}),
         capture_output=True,
         text=True,
         timeout=1200,
