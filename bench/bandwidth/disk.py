@@ -26,7 +26,7 @@ def bounds(folder: Path, num_bytes: int) -> dict[str, Bound]:
     """Return the ceilings of a disk: a file that is written and read as a whole."""
     path, content = folder / "bare", torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).numpy()
     path.write_bytes(content)
-    room = bytearray(num_bytes)
+    buffer = bytearray(num_bytes)
 
     def write() -> None:
         with path.open("wb", buffering=0) as file:
@@ -35,7 +35,7 @@ def bounds(folder: Path, num_bytes: int) -> dict[str, Bound]:
 
     def reading() -> Callable[[], object]:
         _forget(path)
-        return lambda: _read(path, room)
+        return lambda: _read(path, buffer)
 
     return {
         "disk write": Bound("disk write", num_bytes, lambda: write, is_memory=False),
@@ -75,9 +75,9 @@ def _restored(cache: PagedKVCache, folder: Path, pages: int) -> None:
     assert found.pages == pages, found
 
 
-def _read(path: Path, room: bytearray) -> None:
+def _read(path: Path, buffer: bytearray) -> None:
     with path.open("rb", buffering=0) as file:
-        file.readinto(room)
+        file.readinto(buffer)
 
 
 def _forget(path: Path) -> None:

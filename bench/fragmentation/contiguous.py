@@ -142,15 +142,15 @@ def allocated(arena: Arena, blocks: int, size: int) -> list[int] | None:
 
 @dataclass(slots=True)
 class _Growing(_Held):
-    """rooms: the tokens that each block has room for."""
+    """capacities: the tokens that each block can hold."""
 
-    rooms: list[int]
+    capacities: list[int]
 
 
 class Growing(_Contiguous[_Growing]):
     """An allocator that moves a sequence to a larger block when it grows beyond its block.
 
-    room: tokens that a block for so many tokens shall have room for.
+    capacity_for: returns the capacity, in tokens, of a block for so many tokens.
     """
 
     is_blind = True
@@ -159,26 +159,26 @@ class Growing(_Contiguous[_Growing]):
         self,
         name: str,
         memory: Memory,
-        room: Callable[[int], int],
+        capacity_for: Callable[[int], int],
         make_arena: MakeArena,
         *,
         is_split: bool = False,
     ) -> None:
         super().__init__(name, memory, make_arena, is_split=is_split)
-        self._room = room
+        self._capacity_for = capacity_for
         self._headroom = int(HEADROOM * memory.capacity)
 
     def admit(self, sequence: int, length: int, final: int) -> bool:
-        need = self._room(length) * self.memory.token_bytes
+        need = self._capacity_for(length) * self.memory.token_bytes
         if self._held and self.memory.capacity - self._arena.held < need + self._headroom:
             return False
         return self._place(sequence, length)
 
     def _place(self, sequence: int, length: int) -> bool:
-        room = self._room(length)
-        addresses = allocated(self._arena, self._blocks, room * self._token)
+        capacity = self._capacity_for(length)
+        addresses = allocated(self._arena, self._blocks, capacity * self._token)
         if addresses is not None:
-            self._held[sequence] = _Growing(addresses, length, [room] * self._blocks)
+            self._held[sequence] = _Growing(addresses, length, [capacity] * self._blocks)
         return addresses is not None
 
     def grow(self, wants: Sequence[Want]) -> list[Want]:
@@ -189,13 +189,13 @@ class Growing(_Contiguous[_Growing]):
         held = self._held[want.sequence]
         needed = held.length + want.planned
         for block in range(self._blocks):
-            if held.rooms[block] < needed:
-                room = self._room(needed)
-                address = self._arena.allocate(room * self._token)
+            if held.capacities[block] < needed:
+                capacity = self._capacity_for(needed)
+                address = self._arena.allocate(capacity * self._token)
                 if address is None:
                     return False
                 self._arena.release(held.addresses[block])
-                held.addresses[block], held.rooms[block] = address, room
+                held.addresses[block], held.capacities[block] = address, capacity
                 if block == 0:
                     self.moved += held.length
         held.length += want.kept
@@ -207,11 +207,11 @@ class Growing(_Contiguous[_Growing]):
         return self._place(child, length)
 
     def account(self, remaining: Mapping[int, int]) -> Account:
-        rooms = useful = reserved = 0
+        capacities = useful = reserved = 0
         for sequence, held in self._held.items():
-            room, stored = sum(held.rooms) * self._token, held.length * self.memory.token_bytes
-            rooms += room
+            capacity, stored = sum(held.capacities) * self._token, held.length * self.memory.token_bytes
+            capacities += capacity
             useful += stored
-            reserved += min(remaining.get(sequence, 0) * self.memory.token_bytes, room - stored)
+            reserved += min(remaining.get(sequence, 0) * self.memory.token_bytes, capacity - stored)
         free = self.memory.capacity - self._arena.held
-        return Account(useful, reserved, rooms - useful - reserved, self._arena.held - rooms, free)
+        return Account(useful, reserved, capacities - useful - reserved, self._arena.held - capacities, free)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.bench import record
 from pagedkv.bench.clock import by_lot
-from pagedkv.bench.generate import model as models
+from pagedkv.bench.generate import models
 from pagedkv.bench.generate.runner import timed_step
 from pagedkv.model.engine import Engine
 from pagedkv.model.loop.events import Events

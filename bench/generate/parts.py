@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 from unittest.mock import patch
 
-from pagedkv.bench.generate import model as models
+from pagedkv.bench.generate import models
 from pagedkv.kernels import linear
 from pagedkv.kernels.bound import BoundAttention, BoundWrite
 from pagedkv.model.decoder import BoundLayer, BoundLayers

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from pagedkv.bench.clock import by_lot
-from pagedkv.bench.generate import model as models
+from pagedkv.bench.generate import models
 from pagedkv.bench.generate.parts import parts
 from pagedkv.bench.progress import track
 from pagedkv.kernels import cpu

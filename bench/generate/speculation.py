@@ -1,8 +1,8 @@
 """Speculation: milliseconds of a token of the plain way and with drafts, if a given share of the drafts comes true.
 
-The model is the random one of `model.py`; the context is 2,048 tokens. A drafter that costs nothing gives DRAFTS drafts
-a step. Each of them is right with the chance that a row names, if those before it are right. The right ones are chosen
-by lot, so that the same steps can be timed for any share: logits are computed and drawn from as always.
+The model is the random one of `models.py`; the context is 2,048 tokens. A drafter without cost makes DRAFTS drafts a
+step. Each draft is right with the chance that a row names, if the drafts before it are right. The right drafts are
+chosen by lot, so that the same steps can be timed for any share: logits are computed and drawn from as always.
 
 Run it by `python -m pagedkv.bench.generate.speculation`: a minute, 4 GiB. Variants take turns of STEPS steps. It prints
 the table of docs/explanation/speculation.md and appends a row for each share to bench/results/generate.jsonl.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.bench import record
-from pagedkv.bench.generate import model as models
+from pagedkv.bench.generate import models
 from pagedkv.model.loop.draws import Drawn, Guess
 from pagedkv.model.ways.speculation import Speculation
 

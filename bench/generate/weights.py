@@ -1,6 +1,6 @@
 """Weights of integers beside bfloat16: the time of a decode step, bytes, logits, and recall of the bundled checkpoint.
 
-    step      ms of one `Engine.step` that gives each sequence a token; the random model of `model.py`
+    step      ms of one `Engine.step` that gives each sequence a token; the random model of `models.py`
     bytes     of all weights, the embedding of bfloat16 included
     error     RMS of the logits' difference / RMS of the logits with bfloat16, for one prompt
     recall    questions of 100 that the bundled checkpoint answers right
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pagedkv.bench import record
-from pagedkv.bench.generate import model as models
+from pagedkv.bench.generate import models
 from pagedkv.bench.generate.runner import STEPS, timed_step
 from pagedkv.cache import PagedKVCache
 from pagedkv.checkpoint import BUNDLED, records

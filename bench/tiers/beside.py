@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagedkv.bench.clock import by_lot
-from pagedkv.bench.generate.model import CONFIG, emptied, engine_of, filled, write_checkpoint
+from pagedkv.bench.generate.models import CONFIG, emptied, engine_of, filled, write_checkpoint
 from pagedkv.bench.generate.runner import matrices, read_speed, timed_step
 from pagedkv.bench.tiers.speed import Driven, pool_of
 from pagedkv.tiers.host import HostTier

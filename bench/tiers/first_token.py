@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from pagedkv.bench.clock import Step, compare, in_turn
-from pagedkv.bench.generate.model import CONFIG, write_checkpoint
+from pagedkv.bench.generate.models import CONFIG, write_checkpoint
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.model.decoder import Decoder

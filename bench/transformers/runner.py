@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 
 from pagedkv import write_kv
 from pagedkv.bench.clock import by_lot
-from pagedkv.bench.generate.model import recall_questions
+from pagedkv.bench.generate.models import recall_questions
 from pagedkv.bench.progress import track
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.integrations.transformers import PagedCache, Pool, patch

@@ -32,7 +32,7 @@ from pagedkv.checkpoint.fields import shown
 from pagedkv.checkpoint.files import is_plain_name, is_present, listed, read_json
 from pagedkv.errors import CheckpointError, InvalidRequest
 from pagedkv.kernels import huge_pages
-from pagedkv.kernels.linear import matrix as matrices
+from pagedkv.kernels.linear.matrix import GROUP, KINDS, Matrix, layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,17 +63,17 @@ class LayerWeights:
     """
 
     attention_norm: Tensor
-    qkv: Tensor | matrices.Matrix
+    qkv: Tensor | Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor | matrices.Matrix
+    out: Tensor | Matrix
     out_bias: Tensor | None
     attention_out_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor | matrices.Matrix
+    gate_up: Tensor | Matrix
     gate_up_bias: Tensor | None
-    down: Tensor | matrices.Matrix
+    down: Tensor | Matrix
     down_bias: Tensor | None
     mlp_out_norm: Tensor | None
 
@@ -85,7 +85,7 @@ class Weights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor | matrices.Matrix
+    head: Tensor | Matrix
 
 
 def load_weights(
@@ -98,8 +98,8 @@ def load_weights(
         the weights are larger than the memory of this machine; InvalidRequest for an unknown kind, or one whose groups
         of columns do not fit the matrices
     """
-    if kind is not None and kind not in matrices.KINDS:
-        raise InvalidRequest(f"weights is {kind!r}; it must be None or one of {', '.join(matrices.KINDS)}")
+    if kind is not None and kind not in KINDS:
+        raise InvalidRequest(f"weights is {kind!r}; it must be None or one of {', '.join(KINDS)}")
     source = _Source(folder, dtype, kind)
     _weights(source, config)
     source.refuse_leftovers()
@@ -118,7 +118,7 @@ def _weights(source: _Source, config: ModelConfig) -> Weights:
     )
 
 
-def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor | matrices.Matrix:
+def _head(source: _Source, config: ModelConfig, embedding: Tensor) -> Tensor | Matrix:
     """Read the output head, or return `embedding` if the two are tied and dense."""
     is_tied = config.tie_embeddings and "lm_head.weight" not in source.file_of
     # A checkpoint may save a tied head too. A saved head that differs was trained: transformers uses it as well.
@@ -147,7 +147,7 @@ def _layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
         """Read stacked biases [rows], or return None if the family does not have them."""
         return source.matrix([(f"{name}.bias", rows) for name, rows in parts]) if present else None
 
-    def weight(parts: list[tuple[str, int]], columns: int) -> Tensor | matrices.Matrix:
+    def weight(parts: list[tuple[str, int]], columns: int) -> Tensor | Matrix:
         """Read stacked linear weights [rows, columns]."""
         return source.linear([(f"{name}.weight", rows) for name, rows in parts], columns)
 
@@ -249,18 +249,18 @@ class _Source:
             row += rows
         return stacked
 
-    def linear(self, parts: Sequence[tuple[str, int]], columns: int) -> Tensor | matrices.Matrix:
+    def linear(self, parts: Sequence[tuple[str, int]], columns: int) -> Tensor | Matrix:
         """Read the stacked weights of a linear layer [sum of rows, columns], quantised if `kind` is given."""
         if self.kind is None:
             return self.matrix(parts, columns)
         names = [self._checked(name, (rows, columns)) for name, rows in parts]
-        if columns % matrices.GROUP:
+        if columns % GROUP:
             raise InvalidRequest(
-                f"weights={self.kind!r} needs matrices of a multiple of {matrices.GROUP} columns, and {names[0]} has "
+                f"weights={self.kind!r} needs matrices of a multiple of {GROUP} columns, and {names[0]} has "
                 f"{columns}; load this model without it"
             )
-        sizes = matrices.layout(sum(rows for _, rows in parts), columns, self.kind)
-        made = matrices.Matrix(*(self._empty(shape, dtype) for shape, dtype in sizes))
+        sizes = layout(sum(rows for _, rows in parts), columns, self.kind)
+        made = Matrix(*(self._empty(shape, dtype) for shape, dtype in sizes))
         row = 0
         for name, (_, rows) in zip(names, parts, strict=True):
             if self.device != META:

@@ -112,10 +112,10 @@ def generate(
 
     with announced(quiet=as_json) as screen:
         from pagedkv.cli import conversation  # torch, while other processes compile
-        from pagedkv.cli import generate as single
+        from pagedkv.cli.generate import Job, run
 
-        job = single.Job(source, templating, folder, sampling, loading=loading, limits=limits, **rest)
-        return conversation.hold(job, screen) if source.talk else single.run(job, screen)
+        job = Job(source, templating, folder, sampling, loading=loading, limits=limits, **rest)
+        return conversation.hold(job, screen) if source.talk else run(job, screen)
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:

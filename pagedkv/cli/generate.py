@@ -64,7 +64,7 @@ class Job:
 
 
 @dataclass
-class Task:
+class Entry:
     """One prompt and its progress: parameters, then request, or the error that ended it."""
 
     prompt: Prompt
@@ -117,7 +117,7 @@ def run(job: Job, screen: Console) -> int:
     return int(any(task.error for task in tasks))
 
 
-def _show(task: Task, engine: Engine, bar: Bar | Top, job: Job) -> None:
+def _show(task: Entry, engine: Engine, bar: Bar | Top, job: Job) -> None:
     """Print the result of one prompt; an error of many goes to stderr too.
 
     Raises: InvalidRequest if the only request ended with an error: its checkpoint may hold weights that are no numbers
@@ -138,12 +138,12 @@ def _show(task: Task, engine: Engine, bar: Bar | Top, job: Job) -> None:
         bar.print(task.error, complain)
 
 
-def _submitted(job: Job, screen: Console, live: Live | None) -> tuple[list[Task], Engine]:
+def _submitted(job: Job, screen: Console, live: Live | None) -> tuple[list[Entry], Engine]:
     """Load an engine and submit all prompts to it.
 
     Raises: PagedKVError for a mistake in the options, in the only prompt, or in all of many prompts
     """
-    tasks, many = [Task(prompt, error=prompt.error) for prompt in job.source.prompts], job.source.many
+    tasks, many = [Entry(prompt, error=prompt.error) for prompt in job.source.prompts], job.source.many
     if job.sampling["logprobs"] is not None and not job.as_json:
         raise InvalidRequest("--logprobs are keys of the JSON; give --json too")
     SamplingParams(**job.sampling)  # the options of the command line are not the fault of a line
@@ -172,7 +172,7 @@ def _submitted(job: Job, screen: Console, live: Live | None) -> tuple[list[Task]
     return tasks, engine
 
 
-def _require_one(tasks: list[Task]) -> None:
+def _require_one(tasks: list[Entry]) -> None:
     """Raise InvalidRequest, with the first error, if each prompt has one."""
     if all(task.error for task in tasks):
         raise InvalidRequest(tasks[0].error)

@@ -203,8 +203,8 @@ class Top:
     def _times(self) -> Text:
         found = self._engine.meter.times
         shown = [
-            f"{name} {told.p50 * 1e3:,.1f} / {told.p90 * 1e3:,.1f} / {told.p99 * 1e3:,.1f} ms"
-            for name, told in (
+            f"{name} {times.p50 * 1e3:,.1f} / {times.p90 * 1e3:,.1f} / {times.p99 * 1e3:,.1f} ms"
+            for name, times in (
                 ("first token", found.first_token.percentiles()),
                 ("next", found.between_tokens.percentiles()),
             )

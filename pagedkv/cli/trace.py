@@ -95,10 +95,10 @@ def _track(zero: float, last: float, place: tuple[int, int], life: list[Event]) 
     for (begin, end), count in computed.items():
         made = tokens.get(end, [])
         name = "token" if made and count == len(made) + rejected.get(end, 0) else "chunk"
-        told: dict[str, Any] = {"tokens": count, "token_ids": [event.value for event in made]}
+        details: dict[str, Any] = {"tokens": count, "token_ids": [event.value for event in made]}
         if any(event.logprob is not None for event in made):
-            told["logprobs"] = [event.logprob for event in made]
-        yield _slice(zero, place, name, begin, end, **told)
+            details["logprobs"] = [event.logprob for event in made]
+        yield _slice(zero, place, name, begin, end, **details)
     for event in life:
         if event.kind == "rolled_back":
             yield _instant(zero, place, "rolled back", event.at, drafts=event.value)

@@ -95,8 +95,8 @@ class Routes:
         if self._service.engine.stopped is not None:
             raise self._service.engine.stopped
         if (busy_s := self._service.engine.busy_s) > self._service.step_s:
-            told = {"status": "hung", "reason": f"a step began {busy_s:.0f} s ago and has not ended"}
-            return JSONResponse(told, 503)
+            body = {"status": "hung", "reason": f"a step began {busy_s:.0f} s ago and has not ended"}
+            return JSONResponse(body, 503)
         if self.is_draining:
             return JSONResponse({"status": "draining", "reason": "the server ends and takes no new request"}, 503)
         return JSONResponse({"status": "ok"})
@@ -118,8 +118,8 @@ class Routes:
         )
         if body.stream:
             asked = body.stream_options
-            told = self._told(stream, answer, with_usage=bool(asked and asked.include_usage))
-            return _Events(stream, told)
+            events = self._told(stream, answer, with_usage=bool(asked and asked.include_usage))
+            return _Events(stream, events)
         return await self._whole(request, stream, answer)
 
     def _prepared(self, kind: type[Body], data: bytes) -> tuple[Body, list[list[int]], SamplingParams]:

@@ -21,10 +21,10 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
         prometheus.register_engine(engine, registry=registry)
-        told = "Answers under /v1 by status, refusals too; 499: the client went away before."
-        self._answers = Counter("pagedkv_answers", told, ["status"], registry=registry)
-        told = "Connections that the server ended or refused, by reason."
-        self._dropped = Counter("pagedkv_connections_dropped", told, ["reason"], registry=registry)
+        meaning = "Answers under /v1 by status, refusals too; 499: the client went away before."
+        self._answers = Counter("pagedkv_answers", meaning, ["status"], registry=registry)
+        meaning = "Connections that the server ended or refused, by reason."
+        self._dropped = Counter("pagedkv_connections_dropped", meaning, ["reason"], registry=registry)
 
     def answered(self, status: int) -> None:
         """Count an answer."""

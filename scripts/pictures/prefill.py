@@ -1,6 +1,6 @@
 """Prefill and decode: the time of a step by the tokens in it, and what a long prompt does to those who read.
 
-Measured on random weights of the shape of Qwen3-0.6B (bench/generate/model.py), because the bundled checkpoint is so
+Measured on random weights of the shape of Qwen3-0.6B (bench/generate/models.py), because the bundled checkpoint is so
 small that a step of it takes as long for 1 token as for 16.
 """
 
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from unittest.mock import patch
 
-from pagedkv.bench.generate import model as models
-from pagedkv.bench.generate import runner
+from pagedkv.bench.generate import models, runner
 from pagedkv.model import Engine, Limits, SamplingParams
 from pictures.canvas import Canvas
 

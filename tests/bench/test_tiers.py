@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedkv.bench.generate.model import TINY
+from pagedkv.bench.generate.models import TINY
 from pagedkv.bench.tiers import beside, first_token, plot, runner, speed
 from pagedkv.errors import InvalidRequest
 

@@ -84,8 +84,11 @@ class Roots:
                 state = self._place(root, state)
         return root, state
 
-    def known(self, tenant: bytes, salts: Salts, state: State) -> tuple[Root | None, int]:
-        """Return (the root of the longest known beginning of `salts`, the page of the next salt or -1); makes none."""
+    def longest(self, tenant: bytes, salts: Salts, state: State) -> tuple[Root | None, int]:
+        """Return (the root of the longest beginning of `salts` that has one, the page of the next salt or -1).
+
+        No root is made.
+        """
         root = self.by_tenant.get(tenant)
         if root is None or root.number >= len(state.roots):
             return None, 0
@@ -97,7 +100,7 @@ class Roots:
         return root, -1
 
     def chain(self, tenant: bytes, salts: Salts, block_size: int) -> list[Root]:
-        """Return the root of `tenant` and those of its `salts`, page by page; all of them are known."""
+        """Return the root of `tenant` and those of its `salts`, page by page; all of them exist."""
         ends = [end for _, _, end in _by_page(salts, block_size)]
         return [self.by_tenant[tenant], *(self.salted[tenant, salts[:end]] for end in ends)]
 

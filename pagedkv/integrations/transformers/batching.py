@@ -101,9 +101,9 @@ def _step_of(cache: Any, allocator: Any, options: dict[str, Any]) -> PagedBatch:
     The host names the tokens that a layer reads one by one: every S-th of a sequence tells its page. Without tokens in
     the cache, it names those that the layer writes.
     """
-    known = _STEPS.get(cache)
-    if known is not None and known[0] is options["read_index"]:
-        return known[1]
+    kept = _STEPS.get(cache)
+    if kept is not None and kept[0] is options["read_index"]:
+        return kept[1]
     size, read = allocator.tokens_per_page, options["read_index"][allocator.index]
     write = options["write_index"][allocator.index]
     tokens = read if read.numel() else write

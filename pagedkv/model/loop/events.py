@@ -185,8 +185,8 @@ class Events:
         """Record the tokens that a completion got in the step."""
         number, index = life.request, completion.index
         for rejected in completion.rejections[life.num_rejected : completion.request.params.max_retries]:
-            told = rejected.token_ids[life.num_tokens :]
-            self._new += [Event("token", now, now, number, index, token) for token in told]
+            unrecorded = rejected.token_ids[life.num_tokens :]
+            self._new += [Event("token", now, now, number, index, token) for token in unrecorded]
             self._new.append(Event("rejected", now, now, number, index, len(rejected.token_ids), rejected.reason))
             life.num_rejected, life.num_tokens = life.num_rejected + 1, 0
         new, logprobs = completion.token_ids[life.num_tokens :], completion.logprobs[life.num_tokens :]
