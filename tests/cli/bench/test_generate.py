@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from pagedkv.bench.generate import model, runner
+from pagedkv.bench.generate import models, runner
 from pagedkv.kernels import cpu
 
 pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason="the C++ extension is not built")
@@ -21,7 +21,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(runner, "PARTS", ((3, 64),))
     monkeypatch.setattr(runner, "VOCABULARY", 1000)
     monkeypatch.setattr(runner, "PROMPT", 64)
-    monkeypatch.setattr(runner, "measure", partial(runner.measure, config=model.TINY))
+    monkeypatch.setattr(runner, "measure", partial(runner.measure, config=models.TINY))
 
 
 def test_every_case_has_rows_with_its_bound(command, tiny, tmp_path):
