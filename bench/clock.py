@@ -2,29 +2,43 @@
 
 Each repetition draws a new order of the variants, so that no variant always follows the same one: the time of a call
 depends on what ran before (another process leaves cold caches and sleeping threads). A `Step` prepares one repetition,
-untimed, and returns the function that is timed. On a CPU a repetition is clean if no involuntary context switch fell
-into it (getrusage). Another device supplies its own `Timer`.
-This file knows nothing of attention.
+untimed, and returns the function that is timed. Another device supplies its own `Timer`.
+
+A repetition is disturbed, and does not count, if
+    others ran on its cores      its involuntary context switches (getrusage), SLICE each, took more than LOST of it;
+                                 a repetition of less than 80 ms bears none
+    the clock was slow           a fixed loop of Python (`spin`), run before each turn, took SLOWER times its median
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import random
 import resource
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
 
 from pagedkv.bench.progress import track
 
 Step = Callable[[], Callable[[], object]]
 Timer = Callable[[Callable[[], object]], tuple[float, bool]]
 Name = TypeVar("Name", bound=Hashable)
+T = TypeVar("T")
 
 LEAST_CLEAN: Final = 5
 WARM_UP: Final = 2
+SLICE: Final = 0.004
+"""Seconds that another process may have had the core for, at each involuntary context switch."""
+LOST: Final = 0.05
+SLOWER: Final = 1.25
+SPINS: Final = 4000
+"""Passes of the loop that shows the speed of the clock: a tenth of a millisecond."""
 SECONDS_EACH: Final = 1.5
 """A variant that has taken longer than this in all is repeated no more, after three repetitions at least."""
 
@@ -44,17 +58,55 @@ class Timing:
     repetitions: int
     turns: tuple[float | None, ...] = ()
 
+    def fields(self, figure: Callable[[float], float]) -> dict[str, Any]:
+        """Return the fields of a row: median, best, worst, the figure of each turn, and the number of clean turns."""
+        turns = [None if seconds is None else round(figure(seconds), 6) for seconds in self.turns]
+        worst = max(seconds for seconds in self.turns if seconds is not None)
+        ends = {"median": figure(self.seconds), "best": figure(self.best), "worst": figure(worst)}
+        return ends | {"turns": turns, "clean": self.clean}
+
+
+def ratios(one: Timing, other: Timing, figure: Callable[[float, float], float]) -> list[float]:
+    """Return `figure`(seconds of one, seconds of the other) of each turn in which both timings count."""
+    pairs = zip(one.turns, other.turns, strict=False)
+    return [figure(a, b) for a, b in pairs if a is not None and b is not None]
+
 
 def compare(one: Timing, other: Timing, figure: Callable[[float, float], float]) -> float:
-    """Return the median of `figure`(seconds of one, seconds of the other) over the turns in which both timings count.
+    """Return the median of `ratios`. If these turns are too few, return `figure` of the two medians.
 
-    If these turns are too few, return `figure` of the two medians. The machine may be faster by a half in one minute
-    than in the next; within one turn this affects both timings alike.
+    The machine may be faster by a half in one minute than in the next; within one turn this affects both timings alike.
     """
-    both = [(a, b) for a, b in zip(one.turns, other.turns, strict=False) if a is not None and b is not None]
+    both = ratios(one, other, figure)
     if not both or len(both) < _least(min(one.repetitions, other.repetitions)):
         return figure(one.seconds, other.seconds)
-    return statistics.median(figure(a, b) for a, b in both)
+    return statistics.median(both)
+
+
+def own_switches() -> int:
+    """Return the involuntary context switches of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def switches_below() -> int:
+    """Return the involuntary context switches of this process and of all its descendants so far."""
+    count, found = 0, [os.getpid()]
+    while found:
+        tasks = Path(f"/proc/{found.pop()}/task")
+        with contextlib.suppress(OSError):  # a process or a thread that ended meanwhile
+            for task in tasks.iterdir():
+                status = (task / "status").read_text(encoding="utf-8")
+                count += int(status.rpartition("nonvoluntary_ctxt_switches:")[2])
+                found += map(int, (task / "children").read_text(encoding="utf-8").split())
+    return count
+
+
+def watched(run: Callable[[], T], switches: Callable[[], int] = own_switches) -> tuple[T, float, bool]:
+    """Return what `run` returns, its seconds, and whether it was undisturbed by other processes."""
+    before, began = switches(), time.perf_counter()
+    result = run()
+    seconds = time.perf_counter() - began
+    return result, seconds, (switches() - before) * SLICE <= LOST * seconds
 
 
 def on_this_cpu(run: Callable[[], object]) -> tuple[float, bool]:
@@ -62,12 +114,19 @@ def on_this_cpu(run: Callable[[], object]) -> tuple[float, bool]:
 
     If `run` returns an `Elsewhere`, another process has timed the call, and its figures count.
     """
-    switches, began = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
-    result = run()
-    seconds = time.perf_counter() - began
-    if isinstance(result, Elsewhere):
-        return result.seconds, result.clean
-    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == switches
+    result, seconds, is_clean = watched(run)
+    return (result.seconds, result.clean) if isinstance(result, Elsewhere) else (seconds, is_clean)
+
+
+def spin() -> float:
+    """Return the seconds of a fixed loop, the best of three: they grow when the clock of the core slows down."""
+    best = math.inf
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(SPINS):
+            pass
+        best = min(best, time.perf_counter() - began)
+    return best
 
 
 @dataclass(frozen=True)
@@ -78,15 +137,44 @@ class Elsewhere:
     clean: bool
 
 
+class Turns(Generic[Name]):
+    """The figures of variants that take turns, and whether each counts. Iterate to get the order of each turn."""
+
+    def __init__(self, variants: Iterable[Name], turns: int, text: str = "turns", *, warm_up: int = 1) -> None:
+        self.taken: dict[Name, list[tuple[float, bool]]] = {name: [] for name in variants}
+        self.turns, self.text, self.warm_up = turns, text, warm_up
+        self._spins: list[float] = []
+
+    def __iter__(self) -> Iterator[list[Name]]:
+        """Yield the variants in a new order for each turn. The first `warm_up` turns do not count."""
+        for order in by_lot(self.taken, self.turns, self.text, warm_up=self.warm_up):
+            self._spins.append(spin())
+            yield order
+
+    def add(self, name: Name, seconds: float, is_clean: bool) -> None:
+        """Keep the seconds of a variant in this turn."""
+        self.taken[name].append((seconds, is_clean))
+
+    def timings(self) -> dict[Name, Timing]:
+        """Return the timing of each variant; a turn with a slow clock is disturbed for all of them."""
+        counted = self._spins[self.warm_up :]
+        most = SLOWER * statistics.median(counted)
+        steady = [reading <= most for reading in counted]
+        return {
+            name: settled([(s, ok and on) for (s, ok), on in zip(runs[self.warm_up :], steady, strict=False)])
+            for name, runs in self.taken.items()
+        }
+
+
 def in_turn(steps: dict[Name, Step], repetitions: int, timer: Timer = on_this_cpu) -> dict[Name, Timing]:
     """Time each step `repetitions` times, the steps taking turns, after WARM_UP untimed turns."""
-    taken: dict[Name, list[tuple[float, bool]]] = {name: [] for name in steps}
-    for order in by_lot(steps, repetitions, warm_up=WARM_UP):
+    turns = Turns(steps, repetitions, warm_up=WARM_UP)
+    for order in turns:
         for name in order:
-            before = taken[name]
+            before = turns.taken[name]
             if len(before) < 3 + WARM_UP or sum(seconds for seconds, _ in before[WARM_UP:]) < SECONDS_EACH:
-                before.append(timer(steps[name]()))
-    return {name: _settle(all_runs[WARM_UP:]) for name, all_runs in taken.items()}
+                turns.add(name, *timer(steps[name]()))
+    return turns.timings()
 
 
 def by_lot(variants: Iterable[Name], turns: int, text: str = "turns", *, warm_up: int = 1) -> Iterator[list[Name]]:
@@ -104,7 +192,8 @@ def _least(repetitions: int) -> int:
     return min(LEAST_CLEAN, -(-repetitions // 2))
 
 
-def _settle(runs: list[tuple[float, bool]]) -> Timing:
+def settled(runs: list[tuple[float, bool]]) -> Timing:
+    """Return the timing of repetitions, (seconds, is clean) of each."""
     clean = sum(is_clean for _, is_clean in runs)
     enough = clean >= _least(len(runs))
     turns = tuple(seconds if is_clean or not enough else None for seconds, is_clean in runs)

@@ -10,6 +10,7 @@ The variants take turns: the engine, the engine with torch's linear layers, and 
 caches, per token. Before and after each variant memory is read: all weights, as fast as this machine reads. A step's
 bound is (bytes of weights + bytes of K and V) / that speed; a prefill's bound is its operations / the speed of a matrix
 product of torch, measured before and after it. A figure is the median over turns, and so is a ratio of two figures.
+A turn of steps is clean if at least half of its steps are; the median of these is its figure (clock.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from pagedkv.bench.clock import by_lot
+from pagedkv.bench.clock import Timing, Turns, on_this_cpu, settled
 from pagedkv.bench.generate import models
 from pagedkv.bench.generate.parts import parts
 from pagedkv.bench.progress import track
@@ -63,6 +65,8 @@ MUSTS: Final[dict[tuple[Any, ...], float]] = {
 """(case, batch[, context]): how many times its bound a step may take, or its ms if it has no bound."""
 
 Row = dict[str, Any]
+Taken = tuple[float, bool]
+"""Seconds, and whether they were clean."""
 Report = Callable[[Row], None]
 
 
@@ -98,7 +102,7 @@ class _Host:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
     @torch.no_grad()
-    def decode(self, variant: str, batch: int, context: int) -> float:
+    def decode(self, variant: str, batch: int, context: int) -> Taken:
         """Return the seconds of a token of generate(), the mean of STEPS, after a context of random K and V."""
         config = self.model.config
         shape = (batch, config.num_key_value_heads, context - 1, config.head_dim)
@@ -109,21 +113,18 @@ class _Host:
             cache = self._transformers.DynamicCache(config=config)
         for layer in range(config.num_hidden_layers):
             cache.update(k, v, layer)
-        return self._generate(torch.randint(3, config.vocab_size, (batch, context)), cache, STEPS) / STEPS
+        seconds, is_clean = self._generate(torch.randint(3, config.vocab_size, (batch, context)), cache, STEPS)
+        return seconds / STEPS, is_clean
 
     @torch.no_grad()
-    def prefill(self, length: int) -> float:
+    def prefill(self, length: int) -> Taken:
         """Return the seconds to the first token of a random prompt."""
         ids = torch.randint(3, self.model.config.vocab_size, (1, length))
         return self._generate(ids, self._transformers.DynamicCache(config=self.model.config), 1)
 
-    def _generate(self, ids: torch.Tensor, cache: Any, count: int) -> float:
-        began = time.perf_counter()
-        self.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=count,
-            do_sample=False,
-        )  # fmt: skip
-        return time.perf_counter() - began
+    def _generate(self, ids: torch.Tensor, cache: Any, count: int) -> Taken:
+        given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": count}
+        return on_this_cpu(lambda: self.model.generate(input_ids=ids, do_sample=False, **given))
 
 
 @contextmanager
@@ -156,13 +157,19 @@ def read_speed(tensors: Sequence[torch.Tensor]) -> float:
     return len(runs) * piece / statistics.median(seconds)
 
 
-def decode(engine: Engine, batch: int, context: int) -> float:
+def decode(engine: Engine, batch: int, context: int) -> Taken:
     """Return the seconds of a step; the median of STEPS steps."""
     requests = models.filled(engine, batch, context)
     engine.step()
-    seconds = [timed_step(engine) for _ in range(STEPS)]
+    taken = steps(engine)
     models.emptied(engine, requests)
-    return statistics.median(seconds)
+    return taken
+
+
+def steps(engine: Engine) -> Taken:
+    """Time STEPS steps; return the median of the clean ones, and whether half of them are clean."""
+    timing = settled([on_this_cpu(engine.step) for _ in range(STEPS)])
+    return timing.seconds, timing.clean > 0
 
 
 def timed_step(engine: Engine) -> float:
@@ -178,7 +185,7 @@ def _report_decode(report: Report, engine: Engine, host: _Host | None, shape: tu
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * batch * context
     num_bytes = sum(tensor.nbytes for tensor in tensors) + kv_bytes
 
-    def run(variant: str) -> float:
+    def run(variant: str) -> Taken:
         if variant == OURS:
             return decode(engine, *shape)
         if variant == TORCH:
@@ -194,8 +201,9 @@ def _report_decode(report: Report, engine: Engine, host: _Host | None, shape: tu
 
 def _report_parts(report: Report, engine: Engine, shape: tuple[int, int], turns: int) -> None:
     found = [parts(engine, *shape, steps=STEPS) for _ in track(range(turns), "parts of a step")]
-    for name in found[0]:
-        report(_row("part", shape, name, [seconds[name] for seconds in found]))
+    for name in found[0][0]:
+        timing = settled([(seconds[name], is_clean) for seconds, is_clean in found])
+        report(_row("part", shape, name, timing))
 
 
 def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: int) -> None:
@@ -206,16 +214,19 @@ def _report_prefill(report: Report, engine: Engine, host: _Host | None, turns: i
     operations = 2 * length * sum(map(torch.numel, layers))
     operations += 4 * config.num_layers * config.num_heads * config.head_dim * pairs
 
-    def run(variant: str) -> float:
+    def run(variant: str) -> Taken:
         if host and variant == DYNAMIC:
             return host.prefill(length)
         prompt = torch.randint(3, config.vocab_size, (length,)).tolist()
         request = engine.submit(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
-        seconds = 0.0
-        while not request.completions[0].finish_reason:
-            seconds += timed_step(engine)
+
+        def computed() -> None:
+            while not request.completions[0].finish_reason:
+                engine.step()
+
+        taken = on_this_cpu(computed)
         engine.cache.forget()
-        return seconds
+        return taken
 
     found = _in_turns((OURS, *((DYNAMIC,) if host else ())), turns, run, lambda: product_speed(length))
     _report_times(report, "prefill", (1, length), found, operations, "gflop_per_s")
@@ -233,14 +244,14 @@ def product_speed(rows: int) -> float:
 
 def _report_overhead(report: Report, engine: Engine, turns: int) -> None:
     for batch in (1, 64, 256):
-        seconds = []
+        taken = []
         for _ in track(range(turns), f"overhead of {batch} sequences"):
             requests = models.filled(engine, batch, 32)
             with models.skipping(engine):
                 engine.step()
-                seconds.append(statistics.median(timed_step(engine) for _ in range(STEPS)))
+                taken.append(steps(engine))
             models.emptied(engine, requests)
-        report(_row("overhead", (batch, 32), OURS, seconds) | {"must": MUSTS.get(("overhead", batch))})
+        report(_row("overhead", (batch, 32), OURS, settled(taken)) | {"must": MUSTS.get(("overhead", batch))})
 
 
 def _report_sampling(report: Report, turns: int) -> None:
@@ -253,51 +264,50 @@ def _report_sampling(report: Report, turns: int) -> None:
             params = SamplingParams(temperature=0.8, seed=0, **given)
             rules = [LogitsRules.of(params, torch.randint(VOCABULARY, (1000,)).tolist(), 500) for _ in range(batch)]
             rows = [SamplingRow(params, params.generator(i), of_row) for i, of_row in enumerate(rules)]
-            seconds = []
-            for _ in track(range(STEPS * turns + 1), f"sampling: {name}"):
-                began = time.perf_counter()
-                sample(logits, rows)
-                seconds.append(time.perf_counter() - began)
-            report(_row("sampling", (batch, 0), name, seconds[1:]) | {"must": MUSTS.get((name, batch))})
+            taken = [
+                on_this_cpu(partial(sample, logits, rows)) for _ in track(range(STEPS * turns + 1), f"sampling: {name}")
+            ]
+            report(_row("sampling", (batch, 0), name, settled(taken[1:])) | {"must": MUSTS.get((name, batch))})
 
 
 def _in_turns(
-    variants: Sequence[str], turns: int, run: Callable[[str], float], speed: Callable[[], float]
-) -> dict[str, list[tuple[float, float]]]:
-    """Return the seconds of each variant in each turn, and the machine's speed around them.
+    variants: Sequence[str], turns: int, run: Callable[[str], Taken], speed: Callable[[], float]
+) -> dict[str, tuple[Timing, list[float]]]:
+    """Return the timing of each variant, and the machine's speed around each of its turns.
 
     The first turn does not count. The speed is the mean of one measurement before the variant and one after it.
     """
-    found: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
-    for order in by_lot(variants, turns, "generate"):
+    measured = Turns(variants, turns, "generate")
+    rates: dict[str, list[float]] = {variant: [] for variant in variants}
+    for order in measured:
         before = speed()
         for variant in order:
-            seconds, after = run(variant), speed()
-            found[variant].append((seconds, (before + after) / 2))
+            measured.add(variant, *run(variant))
+            after = speed()
+            rates[variant].append((before + after) / 2)
             before = after
-    return {variant: taken[1:] for variant, taken in found.items()}
+    return {variant: (timing, rates[variant][1:]) for variant, timing in measured.timings().items()}
 
 
 def _report_times(
     report: Report,
     case: str,
     shape: tuple[int, int],
-    found: dict[str, list[tuple[float, float]]],
+    found: dict[str, tuple[Timing, list[float]]],
     work: float,
     speed: str,
 ) -> None:
     """Report a row for each variant with its bound: `work` over the machine's speed. Only our own has a promise."""
-    for variant, taken in found.items():
-        bounds = [work / rate for _, rate in taken]
-        ratios = [seconds / bound for (seconds, _), bound in zip(taken, bounds, strict=True)]
-        row = _row(case, shape, variant, [seconds for seconds, _ in taken])
+    for variant, (timing, rates) in found.items():
+        pairs = zip(timing.turns, rates, strict=True)
+        ratios = [seconds * rate / work for seconds, rate in pairs if seconds is not None]
+        row = _row(case, shape, variant, timing)
         row["must"] = MUSTS.get((case, *shape)) if variant == OURS else None
-        row |= {"over_bound": statistics.median(ratios), "ratios": ratios, "bound": 1e3 * statistics.median(bounds)}
-        report(row | {speed: statistics.median(rate for _, rate in taken) / 1e9})
+        row |= {"over_bound": statistics.median(ratios), "ratios": ratios}
+        row["bound"] = 1e3 * statistics.median(work / rate for rate in rates)
+        report(row | {speed: statistics.median(rates) / 1e9})
 
 
-def _row(case: str, shape: tuple[int, int], variant: str, seconds: list[float]) -> Row:
-    return {
-        "case": case, "batch": shape[0], "context": shape[1], "variant": variant, "unit": "ms",
-        "median": 1e3 * statistics.median(seconds), "best": 1e3 * min(seconds), "worst": 1e3 * max(seconds),
-    }  # fmt: skip
+def _row(case: str, shape: tuple[int, int], variant: str, timing: Timing) -> Row:
+    axes = {"case": case, "batch": shape[0], "context": shape[1], "variant": variant, "unit": "ms"}
+    return axes | timing.fields(lambda seconds: 1e3 * seconds)

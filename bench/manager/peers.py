@@ -33,6 +33,7 @@ import importlib.util
 import itertools
 import json
 import random
+import resource
 import statistics
 import sys
 import time
@@ -59,6 +60,13 @@ ALLOCATE, MATCH, PUBLISH, BYTES = "get and free", "match", "publish", "bytes"
 
 class Absent(Exception):
     """The peer cannot run the case; the message says why."""
+
+
+def turn_of(run: Callable[[], float], runs: int) -> dict[str, Any]:
+    """Call `run` several times; return its results and whether no involuntary context switch fell into the calls."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    seconds = [run() for _ in range(runs)]
+    return {"seconds": seconds, "clean": resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == before}
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -550,7 +558,7 @@ def serve(name: str) -> None:
                 ready[request.case] = make(adapter, request.case)
                 gc.collect()
                 gc.freeze()
-            answer = {"seconds": [ready[request.case]() for _ in range(request.runs)]}
+            answer = turn_of(ready[request.case], request.runs)
         except Exception as why:
             answer = {"absent": str(why) if isinstance(why, Absent) else f"{type(why).__name__}: {why}"}
         print(json.dumps(answer), file=out, flush=True)

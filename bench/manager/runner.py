@@ -23,8 +23,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from pagedkv.bench.clock import settled
 from pagedkv.bench.manager import frame_pool, peers
-from pagedkv.bench.manager.peers import BATCH, BLOCK, GROWTH, PAGES, POOL, ROW, timed
+from pagedkv.bench.manager.peers import BATCH, BLOCK, GROWTH, PAGES, POOL, ROW, timed, turn_of
 from pagedkv.bench.progress import track
 from pagedkv.core import AddressSpace, Group, MemoryManager
 from pagedkv.errors import InvalidRequest
@@ -60,7 +61,10 @@ class Case:
 
 @dataclass
 class Figure:
-    """The median of one case for one manager, and that of each turn; without a measurement, the reason in `why_not`."""
+    """The median of one case for one manager, and that of each turn; without a measurement, the reason in `why_not`.
+
+    turns: None for a turn with an involuntary context switch, unless too few are `clean`: then all count, and it is 0.
+    """
 
     who: str
     case: str
@@ -71,8 +75,9 @@ class Figure:
     runs: int = 0
     why_not: str = ""
     version: str = ""
-    turns: list[float] = field(default_factory=list, repr=False)
-    samples: list[float] = field(default_factory=list, repr=False)
+    turns: list[float | None] = field(default_factory=list, repr=False)
+    clean: int = 0
+    samples: list[tuple[list[float], bool]] = field(default_factory=list, repr=False)
     took: float = 0.0  # seconds
 
     def add(self, answer: dict[str, Any], case: Case) -> None:
@@ -80,13 +85,21 @@ class Figure:
         self.why_not = answer.get("absent", "")
         self.took += sum(answer.get("seconds", ()))
         found = [seconds / case.work * SCALE[case.unit] for seconds in answer.get("seconds", ())[1:]]
-        self.samples += found
-        self.turns += [round(statistics.median(found), 4)] if found else []
+        self.samples += [(found, answer.get("clean", True))] if found else []
 
     def settle(self) -> None:
-        """Compute median and best of the samples."""
+        """Compute median and best of the samples of the turns that count."""
         if self.samples:
-            self.median, self.best, self.runs = statistics.median(self.samples), min(self.samples), len(self.samples)
+            timing = settled([(statistics.median(runs), is_clean) for runs, is_clean in self.samples])
+            counted = [
+                value
+                for (runs, _), turn in zip(self.samples, timing.turns, strict=True)
+                if turn is not None
+                for value in runs
+            ]
+            self.median, self.best, self.clean = statistics.median(counted), min(counted), timing.clean
+            self.runs = sum(len(runs) for runs, _ in self.samples)
+            self.turns = [None if turn is None else round(turn, 4) for turn in timing.turns]
 
     def row(self) -> dict[str, Any]:
         """Return the figure as JSON keeps it."""
@@ -351,6 +364,6 @@ def _turn(
     managers: list[tuple[Peer | None, Figure]] = [(None, ours), *theirs]
     for peer, figure in lots.sample(managers, len(managers)):
         if peer is None:
-            figure.add({"seconds": [run() for _ in range(TURN)]}, case)
+            figure.add(turn_of(run, TURN), case)
         elif not figure.why_not and figure.took < PATIENCE:
             figure.add(peer.ask(case), case)

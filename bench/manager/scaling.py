@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pagedkv.bench.clock import by_lot
-from pagedkv.bench.manager.peers import BLOCK
+from pagedkv.bench.manager.peers import BLOCK, turn_of
 from pagedkv.bench.manager.runner import OURS, TURN, Case, Figure, decode, full_pool
 from pagedkv.core import MemoryManager
 
@@ -56,9 +56,9 @@ def measure(rounds: int, points: tuple[Point, ...] = POINTS) -> dict[Point, Figu
     figures = {point: Figure(OURS, case.name, case.unit) for point, case in cases.items()}
     for number, order in enumerate(by_lot(points, rounds, "manager against size")):
         for point in order:
-            seconds = [runs[point]() for _ in range(TURN)]
+            answer = turn_of(runs[point], TURN)
             if number:
-                figures[point].add({"seconds": seconds}, cases[point])
+                figures[point].add(answer, cases[point])
     for figure in figures.values():
         figure.settle()
     return figures

@@ -14,12 +14,12 @@ heads of 64). A figure is the median over turns. The ratio of two variants is th
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import truediv
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from pagedkv import write_kv
-from pagedkv.bench.clock import by_lot
+from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, ratios, settled, watched
 from pagedkv.bench.generate.models import recall_questions
 from pagedkv.bench.progress import track
 from pagedkv.checkpoint import BUNDLED
@@ -49,6 +49,8 @@ MUSTS: Final = {
 """(case, shape, variant): how many times as fast pages must be."""
 
 Row = dict[str, Any]
+Taken = tuple[float, bool]
+"""Seconds, and whether they were clean."""
 
 
 def model_of(seed: int = 0) -> Any:
@@ -84,30 +86,25 @@ def filled(variant: str, model: Any, pools: dict[str, Pool], batch: int, context
     return cache
 
 
-def decode(variant: str, model: Any, pools: dict[str, Pool], shape: tuple[int, int]) -> float:
+def decode(variant: str, model: Any, pools: dict[str, Pool], shape: tuple[int, int]) -> Taken:
     """Return the seconds in which generate() makes STEPS tokens."""
     batch, context = shape
     cache = filled(variant, model, pools, batch, context)
     ids = torch.randint(0, 32_000, (batch, context + 1))
-    began = time.perf_counter()
-    found = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=STEPS, do_sample=False
-    )
-    seconds = time.perf_counter() - began
+    given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": STEPS}
+    found, seconds, is_clean = watched(lambda: model.generate(input_ids=ids, do_sample=False, **given))
     assert found.shape[1] == context + 1 + STEPS
     if isinstance(cache, PagedCache):
         cache.close()
-    return seconds
+    return seconds, is_clean
 
 
-def first_token(variant: str, model: Any, pools: dict[str, Pool], ids: torch.Tensor) -> float:
+def first_token(variant: str, model: Any, pools: dict[str, Pool], ids: torch.Tensor) -> Taken:
     """Return the seconds to the first token of a prompt."""
     options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     if variant not in pools:
         options["past_key_values"] = transformers.DynamicCache(config=model.config)
-    began = time.perf_counter()
-    model.generate(input_ids=ids, **options)
-    return time.perf_counter() - began
+    return on_this_cpu(lambda: model.generate(input_ids=ids, **options))
 
 
 @contextmanager
@@ -136,7 +133,7 @@ def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row
         for context in sorted({context for batch, context in shapes if batch == 1}):
             shape, ids = (1, context), torch.randint(0, 32_000, (1, context))
 
-            def fresh(variant: str, ids: torch.Tensor = ids) -> float:
+            def fresh(variant: str, ids: torch.Tensor = ids) -> Taken:
                 return first_token(variant, model, pools, ids.roll(int(time.perf_counter_ns() % 997) + 1, 1))
 
             times = in_turns(("DynamicCache", "pages"), turns, fresh)
@@ -147,34 +144,30 @@ def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row
     report_memory(report, shapes[0])
 
 
-def in_turns(variants: Iterable[str], turns: int, run: Callable[[str], float]) -> dict[str, list[float]]:
-    """Return the seconds of each variant in each turn, after one turn that does not count."""
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    for order in by_lot(times, turns, "transformers"):
+def in_turns(variants: Iterable[str], turns: int, run: Callable[[str], Taken]) -> dict[str, Timing]:
+    """Return the timing of each variant, after one turn that does not count."""
+    measured = Turns(variants, turns, "transformers")
+    for order in measured:
         for variant in order:
-            times[variant].append(run(variant))
-    return {variant: seconds[1:] for variant, seconds in times.items()}
+            measured.add(variant, *run(variant))
+    return measured.timings()
 
 
 def report_times(
     report: Callable[[Row], None],
     case: str,
     shape: tuple[int, int],
-    times: dict[str, list[float]],
+    times: dict[str, Timing],
     figure: Callable[[float], float],
     unit: str,
 ) -> None:
     """Report a row for each variant: its median, and how many times as fast as it pages are."""
-    for variant, seconds in times.items():
-        ratios = [theirs / ours for theirs, ours in zip(seconds, times["pages"], strict=True)]
-        report(
-            {
-                "case": case, "batch": shape[0], "context": shape[1], "variant": variant, "unit": unit,
-                "median": figure(statistics.median(seconds)), "worst": figure(max(seconds)),
-                "best": figure(min(seconds)), "pages_over_this": statistics.median(ratios), "ratios": ratios,
-                "must": MUSTS.get((case, shape, variant)),
-            }
-        )  # fmt: skip
+    for variant, timing in times.items():
+        row = {"case": case, "batch": shape[0], "context": shape[1], "variant": variant, "unit": unit}
+        row |= timing.fields(figure)
+        row["pages_over_this"] = compare(timing, times["pages"], truediv)
+        row |= {"ratios": ratios(timing, times["pages"], truediv), "must": MUSTS.get((case, shape, variant))}
+        report(row)
 
 
 def report_prefix(report: Callable[[Row], None], model: Any, pools: dict[str, Pool], turns: int) -> None:
@@ -185,14 +178,10 @@ def report_prefix(report: Callable[[Row], None], model: Any, pools: dict[str, Po
         missed.append(first_token("pages", model, pools, ids))
         ids[:, -1] += 1
         found.append(first_token("pages", model, pools, ids))
-    ratio = statistics.median(hit / miss for hit, miss in zip(found[1:], missed[1:], strict=True))
-    report(
-        {
-            "case": "prefix", "batch": 1, "context": 2000, "variant": "pages", "unit": "s",
-            "median": statistics.median(found[1:]), "unknown": statistics.median(missed[1:]), "hit_over_miss": ratio,
-            "must": 0.2,
-        }
-    )  # fmt: skip
+    hit, miss = settled(found[1:]), settled(missed[1:])
+    row = {"case": "prefix", "batch": 1, "context": 2000, "variant": "pages", "unit": "s"}
+    row |= hit.fields(lambda seconds: seconds) | {"unknown": miss.seconds, "hit_over_miss": compare(hit, miss, truediv)}
+    report(row | {"ratios": ratios(hit, miss, truediv), "must": 0.2})
 
 
 def report_quality(report: Callable[[Row], None], model: Any) -> None:

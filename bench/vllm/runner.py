@@ -14,15 +14,16 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any, Final
 
-from pagedkv.bench.clock import by_lot
+from pagedkv.bench.clock import Timing, Turns, compare, ratios, switches_below, watched
 
 Row = dict[str, Any]
 SHAPES: Final = ((1, 4096), (8, 4096), (1, 16384), (8, 16384))
@@ -92,14 +93,15 @@ def _prompts(batch: int, context: int, turn: int) -> list[list[int]]:
     return [[3 + (turn * 31 + row * 7 + at) % 1000 for at in range(context)] for row in range(batch)]
 
 
-def _in_turns(ours: mmap.mmap, turns: int, run: Callable[[int], float]) -> dict[str, list[float]]:
-    """Return the figures of both; the order is drawn anew in each turn. The first turn does not count."""
-    found: dict[str, list[float]] = {"vLLM": [], "pagedkv": []}
-    for turn, order in enumerate(by_lot(found, turns, "vllm")):
+def _in_turns(ours: mmap.mmap, turns: int, run: Callable[[int], float]) -> dict[str, Timing]:
+    """Return the timings of both; the order is drawn anew in each turn. The first turn does not count."""
+    measured = Turns(("vLLM", "pagedkv"), turns, "vllm")
+    for turn, order in enumerate(measured):
         for name in order:
             ours[0] = name == "pagedkv"
-            found[name].append(run(turn))
-    return {name: values[1:] for name, values in found.items()}
+            figure, _, is_clean = watched(partial(run, turn), switches_below)  # the engine is another process
+            measured.add(name, figure, is_clean)
+    return measured.timings()
 
 
 def _report_decode(
@@ -123,16 +125,12 @@ def _report(
     case: str,
     shape: tuple[int, int],
     unit: str,
-    times: dict[str, list[float]],
+    times: dict[str, Timing],
     report: Callable[[Row], None],
     must: float | None,
 ) -> None:
-    ratios = [theirs / own for theirs, own in zip(times["vLLM"], times["pagedkv"], strict=True)]
-    for name, values in times.items():
-        report(
-            {
-                "case": case, "batch": shape[0], "context": shape[1], "variant": name, "unit": unit,
-                "median": statistics.median(values), "best": min(values), "worst": max(values),
-                "times_as_fast": statistics.median(ratios), "ratios": ratios, "must": must,
-            }
-        )  # fmt: skip
+    theirs, ours = times["vLLM"], times["pagedkv"]
+    beside = {"times_as_fast": compare(theirs, ours, truediv), "ratios": ratios(theirs, ours, truediv), "must": must}
+    for name, timing in times.items():
+        row = {"case": case, "batch": shape[0], "context": shape[1], "variant": name, "unit": unit}
+        report(row | timing.fields(lambda figure: figure) | beside)

@@ -1,0 +1,59 @@
+"""The rules by which a repetition counts: switches to other processes, a slow clock, and the fields of a row."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pagedkv.bench import clock
+
+
+def test_a_switch_disturbs_a_short_repetition_and_not_a_long_one(monkeypatch):
+    readings = iter([0, 1, 0, 1])
+    times = iter([0.0, 0.05, 0.0, 0.2])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
+    assert clock.watched(lambda: "made", lambda: next(readings)) == ("made", 0.05, False)
+    assert clock.watched(lambda: "made", lambda: next(readings)) == ("made", 0.2, True)
+
+
+def test_a_turn_with_a_slow_clock_counts_for_no_variant(monkeypatch):
+    spins = iter([9.0, 1.0, 1.1, 1.4, 1.0])  # of the warm-up, which does not count, then of four turns
+    monkeypatch.setattr(clock, "spin", lambda: next(spins))
+    turns = clock.Turns("ab", 4)
+    for number, order in enumerate(turns):
+        for name in order:
+            turns.add(name, number * (1.0 if name == "a" else 10.0), is_clean=(name, number) != ("b", 1))
+    timings = turns.timings()
+    assert timings["a"].turns == (1.0, 2.0, None, 4.0)
+    assert timings["b"].turns == (None, 20.0, None, 40.0)
+    assert clock.ratios(timings["b"], timings["a"], lambda b, a: b / a) == [10.0, 10.0]
+
+
+def test_a_row_keeps_each_turn_as_its_figure_and_null_for_a_disturbed_one():
+    timing = clock.settled([(0.1, True), (0.4, True), (9.0, False), (0.2, True)])
+    assert timing.fields(lambda seconds: 1 / seconds) == {
+        "median": 5.0, "best": 10.0, "worst": 2.5, "turns": [10.0, 2.5, None, 5.0], "clean": 3,
+    }  # fmt: skip
+    disturbed = clock.settled([(0.1, False), (0.4, True), (0.3, False), (0.2, False)])
+    assert disturbed.fields(lambda seconds: seconds) == {
+        "median": 0.25, "best": 0.1, "worst": 0.4, "turns": [0.1, 0.4, 0.3, 0.2], "clean": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="there is no /proc")
+def test_the_switches_of_a_process_below_are_counted():
+    """Two processes share one core, so each is switched from: one of them is our child's child."""
+    core = min(os.sched_getaffinity(0))
+    busy = f"import os; os.sched_setaffinity(0, [{core}]); os.fork()\nwhile True: pass"
+    before = clock.switches_below()
+    with subprocess.Popen([sys.executable, "-c", busy], start_new_session=True) as process:
+        deadline = time.monotonic() + 30
+        while (found := clock.switches_below()) < before + 10 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert found >= before + 10
