@@ -1,4 +1,4 @@
-"""A progress bar on a terminal's stderr, for runs of more than two seconds. It does nothing while a variant is timed.
+"""A progress bar on a terminal's stderr, from the first step of a loop on. It does nothing while a variant is timed.
 
 rich draws a bar from a thread of its own, which would disturb a timing. Here the bar is drawn only between the steps of
 a loop, and at most ten times a second.
@@ -6,6 +6,7 @@ a loop, and at most ten times a second.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeVar
@@ -14,8 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 T = TypeVar("T")
-PATIENCE: Final = 1.0
-"""Seconds of a loop without a bar."""
 INTERVAL: Final = 0.1
 """Seconds from one drawing to the next."""
 
@@ -26,24 +25,23 @@ _shown: list[Progress] = []
 def track(steps: Sequence[T], text: str) -> Iterator[T]:
     """Yield each of `steps`, and draw how many are done."""
     console = Console(stderr=True)
-    began = drawn = time.monotonic()
-    task, owned, progress = None, False, None
+    if not console.is_terminal:
+        yield from steps
+        return
+    owned = not _shown
+    progress = _new(console) if owned else _shown[0]
+    task, drawn = progress.add_task(text, total=len(steps)), -math.inf
     try:
         for done, step in enumerate(steps):
             now = time.monotonic()
-            if task is None and console.is_terminal and (_shown or now - began > PATIENCE):
-                owned = not _shown
-                progress = _shown[0] if _shown else _new(console)
-                task = progress.add_task(text, total=len(steps))
-            if progress and task is not None and now - drawn > INTERVAL:
+            if now - drawn > INTERVAL:
                 progress.update(task, completed=done)
                 progress.refresh()
                 drawn = now
             yield step
     finally:
-        if progress and task is not None:
-            progress.remove_task(task)
-        if progress and owned:
+        progress.remove_task(task)
+        if owned:
             progress.stop()
             _shown.remove(progress)
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagedkv import debug
+from pagedkv.bench.progress import track
 from pagedkv.cache import PagedKVCache
 from pagedkv.checkpoint import BUNDLED, records
 from pagedkv.checkpoint.tokenizer import Tokenizer
@@ -64,7 +65,9 @@ def write_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> Non
         shapes |= {f"{attention}.{name}_proj.weight": (kv, wide) for name in "kv"}
         shapes |= {f"{mlp}.{name}_proj.weight": (c["intermediate_size"], wide) for name in ("gate", "up")}
         shapes[f"{mlp}.down_proj.weight"] = (wide, c["intermediate_size"])
-    tensors = {name: torch.randn(shape, generator=lots).mul_(0.05).bfloat16() for name, shape in shapes.items()}
+    tensors = {
+        name: torch.randn(shapes[name], generator=lots).mul_(0.05).bfloat16() for name in track(list(shapes), "weights")
+    }
     norms = {"model.norm.weight": wide}
     for i in range(c["num_hidden_layers"]):
         norms |= {f"model.layers.{i}.{name}_layernorm.weight": wide for name in ("input", "post_attention")}

@@ -92,13 +92,16 @@ def test_a_benchmark_that_does_not_fit_or_lacks_its_host_is_left_out_in_one_line
 
 def test_a_bar_is_drawn_on_a_terminal_only_between_steps(monkeypatch, capsys):
     assert list(progress.track([1, 2], "turns")) == [1, 2]
-    monkeypatch.setattr(progress, "PATIENCE", -1.0)
     monkeypatch.setattr(progress, "INTERVAL", -1.0)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(progress, "Console", lambda **_: Console(stderr=True, force_terminal=True))
     pairs = [(outer, inner) for outer in progress.track("ab", "outer") for inner in progress.track([1, 2], "inner")]
     assert len(pairs) == 4
     drawn = capsys.readouterr().err
+    steps = progress.track(["a step of 15 seconds"], "prefill")
+    next(steps)
+    assert "prefill" in capsys.readouterr().err  # before the step, not after it
+    steps.close()
     assert "outer" in drawn
     assert "inner" in drawn
     assert not progress._shown
@@ -126,15 +129,19 @@ def test_ctrl_c_leaves_whole_rows_and_status_130(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["manager", "attention", "fragmentation", "bandwidth", "all"])
+@pytest.mark.parametrize(
+    "name", ["manager", "attention", "fragmentation", "bandwidth", "generate", "transformers", "vllm", "tiers", "all"]
+)
 def test_ctrl_c_ends_every_benchmark_with_status_130_and_whole_rows(name, tmp_path):
     """A few seconds are enough to import torch; no benchmark ends so soon."""
+    if why := run.why_not(name, is_quick=False):
+        pytest.skip(why)
     kept = tmp_path / "rows.jsonl"
-    run = child(name, "--record", str(kept), cwd="/proc")
+    process = child(name, "--record", str(kept), cwd="/proc")
     time.sleep(8)
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
-    assert run.returncode == 130, err
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
     assert "Traceback" not in err
     assert all(json.loads(line) for line in (kept.read_text().splitlines() if kept.exists() else ()))
 
