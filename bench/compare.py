@@ -20,9 +20,12 @@ from pagedkv.bench.figures import Figure, figures
 DRAWS: Final = 2000
 INSIDE: Final = 0.95
 LEAST: Final = 3
-"""Turns on each side for an interval; with fewer, and for disturbed figures, a ratio is shown and not judged."""
+"""Turns on each side for an interval; with fewer, and for disturbed figures, a ratio is shown and not judged.
+
+A figure that is counted and not timed needs no turns: its interval is its ratio.
+"""
 OURS: Final = ("pagedkv", "pages")
-IN_TIMES: Final = ("of its bound", "of an unknown prompt")
+IN_TIMES: Final = ("of its bound", "of an unknown prompt", "of computing it", "of a step alone")
 """Ratios whose smaller values are better."""
 
 
@@ -34,6 +37,7 @@ class Sample:
     name: str
     good: float
     turns: tuple[float, ...]
+    is_exact: bool
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def relative(found: Iterable[Figure]) -> dict[tuple[str, ...], Sample]:
         one = ours.get((peer.bench, peer.key))
         if one and peer is not one and peer.median:
             pairs = zip(peer.turns, one.turns, strict=False)
-            turns = tuple(own / theirs for theirs, own in pairs if theirs and own)
+            turns = tuple(own / theirs for theirs, own in pairs if theirs and own and not peer.is_disturbed)
             key = (peer.bench, peer.key, f"over {peer.variant}")
             samples[key] = _sample(
                 one, f"over {peer.variant}", one.median / peer.median, turns, one.is_better_if_larger
@@ -99,13 +103,15 @@ def _sample(one: Figure, against: str, value: float, turns: tuple[float, ...], i
     turns = () if one.is_disturbed else turns
     name = ", ".join(filter(None, (one.case, one.axes, one.variant, against)))
     if is_larger:
-        return Sample(one.bench, name, value, turns)
-    return Sample(one.bench, name, 1 / value, tuple(1 / turn for turn in turns))
+        return Sample(one.bench, name, value, turns, one.is_exact)
+    return Sample(one.bench, name, 1 / value, tuple(1 / turn for turn in turns), one.is_exact)
 
 
 def _change(before: Sample, after: Sample, lots: np.random.Generator) -> Change:
-    low, high = interval(before.turns, after.turns, lots)
-    return Change(before.bench, before.name, after.good / before.good, low, high)
+    ratio = after.good / before.good
+    is_exact = before.is_exact and after.is_exact
+    low, high = (ratio, ratio) if is_exact else interval(before.turns, after.turns, lots)
+    return Change(before.bench, before.name, ratio, low, high)
 
 
 def interval(

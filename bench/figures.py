@@ -11,12 +11,15 @@ from pagedkv.bench.rows import cell_of
 Row = dict[str, Any]
 RATIOS: Final = {
     "over_bound": "of its bound", "times_as_fast": "× vLLM", "pages_over_this": "pages × this",
-    "hit_over_miss": "of an unknown prompt", "efficiency": "of its ceiling", "ratio": "ratio",
+    "hit_over_miss": "of an unknown prompt", "efficiency": "of its ceiling", "of_bare": "of the bare transfer",
+    "of_computing": "of computing it", "of_alone": "of a step alone", "ratio": "ratio",
 }  # fmt: skip
 """The field of a row that holds its ratio, and the ratio in words."""
 NOT_AXES: Final = ("bench", "case", "variant", "who", "unit")
 LARGER_IS_BETTER: Final = ("/s", "of 100", "hit", "%")
 """Ends of units whose larger values are better; all other units are times, bytes and errors."""
+COUNTED: Final = ("fragmentation",)
+"""Benchmarks that count: a row of theirs without turns is the same in each run."""
 ATTENTION: Final = {"of_ceiling": "of a bare read", "of_torch.mm": "of torch.mm"}
 
 
@@ -27,6 +30,7 @@ class Figure:
     key:    the cell as a text that is the same in all runs.
     case:   the case in words; `axes` are the rest of the cell, in words.
     turns:  the figure of each turn; None for a disturbed one; () where the row does not say.
+    is_exact: the figure is counted, not timed, so that two runs of one program give the same.
     is_disturbed: the row says that too few of the turns were clean; the figure judges no promise and no comparison.
     ratio:  the figure over that of a bound or a peer of its own run, `against` in words; `ratios` are those of the
             turns.
@@ -47,6 +51,7 @@ class Figure:
     against: str = ""
     must: float | None = None
     is_disturbed: bool = False
+    is_exact: bool = False
 
     @property
     def is_better_if_larger(self) -> bool:
@@ -70,7 +75,7 @@ def _of(row: Row) -> Iterator[Figure]:
         row["bench"], cell_of(row), row["case"], axes, variant, unit, row["median"],
         row.get("best"), row.get("worst"), tuple(row.get("turns", ())),
         row.get(field), tuple(row.get("ratios", ())), RATIOS.get(field, ""), row.get("must") or row.get("limit"),
-        row.get("clean") == 0,
+        row.get("clean") == 0, row["bench"] in COUNTED and "turns" not in row,
     )  # fmt: skip
 
 

@@ -114,6 +114,7 @@ def _fragmentation(rows: list[Row]) -> Headline | None:
 
 def _bandwidth(rows: list[Row]) -> Headline | None:
     found = [row for row in rows if row.get("case") == "gather_kv" and row["kv"] == "bfloat16" and row["clean"]]
+    found = [row for row in found if "order" not in row]  # frames in random order
     most = max((row["threads"] for row in found), default=0)
     share = {row["variant"]: row["efficiency"] for row in found if row["threads"] == most}
     if "pagedkv" not in share:
@@ -183,6 +184,28 @@ def _vllm(rows: list[Row]) -> Headline | None:
     return Headline("vllm", question, f"{ours['times_as_fast']:.1f} ×", times, ours, drawn)
 
 
+def _tiers(rows: list[Row]) -> Headline | None:
+    found = [row for row in rows if row.get("case") == "first token"]
+    most = max((row["context"] for row in found), default=0)
+    by_place = {row["variant"]: row for row in found if row["context"] == most}
+    ours, computed = by_place.get("pagedkv, host"), by_place.get("computed")
+    if ours is None or computed is None:
+        return None
+    names = {"pagedkv, host": "from host memory", "pagedkv, disk": "from a disk", "computed": "computed"}
+    seconds = {place: by_place[place]["median"] for place in names if place in by_place}
+    beside = [f"{100 * row['of_computing']:.1f} % from a disk" for row in [by_place.get("pagedkv, disk")] if row]
+    beside.append(f"100 % is {figure(computed['median'])} s")
+    question = (
+        f"Of the time to compute a prompt of {most:,} tokens, how much does it take to fetch it from host memory?"
+    )
+    drawn = tuple(
+        Bar(names[place], value, "peer" if place == "computed" else "ours",
+            f"A first token after {most:,} tokens, by their place: less is better", label=f"{figure(value)} s")
+        for place, value in seconds.items()
+    )  # fmt: skip
+    return Headline("tiers", question, f"{100 * ours['of_computing']:.1f} %", tuple(beside), ours, drawn)
+
+
 def _largest(rows: Iterable[Row]) -> list[Row]:
     """Return the rows of the shape with the most tokens."""
     kept = list(rows)
@@ -192,5 +215,5 @@ def _largest(rows: Iterable[Row]) -> list[Row]:
 
 MAKERS: Final = {
     "manager": _manager, "attention": _attention, "fragmentation": _fragmentation, "bandwidth": _bandwidth,
-    "generate": _generate, "transformers": _transformers, "vllm": _vllm,
+    "generate": _generate, "transformers": _transformers, "vllm": _vllm, "tiers": _tiers,
 }  # fmt: skip

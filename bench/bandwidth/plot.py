@@ -88,7 +88,7 @@ def shape_of(row: Row) -> str:
         size = f"{row['frame_KiB'] >> 10} MiB" if row["frame_KiB"] >= 1024 else f"{row['frame_KiB']} KiB"
         return f"frames of {size}, {row['order']}"
     if row["case"] in ("write_kv", "gather_kv"):
-        return f"KV in {row['kv']}"
+        return f"KV in {row['kv']}" + (f", frames {row['order']}" if "order" in row else "")
     return f"{row['MiB']} MiB" if "MiB" in row else row.get("direction", "")
 
 

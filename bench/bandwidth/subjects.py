@@ -36,6 +36,8 @@ MOST_OF_REFERENCE: Final = 4096
 WIDE: Final = 4096
 LINEAR: Final = {"norm_linear": 6144, "linear_add": 4096, "norm_gate_up": 28672}
 """operation: rows of its weights; they have WIDE columns, as in Llama 3 8B."""
+ORDERS: Final = ("random", "in order")
+"""Of frames."""
 INTEGER_ROWS: Final = 8192
 COLD: Final = 128 << 20
 """Bytes of weights of which each repetition takes another part."""
@@ -117,9 +119,14 @@ def _named(kernel: str) -> str:
 
 
 def gathers(kinds: Iterable[str], memory: Memory) -> Iterator[Subject]:
-    """Yield `gather_kv` of sequences of 4,096 tokens into bfloat16. kinds: dtypes of the stored KV."""
-    for kv in kinds:
-        cell = replace(BASE, kv="" if kv == "bfloat16" else kv, batch=4)
+    """Yield `gather_kv` of sequences of 4,096 tokens into bfloat16. kinds: dtypes of the stored KV.
+
+    The frames of a sequence lie in random order, or one after the other.
+    """
+    for kv, order in itertools.product(kinds, ORDERS):
+        cell = replace(
+            BASE, kv="" if kv == "bfloat16" else kv, batch=4, pages="permuted" if order == "random" else order
+        )
         if Pool.bytes_of(cell) > len(memory.bytes):
             continue
         pool, tokens = Pool(cell, memory.bytes), sum(cell.lens())
@@ -128,6 +135,7 @@ def gathers(kinds: Iterable[str], memory: Memory) -> Iterator[Subject]:
         variants: dict[str, Step | str] = {"pagedkv": _gather(pool, out)}
         variants["torch"] = "its indexing does not dequantise" if cell.kv else _indexed(pool, out)
         axes = {"batch": cell.batch, "context": cell.context, "kv": kv}
+        axes |= {} if order == "random" else {"order": order}
         yield Subject("gather_kv", axes, num_bytes, "copy", variants)
 
 
@@ -153,7 +161,7 @@ def _indexed(pool: Pool, out: tuple[torch.Tensor, ...]) -> Step:
 
 def copies(sizes: Iterable[int], memory: Memory) -> Iterator[Subject]:
     """Yield `copy_frames` of half a window. sizes: bytes of a frame."""
-    for size, order in itertools.product(sizes, ("random", "in order")):
+    for size, order in itertools.product(sizes, ORDERS):
         variants: dict[str, Step | str] = {
             "pagedkv": _copy(memory, size, order),
             "torch": _copy(memory, size, order, by_torch=True),
@@ -169,7 +177,8 @@ def _copy(memory: Memory, size: int, order: str, *, by_torch: bool = False) -> S
     def prepare() -> Callable[[], object]:
         sources, targets = _order(half, count, order), half + _order(half, count, order)
         if by_torch:
-            return lambda: frames.index_copy_(0, targets, frames[sources])
+            words = frames.view(torch.int64)  # bytes would be copied one by one
+            return lambda: words.index_copy_(0, targets, words[sources])
         pairs = torch.stack([sources, targets], 1).int()
         return lambda: copy_frames(frames, pairs)
 

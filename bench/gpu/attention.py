@@ -16,7 +16,10 @@ This file knows the public call; cells.py defines a cell.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -271,6 +274,7 @@ class Asked:
     peers:    measure the peers, too.
     out:      the files to append rows to; () for the one in bench/results.
     plot:     the file of the picture; None for a picture beside each file of rows.
+    as_json:  print all rows as one list at the end, and nothing else on stdout.
     """
 
     backends: list[str]
@@ -279,14 +283,22 @@ class Asked:
     peers: bool = True
     out: tuple[Path, ...] = ()
     plot: Path | None = None
+    as_json: bool = False
 
 
 def run(asked: Asked) -> None:
-    """Measure group by group; after each group, print, append its rows and draw all rows so far.
+    """Measure group by group; after each group, print, append its rows and draw all rows so far. Print JSON at the end.
 
     Raises: InvalidRequest if torch finds no GPU.
     """
     require_gpu()
+    with contextlib.redirect_stdout(sys.stderr) if asked.as_json else contextlib.nullcontext():
+        rows = _measured(asked)
+    if asked.as_json:
+        print(json.dumps(rows))
+
+
+def _measured(asked: Asked) -> list[dict[str, Any]]:
     about, every, kept = provenance(), [], asked.out or of_checkout()
     for group in QUICK if asked.quick else GROUPS:
         began = time.monotonic()
@@ -303,6 +315,7 @@ def run(asked: Asked) -> None:
             draw(every, picture)
     print("", *promises(every, asked.backends, about["gpu"]), sep="\n", flush=True)
     print(*screen_lines(every, asked.backends), sep="\n", flush=True)
+    return every
 
 
 def of_checkout() -> tuple[Path, ...]:

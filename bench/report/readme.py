@@ -14,11 +14,16 @@ from pagedkv.bench.bandwidth.words import text as words_of_bandwidth
 from pagedkv.bench.chart import bars, stacked
 from pagedkv.bench.headlines import Headline, headlines
 from pagedkv.bench.report.page import charts_of
+from pagedkv.bench.tiers.words import text as words_of_tiers
 
 BEGIN: Final = "<!-- figures: made by `make bench-readme` from bench/results -->"
 END: Final = "<!-- /figures -->"
 CHARTS: Final = Path("docs/img/bench")
-BANDWIDTH: Final = Path("docs/explanation/bandwidth.md")
+PAGES: Final = {
+    "bandwidth": (Path("docs/explanation/bandwidth.md"), words_of_bandwidth),
+    "tiers": (Path("docs/how-to/tiers.md"), words_of_tiers),
+}
+"""Benchmark: the page of the manual with its figures, and the function that words them."""
 TITLE: Final = "pagedkv beside its peers"
 
 
@@ -28,8 +33,9 @@ def written(root: Path) -> dict[Path, str]:
     lines = headlines(row for some in found.values() for row in some)
     texts = {root / CHARTS / f"{name}.svg": stacked(charts) for name, charts in _charts(found)}
     texts[root / CHARTS / "field.svg"] = stacked([bars(TITLE, _drawn(lines), is_scaled_by_group=True)])
-    if "bandwidth" in found:
-        texts[root / BANDWIDTH] = _filled(root / BANDWIDTH, words_of_bandwidth(found["bandwidth"]))
+    for name, (page, words_of) in PAGES.items():
+        if name in found:
+            texts[root / page] = _filled(root / page, words_of(found[name]))
     return texts | {root / "README.md": _filled(root / "README.md", _table(lines))}
 
 

@@ -8,14 +8,14 @@ from typing import Final
 
 @dataclass(frozen=True)
 class About:
-    """The words about a benchmark; each field but the title is a sentence or two."""
+    """The words about a benchmark; each field is a sentence or two, but for the title and the page of `docs`."""
 
     title: str
     measured: str
     matters: str
     method: str
     limits: str
-    page: str = ""
+    page: str
 
 
 ABOUT: Final = {
@@ -26,7 +26,7 @@ ABOUT: Final = {
         "Every manager does the same work on its own data structures, in a process of its own. Cases and managers take "
         "turns in an order drawn anew; the first of four runs in a turn, with cold caches, does not count.",
         "Tensors and models take no part. A peer's garbage collection counts only where it falls into a step.",
-        "measuring-the-manager",
+        "explanation/measuring-the-manager",
     ),
     "attention": About(
         "Attention on a CPU",
@@ -35,7 +35,7 @@ ABOUT: Final = {
         "All variants and the bare read of the same frames take turns, over pools larger than the caches. A "
         "repetition with an involuntary context switch does not count. A share is the median over turns.",
         "One layer, random values, two threads at most. Below 8 bit, arithmetic rather than memory is the bound.",
-        "measuring-attention",
+        "explanation/measuring-attention",
     ),
     "fragmentation": About(
         "Fragmentation",
@@ -44,7 +44,7 @@ ABOUT: Final = {
         "Every allocator serves the same requests with the same memory, a token a step. Ours is the live manager; the "
         "others are written anew from their published policies. Lengths come from published figures.",
         "The time of a step is not modelled. Prompts share no prefix. Only a copy in pieces is timed.",
-        "fragmentation",
+        "explanation/fragmentation",
     ),
     "bandwidth": About(
         "Bandwidth",
@@ -54,7 +54,7 @@ ABOUT: Final = {
         "move over time × ceiling. A repetition in which memory changes its state does not count.",
         "A ceiling is that of one access pattern: an operation with a better one exceeds it. Below 8 bit, arithmetic "
         "rather than memory is the bound.",
-        "bandwidth",
+        "explanation/bandwidth",
     ),
     "generate": About(
         "The reference engine",
@@ -63,7 +63,7 @@ ABOUT: Final = {
         "The bound is the time in which a bare read gives the bytes of weights, K and V; it is measured before and "
         "after each variant. Engine and transformers take turns in an order drawn anew.",
         "Random weights take as long as trained ones. Text does not. transformers runs with its own generate().",
-        "engine-speed",
+        "explanation/engine-speed",
     ),
     "transformers": About(
         "Inside transformers",
@@ -71,6 +71,7 @@ ABOUT: Final = {
         "Users of Hugging Face transformers: patch(model) is the only line that differs.",
         "A Llama of 100 million parameters; the caches take turns in an order drawn anew, on random K and V.",
         "The shorter the context, the more of a step are the linear layers, which are the same for all caches.",
+        "start/transformers",
     ),
     "vllm": About(
         "Inside vLLM",
@@ -78,12 +79,17 @@ ABOUT: Final = {
         "Users of vLLM on CPUs: PAGEDKV_VLLM=1 is the only thing that differs.",
         "One engine serves both; a switch in shared memory selects the attention, turn by turn.",
         "The model has small linear layers, so a step is mostly attention. In a wider model they take more of it.",
+        "start/vllm",
     ),
     "tiers": About(
         "Tiers",
-        "Frames that move to host memory, to disk and back, verified.",
-        "Everybody whose working set is larger than the pool.",
-        "Bytes per second of each tier beside a bare copy in the same turns.",
-        "One process, one disk.",
+        "Frames that move to host memory, to a disk and back; a first token by the place of its prefix; and decode "
+        "steps beside such transfers.",
+        "Everybody whose prompts have more known pages than the pool holds: a tier saves their prefill.",
+        "A tier and a bare transfer of the same bytes take turns: memcpy of one thread, or direct reads and writes of "
+        "a file. First tokens and steps take turns, too. Each page that a tier loads is verified by its checksum.",
+        "One process and one disk; the system may cache what the disk under a virtual machine holds. Nothing else uses "
+        "the disk meanwhile. Shared stores and other machines take no part.",
+        "how-to/tiers",
     ),
 }

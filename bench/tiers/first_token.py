@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from operator import truediv
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from pagedkv.bench.clock import Step, compare, in_turn
+from pagedkv.bench.clock import Step, compare, in_turn, ratios
 from pagedkv.bench.generate.models import CONFIG, write_checkpoint
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.checkpoint.tokenizer import Tokenizer
@@ -27,9 +28,13 @@ from pagedkv.tiers.host import HostTier
 from pagedkv.tiers.tier import Tier
 
 Row = dict[str, Any]
-MUSTS: Final = {"host": 0.1, "disk": 0.3}
+COMPUTED: Final = "computed"
+POOL, HOST, DISK = (f"pagedkv, {place}" for place in ("pool", "host", "disk"))
+MUSTS: Final = {HOST: 0.1, DISK: 0.3}
 """place: the most time, as a share of that to compute the prompt."""
 CONTEXT: Final = 4096
+LEAST: Final = 2 << 30
+"""Bytes of a tier: these, or room for two prompts."""
 BLOCK: Final = 16
 
 
@@ -42,7 +47,8 @@ def rows(
         checkpoint.mkdir()
         write_checkpoint(checkpoint, config)
         decoder = Decoder.load(checkpoint)
-        host, disk = HostTier("2GiB"), DiskTier(Path(own) / "tier", "2GiB")
+        room = max(LEAST, 2 * context * decoder.config.spec(block_size=BLOCK, dtype="bfloat16").bytes_per_token)
+        host, disk = HostTier(room), DiskTier(Path(own) / "tier", room)
         plain, tiered = _engine(decoder, context), _engine(decoder, context, [host, disk])
         ids = torch.randint(3, config["vocab_size"], (context,)).tolist()
         _first_token(tiered, ids, 0)
@@ -50,10 +56,10 @@ def rows(
         tiered.cache.tiers.close()
     for place, timing in timings.items():
         row: Row = {"case": "first token", "context": context, "variant": place, "unit": "s"}
-        row |= {"median": timing.seconds, "turns": len(timing.turns), "clean": timing.clean}
-        if place != "computed":
-            row["ratio"] = compare(timing, timings["computed"], lambda a, b: a / b)
-            row["must"] = MUSTS.get(place)
+        row |= timing.fields(lambda seconds: seconds)
+        if place != COMPUTED:
+            row["of_computing"] = compare(timing, timings[COMPUTED], truediv)
+            row |= {"ratios": ratios(timing, timings[COMPUTED], truediv), "must": MUSTS.get(place)}
         yield row
 
 
@@ -93,4 +99,4 @@ def _steps(plain: Engine, tiered: Engine, host: HostTier, ids: list[int]) -> dic
         tiered.cache.evict(tiered.cache.num_frames)
         return lambda: _first_token(tiered, ids, known)
 
-    return {"computed": computed, "pool": in_pool, "host": in_host, "disk": on_disk}
+    return {COMPUTED: computed, POOL: in_pool, HOST: in_host, DISK: on_disk}

@@ -7,33 +7,60 @@ decode beside transfers  ms of a step while a tier moves bytes (beside.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+from pagedkv.bench.progress import track
 from pagedkv.bench.tiers import beside, first_token, speed
 from pagedkv.errors import InvalidRequest
 
 Row = dict[str, Any]
 PARTS: Final = ("speed", "first-token", "beside")
+QUICK_SIZES: Final = speed.SIZES[1::2]
+QUICK_CONTEXT: Final = 1024
+TURNS: Final = {"speed": 15, "first-token": 7, "beside": 9}
 
 
-def measure(report: Callable[[Row], None], *, is_quick: bool, folder: Path | None, only: Sequence[str] = ()) -> None:
-    """Measure the parts, and hand each row to `report`.
+@dataclass(frozen=True)
+class Asked:
+    """The choice of a run.
 
     is_quick: two sizes of frames, a prompt of 1,024 tokens instead of 4,096, and fewer repetitions.
-    folder: a folder of the file system for the disk tier; None for the system's folder of temporary files.
-    Raises: InvalidRequest for an unknown part, or a folder that is none
+    folder:   a folder of the file system for the disk tier; None for the system's folder of temporary files.
+    parts:    of PARTS; all if empty.
+    sizes:    bytes of frames, for speed.
+    contexts: tokens of prompts, for first-token.
     """
-    if unknown := [name for name in only if name not in PARTS]:
-        raise InvalidRequest(f"--part {unknown[0]}: there is no such part; there are {', '.join(PARTS)}")
-    if folder is not None and not folder.is_dir():
-        raise InvalidRequest(f"--folder {folder} is no folder; give one on the disk that is to be measured")
-    makers: dict[str, Callable[[], Iterator[Row]]] = {
-        "speed": lambda: speed.rows(folder, 5 if is_quick else 15, speed.SIZES[1::2] if is_quick else speed.SIZES),
-        "first-token": lambda: first_token.rows(folder, 2 if is_quick else 7, 1024 if is_quick else 4096),
-        "beside": lambda: beside.rows(2 if is_quick else 9),
+
+    is_quick: bool = False
+    folder: Path | None = None
+    parts: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest for what cannot be measured, before anything is."""
+        if unknown := [name for name in self.parts if name not in PARTS]:
+            raise InvalidRequest(f"--part {unknown[0]}: there is no such part; there are {', '.join(PARTS)}")
+        if self.folder is not None and not self.folder.is_dir():
+            raise InvalidRequest(f"--folder {self.folder} is no folder; give one on the disk that is to be measured")
+
+
+def measure(report: Callable[[Row], None], asked: Asked) -> None:
+    """Measure the parts, and hand each row to `report`."""
+    sizes = asked.sizes or (QUICK_SIZES if asked.is_quick else speed.SIZES)
+    contexts = asked.contexts or (QUICK_CONTEXT if asked.is_quick else first_token.CONTEXT,)
+    turns = {"speed": 5, "first-token": 2, "beside": 2} if asked.is_quick else TURNS
+    makers: dict[str, Callable[[], Iterable[Row]]] = {
+        "speed": lambda: speed.rows(asked.folder, turns["speed"], sizes),
+        "first-token": lambda: chain.from_iterable(
+            first_token.rows(asked.folder, turns["first-token"], context) for context in contexts
+        ),
+        "beside": lambda: beside.rows(turns["beside"]),
     }
-    for name in only or PARTS:
+    for name in track(asked.parts or PARTS, "parts of tiers"):
         for row in makers[name]():
             report(row)

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from pagedkv.bench.clock import compare, in_turn
+from pagedkv.bench.clock import compare, in_turn, ratios
 from pagedkv.kernels import huge_pages
 from pagedkv.tiers.disk import DiskTier
 from pagedkv.tiers.host import HostTier
@@ -33,9 +34,13 @@ SIZES: Final = (65_536, 262_144, 1_048_576, 1_835_008)
 """Bytes of a frame: 1, 4, 16 and 28 layers with 8 heads of 128, 16 tokens, in bfloat16."""
 MOVED: Final = 256 << 20
 """Bytes that each repetition moves."""
-MUSTS: Final = {("host", False): 0.9, ("host", True): 0.75, ("disk", True): 0.8}
-"""(tier, whether loads are verified): the share of the bare transfer that is promised, from 256 KiB a frame on."""
 THREADS: Final = 2
+OURS: Final = {True: "pagedkv", False: "pagedkv, not verified"}
+"""whether loads are verified: the variant."""
+BARE: Final = {"host": "memcpy, one thread", "disk": f"direct I/O, {THREADS} threads"}
+"""tier: the variant that moves the same bytes without it."""
+MUSTS: Final = {("host", OURS[False]): 0.9, ("host", OURS[True]): 0.75, ("disk", OURS[True]): 0.8}
+"""(tier, variant): the share of the bare transfer that is promised, from 256 KiB a frame on."""
 
 
 def pool_of(size: int, num_frames: int) -> PoolView:
@@ -93,31 +98,27 @@ def _rows_of(size: int, folder: Path | None, repetitions: int, moved: int) -> It
         }
         with _bare_copy(pool) as copy, _bare_file(Path(own) / "bare", pool) as (write, read):
             driven = {name: Driven(tier, num_frames) for name, tier in tiers.items()}
-            steps: dict[tuple[str, bool, str], Callable[[], Callable[[], object]]] = {}
+            steps: dict[tuple[str, str, str], Callable[[], Callable[[], object]]] = {}
             for (kind, verifies), one in driven.items():
                 one.tier.register(pool, bytes(32))
                 one.store()()
-                steps[kind, verifies, "store"] = one.store
-                steps[kind, verifies, "load"] = one.load
-            steps |= {("memcpy", False, "store"): lambda: copy}
-            steps |= {("file", False, "store"): lambda: write, ("file", False, "load"): lambda: read}
+                steps[kind, OURS[verifies], "store"] = one.store
+                steps[kind, OURS[verifies], "load"] = one.load
+            steps["host", BARE["host"], "store"] = lambda: copy
+            steps |= {("disk", BARE["disk"], "store"): lambda: write, ("disk", BARE["disk"], "load"): lambda: read}
             timings = in_turn(steps, repetitions)
+            timings["host", BARE["host"], "load"] = timings["host", BARE["host"], "store"]  # a copy is a copy
         for tier in tiers.values():
             tier.close()
     num_bytes = num_frames * size
-    for (kind, verifies, way), timing in timings.items():
-        bare = timings["memcpy", False, "store"] if kind in ("host", "memcpy") else timings["file", False, way]
-        row: Row = {"case": way, "frame": size, "variant": _name(kind, verifies), "unit": "GB/s"}
-        row |= {"median": num_bytes / timing.seconds / 1e9, "turns": len(timing.turns), "clean": timing.clean}
-        if kind in ("host", "disk"):
-            row["ratio"] = compare(bare, timing, lambda a, b: a / b)
-            row["must"] = MUSTS[kind, verifies] if size >= 262_144 else None
+    for (kind, variant, way), timing in timings.items():
+        row: Row = {"case": way, "frame": size, "tier": kind, "variant": variant, "unit": "GB/s"}
+        row |= timing.fields(lambda seconds: num_bytes / seconds / 1e9)
+        if variant in OURS.values():
+            bare = timings[kind, BARE[kind], way]
+            row |= {"of_bare": compare(bare, timing, truediv), "ratios": ratios(bare, timing, truediv)}
+            row["must"] = MUSTS[kind, variant] if size >= 262_144 else None
         yield row
-
-
-def _name(kind: str, verifies: bool) -> str:
-    names = {"memcpy": "memcpy, one thread", "file": f"direct I/O, {THREADS} threads"}
-    return names.get(kind) or (kind if verifies else f"{kind}, not verified")
 
 
 @contextmanager

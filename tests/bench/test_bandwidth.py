@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedkv.bench.attention import pool
 from pagedkv.bench.attention.cells import Cell
@@ -56,9 +57,34 @@ def test_the_bytes_of_a_decode_are_those_of_its_tokens_one_by_one(kv, shape):
 def test_the_bytes_of_a_gather_are_those_of_its_tokens_and_of_the_result(kv, monkeypatch):
     small = Cell(batch=4, context=48, kv_heads=2, head_dim=64)
     monkeypatch.setattr(subjects, "BASE", small)
-    (subject,) = subjects.gathers([kv], Memory.of(2 * MIB, is_huge=True))
+    found = list(subjects.gathers([kv], Memory.of(2 * MIB, is_huge=True)))
+    assert [subject.axes.get("order") for subject in found] == [None, "in order"]
     result = 2 * 4 * 48 * 2 * 64 * 2
-    assert subject.num_bytes == result + marked(Cell(**{**vars(small), "kv": "" if kv == "bfloat16" else kv}))
+    moved = result + marked(Cell(**{**vars(small), "kv": "" if kv == "bfloat16" else kv}))
+    assert [subject.num_bytes for subject in found] == [moved, moved]
+
+
+def test_frames_in_order_are_gathered_from_neighbours(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(subjects, "BASE", Cell(batch=4, context=48, kv_heads=2, head_dim=64))
+    monkeypatch.setattr(subjects, "gather_kv", lambda layer, batch, out: drawn.append(batch.block_table[0, :3]))
+    for subject in subjects.gathers(["bfloat16"], Memory.of(2 * MIB, is_huge=True)):
+        subject.variants["pagedkv"]()()
+    assert drawn[1].diff().tolist() == [1, 1]
+
+
+def test_the_copy_of_torch_moves_words_as_ours_does_and_no_single_bytes():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add((func.overloadpacket.__name__, args[0].dtype))
+            return func(*args, **kwargs or {})
+
+    seen: set[tuple[str, torch.dtype]] = set()
+    subject = next(iter(subjects.copies([4 * KIB], halves())))
+    run = subject.variants["torch"]()
+    with Seen():
+        run()
+    assert {("index_copy_", torch.int64), ("index", torch.int64)} <= seen
 
 
 def halves() -> Memory:

@@ -129,7 +129,7 @@ def bench_attention(
     axes |= {"block_size": block_size, "context": context, "batch": batch}
     if device == "cuda":
         cpu_only: dict[str, object] = {**axes, "kind": kind, "threads": threads, "part": part != "1/1"}
-        cpu_only |= {"vllm_python": vllm_python, "json": as_json}
+        cpu_only |= {"vllm_python": vllm_python}
         if given := [f"--{name.replace('_', '-')}" for name, value in cpu_only.items() if value]:
             raise typer.BadParameter(
                 f"the cells of a GPU are its own: leave out {', '.join(given)}", param_hint="--device"
@@ -137,7 +137,9 @@ def bench_attention(
         from pagedkv.bench.gpu import attention
 
         names = kernels or ["triton", "cuda", "cuda-pieces"]
-        attention.run(attention.Asked(names, repetitions, not full, out=(record,) if record else (), plot=plot))
+        attention.run(
+            attention.Asked(names, repetitions, not full, out=(record,) if record else (), plot=plot, as_json=as_json)
+        )
         return
     from pagedkv.bench.attention.runner import Asked  # torch
     from pagedkv.cli.bench.attention import Choice, run
@@ -202,6 +204,8 @@ def bench_bandwidth(
 def bench_tiers(
     quick: options.Quick = False,
     part: options.TiersParts = None,
+    frame: options.TiersFrames = None,
+    context: options.TiersContexts = None,
     folder: options.TiersFolder = None,
     as_json: options.JsonList = False,
     record: options.Record = None,
@@ -211,8 +215,9 @@ def bench_tiers(
     from pagedkv.bench.tiers import runner  # torch
     from pagedkv.cli.bench.run import Shown, run
 
-    asked = {"is_quick": quick, "folder": folder, "only": part or []}
-    run("tiers", partial(runner.measure, **asked), Shown(as_json, record, plot))
+    sizes, contexts = tuple(kib << 10 for kib in frame or ()), tuple(context or ())
+    asked = runner.Asked(quick, folder, tuple(part or ()), sizes, contexts)
+    run("tiers", partial(runner.measure, asked=asked), Shown(as_json, record, plot))
 
 
 @benchmarks.command("report")

@@ -106,6 +106,17 @@ AttentionDevice = Annotated[
 TiersParts = Annotated[
     list[str] | None, typer.Option(metavar="NAME", help="speed, first-token, beside; again for more; all if none.")
 ]
+TiersFrames = Annotated[
+    list[int] | None,
+    typer.Option(metavar="N", min=4, help="KiB of a frame of the part speed; again for more.", rich_help_panel=_CELLS),
+]
+TiersContexts = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="N", min=64, max=40_000, help="Tokens of the prompt of first-token; again for more.",
+        rich_help_panel=_CELLS,
+    ),
+]  # fmt: skip
 TiersFolder = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where the disk tier lies; as is, with temp files.")
 ]

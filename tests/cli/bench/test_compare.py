@@ -9,7 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagedkv.bench.clock import Timing
 from pagedkv.bench.compare import interval
+from pagedkv.bench.generate import runner as generate
+from pagedkv.bench.transformers import runner as transformers
+from pagedkv.bench.vllm import runner as vllm
 
 LOTS = np.random.default_rng(1)
 
@@ -115,6 +119,45 @@ def test_an_interval_holds_the_true_ratio_about_95_times_of_100():
         low, high = interval(before, after, LOTS)
         hits += low <= 1 <= high
     assert 180 <= hits <= 200
+
+
+def test_a_figure_that_is_counted_is_judged_without_turns(command, tmp_path):
+    """Of memory that holds tokens more is better, of frames that are wasted less; a copy is timed and has turns."""
+    about = {"bench": "fragmentation", "workload": "sharegpt", "variant": "pagedkv", "machine": "here", "when": "now"}
+
+    def kept_with(useful: float, waste: float) -> Path:
+        rows = [{"case": "useful", "unit": "%", "median": useful}, {"case": "waste", "unit": "% of mapped frames"}]
+        rows[1]["median"] = waste
+        cells = [{"case": row.pop("case")} | about | row for row in rows]
+        return kept(tmp_path, f"{useful} {waste}", cells)
+
+    good = kept_with(96.0, 2.0)
+    status, out, _ = command("bench", "compare", good, good)
+    assert (status, "0 of 2 ratios fell" in out) == (0, True)
+    assert command("bench", "compare", good, kept_with(80.0, 2.0)).status == 1
+    assert command("bench", "compare", good, kept_with(96.0, 4.0)).status == 1
+    assert command("bench", "compare", kept_with(80.0, 4.0), good).status == 0
+
+
+def test_rows_of_models_in_turns_are_judged(command, tmp_path):
+    """Rows of generate, transformers and vllm keep each turn, so that two runs of one machine can be compared."""
+    timing, host = (Timing(x, x, 5, 5, (x,) * 5) for x in (2.0, 4.0))
+    found: list[dict[str, object]] = []
+    generate._report_times(found.append, "decode", (1, 64), {"pagedkv": (timing, [1.0] * 5)}, 1.0, "gb_per_s")
+    transformers.report_times(
+        found.append, "decode", (1, 64), {"pages": timing, "DynamicCache": host}, lambda s: 1 / s, "tokens/s"
+    )
+    vllm._report("decode", (1, 64), "ms a step", {"vLLM": host, "pagedkv": timing}, found.append, None)
+    names = ["generate", *["transformers"] * 2, *["vllm"] * 2]
+    rows = [
+        {"bench": name} | one | {"machine": "here", "when": "now", "commit": "c"}
+        for name, one in zip(names, found, strict=True)
+    ]
+    same = kept(tmp_path, "same", rows)
+    status, out, _ = command("bench", "compare", same, same)
+    assert (status, "0 of 3 ratios fell" in out) == (0, True)
+    status, out, _ = command("bench", "compare", same, same, "--relative")
+    assert (status, "0 of 4 ratios fell" in out) == (0, True)
 
 
 def test_the_committed_baseline_has_ratios_of_the_manager_and_of_attention(command):

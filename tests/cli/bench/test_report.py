@@ -16,6 +16,7 @@ from pagedkv.bench.chart import Axis, Bar, Series, bars, lines, stacked
 from pagedkv.bench.chart.sheet import COLOURS
 from pagedkv.bench.headlines import headlines
 from pagedkv.bench.report import readme
+from pagedkv.bench.report.sections import ABOUT
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "bench/results"
@@ -134,7 +135,7 @@ def test_a_chart_says_its_numbers_and_escapes_its_words():
     drawn = ElementTree.fromstring(stacked([chart]))
     texts = ["".join(element.itertext()) for element in drawn.iter() if element.tag.endswith("text")]
     assert {"a < b", "ours & theirs", "2 ms", "4 ms", "one"} <= set(texts)
-    widths = [float(element.get("width")) for element in drawn.iter() if element.tag.endswith("rect")]
+    widths = [float(element.get("width")) for element in drawn.iter() if element.get("class") == "mark"]
     assert widths[1] == pytest.approx(2 * widths[0], abs=0.2)
 
 
@@ -149,10 +150,19 @@ def test_the_names_of_lines_do_not_overlap_and_a_log_axis_has_ticks():
 
 def test_readme_and_the_charts_of_the_manual_are_those_of_the_rows():
     """If this fails, run `make bench-readme`."""
-    different = [path.name for path, text in readme.written(ROOT).items() if path.read_text() != text]
+    texts = readme.written(ROOT)
+    different = [path.name for path, text in texts.items() if not path.exists() or path.read_text() != text]
     assert not different
     shown = (ROOT / "README.md").read_text()
     assert shown.count(readme.BEGIN) == shown.count(readme.END) == 1
+
+
+def test_each_section_names_its_page_of_the_manual(report):
+    text = report.read_text()
+    for name, about in ABOUT.items():
+        assert (ROOT / "docs" / f"{about.page}.md").is_file(), name
+    for name in rows.read_all(RESULTS):
+        assert f"<code>docs/{ABOUT[name].page}.md</code>" in text
 
 
 @pytest.mark.parametrize("kind", ["ours", "peer"])

@@ -1,0 +1,128 @@
+"""`pagedkv bench tiers`: rows of each part from a small run, their charts, and wrong options."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from pagedkv.bench import clock, compare
+from pagedkv.bench.generate import runner as generate
+from pagedkv.bench.generate.model import TINY
+from pagedkv.bench.report import readme
+from pagedkv.bench.tiers import beside, first_token, plot, runner, speed
+from pagedkv.errors import InvalidRequest
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """The rows of the three parts from a small run, with the provenance that the runner adds."""
+    folder = tmp_path_factory.mktemp("tiers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGEDKV_DEBUG", "0")
+        patch.setattr(beside, "FRAME", 16_384)  # steps of this model take a millisecond
+        patch.setattr(beside, "STEPS", 32)
+        patch.setattr(generate, "STEPS", 32)
+        patch.setattr(clock, "spin", lambda: 1.0)
+        found = [
+            *speed.rows(folder, 3, sizes=(16_384,), moved=1 << 20),
+            *first_token.rows(folder, 3, context=200, config=TINY),
+            *beside.rows(3, shape=(2, 32), config=TINY),
+        ]
+    about = {"machine": "here", "when": "now", "commit": "c", "command": "pagedkv bench tiers"}
+    return [{"bench": "tiers"} | row | about for row in found]
+
+
+def of(rows, case):
+    return [row for row in rows if row["case"] == case]
+
+
+def test_a_tier_has_a_row_for_each_way_and_size_beside_the_bare_transfer(rows):
+    bare = {"host": "memcpy, one thread", "disk": "direct I/O, 2 threads"}
+    for way in ("store", "load"):
+        assert {(row["tier"], row["variant"]) for row in of(rows, way)} == {
+            ("host", "pagedkv"), ("host", "pagedkv, not verified"), ("disk", "pagedkv"), *bare.items(),
+        }  # fmt: skip
+    for row in (*of(rows, "store"), *of(rows, "load")):
+        assert row["worst"] <= row["median"] <= row["best"]
+        assert ("of_bare" in row) == row["variant"].startswith("pagedkv")
+
+
+def test_a_first_token_has_a_row_for_each_place(rows):
+    places = of(rows, "first token")
+    assert [row["variant"] for row in places] == ["computed", "pagedkv, pool", "pagedkv, host", "pagedkv, disk"]
+    assert [row.get("must") for row in places] == [None, None, 0.1, 0.3]
+
+
+def test_steps_have_a_row_for_each_limit(rows):
+    steps = of(rows, "decode beside transfers")
+    assert [row["variant"] for row in steps] == ["no transfers", "pagedkv, 2 GB/s", "pagedkv, no limit"]
+    assert all(row["moved_gb_s"] > 0 for row in steps[1:])
+
+
+def test_the_traffic_that_transfers_take_is_a_share_of_the_read_in_the_same_turn(monkeypatch):
+    """The machine is twice as fast in the third of three turns: the share stays, that of two medians would not."""
+    timing = clock.Timing(2.0, 2.0, 3, 3, (2.0, 2.0, 2.0))
+    traffic = [beside.Traffic(1e9, 10e9), beside.Traffic(4e9, 40e9), beside.Traffic(2e9, 40e9)]
+    row = beside._beside("pagedkv, 2 GB/s", timing, timing, traffic)
+    assert row["taken_percent"] == pytest.approx(20.0)
+    assert (row["of_alone"], row["must"]) == (1.0, pytest.approx(1.25))
+
+
+def test_rows_of_tiers_are_reported_compared_and_drawn(rows, command, tmp_path):
+    kept = tmp_path / "tiers.jsonl"
+    kept.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    status, _, err = command("bench", "report", "--results", tmp_path, "--out", tmp_path / "r.html")
+    assert status == 0, err
+    text = (tmp_path / "r.html").read_text()
+    assert text.count('<tr class="ours">') == 11
+    assert re.search(r'<p class="big">[\d.]+ %</p>', text)  # the headline
+    assert len(plot.charts(rows)) == 4
+    for options in ((), ("--relative",)):
+        status, out, err = command("bench", "compare", kept, kept, "--json", *options)
+        assert status == 0, err
+        assert len([change for change in json.loads(out) if change["ratio"] == 1]) == 11
+
+
+def test_the_page_of_the_manual_is_filled_from_the_rows(rows, command, tmp_path, monkeypatch):
+    pages = {"README.md": "", "docs/how-to/tiers.md": "head\n", "docs/explanation/bandwidth.md": ""}
+    for name, head in pages.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{head}{readme.BEGIN}\nnone yet\n{readme.END}\ntail\n")
+    (tmp_path / "bench/results").mkdir(parents=True)
+    (tmp_path / "bench/results/tiers.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    texts = {path.relative_to(tmp_path).as_posix(): text for path, text in readme.written(tmp_path).items()}
+    page = texts["docs/how-to/tiers.md"]
+    assert page.startswith("head\n")
+    assert page.endswith("tail\n")
+    assert "A prompt of 200 tokens has its first token after" in page
+    assert page.count("\n| ") == 3 + 1 + 4 + 3
+    assert texts["docs/img/bench/tiers.svg"].startswith("<svg")
+    assert "**" in texts["README.md"]
+
+
+def test_a_first_token_that_takes_longer_is_worse(rows):
+    slower = [row | ({"of_computing": 2 * row["of_computing"]} if "of_computing" in row else {}) for row in rows]
+    slower = [row | ({"of_alone": 2 * row["of_alone"]} if "of_alone" in row else {}) for row in slower]
+    ratios = {change.name: change.ratio for change in compare.compared(rows, slower, is_relative=True)}
+    fell = {name for name, ratio in ratios.items() if ratio == pytest.approx(0.5)}
+    assert len(fell) == 5
+    assert all(name.startswith(("first token", "decode beside")) for name in fell)
+
+
+def test_sizes_and_contexts_are_axes(command, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(runner.speed, "rows", lambda *given: asked.append(given) or iter(()))
+    monkeypatch.setattr(runner.first_token, "rows", lambda *given: asked.append(given) or iter(()))
+    options = ("--frame", 64, "--frame", 4, "--context", 512, "--record", tmp_path / "rows")
+    status, _, err = command("bench", "tiers", "--part", "speed", "--part", "first-token", *options)
+    assert status == 0, err
+    assert asked == [(None, 15, (65_536, 4096)), (None, 7, 512)]
+
+
+def test_unknown_parts_and_folders_are_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match="speed, first-token, beside"):
+        runner.Asked(parts=("seed",))
+    with pytest.raises(InvalidRequest, match="is no folder"):
+        runner.Asked(folder=tmp_path / "no")
