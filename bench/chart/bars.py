@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pagedkv.bench.chart.sheet import WIDTH, Chart, escaped, figure, text, width_of
+from pagedkv.bench.chart.sheet import WIDTH, Chart, escaped, figure, on_ground, text, width_of
 
 STEP: Final = 24
 """Pixels from one bar to the next."""
@@ -59,7 +59,7 @@ def bars(
         if bar.group != group:
             group = bar.group
             top += 6 if parts else 0
-            parts.append(text(0, top + 17, group, "head small over"))
+            parts.append(on_ground(0, top + 17, group, "head small"))
             top += HEADING
         beside = [other.value for other in given if other.group == group or not is_scaled_by_group]
         most = max([*beside, bound[0] if bound else 0]) or 1
@@ -86,5 +86,5 @@ def _drawn(bar: Bar, label: str, left: float, width: float, top: float) -> str:
         text(left - 10, base, bar.name, f"end{bold}")
         + f'<rect class="mark" x="{left:.1f}" y="{top + (STEP - THICK) / 2:.1f}" width="{width:.1f}" '
         f'height="{THICK}" rx="2" style="fill:var(--{bar.kind})"><title>{tip}</title></rect>'
-        + text(left + width + 7, base, label, f"over{bold}")
+        + on_ground(left + width + 7, base, label, bold.strip())
     )
