@@ -30,7 +30,7 @@ class Asked:
 
     is_quick: two sizes of frames, a prompt of 1,024 tokens instead of 4,096, and fewer repetitions.
     folder:   a folder of the file system for the disk tier; None for the system's folder of temporary files.
-    parts:    of PARTS; all if empty.
+    parts:    names of PARTS; all if empty.
     sizes:    bytes of frames, for speed.
     contexts: tokens of prompts, for first-token.
     """
