@@ -9,7 +9,7 @@ import pytest
 
 from pagedkv.bench import clock, compare
 from pagedkv.bench.generate import runner as generate
-from pagedkv.bench.generate.model import TINY
+from pagedkv.bench.generate.models import TINY
 from pagedkv.bench.report import readme
 from pagedkv.bench.tiers import beside, first_token, plot, runner, speed
 from pagedkv.errors import InvalidRequest
