@@ -12,6 +12,7 @@ import transformers
 from pagedkv.cache.paged import PagedKVCache
 from pagedkv.checkpoint.config import RopeConfig
 from pagedkv.errors import InvalidRequest
+from pagedkv.kernels import cpu
 from pagedkv.model.decoder import Decoder
 
 from .conftest import CHECKPOINTS, Paging, first_logits, prompt_of
@@ -87,6 +88,25 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     assert (
         len({token for _, want_tokens in want for token in want_tokens}) > 8
     )  # a constant sequence would prove little
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_instruction_set_gives_the_tokens_of_transformers(
+    checkpoint: Any, name: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best set of the processor serves all other tests."""
+    if cpu._cpu is None or isa not in cpu._cpu.sets():
+        pytest.skip(f"this processor or this build has no {isa}")
+    monkeypatch.setenv("PAGEDKV_CPU_ISA", isa)
+    monkeypatch.setenv("PAGEDKV_KERNELS", "cpu")
+    want = expected(name, checkpoint(name))[0]
+    paging = Paging(checkpoint(name).decoder(), block_size=16, num_frames=8, num_sequences=1)
+
+    (logits,), (tokens,) = run(paging, [prompt_of(LENGTHS[0])], 3)
+
+    torch.testing.assert_close(logits, want[0], rtol=0, atol=TOLERANCE["float32"])
+    assert tokens == want[1]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import eq
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -95,10 +96,13 @@ def answers(kind: str | None, questions: list[tuple[str, str]]) -> list[str]:
     return [request.completions[0].text for request in engine.generate([text for text, _ in questions], params)]
 
 
-def test_the_bundled_checkpoint_recalls_with_int8_as_without() -> None:
+def test_the_bundled_checkpoint_recalls_with_integers_as_without() -> None:
+    """The limit of int4 is lower: of 100 questions it answers as many, but its logits are off by 1 % and not 0.1 %."""
     page = records.document(1000, seed=50_000)
     questions = [(page.prompt(question), question.answer) for question in page.questions[:8]]
     assert json.loads((BUNDLED / "config.json").read_text())["hidden_size"] % 64 == 0
-    plain = answers(None, questions)
-    assert sum(text == answer for text, (_, answer) in zip(plain, questions, strict=True)) >= 7
-    assert answers("int8", questions) == plain
+    right = [answer for _, answer in questions]
+    plain, int8, int4 = (answers(kind, questions) for kind in (None, "int8", "int4"))
+    assert sum(map(eq, plain, right)) >= 7
+    assert int8 == plain
+    assert sum(map(eq, int4, right)) >= 7
