@@ -94,8 +94,12 @@ class Tokenizer:
 
         Raises: CheckpointError if the tokenizer cannot decode them
         """
-        with _failures("tokenizer.json cannot decode tokens"):
+        try:  # a `with` would take as long as the call, and each new token is decoded twice
             return self.raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            raise _failure("tokenizer.json cannot decode tokens", error) from None
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """Return a new stream, which turns tokens into text one at a time."""
@@ -153,9 +157,11 @@ def _failures(sentence: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise CheckpointError(
-            f"{sentence} ({error}); the file is truncated or not the real one. Fetch it again"
-        ) from None
+        raise _failure(sentence, error) from None
+
+
+def _failure(sentence: str, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"{sentence} ({error}); the file is truncated or not the real one. Fetch it again")
 
 
 def _eos_ids(folder: Path) -> list[int]:

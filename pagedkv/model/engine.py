@@ -389,7 +389,8 @@ class Engine(ThreadGuard):
 
     def _family(self, parent: SequenceState) -> list[SequenceState]:
         """Return the sequences that draw from the logits of `parent`: `parent`, then its samples, not yet forked."""
-        return [parent, *(self.delivery.begin(c) for c in parent.receivers if c is not parent.completion)]
+        others = [completion for completion in parent.receivers if completion is not parent.completion]
+        return [parent, *map(self.delivery.begin, others)]
 
     def _restart(self) -> None:
         """Begin anew from the requests and the tokens they have, after a step that did not end."""

@@ -172,6 +172,8 @@ class StopStrings:
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Add a piece; return the text that may be shown now, and whether a stop string ended the text."""
+        if not self._stops:
+            return piece, False
         text = self._pending + piece
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:

@@ -283,7 +283,9 @@ class Scheduler:
         # Of equally urgent sequences those that decode first: a reader waits for their text.
         running = [(sequence, sequence.remaining) for sequence in self.running]
         most = gangs.most_tokens(running) if self.searching else {}
-        for sequence, remaining in sorted(running, key=lambda pair: (_priority(pair[0]), pair[1] > 1)):
+        if max([remaining for _, remaining in running], default=0) > 1:  # else they are in order
+            running.sort(key=lambda pair: (_priority(pair[0]), pair[1] > 1))
+        for sequence, remaining in running:
             num_tokens = min(remaining, longest, budget)
             if most:
                 num_tokens = min(num_tokens, most.get(sequence, num_tokens))

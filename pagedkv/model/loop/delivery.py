@@ -86,11 +86,12 @@ class Delivery:
         sequence.tokens.append(token)
         ended = token in params.stop_ids or (token in self._tokenizer.eos_ids and not params.ignore_eos)
         text, stopped = "" if ended else sequence.stream.push(token), False
-        if sequence.num_output > params.min_tokens:  # a stop string that begins before is none
+        num_output = sequence.num_output
+        if num_output > params.min_tokens:  # a stop string that begins before is none
             text, stopped = sequence.stops.push(text)
         is_complete = sequence.rules is not None and sequence.rules.is_complete
         reason = "stop" if ended or stopped or is_complete else ""
-        if sequence.num_output >= params.max_tokens or len(sequence.tokens) >= self._max_tokens:
+        if num_output >= params.max_tokens or len(sequence.tokens) >= self._max_tokens:
             reason = reason or "length"
         if reason and not stopped:
             rest, stopped = sequence.stops.push(sequence.stream.finish())

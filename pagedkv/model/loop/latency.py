@@ -67,16 +67,21 @@ class Histogram:
 
     Bucket i holds values up to its bound, which is included. Values beyond the outer bounds go to the outer buckets.
     sum, least, most: the exact sum, minimum and maximum of all values
+    _value, _bucket: the last value and its bucket
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (_LAST + 1), repr=False)
     sum: float = 0.0
     least: float = inf
     most: float = 0.0
+    _value: float = field(default=0.0, repr=False, compare=False)
+    _bucket: int = field(default=0, repr=False, compare=False)
 
     def add(self, value: float) -> None:
         """Count a value."""
-        self.counts[_bucket(value)] += 1
+        if value != self._value:  # outputs that decode together wait equally long
+            self._bucket, self._value = _bucket(value), value
+        self.counts[self._bucket] += 1
         self.sum += value
         if value < self.least:
             self.least = value
