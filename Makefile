@@ -93,7 +93,7 @@ gpu: ## the first ten minutes on a GPU, by the Python that has torch: OUT/gpu-re
 
 gpu-sanitize: ## the same machine: the cases under compute-sanitizer (an hour)
 	@$(PYTHON) scripts/gpu.py --out '$(OUT)' --minutes 60 sanitize-cuda-memcheck sanitize-cuda-racecheck \
-		sanitize-triton-memcheck sanitize-triton-racecheck sanitize-cuda-pieces-memcheck
+		sanitize-triton-memcheck sanitize-triton-racecheck
 
 docs: $(STAMPS)/dev ## the manual, into site/
 	@$(MKDOCS)

@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pagedkv import PagedBatch, gather_kv, paged_attention
 from pagedkv.bench.attention.cells import Cell
-from pagedkv.bench.gpu.attention import BASE
+from pagedkv.bench.gpu.attention import BASE, promises
+from pagedkv.bench.gpu.model.predict import flop
 from pagedkv.bench.gpu.pool import GpuPool
 from pagedkv.bench.gpu.timing import Rows, Step, in_turn, keep, options_of, provenance, require_gpu, served
 
@@ -36,12 +37,6 @@ LIBRARIES: Final = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPB
 def cell_of(new: int, keys: int) -> Cell:
     """Return the cell of a chunk."""
     return replace(BASE, kind="prefill", batch=1, new=new, context=keys)
-
-
-def flop(cell: Cell) -> int:
-    """Return the operations that a causal chunk needs: two for each product and sum, over the pairs that are seen."""
-    pairs = cell.new * (cell.context - cell.new) + cell.new * (cell.new + 1) // 2
-    return 4 * cell.heads * cell.head_dim * pairs
 
 
 def batch_of(pool: GpuPool) -> PagedBatch:
@@ -124,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=8)
     given = parser.parse_args(argv)
     require_gpu()
-    about, ours, every = provenance(), given.backends or [n for n in served() if n != "cuda-pieces"], []
+    about, ours, every = provenance(), given.backends or served(), []
     print(f"= TFLOP/s; matmul {ceiling(given.repetitions):.0f}", flush=True)
     for new, keys in SHAPES:
         rows = [row | about for row in measured(cell_of(new, keys), ours, given.repetitions)]
@@ -135,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{row['case']}, {row['who']}: {row['why_not']}", flush=True)
         every += rows
         torch.cuda.empty_cache()
+    print(*(f"= {line}" for line in promises(every, ours, about["gpu"])), sep="\n", flush=True)
     return int(not any(row["us"] for row in every if row["who"] in ours))
 
 

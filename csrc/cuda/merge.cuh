@@ -125,10 +125,9 @@ template <class Use> DEVICE void for_elements(const Unit& unit, i32 group, u32 t
 
 // Merge all pieces of a shared unit, in the order of keys, and write the result. No other CTA works on the unit any
 // more, so latency counts: a thread takes four columns, and loads several pieces before it folds the first.
-template <i32 AT_ONCE>
 DEVICE void merge_unit(const AttentionParams& p, const Partition<ROWS, STEP_TOKENS>& partition, float v_scale,
                        u32 thread) {
-    constexpr i32 QUADS = DV / 4;
+    constexpr i32 QUADS = DV / 4, AT_ONCE = DV <= 128 ? 16 : 4;  // wider heads would spill registers
     const Unit& unit = partition.unit;
     const i32 pieces = partition.num_partials();
     const i32 left = unit.queries * partition.group - unit.tile * ROWS, num_rows = left < ROWS ? left : ROWS;

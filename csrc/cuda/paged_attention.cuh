@@ -16,8 +16,7 @@
 // Bytes     (D + Dv) * sizeof(kv) per token and kv head, 4 per token of page table (from cache), the queries and
 //           results. Partial states of shared units: 4 * (Dv + 2) per row, at most two per CTA.
 // Merging   several CTAs may work on one unit. Each stores its partial state and draws a ticket: it counts itself in
-//           with an atomic add. The CTA that arrives last merges the partial states, so there is no second launch. With
-//           SECOND_LAUNCH there are no tickets: merge_pieces.cuh merges, in a launch that begins while this one runs.
+//           with an atomic add. The CTA that arrives last merges the partial states, so there is no second launch.
 // Tuned     nowhere: no GPU has run this yet. docs/explanation/cuda-kernels.md says what was proven without one.
 //
 // Never read: slots >= seq_lens[b], table entries after the last page, punched pages. They may hold NaN and frame
@@ -266,8 +265,7 @@ DEVICE void fold_chunk(const AttentionParams& p, const Unit& unit, i32 group, bo
     }
 }
 
-// Store piece `number` of a shared unit. The last CTA that does so merges all pieces; with SECOND_LAUNCH merge_pieces
-// does.
+// Store piece `number` of a shared unit. The last CTA that does so merges all pieces.
 DEVICE void share_piece(const AttentionParams& p, const Partition<ROWS, STEP_TOKENS>& partition, i32 number,
                         float v_scale, const ThreadRole& me) {
     const i64 first = partition.first_partial();
@@ -275,20 +273,10 @@ DEVICE void share_piece(const AttentionParams& p, const Partition<ROWS, STEP_TOK
     for_elements(partition.unit, partition.group, me.thread, [&](u32 row, u32 column, i64, i32) {
         mine.store(row, column, load_teams(me.base, row, column));
     });
-    if constexpr (SECOND_LAUNCH) {
-        ptx::sync_block();  // the next stages will overwrite the sums
-    } else if (arrive(p, first, partition.num_partials(), me)) {
-        merge_unit<DV <= 128 ? 16 : 4>(p, partition, v_scale, me.thread);
-    }
+    if (arrive(p, first, partition.num_partials(), me)) merge_unit(p, partition, v_scale, me.thread);
 }
 
-// Two CTAs of 128 threads with 216 registers leave room on an SM for one of merge_pieces, which has 80.
-#if SECOND_LAUNCH && HEAD_DIM <= 128 && WARPS_M * WARPS_N * WARPS_D * BLOCKS == 8
-KERNEL_WITHIN(216)
-#else
-KERNEL(THREADS, BLOCKS)
-#endif
-paged_attention(const __grid_constant__ AttentionParams p) {
+KERNEL(THREADS, BLOCKS) paged_attention(const __grid_constant__ AttentionParams p) {
     ThreadRole me;
     me.base = ptx::shared_base();
     me.thread = ptx::thread_index();
@@ -299,8 +287,6 @@ paged_attention(const __grid_constant__ AttentionParams p) {
     me.part = me.team_thread / 32 / WARPS_M;
     Queries queries;
     queries.at = me.base + me.first_row * Q_STRIDE + me.part * (2 * D_PART);
-    // All CTAs of this grid run at once, so a CTA of the next grid cannot take the place of one of them.
-    if constexpr (SECOND_LAUNCH) ptx::let_next_grid_begin();
     Partition<ROWS, STEP_TOKENS> partition(p);
     const u64 launch = partition.recall(reinterpret_cast<Record*>(p.kept) + ptx::block_index());
     if (me.thread == 0) ptx::shared_write(me.base + LAUNCH_AT, launch);  // this thread alone reads it

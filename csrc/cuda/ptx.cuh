@@ -32,7 +32,6 @@ struct alignas(16) Words4 {
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
-#define KERNEL_WITHIN(registers) extern "C" __global__ void __maxnreg__(registers)
 
 namespace ptx {
 
@@ -49,17 +48,6 @@ DEVICE void fence() { __threadfence(); }
 DEVICE u64 count_up(u64* at, u64 least) {
     atomicMax(at, least);
     return atomicAdd(at, u64{1}) + 1;
-}
-
-// Programmatic dependent launch (sm_90 and later; on older GPUs both functions do nothing): a second grid begins before
-// the first has ended. The first grid says when the second may begin. The second waits until the first has ended and
-// its writes are visible.
-
-DEVICE void let_next_grid_begin() {
-    if constexpr (CUDA_ARCH >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-DEVICE void wait_for_last_grid() {
-    if constexpr (CUDA_ARCH >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Exchange between the 32 lanes of a warp; all lanes take part.

@@ -15,8 +15,6 @@
 //     V_IN_K                 1: V is the first part of K in the same memory (MLA) and is read once
 //     PAGE_RUNS              0: any pages. 1: every 16 keys of a tile lie in one page. 2: its rows also follow one
 //                            another without gaps (stages.cuh)
-//     SECOND_LAUNCH          1: merge_pieces.cuh merges partial states, in a launch that begins early;
-//                            0: the CTA that arrives last merges them
 //
 //     shared memory   [ queries: terms x ROWS x D ][ m, l of teams, of totals ][ votes ][ scores ]
 //                     [ team 0: stage 0, 1, ... ][ team 1: ... ] ...

@@ -43,7 +43,6 @@ struct Thread {
     Fiber fiber;
     std::string waits_for;  // empty: the thread can run, or is done
     bool done = false;
-    bool waited = false;  // it has called wait_for_last_grid
     std::vector<Copy> open;                // issued, not committed
     std::deque<std::vector<Copy>> groups;  // committed, oldest first
 };
@@ -53,17 +52,10 @@ struct Barrier {
     std::vector<uint32_t> arrived;
 };
 
-struct Run {  // of bytes in global memory
-    const char* start;
-    uint64_t bytes;
-};
-
 struct Machine {
     std::vector<std::unique_ptr<Thread>> threads;
     std::vector<std::vector<Collective>> collectives;  // incomplete ones of each warp
     Barrier barriers[16];
-    std::vector<Run> wrote;  // bytes that this launch has written
-    std::vector<Run> early;  // bytes that the previous launch may still write
     std::vector<uint32_t> runnable;
     std::vector<unsigned char> shared;
     Clocks clocks;

@@ -25,10 +25,6 @@ void check_global(const void* at, uint32_t bytes, const char* what) {
         machine.stop(std::string(what) + " " + std::to_string(bytes) + " bytes of global memory" + why);
     };
     if (reinterpret_cast<uintptr_t>(at) % bytes) stop(" at an address that is no multiple of that");
-    for (const Run& run : machine.early) {
-        if (machine.threads[machine.current]->waited || p + bytes <= run.start || run.start + run.bytes <= p) continue;
-        stop(" that the previous grid may still write; call wait_for_last_grid first");
-    }
     if (last_hit < allowed.size() && inside(allowed[last_hit])) return;
     for (last_hit = 0; last_hit < allowed.size(); ++last_hit) {
         if (inside(allowed[last_hit])) return;
@@ -47,19 +43,6 @@ void check_shared(uint32_t at, uint32_t bytes, const char* what) {
     }
 }
 
-void wait_for_last_grid() { machine.threads[machine.current]->waited = true; }
-
-// Record that this launch has written these bytes.
-static void record_write(void* at, uint64_t bytes) {
-    const auto* start = static_cast<const char*>(at);
-    auto& wrote = machine.wrote;
-    if (!wrote.empty() && wrote.back().start + wrote.back().bytes == start) {
-        wrote.back().bytes += bytes;
-    } else {
-        wrote.push_back({start, bytes});
-    }
-}
-
 void global_read(void* to, const void* from, uint32_t bytes) {
     check_global(from, bytes, "reads");
     std::memcpy(to, from, bytes);
@@ -67,13 +50,11 @@ void global_read(void* to, const void* from, uint32_t bytes) {
 
 void global_write(void* to, const void* from, uint32_t bytes) {
     check_global(to, bytes, "writes");
-    record_write(to, bytes);
     std::memcpy(to, from, bytes);
 }
 
 uint64_t count_up(void* at, uint64_t least) {
     check_global(at, 8, "adds to");
-    record_write(at, 8);
     uint64_t& count = *static_cast<uint64_t*>(at);
     return count = std::max(count, least) + 1;
 }
@@ -127,14 +108,4 @@ void simt_allow(const void* start, uint64_t bytes) {
 
 void simt_forbid_all() { simt::allowed.clear(); }
 
-bool simt_wrote(uint64_t number, const void** start, uint64_t* bytes) {
-    const auto& wrote = simt::machine.wrote;
-    if (number >= wrote.size()) return false;
-    *start = wrote[number].start;
-    *bytes = wrote[number].bytes;
-    return true;
-}
 
-void simt_begin_early(const void* start, uint64_t bytes) {
-    simt::machine.early.push_back({static_cast<const char*>(start), bytes});
-}

@@ -19,7 +19,6 @@
 #define KERNEL(threads, blocks)                                                                    \
     static_assert((threads) % 32 == 0 && (blocks) > 0, "whole warps");                             \
     extern "C" void
-#define KERNEL_WITHIN(registers) extern "C" void
 
 namespace ptx {
 
@@ -30,8 +29,6 @@ DEVICE void sync_block() { simt::sync_block(); }
 DEVICE void sync_warp() { simt::sync_warp(~0u); }
 DEVICE void sync_team(u32 id, u32 threads) { simt::sync_team(id, threads); }
 DEVICE void fence() {}
-DEVICE void let_next_grid_begin() {}
-DEVICE void wait_for_last_grid() { simt::wait_for_last_grid(); }
 DEVICE u64 count_up(u64* at, u64 least) { return simt::count_up(at, least); }
 
 template <class T> DEVICE u64 bits_of(T x) {

@@ -13,8 +13,7 @@
 //                       fault says where each lane waits.
 //     barriers          are named and have counts. If no thread can run, the fault says what each thread waits for.
 //     global memory     each access must be inside a registered allocation, and aligned.
-//     grids             run one after another. If a grid begins early, a thread must call wait_for_last_grid before it
-//                       touches memory that the previous grid wrote, and each thread must call it before it ends.
+//     grids             run one after another.
 //
 // A fault ends the launch; `simt_launch` returns its text. The emulator does not show the memory model between blocks,
 // bank conflicts, or speed.
@@ -34,7 +33,6 @@ void sync_warp(uint32_t mask);
 uint64_t shuffle(uint32_t mask, uint64_t value, uint32_t source);
 uint32_t ballot(uint32_t mask, bool vote);
 
-void wait_for_last_grid();
 void global_read(void* to, const void* from, uint32_t bytes);
 void global_write(void* to, const void* from, uint32_t bytes);
 uint64_t count_up(void* at, uint64_t least);
@@ -60,10 +58,6 @@ extern "C" {
 void simt_allow(const void* start, uint64_t bytes);
 // Forget all allocations.
 void simt_forbid_all();
-// Return run `number` of the bytes that the last launch wrote; false after the last run.
-bool simt_wrote(uint64_t number, const void** start, uint64_t* bytes);
-// Let the next launch begin early, after a launch that wrote these bytes (and those of further calls).
-void simt_begin_early(const void* start, uint64_t bytes);
 // Run kernel(params) on a grid; return nullptr, or the text of the fault.
 const char* simt_launch(void (*kernel)(const void*), const void* params, uint32_t blocks, uint32_t threads,
                         uint32_t shared_bytes, uint64_t seed);

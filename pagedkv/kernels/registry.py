@@ -26,21 +26,19 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu", ("cpu",), "pagedkv.kernels.cpu"),
     Kernel("numba", ("cpu",), "pagedkv.kernels.numba"),
     Kernel("triton", ("cuda", "cpu"), "pagedkv.kernels.triton.backend", "pagedkv.kernels.triton.availability"),
-    # "cuda" moves to the front once a GPU has shown it to be faster. "auto" never chooses "cuda-pieces": it is forced,
-    # and measured beside "cuda".
-    Kernel("cuda", ("cuda",), "pagedkv.kernels.cuda.backend:PLAIN"),
-    Kernel("cuda-pieces", ("cuda",), "pagedkv.kernels.cuda.backend:PIECES"),
+    # "cuda" moves to the front once a GPU has shown it to be faster.
+    Kernel("cuda", ("cuda",), "pagedkv.kernels.cuda.backend"),
     Kernel("library", ("cuda", "cpu"), "pagedkv.kernels.library.backend"),
     Kernel("reference", None, "pagedkv.kernels.reference"),
 )
 """In the order of preference, but for long prefills (`in_order`)."""
 
-LONG_PREFILL_RANKS: Final = {"library": -1, "cuda": 1, "cuda-pieces": 1, "reference": 2}
-"""The ranks of kernels in the order for long prefills; 0 for the others.
+LONG_PREFILL_RANKS: Final = {"library": 1, "cuda": 2, "reference": 3}
+"""The ranks of kernels in the order for long prefills; 0 for the others, -1 for "library" and whole prompts.
 
-Such a call is bound by products. "library" multiplies at the rate of flash attention, "triton" by the same instructions
-(WGMMA). "cuda" has only those of sm_80: an H200 does about a fifth of its peak with them. So "cuda" serves a long
-prefill only where neither of the two can.
+Such a call is bound by products. For whole prompts "library" calls cuDNN, the fastest; for chunks FlashAttention 2,
+which lacks sm_90's instruction for products (WGMMA) that "triton" has. "cuda" has only those of sm_80, too, and smaller
+tiles: an H200 does a quarter of its peak with them. docs/explanation/gpu-predictions.md has the figures.
 """
 
 AUTO: Final = "auto"
@@ -63,7 +61,8 @@ def in_order(case: Case, kernels: tuple[Kernel, ...] | None = None) -> list[Kern
     """
     kernels = KERNELS if kernels is None else kernels
     if "long_prefill" in case.features:
-        return sorted(kernels, key=lambda kernel: LONG_PREFILL_RANKS.get(kernel.name, 0))
+        ranks = LONG_PREFILL_RANKS | ({"library": -1} if "whole_prompts" in case.features else {})
+        return sorted(kernels, key=lambda kernel: ranks.get(kernel.name, 0))
     return [kernel for kernel in kernels if kernel.name != "library"]
 
 

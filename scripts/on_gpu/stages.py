@@ -68,17 +68,13 @@ LATER: Final = (
     Stage("cases-triton", _cases("triton", "small"), 240, needs=TRITON),
     Stage("cases-cuda", _cases("cuda", "small"), 240, needs=CUDA),
     Stage("moves", _pytest(ON_GPU, only="on_the_gpu"), 180, needs=TESTS),
-    Stage("graphs", _pytest(ON_GPU, GRAPHS, only="not (pieces or on_the_gpu)"), 360, needs=TESTS),
+    Stage("graphs", _pytest(ON_GPU, GRAPHS, only="not on_the_gpu"), 360, needs=TESTS),
     Stage("big", _pytest("tests/kernels/large/test_big_shapes.py"), 300, needs=TESTS),
-    Stage("cases-cuda-pieces", _cases("cuda-pieces", "small"), 240, needs=CUDA),
-    Stage("variants", _bench("attention", "--backends", "cuda", "cuda-pieces", "--quick", "--no-peers"), 240),
     Stage("grid-triton", _cases("triton", "grid", "large"), 480, needs=TRITON),
     Stage("grid-cuda", _cases("cuda", "grid", "large"), 480, needs=CUDA),
     Stage("bench", _bench("attention", "--backends", "triton", "cuda"), 500, needs=TRITON),
     Stage("tune-cuda", _bench("tune", "--kernels", "cuda"), 500, needs=CUDA),
     Stage("tune-triton", _bench("tune", "--kernels", "triton"), 500, needs=TRITON),
-    Stage("grid-cuda-pieces", _cases("cuda-pieces", "grid", "large"), 480, needs=CUDA),
-    Stage("graphs-pieces", _pytest(ON_GPU, GRAPHS, only="pieces"), 360, needs=TESTS),
     Stage("laws", _pytest("tests/kernels"), 520, needs=TESTS),
 )
 """The most useful stages come first, in case time is short. No stage takes longer than one call of ten minutes."""
@@ -93,7 +89,7 @@ SANITIZE: Final = tuple(
         # memcheck sees no access out of bounds inside a block that torch caches.
         (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),) if tool == "memcheck" else (),
     )
-    for backend in ("triton", "cuda", "cuda-pieces")
+    for backend in ("triton", "cuda")
     for tool in ("memcheck", "racecheck")
 )
 """The stages of `make gpu-sanitize`, which are slow and run separately."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import replace
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +131,19 @@ def test_prefill_is_the_operations_of_a_tile_over_its_cycles() -> None:
     assert found.of_ceiling is None
 
 
+def test_the_library_copies_the_keys_and_multiplies_at_a_published_rate() -> None:
+    prompt, chunk = (predict.library(cell) for cell in (attention.PROMPT, attention.CHUNK))
+    copied = 2 * 8192 * 8 * 2 * 128 * 2
+    assert prompt.us == pytest.approx(4 * 32 * 128 * (8192 * 8193 / 2) / 580e6 + copied / 4.4e6)
+    assert chunk.us == pytest.approx(4 * 32 * 128 * (2048 * 30720 + 2048 * 2049 / 2) / 375e6 + 4 * copied / 4.4e6)
+    assert table.predicted(attention.PROMPT, "library") == prompt
+    triton = [table.predicted(cell, "triton") for cell in (attention.PROMPT, attention.CHUNK)]
+    assert triton[0]
+    assert triton[1]
+    assert prompt.us < triton[0].us, "the order of registry.LONG_PREFILL_RANKS"
+    assert triton[1].us < chunk.us, "the order of registry.LONG_PREFILL_RANKS"
+
+
 @pytest.mark.parametrize(
     ("units", "ctas", "overhead", "expected"),
     [
@@ -175,7 +191,7 @@ def test_the_kept_counts_are_of_kernels_that_keep_their_promises_of_shape() -> N
         assert count.in_flight >= 42_000 or count.kind == "prefill" or count.kv == "int4", count
         assert max(count.pipes.values()) * count.warps_of_scheduler <= count.cycles * 1.001, "no pipe is overbooked"
     assert {(c.backend, c.kv) for c in counts.load() if c.kind == "decode"} == {
-        (backend, kv) for backend in table.BACKENDS for kv in counts.KVS
+        (backend, kv) for backend in table.COUNTED for kv in counts.KVS
     }
 
 
@@ -183,11 +199,34 @@ def test_the_kept_counts_are_of_kernels_that_keep_their_promises_of_shape() -> N
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="NVRTC is called through CuPy")
 @pytest.mark.parametrize("kv", ["bfloat16", "fp8_e4m3"])
 def test_counting_again_finds_what_is_kept(kv: str) -> None:
-    kept, found = counts.count_of("cuda", "decode", kv), counts.cuda(kv, "decode", "cuda")
+    is_what_is_kept(asdict(counts.cuda(kv, "decode")))
+
+
+COUNTED = """
+import json
+from dataclasses import asdict
+from pagedkv.bench.gpu.model import counts
+print(json.dumps([asdict(counts.triton("fp8_e4m3", "decode")), asdict(counts.triton("bfloat16", "prefill"))]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_counting_the_triton_kernels_again_finds_what_is_kept() -> None:
+    """In a process of its own, without the interpreter."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", COUNTED], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    for found in json.loads(run.stdout):
+        is_what_is_kept(found)
+
+
+def is_what_is_kept(found: dict[str, Any]) -> None:
+    kept = counts.count_of(found["backend"], found["kind"], found["kv"])
     assert kept
     remedy = "the kernel has changed: python -m pagedkv.bench.gpu.model --count, then --markdown the page"
-    assert found.instructions == pytest.approx(kept.instructions, rel=0.1), remedy
-    assert found.cycles == pytest.approx(kept.cycles, rel=0.1), remedy
+    assert found["instructions"] == pytest.approx(kept.instructions, rel=0.1), remedy
+    assert found["cycles"] == pytest.approx(kept.cycles, rel=0.1), remedy
 
 
 def test_the_tables_of_the_page_are_made_from_the_counts_and_the_measured_rows() -> None:
@@ -196,6 +235,7 @@ def test_the_tables_of_the_page_are_made_from_the_counts_and_the_measured_rows()
     assert table.page(text, table.read(table.kept())) == text, remedy
     for backend in table.BACKENDS:
         assert text.count(f"<!-- predicted {backend} -->\n| cell") == 1
+    for backend in table.COUNTED:
         assert text.count(f"<!-- counted {backend} -->\n| kernel") == 1
 
 

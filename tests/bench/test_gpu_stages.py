@@ -52,11 +52,10 @@ def backends_that(monkeypatch: pytest.MonkeyPatch, **spoil: Any) -> None:
     count = dict.fromkeys(spoil, 0)
 
     def called(q: Any, layer: Any, batch: Any, *, backend: str) -> torch.Tensor:
-        name = backend.replace("-", "_")
         out = paged_attention(q, layer, batch, backend="reference")
-        if name in spoil:
-            spoil[name](out, count[name])
-            count[name] += 1
+        if backend in spoil:
+            spoil[backend](out, count[backend])
+            count[backend] += 1
         return out
 
     monkeypatch.setattr(race, "paged_attention", called)
@@ -67,9 +66,8 @@ def backends_that(monkeypatch: pytest.MonkeyPatch, **spoil: Any) -> None:
 def test_a_kernel_that_is_right_is_good(kv: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
     backends_that(monkeypatch)
     drawn = race.GpuPool(replace(TINY, kv=kv, lengths="zipf", new=3))
-    found = list(race.judge(drawn, ["cuda", "cuda-pieces"], peak, 6))
+    found = list(race.judge(drawn, ["triton", "cuda"], peak, 6))
     assert all(verdict.is_good for verdict in found), "\n".join(map(str, found))
-    assert [verdict.equal for verdict in found] == [None, True]
     assert all(0 < verdict.error <= 1 for verdict in found)
 
 
@@ -92,10 +90,6 @@ def shifted(out: torch.Tensor, call: int) -> None:
     out += 0.5
 
 
-def rounded(out: torch.Tensor, call: int) -> None:
-    out.view(torch.int16)[1, 2, 5] ^= 1
-
-
 def refused(out: torch.Tensor, call: int) -> None:
     raise KernelUnavailable("decode", {"it": ["has no card"]})
 
@@ -105,7 +99,6 @@ def refused(out: torch.Tensor, call: int) -> None:
     [
         ("cuda", flipped, r"BAD .* moved 1 \+ 0 times|BAD .* moved 0 \+ 1 times"),
         ("cuda", shifted, r"BAD .* error \d\d+"),
-        ("cuda-pieces", rounded, "BAD .* OTHER BITS than cuda"),
         ("triton", refused, "BAD .*KernelUnavailable"),
         ("library", refused, "ok .*KernelUnavailable"),
     ],
@@ -114,7 +107,7 @@ def test_a_fault_is_found_and_named(
     backend: str, spoil: Any, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    backends_that(monkeypatch, **{backend.replace("-", "_"): spoil})
+    backends_that(monkeypatch, **{backend: spoil})
     monkeypatch.setattr(race, "CELLS", (TINY,))
     monkeypatch.setattr(race, "PEAKS", (1.0,))
     names = ["cuda"] if backend == "cuda" else ["cuda", backend]

@@ -33,12 +33,12 @@ EXECUTED: Final = 0.45
 LENGTHS: Final = 60
 """Instructions of a round over lengths in the CUDA kernels, which the shortest way to the first copy leaves out."""
 
-LOADS: Final = {"cuda": 3, "cuda-pieces": 3, "triton": 4}
+LOADS: Final = {"cuda": 3, "triton": 4}
 """Dependent loads before the first key. CUDA, in all layers of a step but the first: share and lengths, page table,
 key. Triton: the lengths' places, the lengths, page table, key."""
 
-AT_ONCE: Final = {"cuda": 16, "cuda-pieces": 3, "triton": 16}
-"""Pieces that a merge loads together: csrc/cuda/merge.cuh and merge_pieces.cuh, triton_kernels/merge.py."""
+AT_ONCE: Final = {"cuda": 16, "triton": 16}
+"""Pieces that a merge loads together: csrc/cuda/merge.cuh and triton_kernels/decode.py."""
 
 MATRIX: Final = ("HMMA", "HGMMA")
 
@@ -63,21 +63,20 @@ def save(counts: list[Count]) -> None:
 def every() -> Iterator[Count]:
     """Count all kernels. Raises: InvalidRequest if a loop is not found"""
     for kv in KVS:
-        yield cuda(kv, "decode", "cuda")
-        yield cuda(kv, "decode", "cuda-pieces")
+        yield cuda(kv, "decode")
         yield triton(kv, "decode")
-    yield cuda("bfloat16", "prefill", "cuda")
+    yield cuda("bfloat16", "prefill")
     yield triton("bfloat16", "prefill")
 
 
-def cuda(kv: str, kind: str, backend: str) -> Count:
+def cuda(kv: str, kind: str) -> Count:
     """Count a CUDA kernel: bfloat16 queries, heads of 128, pages of 16, scales per token and head."""
     from pagedkv.bench.gpu import sass
     from pagedkv.kernels.cuda import compiler
     from pagedkv.kernels.cuda.specialisation import CLASSES, Keys, specialise
 
     scaled = int(kv != "bfloat16")
-    keys = Keys(token_scales=scaled, second_launch=int(backend == "cuda-pieces"), page_runs=2)
+    keys = Keys(token_scales=scaled, page_runs=2)
     row_class = CLASSES[0 if kind == "decode" else -1]
     kinds, shared = (KINDS["bfloat16"], KINDS[kv]), compiler.ARCHITECTURES[ARCH]
     kernel = specialise(kinds, (DIM, DIM), row_class, keys, shared)
@@ -93,7 +92,7 @@ def cuda(kv: str, kind: str, backend: str) -> Count:
     teams = kernel.warps_n
     return _counted(
         way,
-        backend=backend,
+        backend="cuda",
         kind=kind,
         kv=kv,
         registers=int(_found(r"Used (\d+) registers", log)),

@@ -10,6 +10,7 @@
               = MERGE + ceil(pieces / at once) * ROUND                     else
                 SECOND_LAUNCH in place of both, where a second launch merges
     prefill   = operations of a tile / cycles of a tile, on all schedulers; nothing else
+    library   = bytes of the keys, copied out of their pages / ceiling + operations / rate of the library
 
 The limit is memory; or the pipe that is busy for most of the cycles of a tile ("issue", "alu", ...), or "latency" if no
 pipe is busy for SATURATED of them; or "start and end" if these take longer than the stream.
@@ -57,8 +58,12 @@ CYCLES_ALONE = 5.0
 STORE, MERGE, ROUND = 0.5, 1.0, 0.6
 """Microseconds: to store a result; for barriers, fence and ticket of a shared unit; for a round of loads from L2."""
 
-SECOND_LAUNCH: Final = {"cuda-pieces": 1.5, "triton": 2.0}
-"""Microseconds of a merge in a launch of its own, which begins early (cuda-pieces) or after the first one (triton)."""
+SECOND_LAUNCH: Final = {"triton": 2.0}
+"""Microseconds of a merge in a launch of its own, which begins after the first one has ended."""
+
+WHOLE_PROMPT, CHUNK = 580e12, 375e12
+"""Operations a second of cuDNN and of FlashAttention 2, causal, with heads of 128: figures published for an H100. The
+backend `library` calls cuDNN for whole prompts. No machine code was counted."""
 
 SATURATED: Final = 0.8
 SCALES: Final = 8
@@ -200,6 +205,18 @@ def _prefill(count: Count, cell: Cell, machine: Machine) -> Prediction:
     tile = 4 * count.rows * count.keys * cell.head_dim  # operations
     per_cycle = count.warps_of_scheduler / count.tile_warps * tile / count.cycles
     rate = per_cycle * machine.schedulers * machine.clock
+    return Prediction(flop(cell) / rate * 1e6, None, rate / 1e12, limit_of(count))
+
+
+def flop(cell: Cell) -> int:
+    """Return the operations that a causal chunk needs: two for each product and sum, over the pairs that are seen."""
     pairs = cell.new * (cell.context - cell.new) + cell.new * (cell.new + 1) // 2
-    flop = 4 * cell.heads * cell.head_dim * pairs
-    return Prediction(flop / rate * 1e6, None, rate / 1e12, limit_of(count))
+    return 4 * cell.heads * cell.head_dim * pairs
+
+
+def library(cell: Cell, machine: Machine = H200) -> Prediction:
+    """Return the prediction of a chunk by the backend `library`. Keys are read and written once by the copy."""
+    rate = WHOLE_PROMPT if cell.new == cell.context else CHUNK
+    copied = 2 * cell.context * cell.kv_heads * 2 * cell.head_dim * 2
+    us = flop(cell) / rate * 1e6 + copied / machine.ceiling * 1e6
+    return Prediction(us, None, flop(cell) / us / 1e6, "the library")

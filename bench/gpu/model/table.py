@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from pagedkv.bench import record
 from pagedkv.bench.attention.cells import Cell
 from pagedkv.bench.gpu.model import counts
-from pagedkv.bench.gpu.model.predict import Prediction, predict
+from pagedkv.bench.gpu.model.predict import Prediction, library, predict
 
 BASE: Final = Cell(batch=32, context=4096, device="cuda")
 SIZES: Final = ((1, 4096), (1, 32768), (8, 8192), (32, 4096))
@@ -29,7 +29,8 @@ DECODE: Final = tuple(
 PREFILL: Final = tuple(
     replace(BASE, kind="prefill", batch=1, new=new, context=context) for new, context in ((8192, 8192), (2048, 32768))
 )
-BACKENDS: Final = ("cuda", "cuda-pieces", "triton")
+COUNTED: Final = ("cuda", "triton")
+BACKENDS: Final = (*COUNTED, "library")
 NOT_YET: Final = "–"
 
 
@@ -43,10 +44,12 @@ class Line(NamedTuple):
 
 
 def predicted(cell: Cell, backend: str) -> Prediction | None:
-    """Return the prediction of a cell; None if no kernel of its geometry was counted."""
+    """Return the prediction of a cell; None if no kernel of its geometry was counted. Of `library`: of prefills."""
     like = replace(BASE, kind=cell.kind, batch=cell.batch, context=cell.context, new=cell.new, kv=cell.kv)
     if cell != replace(like, lengths=cell.lengths) or (cell.kind == "decode" and cell.new > 1):
         return None
+    if backend == "library":
+        return library(cell) if cell.kind == "prefill" else None
     found = counts.count_of(backend, cell.kind, cell.kv or cell.dtype)
     return found and predict(found, cell)
 
@@ -139,8 +142,14 @@ def promises() -> str:
         found, twin = predicted(must.cell, backend), predicted(must.twin or must.cell, backend)
         if not found or not twin:
             continue
-        value = {"us": found.us, "of_ceiling": found.of_ceiling or 0.0, "ratio": found.us / twin.us}[must.what]
-        of = {"us": "µs", "of_ceiling": "of the ceiling", "ratio": f"of the time of {name(must.twin or must.cell)}"}
+        value = {
+            "us": found.us,
+            "of_ceiling": found.of_ceiling or 0.0,
+            "TFLOP_per_s": found.tflops or 0.0,
+            "ratio": found.us / twin.us,
+        }[must.what]
+        of = {"us": "µs", "of_ceiling": "of the ceiling", "TFLOP_per_s": "TFLOP/s"}
+        of["ratio"] = f"of the time of {name(must.twin or must.cell)}"
         promise = f"{name(must.cell)}: {must.limit:.3g} {of[must.what]}"
         rows.append([backend, promise, f"{value:.3g}", "hold" if must.holds(value) else "be missed"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -155,7 +164,7 @@ def page(text: str, rows: list[dict[str, Any]]) -> str:
     """Return the text of the manual's page with its tables made again."""
     every = lines(rows)
     made = {f"predicted {backend}": markdown(every, backend) for backend in BACKENDS}
-    made |= {f"counted {backend}": counted(backend) for backend in BACKENDS} | {"promises": promises()}
+    made |= {f"counted {backend}": counted(backend) for backend in COUNTED} | {"promises": promises()}
     for mark, table in made.items():
         pattern = rf"(<!-- {mark} -->\n).*?(<!-- end -->)"
         text = re.sub(pattern, lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text, flags=re.S)

@@ -136,7 +136,7 @@ def bench_attention(
             )
         from pagedkv.bench.gpu import attention
 
-        names = kernels or ["triton", "cuda", "cuda-pieces"]
+        names = kernels or ["triton", "cuda"]
         attention.run(
             attention.Asked(names, repetitions, not full, out=(record,) if record else (), plot=plot, as_json=as_json)
         )

@@ -25,7 +25,6 @@ from pagedkv.kernels.cuda.specialisation import (
     CLASSES,
     AttentionSpecialisation,
     Keys,
-    PiecesSpecialisation,
     RowClass,
     Specialisation,
     specialise,
@@ -75,18 +74,6 @@ MOST_LAUNCHES: Final = 256
 """Entries of a launcher's cache: the lengths of a prefill differ from step to step."""
 
 
-class Ways(NamedTuple):
-    """A choice that does not change results, and needs sm_90 or later.
-
-    second_launch: a second launch, which begins early, merges partial results; else the last CTA to arrive merges them.
-    """
-
-    second_launch: bool = False
-
-
-PLAIN: Final = Ways()
-
-
 class Machine(Protocol):
     """A GPU or its emulator: memory for launches, and launches."""
 
@@ -108,8 +95,8 @@ class Machine(Protocol):
         It is reused once it is dropped and the launches so far have run.
         """
 
-    def launch(self, kernel: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
-        """Run a kernel on the current stream. early: it may begin before the launch before it has ended."""
+    def launch(self, kernel: Specialisation, blocks: int, params: bytes) -> None:
+        """Run a kernel on the current stream."""
 
 
 class Launch(NamedTuple):
@@ -119,7 +106,6 @@ class Launch(NamedTuple):
     kind:    launches of a kind have equal grids, and the layers of a step are of one kind
     words:   8-byte words kept for all launches of this kind: one record per CTA, and the tickets
     rest:    the parameters after the pointers
-    merge:   the launch that follows and merges partial results, or None
     """
 
     kernel: AttentionSpecialisation
@@ -128,7 +114,6 @@ class Launch(NamedTuple):
     kind: int
     words: int
     rest: bytes
-    merge: PiecesSpecialisation | None
 
 
 class AttentionLauncher:
@@ -139,8 +124,8 @@ class AttentionLauncher:
     computed once per key. Pointers and workspace belong to each call, so threads may share a launcher.
     """
 
-    def __init__(self, layer: KVLayer, options: AttentionOptions, machine: Machine, ways: Ways = PLAIN) -> None:
-        self._layer, self._options, self._machine, self._ways = layer, options, machine, ways
+    def __init__(self, layer: KVLayer, options: AttentionOptions, machine: Machine) -> None:
+        self._layer, self._options, self._machine = layer, options, machine
         self._scales = _both_scales(layer.k_scale, layer.v_scale, layer.k)
         self._pool = (layer.k.data_ptr(), layer.v.data_ptr(), *map(_address, self._scales))
         self._heads = (options.sinks, options.alibi_slopes)
@@ -172,14 +157,12 @@ class AttentionLauncher:
             q_at, *self._pool, table.data_ptr(), _address(rows), seq_lens.data_ptr(), starts.data_ptr(),
             *map(_address, heads), _address(tree), _address(causal_of), out.data_ptr(),
         )  # fmt: skip
-        for kernel, blocks, floats, kind, words, rest, merge in launches:
+        for kernel, blocks, floats, kind, words, rest in launches:
             partials, kept = machine.workspace(floats + scratch, q), machine.kept(kind, words, q)
             at = partials.data_ptr()
             lse_at = at + 4 * floats if into is None else into.data_ptr()
             params = POINTERS.pack(*pointers, lse_at, at, kept.data_ptr()) + rest
             machine.launch(kernel, blocks, params)
-            if merge is not None:
-                machine.launch(merge, blocks, params, early=True)
         if lse is not None and into is not None and into is not lse:
             lse.copy_(into)  # padding stays
 
@@ -188,17 +171,17 @@ class AttentionLauncher:
             self._launches.clear()
         fixed: tuple[Any, ...] = (self._layer.k, self._layer.v, *self._scales, *self._options)
         call = AttentionCall(*fixed, *arguments)
-        launches = self._launches[key] = launches_of(call, self._machine, self._ways)
+        launches = self._launches[key] = launches_of(call, self._machine)
         return launches
 
 
-def attend(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> None:
+def attend(call: AttentionCall, machine: Machine) -> None:
     """Launch the kernels that serve `call`. Modifies: call.out, call.lse."""
     layer, options, arguments = call.split()
-    AttentionLauncher(layer, options, machine, ways)(*arguments)
+    AttentionLauncher(layer, options, machine)(*arguments)
 
 
-def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tuple[Launch, ...]:
+def launches_of(call: AttentionCall, machine: Machine) -> tuple[Launch, ...]:
     """Return the launches that serve calls like this one.
 
     Raises InvalidRequest if rows are not aligned, or shared memory is too small.
@@ -208,7 +191,7 @@ def launches_of(call: AttentionCall, machine: Machine, ways: Ways = PLAIN) -> tu
     dims, shared = (call.q.shape[2], call.out.shape[2]), (machine.shared_per_block, machine.shared_per_sm)
     copy, scales = _copy_bytes(call), (call.k_scale, call.v_scale)
     token_scales, v_in_k = any(scale is not None and scale.dim() for scale in scales), is_v_in_k(call.k, call.v)
-    keys = Keys(copy, int(token_scales), int(v_in_k), int(ways.second_launch), _page_runs(call))
+    keys = Keys(copy, int(token_scales), int(v_in_k), _page_runs(call))
     rows = call.max_seqlen_q * group
     return tuple(
         _launch(call, machine, specialise(kinds, dims, row_class, keys, shared), row_class)
@@ -243,9 +226,8 @@ def _launch(call: AttentionCall, machine: Machine, kernel: AttentionSpecialisati
         B, H, K, S, call.causal, *bounds(call.window, call.right), split, spread, *rows, q_vectors,
         call.scale, call.softcap if call.softcap < NO_CAP else 0.0,
     )  # fmt: skip
-    merge = PiecesSpecialisation(kernel) if is_shared and kernel.second_launch else None
-    words = RECORD_WORDS * blocks + (slots if is_shared and not merge else 0)
-    return Launch(kernel, blocks, slots * floats, _digest(options), words, rest, merge)
+    words = RECORD_WORDS * blocks + (slots if is_shared else 0)
+    return Launch(kernel, blocks, slots * floats, _digest(options), words, rest)
 
 
 def _digest(*facts: object) -> int:

@@ -1,4 +1,4 @@
-"""The backends "cuda" and "cuda-pieces": the CUDA C++ kernels of csrc/cuda, and their objections.
+"""The backend "cuda": the CUDA C++ kernels of csrc/cuda, and their objections.
 
 docs/explanation/cuda-kernels.md explains the kernels. This file does not import CuPy: `objections` looks for it.
 Specialisations are compiled at first use and kept on disk (compiler.py), and driver.py runs them. attention.py computes
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -104,71 +104,53 @@ def _index_of(case: Case) -> int:
     return case.device_index or 0
 
 
-class CudaBackend:
-    """The CUDA kernels, launched in one of two ways (attention.Ways). Equal calls give bit-equal results in each."""
+def objections(case: Case) -> list[str]:
+    """Return all reasons why these kernels cannot serve `case`: of this machine, of the case, and of the case on
+    this machine's GPU."""
+    index = _index_of(case)
+    found = [*machine_objections(index), *case_objections(case)]
+    return found or shared_memory_objections(case, shared_memory(index))
 
-    def __init__(self, ways: attention.Ways = attention.PLAIN, newer: str = "") -> None:
-        """newer: the beginning of an objection to a GPU before compute capability 9.0, such as "clusters need"; "" for
-        none."""
-        self._ways, self._newer = ways, newer
 
-    def objections(self, case: Case) -> list[str]:
-        """Return all reasons why these kernels cannot serve `case`: of this machine, of the case, and of the case on
-        this machine's GPU."""
-        index = _index_of(case)
-        found = [*machine_objections(index), *case_objections(case)]
-        return [*(found or shared_memory_objections(case, shared_memory(index))), *self._too_old(index)]
+def paged_attention(call: AttentionCall) -> None:
+    """Attend. Modifies: call.out, call.lse."""
+    attention.attend(call, _driver(call.q))
 
-    def _too_old(self, index: int) -> list[str]:
-        """Return the objection to a GPU before compute capability 9.0, where this way of launching needs it."""
-        if not self._newer or not torch.cuda.is_available():
-            return []
-        capability = torch.cuda.get_device_capability(index)
-        if capability >= (9, 0):
-            return []
-        return ["the GPU is {}.{}; {} compute capability 9.0".format(*capability, self._newer)]
 
-    def paged_attention(self, call: AttentionCall) -> None:
-        """Attend. Modifies: call.out, call.lse."""
-        attention.attend(call, _driver(call.q), self._ways)
+def bind_attention(layer: KVLayer, options: AttentionOptions) -> attention.AttentionLauncher:
+    """Return the launcher of attention calls on `layer` with these options (bound.py)."""
+    return attention.AttentionLauncher(layer, options, _driver(layer.k))
 
-    def bind_attention(self, layer: KVLayer, options: AttentionOptions) -> attention.AttentionLauncher:
-        """Return the launcher of attention calls on `layer` with these options (bound.py)."""
-        return attention.AttentionLauncher(layer, options, _driver(layer.k), self._ways)
 
-    def write_kv(self, call: WriteCall) -> None:
-        """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
-        moves.write_kv(call, _driver(call.k))
+def write_kv(call: WriteCall) -> None:
+    """Store each new token's K and V at its slot. Modifies: call.k, call.v, and per-(token, head) scales."""
+    moves.write_kv(call, _driver(call.k))
 
-    def bind_write(self, layer: KVLayer, rope: RotaryTable | None) -> moves.WriteLauncher:
-        """Return the launcher of writes into `layer` (bound.py)."""
-        return moves.WriteLauncher(layer, rope, _driver(layer.k))
 
-    def gather_kv(self, call: GatherCall) -> None:
-        """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
-        moves.gather_kv(call, _driver(call.k_out))
+def bind_write(layer: KVLayer, rope: RotaryTable | None) -> moves.WriteLauncher:
+    """Return the launcher of writes into `layer` (bound.py)."""
+    return moves.WriteLauncher(layer, rope, _driver(layer.k))
 
-    def merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and lse over the keys of both states."""
-        return moves.merge_states(out_a, lse_a, out_b, lse_b, _driver(out_a))
 
-    def copy_frames(self, storage: Tensor, copies: Tensor) -> None:
-        """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first.
+def gather_kv(call: GatherCall) -> None:
+    """Copy the tokens of each sequence out of their pages. Modifies: call.k_out, call.v_out."""
+    moves.gather_kv(call, _driver(call.k_out))
 
-        Modifies: the destination frames.
-        """
-        moves.copy_frames(storage, copies, _driver(storage))
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and lse over the keys of both states."""
+    return moves.merge_states(out_a, lse_a, out_b, lse_b, _driver(out_a))
+
+
+def copy_frames(storage: Tensor, copies: Tensor) -> None:
+    """Run `storage[dst] = storage[src]` for each row of `copies`, every source read first.
+
+    Modifies: the destination frames.
+    """
+    moves.copy_frames(storage, copies, _driver(storage))
 
 
 def _driver(x: Tensor) -> driver.Driver:
     from pagedkv.kernels.cuda.driver import driver_of
 
     return driver_of(x.device)
-
-
-PLAIN: Final = CudaBackend()
-"""The kernel "cuda"."""
-
-PIECES: Final = CudaBackend(attention.Ways(second_launch=True), "launches that begin early need")
-"""The kernel "cuda-pieces": a second launch, which begins before the first has ended, merges the partial results
-(merge_pieces.cuh)."""

@@ -1,9 +1,8 @@
 """One GPU: the kernels loaded in this process, the memory that outlives a launch, and the launch itself.
 
-The file calls CUDA through three interfaces, where the tests put recorders: `Cuda`, six functions of
-cupy.cuda.driver; `TorchDevice`, functions of torch and of the runtime; and `launch_early` of programmatic_launch.py,
-which CuPy lacks. `launch_early` sets the only launch attribute in use, and no kernel forms a cluster, so cuda.core is
-not needed. This file knows no attention.
+The file calls CUDA through two interfaces, where the tests put recorders: `Cuda`, six functions of cupy.cuda.driver,
+and `TorchDevice`, functions of torch, of the runtime and of streams.py. No launch has an attribute and no kernel forms
+a cluster, so cuda.core is not needed. This file knows no attention.
 
     a launch       allocates only torch's memory of the current stream. It neither waits nor reads the device back, so a
                    CUDA graph captures it as it is. A capture cannot load a kernel: that is refused, with the remedy.
@@ -23,10 +22,9 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 import torch
 
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels.cuda import compiler, programmatic_launch
+from pagedkv.kernels.cuda import compiler, streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -98,7 +96,7 @@ class TorchDevice:
 
     def beside_captures(self) -> AbstractContextManager[None]:
         """Return a context in which allocating device memory does not break a capture of another thread."""
-        return programmatic_launch.beside_captures()
+        return streams.beside_captures()
 
     def order(self) -> tuple[int, int]:
         """Return a name of the current stream's order of launches: launches of equal names run one after another.
@@ -108,8 +106,8 @@ class TorchDevice:
         """
         stream = self.stream()
         if self.is_capturing(stream):
-            return programmatic_launch.capture_of(stream), stream
-        return 0, 0 if stream == 0 else programmatic_launch.number_of(stream)
+            return streams.capture_of(stream), stream
+        return 0, 0 if stream == 0 else streams.number_of(stream)
 
     def zeros(self, count: int) -> Tensor:
         """Return int64 [count] of zeros on this device, which all streams see as zeros. The memory is not from torch's
@@ -195,10 +193,7 @@ class Kept:
 class Driver:
     """The `Machine` (attention.py) that launches on a GPU."""
 
-    def __init__(
-        self, device: TorchDevice, cuda: Cuda, launch_early: Callable[..., None] = programmatic_launch.launch_early
-    ) -> None:
-        self._launch_early = launch_early
+    def __init__(self, device: TorchDevice, cuda: Cuda) -> None:
         self.num_sms: int = device.num_sms
         self.shared_per_block: int = device.shared_per_block
         self.shared_per_sm: int = device.shared_per_sm
@@ -224,10 +219,9 @@ class Driver:
         """Return a scratch buffer from torch's allocator, which reuses it when the launches so far have run."""
         return torch.empty(shape, dtype=dtype, device=like.device)
 
-    def launch(self, kernel: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
+    def launch(self, kernel: Specialisation, blocks: int, params: bytes) -> None:
         """Run the kernel on torch's current stream of this device.
 
-        early: the kernel may begin before the previous launch has ended; it waits for that launch by itself.
         Raises: InvalidRequest in a capture, if the kernel is not loaded.
         """
         cuda = self._cuda
@@ -238,8 +232,8 @@ class Driver:
             function, threads, shared = self._functions.get(kernel) or self._load(kernel)
             # An array of one pointer, which keeps `params` alive. The driver copies them before it returns.
             pointers = ctypes.c_char_p(params)
-            run = self._launch_early if early else cuda.launchKernel
-            run(function, blocks, 1, 1, threads, 1, 1, shared, self._device.stream(), ctypes.addressof(pointers), 0)
+            at = ctypes.addressof(pointers)
+            cuda.launchKernel(function, blocks, 1, 1, threads, 1, 1, shared, self._device.stream(), at, 0)
         finally:
             if before not in (0, self._context):
                 cuda.ctxSetCurrent(before)
@@ -258,8 +252,6 @@ class Driver:
             function = cuda.moduleGetFunction(module, kernel.name)
         if kernel.shared_bytes:  # more than 48 KB must be requested
             cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes)
-        # All kernels share one carve-out: kernels with different carve-outs cannot run on one SM together, and
-        # overlapping launches must.
         cuda.funcSetAttribute(function, cuda.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CARVEOUT)
         self._functions[kernel] = loaded = (function, kernel.threads, kernel.shared_bytes)
         return loaded

@@ -30,7 +30,7 @@ def parts_of(dims: tuple[int, int], kinds: tuple[int, int]) -> int:
 
 
 class Keys(NamedTuple):
-    """The layout of a call's keys, the way they are copied, and the way partial states are merged.
+    """The layout of a call's keys, and the way they are copied.
 
     copy: bytes of one copy. The other fields are macros of csrc/cuda/specialisation.cuh.
     """
@@ -38,7 +38,6 @@ class Keys(NamedTuple):
     copy: int = 16
     token_scales: int = 0
     v_in_k: int = 0
-    second_launch: int = 0
     page_runs: int = 0
 
 
@@ -73,7 +72,6 @@ class AttentionSpecialisation:
     blocks: int
     warps_d: int
     v_in_k: int
-    second_launch: int
     page_runs: int
 
     name = "paged_attention"
@@ -107,26 +105,6 @@ class AttentionSpecialisation:
     def row_bytes(self, dim: int) -> int:
         """Return the bytes of one key or value of `dim` elements in the pool."""
         return dim * _BITS[self.kv_kind] // 8
-
-
-@dataclass(frozen=True, slots=True)
-class PiecesSpecialisation:
-    """The specialisation of csrc/cuda/merge_pieces.cuh that merges the partial states of the kernel `attention`."""
-
-    attention: AttentionSpecialisation
-
-    name = "merge_pieces"
-    shared_bytes = 0
-
-    @property
-    def macros(self) -> dict[str, int]:
-        """The macros that the kernel is compiled with."""
-        return self.attention.macros
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return self.attention.threads
 
 
 class Specialisation(Protocol):

@@ -14,14 +14,23 @@ Two things are not flash attention's:
 `_doubtful` marks the sequences with such a page, or with NaN in their results. Another kernel computes these a second
 time: Triton's prefill on a GPU, where programs of other sequences end at once, so the host reads nothing back.
 
-GPU       torch.ops.aten._flash_attention_forward: FlashAttention 2, or what torch.nn.attention has activated (FA3,
-          FA4). The buffer of keys has the size that the bounds allow, B * max_seqlen_k.
-CPU       torch's flash attention for the CPU, one sequence at a time, to prove this file.
+The products are made by the first of these that serves the call:
+
+    FlashAttention 3  where torch.nn.attention has activated it. It reads keys of the queries' dtype in their pages,
+                      without a copy, where torch's operator takes a block table (2.12 and later).
+    cuDNN             whole prompts of one length. torch's own check (can_use_cudnn_attention) says whether cuDNN is
+                      there and takes the heads. Its mask begins at the first key, and the host knows bounds alone:
+                      if lengths on the device are not those of whole prompts, all sequences are doubtful.
+    FlashAttention 2  all other calls on a GPU
+    CPU               torch's flash attention for the CPU, one sequence at a time, to prove this file
+
+The buffer of keys has the size that the bounds allow, B * max_seqlen_k.
 """
 
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -36,7 +45,7 @@ if TYPE_CHECKING:
     from pagedkv.kernels.case import Backend, Case
 
 LARGEST_HEAD_DIM: Final = 256
-SERVED: Final = frozenset({"tensor_scale", "token_head_scale", "long_prefill"})
+SERVED: Final = frozenset({"tensor_scale", "token_head_scale", "long_prefill", "whole_prompts"})
 """The features of a case that it serves. Scales are multiplied where keys are gathered."""
 
 
@@ -74,8 +83,8 @@ def paged_attention(call: AttentionCall) -> None:
     if not T or not B or not call.max_seqlen_q:
         return
     table, lens, lost = _present(call)
-    k, v, starts = _gathered(call, table, lens)
-    out, lse = (_on_cpu if call.q.device.type == "cpu" else _on_gpu)(call, k, v, starts)
+    out, lse, wrong = (_on_cpu if call.q.device.type == "cpu" else _on_gpu)(call, table, lens)
+    lost = lost if wrong is None else lost | wrong
     token = torch.arange(T, device=call.q.device, dtype=torch.int32)
     sequence = torch.searchsorted(call.cu_seqlens_q.narrow(0, 1, B), token, right=True)  # B for padding
     ends = torch.nn.functional.pad(lens, (0, 1), value=1)
@@ -117,17 +126,73 @@ def _gathered(call: AttentionCall, table: Tensor, lens: Tensor) -> tuple[Tensor,
     return k, v, starts
 
 
-def _on_gpu(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D] and lse [T, H]; rows past the last sequence hold anything."""
+def _on_gpu(call: AttentionCall, table: Tensor, lens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return out [T, H, D], lse [T, H], and whether both are wrong, a bool on the device; None: they are right. Rows
+    past the last sequence hold anything."""
+    if _reads_pages(call):
+        return *_flash(call, call.k, call.v, None, seqused_k=lens, block_table=table), None
+    k, v, starts = _gathered(call, table, lens)
+    if _is_whole(call):
+        prompts = [x.view(len(lens), call.max_seqlen_q, *x.shape[1:]).transpose(1, 2) for x in (call.q, k, v)]
+        if _cudnn_serves(*prompts):
+            return *_by_cudnn(call, *prompts), _uneven(call, starts)
+    return *_flash(call, k, v, starts.int()), None
+
+
+def _reads_pages(call: AttentionCall) -> bool:
+    """Return whether flash attention reads this pool in its pages."""
+    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    plain = call.k.dtype == call.q.dtype and call.k_scale is None and call.v_scale is None
+    return active == "FA3" and plain and _takes_pages()
+
+
+@cache
+def _takes_pages() -> bool:
+    """Return whether torch's operator has an argument for the page table."""
+    operator = torch.ops.aten._flash_attention_forward.default
+    return any(argument.name == "block_table" for argument in operator._schema.arguments)
+
+
+def _flash(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor | None, **pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, D] and lse [T, H] by FlashAttention 2, or by what torch.nn.attention has activated.
+
+    pages: lengths and page table, where k and v are the pool.
+    """
     bounds = (call.max_seqlen_q, call.max_seqlen_k)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        call.q, k, v, call.cu_seqlens_q, starts.int(), *bounds, 0.0, True, False, scale=call.scale
+        call.q, k, v, call.cu_seqlens_q, starts, *bounds, 0.0, True, False, scale=call.scale, **pages
     )
     return out, lse.t()
 
 
-def _on_cpu(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def _is_whole(call: AttentionCall) -> bool:
+    """Return whether, by the host's bounds, every sequence is a whole prompt of max_seqlen_q tokens."""
+    return call.q.shape[0] == call.seq_lens.shape[0] * call.max_seqlen_k and call.max_seqlen_q == call.max_seqlen_k
+
+
+def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether torch would call cuDNN for q [B, H, M, D] and k, v [B, K, M, D]."""
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
+    return torch.backends.cuda.can_use_cudnn_attention(params)
+
+
+def _by_cudnn(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, D] and lse [T, H] of whole prompts q [B, H, M, D] and k, v [B, K, M, D]."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, True, False, scale=call.scale
+    )
+    return out.transpose(1, 2).flatten(0, 1), lse.reshape(q.shape[:3]).transpose(1, 2).flatten(0, 1)
+
+
+def _uneven(call: AttentionCall, starts: Tensor) -> Tensor:
+    """Return a bool on the device: whether some sequence is no whole prompt of max_seqlen_q tokens."""
+    even = torch.arange(len(starts), device=starts.device) * call.max_seqlen_q
+    return ((starts != even) | (call.cu_seqlens_q != even)).any()
+
+
+def _on_cpu(call: AttentionCall, table: Tensor, lens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute as `_on_gpu` does, one sequence after another."""
+    k, v, starts = _gathered(call, table, lens)
     G = call.q.shape[1] // k.shape[1]
     out, lse = torch.zeros_like(call.q), call.lse.new_full(call.lse.shape, -torch.inf)
     queries, keys = call.cu_seqlens_q.tolist(), starts.tolist()
@@ -142,7 +207,7 @@ def _on_cpu(call: AttentionCall, k: Tensor, v: Tensor, starts: Tensor) -> tuple[
             *(x.transpose(0, 1).unsqueeze(0) for x in qkv), 0.0, False, attn_mask=mask, scale=call.scale
         )
         out[rows], lse[rows] = (x.squeeze(0).transpose(0, 1) for x in found)
-    return out, lse
+    return out, lse, None
 
 
 def _doubtful(out: Tensor, sequence: Tensor, lost: Tensor) -> Tensor:

@@ -50,7 +50,6 @@ extern "C" void enter(const void* params) {{ {kernel}(*static_cast<const {params
 """
 PARAMS = {
     "paged_attention": "AttentionParams",
-    "merge_pieces": "AttentionParams",
     "write_kv": "WriteParams",
     "gather_kv": "GatherParams",
     "merge_states": "MergeParams",
@@ -101,28 +100,12 @@ def runtime() -> tuple[Path, ...]:
     return tuple(compiled(path.stem, headers | {path.name: path.read_text()}, (*FLAGS, "-c")) for path in SIMT)
 
 
-def wrote(library: ctypes.CDLL) -> list[tuple[int, int]]:
-    """Return (address, bytes) of each run of memory that the last launch wrote. No two runs touch."""
-    start, size, found = ctypes.c_void_p(), ctypes.c_uint64(), []
-    while library.simt_wrote(len(found), ctypes.byref(start), ctypes.byref(size)):
-        found.append((start.value or 0, size.value))
-    runs: list[tuple[int, int]] = []
-    for at, count in sorted(found):
-        if runs and at <= sum(runs[-1]):
-            runs[-1] = (runs[-1][0], max(sum(runs[-1]), at + count) - runs[-1][0])
-        else:
-            runs.append((at, count))
-    return runs
-
-
 class Emulator:
     """A GPU of a few SMs.
 
     sources: the sources of csrc/cuda, which a test may change to plant a fault. seed: the seed of the order of blocks
     and threads. arch: the value of `CUDA_ARCH`.
     """
-
-    ways = attention.Ways()
 
     def __init__(
         self, num_sms: int = 3, *, seed: int = 0, shared: tuple[int, int] = (227 << 10, 228 << 10), arch: int = 900
@@ -135,7 +118,6 @@ class Emulator:
         self.memory: list[Tensor] = []
         self.sets: dict[int, Tensor] = {}
         self.launches: list[Specialisation] = []
-        self.wrote: list[tuple[int, int]] = []
 
     def build(self, kernel: Specialisation) -> ctypes.CDLL:
         """Return the library of a kernel, which contains an emulator of its own."""
@@ -151,9 +133,7 @@ class Emulator:
         library = ctypes.CDLL(str(path))
         library.simt_launch.restype = ctypes.c_char_p
         library.simt_launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, *[ctypes.c_uint32] * 3, ctypes.c_uint64]
-        library.simt_allow.argtypes = library.simt_begin_early.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
-        library.simt_wrote.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
-        library.simt_wrote.restype = ctypes.c_bool
+        library.simt_allow.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
         return library
 
     def workspace(self, floats: int, like: Tensor) -> Tensor:
@@ -177,15 +157,10 @@ class Emulator:
         self.memory.append(scratch)
         return scratch
 
-    def launch(self, kernel: Specialisation, blocks: int, params: bytes, *, early: bool = False) -> None:
-        """Run a kernel, block by block. Raises: Fault.
-
-        early: the kernel must wait for the previous launch before it touches memory that this launch wrote.
-        """
+    def launch(self, kernel: Specialisation, blocks: int, params: bytes) -> None:
+        """Run a kernel, block by block. Raises: Fault."""
         self.launches.append(kernel)
         library = self.build(kernel)
-        for start, size in self.wrote if early else ():
-            library.simt_begin_early(start, size)
         assert ctypes.c_uint.in_dll(library, "shared_bytes").value == kernel.shared_bytes
         assert ctypes.c_uint.in_dll(library, "params_bytes").value == len(params)
         library.simt_forbid_all()
@@ -197,12 +172,11 @@ class Emulator:
         )
         if fault:
             raise Fault(fault.decode())
-        self.wrote = wrote(library)
 
     def attend(self, call: AttentionCall) -> None:
         """`paged_attention` of the backend, on this machine. Raises: Fault."""
         self._may_touch(*call)
-        attention.attend(call, self, self.ways)
+        attention.attend(call, self)
 
     def write_kv(self, call: WriteCall) -> None:
         """`write_kv` of the backend. Raises: Fault."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import re
 from functools import cache
@@ -21,7 +20,6 @@ from pagedkv.kernels.cuda.specialisation import (
     GatherSpecialisation,
     Keys,
     MergeSpecialisation,
-    PiecesSpecialisation,
     RowClass,
     Specialisation,
     WriteSpecialisation,
@@ -112,7 +110,6 @@ def test_an_unmarked_function_is_compiled_for_the_gpu(monkeypatch: pytest.Monkey
     assert compiler.compile_cubin("bare", {}, "sm_90").cubin.startswith(b"\x7fELF")
 
 
-EARLY_ARCHS = ("sm_90", "sm_100", "sm_120")
 JOBS = [
     *((*job, 2) for job in QUICK),
     *((TYPICAL, "sm_90", page_runs) for page_runs in (0, 1)),
@@ -133,10 +130,6 @@ def test_it_compiles_within_its_budget(wish: Wish, arch: str, page_runs: int) ->
     assert "warning" not in log
 
 
-def pieces_of(wish: Wish, arch: str) -> PiecesSpecialisation:
-    return PiecesSpecialisation(dataclasses.replace(kernel_of(wish, arch), second_launch=1))
-
-
 MOVES: dict[str, tuple[Specialisation, int]] = {
     "write_kv bfloat16": (WriteSpecialisation(BF16, BF16, BF16, 128, 128, 0, 0, 0, 0), 40),
     "write_kv bfloat16 rope": (WriteSpecialisation(BF16, BF16, BF16, 128, 128, 0, 0, 1, 64), 48),
@@ -154,8 +147,6 @@ MOVES: dict[str, tuple[Specialisation, int]] = {
     "gather_kv int4": (GatherSpecialisation(KINDS["int4"], KINDS["float32"], 128, 64, 2, 2), 48),
     "gather_kv mla": (GatherSpecialisation(KINDS["fp8_e4m3"], BF16, 576, 512, 1, 1), 48),
     "merge_states bfloat16": (MergeSpecialisation(BF16, 128), 40),
-    "merge_pieces bfloat16": (pieces_of(TYPICAL, "sm_90"), 80),
-    "merge_pieces mla": (pieces_of(("bfloat16", "fp8_e4m3", (576, 512), CLASSES[0], 1), "sm_90"), 80),
     "copy_frames": (CopySpecialisation(16, 32 << 10), 48),
     "copy_frames, odd": (CopySpecialisation(1, 32 << 10), 48),
 }
@@ -216,17 +207,6 @@ def test_the_last_cta_to_arrive_sees_what_the_others_stored(arch: str) -> None:
     ]
     assert order[:3] == ["MEMBAR", "ATOMG", "MEMBAR"]
     assert order[3:] == ["LDG"] * 16, "sixteen pieces are in flight at once"
-    pieces = pieces_of(TYPICAL, arch)
-    code = disassembled(compiled(pieces, arch).cubin)
-    assert len(re.findall(r"LDG\S*128\.STRONG\.GPU", code)) == 3
-
-
-@pytest.mark.parametrize("arch", ["sm_89", *EARLY_ARCHS])
-def test_a_second_launch_waits_for_the_first_which_lets_it_begin(arch: str) -> None:
-    macros = pieces_of(TYPICAL, arch).macros
-    for name, instruction in (("paged_attention", "PREEXIT"), ("merge_pieces", "ACQBULK")):
-        code = disassembled(compiler.compile_cubin(name, macros, arch).cubin)
-        assert (instruction in code) == (arch in EARLY_ARCHS)
 
 
 def test_a_source_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from pagedkv.bench.gpu import launch
 from pagedkv.errors import InvalidRequest
-from pagedkv.kernels.cuda import attention, compiler, moves, programmatic_launch
+from pagedkv.kernels.cuda import attention, compiler, moves, streams
 from pagedkv.kernels.cuda.attention import LAYOUT, PARAMS
 from pagedkv.kernels.cuda.driver import CHUNK, LINE, RESERVE, Driver, TorchDevice
 from pagedkv.kernels.cuda.moves import COPY_LAYOUT, GATHER_LAYOUT, MERGE_LAYOUT, WRITE_LAYOUT
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 LAYOUTS = {
     "paged_attention": LAYOUT,
-    "merge_pieces": LAYOUT,
     "write_kv": WRITE_LAYOUT,
     "gather_kv": GATHER_LAYOUT,
     "merge_states": MERGE_LAYOUT,
@@ -57,8 +56,7 @@ class Recorder:
         self.allowed_shared: dict[int, int] = {}
         self.current, self.capturing, self.stream_handle = TORCH_CONTEXT, False, 0x5000
         self.emulator, self.run = emulator, emulator is not None
-        self.driver = Driver(self, self, self.launch_early)  # type: ignore[arg-type]
-        self.early: list[int] = []
+        self.driver = Driver(self, self)  # type: ignore[arg-type]
         self.beside = False
         self.chunks: list[torch.Tensor] = []
         self.kept: list[int] = []  # its address, of each launch of attention
@@ -119,10 +117,6 @@ class Recorder:
         if attribute == self.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
             assert value <= self.shared_per_block
             self.allowed_shared[function] = value
-
-    def launch_early(self, function: int, *arguments: int) -> None:
-        self.early.append(len(self.launches))
-        self.launchKernel(function, *arguments)
 
     def launchKernel(self, function: int, *arguments: int) -> None:
         grid, block, (shared, stream, pointers, extra) = arguments[:3], arguments[3:6], arguments[6:]
@@ -280,16 +274,15 @@ def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("split_tokens", "second_launch", "some"),
-    [(None, False, True), (16, False, True), (1 << 20, False, False), (None, True, False)],
+    ("split_tokens", "some"),
+    [(None, True), (16, True), (1 << 20, False)],
 )
 def test_tickets_are_kept_where_ctas_share_units_and_the_last_one_merges(
-    split_tokens: int | None, second_launch: bool, some: bool, monkeypatch: pytest.MonkeyPatch
+    split_tokens: int | None, some: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder(monkeypatch)
     built = Case(q_lens=(1,), kv_lens=(64,), heads=(2, 1), dtype="bfloat16", split_tokens=split_tokens).build()
-    ways = attention.Ways(second_launch=second_launch)
-    (launch,) = attention.launches_of(call_of(built), recorder.driver, ways)
+    (launch,) = attention.launches_of(call_of(built), recorder.driver)
     assert (launch.words > attention.RECORD_WORDS * launch.blocks) == some
 
 
@@ -346,7 +339,7 @@ def test_kept_memory_is_zero_for_every_stream_and_taken_beside_captures(monkeypa
         yield
         calls.append(("restored",))
 
-    monkeypatch.setattr(programmatic_launch, "beside_captures", beside_captures)
+    monkeypatch.setattr(streams, "beside_captures", beside_captures)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch, "as_tensor", lambda memory, device: (memory.__cuda_array_interface__, device))
     device = object.__new__(TorchDevice)
@@ -386,7 +379,7 @@ def test_launches_are_in_order_within_a_capture_or_within_a_stream_whatever_its_
     from cupy.cuda import driver
 
     library = ctypes.CDLL(str(compiled("driver", {"driver.cpp": HEADER}, ("-O1", "-fPIC", "-shared"))))
-    monkeypatch.setattr(programmatic_launch, "library", lambda: library)
+    monkeypatch.setattr(streams, "library", lambda: library)
     captured = {0x5000: False, 0x6000: True}
     device = torch_of(3, monkeypatch)
     monkeypatch.setattr(device, "is_capturing", lambda stream: captured.get(stream, False))
@@ -397,11 +390,11 @@ def test_launches_are_in_order_within_a_capture_or_within_a_stream_whatever_its_
     assert orders == [(0, 0), (0, 0x5000 + 1), (0x6000 + 2, 0x6000)]
     raised: list[int] = []
     monkeypatch.setattr(driver, "check_status", raised.append)
-    programmatic_launch.number_of(0x7000)
-    programmatic_launch.capture_of(0x7000)
+    streams.number_of(0x7000)
+    streams.capture_of(0x7000)
     assert raised == [400, 400], "the driver's status must be checked"
-    monkeypatch.setattr(programmatic_launch, "library", lambda: object())  # a driver before 12.0
-    assert programmatic_launch.number_of(0x5000) == 0x5000
+    monkeypatch.setattr(streams, "library", lambda: object())  # a driver before 12.0
+    assert streams.number_of(0x5000) == 0x5000
 
 
 def test_threads_that_launch_at_once_all_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,40 +500,8 @@ def test_a_launch_costs_the_host_little() -> None:
     assert all(0 < row["best"] < 6 * (row["limit"] or 100) for row in rows)
 
 
-def test_pieces_are_merged_by_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
-    for split_tokens in (None, 16):  # 16: there is one unit, so CTAs share its chunks
-        built = Case(q_lens=(1,), kv_lens=(64,), heads=(2, 1), dtype="bfloat16", split_tokens=split_tokens).build()
-        attention.attend(call_of(built), recorder.driver, attention.Ways(second_launch=True))
-    assert [kernel.name for kernel in recorder.loaded] == ["paged_attention", "merge_pieces"]
-    assert recorder.early == [1, 3]
-    first, second = recorder.launches[:2]
-    assert first[1:3] == second[1:3], "equal grids compute the same partition"
-    assert second[3] == 0
-
-
 HEADER = """
 #include <cstddef>
-typedef struct {
-    int id;
-    char pad[8 - sizeof(int)];
-    union { char pad[64]; int programmaticStreamSerializationAllowed; } value;
-} CUlaunchAttribute;
-typedef struct {
-    unsigned int gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
-    void* hStream;
-    CUlaunchAttribute* attrs;
-    unsigned int numAttrs;
-} CUlaunchConfig;
-extern "C" size_t seen[15] = {};
-extern "C" int cuLaunchKernelEx(const CUlaunchConfig* c, void* function, void** params, void** extra) {
-    const size_t all[] = {c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
-        c->sharedMemBytes, (size_t)c->hStream, c->numAttrs, (size_t)c->attrs->id,
-        (size_t)c->attrs->value.programmaticStreamSerializationAllowed, (size_t)function,
-        (size_t)params, (size_t)extra, sizeof(CUlaunchConfig) * 1000 + sizeof(CUlaunchAttribute)};
-    for (int i = 0; i < 15; ++i) seen[i] = all[i];
-    return (int)c->gridDimZ - 1;
-}
 extern "C" int cuStreamGetId(void* stream, unsigned long long* id) {
     if ((size_t)stream == 0x7000) return 400;
     return *id = (size_t)stream + 1, 0;
@@ -557,32 +518,22 @@ extern "C" int cuThreadExchangeStreamCaptureMode(int* wanted) {
     return 0;
 }
 """
-"""A stand-in for the driver: cuLaunchKernelEx, with structures as in cuda.h, which refuses a grid whose z is not 1; a
-capture mode; and numbers of streams and captures, of all streams but 0x7000."""
+"""A stand-in for the driver: a capture mode, and numbers of streams and captures, of all streams but 0x7000."""
 
 
 @pytest.mark.skipif(not COMPILER or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy")
-def test_an_early_launch_passes_its_attribute_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_allocated_in_a_capture_mode_that_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     from cupy.cuda import driver
 
     library = ctypes.CDLL(str(compiled("driver", {"driver.cpp": HEADER}, ("-O1", "-fPIC", "-shared"))))
-    monkeypatch.setattr(programmatic_launch, "library", lambda: library)
-    programmatic_launch.launch_early(0x123456789AB, 7, 1, 1, 128, 1, 1, 4096, 0x23456789ABC, 0x3456789ABCD, 0)
-    attributes, sizes = (
-        (1, programmatic_launch.MAY_BEGIN_EARLY, 1),
-        ctypes.sizeof(programmatic_launch.Config) * 1000 + ctypes.sizeof(programmatic_launch.Attribute),
-    )
-    expected = [7, 1, 1, 128, 1, 1, 4096, 0x23456789ABC, *attributes, 0x123456789AB, 0x3456789ABCD, 0, sizes]
-    assert list((ctypes.c_size_t * 15).in_dll(library, "seen")) == expected
+    monkeypatch.setattr(streams, "library", lambda: library)
     raised: list[int] = []
     monkeypatch.setattr(driver, "check_status", raised.append)
-    programmatic_launch.launch_early(1, 7, 1, 2, 128, 1, 1, 0, 0, 0, 0)
-    assert raised == [1], "the driver's status must be checked"
     mode = ctypes.c_int.in_dll(library, "mode")
-    with contextlib.suppress(MemoryError), programmatic_launch.beside_captures():
-        assert mode.value == programmatic_launch.RELAXED
+    with contextlib.suppress(MemoryError), streams.beside_captures():
+        assert mode.value == streams.RELAXED
         raise MemoryError
-    assert (mode.value, raised) == (1, [1, 0])
+    assert (mode.value, raised) == (1, [0])
 
 
 def test_copies_and_merges_are_launched_through_the_same_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ import torch
 
 from pagedkv.kernels import reference
 from pagedkv.kernels.args import RotaryTable
-from pagedkv.kernels.cuda.attention import Ways
-from tests.cases import Case, call_of, empty_layer, write_of
+from tests.cases import Case, empty_layer, write_of
 from tests.kernels.cuda.emulator import COMPILER, Emulator, Fault
 from tests.kernels.cuda.test_attention import check
 from tests.kernels.cuda.test_launch import steps_are_right
@@ -159,10 +158,6 @@ def test_a_planted_mistake_in_remembering_shares_is_caught(mistake: str) -> None
 
 
 PIECES = {
-    "no thread waits for the first launch": Planted("merge_pieces.cuh", "ptx::wait_for_last_grid();", ""),
-    "one thread waits for all": Planted(
-        "merge_pieces.cuh", "ptx::wait_for_last_grid();", "if (ptx::thread_index() == 0) ptx::wait_for_last_grid();"
-    ),
     "a piece is left out": Planted(
         "merge.cuh", "if (done + i >= pieces) break;", "if (done + i >= pieces) break;\nif (done + i == 1) continue;"
     ),
@@ -170,38 +165,16 @@ PIECES = {
         "merge.cuh", "done < pieces; done += AT_ONCE", "done < AT_ONCE; done += AT_ONCE"
     ),
     "the last piece counts more than once": Planted("merge.cuh", "if (done + i >= pieces) break;", ""),
-    "a unit of one CTA is merged": Planted("merge_pieces.cuh", " && partition.num_partials() > 1", ""),
-    "no unit is merged": Planted("merge_pieces.cuh", "partition.num_partials() > 1", "partition.num_partials() > 9999"),
-    "sums become stages while they are stored": Planted(
-        "paged_attention.cuh", "ptx::sync_block();  // the next stages will overwrite the sums\n    } else", "} else"
-    ),
 }
-
-
-def in_pieces() -> Emulator:
-    machine = Emulator(8)
-    machine.ways = Ways(second_launch=True)
-    return machine
 
 
 @pytest.mark.parametrize("mistake", some(PIECES))
 def test_a_planted_mistake_in_merging_pieces_is_caught(mistake: str) -> None:
-    machine = planted(PIECES[mistake], in_pieces())
+    machine = planted(PIECES[mistake], Emulator(8))
     assert any(
         catches(case, machine)
         for case in (*CASES, Case((1,) * 2, (333,) * 2, heads=(4, 2), dtype="bfloat16", split_tokens=40))
     )
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_second_launch_and_the_last_cta_merge_pieces_to_the_same_bits(case: Case) -> None:
-    results = []
-    for machine in (in_pieces(), Emulator(8)):
-        call = call_of(case.build())
-        machine.attend(call)
-        results.append((call.out.float().nan_to_num(7.0), call.lse.nan_to_num(7.0, neginf=9.0)))
-        assert machine.ways.second_launch or "merge_pieces" not in [kernel.name for kernel in machine.launches]
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_rows_of_8_bytes_alignment_are_copied_8_bytes_at_a_time() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from pagedkv import KernelUnavailable, paged_attention, write_kv
 from pagedkv.kernels import registry
-from pagedkv.kernels.cuda import programmatic_launch
+from pagedkv.kernels.cuda import streams
 from tests.cases import Case
 from tests.kernels.cuda.emulator import COMPILER, compiled
 from tests.kernels.test_on_gpu import on_gpu
@@ -90,13 +90,13 @@ def test_nodes_of_a_capture_are_counted_by_their_kinds() -> None:
 @pytest.mark.parametrize("split_tokens", [None, 256])
 @pytest.mark.parametrize(
     ("backend", "most_queries", "launches"),
-    [("cuda", 1, 1), ("cuda-pieces", 1, 2), ("cuda", 4, 1), ("cuda", 8, 2), ("cuda", 65, 3)],
+    [("cuda", 1, 1), ("cuda", 4, 1), ("cuda", 8, 2), ("cuda", 65, 3)],
 )
 def test_a_captured_decode_is_one_kernel_and_nothing_else(
     backend: str, most_queries: int, launches: int, split_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No node sets tickets to zero, copies or waits. cuda-pieces merges in a second launch; queries of more than 16
-    rows take one launch for each class of rows."""
+    """No node sets tickets to zero, copies or waits. Queries of more than 16 rows take one launch for each class of
+    rows."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     try:
@@ -120,7 +120,7 @@ def test_a_captured_decode_is_one_kernel_and_nothing_else(
     with torch.cuda.graph(graph):
         for call in (lambda: None, lambda: write_kv(new, new, layer, batch, backend=backend), step):
             call()
-            captured.append(nodes(torch.cuda.current_stream().cuda_stream, programmatic_launch.library()))
+            captured.append(nodes(torch.cuda.current_stream().cuda_stream, streams.library()))
     before, written, both = captured
     assert written == [*before, KERNEL_NODE]
     assert both == [*written, *[KERNEL_NODE] * (1 + launches)]

@@ -11,7 +11,7 @@ from pagedkv import KernelUnavailable
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import AttentionCall
-from pagedkv.kernels.cuda import backend, driver
+from pagedkv.kernels.cuda import backend
 from pagedkv.kernels.cuda.attention import RECORD_WORDS
 from pagedkv.kernels.cuda.specialisation import CLASSES, KINDS, Keys, specialise
 from tests.cases import Case, call_of
@@ -181,30 +181,6 @@ def test_specialisations_fit_the_sm(dims: tuple[int, int], shared: tuple[int, in
     assert kernel.stages >= 2
 
 
-@needs_compiler
-def test_a_second_launch_is_a_kernel_of_its_own_that_is_chosen_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = registry.Case(device="cuda", dtype="bfloat16", head_dim=128)
-    monkeypatch.setattr(backend, "machine_objections", lambda index: ())
-    monkeypatch.setattr(backend, "shared_memory", lambda index: H200)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", {0: (8, 9), 1: (9, 0)}.__getitem__)
-    assert backend.PLAIN.objections(case) == []
-    why = "the GPU is 8.9; launches that begin early need compute capability 9.0"
-    assert backend.PIECES.objections(case) == [why]
-    assert backend.PIECES.objections(case._replace(device_index=0)) == [why]
-    assert backend.PIECES.objections(case._replace(device_index=1)) == [], (
-        "the GPU of the tensors counts, not the current one"
-    )
-    order = [kernel.name for kernel in registry.KERNELS]
-    assert order.index("cuda") < order.index("cuda-pieces"), "auto finds the measured kernel first"
-    machine, call = Emulator(), call_of(Case(dtype="bfloat16").build())
-    monkeypatch.setattr(driver, "driver_of", lambda device: machine)
-    machine._may_touch(*call)
-    backend.PIECES.paged_attention(call)
-    assert [kernel.name for kernel in machine.launches] == ["paged_attention", "merge_pieces"]
-
-
 def test_heads_that_fit_no_specialisation_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="more shared memory than the 20000 bytes"):
         specialise(BF16, (256, 256), CLASSES[0], Keys(), (20000, 20000))
@@ -224,9 +200,9 @@ def test_heads_that_do_not_fit_the_gpu_are_refused_before_the_call(
     monkeypatch.setattr(backend, "machine_objections", lambda index: ())
     backend.shared_memory.cache_clear()
     try:
-        assert len(found := backend.PLAIN.objections(wide)) == 1
+        assert len(found := backend.objections(wide)) == 1
         assert "head dims (576, 512) need more shared memory than the 101376 bytes of this GPU" in found[0]
-        assert backend.PLAIN.objections(wide._replace(head_dim=128, head_dim_v=128)) == []
+        assert backend.objections(wide._replace(head_dim=128, head_dim_v=128)) == []
     finally:
         backend.shared_memory.cache_clear()
 

@@ -127,7 +127,7 @@ def test_threads_share_a_launcher_and_each_launches_its_own_call(monkeypatch: py
     calls = [call._replace(q=shifted(call.q, by)) for by in (0, 4) * 3]
     seen: list[tuple[int, int]] = []
 
-    def launch(kernel: Any, blocks: int, params: bytes, *, early: bool = False) -> None:
+    def launch(kernel: Any, blocks: int, params: bytes) -> None:
         fields = dict(zip(PARAMS, LAYOUT.unpack(params), strict=True))
         seen.append((fields["q"], fields["q_vectors"]))
 

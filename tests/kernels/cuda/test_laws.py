@@ -13,7 +13,6 @@ from pagedkv import paged_attention
 from pagedkv.kernels import reference, registry
 from pagedkv.kernels.args import RotaryTable
 from pagedkv.kernels.cuda import attention, moves
-from pagedkv.kernels.cuda.attention import Ways
 from tests.cases import MASKS, Case, call_of, write_of
 from tests.kernels import test_laws as kernel_laws
 from tests.kernels.conftest import Runner
@@ -76,28 +75,16 @@ SOONER = [HIDDEN[i] for i in (1, 4, 6, 7, 13, 14, 16)]
 
 
 def kinds_of_hidden_values() -> list[Any]:
-    """Return (case, number, ways). The cases of one kernel with NaN are quick; others take minutes."""
-    every = [
-        (case, number, ways)
-        for case in HIDDEN
-        for number in (torch.nan, torch.inf)
-        for ways in (Ways(), Ways(second_launch=True))
-    ]
-    quick = {(case, place % 2) for place, case in enumerate(SOONER)}
-    places = {str(ways): place for place, ways in enumerate((Ways(), Ways(second_launch=True)))}
+    """Return (case, number). Some cases with NaN are quick; the others take minutes."""
+    every = [(case, number) for case in HIDDEN for number in (torch.nan, torch.inf)]
     return [
-        pytest.param(
-            *kind, marks=[] if (kind[0], places[str(kind[2])]) in quick and kind[1] != torch.inf else [pytest.mark.slow]
-        )
+        pytest.param(*kind, marks=[] if kind[0] in SOONER and kind[1] != torch.inf else [pytest.mark.slow])
         for kind in every
     ]
 
 
-@pytest.mark.parametrize(("case", "number", "ways"), kinds_of_hidden_values(), ids=str)
-def test_a_value_that_is_not_finite_reaches_only_queries_that_see_it(
-    case: Case, number: float, ways: Ways, runner: Runner
-) -> None:
-    backend.machine.ways = ways
+@pytest.mark.parametrize(("case", "number"), kinds_of_hidden_values(), ids=str)
+def test_a_value_that_is_not_finite_reaches_only_queries_that_see_it(case: Case, number: float, runner: Runner) -> None:
     check_hidden_values(case, runner, number, whole_rows=True)
 
 
@@ -178,7 +165,6 @@ def test_an_lse_of_any_stride_is_filled_and_its_padding_left_alone() -> None:
     assert (wide[:, 1::2] == 7).all()
 
 
-@pytest.mark.parametrize("second_launch", [False, True])
 @pytest.mark.parametrize("split_tokens", [None, 16])
 @pytest.mark.parametrize(
     ("q_lens", "kv_lens"),
@@ -186,7 +172,7 @@ def test_an_lse_of_any_stride_is_filled_and_its_padding_left_alone() -> None:
     ids=str,
 )
 def test_sequences_without_queries_or_keys_and_batches_without_sequences(
-    q_lens: tuple[int, ...], kv_lens: tuple[int, ...], split_tokens: int | None, second_launch: bool
+    q_lens: tuple[int, ...], kv_lens: tuple[int, ...], split_tokens: int | None
 ) -> None:
     case = Case(
         q_lens=q_lens or (1,),
@@ -208,7 +194,6 @@ def test_sequences_without_queries_or_keys_and_batches_without_sequences(
     )
     reference.paged_attention(right)
     for most in {call.max_seqlen_q, 40}:  # 40: as in a graph that was captured for more
-        machine.ways = Ways(second_launch=second_launch)
         machine.attend(call._replace(max_seqlen_q=most, max_seqlen_k=max(call.max_seqlen_k, 100)))
         assert call.out[rows:].isnan().all()
         assert torch.allclose(call.out[:rows], right.out[:rows], atol=2**-7, rtol=2**-7)
