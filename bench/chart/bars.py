@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pagedkv.bench.chart.sheet import WIDTH, Chart, escaped, figure, on_ground, text, width_of
+from pagedkv.bench.chart.sheet import WIDTH, Chart, escaped, figure, text, width_of
 
 STEP: Final = 24
 """Pixels from one bar to the next."""
@@ -55,22 +55,36 @@ def bars(
     left = min(320.0, 16 + max(width_of(bar.name) * (BOLD if bar.kind == "ours" else 1.06) for bar in given))
     room = WIDTH - left - 12 - max(map(width_of, labels.values()))
     parts, top, group = [], 22.0 if bound else 4.0, ""
+    words_at: list[tuple[float, float, float, float]] = []  # left, right, top and bottom of headings and labels
     for bar in given:
         if bar.group != group:
             group = bar.group
             top += 6 if parts else 0
-            parts.append(on_ground(0, top + 17, group, "head small"))
+            parts.append(text(0, top + 17, group, "head small"))
+            words_at.append((0.0, width_of(group) * BOLD, top, top + HEADING - 4))
             top += HEADING
         beside = [other.value for other in given if other.group == group or not is_scaled_by_group]
         most = max([*beside, bound[0] if bound else 0]) or 1
-        parts.append(_drawn(bar, labels[bar], left, bar.value / most * room, top))
+        width = bar.value / most * room
+        parts.append(_drawn(bar, labels[bar], left, width, top))
+        ends = left + width, left + width + 14 + width_of(labels[bar]) * (BOLD if bar.kind == "ours" else 1.06)
+        words_at.append((*ends, top + 4, top + STEP - 4))
         top += STEP
     if bound:
         x = left + bound[0] / max(bound[0], *(bar.value for bar in given)) * room
         end = "end" if x > WIDTH - width_of(bound[1]) else "mid" if x > width_of(bound[1]) / 2 else ""
-        parts.insert(0, f'<path class="bound" d="M{x:.1f} 22V{top:.0f}"/>' + text(x, 13, bound[1], f"small {end}"))
+        crossed = [(above, below) for first, last, above, below in words_at if first < x < last]
+        parts.insert(0, f'<path class="bound" d="{_between(x, 22, top, crossed)}"/>')
+        parts.insert(1, text(x, 13, bound[1], f"small {end}"))
     words = says or "; ".join(f"{bar.group + ', ' if bar.group else ''}{bar.name}: {labels[bar]}" for bar in given)
     return Chart(title, words, top + 4, "".join(parts))
+
+
+def _between(x: float, top: float, bottom: float, gaps: Sequence[tuple[float, float]]) -> str:
+    """Return a vertical path with gaps, which follow one another."""
+    ends = [top, *(end for gap in gaps for end in gap), bottom]
+    pairs = zip(ends[::2], ends[1::2], strict=True)
+    return "".join(f"M{x:.1f} {above:.0f}V{below:.0f}" for above, below in pairs if above < below)
 
 
 def _label(bar: Bar, unit: str) -> str:
@@ -86,5 +100,5 @@ def _drawn(bar: Bar, label: str, left: float, width: float, top: float) -> str:
         text(left - 10, base, bar.name, f"end{bold}")
         + f'<rect class="mark" x="{left:.1f}" y="{top + (STEP - THICK) / 2:.1f}" width="{width:.1f}" '
         f'height="{THICK}" rx="2" style="fill:var(--{bar.kind})"><title>{tip}</title></rect>'
-        + on_ground(left + width + 7, base, label, bold.strip())
+        + text(left + width + 7, base, label, bold.strip())
     )

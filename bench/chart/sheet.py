@@ -22,7 +22,7 @@ text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-se
 fill:var(--text);\
 font-variant-numeric:tabular-nums}
 .dim{fill:var(--dim)}.small{font-size:12px}.head{font-weight:600}
-.ground{fill:var(--bg)}.end{text-anchor:end}.mid{text-anchor:middle}
+.end{text-anchor:end}.mid{text-anchor:middle}
 .grid{stroke:var(--grid);stroke-width:1}.axis{stroke:var(--dim);stroke-width:1}
 .bound{stroke:var(--text);stroke-width:1.5;stroke-dasharray:5 4;fill:none}
 .line{fill:none;stroke-width:2.25;stroke-linejoin:round;stroke-linecap:round}.mark:hover{opacity:.65}
@@ -70,13 +70,6 @@ def escaped(words: str) -> str:
 def text(x: float, y: float, words: str, kind: str = "") -> str:
     """Return a text whose baseline is at y."""
     return f'<text x="{x:.1f}" y="{y:.1f}"{f" class={chr(34)}{kind}{chr(34)}" if kind else ""}>{escaped(words)}</text>'
-
-
-def on_ground(x: float, y: float, words: str, kind: str = "") -> str:
-    """Return a text on a patch of the ground, so that no line crosses it."""
-    wide = width_of(words) * (1.1 if "head" in kind else 1.0)
-    patch = f'<rect class="ground" x="{x - 2:.1f}" y="{y - SIZE:.1f}" width="{wide + 4:.1f}" height="{SIZE + 4}"/>'
-    return patch + text(x, y, words, kind)
 
 
 def width_of(words: str, size: float = SIZE) -> float:

@@ -139,6 +139,13 @@ def test_a_chart_says_its_numbers_and_escapes_its_words():
     assert widths[1] == pytest.approx(2 * widths[0], abs=0.2)
 
 
+def test_the_line_of_a_bound_leaves_out_the_words_that_it_would_cross():
+    """Bars of 50 and 99 of 100: the label of the longer one lies where the line is; bars of 300 are drawn below it."""
+    given = [Bar("a", 50.0), Bar("b", 99.0), Bar("c", 300.0)]
+    (path,) = re.findall(r'class="bound" d="([^"]*)"', stacked([bars("t", given, bound=(100.0, "bound"))]))
+    assert re.fullmatch(r"M([\d.]+) 22V50M\1 66V94", path)
+
+
 def test_the_names_of_lines_do_not_overlap_and_a_log_axis_has_ticks():
     series = [Series(f"line {i}", [(1, 10 + i / 10), (1000, 20 + i / 10)]) for i in range(5)]
     drawn = ElementTree.fromstring(stacked([lines("t", series, x=Axis("x", log=True), y=Axis("y", low=0))]))
