@@ -59,6 +59,10 @@ def register_torch(*, by_table: bool = True) -> None:
 if _cpu is not None:
     register_torch()
 
+MERGE_AT_ONCE: Final[Any] = getattr(_cpu, "merge_at_once", None) if OBSERVERS else None
+COPY_AT_ONCE: Final[Any] = getattr(_cpu, "copy_at_once", None)
+"""Unchecked calls without torch's dispatcher: they return None for a call that the operator must serve or refuse."""
+
 
 def objections(case: Case) -> list[str]:
     """Return all reasons why these kernels cannot serve `case`."""

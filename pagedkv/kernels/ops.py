@@ -11,8 +11,9 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from pagedkv.kernels import checks, operators, registry
+from pagedkv.kernels import checks, cpu, operators, registry
 from pagedkv.kernels.args import AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable, Window, sides
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write, cached
 from pagedkv.kernels.case import Case, case_of, type_and_index
@@ -177,6 +178,11 @@ def gather_kv(
     return operators.gather_by_operator(layer, batch, first, out, dtype, backend or registry.AUTO)
 
 
+def _is_direct() -> bool:
+    """Return whether the extension may serve a call without torch's dispatcher, if it finds no reason against it."""
+    return cpu.MERGE_AT_ONCE is not None and not is_dynamo_compiling() and registry.KERNELS[0].backend == cpu.__name__
+
+
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the attention over two disjoint sets of keys, from the attention over each. Sinks belong to one set only.
 
@@ -184,7 +190,13 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     Shapes: out [T, H, Dv], lse float32 [T, H], natural logarithm, any strides; returns the same, contiguous.
     Raises: InvalidRequest.
     """
-    checks.inference_only(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    if _is_direct():
+        direct: tuple[Tensor, Tensor] | None = cpu.MERGE_AT_ONCE(out_a, lse_a, out_b, lse_b)
+        if direct is not None:
+            return direct
+    states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    checks.given(**states)
+    checks.inference_only(**states)
     merged: tuple[Tensor, Tensor] = torch.ops.pagedkv.merge_states.default(out_a, lse_a, out_b, lse_b)
     return merged
 
@@ -199,6 +211,9 @@ def copy_frames(storage: Tensor, copies: Tensor, *, backend: str | None = None) 
     Modifies: the destination frames.
     Raises:   InvalidRequest; KernelUnavailable.
     """
+    if backend is None and _is_direct() and cpu.COPY_AT_ONCE(storage, copies):
+        return
+    checks.given(storage=storage, copies=copies)
     checks.inference_only(storage=storage)
     torch.ops.pagedkv.copy_frames.default(storage, copies, backend or registry.AUTO)
 

@@ -101,17 +101,6 @@ py::object same_tensor(PyObject* like) {
     return py::reinterpret_steal<py::object>(made);
 }
 
-// like.new_empty(shape[, dtype=float32])
-py::object new_tensor(PyObject* like, py::object shape, bool is_float32) {
-    static PyObject* const new_empty = PyUnicode_InternFromString("new_empty");
-    static PyObject* const dtype = py::make_tuple("dtype").release().ptr();
-    static PyObject* const float32 = py::object(py::module_::import("torch").attr("float32")).release().ptr();
-    PyObject* arguments[] = {like, shape.ptr(), float32};
-    PyObject* made = PyObject_VectorcallMethod(new_empty, arguments, 2, is_float32 ? dtype : nullptr);
-    if (!made) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(made);
-}
-
 void compute(const Binding& b, const Server& server, const Tensor* t, const Tensor& out, const Tensor& lse) {
     Attention a = b.attention;
     const Tensor& q = t[Q];

@@ -1,6 +1,7 @@
 // See binding.hpp.
 #include "binding.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -41,16 +42,27 @@ void set_kernel(py::object binding, int64_t kind, const std::string& isa, int th
     std::swap(binding_of(binding).server, server);  // the old one may run any code when it goes: only now
 }
 
+constexpr const char* CHOICES[] = {"PAGEDKV_KERNELS", "PAGEDKV_CPU_ISA", "PAGEDKV_NUM_THREADS"};
+
 // The variables that decide which kernel serves a call, unread: a key for what was chosen. os.environ takes a
 // microsecond for each.
 py::object kernel_choices(PyObject* const*) {
     py::tuple found(3);
     int i = 0;
-    for (const char* name : {"PAGEDKV_KERNELS", "PAGEDKV_CPU_ISA", "PAGEDKV_NUM_THREADS"}) {
+    for (const char* name : CHOICES) {
         const char* text = std::getenv(name);
         found[i++] = text ? py::object(py::bytes(text)) : py::object(py::none());
     }
     return found;
+}
+
+// True if PAGEDKV_DEBUG asks for checks of values, or if a mode, a transform, a trace or the profiler is active.
+bool is_watched() {
+    const char* level = std::getenv("PAGEDKV_DEBUG");
+    if (!observers || (level && std::strcmp(level, "0"))) return true;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(observers); i++)
+        if (is_true(PyObject_CallNoArgs(PyTuple_GET_ITEM(observers, i)))) return true;
+    return false;
 }
 
 }  // namespace
@@ -74,15 +86,28 @@ py::object new_binding(const py::object (&tensors)[NUM_BOUND]) {
 }
 
 bool is_observed(const Binding& b, PyObject* first, PyObject* second) {
-    const char* level = std::getenv("PAGEDKV_DEBUG");
-    if (!observers || (level && std::strcmp(level, "0"))) return true;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(observers); i++)
-        if (is_true(PyObject_CallNoArgs(PyTuple_GET_ITEM(observers, i)))) return true;
-    if (is_negative(first) || is_negative(second)) return true;
+    if (is_watched() || is_negative(first) || is_negative(second)) return true;
     if (!is_true(PyObject_CallNoArgs(grad_enabled))) return false;
     for (const py::object& tensor : b.objects)
         if (requires_grad(tensor.ptr())) return true;
     return requires_grad(first) || requires_grad(second);
+}
+
+bool is_observed(PyObject* const* tensors, int count) {
+    if (is_watched() || std::any_of(tensors, tensors + count, is_negative)) return true;
+    return is_true(PyObject_CallNoArgs(grad_enabled)) && std::any_of(tensors, tensors + count, requires_grad);
+}
+
+bool names_a_kernel() { return std::any_of(std::begin(CHOICES), std::end(CHOICES), std::getenv); }
+
+py::object new_tensor(PyObject* like, py::object shape, bool is_float32) {
+    static PyObject* const new_empty = PyUnicode_InternFromString("new_empty");
+    static PyObject* const dtype = py::make_tuple("dtype").release().ptr();
+    static PyObject* const float32 = py::object(py::module_::import("torch").attr("float32")).release().ptr();
+    PyObject* arguments[] = {like, shape.ptr(), float32};
+    PyObject* made = PyObject_VectorcallMethod(new_empty, arguments, 2, is_float32 ? dtype : nullptr);
+    if (!made) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(made);
 }
 
 void prefetch(const Binding& b, PyObject* const* arguments, int count) {

@@ -41,6 +41,7 @@ struct Binding {
     Tensor tensors[NUM_BOUND];
 };
 
+const Isa& best_isa();                       // of this processor
 const Isa& isa_of(const std::string& name);  // raises ValueError if this processor has no such instruction set
 
 Binding& binding_of(py::handle capsule);
@@ -51,6 +52,12 @@ py::object new_binding(const py::object (&tensors)[NUM_BOUND]);
 // PAGEDKV_DEBUG asks for checks of values; gradients are enabled and one of the two new tensors or of the bound ones
 // requires one; or a new one is a negative view, which the dispatcher writes out before an operator sees it.
 bool is_observed(const Binding& b, PyObject* first, PyObject* second);
+bool is_observed(PyObject* const* tensors, int count);  // of a call without a binding
+
+bool names_a_kernel();  // whether a variable chooses a kernel, an instruction set or a number of threads
+
+// like.new_empty(shape[, dtype=float32])
+py::object new_tensor(PyObject* like, py::object shape, bool is_float32);
 
 void prefetch(const Binding& b, PyObject* const* arguments, int count);
 bool is_unchanged(const Binding& b);  // its tensors are plain, and have the memory and shapes that they had

@@ -3,6 +3,8 @@
 // tensors: attention.cpp, moves.cpp.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+
 #include "binding.hpp"
 #include "isa/isas.hpp"
 #include "schedule.hpp"
@@ -16,6 +18,12 @@ const Isa* const ISAS[] = {
 #endif
     &portable_isa, nullptr,
 };
+
+const Isa& best_isa() {
+    auto is_supported = [](const Isa* isa) { return isa->supported(); };
+    static const Isa* const best = *std::find_if(std::begin(ISAS), std::end(ISAS), is_supported);
+    return *best;
+}
 
 const Isa& isa_of(const std::string& name) {
     for (const Isa* const* isa = ISAS; *isa; isa++)

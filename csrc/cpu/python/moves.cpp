@@ -7,10 +7,13 @@
 //     copy(storage, copies, threads)                                       calls that Python has checked:
 //     gather(pool, scale, block_table, rows, seq_lens, first, starts, out, isa, threads)     of K, or of V
 //     merge(out_a, lse_a, out_b, lse_b, out, lse, isa, threads)            out and lse are contiguous
+//     merge_at_once(out_a, lse_a, out_b, lse_b)       unchecked calls with the best kernel of this processor, without
+//     copy_at_once(storage, copies)                   torch's dispatcher; None if the operator must serve or refuse
 #include <cstring>
 #include <algorithm>
 
 #include "binding.hpp"
+#include "isa/isas.hpp"
 #include "schedule.hpp"
 
 namespace pagedkv {
@@ -106,12 +109,37 @@ Tensor checked(py::handle x) {
     return t;
 }
 
-void copy(py::handle storage, py::handle copies, int threads) {
-    Tensor frames = checked(storage), pairs = checked(copies);
+void copy_between(const Tensor& frames, const Tensor& pairs, int threads) {
     int64_t bytes = frames.bits / 8, step = view_of(frames).stride[0], pair = view_of(pairs).stride[0];
     for (int i = 1; i < frames.dims; i++) bytes *= frames.shape[i];
     py::gil_scoped_release released;
     run_copies(frames.data, step, bytes, pairs.data, pair, pairs.shape[0], threads);
+}
+
+void copy(py::handle storage, py::handle copies, int threads) {
+    copy_between(checked(storage), checked(copies), threads);
+}
+
+// The rules of checks.copies in pagedkv/kernels/checks.py, for frames that are a row of bytes each.
+bool can_be_copied(const Tensor& frames, const Tensor& pairs) {
+    if (frames.dims != 2 || frames.code != 1 || frames.bits != 8 || frames.device_type != CPU_DEVICE) return false;
+    if (!has_unit_stride(frames) || frames.strides[0] < frames.shape[1]) return false;
+    if (!is_like(pairs, 0, 32, 2, frames) || pairs.shape[1] != 2 || pairs.strides[1] != 1) return false;
+    for (int64_t i = 0; i < pairs.shape[0]; i++) {
+        const int32_t* pair = reinterpret_cast<const int32_t*>(pairs.data) + i * pairs.strides[0];
+        for (int32_t frame : {pair[0], pair[1]})
+            if (frame < 0 || frame >= frames.shape[0]) return false;
+    }
+    return true;
+}
+
+py::object copy_at_once(PyObject* const* x) {
+    Tensor frames, pairs;
+    if (names_a_kernel() || is_observed(x, 2)) return py::none();
+    if (!read_tensor(x[0], frames, false) || !read_tensor(x[1], pairs, false)) return py::none();
+    if (!can_be_copied(frames, pairs)) return py::none();
+    copy_between(frames, pairs, threads_of(Server{}));
+    return py::bool_(true);
 }
 
 Tensor checked_or_none(py::handle x) { return x.is_none() ? Tensor{} : checked(x); }
@@ -144,14 +172,43 @@ void gather(py::handle pool, py::handle scale, py::handle block_table, py::handl
     run_gather(set, g, count, threads);
 }
 
-void merge(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b, py::handle out, py::handle lse,
-    const std::string& isa, int threads) {
-    Tensor a = checked(out_a), b = checked(out_b), into = checked(out), into_lse = checked(lse);
-    States s{dtype_of(a), a.shape[0], a.shape[1], a.shape[2], view_of(a), view_of(checked(lse_a)),
-             view_of(b), view_of(checked(lse_b)), into.data, into_lse.data};
-    const Isa& set = isa_of(isa);
+void merge_into(const Tensor* t, const Tensor& out, const Tensor& lse, const Isa& set, int threads) {
+    States s{dtype_of(t[0]), t[0].shape[0], t[0].shape[1], t[0].shape[2], view_of(t[0]), view_of(t[1]),
+             view_of(t[2]), view_of(t[3]), out.data, lse.data};
     py::gil_scoped_release released;
     run_merge(set, s, threads);
+}
+
+void merge(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b, py::handle out, py::handle lse,
+    const std::string& isa, int threads) {
+    Tensor states[] = {checked(out_a), checked(lse_a), checked(out_b), checked(lse_b)};
+    merge_into(states, checked(out), checked(lse), isa_of(isa), threads);
+}
+
+// The rules of checks.merge in pagedkv/kernels/checks.py, without float64.
+bool can_be_merged(const Tensor* t) {
+    const Tensor& a = t[0];
+    bool is_float = (a.code == 2 && (a.bits == 32 || a.bits == 16)) || (a.code == 4 && a.bits == 16);
+    if (a.dims != 3 || !is_float || a.device_type != CPU_DEVICE || !is_like(t[2], a.code, a.bits, 3, a)) return false;
+    for (int i : {1, 2, 3}) {
+        if (i != 2 && !is_like(t[i], 2, 32, 2, a)) return false;
+        if (!std::equal(a.shape, a.shape + t[i].dims, t[i].shape)) return false;
+    }
+    return true;
+}
+
+py::object merge_at_once(PyObject* const* x) {
+    Tensor t[4], made_out, made_lse;
+    if (names_a_kernel() || is_observed(x, 4)) return py::none();
+    for (int i = 0; i < 4; i++)
+        if (!read_tensor(x[i], t[i], false)) return py::none();
+    if (!can_be_merged(t)) return py::none();
+    const int64_t* shape = t[0].shape;
+    py::object out = new_tensor(x[0], py::make_tuple(shape[0], shape[1], shape[2]), false);
+    py::object lse = new_tensor(x[1], py::make_tuple(shape[0], shape[1]), false);
+    if (!read_tensor(out.ptr(), made_out, false) || !read_tensor(lse.ptr(), made_lse, false)) return py::none();
+    merge_into(t, made_out, made_lse, best_isa(), threads_of(Server{}));
+    return py::make_tuple(out, lse);
 }
 
 void copy_runs(uintptr_t targets, uintptr_t sources, int64_t count, int64_t bytes) {
@@ -167,6 +224,8 @@ void copy_runs(uintptr_t targets, uintptr_t sources, int64_t count, int64_t byte
 void define_moves(py::module_& m) {
     m.def("bind_write", bind_write, "Bind a checked layer and rope; None if the operator must serve.");
     m.def("copy", copy, "Copy between frames that are one run of bytes each: a checked call.");
+    define_fast<merge_at_once, 4>(m, "merge_at_once", "Merge two states: out and LSE, or None.");
+    define_fast<copy_at_once, 2>(m, "copy_at_once", "Copy frames: True, or None.");
     m.def("copy_runs", copy_runs, "Copy `count` runs of `bytes` from one row of addresses to another.");
     m.def("gather", gather, "Copy the vectors of sequences out of their pages: a checked call.");
     m.def("merge", merge, "Store out and LSE of two checked states.");

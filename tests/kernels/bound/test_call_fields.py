@@ -16,7 +16,7 @@ import pytest
 from pagedkv.kernels import args, bound, cpu, layout
 from pagedkv.kernels.args import AttentionCall, GatherSource, WriteCall
 
-CSRC = Path(__file__).parents[2] / "csrc" / "cpu"
+CSRC = Path(__file__).parents[3] / "csrc" / "cpu"
 ATTENTION, MOVES = ((CSRC / "python" / name).read_text() for name in ("attention.cpp", "moves.cpp"))
 RENAMED = {"q_THD": "q", "causal": "causal_of", "return_lse": "lse", "k_TKD": "k_new", "v_TKD": "v_new"}
 RENAMED |= {"at": "slots", "places": "positions"}
