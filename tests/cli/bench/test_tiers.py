@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
@@ -47,6 +48,14 @@ def test_a_tier_has_a_row_for_each_way_and_size_beside_the_bare_transfer(rows):
     for row in (*of(rows, "store"), *of(rows, "load")):
         assert row["worst"] <= row["median"] <= row["best"]
         assert ("of_bare" in row) == row["variant"].startswith("pagedkv")
+
+
+def test_threads_of_a_disk_that_switch_among_themselves_disturb_no_turn(monkeypatch):
+    monkeypatch.setattr(clock, "watched", lambda run: (run(), 0.0, False))  # a switch in each call
+    seconds, is_clean = clock.on_this_cpu(speed._unswitched(lambda: lambda: time.sleep(0.01))())
+    assert is_clean
+    assert seconds >= 0.01
+    assert clock.on_this_cpu(lambda: None) == (0.0, False)
 
 
 def test_a_first_token_has_a_row_for_each_place(rows):
