@@ -20,7 +20,7 @@ from pagedkv.model.engine import Engine, Limits
 from pagedkv.model.loop.outcome import Outcome
 from pagedkv.model.request import Completion
 from pagedkv.sampling.params import SamplingParams
-from tests.interrupts import Interrupter, count_instructions
+from tests.interrupts import Interrupter, count_instructions, frozen_heap
 
 from .conftest import prompt_of
 from .test_engine import build, idle, outputs
@@ -165,12 +165,10 @@ def interrupt_and_compare(engine: Engine, requests: list[Any], undisturbed: list
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(16))
 def test_an_interrupt_at_any_instruction_of_a_step_loses_nothing(
-    part: int, checkpoint: Callable[[str], Checkpoint]
+    part: int, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step in which the prompt of a family of two samples ends: it forks, delivers and finishes one of them.
-
-    In parts, each of every sixteenth instruction: the whole takes more than an hour.
-    """
+    """The step in which the prompt of a family of two samples ends: it forks, delivers and finishes one of them."""
+    monkeypatch.setenv("PAGEDKV_DEBUG", "0")  # the checks of level 3 are most of the instructions, and only read
 
     def begun() -> tuple[Engine, list[Any]]:
         engine = build(checkpoint("llama"), num_frames=60)
@@ -179,8 +177,10 @@ def test_an_interrupt_at_any_instruction_of_a_step_loses_nothing(
 
     whole, undisturbed = begun()
     whole.run()
-    for at in range(1 + part, count_instructions(begun()[0].step) + 1, 16):
-        interrupt_and_compare(*begun(), undisturbed, at)
+    total = count_instructions(begun()[0].step)
+    with frozen_heap():
+        for at in range(1 + part, total + 1, 16):  # the parts may run in parallel
+            interrupt_and_compare(*begun(), undisturbed, at)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # hypothesis' gc callback took a signal
@@ -204,21 +204,22 @@ def test_real_signals_lose_nothing(
 
     old = signal.signal(signal.SIGALRM, ring)
     try:
-        while interrupts < signals:
-            engine = build(checkpoint("llama"), num_frames=60)
-            requests = submitted(engine)
-            while engine.has_work:
-                try:
-                    armed = interrupts < signals
-                    signal.setitimer(signal.ITIMER_REAL, dice.uniform(2e-5, longest))
-                    engine.step()
-                    armed = False
-                except KeyboardInterrupt:
-                    armed = False
-                    interrupts += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            assert_equal(requests, undisturbed, engine)
+        with frozen_heap():
+            while interrupts < signals:
+                engine = build(checkpoint("llama"), num_frames=60)
+                requests = submitted(engine)
+                while engine.has_work:
+                    try:
+                        armed = interrupts < signals
+                        signal.setitimer(signal.ITIMER_REAL, dice.uniform(2e-5, longest))
+                        engine.step()
+                        armed = False
+                    except KeyboardInterrupt:
+                        armed = False
+                        interrupts += 1
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                assert_equal(requests, undisturbed, engine)
     finally:
         signal.signal(signal.SIGALRM, old)
 

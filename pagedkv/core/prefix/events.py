@@ -261,8 +261,8 @@ class EventLog:
     ) -> PageName | None:
         """Return the name of a page published by event `number` at `place`, (parent, group, salt).
 
-        names: those of the pages published before.
-        None if the page before has no name, which happens only after the fold began again.
+        names: the names of the pages published before.
+        Returns: None if the page before has no name, which happens only after the fold began again.
         """
         parent, group, salt = place
         if group:

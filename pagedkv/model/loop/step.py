@@ -173,7 +173,7 @@ class Step:
         def call() -> Tensor:
             return self.decoder.forward(bucket.token_ids, batch, layers, backend=kernel, memory=bucket.memory)
 
-        frames = self._cache.storage.frames  # a resize that was interrupted at its end told nobody
+        frames = self._cache.storage.frames  # an interrupt of a resize may skip `_forget`
         read = [frames, *(batch[i].block_table for i in range(len(layers)))]
         tables = [(tensor.data_ptr(), tensor.shape) for tensor in read]
         if tables != bucket.tables:
