@@ -3,7 +3,7 @@
     decode      STEPS tokens after a context whose K and V are random; generate() runs as a user calls it
     prefill     the first token of a prompt of random ids
     prefix      the first token of a prompt that the pool knows but for its last page, beside one that it does not know
-    memory      peak of a process that decodes, less its peak before the cache was made; each in a process of its own
+    memory      peak of a process that decodes, less its size before the cache was made; each in a process of its own
     quality     the log-probabilities of int8 pages beside those of bfloat16 pages
     recall      right answers of the bundled checkpoint to questions about documents of 1,000 tokens, of 100
 
@@ -65,8 +65,8 @@ def model_of(seed: int = 0) -> Any:
 
 def filled(variant: str, model: Any, pools: dict[str, Pool], batch: int, context: int) -> Any:
     """Return a cache that holds `context` columns of random K and V."""
-    shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
-    k, v = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
+    shape = (batch, context, model.config.num_key_value_heads, model.config.head_dim)
+    k, v = (torch.randn(shape, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))  # as a model makes them
     layers = range(model.config.num_hidden_layers)
     if variant in pools:
         cache = PagedCache(model.config, pool=pools[variant])
@@ -88,8 +88,12 @@ def filled(variant: str, model: Any, pools: dict[str, Pool], batch: int, context
 
 def decode(variant: str, model: Any, pools: dict[str, Pool], shape: tuple[int, int]) -> Taken:
     """Return the seconds in which generate() makes STEPS tokens."""
+    return decode_from(filled(variant, model, pools, *shape), model, shape)
+
+
+def decode_from(cache: Any, model: Any, shape: tuple[int, int]) -> float:
+    """Return the seconds in which generate() makes STEPS tokens after those of the cache."""
     batch, context = shape
-    cache = filled(variant, model, pools, batch, context)
     ids = torch.randint(0, 32_000, (batch, context + 1))
     given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": STEPS}
     found, seconds, is_clean = watched(lambda: model.generate(input_ids=ids, do_sample=False, **given))
@@ -244,14 +248,21 @@ def _peak_mib() -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
+def _new_peak() -> float:
+    """Let the peak begin anew, at the present size; return it. MiB."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    return _peak_mib()
+
+
 def _measure_memory(variant: str, batch: int, context: int) -> None:
     model = model_of()
     with patched(model) as pools, torch.no_grad():
         for warm in VARIANTS:
             decode(warm, model, pools, (batch, 64))
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
-        before = _peak_mib()
-        decode(variant, model, pools, (batch, context))
+        before = _new_peak()
+        cache = filled(variant, model, pools, batch, context)
+        _new_peak()  # that of the tensors which filled the cache is no part of decoding
+        decode_from(cache, model, (batch, context))
         print(json.dumps(_peak_mib() - before))
 
 

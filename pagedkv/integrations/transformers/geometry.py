@@ -105,8 +105,14 @@ def shapes_of(model: Any, geometry: Geometry) -> dict[int, Shape]:
     """Return the shape of each cached layer: the model computes one token into a DynamicCache."""
     cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    with torch.no_grad():
-        model.forward(input_ids=token, past_key_values=cache, use_cache=True)
+    try:
+        with torch.no_grad():
+            model.forward(input_ids=token, past_key_values=cache, use_cache=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # each model fails in its own way
+        why = f"it computes no token with a DynamicCache ({type(error).__name__}: {error})"
+        raise InvalidRequest(_refusal(model.config, why)) from error
     found = {}
     for layer in geometry.cached:
         held: Any = cache.layers[layer] if layer < len(cache.layers) else None

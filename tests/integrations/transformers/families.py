@@ -66,7 +66,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "gptj": SIZES | GPT2 | {"rotary_dim": 8},
 }  # fmt: skip
 
-GATHERED: Final = {*(["deepseek_v3"] if HOST >= (5, 23) else []), "falcon", "bloom", "diffllama", "doge", "gptj"}
+GATHERED: Final = {"deepseek_v3" if HOST >= (5, 23) else "gemma4_text", "falcon", "bloom", "diffllama", "doge", "gptj"}
 """The families whose layers change K or V after the cache, or do not use the AttentionInterface."""
 
 

@@ -17,6 +17,7 @@ from pagedkv.integrations.transformers.geometry import HOST
 from tests.integrations.transformers.families import model_of
 
 NEW = 8
+needs_batches = pytest.mark.skipif(HOST < NEEDED, reason="an old host has other batches")
 
 
 def requests() -> list[list[int]]:
@@ -29,7 +30,7 @@ def requests() -> list[list[int]]:
     ]
 
 
-@pytest.mark.skipif(HOST < NEEDED, reason="an old host has other batches")
+@needs_batches
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mistral", "gemma3_text", "gpt_oss"))]
 )
@@ -52,6 +53,7 @@ def test_a_batch_gives_the_tokens_of_generate(name: str) -> None:
     assert model.config._attn_implementation == own
 
 
+@needs_batches
 def test_other_calls_inside_of_the_context_are_refused() -> None:
     model = model_of("llama")
     with paged_batching(model), pytest.raises(InvalidRequest, match="generate_batch"):
@@ -64,6 +66,7 @@ def test_other_calls_inside_of_the_context_are_refused() -> None:
         pass
 
 
+@needs_batches
 def test_contexts_of_two_threads_put_the_own_name_back_at_the_end() -> None:
     model = model_of("llama")
     own, first, second = model.config._attn_implementation, paged_batching(model), paged_batching(model)
