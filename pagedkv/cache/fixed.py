@@ -31,7 +31,12 @@ class FixedBatch:
     """Tensors for decode steps of up to `num_sequences` sequences, one token each, of up to `max_seqlen_k` tokens.
 
     Made by `PagedKVCache.fixed_batch`, and given to `plan` as `into`. A step overwrites the tensors of the last one.
+
+    moved: whether the page tables of the last step lie elsewhere than those of the step before, or there was none: a
+           CUDA graph that reads them must be captured anew. Page tables grow with the longest sequence.
     """
+
+    moved: bool = True
 
     def __init__(self, num_sequences: int, max_seqlen_k: int, num_groups: int, device: torch.device) -> None:
         self.num_sequences: int = num_sequences
@@ -44,6 +49,7 @@ class FixedBatch:
         self._host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pins)
         self._sent = self._host if device.type == "cpu" else self._host.to(device)
         self._was_sent = torch.cuda.Event() if pins else None  # type: ignore[no-untyped-call]
+        self._places: list[Any] | None = None
         self._arrays: dict[tuple[str, int], Any] = {}
         self._tensors: dict[tuple[str, int], torch.Tensor] = {}
         views = self._host.split_with_sizes(sizes), self._sent.split_with_sizes(sizes)
@@ -66,6 +72,8 @@ class FixedBatch:
 
         tables, rows: a pair of tensors for each group, as the mirror gave them.
         """
+        places: list[Any] = [(table.data_ptr(), table.shape, table.stride()) for table in tables]
+        self.moved, self._places = places != self._places, places
         if self._was_sent is not None:
             self._was_sent.synchronize()  # the last transfer may still read the host's memory
         num, arrays = len(plan.seq_lens), self._arrays

@@ -9,6 +9,7 @@ import torch
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention
 from pagedkv.cache import sizes
+from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.sizes import FIRST_SHARE, SHARE_OF_GPU, grown
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from tests.cache.test_resize import SPEC, read, store
@@ -150,3 +151,23 @@ def test_both_pools_of_a_growth_fit_into_the_memory_that_was_free(limit: int, sh
         assert larger >= min(limit, size + shortfall)
         assert size + larger <= 0.9 * free + 1
         size = larger
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_fixed_batch_says_when_the_page_tables_have_moved(mirrored: bool) -> None:
+    """A CUDA graph that was captured before reads the old ones."""
+    cache = PagedKVCache(SPEC, num_frames=200)
+    if mirrored:  # as on a GPU
+        cache._mirror = DeviceMirror(torch.device("cpu"))
+    fixed, space = cache.fixed_batch(1, 400), cache.open()
+    place, moves = None, []
+    for step in range(300):
+        batch = cache.plan([space], [1], into=fixed)
+        table = batch.block_table
+        assert fixed.moved == (place != (table.data_ptr(), table.shape))
+        if fixed.moved:
+            moves.append(step)
+        place = table.data_ptr(), table.shape
+        cache.commit(batch, [step])
+    assert moves[0] == 0
+    assert 2 <= len(moves) <= 8
