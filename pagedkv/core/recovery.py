@@ -1,4 +1,4 @@
-"""Recovery: what keeps a manager whole when a signal interrupts Python, or a handle is dropped.
+"""Recovery: keep a manager whole when a signal interrupts Python, or a handle is dropped.
 
 **Interrupts.** Python runs signal handlers between two of its instructions, so any line may raise KeyboardInterrupt. No
 handler runs inside a compiled function, as long as it takes and returns arrays and ints: its whole change is made, or

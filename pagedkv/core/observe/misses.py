@@ -1,4 +1,4 @@
-"""Misses: how much of a prompt is known, and why no more of it. This file only looks: it changes no number."""
+"""Misses: the length of a prompt's cached prefix, and why the next page is not found. This file changes no number."""
 
 from __future__ import annotations
 

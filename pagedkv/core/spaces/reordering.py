@@ -1,4 +1,4 @@
-"""Reordering: the sequences of a batch go on as others of it, as the beams of a search do. One compiled call.
+"""Reordering: each sequence of a batch continues as any sequence of it, as beams of a search do. One compiled call.
 
 spaces  a  b  c         index 2 0 2         result  c, a, a fork of c         b is released
 """

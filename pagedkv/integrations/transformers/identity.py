@@ -1,4 +1,4 @@
-"""Identity: what besides token ids decides K and V, so that a page is found only where it would be computed again.
+"""Identity: the inputs besides token ids that decide K and V. A page is found only by a prompt with equal inputs.
 
 weights     fingerprint: pages of other weights are forgotten
 hooks       the same: hooks of modules inside the model change what layers compute

@@ -1,4 +1,4 @@
-"""Names: an attention function of ours stands in a model's config for a while, and then the model's own again."""
+"""Names: put the name of our attention function into a model's config, and later the model's own name again."""
 
 from __future__ import annotations
 

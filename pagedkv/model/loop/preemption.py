@@ -1,4 +1,4 @@
-"""Preemption: how many pages a sequence keeps that must make room.
+"""Preemption: the number of pages that a preempted sequence keeps.
 
     recompute    x x x x x x │ ─▶ │              all frames go back; tokens that the prefix cache still has are found
     keep         x x x x x x │ ─▶ x x x x │      the last pages go back, as many as are missing; the others stay mapped

@@ -1,4 +1,4 @@
-"""The choice of a drafter by name: what a user may write after `speculate=` or `--speculate`."""
+"""Drafters by name: the names that a user may give to `speculate=` or `--speculate`."""
 
 from __future__ import annotations
 

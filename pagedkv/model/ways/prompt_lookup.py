@@ -1,4 +1,4 @@
-"""Prompt lookup: guess that text goes on as it went on before. Needs no second model and no memory of the cache.
+"""Prompt lookup: draft the tokens that followed the same tokens earlier. It needs no second model and no frames.
 
     .. the cat sat on the mat . then the cat │          the last 2 tokens were seen before;
            ───────▶ sat on the mat                      the drafts are the tokens that followed them then
