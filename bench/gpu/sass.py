@@ -103,6 +103,19 @@ def steady_tile(code: list[Instruction], needed: Mapping[str, int]) -> list[Inst
     return [code[at] for at in min(ways, key=len)]
 
 
+def bytes_in_flight(way: list[Instruction]) -> int:
+    """Return the bytes that a warp has under way while it computes a tile: the copies of a tile, times the groups that
+    its wait lets pass and the one that follows the wait.
+
+    Raises: InvalidRequest if the tile does not wait for copies.
+    """
+    waits = [int(found[1], 0) for i in way if (found := re.match(r"DEPBAR\.LE SB0, (\w+)", i.text))]
+    if not waits:
+        raise InvalidRequest("this tile waits for no copies")
+    widths = [16 if ".128" in i.name else 8 if ".64" in i.name else 4 for i in way if i.is_a(COPY)]
+    return 32 * sum(widths) * (min(waits) + 1)
+
+
 def entry(code: list[Instruction]) -> list[Instruction]:
     """Return the shortest way from the first instruction to the first copy. Raises: InvalidRequest if there is none."""
     before, waiting = {0: -1}, deque([0])

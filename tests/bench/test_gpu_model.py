@@ -206,7 +206,8 @@ COUNTED = """
 import json
 from dataclasses import asdict
 from pagedkv.bench.gpu.model import counts
-print(json.dumps([asdict(counts.triton("fp8_e4m3", "decode")), asdict(counts.triton("bfloat16", "prefill"))]))
+decodes = [counts.triton(kv, "decode") for kv in ("bfloat16", "fp8_e4m3", "int8")]
+print(json.dumps([asdict(count) for count in (*decodes, counts.triton("bfloat16", "prefill"))]))
 """
 
 

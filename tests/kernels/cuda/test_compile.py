@@ -259,8 +259,63 @@ def test_a_tile_of_decode_takes_no_more_instructions_than_its_limit(
     way = sass.steady_tile(sass.parsed(disassembled(cubin)), needed)
     assert len(way) <= LIMITS[kind]
     assert len(way) > 6 * needed[sass.PRODUCT], "a way so short does not do the work of a tile"
-    in_flight = kernel.blocks * 4 * (kernel.stages - 1) * 2 * row_bytes
+    in_flight = kernel.blocks * kernel.threads // 32 * sass.bytes_in_flight(way)
     assert in_flight >= 42_000 or dim < 128, "bytes in flight of an SM: 1.3 us at 4.3 TB/s want 42 KB"
+    keys_and_values = kernel.blocks * 4 * (kernel.stages - 1) * 2 * row_bytes
+    assert keys_and_values <= in_flight <= 1.1 * keys_and_values, "scales come beside them"
+
+
+MORE_LIMITS: dict[tuple[Wish, int], int] = {
+    (("bfloat16", "bfloat16", (256, 256), CLASSES[0], 0), 2): 880,
+    (("bfloat16", "fp8_e4m3", (256, 256), CLASSES[0], 1), 2): 1150,
+    (("bfloat16", "bfloat16", (576, 512), CLASSES[0], 0), 2): 570,
+    (("float32", "float32", (128, 128), CLASSES[0], 0), 2): 2000,
+    (("bfloat16", "bfloat16", (128, 128), CLASSES[1], 0), 2): 640,
+    (("bfloat16", "bfloat16", (128, 128), CLASSES[2], 0), 2): 600,
+    (TYPICAL, 0): 700,
+}
+"""The most instructions of a tile of other kernels on sm_90, by kernel and page runs: counts with NVRTC 13.5, rounded
+up. A tile has 16 keys, or 32 of longer queries."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wish", "page_runs"), MORE_LIMITS, ids=label)
+def test_a_tile_of_wide_heads_long_queries_and_float32_stays_within_its_limit(wish: Wish, page_runs: int) -> None:
+    kernel = kernel_of(wish, "sm_90", page_runs)
+    cubin, _ = compiled(kernel, "sm_90")
+    rows = (kernel.row_bytes(kernel.head_dim), 0 if kernel.v_in_k else kernel.row_bytes(kernel.head_dim_v))
+    terms = 6 if kernel.q_kind == KINDS["float32"] else 1
+    needed = {
+        sass.PRODUCT: terms * (kernel.head_dim + kernel.head_dim_v) // 16 * (kernel.tile // 8) // kernel.warps_d,
+        sass.COPY: kernel.tile * sum(rows) // kernel.copy // (32 * kernel.warps_m * kernel.warps_d) + wish[4],
+        sass.LOOK_UP: kernel.tile // 16 if page_runs else 1,
+    }
+    way = sass.steady_tile(sass.parsed(disassembled(cubin)), needed)
+    assert 6 * needed[sass.PRODUCT] < len(way) <= MORE_LIMITS[wish, page_runs]
+
+
+MOVE_LIMITS: dict[str, int] = {
+    "write_kv bfloat16": 420,
+    "write_kv bfloat16 rope": 550,
+    "write_kv fp8_e4m3 token_head rope": 980,
+    "write_kv int8 token_head": 880,
+    "write_kv int4 tensor, float32": 1130,
+    "write_kv mla": 2070,
+    "gather_kv bfloat16": 580,
+    "gather_kv int4": 660,
+    "gather_kv mla": 750,
+    "merge_states bfloat16": 370,
+    "copy_frames": 190,
+}
+"""The most instructions of a whole kernel, on sm_90 and sm_100: counts with NVRTC 13.5, rounded up."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("move", MOVE_LIMITS)
+def test_a_kernel_that_moves_rows_or_frames_has_no_more_instructions_than_its_limit(move: str, arch: str) -> None:
+    code = sass.parsed(disassembled(compiled(MOVES[move][0], arch).cubin))
+    assert len(code) <= MOVE_LIMITS[move]
 
 
 def test_a_cta_that_finds_its_share_looks_up_its_first_page_after_one_load() -> None:
@@ -287,6 +342,14 @@ LOOP = """
         /*0070*/               @P2 BRA `(.L_x_0) ;
         /*0080*/                   EXIT ;
 """
+
+
+def test_bytes_in_flight_are_the_copies_of_a_tile_and_of_the_tiles_that_are_not_waited_for() -> None:
+    text = LOOP.replace("HMMA.16816.F32 R4, R8, R10, R4", "DEPBAR.LE SB0, 0x2")
+    way = [i for i in sass.parsed(text) if i.kind in ("DEPBAR", "LDGSTS")]
+    assert sass.bytes_in_flight(way) == 32 * 16 * 3
+    with pytest.raises(InvalidRequest, match="waits for no copies"):
+        sass.bytes_in_flight(sass.parsed(LOOP))
 
 
 def test_the_steady_tile_is_the_shortest_way_with_all_products_and_copies() -> None:
