@@ -75,7 +75,11 @@ FIELDS = {
 def test_each_entry_is_as_the_trace_event_format_has_it(entries):
     """Numbers of processes and threads, microseconds from 0 on, a scope for instants, and names for all tracks."""
     found = entries("--prompt", OTTO, "--logprobs", 0, "--json", "--speculate", "prompt-lookup", "--num-samples", 2)
-    assert {entry["ph"] for entry in found} == set(FIELDS)
+    assert {entry["ph"] for entry in found} == set(FIELDS)  # whole slices: no begin without an end, no open flow
+    assert {entry["name"] for entry in found if entry["ph"] == "M"} == {"process_name", "thread_name"}
+    tracks = [(entry["pid"], entry["tid"]) for entry in found if entry["name"] == "thread_name"]
+    assert len(set(tracks)) == len(tracks)
+    assert {(entry["pid"], entry["tid"]) for entry in found if entry["ph"] == "X"} == set(tracks)
     named = {(entry["pid"], entry["tid"]) for entry in found if entry["name"] == "thread_name"}
     processes = {entry["pid"] for entry in found if entry["name"] == "process_name"}
     for entry in found:

@@ -1,10 +1,14 @@
 """A soak: all ways of decoding at once, on a pool that holds a few, with tenants, priorities, cancels and deadlines.
 
+Some requests follow a grammar, and some have a validator. Drafts are chains, trees, or those of a draft model; one
+model has windows, behind which frames are given back.
+
 Each request that ends by itself has the output that it has alone, and no frame is in use at the end.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -13,18 +17,26 @@ import pytest
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.model.engine import Engine, Limits
+from pagedkv.model.loop.pool import new_cache
 from pagedkv.model.ways.draft_model import DraftModel
 from pagedkv.model.ways.prompt_lookup import PromptLookup
 from pagedkv.sampling.params import SamplingParams
 from tests.model.conftest import prompt_of
-from tests.model.test_engine import build, idle
+from tests.model.sampling.test_grammar import byte_tokenizer
+from tests.model.test_engine import idle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedkv.model.request import Request
+    from pagedkv.model.request import Completion, Request
     from pagedkv.model.ways.speculation import Drafter
     from tests.model.conftest import Checkpoint
+
+
+def is_odd(completion: Completion) -> bool:
+    """A validator that rejects every second output."""
+    return len(set(completion.token_ids)) % 2 == 1
+
 
 STOPS: Final = list(range(0, 97, 13))
 WAYS: Final[dict[str, tuple[SamplingParams, int]]] = {
@@ -34,7 +46,10 @@ WAYS: Final[dict[str, tuple[SamplingParams, int]]] = {
     "samples": (SamplingParams(max_tokens=15, temperature=1.0, seed=2, top_k=20), 3),
     "best of": (SamplingParams(max_tokens=15, temperature=1.5, seed=3, best_of=4, stop_ids=STOPS), 2),
     "beams": (SamplingParams(max_tokens=12, num_beams=3), 2),
+    "judged": (SamplingParams(max_tokens=10, temperature=1.0, seed=4, validator=is_odd, max_retries=16), 2),
 }
+if importlib.util.find_spec("llguidance"):
+    WAYS["grammar"] = (SamplingParams(max_tokens=20, temperature=1.5, seed=5, regex="[a-z]{3,9}(-[0-9]+){2}!"), 2)
 """By name, the parameters of a request and the number of its outputs."""
 LENGTHS: Final = (3, 20, 40, 41, 60)
 
@@ -71,26 +86,41 @@ def run(engine: Engine, count: int, dice: random.Random) -> list[Asked]:
     return asked
 
 
-def drafter_of(kind: str, checkpoint: Checkpoint) -> Drafter | None:
+def drafter_of(kind: str, checkpoint: Checkpoint) -> Drafter:
     if kind == "draft model":
         decoder = checkpoint.decoder()
         return DraftModel(decoder, PagedKVCache(decoder.config.spec(), num_frames=12), num_tokens=3)
-    return PromptLookup(shortest=1, num_tokens=4) if kind == "prompt lookup" else None
+    width = 3 if kind == "prompt tree" else 1
+    return PromptLookup(shortest=1, num_tokens=4 * width, width=width)
+
+
+def build(checkpoint: Checkpoint, *, num_frames: int = 400, prefix_cache: bool = True, **options: Any) -> Engine:
+    decoder = checkpoint.decoder()
+    cache = new_cache(
+        decoder, block_size=16, kv_dtype=None, grouped=True, num_frames=num_frames, prefix_cache=prefix_cache,
+        watermark=0.05,
+    )  # fmt: skip
+    return Engine(decoder, byte_tokenizer(), cache, **options)
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("preemption", "kind", "prefix_cache"),
-    [("recompute", "prompt lookup", True), ("keep", "draft model", False)],
-    ids=["recompute", "keep"],
+    ("name", "preemption", "kind", "prefix_cache"),
+    [
+        ("llama", "recompute", "prompt lookup", True),
+        ("llama", "keep", "draft model", False),
+        pytest.param("llama", "recompute", "prompt tree", True, marks=pytest.mark.slow),
+        pytest.param("mistral", "recompute", "prompt lookup", True, marks=pytest.mark.slow),
+    ],
+    ids=["recompute", "keep", "trees", "windows"],
 )
 def test_mixed_requests_end_as_alone_and_leave_nothing(
-    preemption: str, kind: str, prefix_cache: bool, count: int, checkpoint: Callable[[str], Checkpoint]
+    name: str, preemption: str, kind: str, prefix_cache: bool, count: int, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
-    drafter = drafter_of(kind, checkpoint("llama"))
+    drafter = drafter_of(kind, checkpoint(name))
     limits = Limits(max_batch_tokens=64, max_sequences=10, prefill_chunk=24)
-    options = {"num_frames": 24, "watermark": 0.05, "prefix_cache": prefix_cache, "limits": limits}
-    engine = build(checkpoint("llama"), drafter=drafter, preemption=preemption, **options)
+    options: dict[str, Any] = {"num_frames": 24, "prefix_cache": prefix_cache, "limits": limits}
+    engine = build(checkpoint(name), drafter=drafter, preemption=preemption, **options)
     engine.cache.set_quota(b"wide", hard=16, soft=10)
     engine.cache.set_quota(b"narrow", hard=5)
     asked = run(engine, count, random.Random(7))
@@ -107,7 +137,7 @@ def test_mixed_requests_end_as_alone_and_leave_nothing(
             continue  # the best of the candidates that had ended
         if (one.way, one.length) not in alone:
             params, num_samples = WAYS[one.way]
-            found = build(checkpoint("llama")).generate([prompt_of(one.length)], params, num_samples=num_samples)
+            found = build(checkpoint(name)).generate([prompt_of(one.length)], params, num_samples=num_samples)
             alone[one.way, one.length] = [c.token_ids for c in found[0].completions]
         assert [c.token_ids for c in completions] == alone[one.way, one.length], (one.way, one.length)
         reasons["whole"] += 1
