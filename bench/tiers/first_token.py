@@ -64,7 +64,9 @@ def rows(
 
 
 def _engine(decoder: Decoder, context: int, tiers: list[Tier] | None = None) -> Engine:
-    cache = new_cache(decoder, block_size=BLOCK, num_frames=context // BLOCK + 64, watermark=0.0, tiers=tiers or [])
+    cache = new_cache(
+        decoder, block_size=BLOCK, num_frames=context // BLOCK + 64, watermark=0.0, tiers=tiers or [], model="m"
+    )
     limits = Limits(max_batch_tokens=context, max_sequences=8)
     return Engine(decoder, Tokenizer.load(BUNDLED), cache, limits=limits)
 

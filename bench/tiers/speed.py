@@ -27,8 +27,9 @@ from pagedkv.bench.clock import Elsewhere, Step, compare, in_turn, ratios
 from pagedkv.kernels import huge_pages
 from pagedkv.tiers.disk import DiskTier
 from pagedkv.tiers.host import HostTier
+from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.slots import SlotTier
-from pagedkv.tiers.tier import Key, Op, PoolView
+from pagedkv.tiers.tier import Key, Op
 
 Row = dict[str, Any]
 SIZES: Final = (65_536, 262_144, 1_048_576, 1_835_008)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -37,7 +36,7 @@ from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.poison import Poison
 from pagedkv.cache.snapshots import Restored
 from pagedkv.cache.storage import Storage, groups_of_layers, specs_of
-from pagedkv.core import Group, MemoryManager, Observe, Stats
+from pagedkv.core import Group, MemoryManager, Stats
 from pagedkv.core.arguments import whole
 from pagedkv.core.handles import AddressSpace, Pin, Plan
 from pagedkv.core.manager import Counts, Spaces
@@ -79,6 +78,8 @@ class PagedKVCache(Unique):
     kernels:      a backend's name, or "auto". The choice is made here, once, and shown in the repr.
     tiers:        memory under the pool, the fastest first, for example [HostTier("16GiB")]: see `fetch`.
     write_back:   the pages that the tiers store; None for all, see tiers.WriteBack.
+    model, rank:  a name for the weights, and the number of this process if several share a model: pages in tiers are
+                  found only under equal ones. A disk tier needs a model.
     manager_options: the keyword options of MemoryManager, for example policy="2q".
 
     `backend` is the argument for the kernels' calls: the backend's name if one was forced, else None. With None a call
@@ -98,8 +99,9 @@ class PagedKVCache(Unique):
         kernels: str = registry.AUTO,
         tiers: Sequence[Tier] = (),
         write_back: WriteBack | None = None,
+        model: str = "", rank: int = 0,
         **manager_options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.specs: tuple[KVSpec, ...] = specs_of(spec)
         self.layer_groups: tuple[int, ...] = groups_of_layers(self.specs, layer_groups)
         self.spec: KVSpec = self.specs[0]
@@ -107,10 +109,8 @@ class PagedKVCache(Unique):
         frames, self._limit = sizes.pool_sizes(self.specs, num_frames, memory, self.device)
         self._has_size = num_frames is not None or memory is not None
         manager_options.setdefault("groups", [Group(spec.window, spec.sinks, spec.keep) for spec in self.specs])
-        self.tiers: TierStack = TierStack(tiers, write_back)
-        if self.tiers:  # they learn from events which pages come and go
-            observe = manager_options.get("observe") or Observe()
-            manager_options["observe"] = replace(observe, events=max(observe.events, 4 * frames, 4096))
+        self.tiers: TierStack = TierStack(tiers, write_back, model=model, rank=rank)
+        self.tiers.require_events(manager_options, frames)
         self.manager: MemoryManager = MemoryManager(frames, self.spec.block_size, **manager_options)
         _refuse_other_groups(self.manager.groups, self.specs)
         self.kernel: Kernel = registry.choose(self.spec, str(self.device), kernels)
@@ -435,8 +435,8 @@ class PagedKVCache(Unique):
         Raises: as MemoryManager.resize, and InvalidRequest if the memory cannot be had; nothing was changed then
         """
         num_frames = whole(num_frames, "num_frames", 1, 2**31)
-        self.tiers.quiesce()
         storage = Storage(self.specs, num_frames, self.device, layer_groups=self.layer_groups)
+        self.tiers.require_quiet()
 
         def move(stayed: npt.NDArray[np.int64], moves: I32) -> list[Assignment]:
             storage.take_over(self.storage, torch.from_numpy(stayed), torch.from_numpy(moves.astype(np.int64)))
@@ -458,7 +458,8 @@ class PagedKVCache(Unique):
         A pool does not grow while a plan is outstanding: the caller may hold `cache[layer]` of its step.
         """
         size = sizes.grown(self.num_frames, lack.shortfall, self.limit)
-        if isinstance(lack, QuotaExceeded) or size - self.num_frames < lack.shortfall or self.manager.has_plans:
+        is_enough = size - self.num_frames >= lack.shortfall and not isinstance(lack, QuotaExceeded)
+        if not is_enough or self.manager.has_plans or not self.tiers.lets_grow():
             return False
         before, frame_mib = self.num_frames, self.frame_bytes / 2**20
         try:

@@ -85,7 +85,7 @@ def hold(job: Job, screen: Console) -> int:
     params = replace(params, logit_bias=with_ids(job.biases, engine.tokenizer))
     talk = Conversation(engine, job, params, screen)
     talk.begin()
-    with traced(engine, job.trace), CtrlC() as ctrl_c:
+    with engine, traced(engine, job.trace), CtrlC() as ctrl_c:
         while (line := _line(ctrl_c, screen)) is not None:
             if line == RESET:
                 talk.reset()

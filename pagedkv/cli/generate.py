@@ -93,6 +93,12 @@ def run(job: Job, screen: Console) -> int:
         require_terminal(screen)
     live = None if job.source.many or job.as_json else Live(job.num_samples)
     tasks, engine = _submitted(job, screen, None if job.top else live)
+    with engine:
+        return _run(job, screen, tasks, engine, live)
+
+
+def _run(job: Job, screen: Console, tasks: list[Task], engine: Engine, live: Live | None) -> int:
+    """Step until all requests have ended, and print their outputs. Returns: the status"""
     if job.source.demo and not job.as_json:
         screen.print(Text(job.source.prompts[0].text, style="dim"), soft_wrap=not screen.is_terminal)
         screen.print()

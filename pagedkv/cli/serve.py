@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pagedkv import debug
 from pagedkv.checkpoint import hub
-from pagedkv.errors import InvalidRequest
+from pagedkv.errors import ConcurrentUse, InvalidRequest
 from pagedkv.serve.keys import Keys
 from pagedkv.spec import parse_bytes
 
@@ -55,7 +55,11 @@ def run(job: Job) -> int:
             engine = Engine.load(folder, limits=Limits(**job.limits), **loading)
         name = job.name or process.name_of(job.model, folder)
         most = {"max_body": max_body, "max_waiting": job.limits["max_waiting"]}
-        return process.run(sock, engine, process.Listening(name, keys, **most, **job.listening))
+        try:
+            return process.run(sock, engine, process.Listening(name, keys, **most, **job.listening))
+        finally:
+            with suppress(ConcurrentUse):  # the last step hangs
+                engine.close()
 
 
 def keys_of(job: Job) -> Keys | None:

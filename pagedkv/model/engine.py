@@ -40,6 +40,7 @@ from pagedkv.core.arguments import tenant_name, whole
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
 from pagedkv.core.warm import warm_up_step
 from pagedkv.errors import ConcurrentUse, InvalidRequest, QueueFull
+from pagedkv.model import fetches
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.loop.checks import (
     Prompt,
@@ -68,7 +69,6 @@ from pagedkv.model.ways.speculation import Drafter, Speculation
 from pagedkv.model.ways.streaming import endless
 from pagedkv.sampling.grammar import Grammars
 from pagedkv.sampling.params import SamplingParams
-from pagedkv.tiers.from_text import tiers_of
 from pagedkv.tiers.tier import Tier
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from pagedkv.model.loop.draws import Guess
 
 
-class Engine(ThreadGuard):
+class Engine(ThreadGuard, fetches.OverTiers):
     """Continuous batching over one model and one paged cache.
 
     Call `submit` and `step`, or `generate` to do both until all prompts are finished. A pool that runs out of frames
@@ -152,6 +152,7 @@ class Engine(ThreadGuard):
             any length takes constant memory: see ways/streaming.py.
         tiers: memory under the pool, the fastest first: "host:16GiB", "disk:200GiB:FOLDER", or objects. Prompts that
             wait are fetched from there while others compute.
+            `close` stores on the disk what waits for it.
         cache_options: options of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without
             num_frames and memory the pool holds 32768 tokens, but takes at most 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
@@ -161,10 +162,11 @@ class Engine(ThreadGuard):
         decoder = Decoder(endless(decoder.config, window, sinks), decoder.weights)
         tokenizer = Tokenizer.load(path)
         cache_options.setdefault("watermark", 0.01)
-        identity = f"{dtype} {weights} {window} {sinks} "  # of the KV that a tier keeps on disk
-        cache_options["tiers"] = tiers_of(tiers, lambda: identity + weights_digest(path))
-        cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
         drafter = drafter_of(speculate, device=device, block_size=block_size)
+        with fetches.tiers_for(
+            cache_options, tiers, lambda: f"{dtype} {weights} {window} {sinks} {weights_digest(path)}"
+        ):
+            cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
         warm_up_step()  # last, so that bad input is refused without waiting for the compilation
         return cls(decoder, tokenizer, cache, limits=limits, drafter=drafter, preemption=preemption)
 

@@ -1,15 +1,25 @@
-"""Fetches: the prompts at the head of the queue come up from the tiers below the pool while others compute."""
+"""Fetches: the prompts at the head of the queue come up from the tiers below the pool while others compute.
+
+It also knows how an engine begins over tiers, which a person may write as texts, and how it ends.
+"""
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.tiers.from_text import tiers_of
+from pagedkv.tiers.tier import CLOSING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pagedkv.cache import PagedKVCache
     from pagedkv.model.loop.sequence import SequenceState
+    from pagedkv.tiers.fetch import Fetch
+    from pagedkv.tiers.tier import Tier
 
 AHEAD: Final = 4
 """Waiting sequences whose pages are fetched."""
@@ -18,12 +28,27 @@ WAIT: Final = 0.05
 
 
 def ask(cache: PagedKVCache, waiting: Iterable[SequenceState]) -> None:
-    """Begin to fetch the first sequences, and ask again for those whose pages the pool had too few frames for."""
+    """Begin to fetch the first sequences, and ask again for those whose pages the pool had too few frames for.
+
+    A fetch that brought less than it asked for is not repeated: the tier fails, and would be asked in each step.
+    """
     for sequence in itertools.islice(waiting, AHEAD):
         tenant, fetch = sequence.completion.request.tenant, sequence.fetch
-        room = cache.available_to(tenant) - cache.reserve
-        if sequence.space is None and (fetch is None or (fetch.done and 0 < fetch.lacked <= room)):
+        if sequence.space is None and (fetch is None or _may_go_on(fetch, cache.available_to(tenant) - cache.reserve)):
             sequence.fetch = cache.fetch(sequence.tokens, tenant=tenant)
+
+
+def _may_go_on(fetch: Fetch, room: int) -> bool:
+    return fetch.done and fetch.tokens == fetch.asked and 0 < fetch.lacked <= room
+
+
+def take_back(cache: PagedKVCache) -> bool:
+    """End all fetches, as a sequence lacks their frames. Return whether some frames came back within a moment.
+
+    A tier that hangs keeps the frames that it may write into; `PagedKVCache.commit` gives them back later.
+    """
+    before = cache.tiers.num_fetches
+    return before > 0 and (cache.tiers.abandon(WAIT) or cache.tiers.num_fetches < before)
 
 
 def wait(waiting: Iterable[SequenceState]) -> bool:
@@ -37,3 +62,50 @@ def wait(waiting: Iterable[SequenceState]) -> bool:
 def first_ready(waiting: Iterable[SequenceState]) -> SequenceState | None:
     """Return the first waiting sequence whose pages are not on their way; None if there is none."""
     return next((s for s in waiting if s.fetch is None or s.fetch.done), None)
+
+
+class OverTiers:
+    """The end of an engine over tiers. A `with` block closes the engine at its end."""
+
+    cache: PagedKVCache
+
+    def close(self, timeout: float = CLOSING) -> bool:
+        """Store what waits for a tier on disk, and close the tiers. Without tiers there is nothing to close.
+
+        timeout: about the most seconds that this takes; what was not stored then is lost, and is computed again. An
+            engine that was closed still answers, without tiers.
+        Returns: whether all was stored and no tier hangs
+        """
+        return self.cache.tiers.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def tiers_for(
+    cache_options: dict[str, Any], given: Sequence[Tier | str], identity: Callable[[], str]
+) -> Iterator[None]:
+    """Let the cache that the block makes have tiers; an error of the file system becomes one line.
+
+    identity: returns a name for the KV of the model; called if a tier outlives the process.
+    Modifies: cache_options
+    Raises: InvalidRequest
+    """
+    cache_options["tiers"] = tiers = tiers_of(given)
+    if any(tier.is_lasting for tier in tiers):
+        cache_options.setdefault("model", identity())
+    try:
+        yield
+    except OSError as error:
+        texts = [one for one in given if isinstance(one, str) and one.startswith("disk:")]
+        if not texts:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        raise InvalidRequest(
+            f"a tier of {', '.join(texts)} cannot be used: {where}{error.strerror}; "
+            "give a folder of its own, on a disk with room"
+        ) from None

@@ -122,15 +122,18 @@ class Scheduler:
                 if any(chunk.drafts for chunk in chunks):  # a guess is worth no other sequence's frames
                     chunks = [chunk.without_drafts() for chunk in chunks]
                     continue
-                if self.cache.tiers.num_fetches:  # nor are pages that no sequence reads yet
-                    self.cache.tiers.abandon()
+                if fetches.take_back(self.cache):  # nor are pages that no sequence reads yet
                     continue
-                self._make_room(error)
+                if not self._make_room(error):
+                    return [], None
                 chunks = self._choose(admit=False)
         return [], None
 
-    def _make_room(self, error: OutOfFrames) -> None:
-        """Take frames from the last sequence in order that has some: first of those that wait. Raises: `error`"""
+    def _make_room(self, error: OutOfFrames) -> bool:
+        """Take frames from the last sequence in order that has some: first of those that wait. Raises: `error`
+
+        Returns: False if a tier that hangs has the frames that are lacking, so that only time helps.
+        """
         # At a quota, only the tenant's own sequences can give frames back.
         tenant = error.tenant if isinstance(error, QuotaExceeded) else None
         holders = [
@@ -140,10 +143,13 @@ class Scheduler:
         ]
         if len(holders) > len(self._gang(holders[-1])):
             self.preempt(holders[-1], error.shortfall)
+        elif self.cache.tiers.num_fetches:
+            return False
         elif tenant is None:
             raise error
         else:  # the quota is too small for this request alone
             self._end(holders[0], str(error))
+        return True
 
     def _end(self, sequence: SequenceState, error: str) -> None:
         """End the request of `sequence` with an error, and take it out of its queue."""

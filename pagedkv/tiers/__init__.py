@@ -3,7 +3,8 @@
 from pagedkv.tiers.disk import DiskTier
 from pagedkv.tiers.fetch import Fetch
 from pagedkv.tiers.host import HostTier
-from pagedkv.tiers.tier import Job, Key, Op, PoolView, Result, Tier, TierStats
+from pagedkv.tiers.pool_view import PoolView
+from pagedkv.tiers.tier import Job, Key, Op, Result, Tier, TierStats
 from pagedkv.tiers.write_back import EveryPage, UsedAgain, WriteBack
 
 __all__ = [

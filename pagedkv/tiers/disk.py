@@ -3,6 +3,7 @@
     folder/pagedkv-tier.lock    held while a process uses the folder
     folder/pagedkv-tier.json    format, fingerprint, frame bytes, number of slots
     folder/pagedkv-tier.seals   [slots] of 128 bytes: serial, name, checksum, tenant, check of the seal itself
+                                mapped; its blocks are taken at once: a write to a mapped file must not meet a full disk
     folder/pagedkv-tier.bytes   [slots, stride], stride: a frame, rounded up to 4 KiB
 
 To store a page: its seal is zeroed, the bytes are written, the seal is written. So a process that is killed between any
@@ -19,6 +20,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import mmap
 import os
 import threading
@@ -33,12 +35,16 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from pagedkv import regular_files
+from pagedkv.core.arguments import flag, whole
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.checksum import SUM_BYTES, Bytes, checksum
+from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.slots import CHANGED, CORRUPT, Move, SlotTier
-from pagedkv.tiers.tier import KEY_BYTES, Key, PoolView
+from pagedkv.tiers.tier import KEY_BYTES, Key
 
-FORMAT: Final = 1
+_LOG = logging.getLogger(__name__)
+
+FORMAT: Final = 2
 NAME: Final = "pagedkv-tier"
 SECTOR: Final = 4096
 TENANT_BYTES: Final = 16
@@ -66,26 +72,27 @@ class DiskTier(SlotTier):
     """Pages in a file of `folder`, which one process uses at a time. A later process finds them again.
 
     size:    the size of the file: bytes, or text like "200GiB".
-    model:   a name for the weights, such as the digest of a checkpoint: pages of another model are not found.
-    rank:    the number of this process if a model is split over several.
     direct:  whether reads and writes go past the page cache of the system, where that is possible.
     threads: how many transfers may be under way at a time.
     key:     16 to 64 secret bytes: pages that were not written with this key are misses. Without, someone who can write
              to the folder can plant pages.
-    limit, policy: see SlotTier.
+    limit:   the most bytes a second that the tier moves, "2GB" or an int; None for no limit.
+    policy:  the order in which pages are evicted, see MemoryManager.
+
+    The cache must have a name for its weights (PagedKVCache, model=): pages of another model are not found. The folder
+    is emptied, with a warning, if it holds pages of another model, geometry, rank or size.
     Raises:  InvalidRequest. When the cache is made: OSError from the file system; BlockingIOError while another process
              uses the folder
     """
 
     kind = "disk"
+    is_lasting = True
 
     def __init__(
         self,
         folder: str | Path,
         size: str | int,
         *,
-        model: str = "",
-        rank: int = 0,
         direct: bool = True,
         threads: int = 2,
         key: bytes | None = None,
@@ -96,9 +103,9 @@ class DiskTier(SlotTier):
         if key is not None and not (isinstance(key, bytes) and 16 <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE):
             raise InvalidRequest("key is not 16 to 64 bytes; give so many secret bytes, or None")
         self._folder, self._key = Path(folder), key
-        self._named = {"model": model, "rank": rank, "checksum": "xxh3-128" if key is None else "blake2b with a key"}
-        self._direct = direct
-        self.num_threads: int = threads
+        self._checksum = "xxh3-128" if key is None else "blake2b with a key"
+        self._direct = flag(direct, "direct")
+        self.num_threads = whole(threads, "threads", 1, 1025)
         self._here, self._sealing = threading.local(), threading.Lock()
 
     def _slot_bytes(self, frame_bytes: int) -> int:
@@ -114,12 +121,19 @@ class DiskTier(SlotTier):
         self._stride, self._frame_bytes = _rounded(pool.frame_bytes), pool.frame_bytes
         facts = {
             "format": FORMAT,
-            "fingerprint": hashlib.sha256(fingerprint + json.dumps(self._named, sort_keys=True).encode()).hexdigest(),
+            "fingerprint": fingerprint.hex(),
+            "checksum": self._checksum,
             "frame_bytes": pool.frame_bytes,
             "slots": num_slots,
         }
         try:
-            is_known = self._facts_on_disk() == facts
+            found = self._facts_on_disk()
+            is_known = found == facts
+            if found is not None and not is_known:
+                differ = ", ".join(
+                    name for name in facts if not isinstance(found, dict) or found.get(name) != facts[name]
+                )
+                _LOG.warning("%s held pages of another cache (%s differs); they are dropped", self._folder, differ)
             self._open(num_slots, is_known)
             if not is_known:
                 self._write_facts(facts)
@@ -139,7 +153,9 @@ class DiskTier(SlotTier):
 
     def _write_facts(self, facts: dict[str, Any]) -> None:
         beside = self._path("json.part")
-        beside.write_text(json.dumps(facts))
+        beside.unlink(missing_ok=True)  # it may be a link to a file of someone else
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            json.dump(facts, file)
         os.replace(beside, self._path("json"))
 
     def _open(self, num_slots: int, is_known: bool) -> None:
@@ -154,6 +170,7 @@ class DiskTier(SlotTier):
         seals = os.open(self._path("seals"), flags | (0 if is_known else os.O_TRUNC), 0o600)
         try:
             os.ftruncate(seals, num_slots * SEAL.itemsize)
+            os.posix_fallocate(seals, 0, num_slots * SEAL.itemsize)
             region = mmap.mmap(seals, num_slots * SEAL.itemsize)
         finally:
             os.close(seals)
@@ -196,7 +213,7 @@ class DiskTier(SlotTier):
         pool, content = self._pool, self._content(move.frame)
         assert pool is not None
         if not self._goes_straight:
-            pool.read(np.array([move.frame]), self._bounce(), _FIRST)
+            pool.read(np.array([move.frame]), self._bounce(), _FIRST, move.job.fence)
         total = checksum(content[: self._frame_bytes], move.key.name, self._key)
         try:
             written = os.pwrite(self._file, content.data, move.slot * self._stride)
@@ -236,7 +253,7 @@ class DiskTier(SlotTier):
         if checksum(content[: self._frame_bytes], move.key.name, self._key) != seal["sum"].tobytes():
             return False
         if not self._goes_straight:
-            pool.write(np.array([move.frame]), self._bounce(), _FIRST)
+            pool.write(np.array([move.frame]), self._bounce(), _FIRST, move.job.fence)
         return True
 
     @property

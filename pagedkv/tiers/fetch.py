@@ -1,4 +1,4 @@
-"""Fetch: the pages of one prompt on their way from tiers into the pool.
+"""Fetch: the pages of one prompt on their way from tiers into the pool. Loader: the fetches of one stack of tiers.
 
     lookup in the pool │ lookup in the tiers │            │
     known pages        │ found there         │ not found  │ last token
@@ -8,30 +8,43 @@
 The frames belong to an address space that only the fetch has. Until they are committed no prompt finds them; then they
 are cached pages like all others, and `open` maps them. A page that fails in one tier is asked for in the next. A fetch
 that is cancelled or late ends at once for its owner, and keeps its frames until no tier writes into them any more.
+
+A fetch whose first page another fetch is bringing takes no frames: it waits for the other, and then looks again.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.core.state import I32
-from pagedkv.tiers.tier import Job, Key
+from pagedkv.errors import OutOfFrames
+from pagedkv.tiers.level import Level
+from pagedkv.tiers.names import Namer
+from pagedkv.tiers.tier import Job, Key, Op
 
 if TYPE_CHECKING:
     from pagedkv.core.handles import AddressSpace, Plan
+    from pagedkv.core.manager import MemoryManager
+
+LOOKED_UP: Final = 64
+"""Pages of a prompt that are hashed and looked up at a time: a prompt that no tier knows costs no more."""
+
+Salt = bytes | Mapping[int, bytes]
 
 
 class Fetch:
     """The pages of a prompt that lower tiers have, on their way. `PagedKVCache.fetch` makes it.
 
-    asked:  tokens that the tiers seemed to have. tokens: how many of these the pool has now; 0 until `done`.
+    asked:  tokens that the tiers seemed to have. tokens: how many of these the pool had when `done`.
     source: pages asked for in each tier, by its name.
     lacked: frames for further pages that the tiers seemed to have, and the pool could not give.
     """
 
-    def __init__(self, ids: I32, first: int, pump: Callable[[float], None], deadline: float | None) -> None:
+    def __init__(self, ids: I32, pump: Callable[[float], None], deadline: float) -> None:
         self.asked: int = 0
         self.tokens: int = 0
         self.source: dict[str, int] = {}
@@ -41,8 +54,12 @@ class Fetch:
         self.pages: list[FetchedPage] = []
         self.jobs: list[Job] = []
         self.ids: I32 = ids
-        self.first: int = first  # the page where the planned ones begin
-        self.deadline: float | None = deadline
+        self.page_tokens: int = 0
+        self.first: int = 0  # the page where the planned ones begin
+        self.start: int | None = None  # the page where the first look found that the pool ends
+        self.after: Fetch | None = None  # the fetch that brings the first page
+        self.look: Callable[[], None] = lambda: None
+        self.deadline: float = deadline
         self.is_given_up: bool = False
         self._is_done = False
         self._pump = pump
@@ -66,7 +83,7 @@ class Fetch:
         self.give_up()
         self._pump(0.0)
 
-    # -- for the stack of tiers ----------------------------------------------------------------------------------------
+    # -- for the loader ------------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
         """Ask the tiers to skip what has not begun."""
@@ -74,9 +91,10 @@ class Fetch:
         for job in self.jobs:
             job.cancel()
 
-    def end(self, tokens: int = 0) -> None:
-        """Tell the owner that the fetch has ended, with so many tokens."""
-        self.tokens, self._is_done = tokens, True
+    def end(self, num_pages: int = 0) -> None:
+        """Tell the owner that the fetch has ended, and that the pool has the first `num_pages` pages of the prompt."""
+        size = self.asked if self.start is None else max(0, num_pages - self.start) * self.page_tokens
+        self.tokens, self._is_done = min(self.asked, size), True
 
     @property
     def has_ended(self) -> bool:
@@ -97,12 +115,189 @@ class Fetch:
 class FetchedPage:
     """One page of a fetch. keys, frames: one for each layer group. missing: the groups that have not arrived.
 
-    under_way: group: the number of the tier that loads it. tried: the tiers that were asked.
+    under_way: group: the number of the level that loads it. levels: the numbers of those that
+    seem to have the page and were not asked, in order.
     """
 
-    def __init__(self, keys: list[Key], frames: list[int]) -> None:
+    def __init__(self, keys: list[Key]) -> None:
         self.keys: list[Key] = keys
-        self.frames: list[int] = frames
+        self.frames: list[int] = []
         self.missing: set[int] = set(range(len(keys)))
         self.under_way: dict[int, int] = {}
-        self.tiers: list[int] = []  # those that seem to have the page and were not asked, in order
+        self.levels: list[int] = []
+
+
+class Loader:
+    """The fetches of one stack, and the loads that they have under way.
+
+    fetches: the ones that have frames. waiting: the ones that wait for another fetch.
+    """
+
+    def __init__(self, manager: MemoryManager, levels: Sequence[Level], num_groups: int) -> None:
+        self._manager, self._levels, self._num_groups = manager, levels, num_groups
+        self.fetches: list[Fetch] = []
+        self.waiting: list[Fetch] = []
+        self._loads: dict[tuple[int, int, bytes], tuple[FetchedPage, int]] = {}
+
+    # -- begin ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, cache: Any, fetch: Fetch, namer: Namer, *, tenant: bytes, salt: Salt) -> None:
+        """Look a prompt up, and begin to load what the tiers have of it."""
+        fetch.page_tokens = self._manager.block_size
+        fetch.look = partial(self._look, cache, fetch, namer, tenant, salt)
+        fetch.look()
+
+    def _look(self, cache: Any, fetch: Fetch, namer: Namer, tenant: bytes, salt: Salt) -> None:
+        size, ids = fetch.page_tokens, fetch.ids
+        fetch.first = cache.lookup(ids, tenant=tenant, salt=salt) // size
+        fetch.start = fetch.first if fetch.start is None else min(fetch.start, fetch.first)
+        keys = namer.keys_of(ids[: max(0, len(ids) - 1)], tenant, salt, block_size=size, first=fetch.first)
+        pages = self._findable(keys)
+        fetch.after = self._bringer(pages)
+        room = max(0, cache.available_to(tenant) - cache.reserve) // self._num_groups
+        fetch.pages, fetch.lacked = pages[:room], self._num_groups * len(pages[room:])
+        fetch.asked = max(fetch.asked, size * (fetch.first - fetch.start + len(fetch.pages)))
+        if fetch.after is not None:
+            fetch.pages = []
+            self.waiting.append(fetch)
+            return
+        if fetch.pages:
+            self._plan(cache, fetch, tenant, salt)
+        if not fetch.pages:
+            fetch.end(fetch.first)
+
+    def _bringer(self, pages: Sequence[FetchedPage]) -> Fetch | None:
+        """Return the fetch that brings the first of `pages`."""
+        if not pages:
+            return None
+        name = pages[0].keys[0].name
+        return next(
+            (f for f in self.fetches if not f.is_given_up and any(p.keys[0].name == name for p in f.pages)), None
+        )
+
+    def _findable(self, keys: Iterator[list[Key]]) -> list[FetchedPage]:
+        """Return the pages from the first on that some tier has in all groups, each with these tiers."""
+        pages: list[FetchedPage] = []
+        while part := [FetchedPage(each) for each in itertools.islice(keys, LOOKED_UP)]:
+            for number, level in enumerate(self._levels):
+                hits = level.lookup([key for page in part for key in page.keys]).reshape(-1, self._num_groups)
+                for page, of_groups in zip(part, hits.tolist(), strict=True):
+                    if all(of_groups):
+                        page.levels.append(number)
+            found = next((i for i, page in enumerate(part) if not page.levels), len(part))
+            pages += part[:found]
+            if found < len(part):
+                break
+        return pages
+
+    def _plan(self, cache: Any, fetch: Fetch, tenant: bytes, salt: Salt) -> None:
+        """Plan frames for the pages of `fetch`, and submit their loads. Without frames the fetch has no pages."""
+        size, num_pages = fetch.page_tokens, len(fetch.pages)
+        with self._manager.restoring():
+            fetch.space = cache.open(fetch.ids[: fetch.first * size + 1], tenant=tenant, salt=salt)
+        try:
+            if len(fetch.space) != fetch.first * size:
+                raise OutOfFrames(num_pages, 0)
+            fetch.plan = cache.plan([fetch.space], [num_pages * size]).plan
+        except OutOfFrames:
+            fetch.pages = []
+            fetch.space.release()
+            return
+        for group in range(self._num_groups):
+            frames = fetch.space.pages_in(group)[fetch.first :].tolist()
+            for page, frame in zip(fetch.pages, frames, strict=True):
+                page.frames.append(frame)
+        self.fetches.append(fetch)
+        self._submit(fetch)
+
+    # -- load ----------------------------------------------------------------------------------------------------------
+
+    def _submit(self, fetch: Fetch) -> None:
+        """Ask the next tier for each page that is neither complete nor under way."""
+        wanted: dict[int, list[FetchedPage]] = {}
+        for page in fetch.pages:
+            if page.missing and not page.under_way and page.levels:
+                wanted.setdefault(page.levels.pop(0), []).append(page)
+        for number, pages in wanted.items():
+            moves = [(page, group) for page in pages for group in sorted(page.missing)]
+            for page, group in moves:  # before the tier knows of them: an interrupt must not free frames that it writes
+                page.under_way[group] = number
+            name = self._levels[number].tier.name
+            fetch.source[name] = fetch.source.get(name, 0) + len(pages)
+            job = self._levels[number].submit(
+                Op.LOAD, [page.keys[g] for page, g in moves], [page.frames[g] for page, g in moves]
+            )
+            if job is not None:
+                fetch.jobs.append(job)
+                for page, group in moves:
+                    self._loads[number, job.number, page.keys[group].name] = page, group
+
+    def poll(self) -> None:
+        """Take the pages that have ended from the tiers, and settle the fetches that are complete or late."""
+        for number, level in enumerate(self._levels):
+            for result in level.poll():
+                if (load := self._loads.get((number, result.job, result.key.name))) is not None:
+                    page, group = load
+                    if result.ok:
+                        page.missing.discard(group)
+                    page.under_way.pop(group, None)
+                    del self._loads[number, result.job, result.key.name]
+            if self.fetches and not level.num_pending:
+                self._end_lost(number)
+        now = time.monotonic()
+        for fetch in list(self.fetches):
+            if now > fetch.deadline and not fetch.is_given_up:
+                fetch.give_up()
+            if not fetch.is_given_up:
+                self._submit(fetch)
+            if fetch.is_given_up or not fetch.num_under_way:
+                self._settle(fetch)
+        self._wake(now)
+
+    def _end_lost(self, number: int) -> None:
+        """Count loads of a level that has none as ended: an interrupt, or a refusal, kept them from being reported."""
+        for name in [name for name in self._loads if name[0] == number]:
+            del self._loads[name]
+        for page in (page for fetch in self.fetches for page in fetch.pages if page.under_way):
+            for group in [group for group, level in page.under_way.items() if level == number]:
+                del page.under_way[group]
+
+    def _settle(self, fetch: Fetch) -> None:
+        """Commit the pages that have arrived, and give the other frames back once no tier writes into them."""
+        assert fetch.space is not None
+        assert fetch.plan is not None
+        size = self._manager.block_size
+        if not fetch.has_ended:
+            pages = fetch.first + fetch.num_verified
+            start, end = len(fetch.space), pages * size  # from `start` on, if it was interrupted
+            if start < end:
+                with self._manager.restoring():
+                    self._manager.commit(fetch.plan, fetch.ids[start:end], [end - start], keep_planned=True)
+            fetch.end(pages)
+        if not fetch.num_under_way:
+            if fetch.plan.is_outstanding:
+                self._manager.abort(fetch.plan)
+            if not self._manager.is_stale(fetch.space):
+                fetch.space.release()
+            self.fetches.remove(fetch)
+
+    def _wake(self, now: float) -> None:
+        """Let the fetches look again whose bringers have ended, and end those that are late."""
+        for fetch in list(self.waiting):
+            is_late = fetch.is_given_up or now > fetch.deadline
+            if not is_late and fetch.after is not None and not fetch.after.has_ended:
+                continue
+            if is_late and not fetch.has_ended:
+                fetch.end()
+            elif not fetch.has_ended and fetch not in self.fetches:  # else an interrupt came before the next line
+                fetch.look()
+            self.waiting.remove(fetch)  # the first entry; `look` appends another one if the fetch has to wait again
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+
+    def give_up(self, *, keep: bool = True) -> None:
+        """End all fetches. keep: whether the pages that have arrived are committed."""
+        for fetch in (*self.fetches, *self.waiting):
+            fetch.give_up()
+            if not keep and not fetch.has_ended:
+                fetch.end()

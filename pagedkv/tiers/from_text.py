@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.disk import DiskTier
@@ -12,13 +12,9 @@ from pagedkv.tiers.tier import Tier
 FORMS = "host:SIZE or disk:SIZE:FOLDER, such as host:16GiB or disk:200GiB:/var/cache/pagedkv"
 
 
-def tiers_of(given: Sequence[Tier | str], model: Callable[[], str]) -> list[Tier]:
-    """Return the tiers of a list in which some are texts.
-
-    model: returns a name for the weights; called once if a tier of the list outlives the process.
-    Raises: InvalidRequest for a text that names no tier
-    """
-    name, tiers = "", list[Tier]()
+def tiers_of(given: Sequence[Tier | str]) -> list[Tier]:
+    """Return the tiers of a list in which some are texts. Raises: InvalidRequest for a text that names no tier"""
+    tiers = list[Tier]()
     for one in given:
         if not isinstance(one, str):
             tiers.append(one)
@@ -28,8 +24,7 @@ def tiers_of(given: Sequence[Tier | str], model: Callable[[], str]) -> list[Tier
         if kind == "host" and size and not folder:
             tiers.append(HostTier(size))
         elif kind == "disk" and size and folder:
-            name = name or model()
-            tiers.append(DiskTier(folder, size, model=name))
+            tiers.append(DiskTier(folder, size))
         else:
             raise InvalidRequest(f"a tier is {one!r}; give {FORMS}")
     return tiers

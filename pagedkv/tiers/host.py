@@ -8,16 +8,19 @@ A load is verified where the bytes arrived: in the frame of a pool on a CPU. For
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
 import torch
 
+from pagedkv.core.arguments import flag
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import huge_pages
 from pagedkv.tiers.checksum import SUM_BYTES, Bytes, checksum
+from pagedkv.tiers.pool_view import Numbers, PoolView
 from pagedkv.tiers.slots import CHANGED, CORRUPT, Move, SlotTier
-from pagedkv.tiers.tier import PoolView
 
 IN_CACHE: Final = 1 << 20
 """Bytes that are copied before their checksums are computed."""
@@ -28,8 +31,9 @@ class HostTier(SlotTier):
 
     size:   bytes, or text like "16GiB".
     verify: whether each load compares a checksum. Without, a bit that flips in host memory is not seen.
-    limit, policy: see SlotTier.
-    Raises: InvalidRequest for a size that makes no sense
+    limit:  the most bytes a second that the tier moves, "2GB" or an int; None for no limit.
+    policy: the order in which pages are evicted, see MemoryManager.
+    Raises: InvalidRequest. When the cache is made: InvalidRequest if the machine has too little memory
     """
 
     kind = "host"
@@ -38,15 +42,10 @@ class HostTier(SlotTier):
         self, size: str | int, *, verify: bool = True, limit: str | int | None = None, policy: str = "lru"
     ) -> None:
         super().__init__(size, limit=limit, policy=policy)
-        self._verifies = bool(verify)
+        self._verifies = flag(verify, "verify")
 
     def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
-        num_bytes = num_slots * pool.frame_bytes
-        memory = (
-            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-            if pool.is_cuda
-            else huge_pages.allocate(num_bytes)
-        )
+        memory = _allocate(num_slots * pool.frame_bytes, is_pinned=pool.is_cuda)
         self._memory = memory.view(num_slots, pool.frame_bytes)
         self._bytes = self._memory.numpy()
         self._seals = [b""] * num_slots
@@ -54,10 +53,10 @@ class HostTier(SlotTier):
 
     def _store(self, moves: Sequence[Move]) -> None:
         assert self._pool is not None
-        for part in self._parts(moves):
-            slots, frames, stamps = (np.array([getattr(m, name) for m in part]) for name in ("slot", "frame", "stamp"))
-            self._pool.read(frames, self._memory, slots)
+        for part, slots, frames in self._parts(moves):
+            self._pool.read(frames, self._memory, slots, part[0].job.fence)
             sums = [self._sum(self._bytes[move.slot], move) for move in part]
+            stamps = np.array([move.stamp for move in part])
             for move, total, is_whole in zip(part, sums, self._pool.hold(frames, stamps).tolist(), strict=True):
                 if is_whole:
                     self._seals[move.slot] = move.key.name + total
@@ -67,19 +66,24 @@ class HostTier(SlotTier):
     def _load(self, moves: Sequence[Move]) -> None:
         pool = self._pool
         assert pool is not None
-        for part in self._parts(moves):
-            slots, frames = (np.array([getattr(m, name) for m in part]) for name in ("slot", "frame"))
-            pool.write(frames, self._memory, slots)
+        for part, slots, frames in self._parts(moves):
+            pool.write(frames, self._memory, slots, part[0].job.fence)
             for move in part:
                 content = self._bytes[move.slot] if pool.is_cuda else pool.bytes_of(move.frame)
                 if self._seals[move.slot] != move.key.name + self._sum(content, move):
                     move.why = CORRUPT
 
-    def _parts(self, moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
-        """Yield the moves in parts whose bytes fit a cache: a checksum reads them there."""
+    def _parts(self, moves: Sequence[Move]) -> Iterator[tuple[Sequence[Move], Numbers, Numbers]]:
+        """Yield the moves with their slots and frames: in parts whose bytes fit a cache if a checksum reads them there.
+
+        Each part costs calls that take the interpreter's lock, for which a part that is not verified has no need.
+        """
         assert self._pool is not None
-        each = max(1, IN_CACHE // self._pool.frame_bytes)
-        return (moves[first : first + each] for first in range(0, len(moves), each))
+        each = max(1, IN_CACHE // self._pool.frame_bytes) if self._verifies else len(moves)
+        slots, frames = np.array([move.slot for move in moves]), np.array([move.frame for move in moves])
+        for first in range(0, len(moves), each):
+            end = first + each
+            yield moves[first:end], slots[first:end], frames[first:end]
 
     def _sum(self, content: Bytes, move: Move) -> bytes:
         return checksum(content, move.key.name) if self._verifies else bytes(SUM_BYTES)
@@ -90,3 +94,19 @@ class HostTier(SlotTier):
 
     def _end(self) -> None:
         del self._memory, self._bytes
+
+
+def _allocate(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
+    """Return uint8 [num_bytes]. Raises: InvalidRequest if this machine has too little memory"""
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        if num_bytes > present:
+            raise MemoryError
+        if is_pinned:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return huge_pages.allocate(num_bytes)
+    except (MemoryError, OSError, RuntimeError):
+        raise InvalidRequest(
+            f"a host tier of {num_bytes / 2**30:.1f} GiB was asked for, and the memory of this machine, "
+            f"{present / 2**30:.1f} GiB, has no room for it; give a smaller size"
+        ) from None

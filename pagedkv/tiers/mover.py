@@ -1,7 +1,7 @@
 """The mover: threads that move the bytes of one tier, loads before stores, no faster than a limit.
 
 A mover knows tasks and their sizes; it must not know pages. The threads wait on a condition while there is no task.
-A program that ends without `close` waits for the tasks that run, and loses the others: stores, never contents.
+A program that ends without `close` waits a moment for the tasks that run, and loses the others: stores, never contents.
 """
 
 from __future__ import annotations
@@ -64,22 +64,32 @@ class Mover:
         with self._changed:
             return sum(task.num_pages for task in (*self._urgent, *self._other)) + self._num_running
 
-    def drain(self) -> None:
-        """Wait until no task is queued or running."""
+    def drain(self, timeout: float) -> bool:
+        """Wait until no task is queued or running, at most `timeout` seconds. Return whether none is."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._urgent or self._other or self._num_running))
+            return self._changed.wait_for(lambda: not (self._urgent or self._other or self._num_running), timeout)
 
-    def close(self, *, finish: bool = True) -> None:
-        """Stop the threads, and wait for them. finish: whether tasks that have not begun run before."""
+    def close(self, timeout: float, *, finish: bool = True) -> bool:
+        """Stop the threads, and wait for them, at most `timeout` seconds. Return whether all have ended.
+
+        finish: whether tasks that have not begun run before.
+        """
+        until = time.monotonic() + timeout
         with self._changed:
             self._is_closed = True
             if not finish:
                 self._urgent.clear()
                 self._other.clear()
             self._changed.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():  # a collector may run anywhere
-                thread.join()
+        others = [each for each in self._threads if each is not threading.current_thread()]  # a collector runs anywhere
+        for thread in others:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in others):
+            with self._changed:  # a thread that hangs now begins no other task when it comes back
+                self._urgent.clear()
+                self._other.clear()
+            return False
+        return True
 
     def _work(self) -> None:
         while True:
@@ -96,11 +106,16 @@ class Mover:
                 self._changed.notify_all()
 
     def _wait_for_limit(self, task: Task) -> None:
-        """Wait until the limit allows the task to begin."""
-        if self._bytes_per_second is None:
+        """Wait until the limit allows the task to begin. A task that is cancelled meanwhile uses nothing of it."""
+        if self._bytes_per_second is None or task.is_cancelled():
             return
+        seconds = task.num_bytes / self._bytes_per_second
         with self._changed:
             begin = max(self._free_at, time.monotonic())
-            self._free_at = begin + task.num_bytes / self._bytes_per_second
-        while (delay := begin - time.monotonic()) > 0 and not (self._is_closed or task.is_cancelled()):
+            self._free_at = begin + seconds
+        while (delay := begin - time.monotonic()) > 0 and not self._is_closed:
+            if task.is_cancelled():
+                with self._changed:
+                    self._free_at -= seconds
+                return
             time.sleep(min(delay, PAUSE))

@@ -3,13 +3,14 @@
     digest of a page   chained sha256 over tenant, tokens and salts     core/prefix/digests.py
     name               BLAKE2b(digest ‖ layer group), its key the fingerprint of the cache
 
-A tier adds the facts that it knows, model and rank, to the fingerprint.
+The fingerprint covers geometry and dtype, the name of the weights, and the rank.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +26,21 @@ from pagedkv.tiers.tier import KEY_BYTES, Key
 FORMAT = 1
 
 
-def fingerprint(specs: Sequence[KVSpec], layer_groups: Sequence[int], frame_bytes: int) -> bytes:
-    """Return 32 bytes that two caches share if the bytes of their frames mean the same."""
+def fingerprint(
+    specs: Sequence[KVSpec], layer_groups: Sequence[int], frame_bytes: int, *, model: str = "", rank: int = 0
+) -> bytes:
+    """Return 32 bytes that two caches share if the bytes of their frames mean the same.
+
+    model: a name for the weights and all else that decides the bytes. rank: the part of a model that is split.
+    """
     facts: dict[str, Any] = {
         "format": FORMAT,
         "specs": [asdict(spec) for spec in specs],
         "layer_groups": list(layer_groups),
         "frame_bytes": frame_bytes,
         "byte_order": sys.byteorder,
+        "model": model,
+        "rank": rank,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
 
@@ -43,17 +51,25 @@ class Namer:
     def __init__(self, fingerprint: bytes, num_groups: int) -> None:
         self._fingerprint, self._num_groups = fingerprint, num_groups
 
+    def renamed(self) -> Namer:
+        """Return a namer with other names: they find no page that was stored before."""
+        return Namer(os.urandom(KEY_BYTES), self._num_groups)
+
     def key(self, digest: bytes, tenant: bytes, group: int) -> Key:
         """Return the key of a page with this digest in `group`."""
         hasher = hashlib.blake2b(digest + struct.pack("<i", group), digest_size=KEY_BYTES, key=self._fingerprint)
         return Key(hasher.digest(), tenant)
 
     def keys_of(
-        self, ids: I32, tenant: bytes, salt: bytes | Mapping[int, bytes], block_size: int
+        self, ids: I32, tenant: bytes, salt: bytes | Mapping[int, bytes], *, block_size: int, first: int = 0
     ) -> Iterator[list[Key]]:
-        """Yield the keys of each full page of `ids` (int32 [n]), one for each group."""
+        """Yield the keys of each full page of `ids` (int32 [n]) from page `first` on, one for each group.
+
+        A page is hashed when it is asked for.
+        """
         salts, digest = salt_row(salt) if salt != b"" else (), root_digest(tenant)
-        for first in range(0, len(ids) - block_size + 1, block_size):
-            own = tuple((at - first, each) for at, each in salts if first <= at < first + block_size)
-            digest = page_digest(digest, ids[first : first + block_size], own)
-            yield [self.key(digest, tenant, group) for group in range(self._num_groups)]
+        for page, at in enumerate(range(0, len(ids) - block_size + 1, block_size)):
+            own = tuple((place - at, each) for place, each in salts if at <= place < at + block_size)
+            digest = page_digest(digest, ids[at : at + block_size], own)
+            if page >= first:
+                yield [self.key(digest, tenant, group) for group in range(self._num_groups)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,13 +31,16 @@ from pagedkv.core.frame_pool.pool import FramePool
 from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.spec import parse_bytes
 from pagedkv.tiers.mover import Mover, Task
-from pagedkv.tiers.tier import KEY_BYTES, Job, Key, Op, PoolView, Result, TierStats
+from pagedkv.tiers.pool_view import PoolView
+from pagedkv.tiers.tier import CLOSING, KEY_BYTES, Job, Key, Op, Result, Tier, TierStats
 
 PART: Final = 16 << 20
 """Bytes that a thread moves at a time: loads that come meanwhile wait for no more."""
 MOST_STORES: Final = 64
 MOST_BYTES: Final = 64 << 20
 """Pages that are stored at a time: so many, or so many bytes if that is more."""
+EXITING: Final = 2.0
+"""Seconds that the end of a process waits for a tier that was not closed."""
 GONE, CORRUPT, CHANGED, FULL, CANCELLED = "gone", "corrupt", "changed", "full", "cancelled"
 
 
@@ -54,12 +57,13 @@ class Move:
     seconds: float = 0.0
 
 
-class SlotTier(ABC):
+class SlotTier(Tier):
     """Pages in equal slots. See Tier for the methods that a cache calls.
 
     size:   the memory for pages, "16GiB" or an int of bytes.
     limit:  the most bytes a second that the tier moves, "2GB" or an int; None for no limit.
     policy: the order in which pages are evicted, see MemoryManager.
+    Raises: InvalidRequest
     """
 
     kind: str
@@ -67,8 +71,10 @@ class SlotTier(ABC):
 
     def __init__(self, size: str | int, *, limit: str | int | None = None, policy: str = "lru") -> None:
         self.size: int = parse_bytes(size)
-        self.name: str = self.kind
+        self.name = self.kind
         self._limit = None if limit is None else float(parse_bytes(limit))
+        if self._limit is not None and self._limit < 1:
+            raise InvalidRequest(f"limit is {limit!r}; give the bytes that the tier may move in a second, or None")
         self._policy = policy
         self._stats = TierStats()
         self._pool: PoolView | None = None
@@ -114,14 +120,15 @@ class SlotTier(ABC):
                 f"the {self.name} tier has {self.size} bytes and a frame needs {self._slot_bytes(pool.frame_bytes)}; "
                 "give it more memory"
             )
-        present = self._begin(pool, fingerprint, num_slots)
         self._slots = FramePool(num_slots, key_bytes=KEY_BYTES, policy=self._policy)
+        present = self._begin(pool, fingerprint, num_slots)
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+        self._dropped: weakref.WeakSet[Job] = weakref.WeakSet()  # by `forget`, while their pages were moved
         self._storing: set[bytes] = set()  # the names
         self._ended: deque[Move] = deque()
         self._mover = Mover(self.name, self.num_threads, self._limit)
         # also at exit: a thread must not return from C++ code to an interpreter that has ended
-        weakref.finalize(self, self._mover.close, finish=False)
+        weakref.finalize(self, self._mover.close, EXITING, finish=False)
         for slot, name, tenant in present:  # those of an older process, the one stored first is evicted first
             self._slots.take([slot], tenant=self._charged(tenant))
             if self._slots.publish([slot], [name])[0] != slot:  # stored twice
@@ -139,7 +146,7 @@ class SlotTier(ABC):
     def submit(self, op: Op, keys: Sequence[Key], frames: Sequence[int]) -> Job:
         """See Tier.submit."""
         assert self._pool is not None
-        job = Job(op)
+        job = Job(op, fence=self._pool.fence())
         self._jobs.add(job)
         found = self._slots.find([key.name for key in keys]).tolist() if keys else []
         moves = [Move(job, key, int(frame), slot) for key, frame, slot in zip(keys, frames, found, strict=True)]
@@ -220,6 +227,11 @@ class SlotTier(ABC):
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         held = [move for move in ended if move.slot >= 0]
         stored = [move for move in held if move.job.op is Op.STORE]
+        for move in ended if self._dropped else ():
+            if move.job in self._dropped and not move.why:
+                move.why = CANCELLED
+                if move.job.op is Op.STORE and move.slot >= 0:
+                    self._void([move.slot])
         if damaged := [move.slot for move in held if move.why == CORRUPT]:
             self._void(damaged)
             self._slots.unpublish(damaged)
@@ -290,9 +302,8 @@ class SlotTier(ABC):
         """See Tier.forget. It waits for the page that each thread is moving. The results stay for `poll`."""
         for job in list(self._jobs):
             job.cancel()
-        self._mover.drain()
-        for move in self._ended:
-            move.why = move.why or CANCELLED
+            self._dropped.add(job)
+        self._mover.drain(CLOSING)
         self._slots.forget()
         self._void(list(range(self._slots.num_frames)))
 
@@ -304,11 +315,10 @@ class SlotTier(ABC):
             now.pages, now.slots = of_slots.cached, self._slots.num_frames
         return now
 
-    def close(self) -> None:
+    def close(self, timeout: float = CLOSING) -> None:
         """See Tier.close."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._pool is not None:
-            self._mover.close()
+        if self._pool is not None and self._mover.close(timeout):  # a thread that hangs may write still
             self._end()

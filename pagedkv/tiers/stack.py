@@ -10,20 +10,28 @@ Each part can be repeated, so a pump that was interrupted is made whole by the n
 A page is stored when it is published and not when it is evicted: an eviction happens inside `plan`, which must not
 wait. When the pool evicts a page, the tiers count a use of it. So the order in which a tier evicts is that of a tier
 that got the pages by eviction.
+
+One thread at a time calls a stack, as it does the manager.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from pagedkv.core.arguments import real, tenant_name, token_row
-from pagedkv.errors import InvalidRequest, OutOfFrames
-from pagedkv.tiers.fetch import Fetch, FetchedPage
+from pagedkv.core.arguments import real, tenant_name, token_row, whole
+from pagedkv.core.observation import Observe
+from pagedkv.core.thread_guard import ThreadGuard, exclusive
+from pagedkv.errors import InvalidRequest
+from pagedkv.tiers.fetch import Fetch, Loader
+from pagedkv.tiers.level import Level
 from pagedkv.tiers.names import Namer, fingerprint
-from pagedkv.tiers.tier import Key, Op, PoolView, Tier, TierStats
+from pagedkv.tiers.pool_view import PoolView
+from pagedkv.tiers.tier import CLOSING, Key, Op, Tier, TierStats
 from pagedkv.tiers.write_back import EveryPage, WriteBack
 
 if TYPE_CHECKING:
@@ -37,260 +45,281 @@ if TYPE_CHECKING:
 PAUSE: Final = 0.0002
 """Seconds between two looks at tiers that are waited for."""
 DEADLINE: Final = 30.0
-"""Seconds that a fetch may take by default."""
+"""Seconds that a fetch, or a wait for tiers, may take by default."""
+GROWTH: Final = 1.0
+"""Seconds that a plan waits for tiers before the pool grows."""
 
 
-class TierStack:
-    """The tiers of one cache, the fastest first. `cache.tiers` is its public side."""
+class TierStack(ThreadGuard):
+    """The tiers of one cache, the fastest first. `cache.tiers` is its public side.
 
-    def __init__(self, tiers: Sequence[Tier], write_back: WriteBack | None = None) -> None:
+    model, rank: see PagedKVCache.
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tier], write_back: WriteBack | None = None, *, model: str = "", rank: int = 0
+    ) -> None:
         if isinstance(tiers, str | bytes) or not isinstance(tiers, Sequence):
             raise InvalidRequest(f"tiers is {tiers!r}; give a list, such as [HostTier('16GiB')]")
-        self.tiers: list[Tier] = list(tiers)
-        for tier in self.tiers:
-            if not hasattr(tier, "submit") or not hasattr(tier, "lookup"):
-                raise InvalidRequest(f"{tier!r} is no tier; give HostTier, DiskTier or an object with their methods")
-        names = [tier.name for tier in self.tiers]
-        for number, tier in enumerate(self.tiers):
+        for tier in tiers:
+            if not isinstance(tier, Tier):
+                raise InvalidRequest(
+                    f"{tier!r} is no tier; give HostTier, DiskTier, or a subclass of pagedkv.tiers.Tier"
+                )
+        if not isinstance(model, str):
+            raise InvalidRequest(f"model is {model!r}; give a text that names the weights, such as their digest")
+        if not model and (lasting := [tier.name for tier in tiers if tier.is_lasting]):
+            raise InvalidRequest(
+                f"the {lasting[0]} tier keeps pages for other processes, and the cache has no name for its weights; "
+                "give model=, such as the digest of the checkpoint"
+            )
+        names = [tier.name for tier in tiers]
+        for number, tier in enumerate(tiers):
             if names[:number].count(names[number]):
                 tier.name = f"{tier.name}-{names[:number].count(names[number]) + 1}"
+        self._model, self._rank = model, whole(rank, "rank")
+        self._levels: list[Level] = [Level(tier) for tier in tiers]
         self._write_back = write_back or EveryPage()
-        self._backlogs: list[deque[tuple[int, int, Key]]] = []
-        self._fetches: list[Fetch] = []
-        self._loads: dict[tuple[int, int, bytes], tuple[Fetch, FetchedPage, int]] = {}
+        self._quotas: dict[bytes, int | None] = {}
         self._since: int | None = 0  # the last event seen; None: look at all pages that are published
+        self._loader: Loader | None = None
+        self._begin_guard(strict=False)
+
+    def require_events(self, manager_options: dict[str, Any], num_frames: int) -> None:
+        """Let the manager keep events, if there are tiers: they learn from events which pages come and go."""
+        if self._levels:
+            observe = manager_options.get("observe") or Observe()
+            manager_options["observe"] = replace(observe, events=max(observe.events, 4 * num_frames, 4096))
 
     def attach(
         self, manager: MemoryManager, frames: torch.Tensor, specs: Sequence[KVSpec], layer_groups: Sequence[int]
     ) -> None:
-        """Serve `frames` (uint8 [F, frame_bytes]), which `manager` hands out."""
+        """Serve `frames` (uint8 [F, frame_bytes]), which `manager` hands out.
+
+        Raises: any error of a tier; the tiers before it are closed then
+        """
         self._manager = manager
         self.pool: PoolView = PoolView(frames, lambda: manager.frame_views()[:2])
-        facts = fingerprint(specs, layer_groups, frames.shape[1])
-        self._num_groups, self._namer = len(specs), Namer(facts, len(specs))
-        for tier in self.tiers:
-            tier.register(self.pool, facts)
-        self._backlogs = [deque(maxlen=2 * manager.num_frames) for _ in self.tiers]
+        facts = fingerprint(specs, layer_groups, frames.shape[1], model=self._model, rank=self._rank)
+        self._namer = Namer(facts, len(specs))
+        self._loader = Loader(manager, self._levels, len(specs))
+        begun: list[Tier] = []
+        try:
+            for level in self._levels:
+                level.tier.register(self.pool, facts)
+                begun.append(level.tier)
+                level.backlog = deque(maxlen=2 * manager.num_frames)
+        except BaseException:
+            for tier in begun:
+                tier.close(0.0)
+            raise
 
     def resized(self, frames: torch.Tensor) -> list[tuple[object, str, object]]:
         """Return the attributes that change with the pool, which has `frames` (uint8 [F, frame_bytes]) from then on."""
-        return [(self.pool, "frames", frames), (self, "_since", None)]
+        changes: list[tuple[object, str, object]] = [(self.pool, "frames", frames), (self, "_since", None)]
+        return changes + [(level, "backlog", deque(maxlen=2 * len(frames))) for level in self._levels]
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The tiers, the fastest first."""
+        return [level.tier for level in self._levels]
 
     def __len__(self) -> int:
-        return len(self.tiers)
+        return len(self._levels)
 
     # -- down ----------------------------------------------------------------------------------------------------------
 
+    @exclusive
     def pump(self, wait: float = 0.0) -> None:
         """Do what is due. wait: seconds to sleep first, if bytes are under way."""
+        self._pump(wait)
+
+    def _pump(self, wait: float) -> None:
+        if not self._levels or self._loader is None:
+            return
         if wait and self.num_pending:
             time.sleep(wait)
-        if self.tiers and self._manager.last_event != self._since:
+        if self._manager.last_event != self._since:
             self._take_changes()
-        if self._fetches or self.num_pending:
-            self._poll()
-        for tier, backlog in zip(self.tiers, self._backlogs, strict=True):
-            if backlog:
-                self._store(tier, backlog)
+        if self._loader.fetches or self._loader.waiting or self.num_pending:
+            self._loader.poll()
+        for level in self._levels:
+            if level.backlog:
+                self._store(level)
 
     def _take_changes(self) -> None:
         """Put the pages that were published into the backlogs, and count a use of those that the pool evicted."""
+        if self._since is None:  # the pool has another size now
+            for tenant, hard in self._quotas.items():
+                self._set_quota(tenant, hard)
         changes = self._manager.page_changes(self._since)
         removed = [self._namer.key(page.digest, page.tenant, page.group) for page in changes.removed]
         uses = self._manager.frame_views().uses
         for frame, page in changes.stored:
             if self._write_back.stores(uses=int(uses[frame]), tenant=page.tenant):
                 entry = frame, self.pool.stamp(frame), self._namer.key(page.digest, page.tenant, page.group)
-                for backlog in self._backlogs:
-                    backlog.append(entry)
-        for tier in self.tiers:
-            tier.touch(removed)
+                for level in self._levels:
+                    level.backlog.append(entry)
+        for level in self._levels:
+            level.touch(removed)
         self._since = changes.sequence
 
-    def _store(self, tier: Tier, backlog: deque[tuple[int, int, Key]]) -> None:
+    def _store(self, level: Level) -> None:
         """Submit the first pages of a backlog that are in the pool still."""
-        frames, keys, room = list[int](), list[Key](), tier.room
-        while backlog and len(frames) < room:
-            frame, stamp, key = backlog.popleft()
+        frames, keys, room = list[int](), list[Key](), level.room
+        while level.backlog and len(frames) < room:
+            frame, stamp, key = level.backlog.popleft()
             if self.pool.holds(frame, stamp):
                 frames.append(frame)
                 keys.append(key)
         if frames:
-            tier.submit(Op.STORE, keys, frames)
+            level.submit(Op.STORE, keys, frames)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until the pages published so far are stored, at most `timeout` seconds. Return whether they are."""
+        """Wait until the pages published so far are stored, at most `timeout` seconds. Return whether they are.
+
+        A tier that is skipped because it fails is not waited for.
+        """
+        return self._flush(self._levels, timeout)
+
+    def _flush(self, levels: Sequence[Level], timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             self.pump(PAUSE)
-            if not (self.num_pending or any(self._backlogs)):
-                return True
+            if not any(level.is_open and (level.num_pending or level.backlog) for level in levels):
+                return not any(level.num_pending or level.backlog for level in levels)
             if until is not None and time.monotonic() >= until:
                 return False
 
     # -- up ------------------------------------------------------------------------------------------------------------
 
+    @exclusive
     def fetch(
         self, cache: Any, token_ids: Sequence[int] | npt.NDArray[np.integer], tenant: bytes,
         salt: bytes | Mapping[int, bytes], timeout: float | None,
     ) -> Fetch:  # fmt: skip
         """See PagedKVCache.fetch."""
-        ids, tenant, size = token_row(token_ids), tenant_name(tenant), cache.spec.block_size
+        assert self._loader is not None
+        ids, tenant = token_row(token_ids), tenant_name(tenant)
         seconds = DEADLINE if timeout is None else real(timeout, "timeout")
-        first = cache.lookup(ids, tenant=tenant, salt=salt) // size
-        fetch = Fetch(ids, first, self.pump, time.monotonic() + seconds)
-        keys = list(self._namer.keys_of(ids[: max(0, len(ids) - 1)], tenant, salt, size))[first:]
-        pages = self._findable(keys)
-        room = max(0, cache.available_to(tenant) - cache.reserve) // self._num_groups
-        fetch.pages, fetch.lacked = pages[:room], self._num_groups * len(pages[room:])
-        fetch.asked = size * len(fetch.pages)
-        if fetch.pages:
-            self._begin(cache, fetch, tenant, salt)
-        if not fetch.pages:
-            fetch.end()
+        fetch = Fetch(ids, self.pump, time.monotonic() + seconds)
+        self._loader.begin(cache, fetch, self._namer, tenant=tenant, salt=salt)
         return fetch
-
-    def _findable(self, keys: list[list[Key]]) -> list[FetchedPage]:
-        """Return the pages from the first on that some tier has in all groups, each with these tiers."""
-        pages = [FetchedPage(each, []) for each in keys]
-        for number, tier in enumerate(self.tiers if pages else ()):
-            hits = tier.lookup([key for each in keys for key in each]).reshape(-1, self._num_groups)
-            for page, of_groups in zip(pages, hits.tolist(), strict=True):
-                if all(of_groups):
-                    page.tiers.append(number)
-        return pages[: next((i for i, page in enumerate(pages) if not page.tiers), len(pages))]
-
-    def _begin(self, cache: Any, fetch: Fetch, tenant: bytes, salt: bytes | Mapping[int, bytes]) -> None:
-        """Plan frames for the pages of `fetch`, and submit their loads. Without frames the fetch has no pages."""
-        size, num_pages = cache.spec.block_size, len(fetch.pages)
-        with self._manager.restoring():
-            fetch.space = cache.open(fetch.ids[: fetch.first * size + 1], tenant=tenant, salt=salt)
-        try:
-            if len(fetch.space) != fetch.first * size:
-                raise OutOfFrames(num_pages, 0)
-            fetch.plan = cache.plan([fetch.space], [num_pages * size]).plan
-        except OutOfFrames:
-            fetch.pages = []
-            fetch.space.release()
-            return
-        for group in range(self._num_groups):
-            frames = fetch.space.pages_in(group)[fetch.first :].tolist()
-            for page, frame in zip(fetch.pages, frames, strict=True):
-                page.frames.append(frame)
-        self._fetches.append(fetch)
-        self._submit(fetch)
-
-    def _submit(self, fetch: Fetch) -> None:
-        """Ask the next tier for each page that is neither complete nor under way."""
-        wanted: dict[int, list[FetchedPage]] = {}
-        for page in fetch.pages:
-            if page.missing and not page.under_way and page.tiers:
-                wanted.setdefault(page.tiers.pop(0), []).append(page)
-        for number, pages in wanted.items():
-            moves = [(page, group) for page in pages for group in sorted(page.missing)]
-            job = self.tiers[number].submit(
-                Op.LOAD, [page.keys[g] for page, g in moves], [page.frames[g] for page, g in moves]
-            )
-            fetch.jobs.append(job)
-            name = self.tiers[number].name
-            fetch.source[name] = fetch.source.get(name, 0) + len(pages)
-            for page, group in moves:
-                page.under_way[group] = number
-                self._loads[number, job.number, page.keys[group].name] = fetch, page, group
-
-    def _poll(self) -> None:
-        """Take the pages that have ended from the tiers, and settle the fetches that are complete or late."""
-        for number, tier in enumerate(self.tiers):
-            for result in tier.poll():
-                load = self._loads.get((number, result.job, result.key.name))
-                if load is not None:
-                    _, page, group = load
-                    if result.ok:
-                        page.missing.discard(group)
-                    page.under_way.pop(group, None)
-                    del self._loads[number, result.job, result.key.name]
-            if not tier.num_pending:  # an interrupt may have lost results: then these pages have not arrived
-                for name in [name for name in self._loads if name[0] == number]:
-                    _, page, group = self._loads[name]
-                    page.under_way.pop(group, None)
-                    del self._loads[name]
-        now = time.monotonic()
-        for fetch in list(self._fetches):
-            if fetch.deadline is not None and now > fetch.deadline and not fetch.is_given_up:
-                fetch.give_up()
-            if not fetch.is_given_up:
-                self._submit(fetch)
-            if fetch.is_given_up or not fetch.num_under_way:
-                self._settle(fetch)
-
-    def _settle(self, fetch: Fetch) -> None:
-        """Commit the pages that have arrived, and give the other frames back once no tier writes into them."""
-        assert fetch.space is not None
-        assert fetch.plan is not None
-        size, verified = self._manager.block_size, 0
-        if not fetch.has_ended:
-            verified = fetch.num_verified
-            start, end = len(fetch.space), (fetch.first + verified) * size  # from `start` on, if it was interrupted
-            if start < end:
-                with self._manager.restoring():
-                    self._manager.commit(fetch.plan, fetch.ids[start:end], [end - start], keep_planned=True)
-            fetch.end(verified * size)
-        if not fetch.num_under_way:
-            if fetch.plan.is_outstanding:
-                self._manager.abort(fetch.plan)
-            if not self._manager.is_stale(fetch.space):
-                fetch.space.release()
-            self._fetches.remove(fetch)
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     @property
     def num_fetches(self) -> int:
         """Fetches that have frames of the pool."""
-        return len(self._fetches)
+        return 0 if self._loader is None else len(self._loader.fetches)
 
     @property
     def num_pending(self) -> int:
         """Pages that a tier is reading or writing, or has not reported."""
-        return sum(tier.num_pending for tier in self.tiers)
+        return sum(level.num_pending for level in self._levels)
 
     def stats(self) -> dict[str, TierStats]:
         """Return the counters of each tier, by its name."""
-        return {tier.name: tier.stats() for tier in self.tiers}
+        return {level.tier.name: level.tier.stats() for level in self._levels}
 
+    @exclusive
     def set_quota(self, tenant: bytes, hard: int | None) -> None:
         """Let `tenant` hold the share of each tier that its hard quota, in frames, is of the pool."""
-        for tier in self.tiers:
-            tier.set_quota(tenant, None if hard is None else min(1.0, hard / self._manager.num_frames))
+        self._quotas[tenant] = hard
+        self._set_quota(tenant, hard)
 
-    def abandon(self) -> None:
-        """End all fetches, and wait until no tier writes into their frames. Pages that have arrived stay."""
-        for fetch in self._fetches:
-            fetch.give_up()
-        while self._fetches:
-            self._poll()
+    def _set_quota(self, tenant: bytes, hard: int | None) -> None:
+        for level in self._levels:
+            level.tier.set_quota(tenant, None if hard is None else min(1.0, hard / self._manager.num_frames))
+
+    def abandon(self, timeout: float = DEADLINE) -> bool:
+        """End all fetches, and wait until no tier writes into their frames. Pages that have arrived stay.
+
+        timeout: the most seconds to wait. Return whether all frames were given back; `pump` gives others back later.
+        """
+        return self._end_fetches(time.monotonic() + timeout)
+
+    @exclusive
+    def _end_fetches(self, until: float) -> bool:
+        if self._loader is None:
+            return True
+        self._loader.give_up()
+        while True:
+            self._loader.poll()
+            if not (self._loader.fetches or self._loader.waiting):
+                return True
+            if time.monotonic() >= until:
+                return False
             time.sleep(PAUSE)
 
-    def quiesce(self) -> None:
-        """End all fetches, and wait until no tier reads or writes a frame."""
-        self.abandon()
-        for backlog in self._backlogs:
-            backlog.clear()
+    def quiesce(self, timeout: float = DEADLINE) -> bool:
+        """End all fetches, and wait until no tier reads or writes a frame, at most `timeout` seconds.
+
+        Return whether none does. The pages that wait to be stored are stored later.
+        """
+        until = time.monotonic() + timeout
+        if not self._end_fetches(until):
+            return False
         while self.num_pending:
             self._poll()
+            if time.monotonic() >= until:
+                return not self.num_pending
             time.sleep(PAUSE)
+        return True
 
+    def require_quiet(self) -> None:
+        """Quiesce before the frames move. Raises: InvalidRequest if a tier hangs"""
+        if not self.quiesce():
+            raise InvalidRequest(
+                f"cannot move the frames of the pool: a tier hangs, and may read or write {self.num_pending} of them; "
+                "resize again when it has ended"
+            )
+
+    def lets_grow(self) -> bool:
+        """Quiesce, for a moment at most, before a plan makes the pool larger. Return whether it may.
+
+        A fetch takes no more frames than the pool has, and a tier that hangs delays no plan.
+        """
+        return not self._levels or (not self._is_called and self.quiesce(GROWTH))
+
+    @property
+    def _is_called(self) -> bool:
+        """Whether this thread is inside a call of the stack, such as `fetch`, which plans."""
+        return any(call[0] == threading.get_ident() for call in self._calls.values())
+
+    @exclusive
+    def _poll(self) -> None:
+        assert self._loader is not None
+        self._loader.poll()
+
+    @exclusive
     def forget(self) -> None:
-        """Drop all pages of all tiers. The manager has forgotten its own."""
-        self.quiesce()
-        for tier in self.tiers:
-            tier.forget()
+        """Drop all pages of all tiers. The manager has forgotten its own.
+
+        Pages get other names from now on, so a tier that cannot drop its pages now has none that is found.
+        """
+        if self._loader is None:
+            return
+        self._namer = self._namer.renamed()
+        self._loader.give_up(keep=False)
+        for level in self._levels:
+            level.backlog.clear()
+            level.cancel()
+            level.tier.forget()
+        self._loader.poll()
         self._since = self._manager.last_event
 
-    def close(self) -> None:
-        """Store what waits, end all fetches, and close the tiers. A disk keeps its pages."""
-        self.flush()
-        self.quiesce()
-        for tier in self.tiers:
-            tier.close()
-        self.tiers, self._backlogs = [], []
+    def close(self, timeout: float = DEADLINE) -> bool:
+        """Store what waits for a lasting tier, end all fetches, and close the tiers. A disk keeps its pages.
+
+        timeout: about the most seconds that this takes. Return whether all was stored and no tier hangs.
+        """
+        until = time.monotonic() + timeout
+        is_stored = self._flush([level for level in self._levels if level.tier.is_lasting], timeout)
+        for level in self._levels:
+            level.cancel()
+        is_quiet = self.quiesce(max(0.0, until - time.monotonic()))
+        for level in self._levels:
+            level.tier.close(max(min(CLOSING, timeout), until - time.monotonic()))
+        self._levels.clear()
+        return is_stored and is_quiet

@@ -3,6 +3,8 @@
     owner thread     register(pool) → lookup(keys) → submit(op, keys, frames) → poll() → poll() ... → close()
     tier's threads   move the bytes; they never call the manager
 
+A tier of your own is a subclass of Tier with these five methods. All others have defaults.
+
 Rules of every tier:
 
 1. `lookup` is a hint. Only a load that `poll` reports as ok counts.
@@ -13,29 +15,31 @@ Rules of every tier:
    frame's generation before it is written to again, so bytes read before such a look are those of the page.
 4. Each page of a job ends exactly once, ok or not. A frame may be reused as soon as its page has ended, so a tier that
    reports the end of a load writes no more into its frame.
-5. No call waits for bytes, but `close` and `forget`.
+5. No call waits for bytes, but `close` and `forget`, which wait a limited time.
 
-This file knows names, frame numbers and bytes; it must not know tokens, layers or sequences.
+A tier needs no deadlines of its own: the stack gives up jobs without progress, and skips a tier that fails (level.py).
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-import threading
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from pagedkv.tiers.runs import copy_runs
+from pagedkv.tiers.pool_view import PoolView
+
+if TYPE_CHECKING:
+    import torch
 
 KEY_BYTES: Final = 32
-
-Numbers = npt.NDArray[np.int64]
+CLOSING: Final = 5.0
+"""Seconds that the end of a tier may take by default."""
 
 
 class Op(enum.Enum):
@@ -56,7 +60,11 @@ class Key(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The end of one page of a job. why: the reason if not ok: "gone", "corrupt", "changed", "full", "failed: ..."."""
+    """The end of one page of a job.
+
+    why: the reason if not ok: "gone", "corrupt", "changed", "full", "cancelled", or "failed: ..." for an error of the
+        system. Only the last counts against the tier.
+    """
 
     job: int
     key: Key
@@ -69,11 +77,15 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Job:
-    """A job under way. cancel() makes the tier skip the pages that it has not begun; each of them still ends."""
+    """A job under way. cancel() makes the tier skip the pages that it has not begun; each of them still ends.
+
+    fence: the point in the owner's work that the job follows, see PoolView.fence.
+    """
 
     op: Op
     number: int = field(default_factory=_numbers.__next__)
     is_cancelled: bool = False
+    fence: torch.cuda.Event | None = None
 
     def cancel(self) -> None:
         """Skip the pages that have not begun."""
@@ -111,113 +123,74 @@ class TierStats:
         return replace(self)
 
 
-class PoolView:
-    """The frames of a pool as runs of bytes, and a way to see whether a frame still holds the page it held.
+class Tier(ABC):
+    """Memory that keeps pages by name. One thread calls it, the owner of the cache.
 
-    frames:      uint8 [F, frame_bytes], the bytes. A resize of the pool replaces them, while no tier moves any.
-    states:      returns the generation of each frame and whether it is published; called by any thread.
+    name:       its name in stats; the stack numbers the second of two equal names.
+    is_lasting: whether its pages outlive the process, or other processes read them. Then the cache must have a name for
+                the weights, see PagedKVCache, and `TierStack.close` stores what waits.
     """
 
-    def __init__(
-        self, frames: torch.Tensor, states: Callable[[], tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]]
-    ) -> None:
-        self.frames: torch.Tensor = frames
-        self.frame_bytes: int = frames.shape[1]
-        self.is_cuda: bool = frames.device.type == "cuda"
-        self._states = states
+    name: str = "tier"
+    is_lasting: bool = False
 
-    def stamp(self, frame: int) -> int:
-        """Return a number that `holds` compares with."""
-        return int(self._states()[0][frame])
-
-    def holds(self, frame: int, stamp: int) -> bool:
-        """Return whether `frame` is published, and was not taken again since its stamp was read. Any thread may ask."""
-        generations, published = self._states()
-        return bool(published[frame]) and int(generations[frame]) == stamp
-
-    def hold(self, frames: Numbers, stamps: Numbers) -> npt.NDArray[np.bool_]:
-        """bool [n]: `holds` of each of `frames` (int64 [n])."""
-        generations, published = self._states()
-        held: npt.NDArray[np.bool_] = (published[frames] != 0) & (generations[frames] == stamps)
-        return held
-
-    def bytes_of(self, frame: int) -> npt.NDArray[np.uint8]:
-        """Return uint8 [frame_bytes]: the frame itself, in host memory."""
-        return self.frames[frame].numpy()
-
-    def is_aligned(self, size: int) -> bool:
-        """Return whether each frame lies in host memory and begins and ends at a multiple of `size` bytes."""
-        return not self.is_cuda and self.frames.data_ptr() % size == 0 and self.frame_bytes % size == 0
-
-    def read(self, frames: Numbers, into: torch.Tensor, rows: Numbers) -> None:
-        """Copy each of `frames` (int64 [n]) to a row of `into` (uint8 [N, frame_bytes], on the host), and wait."""
-        self._copy(into, rows, self.frames, frames)
-
-    def write(self, frames: Numbers, source: torch.Tensor, rows: Numbers) -> None:
-        """Copy rows of `source` (uint8 [N, frame_bytes], on the host) to `frames` (int64 [n]), and wait."""
-        self._copy(self.frames, frames, source, rows)
-
-    def _copy(self, target: torch.Tensor, at: Numbers, source: torch.Tensor, rows: Numbers) -> None:
-        if not self.is_cuda:
-            size = self.frame_bytes
-            copy_runs(target.data_ptr() + at * size, source.data_ptr() + rows * size, size)
-            return
-        # On a stream of this thread, after all work launched so far.
-        device = self.frames.device
-        new = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = _streams.setdefault((threading.get_ident(), device.index or 0), new)
-        stream.wait_stream(torch.cuda.default_stream(device))
-        with torch.cuda.stream(stream):
-            for to, row in zip(at.tolist(), rows.tolist(), strict=True):
-                target[to].copy_(source[row], non_blocking=True)
-        stream.synchronize()
-
-
-_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
-
-
-class Tier(Protocol):
-    """Memory that keeps pages by name. One thread calls it, the owner of the cache."""
-
-    name: str
-
+    @abstractmethod
     def register(self, pool: PoolView, fingerprint: bytes) -> None:
         """Serve `pool` from now on. fingerprint: 32 bytes that two caches share if their bytes mean the same.
 
+        It covers geometry, dtype, model and rank, as each key does.
         Raises: InvalidRequest if no frame fits, or the tier serves another cache
         """
 
+    @abstractmethod
     def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
         """bool [n]: whether the tier seems to have each page. A hint: nothing is reserved."""
 
+    @abstractmethod
     def submit(self, op: Op, keys: Sequence[Key], frames: Sequence[int]) -> Job:
         """Begin to load pages into frames, or to store published frames under keys. A page stored twice is kept once.
 
-        Frames of a load must not be read or written by others until `poll` has reported their pages.
+        Frames of a load must not be read or written by others until `poll` has reported their pages. An exception
+        means that no page was begun.
         """
 
+    @abstractmethod
     def poll(self) -> list[Result]:
         """Return the pages that have ended since the last call."""
 
+    @abstractmethod
+    def close(self, timeout: float = CLOSING) -> None:
+        """Stop the threads, end all jobs, and give the memory back. A second call does nothing.
+
+        timeout: seconds after which a thread that hangs is left alone, with the memory that it may touch.
+        """
+
+    @property
+    def num_pending(self) -> int | None:
+        """Pages of jobs that `poll` has not reported. None: the stack counts them.
+
+        The stack cannot count what an interrupt (KeyboardInterrupt) took from it between `poll` and its own books:
+        frames of such loads stay taken until the tier is closed.
+        """
+        return None
+
     @property
     def room(self) -> int:
-        """Pages that may be stored now. More wait in a backlog, from which pages go that the pool evicts meanwhile."""
+        """Pages that one submit may store now. More wait in a backlog, from which pages go that the pool evicts."""
+        return 64
 
-    @property
-    def num_pending(self) -> int:
-        """Pages of jobs that `poll` has not reported."""
-
-    def touch(self, keys: Sequence[Key]) -> None:
+    def touch(self, keys: Sequence[Key]) -> None:  # noqa: B027 (a default)
         """Count a use of these pages if the tier has them: the pool has evicted its copies."""
 
-    def set_quota(self, tenant: bytes, share: float | None) -> None:
+    def set_quota(self, tenant: bytes, share: float | None) -> None:  # noqa: B027
         """Limit a tenant to this share of the tier; None for no limit."""
 
-    def forget(self) -> None:
-        """Drop all pages, as after an update of the weights. Stores under way are dropped, too."""
+    def forget(self) -> None:  # noqa: B027
+        """Drop all pages, as after an update of the weights. Stores under way are dropped, too.
+
+        The pages are not asked for afterwards: the cache has begun to use other names.
+        """
 
     def stats(self) -> TierStats:
         """Return the counters."""
-
-    def close(self) -> None:
-        """Stop the threads, end all jobs, and give the memory back. A second call does nothing."""
+        return TierStats()

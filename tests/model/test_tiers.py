@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,7 +44,7 @@ def test_evicted_prompts_come_back_with_equal_tokens(checkpoint: Callable[[str],
     want = outputs(build(checkpoint("llama")).generate(prompts, PARAMS))
     frame = build(checkpoint("llama")).cache.frame_bytes
     tiers = [HostTier(20 * frame), DiskTier(tmp_path, "32MiB")]  # the host holds half of the pages
-    engine = build(checkpoint("llama"), num_frames=16, tiers=tiers, limits=Limits(max_sequences=2))
+    engine = build(checkpoint("llama"), num_frames=16, tiers=tiers, model="m", limits=Limits(max_sequences=2))
     for turn in range(3):
         requests = engine.generate(prompts, PARAMS)
         assert outputs(requests) == want
@@ -100,7 +101,77 @@ def test_frames_of_a_fetch_go_to_a_sequence_that_lacks_them(checkpoint: Callable
     engine.submit(prompt_of(100), PARAMS)
     engine.run()
     assert len(long.completions[0].token_ids) == 100
-    tier._mover.close(finish=False)
+    tier._mover.close(1, finish=False)
+
+
+class Broken(HostTier):
+    """A host tier whose loads fail."""
+
+    asked = 0
+
+    def _load(self, moves: Sequence[Move]) -> None:
+        self.asked += len(moves)
+        raise OSError(5, "EIO")
+
+
+def test_a_load_that_hangs_delays_no_step_and_only_its_own_frames_are_lacking(
+    checkpoint: Callable[[str], Checkpoint],
+) -> None:
+    tier = Slow("4MiB")
+    engine = build(checkpoint("llama"), num_frames=20, tiers=[tier])
+    engine.generate([prompt_of(100)], SamplingParams(max_tokens=1))
+    assert engine.cache.tiers.flush(20)
+    engine.cache.evict(40)
+    long = engine.submit(prompt_of(120, seed=5), SamplingParams(max_tokens=100))
+    engine.step()
+    engine.submit(prompt_of(100), PARAMS)
+    slowest, steps = 0.0, 0
+    while not long.finished and steps < 150:  # the pool has 20 frames, and the load that hangs keeps 6 of them
+        began = time.perf_counter()
+        engine.step()
+        slowest, steps = max(slowest, time.perf_counter() - began), steps + 1
+    assert slowest < 10  # the load hangs for 60 s
+    assert len(long.completions[0].token_ids) > 10
+    tier.may_load.set()
+    engine.run()
+    assert len(long.completions[0].token_ids) == 100
+    engine.cache.tiers.quiesce()
+    assert idle(engine)
+    assert engine.close()
+
+
+def test_a_tier_that_fails_is_asked_once_for_a_prompt(checkpoint: Callable[[str], Checkpoint]) -> None:
+    tier = Broken("4MiB")
+    engine = build(checkpoint("llama"), num_frames=20, tiers=[tier], limits=Limits(max_sequences=1))
+    engine.generate([prompt_of(200)], SamplingParams(max_tokens=1))
+    assert engine.cache.tiers.flush(20)
+    engine.cache.evict(40)
+    engine.submit(prompt_of(100, seed=5), SamplingParams(max_tokens=60, ignore_eos=True))
+    engine.step()
+    again = engine.submit(prompt_of(200), PARAMS)  # more pages than the pool can give now
+    engine.run()
+    assert again.finished
+    assert 0 < tier.asked <= 12
+    engine.close()
+
+
+def test_an_engine_that_is_closed_has_stored_its_pages_and_says_what_it_computed_with(tmp_path: Path) -> None:
+    prompt, disk = prompt_of(64), f"disk:4MiB:{tmp_path}"
+    for options, known in (({}, 0), ({}, 48), ({"window": 1000}, 0), ({"dtype": "bfloat16"}, 0), ({}, 0)):
+        with Engine.load(num_frames=80, tiers=[disk], **options) as engine:
+            [request] = engine.generate([prompt], PARAMS)
+            assert request.completions[0].cached_tokens == known, options
+    assert engine.generate([prompt], PARAMS)[0].finished  # without tiers
+
+
+def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with Engine.load(num_frames=80, tiers=[f"disk:4MiB:{tmp_path}"]):
+        for folder, reason in ((tmp_path, "another process uses"), (tmp_path / "file" / "in", "Not a directory")):
+            with pytest.raises(InvalidRequest, match=f"a tier of disk:.* cannot be used.*{reason}"):
+                Engine.load(num_frames=80, tiers=[f"disk:4MiB:{folder}"])
+    with pytest.raises(InvalidRequest, match="memory of this machine"):
+        Engine.load(num_frames=80, tiers=["host:1TiB"])
 
 
 def test_tiers_of_a_shell_have_a_size_and_a_place(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import random
 import signal
@@ -21,8 +22,8 @@ import torch
 from pagedkv import PagedKVCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers import DiskTier, HostTier, PoolView, UsedAgain
+from pagedkv.tiers.pool_view import Numbers
 from pagedkv.tiers.slots import Move
-from pagedkv.tiers.tier import Numbers
 from tests.interrupts import Interrupter, count_instructions
 from tests.tiers.world import SIZE, SPEC, World
 
@@ -46,7 +47,7 @@ class Stubborn(HostTier):
 
 def evicted(*tiers: HostTier | DiskTier, num_frames: int = 16) -> World:
     """Return a world whose pool has evicted IDS, and whose tiers have stored them."""
-    world = World(PagedKVCache(SPEC, num_frames=num_frames, tiers=tiers))
+    world = World(PagedKVCache(SPEC, model="m", num_frames=num_frames, tiers=tiers))
     world.run(IDS)
     assert world.cache.tiers.flush(20)
     world.cache.evict(num_frames)
@@ -54,7 +55,7 @@ def evicted(*tiers: HostTier | DiskTier, num_frames: int = 16) -> World:
 
 
 def test_a_cache_without_tiers_fetches_nothing() -> None:
-    cache = PagedKVCache(SPEC, num_frames=16)
+    cache = PagedKVCache(SPEC, model="m", num_frames=16)
     for _ in range(2):
         fetch = cache.fetch(IDS)
         assert (fetch.done, fetch.asked, fetch.tokens) == (True, 0, 0)
@@ -113,7 +114,7 @@ def test_a_frame_that_is_reused_while_it_is_stored_is_not_kept(monkeypatch: pyte
     reading, may_go_on = threading.Event(), threading.Event()
     copy = PoolView.read
 
-    def slow(self: PoolView, frames: Numbers, into: torch.Tensor, rows: Numbers) -> None:
+    def slow(self: PoolView, frames: Numbers, into: torch.Tensor, rows: Numbers, fence: object = None) -> None:
         half, at, there = self.frame_bytes // 2, torch.from_numpy(frames), torch.from_numpy(rows)
         into[there, :half] = self.frames[at, :half]
         reading.set()
@@ -122,7 +123,7 @@ def test_a_frame_that_is_reused_while_it_is_stored_is_not_kept(monkeypatch: pyte
 
     monkeypatch.setattr(PoolView, "read", slow)
     tier = HostTier("1MiB")
-    world = World(PagedKVCache(SPEC, num_frames=12, tiers=[tier]))
+    world = World(PagedKVCache(SPEC, model="m", num_frames=12, tiers=[tier]))
     world.run(IDS)
     world.cache.tiers.pump()
     assert reading.wait(20)
@@ -143,7 +144,7 @@ def test_a_disk_that_is_full_costs_only_its_pages(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     tier = DiskTier(tmp_path, "1MiB")
-    cache = PagedKVCache(SPEC, num_frames=16, tiers=[tier])
+    cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier])
     world = World(cache)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
@@ -158,7 +159,7 @@ def test_a_disk_that_is_full_costs_only_its_pages(tmp_path: Path, monkeypatch: p
 
 def test_a_small_tier_keeps_what_was_used_last_and_a_tenant_keeps_within_its_share() -> None:
     tier = HostTier(20 * SPEC.frame_bytes)
-    cache = PagedKVCache(SPEC, num_frames=16, tiers=[tier])
+    cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier])
     cache.set_quota(b"small", hard=4)  # a quarter of the pool, so a quarter of the tier
     world = World(cache)
     for turn in range(6):
@@ -171,7 +172,7 @@ def test_a_small_tier_keeps_what_was_used_last_and_a_tenant_keeps_within_its_sha
 
 def test_what_came_back_is_stored_and_what_came_once_is_not() -> None:
     tier = HostTier("1MiB")
-    world = World(PagedKVCache(SPEC, num_frames=16, tiers=[tier], write_back=UsedAgain()))
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier], write_back=UsedAgain()))
     world.run(IDS)
     assert world.cache.tiers.flush(20)
     assert tier.stats().stored == 0
@@ -185,10 +186,10 @@ def test_what_came_back_is_stored_and_what_came_once_is_not() -> None:
 # --- the folder of a disk tier ----------------------------------------------------------------------------------------
 
 
-def reopened(folder: Path, **options: object) -> tuple[int, int]:
+def reopened(folder: Path, key: bytes | None = None, model: str = "m", rank: int = 0) -> tuple[int, int]:
     """Return (tokens of IDS fetched from the folder, loads that were corrupt)."""
-    tier = DiskTier(folder, "1MiB", **options)  # type: ignore[arg-type]
-    world = World(PagedKVCache(SPEC, num_frames=16, tiers=[tier]))
+    tier = DiskTier(folder, "1MiB", key=key)
+    world = World(PagedKVCache(SPEC, model=model, rank=rank, num_frames=16, tiers=[tier]))
     fetch = world.cache.fetch(IDS)
     assert fetch.wait(20)
     assert world.check_found(IDS) == fetch.tokens
@@ -203,9 +204,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_pages_of_another_model_rank_or_size_are_not_found(folder: Path) -> None:
+def test_pages_of_another_model_rank_or_size_are_not_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for options in ({"model": "other"}, {"rank": 1}, {"key": bytes(16)}):
-        assert reopened(folder, **options) == (0, 0)
+        with caplog.at_level(logging.WARNING, logger="pagedkv"):
+            assert reopened(folder, **options) == (0, 0)  # type: ignore[arg-type]
+        assert "held pages of another cache" in caplog.text
+        caplog.clear()
         evicted(DiskTier(folder, "1MiB")).cache.tiers.close()
     assert reopened(folder) == (40, 0)
 
@@ -241,16 +245,16 @@ def test_any_damage_to_the_files_is_a_miss(folder: Path) -> None:
 
 def test_a_second_process_and_a_special_file_are_refused(folder: Path) -> None:
     tier = DiskTier(folder, "1MiB")
-    first = PagedKVCache(SPEC, num_frames=16, tiers=[tier])
+    first = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier])
     with pytest.raises(BlockingIOError, match="another process uses"):
-        PagedKVCache(SPEC, num_frames=16, tiers=[DiskTier(folder, "1MiB")])
+        PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(folder, "1MiB")])
     with pytest.raises(InvalidRequest, match="serves a cache already"):
-        PagedKVCache(SPEC, num_frames=16, tiers=[tier])
+        PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier])
     first.tiers.close()
     (folder / "pagedkv-tier.bytes").unlink()
     os.mkfifo(folder / "pagedkv-tier.bytes")
     with pytest.raises(OSError, match="not a regular file"):
-        PagedKVCache(SPEC, num_frames=16, tiers=[DiskTier(folder, "1MiB")])
+        PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(folder, "1MiB")])
 
 
 CHILD = """
@@ -258,7 +262,7 @@ import sys
 from pagedkv import PagedKVCache
 from pagedkv.tiers import DiskTier
 from tests.tiers.world import SPEC, World
-world = World(PagedKVCache(SPEC, num_frames=64, tiers=[DiskTier(sys.argv[1], 100 * 4224)]))
+world = World(PagedKVCache(SPEC, model='m', num_frames=64, tiers=[DiskTier(sys.argv[1], 100 * 4224)]))
 world.run(list(range(41)))
 world.cache.tiers.flush()
 print("begun", flush=True)
@@ -278,7 +282,7 @@ def test_a_process_that_is_killed_leaves_no_torn_page(seed: int, tmp_path: Path)
     run.send_signal(signal.SIGKILL)
     run.wait()
     tier = DiskTier(tmp_path, 100 * 4224)
-    world = World(PagedKVCache(SPEC, num_frames=64, tiers=[tier]))
+    world = World(PagedKVCache(SPEC, model="m", num_frames=64, tiers=[tier]))
     assert tier.stats().pages > 0
     found = 0
     for turn in range(0, 3000, 7):

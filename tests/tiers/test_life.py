@@ -44,7 +44,7 @@ def damage(tiers: list[HostTier | DiskTier], draw: random.Random) -> None:
 def test_a_page_that_is_found_holds_its_own_bytes(seed: int, groups: str, tmp_path: Path) -> None:
     draw = random.Random(seed)
     tiers, match = tiers_of(tmp_path, 40), "token" if groups == "one" and seed % 2 else "page"
-    cache = PagedKVCache(GROUPS[groups], num_frames=FRAMES, tiers=tiers, match=match)
+    cache = PagedKVCache(GROUPS[groups], model="m", num_frames=FRAMES, tiers=tiers, match=match)
     world, fetches, fetched = World(cache), [], 0
     trunks = [[draw.randrange(50) for _ in range(30)] for _ in range(6)]
     for turn in range(250):
@@ -92,7 +92,7 @@ def test_a_page_that_is_found_holds_its_own_bytes(seed: int, groups: str, tmp_pa
 def test_all_of_an_evicted_prompt_comes_back_from_each_tier_and_after_a_restart(tmp_path: Path) -> None:
     prompts = [list(range(at, at + 41)) for at in range(0, 400, 41)]
     for tiers in ([HostTier("1MiB")], [DiskTier(tmp_path, "2MiB")]):
-        cache = PagedKVCache(SPEC, num_frames=16, tiers=tiers)
+        cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=tiers)
         world = World(cache)
         for ids in prompts:
             world.run(ids)
@@ -101,7 +101,7 @@ def test_all_of_an_evicted_prompt_comes_back_from_each_tier_and_after_a_restart(
             assert cache.fetch(ids).wait(20)
             assert world.check_found(ids) == 40
         cache.tiers.close()
-    again = World(PagedKVCache(SPEC, num_frames=16, tiers=[DiskTier(tmp_path, "2MiB")]))
+    again = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "2MiB")]))
     for ids in prompts:
         assert again.cache.fetch(ids).wait(20)
         assert again.check_found(ids) == 40
@@ -109,7 +109,7 @@ def test_all_of_an_evicted_prompt_comes_back_from_each_tier_and_after_a_restart(
 
 
 def test_a_fetch_that_is_under_way_is_found_by_nobody(tmp_path: Path) -> None:
-    cache = PagedKVCache(SPEC, num_frames=16, tiers=[HostTier("1MiB", limit=SPEC.frame_bytes * 20)])
+    cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[HostTier("1MiB", limit=SPEC.frame_bytes * 20)])
     world, ids = World(cache), list(range(41))
     world.run(ids)
     assert cache.tiers.flush(20)
@@ -126,7 +126,7 @@ def test_a_fetch_that_is_under_way_is_found_by_nobody(tmp_path: Path) -> None:
 
 def test_the_pages_before_a_damaged_one_are_found_and_the_damage_is_counted() -> None:
     tier = HostTier("1MiB")
-    cache = PagedKVCache(SPEC, num_frames=16, tiers=[tier])
+    cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[tier])
     world, ids = World(cache), list(range(41))
     world.run(ids)
     assert cache.tiers.flush(20)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pagedkv.kernels import cpu
-from pagedkv.tiers.runs import copy_runs
+from pagedkv.tiers.pool_view import copy_runs
 
 
 @pytest.mark.parametrize("by_extension", [True, False])

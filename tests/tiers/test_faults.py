@@ -1,0 +1,346 @@
+"""Faults of tiers that once cost more than pages: wrong bytes, a frozen step, a process that died or did not end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pagedkv import PagedKVCache
+from pagedkv.errors import ConcurrentUse, InvalidRequest
+from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Tier, level, tier
+from pagedkv.tiers.mover import Mover, Task
+from tests.tiers.test_hostile import IDS, PAGES, Stubborn, evicted
+from tests.tiers.world import SPEC, World
+
+FRAME = SPEC.frame_bytes
+
+
+class Five(Tier):
+    """The smallest tier: five methods, and a dict. fault: raised by `lookup`."""
+
+    name = "five"
+    fault: Exception | None = None
+
+    def register(self, pool: PoolView, fingerprint: bytes) -> None:
+        self.pool, self.pages, self.ended = pool, dict[bytes, bytes](), list[Result]()
+
+    def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
+        if self.fault:
+            raise self.fault
+        return np.array([key.name in self.pages for key in keys], np.bool_)
+
+    def submit(self, op: Op, keys: Sequence[Key], frames: Sequence[int]) -> Job:
+        job = Job(op)
+        for key, frame in zip(keys, frames, strict=True):
+            if op is Op.STORE:
+                self.pages[key.name] = self.pool.bytes_of(frame).tobytes()
+            else:
+                self.pool.bytes_of(frame)[:] = np.frombuffer(self.pages[key.name], np.uint8)
+            self.ended.append(Result(job.number, key, True))
+        return job
+
+    def poll(self) -> list[Result]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def close(self, timeout: float = 0) -> None:
+        self.pages = {}
+
+
+def world_over(*tiers: Tier, num_frames: int = 16) -> World:
+    world = World(PagedKVCache(SPEC, model="m", num_frames=num_frames, tiers=tiers))
+    world.run(IDS)
+    assert world.cache.tiers.flush(20)
+    world.cache.evict(num_frames)
+    return world
+
+
+# --- the interface ----------------------------------------------------------------------------------------------------
+
+
+def test_five_methods_make_a_tier_and_fewer_are_refused_at_once() -> None:
+    world = world_over(Five())
+    assert world.cache.fetch(IDS).done
+    assert world.check_found(IDS) == 40
+    world.cache.forget()
+    assert world.cache.fetch(IDS).asked == 0  # though the tier has dropped nothing: the names are others now
+    world.cache.tiers.close()
+    for wrong in (object(), "host:1MiB"):
+        with pytest.raises(InvalidRequest, match="is no tier"):
+            PagedKVCache(SPEC, num_frames=16, tiers=[wrong])  # type: ignore[list-item]
+
+
+def test_an_exception_of_a_tier_reaches_no_caller_and_the_tier_is_skipped_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(level, "SKIPPED", 0.2)
+    five = Five()
+    world = world_over(five)
+    five.fault = ConnectionError("the server is gone")
+    for _ in range(level.FAILURES):
+        assert world.cache.fetch(IDS).done
+    five.fault = None
+    assert world.cache.fetch(IDS).asked == 0  # not even asked
+    time.sleep(0.25)
+    assert world.cache.fetch(IDS).done
+    assert world.check_found(IDS) == 40
+
+
+def test_a_tier_that_moves_nothing_is_skipped_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(level, "STALLED", 0.1)
+    stubborn = Stubborn("1MiB")
+    world = evicted(stubborn, num_frames=24)
+    world.cache.fetch(IDS, timeout=0.01).wait(20)
+    time.sleep(0.15)
+    world.cache.tiers.pump()
+    assert not world.cache.tiers._levels[0].is_open
+    assert world.cache.fetch(IDS).asked == 0
+    stubborn.may_load.set()
+    assert world.cache.tiers.quiesce(20)
+    assert world.cache.fetch(IDS).wait(20)
+    assert world.check_found(IDS) == 40
+    world.cache.tiers.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: HostTier("1MiB", verify="no"),  # type: ignore[arg-type]
+        lambda folder: HostTier("1MiB", limit=0),
+        lambda folder: HostTier("1MiB", limit=-1),
+        lambda folder: HostTier("1PiB"),
+        lambda folder: HostTier("1MiB", policy="nonsense"),
+        lambda folder: DiskTier(folder, "1MiB", threads=0),
+        lambda folder: DiskTier(folder, "1MiB", threads="2"),
+        lambda folder: DiskTier(folder, "1MiB", direct=1),
+    ],
+)
+def test_a_wrong_option_is_refused_before_the_first_page(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest):
+        PagedKVCache(SPEC, model="m", num_frames=16, tiers=[make(tmp_path)])
+    for wrong in ({"model": None}, {"model": b"m"}, {"rank": "x"}, {"rank": -1}):
+        with pytest.raises(InvalidRequest):
+            PagedKVCache(SPEC, num_frames=16, tiers=[HostTier("1MiB")], **wrong)  # type: ignore[arg-type]
+
+
+def test_a_cache_without_a_model_has_no_tier_that_other_processes_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no name for its weights"):
+        PagedKVCache(SPEC, num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")])
+
+
+def test_a_cache_that_was_not_made_leaves_no_tier_open(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="has 1 bytes"):
+        PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB"), HostTier(1)])
+    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
+
+
+def test_a_second_thread_is_refused_while_the_first_is_in_a_call() -> None:
+    inside, may_go_on = threading.Event(), threading.Event()
+
+    class Waits(Five):
+        def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
+            inside.set()
+            may_go_on.wait(20)
+            return super().lookup(keys)
+
+    world = World(PagedKVCache(SPEC, num_frames=16, tiers=[Waits()]))
+    other = threading.Thread(target=world.cache.fetch, args=(IDS,))
+    other.start()
+    assert inside.wait(20)
+    with pytest.raises(ConcurrentUse):
+        world.cache.tiers.pump()
+    may_go_on.set()
+    other.join()
+
+
+# --- interrupts, hangs, exits -----------------------------------------------------------------------------------------
+
+
+class Interrupted(Stubborn):
+    """A tier that is interrupted when it has begun to load, and before its caller knows."""
+
+    def submit(self, op: Op, keys: Sequence[Key], frames: Sequence[int]) -> Job:
+        job = super().submit(op, keys, frames)
+        if op is Op.LOAD:
+            raise KeyboardInterrupt
+        return job
+
+
+def test_frames_that_a_tier_writes_go_to_nobody_after_an_interrupt() -> None:
+    stubborn = Interrupted("1MiB")
+    world = evicted(stubborn, num_frames=24)
+    with pytest.raises(KeyboardInterrupt):
+        world.cache.fetch(IDS)
+    world.cache.tiers.pump()
+    other = list(range(200, 241))
+    world.run(other)
+    stubborn.may_load.set()
+    while stubborn.num_pending:
+        world.cache.tiers.pump(0.001)
+    assert world.check_found(other) == 40
+    assert world.cache.tiers.quiesce(20)
+    assert world.cache.stats().mapped == 0
+
+
+def test_waits_for_a_tier_that_hangs_end() -> None:
+    stubborn = Stubborn("1MiB")
+    world = evicted(stubborn, num_frames=24)
+    world.cache.fetch(IDS)
+    while not stubborn._mover._num_running:
+        time.sleep(0.001)
+    began = time.monotonic()
+    assert not world.cache.tiers.abandon(0.05)
+    assert not world.cache.tiers.quiesce(0.05)
+    world.cache.forget()
+    assert not world.cache.tiers.close(0.05)
+    assert time.monotonic() - began < 3 * tier.CLOSING < 30  # the load hangs for 30 s
+    stubborn.may_load.set()
+
+
+EXITS = """
+import time
+from pagedkv.tiers import HostTier
+from tests.tiers.test_hostile import IDS, evicted
+class Hangs(HostTier):
+    def _load(self, moves): time.sleep(60)
+evicted(Hangs("1MiB")).cache.fetch(IDS, timeout=0).wait()
+print("ends", flush=True)
+"""
+
+
+def test_a_load_that_hangs_does_not_keep_the_process() -> None:
+    run = subprocess.Popen([sys.executable, "-W", "ignore", "-c", EXITS], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ends\n"
+    assert run.wait(30) == 0
+
+
+FULL = """
+import resource, sys
+from pagedkv import PagedKVCache
+from pagedkv.tiers import DiskTier
+from tests.tiers.world import SPEC, World
+world = World(PagedKVCache(SPEC, model="m", num_frames=600, tiers=[DiskTier(sys.argv[1], 20000 * (4096 + 128))]))
+for turn in range(40):
+    world.run([turn, *range(120)])
+    world.cache.tiers.flush(20)
+print(world.cache.tiers.stats()["disk"].failed > 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_does_not_end_the_process(tmp_path: Path) -> None:
+    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path]).returncode:
+        pytest.skip("a file system of 4 MiB can be mounted by root only")
+    try:
+        run = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, timeout=300)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert (run.returncode, run.stdout) == (0, "True\n"), run.stderr
+
+
+def test_the_seals_of_a_disk_tier_have_their_blocks_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path / "a", "8MiB")]).tiers.close()
+    seals = (tmp_path / "a" / "pagedkv-tier.seals").stat()
+    assert 512 * seals.st_blocks >= seals.st_size > 100_000
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path / "b", "8MiB")])
+
+
+def test_the_facts_of_a_disk_tier_are_not_written_through_a_link(tmp_path: Path) -> None:
+    folder, other = tmp_path / "tier", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("mine")
+    (folder / "pagedkv-tier.json.part").symlink_to(other)
+    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(folder, "1MiB")]).tiers.close()
+    assert other.read_text() == "mine"
+
+
+# --- fetches, quotas, limits ------------------------------------------------------------------------------------------
+
+
+def test_prompts_with_one_prefix_load_it_once() -> None:
+    host = HostTier("1MiB", limit=FRAME * 50)
+    world = world_over(host, num_frames=64)
+    prompts = [IDS, IDS, [*IDS[:40], 7, 7, 7, 7, 7], IDS[:21]]
+    fetches = [world.cache.fetch(ids) for ids in prompts]
+    assert world.cache.stats().mapped == PAGES
+    assert all(fetch.wait(20) for fetch in fetches)
+    assert [fetch.tokens for fetch in fetches] == [fetch.asked for fetch in fetches] == [40, 40, 40, 20]
+    assert host.stats().loaded == PAGES
+    assert world.check_found(IDS) == 40
+    assert world.cache.stats().mapped == 0
+    first, second = (world.cache.fetch(IDS) for _ in range(2)) if world.cache.evict(64) else (None, None)
+    assert first is not None
+    assert second is not None
+    second.cancel()  # it has no frames, and the first goes on
+    assert second.done
+    assert first.wait(20)
+    assert first.tokens == 40
+    world.cache.tiers.close()
+
+
+def test_a_fetch_that_forget_ends_has_no_tokens() -> None:
+    world = world_over(HostTier("1MiB", limit=FRAME * 20))
+    fetch = world.cache.fetch(IDS)
+    world.cache.forget()
+    assert fetch.done
+    assert (fetch.tokens, world.check_found(IDS)) == (0, 0)
+    world.cache.tiers.close()
+
+
+def test_a_prompt_that_no_tier_knows_is_hashed_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+    host = HostTier("1MiB")
+    world = World(PagedKVCache(SPEC, num_frames=16, tiers=[host]))
+    look = HostTier.lookup
+    monkeypatch.setattr(HostTier, "lookup", lambda self, keys: asked.append(len(keys)) or look(self, keys))
+    assert world.cache.fetch(list(range(20_000))).done
+    assert asked == [64]
+    world.cache.tiers.close()
+
+
+def test_a_resize_that_fails_drops_no_page_and_one_that_succeeds_moves_the_quotas() -> None:
+    host = HostTier(160 * FRAME, limit=FRAME * 2000)
+    world = World(PagedKVCache(SPEC, num_frames=400, tiers=[host]))
+    world.cache.set_quota(b"a", hard=100)
+    for turn in range(2):
+        world.run([turn] * 161)
+    waiting = len(world.cache.tiers._levels[0].backlog)
+    assert waiting > 0
+    with pytest.raises(InvalidRequest):
+        world.cache.resize(2**30)
+    assert len(world.cache.tiers._levels[0].backlog) == waiting
+    world.cache.resize(800)
+    assert world.cache.tiers.flush(20)
+    assert host.stats().stored == 80
+    assert host._slots.usage(b"a").hard == 160 // 8
+    world.cache.tiers.close()
+
+
+def test_a_task_that_is_cancelled_uses_nothing_of_the_limit() -> None:
+    mover, ran, cancelled = Mover("test", 1, 1000.0), threading.Event(), threading.Event()
+    for is_last in (False, False, False, True):  # 10 s each
+        is_cancelled = (lambda: False) if is_last else cancelled.is_set
+        run = ran.set if is_last else (lambda: None)
+        mover.put(Task(run, 1, 10_000, is_urgent=False, is_cancelled=is_cancelled))
+    cancelled.set()
+    assert ran.wait(5)
+    mover.close(1)
