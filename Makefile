@@ -28,7 +28,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-transformers test-vllm test-nano-vllm check bench bench-check bench-readme \
+.PHONY: help demo test test-all test-tiers test-transformers test-vllm test-nano-vllm check bench bench-check bench-readme \
 	bench-report gpu gpu-sanitize docs wheel clean FORCE
 
 help: ## this list
@@ -61,6 +61,10 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 	@rm -rf $(VENV)-vllm/run && mkdir $(VENV)-vllm/run && cp -r tests examples pyproject.toml $(VENV)-vllm/run
 	@$(VENV)-vllm/bin/python -c 'import vllm'
 	@cd $(VENV)-vllm/run && ../bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/vllm
+
+test-tiers: $(STAMPS)/dev ## tiers below the pool with their slow tests; a store whose server is missing is skipped
+	@$(PIP) --no-deps mooncake-transfer-engine-non-cuda
+	@$(PYTEST) -m "not gpu" tests/tiers tests/model/test_tiers.py tests/integrations/test_sglang.py
 
 test-nano-vllm: $(STAMPS)/dev ## a public engine behind our flash_attn (NANO_VLLM: where its sources are cloned from)
 	@$(PIP) xxhash

@@ -12,6 +12,7 @@
 | PAGEDKV_CACHE_DIR   | a folder | the place of compiled code; by default pagedkv/ in the user's cache folder         |
 | PAGEDKV_CUDA_ARCHS  | names    | the architectures that a build compiles CUDA kernels for, as sm_90,sm_100; all;    |
 |                     |          | none; by default those of the GPUs of the machine that builds                      |
+| PAGEDKV_TIER_KEY    | a text   | the secret of tiers that --tier names: pages written without it are not found      |
 | PAGEDKV_API_KEY     | a text   | the key that `pagedkv serve` asks for, unless --api-key names another              |
 | PAGEDKV_VLLM        | 1        | vLLM on a CPU attends by our kernels (the default is 0)                            |
 """
@@ -63,6 +64,11 @@ def asks_for_vllm() -> bool:
 def api_key() -> str | None:
     """Return PAGEDKV_API_KEY, or None if it is unset or empty."""
     return os.environ.get("PAGEDKV_API_KEY") or None
+
+
+def tier_key() -> bytes | None:
+    """Return PAGEDKV_TIER_KEY in UTF-8, or None if it is unset or empty."""
+    return os.environ.get("PAGEDKV_TIER_KEY", "").encode() or None
 
 
 def cache_folder() -> Path:

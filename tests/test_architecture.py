@@ -49,7 +49,7 @@ ARROWS = {
 
 ALSO = {
     "serve": {"pagedkv.integrations.prometheus"},  # the counters of the cache, at /metrics
-    "integrations": {"pagedkv.core", "pagedkv.model"},
+    "integrations": {"pagedkv.core", "pagedkv.model", "pagedkv.tiers"},
     #      MemoryManager, for those who hold their own tensors, and Engine; the packages, not their parts
     "cli": {
         "pagedkv.core",

@@ -97,7 +97,7 @@ def run(job: Job, screen: Console) -> int:
         return _run(job, screen, tasks, engine, live)
 
 
-def _run(job: Job, screen: Console, tasks: list[Task], engine: Engine, live: Live | None) -> int:
+def _run(job: Job, screen: Console, tasks: list[Entry], engine: Engine, live: Live | None) -> int:
     """Step until all requests have ended, and print their outputs. Returns: the status"""
     if job.source.demo and not job.as_json:
         screen.print(Text(job.source.prompts[0].text, style="dim"), soft_wrap=not screen.is_terminal)

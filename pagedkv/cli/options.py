@@ -116,7 +116,7 @@ Tiers = Annotated[
     typer.Option(
         "--tier",
         metavar="TIER",
-        help="Memory under the pool: host:SIZE or disk:SIZE:FOLDER; again for more, the fastest first.",
+        help="Memory under the pool: host:SIZE, disk:SIZE:FOLDER or a shared store; again for more, the fastest first.",
         rich_help_panel=_MEMORY,
     ),
 ]

@@ -151,8 +151,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         window, sinks: let each token see the last `window` tokens and the first `sinks` ones only, so that a text of
             any length takes constant memory: see ways/streaming.py.
         tiers: memory under the pool, the fastest first: "host:16GiB", "disk:200GiB:FOLDER", or objects. Prompts that
-            wait are fetched from there while others compute.
-            `close` stores on the disk what waits for it.
+            wait are fetched from there while others compute. `close` stores what waits for a disk or a shared store.
         cache_options: options of PagedKVCache (num_frames or memory, kernels, watermark, prefix_cache). Without
             num_frames and memory the pool holds 32768 tokens, but takes at most 4 GiB.
         Raises: CheckpointError, InvalidRequest, KernelUnavailable
@@ -163,9 +162,8 @@ class Engine(ThreadGuard, fetches.OverTiers):
         tokenizer = Tokenizer.load(path)
         cache_options.setdefault("watermark", 0.01)
         drafter = drafter_of(speculate, device=device, block_size=block_size)
-        with fetches.tiers_for(
-            cache_options, tiers, lambda: f"{dtype} {weights} {window} {sinks} {weights_digest(path)}"
-        ):
+        identity = f"{dtype} {weights} {window} {sinks} "  # of the KV, beside the digest of the weights
+        with fetches.tiers_for(cache_options, tiers, lambda: identity + weights_digest(path)):
             cache = new_cache(decoder, block_size=block_size, kv_dtype=kv_dtype, grouped=grouped, **cache_options)
         warm_up_step()  # last, so that bad input is refused without waiting for the compilation
         return cls(decoder, tokenizer, cache, limits=limits, drafter=drafter, preemption=preemption)

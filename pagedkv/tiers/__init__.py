@@ -4,21 +4,34 @@ from pagedkv.tiers.disk import DiskTier
 from pagedkv.tiers.fetch import Fetch
 from pagedkv.tiers.host import HostTier
 from pagedkv.tiers.pool_view import PoolView
+from pagedkv.tiers.shared import client_of
+from pagedkv.tiers.shared.mooncake import MooncakeTier
+from pagedkv.tiers.shared.objects import ObjectTier
+from pagedkv.tiers.shared.records import Client, Records
+from pagedkv.tiers.shared.redis import RedisTier
+from pagedkv.tiers.shared.tier import SharedTier
 from pagedkv.tiers.tier import Job, Key, Op, Result, Tier, TierStats
 from pagedkv.tiers.write_back import EveryPage, UsedAgain, WriteBack
 
 __all__ = [
+    "Client",
     "DiskTier",
     "EveryPage",
     "Fetch",
     "HostTier",
     "Job",
     "Key",
+    "MooncakeTier",
+    "ObjectTier",
     "Op",
     "PoolView",
+    "Records",
+    "RedisTier",
     "Result",
+    "SharedTier",
     "Tier",
     "TierStats",
     "UsedAgain",
     "WriteBack",
+    "client_of",
 ]

@@ -105,7 +105,7 @@ class DiskTier(SlotTier):
         self._folder, self._key = Path(folder), key
         self._checksum = "xxh3-128" if key is None else "blake2b with a key"
         self._direct = flag(direct, "direct")
-        self.num_threads = whole(threads, "threads", 1, 1025)
+        self.num_threads: int = whole(threads, "threads", 1, 1025)
         self._here, self._sealing = threading.local(), threading.Lock()
 
     def _slot_bytes(self, frame_bytes: int) -> int:

@@ -1,30 +1,44 @@
-"""Tiers as a person writes them: host:16GiB, or disk:200GiB:FOLDER."""
+"""Tiers as a person writes them: host:16GiB, disk:200GiB:FOLDER, or a store that processes share, redis:40GiB:URL.
+
+The key of a shared store is PAGEDKV_TIER_KEY, so that it stands neither in a command line nor in the list of processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from pagedkv import debug
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.disk import DiskTier
 from pagedkv.tiers.host import HostTier
+from pagedkv.tiers.shared.mooncake import MooncakeTier
+from pagedkv.tiers.shared.objects import ObjectTier
+from pagedkv.tiers.shared.redis import RedisTier
 from pagedkv.tiers.tier import Tier
 
-FORMS = "host:SIZE or disk:SIZE:FOLDER, such as host:16GiB or disk:200GiB:/var/cache/pagedkv"
+FORMS = (
+    "host:SIZE, disk:SIZE:FOLDER, redis:SIZE:URL, objects:SIZE:URL or mooncake:SIZE:HOST:PORT, such as host:16GiB or "
+    "disk:200GiB:/var/cache/pagedkv"
+)
+
+_WITH_A_PLACE: dict[str, Callable[[str, str], Tier]] = {
+    "disk": lambda size, place: DiskTier(place, size, key=debug.tier_key()),
+    "redis": lambda size, place: RedisTier(place, size, key=debug.tier_key()),
+    "objects": lambda size, place: ObjectTier(place, size, key=debug.tier_key()),
+    "mooncake": lambda size, place: MooncakeTier(place, size, key=debug.tier_key()),
+}
 
 
 def tiers_of(given: Sequence[Tier | str]) -> list[Tier]:
     """Return the tiers of a list in which some are texts. Raises: InvalidRequest for a text that names no tier"""
-    tiers = list[Tier]()
-    for one in given:
-        if not isinstance(one, str):
-            tiers.append(one)
-            continue
-        kind, _, rest = one.partition(":")
-        size, _, folder = rest.partition(":")
-        if kind == "host" and size and not folder:
-            tiers.append(HostTier(size))
-        elif kind == "disk" and size and folder:
-            tiers.append(DiskTier(folder, size))
-        else:
-            raise InvalidRequest(f"a tier is {one!r}; give {FORMS}")
-    return tiers
+    return [_tier_of(one) if isinstance(one, str) else one for one in given]
+
+
+def _tier_of(text: str) -> Tier:
+    kind, _, rest = text.partition(":")
+    size, _, place = rest.partition(":")
+    if kind == "host" and size and not place:
+        return HostTier(size)
+    if kind in _WITH_A_PLACE and size and place:
+        return _WITH_A_PLACE[kind](size, place)
+    raise InvalidRequest(f"a tier is {text!r}; give {FORMS}")

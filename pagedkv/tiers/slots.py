@@ -71,7 +71,7 @@ class SlotTier(Tier):
 
     def __init__(self, size: str | int, *, limit: str | int | None = None, policy: str = "lru") -> None:
         self.size: int = parse_bytes(size)
-        self.name = self.kind
+        self.name: str = self.kind
         self._limit = None if limit is None else float(parse_bytes(limit))
         if self._limit is not None and self._limit < 1:
             raise InvalidRequest(f"limit is {limit!r}; give the bytes that the tier may move in a second, or None")

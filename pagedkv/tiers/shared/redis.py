@@ -1,0 +1,95 @@
+"""RedisTier: pages in Redis or Valkey, one string each.
+
+    pagedkv:<name in hex>   header and bytes of a page
+
+The server decides what to do when its memory is full: with `maxmemory-policy allkeys-lru` it drops the records used
+longest ago, with `noeviction` it refuses new ones, which the tier counts as refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.tiers.checksum import Bytes
+from pagedkv.tiers.shared.records import Record
+from pagedkv.tiers.shared.tier import SharedTier
+from pagedkv.tiers.slots import FULL
+
+PREFIX: Final = b"pagedkv:"
+
+
+class RedisTier(SharedTier):
+    """Pages in the Redis or Valkey server at `url`, such as "redis://127.0.0.1:6379/0".
+
+    timeout: seconds after which a call to the server fails.
+    expire:  seconds after which the server drops a page; None: never.
+    size, key, threads, patience, limit, policy: see SharedTier.
+    Raises:  InvalidRequest, also without the package redis. A server that is down makes every page a miss
+    """
+
+    kind = "redis"
+
+    def __init__(
+        self, url: str, size: str | int, *, timeout: float = 2.0, expire: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(RedisClient(url, timeout, expire), size, **options)
+
+
+class RedisClient:
+    """Records in Redis. See Client."""
+
+    def __init__(self, url: str, timeout: float, expire: int | None) -> None:
+        try:
+            import redis
+        except ImportError:
+            raise InvalidRequest("a tier in Redis needs the package redis: pip install 'pagedkv[redis]'") from None
+        self._out_of_memory = redis.exceptions.OutOfMemoryError
+        self._expire = expire
+        try:
+            self._redis = redis.Redis.from_url(
+                url, socket_timeout=timeout, socket_connect_timeout=timeout, decode_responses=False
+            )
+        except ValueError as error:
+            raise InvalidRequest(f"url is {url!r} ({error}); give one such as redis://127.0.0.1:6379/0") from None
+
+    def find(self, names: Sequence[bytes]) -> list[bool]:
+        """See Client.find."""
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.exists(_key(name))
+        return [bool(count) for count in pipe.execute()]
+
+    def get(self, names: Sequence[bytes]) -> list[Record | None]:
+        """See Client.get."""
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.get(_key(name))
+        records: list[Record | None] = pipe.execute()
+        return records
+
+    def put(self, names: Sequence[bytes], records: Sequence[tuple[bytes, Bytes]]) -> list[str]:
+        """See Client.put."""
+        pipe = self._redis.pipeline(transaction=False)
+        for name, (header, content) in zip(names, records, strict=True):
+            pipe.set(_key(name), b"".join((header, content.data)), ex=self._expire)
+        return [self._why(answer) for answer in pipe.execute(raise_on_error=False)]
+
+    def _why(self, answer: object) -> str:
+        if isinstance(answer, self._out_of_memory):
+            return FULL
+        return f"failed: {answer}" if isinstance(answer, Exception) else ""
+
+    def delete(self, names: Sequence[bytes]) -> None:
+        """See Client.delete."""
+        if names:
+            self._redis.unlink(*map(_key, names))
+
+    def close(self) -> None:
+        """See Client.close."""
+        self._redis.close()
+
+
+def _key(name: bytes) -> bytes:
+    return PREFIX + name.hex().encode()

@@ -1,0 +1,203 @@
+"""SharedTier: pages in a store that several processes share, behind the client of its vendor.
+
+    STORE     frame ─▶ still published and unchanged? ─▶ record, unless another process has stored it      records.py
+    LOAD      record ─▶ verified? ─▶ frame
+    lookup    a thread asks the store; an answer that takes longer than `patience` counts as a miss
+
+The tier counts the pages that this process stored, as if each had a slot of its own (slots.py): so `size`, quotas and
+the order of eviction are those of other tiers, and a page that loses its slot is deleted from the store. Pages of other
+processes are found and loaded, but never counted or deleted. A process that ends leaves its pages to the store, which
+has rules of its own for old records.
+
+This file knows frames, slots and records; it must not know a vendor.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagedkv.core.arguments import real, whole
+from pagedkv.tiers.mover import Task
+from pagedkv.tiers.pool_view import PoolView
+from pagedkv.tiers.shared.records import HEADER, MISSING, Client, Records
+from pagedkv.tiers.slots import CHANGED, CORRUPT, GONE, Move, SlotTier
+from pagedkv.tiers.tier import Key, Result
+
+THERE: Final = "there"
+"""The end of a store whose page another process has stored already."""
+ASKED_AT_ONCE: Final = 128
+"""Names in one question. A prompt is asked for from its start, so a question without an answer ends the lookup."""
+
+
+class SharedTier(SlotTier):
+    """Pages in a store behind `client`, shared with all processes that give an equal key.
+
+    size:     the most bytes that this process keeps in the store: an int, or text like "200GiB".
+    key:      16 to 64 secret bytes, the same in all processes: pages that were not written with it are not found. None
+              only where everyone who can write to the store is trusted: such a person can plant pages.
+    threads:  how many transfers may be under way at a time.
+    patience: seconds for which `lookup` waits for an answer of the store.
+    limit:    the most bytes a second that the tier moves, "2GB" or an int; None for no limit.
+    policy:   the order in which this process evicts its pages, see MemoryManager.
+
+    The cache must have a name for its weights (PagedKVCache, model=): pages of another model are not found.
+    Raises:   InvalidRequest
+    """
+
+    kind = "shared"
+    is_lasting = True
+
+    def __init__(
+        self,
+        client: Client,
+        size: str | int,
+        *,
+        key: bytes | None,
+        threads: int = 2,
+        patience: float = 0.05,
+        limit: str | int | None = None,
+        policy: str = "lru",
+    ) -> None:
+        super().__init__(size, limit=limit, policy=policy)
+        self._records = Records(client, key)
+        self.num_threads: int = whole(threads, "threads", 1, 1025)
+        self._patience = real(patience, "patience")
+
+    def _slot_bytes(self, frame_bytes: int) -> int:
+        return frame_bytes + HEADER.size
+
+    def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
+        self._names = [b""] * num_slots  # of the page in each slot
+        self._asker = _Asker(self._records)
+        return []
+
+    # -- the owner thread ----------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
+        """See Tier.lookup. Keys come in the order of the prompt: behind a missing page no page is asked for."""
+        found, num_asked = np.zeros(len(keys), bool), 0
+        until = time.monotonic() + self._patience
+        while num_asked < len(keys):
+            part = [key.name for key in keys[num_asked : num_asked + ASKED_AT_ONCE]]
+            answer = self._asker.ask(part, until - time.monotonic())
+            found[num_asked : num_asked + len(answer)] = answer
+            num_asked += len(answer)
+            if not (answer and all(answer)):
+                break
+        self._lose([key.name for key, is_there in zip(keys[:num_asked], found, strict=False) if not is_there])
+        self._stats.asked += len(keys)
+        self._stats.hits += int(found.sum())
+        return found
+
+    def _lose(self, names: Sequence[bytes]) -> None:
+        """Give up the slots of pages that the store has dropped, so that they are stored again."""
+        slots = self._slots.find(names) if names else np.empty(0, np.int32)
+        slots = slots[slots >= 0].tolist()
+        for slot in slots:
+            self._names[slot] = b""
+        if slots:
+            self._slots.unpublish(slots)
+
+    def poll(self) -> list[Result]:
+        """See Tier.poll."""
+        results = super().poll()
+        self._lose([result.key.name for result in results if result.why in (GONE, CORRUPT)])
+        return results
+
+    def _begin_loads(self, moves: list[Move]) -> list[Move]:
+        for move in moves:
+            move.slot = -1  # a load holds no slot: the page may be another process's
+        return moves
+
+    def _void(self, slots: Sequence[int]) -> None:
+        names = [self._names[slot] for slot in slots if self._names[slot]]
+        for slot in slots:
+            self._names[slot] = b""
+        if names:
+            self._mover.put(Task(partial(self._delete, names), 0, 0, False, lambda: False))
+
+    # -- the tier's threads --------------------------------------------------------------------------------------------
+
+    def _delete(self, names: list[bytes]) -> None:
+        try:
+            self._records.delete(names)
+        except Exception:  # the store is gone, and the records with it, or it drops them by its own rules
+            return
+
+    def _store(self, moves: Sequence[Move]) -> None:
+        pool = self._pool
+        assert pool is not None
+        for move, is_there in zip(moves, self._records.find([move.key.name for move in moves]), strict=True):
+            move.why = THERE if is_there else ""
+        new = [move for move in moves if not move.why]
+        if not new:
+            return
+        frames, stamps = (np.array([getattr(move, name) for move in new]) for name in ("frame", "stamp"))
+        stage = torch.empty(len(new), pool.frame_bytes, dtype=torch.uint8)
+        pool.read(frames, stage, np.arange(len(new)), new[0].job.fence)
+        for move, is_held in zip(new, pool.hold(frames, stamps).tolist(), strict=True):  # after all bytes were read
+            move.why = "" if is_held else CHANGED
+        sent = [(move, content) for move, content in zip(new, stage.numpy(), strict=True) if not move.why]
+        refusals = self._records.put([move.key.name for move, _ in sent], [content for _, content in sent])
+        for (move, _), why in zip(sent, refusals, strict=True):
+            move.why = why
+            self._names[move.slot] = b"" if why else move.key.name
+
+    def _load(self, moves: Sequence[Move]) -> None:
+        pool = self._pool
+        assert pool is not None
+        contents = self._records.get([move.key.name for move in moves], pool.frame_bytes)
+        for move, content in zip(moves, contents, strict=True):
+            if isinstance(content, str):
+                move.why = GONE if content is MISSING else CORRUPT
+            else:
+                stage = torch.from_numpy(content if content.flags.writeable else content.copy())[None]
+                pool.write(np.array([move.frame]), stage, np.zeros(1, np.int64), move.job.fence)
+
+    def _end(self) -> None:
+        self._asker.close()
+        self._records.close()
+
+
+class _Asker:
+    """A thread that asks the store, so that the owner of the cache waits no longer than it wants to."""
+
+    def __init__(self, records: Records) -> None:
+        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        self._last: _Question | None = None
+        threading.Thread(target=_answer, args=(records, self._questions), name="pagedkv asker", daemon=True).start()
+
+    def ask(self, names: list[bytes], seconds: float) -> list[bool]:
+        """Return whether the store has each page; [] if it does not answer in time, or has not answered before."""
+        if seconds <= 0 or (self._last is not None and not self._last.is_answered.is_set()):
+            return []
+        self._last = _Question(names)
+        self._questions.put(self._last)
+        return self._last.answer if self._last.is_answered.wait(seconds) else []
+
+    def close(self) -> None:
+        """Stop the thread after its question."""
+        self._questions.put(None)
+
+
+class _Question:
+    def __init__(self, names: list[bytes]) -> None:
+        self.names, self.answer, self.is_answered = names, list[bool](), threading.Event()
+
+
+def _answer(records: Records, questions: SimpleQueue[_Question | None]) -> None:
+    while (question := questions.get()) is not None:
+        try:
+            question.answer = records.find(question.names)
+        except Exception:  # a store that cannot be asked has nothing
+            question.answer = []
+        question.is_answered.set()
