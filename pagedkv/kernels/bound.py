@@ -220,7 +220,7 @@ class BoundAttention(_Bound):
         out: Tensor | None = None, return_lse: bool = False,
     ) -> Any:  # fmt: skip
         """Attend from the new tokens of a batch to the cached tokens of their sequences. See `paged_attention`."""
-        if not is_dynamo_compiling() and self._binding is not None:
+        if not is_dynamo_compiling() and self._binding is not None and isinstance(batch, PagedBatch):
             while True:
                 results = _extension.attend(
                     self._binding, q_THD, batch.block_table, batch.rows, batch.seq_lens, batch.cu_seqlens_q,
@@ -283,7 +283,7 @@ class BoundWrite(_Bound):
                 if done is None:
                     break
                 self._set_kernel(done, k_TKD, v_TKD)
-            if k_TKD.dim() == 4 and at is not None:
+            if isinstance(k_TKD, Tensor) and k_TKD.dim() == 4 and at is not None:
                 return self(*tokens_of(k_TKD, v_TKD, at, places))
         write_by_operator(k_TKD, v_TKD, self._layer, slots, positions, self._rest, self._backend)
 

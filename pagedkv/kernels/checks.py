@@ -47,6 +47,12 @@ def is_batch(batch: object) -> None:
         raise InvalidRequest(f"batch is of type {type(batch).__name__}; give a PagedBatch, such as batch[0] of a plan")
 
 
+def is_backend(name: object) -> None:
+    """Raise InvalidRequest for an argument that must name a backend, and is no text."""
+    if not isinstance(name, str):
+        raise InvalidRequest(f"there is no kernel {name!r}; give the name of one, such as 'cpu', or None to choose")
+
+
 def writable_views(**tensors: Tensor | None) -> None:
     """Raise InvalidRequest for a view of negated memory: torch hands an operator a copy of it, and loses the result."""
     for name, x in tensors.items():

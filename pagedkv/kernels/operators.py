@@ -162,6 +162,7 @@ def attend_by_operator(
     checks.given(q=q, **{name: x for name, x in others.items() if x is not None})
     checks.is_layer(layer)
     checks.is_batch(batch)
+    checks.is_backend(backend)
     if q.dim() == 4:
         rest = (return_lse, backend)
         return attend_padded(
@@ -190,6 +191,7 @@ def gather_by_operator(
     """Gather through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
     checks.is_layer(layer)
     checks.is_batch(batch)
+    checks.is_backend(backend)
     lens = batch.seq_lens
     if not isinstance(first, Tensor):
         first = torch.full_like(lens, checks.position(first))
@@ -231,6 +233,7 @@ def write_by_operator(
     """Store through torch.ops.pagedkv. Raises InvalidRequest, KernelUnavailable."""
     checks.is_layer(layer)
     checks.given(k=k, v=k if v is None else v)
+    checks.is_backend(backend)
     if v is None:  # the operator knows it by values of no elements
         v = k[..., :0]
     at, positions = slots_of(slots, positions)

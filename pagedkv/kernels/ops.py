@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks, cpu, operators, registry
 from pagedkv.kernels.args import AttentionOptions, KVLayer, Options, PagedBatch, RotaryTable, Window, sides
 from pagedkv.kernels.bound import BoundAttention, BoundWrite, bind_attention, bind_write, cached
@@ -91,7 +92,10 @@ def paged_attention(
     Modifies: out, if given, and returns it.
     Raises:   InvalidRequest; KernelUnavailable.
     """
-    scale = max(1, q_THD.shape[-1]) ** -0.5 if scale is None else scale
+    if scale is None:
+        if not isinstance(q_THD, Tensor):
+            checks.given(q=q_THD)
+        scale = max(1, q_THD.shape[-1]) ** -0.5
     right: int | None = None
     each: Tensor | None = None
     if window is not None and type(window) is not int:
@@ -214,6 +218,7 @@ def copy_frames(storage: Tensor, copies: Tensor, *, backend: str | None = None) 
     if backend is None and _is_direct() and cpu.COPY_AT_ONCE(storage, copies):
         return
     checks.given(storage=storage, copies=copies)
+    checks.is_backend(backend or registry.AUTO)
     checks.inference_only(storage=storage)
     torch.ops.pagedkv.copy_frames.default(storage, copies, backend or registry.AUTO)
 
@@ -250,6 +255,8 @@ def explain(case: Case | KVSpec | None = None, *, device: str | None = None) -> 
         case = Case(device=kind, device_index=index)
     elif isinstance(case, KVSpec):
         case = case_of(case, device)
+    elif not isinstance(case, Case):
+        raise InvalidRequest(f"case is of type {type(case).__name__}; give a Case, a KVSpec, or None for this machine")
     objections = {kernel.name: kernel.refuse(case) for kernel in registry.KERNELS}
     chosen = next((kernel.name for kernel in registry.in_order(case) if not objections[kernel.name]), None)
     return Explanation(str(case), chosen, objections)

@@ -444,7 +444,7 @@ def test_a_pool_is_neither_copied_nor_pickled(of: Callable[[object], object]) ->
     cache = PagedKVCache(SPEC, num_frames=8)
     for pool in (cache, cache.manager, FramePool(8)):
         with pytest.raises(
-            InvalidRequest, match="cannot be copied or pickled, since both would give out the same fram"
+            InvalidRequest, match="cannot be copied or pickled, since both would give out the same frames"
         ):
             of(pool)
     cache.check()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv import bind_attention, bind_write, copy_frames, gather_kv, merge_states, paged_attention, write_kv
+from pagedkv import bind_attention, bind_write, copy_frames, explain, gather_kv, merge_states, paged_attention, write_kv
 from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import checks
 from pagedkv.kernels.args import KVLayer, PagedBatch, RotaryTable
@@ -314,7 +314,14 @@ def test_an_argument_of_another_type_is_named_with_its_type() -> None:
         (lambda: write_kv(3, q, layer, batch), "k is 3; it must be a tensor"),  # type: ignore[arg-type]
         (lambda: write_kv(q, [1], layer, batch), "v is [1]; it must be a tensor"),  # type: ignore[arg-type]
         (lambda: batch.padded([[True]]), "mask is of type list; give a tensor, bool"),  # type: ignore[arg-type]
+        (lambda: paged_attention([1.0], layer, batch), "q is [1.0]; it must"),  # type: ignore[call-overload]
+        (lambda: paged_attention(q, layer, None), "batch is of type NoneType"),  # type: ignore[call-overload]
+        (lambda: paged_attention(q, layer, batch, backend=3), "there is no kernel 3;"),  # type: ignore[call-overload]
+        (lambda: bind_attention(layer)(q, 7), "batch is of type int"),  # type: ignore[call-overload]
+        (lambda: bind_write(layer)([1], q, batch), "k is [1]; it must be a tensor"),  # type: ignore[arg-type]
+        (lambda: explain(5), "case is of type int; give a Case"),  # type: ignore[arg-type]
     ]
     for call, text in calls:
-        with pytest.raises(InvalidRequest, match=re.escape(text)):
-            call()
+        for _ in range(3):  # the first goes to torch's operator, later ones to a bound call
+            with pytest.raises(InvalidRequest, match=re.escape(text)):
+                call()

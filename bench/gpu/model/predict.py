@@ -62,8 +62,8 @@ SECOND_LAUNCH: Final = {"triton": 2.0}
 """Microseconds of a merge in a launch of its own, which begins after the first one has ended."""
 
 WHOLE_PROMPT, CHUNK = 580e12, 375e12
-"""Operations a second of cuDNN and of FlashAttention 2, causal, with heads of 128: figures published for an H100. The
-backend `library` calls cuDNN for whole prompts. No machine code was counted."""
+"""Operations a second of cuDNN and of FlashAttention 2, causal, with heads of 128: a reviewer's estimates for an H100.
+The backend `library` calls cuDNN for whole prompts. No machine code was counted."""
 
 SATURATED: Final = 0.8
 SCALES: Final = 8
