@@ -12,7 +12,6 @@ import pytest
 from pagedkv.bench.clock import Timing
 from pagedkv.bench.compare import interval
 from pagedkv.bench.generate import runner as generate
-from pagedkv.bench.transformers import runner as transformers
 from pagedkv.bench.vllm import runner as vllm
 
 LOTS = np.random.default_rng(1)
@@ -141,6 +140,9 @@ def test_a_figure_that_is_counted_is_judged_without_turns(command, tmp_path):
 
 def test_rows_of_models_in_turns_are_judged(command, tmp_path):
     """Rows of generate, transformers and vllm keep each turn, so that two runs of one machine can be compared."""
+    # It imports triton, which tests/kernels/triton must be the first to do.
+    from pagedkv.bench.transformers import runner as transformers
+
     timing, host = (Timing(x, x, 5, 5, (x,) * 5) for x in (2.0, 4.0))
     found: list[dict[str, object]] = []
     generate._report_times(found.append, "decode", (1, 64), {"pagedkv": (timing, [1.0] * 5)}, 1.0, "gb_per_s")
