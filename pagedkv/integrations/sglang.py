@@ -2,16 +2,18 @@
 
     HiCache thread of SGLang ─▶ batch_exists, batch_get, batch_set ─▶ Records ─▶ Redis, Mooncake, objects
 
-SGLang names a page by the hash of its tokens and of all before them. The name of a record covers this hash, the model,
-the layout and the ranks, so servers that differ in one of them share nothing. A page whose bytes do not fit is a miss.
+SGLang names a page by the hash of its tokens and of all before them. The name of a record covers this hash, the
+weights, the ranks, and dtype, layout and shape of the pages in SGLang's host pool. So servers that differ in one of
+them share nothing. A page whose bytes do not fit is a miss.
 
 Start SGLang with
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config \
         '{"backend_name": "pagedkv", "module_path": "pagedkv.integrations.sglang", "class_name": "PagedStorage",
-          "store": "redis:redis://127.0.0.1:6379/0"}'
+          "weights": "sha256 of the weights", "store": "redis:redis://127.0.0.1:6379/0"}'
 
-`key_file` names a file of 16 to 64 secret bytes that all servers share.
+`weights` names the weights: SGLang's own name of a model is free to choose. `key_file` names a file of 16 to 64 secret
+bytes that all servers share; white space at its ends is left out.
 
 This file knows the interface HiCacheStorage; it must not know frames or tiers.
 """
@@ -45,14 +47,15 @@ _LOG = logging.getLogger(__name__)
 class PagedStorage(Base):
     """A storage backend of SGLang's HiCache. SGLang constructs it, and calls it from threads of its own.
 
-    storage_config: HiCacheStorageConfig. Its extra_config has "store" (see tiers.client_of) and perhaps "key_file".
+    storage_config: HiCacheStorageConfig. Its extra_config has "weights", "store" (see tiers.client_of) and perhaps
+                    "key_file".
     client:         the store, for programs that have one; None: the one that extra_config names.
     Raises:         InvalidRequest
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None, *, client: Client | None = None) -> None:
         extra = storage_config.extra_config or {}
-        key = Path(extra["key_file"]).read_bytes() if "key_file" in extra else None
+        key = Path(extra["key_file"]).read_bytes().strip() if "key_file" in extra else None
         if client is None:
             if not isinstance(extra.get("store"), str):
                 raise InvalidRequest(
@@ -63,16 +66,27 @@ class PagedStorage(Base):
         ranks = ["pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size"]
         if not storage_config.is_mla_model:  # there all ranks of tensor parallelism keep the same latents
             ranks += ["tp_rank", "tp_size"]
-        facts = {name: getattr(storage_config, name) for name in ranks}
-        facts |= {
-            "model": storage_config.model_name,
+        if not isinstance(extra.get("weights"), str) or not extra["weights"]:
+            raise InvalidRequest("extra_config names no weights; add 'weights', such as the digest of the checkpoint")
+        self._facts = {name: getattr(storage_config, name) for name in ranks} | {
+            "weights": extra["weights"],
             "pages first": storage_config.is_page_first_layout,
             "mla": storage_config.is_mla_model,
         }
+        self._salt: bytes | None = None  # until SGLang has told its pool
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take dtype, layout and shape of the pages from SGLang's host pool, as SGLang does before all else."""
+        self.mem_pool_host: Any = mem_pool_host
+        page = mem_pool_host.get_dummy_flat_data_page()
+        pool = {name: str(getattr(mem_pool_host, name, None)) for name in ("dtype", "layout", "page_size", "layer_num")}
+        facts = self._facts | {"pool": pool, "page": [str(page.dtype), *page.shape]}
         self._salt = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32).digest()
 
-    def _name(self, key: str) -> bytes:
-        return hashlib.blake2b(key.encode(), digest_size=32, key=self._salt).digest()
+    def _names(self, keys: Sequence[str]) -> list[bytes]:
+        if self._salt is None:
+            raise InvalidRequest("SGLang has registered no host pool; call register_mem_pool_host first")
+        return [hashlib.blake2b(key.encode(), digest_size=32, key=self._salt).digest() for key in keys]
 
     def exists(self, key: str) -> bool:
         """Return whether the store has a page."""
@@ -80,8 +94,9 @@ class PagedStorage(Base):
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Return how many pages the store has, from the first on. 0 if it does not answer."""
+        names = self._names(keys)
         try:
-            found = self._records.find([self._name(key) for key in keys])
+            found = self._records.find(names)
         except Exception as error:  # each vendor has errors of its own
             _LOG.warning("the store does not answer: %s", error)
             return 0
@@ -99,10 +114,11 @@ class PagedStorage(Base):
         if len(targets) != len(keys) or any(not isinstance(target, torch.Tensor) for target in targets):
             raise InvalidRequest(f"{len(keys)} pages and {len(targets)} tensors; give a tensor for each page")
         pages: list[torch.Tensor | None] = [None] * len(keys)
+        names = self._names(keys)
         try:
             for at, (key, target) in enumerate(zip(keys, targets, strict=True)):
                 num_bytes = target.numel() * target.element_size()
-                [content] = self._records.get([self._name(key)], num_bytes)
+                [content] = self._records.get(names[at : at + 1], num_bytes)
                 if isinstance(content, str):
                     _LOG.warning("a page of the store is %s: %s", content, key)
                     break
@@ -120,7 +136,7 @@ class PagedStorage(Base):
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """`set` of each page. Return whether the store has all of them now."""
-        names = [self._name(key) for key in keys]
+        names = self._names(keys)
         contents = [value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for value in values]
         try:
             there = self._records.find(names)

@@ -98,6 +98,9 @@ class SlotTier(Tier):
     def _void(self, slots: Sequence[int]) -> None:
         """Take the seals of these slots away."""
 
+    def _end_stores(self, moves: Sequence[Move]) -> None:
+        """Take note of stores that came to nothing. Called by the owner thread, in `poll`."""
+
     @abstractmethod
     def _end(self) -> None:
         """Give back the memory or the file."""
@@ -239,6 +242,8 @@ class SlotTier(Tier):
             self._slots.publish([move.slot for move in whole], [move.key.name for move in whole])
         if held:
             self._slots.drop([move.slot for move in reversed(held)])  # tails before prefixes
+        if vain := [move for move in stored if move.why]:
+            self._end_stores(vain)
         self._storing.difference_update([move.key.name for move in stored])
         self._count(ended)
         if not self.num_pending and self._slots.stats().mapped:  # an interrupt lost the reference of a slot

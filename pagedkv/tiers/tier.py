@@ -62,8 +62,8 @@ class Key(NamedTuple):
 class Result(NamedTuple):
     """The end of one page of a job.
 
-    why: the reason if not ok: "gone", "corrupt", "changed", "full", "cancelled", or "failed: ..." for an error of the
-        system. Only the last counts against the tier.
+    why: the reason if not ok: "gone", "corrupt", "changed", "full", "there" (stored by another process), "cancelled",
+        or "failed: ..." for an error of the system. Only the last counts against the tier.
     """
 
     job: int

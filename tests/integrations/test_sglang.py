@@ -7,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.sglang import PagedStorage
-from pagedkv.tiers.shared.records import Record
+from pagedkv.tiers.checksum import checksum
+from pagedkv.tiers.shared.records import FORMAT, HEADER, MAGIC, Client, Record
 from tests.tiers.stores import Memory, MemoryClient, Redis
 
 KEYS = [f"{number:064x}" for number in range(5)]
@@ -28,6 +30,18 @@ def config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(facts | changes))
 
 
+def storage(
+    client: Client | None = None, *, dtype: torch.dtype = torch.bfloat16, layout: str = "page_first", **changes: Any
+) -> PagedStorage:
+    """Return a backend to which SGLang has told its host pool."""
+    extra = {"weights": "sha"} | (changes.pop("extra_config", None) or {})
+    made = PagedStorage(config(extra_config=extra, **changes), client=client)
+    page = torch.zeros(24, dtype=dtype)
+    pool = SimpleNamespace(dtype=dtype, layout=layout, page_size=1, layer_num=2, get_dummy_flat_data_page=lambda: page)
+    made.register_mem_pool_host(pool)
+    return made
+
+
 def pages(count: int = len(KEYS)) -> list[torch.Tensor]:
     return [torch.full((2, 3, 4), number + 0.5, dtype=torch.bfloat16) for number in range(count)]
 
@@ -39,7 +53,7 @@ def empty() -> list[torch.Tensor]:
 def test_pages_come_back_as_they_were_in_another_process(tmp_path: Path) -> None:
     store = Redis(tmp_path)
     extra = {"store": f"redis:{store.url}"}
-    one, two = (PagedStorage(config(extra_config=extra)) for _ in range(2))
+    one, two = (storage(extra_config=extra) for _ in range(2))
     assert one.batch_set(KEYS[:4], pages(4))
     assert one.batch_exists(KEYS) == two.batch_exists(KEYS) == 4
     found = two.batch_get(KEYS, empty())
@@ -56,43 +70,57 @@ def test_pages_come_back_as_they_were_in_another_process(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "other", [{"model_name": "b"}, {"tp_rank": 1, "tp_size": 2}, {"is_page_first_layout": False}, {"pp_rank": 1}]
+    "other",
+    [
+        {"extra_config": {"weights": "b"}},
+        {"tp_rank": 1, "tp_size": 2},
+        {"is_page_first_layout": False},
+        {"pp_rank": 1},
+        {"dtype": torch.float16},
+        {"layout": "page_first_direct"},
+    ],
+    ids=["weights", "ranks", "first", "stage", "dtype", "layout"],
 )
 def test_servers_that_differ_share_nothing(other: dict[str, Any]) -> None:
     store = Memory(Path())
-    PagedStorage(config(), client=store.client()).batch_set(KEYS, pages())
-    assert PagedStorage(config(**other), client=store.client()).batch_exists(KEYS) == 0
+    storage(store.client()).batch_set(KEYS, pages())
+    assert storage(store.client(), **other).batch_exists(KEYS) == 0
 
 
 def test_ranks_of_a_model_with_latents_share_their_pages() -> None:
     store = Memory(Path())
-    PagedStorage(config(is_mla_model=True, tp_size=2), client=store.client()).batch_set(KEYS, pages())
-    other = PagedStorage(config(is_mla_model=True, tp_size=2, tp_rank=1), client=store.client())
+    storage(store.client(), is_mla_model=True, tp_size=2).batch_set(KEYS, pages())
+    other = storage(store.client(), is_mla_model=True, tp_size=2, tp_rank=1)
     assert other.batch_exists(KEYS) == 5
 
 
 def test_a_flipped_bit_and_a_page_of_another_size_are_misses() -> None:
     store = Memory(Path())
-    storage = PagedStorage(config(), client=store.client())
-    storage.batch_set(KEYS, pages())
+    ours = storage(store.client())
+    ours.batch_set(KEYS, pages())
     one = Memory(Path())
-    PagedStorage(config(), client=one.client()).set(KEYS[2], pages()[2])
+    storage(one.client()).set(KEYS[2], pages()[2])
     [name] = one.records()
     record = bytearray(store.read(name))
     record[-1] ^= 1
     store.write(name, bytes(record))
     targets = empty()
-    assert [page is not None for page in storage.batch_get(KEYS, targets)] == [True, True, False, False, False]
+    assert [page is not None for page in ours.batch_get(KEYS, targets)] == [True, True, False, False, False]
     assert not targets[2].any()  # a damaged page does not reach its tensor
-    assert storage.get(KEYS[0], torch.zeros(7)) is None
+    assert ours.get(KEYS[0], torch.zeros(7)) is None
 
 
-def test_a_secret_key_keeps_planted_pages_out(tmp_path: Path) -> None:
+def test_a_page_that_was_planted_without_the_key_is_a_miss(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"sixteen bytes or more\n")
     store = Memory(Path())
-    (tmp_path / "key").write_bytes(b"sixteen bytes or more")
-    keyed = config(extra_config={"key_file": str(tmp_path / "key")})
-    PagedStorage(config(), client=store.client()).batch_set(KEYS, pages())
-    assert PagedStorage(keyed, client=store.client()).batch_get(KEYS, empty()) == [None] * 5
+    keyed = storage(store.client(), extra_config={"key_file": str(tmp_path / "key")})
+    assert keyed.batch_set(KEYS, pages())
+    for name in store.records():
+        content = np.frombuffer(store.read(name), np.uint8, offset=HEADER.size)
+        header = HEADER.pack(MAGIC, FORMAT, len(content), name, checksum(content, name))
+        store.write(name, header + content.tobytes())
+    assert keyed.batch_exists(KEYS) == 5
+    assert keyed.batch_get(KEYS, empty()) == [None] * 5
 
 
 class Broken(MemoryClient):
@@ -104,16 +132,20 @@ class Broken(MemoryClient):
 
 
 def test_a_store_that_fails_costs_a_prefix_and_no_thread_of_sglang() -> None:
-    storage = PagedStorage(config(), client=Broken({}))
-    assert storage.batch_exists(KEYS) == 0
-    assert storage.batch_get(KEYS, empty()) == [None] * 5
-    assert storage.batch_set(KEYS, pages()) is False
+    ours = storage(Broken({}))
+    assert ours.batch_exists(KEYS) == 0
+    assert ours.batch_get(KEYS, empty()) == [None] * 5
+    assert ours.batch_set(KEYS, pages()) is False
 
 
-def test_a_config_without_a_store_is_refused_in_words() -> None:
+def test_a_config_without_store_or_weights_is_refused_in_words() -> None:
     with pytest.raises(InvalidRequest, match="names no store"):
         PagedStorage(config())
     with pytest.raises(InvalidRequest, match="redis:URL"):
         PagedStorage(config(extra_config={"store": "ftp://there"}))
+    with pytest.raises(InvalidRequest, match="names no weights"):
+        PagedStorage(config(), client=MemoryClient({}))
+    with pytest.raises(InvalidRequest, match="register_mem_pool_host"):
+        PagedStorage(config(extra_config={"weights": "sha"}), client=MemoryClient({})).batch_get(KEYS, empty())
     with pytest.raises(InvalidRequest, match="a tensor for each page"):
-        PagedStorage(config(), client=MemoryClient({})).batch_get(KEYS)
+        storage(MemoryClient({})).batch_get(KEYS)

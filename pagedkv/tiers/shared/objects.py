@@ -2,14 +2,17 @@
 
     pagedkv/<time>-<random>   head: magic, number of records, bytes of a record │ names [n] of 32 bytes │ records [n]
 
-An object store charges for requests and is slow to begin, so the pages that are published within `linger` seconds are
-written as one object of at most 16 MiB. A process learns of the objects of others by listing those whose time is new,
-and reads their heads. So a page of another process is found a moment after it was written, and `find` reads no object
-twice. An object is deleted when its process has evicted all pages in it; a rule of the bucket should delete old ones.
+An object store charges for requests and is slow to begin, so the pages that are published within `linger` seconds go
+together, into few objects of at most 16 MiB. A process learns of the objects of others by listing those whose time is
+new, and reads their heads. So a page of another process is found a moment after it was written, and `find` reads no
+object twice. An object is deleted when its process has evicted all pages in it; a rule of the bucket should delete old
+ones.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import secrets
 import struct
 import threading
@@ -21,7 +24,7 @@ from typing import Any, Final, NamedTuple
 from pagedkv.core.arguments import real
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.checksum import Bytes
-from pagedkv.tiers.shared.records import Record
+from pagedkv.tiers.shared.records import HEADER, Record
 from pagedkv.tiers.shared.tier import SharedTier
 from pagedkv.tiers.tier import KEY_BYTES
 
@@ -35,12 +38,16 @@ LISTED_EVERY: Final = 1.0
 """Seconds between two listings."""
 CLOCKS_DIFFER: Final = 120
 """Seconds by which the clocks of two processes may differ: objects so much older than the newest are listed again."""
+MOST_HEADS: Final = 256
+"""Heads that one listing reads; the next listing goes on."""
+MOST_PLACES: Final = 1 << 20
+"""Records of other processes that are remembered. The oldest are forgotten first."""
 
 
 class ObjectTier(SharedTier):
     """Pages in the object store at `url`: "s3://bucket/prefix", "gs://...", "az://..." or "file:///folder".
 
-    linger:  seconds for which published pages are gathered into one object.
+    linger:  seconds for which published pages are gathered.
     timeout: seconds after which a request fails.
     store:   keyword options for obstore.store.from_url: region, endpoint, credentials.
     size, key, threads, patience, limit, policy: see SharedTier.
@@ -82,52 +89,68 @@ class ObjectClient:
         except ImportError:
             raise InvalidRequest("a tier of objects needs the package obstore: pip install 'pagedkv[s3]'") from None
         self._obstore = obstore
-        waits = {"timeout": f"{timeout}s", "connect_timeout": f"{timeout}s", **options.pop("client_options", {})}
+        waits = {"timeout": f"{timeout}s", "connect_timeout": f"{timeout}s", **options.get("client_options", {})}
         if not url.startswith(("file:", "memory:")):
-            options = {"client_options": waits, "retry_config": {"max_retries": 1}, **options}
+            options = {"retry_config": {"max_retries": 1}, **options, "client_options": waits}
         try:
             self._store = from_url(url, **options)
         except Exception as error:  # obstore raises classes of its own for what it cannot read
             raise InvalidRequest(f"url is {url!r} ({error}); give one such as s3://bucket/prefix") from None
         self._places: dict[bytes, _Place] = {}
         self._own: Counter[str] = Counter()  # records of each object of this process that were not deleted
-        self._heads: set[str] = set()  # the objects whose heads were read
-        self._listed_at, self._changing = -LISTED_EVERY, threading.Lock()
+        self._heads: set[str] = set()  # the objects whose heads were read, but for those that are not listed again
+        self._undeleted: set[str] = set()  # empty objects that the store has not deleted yet
+        self._newest = 0  # nanoseconds: the time in the name of the newest object whose head was read
+        self._listed_at, self._listing, self._changing = -LISTED_EVERY, threading.Lock(), threading.Lock()
 
     def find(self, names: Sequence[bytes]) -> list[bool]:
         """See Client.find."""
-        with self._changing:
-            if not all(name in self._places for name in names):
+        if not all(name in self._places for name in names):
+            with self._listing:
                 self._list()
-            return [name in self._places for name in names]
+        return [name in self._places for name in names]
 
     def _list(self) -> None:
-        """Learn of new objects. The caller holds the lock."""
+        """Learn of new objects. The caller holds `_listing`."""
         if time.monotonic() - self._listed_at < LISTED_EVERY:
             return
-        newest = max((int(path[len(FOLDER) :].split("-")[0]) for path in self._heads), default=0)
-        since = f"{FOLDER}{max(0, newest - CLOCKS_DIFFER * 10**9):020d}"
+        self._listed_at = time.monotonic()
+        latest = time.time_ns() + CLOCKS_DIFFER * 10**9  # a name with a later time would hide all others
+        since = f"{FOLDER}{max(0, self._newest - CLOCKS_DIFFER * 10**9):020d}"
+        self._heads = {path for path in self._heads if path >= since}
+        num_read = 0
         for page in self._obstore.list(self._store, FOLDER, offset=since):
             for path, size in ((entry["path"], entry["size"]) for entry in page):
-                if path not in self._heads and path[len(FOLDER) :].split("-")[0].isdecimal():
-                    self._read_head(path, size)
-        self._listed_at = time.monotonic()
+                made_at = path[len(FOLDER) :].split("-")[0]
+                if path in self._heads or not made_at.isdecimal() or int(made_at) > latest:
+                    continue
+                if num_read == MOST_HEADS:
+                    return
+                self._read_head(path, size)
+                self._heads.add(path)
+                self._newest, num_read = max(self._newest, int(made_at)), num_read + 1
 
     def _read_head(self, path: str, object_bytes: int) -> None:
         """Note the records of an object. One whose head does not describe it has none."""
-        self._heads.add(path)
+        if object_bytes < HEAD.size:
+            return
         try:
             head = bytes(self._get(path, 0, min(object_bytes, HEAD.size + MOST_RECORDS * KEY_BYTES)))
         except FileNotFoundError:
             return  # deleted meanwhile
-        if len(head) < HEAD.size:
-            return
         magic, count, size = HEAD.unpack_from(head)
         start = HEAD.size + count * KEY_BYTES
-        if magic == MAGIC and count <= MOST_RECORDS and object_bytes == start + count * size:
+        if magic != MAGIC or count > MOST_RECORDS or size <= HEADER.size or object_bytes != start + count * size:
+            return
+        with self._changing:
             for at in range(count):
                 name = head[HEAD.size + at * KEY_BYTES :][:KEY_BYTES]
-                self._places[name] = _Place(path, start + at * size, size)
+                held = self._places.get(name)
+                if held is None or held.path not in self._own:  # the place of an own record is known better here
+                    self._places[name] = _Place(path, start + at * size, size)
+            for name in list(itertools.islice(self._places, max(0, len(self._places) - MOST_PLACES))):
+                if self._places[name].path not in self._own:
+                    del self._places[name]
 
     def _get(self, path: str, start: int, length: int) -> Any:
         return self._obstore.get_range(self._store, path, start=start, length=length)
@@ -141,10 +164,22 @@ class ObjectClient:
         if place is None:
             return None
         try:
-            return memoryview(self._get(place.path, place.offset, place.size))
+            record = memoryview(self._get(place.path, place.offset, place.size))
         except FileNotFoundError:  # its process has evicted it
-            self._places.pop(name, None)
+            self._forget(name, place)
             return None
+        except Exception:
+            if self._obstore.head(self._store, place.path)["size"] >= place.offset + place.size:
+                raise  # the store failed, and not the object
+            record = memoryview(b"")
+        if len(record) < place.size:  # the object is shorter than its head says: a damaged record
+            self._forget(name, place)
+        return record
+
+    def _forget(self, name: bytes, place: _Place) -> None:
+        with self._changing:
+            if self._places.get(name) == place:
+                del self._places[name]
 
     def put(self, names: Sequence[bytes], records: Sequence[tuple[bytes, Bytes]]) -> list[str]:
         """See Client.put."""
@@ -165,20 +200,19 @@ class ObjectClient:
                 self._places[name] = _Place(path, len(head) + at * size, size)
 
     def delete(self, names: Sequence[bytes]) -> None:
-        """See Client.delete. Records of other processes are only forgotten here."""
-        empty = []
+        """See Client.delete. Records of other processes are only forgotten here. A failed deletion is tried again."""
         with self._changing:
             for place in filter(None, (self._places.pop(name, None) for name in names)):
                 if place.path in self._own:
                     self._own[place.path] -= 1
                     if not self._own[place.path]:
                         del self._own[place.path]
-                        empty.append(place.path)
+                        self._undeleted.add(place.path)
+            empty = list(self._undeleted)
         for path in empty:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._obstore.delete(self._store, path)
-            except FileNotFoundError:
-                continue
+            self._undeleted.discard(path)
 
     def close(self) -> None:
         """See Client.close. obstore has nothing to end."""

@@ -24,6 +24,8 @@ FORMAT: Final = 1
 HEADER: Final = struct.Struct("<4sIQ32s16s")
 """magic, format, number of bytes, name, checksum."""
 MISSING, DAMAGED = "missing", "damaged"
+THERE: Final = "there"
+"""The end of a store whose page another process has stored already."""
 
 Record = bytes | memoryview
 

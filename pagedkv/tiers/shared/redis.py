@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.checksum import Bytes
-from pagedkv.tiers.shared.records import Record
+from pagedkv.tiers.shared.records import THERE, Record
 from pagedkv.tiers.shared.tier import SharedTier
 from pagedkv.tiers.slots import FULL
 
@@ -52,7 +52,7 @@ class RedisClient:
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, decode_responses=False
             )
         except ValueError as error:
-            raise InvalidRequest(f"url is {url!r} ({error}); give one such as redis://127.0.0.1:6379/0") from None
+            raise InvalidRequest(f"the url of Redis cannot be read ({error}); give redis://127.0.0.1:6379/0") from None
 
     def find(self, names: Sequence[bytes]) -> list[bool]:
         """See Client.find."""
@@ -73,13 +73,15 @@ class RedisClient:
         """See Client.put."""
         pipe = self._redis.pipeline(transaction=False)
         for name, (header, content) in zip(names, records, strict=True):
-            pipe.set(_key(name), b"".join((header, content.data)), ex=self._expire)
+            pipe.set(_key(name), b"".join((header, content.data)), ex=self._expire, nx=True)
         return [self._why(answer) for answer in pipe.execute(raise_on_error=False)]
 
     def _why(self, answer: object) -> str:
         if isinstance(answer, self._out_of_memory):
             return FULL
-        return f"failed: {answer}" if isinstance(answer, Exception) else ""
+        if isinstance(answer, Exception):
+            return f"failed: {answer}"
+        return "" if answer else THERE  # another process has stored it meanwhile: it counts the record
 
     def delete(self, names: Sequence[bytes]) -> None:
         """See Client.delete."""

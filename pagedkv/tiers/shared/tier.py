@@ -14,8 +14,10 @@ This file knows frames, slots and records; it must not know a vendor.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -26,14 +28,13 @@ import numpy.typing as npt
 import torch
 
 from pagedkv.core.arguments import real, whole
+from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.mover import Task
 from pagedkv.tiers.pool_view import PoolView
-from pagedkv.tiers.shared.records import HEADER, MISSING, Client, Records
+from pagedkv.tiers.shared.records import HEADER, MISSING, THERE, Client, Records
 from pagedkv.tiers.slots import CHANGED, CORRUPT, GONE, Move, SlotTier
-from pagedkv.tiers.tier import Key, Result
+from pagedkv.tiers.tier import CLOSING, Key, Result
 
-THERE: Final = "there"
-"""The end of a store whose page another process has stored already."""
 ASKED_AT_ONCE: Final = 128
 """Names in one question. A prompt is asked for from its start, so a question without an answer ends the lookup."""
 
@@ -45,7 +46,7 @@ class SharedTier(SlotTier):
     key:      16 to 64 secret bytes, the same in all processes: pages that were not written with it are not found. None
               only where everyone who can write to the store is trusted: such a person can plant pages.
     threads:  how many transfers may be under way at a time.
-    patience: seconds for which `lookup` waits for an answer of the store.
+    patience: the most seconds, of each second, in which lookups wait for answers of the store.
     limit:    the most bytes a second that the tier moves, "2GB" or an int; None for no limit.
     policy:   the order in which this process evicts its pages, see MemoryManager.
 
@@ -71,6 +72,9 @@ class SharedTier(SlotTier):
         self._records = Records(client, key)
         self.num_threads: int = whole(threads, "threads", 1, 1025)
         self._patience = real(patience, "patience")
+        if not 0 <= self._patience < math.inf:
+            raise InvalidRequest(f"patience is {patience}; give the seconds that a lookup may wait, 0 or more")
+        self._waited, self._second = 0.0, 0.0
 
     def _slot_bytes(self, frame_bytes: int) -> int:
         return frame_bytes + HEADER.size
@@ -85,7 +89,7 @@ class SharedTier(SlotTier):
     def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
         """See Tier.lookup. Keys come in the order of the prompt: behind a missing page no page is asked for."""
         found, num_asked = np.zeros(len(keys), bool), 0
-        until = time.monotonic() + self._patience
+        until = self._begin_waiting()
         while num_asked < len(keys):
             part = [key.name for key in keys[num_asked : num_asked + ASKED_AT_ONCE]]
             answer = self._asker.ask(part, until - time.monotonic())
@@ -93,10 +97,18 @@ class SharedTier(SlotTier):
             num_asked += len(answer)
             if not (answer and all(answer)):
                 break
+        self._waited = self._patience - (until - time.monotonic())
         self._lose([key.name for key, is_there in zip(keys[:num_asked], found, strict=False) if not is_there])
         self._stats.asked += len(keys)
         self._stats.hits += int(found.sum())
         return found
+
+    def _begin_waiting(self) -> float:
+        """Return the time until which lookups may wait: a long prompt asks often, and must not wait each time."""
+        now = time.monotonic()
+        if now - self._second >= 1.0:
+            self._second, self._waited = now, 0.0
+        return now + self._patience - self._waited
 
     def _lose(self, names: Sequence[bytes]) -> None:
         """Give up the slots of pages that the store has dropped, so that they are stored again."""
@@ -117,6 +129,17 @@ class SharedTier(SlotTier):
         for move in moves:
             move.slot = -1  # a load holds no slot: the page may be another process's
         return moves
+
+    def _begin_stores(self, moves: list[Move]) -> list[Move]:
+        begun = super()._begin_stores(moves)
+        for move in begun:
+            self._names[move.slot] = move.key.name  # by this thread alone: `_void` deletes what may have been stored
+        return begun
+
+    def _end_stores(self, moves: Sequence[Move]) -> None:
+        self._void([move.slot for move in moves if move.why.startswith("failed")])  # stored perhaps
+        for move in moves:
+            self._names[move.slot] = b""
 
     def _void(self, slots: Sequence[int]) -> None:
         names = [self._names[slot] for slot in slots if self._names[slot]]
@@ -150,7 +173,6 @@ class SharedTier(SlotTier):
         refusals = self._records.put([move.key.name for move, _ in sent], [content for _, content in sent])
         for (move, _), why in zip(sent, refusals, strict=True):
             move.why = why
-            self._names[move.slot] = b"" if why else move.key.name
 
     def _load(self, moves: Sequence[Move]) -> None:
         pool = self._pool
@@ -164,8 +186,14 @@ class SharedTier(SlotTier):
                 pool.write(np.array([move.frame]), stage, np.zeros(1, np.int64), move.job.fence)
 
     def _end(self) -> None:
-        self._asker.close()
-        self._records.close()
+        if self._asker.close():  # else the client is in use, and stays
+            self._records.close()
+
+    def close(self, timeout: float = CLOSING) -> None:
+        """See Tier.close."""
+        if self._pool is None and not self._is_closed:
+            self._records.close()
+        super().close(timeout)
 
 
 class _Asker:
@@ -174,7 +202,11 @@ class _Asker:
     def __init__(self, records: Records) -> None:
         self._questions: SimpleQueue[_Question | None] = SimpleQueue()
         self._last: _Question | None = None
-        threading.Thread(target=_answer, args=(records, self._questions), name="pagedkv asker", daemon=True).start()
+        self._thread = threading.Thread(
+            target=_answer, args=(records, self._questions), name="pagedkv asker", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._questions.put, None)  # also of a tier that is not closed
 
     def ask(self, names: list[bytes], seconds: float) -> list[bool]:
         """Return whether the store has each page; [] if it does not answer in time, or has not answered before."""
@@ -184,9 +216,11 @@ class _Asker:
         self._questions.put(self._last)
         return self._last.answer if self._last.is_answered.wait(seconds) else []
 
-    def close(self) -> None:
-        """Stop the thread after its question."""
+    def close(self) -> bool:
+        """Stop the thread after its question. Return whether it has ended."""
         self._questions.put(None)
+        self._thread.join(CLOSING)
+        return not self._thread.is_alive()
 
 
 class _Question:
