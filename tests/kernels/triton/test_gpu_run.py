@@ -27,9 +27,13 @@ from tests.kernels.triton.test_triton import interpreted, interpreting, tuning
 
 __all__ = ["interpreting"]  # a fixture
 
-constants, gpu_attention, gpu_ceiling, gpu_peers, gpu_pool, gpu_timing, record, tune = (
+constants, gpu_attention, gpu_ceiling, gpu_peers, gpu_pool, gpu_prefill, gpu_timing, record, tune = (
     interpreted(f"pagedkv.bench.{name}")
-    for name in "gpu.constants gpu.attention gpu.ceiling gpu.peers gpu.pool gpu.timing record gpu.tune".split()
+    for name in (
+        *(f"gpu.{each}" for each in "constants attention ceiling peers pool prefill timing".split()),
+        "record",
+        "gpu.tune",
+    )
 )
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"), pytest.mark.usefixtures("interpreting")]
 ROOT = Path(__file__).parents[3]
@@ -165,6 +169,9 @@ def test_the_quick_benchmark_looks_at_every_promise() -> None:
     for cells in (gpu_attention.QUICK, gpu_attention.GROUPS):
         group = {cell: i for i, part in enumerate(cells) for cell in part}
         for must in gpu_attention.MUSTS:
+            if must.cell.kind == "prefill":
+                assert (must.cell.new, must.cell.context) in gpu_prefill.SHAPES, "prefill.py measures these"
+                continue
             assert must.cell in group
             assert must.twin is None or group[must.twin] == group[must.cell], "a ratio is of one moment"
 
