@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from pagedkv.errors import InvalidRequest
+
 SUM_BYTES: Final = 16
 
 Bytes = npt.NDArray[np.uint8]
@@ -28,3 +30,9 @@ def checksum(content: Bytes, name: bytes, key: bytes | None = None) -> bytes:
     hasher = hashlib.blake2b(name, digest_size=SUM_BYTES, key=key)
     hasher.update(content.data)
     return hasher.digest()
+
+
+def require_secret(key: object) -> None:
+    """Raise InvalidRequest for a key that is neither None nor 16 to 64 bytes."""
+    if key is not None and not (isinstance(key, bytes) and 16 <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE):
+        raise InvalidRequest("key is not 16 to 64 bytes; give so many secret bytes, or None")

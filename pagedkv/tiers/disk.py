@@ -36,8 +36,7 @@ from filelock import FileLock, Timeout
 
 from pagedkv import regular_files
 from pagedkv.core.arguments import flag, whole
-from pagedkv.errors import InvalidRequest
-from pagedkv.tiers.checksum import SUM_BYTES, Bytes, checksum
+from pagedkv.tiers.checksum import SUM_BYTES, Bytes, checksum, require_secret
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.slots import CHANGED, CORRUPT, Move, SlotTier
 from pagedkv.tiers.tier import KEY_BYTES, Key
@@ -100,8 +99,7 @@ class DiskTier(SlotTier):
         policy: str = "lru",
     ) -> None:
         super().__init__(size, limit=limit, policy=policy)
-        if key is not None and not (isinstance(key, bytes) and 16 <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE):
-            raise InvalidRequest("key is not 16 to 64 bytes; give so many secret bytes, or None")
+        require_secret(key)
         self._folder, self._key = Path(folder), key
         self._checksum = "xxh3-128" if key is None else "blake2b with a key"
         self._direct = flag(direct, "direct")

@@ -16,8 +16,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from pagedkv.errors import InvalidRequest
-from pagedkv.tiers.checksum import Bytes, checksum
+from pagedkv.tiers.checksum import Bytes, checksum, require_secret
 
 MAGIC: Final = b"PKVr"
 FORMAT: Final = 1
@@ -61,8 +60,7 @@ class Records:
     """
 
     def __init__(self, client: Client, key: bytes | None) -> None:
-        if key is not None and not (isinstance(key, bytes) and 16 <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE):
-            raise InvalidRequest("key is not 16 to 64 bytes; give so many secret bytes, or None")
+        require_secret(key)
         self._client, self._key = client, key
 
     def _names(self, pages: Sequence[bytes]) -> list[bytes]:
