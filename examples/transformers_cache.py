@@ -2,7 +2,7 @@
 
     pool = connect(model)                                    once: our attention function, and a pool of frames
     with PagedCache(pool, **inputs) as cache:                maps what the pool knows of the prompts
-        model.generate(**inputs, past_key_values=cache)      greedy, samples, beams; prompt lookup with PagedCache(pool)
+        model.generate(**inputs, **{CACHE: cache})           greedy, samples, beams; prompt lookup with PagedCache(pool)
 
 Each forward is a step: a hook before it plans, each layer writes and attends, a hook after it commits. Padding is never
 stored. Beams fork pages. It serves decoders of full and sliding attention whose prompts are text; others are refused.
@@ -23,11 +23,15 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from pagedkv import KVSpec, PagedKVCache, paged_attention, write_kv
 
 NAME = "pagedkv"  # of our attention implementation
+IS_OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24)
+CACHE = "past_key_values" if IS_OLD else "cache"  # the argument of a model that is its cache
 CROP = 64  # tokens that prompt lookup may take back: a layer with a window keeps so many positions behind it
 
 
 class PagedCache(Cache, AbstractContextManager):
     """The cache of one batch of generate(): address spaces in `pool`, one for each row."""
+
+    is_linear = (False,)  # no layer is recurrent: without it, transformers would compute known columns again
 
     def __init__(
         self, pool: PagedKVCache, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None
@@ -109,7 +113,7 @@ def attention(module: Any, q: Any, k: Any, v: Any, mask: None, scaling: Any = No
     cache = getattr(k, "cache", None)
     if cache is None or options.get("position_bias") is not None or options.get("output_attentions"):
         what = f"attn_implementation={NAME!r} attends to a PagedCache, without position_bias or output_attentions"
-        raise NotImplementedError(f"{what}; pass past_key_values=PagedCache(pool), or set another attn_implementation")
+        raise NotImplementedError(f"{what}; pass {CACHE}=PagedCache(pool), or set another attn_implementation")
     layer = module.layer_idx
     out = paged_attention(
         q, cache.pool[layer], cache.step[0][layer], scale=scaling, softcap=options.get("softcap") or 0.0,
@@ -141,13 +145,13 @@ def connect(model: Any, **options: Any) -> PagedKVCache:
     specs = [KVSpec(windows.count(w), **shape, window=w, keep=0 if w is None else CROP) for w in groups]
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if isinstance(cache := kwargs.get("past_key_values"), PagedCache):
+        if isinstance(cache := kwargs.get(CACHE), PagedCache):
             ids = args[0] if args else kwargs.get("input_ids")
             B, L = (kwargs["inputs_embeds"] if ids is None else ids).shape[:2]
             cache.begin(ids, B, L, kwargs.get("attention_mask"))
 
     def after(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if isinstance(cache := kwargs.get("past_key_values"), PagedCache) and cache.step:
+        if isinstance(cache := kwargs.get(CACHE), PagedCache) and cache.step:
             cache.end(is_done=output is not None)
 
     model.set_attn_implementation(NAME)
@@ -174,7 +178,7 @@ if __name__ == "__main__":
             # generate() looks prompts up in an empty cache only, here and with DynamicCache
             with PagedCache(pool, **({} if way == "prompt lookup" else padded)) as cache:
                 computed = ids.shape[1] - cache.columns
-                tokens = model.generate(**inputs, **options, past_key_values=cache)
+                tokens = model.generate(**inputs, **options, **{CACHE: cache})
             assert torch.equal(tokens, expected[way]), way
             print(f"{config.model_type}, {way}: the tokens of DynamicCache; {computed} of 53 columns computed")
         assert pool.stats().mapped == 0

@@ -33,6 +33,7 @@ from pagedkv.bench.generate.models import recall_questions
 from pagedkv.bench.progress import track
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.integrations.transformers import PagedCache, Pool, patch
+from pagedkv.integrations.transformers.geometry import CACHE
 
 STEPS: Final = 16
 VARIANTS: Final = ("DynamicCache", "StaticCache", "pages", "pages int8")
@@ -95,7 +96,7 @@ def decode_from(cache: Any, model: Any, shape: tuple[int, int]) -> float:
     """Return the seconds in which generate() makes STEPS tokens after those of the cache."""
     batch, context = shape
     ids = torch.randint(0, 32_000, (batch, context + 1))
-    given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": STEPS}
+    given = {"attention_mask": torch.ones_like(ids), CACHE: cache, "max_new_tokens": STEPS}
     found, seconds, is_clean = watched(lambda: model.generate(input_ids=ids, do_sample=False, **given))
     assert found.shape[1] == context + 1 + STEPS
     if isinstance(cache, PagedCache):
@@ -107,7 +108,7 @@ def first_token(variant: str, model: Any, pools: dict[str, Pool], ids: torch.Ten
     """Return the seconds to the first token of a prompt."""
     options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     if variant not in pools:
-        options["past_key_values"] = transformers.DynamicCache(config=model.config)
+        options[CACHE] = transformers.DynamicCache(config=model.config)
     return on_this_cpu(lambda: model.generate(input_ids=ids, **options))
 
 
@@ -195,7 +196,7 @@ def report_quality(report: Callable[[Row], None], model: Any) -> None:
     for kv_dtype in (None, "int8"):
         handle = patch(model, kv_dtype=kv_dtype)
         with torch.no_grad(), PagedCache(model.config, pool=handle.pool) as cache:
-            logits = model(ids, past_key_values=cache).logits[0, :-1].float().log_softmax(-1)
+            logits = model(ids, **{CACHE: cache}).logits[0, :-1].float().log_softmax(-1)
         found[kv_dtype] = logits.gather(1, ids[0, 1:, None])
         handle.unpatch()
     difference = float((found["int8"] - found[None]).abs().mean())

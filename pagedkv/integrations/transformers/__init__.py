@@ -22,7 +22,7 @@ except ImportError as _error:
 
 import warnings
 
-OLDEST, NEWEST = (5, 14), (5, 23)
+OLDEST, NEWEST = (5, 14), (5, 24)
 """The oldest version of transformers that is supported, and the newest that is tested."""
 
 

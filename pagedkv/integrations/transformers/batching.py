@@ -10,6 +10,7 @@ tokens overwrite: their K and V are gathered by the host, and our kernel attends
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -17,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pagedkv import KVLayer, PagedBatch, paged_attention, write_kv
@@ -49,14 +51,37 @@ def paged_batching(model: Any) -> Iterator[None]:
     Geometry.of(model.config)
     if not model._supports_attention_backend:
         raise InvalidRequest(f"{type(model).__name__} does not use the AttentionInterface, which paged_batching needs")
-    if BATCHING_NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        AttentionInterface.register(BATCHING_NAME, batched_attention)
+    _register()
     context = object()
     _IN_CONFIG.put(model.config, context)
     try:
         yield
     finally:
         _IN_CONFIG.take(model.config, lambda user: user is context)
+
+
+def _register() -> None:
+    """Make batched_attention known to the host, once.
+
+    Layers of transformers 5.24 and newer call `update` of the host's cache before attention, and it gathers K and V of
+    all tokens. For models in the context it gathers nothing: batched_attention gets the cache, as from older layers.
+    """
+    if BATCHING_NAME in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        return
+    AttentionInterface.register(BATCHING_NAME, batched_attention)
+    if HOST >= (5, 24):
+        PagedAttentionCache.update = _update_instead_of(PagedAttentionCache.update)  # type: ignore[method-assign]
+
+
+def _update_instead_of(own: Any) -> Any:
+    @functools.wraps(own)
+    def update(cache: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: Any) -> Any:
+        if cache.config._attn_implementation != BATCHING_NAME or kwargs.get("cache") is cache:
+            return own(cache, key_states, value_states, layer_idx, kwargs=kwargs)
+        kwargs["cache"] = cache
+        return key_states, value_states
+
+    return update
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -127,7 +152,8 @@ def _gathered(
     cache: Any, number: int, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
 ) -> tuple[KVLayer, PagedBatch]:
     """Return K and V that the host gathers for a layer with a window, as pages of one token, and their table."""
-    theirs = {name: options[name] for name in ("cu_seq_lens_k", "max_length_k", "read_index", "write_index")}
+    names = ("cache", "cu_seq_lens_k", "max_length_k", "read_index", "write_index")
+    theirs = {name: options[name] for name in names}
     keys, values = cache.update(key_states=key, value_states=value, layer_idx=number, kwargs=theirs)
     keys, values = (one[0].transpose(0, 1).unsqueeze(1).contiguous() for one in (keys, values))
     cu_seqlens_k, longest = theirs["cu_seq_lens_k"], int(theirs["max_length_k"])

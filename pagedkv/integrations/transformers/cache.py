@@ -1,4 +1,4 @@
-"""PagedCache: the cache of one batch of sequences, for `past_key_values` of a transformers model.
+"""PagedCache: the cache of one batch of sequences, for `cache` of a transformers model.
 
 A forward pass of the model is a step:
 
@@ -99,11 +99,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class PagedCache(Cache):
-    """Sequences in pages: what `model(..., past_key_values=)` and `model.generate(..., past_key_values=)` take.
+    """Sequences in pages: what `model(..., cache=)` and `model.generate(..., cache=)` take.
 
         cache = PagedCache(model.config)                any model, any attention: K and V are gathered in each step
         patch(model); model.generate(...)               makes one for each call, and the kernels read its pages
 
+    Before transformers 5.24, the argument is `past_key_values`. Newer ones take that name too, with a warning.
     config: the model's config. pool: a pool shared with other caches; None: an own pool, made of `options`, see Pool.
     salt:   prompts find pages with the same salt alone; the hooks of `patch` put in the names of active adapters.
     It is a context manager: the pages are given back at its end. Then, or when `close` is called, full pages of known
@@ -309,7 +310,7 @@ class PagedCache(Cache):
         self.pending = None
         raise InvalidRequest(
             f"layer {layer} does not attend through the AttentionInterface of transformers, so it cannot read pages; "
-            "pass past_key_values=PagedCache(model.config) to the model without patch()"
+            "pass cache=PagedCache(model.config) to the model without patch()"
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -22,6 +22,9 @@ from pagedkv.errors import InvalidRequest
 HOST: Final = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 """The version of transformers."""
 
+CACHE: Final = "cache" if HOST >= (5, 24) else "past_key_values"
+"""The name of the cache among the arguments of a model, and in its output."""
+
 KEPT: Final = 64
 """Positions that a layer with a window keeps behind it, so that rejected drafts can be taken back."""
 
@@ -107,7 +110,7 @@ def shapes_of(model: Any, geometry: Geometry) -> dict[int, Shape]:
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         with torch.no_grad():
-            model.forward(input_ids=token, past_key_values=cache, use_cache=True)
+            model.forward(input_ids=token, use_cache=True, **{CACHE: cache})
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # each model fails in its own way

@@ -24,14 +24,15 @@ from pagedkv.integrations.transformers import trial
 from pagedkv.integrations.transformers.attention import ACTIVE, IN_CONFIG, register
 from pagedkv.integrations.transformers.batching import BATCHING_NAME
 from pagedkv.integrations.transformers.cache import PagedCache, has_padding_behind
-from pagedkv.integrations.transformers.geometry import HOST, shapes_of
+from pagedkv.integrations.transformers.geometry import CACHE, HOST, shapes_of
 from pagedkv.integrations.transformers.pool import Pool
 
 _ATTRIBUTE: Final = "_pagedkv"  # of a patched model: its Patched
+_OLD_NAME: Final = "past_key_values"  # of the argument CACHE: newer hosts rename it after our hook has run
 
 _PLAIN_INPUTS: Final = frozenset(
     ("attention_mask", "cache_position", "input_ids", "labels", "logits_to_keep", "output_attentions",
-     "output_hidden_states", "output_router_logits", "past_key_values", "position_ids", "return_dict", "use_cache")
+     "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache", CACHE)
 )  # fmt: skip
 """Inputs of a forward pass besides which K and V depend on nothing but ids and positions."""
 
@@ -181,7 +182,7 @@ class Patched:
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._given(args, kwargs)
-        cache = given.get("past_key_values")
+        cache = given.get(CACHE)
         if not isinstance(cache, PagedCache):
             self._leave()  # a forward pass before may have been interrupted
             return
@@ -211,7 +212,7 @@ class Patched:
             self._enter(cache, kept if isinstance(kept, int) else 0)
 
     def _after(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        cache = self._given(args, kwargs).get("past_key_values")
+        cache = self._given(args, kwargs).get(CACHE)
         if isinstance(cache, PagedCache):
             self._leave()
             unread = cache.pending if output is not None else None
@@ -221,9 +222,11 @@ class Patched:
                 cache.refuse_pending()
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a forward pass that are not None."""
+        """Return the arguments of a forward pass that are not None, with the cache at CACHE."""
         given = self._takes.bind_partial(*args, **kwargs).arguments
         given = given | given.pop(self._rest, {})
+        if given.get(_OLD_NAME) is not None:
+            given.setdefault(CACHE, given.pop(_OLD_NAME))
         return {name: value for name, value in given.items() if value is not None}
 
     def _meet(self, cache: PagedCache) -> None:
@@ -245,6 +248,7 @@ class Patched:
         config = args[0] if args else kwargs.get("generation_config")
         if not self._is_served(config, kwargs):
             return self._generate(inputs, *args, **kwargs)
+        kwargs.pop(_OLD_NAME, None)
         cache = PagedCache(self.model.config, pool=self.pool)
         cache.may_repeat = True
         try:
@@ -255,19 +259,21 @@ class Patched:
                 self._meet(cache)
                 cache.find(ids, mask)
                 self._prefill(cache, ids, mask, config, kwargs)
-            result = self._generate(inputs, *args, **kwargs | {"past_key_values": cache})
+            result = self._generate(inputs, *args, **kwargs | {CACHE: cache})
         except BaseException:
             self._leave()
             cache.reset()
             raise
         cache.may_repeat = False
-        if getattr(result, "past_key_values", None) is not cache:
+        if getattr(result, CACHE, None) is not cache:
             cache.close()
         return result
 
     def _is_served(self, config: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether a call of generate() may have a PagedCache: whether it names no other cache, and wants one."""
-        if kwargs.get("past_key_values") is not None or self._option("use_cache", config, kwargs) is False:
+        if any(kwargs.get(name) is not None for name in (CACHE, _OLD_NAME)):
+            return False
+        if self._option("use_cache", config, kwargs) is False:
             return False
         if not self.model._supports_default_dynamic_cache():
             return False
@@ -316,7 +322,7 @@ class Patched:
             chunk["position_ids"] = (mask[:, :-1].long().cumsum(1) - 1).clamp(min=0)[:, held:]
         if "logits_to_keep" in self._takes.parameters:
             chunk["logits_to_keep"] = 1
-        self.model(**chunk, past_key_values=cache, use_cache=True)
+        self.model(**chunk, use_cache=True, **{CACHE: cache})
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise InvalidRequest("a patched model cannot be copied or pickled, as its pages cannot; call unpatch() before")

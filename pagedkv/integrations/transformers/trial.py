@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers.attention import ACTIVE
 from pagedkv.integrations.transformers.cache import PagedCache
-from pagedkv.integrations.transformers.geometry import Shape
+from pagedkv.integrations.transformers.geometry import CACHE, Shape
 from pagedkv.integrations.transformers.pool import Pool
 
 Paging = Callable[[bool], AbstractContextManager[Any]]
@@ -102,7 +102,7 @@ def _logits(model: Any, cache: Any, parts: int) -> torch.Tensor:
 
 
 def _forward(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, kept: int = 0) -> torch.Tensor:
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, CACHE: cache, "use_cache": True}
     takes = inspect.signature(model.forward).parameters
     if "position_ids" in takes:
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]

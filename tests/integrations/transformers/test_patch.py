@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 from pagedkv.errors import InvalidRequest, OutOfFrames
 from pagedkv.integrations import transformers as integration
 from pagedkv.integrations.transformers import NAME, PagedCache, Patched, Pool, patch, unpatch
+from pagedkv.integrations.transformers.geometry import CACHE
 from tests.integrations.transformers.families import model_of, prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -358,6 +359,23 @@ def test_a_pool_that_is_full_says_how_to_enlarge_it(llama: Any) -> None:
     handle.unpatch()
 
 
+@pytest.mark.parametrize("name", sorted({"past_key_values", CACHE}))
+def test_a_cache_is_taken_by_its_old_name_and_by_its_new_one(llama: Any, patched: Patched, name: str) -> None:
+    inputs = prompts(20, (0, 4))
+    expected = llama.generate(**inputs, **OPTIONS)
+    with PagedCache(llama.config, pool=patched.pool) as cache:
+        with torch.no_grad():
+            logits = llama(**inputs, **{name: cache}).logits
+        assert cache.get_seq_length() == 20
+        assert patched.pool.stats().mapped > 0
+    assert logits[:, -1].argmax(-1).equal(expected[:, 20])
+    with PagedCache(llama.config, pool=patched.pool) as cache:
+        result = llama.generate(**inputs, **OPTIONS, **{name: cache}, return_dict_in_generate=True)
+        assert result.sequences.equal(expected)
+        assert getattr(result, CACHE) is cache
+    assert llama.generate(**inputs, **OPTIONS, **{name: None}).equal(expected)
+
+
 @pytest.mark.parametrize(("version", "refused"), [("5.13.2", True), ("4.56.0", True), ("5.14.0", False)])
 def test_an_old_host_is_refused(version: str, refused: bool) -> None:
     if refused:
@@ -372,7 +390,7 @@ def test_a_host_newer_than_the_tests_is_served_with_a_warning() -> None:
         integration._check_version("5.99.0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        integration._check_version("5.23.7")
+        integration._check_version("5.24.7")
 
 
 # -- errors, interrupts, threads ---------------------------------------------------------------------------------------
