@@ -18,7 +18,8 @@ NANO_VLLM_COMMIT ?= bb823b3e06983d71485a8e1f23715ebd87d98ef8
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
-INPUTS := pyproject.toml setup.py $(wildcard csrc/cpu/*.* csrc/cpu/*/*.*)
+TESTED := --constraint scripts/constraints.txt
+INPUTS := pyproject.toml setup.py scripts/constraints.txt $(wildcard csrc/cpu/*.* csrc/cpu/*/*.*)
 
 # One thread per worker: workers that each start a thread per core only wait for one another.
 PYTEST := OMP_NUM_THREADS=1 PAGEDKV_DEBUG=3 $(BIN)/python -m pytest --quiet --numprocesses=$(JOBS) --dist=worksteal
@@ -29,7 +30,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-tiers test-transformers test-vllm test-nano-vllm check bench bench-check bench-readme \
-	bench-report gpu gpu-sanitize docs wheel clean FORCE
+	bench-report gpu gpu-sanitize docs wheel constraints clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -105,6 +106,9 @@ docs: $(STAMPS)/dev ## the manual, into site/
 wheel: ## sdist and wheels into dist/, each proven in a fresh environment (PYTHONS='python3.11 python3.12')
 	@$(PYTHON) scripts/wheels.py --torch '$(TORCH)' $(PYTHONS)
 
+constraints: $(STAMPS)/dev ## write scripts/constraints.txt anew: the newest versions of what the tests need
+	@$(BIN)/python scripts/constraints.py '$(TORCH)'
+
 clean: ## remove what was built, not $(VENV)
 	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@find $(wildcard pagedkv triton_kernels tests bench scripts) -name __pycache__ -prune -exec rm -rf {} +
@@ -130,11 +134,11 @@ $(STAMPS)/torch: $(STAMPS)/torch.wish
 
 $(STAMPS)/base: $(STAMPS)/torch $(INPUTS)
 	@echo "installing pagedkv into $(VENV)"
-	@$(PIP) 'setuptools>=77' 'pybind11>=2.13'
-	@$(PIP) --no-build-isolation --editable .
+	@$(PIP) $(TESTED) 'setuptools>=77' 'pybind11>=2.13'
+	@$(PIP) $(TESTED) --no-build-isolation --editable .
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/base
 	@echo "installing what the tests and the docs need into $(VENV)"
-	@$(PIP) 'pagedkv[dev,docs]'  # pagedkv is installed: pip adds what the extras name, and builds nothing again
+	@$(PIP) $(TESTED) 'pagedkv[dev,docs]'  # pagedkv is installed: pip adds what the extras name, and builds nothing again
 	@touch $@
