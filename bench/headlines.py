@@ -49,7 +49,7 @@ def _manager(rows: list[Row]) -> Headline | None:
     beside = [
         f"{name_of(who)} {_time(row['median'])}" for who, row in sorted(found.items(), key=lambda i: i[1]["median"])
     ]
-    question = "What does the memory manager cost in a decode step of 1,024 sequences?"
+    question = "How long does the memory manager take for a decode step of 1,024 sequences?"
     times = {"pagedkv": ours["median"]} | {name_of(who): row["median"] for who, row in found.items()}
     drawn = _bars("Memory manager, a decode step of 1,024 sequences: less is better", times, _time)
     return Headline("manager", question, _time(ours["median"]), tuple(beside), ours, drawn)
@@ -83,7 +83,7 @@ def _attention(rows: list[Row]) -> Headline | None:
     share = {who: result["of_ceiling"] for who, result in row["results"].items() if "of_ceiling" in result}
     names = {"vllm": "vLLM", "sdpa": "torch SDPA on contiguous KV"}
     beside = tuple(f"{name} {share[who]:.2f}" for who, name in names.items() if who in share)
-    question = "Of the speed at which memory can be read, how much does decode attention reach?"
+    question = "How close does decode attention come to the speed of reading memory (1.00 is equal)?"
     shares = {"pagedkv": share["cpu"]} | {name: share[who] for who, name in names.items() if who in share}
     drawn = _bars("Decode attention, share of a bare read: more is better", shares, lambda value: f"{value:.0%}")
     return Headline("attention", question, f"{share['cpu']:.2f}", beside, row, drawn)
@@ -120,7 +120,7 @@ def _bandwidth(rows: list[Row]) -> Headline | None:
     if "pagedkv" not in share:
         return None
     beside = tuple(f"torch's indexing {share[name]:.2f}" for name in share if name == "torch")
-    question = "Of the speed at which memory can be copied, how much does gathering pages into one tensor reach?"
+    question = "How close does gathering pages into one tensor come to the speed of copying (1.00 is equal)?"
     shares = {"pagedkv": share["pagedkv"]} | {f"{name}, index_select": share[name] for name in share if name == "torch"}
     drawn = _bars("gather_kv, share of a copy: more is better", shares, lambda value: f"{value:.0%}")
     ours = next(row for row in found if row["variant"] == "pagedkv" and row["threads"] == most)
@@ -137,7 +137,7 @@ def _generate(rows: list[Row]) -> Headline | None:
         for name in ("StaticCache", "DynamicCache")
         if any(row["variant"] == name for row in found)
     )
-    question = "How many times the time that memory needs does a step of the engine take?"
+    question = "How much longer does a step of the engine take than reading its memory once (1.00 × is equal)?"
     some = _largest(row for row in found if any(name in row["variant"] for name in ("Static", "Dynamic"))) or ours[-1:]
     shape = (some[0]["batch"], some[0]["context"])
     names = ("pagedkv", "StaticCache", "DynamicCache")
@@ -164,7 +164,7 @@ def _transformers(rows: list[Row]) -> Headline | None:
         f"{ratios[name]:.1f} × {name}, {tokens[name]}" for name in ("StaticCache", "DynamicCache") if name in ratios
     )
     ours = f"{ratios.get('StaticCache', ratios['DynamicCache']):.1f} ×"
-    question = f"How many times as fast as with its best cache does transformers decode with pages ({shape})?"
+    question = f"How much faster does transformers decode with pages than with its own best cache ({shape})?"
     speeds = {row["variant"]: row["median"] for row in found}
     order = {name: speeds[name] for name in ("pages", "StaticCache", "DynamicCache") if name in speeds}
     drawn = _bars(f"transformers, {shape}: more is better", order, lambda value: f"{figure(value)} tokens/s")
@@ -178,7 +178,7 @@ def _vllm(rows: list[Row]) -> Headline | None:
         return None
     times = tuple(f"{row['variant']} {figure(row['median'])} ms a step" for row in found)
     shape = f"{ours['batch']} × {ours['context']:,} tokens"
-    question = f"How many times as fast does vLLM on a CPU decode with our attention ({shape})?"
+    question = f"How much faster does vLLM decode on a CPU with our attention ({shape})?"
     steps = {"pagedkv": ours["median"]} | {row["variant"]: row["median"] for row in found}
     drawn = _bars(f"A step of vLLM on a CPU, {shape}: less is better", steps, lambda value: f"{figure(value)} ms")
     return Headline("vllm", question, f"{ours['times_as_fast']:.1f} ×", times, ours, drawn)
@@ -195,9 +195,7 @@ def _tiers(rows: list[Row]) -> Headline | None:
     seconds = {place: by_place[place]["median"] for place in names if place in by_place}
     beside = [f"{100 * row['of_computing']:.1f} % from a disk" for row in [by_place.get("pagedkv, disk")] if row]
     beside.append(f"100 % is {figure(computed['median'])} s")
-    question = (
-        f"Of the time to compute a prompt of {most:,} tokens, how much does it take to fetch it from host memory?"
-    )
+    question = f"How long does fetching a prompt of {most:,} tokens from host memory take, beside computing it?"
     drawn = tuple(
         Bar(names[place], value, "peer" if place == "computed" else "ours",
             f"A first token after {most:,} tokens, by their place: less is better", label=f"{figure(value)} s")

@@ -153,9 +153,11 @@ class Run:
             lines.append(f"{about}; {each.clocks}" if each.clocks else about)
             if each.how != "passed":
                 lines[-1] += f": {each.why}"
-            room = max(0, rows - least)
-            shown = each.lines if len(each.lines) <= room else (*each.lines[: max(0, room - 1)], "... more in its log")
-            shown = shown[:room]
+            spare = max(0, rows - least)
+            shown = (
+                each.lines if len(each.lines) <= spare else (*each.lines[: max(0, spare - 1)], "... more in its log")
+            )
+            shown = shown[:spare]
             least += len(shown)
             lines += [f"  {line}" for line in shown]
         return "".join(f"{line[:columns]}\n" for line in lines)

@@ -78,7 +78,7 @@ EXTRAS_AT_HOME = (
 )
 """Modules that are imported only after someone found their extra installed."""
 
-FLOORS = {
+LEVELS = {
     "pagedkv.core": (
         "state compiled",
         "arguments prefix",
@@ -104,7 +104,7 @@ FLOORS = {
         "ops linear",
     ),
 }
-"""The rooms of a layer (modules or folders), from the ground floor up. A room imports only rooms of lower floors."""
+"""The parts of a layer (modules or folders), from the lowest level up. A part imports only parts of lower levels."""
 
 MODEL_NAMES = "Completion Engine Limits Request SamplingParams".split()
 """The public names of `pagedkv.model`. Its modules are a reference to read, not an interface to build on."""
@@ -285,24 +285,24 @@ def test_triton_sources_have_one_home():
         importlib.import_module("triton_kernels")
 
 
-def room_of(module: str, layer: str) -> str:
+def part_of(module: str, layer: str) -> str:
     """The first part of a module's name below its layer; "" for the layer itself."""
     return module.removeprefix(layer).strip(".").split(".")[0]
 
 
-@pytest.mark.parametrize("layer", FLOORS)
-def test_a_room_imports_lower_floors_only(layer):
-    floor = {room: number for number, rooms in enumerate(FLOORS[layer]) for room in rooms.split()}
-    rooms = {room_of(module, layer) for module in PACKAGE if module.startswith(f"{layer}.")}
-    assert rooms == set(floor), "a new room needs a floor, and a floor names rooms that exist"
+@pytest.mark.parametrize("layer", LEVELS)
+def test_a_part_imports_lower_levels_only(layer):
+    level = {part: number for number, parts in enumerate(LEVELS[layer]) for part in parts.split()}
+    parts = {part_of(module, layer) for module in PACKAGE if module.startswith(f"{layer}.")}
+    assert parts == set(level), "a new part needs a level, and a level names parts that exist"
     climbing = [
         f"{module} imports {target}"
         for module, path in PACKAGE.items()
         if module.startswith(f"{layer}.")
         for target in imports_of(module, path.read_text(), path.name == "__init__.py")
         if target.startswith(f"{layer}.")
-        and room_of(target, layer) != room_of(module, layer)
-        and floor[room_of(target, layer)] >= floor[room_of(module, layer)]
+        and part_of(target, layer) != part_of(module, layer)
+        and level[part_of(target, layer)] >= level[part_of(module, layer)]
     ]
     assert not climbing, "\n".join(climbing)
 

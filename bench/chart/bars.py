@@ -53,7 +53,7 @@ def bars(
     """
     labels = {bar: _label(bar, unit) for bar in given}
     left = min(320.0, 16 + max(width_of(bar.name) * (BOLD if bar.kind == "ours" else 1.06) for bar in given))
-    room = WIDTH - left - 12 - max(map(width_of, labels.values()))
+    full = WIDTH - left - 12 - max(map(width_of, labels.values()))
     parts, top, group = [], 22.0 if bound else 4.0, ""
     words_at: list[tuple[float, float, float, float]] = []  # left, right, top and bottom of headings and labels
     for bar in given:
@@ -65,13 +65,13 @@ def bars(
             top += HEADING
         beside = [other.value for other in given if other.group == group or not is_scaled_by_group]
         most = max([*beside, bound[0] if bound else 0]) or 1
-        width = bar.value / most * room
+        width = bar.value / most * full
         parts.append(_drawn(bar, labels[bar], left, width, top))
         ends = left + width, left + width + 14 + width_of(labels[bar]) * (BOLD if bar.kind == "ours" else 1.06)
         words_at.append((*ends, top + 4, top + STEP - 4))
         top += STEP
     if bound:
-        x = left + bound[0] / max(bound[0], *(bar.value for bar in given)) * room
+        x = left + bound[0] / max(bound[0], *(bar.value for bar in given)) * full
         end = "end" if x > WIDTH - width_of(bound[1]) else "mid" if x > width_of(bound[1]) / 2 else ""
         crossed = [(above, below) for first, last, above, below in words_at if first < x < last]
         parts.insert(0, f'<path class="bound" d="{_between(x, 22, top, crossed)}"/>')

@@ -34,7 +34,7 @@ MUSTS: Final = {HOST: 0.1, DISK: 0.3}
 """place: the most time, as a share of that to compute the prompt."""
 CONTEXT: Final = 4096
 LEAST: Final = 2 << 30
-"""Bytes of a tier: these, or room for two prompts."""
+"""Bytes of a tier: these, or two prompts."""
 BLOCK: Final = 16
 
 
@@ -47,8 +47,8 @@ def rows(
         checkpoint.mkdir()
         write_checkpoint(checkpoint, config)
         decoder = Decoder.load(checkpoint)
-        room = max(LEAST, 2 * context * decoder.config.spec(block_size=BLOCK, dtype="bfloat16").bytes_per_token)
-        host, disk = HostTier(room), DiskTier(Path(own) / "tier", room)
+        size = max(LEAST, 2 * context * decoder.config.spec(block_size=BLOCK, dtype="bfloat16").bytes_per_token)
+        host, disk = HostTier(size), DiskTier(Path(own) / "tier", size)
         plain, tiered = _engine(decoder, context), _engine(decoder, context, [host, disk])
         ids = torch.randint(3, config["vocab_size"], (context,)).tolist()
         _first_token(tiered, ids, 0)

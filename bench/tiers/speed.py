@@ -91,12 +91,12 @@ def rows(folder: Path | None, repetitions: int, sizes: tuple[int, ...] = SIZES, 
 
 def _rows_of(size: int, folder: Path | None, repetitions: int, moved: int) -> Iterator[Row]:
     num_frames = max(1, moved // size)
-    pool, room = pool_of(size, num_frames), 2 * num_frames
+    pool, num_slots = pool_of(size, num_frames), 2 * num_frames
     with tempfile.TemporaryDirectory(dir=folder) as own:
         tiers = {
-            ("host", False): HostTier(room * size, verify=False),
-            ("host", True): HostTier(room * size),
-            ("disk", True): DiskTier(own, room * (size + 8192), threads=THREADS),
+            ("host", False): HostTier(num_slots * size, verify=False),
+            ("host", True): HostTier(num_slots * size),
+            ("disk", True): DiskTier(own, num_slots * (size + 8192), threads=THREADS),
         }
         with _bare_copy(pool) as copy, _bare_file(Path(own) / "bare", pool) as (write, read):
             driven = {name: Driven(tier, num_frames) for name, tier in tiers.items()}

@@ -496,7 +496,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
             raise InvalidRequest(f"{verb}: this plan was made by another manager; give it back to that one")
 
     def _grow_tables(self, pages: int = 0, spaces: int = 1) -> None:
-        """Make room for so many more spaces, and for a space of so many pages."""
+        """Let the tables hold so many more spaces, and a space of so many pages."""
         if self.state.reg[st.CLOSED_LONG]:  # of a space that a plan or a pin kept open after release
             st.return_memory(self.state)
         if self.state.reg[st.NUM_UNUSED_ASIDS] < spaces:

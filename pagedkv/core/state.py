@@ -391,7 +391,7 @@ def _new_details(num_frames: int, *, by_token: bool) -> I32:
 
 
 def with_salts(state: State) -> State:
-    """Return the state with room for the salts of each frame."""
+    """Return the state with an array for the salts of each frame."""
     missing = len(state.details) == 0
     return state._replace(details=_new_details(len(state.frames), by_token=False)) if missing else state
 
@@ -402,7 +402,7 @@ def page_salts(state: State) -> I32:
 
 
 def with_more_rows(state: State) -> State:
-    """Return the state with room for twice as many spaces. The old table stays unchanged, for plans that hold it."""
+    """Return a state for twice as many spaces. The old table stays unchanged, for plans that hold it."""
     old, height = len(state.spaces), int(state.reg[NUM_UNUSED_ASIDS])
     more = old // len(state.groups)
     spaces = np.concatenate([state.spaces, _unused_spaces(old, old, len(state.groups))]).view(np.recarray)
@@ -422,5 +422,5 @@ def with_wider_table(state: State, num_pages: int) -> State:
 
 
 def with_more_roots(state: State) -> State:
-    """Return the state with room for twice as many roots."""
+    """Return a state for twice as many roots."""
     return state._replace(roots=np.concatenate([state.roots, _unused_roots(len(state.roots))]))

@@ -204,8 +204,8 @@ class Engine(ThreadGuard, fetches.OverTiers):
             request.follow(follows)
         request.priority = whole(priority, "priority", -(2**31), 2**31)
         if params.num_beams > 1:
-            room = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
-            request.search = Search.of(params, self.tokenizer.eos_ids, room)
+            most = min(params.max_tokens, self.decoder.config.max_position_embeddings - len(ids))
+            request.search = Search.of(params, self.tokenizer.eos_ids, most)
             check_search(request, num_samples, self.decoder.config, self.cache, self.scheduler.limits)
         request.num_returned = num_samples
         request.completions = [Completion(request, index) for index in range(num_candidates)]

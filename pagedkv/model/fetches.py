@@ -38,8 +38,8 @@ def ask(cache: PagedKVCache, waiting: Iterable[SequenceState]) -> None:
             sequence.fetch = cache.fetch(sequence.tokens, tenant=tenant)
 
 
-def _may_go_on(fetch: Fetch, room: int) -> bool:
-    return fetch.done and fetch.tokens == fetch.asked and 0 < fetch.lacked <= room
+def _may_go_on(fetch: Fetch, num_free: int) -> bool:
+    return fetch.done and fetch.tokens == fetch.asked and 0 < fetch.lacked <= num_free
 
 
 def take_back(cache: PagedKVCache) -> bool:

@@ -122,12 +122,12 @@ class Body(BaseModel, extra="allow", strict=True, allow_inf_nan=False, protected
         """Return the fields of SamplingParams that only one kind of body has."""
         return {}
 
-    def params(self, room: int) -> SamplingParams:
-        """Return the sampling parameters. room: the tokens that fit behind the prompt. Raises: InvalidRequest"""
+    def params(self, most: int) -> SamplingParams:
+        """Return the sampling parameters. most: the tokens that fit behind the prompt. Raises: InvalidRequest"""
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         if self.seed is not None:
             given["seed"] = self.seed % 2**63  # OpenAI takes negative ones
-        ends: dict[str, Any] = {"max_tokens": room if self.most_tokens is None else self.most_tokens}
+        ends: dict[str, Any] = {"max_tokens": most if self.most_tokens is None else self.most_tokens}
         ends |= {"stop": () if self.stop is None else self.stop, "stop_ids": self.stop_token_ids or ()}
         return SamplingParams(**{"temperature": 1.0, **given, **self.shape(), **ends}, logprobs=self.num_alternatives)
 

@@ -2,7 +2,7 @@
 
     accepted ─▶ head ─▶ body ─▶ answer ─▶ idle ─▶ head ..
        │         │       │        │        └ uvicorn closes it after 5 s
-       │         │       │        └ a client that is behind: `send_s` without room for more, and it is aborted
+       │         │       │        └ a client that is behind: `send_s` with a full buffer, and it is aborted
        │         │       └ the gate has a clock for bodies
        │         └ HEAD_SECONDS for a whole head, from the connection or the last answer on
        └ beyond `most` connections the one that has been idle for the longest is closed; without one, status 503,
@@ -53,7 +53,7 @@ class Watch:
     refused: set[Connection] = field(default_factory=set)
 
     def admit(self, new: Connection) -> bool:
-        """Add a connection; if there are too many, close one that is idle. Returns: whether there is room"""
+        """Add a connection; if there are too many, close one that is idle. Returns: whether it was added"""
         if len(self.open) >= self.most:
             idle = (c for c in self.open if c.is_idle and not c.transport.get_write_buffer_size())
             oldest = min(idle, key=lambda c: c.since, default=None)
@@ -150,7 +150,7 @@ class Connection(H11Protocol):
 
 
 def _refusal() -> bytes:
-    body = json.dumps(error("the server has no room for another connection; try again later", "server_error")).encode()
+    body = json.dumps(error("the server has as many connections as it takes; try again later", "server_error")).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"

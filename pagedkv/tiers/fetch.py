@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pagedkv.core.manager import MemoryManager
 
 LOOKED_UP: Final = 64
-"""Pages of a prompt that are hashed and looked up at a time: a prompt that no tier knows costs no more."""
+"""Pages that are hashed and looked up at a time. A prompt that no tier has costs one such lookup."""
 
 Salt = bytes | Mapping[int, bytes]
 
@@ -154,8 +154,8 @@ class Loader:
         keys = namer.keys_of(ids[: max(0, len(ids) - 1)], tenant, salt, block_size=size, first=fetch.first)
         pages = self._findable(keys)
         fetch.after = self._bringer(pages)
-        room = max(0, cache.available_to(tenant) - cache.reserve) // self._num_groups
-        fetch.pages, fetch.lacked = pages[:room], self._num_groups * len(pages[room:])
+        most = max(0, cache.available_to(tenant) - cache.reserve) // self._num_groups
+        fetch.pages, fetch.lacked = pages[:most], self._num_groups * len(pages[most:])
         fetch.asked = max(fetch.asked, size * (fetch.first - fetch.start + len(fetch.pages)))
         if fetch.after is not None:
             fetch.pages = []

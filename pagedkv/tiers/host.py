@@ -108,5 +108,5 @@ def _allocate(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
     except (MemoryError, OSError, RuntimeError):
         raise InvalidRequest(
             f"a host tier of {num_bytes / 2**30:.1f} GiB was asked for, and the memory of this machine, "
-            f"{present / 2**30:.1f} GiB, has no room for it; give a smaller size"
+            f"{present / 2**30:.1f} GiB, does not hold it; give a smaller size"
         ) from None

@@ -1,7 +1,7 @@
 """The mover: threads that move the bytes of one tier, loads before stores, no faster than a limit.
 
 A mover knows tasks and their sizes; it must not know pages. The threads wait on a condition while there is no task.
-A program that ends without `close` waits a moment for the tasks that run, and loses the others: stores, never contents.
+A program that ends without `close` waits for the tasks that run, and drops the others. Such pages are computed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAUSE: Final = 0.02
 
 @dataclass(frozen=True)
 class Task:
-    """A call that moves so many pages, of so many bytes together. It must not raise.
+    """A call that moves `num_pages` pages, together `num_bytes`. It must not raise.
 
     is_cancelled: returns whether the call will move nothing, so that it need not wait for the limit.
     """

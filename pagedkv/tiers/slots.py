@@ -35,10 +35,10 @@ from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.tier import CLOSING, KEY_BYTES, Job, Key, Op, Result, Tier, TierStats
 
 PART: Final = 16 << 20
-"""Bytes that a thread moves at a time: loads that come meanwhile wait for no more."""
+"""Bytes that a thread moves at a time. A load waits for at most one such part."""
 MOST_STORES: Final = 64
 MOST_BYTES: Final = 64 << 20
-"""Pages that are stored at a time: so many, or so many bytes if that is more."""
+"""Pages that are stored at a time: MOST_STORES, or MOST_BYTES if these are more pages."""
 EXITING: Final = 2.0
 """Seconds that the end of a process waits for a tier that was not closed."""
 GONE, CORRUPT, CHANGED, FULL, CANCELLED = "gone", "corrupt", "changed", "full", "cancelled"
@@ -84,7 +84,7 @@ class SlotTier(Tier):
 
     @abstractmethod
     def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
-        """Make room for `num_slots` frames. Return (slot, name, tenant) of the pages that are there already."""
+        """Prepare `num_slots` slots. Return (slot, name, tenant) of the pages that are there already."""
 
     @abstractmethod
     def _store(self, moves: Sequence[Move]) -> None:
@@ -186,7 +186,7 @@ class SlotTier(Tier):
                 new.setdefault(self._charged(move.key.tenant), []).append(move)
         begun: list[Move] = []
         for tenant, wanted in new.items():
-            slots = self._room(len(wanted), tenant)
+            slots = self._take_slots(len(wanted), tenant)
             for move, slot in zip(wanted, slots, strict=False):
                 move.slot, move.stamp = slot, self._pool.stamp(move.frame)
                 begun.append(move)
@@ -197,7 +197,7 @@ class SlotTier(Tier):
         self._void([move.slot for move in begun])  # first: an evicted page must not be found after a crash
         return begun
 
-    def _room(self, count: int, tenant: bytes) -> list[int]:
+    def _take_slots(self, count: int, tenant: bytes) -> list[int]:
         """Take up to `count` slots for `tenant`: fewer if the rest is being moved, or its share is used up."""
         count = min(count, self._slots.available_to(tenant))
         try:
@@ -252,8 +252,8 @@ class SlotTier(Tier):
         return [Result(move.job.number, move.key, not move.why, move.why) for move in ended]
 
     @property
-    def room(self) -> int:
-        """See Tier.room. A part of the slots: pages under way evict others, and may come to nothing."""
+    def headroom(self) -> int:
+        """See Tier.headroom. A part of the slots: pages under way evict others, and may come to nothing."""
         assert self._pool is not None
         most = min(self._slots.num_frames // 8 + 1, max(MOST_STORES, MOST_BYTES // self._pool.frame_bytes))
         return max(0, most - self.num_pending)

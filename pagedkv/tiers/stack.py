@@ -166,8 +166,8 @@ class TierStack(ThreadGuard):
 
     def _store(self, level: Level) -> None:
         """Submit the first pages of a backlog that are in the pool still."""
-        frames, keys, room = list[int](), list[Key](), level.room
-        while level.backlog and len(frames) < room:
+        frames, keys, most = list[int](), list[Key](), level.headroom
+        while level.backlog and len(frames) < most:
             frame, stamp, key = level.backlog.popleft()
             if self.pool.holds(frame, stamp):
                 frames.append(frame)

@@ -99,7 +99,7 @@ class TierStats:
     asked, hits:    pages of prompts that were looked up here, and those that the lookup named.
     loaded, stored: pages that were moved and verified. *_bytes, *_seconds: their bytes, and the time that moving took.
     corrupt:        loads whose checksum or key did not fit. failed: jobs' pages that ended with an error of the system.
-    refused:        stores for which there was no room. changed: stores whose frame was reused while it was read.
+    refused:        stores that found the tier full. changed: stores whose frame was reused while it was read.
     pages, slots:   pages held now, and the most that there may be.
     """
 
@@ -175,7 +175,7 @@ class Tier(ABC):
         return None
 
     @property
-    def room(self) -> int:
+    def headroom(self) -> int:
         """Pages that one submit may store now. More wait in a backlog, from which pages go that the pool evicts."""
         return 64
 

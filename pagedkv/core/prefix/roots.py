@@ -54,7 +54,7 @@ class Roots:
         self._next_number = 0
 
     def of(self, tenant: bytes, state: State, salts: Salts = ()) -> tuple[Root, State]:
-        """Return the root of `tenant` with `salts`, made if necessary, and the state with room. O(1) amortised."""
+        """Return the root of `tenant` with `salts`, made if necessary, and the state, grown for it. O(1) amortised."""
         if tenant not in self.by_tenant:
             if len(self.by_tenant) + len(self.salted) >= self._sweep_at:
                 self._sweep(state)
@@ -122,7 +122,7 @@ class Roots:
         return number
 
     def _place(self, root: Root, state: State) -> State:
-        """Write the row of a new root, or all rows if the state must grow. Return the state with room."""
+        """Write the row of a new root, or all rows if the state must grow. Return that state."""
         if root.number < len(state.roots):
             _write(root, state)
             return state

@@ -160,7 +160,7 @@ class OpeningMixin(RecoveryMixin, TenantMixin):
         return retained(self.policy, priority, half_life) if (priority, half_life) != (1.0, 1000.0) else 0
 
     def _open(self, ids: I32, tenant: bytes, salts: Salts, advice: int, most: int) -> AddressSpace:
-        """Open a space of at most `most` tokens. The tables have room, and the arguments were checked."""
+        """Open a space of at most `most` tokens. The tables are long enough, and the arguments were checked."""
         root, self.state = self._roots.of(tenant, self.state, salts)
         self._charge_root(tenant, root.number)
         asid, generation = page_tables.open_space(

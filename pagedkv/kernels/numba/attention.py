@@ -448,7 +448,7 @@ def _load_queries(c: Any, b: int, bounds: Any, q: int) -> None:
 
 @njit
 def _has_nan(c: Any, b: int, bounds: Any, row: int) -> bool:
-    """Return whether the results of `bounds` hold a NaN. At the address `row` is room for Dv float32."""
+    """Return whether the results of `bounds` hold a NaN. The address `row` is a scratch buffer of Dv float32."""
     i0, i1, h0, h1 = bounds
     group, start, x = c[H] // c[K], _entry(c, CU_SEQLENS, b), _floats(row, c[DV])
     for i in range(i0, i1):

@@ -4,7 +4,7 @@
     extend    a0 a1 .. b0 b1 .. c0    each by each token of the vocabulary
     best      b7  a2  a5  c1  ..      sorted; more than num_beams, so that enough of them go on
     live      b7  a5  c1              the best that go on: a2 ended
-    ended     a2                      an end token, or no room; at most num_beams, by sum / length ** length_penalty
+    ended     a2                      an end token, or max_tokens; at most num_beams, by sum / length ** length_penalty
 
 (This is the search of transformers' generate, and gives its outputs token for token.) It is done when no live output
 can become better than the ended ones: see `_is_done`.
@@ -76,7 +76,7 @@ class Search:
 
     @classmethod
     def of(cls, params: SamplingParams, eos_ids: Iterable[int], max_tokens: int) -> Search:
-        """Return the search that `params` ask for. max_tokens: the room for output."""
+        """Return the search that `params` ask for. max_tokens: the most output tokens."""
         ends = frozenset((*params.stop_ids, *(() if params.ignore_eos else eos_ids)))
         return cls(
             params.num_beams,
