@@ -341,7 +341,7 @@ def punch_space(s: State, asid: int, first: int, last: int) -> None:
         s.spaces[row].first_hole = min(s.spaces[row].first_hole, first)
 
 
-@inner
+@inlined
 def slide_windows(s: State, asid: int, before: int, restoring: bool) -> None:
     """Unmap the pages behind the windows of `asid`, which no query sees again, except those to keep.
 
@@ -355,13 +355,19 @@ def slide_windows(s: State, asid: int, before: int, restoring: bool) -> None:
             if s.spaces[row].first_hole != NO_HOLE:  # earlier pages were given back earlier
                 first = max(first, layer_groups.first_kept_page(s, group, before))
             last = min(layer_groups.first_kept_page(s, group, s.spaces[row].length), s.spaces[row].num_pages)
-            behind = max(first, s.spaces[asid].first_hole) if layer_groups.leader_has_window(s) else last
-            for page in range(behind, last):
-                _give_back(s, asid, group, page)
-            for page in range(min(behind, last) - 1, first - 1, -1):
-                _unmap(s, asid, group, page)
             if first < last:
-                s.spaces[row].first_hole = min(s.spaces[row].first_hole, first)
+                _leave_behind(s, asid, group, first, last)
+
+
+@inner
+def _leave_behind(s: State, asid: int, group: int, first: int, last: int) -> None:
+    """Unmap the pages first .. last-1 of `asid`, which lie behind the window of `group`."""
+    behind = max(first, s.spaces[asid].first_hole) if layer_groups.leader_has_window(s) else last
+    for page in range(behind, last):
+        _give_back(s, asid, group, page)
+    for page in range(min(behind, last) - 1, first - 1, -1):
+        _unmap(s, asid, group, page)
+    s.spaces[asid + group].first_hole = min(s.spaces[asid + group].first_hole, first)
 
 
 @inner
