@@ -111,6 +111,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         self._plain_records = (self.state.spaces, self.state.spaces.view(np.ndarray))
         self._roots = Roots()
         self._accounts: dict[bytes, int] = {}  # account of each tenant that has a quota
+        self._proves = debug.level() >= 3  # asked once: it takes as long as a tenth of a small step
         self._begin_recovery()
         self._begin_guard()
 
@@ -224,13 +225,13 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         code, where = steps.commit_step(
             self.state, plan.rows, plan.longs, plan.ints, accepted, ids, named, keep, restoring
         )
-        if code == steps.TOO_MANY and counts is None:
-            refuse_ids(self.state, plan, len(ids), plan.remaining)
         if code != steps.OK:
+            if code == steps.TOO_MANY and counts is None:
+                refuse_ids(self.state, plan, len(ids), plan.remaining)
             refuse_settling(self.state, plan, code, where)
         if not keep or not plan.is_outstanding:
             self._plans.pop(plan.number, None)
-        if debug.level() >= 3:
+        if self._proves:
             self.check(3)
 
     @exclusive
@@ -320,7 +321,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
                 f"{owner or 'an unnamed owner'}; unpin them first"
             )
         freed = int(forget_pages(self.state))
-        if debug.level() >= 3:
+        if self._proves:
             self.check()
         return freed
 
@@ -348,7 +349,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         assign_together((*mine, *others))
         if self._last_callers:
             self._last_callers.renumber(moves, num_frames)
-        if debug.level() >= 3:
+        if self._proves:
             self.check()
         return moves
 
