@@ -31,8 +31,8 @@ from pagedkv.core import AddressSpace, Group, MemoryManager
 from pagedkv.errors import InvalidRequest
 
 OURS: Final = "pagedkv"
-TURN: Final = 4
-"""Runs of a case in its turn. The first run finds the caches as the previous case left them, and does not count."""
+COUNTED: Final = 3
+"""Runs of a case in its turn that count: the last ones."""
 
 PATIENCE: Final = 5.0
 """Seconds after which a case is measured no more, even if rounds are left."""
@@ -48,6 +48,9 @@ class Case:
     limit:  the promise of issue and manual, in `unit`; None for no promise.
     peer:   the case of peers.py that does the same work; "" for none.
     rounds: the largest number of rounds that measure it.
+    skipped: the first runs of a turn, which do not count. The previous case has left its own data in the caches and its
+            own jumps in the branch predictors. The second run of a step takes 1.4 times as long as the seventh, and
+            longer the more other cases come between two turns.
     """
 
     name: str
@@ -57,6 +60,12 @@ class Case:
     make: Callable[[], Callable[[], float]]
     peer: str = ""
     rounds: int = 10**9
+    skipped: int = 6
+
+    @property
+    def runs(self) -> int:
+        """Runs of a turn."""
+        return self.skipped + COUNTED
 
 
 @dataclass
@@ -81,10 +90,10 @@ class Figure:
     took: float = 0.0  # seconds
 
     def add(self, answer: dict[str, Any], case: Case) -> None:
-        """Add the runs of one turn, in the form of Peer.ask; the first run does not count."""
+        """Add the runs of one turn, in the form of Peer.ask; the first `case.skipped` runs do not count."""
         self.why_not = answer.get("absent", "")
         self.took += sum(answer.get("seconds", ()))
-        found = [seconds / case.work * SCALE[case.unit] for seconds in answer.get("seconds", ())[1:]]
+        found = [seconds / case.work * SCALE[case.unit] for seconds in answer.get("seconds", ())[case.skipped :]]
         self.samples += [(found, answer.get("clean", True))] if found else []
 
     def settle(self) -> None:
@@ -232,8 +241,8 @@ def _frame_cases(name: str, call: str, limit: float, work: int, listed: bool = F
     """Return the cases of one call of FramePool: after other work, and in a loop, to which the limit applies."""
     unit, loop = "ns" if work > 1 else "us", peers.in_a_loop(call)
     return (
-        Case(name, unit, None, work, partial(frame_pool.life, call, listed=listed), call),
-        Case(f"{name}, in a loop", unit, limit, work, partial(frame_pool.life, loop, listed=listed), loop),
+        Case(name, unit, None, work, partial(frame_pool.life, call, listed=listed), call, skipped=1),
+        Case(f"{name}, in a loop", unit, limit, work, partial(frame_pool.life, loop, listed=listed), loop, skipped=1),
     )
 
 
@@ -309,11 +318,11 @@ class Peer:
             raise InvalidRequest(f"{python} cannot be started: {why}; --peers-python is the path of a Python") from None
 
     def ask(self, case: Case) -> dict[str, Any]:
-        """Run a case TURN times. Returns {"seconds": [...]}, or {"absent": reason}."""
+        """Run a turn of a case. Returns {"seconds": [...]}, or {"absent": reason}."""
         if self.absent:
             return {"absent": self.absent}
         assert self._process.stdin
-        self._process.stdin.write(json.dumps({"case": case.peer, "runs": TURN}) + "\n")
+        self._process.stdin.write(json.dumps({"case": case.peer, "runs": case.runs}) + "\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -364,6 +373,6 @@ def _turn(
     managers: list[tuple[Peer | None, Figure]] = [(None, ours), *theirs]
     for peer, figure in lots.sample(managers, len(managers)):
         if peer is None:
-            figure.add(turn_of(run, TURN), case)
+            figure.add(turn_of(run, case.runs), case)
         elif not figure.why_not and figure.took < PATIENCE:
             figure.add(peer.ask(case), case)

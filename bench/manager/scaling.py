@@ -13,7 +13,7 @@ from typing import Final
 
 from pagedkv.bench.clock import by_lot
 from pagedkv.bench.manager.peers import BLOCK, turn_of
-from pagedkv.bench.manager.runner import OURS, TURN, Case, Figure, decode, full_pool
+from pagedkv.bench.manager.runner import OURS, Case, Figure, decode, full_pool
 from pagedkv.core import MemoryManager
 
 BATCH: Final = 64
@@ -56,7 +56,7 @@ def measure(rounds: int, points: tuple[Point, ...] = POINTS) -> dict[Point, Figu
     figures = {point: Figure(OURS, case.name, case.unit) for point, case in cases.items()}
     for number, order in enumerate(by_lot(points, rounds, "manager against size")):
         for point in order:
-            answer = turn_of(runs[point], TURN)
+            answer = turn_of(runs[point], cases[point].runs)
             if number:
                 figures[point].add(answer, cases[point])
     for figure in figures.values():

@@ -59,17 +59,25 @@ def test_a_row_has_a_figure_of_ours_for_each_case_with_machine_and_commit(rows, 
     assert [row["case"] for row in ours] == [case.name for case in quick]
     for row in ours:
         assert 0 < row["best"] <= row["median"]
-        assert row["runs"] == 3 * (runner.TURN - 1)
+        assert row["runs"] == 3 * runner.COUNTED
         assert row["limit"] > 0
         assert len(row["turns"]) == 3
         assert {"bench", "machine", "commit", "versions", "when", "command"} <= set(row)
+
+
+def test_the_first_runs_of_a_turn_do_not_count():
+    case = runner.Case("a case", "us", None, 1, lambda: lambda: 0.0, skipped=2)
+    figure = runner.Figure("a manager", case.name, case.unit)
+    figure.add({"seconds": [9.0, 9.0, 1e-6, 2e-6, 3e-6]}, case)
+    figure.settle()
+    assert (figure.median, figure.runs) == (pytest.approx(2.0), 3)
 
 
 def test_a_peer_that_is_there_is_measured_in_the_same_run(rows):
     (row,) = (row for row in rows if row["who"].startswith("nano-vllm"))
     assert row["case"] == "decode step, 256 sequences"
     assert row["median"] > 0
-    assert row["runs"] == 3 * (runner.TURN - 1)
+    assert row["runs"] == 3 * runner.COUNTED
     assert row["version"] == "from source"
 
 
