@@ -194,6 +194,25 @@ def test_ctrl_c_is_status_130_in_silence_in_the_other_commands(count, command):
     assert_ends_quietly(delays(count, 4.0), *command.split())
 
 
+DROPS_AN_INTERRUPT = """
+import ctypes, os, signal, time
+from pagedkv.cli.bench.commands import unwind_at_interrupt
+unwind_at_interrupt()
+callback = ctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGINT))
+try:
+    callback()
+    time.sleep(30)
+except KeyboardInterrupt:
+    print("unwound")
+"""
+
+
+def test_ctrl_c_that_a_callback_of_c_code_drops_is_raised_again():
+    """numba compiles with such callbacks. ctypes prints what they raise, and goes on."""
+    run = subprocess.run([sys.executable, "-c", DROPS_AN_INTERRUPT], capture_output=True, text=True, timeout=25)
+    assert (run.stdout, run.stderr) == ("unwound\n", "")
+
+
 def test_ctrl_c_at_the_end_is_status_130_or_the_status_of_the_command():
     """The process ends without the teardown of Python, in which a signal would kill it or print a traceback."""
     for seconds in (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5):

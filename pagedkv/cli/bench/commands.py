@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,9 @@ from typing import Any, Final
 import typer
 
 from pagedkv.cli.bench import options
+
+AGAIN: Final = 0.05
+"""Seconds until a dropped interrupt is raised again."""
 
 benchmarks: Final = typer.Typer(add_completion=False)
 
@@ -27,12 +32,28 @@ def bench(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
     elif signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN):
-        signal.signal(signal.SIGINT, _unwind)
+        unwind_at_interrupt()
+
+
+def unwind_at_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt, and raise it again if C code that calls Python, as numba's, drops it."""
+    signal.signal(signal.SIGINT, _unwind)
+    sys.unraisablehook = _interrupt_again
 
 
 def _unwind(*_: Any) -> None:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     raise KeyboardInterrupt
+
+
+def _interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
+    if not isinstance(dropped.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    signal.signal(signal.SIGINT, _unwind)
+    again = threading.Timer(AGAIN, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+    again.daemon = True
+    again.start()
 
 
 @benchmarks.command("all")
