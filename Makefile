@@ -18,7 +18,7 @@ NANO_VLLM_COMMIT ?= bb823b3e06983d71485a8e1f23715ebd87d98ef8
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
-TESTED := --constraint scripts/constraints.txt
+TESTED := --constraint $(STAMPS)/constraints.txt
 INPUTS := pyproject.toml setup.py scripts/constraints.txt $(wildcard csrc/cpu/*.* csrc/cpu/*/*.*)
 
 # One thread per worker: workers that each start a thread per core only wait for one another.
@@ -107,7 +107,7 @@ wheel: ## sdist and wheels into dist/, each proven in a fresh environment (PYTHO
 	@$(PYTHON) scripts/wheels.py --torch '$(TORCH)' $(PYTHONS)
 
 constraints: $(STAMPS)/dev ## write scripts/constraints.txt anew: the newest versions of what the tests need
-	@$(BIN)/python scripts/constraints.py '$(TORCH)'
+	@$(BIN)/python scripts/constraints.py write '$(TORCH)'
 
 clean: ## remove what was built, not $(VENV)
 	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
@@ -134,6 +134,7 @@ $(STAMPS)/torch: $(STAMPS)/torch.wish
 
 $(STAMPS)/base: $(STAMPS)/torch $(INPUTS)
 	@echo "installing pagedkv into $(VENV)"
+	@$(BIN)/python scripts/constraints.py beside-torch > $(STAMPS)/constraints.txt
 	@$(PIP) $(TESTED) 'setuptools>=77' 'pybind11>=2.13'
 	@$(PIP) $(TESTED) --no-build-isolation --editable .
 	@touch $@

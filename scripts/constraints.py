@@ -1,17 +1,23 @@
-"""Write scripts/constraints.txt anew: the newest version of each package that the tests and the docs need.
+"""scripts/constraints.txt: the versions of the packages that the tests and the docs need, and that `make` installs.
 
     make constraints; make test-all; git commit -am 'build: test with the newest packages'
 
-`make` installs these versions, so a package that is released today does not change what was tested yesterday. Users
-install what pyproject.toml allows. torch is not in the file: the Makefile names it.
+A package that is released today does not change what was tested yesterday. Users install what pyproject.toml allows.
+
+    constraints.py write TORCH      write the file anew, with the newest version of each package
+    constraints.py beside-torch     print its lines without the packages that the installed torch needs: torch names
+                                    their versions itself, and builds of torch for CPUs and for CUDA name others
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +37,38 @@ def newest(torch: str) -> list[str]:
     )
 
 
+def needed_by(package: str) -> set[str]:
+    """Return the normalised names of `package` and of all installed packages that it needs."""
+    found, left = set[str](), [package]
+    while left:
+        name = normalised(left.pop())
+        if name not in found:
+            try:
+                lines = requires(name) or ()
+            except PackageNotFoundError:  # needed on another system
+                continue
+            found.add(name)
+            left += (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if "extra ==" not in line)
+    return found
+
+
+def normalised(name: str) -> str:
+    """Return the name of a package as PEP 503 writes it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def beside(lines: Iterable[str], names: set[str]) -> list[str]:
+    """Return the lines NAME==VERSION whose package is not in `names`."""
+    return [line for line in lines if normalised(line.partition("==")[0]) not in names]
+
+
 if __name__ == "__main__":
-    lines = newest(sys.argv[1])
-    FILE.write_text("\n".join(["# Written by `make constraints`: what `make test` installs.", *lines, ""]))
-    print(f"{FILE.name}: {len(lines)} packages")
+    match sys.argv[1:]:
+        case ["write", torch]:
+            lines = ["# Written by `make constraints`: what `make test` installs.", *newest(torch)]
+            FILE.write_text("\n".join([*lines, ""]))
+            print(f"{FILE.name}: {len(lines) - 1} packages")
+        case ["beside-torch"]:
+            print("\n".join(beside(FILE.read_text().splitlines(), needed_by("torch"))))
+        case _:
+            sys.exit(__doc__)

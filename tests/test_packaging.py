@@ -6,7 +6,9 @@ The builds run in copies of the tree, so they see only the files of the sdist an
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -188,3 +190,19 @@ def test_a_compiler_and_a_source_make_an_extension(fresh, tmp_path):
         [sys.executable, "-c", program], cwd=tmp_path / "pagedkv/kernels", check=True, stdout=subprocess.PIPE, text=True
     )
     assert run.stdout == "42\n"
+
+
+def test_constraints_name_what_the_tests_need_and_leave_the_packages_of_torch_to_torch():
+    spec = importlib.util.spec_from_file_location("constraints", ROOT / "scripts" / "constraints.py")
+    constraints = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(constraints)
+    lines = constraints.FILE.read_text().splitlines()[1:]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    extras = importlib.metadata.requires("pagedkv")
+    needed = {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in extras if re.search("extra == .(dev|docs)", line)}
+    named = {constraints.normalised(line.partition("==")[0]) for line in lines}
+    assert needed - {"pagedkv"} <= named
+    of_torch = constraints.needed_by("torch")
+    assert {"torch", "sympy", "mpmath", "typing-extensions"} <= of_torch
+    assert not {"numpy", "pytest", "pagedkv"} & of_torch
+    assert constraints.beside(["Typing_Extensions==1", "pytest==2"], of_torch) == ["pytest==2"]
