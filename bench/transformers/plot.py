@@ -9,6 +9,7 @@ from pagedkv.bench.chart import Bar, Chart, bars
 TITLES: Final = {
     "decode": "Tokens per second of model.generate",
     "prefill": "Seconds to the first token of an unknown prompt",
+    "batch": "New tokens per second of generate_batch",
     "memory": "Peak memory above the model, MiB",
 }
 OURS: Final = {"pages": "ours", "pages int8": "also"}

@@ -4,6 +4,7 @@
     prefill     the first token of a prompt of random ids
     prefix      the first token of a prompt that the pool knows but for its last page, beside one that it does not know
     memory      peak of a process that decodes, less its size before the cache was made; each in a process of its own
+    batch       generate_batch() of eight prompts, by the host's attention and inside of paged_batching()
     quality     the log-probabilities of int8 pages beside those of bfloat16 pages
     recall      right answers of the bundled checkpoint to questions about documents of 1,000 tokens, of 100
 
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import truediv
 from pathlib import Path
 from typing import Any, Final
@@ -26,13 +27,14 @@ from typing import Any, Final
 import torch
 import transformers
 from tokenizers import Tokenizer
+from transformers.generation import ContinuousBatchingConfig
 
 from pagedkv import write_kv
 from pagedkv.bench.clock import Timing, Turns, compare, on_this_cpu, ratios, settled, watched
 from pagedkv.bench.generate.models import recall_questions
 from pagedkv.bench.progress import track
 from pagedkv.checkpoint import BUNDLED
-from pagedkv.integrations.transformers import PagedCache, Pool, patch
+from pagedkv.integrations.transformers import PagedCache, Pool, paged_batching, patch
 from pagedkv.integrations.transformers.geometry import CACHE
 
 STEPS: Final = 16
@@ -40,6 +42,9 @@ VARIANTS: Final = ("DynamicCache", "StaticCache", "pages", "pages int8")
 SHAPES: Final = ((8, 8192), (1, 8192), (8, 2048), (1, 2048))
 """(sequences, tokens of context)."""
 QUICK: Final = ((1, 2048),)
+BATCH: Final = (8, 512)
+"""Prompts of generate_batch(), and their tokens."""
+BATCH_STEPS: Final = 32
 MUSTS: Final = {
     ("decode", (8, 8192), "StaticCache"): 1.8,
     ("decode", (8, 8192), "DynamicCache"): 8.0,
@@ -144,6 +149,7 @@ def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row
             times = in_turns(("DynamicCache", "pages"), turns, fresh)
             report_times(report, "prefill", shape, times, lambda seconds: seconds, "s")
         report_prefix(report, model, pools, turns)
+    report_batch(report, model, turns)
     report_quality(report, model)
     report_recall(report)
     report_memory(report, shapes[0])
@@ -187,6 +193,26 @@ def report_prefix(report: Callable[[Row], None], model: Any, pools: dict[str, Po
     row = {"case": "prefix", "batch": 1, "context": 2000, "variant": "pages", "unit": "s"}
     row |= hit.fields(lambda seconds: seconds) | {"unknown": miss.seconds, "hit_over_miss": compare(hit, miss, truediv)}
     report(row | {"ratios": ratios(hit, miss, truediv), "must": 0.2})
+
+
+def report_batch(report: Callable[[Row], None], model: Any, turns: int) -> None:
+    """Report the new tokens per second of generate_batch(), prompts included."""
+    config = transformers.GenerationConfig(max_new_tokens=BATCH_STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(page_size=32, num_blocks=256, max_batch_tokens=2048)
+
+    def run(variant: str) -> Taken:
+        ids = torch.randint(0, 32_000, BATCH).tolist()
+        with paged_batching(model) if variant == "pages" else nullcontext():
+            found, seconds, is_clean = watched(
+                lambda: model.generate_batch(
+                    ids, generation_config=config, continuous_batching_config=batching, progress_bar=False
+                )
+            )
+        assert sum(len(output.generated_tokens) for output in found.values()) == BATCH[0] * BATCH_STEPS
+        return seconds, is_clean
+
+    times = in_turns(("generate_batch", "pages"), turns, run)
+    report_times(report, "batch", BATCH, times, lambda seconds: BATCH[0] * BATCH_STEPS / seconds, "tokens/s")
 
 
 def report_quality(report: Callable[[Row], None], model: Any) -> None:
