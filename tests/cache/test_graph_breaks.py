@@ -23,7 +23,8 @@ def beam_search(cache: PagedKVCache, x: torch.Tensor) -> torch.Tensor:
     spaces, _ = cache.open_batch([[1] * 6, [2] * 6])
     total = torch.zeros(64)
     for turn in range(3):
-        counts = [1, 1] if turn else [6 - len(space) for space in spaces]
+        # no comprehension: from Python 3.12 on, dynamo fails at one that breaks a graph
+        counts = [1, 1] if turn else [6 - len(spaces[0]), 6 - len(spaces[1])]
         batch = cache.plan(spaces, counts)
         kv = (x * (turn + 1)).expand(sum(counts), 1, 64).contiguous()
         write_kv(kv, kv + 1, cache[0], batch)

@@ -104,10 +104,12 @@ class Roots:
         ends = [end for _, _, end in _by_page(salts, block_size)]
         return [self.by_tenant[tenant], *(self.salted[tenant, salts[:end]] for end in ends)]
 
-    def every(self) -> Iterator[tuple[bytes, Root]]:
-        """Yield the tenant of each root, and the root."""
-        yield from self.by_tenant.items()
-        yield from ((tenant, root) for (tenant, _), root in self.salted.items())
+    def every(self) -> list[tuple[bytes, Root]]:
+        """Return the tenant of each root, and the root.
+
+        A list: Python drops an interrupt that arrives while it closes a generator.
+        """
+        return [*self.by_tenant.items(), *((tenant, root) for (tenant, _), root in self.salted.items())]
 
     def is_used(self, tenant: bytes, state: State) -> bool:
         """Return whether a space or a published page belongs to `tenant`."""
