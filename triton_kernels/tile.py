@@ -160,7 +160,7 @@ def no_keys(SPEC: tl.constexpr):
     l = tl.full([SPEC.M], 0.0, tl.float32)
     acc0 = tl.full([SPEC.M, SPEC.V0], 0.0, tl.float32)
     acc1 = tl.full([SPEC.M, SPEC.second], 0.0, tl.float32)
-    return acc0, acc1, m, l, tl.full([], 100, tl.int32), tl.zeros([SPEC.M], tl.int32)
+    return acc0, acc1, m, l, tl.full([], 100, tl.int32), tl.full([SPEC.M], 0, tl.int32)
 
 
 @triton.jit
@@ -228,7 +228,7 @@ def steps(
         if MASKED:
             present = t < tl.where(frame >= 0, end, 0)
         else:
-            present = tl.zeros([SPEC.N], tl.int32) <= frame
+            present = tl.full([SPEC.N], 0, tl.int32) <= frame
         if SPEC.window:
             present = present & (t > rows[3] - window)  # no new token sees a key before
         frame = frame.to(tl.int64)

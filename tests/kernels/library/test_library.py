@@ -244,7 +244,7 @@ def test_without_cudnn_whole_prompts_go_to_flash_attention(
     by_cudnn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and torch.version.cuda is None:  # a build for CUDA asks the driver
         q = torch.zeros(1, 4, 8, 64, dtype=torch.bfloat16)
         assert backend._cudnn_serves(q, q[:, :2], q[:, :2]) is False, "torch's own check decides"
     keeps_the_contract(SQUARE, LIBRARY)
