@@ -10,6 +10,7 @@ TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 OUT    ?= gpu-results
 TRANSFORMERS ?= 5.14.1
+TRITON ?= 3.7.1
 SELECT ?= not gpu and not slow
 VLLM   ?= 0.32.0
 NANO_VLLM ?= https://github.com/GeeeekExplorer/nano-vllm
@@ -29,7 +30,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-tiers test-transformers test-vllm test-nano-vllm check bench bench-check bench-readme \
+.PHONY: help demo test test-all test-tiers test-transformers test-triton test-vllm test-nano-vllm check bench bench-check bench-readme \
 	bench-report gpu gpu-sanitize docs wheel constraints clean FORCE
 
 help: ## this list
@@ -51,6 +52,10 @@ test-transformers: ## the plug-in with another transformers, in an environment o
 		'setuptools>=77' 'pybind11>=2.13' psutil pytest pytest-xdist
 	@$(VENV)-transformers/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --editable .
 	@$(PYTEST:$(BIN)/%=$(VENV)-transformers/bin/%) -p no:cacheprovider -m "$(SELECT)" tests/integrations/transformers
+
+test-triton: $(STAMPS)/dev ## compile the Triton kernels with another Triton, for GPUs of NVIDIA and AMD (TRITON=3.7.1)
+	@$(PIP) --no-deps --target $(VENV)-triton/$(TRITON) 'triton==$(TRITON)'
+	@PYTHONPATH=$(VENV)-triton/$(TRITON) TRITON_CACHE_DIR=$(VENV)-triton/cache $(PYTEST) tests/kernels/triton/test_triton_compiled.py
 
 test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 	@$(PYTHON) -m venv $(VENV)-vllm
