@@ -39,7 +39,15 @@ def served(model: Any, config: Any, shapes: dict[int, Shape], paging: Paging) ->
     Raises: InvalidRequest if the model computes something else either way; its message has the reason
     """
     with torch.no_grad(), _without_dropout(model):
-        expected = _logits(model, DynamicCache(config=config), parts=1)
+        try:
+            expected = _logits(model, DynamicCache(config=config), parts=1)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # each model fails in its own way
+            raise InvalidRequest(
+                f"{type(model).__name__} fails with a DynamicCache of transformers ({type(error).__name__}: {error}); "
+                "use it without patch()"
+            ) from error
         reasons = []
         for paged in (True, False):
             pool = Pool(config, num_frames=_FRAMES, prefix_cache=False)
