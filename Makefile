@@ -70,6 +70,7 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 
 test-tiers: $(STAMPS)/dev ## tiers below the pool with their slow tests; a store whose server is missing is skipped
 	@$(PIP) --no-deps mooncake-transfer-engine-non-cuda
+	@$(PIP) 'moto[server]'
 	@$(PYTEST) -m "not gpu" tests/tiers tests/model/test_tiers.py tests/integrations/test_sglang.py
 
 test-nano-vllm: $(STAMPS)/dev ## a public engine behind our flash_attn (NANO_VLLM: where its sources are cloned from)

@@ -136,6 +136,52 @@ class Objects:
         """Do nothing: no server runs."""
 
 
+class S3:
+    """An S3 server on a free port of the loopback interface (moto), which ends with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        pytest.importorskip("obstore")
+        pytest.importorskip("moto.server", reason="no S3 server: pip install 'moto[server]'", exc_type=ImportError)
+        import boto3
+
+        self.port = free_port()
+        secrets = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+        with (folder / "moto.log").open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+                cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        until = time.monotonic() + 60
+        while not reachable(self.port):
+            assert time.monotonic() < until, "the S3 server did not start"
+            time.sleep(0.02)
+        self.options = {"endpoint": f"http://127.0.0.1:{self.port}", "region": "us-east-1", **secrets}
+        self._s3 = boto3.client(
+            "s3", endpoint_url=self.options["endpoint"], region_name="us-east-1", **secrets
+        )  # fmt: skip
+        self._s3.create_bucket(Bucket="pages")
+
+    def client(self) -> Client:
+        from pagedkv.tiers.shared.objects import ObjectClient
+
+        return ObjectClient("s3://pages/a/prefix", 2.0, {**self.options, "client_options": {"allow_http": True}})
+
+    def records(self) -> list[bytes]:
+        listed = self._s3.list_objects_v2(Bucket="pages").get("Contents", [])
+        return sorted(each["Key"].encode() for each in listed)
+
+    def read(self, name: bytes) -> bytes:
+        record: bytes = self._s3.get_object(Bucket="pages", Key=name.decode())["Body"].read()
+        return record
+
+    def write(self, name: bytes, record: bytes) -> None:
+        self._s3.put_object(Bucket="pages", Key=name.decode(), Body=record)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
 class Mooncake:
     """A Mooncake master on free ports of the loopback interface, and a process that lends it memory."""
 
