@@ -39,6 +39,7 @@ def output_of(folder: Path, program: str, **env: str) -> str:
     """Run `program` in `folder`, with machine code in folder/cache, and return its output."""
     inherited = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     usual = {"PYTHONPATH": str(ROOT), "PAGEDKV_CACHE_DIR": str(folder / "cache")}
+    usual["PYTHONDONTWRITEBYTECODE"] = "1"  # Python knows no change of a file within a second that keeps its size
     command = [sys.executable, "-c", program]
     done = subprocess.run(
         command, cwd=folder, env=inherited | usual | env, stdout=subprocess.PIPE, text=True, check=True
