@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pagedkv import PagedBatch, gather_kv, write_kv
 from pagedkv.errors import InvalidRequest
-from pagedkv.integrations.transformers.geometry import Shape
+from pagedkv.integrations.transformers.geometry import CACHE, Shape
 from pagedkv.integrations.transformers.identity import is_random, salt_of
 from pagedkv.integrations.transformers.pool import Pool
 from pagedkv.integrations.transformers.step import Rows, Step
@@ -310,7 +310,7 @@ class PagedCache(Cache):
         self.pending = None
         raise InvalidRequest(
             f"layer {layer} does not attend through the AttentionInterface of transformers, so it cannot read pages; "
-            "pass cache=PagedCache(model.config) to the model without patch()"
+            f"pass {CACHE}=PagedCache(model.config) to the model without patch()"
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -8,6 +8,7 @@ models share; they are read off the model (`shapes_of`) or off the first tensors
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -70,10 +71,8 @@ class Geometry:
             raise InvalidRequest(_refusal(config, "it has layers of cross-attention"))
         if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
             raise InvalidRequest(_refusal(config, "it has layers of chunked attention"))
-        try:
+        with refused_if_it_fails(config, "transformers makes no DynamicCache for it"):
             layers = DynamicCache(config=text).layers
-        except Exception as error:  # each config fails in its own way
-            raise InvalidRequest(_refusal(config, f"transformers makes no DynamicCache for it ({error})")) from error
         kinds = [type(layer).__name__ for layer in layers]
         known = {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, "DummyLayer"}
         if not layers or set(kinds) - known:
@@ -108,14 +107,8 @@ def shapes_of(model: Any, geometry: Geometry) -> dict[int, Shape]:
     """Return the shape of each cached layer: the model computes one token into a DynamicCache."""
     cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    try:
-        with torch.no_grad():
-            model.forward(input_ids=token, use_cache=True, **{CACHE: cache})
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # each model fails in its own way
-        why = f"it computes no token with a DynamicCache ({type(error).__name__}: {error})"
-        raise InvalidRequest(_refusal(model.config, why)) from error
+    with refused_if_it_fails(model.config, "it computes no token with a DynamicCache"), torch.no_grad():
+        model.forward(input_ids=token, use_cache=True, **{CACHE: cache})
     found = {}
     for layer in geometry.cached:
         held: Any = cache.layers[layer] if layer < len(cache.layers) else None
@@ -123,6 +116,17 @@ def shapes_of(model: Any, geometry: Geometry) -> dict[int, Shape]:
             raise InvalidRequest(_refusal(model.config, f"its layer {layer} stored no K and V in the cache"))
         found[layer] = Shape.of(held.keys, held.values)
     return found
+
+
+@contextmanager
+def refused_if_it_fails(config: Any, why: str) -> Iterator[None]:
+    """Raise InvalidRequest with the reason `why` for what models and configs raise: each fails in its own way."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise InvalidRequest(_refusal(config, f"{why} ({type(error).__name__}: {error})")) from error
 
 
 def _refusal(config: Any, why: str) -> str:

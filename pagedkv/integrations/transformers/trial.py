@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.integrations.transformers.attention import ACTIVE
 from pagedkv.integrations.transformers.cache import PagedCache
-from pagedkv.integrations.transformers.geometry import CACHE, Shape
+from pagedkv.integrations.transformers.geometry import CACHE, Shape, refused_if_it_fails
 from pagedkv.integrations.transformers.pool import Pool
 
 Paging = Callable[[bool], AbstractContextManager[Any]]
@@ -39,15 +39,8 @@ def served(model: Any, config: Any, shapes: dict[int, Shape], paging: Paging) ->
     Raises: InvalidRequest if the model computes something else either way; its message has the reason
     """
     with torch.no_grad(), _without_dropout(model):
-        try:
+        with refused_if_it_fails(config, "it computes no padded prompt with a DynamicCache"):
             expected = _logits(model, DynamicCache(config=config), parts=1)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # each model fails in its own way
-            raise InvalidRequest(
-                f"{type(model).__name__} fails with a DynamicCache of transformers ({type(error).__name__}: {error}); "
-                "use it without patch()"
-            ) from error
         reasons = []
         for paged in (True, False):
             pool = Pool(config, num_frames=_FRAMES, prefix_cache=False)

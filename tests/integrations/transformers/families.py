@@ -66,10 +66,11 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "gptj": SIZES | GPT2 | {"rotary_dim": 8},
 }  # fmt: skip
 
-GATHERED: Final = {"falcon", "bloom", "diffllama", "doge"} | (
-    {"gemma3n_text", "gemma4_text", "gptj"} if HOST < (5, 23) else {"deepseek_v3", "gptj"} if HOST < (5, 24)
-    else {"deepseek_v3"}
-)  # fmt: skip
+GATHERED: Final = {
+    "falcon", "bloom", "diffllama", "doge",
+    *(["deepseek_v3"] if HOST >= (5, 23) else ["gemma3n_text", "gemma4_text"]),
+    *(["gptj"] if HOST < (5, 24) else []),
+}  # fmt: skip
 """The families whose layers change K or V after the cache, or do not use the AttentionInterface."""
 
 

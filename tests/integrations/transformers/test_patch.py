@@ -367,13 +367,28 @@ def test_a_cache_is_taken_by_its_old_name_and_by_its_new_one(llama: Any, patched
         with torch.no_grad():
             logits = llama(**inputs, **{name: cache}).logits
         assert cache.get_seq_length() == 20
-        assert patched.pool.stats().mapped > 0
+        assert patched.pool.stats().mapped == 3  # attention to pages stores no padding: 20 and 16 tokens
     assert logits[:, -1].argmax(-1).equal(expected[:, 20])
     with PagedCache(llama.config, pool=patched.pool) as cache:
         result = llama.generate(**inputs, **OPTIONS, **{name: cache}, return_dict_in_generate=True)
         assert result.sequences.equal(expected)
         assert getattr(result, CACHE) is cache
     assert llama.generate(**inputs, **OPTIONS, **{name: None}).equal(expected)
+
+
+def test_a_model_that_fails_with_padding_and_its_own_cache_is_refused(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(attention_mask: torch.Tensor | None = None, **inputs: Any) -> Any:
+        if attention_mask is not None and not attention_mask.all():
+            raise RuntimeError("the sizes do not match")
+        return own(attention_mask=attention_mask, **inputs)
+
+    own = llama.forward
+    monkeypatch.setattr(llama, "forward", forward)
+    with pytest.raises(InvalidRequest, match=r"no padded prompt with a DynamicCache \(RuntimeError: the sizes"):
+        patch(llama, memory="16MiB")
+    assert "generate" not in vars(llama)
 
 
 @pytest.mark.parametrize(("version", "refused"), [("5.13.2", True), ("4.56.0", True), ("5.14.0", False)])
