@@ -30,8 +30,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-tiers test-transformers test-triton test-vllm test-nano-vllm check bench bench-check bench-readme \
-	bench-report gpu gpu-sanitize docs wheel constraints clean FORCE
+.PHONY: help demo test test-all test-tiers test-transformers test-triton test-vllm test-nano-vllm check bench \
+	bench-check bench-readme bench-report gpu gpu-sanitize docs wheel constraints clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -55,7 +55,8 @@ test-transformers: ## the plug-in with another transformers, in an environment o
 
 test-triton: $(STAMPS)/dev ## compile the Triton kernels with another Triton, for GPUs of NVIDIA and AMD (TRITON=3.7.1)
 	@$(PIP) --no-deps --target $(VENV)-triton/$(TRITON) 'triton==$(TRITON)'
-	@PYTHONPATH=$(VENV)-triton/$(TRITON) TRITON_CACHE_DIR=$(VENV)-triton/cache $(PYTEST) tests/kernels/triton/test_triton_compiled.py
+	@PYTHONPATH=$(VENV)-triton/$(TRITON) TRITON_CACHE_DIR=$(VENV)-triton/cache \
+		$(PYTEST) tests/kernels/triton/test_triton_compiled.py
 
 test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 	@$(PYTHON) -m venv $(VENV)-vllm
@@ -70,7 +71,7 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 
 test-tiers: $(STAMPS)/dev ## tiers below the pool with their slow tests; a store whose server is missing is skipped
 	@$(PIP) --no-deps mooncake-transfer-engine-non-cuda
-	@$(PIP) 'moto[server]'
+	@$(PIP) $(TESTED) 'moto[server]'
 	@$(PYTEST) -m "not gpu" tests/tiers tests/model/test_tiers.py tests/integrations/test_sglang.py
 
 test-nano-vllm: $(STAMPS)/dev ## a public engine behind our flash_attn (NANO_VLLM: where its sources are cloned from)

@@ -35,7 +35,8 @@ from pagedkv.bench.generate.models import recall_questions
 from pagedkv.bench.progress import track
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.integrations.transformers import PagedCache, Pool, paged_batching, patch
-from pagedkv.integrations.transformers.geometry import CACHE
+from pagedkv.integrations.transformers.batching import NEEDED
+from pagedkv.integrations.transformers.geometry import CACHE, HOST
 
 STEPS: Final = 16
 VARIANTS: Final = ("DynamicCache", "StaticCache", "pages", "pages int8")
@@ -43,7 +44,7 @@ SHAPES: Final = ((8, 8192), (1, 8192), (8, 2048), (1, 2048))
 """(sequences, tokens of context)."""
 QUICK: Final = ((1, 2048),)
 BATCH: Final = (8, 512)
-"""Prompts of generate_batch(), and their tokens."""
+"""Prompts of generate_batch(), and the tokens of each."""
 BATCH_STEPS: Final = 32
 MUSTS: Final = {
     ("decode", (8, 8192), "StaticCache"): 1.8,
@@ -149,7 +150,8 @@ def measure(shapes: Sequence[tuple[int, int]], turns: int, report: Callable[[Row
             times = in_turns(("DynamicCache", "pages"), turns, fresh)
             report_times(report, "prefill", shape, times, lambda seconds: seconds, "s")
         report_prefix(report, model, pools, turns)
-    report_batch(report, model, turns)
+    if HOST >= NEEDED:
+        report_batch(report, model, turns)
     report_quality(report, model)
     report_recall(report)
     report_memory(report, shapes[0])
