@@ -15,6 +15,7 @@ A turn of steps is clean if at least half of its steps are; the median of these 
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import sys
 import tempfile
@@ -100,6 +101,8 @@ class _Host:
 
         self._transformers = transformers
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        is_new = "cache" in inspect.signature(self.model.forward).parameters  # transformers 5.24
+        self._argument = "cache" if is_new else "past_key_values"
 
     @torch.no_grad()
     def decode(self, variant: str, batch: int, context: int) -> Taken:
@@ -123,7 +126,7 @@ class _Host:
         return self._generate(ids, self._transformers.DynamicCache(config=self.model.config), 1)
 
     def _generate(self, ids: torch.Tensor, cache: Any, count: int) -> Taken:
-        given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": count}
+        given = {"attention_mask": torch.ones_like(ids), self._argument: cache, "max_new_tokens": count}
         return on_this_cpu(lambda: self.model.generate(input_ids=ids, do_sample=False, **given))
 
 

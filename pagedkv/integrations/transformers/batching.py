@@ -65,12 +65,13 @@ def _register() -> None:
 
     Layers of transformers 5.24 and newer call `update` of the host's cache before attention, and it gathers K and V of
     all tokens. For models in the context it gathers nothing: batched_attention gets the cache, as from older layers.
+    The replaced method stays, and does what the host's does for all other models.
     """
     if BATCHING_NAME in ALL_ATTENTION_FUNCTIONS.valid_keys():
         return
-    AttentionInterface.register(BATCHING_NAME, batched_attention)
     if HOST >= (5, 24):
         PagedAttentionCache.update = _update_instead_of(PagedAttentionCache.update)  # type: ignore[method-assign]
+    AttentionInterface.register(BATCHING_NAME, batched_attention)  # last: after an interrupt, all is done again
 
 
 def _update_instead_of(own: Any) -> Any:

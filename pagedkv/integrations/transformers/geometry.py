@@ -123,7 +123,7 @@ def refused_if_it_fails(config: Any, why: str) -> Iterator[None]:
     """Raise InvalidRequest with the reason `why` for what models and configs raise: each fails in its own way."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (InvalidRequest, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise InvalidRequest(_refusal(config, f"{why} ({type(error).__name__}: {error})")) from error

@@ -248,7 +248,7 @@ class Patched:
         config = args[0] if args else kwargs.get("generation_config")
         if not self._is_served(config, kwargs):
             return self._generate(inputs, *args, **kwargs)
-        kwargs.pop(_OLD_NAME, None)
+        kwargs = {name: value for name, value in kwargs.items() if name not in (CACHE, _OLD_NAME)}  # None, if given
         cache = PagedCache(self.model.config, pool=self.pool)
         cache.may_repeat = True
         try:

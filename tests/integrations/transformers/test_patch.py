@@ -373,7 +373,10 @@ def test_a_cache_is_taken_by_its_old_name_and_by_its_new_one(llama: Any, patched
         result = llama.generate(**inputs, **OPTIONS, **{name: cache}, return_dict_in_generate=True)
         assert result.sequences.equal(expected)
         assert getattr(result, CACHE) is cache
-    assert llama.generate(**inputs, **OPTIONS, **{name: None}).equal(expected)
+    counter = Counter(llama)
+    expected, before = llama.generate(**prompts(40, (0, 0)), **OPTIONS), counter.columns
+    assert llama.generate(**prompts(40, (0, 0)), **OPTIONS, **{name: None}).equal(expected)
+    assert counter.columns - before == 40 - 32 + 11  # None names no cache: two pages are known
 
 
 def test_a_model_that_fails_with_padding_and_its_own_cache_is_refused(
