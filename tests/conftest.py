@@ -6,7 +6,9 @@ Tests marked `strict` check the invariants after each commit, tests marked `many
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,6 +21,14 @@ def _debug_level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     for marker, level in (("strict", "3"), ("many_steps", "1")):
         if request.node.get_closest_marker(marker):
             monkeypatch.setenv("PAGEDKV_DEBUG", level)
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C reach child processes, even if the tests run as a job of a shell that ignores it for its jobs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -142,14 +142,6 @@ def long_work(tmp_path_factory):
     return path
 
 
-@pytest.fixture(autouse=True)
-def interruptible():
-    """Let Ctrl-C reach the commands even if the tests run as a job of a shell that ignores it for its jobs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def interrupted_after(seconds: float, *command: object) -> tuple[int, str]:
     """Start the command, send SIGINT so many seconds after its mark, and return its status and its stderr."""
     with subprocess.Popen(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -39,11 +38,3 @@ def server(shared: Server) -> Iterator[Server]:
     """Every test gives all frames back."""
     yield shared
     shared.wait_for_no_frame()
-
-
-@pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """Let Ctrl-C reach the servers even if the tests run as a job of a shell that ignores it for its jobs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
