@@ -1,28 +1,28 @@
-"""scripts/constraints.txt: the versions of the packages that the tests and the docs need, and that `make` installs.
+"""scripts/constraints.txt: the versions of the packages that `make test` installs.
 
     make constraints; make test-all; git commit -am 'build: test with the newest packages'
 
 A package that is released today does not change what was tested yesterday. Users install what pyproject.toml allows.
 
     constraints.py write TORCH      write the file anew, with the newest version of each package
-    constraints.py beside-torch     print its lines without the packages that the installed torch needs: torch names
-                                    their versions itself, and builds of torch for CPUs and for CUDA name others
+    constraints.py beside-torch     print its lines for the installed torch: a torch for CUDA names the versions of
+                                    triton and of NVIDIA's packages itself
 """
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Final
 
 FILE: Final = Path(__file__).with_name("constraints.txt")
 OURS: Final = {"pagedkv", "torch"}
+OF_CUDA: Final = ("cuda-", "nvidia-", "triton")
 
 
 def newest(torch: str) -> list[str]:
@@ -37,29 +37,11 @@ def newest(torch: str) -> list[str]:
     )
 
 
-def needed_by(package: str) -> set[str]:
-    """Return the normalised names of `package` and of all installed packages that it needs."""
-    found, left = set[str](), [package]
-    while left:
-        name = normalised(left.pop())
-        if name not in found:
-            try:
-                lines = requires(name) or ()
-            except PackageNotFoundError:  # needed on another system
-                continue
-            found.add(name)
-            left += (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if "extra ==" not in line)
-    return found
-
-
-def normalised(name: str) -> str:
-    """Return the name of a package as PEP 503 writes it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def beside(lines: Iterable[str], names: set[str]) -> list[str]:
-    """Return the lines NAME==VERSION whose package is not in `names`."""
-    return [line for line in lines if normalised(line.partition("==")[0]) not in names]
+def beside_torch(lines: Iterable[str], needed: Iterable[str]) -> list[str]:
+    """Return the lines NAME==VERSION, without the packages of CUDA if torch needs some. needed: what torch requires."""
+    if not any(requirement.startswith(OF_CUDA) for requirement in needed):
+        return list(lines)
+    return [line for line in lines if not line.startswith(OF_CUDA)]
 
 
 if __name__ == "__main__":
@@ -69,6 +51,6 @@ if __name__ == "__main__":
             FILE.write_text("\n".join([*lines, ""]))
             print(f"{FILE.name}: {len(lines) - 1} packages")
         case ["beside-torch"]:
-            print("\n".join(beside(FILE.read_text().splitlines(), needed_by("torch"))))
+            print("\n".join(beside_torch(FILE.read_text().splitlines(), requires("torch") or ())))
         case _:
             sys.exit(__doc__)
