@@ -137,7 +137,7 @@ def _generate(rows: list[Row]) -> Headline | None:
         for name in ("StaticCache", "DynamicCache")
         if any(row["variant"] == name for row in found)
     )
-    question = "How much longer does a step of the engine take than reading its memory once (1.00 × is equal)?"
+    question = "How long does a step of the engine take, as a multiple of reading its memory once?"
     some = _largest(row for row in found if any(name in row["variant"] for name in ("Static", "Dynamic"))) or ours[-1:]
     shape = (some[0]["batch"], some[0]["context"])
     names = ("pagedkv", "StaticCache", "DynamicCache")
@@ -164,7 +164,7 @@ def _transformers(rows: list[Row]) -> Headline | None:
         f"{ratios[name]:.1f} × {name}, {tokens[name]}" for name in ("StaticCache", "DynamicCache") if name in ratios
     )
     ours = f"{ratios.get('StaticCache', ratios['DynamicCache']):.1f} ×"
-    question = f"How much faster does transformers decode with pages than with its own best cache ({shape})?"
+    question = f"How many times as fast does transformers decode with pages as with its own best cache ({shape})?"
     speeds = {row["variant"]: row["median"] for row in found}
     order = {name: speeds[name] for name in ("pages", "StaticCache", "DynamicCache") if name in speeds}
     drawn = _bars(f"transformers, {shape}: more is better", order, lambda value: f"{figure(value)} tokens/s")
@@ -178,7 +178,7 @@ def _vllm(rows: list[Row]) -> Headline | None:
         return None
     times = tuple(f"{row['variant']} {figure(row['median'])} ms a step" for row in found)
     shape = f"{ours['batch']} × {ours['context']:,} tokens"
-    question = f"How much faster does vLLM decode on a CPU with our attention ({shape})?"
+    question = f"How many times as fast does vLLM decode on a CPU with our attention ({shape})?"
     steps = {"pagedkv": ours["median"]} | {row["variant"]: row["median"] for row in found}
     drawn = _bars(f"A step of vLLM on a CPU, {shape}: less is better", steps, lambda value: f"{figure(value)} ms")
     return Headline("vllm", question, f"{ours['times_as_fast']:.1f} ×", times, ours, drawn)
@@ -195,7 +195,7 @@ def _tiers(rows: list[Row]) -> Headline | None:
     seconds = {place: by_place[place]["median"] for place in names if place in by_place}
     beside = [f"{100 * row['of_computing']:.1f} % from a disk" for row in [by_place.get("pagedkv, disk")] if row]
     beside.append(f"100 % is {figure(computed['median'])} s")
-    question = f"How long does fetching a prompt of {most:,} tokens from host memory take, beside computing it?"
+    question = f"What share of the time to compute a prompt of {most:,} tokens does fetching it from host memory take?"
     drawn = tuple(
         Bar(names[place], value, "peer" if place == "computed" else "ours",
             f"A first token after {most:,} tokens, by their place: less is better", label=f"{figure(value)} s")

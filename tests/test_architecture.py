@@ -286,7 +286,7 @@ def test_triton_sources_have_one_home():
 
 
 def part_of(module: str, layer: str) -> str:
-    """The first part of a module's name below its layer; "" for the layer itself."""
+    """The part of a layer to which a module belongs; "" for the layer itself."""
     return module.removeprefix(layer).strip(".").split(".")[0]
 
 

@@ -111,7 +111,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         self._plain_records = (self.state.spaces, self.state.spaces.view(np.ndarray))
         self._roots = Roots()
         self._accounts: dict[bytes, int] = {}  # account of each tenant that has a quota
-        self._proves = debug.level() >= 3  # asked once: it takes as long as a tenth of a small step
+        self._proves = debug.level() >= 3  # read once: the environment takes a tenth of a small step
         self._begin_recovery()
         self._begin_guard()
 

@@ -150,7 +150,7 @@ class Connection(H11Protocol):
 
 
 def _refusal() -> bytes:
-    body = json.dumps(error("the server has as many connections as it takes; try again later", "server_error")).encode()
+    body = json.dumps(error("the limit of connections is reached; try again later", "server_error")).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"

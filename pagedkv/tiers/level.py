@@ -57,9 +57,9 @@ class Level:
         return self._num_begun - self._num_ended if pending is None else pending
 
     @property
-    def headroom(self) -> int:
+    def max_stores(self) -> int:
         """Pages that the tier takes now."""
-        return self._guarded(lambda: self.tier.headroom, 0) if self.is_open else 0
+        return self._guarded(lambda: self.tier.max_stores, 0) if self.is_open else 0
 
     def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
         """bool [n]: see Tier.lookup. A closed level seems to have nothing."""

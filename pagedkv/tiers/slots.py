@@ -252,8 +252,8 @@ class SlotTier(Tier):
         return [Result(move.job.number, move.key, not move.why, move.why) for move in ended]
 
     @property
-    def headroom(self) -> int:
-        """See Tier.headroom. A part of the slots: pages under way evict others, and may come to nothing."""
+    def max_stores(self) -> int:
+        """See Tier.max_stores. A part of the slots: pages under way evict others, and may come to nothing."""
         assert self._pool is not None
         most = min(self._slots.num_frames // 8 + 1, max(MOST_STORES, MOST_BYTES // self._pool.frame_bytes))
         return max(0, most - self.num_pending)

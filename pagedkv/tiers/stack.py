@@ -166,7 +166,7 @@ class TierStack(ThreadGuard):
 
     def _store(self, level: Level) -> None:
         """Submit the first pages of a backlog that are in the pool still."""
-        frames, keys, most = list[int](), list[Key](), level.headroom
+        frames, keys, most = list[int](), list[Key](), level.max_stores
         while level.backlog and len(frames) < most:
             frame, stamp, key = level.backlog.popleft()
             if self.pool.holds(frame, stamp):

@@ -175,7 +175,7 @@ class Tier(ABC):
         return None
 
     @property
-    def headroom(self) -> int:
+    def max_stores(self) -> int:
         """Pages that one submit may store now. More wait in a backlog, from which pages go that the pool evicts."""
         return 64
 

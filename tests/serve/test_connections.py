@@ -183,7 +183,7 @@ def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
             assert told.dropped == {"idle": 2}
             refused, last = await client(told)
             assert b"503 Service Unavailable" in await refused.readline()
-            assert b"as many connections as it takes" in await refused.read()
+            assert b"the limit of connections is reached" in await refused.read()
             assert told.dropped == {"idle": 2, "full": 1}
             for each in (writer, endless, last, *(other for _, other in idle)):
                 each.close()
@@ -204,7 +204,7 @@ def test_a_refused_client_that_goes_on_sending_can_read_why() -> None:
                     await asyncio.sleep(0.02)
                 answer = await refused.read()
                 assert answer.startswith(b"HTTP/1.1 503 Service Unavailable")
-                assert b"as many connections as it takes" in answer
+                assert b"the limit of connections is reached" in answer
                 last.close()
             assert told.dropped == {"full": 3}
             endless.close()

@@ -151,14 +151,19 @@ class S3:
                 [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
                 cwd=folder, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
+        try:
+            self._create_bucket(boto3, secrets)
+        except BaseException:
+            self.close()
+            raise
+
+    def _create_bucket(self, boto3: Any, secrets: dict[str, str]) -> None:
         until = time.monotonic() + 60
         while not reachable(self.port):
             assert time.monotonic() < until, "the S3 server did not start"
             time.sleep(0.02)
         self.options = {"endpoint": f"http://127.0.0.1:{self.port}", "region": "us-east-1", **secrets}
-        self._s3 = boto3.client(
-            "s3", endpoint_url=self.options["endpoint"], region_name="us-east-1", **secrets
-        )  # fmt: skip
+        self._s3 = boto3.client("s3", endpoint_url=self.options["endpoint"], region_name="us-east-1", **secrets)
         self._s3.create_bucket(Bucket="pages")
 
     def client(self) -> Client:

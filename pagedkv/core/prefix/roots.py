@@ -109,11 +109,11 @@ class Roots:
 
         A list: Python drops an interrupt that arrives while it closes a generator.
         """
-        return [*self.by_tenant.items(), *((tenant, root) for (tenant, _), root in self.salted.items())]
+        return [*self.by_tenant.items(), *[(tenant, root) for (tenant, _), root in self.salted.items()]]
 
     def is_used(self, tenant: bytes, state: State) -> bool:
         """Return whether a space or a published page belongs to `tenant`."""
-        return any(name == tenant and _count(root, state) for name, root in self.every())
+        return sum(_count(root, state) for name, root in self.every() if name == tenant) > 0
 
     def _number(self) -> int:
         return self._unused_numbers.pop() if self._unused_numbers else self._new_number()

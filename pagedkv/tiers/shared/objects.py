@@ -64,13 +64,13 @@ class ObjectTier(SharedTier):
         self._linger, self._stored_at = real(linger, "linger"), 0.0
 
     @property
-    def headroom(self) -> int:
-        """See Tier.headroom. None within `linger` seconds of the last store: pages wait, and go together."""
+    def max_stores(self) -> int:
+        """See Tier.max_stores. None within `linger` seconds of the last store: pages wait, and go together."""
         now = time.monotonic()
         if now - self._stored_at < self._linger:
             return 0
         self._stored_at = now
-        return super().headroom
+        return super().max_stores
 
 
 class _Place(NamedTuple):

@@ -125,18 +125,22 @@ def local_memory(log: str) -> int:
     return max(found)
 
 
-def spills_of_nvrtc() -> int:
-    """Return the bytes of local memory that an attention kernel may use: 13.0, which torch 2.13 brings, spills 8."""
+SPILLS_OF_NVRTC_13_0 = {("bfloat16-bfloat16 256/256 rows>=1 scales=0", "sm_90", 2): 8}
+"""Bytes of local memory that kernels use if NVRTC 13.0 compiles them, which torch 2.13 brings."""
+
+
+def spills_of(wish: Wish, arch: str, page_runs: int) -> int:
+    """Return the bytes of local memory that a kernel may use."""
     from cupy.cuda import nvrtc
 
-    return 0 if nvrtc.getVersion() >= (13, 1) else 8
+    return 0 if nvrtc.getVersion() >= (13, 1) else SPILLS_OF_NVRTC_13_0.get((label(wish), arch, page_runs), 0)
 
 
 @pytest.mark.parametrize(("wish", "arch", "page_runs"), JOBS, ids=label)
 def test_it_compiles_within_its_budget(wish: Wish, arch: str, page_runs: int) -> None:
     kernel = kernel_of(wish, arch, page_runs)
     _, log = compiled(kernel, arch)
-    assert local_memory(log) <= spills_of_nvrtc(), "local memory is used"
+    assert local_memory(log) <= spills_of(wish, arch, page_runs), "local memory is used"
     registers = int(re.search(r"Used (\d+) registers", log)[1])  # type: ignore[index]
     assert kernel.blocks * kernel.threads * -(-registers // 8) * 8 <= 1 << 16, (
         f"{registers} registers: {kernel.blocks} CTAs do not fit on an SM"
