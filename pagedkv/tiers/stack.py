@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from pagedkv.core.arguments import real, tenant_name, token_row, whole
+from pagedkv.core.arguments import flag, real, tenant_name, token_row, whole
 from pagedkv.core.observation import Observe
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
-from pagedkv.errors import InvalidRequest
+from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from pagedkv.tiers.fetch import Fetch, Loader
 from pagedkv.tiers.level import Level
 from pagedkv.tiers.names import Namer, fingerprint
@@ -141,7 +141,7 @@ class TierStack(ThreadGuard):
             time.sleep(wait)
         if self._manager.last_event != self._since:
             self._take_changes()
-        if self._loader.fetches or self._loader.waiting or self.num_pending:
+        if self._loader.fetches or self._loader.waiting or self._loader.holds or self.num_pending:
             self._loader.poll()
         for level in self._levels:
             if level.backlog:
@@ -196,13 +196,14 @@ class TierStack(ThreadGuard):
     @exclusive
     def fetch(
         self, cache: Any, token_ids: Sequence[int] | npt.NDArray[np.integer], tenant: bytes,
-        salt: bytes | Mapping[int, bytes], timeout: float | None,
+        salt: bytes | Mapping[int, bytes], timeout: float | None, hold: bool = False,
     ) -> Fetch:  # fmt: skip
         """See PagedKVCache.fetch."""
         assert self._loader is not None
         ids, tenant = token_row(token_ids), tenant_name(tenant)
         seconds = DEADLINE if timeout is None else real(timeout, "timeout")
         fetch = Fetch(ids, self.pump, time.monotonic() + seconds)
+        fetch.holds = flag(hold, "hold")
         self._loader.begin(cache, fetch, self._namer, tenant=tenant, salt=salt)
         return fetch
 
@@ -210,8 +211,45 @@ class TierStack(ThreadGuard):
 
     @property
     def num_fetches(self) -> int:
-        """Fetches that have frames of the pool."""
+        """Fetches that load into frames of the pool."""
         return 0 if self._loader is None else len(self._loader.fetches)
+
+    @property
+    def num_holds(self) -> int:
+        """Fetches that are done and hold their pages."""
+        return 0 if self._loader is None else len(self._loader.holds)
+
+    def num_held(self, tenant: bytes | None = None) -> int:
+        """Return how many frames a plan may take from fetches that hold their pages.
+
+        tenant: of the plan; None for any. If tenants have quotas, only frames of its own are counted: the rules of
+            quotas decide how many of the others it may take.
+        """
+        if self._loader is None or not self._loader.holds:
+            return 0
+        return self._loader.holds.num_frames(tenant if self._quotas else None)
+
+    def let_go(self, lack: OutOfFrames) -> bool:
+        """Release the pages that were held last, as a plan lacks frames. Return whether that may help.
+
+        At a quota only pages of that tenant are released.
+        """
+        if not self.num_holds or self._is_called:  # a fetch that plans takes no frames from others
+            return False
+        return self._release_newest(lack.tenant if isinstance(lack, QuotaExceeded) else None)
+
+    @exclusive
+    def _release_newest(self, tenant: bytes | None) -> bool:
+        return self._loader is not None and self._loader.holds.release_newest(tenant)
+
+    @exclusive
+    def release_holds(self) -> None:
+        """Hold no pages any more, nor those of fetches under way: their owner has lost them."""
+        if self._loader is not None:
+            for fetch in (*self._loader.fetches, *self._loader.waiting):
+                fetch.holds = False
+            for fetch in self._loader.holds:
+                self._loader.holds.release(fetch)
 
     @property
     def num_pending(self) -> int:
@@ -246,7 +284,7 @@ class TierStack(ThreadGuard):
         self._loader.give_up()
         while True:
             self._loader.poll()
-            if not (self._loader.fetches or self._loader.waiting):
+            if not (self._loader.fetches or self._loader.waiting or self._loader.holds):
                 return True
             if time.monotonic() >= until:
                 return False

@@ -20,8 +20,8 @@ from pagedkv import PagedKVCache
 from pagedkv.errors import ConcurrentUse, InvalidRequest
 from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Tier, level, tier
 from pagedkv.tiers.mover import Mover, Task
-from tests.tiers.test_hostile import IDS, PAGES, Stubborn, evicted
-from tests.tiers.world import SPEC, World
+from tests.tiers.test_hostile import Stubborn
+from tests.tiers.world import IDS, PAGES, SPEC, World, evicted
 
 FRAME = SPEC.frame_bytes
 
@@ -58,19 +58,11 @@ class Five(Tier):
         self.pages = {}
 
 
-def world_over(*tiers: Tier, num_frames: int = 16) -> World:
-    world = World(PagedKVCache(SPEC, model="m", num_frames=num_frames, tiers=tiers))
-    world.run(IDS)
-    assert world.cache.tiers.flush(20)
-    world.cache.evict(num_frames)
-    return world
-
-
 # --- the interface ----------------------------------------------------------------------------------------------------
 
 
 def test_five_methods_make_a_tier_and_fewer_are_refused_at_once() -> None:
-    world = world_over(Five())
+    world = evicted(Five())
     assert world.cache.fetch(IDS).done
     assert world.check_found(IDS) == 40
     world.cache.forget()
@@ -86,7 +78,7 @@ def test_an_exception_of_a_tier_reaches_no_caller_and_the_tier_is_skipped_for_a_
 ) -> None:
     monkeypatch.setattr(level, "SKIPPED", 0.2)
     five = Five()
-    world = world_over(five)
+    world = evicted(five)
     five.fault = ConnectionError("the server is gone")
     for _ in range(level.FAILURES):
         assert world.cache.fetch(IDS).done
@@ -211,7 +203,7 @@ def test_waits_for_a_tier_that_hangs_end() -> None:
 EXITS = """
 import time
 from pagedkv.tiers import HostTier
-from tests.tiers.test_hostile import IDS, evicted
+from tests.tiers.world import IDS, evicted
 class Hangs(HostTier):
     def _load(self, moves): time.sleep(60)
 evicted(Hangs("1MiB")).cache.fetch(IDS, timeout=0).wait()
@@ -278,7 +270,7 @@ def test_the_facts_of_a_disk_tier_are_not_written_through_a_link(tmp_path: Path)
 
 def test_prompts_with_one_prefix_load_it_once() -> None:
     host = HostTier("1MiB", limit=FRAME * 50)
-    world = world_over(host, num_frames=64)
+    world = evicted(host, num_frames=64)
     prompts = [IDS, IDS, [*IDS[:40], 7, 7, 7, 7, 7], IDS[:21]]
     fetches = [world.cache.fetch(ids) for ids in prompts]
     assert world.cache.stats().mapped == PAGES
@@ -298,7 +290,7 @@ def test_prompts_with_one_prefix_load_it_once() -> None:
 
 
 def test_a_fetch_that_forget_ends_has_no_tokens() -> None:
-    world = world_over(HostTier("1MiB", limit=FRAME * 20))
+    world = evicted(HostTier("1MiB", limit=FRAME * 20))
     fetch = world.cache.fetch(IDS)
     world.cache.forget()
     assert fetch.done
