@@ -39,6 +39,7 @@ PART: Final = 16 << 20
 MOST_STORES: Final = 64
 MOST_BYTES: Final = 64 << 20
 """Pages that are stored at a time: MOST_STORES, or MOST_BYTES if these are more pages."""
+MOST_SLOTS: Final = 2**31
 EXITING: Final = 2.0
 """Seconds that the end of a process waits for a tier that was not closed."""
 GONE, CORRUPT, CHANGED, FULL, CANCELLED = "gone", "corrupt", "changed", "full", "cancelled"
@@ -122,6 +123,11 @@ class SlotTier(Tier):
             raise InvalidRequest(
                 f"the {self.name} tier has {self.size} bytes and a frame needs {self._slot_bytes(pool.frame_bytes)}; "
                 "give it more memory"
+            )
+        if num_slots >= MOST_SLOTS:
+            raise InvalidRequest(
+                f"the {self.name} tier has {self.size} bytes for {num_slots} pages, and a tier holds fewer than "
+                f"{MOST_SLOTS}; give it less memory"
             )
         self._slots = FramePool(num_slots, key_bytes=KEY_BYTES, policy=self._policy)
         present = self._begin(pool, fingerprint, num_slots)
