@@ -367,10 +367,9 @@ class Scheduler:
         frames += [(s, -cache.frames_for(len(s.tokens) - s.remaining, 1)) for s in gone]
         own = sum(count for s, count in frames if s.completion.request.tenant == tenant)
         if gone:
-            quota = cache.usages().get(tenant)
-            held = cache.tiers.num_held(tenant)
-            exceeds = quota is not None and quota.hard is not None
-            exceeds = exceeds and own > quota.hard - quota.used + quota.evictable + held
+            quota, held = cache.usages().get(tenant), cache.tiers.num_held(tenant)
+            most = None if quota is None or quota.hard is None else quota.hard - quota.used + quota.evictable + held
+            exceeds = most is not None and own > most
         else:
             exceeds = not cache.admits(own, tenant=tenant)
         places = sum(s.num_receivers for s in stay)

@@ -87,7 +87,7 @@ class Fetch:
         return self._is_done
 
     def cancel(self) -> None:
-        """End the fetch, and hold no pages. Those that have arrived stay cached.
+        """End the fetch, and hold no pages. Pages that have arrived stay cached.
 
         Its other frames are free when no tier writes into them any more.
         """

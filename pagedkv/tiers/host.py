@@ -99,7 +99,8 @@ class HostTier(SlotTier):
             self._seals[slot] = b""
 
     def _end(self) -> None:
-        del self._memory, self._bytes
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._bytes = self._memory.numpy()
 
 
 def _allocate(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:

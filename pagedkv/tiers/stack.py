@@ -46,6 +46,8 @@ PAUSE: Final = 0.0002
 """Seconds between two looks at tiers that are waited for."""
 DEADLINE: Final = 30.0
 """Seconds that a fetch, or a wait for tiers, may take by default."""
+PATIENCE: Final = 0.5
+"""Seconds in which the threads of a closed tier end that have nothing to do."""
 GROWTH: Final = 1.0
 """Seconds that a plan waits for tiers before the pool grows."""
 
@@ -81,6 +83,7 @@ class TierStack(ThreadGuard):
         self._levels: list[Level] = [Level(tier) for tier in tiers]
         self._write_back = write_back or EveryPage()
         self._quotas: dict[bytes, int | None] = {}
+        self._is_closed = False
         self._since: int | None = 0  # the last event seen; None: look at all pages that are published
         self._loader: Loader | None = None
         self._begin_guard(strict=False)
@@ -146,6 +149,7 @@ class TierStack(ThreadGuard):
         for level in self._levels:
             if level.backlog:
                 self._store(level)
+        self._drop_levels()
 
     def _take_changes(self) -> None:
         """Put the pages that were published into the backlogs, and count a use of those that the pool evicted."""
@@ -222,8 +226,8 @@ class TierStack(ThreadGuard):
     def num_held(self, tenant: bytes | None = None) -> int:
         """Return how many frames a plan may take from fetches that hold their pages.
 
-        tenant: of the plan; None for any. If tenants have quotas, only frames of its own are counted: the rules of
-            quotas decide how many of the others it may take.
+        tenant: the tenant of the plan; None for any. If tenants have quotas, only its own frames are counted: how many
+            of the others it may take is decided by the rules of quotas.
         """
         if self._loader is None or not self._loader.holds:
             return 0
@@ -268,7 +272,7 @@ class TierStack(ThreadGuard):
 
     def _set_quota(self, tenant: bytes, hard: int | None) -> None:
         for level in self._levels:
-            level.tier.set_quota(tenant, None if hard is None else min(1.0, hard / self._manager.num_frames))
+            level.set_quota(tenant, None if hard is None else min(1.0, hard / self._manager.num_frames))
 
     def abandon(self, timeout: float = DEADLINE) -> bool:
         """End all fetches, and wait until no tier writes into their frames. Pages that have arrived stay.
@@ -341,9 +345,7 @@ class TierStack(ThreadGuard):
         self._namer = self._namer.renamed()
         self._loader.give_up(keep=False)
         for level in self._levels:
-            level.backlog.clear()
-            level.cancel()
-            level.tier.forget()
+            level.forget()
         self._loader.poll()
         self._since = self._manager.last_event
 
@@ -358,6 +360,14 @@ class TierStack(ThreadGuard):
             level.cancel()
         is_quiet = self.quiesce(max(0.0, until - time.monotonic()))
         for level in self._levels:
-            level.tier.close(max(min(CLOSING, timeout), until - time.monotonic()))
-        self._levels.clear()
+            level.close(max(min(CLOSING, timeout), until - time.monotonic()))
+        self._is_closed = True
+        self._drop_levels()
         return is_stored and is_quiet
+
+    def _drop_levels(self) -> None:
+        """Drop the tiers after `close`. A tier that hangs stays until its jobs end: then its frames are given back."""
+        if self._is_closed and not self.num_pending and not self.num_fetches:
+            for level in self._levels:
+                level.close(PATIENCE)
+            self._levels.clear()

@@ -18,7 +18,7 @@ import pytest
 
 from pagedkv import PagedKVCache
 from pagedkv.errors import ConcurrentUse, InvalidRequest
-from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Tier, level, tier
+from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Tier, level, slots, tier
 from pagedkv.tiers.mover import Mover, Task
 from tests.tiers.test_hostile import Stubborn
 from tests.tiers.world import IDS, PAGES, SPEC, World, evicted
@@ -198,6 +198,107 @@ def test_waits_for_a_tier_that_hangs_end() -> None:
     assert not world.cache.tiers.close(0.05)
     assert time.monotonic() - began < 3 * tier.CLOSING < 30  # the load hangs for 30 s
     stubborn.may_load.set()
+
+
+def test_frames_that_a_load_still_writes_at_the_close_come_back_when_it_has_ended() -> None:
+    stubborn = Stubborn("1MiB")
+    world = evicted(stubborn, num_frames=24)
+    world.cache.fetch(IDS)
+    while not stubborn._mover._num_running:
+        time.sleep(0.001)
+    assert not world.cache.tiers.close(0.05)
+    other = list(range(200, 241))
+    world.run(other)
+    assert world.cache.stats().mapped == PAGES
+    assert world.cache.fetch(IDS).asked == 0
+    stubborn.may_load.set()
+    until = time.monotonic() + 20
+    while world.cache.stats().mapped and time.monotonic() < until:
+        world.cache.tiers.pump(0.001)
+    assert (world.cache.stats().mapped, len(world.cache.tiers)) == (0, 0)
+    assert world.check_found(other) == 40
+
+
+class Rude(Five):
+    """A tier that raises whatever it is told."""
+
+    def forget(self) -> None:
+        raise ConnectionError("the server is gone")
+
+    def set_quota(self, tenant: bytes, share: float | None) -> None:
+        raise ConnectionError("the server is gone")
+
+    def close(self, timeout: float = 0) -> None:
+        raise ConnectionError("the server is gone")
+
+
+def test_a_tier_that_raises_keeps_no_other_from_forgetting_and_closing(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, "1MiB")
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[Rude(), disk]))
+    world.cache.set_quota(b"acme", hard=8)
+    assert disk._slots.usage(disk._charged(b"acme")).hard > 0
+    world.run(IDS)
+    assert world.cache.tiers.flush(20)
+    world.cache.forget()
+    assert disk.stats().pages == 0
+    world.cache.tiers.close()
+    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
+
+
+def test_a_close_that_was_interrupted_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> bool:
+        raise KeyboardInterrupt
+
+    disk = DiskTier(tmp_path, "1MiB")  # held, as a collected one gives its folder back
+    cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[disk])
+    with monkeypatch.context() as patch:
+        patch.setattr(Mover, "close", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.tiers.close()
+    cache.tiers.close()
+    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
+
+
+@pytest.mark.parametrize("fails", [(threading.Thread, "start"), (os, "posix_fallocate"), (os, "ftruncate")])
+def test_a_tier_that_could_not_begin_leaves_its_folder_to_others(
+    fails: tuple[object, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(*_: object) -> None:
+        raise OSError(errno.EIO, "no such luck")
+
+    num_open = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(*fails, fault)
+        with pytest.raises(OSError, match="no such luck"):
+            PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")])
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
+
+
+def test_a_page_that_is_written_while_the_tiers_forget_is_not_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, may_go_on, holds = threading.Event(), threading.Event(), PoolView.holds
+
+    def slow(self: PoolView, frame: int, stamp: int) -> bool:
+        is_held = holds(self, frame, stamp)
+        if threading.current_thread() is not threading.main_thread():
+            looked.set()
+            may_go_on.wait(20)
+        return is_held
+
+    monkeypatch.setattr(slots, "CLOSING", 0.05)
+    monkeypatch.setattr(PoolView, "holds", slow)
+    disk = DiskTier(tmp_path, "1MiB", threads=1)
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[disk]))
+    world.run(IDS)
+    assert looked.wait(20)
+    world.cache.forget()
+    may_go_on.set()
+    while disk._mover.num_pages:
+        time.sleep(0.001)
+    assert not disk._seals["serial"].any()  # and a process that is killed now leaves no page of the old weights
+    world.cache.tiers.close()
 
 
 EXITS = """

@@ -15,7 +15,7 @@ import pytest
 
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.errors import InvalidRequest
-from pagedkv.tiers import HostTier
+from pagedkv.tiers import HostTier, slots
 from pagedkv.tiers.checksum import Bytes, checksum
 from pagedkv.tiers.shared import objects
 from pagedkv.tiers.shared.records import FORMAT, HEADER, MAGIC, Client, Record
@@ -314,6 +314,57 @@ def test_a_store_that_fails_after_it_kept_the_pages_keeps_none() -> None:
     assert one.cache.tiers.stats()["shared"].failed == PAGES
     one.cache.tiers.close()
     assert not store.contents
+
+
+def test_a_page_that_is_sent_while_the_process_forgets_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    sending, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(MemoryClient):
+        def put(self, names: Sequence[bytes], records: Sequence[tuple[bytes, Bytes]]) -> list[str]:
+            sending.set()
+            may_go_on.wait(20)
+            return super().put(names, records)
+
+    monkeypatch.setattr(slots, "CLOSING", 0.05)
+    store = Memory(Path())
+    one = world(Slow(store.contents))
+    one.run(IDS)
+    assert sending.wait(20)
+    one.cache.forget()
+    may_go_on.set()
+    assert one.cache.tiers.flush(20)
+    one.cache.tiers.close()
+    assert not store.contents
+
+
+def test_a_value_of_another_type_costs_its_own_page_alone(tmp_path: Path) -> None:
+    store = Redis(tmp_path)
+    one, two = stored(store), world(store.client())
+    store.replace_by_list(store.records()[0])
+    assert fetched(two) < PAGES * SIZE
+    stats = two.cache.tiers.stats()["shared"]
+    assert (stats.corrupt, stats.failed, stats.loaded) == (1, 0, PAGES - 1)
+    closed(one, two)
+    store.close()
+
+
+def test_an_object_that_a_store_has_kept_though_it_failed_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = object_client(tmp_path)
+    put = client._obstore.put
+
+    def late(*arguments: Any) -> None:
+        put(*arguments)
+        raise TimeoutError("the answer came too late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._obstore, "put", late)
+        with pytest.raises(TimeoutError):
+            client.put([bytes(32)], [(bytes(HEADER.size), np.zeros(9, np.uint8))])
+    assert list(tmp_path.rglob("pagedkv/*"))
+    client.delete([bytes(32)])
+    assert not list(tmp_path.rglob("pagedkv/*"))
 
 
 def object_client(folder: Path) -> Any:

@@ -197,7 +197,11 @@ class ObjectClient:
         size = len(records[0][0]) + len(records[0][1])
         head = HEAD.pack(MAGIC, len(names), size) + b"".join(names)
         bodies = [part for header, content in records for part in (header, content.data)]
-        self._obstore.put(self._store, path, b"".join((head, *bodies)))
+        try:
+            self._obstore.put(self._store, path, b"".join((head, *bodies)))
+        except BaseException:
+            self._undeleted.add(path)  # the store may have kept it
+            raise
         with self._changing:
             self._heads.add(path)
             self._own[path] = len(names)
