@@ -27,11 +27,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedkv import debug
 from pagedkv.cache import PagedKVCache
 from pagedkv.checkpoint import BUNDLED
 from pagedkv.checkpoint.files import weights_digest
@@ -59,7 +58,7 @@ from pagedkv.model.loop.outcome import outcome_of, rows_of
 from pagedkv.model.loop.pool import new_cache
 from pagedkv.model.loop.preemption import Preemption, preemption_of
 from pagedkv.model.loop.sequence import Chunk, SequenceState
-from pagedkv.model.loop.step import CudaGraph, Step
+from pagedkv.model.loop.step import Step, step_of
 from pagedkv.model.request import Completion, OnText, Request
 from pagedkv.model.scheduler import Limits, Scheduler
 from pagedkv.model.ways import best_of, trees
@@ -93,14 +92,14 @@ class Engine(ThreadGuard, fetches.OverTiers):
         limits: Limits | None = None,
         drafter: Drafter | None = None,
         preemption: Preemption | str = "recompute",
+        steps: Callable[[Decoder, PagedKVCache], Step] = step_of,
     ) -> None:
-        """drafter: the source of drafts for speculative decoding; None for none. preemption: see `load`."""
+        """drafter: the source of drafts; None for none. preemption: see `load`. steps: makes the forward passes."""
         check_geometry(decoder, cache)
         self.decoder: Decoder = decoder
         self.tokenizer: Tokenizer = tokenizer
         self.cache: PagedKVCache = cache
-        graphs = CudaGraph if decoder.device.type == "cuda" and not debug.level() else None  # checks read values back
-        self.forward: Step = Step(decoder, cache, graphs=graphs)
+        self.forward: Step = steps(decoder, cache)
         self.speculation: Speculation | None = None if drafter is None else Speculation(drafter, decoder.config)
         self.scheduler: Scheduler = Scheduler(
             cache,
@@ -361,7 +360,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         if self._was_interrupted:
             self.cache.recover()
             held = sum(s.space is not None for s in (*self.scheduler.running, *self.scheduler.waiting))
-            held += self.cache.tiers.num_fetches + self.cache.tiers.num_holds
+            held += self.cache.tiers.num_fetches
             # A traceback may keep handles alive: then the next step recovers again.
             self._was_interrupted = self.cache.has_plans or self.cache.stats().spaces != held
         while self._inbox:

@@ -15,11 +15,18 @@ DEFAULT_MEMORY: Final = "4GiB"
 
 
 def new_cache(
-    decoder: Decoder, *, block_size: int, kv_dtype: str | None = None, grouped: bool = True, **options: Any
+    decoder: Decoder,
+    *,
+    block_size: int,
+    kv_dtype: str | None = None,
+    grouped: bool = True,
+    kind: type[PagedKVCache] = PagedKVCache,
+    **options: Any,
 ) -> PagedKVCache:
     """Return a cache for the decoder.
 
     grouped: whether layers with different windows have page tables of their own, and give back frames behind windows
+    kind: the class of the cache
     options: options of PagedKVCache
     """
     config, dtype = decoder.config, str(decoder.dtype).removeprefix("torch.")
@@ -30,4 +37,4 @@ def new_cache(
         largest = max(specs, key=lambda spec: spec.frame_bytes)
         options["num_frames"] = min(len(specs) * largest.pages(DEFAULT_TOKENS), largest.frames_in(DEFAULT_MEMORY))
     layer_groups = config.layer_groups() if grouped else None
-    return PagedKVCache(specs, layer_groups=layer_groups, device=decoder.device, **options)
+    return kind(specs, layer_groups=layer_groups, device=decoder.device, **options)

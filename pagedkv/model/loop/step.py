@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
+from pagedkv import debug
 from pagedkv.model.decoder import BoundLayers
 from pagedkv.model.loop.workspace import Workspace
 
@@ -188,6 +189,11 @@ class Step:
             bucket.graph = graph
         bucket.graph.replay()
         return bucket.result[: len(token_ids)]
+
+
+def step_of(decoder: Decoder, cache: PagedKVCache) -> Step:
+    """Return the steps of one process, with graphs on a GPU unless checks read values back from it."""
+    return Step(decoder, cache, graphs=CudaGraph if decoder.device.type == "cuda" and not debug.level() else None)
 
 
 def _power_of_two(number: int) -> int:
