@@ -30,7 +30,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-tiers test-transformers test-triton test-vllm test-nano-vllm check bench \
+.PHONY: help demo test test-all test-distributed test-tiers test-transformers test-triton test-vllm test-nano-vllm check bench \
 	bench-check bench-readme bench-report gpu gpu-sanitize docs wheel constraints clean FORCE
 
 help: ## this list
@@ -69,6 +69,9 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 	@rm -rf $(VENV)-vllm/run && mkdir $(VENV)-vllm/run && cp -r tests examples pyproject.toml $(VENV)-vllm/run
 	@$(VENV)-vllm/bin/python -c 'import vllm'
 	@cd $(VENV)-vllm/run && ../bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/vllm
+
+test-distributed: $(STAMPS)/dev ## processes that share a model, with their slow tests: ranks that are killed, torchrun
+	@$(PYTEST) --numprocesses=0 -m "not gpu" tests/distributed
 
 test-tiers: $(STAMPS)/dev ## tiers below the pool with their slow tests; a store whose server is missing is skipped
 	@$(PIP) --no-deps mooncake-transfer-engine-non-cuda

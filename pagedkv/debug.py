@@ -1,20 +1,21 @@
 """The `PAGEDKV_*` environment variables, all of them, read in one place.
 
-| variable            | values   | effect                                                                             |
-|---------------------|----------|------------------------------------------------------------------------------------|
-| PAGEDKV_DEBUG       | 0        | checks that cost O(batch) and wait for no device (the default)                     |
-|                     | 1        | as 0, and values of arguments are checked on every device                          |
-|                     | 2        | as 1, and unmapped frames are filled with NaN, planned slots are proven distinct   |
-|                     | 3        | as 2, and `check()` proves I1-I9 after every commit; errors name the last callers  |
-| PAGEDKV_KERNELS     | a name   | the backend for calls that name none, or "auto"                                    |
-| PAGEDKV_CPU_ISA     | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable    |
-| PAGEDKV_NUM_THREADS | a number | threads of the `cpu` and `numba` backends; by default as many as torch uses        |
-| PAGEDKV_CACHE_DIR   | a folder | the place of compiled code; by default pagedkv/ in the user's cache folder         |
-| PAGEDKV_CUDA_ARCHS  | names    | the architectures that a build compiles CUDA kernels for, as sm_90,sm_100; all;    |
-|                     |          | none; by default those of the GPUs of the machine that builds                      |
-| PAGEDKV_TIER_KEY    | a text   | the secret of tiers that --tier names: pages written without it are not found      |
-| PAGEDKV_API_KEY     | a text   | the key that `pagedkv serve` asks for, unless --api-key names another              |
-| PAGEDKV_VLLM        | 1        | vLLM on a CPU attends by our kernels (the default is 0)                            |
+| variable             | values   | effect                                                                             |
+|----------------------|----------|------------------------------------------------------------------------------------|
+| PAGEDKV_DEBUG        | 0        | checks that cost O(batch) and wait for no device (the default)                     |
+|                      | 1        | as 0, and values of arguments are checked on every device                          |
+|                      | 2        | as 1, and unmapped frames are filled with NaN, planned slots are proven distinct   |
+|                      | 3        | as 2, and `check()` proves I1-I9 after every commit; errors name the last callers  |
+| PAGEDKV_KERNELS      | a name   | the backend for calls that name none, or "auto"                                    |
+| PAGEDKV_CPU_ISA      | a name   | the instruction set of the `cpu` backend: avx512_bf16, avx512, avx2 or portable    |
+| PAGEDKV_NUM_THREADS  | a number | threads of the `cpu` and `numba` backends; by default as many as torch uses        |
+| PAGEDKV_CACHE_DIR    | a folder | the place of compiled code; by default pagedkv/ in the user's cache folder         |
+| PAGEDKV_CUDA_ARCHS   | names    | the architectures that a build compiles CUDA kernels for, as sm_90,sm_100; all;    |
+|                      |          | none; by default those of the GPUs of the machine that builds                      |
+| PAGEDKV_TIER_KEY     | a text   | the secret of tiers that --tier names: pages written without it are not found      |
+| PAGEDKV_API_KEY      | a text   | the key that `pagedkv serve` asks for, unless --api-key names another              |
+| PAGEDKV_RANK_TIMEOUT | seconds  | the silence of a rank after which all others end; by default 30                    |
+| PAGEDKV_VLLM         | 1        | vLLM on a CPU attends by our kernels (the default is 0)                            |
 """
 
 from __future__ import annotations
@@ -54,6 +55,14 @@ def forced_num_threads() -> int | None:
     if text is not None and (not text.isdecimal() or not 1 <= int(text) <= MOST_THREADS):
         raise InvalidRequest(f"PAGEDKV_NUM_THREADS is {text!r}; it takes a number of threads, 1 to {MOST_THREADS}")
     return None if text is None else int(text)
+
+
+def rank_timeout() -> float:
+    """Return PAGEDKV_RANK_TIMEOUT in seconds, by default 30. Raises: InvalidRequest for no whole number of seconds."""
+    text = os.environ.get("PAGEDKV_RANK_TIMEOUT") or "30"
+    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
+        raise InvalidRequest(f"PAGEDKV_RANK_TIMEOUT is {text!r}; it takes whole seconds, 1 to 1000000")
+    return float(text)
 
 
 def asks_for_vllm() -> bool:

@@ -15,6 +15,7 @@ PagedKVError
  ├── EngineStopped       the engine behind a stream was closed, or failed
  ├── EventsLost          a reader of events fell behind the log
  ├── ConcurrentUse       two threads used one manager
+ ├── RankLost            a process that shares the model has ended; all of them end
  ├── KernelUnavailable   no kernel can run this case; the error has the reasons of each
  ├── CheckpointError     a model folder is missing, damaged or of an unknown kind
  └── InvariantViolation  check() found a broken law; a bug of ours                           (also an AssertionError)
@@ -130,6 +131,13 @@ class ConcurrentUse(PagedKVError):
     """Raised when a thread enters a manager during a call of another thread, or one that another thread owns.
 
     Call the manager from one thread, or hold a lock around its calls. A thread that takes the work over calls `own()`.
+    """
+
+
+class RankLost(PagedKVError):
+    """Raised when the processes that share a model can compute no further step: one has ended, or a step failed.
+
+    The KV of the ranks may differ from then on. Start all of them again.
     """
 
 

@@ -41,9 +41,10 @@ ARROWS = {
     "checkpoint": {"kernels"},  # the formats of a matrix
     "sampling": {"checkpoint"},  # a grammar reads the tokenizer
     "model": {"core", "kernels", "cache", "checkpoint", "sampling", "tiers"},
+    "distributed": {"core", "kernels", "cache", "checkpoint", "model"},
     "integrations": set(),
     "serve": {"checkpoint", "sampling", "model"},
-    "cli": {"checkpoint", "sampling", "model", "serve"},
+    "cli": {"checkpoint", "sampling", "model", "serve", "distributed"},
 }
 """layer → layers it may import, besides itself and FREE."""
 

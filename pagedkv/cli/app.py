@@ -3,6 +3,7 @@
     0    done
     1    a line of a .jsonl failed, the others are done
     2    bad input: one line on stderr, "pagedkv: error: ...", for any file or option
+    3    another process that shares the model has ended (torchrun)
     130  Ctrl-C
 
 A traceback means a bug in pagedkv. `pagedkv/__main__.py` has the statuses of a process whose stdout fails.
@@ -10,9 +11,10 @@ A traceback means a bug in pagedkv. `pagedkv/__main__.py` has the statuses of a 
 
 from __future__ import annotations
 
+import os
 import sys
 from io import TextIOWrapper
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import typer
 
@@ -22,7 +24,11 @@ from pagedkv.cli import options
 from pagedkv.cli.bench.commands import benchmarks
 from pagedkv.cli.complaints import complain
 from pagedkv.cli.inputs import prompts, shaping
-from pagedkv.errors import InvalidRequest, PagedKVError
+from pagedkv.distributed import launch
+from pagedkv.errors import InvalidRequest, PagedKVError, RankLost
+
+if TYPE_CHECKING:
+    from pagedkv.distributed.ranks import Ranks
 
 app: Final = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -31,6 +37,7 @@ app: Final = typer.Typer(
 app.add_typer(benchmarks, name="bench")
 
 BAD_INPUT: Final = 2
+LOST: Final = 3
 
 SAMPLING: Final = """max_tokens min_tokens temperature top_k top_p min_p seed ignore_eos num_beams best_of logprobs
 repetition_penalty frequency_penalty presence_penalty""".split()
@@ -104,17 +111,32 @@ def generate(
     top: options.Top = False,
 ) -> int:
     """Text from a prompt, streamed as it is made. Without a prompt, the bundled checkpoint answers a question."""
-    given, templating = _checked(locals()), prompts.Templating(chat, system, prompts.variables(template_var or ()))
-    source, folder = prompts.read(prompt, prompt_file, dash, templating), None if model is None else hub.find(model)
-    sampling = {n: given[n] for n in SAMPLING} | {"stop": stop or ()} | shaping.grammar(json_schema, regex, choice)
+    given, place = _checked(locals()), launch.place()
+    if place is None:
+        return _generate(given)
+    launch.silence_torch()
+    from pagedkv.distributed.run import on_each  # torch
+
+    loading = {name: given[name] for name in LOADING}
+    return on_each(place, None if model is None else hub.find(model), loading, lambda ranks: _generate(given, ranks))
+
+
+def _generate(given: dict[str, Any], ranks: Ranks | None = None) -> int:
+    """Run `generate` with its options. ranks: the processes that share the model, of which this is the first."""
+    variables = prompts.variables(given["template_var"] or ())
+    templating = prompts.Templating(given["chat"], given["system"], variables)
+    source = prompts.read(given["prompt"], given["prompt_file"], given["dash"], templating)
+    folder = None if given["model"] is None else hub.find(given["model"])
+    grammar = shaping.grammar(given["json_schema"], given["regex"], given["choice"])
+    sampling = {name: given[name] for name in SAMPLING} | {"stop": given["stop"] or ()} | grammar
     loading, limits, rest = ({name: given[name] for name in names} for names in (LOADING, LIMITS, REST))
     from pagedkv.cli.compiling import announced  # numba
 
-    with announced(quiet=as_json) as screen:
+    with announced(quiet=given["as_json"]) as screen:
         from pagedkv.cli import conversation  # torch, while other processes compile
         from pagedkv.cli.generate import Job, run
 
-        job = Job(source, templating, folder, sampling, loading=loading, limits=limits, **rest)
+        job = Job(source, templating, folder, sampling, loading=loading, limits=limits, ranks=ranks, **rest)
         return conversation.hold(job, screen) if source.talk else run(job, screen)
 
 
@@ -155,6 +177,7 @@ def serve(
     prefill_chunk: options.PrefillChunk = None,
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does: completions, chat, models; and /metrics, /health."""
+    launch.require_one_process("serve")
     from pagedkv.cli.serve import Job, run
 
     pool: dict[str, Any] = {"block_size": block_size, "num_frames": num_frames, "memory": memory, "kernels": kernels}
@@ -238,18 +261,26 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def invoke(argv: list[str] | None = None) -> int:
-    """Run `pagedkv` with `argv` (None: this process's arguments) and return a status listed in the file head."""
+    """Run `pagedkv` with `argv` (None: this process's arguments) and return a status listed in the file head.
+
+    Of several ranks only the first one prints; another one says no more than that a rank is lost.
+    """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a locale without some character must not stop the run
+    is_silent = False
     try:
         _check_environment()
+        if is_silent := launch.is_follower():
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it stays open)
         return app(argv, prog_name="pagedkv", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except ShellError as error:
-        complain(error.format_message())
-    except PagedKVError as error:
+    except RankLost as error:
         complain(str(error))
+        return LOST
+    except (ShellError, PagedKVError) as error:
+        if not is_silent:
+            complain(error.format_message() if isinstance(error, ShellError) else str(error))
     return BAD_INPUT
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -36,12 +36,16 @@ from pagedkv.model.request import Completion, Request
 from pagedkv.model.scheduler import Limits
 from pagedkv.sampling.params import GRAMMARS, SamplingParams
 
+if TYPE_CHECKING:
+    from pagedkv.distributed.ranks import Ranks
+
 
 @dataclass(frozen=True)
 class Job:
     """The arguments of one run. sampling: fields of SamplingParams. loading: options of Engine.load.
 
     biases: logit_bias, some of it by the texts of tokens.
+    ranks: the processes that share the model, of which this is the first; None if it is alone.
     """
 
     source: Source
@@ -56,6 +60,7 @@ class Job:
     as_json: bool
     trace: Path | None
     top: bool = False
+    ranks: Ranks | None = None
 
     @property
     def tenant_name(self) -> bytes:
@@ -187,9 +192,13 @@ def _require_one(tasks: list[Entry]) -> None:
 def load(job: Job, screen: Console) -> Engine:
     """Load the engine of a run, under a spinner if `screen` is a terminal."""
     with screen.status("loading", spinner="line") if screen.is_terminal else nullcontext():
-        return Engine.load(
-            job.model, limits=Limits(**job.limits), **{**job.loading, "device": device(job.loading["device"])}
-        )
+        where, limits = device(job.loading["device"]), Limits(**job.limits)
+        if job.ranks is None:
+            return Engine.load(job.model, limits=limits, **{**job.loading, "device": where})
+        from pagedkv.distributed import leader
+
+        options = {name: value for name, value in job.loading.items() if name not in ("device", "tiers")}
+        return leader.load(job.ranks, job.model, limits=limits, **options)
 
 
 def token_ids(messages: list[dict[str, Any]], templating: Templating, tokenizer: Tokenizer) -> list[int]:

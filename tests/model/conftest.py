@@ -104,11 +104,11 @@ class Checkpoint:
         return out[0, len(prompt) :].tolist()
 
 
-def build(name: str, seed: int = 0) -> Any:
-    """Build the transformers model that CHECKPOINTS calls `name`, with random parameters."""
+def build(name: str, seed: int = 0, **sizes: int) -> Any:
+    """Build the transformers model that CHECKPOINTS calls `name`, with random parameters. sizes: others than SMALL's"""
     architecture, options = CHECKPOINTS[name]
     config_class = getattr(transformers, "Gemma3TextConfig" if architecture == "Gemma3" else f"{architecture}Config")
-    config = config_class(**{**SMALL, **options}, attn_implementation="eager", dtype="float32")
+    config = config_class(**{**SMALL, **options, **sizes}, attn_implementation="eager", dtype="float32")
     model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,0 +1,180 @@
+"""The life of a group: torchrun runs the command, rank 0 alone prints, and no death leaves another rank waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedkv.cli import app
+from pagedkv.distributed import launch, watch
+from pagedkv.errors import InvalidRequest
+
+from .processes import PAGEDKV, RANK, ROOT, free_port, started
+
+DEADLINE_S = 3
+PROMPT = "Otto lives in Ghent. Where does Otto live?"
+LONG = ["--prompt", PROMPT, "--max-tokens", "100000", "--ignore-eos", "--window", "64"]
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that gives this process the variables of torchrun."""
+
+    def give(rank: int, size: int = 2) -> None:
+        values = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+        values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return give
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "tiers": (["generate", "--tier", "host:1MiB"], "a tier fills the pool of one process only"),
+    "tree drafts": (["generate", "--speculate", "prompt-tree"], "the branches of a tree are moved in the pool of one"),
+    "one GPU for all": (["generate", "--device", "cuda:1"], "then each rank takes the GPU of its number"),
+    "no GPU": (["generate", "--device", "cuda"], "torch finds 0 GPUs here"),
+    "serve": (["serve"], "pagedkv serve runs in one process, and torchrun started 2"),
+    "no folder": (["generate", "--model", "/nowhere"], "/nowhere"),
+    "bad options": (["generate", "--no-such-option"], "--no-such-option"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_each_rank_refuses_by_itself_and_rank_0_says_it(
+    case: str, as_rank: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is loaded, and before the ranks meet."""
+    argv, said = REFUSED[case]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for rank in range(2):
+        as_rank(rank)
+        monkeypatch.setattr(sys, "stdout", sys.stdout)  # a follower replaces it
+        assert app.invoke(argv) == app.BAD_INPUT
+        err = capsys.readouterr().err
+        assert (said in err, err.count("\n")) == ((True, 1) if rank == 0 else (False, 0))
+
+
+def test_uneven_ranks_are_refused_before_they_meet(
+    as_rank: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_rank(0, size=3)
+    assert app.invoke(["generate", "--prompt", "x"]) == app.BAD_INPUT
+    said = capsys.readouterr().err
+    assert "3 ranks cannot have equal shares of this model" in said
+    assert "start a number of ranks that divides all its sizes: 1, 2\n" in said
+
+
+def test_variables_of_other_launchers_start_no_group(as_rank: Callable[..., None], monkeypatch: Any) -> None:
+    as_rank(1)
+    assert launch.is_follower()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert launch.place() is None
+    as_rank(0, size=1)
+    assert launch.place() is None
+    as_rank(0)
+    monkeypatch.setenv("MASTER_PORT", "")
+    with pytest.raises(InvalidRequest, match="MASTER_PORT=;"):
+        launch.place()
+
+
+def ended(processes: list[subprocess.Popen[str]], within: float) -> list[tuple[int, str, str]]:
+    """Return status, stdout and stderr of processes that must end within so many seconds."""
+    end, results = time.monotonic() + within, []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=max(0.1, end - time.monotonic()))
+            results.append((process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [["-m", "torch.distributed.run"], None], ids=["module", "torchrun"])
+def test_torchrun_prints_what_one_process_prints(launcher: list[str] | None) -> None:
+    start = [sys.executable, *launcher] if launcher else [str(Path(sys.executable).with_name("torchrun"))]
+    command = ["-m", "pagedkv", "generate", "--dtype", "float32", "--json", "--prompt", PROMPT]
+    ranked = [*start, "--nproc-per-node", "2", "--master-port", str(free_port()), *command]
+    runs = [
+        subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+        for argv in (ranked, [sys.executable, *command])
+    ]
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
+    together, alone = (json.loads(run.stdout) for run in runs)
+    assert together["text"] == alone["text"] == "Otto lives in Ghent."
+
+
+@pytest.mark.slow
+def test_a_bad_prompt_ends_all_ranks_with_one_line() -> None:
+    """Found by rank 0 alone, when the ranks have met."""
+    results = ended(started(2, [*PAGEDKV, "generate", "--prompt="]), 60)
+    assert [status for status, *_ in results] == [2, 2]
+    assert results[0][2].startswith("pagedkv: error: ")
+    assert [err.count("\n") for *_, err in results] == [1, 0]
+
+
+@pytest.mark.slow
+def test_weights_that_one_rank_lacks_end_all_ranks_with_one_line(folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Here the second rank has another folder, as on another machine."""
+    made = folder("llama")
+    (tmp_path / "config.json").write_text((made / "config.json").read_text())
+    processes = started(2, RANK, PAGEDKV_RANK_TIMEOUT=str(DEADLINE_S))
+    for process, where in zip(processes, (made, tmp_path), strict=True):
+        job = {"folder": str(where), "prompts": [[1, 2, 3]], "loading": {"dtype": "float32", "num_frames": 20}}
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+    results = ended(processes, 30 + DEADLINE_S)
+    assert all(status for status, *_ in results)
+    assert f"{tmp_path} has neither model.safetensors" in results[0][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_dies_or_hangs_takes_the_other_along(seed: int, victim: int, kind: signal.Signals) -> None:
+    """At a random moment of joining, loading or generating: one line, another status than 0, and no hang."""
+    processes = started(2, [*PAGEDKV, "generate", *LONG], PAGEDKV_RANK_TIMEOUT=str(DEADLINE_S))
+    time.sleep(random.Random(10 * seed + victim).uniform(*((3, 6), (6, 9), (9, 14))[seed]))
+    os.kill(processes[victim].pid, kind)
+    at = time.monotonic()
+    survivor = processes[1 - victim]
+    try:
+        _, err = survivor.communicate(timeout=DEADLINE_S + 12)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert time.monotonic() - at < DEADLINE_S + 10
+    assert survivor.returncode == watch.LOST
+    lines = [line for line in err.splitlines() if line.startswith("pagedkv: error:")]
+    assert len(lines) == 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_followers_wait_for_as_long_as_rank_0_is_idle() -> None:
+    """Longer than the deadline: rank 0 reads its prompt from a pipe, and the others watch it meanwhile."""
+    processes = started(2, [*PAGEDKV, "generate", "-", "--json"], PAGEDKV_RANK_TIMEOUT="2")
+    time.sleep(12)
+    assert all(process.poll() is None for process in processes)
+    assert processes[0].stdin is not None
+    processes[0].stdin.write(PROMPT)
+    results = ended(processes, 60)
+    assert [status for status, *_ in results] == [0, 0]
+    assert json.loads(results[0][1])["text"] == "Otto lives in Ghent."
+    assert results[1][1:] == ("", "")
