@@ -235,15 +235,17 @@ class PagedKVCache(Unique):
         tenant: bytes = b"",
         salt: Salt = b"",
         timeout: float | None = None,
+        hold: bool = False,
     ) -> Fetch:
         """Begin to load the pages of a prompt that the tiers have and the pool has not, and return at once.
 
         The pages are found by `open` when `Fetch.done`: all up to the first that could not be loaded and verified.
         Their frames are taken now, and cached pages may be evicted for them.
         timeout: seconds after which the fetch ends with what it has; None for 30.
+        hold: keep the pages from eviction until `Fetch.cancel`. A plan that lacks frames takes them after cached ones.
         Raises: InvalidRequest if the ids are not one row of int32 numbers
         """
-        return self.tiers.fetch(self, token_ids, tenant, salt, timeout)
+        return self.tiers.fetch(self, token_ids, tenant, salt, timeout, hold)
 
     def why(self, token_ids: Sequence[int] | npt.NDArray[np.integer], *, tenant: bytes = b"", salt: Salt = b"") -> Miss:
         """Return why `open` finds no more whole pages of `token_ids`. See MemoryManager.why."""
@@ -280,12 +282,13 @@ class PagedKVCache(Unique):
                   which become NaN
         Raises:   OutOfFrames, InvalidRequest, StaleHandle, KernelUnavailable; nothing was changed then
         """
-        try:
-            plan = self.manager.plan(batch, counts)
-        except OutOfFrames as lack:
-            if not self._grow(lack):
-                raise
-            plan = self.manager.plan(batch, counts)
+        while True:
+            try:
+                plan = self.manager.plan(batch, counts)
+                break
+            except OutOfFrames as lack:
+                if not (self.tiers.let_go(lack) or self._grow(lack)):
+                    raise
         try:
             if into is not None:
                 into.check(plan.counts.tolist(), int(plan.seq_lens.max(initial=0)))
@@ -382,8 +385,8 @@ class PagedKVCache(Unique):
 
     @property
     def available(self) -> int:
-        """Frames that a plan could take now: free, evictable, or those that the pool may grow by."""
-        return self.manager.available + self.limit - self.num_frames
+        """Frames that a plan could take now: free, evictable, held by fetches, or those that the pool may grow by."""
+        return self.manager.available + self.tiers.num_held() + self.limit - self.num_frames
 
     @property
     def pending(self) -> int:
@@ -402,7 +405,7 @@ class PagedKVCache(Unique):
 
     def available_to(self, tenant: bytes = b"") -> int:
         """Return how many frames a plan for spaces of `tenant` alone could take now. See MemoryManager.available_to."""
-        return self.manager.available_to(tenant)
+        return self.manager.available_to(tenant) + self.tiers.num_held(tenant)
 
     def free_to(self, tenant: bytes = b"") -> int:
         """Return how many frames such a plan could take without evicting any. See MemoryManager.free_to."""
@@ -410,8 +413,8 @@ class PagedKVCache(Unique):
 
     def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
         """Return True if a new sequence may take `num_frames` frames and leave `reserve`. See MemoryManager.admits."""
-        growth = self.limit - self.num_frames
-        return self.manager.admits(max(0, whole(num_frames, "num_frames") - growth), tenant=tenant)
+        more = self.limit - self.num_frames + self.tiers.num_held(tenant)
+        return self.manager.admits(max(0, whole(num_frames, "num_frames") - more), tenant=tenant)
 
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
         """Limit the frames of `tenant`; `spec.frames_in("2GiB")` converts bytes. See MemoryManager.set_quota."""

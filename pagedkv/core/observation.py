@@ -53,12 +53,15 @@ class FrameViews(NamedTuple):
     """Records of all frames [F]. They change with the pool; after a resize they are those of the old pool.
 
     generation: rises when a frame is taken. published: not 0 while a prompt can find the page in the frame.
-    uses:       how often the page was used again.
+    uses:       how often the page was used again. refs: page-table entries that name the frame (I2).
+    pins:       not 0 while a copy or an open epoch may read the frame.
     """
 
     generation: npt.NDArray[np.uint32]
     published: npt.NDArray[np.uint8]
     uses: npt.NDArray[np.unsignedinteger]
+    refs: npt.NDArray[np.unsignedinteger]
+    pins: npt.NDArray[np.unsignedinteger]
 
 
 class _Restoring:
@@ -165,7 +168,7 @@ class ObservationMixin(ThreadGuard):
     def frame_views(self) -> FrameViews:
         """Return views of the frames' records, for code that keeps their bytes. Other threads may read them, too."""
         frames = self.state.frames
-        return FrameViews(frames["generation"], frames["published"], frames["uses"])
+        return FrameViews(*(frames[name] for name in FrameViews._fields))
 
     @property
     def last_event(self) -> int:

@@ -360,7 +360,7 @@ class Engine(ThreadGuard, fetches.OverTiers):
         if self._was_interrupted:
             self.cache.recover()
             held = sum(s.space is not None for s in (*self.scheduler.running, *self.scheduler.waiting))
-            held += self.cache.tiers.num_fetches
+            held += self.cache.tiers.num_fetches + self.cache.tiers.num_holds
             # A traceback may keep handles alive: then the next step recovers again.
             self._was_interrupted = self.cache.has_plans or self.cache.stats().spaces != held
         while self._inbox:

@@ -30,22 +30,40 @@ WAIT: Final = 0.05
 def ask(cache: PagedKVCache, waiting: Iterable[SequenceState]) -> None:
     """Begin to fetch the first sequences, and ask again for those whose pages the pool had too few frames for.
 
-    A fetch that brought less than it asked for is not repeated: the tier fails, and would be asked in each step.
+    Their pages are held until they are admitted. A fetch that brought less than it asked for is not repeated: the tier
+    fails, and would be asked in each step.
     """
-    for sequence in itertools.islice(waiting, AHEAD):
-        tenant, fetch = sequence.completion.request.tenant, sequence.fetch
-        if sequence.space is None and (fetch is None or _may_go_on(fetch, cache.available_to(tenant) - cache.reserve)):
-            sequence.fetch = cache.fetch(sequence.tokens, tenant=tenant)
+    ahead = list(itertools.islice(waiting, AHEAD))
+    for place, sequence in enumerate(ahead):
+        tenant, before = sequence.completion.request.tenant, sequence.fetch
+        if sequence.space is None and (before is None or _may_go_on(before, cache, ahead[place + 1 :])):
+            sequence.fetch = cache.fetch(sequence.tokens, tenant=tenant, hold=True)
+            if before is not None:
+                before.cancel()
 
 
-def _may_go_on(fetch: Fetch, num_free: int) -> bool:
-    return fetch.done and fetch.tokens == fetch.asked and 0 < fetch.lacked <= num_free
+def _may_go_on(fetch: Fetch, cache: PagedKVCache, later: Sequence[SequenceState]) -> bool:
+    """Return whether the pool has the frames now that `fetch` lacked. Pages that `later` sequences hold yield to it."""
+    if not fetch.done or fetch.tokens < fetch.asked or not fetch.lacked:
+        return False
+    most = cache.available_to(fetch.tenant) - cache.reserve
+    if most - cache.tiers.num_held(fetch.tenant) < fetch.lacked <= most:
+        for sequence in later:
+            release(sequence)
+    return fetch.lacked <= cache.available_to(fetch.tenant) - cache.reserve - cache.tiers.num_held(fetch.tenant)
+
+
+def release(sequence: SequenceState) -> None:
+    """Hold the pages of `sequence` no longer, if they have arrived: it maps them now, or has to do without."""
+    if sequence.fetch is not None and sequence.fetch.done:
+        sequence.fetch.cancel()
 
 
 def take_back(cache: PagedKVCache) -> bool:
     """End all fetches, as a sequence lacks their frames. Return whether some frames came back within a moment.
 
-    A tier that hangs keeps the frames that it may write into; `PagedKVCache.commit` gives them back later.
+    Pages that were held came back before: `PagedKVCache.plan` takes them. A tier that hangs keeps the frames that it
+    may write into; `PagedKVCache.commit` gives them back later.
     """
     before = cache.tiers.num_fetches
     return before > 0 and (cache.tiers.abandon(WAIT) or cache.tiers.num_fetches < before)

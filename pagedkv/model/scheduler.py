@@ -268,6 +268,7 @@ class Scheduler:
         for sequence in (*self.running, *self.waiting):
             if sequence.space is not None and not sequence.space.is_stale:
                 sequence.space.release()
+        self.cache.tiers.release_holds()
         ordered = sorted(sequences, key=_priority)
         queues = (self, "waiting", deque(ordered)), (self, "running", list[SequenceState]())
         searching = {s.completion.request for s in sequences if s.completion.request.search is not None}
@@ -311,6 +312,7 @@ class Scheduler:
     def _start(self, sequence: SequenceState) -> None:
         """Move a waiting sequence, which was admitted, to the running ones."""
         self.waiting.remove(sequence)
+        fetches.release(sequence)
         sequence.fetch = None
         self.running.insert(_place(self.running, sequence), sequence)
 
@@ -365,8 +367,9 @@ class Scheduler:
         frames += [(s, -cache.frames_for(len(s.tokens) - s.remaining, 1)) for s in gone]
         own = sum(count for s, count in frames if s.completion.request.tenant == tenant)
         if gone:
-            quota = cache.usages().get(tenant)
-            exceeds = quota is not None and quota.hard is not None and own > quota.hard - quota.used + quota.evictable
+            quota, held = cache.usages().get(tenant), cache.tiers.num_held(tenant)
+            most = None if quota is None or quota.hard is None else quota.hard - quota.used + quota.evictable + held
+            exceeds = most is not None and own > most
         else:
             exceeds = not cache.admits(own, tenant=tenant)
         places = sum(s.num_receivers for s in stay)

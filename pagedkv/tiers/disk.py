@@ -38,8 +38,8 @@ from pagedkv import regular_files
 from pagedkv.core.arguments import flag, whole
 from pagedkv.tiers.checksum import SUM_BYTES, Bytes, checksum, require_secret
 from pagedkv.tiers.pool_view import PoolView
-from pagedkv.tiers.slots import CHANGED, CORRUPT, Move, SlotTier
-from pagedkv.tiers.tier import KEY_BYTES, Key
+from pagedkv.tiers.slots import CANCELLED, CHANGED, CORRUPT, Move, SlotTier
+from pagedkv.tiers.tier import KEY_BYTES
 
 _LOG = logging.getLogger(__name__)
 
@@ -105,17 +105,20 @@ class DiskTier(SlotTier):
         self._direct = flag(direct, "direct")
         self.num_threads: int = whole(threads, "threads", 1, 1025)
         self._here, self._sealing = threading.local(), threading.Lock()
+        self._lock: FileLock | None = None
+        self._file = -1
 
     def _slot_bytes(self, frame_bytes: int) -> int:
         return _rounded(frame_bytes) + SEAL.itemsize
 
     def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self._folder / f"{NAME}.lock", timeout=0)
+        lock = FileLock(self._folder / f"{NAME}.lock", timeout=0)
         try:
-            self._lock.acquire()
+            lock.acquire()
         except Timeout:
             raise BlockingIOError(errno.EAGAIN, "another process uses this disk tier", str(self._folder)) from None
+        self._lock = lock
         self._stride, self._frame_bytes = _rounded(pool.frame_bytes), pool.frame_bytes
         facts = {
             "format": FORMAT,
@@ -136,7 +139,7 @@ class DiskTier(SlotTier):
             if not is_known:
                 self._write_facts(facts)
         except BaseException:
-            self._lock.release()
+            self._end()
             raise
         return self._pages_on_disk() if is_known else []
 
@@ -223,10 +226,14 @@ class DiskTier(SlotTier):
         elif not pool.holds(move.frame, move.stamp):
             move.why = CHANGED
         else:
-            self._seal(move.slot, move.key, total)
+            self._seal(move, total)
 
-    def _seal(self, slot: int, key: Key, total: bytes) -> None:
+    def _seal(self, move: Move, total: bytes) -> None:
+        slot, key = move.slot, move.key
         with self._sealing:
+            if move.job.is_dropped:  # `forget` has voided all seals, and none may come after it
+                move.why = CANCELLED
+                return
             self._serial += 1
             seal = self._seals[slot]
             seal["name"], seal["sum"] = (np.frombuffer(part, np.uint8) for part in (key.name, total))
@@ -277,6 +284,9 @@ class DiskTier(SlotTier):
             self._seals["serial"][slots] = 0
 
     def _end(self) -> None:
-        os.close(self._file)
-        del self._seals
-        self._lock.release()
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+        self._seals = np.zeros(0, SEAL)
+        if self._lock is not None:
+            self._lock.release()

@@ -4,12 +4,16 @@
     known pages        │ found there         │ not found  │ last token
                        └─ planned ───────────┘
                           LOAD, page by page ─▶ verified? ─▶ commit the pages up to the first that failed ─▶ release
+                                                                                                       hold ─┘
 
 The frames belong to an address space that only the fetch has. Until they are committed no prompt finds them; then they
-are cached pages like all others, and `open` maps them. A page that fails in one tier is asked for in the next. A fetch
-that is cancelled or late ends at once for its owner, and keeps its frames until no tier writes into them any more.
+are cached pages like all others, and `open` maps them. A page that fails in one tier is asked for in the tiers below. A
+fetch that is cancelled or late ends at once for its owner, and keeps its frames while a tier may write into them.
 
 A fetch whose first page another fetch is bringing takes no frames: it waits for the other, and then looks again.
+
+A fetch that holds keeps its address space after it is done, so that its pages are not evicted before the prompt is
+opened. A plan that lacks frames takes them all the same, after all cached ones (Holds).
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from pagedkv.core.state import I32
+import numpy as np
+
+from pagedkv.core.state import I32, I64
 from pagedkv.errors import OutOfFrames
 from pagedkv.tiers.level import Level
 from pagedkv.tiers.names import Namer
@@ -60,6 +66,8 @@ class Fetch:
         self.after: Fetch | None = None  # the fetch that brings the first page
         self.look: Callable[[], None] = lambda: None
         self.deadline: float = deadline
+        self.tenant: bytes = b""
+        self.holds: bool = False
         self.is_given_up: bool = False
         self._is_done = False
         self._pump = pump
@@ -79,7 +87,10 @@ class Fetch:
         return self._is_done
 
     def cancel(self) -> None:
-        """End the fetch; pages that have arrived stay. Its frames are free when no tier writes into them any more."""
+        """End the fetch, and hold no pages. Pages that have arrived stay cached.
+
+        Its other frames are free when no tier writes into them any more.
+        """
         self.give_up()
         self._pump(0.0)
 
@@ -115,8 +126,8 @@ class Fetch:
 class FetchedPage:
     """One page of a fetch. keys, frames: one for each layer group. missing: the groups that have not arrived.
 
-    under_way: group: the number of the level that loads it. levels: the numbers of those that
-    seem to have the page and were not asked, in order.
+    under_way: group: the number of the level that loads it. level: the number of the level to ask next, from the one
+    that seems to have the page down; the levels below that one were not looked up.
     """
 
     def __init__(self, keys: list[Key]) -> None:
@@ -124,26 +135,90 @@ class FetchedPage:
         self.frames: list[int] = []
         self.missing: set[int] = set(range(len(keys)))
         self.under_way: dict[int, int] = {}
-        self.levels: list[int] = []
+        self.level: int | None = None
+
+
+class Holds:
+    """Fetches that are done and keep the address space of their prompt, the oldest first.
+
+    A frame that only these spaces map counts as one that a plan may take, as if it were cached.
+    """
+
+    def __init__(self, manager: MemoryManager) -> None:
+        self._manager = manager
+        self._fetches: list[Fetch] = []
+        self._counted: tuple[list[Fetch], dict[bytes, tuple[I32, I64]]] = [], {}
+
+    def __iter__(self) -> Iterator[Fetch]:
+        return iter(list(self._fetches))
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    def keep(self, fetch: Fetch) -> None:
+        """Hold the pages of `fetch`."""
+        if fetch not in self._fetches:
+            self._fetches.append(fetch)
+
+    def release(self, fetch: Fetch) -> None:
+        """Give the frames of `fetch` back, whether it is held or not. A second call does nothing."""
+        fetch.holds = False
+        if fetch.space is not None and not self._manager.is_stale(fetch.space):
+            fetch.space.release()
+        if fetch in self._fetches:
+            self._fetches.remove(fetch)
+
+    def release_newest(self, tenant: bytes | None) -> bool:
+        """Release the fetch that was held last, of `tenant` if one is given. Return whether there was one."""
+        newest = next((f for f in reversed(self._fetches) if tenant in (None, f.tenant)), None)
+        if newest is not None:
+            self.release(newest)
+        return newest is not None
+
+    def num_frames(self, tenant: bytes | None) -> int:
+        """Return how many frames would be evictable if no fetch, of `tenant` if one is given, were held. O(pages)."""
+        if not self._fetches:
+            return 0
+        _, _, _, refs, pins = self._manager.frame_views()
+        each = self._frames()
+        counted = each.values() if tenant is None else [each[tenant]] if tenant in each else []
+        return sum(int(((refs[frames] == counts) & (pins[frames] == 0)).sum()) for frames, counts in counted)
+
+    def _frames(self) -> dict[bytes, tuple[I32, I64]]:
+        """Return for each tenant the frames that held spaces map, and how many of these spaces map each frame."""
+        fetches, frames = list(self._fetches), dict[bytes, list[I32]]()
+        if self._counted[0] != fetches:
+            for fetch in fetches:
+                if fetch.space is not None and not self._manager.is_stale(fetch.space):
+                    for group in range(len(self._manager.groups)):
+                        frames.setdefault(fetch.tenant, []).append(fetch.space.pages_in(group))
+            self._counted = fetches, {tenant: _with_counts(rows) for tenant, rows in frames.items()}
+        return self._counted[1]
+
+
+def _with_counts(rows: Sequence[I32]) -> tuple[I32, I64]:
+    frames, counts = np.unique(np.concatenate(rows), return_counts=True)
+    return frames[frames >= 0], counts[frames >= 0]
 
 
 class Loader:
     """The fetches of one stack, and the loads that they have under way.
 
-    fetches: the ones that have frames. waiting: the ones that wait for another fetch.
+    fetches: the ones that have frames. waiting: the ones that wait for another fetch. holds: the ones that are done.
     """
 
     def __init__(self, manager: MemoryManager, levels: Sequence[Level], num_groups: int) -> None:
         self._manager, self._levels, self._num_groups = manager, levels, num_groups
         self.fetches: list[Fetch] = []
         self.waiting: list[Fetch] = []
+        self.holds: Holds = Holds(manager)
         self._loads: dict[tuple[int, int, bytes], tuple[FetchedPage, int]] = {}
 
     # -- begin ---------------------------------------------------------------------------------------------------------
 
     def begin(self, cache: Any, fetch: Fetch, namer: Namer, *, tenant: bytes, salt: Salt) -> None:
         """Look a prompt up, and begin to load what the tiers have of it."""
-        fetch.page_tokens = self._manager.block_size
+        fetch.page_tokens, fetch.tenant = self._manager.block_size, tenant
         fetch.look = partial(self._look, cache, fetch, namer, tenant, salt)
         fetch.look()
 
@@ -154,7 +229,7 @@ class Loader:
         keys = namer.keys_of(ids[: max(0, len(ids) - 1)], tenant, salt, block_size=size, first=fetch.first)
         pages = self._findable(keys)
         fetch.after = self._bringer(pages)
-        most = max(0, cache.available_to(tenant) - cache.reserve) // self._num_groups
+        most = max(0, self._manager.available_to(tenant) - cache.reserve) // self._num_groups
         fetch.pages, fetch.lacked = pages[:most], self._num_groups * len(pages[most:])
         fetch.asked = max(fetch.asked, size * (fetch.first - fetch.start + len(fetch.pages)))
         if fetch.after is not None:
@@ -176,15 +251,21 @@ class Loader:
         )
 
     def _findable(self, keys: Iterator[list[Key]]) -> list[FetchedPage]:
-        """Return the pages from the first on that some tier has in all groups, each with these tiers."""
+        """Return the pages from the first on that some tier seems to have in all groups.
+
+        A tier is asked only for what those above it lack: a lookup in a shared store costs a wait.
+        """
         pages: list[FetchedPage] = []
         while part := [FetchedPage(each) for each in itertools.islice(keys, LOOKED_UP)]:
             for number, level in enumerate(self._levels):
-                hits = level.lookup([key for page in part for key in page.keys]).reshape(-1, self._num_groups)
-                for page, of_groups in zip(part, hits.tolist(), strict=True):
+                lacking = [page for page in part if page.level is None]
+                if not lacking:
+                    break
+                hits = level.lookup([key for page in lacking for key in page.keys]).reshape(-1, self._num_groups)
+                for page, of_groups in zip(lacking, hits.tolist(), strict=True):
                     if all(of_groups):
-                        page.levels.append(number)
-            found = next((i for i, page in enumerate(part) if not page.levels), len(part))
+                        page.level = number
+            found = next((i for i, page in enumerate(part) if page.level is None), len(part))
             pages += part[:found]
             if found < len(part):
                 break
@@ -216,8 +297,9 @@ class Loader:
         """Ask the next tier for each page that is neither complete nor under way."""
         wanted: dict[int, list[FetchedPage]] = {}
         for page in fetch.pages:
-            if page.missing and not page.under_way and page.levels:
-                wanted.setdefault(page.levels.pop(0), []).append(page)
+            if page.missing and not page.under_way and (number := self._next_level(page)) is not None:
+                page.level = number + 1
+                wanted.setdefault(number, []).append(page)
         for number, pages in wanted.items():
             moves = [(page, group) for page in pages for group in sorted(page.missing)]
             for page, group in moves:  # before the tier knows of them: an interrupt must not free frames that it writes
@@ -232,6 +314,11 @@ class Loader:
                 for page, group in moves:
                     self._loads[number, job.number, page.keys[group].name] = page, group
 
+    def _next_level(self, page: FetchedPage) -> int | None:
+        """Return the number of the next level that `page` may be asked for in; None if there is none."""
+        first = len(self._levels) if page.level is None else page.level
+        return next((number for number in range(first, len(self._levels)) if self._levels[number].is_open), None)
+
     def poll(self) -> None:
         """Take the pages that have ended from the tiers, and settle the fetches that are complete or late."""
         for number, level in enumerate(self._levels):
@@ -244,6 +331,9 @@ class Loader:
                     del self._loads[number, result.job, result.key.name]
             if self.fetches and not level.num_pending:
                 self._end_lost(number)
+        for fetch in self.holds:
+            if fetch.is_given_up or not fetch.holds:
+                self.holds.release(fetch)
         now = time.monotonic()
         for fetch in list(self.fetches):
             if now > fetch.deadline and not fetch.is_given_up:
@@ -277,8 +367,10 @@ class Loader:
         if not fetch.num_under_way:
             if fetch.plan.is_outstanding:
                 self._manager.abort(fetch.plan)
-            if not self._manager.is_stale(fetch.space):
-                fetch.space.release()
+            if fetch.holds and not fetch.is_given_up and fetch.num_verified:
+                self.holds.keep(fetch)
+            else:
+                self.holds.release(fetch)
             self.fetches.remove(fetch)
 
     def _wake(self, now: float) -> None:
@@ -297,7 +389,7 @@ class Loader:
 
     def give_up(self, *, keep: bool = True) -> None:
         """End all fetches. keep: whether the pages that have arrived are committed."""
-        for fetch in (*self.fetches, *self.waiting):
+        for fetch in (*self.fetches, *self.waiting, *self.holds):
             fetch.give_up()
             if not keep and not fetch.has_ended:
                 fetch.end()

@@ -44,6 +44,12 @@ class HostTier(SlotTier):
         super().__init__(size, limit=limit, policy=policy)
         self._verifies = flag(verify, "verify")
 
+    def register(self, pool: PoolView, fingerprint: bytes) -> None:
+        """See Tier.register."""
+        if self.size > _present():
+            raise _too_large(self.size)
+        super().register(pool, fingerprint)
+
     def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
         memory = _allocate(num_slots * pool.frame_bytes, is_pinned=pool.is_cuda)
         self._memory = memory.view(num_slots, pool.frame_bytes)
@@ -93,20 +99,27 @@ class HostTier(SlotTier):
             self._seals[slot] = b""
 
     def _end(self) -> None:
-        del self._memory, self._bytes
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._bytes = self._memory.numpy()
 
 
 def _allocate(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
     """Return uint8 [num_bytes]. Raises: InvalidRequest if this machine has too little memory"""
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        if num_bytes > present:
-            raise MemoryError
         if is_pinned:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         return huge_pages.allocate(num_bytes)
     except (MemoryError, OSError, RuntimeError):
-        raise InvalidRequest(
-            f"a host tier of {num_bytes / 2**30:.1f} GiB was asked for, and the memory of this machine, "
-            f"{present / 2**30:.1f} GiB, does not hold it; give a smaller size"
-        ) from None
+        raise _too_large(num_bytes) from None
+
+
+def _present() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _too_large(num_bytes: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"a host tier of {num_bytes / 2**30:.1f} GiB was asked for, and the memory of this machine, "
+        f"{_present() / 2**30:.1f} GiB, does not hold it; give a smaller size"
+    )

@@ -43,12 +43,12 @@ class Level:
         self._num_begun = self._num_ended = 0  # pages
         self._failures, self._closed_until = 0, 0.0
         self._moved_at = time.monotonic()
-        self._is_stalled = False
+        self._is_stalled = self._is_closed = False
 
     @property
     def is_open(self) -> bool:
         """Whether the tier is asked now."""
-        return not self._is_stalled and time.monotonic() >= self._closed_until
+        return not self._is_stalled and not self._is_closed and time.monotonic() >= self._closed_until
 
     @property
     def num_pending(self) -> int:
@@ -101,6 +101,22 @@ class Level:
         """See Tier.touch."""
         if keys:
             self._guarded(lambda: self.tier.touch(keys), None)
+
+    def set_quota(self, tenant: bytes, share: float | None) -> None:
+        """See Tier.set_quota."""
+        self._guarded(lambda: self.tier.set_quota(tenant, share), None)
+
+    def forget(self) -> None:
+        """Drop the backlog, and all pages of the tier: see Tier.forget."""
+        self.backlog.clear()
+        self.cancel()
+        self._guarded(self.tier.forget, None)
+
+    def close(self, timeout: float) -> None:
+        """Ask the tier for nothing any more, and close it."""
+        self._is_closed = True
+        self.backlog.clear()
+        self._guarded(lambda: self.tier.close(timeout), None)
 
     def cancel(self) -> None:
         """Ask the tier to skip what it has not begun."""

@@ -39,6 +39,7 @@ PART: Final = 16 << 20
 MOST_STORES: Final = 64
 MOST_BYTES: Final = 64 << 20
 """Pages that are stored at a time: MOST_STORES, or MOST_BYTES if these are more pages."""
+MOST_SLOTS: Final = 2**31
 EXITING: Final = 2.0
 """Seconds that the end of a process waits for a tier that was not closed."""
 GONE, CORRUPT, CHANGED, FULL, CANCELLED = "gone", "corrupt", "changed", "full", "cancelled"
@@ -78,7 +79,7 @@ class SlotTier(Tier):
         self._policy = policy
         self._stats = TierStats()
         self._pool: PoolView | None = None
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
 
     # -- where the bytes lie (for subclasses) --------------------------------------------------------------------------
 
@@ -103,7 +104,7 @@ class SlotTier(Tier):
 
     @abstractmethod
     def _end(self) -> None:
-        """Give back the memory or the file."""
+        """Give back the memory or the file, also if `_begin` has taken a part of it only. It may be called again."""
 
     def _slot_bytes(self, frame_bytes: int) -> int:
         """Return the bytes that a slot for a frame takes of `size`."""
@@ -123,13 +124,21 @@ class SlotTier(Tier):
                 f"the {self.name} tier has {self.size} bytes and a frame needs {self._slot_bytes(pool.frame_bytes)}; "
                 "give it more memory"
             )
+        if num_slots >= MOST_SLOTS:
+            raise InvalidRequest(
+                f"the {self.name} tier has {self.size} bytes for {num_slots} pages, and a tier holds fewer than "
+                f"{MOST_SLOTS}; give it less memory"
+            )
         self._slots = FramePool(num_slots, key_bytes=KEY_BYTES, policy=self._policy)
-        present = self._begin(pool, fingerprint, num_slots)
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
-        self._dropped: weakref.WeakSet[Job] = weakref.WeakSet()  # by `forget`, while their pages were moved
         self._storing: set[bytes] = set()  # the names
         self._ended: deque[Move] = deque()
-        self._mover = Mover(self.name, self.num_threads, self._limit)
+        try:
+            present = self._begin(pool, fingerprint, num_slots)
+            self._mover = Mover(self.name, self.num_threads, self._limit)
+        except BaseException:
+            self._end()
+            raise
         # also at exit: a thread must not return from C++ code to an interpreter that has ended
         weakref.finalize(self, self._mover.close, EXITING, finish=False)
         for slot, name, tenant in present:  # those of an older process, the one stored first is evicted first
@@ -230,8 +239,8 @@ class SlotTier(Tier):
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         held = [move for move in ended if move.slot >= 0]
         stored = [move for move in held if move.job.op is Op.STORE]
-        for move in ended if self._dropped else ():
-            if move.job in self._dropped and not move.why:
+        for move in ended:
+            if move.job.is_dropped and not move.why:
                 move.why = CANCELLED
                 if move.job.op is Op.STORE and move.slot >= 0:
                     self._void([move.slot])
@@ -306,8 +315,8 @@ class SlotTier(Tier):
     def forget(self) -> None:
         """See Tier.forget. It waits for the page that each thread is moving. The results stay for `poll`."""
         for job in list(self._jobs):
+            job.is_dropped = True
             job.cancel()
-            self._dropped.add(job)
         self._mover.drain(CLOSING)
         self._slots.forget()
         self._void(list(range(self._slots.num_frames)))
@@ -321,9 +330,8 @@ class SlotTier(Tier):
         return now
 
     def close(self, timeout: float = CLOSING) -> None:
-        """See Tier.close."""
-        if self._is_closed:
-            return
+        """See Tier.close. A second call ends a tier whose thread hung, or whose first call was interrupted."""
         self._is_closed = True
-        if self._pool is not None and self._mover.close(timeout):  # a thread that hangs may write still
+        if not self._has_ended and self._pool is not None and self._mover.close(timeout):  # else a thread may write
             self._end()
+            self._has_ended = True

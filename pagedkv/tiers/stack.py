@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from pagedkv.core.arguments import real, tenant_name, token_row, whole
+from pagedkv.core.arguments import flag, real, tenant_name, token_row, whole
 from pagedkv.core.observation import Observe
 from pagedkv.core.thread_guard import ThreadGuard, exclusive
-from pagedkv.errors import InvalidRequest
+from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from pagedkv.tiers.fetch import Fetch, Loader
 from pagedkv.tiers.level import Level
 from pagedkv.tiers.names import Namer, fingerprint
@@ -46,6 +46,8 @@ PAUSE: Final = 0.0002
 """Seconds between two looks at tiers that are waited for."""
 DEADLINE: Final = 30.0
 """Seconds that a fetch, or a wait for tiers, may take by default."""
+PATIENCE: Final = 0.5
+"""Seconds in which the threads of a closed tier end that have nothing to do."""
 GROWTH: Final = 1.0
 """Seconds that a plan waits for tiers before the pool grows."""
 
@@ -81,6 +83,7 @@ class TierStack(ThreadGuard):
         self._levels: list[Level] = [Level(tier) for tier in tiers]
         self._write_back = write_back or EveryPage()
         self._quotas: dict[bytes, int | None] = {}
+        self._is_closed = False
         self._since: int | None = 0  # the last event seen; None: look at all pages that are published
         self._loader: Loader | None = None
         self._begin_guard(strict=False)
@@ -141,11 +144,12 @@ class TierStack(ThreadGuard):
             time.sleep(wait)
         if self._manager.last_event != self._since:
             self._take_changes()
-        if self._loader.fetches or self._loader.waiting or self.num_pending:
+        if self._loader.fetches or self._loader.waiting or self._loader.holds or self.num_pending:
             self._loader.poll()
         for level in self._levels:
             if level.backlog:
                 self._store(level)
+        self._drop_levels()
 
     def _take_changes(self) -> None:
         """Put the pages that were published into the backlogs, and count a use of those that the pool evicted."""
@@ -196,13 +200,14 @@ class TierStack(ThreadGuard):
     @exclusive
     def fetch(
         self, cache: Any, token_ids: Sequence[int] | npt.NDArray[np.integer], tenant: bytes,
-        salt: bytes | Mapping[int, bytes], timeout: float | None,
+        salt: bytes | Mapping[int, bytes], timeout: float | None, hold: bool = False,
     ) -> Fetch:  # fmt: skip
         """See PagedKVCache.fetch."""
         assert self._loader is not None
         ids, tenant = token_row(token_ids), tenant_name(tenant)
         seconds = DEADLINE if timeout is None else real(timeout, "timeout")
         fetch = Fetch(ids, self.pump, time.monotonic() + seconds)
+        fetch.holds = flag(hold, "hold")
         self._loader.begin(cache, fetch, self._namer, tenant=tenant, salt=salt)
         return fetch
 
@@ -210,8 +215,45 @@ class TierStack(ThreadGuard):
 
     @property
     def num_fetches(self) -> int:
-        """Fetches that have frames of the pool."""
+        """Fetches that load into frames of the pool."""
         return 0 if self._loader is None else len(self._loader.fetches)
+
+    @property
+    def num_holds(self) -> int:
+        """Fetches that are done and hold their pages."""
+        return 0 if self._loader is None else len(self._loader.holds)
+
+    def num_held(self, tenant: bytes | None = None) -> int:
+        """Return how many frames a plan may take from fetches that hold their pages.
+
+        tenant: the tenant of the plan; None for any. If tenants have quotas, only its own frames are counted: how many
+            of the others it may take is decided by the rules of quotas.
+        """
+        if self._loader is None or not self._loader.holds:
+            return 0
+        return self._loader.holds.num_frames(tenant if self._quotas else None)
+
+    def let_go(self, lack: OutOfFrames) -> bool:
+        """Release the pages that were held last, as a plan lacks frames. Return whether that may help.
+
+        At a quota only pages of that tenant are released.
+        """
+        if not self.num_holds or self._is_called:  # a fetch that plans takes no frames from others
+            return False
+        return self._release_newest(lack.tenant if isinstance(lack, QuotaExceeded) else None)
+
+    @exclusive
+    def _release_newest(self, tenant: bytes | None) -> bool:
+        return self._loader is not None and self._loader.holds.release_newest(tenant)
+
+    @exclusive
+    def release_holds(self) -> None:
+        """Hold no pages any more, nor those of fetches under way: their owner has lost them."""
+        if self._loader is not None:
+            for fetch in (*self._loader.fetches, *self._loader.waiting):
+                fetch.holds = False
+            for fetch in self._loader.holds:
+                self._loader.holds.release(fetch)
 
     @property
     def num_pending(self) -> int:
@@ -230,7 +272,7 @@ class TierStack(ThreadGuard):
 
     def _set_quota(self, tenant: bytes, hard: int | None) -> None:
         for level in self._levels:
-            level.tier.set_quota(tenant, None if hard is None else min(1.0, hard / self._manager.num_frames))
+            level.set_quota(tenant, None if hard is None else min(1.0, hard / self._manager.num_frames))
 
     def abandon(self, timeout: float = DEADLINE) -> bool:
         """End all fetches, and wait until no tier writes into their frames. Pages that have arrived stay.
@@ -246,7 +288,7 @@ class TierStack(ThreadGuard):
         self._loader.give_up()
         while True:
             self._loader.poll()
-            if not (self._loader.fetches or self._loader.waiting):
+            if not (self._loader.fetches or self._loader.waiting or self._loader.holds):
                 return True
             if time.monotonic() >= until:
                 return False
@@ -303,9 +345,7 @@ class TierStack(ThreadGuard):
         self._namer = self._namer.renamed()
         self._loader.give_up(keep=False)
         for level in self._levels:
-            level.backlog.clear()
-            level.cancel()
-            level.tier.forget()
+            level.forget()
         self._loader.poll()
         self._since = self._manager.last_event
 
@@ -320,6 +360,14 @@ class TierStack(ThreadGuard):
             level.cancel()
         is_quiet = self.quiesce(max(0.0, until - time.monotonic()))
         for level in self._levels:
-            level.tier.close(max(min(CLOSING, timeout), until - time.monotonic()))
-        self._levels.clear()
+            level.close(max(min(CLOSING, timeout), until - time.monotonic()))
+        self._is_closed = True
+        self._drop_levels()
         return is_stored and is_quiet
+
+    def _drop_levels(self) -> None:
+        """Drop the tiers after `close`. A tier that hangs stays until its jobs end: then its frames are given back."""
+        if self._is_closed and not self.num_pending and not self.num_fetches:
+            for level in self._levels:
+                level.close(PATIENCE)
+            self._levels.clear()

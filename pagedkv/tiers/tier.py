@@ -79,12 +79,14 @@ _numbers = itertools.count(1)
 class Job:
     """A job under way. cancel() makes the tier skip the pages that it has not begun; each of them still ends.
 
-    fence: the point in the owner's work that the job follows, see PoolView.fence.
+    is_dropped: whether `forget` came while its pages were moved: they are not kept.
+    fence:      the point in the owner's work that the job follows, see PoolView.fence.
     """
 
     op: Op
     number: int = field(default_factory=_numbers.__next__)
     is_cancelled: bool = False
+    is_dropped: bool = False
     fence: torch.cuda.Event | None = None
 
     def cancel(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from itertools import combinations
 from pathlib import Path
@@ -167,6 +168,16 @@ def test_a_pool_over_a_tier_finds_as_much_as_lists_say(seed: int) -> None:
 
 def unbounded_matches(requests: list[I32]) -> int:
     return replay(requests)[0]["matched"]  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+def test_a_tier_of_eight_pools_gives_the_mooncake_trace_twice_the_hits() -> None:
+    trace = os.environ.get("MOONCAKE_TRACE")
+    if not trace:
+        pytest.skip("MOONCAKE_TRACE names no file; give the conversation trace of Mooncake, a request on each line")
+    (alone,), (both,) = replay(trace, [8192]), replay(trace, [8192], tier=8 * 8192)
+    assert round(alone["hit_rate"], 2) == 0.18  # type: ignore[call-overload]
+    assert both["hit_rate"] >= 0.34  # type: ignore[operator]
 
 
 def test_rules_that_know_no_tier_say_so() -> None:

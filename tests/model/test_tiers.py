@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -69,6 +69,112 @@ def test_models_with_windows_too(name: str, checkpoint: Callable[[str], Checkpoi
         assert engine.cache.tiers.flush(20)
     assert engine.cache.tiers.stats()["host"].loaded > 0
     engine.cache.tiers.close()
+
+
+def engine_that_evicted(model: Checkpoint, *lengths: int, tier: HostTier | None = None, **options: Any) -> Engine:
+    """Return an engine whose pool of 20 frames is empty, and whose tier has prompts of these lengths."""
+    engine = build(model, num_frames=20, tiers=[tier or HostTier("4MiB")], **options)
+    for length in lengths:
+        engine.generate([prompt_of(length)], SamplingParams(max_tokens=1))
+        assert engine.cache.tiers.flush(20)
+    engine.cache.evict(20)
+    return engine
+
+
+def stepped_until_held(engine: Engine) -> None:
+    """Step until the pages of a waiting prompt have arrived."""
+    deadline = time.monotonic() + 20
+    while not engine.cache.tiers.num_holds:
+        engine.step()
+        assert time.monotonic() < deadline
+
+
+def test_pages_that_have_arrived_are_there_when_their_prompt_is_admitted(
+    checkpoint: Callable[[str], Checkpoint],
+) -> None:
+    want = outputs(build(checkpoint("llama")).generate([prompt_of(100)], PARAMS))
+    engine = engine_that_evicted(checkpoint("llama"), 100, limits=Limits(max_sequences=1))
+    urgent = engine.submit(prompt_of(100, seed=9), SamplingParams(max_tokens=60, ignore_eos=True), priority=-1)
+    engine.step()
+    waiting = engine.submit(prompt_of(100), PARAMS)
+    stepped_until_held(engine)
+    for seed in range(10, 14):  # their cached pages are used later than the ones that were fetched
+        while not urgent.finished:
+            engine.step()
+        urgent = engine.submit(prompt_of(150, seed=seed), PARAMS, priority=-1)
+    engine.run()
+    assert waiting.completions[0].cached_tokens == 96
+    assert outputs([waiting]) == want
+    assert idle(engine)
+    engine.close()
+
+
+def test_a_sequence_that_lacks_frames_gets_those_of_a_prompt_that_waits(
+    checkpoint: Callable[[str], Checkpoint],
+) -> None:
+    engine = engine_that_evicted(checkpoint("llama"), 100, limits=Limits(max_sequences=1))
+    long = engine.submit(prompt_of(190, seed=5), SamplingParams(max_tokens=110, ignore_eos=True))
+    engine.step()
+    waiting = engine.submit(prompt_of(100), PARAMS)
+    stepped_until_held(engine)
+    while not long.finished:
+        engine.step()
+    assert (len(long.completions[0].token_ids), engine.scheduler.preemptions) == (110, 0)
+    engine.run()
+    assert waiting.finished
+    assert idle(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline", "interrupt", "close"])
+def test_a_request_that_ends_while_it_waits_holds_nothing(end: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = engine_that_evicted(checkpoint("llama"), 100, limits=Limits(max_sequences=1))
+    texts = list[object]()
+
+    def interrupt(*_: object) -> None:
+        texts.append(None)
+        if end == "interrupt" and len(texts) == 30:
+            raise KeyboardInterrupt
+
+    running = engine.submit(
+        prompt_of(20, seed=5), SamplingParams(max_tokens=60, ignore_eos=True), on_text=interrupt, priority=-1
+    )
+    engine.step()
+    waiting = engine.submit(prompt_of(100), PARAMS, timeout=1000.0)
+    stepped_until_held(engine)
+    if end == "cancel":
+        engine.cancel(waiting)
+    elif end == "deadline":
+        waiting.deadline = 0.0
+        engine.step()
+    elif end == "interrupt":
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
+        engine.scheduler.restart([])  # the first thing that the next step does, without the fetches after it
+    else:
+        assert engine.close()
+    assert engine.cache.tiers.num_holds == engine.cache.tiers.num_held() == 0
+    engine.run()
+    assert running.finished
+    assert waiting.finished
+    assert idle(engine)
+    engine.close()
+
+
+def test_a_prompt_at_the_head_gets_the_frames_that_later_ones_hold(checkpoint: Callable[[str], Checkpoint]) -> None:
+    engine = engine_that_evicted(checkpoint("llama"), 200, 100, limits=Limits(max_sequences=1))
+    running = engine.submit(prompt_of(90, seed=5), SamplingParams(max_tokens=30, ignore_eos=True), priority=-2)
+    engine.step()
+    later = engine.submit(prompt_of(100), PARAMS)
+    stepped_until_held(engine)
+    head = engine.submit(prompt_of(200), PARAMS, priority=-1)  # 12 pages, and the pool has 8 frames beside the 6 held
+    while not running.finished:
+        engine.step()
+    engine.run()
+    assert head.completions[0].cached_tokens == 192
+    assert later.finished
+    assert idle(engine)
+    engine.close()
 
 
 def test_a_prompt_on_its_way_delays_no_other_and_can_be_cancelled(checkpoint: Callable[[str], Checkpoint]) -> None:

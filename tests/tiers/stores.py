@@ -106,6 +106,11 @@ class Redis:
     def write(self, name: bytes, record: bytes) -> None:
         self._redis.set(name, record)
 
+    def replace_by_list(self, name: bytes) -> None:
+        """Put a list where a record was."""
+        self._redis.delete(name)
+        self._redis.rpush(name, b"no record")
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()

@@ -18,10 +18,10 @@ import pytest
 
 from pagedkv import PagedKVCache
 from pagedkv.errors import ConcurrentUse, InvalidRequest
-from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Tier, level, tier
+from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Tier, level, slots, tier
 from pagedkv.tiers.mover import Mover, Task
-from tests.tiers.test_hostile import IDS, PAGES, Stubborn, evicted
-from tests.tiers.world import SPEC, World
+from tests.tiers.test_hostile import Stubborn
+from tests.tiers.world import IDS, PAGES, SPEC, World, evicted
 
 FRAME = SPEC.frame_bytes
 
@@ -58,19 +58,11 @@ class Five(Tier):
         self.pages = {}
 
 
-def world_over(*tiers: Tier, num_frames: int = 16) -> World:
-    world = World(PagedKVCache(SPEC, model="m", num_frames=num_frames, tiers=tiers))
-    world.run(IDS)
-    assert world.cache.tiers.flush(20)
-    world.cache.evict(num_frames)
-    return world
-
-
 # --- the interface ----------------------------------------------------------------------------------------------------
 
 
 def test_five_methods_make_a_tier_and_fewer_are_refused_at_once() -> None:
-    world = world_over(Five())
+    world = evicted(Five())
     assert world.cache.fetch(IDS).done
     assert world.check_found(IDS) == 40
     world.cache.forget()
@@ -86,7 +78,7 @@ def test_an_exception_of_a_tier_reaches_no_caller_and_the_tier_is_skipped_for_a_
 ) -> None:
     monkeypatch.setattr(level, "SKIPPED", 0.2)
     five = Five()
-    world = world_over(five)
+    world = evicted(five)
     five.fault = ConnectionError("the server is gone")
     for _ in range(level.FAILURES):
         assert world.cache.fetch(IDS).done
@@ -208,10 +200,111 @@ def test_waits_for_a_tier_that_hangs_end() -> None:
     stubborn.may_load.set()
 
 
+def test_frames_that_a_load_still_writes_at_the_close_come_back_when_it_has_ended() -> None:
+    stubborn = Stubborn("1MiB")
+    world = evicted(stubborn, num_frames=24)
+    world.cache.fetch(IDS)
+    while not stubborn._mover._num_running:
+        time.sleep(0.001)
+    assert not world.cache.tiers.close(0.05)
+    other = list(range(200, 241))
+    world.run(other)
+    assert world.cache.stats().mapped == PAGES
+    assert world.cache.fetch(IDS).asked == 0
+    stubborn.may_load.set()
+    until = time.monotonic() + 20
+    while world.cache.stats().mapped and time.monotonic() < until:
+        world.cache.tiers.pump(0.001)
+    assert (world.cache.stats().mapped, len(world.cache.tiers)) == (0, 0)
+    assert world.check_found(other) == 40
+
+
+class Rude(Five):
+    """A tier that raises whatever it is told."""
+
+    def forget(self) -> None:
+        raise ConnectionError("the server is gone")
+
+    def set_quota(self, tenant: bytes, share: float | None) -> None:
+        raise ConnectionError("the server is gone")
+
+    def close(self, timeout: float = 0) -> None:
+        raise ConnectionError("the server is gone")
+
+
+def test_a_tier_that_raises_keeps_no_other_from_forgetting_and_closing(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, "1MiB")
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[Rude(), disk]))
+    world.cache.set_quota(b"acme", hard=8)
+    assert disk._slots.usage(disk._charged(b"acme")).hard > 0
+    world.run(IDS)
+    assert world.cache.tiers.flush(20)
+    world.cache.forget()
+    assert disk.stats().pages == 0
+    world.cache.tiers.close()
+    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
+
+
+def test_a_close_that_was_interrupted_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> bool:
+        raise KeyboardInterrupt
+
+    disk = DiskTier(tmp_path, "1MiB")  # held, as a collected one gives its folder back
+    cache = PagedKVCache(SPEC, model="m", num_frames=16, tiers=[disk])
+    with monkeypatch.context() as patch:
+        patch.setattr(Mover, "close", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.tiers.close()
+    cache.tiers.close()
+    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
+
+
+@pytest.mark.parametrize("fails", [(threading.Thread, "start"), (os, "posix_fallocate"), (os, "ftruncate")])
+def test_a_tier_that_could_not_begin_leaves_its_folder_to_others(
+    fails: tuple[object, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(*_: object) -> None:
+        raise OSError(errno.EIO, "no such luck")
+
+    num_open = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(*fails, fault)
+        with pytest.raises(OSError, match="no such luck"):
+            PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")])
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    PagedKVCache(SPEC, model="m", num_frames=16, tiers=[DiskTier(tmp_path, "1MiB")]).tiers.close()
+
+
+def test_a_page_that_is_written_while_the_tiers_forget_is_not_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, may_go_on, holds = threading.Event(), threading.Event(), PoolView.holds
+
+    def slow(self: PoolView, frame: int, stamp: int) -> bool:
+        is_held = holds(self, frame, stamp)
+        if threading.current_thread() is not threading.main_thread():
+            looked.set()
+            may_go_on.wait(20)
+        return is_held
+
+    monkeypatch.setattr(slots, "CLOSING", 0.05)
+    monkeypatch.setattr(PoolView, "holds", slow)
+    disk = DiskTier(tmp_path, "1MiB", threads=1)
+    world = World(PagedKVCache(SPEC, model="m", num_frames=16, tiers=[disk]))
+    world.run(IDS)
+    assert looked.wait(20)
+    world.cache.forget()
+    may_go_on.set()
+    while disk._mover.num_pages:
+        time.sleep(0.001)
+    assert not disk._seals["serial"].any()  # and a process that is killed now leaves no page of the old weights
+    world.cache.tiers.close()
+
+
 EXITS = """
 import time
 from pagedkv.tiers import HostTier
-from tests.tiers.test_hostile import IDS, evicted
+from tests.tiers.world import IDS, evicted
 class Hangs(HostTier):
     def _load(self, moves): time.sleep(60)
 evicted(Hangs("1MiB")).cache.fetch(IDS, timeout=0).wait()
@@ -278,7 +371,7 @@ def test_the_facts_of_a_disk_tier_are_not_written_through_a_link(tmp_path: Path)
 
 def test_prompts_with_one_prefix_load_it_once() -> None:
     host = HostTier("1MiB", limit=FRAME * 50)
-    world = world_over(host, num_frames=64)
+    world = evicted(host, num_frames=64)
     prompts = [IDS, IDS, [*IDS[:40], 7, 7, 7, 7, 7], IDS[:21]]
     fetches = [world.cache.fetch(ids) for ids in prompts]
     assert world.cache.stats().mapped == PAGES
@@ -298,7 +391,7 @@ def test_prompts_with_one_prefix_load_it_once() -> None:
 
 
 def test_a_fetch_that_forget_ends_has_no_tokens() -> None:
-    world = world_over(HostTier("1MiB", limit=FRAME * 20))
+    world = evicted(HostTier("1MiB", limit=FRAME * 20))
     fetch = world.cache.fetch(IDS)
     world.cache.forget()
     assert fetch.done

@@ -25,10 +25,7 @@ from pagedkv.tiers import DiskTier, HostTier, PoolView, UsedAgain
 from pagedkv.tiers.pool_view import Numbers
 from pagedkv.tiers.slots import Move
 from tests.interrupts import Interrupter, count_instructions
-from tests.tiers.world import SIZE, SPEC, World
-
-IDS = list(range(41))
-PAGES = len(IDS) // SIZE
+from tests.tiers.world import IDS, PAGES, SPEC, World, evicted
 
 
 class Stubborn(HostTier):
@@ -43,15 +40,6 @@ class Stubborn(HostTier):
         if self.fault:
             raise self.fault
         super()._load(moves)
-
-
-def evicted(*tiers: HostTier | DiskTier, num_frames: int = 16) -> World:
-    """Return a world whose pool has evicted IDS, and whose tiers have stored them."""
-    world = World(PagedKVCache(SPEC, model="m", num_frames=num_frames, tiers=tiers))
-    world.run(IDS)
-    assert world.cache.tiers.flush(20)
-    world.cache.evict(num_frames)
-    return world
 
 
 def test_a_cache_without_tiers_fetches_nothing() -> None:
@@ -302,31 +290,35 @@ def prepared() -> World:
     return evicted(HostTier("1MiB"), num_frames=16)
 
 
-def life(world: World) -> None:
+def life(world: World, hold: bool) -> None:
     """Fetch, open, compute another prompt, and store it."""
-    world.cache.fetch(IDS).wait(20)
+    fetch = world.cache.fetch(IDS, hold=hold)
+    fetch.wait(20)
     world.check_found(IDS)
+    fetch.cancel()
     world.run(IDS[:9] + [7] * 5)
     world.cache.tiers.flush(20)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
-def test_an_interrupt_leaves_a_cache_that_goes_on(seed: int) -> None:
+def test_an_interrupt_leaves_a_cache_that_goes_on(seed: int, hold: bool) -> None:
     world, draw = prepared(), random.Random(seed)
-    total = count_instructions(lambda: life(world))
-    for at in [draw.randrange(1, total) for _ in range(8)]:
+    total = count_instructions(lambda: life(world, hold))
+    for at in [draw.randrange(1, total) for _ in range(6)]:
         world.cache.tiers.close()
         world = prepared()
         with contextlib.suppress(KeyboardInterrupt):
-            Interrupter(at).run(partial(life, world))
+            Interrupter(at).run(partial(life, world, hold))
         deadline = time.monotonic() + 20
         while world.cache.tiers.num_pending or world.cache.tiers.num_fetches:
             world.cache.tiers.pump(0.001)
             assert time.monotonic() < deadline
+        world.cache.tiers.release_holds()  # their owner was interrupted, and has lost them
         world.cache.recover()
         world.cache.check()
         assert world.cache.stats().mapped == 0
-        life(world)
+        life(world, hold)
         assert world.cache.stats().mapped == 0
     world.cache.tiers.close()

@@ -60,12 +60,14 @@ def test_a_page_that_is_found_holds_its_own_bytes(seed: int, groups: str, tmp_pa
                 for fetch in fetches:
                     fetch.wait(10)
         elif verb == "fetch":
-            fetches.append(cache.fetch(ids, tenant=tenant, salt=salt))
+            fetches.append(cache.fetch(ids, tenant=tenant, salt=salt, hold=draw.random() < 0.5))
         elif verb == "wait" and fetches:
             fetch = fetches.pop(draw.randrange(len(fetches)))
             assert fetch.wait(20)
             assert fetch.tokens <= fetch.asked
             fetched += fetch.tokens
+            if draw.random() < 0.7:
+                fetch.cancel()  # the other holds end when frames are lacking
         elif verb == "damage":
             damage(tiers, draw)
         elif verb == "cancel" and fetches:

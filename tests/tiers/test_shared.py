@@ -15,15 +15,14 @@ import pytest
 
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.errors import InvalidRequest
+from pagedkv.tiers import HostTier, slots
 from pagedkv.tiers.checksum import Bytes, checksum
 from pagedkv.tiers.shared import objects
 from pagedkv.tiers.shared.records import FORMAT, HEADER, MAGIC, Client, Record
 from pagedkv.tiers.shared.tier import SharedTier
 from tests.tiers.stores import KINDS, Memory, MemoryClient, Mooncake, Objects, Redis, Store
-from tests.tiers.world import SIZE, SPEC, World
+from tests.tiers.world import IDS, PAGES, SIZE, SPEC, World
 
-IDS = list(range(41))
-PAGES = len(IDS) // SIZE
 KEY = b"a secret of 16 bytes and more"
 
 
@@ -219,6 +218,52 @@ def test_forget_deletes_what_the_process_stored_and_hides_the_rest(store: Store)
     closed(one, two)
 
 
+class Asked(MemoryClient):
+    """A client that counts the pages that lookups ask for."""
+
+    num_asked = 0
+
+    def find(self, names: Sequence[bytes]) -> list[bool]:
+        if threading.current_thread().name == "pagedkv asker":
+            self.num_asked += len(names)
+        return super().find(names)
+
+
+def over_host_and(client: Client) -> World:
+    tiers = [HostTier("1MiB"), shared(client)]
+    return World(PagedKVCache(SPEC, num_frames=16, tiers=tiers, model="a model"))
+
+
+def test_a_store_is_asked_only_for_pages_that_faster_tiers_lack() -> None:
+    store = Memory(Path())
+    one, client = stored(store), Asked(store.contents)
+    two = over_host_and(client)
+    two.run(IDS[:21])
+    assert two.cache.tiers.flush(20)
+    two.cache.evict(16)
+    assert fetched(two) == PAGES * SIZE
+    assert client.num_asked == PAGES - 5  # five pages were in host memory
+    two.cache.evict(16)
+    assert fetched(two) == PAGES * SIZE
+    assert client.num_asked == PAGES - 5  # now all are there
+    closed(one, two)
+
+
+def test_a_page_that_is_damaged_in_a_faster_tier_comes_from_the_store() -> None:
+    client = Asked({})
+    two = over_host_and(client)
+    two.run(IDS)
+    assert two.cache.tiers.flush(20)
+    two.cache.evict(16)
+    host = two.cache.tiers.tiers[0]
+    assert isinstance(host, HostTier)
+    host._bytes[:] ^= 1
+    assert fetched(two) == PAGES * SIZE
+    assert (host.stats().corrupt, client.num_asked) == (PAGES, 0)
+    assert two.cache.tiers.stats()["shared"].loaded == PAGES
+    closed(two)
+
+
 class Meeting(MemoryClient):
     """A client that goes on from `find` when all writers have asked: then none finds the page of another."""
 
@@ -271,6 +316,57 @@ def test_a_store_that_fails_after_it_kept_the_pages_keeps_none() -> None:
     assert not store.contents
 
 
+def test_a_page_that_is_sent_while_the_process_forgets_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    sending, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(MemoryClient):
+        def put(self, names: Sequence[bytes], records: Sequence[tuple[bytes, Bytes]]) -> list[str]:
+            sending.set()
+            may_go_on.wait(20)
+            return super().put(names, records)
+
+    monkeypatch.setattr(slots, "CLOSING", 0.05)
+    store = Memory(Path())
+    one = world(Slow(store.contents))
+    one.run(IDS)
+    assert sending.wait(20)
+    one.cache.forget()
+    may_go_on.set()
+    assert one.cache.tiers.flush(20)
+    one.cache.tiers.close()
+    assert not store.contents
+
+
+def test_a_value_of_another_type_costs_its_own_page_alone(tmp_path: Path) -> None:
+    store = Redis(tmp_path)
+    one, two = stored(store), world(store.client())
+    store.replace_by_list(store.records()[0])
+    assert fetched(two) < PAGES * SIZE
+    stats = two.cache.tiers.stats()["shared"]
+    assert (stats.corrupt, stats.failed, stats.loaded) == (1, 0, PAGES - 1)
+    closed(one, two)
+    store.close()
+
+
+def test_an_object_that_a_store_has_kept_though_it_failed_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = object_client(tmp_path)
+    put = client._obstore.put
+
+    def late(*arguments: Any) -> None:
+        put(*arguments)
+        raise TimeoutError("the answer came too late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._obstore, "put", late)
+        with pytest.raises(TimeoutError):
+            client.put([bytes(32)], [(bytes(HEADER.size), np.zeros(9, np.uint8))])
+    assert list(tmp_path.rglob("pagedkv/*"))
+    client.delete([bytes(32)])
+    assert not list(tmp_path.rglob("pagedkv/*"))
+
+
 def object_client(folder: Path) -> Any:
     return Objects(folder).client()
 
@@ -298,6 +394,14 @@ def test_one_short_object_costs_its_own_pages_alone(tmp_path: Path) -> None:
     whole = HEADER.size + 100
     assert [record is not None and len(record) == whole for record in found] == [True] * 3 + [False]
     assert two.find(pages) == [True] * 3 + [False]
+
+
+def test_a_page_that_was_not_looked_up_is_found_by_its_load(tmp_path: Path) -> None:
+    one, two = object_client(tmp_path), object_client(tmp_path)
+    one.put([bytes(32)], [(bytes(HEADER.size), np.zeros(9, np.uint8))])
+    [record] = two.get([bytes(32)])
+    assert record is not None
+    assert len(record) == HEADER.size + 9
 
 
 def test_a_head_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,12 @@ import numpy as np
 import torch
 
 from pagedkv import AddressSpace, KVSpec, PagedKVCache
+from pagedkv.tiers import Tier
 
 SIZE = 4
 SPEC = KVSpec(1, 1, 16, block_size=SIZE, dtype="float32")
+IDS = list(range(41))
+PAGES = len(IDS) // SIZE
 
 
 def content(prefix: Sequence[int], tenant: bytes, salt: bytes, group: int, num_bytes: int) -> np.ndarray:
@@ -67,3 +70,12 @@ class World:
             return len(space)
         finally:
             space.release()
+
+
+def evicted(*tiers: Tier, num_frames: int = 16) -> World:
+    """Return a world whose pool has evicted IDS, and whose tiers have stored them."""
+    world = World(PagedKVCache(SPEC, model="m", num_frames=num_frames, tiers=tiers))
+    world.run(IDS)
+    assert world.cache.tiers.flush(20)
+    world.cache.evict(num_frames)
+    return world

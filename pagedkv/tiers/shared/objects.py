@@ -105,10 +105,14 @@ class ObjectClient:
 
     def find(self, names: Sequence[bytes]) -> list[bool]:
         """See Client.find."""
+        self._learn(names)
+        return [name in self._places for name in names]
+
+    def _learn(self, names: Sequence[bytes]) -> None:
+        """List the store unless all of `names` are known."""
         if not all(name in self._places for name in names):
             with self._listing:
                 self._list()
-        return [name in self._places for name in names]
 
     def _list(self) -> None:
         """Learn of new objects. The caller holds `_listing`."""
@@ -156,7 +160,8 @@ class ObjectClient:
         return self._obstore.get_range(self._store, path, start=start, length=length)
 
     def get(self, names: Sequence[bytes]) -> list[Record | None]:
-        """See Client.get."""
+        """See Client.get. A page that a faster tier has lost was not looked up here before."""
+        self._learn(names)
         return [self._record(name) for name in names]
 
     def _record(self, name: bytes) -> Record | None:
@@ -192,7 +197,11 @@ class ObjectClient:
         size = len(records[0][0]) + len(records[0][1])
         head = HEAD.pack(MAGIC, len(names), size) + b"".join(names)
         bodies = [part for header, content in records for part in (header, content.data)]
-        self._obstore.put(self._store, path, b"".join((head, *bodies)))
+        try:
+            self._obstore.put(self._store, path, b"".join((head, *bodies)))
+        except BaseException:
+            self._undeleted.add(path)  # the store may have kept it
+            raise
         with self._changing:
             self._heads.add(path)
             self._own[path] = len(names)

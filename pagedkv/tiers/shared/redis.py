@@ -46,6 +46,7 @@ class RedisClient:
         except ImportError:
             raise InvalidRequest("a tier in Redis needs the package redis: pip install 'pagedkv[redis]'") from None
         self._out_of_memory = redis.exceptions.OutOfMemoryError
+        self._wrong_type = redis.exceptions.ResponseError
         self._expire = expire
         try:
             self._redis = redis.Redis.from_url(
@@ -66,8 +67,16 @@ class RedisClient:
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
             pipe.get(_key(name))
-        records: list[Record | None] = pipe.execute()
-        return records
+        return [self._record(answer) for answer in pipe.execute(raise_on_error=False)]
+
+    def _record(self, answer: Any) -> Record | None:
+        """Return a record. A value of another type, which somebody else wrote, is a damaged one."""
+        if isinstance(answer, self._wrong_type) and str(answer).startswith("WRONGTYPE"):
+            return b""
+        if isinstance(answer, Exception):
+            raise answer
+        record: Record | None = answer
+        return record
 
     def put(self, names: Sequence[bytes], records: Sequence[tuple[bytes, Bytes]]) -> list[str]:
         """See Client.put."""

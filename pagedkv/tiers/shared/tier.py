@@ -32,7 +32,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.mover import Task
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.shared.records import HEADER, MISSING, THERE, Client, Records
-from pagedkv.tiers.slots import CHANGED, CORRUPT, GONE, Move, SlotTier
+from pagedkv.tiers.slots import CANCELLED, CHANGED, CORRUPT, GONE, Move, SlotTier
 from pagedkv.tiers.tier import CLOSING, Key, Result
 
 ASKED_AT_ONCE: Final = 128
@@ -75,6 +75,7 @@ class SharedTier(SlotTier):
         if not 0 <= self._patience < math.inf:
             raise InvalidRequest(f"patience is {patience}; give the seconds that a lookup may wait, 0 or more")
         self._waited, self._second = 0.0, 0.0
+        self._asker: _Asker | None = None
 
     def _slot_bytes(self, frame_bytes: int) -> int:
         return frame_bytes + HEADER.size
@@ -88,6 +89,7 @@ class SharedTier(SlotTier):
 
     def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
         """See Tier.lookup. Keys come in the order of the prompt: behind a missing page no page is asked for."""
+        assert self._asker is not None
         found, num_asked = np.zeros(len(keys), bool), 0
         until = self._begin_waiting()
         while num_asked < len(keys):
@@ -173,6 +175,10 @@ class SharedTier(SlotTier):
         refusals = self._records.put([move.key.name for move, _ in sent], [content for _, content in sent])
         for (move, _), why in zip(sent, refusals, strict=True):
             move.why = why
+        if dropped := [move for move, _ in sent if move.job.is_dropped and not move.why]:  # `forget` did not see them
+            self._delete([move.key.name for move in dropped])
+            for move in dropped:
+                move.why = CANCELLED
 
     def _load(self, moves: Sequence[Move]) -> None:
         pool = self._pool
@@ -186,7 +192,7 @@ class SharedTier(SlotTier):
                 pool.write(np.array([move.frame]), stage, np.zeros(1, np.int64), move.job.fence)
 
     def _end(self) -> None:
-        if self._asker.close():  # else the client is in use, and stays
+        if self._asker is None or self._asker.close():  # else the client is in use, and stays
             self._records.close()
 
     def close(self, timeout: float = CLOSING) -> None:

@@ -1,0 +1,186 @@
+"""Fetches that hold: their pages outlive cached ones, and no plan lacks a frame that it would have without the hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from pagedkv import PagedKVCache
+from pagedkv.errors import OutOfFrames
+from pagedkv.tiers import Fetch, HostTier
+from tests.tiers.world import SIZE, SPEC, World
+
+FRAMES = 16
+PROMPT = list(range(25))
+PAGES = 6
+
+
+def world_with(*prompts: list[int], tenant: bytes = b"", num_frames: int = FRAMES) -> World:
+    """Return a world whose pool is empty, and whose tier has the pages of `prompts`."""
+    world = World(PagedKVCache(SPEC, num_frames=num_frames, tiers=[HostTier("1MiB")]))
+    for prompt in prompts:
+        world.run(prompt, tenant)
+        assert world.cache.tiers.flush(20)
+    world.cache.evict(num_frames)
+    return world
+
+
+def fetched(world: World, ids: list[int], *, hold: bool = True, tenant: bytes = b"") -> Fetch:
+    fetch = world.cache.fetch(ids, hold=hold, tenant=tenant)
+    assert fetch.wait(20)
+    assert fetch.tokens == fetch.asked > 0
+    return fetch
+
+
+def others(world: World, count: int = 4) -> None:
+    """Compute prompts of 8 pages each, one after the other: together they take the pool twice."""
+    for turn in range(count):
+        world.run([100 + turn] * 32)
+
+
+def test_held_pages_outlive_prompts_that_evict_others() -> None:
+    for hold, found in ((True, 24), (False, 0)):
+        world = world_with(PROMPT)
+        fetch = fetched(world, PROMPT, hold=hold)
+        others(world)
+        assert world.check_found(PROMPT) == found
+        fetch.cancel()
+        assert world.cache.stats().mapped == 0
+        assert world.check_found(PROMPT) == found  # cached
+        others(world)
+        assert world.cache.lookup(PROMPT) == 0
+        world.cache.check()
+        world.cache.tiers.close()
+
+
+def test_a_plan_that_lacks_frames_takes_the_pages_that_were_held_last() -> None:
+    old, new = PROMPT, [*range(200, 225)]
+    world = world_with(old, new)
+    for prompt in (old, new):
+        fetched(world, prompt)
+    space = world.cache.open()
+    world.cache.plan([space], [4 * SIZE])  # those that are free
+    assert (world.cache.lookup(old), world.cache.lookup(new)) == (24, 24)
+    other = world.cache.open()
+    batch = world.cache.plan([other], [SIZE])
+    assert (world.cache.lookup(old), world.cache.tiers.num_holds) == (24, 1)
+    assert world.cache.lookup(new) == 20  # its last page
+    world.cache.abort(batch)
+    world.cache.plan([other], [12 * SIZE])
+    assert (world.cache.lookup(old), world.cache.tiers.num_holds) == (0, 0)
+    with pytest.raises(OutOfFrames):
+        world.cache.plan([world.cache.open()], [1])
+
+
+@pytest.mark.parametrize("quota", [None, 10])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_a_cache_says_and_gives_the_same_frames_with_holds_and_without(seed: int, quota: int | None) -> None:
+    draw, pair = random.Random(seed), list[World]()
+    prompts = [[turn] * draw.randrange(5, 40) for turn in range(8)]
+    for _ in range(2):
+        world = World(PagedKVCache(SPEC, num_frames=FRAMES, tiers=[HostTier("1MiB")], watermark=0.1))
+        if quota:
+            world.cache.set_quota(b"acme", hard=quota)
+        for prompt in prompts:
+            world.run(prompt, b"acme") if not quota or len(prompt) <= quota * SIZE else None
+            assert world.cache.tiers.flush(20)
+        world.cache.evict(FRAMES)
+        pair.append(world)
+    for _ in range(60):
+        verb, ids = draw.choice(["fetch", "fetch", "plan", "release"]), draw.choice(prompts)
+        count = draw.randrange(1, 50)
+        outcomes = [turn(world, verb, ids, count, hold) for world, hold in zip(pair, (True, False), strict=True)]
+        assert outcomes[0] == outcomes[1]
+    for world in pair:
+        world.cache.tiers.quiesce()
+        world.cache.check()
+        assert world.cache.tiers.num_holds == world.cache.tiers.num_held() == 0
+
+
+def turn(world: World, verb: str, ids: list[int], count: int, hold: bool) -> tuple[object, ...]:
+    """Take one turn of a life. Return what the cache says of its frames, and whether a plan had enough."""
+    cache, tenant = world.cache, b"acme"
+    said = cache.available, cache.available_to(tenant), [cache.admits(n, tenant=tenant) for n in range(FRAMES + 2)]
+    if verb == "fetch":
+        cache.fetch(ids, tenant=tenant, hold=hold).wait(20)
+    elif verb == "plan":
+        space = cache.open(tenant=tenant)
+        try:
+            batch = cache.plan([space], [count])
+        except OutOfFrames as lack:
+            space.release()
+            return *said, type(lack)
+        cache.abort(batch)
+        space.release()
+    elif verb == "release":
+        for fetch in list(cache.tiers._loader.holds) if cache.tiers._loader else []:
+            fetch.cancel()
+    return said
+
+
+ENDS: dict[str, Callable[[World], object]] = {
+    "forget": lambda world: world.cache.forget(),
+    "resize": lambda world: world.cache.resize(7),
+    "abandon": lambda world: world.cache.tiers.abandon(),
+    "release_holds": lambda world: world.cache.tiers.release_holds(),
+    "close": lambda world: world.cache.tiers.close(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_each_end_of_a_cache_or_its_tiers_ends_the_holds(end: str) -> None:
+    world = world_with(PROMPT)
+    fetched(world, PROMPT)
+    assert (world.cache.stats().mapped, world.cache.tiers.num_held()) == (PAGES, PAGES)
+    ENDS[end](world)
+    assert (world.cache.stats().mapped, world.cache.stats().spaces, world.cache.tiers.num_holds) == (0, 0, 0)
+    world.cache.check()
+
+
+def test_pages_that_a_prompt_maps_are_not_counted_as_held() -> None:
+    world = world_with(PROMPT)
+    fetch = fetched(world, PROMPT)
+    assert (world.cache.available, world.cache.available_to()) == (FRAMES, FRAMES)
+    space = world.cache.open(PROMPT)
+    assert (world.cache.available, world.cache.tiers.num_held()) == (FRAMES - PAGES, 0)
+    fetch.cancel()
+    assert (len(space), world.cache.available) == (24, FRAMES - PAGES)
+
+
+def test_two_holds_of_one_prefix_are_counted_once() -> None:
+    longer = [*PROMPT[:24], *range(50, 59)]
+    world = world_with(PROMPT, longer)
+    for prompt in (PROMPT, longer):
+        fetched(world, prompt)
+    assert (world.cache.tiers.num_holds, world.cache.tiers.num_held(), world.cache.available) == (2, 8, FRAMES)
+    world.cache.plan([world.cache.open()], [FRAMES * SIZE])
+
+
+def test_a_tenant_at_its_quota_takes_its_own_held_pages_and_no_others() -> None:
+    world = World(PagedKVCache(SPEC, num_frames=24, tiers=[HostTier("1MiB")]))
+    world.cache.set_quota(b"acme", hard=8)
+    for tenant in (b"acme", b"umbra"):
+        world.run(PROMPT, tenant)
+        assert world.cache.tiers.flush(20)
+    world.cache.evict(24)
+    fetched(world, PROMPT, tenant=b"acme")
+    fetched(world, PROMPT, tenant=b"umbra")
+    assert world.cache.available_to(b"acme") == 8
+    world.cache.plan([world.cache.open(tenant=b"acme")], [8 * SIZE])
+    assert (world.cache.lookup(PROMPT, tenant=b"acme"), world.cache.lookup(PROMPT, tenant=b"umbra")) == (0, 24)
+    with pytest.raises(OutOfFrames):
+        world.cache.plan([world.cache.open(tenant=b"acme")], [1])
+    assert world.cache.tiers.num_holds == 1
+
+
+def test_a_cancelled_fetch_holds_nothing_and_one_that_brings_nothing_neither() -> None:
+    world = world_with(PROMPT)
+    world.cache.fetch(PROMPT, hold=True).cancel()
+    world.cache.tiers.quiesce()
+    assert world.cache.fetch(PROMPT, hold=True).wait(20)
+    assert world.cache.tiers.num_holds <= 1
+    world.cache.tiers.release_holds()
+    again = world.cache.fetch(PROMPT, hold=True)  # the pool has all of it
+    assert (again.done, again.asked, world.cache.tiers.num_holds) == (True, 0, 0)
