@@ -2,7 +2,9 @@
 
 from pagedkv.tiers.disk import DiskTier
 from pagedkv.tiers.fetch import Fetch
+from pagedkv.tiers.from_text import tiers_of
 from pagedkv.tiers.host import HostTier
+from pagedkv.tiers.level import Level
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.shared import client_of
 from pagedkv.tiers.shared.mooncake import MooncakeTier
@@ -21,6 +23,7 @@ __all__ = [
     "HostTier",
     "Job",
     "Key",
+    "Level",
     "MooncakeTier",
     "ObjectTier",
     "Op",
@@ -34,4 +37,5 @@ __all__ = [
     "UsedAgain",
     "WriteBack",
     "client_of",
+    "tiers_of",
 ]
