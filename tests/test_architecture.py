@@ -107,7 +107,7 @@ LEVELS = {
 }
 """The parts of a layer (modules or folders), from the lowest level up. A part imports only parts of lower levels."""
 
-MODEL_NAMES = "Completion Engine Limits Request SamplingParams".split()
+MODEL_NAMES = "Completion Engine Limits Request SamplingParams serve_prefills".split()
 """The public names of `pagedkv.model`. Its modules are a reference to read, not an interface to build on."""
 
 PUBLIC_NAMES = """AddressSpace InvariantViolation KVLayer KVSpec KernelUnavailable OutOfFrames PagedBatch PagedKVCache

@@ -36,6 +36,7 @@ def test_there_is_an_example_of_each_way_in() -> None:
         "prefix_and_forks",
         "replay_trace",
         "toy_engine",
+        "prefill_elsewhere",
         *HOSTED,
     }
 

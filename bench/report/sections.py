@@ -83,13 +83,14 @@ ABOUT: Final = {
     ),
     "tiers": About(
         "Tiers",
-        "Frames that move to host memory, to a disk and back; a first token by the place of its prefix; and decode "
-        "steps beside such transfers.",
+        "Frames that move to host memory, to a disk and back, or to another process; a first token by the place of its "
+        "prefix; and decode steps beside such transfers.",
         "Everybody whose prompts have more known pages than the pool holds: a tier saves their prefill.",
-        "A tier and a bare transfer of the same bytes take turns: memcpy of one thread, or direct reads and writes of "
-        "a file. First tokens and steps take turns, too. Each page that a tier loads is verified by its checksum.",
+        "A tier and a bare transfer of the same bytes take turns: memcpy of one thread, direct reads and writes of a "
+        "file, or the bare transport between the same two processes. First tokens and steps take turns, too. Each page "
+        "that a tier loads is verified by its checksum.",
         "One process and one disk; the system may cache what the disk under a virtual machine holds. Nothing else uses "
-        "the disk meanwhile. Shared stores and other machines take no part.",
+        "the disk meanwhile. Shared stores and other machines take no part; a transfer stays on the machine.",
         "how-to/tiers",
     ),
 }

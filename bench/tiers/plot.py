@@ -7,7 +7,7 @@ from typing import Any, Final
 from pagedkv.bench.chart import Axis, Bar, Chart, Series, bars, lines
 
 Row = dict[str, Any]
-WAYS: Final = {"store": "Pages stored", "load": "Pages loaded"}
+WAYS: Final = {"store": "Pages stored", "load": "Pages loaded", "transfer": "Pages that go to another process"}
 OURS: Final = "pagedkv, "
 PLACES: Final = {"computed": "computed", "pool": "in the pool", "host": "in host memory", "disk": "on disk"}
 KINDS: Final = {"pagedkv": "ours", "pagedkv, not verified": "also"}

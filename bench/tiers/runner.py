@@ -3,6 +3,7 @@
 store, load              GB/s of a tier by the size of a frame, and its share of the bare transfer (speed.py)
 first token              seconds by the place where the prefix lies, and the share of computing it (first_token.py)
 decode beside transfers  ms of a step while a tier moves bytes (beside.py)
+transfer                 GB/s between two processes, and the share of the bare transport (transfer.py)
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagedkv.bench.progress import track
-from pagedkv.bench.tiers import beside, first_token, speed
+from pagedkv.bench.tiers import beside, first_token, speed, transfer
 from pagedkv.errors import InvalidRequest
 
 Row = dict[str, Any]
-PARTS: Final = ("speed", "first-token", "beside")
+PARTS: Final = ("speed", "first-token", "beside", "transfer")
 QUICK_SIZES: Final = speed.SIZES[1::2]
 QUICK_CONTEXT: Final = 1024
-TURNS: Final = {"speed": 15, "first-token": 7, "beside": 9}
+TURNS: Final = {"speed": 15, "first-token": 7, "beside": 9, "transfer": 15}
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Asked:
     is_quick: two sizes of frames, a prompt of 1,024 tokens instead of 4,096, and fewer repetitions.
     folder:   a folder of the file system for the disk tier; None for the system's folder of temporary files.
     parts:    names of PARTS; all if empty.
-    sizes:    bytes of frames, for speed.
+    sizes:    bytes of frames, for speed and transfer.
     contexts: tokens of prompts, for first-token.
     """
 
@@ -53,13 +54,14 @@ def measure(report: Callable[[Row], None], asked: Asked) -> None:
     """Measure the parts, and hand each row to `report`."""
     sizes = asked.sizes or (QUICK_SIZES if asked.is_quick else speed.SIZES)
     contexts = asked.contexts or (QUICK_CONTEXT if asked.is_quick else first_token.CONTEXT,)
-    turns = {"speed": 5, "first-token": 2, "beside": 2} if asked.is_quick else TURNS
+    turns = {"speed": 5, "first-token": 2, "beside": 2, "transfer": 5} if asked.is_quick else TURNS
     makers: dict[str, Callable[[], Iterable[Row]]] = {
         "speed": lambda: speed.rows(asked.folder, turns["speed"], sizes),
         "first-token": lambda: chain.from_iterable(
             first_token.rows(asked.folder, turns["first-token"], context) for context in contexts
         ),
         "beside": lambda: beside.rows(turns["beside"]),
+        "transfer": lambda: transfer.rows(turns["transfer"], sizes),
     }
     for name in track(asked.parts or PARTS, "parts of tiers"):
         for row in makers[name]():

@@ -108,7 +108,7 @@ def _rows_of(size: int, folder: Path | None, repetitions: int, moved: int) -> It
                 steps[kind, OURS[verifies], "load"] = one.load
             steps["host", BARE["host"], "store"] = lambda: copy
             steps |= {("disk", BARE["disk"], "store"): lambda: write, ("disk", BARE["disk"], "load"): lambda: read}
-            steps = {name: _unswitched(step) if name[0] == "disk" else step for name, step in steps.items()}
+            steps = {name: unswitched(step) if name[0] == "disk" else step for name, step in steps.items()}
             timings = in_turn(steps, repetitions)
             timings["host", BARE["host"], "load"] = timings["host", BARE["host"], "store"]  # a copy is a copy
         for tier in tiers.values():
@@ -124,7 +124,7 @@ def _rows_of(size: int, folder: Path | None, repetitions: int, moved: int) -> It
         yield row
 
 
-def _unswitched(step: Step) -> Step:
+def unswitched(step: Step) -> Step:
     """Return a step that is timed here, and whose switches do not count."""
 
     def prepare() -> Callable[[], Elsewhere]:

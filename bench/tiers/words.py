@@ -25,7 +25,8 @@ def text(rows: list[Row]) -> str:
     tokens = [row for row in rows if row["case"] == "first token"]
     steps = [row for row in rows if row["case"] == "decode beside transfers"]
     speeds = [row for row in rows if row["case"] in ("store", "load")]
-    tables = [_speeds(speeds) if speeds else [], _tokens(tokens), _steps(steps)]
+    transfers = [row for row in rows if row["case"] == "transfer"]
+    tables = [_speeds(speeds) if speeds else [], _tokens(tokens), _steps(steps), _transfers(transfers)]
     runs = {row["when"]: f"`{row['command']}` ({row['when'][:10]}, commit `{row['commit']}`)" for row in rows}
     measured = f"Measured by {' and '.join(runs.values())} on {rows[0]['machine']}."
     parts = [_wrapped(_answer(tokens)), PICTURE, *("\n".join(lines) for lines in tables), _wrapped(measured)]
@@ -63,6 +64,16 @@ def _speeds(rows: list[Row]) -> list[str]:
         "",
         "In brackets: the share of the bare transfer, of which the promise is at least the last number.",
     ]
+
+
+def _transfers(rows: list[Row]) -> list[str]:
+    lines = ["| to another process, by | KiB of a frame | GB/s, verified | the bare transport |", "|---|---|---|---|"]
+    bare = {(row["tier"], row["frame"]): row for row in rows if "of_bare" not in row}
+    for row in (row for row in rows if "of_bare" in row):
+        beside = bare.get((row["tier"], row["frame"]))
+        other = f"{figure(beside['median'])}{_mark(beside)}" if beside else ""
+        lines.append(f"| {row['tier']} | {row['frame'] >> 10:,} | {_speed(row)} | {other} |")
+    return lines if rows else []
 
 
 def _speed(row: Row) -> str:

@@ -4,6 +4,7 @@
     engine, scheduler    the loop: which sequences compute which tokens, step by step
     loop                 the parts of a step
     ways                 speculation, trees, beams and more: each way of decoding is one file
+    prefills             the loop of a process that computes prompts for others
     request              what a caller keeps: a prompt, and its output so far
 
 Files of a model are read by pagedkv.checkpoint; pagedkv.sampling makes tokens of logits. The public names load on first
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagedkv.model.engine import Engine
+    from pagedkv.model.prefills import serve_prefills
     from pagedkv.model.request import Completion, Request
     from pagedkv.model.scheduler import Limits
     from pagedkv.sampling.params import SamplingParams
@@ -25,11 +27,12 @@ _HOME = {
     "Completion": "pagedkv.model.request",
     "Engine": "pagedkv.model.engine",
     "Limits": "pagedkv.model.scheduler",
+    "serve_prefills": "pagedkv.model.prefills",
     "Request": "pagedkv.model.request",
     "SamplingParams": "pagedkv.sampling.params",
 }
 
-__all__ = ["Completion", "Engine", "Limits", "Request", "SamplingParams"]
+__all__ = ["Completion", "Engine", "Limits", "Request", "SamplingParams", "serve_prefills"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.tiers.tier import Job, Key, Op, Result, Tier
+from pagedkv.tiers.tier import Job, Key, Op, Prompt, Result, Tier
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,6 +60,10 @@ class Level:
     def max_stores(self) -> int:
         """Pages that the tier takes now."""
         return self._guarded(lambda: self.tier.max_stores, 0) if self.is_open else 0
+
+    def expect(self, prompt: Prompt) -> bool:
+        """See Tier.expect. A closed level is not told."""
+        return self.is_open and self._guarded(lambda: self.tier.expect(prompt), False)
 
     def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
         """bool [n]: see Tier.lookup. A closed level seems to have nothing."""

@@ -31,7 +31,7 @@ from pagedkv.tiers.fetch import Fetch, Loader
 from pagedkv.tiers.level import Level
 from pagedkv.tiers.names import Namer, fingerprint
 from pagedkv.tiers.pool_view import PoolView
-from pagedkv.tiers.tier import CLOSING, Key, Op, Tier, TierStats
+from pagedkv.tiers.tier import CLOSING, Key, Op, Prompt, Tier, TierStats
 from pagedkv.tiers.write_back import EveryPage, WriteBack
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagedkv.core.manager import MemoryManager
+    from pagedkv.core.state import I32
     from pagedkv.spec import KVSpec
 
 PAUSE: Final = 0.0002
@@ -208,8 +209,18 @@ class TierStack(ThreadGuard):
         seconds = DEADLINE if timeout is None else real(timeout, "timeout")
         fetch = Fetch(ids, self.pump, time.monotonic() + seconds)
         fetch.holds = flag(hold, "hold")
+        self._expect(cache, ids, tenant, salt)
         self._loader.begin(cache, fetch, self._namer, tenant=tenant, salt=salt)
         return fetch
+
+    def _expect(self, cache: Any, ids: I32, tenant: bytes, salt: bytes | Mapping[int, bytes]) -> None:
+        """Tell the tiers of a prompt, until one lets its pages be computed elsewhere."""
+        size, findable = self._manager.block_size, ids[: max(0, len(ids) - 1)]
+        prompt = Prompt(
+            ids, tenant, salt, size, lambda: int(cache.lookup(ids, tenant=tenant, salt=salt)),
+            lambda first: self._namer.keys_of(findable, tenant, salt, block_size=size, first=first),
+        )  # fmt: skip
+        any(level.expect(prompt) for level in self._levels)
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 

@@ -25,13 +25,14 @@ from __future__ import annotations
 import enum
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.core.state import I32
 from pagedkv.tiers.pool_view import PoolView
 
 if TYPE_CHECKING:
@@ -63,13 +64,29 @@ class Result(NamedTuple):
     """The end of one page of a job.
 
     why: the reason if not ok: "gone", "corrupt", "changed", "full", "there" (stored by another process), "cancelled",
-        or "failed: ..." for an error of the system. Only the last counts against the tier.
+        "lost" with its connection, or "failed: ..." for an error of the system. Only the last counts against the tier.
     """
 
     job: int
     key: Key
     ok: bool
     why: str = ""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt whose pages are going to be looked up.
+
+    token_ids: int32 [n]. tenant, salt: see PagedKVCache.open. num_known: counts the tokens that the pool has.
+    keys:      names the pages that a prompt can find, from the given page on: one key for each layer group.
+    """
+
+    token_ids: I32
+    tenant: bytes
+    salt: bytes | Mapping[int, bytes]
+    block_size: int
+    num_known: Callable[[], int]
+    keys: Callable[[int], Iterator[list[Key]]]
 
 
 _numbers = itertools.count(1)
@@ -180,6 +197,13 @@ class Tier(ABC):
     def max_stores(self) -> int:
         """Pages that one submit may store now. More wait in a backlog, from which pages go that the pool evicts."""
         return 64
+
+    def expect(self, prompt: Prompt) -> bool:
+        """Learn of a prompt before its pages are looked up: a tier may let another process compute them.
+
+        Return whether it does; then no later tier of the stack is told of the prompt.
+        """
+        return False
 
     def touch(self, keys: Sequence[Key]) -> None:  # noqa: B027 (a default)
         """Count a use of these pages if the tier has them: the pool has evicted its copies."""

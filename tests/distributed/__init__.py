@@ -1,1 +1,5 @@
-"""Several ranks and one process give the same tokens; a rank that dies takes the others along, within a deadline."""
+"""Several processes: ranks that share one model, and pages that go from one process to another.
+
+Ranks and one process give the same tokens, and so do a prefill side and a decode side. If one dies, the others end, or
+go on, within a deadline.
+"""

@@ -225,6 +225,7 @@ def bench_bandwidth(
 def bench_tiers(
     quick: options.Quick = False,
     part: options.TiersParts = None,
+    transfer: options.TiersTransfer = False,
     frame: options.TiersFrames = None,
     context: options.TiersContexts = None,
     folder: options.TiersFolder = None,
@@ -232,12 +233,12 @@ def bench_tiers(
     record: options.Record = None,
     plot: options.Plot = None,
 ) -> None:
-    """Speed of host memory and disk under the pool, first tokens by the place of the prefix. Minutes, 6 GiB."""
+    """Speed of host memory, disk and transfers, first tokens by the place of the prefix. Minutes, 6 GiB."""
     from pagedkv.bench.tiers import runner  # torch
     from pagedkv.cli.bench.run import Shown, run
 
     sizes, contexts = tuple(kib << 10 for kib in frame or ()), tuple(context or ())
-    asked = runner.Asked(quick, folder, tuple(part or ()), sizes, contexts)
+    asked = runner.Asked(quick, folder, (*(part or ()), *(["transfer"] if transfer else [])), sizes, contexts)
     run("tiers", partial(runner.measure, asked=asked), Shown(as_json, record, plot))
 
 

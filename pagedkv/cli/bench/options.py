@@ -104,12 +104,19 @@ AttentionDevice = Annotated[
 # bench tiers
 
 TiersParts = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="speed, first-token, beside; again for more; all if none.")
+    list[str] | None,
+    typer.Option(metavar="NAME", help="speed, first-token, beside, transfer; again; all if none."),
 ]
 TiersFrames = Annotated[
     list[int] | None,
-    typer.Option(metavar="N", min=4, help="KiB of a frame of the part speed; again for more.", rich_help_panel=_CELLS),
+    typer.Option(
+        metavar="N",
+        min=4,
+        help="KiB of a frame, for speed and transfer; again.",
+        rich_help_panel=_CELLS,
+    ),
 ]
+TiersTransfer = Annotated[bool, typer.Option("--transfer", help="The part transfer: between two processes.")]
 TiersContexts = Annotated[
     list[int] | None,
     typer.Option(

@@ -1,0 +1,167 @@
+"""The speed of a transfer between two processes by the size of a frame, beside the bare transport in the same turns.
+
+    ours    RemotePrefill here, PrefillServer in a child: wants, checksums, offers, credits, verified loads
+    bare    the same frames between the same two processes, posted by the transport's own calls with nothing between
+
+The child has every page from the start, so nothing is computed. Neither side has a manager: each frame holds its page
+at all times. Both processes and the threads of the transport share the cores, so only the clock disturbs a turn.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import truediv
+from typing import Any, Final
+
+import torch
+
+from pagedkv.bench.clock import compare, in_turn, ratios
+from pagedkv.bench.tiers.speed import MOVED, OURS, SIZES, pool_of, unswitched
+from pagedkv.tiers.pool_view import PoolView
+from pagedkv.tiers.tier import Key, Op
+from pagedkv.tiers.transfer import DistributedLink, Link, PrefillServer, RemotePrefill
+
+Row = dict[str, Any]
+LINKS: Final[dict[str, type[Link]]] = {"gloo": DistributedLink}
+BARE: Final = "bare transport"
+MUST: Final = 0.8
+"""The share of the bare transport that is promised, from 256 KiB a frame on."""
+WINDOW: Final = 64 << 20
+FINGERPRINT: Final = bytes(32)
+
+
+def rows(repetitions: int, sizes: tuple[int, ...] = SIZES, moved: int = MOVED) -> Iterator[Row]:
+    """Yield the rows of each transport and size."""
+    for kind in LINKS:
+        for size in sizes:
+            yield from _rows_of(kind, size, repetitions, moved)
+
+
+def _rows_of(kind: str, size: int, repetitions: int, moved: int) -> Iterator[Row]:
+    num_frames = max(1, moved // size)
+    with _two_sides(kind, size, num_frames) as (ours, bare):
+        steps = {OURS[True]: unswitched(lambda: ours), BARE: unswitched(lambda: bare)}
+        timings = in_turn(steps, repetitions)
+    for variant, timing in timings.items():
+        row: Row = {"case": "transfer", "frame": size, "tier": kind, "variant": variant, "unit": "GB/s"}
+        row |= timing.fields(lambda seconds: num_frames * size / seconds / 1e9)
+        if variant != BARE:
+            row |= {
+                "of_bare": compare(timings[BARE], timing, truediv),
+                "ratios": ratios(timings[BARE], timing, truediv),
+            }
+            row["must"] = MUST if size >= 262_144 else None
+        yield row
+
+
+@contextmanager
+def _two_sides(kind: str, size: int, num_frames: int) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """Yield two calls that move all frames from a child to this process: by tiers, and bare."""
+    ports = _free_port(), _free_port()
+    command = [sys.executable, "-m", "pagedkv.bench.tiers.transfer", kind, *map(str, (size, num_frames, *ports))]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE)
+    remote = RemotePrefill(LINKS[kind](_address(ports[0])), window=WINDOW)
+    pool = pool_of(size, num_frames)
+    bare = Bare(LINKS[kind](_address(ports[1])), pool.frames)
+    try:
+        remote.register(pool, FINGERPRINT)
+        bare.open(listens=False)
+        assert remote.wait(60), "the prefill side does not come"
+        yield Loads(remote, pool).run, bare.read
+    finally:
+        bare.link.close()
+        remote.close()
+        child.kill()
+        child.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _address(port: int) -> str:
+    return f"127.0.0.1:{port}"
+
+
+def _keys(num_frames: int) -> list[Key]:
+    return [Key(number.to_bytes(32, "little")) for number in range(num_frames)]
+
+
+@dataclass
+class Loads:
+    """Loads of all frames through the tier."""
+
+    remote: RemotePrefill
+    pool: PoolView
+
+    def run(self) -> None:
+        num_frames = len(self.pool.frames)
+        self.remote.submit(Op.LOAD, _keys(num_frames), range(num_frames))
+        failed = 0
+        while self.remote.num_pending:
+            time.sleep(0.0005)
+            failed += sum(not result.ok for result in self.remote.poll())
+        assert not failed, f"{failed} of {num_frames} pages did not arrive"
+
+
+@dataclass
+class Bare:
+    """All frames over a link of its own, as many at a time as the window of the tier lets be under way."""
+
+    link: Link
+    frames: torch.Tensor
+
+    def open(self, *, listens: bool) -> None:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                self.link.open(self.frames, listens=listens, timeout=10.0)
+                break
+            except OSError:
+                assert time.monotonic() < until, "the other side of the bare link does not come"
+                time.sleep(0.05)
+
+    def _in_windows(self, begin: Callable[[int], object], end: Callable[[int], object]) -> None:
+        num_frames, most = len(self.frames), max(1, WINDOW // self.frames.shape[1])
+        for number in range(num_frames + most):
+            if number >= most:
+                end(number - most)
+            if number < num_frames:
+                begin(number)
+
+    def read(self) -> None:
+        """Read all frames."""
+        self.link.send(b"go", 60.0)
+        self._in_windows(lambda number: self.link.read(number, 0, self.frames[number]), self.link.finish)
+
+    def serve(self) -> None:
+        """Offer all frames each time that the other side asks, until it is gone."""
+        while self.link.receive():
+            self._in_windows(lambda number: self.link.offer(number, self.frames[number]), self.link.settle)
+
+
+def serve(kind: str, size: int, num_frames: int, ports: tuple[int, int]) -> None:
+    """Be the prefill side, until the other side is gone."""
+    server = PrefillServer(LINKS[kind](_address(ports[0])), window=WINDOW)
+    pool = pool_of(size, num_frames)
+    server.register(pool, FINGERPRINT)
+    server.submit(Op.STORE, _keys(num_frames), range(num_frames))
+    bare = Bare(LINKS[kind](_address(ports[1])), pool.frames)
+    bare.open(listens=True)
+    try:
+        bare.serve()
+    except (OSError, RuntimeError):
+        server.close()
+
+
+if __name__ == "__main__":
+    numbers = list(map(int, sys.argv[2:]))
+    serve(sys.argv[1], numbers[0], numbers[1], (numbers[2], numbers[3]))

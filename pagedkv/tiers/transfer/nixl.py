@@ -1,0 +1,163 @@
+"""NixlLink: messages and frames over NIXL, by its UCX engine: shared memory, TCP or RDMA, as UCX finds them.
+
+    message     a notification
+    frame       the decode side reads it from the registered memory of the other one; place: its address
+
+The sides find one another through the same store as those of DistributedLink, where each leaves the description of its
+agent. Notifications and the ends of reads are polled, since NIXL has no call that waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.tiers.transfer.link import Link, LinkDown
+from pagedkv.tiers.transfer.meeting import Meeting
+
+PAUSE: Final = 0.0002
+"""Seconds between two looks for a message."""
+BRIEF: Final = 0.00005
+"""Seconds between two looks at a read."""
+MEMORY: Final = "DRAM"
+
+
+class NixlLink(Link):
+    """A link by NIXL. Install it by hand: `pip install --no-deps nixl nixl-cu12`, on machines without a GPU, too.
+
+    address: "HOST:PORT", the same for both sides: where the prefill process is found. UCX chooses the network for the
+             frames, see UCX_NET_DEVICES and UCX_TLS.
+    There is no authentication: every process that reaches the address may join. Use a private network.
+    Raises:  InvalidRequest for an address of another form, or without the package
+    """
+
+    has_fixed_memory = True
+
+    def __init__(self, address: str) -> None:
+        self._meeting = Meeting(address)
+        try:
+            from nixl import _api
+        except ImportError as error:
+            raise InvalidRequest(
+                f"a link by NIXL needs its package ({error}): pip install --no-deps nixl nixl-cu12"
+            ) from None
+        self._api = _api
+        if (log := logging.getLogger("nixl")).level == logging.INFO:  # its own choice: a line for each agent
+            log.setLevel(logging.WARNING)
+        self._agent: Any = None
+        self._registered: Any = None
+        self._peer = ""
+        self._is_cut = threading.Event()
+        self._messages: deque[bytes] = deque()
+        self._reads: dict[int, Any] = {}  # handles, by number
+
+    def open(self, memory: torch.Tensor, *, listens: bool, timeout: float) -> None:
+        """See Link.open."""
+        self._drop_agent()
+        store = self._meeting.meet(is_host=listens, timeout=timeout)
+        store.set_timeout(timedelta(seconds=timeout))
+        agent = self._api.nixl_agent(f"pagedkv {secrets.token_hex(8)}", self._api.nixl_agent_config(backends=["UCX"]))
+        self._agent, self._reads = agent, {}
+        self._registered = agent.register_memory([(memory.data_ptr(), memory.numel(), 0, "")], MEMORY)
+        store.set(f"agent {int(listens)}", agent.get_agent_metadata())
+        name = agent.add_remote_agent(store.get(f"agent {int(not listens)}"))
+        self._peer = name.decode() if isinstance(name, bytes) else name
+        self._messages.clear()
+        self._is_cut.clear()
+
+    def cut(self) -> None:
+        """See Link.cut."""
+        self._meeting.give_up()
+        self._is_cut.set()
+
+    def close(self) -> None:
+        """See Link.close."""
+        self.cut()
+        self._drop_agent()
+        self._meeting.leave()
+
+    def _drop_agent(self) -> None:
+        """Disconnect, in the order in which NIXL can: an agent that ends with open handles takes the process along."""
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        with contextlib.suppress(Exception):
+            agent.remove_remote_agent(self._peer)
+        with contextlib.suppress(Exception):
+            agent.deregister_memory(self._registered)
+        self._registered = None
+
+    def _require_open(self) -> Any:
+        if self._is_cut.is_set() or self._agent is None:
+            raise LinkDown("the connection has ended")
+        return self._agent
+
+    def send(self, message: bytes, timeout: float) -> None:
+        """See Link.send. NIXL keeps the message until it is sent."""
+        self._require_open().send_notif(self._peer, message)
+
+    def receive(self) -> bytes:
+        """See Link.receive."""
+        while not self._messages:
+            for messages in self._require_open().get_new_notifs().values():
+                self._messages.extend(messages)
+            if not self._messages:
+                self._is_cut.wait(PAUSE)
+        return self._messages.popleft()
+
+    def offer(self, number: int, row: torch.Tensor) -> int:
+        """See Link.offer."""
+        self._require_open()
+        return row.data_ptr()
+
+    def settle(self, number: int) -> None:
+        """See Link.settle. There is nothing to do: the other side reads by itself."""
+
+    def read(self, number: int, place: int, row: torch.Tensor) -> None:
+        """See Link.read."""
+        agent, size = self._require_open(), row.numel()
+        ours = agent.get_xfer_descs([(row.data_ptr(), size, 0)], MEMORY)
+        theirs = agent.get_xfer_descs([(place, size, 0)], MEMORY)
+        handle = agent.initialize_xfer("READ", ours, theirs, self._peer)
+        self._reads[number] = handle
+        if agent.transfer(handle) == "ERR":
+            raise LinkDown("NIXL cannot read from the other side")
+
+    def drop(self, number: int, place: int) -> None:
+        """See Link.drop. There is nothing to do."""
+
+    def finish(self, number: int) -> None:
+        """See Link.finish."""
+        handle = self._reads.get(number)
+        if handle is None:  # dropped
+            return
+        agent = self._agent
+        while (state := agent.check_xfer_state(handle)) == "PROC":
+            if self._is_cut.is_set():
+                self._let_go(agent, handle)
+            time.sleep(BRIEF)
+        agent.release_xfer_handle(handle)
+        del self._reads[number]
+        if state != "DONE":
+            raise LinkDown("NIXL could not read a frame")
+
+    def _let_go(self, agent: Any, handle: Any) -> None:
+        """Cancel a read, and raise when it has ended. The row must not be used before."""
+        with contextlib.suppress(Exception):
+            agent.remove_remote_agent(self._peer)
+        while True:
+            try:
+                agent.release_xfer_handle(handle)
+            except Exception:  # it is under way still
+                time.sleep(PAUSE)
+            else:
+                raise LinkDown("the connection has ended")

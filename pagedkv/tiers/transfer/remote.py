@@ -1,0 +1,350 @@
+"""RemotePrefill: the decode side. Pages of a prompt that another process computes, as a tier under the pool.
+
+    expect    a prompt is about to be looked up ─▶ ask ─ ─ ─▶ the other process begins to compute it     server.py
+    lookup    the pages of prompts that were asked for seem to be there
+    LOAD      want ─ ─ ─▶ offer, as soon as the page is computed ─▶ read into the frame ─▶ verified? ─▶ ok
+    STORE     nothing is kept here
+
+The engine fetches waiting prompts as from any tier, so the rules of tiers hold: a fetch has a deadline, a load that
+fails is a miss, and what did not come is computed here.
+
+A want names a frame that waits for it, so wants are bounded by the pool, and by MOST_WANTS. The threads see wants and
+frames; the owner's thread alone calls the methods of Tier.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagedkv.core.arguments import real, whole
+from pagedkv.errors import InvalidRequest
+from pagedkv.spec import parse_bytes
+from pagedkv.tiers.checksum import checksum, require_secret
+from pagedkv.tiers.pool_view import PoolView
+from pagedkv.tiers.slots import CANCELLED, CORRUPT, GONE
+from pagedkv.tiers.tier import CLOSING, Job, Key, Op, Prompt, Result, Tier, TierStats
+from pagedkv.tiers.transfer.conversation import EXITING, Conversation
+from pagedkv.tiers.transfer.link import Link, LinkDown
+from pagedkv.tiers.transfer.messages import Message, hello, salt_text, window_of
+from pagedkv.tiers.transfer.rows import Rows
+
+NOT_KEPT: Final = "not kept"
+LOST: Final = "lost"
+MOST_WANTS: Final = 4096
+"""Pages that are wanted at a time. More wait here."""
+KEPT: Final = 64
+"""Prompts whose pages are looked up there, the newest ones, also after they were computed."""
+NUMBERS: Final = 1 << 30
+"""Numbers of wants. Then they begin again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Want:
+    """A page that is wanted. is_read: whether its bytes are on their way into the frame. sum: their checksum there."""
+
+    number: int
+    job: Job
+    key: Key
+    frame: int
+    ask: int
+    sum: bytes = b""
+    is_read: bool = False
+    began: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Ask:
+    """A prompt that was asked for. names: of its pages. is_over: whether no further page of it will be computed."""
+
+    names: list[bytes]
+    is_over: bool = False
+
+
+class RemotePrefill(Tier):
+    """Prompts are computed by the process at the other end of `link`, which has a PrefillServer, and their pages read.
+
+    min_tokens:  prompts with fewer tokens beyond those in the pool are computed here.
+    max_prompts: prompts that the other side computes at a time; further ones are for the next tier, or computed here.
+    key:         16 to 64 secret bytes, the same on both sides: a page that was not sent under it is a miss. None: pages
+                 are checked for damage, and everyone who can reach the link is trusted.
+    window:      the most bytes that may be under way.
+    timeout:     seconds of silence after which the other side counts as dead.
+
+    Both caches need the same geometry, dtype, `model=` and `rank=`; otherwise nothing is asked for.
+    Raises: InvalidRequest
+    """
+
+    name = "prefill"
+    is_lasting = True  # another process has its pages: the cache must have a name for its weights
+
+    def __init__(
+        self, link: Link, *, min_tokens: int = 64, max_prompts: int = 16, key: bytes | None = None,
+        window: str | int = "64MiB", timeout: float = 10.0,
+    ) -> None:  # fmt: skip
+        require_secret(key)
+        self._link, self._key, self._window_bytes = link, key, parse_bytes(window)
+        self._min_tokens, self._max_prompts = whole(min_tokens, "min_tokens"), whole(max_prompts, "max_prompts", 1)
+        self._conversation = Conversation("remote prefill", link, self, listens=False, timeout=real(timeout, "timeout"))
+        self._lock = threading.Lock()  # of what follows, but for the rows
+        self._numbers, self._ask_numbers = itertools.cycle(range(NUMBERS)), itertools.count(1)
+        self._asks: OrderedDict[int, _Ask] = OrderedDict()
+        self._names: dict[bytes, int] = {}  # name of a page: the newest ask that has it
+        self._wants: dict[int, _Want] = {}
+        self._jobs: dict[Job, int] = {}  # how many wants each has
+        self._waiting: deque[_Want] = deque()  # wants that were not said yet
+        self._unsaid: Message = {}
+        self._ended: deque[tuple[_Want, str]] = deque()
+        self._stats = TierStats()
+        self._pool: PoolView | None = None
+        self._reader: threading.Thread | None = None
+        self._reads = SimpleQueue[tuple[int, _Want | None] | None]()
+
+    # -- the owner thread ----------------------------------------------------------------------------------------------
+
+    def register(self, pool: PoolView, fingerprint: bytes) -> None:
+        """See Tier.register. The tier begins to connect."""
+        if self._pool is not None:
+            raise InvalidRequest("this RemotePrefill serves a cache already; make one for each cache")
+        self._pool, self._fingerprint = pool, fingerprint
+        self._window = max(1, self._window_bytes // pool.frame_bytes)
+        self._rows = Rows(pool, self._window)
+        weakref.finalize(self, self._conversation.close, EXITING)
+        self._conversation.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the other side is there now."""
+        return self._conversation.is_open
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until the other side is there, at most `timeout` seconds. Return `is_connected`."""
+        return self._conversation.wait(timeout)
+
+    def expect(self, prompt: Prompt) -> bool:
+        """See Tier.expect: ask the other side to compute a prompt, if that is worth it."""
+        if not self.is_connected:
+            return False
+        known = prompt.num_known()
+        if len(prompt.token_ids) - 1 - known < max(self._min_tokens, prompt.block_size):
+            return False
+        names = [key.name for page in prompt.keys(known // prompt.block_size) for key in page]
+        with self._lock:
+            if all(name in self._names for name in names):
+                return True
+            if sum(not ask.is_over for ask in self._asks.values()) >= self._max_prompts:
+                return False
+            number = next(self._ask_numbers)
+            self._asks[number] = _Ask(names)
+            self._names |= dict.fromkeys(names, number)
+            for _ in range(len(self._asks) - KEPT):
+                self._forget_ask(next(iter(self._asks)))
+            ids = prompt.token_ids.tolist()
+            self._say("asks", [number, prompt.tenant.hex(), salt_text(prompt.salt), ids])
+        return True
+
+    def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
+        """See Tier.lookup. The pages of a prompt that was asked for seem to be there, computed or not."""
+        with self._lock:
+            found = np.array([key.name in self._names for key in keys], bool)
+        self._stats.asked += len(keys)
+        self._stats.hits += int(found.sum())
+        return found if self.is_connected else np.zeros(len(keys), bool)
+
+    def submit(self, op: Op, keys: Sequence[Key], frames: Sequence[int]) -> Job:
+        """See Tier.submit."""
+        assert self._pool is not None
+        job = Job(op, fence=self._pool.fence())
+        with self._lock:
+            if self._rows.frames is not self._pool.frames:  # the pool was resized, while nothing was under way
+                self._rows = Rows(self._pool, self._window)
+                if self._link.has_fixed_memory:
+                    self._conversation.cut()
+            for key, frame in zip(keys, frames, strict=True):
+                want = _Want(next(self._numbers), job, key, int(frame), self._names.get(key.name, 0))
+                if op is Op.STORE:
+                    self._ended.append((want, NOT_KEPT))
+                elif not self.is_connected:
+                    self._ended.append((want, LOST))
+                else:
+                    self._wants[want.number] = want
+                    self._jobs[job] = self._jobs.get(job, 0) + 1
+                    self._waiting.append(want)
+        self._conversation.wake()
+        return job
+
+    def poll(self) -> list[Result]:
+        """See Tier.poll."""
+        with self._lock:
+            if any(job.is_cancelled for job in self._jobs):
+                self._drop_cancelled()
+            ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        self._stats.failed += sum(why == LOST for _, why in ended)
+        self._stats.corrupt += sum(why == CORRUPT for _, why in ended)
+        return [Result(want.job.number, want.key, not why, why) for want, why in ended]
+
+    def _drop_cancelled(self) -> None:
+        """End the wants of cancelled jobs whose bytes are not on their way, and tell the other side."""
+        gone = [want for want in self._wants.values() if want.job.is_cancelled and not want.is_read]
+        for want in gone:
+            self._end(want, CANCELLED)
+            self._say("drops", want.number)
+        if gone:
+            live = {want.ask for want in self._wants.values()}
+            for number in {want.ask for want in gone} - live:
+                if number in self._asks and not self._asks[number].is_over:
+                    self._say("stops", number)
+                    self._forget_ask(number)
+            self._conversation.wake()
+
+    @property
+    def num_pending(self) -> int:
+        """See Tier.num_pending."""
+        return len(self._wants) + len(self._ended)
+
+    def forget(self) -> None:
+        """See Tier.forget."""
+        with self._lock:
+            self._names.clear()
+
+    def stats(self) -> TierStats:
+        """See Tier.stats."""
+        return self._stats.copy()
+
+    def close(self, timeout: float = CLOSING) -> None:
+        """See Tier.close."""
+        if self._pool is None:
+            self._link.close()
+        else:
+            self._conversation.close(timeout)
+
+    # -- under the lock ------------------------------------------------------------------------------------------------
+
+    def _say(self, field: str, what: Any) -> None:
+        self._unsaid.setdefault(field, []).append(what)
+        self._conversation.wake()
+
+    def _end(self, want: _Want, why: str) -> None:
+        """Report a want, and write no more into its frame."""
+        self._ended.append((want, why))
+        if self._wants.pop(want.number, None) is not None:
+            self._jobs[want.job] -= 1
+            if not self._jobs[want.job]:
+                del self._jobs[want.job]
+
+    def _forget_ask(self, number: int) -> None:
+        """Look the pages of a prompt up there no more, unless a newer one has them, too."""
+        for name in self._asks.pop(number).names:
+            if self._names.get(name) == number:
+                del self._names[name]
+
+    # -- the threads of the conversation -------------------------------------------------------------------------------
+
+    def memory(self) -> torch.Tensor:
+        """See Side.memory."""
+        return self._rows.memory
+
+    def hello(self) -> Message:
+        """See Side.hello."""
+        assert self._pool is not None
+        return hello(self._fingerprint, self._pool.frame_bytes, self._window)
+
+    def meet(self, message: Message) -> None:
+        """See Side.meet."""
+        window_of(message, self.hello())
+        self._reader = threading.Thread(target=self._finish_reads, name="pagedkv remote prefill reader", daemon=True)
+        self._reader.start()
+
+    def due(self) -> Message:
+        """See Side.due."""
+        with self._lock:
+            message, self._unsaid = self._unsaid, {}
+            most = MOST_WANTS - len(self._wants) + len(self._waiting)
+            said = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            wants = [[w.number, w.ask, w.key.name.hex()] for w in said if w.number in self._wants]
+            return message | {"wants": wants} if wants else message
+
+    def hear(self, message: Message) -> None:
+        """See Side.hear."""
+        for number, total, place in message.get("offers", ()):
+            with self._lock:
+                want = self._wants.get(number)
+                if want is not None and not total:
+                    self._end(want, GONE)
+                if want is not None:
+                    want.is_read, want.sum, want.began = bool(total), bytes.fromhex(total), time.perf_counter()
+            if not total:
+                continue
+            if self._reads.qsize() > self._window:
+                raise LinkDown("the other side has offered more frames than it may")
+            if want is None:
+                self._link.drop(number, place)
+            else:
+                self._link.read(number, place, self._rows.row(number, want.frame))
+            self._reads.put((number, want))
+        for number, is_computed in message.get("ends", ()):
+            with self._lock:
+                if (ask := self._asks.get(number)) is not None:
+                    ask.is_over = True
+                    if not is_computed:
+                        self._forget_ask(number)
+        if self._waiting:
+            self._conversation.wake()
+
+    def lost(self) -> None:
+        """See Side.lost."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            self._reads.put(None)
+            reader.join()
+            self._reads = SimpleQueue()
+        with self._lock:
+            for want in list(self._wants.values()):
+                self._end(want, LOST)
+            for held in (self._asks, self._names, self._waiting, self._unsaid):
+                held.clear()
+            self._rows.free_all()
+
+    # -- the reader's thread -------------------------------------------------------------------------------------------
+
+    def _finish_reads(self) -> None:
+        """Wait for the frames in their order, and verify them."""
+        done: list[int] = []  # credits, given back a few at a time
+        try:
+            while (read := self._reads.get()) is not None:
+                number, want = read
+                self._link.finish(number)
+                if want is not None:
+                    self._verify(want)
+                done.append(number)
+                if self._reads.empty() or len(done) >= self._window // 4:
+                    with self._lock:
+                        self._unsaid.setdefault("dones", []).extend(done)
+                    self._conversation.wake()
+                    done.clear()
+        except Exception:  # the keeper's calls fail, too
+            self._conversation.cut()
+
+    def _verify(self, want: _Want) -> None:
+        """Compare the checksum of a frame that has arrived, and report the page."""
+        row = self._rows.row_of(want.number, want.frame)
+        is_whole = checksum(row.numpy(), want.key.name, self._key) == want.sum
+        if is_whole:
+            self._rows.empty(want.number, want.frame, want.job.fence)
+        self._rows.free(want.number)
+        with self._lock:
+            self._stats.loaded += is_whole
+            self._stats.loaded_bytes += is_whole * len(row)
+            self._stats.loaded_seconds += time.perf_counter() - want.began
+            self._end(want, "" if is_whole else CORRUPT)

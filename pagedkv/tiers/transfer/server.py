@@ -1,0 +1,354 @@
+"""PrefillServer: the prefill side. It sends pages of this pool to another process, each as soon as it is published.
+
+    take       the prompts that the other side asks for ─▶ the engine computes them, chunk by chunk
+    STORE      a page was published ─▶ noted by name; a want that waits for it becomes an offer
+    offer      checksum of the frame ─▶ does the frame still hold the page? ─▶ ─ ─ ─▶ read there      remote.py
+    finish     no further page of a prompt comes: the wants that wait for one are answered
+
+No byte is kept, and no frame is pinned: the pages are those of the pool. A frame that is evicted after its checksum
+was taken does not fit it any more, and is a miss on the other side. A page that was evicted before it was asked for is
+told to be missing.
+
+The other side may have `window` bytes of offers that it has not given back, and MOST_WANTS wants. One that does not
+keep to that loses the connection.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagedkv.core.arguments import real, token_row
+from pagedkv.core.state import I32
+from pagedkv.errors import InvalidRequest
+from pagedkv.spec import parse_bytes
+from pagedkv.tiers.checksum import checksum, require_secret
+from pagedkv.tiers.pool_view import PoolView
+from pagedkv.tiers.slots import GONE
+from pagedkv.tiers.tier import CLOSING, Job, Key, Op, Result, Tier, TierStats
+from pagedkv.tiers.transfer.conversation import EXITING, Conversation
+from pagedkv.tiers.transfer.link import Link, LinkDown
+from pagedkv.tiers.transfer.messages import Message, hello, salt_of, window_of
+from pagedkv.tiers.transfer.rows import Rows
+
+MOST_WANTS: Final = 16_384
+MOST_ASKS: Final = 1024
+"""Wants and prompts that the other side may have at a time."""
+AT_ONCE: Final = 16
+"""Frames whose checksums are taken before they are offered in one message."""
+
+
+@dataclass(eq=False)
+class AskedPrompt:
+    """A prompt that the other side asks for. Compute it, and call `PrefillServer.finish`.
+
+    token_ids: int32 [n]. salt: see PagedKVCache.open. is_cancelled: whether the other side needs it no more.
+    """
+
+    number: int
+    token_ids: I32
+    tenant: bytes
+    salt: bytes | Mapping[int, bytes]
+    is_cancelled: bool = False
+
+
+class _Page(NamedTuple):
+    frame: int
+    stamp: int
+    fence: torch.cuda.Event | None
+
+
+class _Want(NamedTuple):
+    number: int
+    ask: int
+    name: bytes
+
+
+class PrefillServer(Tier):
+    """The pages of this cache, for the process at the other end of `link`, which has a RemotePrefill.
+
+    key:     16 to 64 secret bytes, the same on both sides, or None, see RemotePrefill.
+    window:  the most bytes that may be under way.
+    timeout: seconds of silence after which the other side counts as dead.
+
+    The cache must store every page that it publishes (`write_back=None`), as it does by default.
+    Raises: InvalidRequest
+    """
+
+    name = "prefill server"
+    is_lasting = True  # another process reads its pages: the cache must have a name for its weights
+
+    def __init__(
+        self, link: Link, *, key: bytes | None = None, window: str | int = "64MiB", timeout: float = 10.0
+    ) -> None:
+        require_secret(key)
+        self._link, self._key, self._window_bytes = link, key, parse_bytes(window)
+        self._conversation = Conversation("prefill server", link, self, listens=True, timeout=real(timeout, "timeout"))
+        self._lock = threading.Lock()  # of what follows
+        self._pages: dict[bytes, _Page] = {}  # by name
+        self._names: dict[int, bytes] = {}  # by frame
+        self._asks: dict[int, AskedPrompt] = {}
+        self._new: deque[AskedPrompt] = deque()
+        self._has_new = threading.Event()
+        self._wants: dict[int, _Want] = {}  # all that were not answered
+        self._parked: dict[bytes, list[_Want]] = {}  # those whose page is not there yet, by its name
+        self._ready: deque[_Want] = deque()
+        self._ends: list[tuple[int, bool]] = []
+        self._offered: set[int] = set()  # numbers that the other side has not given back
+        self._ended: deque[Result] = deque()
+        self._window = 0  # frames, of this connection
+        self._stats = TierStats()
+        self._pool: PoolView | None = None
+
+    # -- the owner thread ----------------------------------------------------------------------------------------------
+
+    def register(self, pool: PoolView, fingerprint: bytes) -> None:
+        """See Tier.register. The server begins to listen."""
+        if self._pool is not None:
+            raise InvalidRequest("this PrefillServer serves a cache already; make one for each cache")
+        self._pool, self._fingerprint = pool, fingerprint
+        self._most = max(1, self._window_bytes // pool.frame_bytes)
+        self._rows = Rows(pool.now(), self._most)
+        weakref.finalize(self, self._conversation.close, EXITING)
+        self._conversation.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the other side is there now."""
+        return self._conversation.is_open
+
+    def take(self, timeout: float = 0.0) -> list[AskedPrompt]:
+        """Return the prompts that were asked for since the last call, waiting at most `timeout` seconds for the first.
+
+        A prompt may be cancelled when it is returned.
+        """
+        if timeout:
+            self._has_new.wait(timeout)
+        with self._lock:
+            self._has_new.clear()
+            taken = list(self._new)
+            self._new.clear()
+        return taken
+
+    def finish(self, prompt: AskedPrompt, *, is_computed: bool = True) -> None:
+        """Say that no further page of `prompt` comes: it was computed, or will not be."""
+        with self._lock:
+            if self._asks.pop(prompt.number, None) is not prompt:
+                return  # of another connection
+            for want in [want for want in self._wants.values() if want.ask == prompt.number]:
+                if self._unpark(want):
+                    self._ready.append(want)
+            self._ends.append((prompt.number, is_computed))
+        self._conversation.wake()
+
+    def lookup(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
+        """See Tier.lookup. There is nothing but what the pool has."""
+        return np.zeros(len(keys), bool)
+
+    @property
+    def max_stores(self) -> int:
+        """See Tier.max_stores: no byte is moved."""
+        assert self._pool is not None
+        return len(self._pool.frames)
+
+    def submit(self, op: Op, keys: Sequence[Key], frames: Sequence[int]) -> Job:
+        """See Tier.submit. A store notes the place of a page."""
+        assert self._pool is not None
+        job = Job(op, fence=self._pool.fence())
+        with self._lock:
+            if self._rows.frames is not self._pool.frames:  # resized: pages have other places, which are noted anew
+                self._begin_anew()
+            for key, frame in zip(keys, map(int, frames), strict=True):
+                if op is Op.STORE:
+                    self._note(key.name, _Page(frame, self._pool.stamp(frame), job.fence))
+                self._ended.append(Result(job.number, key, op is Op.STORE, "" if op is Op.STORE else GONE))
+            has_ready = bool(self._ready)
+        if has_ready:
+            self._conversation.wake()
+        return job
+
+    def poll(self) -> list[Result]:
+        """See Tier.poll."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    @property
+    def num_pending(self) -> int:
+        """See Tier.num_pending."""
+        return len(self._ended)
+
+    def forget(self) -> None:
+        """See Tier.forget."""
+        with self._lock:
+            self._pages, self._names = {}, {}
+
+    def stats(self) -> TierStats:
+        """See Tier.stats. stored: the pages that were offered to the other side."""
+        now = self._stats.copy()
+        now.pages = len(self._pages)
+        return now
+
+    def close(self, timeout: float = CLOSING) -> None:
+        """See Tier.close."""
+        if self._pool is None:
+            self._link.close()
+        else:
+            self._conversation.close(timeout)
+
+    # -- under the lock ------------------------------------------------------------------------------------------------
+
+    def _begin_anew(self) -> None:
+        assert self._pool is not None
+        self._pages, self._names = {}, {}
+        self._rows = Rows(self._pool.now(), self._most)
+        if self._link.has_fixed_memory:
+            self._conversation.cut()
+
+    def _note(self, name: bytes, page: _Page) -> None:
+        """Note the place of a page, and let the wants be answered that wait for it."""
+        before = self._names.get(page.frame, b"")
+        if before in self._pages and self._pages[before].frame == page.frame:
+            del self._pages[before]
+        self._pages[name], self._names[page.frame] = page, name
+        self._ready.extend(self._parked.pop(name, ()))
+
+    def _park(self, want: _Want) -> None:
+        """Answer a want when its page comes, or at once if it does not come."""
+        if want.ask in self._asks:
+            self._parked.setdefault(want.name, []).append(want)
+        else:
+            self._ready.append(want)
+
+    def _unpark(self, want: _Want) -> bool:
+        """Let a want wait for its page no more. Return whether it did."""
+        others = self._parked.get(want.name, [])
+        if want not in others:
+            return False
+        others.remove(want)
+        if not others:
+            del self._parked[want.name]
+        return True
+
+    def _holds(self, page: _Page, rows: Rows) -> bool:
+        """Return whether a frame still holds its page. The pool is looked at last: a resize changes all at once."""
+        assert self._pool is not None
+        try:
+            is_held = self._pool.holds(page.frame, page.stamp)
+        except IndexError:  # the pool is smaller now
+            return False
+        return is_held and self._pool.frames is rows.frames
+
+    # -- the threads of the conversation -------------------------------------------------------------------------------
+
+    def memory(self) -> torch.Tensor:
+        """See Side.memory."""
+        return self._rows.memory
+
+    def hello(self) -> Message:
+        """See Side.hello."""
+        assert self._pool is not None
+        return hello(self._fingerprint, self._pool.frame_bytes, self._most)
+
+    def meet(self, message: Message) -> None:
+        """See Side.meet."""
+        self._window = window_of(message, self.hello())
+
+    def hear(self, message: Message) -> None:
+        """See Side.hear."""
+        for number in message.get("dones", ()):
+            self._link.settle(number)
+            with self._lock:
+                self._offered.remove(number)
+            self._rows.free(number)
+        with self._lock:
+            for number, tenant, salt, ids in message.get("asks", ()):
+                prompt = AskedPrompt(number, token_row(ids), bytes.fromhex(tenant), salt_of(salt))
+                self._asks[number] = prompt
+                self._new.append(prompt)
+            for number, ask, name in message.get("wants", ()):
+                self._hear_want(_Want(number, ask, bytes.fromhex(name)))
+            for number in message.get("drops", ()):
+                if (dropped := self._wants.pop(number, None)) is not None:
+                    self._unpark(dropped)
+            for number in message.get("stops", ()):
+                if number in self._asks:
+                    self._asks[number].is_cancelled = True
+            if len(self._wants) > MOST_WANTS or len(self._asks) > MOST_ASKS:
+                raise LinkDown("the other side asks for more than it may")
+        if message.get("asks") or message.get("stops"):
+            self._has_new.set()
+        self._conversation.wake()
+
+    def _hear_want(self, want: _Want) -> None:
+        self._wants[want.number] = want
+        page = self._pages.get(want.name)
+        if page is not None and self._holds(page, self._rows):
+            self._ready.append(want)
+        else:
+            self._park(want)
+
+    def due(self) -> Message:
+        """See Side.due."""
+        offers: list[Any] = []
+        for _ in range(AT_ONCE):
+            with self._lock:
+                want = self._ready.popleft() if self._ready and len(self._offered) < self._window else None
+                if want is None:
+                    break
+                if want.number not in self._wants:  # dropped meanwhile
+                    continue
+                page, rows = self._pages.get(want.name), self._rows
+                if page is None:
+                    del self._wants[want.number]
+                    offers.append([want.number, "", 0])
+                    continue
+                self._offered.add(want.number)
+            if (offer := self._offer(want, page, rows)) is not None:
+                offers.append(offer)
+            with self._lock:
+                if offer is not None:
+                    self._wants.pop(want.number, None)
+                elif self._pages.get(want.name) is page:
+                    del self._pages[want.name]
+                    self._park(want)
+                else:  # published again meanwhile
+                    self._ready.append(want)
+        with self._lock:
+            ends = [] if self._ready else self._ends  # after the offers of their pages
+            if ends:
+                self._ends = []
+        return {"offers": offers, "ends": ends} if offers or ends else {}
+
+    def _offer(self, want: _Want, page: _Page, rows: Rows) -> list[Any] | None:
+        """Let the other side read the frame of `page`. Return the offer, or None if the frame holds another page."""
+        began = time.perf_counter()
+        row = rows.fill(want.number, page.frame, page.fence)
+        total = checksum(row.numpy(), want.name, self._key)
+        if not self._holds(page, rows):
+            rows.free(want.number)
+            self._offered.discard(want.number)
+            self._stats.changed += 1
+            return None
+        place = self._link.offer(want.number, row)
+        self._stats.stored += 1
+        self._stats.stored_bytes += len(row)
+        self._stats.stored_seconds += time.perf_counter() - began
+        return [want.number, total.hex(), place]
+
+    def lost(self) -> None:
+        """See Side.lost."""
+        with self._lock:
+            for prompt in self._asks.values():
+                prompt.is_cancelled = True
+            for held in (self._asks, self._wants, self._parked, self._ready, self._ends, self._offered):
+                held.clear()
+            self._rows.free_all()
+        self._has_new.set()

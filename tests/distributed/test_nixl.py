@@ -1,0 +1,74 @@
+"""The same over NIXL, in processes of its own: a library in the wheel of NIXL 1.5.1 crashes when a process ends."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.model import Engine
+from pagedkv.sampling.params import SamplingParams
+from pagedkv.tiers.transfer import NixlLink
+from tests.tiers.stores import free_port
+
+from .engines import DECODE, FRAMES, ROOT, Process, prefill_process
+
+LAWS = """
+import os, sys, time
+from pagedkv.tiers.transfer import NixlLink
+from tests.distributed.sides import Sides
+
+with Sides(num_frames=48, link=NixlLink) as sides, sides.serving(chunk=16):
+    assert sides.run(list(range(41))) == 40
+    sides.decode.cache.resize(64)
+    sides.run([6, *range(41)])  # finds that the registered memory is gone, and connects again
+    time.sleep(1.0)
+    assert sides.remote.wait(10)
+    assert sides.run([7, *range(41)]) == 40
+    assert sides.run_at_random(int(sys.argv[1]), 40) > 0
+print("all held", flush=True)
+os._exit(0)
+"""
+
+
+def test_without_the_package_a_link_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(InvalidRequest, match="pip install --no-deps nixl nixl-cu12"):
+        NixlLink("127.0.0.1:7000")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_laws_of_a_transfer_hold_over_nixl(seed: int) -> None:
+    pytest.importorskip("nixl", reason="no NIXL: pip install --no-deps nixl nixl-cu12")
+    ended = subprocess.run(
+        [sys.executable, "-c", LAWS, str(seed)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.stdout == "all held\n", ended.stderr
+    assert ended.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_two_engines_over_nixl_give_the_tokens_of_one(seed: int) -> None:
+    """With seed 0 the prefill process lives; with the others it is killed at a random moment."""
+    pytest.importorskip("nixl", reason="no NIXL: pip install --no-deps nixl nixl-cu12")
+    draw = random.Random(seed)
+    prompts = [draw.choices(range(10, 600), k=400 + i) for i in range(4)]
+    alone = Engine.load(num_frames=FRAMES).generate(prompts, SamplingParams(max_tokens=8))
+    address = f"127.0.0.1:{free_port()}"
+    there = prefill_process(address, slow=0.01 if seed else 0.0, link="NixlLink")
+    here = Process(DECODE, address, link="NixlLink")
+    here.tell(json.dumps(prompts))
+    if seed:
+        time.sleep(draw.uniform(0.0, 0.4))
+        there.kill()
+    assert json.loads(here.line()) == [request.completions[0].token_ids for request in alone]
+    assert here.process.wait(20) == 0
+    if not seed:
+        assert there.end() == [0, sum((len(prompt) - 1) // 16 for prompt in prompts)]

@@ -1,0 +1,260 @@
+"""A prefill here, a decode there: pages cross as they are computed, and whatever fails is computed again."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+
+from pagedkv import KVSpec
+from pagedkv.errors import InvalidRequest
+from pagedkv.tiers.transfer import DistributedLink, PrefillServer, RemotePrefill, remote, rows
+from tests.tiers.world import SIZE, SPEC
+
+from .sides import Sides, pages
+
+IDS = list(range(41))
+KEY = b"sixteen secret bytes"
+
+
+def test_pages_cross_while_the_prompt_is_computed() -> None:
+    with Sides() as sides:
+        fetch = sides.decode.cache.fetch(IDS)
+        [prompt] = sides.server.take(5)
+        assert prompt.token_ids.tolist() == IDS
+        sides.prefill.run(IDS[:20])
+        until = time.monotonic() + 5
+        while fetch.num_verified < 5 and time.monotonic() < until:
+            assert not fetch.done
+        assert fetch.num_verified == 5
+        sides.prefill.run(IDS)
+        sides.server.finish(prompt)
+        assert fetch.wait(5)
+        assert fetch.tokens == pages(41) == sides.decode.run(IDS)
+        assert (sides.remote.stats().loaded, sides.server.stats().stored) == (10, 10)
+
+
+def test_only_the_part_that_is_not_in_the_pool_crosses() -> None:
+    with Sides() as sides, sides.serving():
+        assert sides.run(IDS) == 40
+        assert sides.run([*IDS[:20], 7, 7, 7, 7, 7]) == 24
+        assert sides.remote.stats().loaded == 11
+        assert sides.run(IDS[:30]) == 28  # known here: nothing is asked for
+        assert sides.remote.stats().asked == 11
+
+
+def test_a_prompt_that_the_other_side_knows_is_not_computed_again() -> None:
+    with Sides() as sides:
+        sides.prefill.run(IDS)
+        fetch = sides.decode.cache.fetch(IDS)
+        assert fetch.wait(5)  # before the prompt was taken
+        assert fetch.tokens == 40
+
+
+def test_tenants_and_salts_cross_and_stay_apart() -> None:
+    with Sides() as sides, sides.serving():
+        for tenant, salt in ((b"", b""), (b"acme", b""), (b"", b"adapter"), (b"acme", {0: b"a", 6: b"image"})):
+            assert sides.decode.cache.lookup(IDS, tenant=tenant, salt=salt) == 0
+            assert sides.run(IDS, tenant, salt) == 40
+
+
+def test_layer_groups_cross_together() -> None:
+    groups = {"spec": [SPEC, KVSpec(1, 1, 16, block_size=SIZE, dtype="float32", window=12)]}
+    with Sides(prefill=groups, decode=groups) as sides, sides.serving(chunk=8):
+        assert sides.run(IDS) in (0, 40)  # a page that the window has given back may be evicted
+        assert sides.run(IDS[:30] + [5] * 10) >= 0
+
+
+def test_pages_that_change_on_their_way_are_misses_with_a_count() -> None:
+    with Sides() as sides, sides.serving():
+        sides.link.hurt = lambda number, row: row[number].add_(1) if number == 3 else None
+        assert sides.run(IDS) == 3 * SIZE
+        assert sides.remote.stats().corrupt == 1
+
+
+@pytest.mark.parametrize(("ours", "theirs", "found"), [(KEY, KEY, 40), (KEY, KEY[::-1], 0), (None, KEY, 0)])
+def test_a_page_that_was_not_sent_under_the_key_is_a_miss(ours: bytes, theirs: bytes, found: int) -> None:
+    with Sides(server={"key": ours}, remote={"key": theirs}) as sides, sides.serving():
+        assert sides.run(IDS) == found
+        assert sides.remote.stats().corrupt == (0 if found else 10)
+
+
+@pytest.mark.parametrize(
+    "other", [{"model": "n"}, {"rank": 1}, {"spec": KVSpec(1, 1, 16, block_size=SIZE, dtype="float16")}]
+)
+def test_another_model_rank_or_dtype_is_refused(other: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    sides = Sides(decode=other)
+    assert not sides.remote.wait(1.0)
+    assert "the caches differ" in caplog.text
+    assert sides.run(IDS) == 0
+    sides.check_given_back()
+    sides.close()
+
+
+def test_no_more_frames_are_under_way_than_the_window_holds() -> None:
+    size = SPEC.frame_bytes
+    with Sides(num_frames=128, server={"window": 3 * size}, remote={"window": 9 * size}) as sides, sides.serving():
+        assert sides.run(list(range(300))) == pages(300)
+        assert 1 <= sides.link.most <= 3
+
+
+def test_wants_beyond_the_most_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MOST_WANTS", 3)
+    with Sides(num_frames=128) as sides, sides.serving(chunk=8):
+        assert sides.run(list(range(300))) == pages(300)
+
+
+def test_frames_of_a_gpu_go_through_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Staged(rows.Rows):
+        def __init__(self, pool, most):
+            super().__init__(pool, most, is_staged=True)
+
+    for module in ("remote", "server"):
+        monkeypatch.setattr(f"pagedkv.tiers.transfer.{module}.Rows", Staged)
+    with Sides(num_frames=128, remote={"window": 4 * SPEC.frame_bytes}) as sides, sides.serving(chunk=40):
+        assert sides.run(list(range(300))) == pages(300)
+        sides.link.hurt = lambda number, row: row[0].add_(1)
+        assert sides.run(list(range(300, 341))) == 0
+
+
+def test_pages_that_the_other_side_has_evicted_are_missing() -> None:
+    with Sides() as sides:
+        fetch = sides.decode.cache.fetch(IDS)
+        [prompt] = sides.server.take(5)
+        sides.prefill.run(IDS[:20])
+        until = time.monotonic() + 5
+        while fetch.num_verified < 5 and time.monotonic() < until:
+            fetch.done  # noqa: B018 (lets it go on)
+        sides.prefill.cache.evict(64)
+        sides.server.finish(prompt)
+        assert fetch.wait(5)
+        assert sides.decode.run(IDS) == 20
+
+
+def test_a_page_that_was_evicted_and_is_computed_again_crosses() -> None:
+    with Sides() as sides:
+        sides.prefill.run(IDS)
+        sides.prefill.cache.evict(64)
+        with sides.serving(chunk=12):
+            assert sides.run(IDS) == 40
+
+
+def test_a_fetch_that_is_cancelled_gives_its_frames_back_and_stops_the_prefill() -> None:
+    with Sides() as sides:
+        fetch = sides.decode.cache.fetch(IDS)
+        [prompt] = sides.server.take(5)
+        fetch.cancel()
+        assert fetch.done
+        sides.check_given_back()
+        until = time.monotonic() + 5
+        while not prompt.is_cancelled and time.monotonic() < until:
+            time.sleep(0.001)
+        assert prompt.is_cancelled
+        sides.server.finish(prompt)
+        with sides.serving():
+            assert sides.run(IDS) == 40  # nothing was spoiled
+
+
+def test_a_prompt_that_is_never_computed_ends_at_the_deadline() -> None:
+    with Sides() as sides:
+        fetch = sides.decode.cache.fetch(IDS, timeout=0.3)
+        began = time.monotonic()
+        assert fetch.wait(5)
+        assert 0.2 < time.monotonic() - began < 2
+        assert sides.decode.run(IDS) == 0
+
+
+def test_a_prompt_that_is_refused_is_computed_here() -> None:
+    with Sides() as sides:
+        fetch = sides.decode.cache.fetch(IDS)
+        [prompt] = sides.server.take(5)
+        sides.server.finish(prompt, is_computed=False)
+        assert fetch.wait(5)
+        assert sides.decode.run(IDS) == 0
+
+
+def test_short_prompts_and_too_many_prompts_are_computed_here() -> None:
+    with Sides(remote={"min_tokens": 30, "max_prompts": 1}) as sides:
+        assert sides.decode.cache.fetch(IDS[:30]).done
+        first = sides.decode.cache.fetch(IDS)
+        second = sides.decode.cache.fetch([9, *IDS])
+        assert (first.asked, second.asked) == (40, 0)
+        sides.serve()
+        assert first.wait(5)
+
+
+def test_a_connection_that_is_cut_costs_its_pages_and_comes_again() -> None:
+    with Sides() as sides:
+        fetch = sides.decode.cache.fetch(IDS)
+        [prompt] = sides.server.take(5)
+        sides.prefill.run(IDS[:20])
+        sides.link.cut()
+        assert fetch.wait(5)
+        assert sides.decode.run(IDS) in range(0, 24, 4)
+        sides.server.finish(prompt)  # too late: nothing happens
+        assert prompt.is_cancelled
+        assert sides.remote.wait(10)
+        with sides.serving():
+            assert sides.run([7, *IDS]) == 40
+
+
+def test_a_pool_that_is_resized_goes_on() -> None:
+    with Sides(num_frames=32) as sides, sides.serving():
+        assert sides.run(IDS) == 40
+        sides.decode.cache.resize(64)
+        assert sides.run([7, *IDS]) == 40
+    with Sides(num_frames=64) as sides:
+        sides.prefill.run(IDS)
+        for size in (24, 96):
+            sides.prefill.cache.resize(size)
+            sides.prefill.cache.tiers.pump()
+            assert sides.decode.cache.fetch(IDS).wait(5)
+            assert sides.decode.run(IDS) == 40
+            sides.decode.cache.evict(64)
+
+
+def test_forgotten_pages_do_not_cross() -> None:
+    with Sides() as sides:
+        sides.prefill.run(IDS)
+        sides.prefill.cache.forget()
+        fetch = sides.decode.cache.fetch(IDS)
+        [prompt] = sides.server.take(5)
+        sides.server.finish(prompt)
+        assert fetch.wait(5)
+        assert sides.decode.run(IDS) == 0
+
+
+def test_a_peer_that_sends_nonsense_is_cut_off() -> None:
+    with Sides() as sides:
+        for words in (b"x", b"[]", b'{"offers": [[1]]}', b'{"offers": [[1, "zz", 0]]}', b'{"dones": [5]}'):
+            assert sides.remote.wait(10)
+            until = time.monotonic() + 5
+            while not sides.server.is_connected and time.monotonic() < until:
+                time.sleep(0.01)
+            for link in (sides.link, sides.other_link):
+                with contextlib.suppress(OSError, RuntimeError):
+                    link.send(words, 1.0)
+            time.sleep(0.1)
+        assert sides.remote.wait(10)
+        with sides.serving():
+            assert sides.run(IDS) == 40
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_prompts_of_all_kinds_with_a_connection_that_breaks_at_random(seed: int) -> None:
+    with Sides(num_frames=48) as sides, sides.serving(chunk=16):
+        assert sides.run_at_random(seed, 40) > 0
+
+
+def test_wrong_arguments_are_refused_with_a_remedy() -> None:
+    for address in ("localhost", "x:", "x:0", "x:99999", 7000):
+        with pytest.raises(InvalidRequest, match="give HOST:PORT"):
+            DistributedLink(address)  # type: ignore[arg-type]
+    link = DistributedLink("127.0.0.1:7000")
+    for kind in (PrefillServer, RemotePrefill):
+        with pytest.raises(InvalidRequest, match="16 to 64"):
+            kind(link, key=b"short")
+    tier = RemotePrefill(link)
+    tier.close()
+    assert not tier.is_connected
