@@ -1,0 +1,138 @@
+"""KV events over ZMQ, as vLLM publishes them, so that routers which read vLLM's events read ours. Needs extra `events`.
+
+    publisher = EventPublisher(engine.cache, "tcp://*:5557", topic="kv@pod-3@Qwen/Qwen3-0.6B")
+    while engine.has_work:
+        engine.step()
+        publisher.publish()          # what became findable, and what is gone
+
+    message    topic │ number, 8 bytes, big-endian │ msgpack of [seconds, [event, ...], rank]
+    replay     a DEALER socket sends an empty part and a number: it gets the kept messages from there on, then number -1
+
+Events are read from the log of the manager (observe=Observe(events=N)), which names blocks by sha256, the same in each
+process. A publisher that fell behind the log publishes AllBlocksCleared and all that can be found. A PUB socket drops
+messages of a reader that is too slow; the reader sees it by the numbers, and asks for a replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from pagedkv.core import MemoryManager, as_array, as_map
+from pagedkv.errors import EventsLost, InvalidRequest
+
+try:
+    import msgspec
+    import zmq
+except ImportError as _error:
+    raise ImportError("pagedkv.integrations.zmq_events needs pyzmq and msgspec; install pagedkv[events]") from _error
+
+if TYPE_CHECKING:
+    from pagedkv import PagedKVCache
+
+END: Final = (-1).to_bytes(8, "big", signed=True)
+"""The number that ends a replay."""
+LOOK: Final = 50
+"""Milliseconds after which the thread for replays looks whether the publisher was closed."""
+FORMS: Final = {"map": as_map, "array": as_array}
+
+
+class EventPublisher:
+    """Publishes the events of `cache` (a PagedKVCache or a MemoryManager that keeps events).
+
+    endpoint: the address of the PUB socket: bound if it has a `*` or is ipc or inproc, else connected, as vLLM does.
+    replay:   the address of the socket for replays, which is bound; None for none.
+    topic:    llm-d expects "kv@POD@MODEL".
+    form:     "map" for the events of today's vLLM, "array" for those of vLLM before 2026 and of SGLang.
+    medium:   the memory that the blocks are in, as readers know it.
+    rank:     the number of this replica.
+    kept:     messages that are kept for replays.
+    Raises:   InvalidRequest
+    """
+
+    def __init__(
+        self, cache: PagedKVCache | MemoryManager, endpoint: str = "tcp://*:5557", *, replay: str | None = None,
+        topic: str = "", form: str = "map", medium: str = "GPU", rank: int = 0, kept: int = 10_000,
+    ) -> None:  # fmt: skip
+        if form not in FORMS:
+            raise InvalidRequest(f"form is {form!r}; give 'map' or 'array'")
+        with contextlib.suppress(EventsLost):
+            cache.events(0)  # raises InvalidRequest if the manager keeps none
+        self._cache, self._topic, self._form = cache, topic.encode(), FORMS[form]
+        self._medium, self._rank = medium, rank
+        self._since = 0
+        self._number = 0
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._is_closed = threading.Event()
+        self._context = zmq.Context()
+        try:
+            self._socket = self._context.socket(zmq.PUB)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            is_bound = "*" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
+            (self._socket.bind if is_bound else self._socket.connect)(endpoint)
+            self._replays = None if replay is None else self._begin_replays(replay)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise InvalidRequest(
+                f"ZMQ refuses {endpoint!r} or {replay!r} ({error}); give addresses such as tcp://*:5557"
+            ) from None
+
+    def publish(self) -> int:
+        """Publish the events since the last call in one message, and return how many there were. It never waits.
+
+        The thread that owns the cache calls it.
+        """
+        try:
+            events = self._cache.events(self._since)
+        except EventsLost:
+            return self.publish_all()
+        if not events:
+            return 0
+        self._since = events[-1].sequence
+        return self._send(events)
+
+    def publish_all(self) -> int:
+        """Publish AllBlocksCleared and every block that can be found, and return how many events that were."""
+        snapshot = self._cache.snapshot() if isinstance(self._cache, MemoryManager) else self._cache.events_snapshot()
+        self._since = snapshot.sequence
+        return self._send(snapshot.as_events())
+
+    def _send(self, events: list[Any]) -> int:
+        batch = [time.time(), [self._form(event, medium=self._medium) for event in events], self._rank]
+        number, content = self._number, self._encoder.encode(batch)
+        self._number += 1
+        self._kept.append((number, content))
+        self._socket.send_multipart([self._topic, number.to_bytes(8, "big"), content], zmq.NOBLOCK)
+        return len(events)
+
+    def _begin_replays(self, endpoint: str) -> threading.Thread:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(endpoint)
+        thread = threading.Thread(target=self._answer, args=(socket,), name="pagedkv event replays", daemon=True)
+        thread.start()
+        return thread
+
+    def _answer(self, socket: zmq.Socket[bytes]) -> None:
+        """Send the kept messages from a number on to each reader that asks."""
+        with socket:
+            while not self._is_closed.is_set():
+                if not socket.poll(LOOK):
+                    continue
+                reader, *rest = socket.recv_multipart()
+                first = int.from_bytes(rest[-1], "big") if rest else 0
+                for number, content in list(self._kept):
+                    if number >= first:
+                        socket.send_multipart([reader, b"", number.to_bytes(8, "big"), content])
+                socket.send_multipart([reader, b"", END, b""])
+
+    def close(self) -> None:
+        """Close the sockets. A second call does nothing."""
+        self._is_closed.set()
+        if self._replays is not None:
+            self._replays.join()
+        self._context.destroy(0)
