@@ -70,7 +70,8 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 	@$(VENV)-vllm/bin/python -c 'import vllm'
 	@cd $(VENV)-vllm/run && ../bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/vllm
 
-test-distributed: $(STAMPS)/dev ## processes that share a model, with their slow tests: ranks that are killed, torchrun
+test-distributed: $(STAMPS)/dev ## several processes, with their slow tests: ranks and sides that are killed, NIXL
+	@$(PIP) --no-deps nixl nixl-cu12
 	@$(PYTEST) --numprocesses=0 -m "not gpu" tests/distributed
 
 test-tiers: $(STAMPS)/dev ## tiers below the pool with their slow tests; a store whose server is missing is skipped

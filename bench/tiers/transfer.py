@@ -9,6 +9,8 @@ at all times. Both processes and the threads of the transport share the cores, s
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from operator import truediv
 from typing import Any, Final
 
@@ -25,10 +28,11 @@ from pagedkv.bench.clock import compare, in_turn, ratios
 from pagedkv.bench.tiers.speed import MOVED, OURS, SIZES, pool_of, unswitched
 from pagedkv.tiers.pool_view import PoolView
 from pagedkv.tiers.tier import Key, Op
-from pagedkv.tiers.transfer import DistributedLink, Link, PrefillServer, RemotePrefill
+from pagedkv.tiers.transfer import DistributedLink, Link, NixlLink, PrefillServer, RemotePrefill
 
 Row = dict[str, Any]
-LINKS: Final[dict[str, type[Link]]] = {"gloo": DistributedLink}
+LINKS: Final[dict[str, Callable[[str], Link]]] = {"gloo": DistributedLink, "nixl": NixlLink}
+MODULE: Final = "pagedkv.bench.tiers.transfer"
 BARE: Final = "bare transport"
 MUST: Final = 0.8
 """The share of the bare transport that is promised, from 256 KiB a frame on."""
@@ -37,13 +41,23 @@ FINGERPRINT: Final = bytes(32)
 
 
 def rows(repetitions: int, sizes: tuple[int, ...] = SIZES, moved: int = MOVED) -> Iterator[Row]:
-    """Yield the rows of each transport and size."""
-    for kind in LINKS:
-        for size in sizes:
-            yield from _rows_of(kind, size, repetitions, moved)
+    """Yield the rows of each transport that is installed, and of each size."""
+    for size in sizes:
+        yield from rows_of("gloo", size, repetitions, moved)
+    for size in sizes if find_spec("nixl") else ():
+        yield from _rows_elsewhere("nixl", size, repetitions, moved)
 
 
-def _rows_of(kind: str, size: int, repetitions: int, moved: int) -> Iterator[Row]:
+def _rows_elsewhere(kind: str, size: int, repetitions: int, moved: int) -> Iterator[Row]:
+    """Yield the rows of a transport that are measured in a child: a library of NIXL 1.5.1 crashes when it ends."""
+    command = [sys.executable, "-m", MODULE, "rows", kind, *map(str, (size, repetitions, moved))]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if not ended.stdout.endswith("\n"):
+        raise RuntimeError(f"the transfer by {kind} ended without figures")
+    yield from json.loads(ended.stdout.splitlines()[-1])
+
+
+def rows_of(kind: str, size: int, repetitions: int, moved: int) -> Iterator[Row]:
     num_frames = max(1, moved // size)
     with _two_sides(kind, size, num_frames) as (ours, bare):
         steps = {OURS[True]: unswitched(lambda: ours), BARE: unswitched(lambda: bare)}
@@ -64,7 +78,7 @@ def _rows_of(kind: str, size: int, repetitions: int, moved: int) -> Iterator[Row
 def _two_sides(kind: str, size: int, num_frames: int) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
     """Yield two calls that move all frames from a child to this process: by tiers, and bare."""
     ports = _free_port(), _free_port()
-    command = [sys.executable, "-m", "pagedkv.bench.tiers.transfer", kind, *map(str, (size, num_frames, *ports))]
+    command = [sys.executable, "-m", MODULE, "serve", kind, *map(str, (size, num_frames, *ports))]
     child = subprocess.Popen(command, stdin=subprocess.PIPE)
     remote = RemotePrefill(LINKS[kind](_address(ports[0])), window=WINDOW)
     pool = pool_of(size, num_frames)
@@ -72,6 +86,7 @@ def _two_sides(kind: str, size: int, num_frames: int) -> Iterator[tuple[Callable
     try:
         remote.register(pool, FINGERPRINT)
         bare.open(listens=False)
+        bare.place = int(bare.link.receive())
         assert remote.wait(60), "the prefill side does not come"
         yield Loads(remote, pool).run, bare.read
     finally:
@@ -118,6 +133,7 @@ class Bare:
 
     link: Link
     frames: torch.Tensor
+    place: int = 0  # of the first frame on the other side
 
     def open(self, *, listens: bool) -> None:
         until = time.monotonic() + 60
@@ -140,10 +156,14 @@ class Bare:
     def read(self) -> None:
         """Read all frames."""
         self.link.send(b"go", 60.0)
-        self._in_windows(lambda number: self.link.read(number, 0, self.frames[number]), self.link.finish)
+        size = self.frames.shape[1]
+        self._in_windows(
+            lambda number: self.link.read(number, self.place + number * size, self.frames[number]), self.link.finish
+        )
 
     def serve(self) -> None:
         """Offer all frames each time that the other side asks, until it is gone."""
+        self.link.send(str(self.frames.data_ptr()).encode(), 60.0)
         while self.link.receive():
             self._in_windows(lambda number: self.link.offer(number, self.frames[number]), self.link.settle)
 
@@ -163,5 +183,9 @@ def serve(kind: str, size: int, num_frames: int, ports: tuple[int, int]) -> None
 
 
 if __name__ == "__main__":
-    numbers = list(map(int, sys.argv[2:]))
-    serve(sys.argv[1], numbers[0], numbers[1], (numbers[2], numbers[3]))
+    mode, kind, *rest = sys.argv[1:]
+    numbers = list(map(int, rest))
+    if mode == "rows":
+        print(json.dumps(list(rows_of(kind, numbers[0], numbers[1], numbers[2]))), flush=True)
+        os._exit(0)
+    serve(kind, numbers[0], numbers[1], (numbers[2], numbers[3]))

@@ -44,6 +44,10 @@ NOT_KEPT: Final = "not kept"
 LOST: Final = "lost"
 MOST_WANTS: Final = 4096
 """Pages that are wanted at a time. More wait here."""
+SAID_AT_ONCE: Final = 256
+"""Wants in one message, so that the other side begins while it hears the next."""
+AT_ONCE: Final = 16
+"""Frames that are reported together if more are on their way."""
 KEPT: Final = 64
 """Prompts whose pages are looked up there, the newest ones, also after they were computed."""
 NUMBERS: Final = 1 << 30
@@ -270,20 +274,17 @@ class RemotePrefill(Tier):
         """See Side.due."""
         with self._lock:
             message, self._unsaid = self._unsaid, {}
-            most = MOST_WANTS - len(self._wants) + len(self._waiting)
+            most = min(SAID_AT_ONCE, MOST_WANTS - len(self._wants) + len(self._waiting))
             said = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
             wants = [[w.number, w.ask, w.key.name.hex()] for w in said if w.number in self._wants]
             return message | {"wants": wants} if wants else message
 
     def hear(self, message: Message) -> None:
         """See Side.hear."""
-        for number, total, place in message.get("offers", ()):
-            with self._lock:
-                want = self._wants.get(number)
-                if want is not None and not total:
-                    self._end(want, GONE)
-                if want is not None:
-                    want.is_read, want.sum, want.began = bool(total), bytes.fromhex(total), time.perf_counter()
+        offers, now = message.get("offers", ()), time.perf_counter()
+        with self._lock:
+            wants = [self._accept(number, total, now) for number, total, _ in offers]
+        for (number, total, place), want in zip(offers, wants, strict=True):
             if not total:
                 continue
             if self._reads.qsize() > self._window:
@@ -301,6 +302,17 @@ class RemotePrefill(Tier):
                         self._forget_ask(number)
         if self._waiting:
             self._conversation.wake()
+
+    def _accept(self, number: int, total: str, now: float) -> _Want | None:
+        """Return the want of an offer, whose bytes are going to be read; None if it was dropped or has no page."""
+        want = self._wants.get(number)
+        if want is None:
+            return None
+        if not total:
+            self._end(want, GONE)
+            return None
+        want.is_read, want.sum, want.began = True, bytes.fromhex(total), now
+        return want
 
     def lost(self) -> None:
         """See Side.lost."""
@@ -320,31 +332,37 @@ class RemotePrefill(Tier):
 
     def _finish_reads(self) -> None:
         """Wait for the frames in their order, and verify them."""
-        done: list[int] = []  # credits, given back a few at a time
+        done: list[tuple[int, _Want | None, bool]] = []
+        most = max(1, min(AT_ONCE, self._window // 4))
         try:
             while (read := self._reads.get()) is not None:
                 number, want = read
                 self._link.finish(number)
-                if want is not None:
-                    self._verify(want)
-                done.append(number)
-                if self._reads.empty() or len(done) >= self._window // 4:
-                    with self._lock:
-                        self._unsaid.setdefault("dones", []).extend(done)
-                    self._conversation.wake()
+                done.append((number, want, want is not None and self._verify(want)))
+                if self._reads.empty() or len(done) >= most:
+                    self._settle(done)
                     done.clear()
         except Exception:  # the keeper's calls fail, too
             self._conversation.cut()
 
-    def _verify(self, want: _Want) -> None:
-        """Compare the checksum of a frame that has arrived, and report the page."""
+    def _verify(self, want: _Want) -> bool:
+        """Compare the checksum of a frame that has arrived. Return whether it fits."""
         row = self._rows.row_of(want.number, want.frame)
         is_whole = checksum(row.numpy(), want.key.name, self._key) == want.sum
         if is_whole:
             self._rows.empty(want.number, want.frame, want.job.fence)
         self._rows.free(want.number)
+        return is_whole
+
+    def _settle(self, done: Sequence[tuple[int, _Want | None, bool]]) -> None:
+        """Report pages, and give the credits of their frames back."""
+        assert self._pool is not None
+        now = time.perf_counter()
         with self._lock:
-            self._stats.loaded += is_whole
-            self._stats.loaded_bytes += is_whole * len(row)
-            self._stats.loaded_seconds += time.perf_counter() - want.began
-            self._end(want, "" if is_whole else CORRUPT)
+            self._unsaid.setdefault("dones", []).extend(number for number, _, _ in done)
+            for want, is_whole in [(want, is_whole) for _, want, is_whole in done if want is not None]:
+                self._stats.loaded += is_whole
+                self._stats.loaded_bytes += is_whole * self._pool.frame_bytes
+                self._stats.loaded_seconds += now - want.began
+                self._end(want, "" if is_whole else CORRUPT)
+        self._conversation.wake()

@@ -297,35 +297,45 @@ class PrefillServer(Tier):
 
     def due(self) -> Message:
         """See Side.due."""
-        offers: list[Any] = []
-        for _ in range(AT_ONCE):
-            with self._lock:
-                want = self._ready.popleft() if self._ready and len(self._offered) < self._window else None
-                if want is None:
-                    break
-                if want.number not in self._wants:  # dropped meanwhile
-                    continue
-                page, rows = self._pages.get(want.name), self._rows
-                if page is None:
-                    del self._wants[want.number]
-                    offers.append([want.number, "", 0])
-                    continue
-                self._offered.add(want.number)
-            if (offer := self._offer(want, page, rows)) is not None:
-                offers.append(offer)
-            with self._lock:
-                if offer is not None:
-                    self._wants.pop(want.number, None)
-                elif self._pages.get(want.name) is page:
-                    del self._pages[want.name]
-                    self._park(want)
-                else:  # published again meanwhile
-                    self._ready.append(want)
         with self._lock:
+            rows = self._rows
+            wants = [(want, self._pages.get(want.name)) for want in self._next_wants()]
+            self._offered.update(want.number for want, page in wants if page is not None)
+        offers, changed = list[Any](), list[tuple[_Want, _Page]]()
+        for want, page in wants:
+            if page is None:
+                offers.append([want.number, "", 0])
+            elif (offer := self._offer(want, page, rows)) is not None:
+                offers.append(offer)
+            else:
+                changed.append((want, page))
+        with self._lock:
+            for want, page in changed:
+                self._take_back(want, page)
             ends = [] if self._ready else self._ends  # after the offers of their pages
             if ends:
                 self._ends = []
         return {"offers": offers, "ends": ends} if offers or ends else {}
+
+    def _next_wants(self) -> list[_Want]:
+        """Return wants that can be answered now, as many as the window has place for."""
+        wants: list[_Want] = []
+        most = min(AT_ONCE, self._window - len(self._offered))
+        while self._ready and len(wants) < most:
+            want = self._ready.popleft()
+            if self._wants.pop(want.number, None) is not None:  # else it was dropped meanwhile
+                wants.append(want)
+        return wants
+
+    def _take_back(self, want: _Want, page: _Page) -> None:
+        """Let a want wait again whose frame held another page."""
+        self._wants[want.number] = want
+        self._offered.discard(want.number)
+        if self._pages.get(want.name) is page:
+            del self._pages[want.name]
+            self._park(want)
+        else:  # published again meanwhile
+            self._ready.append(want)
 
     def _offer(self, want: _Want, page: _Page, rows: Rows) -> list[Any] | None:
         """Let the other side read the frame of `page`. Return the offer, or None if the frame holds another page."""
@@ -334,7 +344,6 @@ class PrefillServer(Tier):
         total = checksum(row.numpy(), want.name, self._key)
         if not self._holds(page, rows):
             rows.free(want.number)
-            self._offered.discard(want.number)
             self._stats.changed += 1
             return None
         place = self._link.offer(want.number, row)
