@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pagedkv import KVSpec, PagedKVCache
-from pagedkv.core import MemoryManager, Observe
+from pagedkv.core import MemoryManager, Observe, page_digests
 from pagedkv.errors import InvalidRequest
 from tests.tiers.stores import free_port
 
@@ -126,6 +126,7 @@ def test_the_message_is_that_of_vllm(ports: tuple[int, int], reader: Reader) -> 
     assert (first["token_ids"], first["block_size"], first["medium"]) == ([0, 1, 2, 3], 4, "CPU")
     assert (first["parent_block_hash"], second["parent_block_hash"]) == (None, first["block_hashes"][0])
     assert first["extra_keys"] == [[b"acme"]]
+    assert [*first["block_hashes"], *second["block_hashes"]] == page_digests(range(9), 4, tenant=b"acme")
     publisher.close()
 
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.core.prefix.roots import Salts
 from pagedkv.core.state import I32
@@ -36,3 +38,14 @@ def page_digest(before: bytes, tokens: I32, salts: Salts = ()) -> bytes:
         return digest
     parts = [struct.pack("<2i", offset, len(salt)) + salt for offset, salt in salts]
     return hashlib.sha256(b"salt" + digest + b"".join(parts)).digest()
+
+
+def page_digests(
+    token_ids: Sequence[int] | npt.NDArray[np.integer], block_size: int, *, tenant: bytes = b""
+) -> list[bytes]:
+    """Return the digest of each whole page of a prompt without salts: the names of its blocks in events."""
+    ids, digest, digests = np.asarray(token_ids, np.int32), root_digest(tenant), list[bytes]()
+    for at in range(0, len(ids) - block_size + 1, block_size):
+        digest = page_digest(digest, ids[at : at + block_size])
+        digests.append(digest)
+    return digests
