@@ -81,7 +81,12 @@ def test_a_page_that_was_not_sent_under_the_key_is_a_miss(ours: bytes, theirs: b
 
 
 @pytest.mark.parametrize(
-    "other", [{"model": "n"}, {"rank": 1}, {"spec": KVSpec(1, 1, 16, block_size=SIZE, dtype="float16")}]
+    "other",
+    [
+        {"model": "n"},
+        pytest.param({"rank": 1}, marks=pytest.mark.slow),
+        pytest.param({"spec": KVSpec(1, 1, 16, block_size=SIZE, dtype="float16")}, marks=pytest.mark.slow),
+    ],
 )
 def test_another_model_rank_or_dtype_is_refused(other: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
     sides = Sides(decode=other)
@@ -225,6 +230,7 @@ def test_forgotten_pages_do_not_cross() -> None:
         assert sides.decode.run(IDS) == 0
 
 
+@pytest.mark.slow
 def test_a_peer_that_sends_nonsense_is_cut_off() -> None:
     with Sides() as sides:
         for words in (b"x", b"[]", b'{"offers": [[1]]}', b'{"offers": [[1, "zz", 0]]}', b'{"dones": [5]}'):
@@ -241,7 +247,8 @@ def test_a_peer_that_sends_nonsense_is_cut_off() -> None:
             assert sides.run(IDS) == 40
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
 def test_prompts_of_all_kinds_with_a_connection_that_breaks_at_random(seed: int) -> None:
     with Sides(num_frames=48) as sides, sides.serving(chunk=16):
         assert sides.run_at_random(seed, 40) > 0

@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.transfer.link import LinkDown
