@@ -21,7 +21,8 @@ class Rows:
     """
 
     def __init__(self, pool: PoolView, most: int, *, is_staged: bool | None = None) -> None:
-        self.pool, self.frames = pool, pool.frames
+        self.pool: PoolView = pool
+        self.frames: torch.Tensor = pool.frames
         self.is_staged: bool = pool.is_cuda if is_staged is None else is_staged
         self.memory: torch.Tensor = pool.frames
         self._held: dict[int, int] = {}  # number: row
