@@ -12,7 +12,7 @@ from typing import Any
 from pagedkv.model import Engine, Limits
 from pagedkv.tiers.transfer import DistributedLink, RemotePrefill
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FRAMES = 400
 
 PREFILL = """

@@ -21,7 +21,7 @@ from .engines import DECODE, FRAMES, ROOT, Process, prefill_process
 LAWS = """
 import os, sys, time
 from pagedkv.tiers.transfer import NixlLink
-from tests.distributed.sides import Sides
+from tests.distributed.transfer.sides import Sides
 
 with Sides(num_frames=48, link=NixlLink) as sides, sides.serving(chunk=16):
     assert sides.run(list(range(41))) == 40

@@ -1,0 +1,1 @@
+"""Prompts that one process computes and another answers."""
