@@ -73,8 +73,8 @@ def is_follower() -> bool:
 
 
 def silence_torch() -> None:
-    """Keep torch's own warnings of a lost rank, with their traces, off stderr. Call it before torch is imported."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    """Keep torch's own reports of a lost rank, with their traces, off stderr. Call it before torch is imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 def require_one_process(command: str) -> None:

@@ -27,7 +27,7 @@ from pagedkv import debug
 from pagedkv.core.state import I32
 from pagedkv.distributed import wire
 from pagedkv.distributed.launch import Place
-from pagedkv.distributed.watch import BEAT_S, JOINING_S, LEFT, LOST, Watch, briefly, cause, end_of, tell_end
+from pagedkv.distributed.watch import BEAT_S, JOINING, LEFT, LOST, Watch, briefly, cause, end_of, tell_end
 from pagedkv.errors import InvalidRequest, PagedKVError, RankLost, described
 
 FIRST: Final = 512
@@ -71,7 +71,7 @@ class Ranks:
 
     def _connected(self, *, hosts: bool = False) -> Any:
         """Return a connection of its own to the store of this attempt."""
-        at, patience = self._place, timedelta(seconds=JOINING_S)
+        at, patience = self._place, timedelta(seconds=JOINING * debug.rank_timeout() / 2)  # torch tries twice
         torch_stores: Any = dist  # which does not say so to mypy
         store = torch_stores.TCPStore(at.host, at.port, is_master=hosts, timeout=patience, wait_for_workers=False)
         return torch_stores.PrefixStore(f"pagedkv/{at.attempt}", store)

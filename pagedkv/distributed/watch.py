@@ -29,8 +29,9 @@ LEFT: Final = "left"
 """Keys of the store: why the group ends, and how many followers have seen its end."""
 
 BEAT_S: Final = 1.0
-JOINING_S: Final = 300.0
-"""Seconds between two beats, and for a rank to come at the start."""
+"""Seconds between two beats."""
+JOINING: Final = 10
+"""Deadlines that a rank may take to come at the start: until then it cannot be told from a dead one."""
 
 _STDERR: Final = 2
 
@@ -103,7 +104,7 @@ class Watch:
                 # A process that was itself stopped knows nothing of that time.
                 if new != count or now - before > self._deadline / 2:
                     heard[peer] = new, now
-                elif now - since > (self._deadline if count else JOINING_S):
+                elif now - since > self._deadline * (1 if count else JOINING):
                     self._end(f"rank {peer} gave no sign for {now - since:.0f} s")
                     return
             self._answered_at = time.monotonic()

@@ -147,19 +147,21 @@ def test_weights_that_one_rank_lacks_end_all_ranks_with_one_line(folder: Callabl
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rank_that_dies_or_hangs_takes_the_other_along(seed: int, victim: int, kind: signal.Signals) -> None:
-    """At a random moment of joining, loading or generating: one line, another status than 0, and no hang."""
+    """At a random moment of starting, loading or generating: one line, another status than 0, and no hang.
+
+    A rank that dies before it has met the other one has more time: it might still come.
+    """
+    within = DEADLINE_S * (watch.JOINING if seed == 0 else 1) + 10
     processes = started(2, [*PAGEDKV, "generate", *LONG], PAGEDKV_RANK_TIMEOUT=str(DEADLINE_S))
-    time.sleep(random.Random(10 * seed + victim).uniform(*((3, 6), (6, 9), (9, 14))[seed]))
+    time.sleep(random.Random(10 * seed + victim).uniform(*((1, 6), (6, 9), (9, 14))[seed]))
     os.kill(processes[victim].pid, kind)
-    at = time.monotonic()
     survivor = processes[1 - victim]
     try:
-        _, err = survivor.communicate(timeout=DEADLINE_S + 12)
+        _, err = survivor.communicate(timeout=within)
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-    assert time.monotonic() - at < DEADLINE_S + 10
     assert survivor.returncode == watch.LOST
     lines = [line for line in err.splitlines() if line.startswith("pagedkv: error:")]
     assert len(lines) == 1
