@@ -118,6 +118,38 @@ def test_torchrun_prints_what_one_process_prints(launcher: list[str] | None) -> 
 
 
 @pytest.mark.slow
+def test_two_machines_print_the_text_once() -> None:
+    """Two torchruns that meet, as on two machines: each starts one rank, and either may have rank 0."""
+    meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+    start = [sys.executable, "-m", "torch.distributed.run", *meeting, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | {"stdin": subprocess.DEVNULL}
+    command = [*start, "-m", "pagedkv", "generate", "--json", "--prompt", PROMPT]
+    results = ended([subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for _ in range(2)], 120)
+    assert [status for status, *_ in results] == [0, 0]
+    (said,) = (out for _, out, _ in results if out)
+    assert json.loads(said)["text"] == "Otto lives in Ghent."
+
+
+@pytest.mark.slow
+def test_torchrun_ends_when_a_rank_is_killed() -> None:
+    """Under its agent the other ranks are ended by the agent, or by their own watch, whichever is quicker."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    command = [*start, "-m", "pagedkv", "generate", *LONG]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    agent = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+    try:
+        time.sleep(12)
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        assert agent.communicate(timeout=40)[1].count("Traceback") <= 1  # that of torchrun itself
+        assert agent.returncode == 1
+    finally:
+        agent.kill()
+        agent.communicate()
+    assert not [pid for pid in children if Path(f"/proc/{pid}/cmdline").exists()]
+
+
+@pytest.mark.slow
 def test_a_bad_prompt_ends_all_ranks_with_one_line() -> None:
     """Found by rank 0 alone, when the ranks have met."""
     results = ended(started(2, [*PAGEDKV, "generate", "--prompt="]), 60)
