@@ -15,6 +15,7 @@ heads of 64). A figure is the median over turns. The ratio of two variants is th
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -201,6 +202,8 @@ def report_batch(report: Callable[[Row], None], model: Any, turns: int) -> None:
     """Report the new tokens per second of generate_batch(), prompts included."""
     config = transformers.GenerationConfig(max_new_tokens=BATCH_STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(page_size=32, num_blocks=256, max_batch_tokens=2048)
+    # Without psutil it complains in each call of limits that nothing here sets.
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
 
     def run(variant: str) -> Taken:
         ids = torch.randint(0, 32_000, BATCH).tolist()

@@ -128,8 +128,8 @@ class AttentionLauncher:
         self._layer, self._options, self._machine = layer, options, machine
         self._scales = _both_scales(layer.k_scale, layer.v_scale, layer.k)
         self._pool = (layer.k.data_ptr(), layer.v.data_ptr(), *map(_address, self._scales))
-        self._heads = (options.sinks, options.alibi_slopes)
-        self._is_dense = all(x is None or x.is_contiguous() for x in self._heads)
+        heads = (options.sinks, options.alibi_slopes)
+        self._heads_at = tuple(map(_address, heads)) if all(x is None or x.is_contiguous() for x in heads) else ()
         self._launches: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
 
     def __call__(
@@ -148,14 +148,21 @@ class AttentionLauncher:
         if launches is None:
             arguments = (q, table, rows, seq_lens, starts, max_q, max_k, tree, causal_of, out, lse)
             launches = self._compute(key, *arguments)
-        heads = self._heads if self._is_dense else tuple(_dense(x, machine) for x in self._heads)
-        rows, into = _dense(rows, machine), _dense(lse, machine)
+        # The conditions stand here, not in a function: a call costs the host more than the condition.
+        heads_at = self._heads_at
+        if not heads_at:
+            heads = [_dense(x, machine) for x in (on.sinks, on.alibi_slopes)]  # a copy must outlive the launch
+            heads_at = tuple(map(_address, heads))
+        if rows is not None and not rows.is_contiguous():
+            rows = _copy_of(rows, machine)
+        into = lse if lse is None or lse.is_contiguous() else _copy_of(lse, machine)
         scratch = shape[0] * shape[1] if into is None else 0
         if tree is not None and tree.stride(1) != 1:
             tree = _copy_of(tree, machine)
         pointers = (
-            q_at, *self._pool, table.data_ptr(), _address(rows), seq_lens.data_ptr(), starts.data_ptr(),
-            *map(_address, heads), _address(tree), _address(causal_of), out.data_ptr(),
+            q_at, *self._pool, table.data_ptr(), 0 if rows is None else rows.data_ptr(), seq_lens.data_ptr(),
+            starts.data_ptr(), *heads_at, 0 if tree is None else tree.data_ptr(),
+            0 if causal_of is None else causal_of.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         for kernel, blocks, floats, kind, words, rest in launches:
             partials, kept = machine.workspace(floats + scratch, q), machine.kept(kind, words, q)
