@@ -1,7 +1,9 @@
 """DistributedLink: messages and frames over torch.distributed, by its gloo engine.
 
-    message     its length with tag 0, its bytes with tag 1
-    frame       tag 2 + number: gloo moves the bytes when both sides have posted them, from frame to frame
+    messages    a connection of their own, so that none waits behind frames: the length and the first 8 KiB with tag 0,
+                the rest of a longer message with tag 1
+    frames      another connection, with the frame's number as the tag: gloo moves the bytes from frame to frame when
+                both sides have posted them
 
 gloo has no way to give up an operation. But if one operation is over its time, gloo closes the connection, and all
 others end with an error. `cut` does that on purpose.
@@ -10,18 +12,22 @@ others end with an error. `cut` does that on purpose.
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from pagedkv.tiers.transfer.link import MOST_BYTES, Link, LinkDown
 from pagedkv.tiers.transfer.meeting import Meeting
 
-LENGTH, BODY, FRAMES = 0, 1, 2
-"""Tags. FRAMES is that of frame number 0."""
+HEAD, REST = 0, 1
+"""Tags of messages."""
+LENGTH: Final = struct.Struct("<Q")
+SHORT: Final = 8192
+"""Bytes of the head of a message, its length included. One operation of gloo costs more than to send as many bytes."""
 NEVER_SENT: Final = 2**31 - 1
 """A tag."""
 FOREVER: Final = timedelta(days=365)
@@ -38,7 +44,7 @@ class DistributedLink(Link):
 
     def __init__(self, address: str) -> None:
         self._meeting = Meeting(address)
-        self._group: Any = None  # a ProcessGroupGloo: its stubs lack send and recv
+        self._groups: tuple[Any, Any] | None = None  # of messages and of frames: ProcessGroupGloo
         self._peer = 0
         self._changing = threading.Lock()
         self._works: dict[int, tuple[Any, torch.Tensor]] = {}  # frames under way, by number
@@ -47,17 +53,18 @@ class DistributedLink(Link):
     def open(self, memory: torch.Tensor, *, listens: bool, timeout: float) -> None:
         """See Link.open."""
         store = self._meeting.meet(is_host=listens, timeout=timeout)
-        group = ProcessGroupGloo(store, 0 if listens else 1, 2, timedelta(seconds=timeout))
+        rank, limit = 0 if listens else 1, timedelta(seconds=timeout)
+        groups = [ProcessGroupGloo(PrefixStore(name, store), rank, 2, limit) for name in ("messages", "frames")]
         self._works, self._peer, self._scratch = {}, int(listens), torch.empty(memory.shape[1], dtype=torch.uint8)
         with self._changing:
-            self._group = group
+            self._groups = groups[0], groups[1]
 
     def cut(self) -> None:
         """See Link.cut."""
         self._meeting.give_up()
         with self._changing:
-            group, self._group = self._group, None
-        if group is not None:
+            groups, self._groups = self._groups, None
+        for group in groups or ():
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1)], self._peer, NEVER_SENT).wait(timedelta(milliseconds=1))
 
@@ -67,33 +74,39 @@ class DistributedLink(Link):
         self._works.clear()
         self._meeting.leave()
 
-    def _open_group(self) -> Any:
-        group = self._group
-        if group is None:
+    def _open_groups(self) -> tuple[Any, Any]:
+        groups = self._groups
+        if groups is None:
             raise LinkDown("the connection has ended")
-        return group
+        return groups
 
     def send(self, message: bytes, timeout: float) -> None:
         """See Link.send."""
-        group, body = self._open_group(), torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        length = torch.tensor([len(message)])
-        works = group.send([length], self._peer, LENGTH), group.send([body], self._peer, BODY)
+        (group, _), content = self._open_groups(), LENGTH.pack(len(message)) + message
+        head, rest = content[:SHORT].ljust(SHORT, b"\0"), content[SHORT:]
+        works = [group.send([_tensor(head)], self._peer, HEAD)]
+        if rest:
+            works.append(group.send([_tensor(rest)], self._peer, REST))
         for work in works:
             work.wait(timedelta(seconds=timeout))
 
     def receive(self) -> bytes:
         """See Link.receive."""
-        group, length = self._open_group(), torch.zeros(1, dtype=torch.int64)
-        group.recv([length], self._peer, LENGTH).wait(FOREVER)
-        if not 0 < int(length) <= MOST_BYTES:
-            raise LinkDown(f"a message of {int(length)} bytes was announced")
-        body = torch.empty(int(length), dtype=torch.uint8)
-        group.recv([body], self._peer, BODY).wait(FOREVER)
-        return body.numpy().tobytes()
+        (group, _), head = self._open_groups(), torch.empty(SHORT, dtype=torch.uint8)
+        group.recv([head], self._peer, HEAD).wait(FOREVER)
+        content = head.numpy().tobytes()
+        end = LENGTH.size + LENGTH.unpack_from(content)[0]
+        if end > MOST_BYTES:
+            raise LinkDown(f"a message of {end} bytes was announced")
+        if end > SHORT:
+            rest = torch.empty(end - SHORT, dtype=torch.uint8)
+            group.recv([rest], self._peer, REST).wait(FOREVER)
+            content += rest.numpy().tobytes()
+        return content[LENGTH.size : end]
 
     def offer(self, number: int, row: torch.Tensor) -> int:
         """See Link.offer."""
-        self._works[number] = self._open_group().send([row], self._peer, FRAMES + number), row
+        self._works[number] = self._open_groups()[1].send([row], self._peer, number), row
         return 0
 
     def settle(self, number: int) -> None:
@@ -102,7 +115,7 @@ class DistributedLink(Link):
 
     def read(self, number: int, place: int, row: torch.Tensor) -> None:
         """See Link.read."""
-        self._works[number] = self._open_group().recv([row], self._peer, FRAMES + number), row
+        self._works[number] = self._open_groups()[1].recv([row], self._peer, number), row
 
     def drop(self, number: int, place: int) -> None:
         """See Link.drop. The other side has posted the frame, so it has to be received."""
@@ -113,3 +126,7 @@ class DistributedLink(Link):
         work, _ = self._works[number]
         work.wait(FOREVER)
         del self._works[number]
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -46,7 +46,7 @@ MOST_WANTS: Final = 4096
 """Pages that are wanted at a time. More wait here."""
 SAID_AT_ONCE: Final = 256
 """Wants in one message, so that the other side begins while it hears the next."""
-AT_ONCE: Final = 16
+AT_ONCE: Final = 64
 """Frames that are reported together if more are on their way."""
 KEPT: Final = 64
 """Prompts whose pages are looked up there, the newest ones, also after they were computed."""
@@ -347,8 +347,8 @@ class RemotePrefill(Tier):
 
     def _verify(self, want: _Want) -> bool:
         """Compare the checksum of a frame that has arrived. Return whether it fits."""
-        row = self._rows.row_of(want.number, want.frame)
-        is_whole = checksum(row.numpy(), want.key.name, self._key) == want.sum
+        content = self._rows.bytes_of(want.number, want.frame)
+        is_whole = checksum(content, want.key.name, self._key) == want.sum
         if is_whole:
             self._rows.empty(want.number, want.frame, want.job.fence)
         self._rows.free(want.number)

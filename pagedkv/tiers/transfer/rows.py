@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import torch
 
+from pagedkv.tiers.checksum import Bytes
 from pagedkv.tiers.pool_view import PoolView
 
 
@@ -30,6 +31,7 @@ class Rows:
         self._changing = threading.Lock()
         if self.is_staged:
             self.memory = torch.empty(most, pool.frame_bytes, dtype=torch.uint8, pin_memory=pool.is_cuda)
+        self._bytes = self.memory.numpy()
 
     def row(self, number: int, frame: int) -> torch.Tensor:
         """Return uint8 [frame_bytes]: a row for `frame`, whose bytes are going to be under way as `number`."""
@@ -41,6 +43,11 @@ class Rows:
     def row_of(self, number: int, frame: int) -> torch.Tensor:
         """Return the row that `row` has given out."""
         return self.memory[self._held[number]] if self.is_staged else self.frames[frame]
+
+    def bytes_of(self, number: int, frame: int) -> Bytes:
+        """Return the bytes of the row that `row` has given out."""
+        content: Bytes = self._bytes[self._held[number] if self.is_staged else frame]
+        return content
 
     def fill(self, number: int, frame: int, fence: torch.cuda.Event | None) -> torch.Tensor:
         """Return the row for `frame` with its bytes."""

@@ -43,7 +43,7 @@ from pagedkv.tiers.transfer.rows import Rows
 MOST_WANTS: Final = 16_384
 MOST_ASKS: Final = 1024
 """Wants and prompts that the other side may have at a time."""
-AT_ONCE: Final = 16
+AT_ONCE: Final = 64
 """Frames whose checksums are taken before they are offered in one message."""
 
 
@@ -341,7 +341,7 @@ class PrefillServer(Tier):
         """Let the other side read the frame of `page`. Return the offer, or None if the frame holds another page."""
         began = time.perf_counter()
         row = rows.fill(want.number, page.frame, page.fence)
-        total = checksum(row.numpy(), want.name, self._key)
+        total = checksum(rows.bytes_of(want.number, page.frame), want.name, self._key)
         if not self._holds(page, rows):
             rows.free(want.number)
             self._stats.changed += 1
