@@ -48,7 +48,7 @@ def joined(name: str, parts: list[torch.Tensor], config: ModelConfig) -> torch.T
     return torch.cat([each[i] for i in range(len(heights)) for each in split])
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(CHECKPOINTS))
 def test_the_shares_make_up_the_weights(name: str, size: int, folder: Callable[..., Path]) -> None:
     made = folder(name)

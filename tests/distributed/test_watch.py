@@ -85,6 +85,7 @@ def beats(store: Kept, rank: int, seconds: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_rank_that_falls_silent_ends_the_others_with_one_line(
     begin: Callable[..., Process], capfd: pytest.CaptureFixture[str]
 ) -> None:

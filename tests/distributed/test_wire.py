@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pagedkv import KVSpec, PagedKVCache
+from pagedkv.checkpoint.config import ModelConfig
 from pagedkv.distributed import leader, wire
 from pagedkv.distributed.follower import places_of
 from pagedkv.distributed.ranks import FIRST
@@ -43,7 +44,7 @@ def spec(window: int | None = None) -> KVSpec:
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 9), (7,)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
 def test_a_follower_derives_the_positions_and_slots_that_were_planned(
     seed: int, windows: tuple[int | None, ...]
 ) -> None:
@@ -118,6 +119,23 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(folder: Callable[..., Path
     assert 4 * len(prompt) == bytes_by_formula(T=40, B=1, N=1, C=0, E=3)
     plain, with_page = (bytes_by_formula(T=1, B=1, N=0, C=0, E=pages) for pages in (0, 1))
     assert [4 * len(words) for words in decode] == [plain] * 8 + [with_page] + [plain]  # the 49th token begins a page
+
+
+def test_a_layer_takes_two_sums_and_a_step_one_more(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, sums = folder("gemma2"), [0, 0]
+    add = ThreadRanks.add
+
+    def counted(ranks: ThreadRanks, x: Any) -> None:
+        sums[ranks.rank] += 1
+        add(ranks, x)
+
+    monkeypatch.setattr(ThreadRanks, "add", counted)
+    job = jobs.job_of(made, [[1] * 40], params={"max_tokens": 5})
+    result = on_threads(2, lambda ranks: jobs.led(ranks, job), lambda ranks: jobs.followed(ranks, job))
+    assert result["steps"] == 5
+    assert sums == [5 * (2 * ModelConfig.load(made).num_layers + 1)] * 2
 
 
 def test_copies_of_an_aborted_plan_are_sent_before_those_of_the_next(folder: Callable[..., Path]) -> None:

@@ -59,6 +59,7 @@ def worked(engine: Engine, seed: int) -> dict[tuple[int, int], list[int]]:
     }
 
 
+PLACES = ("plan", "outcome", "deliver")
 SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(20)]
 
 
@@ -74,7 +75,7 @@ def test_random_work_gives_the_tokens_of_one_process(seed: int, folder: Callable
     assert with_engine(made, lambda engine: worked(engine, seed), limits, **options) == worked(alone, seed)
 
 
-@pytest.mark.parametrize("place", ["plan", "outcome", "commit", "deliver"])
+@pytest.mark.parametrize("place", ["commit", *(pytest.param(at, marks=pytest.mark.slow) for at in PLACES)])
 def test_an_interrupt_beside_the_messages_loses_no_token(
     place: str, folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
