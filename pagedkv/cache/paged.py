@@ -413,8 +413,12 @@ class PagedKVCache(Unique):
 
     def admits(self, num_frames: int, *, tenant: bytes = b"") -> bool:
         """Return True if a new sequence may take `num_frames` frames and leave `reserve`. See MemoryManager.admits."""
+        num_frames = whole(num_frames, "num_frames")
         more = self.limit - self.num_frames + self.tiers.num_held(tenant)
-        return self.manager.admits(max(0, whole(num_frames, "num_frames") - more), tenant=tenant)
+        return (
+            self.manager.admits(max(0, num_frames - more), tenant=tenant)
+            or num_frames + self.reserve <= self.manager.available_to(tenant) + more  # of which `reserve` stays
+        )
 
     def set_quota(self, tenant: bytes, *, hard: int | None = None, soft: int | None = None, protected: int = 0) -> None:
         """Limit the frames of `tenant`; `spec.frames_in("2GiB")` converts bytes. See MemoryManager.set_quota."""

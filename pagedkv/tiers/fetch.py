@@ -64,7 +64,7 @@ class Fetch:
         self.first: int = 0  # the page where the planned ones begin
         self.start: int | None = None  # the page where the first look found that the pool ends
         self.after: Fetch | None = None  # the fetch that brings the first page
-        self.look: Callable[[], None] = lambda: None
+        self.look: Callable[[Fetch], None] = lambda _: None  # takes the fetch: a cycle would keep its handles alive
         self.deadline: float = deadline
         self.tenant: bytes = b""
         self.holds: bool = False
@@ -219,11 +219,11 @@ class Loader:
     def begin(self, cache: Any, fetch: Fetch, namer: Namer, *, tenant: bytes, salt: Salt) -> None:
         """Look a prompt up, and begin to load what the tiers have of it."""
         fetch.page_tokens, fetch.tenant = self._manager.block_size, tenant
-        fetch.look = partial(self._look, cache, fetch, namer, tenant, salt)
-        fetch.look()
+        fetch.look = partial(self._look, cache=cache, namer=namer, salt=salt)
+        fetch.look(fetch)
 
-    def _look(self, cache: Any, fetch: Fetch, namer: Namer, tenant: bytes, salt: Salt) -> None:
-        size, ids = fetch.page_tokens, fetch.ids
+    def _look(self, fetch: Fetch, *, cache: Any, namer: Namer, salt: Salt) -> None:
+        size, ids, tenant = fetch.page_tokens, fetch.ids, fetch.tenant
         fetch.first = cache.lookup(ids, tenant=tenant, salt=salt) // size
         fetch.start = fetch.first if fetch.start is None else min(fetch.start, fetch.first)
         keys = namer.keys_of(ids[: max(0, len(ids) - 1)], tenant, salt, block_size=size, first=fetch.first)
@@ -237,7 +237,7 @@ class Loader:
             self.waiting.append(fetch)
             return
         if fetch.pages:
-            self._plan(cache, fetch, tenant, salt)
+            self._plan(cache, fetch, salt)
         if not fetch.pages:
             fetch.end(fetch.first)
 
@@ -271,11 +271,11 @@ class Loader:
                 break
         return pages
 
-    def _plan(self, cache: Any, fetch: Fetch, tenant: bytes, salt: Salt) -> None:
+    def _plan(self, cache: Any, fetch: Fetch, salt: Salt) -> None:
         """Plan frames for the pages of `fetch`, and submit their loads. Without frames the fetch has no pages."""
         size, num_pages = fetch.page_tokens, len(fetch.pages)
         with self._manager.restoring():
-            fetch.space = cache.open(fetch.ids[: fetch.first * size + 1], tenant=tenant, salt=salt)
+            fetch.space = cache.open(fetch.ids[: fetch.first * size + 1], tenant=fetch.tenant, salt=salt)
         try:
             if len(fetch.space) != fetch.first * size:
                 raise OutOfFrames(num_pages, 0)
@@ -382,7 +382,7 @@ class Loader:
             if is_late and not fetch.has_ended:
                 fetch.end()
             elif not fetch.has_ended and fetch not in self.fetches:  # else an interrupt came before the next line
-                fetch.look()
+                fetch.look(fetch)
             self.waiting.remove(fetch)  # the first entry; `look` appends another one if the fetch has to wait again
 
     # -- end -----------------------------------------------------------------------------------------------------------

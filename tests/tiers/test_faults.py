@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pagedkv import PagedKVCache
+from pagedkv import AddressSpace, PagedKVCache
 from pagedkv.errors import ConcurrentUse, InvalidRequest
 from pagedkv.tiers import DiskTier, HostTier, Job, Key, Op, PoolView, Result, Tier, level, slots, tier
 from pagedkv.tiers.mover import Mover, Task
@@ -185,6 +187,25 @@ def test_frames_that_a_tier_writes_go_to_nobody_after_an_interrupt() -> None:
     assert world.cache.stats().mapped == 0
 
 
+def test_frames_of_a_fetch_that_was_interrupted_early_come_back_without_a_collection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    world = evicted(HostTier("1MiB"))
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(AddressSpace, "pages_in", interrupt)  # the first thing after the plan
+            world.cache.fetch(IDS)
+        world.cache.recover()
+        assert (world.cache.stats().mapped, world.cache.stats().spaces) == (0, 0)
+    finally:
+        gc.enable()
+    world.cache.tiers.close()
+
+
 def test_waits_for_a_tier_that_hangs_end() -> None:
     stubborn = Stubborn("1MiB")
     world = evicted(stubborn, num_frames=24)
@@ -321,7 +342,7 @@ def test_a_load_that_hangs_does_not_keep_the_process() -> None:
 
 FULL = """
 import resource, sys
-from pagedkv import PagedKVCache
+from pagedkv import AddressSpace, PagedKVCache
 from pagedkv.tiers import DiskTier
 from tests.tiers.world import SPEC, World
 world = World(PagedKVCache(SPEC, model="m", num_frames=600, tiers=[DiskTier(sys.argv[1], 20000 * (4096 + 128))]))

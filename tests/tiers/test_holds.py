@@ -149,6 +149,17 @@ def test_pages_that_a_prompt_maps_are_not_counted_as_held() -> None:
     assert (len(space), world.cache.available) == (24, FRAMES - PAGES)
 
 
+def test_what_is_held_and_the_watermark_are_counted_together() -> None:
+    world = World(PagedKVCache(SPEC, num_frames=10, tiers=[HostTier("1MiB")], watermark=0.3))
+    world.run(PROMPT)
+    assert world.cache.tiers.flush(20)
+    world.cache.evict(10)
+    fetched(world, PROMPT)
+    world.cache.plan([world.cache.open()], [4 * SIZE])  # all that is free, so the pool has less than the watermark
+    assert (world.cache.available, world.cache.reserve) == (6, 3)
+    assert [world.cache.admits(num_frames) for num_frames in (3, 4)] == [True, False]
+
+
 def test_two_holds_of_one_prefix_are_counted_once() -> None:
     longer = [*PROMPT[:24], *range(50, 59)]
     world = world_with(PROMPT, longer)

@@ -60,7 +60,7 @@ def test_a_page_that_is_found_holds_its_own_bytes(seed: int, groups: str, tmp_pa
                 for fetch in fetches:
                     fetch.wait(10)
         elif verb == "fetch":
-            fetches.append(cache.fetch(ids, tenant=tenant, salt=salt, hold=draw.random() < 0.5))
+            fetches.append(cache.fetch(ids, tenant=tenant, salt=salt, hold=draw.random() < 0.3))
         elif verb == "wait" and fetches:
             fetch = fetches.pop(draw.randrange(len(fetches)))
             assert fetch.wait(20)
