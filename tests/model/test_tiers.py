@@ -64,10 +64,12 @@ def test_models_with_windows_too(name: str, checkpoint: Callable[[str], Checkpoi
     prompts = [prompt_of(100, seed=seed) for seed in range(4)]
     want = outputs(build(checkpoint(name)).generate(prompts, PARAMS))
     engine = build(checkpoint(name), num_frames=16, tiers=[HostTier("4MiB")], limits=Limits(max_sequences=2))
-    for _ in range(2):
+    turns, host = 0, engine.cache.tiers.tiers[0]
+    while turns < 2 or (turns < 20 and not host.stats().loaded):  # a step may take the frames of loads that are slow
         assert outputs(engine.generate(prompts, PARAMS)) == want
         assert engine.cache.tiers.flush(20)
-    assert engine.cache.tiers.stats()["host"].loaded > 0
+        turns += 1
+    assert host.stats().loaded > 0
     engine.cache.tiers.close()
 
 
