@@ -316,6 +316,37 @@ def test_a_store_that_fails_after_it_kept_the_pages_keeps_none() -> None:
     assert not store.contents
 
 
+def test_a_store_that_cannot_be_asked_costs_no_page_of_another_process() -> None:
+    class Silent(MemoryClient):
+        def find(self, names: Sequence[bytes]) -> list[bool]:
+            raise TimeoutError("no answer")
+
+    store = Memory(Path())
+    one, two = stored(store), world(Silent(store.contents))
+    two.run(IDS)
+    assert two.cache.tiers.flush(20)
+    assert two.cache.tiers.stats()["shared"].failed == PAGES
+    two.cache.tiers.close()
+    assert len(store.contents) == PAGES
+    one.cache.evict(16)
+    assert fetched(one) == PAGES * SIZE
+    closed(one)
+
+
+def test_forget_deletes_no_page_that_another_process_had_stored() -> None:
+    store = Memory(Path())
+    one, two = stored(store), world(store.client())
+    two.run(IDS)
+    two.cache.tiers.pump()
+    tier = two.cache.tiers.tiers[0]
+    assert isinstance(tier, SharedTier)
+    tier._mover.drain(20)  # the stores have ended, and are not polled
+    two.cache.forget()
+    closed(two)
+    assert len(store.contents) == PAGES
+    closed(one)
+
+
 def test_a_page_that_is_sent_while_the_process_forgets_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     sending, may_go_on = threading.Event(), threading.Event()
 

@@ -81,7 +81,7 @@ class SharedTier(SlotTier):
         return frame_bytes + HEADER.size
 
     def _begin(self, pool: PoolView, fingerprint: bytes, num_slots: int) -> list[tuple[int, bytes, bytes]]:
-        self._names = [b""] * num_slots  # of the page in each slot
+        self._names = [b""] * num_slots  # of the page in each slot, once it was sent: then its record is this process's
         self._asker = _Asker(self._records)
         return []
 
@@ -132,12 +132,6 @@ class SharedTier(SlotTier):
             move.slot = -1  # a load holds no slot: the page may be another process's
         return moves
 
-    def _begin_stores(self, moves: list[Move]) -> list[Move]:
-        begun = super()._begin_stores(moves)
-        for move in begun:
-            self._names[move.slot] = move.key.name  # by this thread alone: `_void` deletes what may have been stored
-        return begun
-
     def _end_stores(self, moves: Sequence[Move]) -> None:
         self._void([move.slot for move in moves if move.why.startswith("failed")])  # stored perhaps
         for move in moves:
@@ -172,9 +166,13 @@ class SharedTier(SlotTier):
         for move, is_held in zip(new, pool.hold(frames, stamps).tolist(), strict=True):  # after all bytes were read
             move.why = "" if is_held else CHANGED
         sent = [(move, content) for move, content in zip(new, stage.numpy(), strict=True) if not move.why]
+        for move, _ in sent:
+            self._names[move.slot] = move.key.name
         refusals = self._records.put([move.key.name for move, _ in sent], [content for _, content in sent])
         for (move, _), why in zip(sent, refusals, strict=True):
             move.why = why
+            if why == THERE:
+                self._names[move.slot] = b""
         if dropped := [move for move, _ in sent if move.job.is_dropped and not move.why]:  # `forget` did not see them
             self._delete([move.key.name for move in dropped])
             for move in dropped:
