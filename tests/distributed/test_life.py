@@ -19,7 +19,8 @@ from pagedkv.cli import app
 from pagedkv.distributed import launch, watch
 from pagedkv.errors import InvalidRequest
 
-from .processes import PAGEDKV, RANK, ROOT, free_port, started
+from . import jobs
+from .processes import PAGEDKV, RANK, ROOT, Group, free_port, started
 
 DEADLINE_S = 3
 PROMPT = "Otto lives in Ghent. Where does Otto live?"
@@ -211,6 +212,20 @@ def test_a_rank_that_dies_or_hangs_takes_the_other_along(stage: str, victim: int
     lines = [line for line in err.splitlines() if line.startswith("pagedkv: error:")]
     assert len(lines) == 1
     assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_one_of_four_ranks_takes_all_others_along(victim: int, folder: Callable[..., Path]) -> None:
+    group = Group(4, PAGEDKV_RANK_TIMEOUT=str(DEADLINE_S))
+    job = jobs.job_of(folder("llama"), [[1, 2, 3]], params={"max_tokens": 100_000}, window=64)
+    group.ask(job)
+    time.sleep(5)
+    assert group.lives
+    group.ranks[victim].kill()
+    results = ended([process for process in group.ranks if process is not group.ranks[victim]], DEADLINE_S + 10)
+    group.ranks[victim].communicate()
+    assert all(status for status, *_ in results)
 
 
 @pytest.mark.slow
