@@ -1,7 +1,11 @@
 """The mover: threads that move the bytes of one tier, loads before stores, no faster than a limit.
 
-A mover knows tasks and their sizes; it must not know pages. The threads wait on a condition while there is no task.
+A mover knows tasks and their sizes; it must not know pages. The threads sleep while there is no task.
 A program that ends without `close` waits for the tasks that run, and drops the others. Such pages are computed again.
+
+**Interrupts.** The owner of a mover takes no lock: a KeyboardInterrupt may come where `with` would release it, and the
+threads would wait for ever. The owner appends to a queue in one instruction, and wakes a thread in a second one. If an
+interrupt comes between them, the next call of `num_pages` or `put` wakes a thread.
 """
 
 from __future__ import annotations
@@ -10,14 +14,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Final
 
 PAUSE: Final = 0.02
 """Seconds after which a task that waits for the limit looks whether it was cancelled."""
+GLANCE: Final = 0.001
+"""Seconds after which `drain` looks whether the tasks have ended."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     """A call that moves `num_pages` pages, together `num_bytes`. It must not raise.
 
@@ -38,10 +46,11 @@ class Mover:
     """
 
     def __init__(self, name: str, num_threads: int, bytes_per_second: float | None = None) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of the threads; the owner takes none
+        self._wakes: SimpleQueue[None] = SimpleQueue()
         self._urgent: deque[Task] = deque()
         self._other: deque[Task] = deque()
-        self._num_running = 0  # pages
+        self._running: list[Task] = []
         self._is_closed = False
         self._bytes_per_second = bytes_per_second
         self._free_at = 0.0  # the time at which the limit allows the next task to begin
@@ -54,20 +63,26 @@ class Mover:
 
     def put(self, task: Task) -> None:
         """Queue a task."""
-        with self._changed:
-            (self._urgent if task.is_urgent else self._other).append(task)
-            self._changed.notify()
+        (self._urgent if task.is_urgent else self._other).append(task)
+        self._wakes.put(None)
 
     @property
     def num_pages(self) -> int:
         """Pages of tasks that are queued or running."""
-        with self._changed:
-            return sum(task.num_pages for task in (*self._urgent, *self._other)) + self._num_running
+        queued = (*self._urgent, *self._other)  # before the running ones: a thread appends there, then removes here
+        if queued and self._wakes.empty():
+            self._wakes.put(None)  # an interrupt may have lost the one of `put`
+        return sum({id(task): task.num_pages for task in (*queued, *self._running)}.values())
 
     def drain(self, timeout: float) -> bool:
         """Wait until no task is queued or running, at most `timeout` seconds. Return whether none is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not (self._urgent or self._other or self._num_running), timeout)
+        until = time.monotonic() + timeout
+        while self._urgent or self._other or self._running:
+            if (left := until - time.monotonic()) <= 0:
+                return False
+            self._wakes.put(None)
+            time.sleep(min(left, GLANCE))
+        return True
 
     def close(self, timeout: float, *, finish: bool = True) -> bool:
         """Stop the threads, and wait for them, at most `timeout` seconds. Return whether all have ended.
@@ -75,47 +90,56 @@ class Mover:
         finish: whether tasks that have not begun run before.
         """
         until = time.monotonic() + timeout
-        with self._changed:
-            self._is_closed = True
-            if not finish:
-                self._urgent.clear()
-                self._other.clear()
-            self._changed.notify_all()
+        self._is_closed = True
+        if not finish:
+            self._drop()
+        for _ in self._threads:
+            self._wakes.put(None)
         others = [each for each in self._threads if each is not threading.current_thread()]  # a collector runs anywhere
         for thread in others:
             thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in others):
-            with self._changed:  # a thread that hangs now begins no other task when it comes back
-                self._urgent.clear()
-                self._other.clear()
+            self._drop()  # a thread that hangs now begins no other task when it comes back
             return False
         return True
 
+    def _drop(self) -> None:
+        self._urgent.clear()
+        self._other.clear()
+
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._urgent or self._other or self._is_closed)
-                if not (self._urgent or self._other):
-                    return
-                task = (self._urgent or self._other).popleft()
-                self._num_running += task.num_pages
+        while (task := self._take()) or not self._is_closed:
+            if task is None:
+                self._wakes.get()
+                continue
             self._wait_for_limit(task)
             task.run()
-            with self._changed:
-                self._num_running -= task.num_pages
-                self._changed.notify_all()
+            with self._lock:
+                self._running.remove(task)
+
+    def _take(self) -> Task | None:
+        """Return the next task, which counts as running from now on; None if none is queued."""
+        with self._lock:
+            for queue in (self._urgent, self._other):
+                with suppress(IndexError):
+                    task = queue[0]
+                    self._running.append(task)  # before it leaves the queue: `num_pages` must miss no task
+                    with suppress(IndexError):  # `close` has dropped it meanwhile: it began before
+                        queue.popleft()
+                    return task
+        return None
 
     def _wait_for_limit(self, task: Task) -> None:
         """Wait until the limit allows the task to begin. A task that is cancelled meanwhile uses nothing of it."""
         if self._bytes_per_second is None or task.is_cancelled():
             return
         seconds = task.num_bytes / self._bytes_per_second
-        with self._changed:
+        with self._lock:
             begin = max(self._free_at, time.monotonic())
             self._free_at = begin + seconds
         while (delay := begin - time.monotonic()) > 0 and not self._is_closed:
             if task.is_cancelled():
-                with self._changed:
+                with self._lock:
                     self._free_at -= seconds
                 return
             time.sleep(min(delay, PAUSE))

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_an_interrupted_fetch_from_a_tier_loses_no_window(
     moment: str, samples: int, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step that begins to fetch a prompt, or the one that commits it. All: every sixteenth instruction of them."""
+    """The step that begins to fetch a prompt, or the one that commits it. All: every fourth instruction of them."""
     monkeypatch.setenv("PAGEDKV_DEBUG", "0")
     plain, params = build(checkpoint("mistral")), SamplingParams(max_tokens=2)
     config, prompt = plain.decoder.config, prompt_of(100)
@@ -55,7 +55,7 @@ def test_an_interrupted_fetch_from_a_tier_loses_no_window(
     engine.run()
     engine.cache.tiers.close()
     with frozen_heap():
-        for at in range(1, total + 1, max(16, total // samples)):
+        for at in range(1, total + 1, max(4, total // samples)):
             engine, request = begun()
             with contextlib.suppress(KeyboardInterrupt):
                 Interrupter(at).run(engine.step)

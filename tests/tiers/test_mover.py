@@ -1,0 +1,89 @@
+"""The mover: nothing that its owner does, and no interrupt of it, stops the threads."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from pagedkv.tiers.mover import Mover, Task
+from tests.interrupts import Interrupter, count_instructions
+
+
+def _task(pages: int, ran: list[int] | None = None, gate: threading.Event | None = None, *, urgent: bool) -> Task:
+    def run() -> None:
+        if gate is not None:
+            gate.wait(20)
+        if ran is not None:
+            ran.append(pages)
+
+    return Task(run, pages, pages, urgent, lambda: False)
+
+
+def test_loads_run_before_stores_and_pages_are_counted_until_they_end() -> None:
+    mover, gate, ran = Mover("test", 1), threading.Event(), list[int]()
+    mover.put(_task(1, ran, gate, urgent=False))
+    while not mover._running:
+        time.sleep(0.001)
+    for pages, urgent in ((2, False), (4, False), (8, True), (16, True)):
+        mover.put(_task(pages, ran, urgent=urgent))
+    assert mover.num_pages == 31
+    assert not mover.drain(0.01)
+    gate.set()
+    assert mover.drain(20)
+    assert (ran, mover.num_pages) == ([1, 8, 16, 2, 4], 0)
+    assert mover.close(20)
+
+
+@pytest.mark.parametrize("call", ["put", "num_pages", "drain"])
+def test_an_interrupted_owner_stops_no_thread(call: str) -> None:
+    """At each instruction of a call: the next task runs, and the pages that were queued are counted and moved."""
+
+    def work() -> None:
+        if call == "put":
+            mover.put(_task(3, ran, urgent=True))
+        elif call == "num_pages":
+            assert mover.num_pages in (0, 5)
+        else:
+            mover.drain(20)
+
+    mover, ran = Mover("test", 2), list[int]()
+    for at in range(1, count_instructions(work) + 1):
+        with contextlib.suppress(KeyboardInterrupt):
+            Interrupter(at).run(work)
+        mover.put(_task(5, ran, urgent=False))
+        deadline = time.monotonic() + 20
+        while mover.num_pages:
+            assert time.monotonic() < deadline, f"instruction {at}"
+        assert ran.pop() == 5
+    assert mover.close(20)
+
+
+def test_a_wake_that_an_interrupt_lost_is_made_up_for() -> None:
+    mover, ran = Mover("test", 1), list[int]()
+    mover._urgent.append(_task(7, ran, urgent=True))  # as `put` leaves it, interrupted before it wakes a thread
+    deadline = time.monotonic() + 20
+    while mover.num_pages:
+        assert time.monotonic() < deadline
+    assert ran == [7]
+    assert mover.close(20)
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_a_close_runs_what_was_queued_or_drops_it(finish: bool) -> None:
+    mover, gate, ran = Mover("test", 1), threading.Event(), list[int]()
+    mover.put(_task(1, ran, gate, urgent=False))
+    while not mover._running:
+        time.sleep(0.001)
+    mover.put(_task(2, ran, urgent=False))
+    assert not mover.close(0.01, finish=finish)  # the first task hangs, so the second one is dropped
+    gate.set()
+    assert mover.close(20)
+    assert ran == [1]
+    mover = Mover("test", 1)
+    for pages in range(1, 50):
+        mover.put(_task(pages, ran, urgent=True))
+    assert mover.close(20)
+    assert ran == [1, *range(1, 50)]
