@@ -70,9 +70,10 @@ test-vllm: ## the plug-in in vLLM itself, in an environment of its own (minutes)
 	@$(VENV)-vllm/bin/python -c 'import vllm'
 	@cd $(VENV)-vllm/run && ../bin/python -m pytest --quiet -p no:cacheprovider -m "not gpu" tests/integrations/vllm
 
-test-distributed: $(STAMPS)/dev ## several processes, with their slow tests: ranks and sides that are killed, NIXL
+test-distributed: $(STAMPS)/dev ## several processes, with their slow tests: processes that are killed, NIXL, Ray
 	@$(PIP) --no-deps nixl nixl-cu12
-	@$(PYTEST) --numprocesses=0 -m "not gpu" tests/distributed
+	@$(PIP) 'ray[serve]'
+	@$(PYTEST) --numprocesses=0 -m "not gpu" tests/distributed tests/integrations/ray
 
 test-tiers: $(STAMPS)/dev ## tiers below the pool with their slow tests; a store whose server is missing is skipped
 	@$(PIP) --no-deps mooncake-transfer-engine-non-cuda

@@ -70,10 +70,12 @@ class EventPublisher:
         self._is_closed = threading.Event()
         self._context = zmq.Context()
         try:
-            self._socket = self._context.socket(zmq.PUB)
+            self._socket = self._context.socket(zmq.XPUB)  # PUB, and it tells who joins
+            self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
             self._socket.setsockopt(zmq.LINGER, 0)
             is_bound = "*" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
             (self._socket.bind if is_bound else self._socket.connect)(endpoint)
+            self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
             self._replays = None if replay is None else self._begin_replays(replay)
         except zmq.ZMQError as error:
             self._context.destroy(0)
@@ -84,8 +86,10 @@ class EventPublisher:
     def publish(self) -> int:
         """Publish the events since the last call in one message, and return how many there were. It never waits.
 
-        The thread that owns the cache calls it.
+        If a reader has joined, everything that can be found is published. The thread that owns the cache calls it.
         """
+        if self._has_new_reader():
+            return self.publish_all()
         try:
             events = self._cache.events(self._since)
         except EventsLost:
@@ -94,6 +98,12 @@ class EventPublisher:
             return 0
         self._since = events[-1].sequence
         return self._send(events)
+
+    def _has_new_reader(self) -> bool:
+        has_joined = False
+        while self._socket.poll(0):
+            has_joined |= self._socket.recv()[:1] == b"\x01"
+        return has_joined
 
     def publish_all(self) -> int:
         """Publish AllBlocksCleared and every block that can be found, and return how many events that were."""

@@ -80,7 +80,7 @@ def publisher_of(cache: Any, ports: tuple[int, int], **options: Any) -> EventPub
 def meet(publisher: EventPublisher, reader: Reader) -> None:
     """Publish until the reader has joined: what a PUB socket sends before is lost."""
     while not reader.read(20):
-        publisher.publish_all()
+        publisher.publish()
     while reader.read(20):
         pass
 

@@ -1,0 +1,59 @@
+"""A reply that outlives its replica: if the replica dies, another one goes on behind the last token that came.
+
+The prompt and the tokens so far are sent again. The new replica finds the pages that it knows of them, and computes the
+rest. A token is given to the caller once, when it has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from pagedkv.errors import InvalidRequest
+from pagedkv.model import SamplingParams
+
+RESUMABLE: Final = "max_tokens temperature top_k top_p min_p seed stop_ids ignore_eos logit_bias allowed_ids".split()
+"""Fields of SamplingParams that mean the same for the rest of a reply."""
+
+
+async def generate(
+    handle: DeploymentHandle, token_ids: Sequence[int], params: Mapping[str, Any] | None = None, *,
+    tenant: bytes = b"", deaths: int = 10, found: list[int] | None = None,
+) -> AsyncIterator[int]:  # fmt: skip
+    """Yield the tokens of a reply.
+
+    params: fields of SamplingParams, of those in RESUMABLE. With temperature 0 the tokens are those of an engine that
+            lives; else the tokens after a death are drawn anew, also with a seed.
+    deaths: replicas of this reply that may die.
+    found:  a list to which the number of tokens is appended that each replica found in its pool.
+    Raises: InvalidRequest for other params; as PagedReplica.generate
+    """
+    params = dict(params or {})
+    if other := sorted(set(params) - set(RESUMABLE)):
+        raise InvalidRequest(f"params has {', '.join(other)}; a reply can go on elsewhere with {', '.join(RESUMABLE)}")
+    most, made = params.get("max_tokens", SamplingParams().max_tokens), list[int]()
+    method = handle.options(stream=True).generate
+    while True:
+        try:
+            rest = params | {"max_tokens": most - len(made)}
+            is_first = True
+            async for tokens, is_last, cached in method.remote([*token_ids, *made], rest, tenant):
+                if found is not None and is_first:
+                    found.append(cached)
+                is_first = False
+                for token in tokens:
+                    made.append(token)
+                    yield token
+                if is_last:
+                    return
+        except RayActorError:
+            deaths -= 1
+            if deaths < 0:
+                raise
+            if len(made) == most:  # it died between the last token and the end
+                return
+        except RayTaskError as error:
+            raise error.cause or error from None
