@@ -54,7 +54,8 @@ class Ranks:
         self.rank: int = place.rank
         self.size: int = place.size
         self.device: torch.device = _device(device)
-        self.messages, self.message_bytes = 0, 0
+        self.messages: int = 0
+        self.message_bytes: int = 0
         self._place, self._is_whole, self._has_session = place, True, False
         try:
             self._store = self._connected(hosts=place.rank == 0 and not place.agent_hosts)
