@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from pagedkv import KVSpec
+from pagedkv import KVSpec, PagedKVCache
 from pagedkv.errors import InvalidRequest
 from pagedkv.tiers.transfer import DistributedLink, PrefillServer, RemotePrefill, remote, rows
-from tests.tiers.world import SIZE, SPEC
+from tests.tiers.stores import free_port
+from tests.tiers.world import SIZE, SPEC, World
 
 from .sides import Sides, pages
 
@@ -187,6 +188,26 @@ def test_short_prompts_and_too_many_prompts_are_computed_here() -> None:
         assert (first.asked, second.asked) == (40, 0)
         sides.serve()
         assert first.wait(5)
+
+
+def test_a_prompt_that_the_first_side_cannot_take_goes_to_the_next() -> None:
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    servers = [PrefillServer(DistributedLink(address)) for address in addresses]
+    sides = [World(PagedKVCache(SPEC, num_frames=64, tiers=[server], model="m")) for server in servers]
+    remotes = [RemotePrefill(DistributedLink(address), min_tokens=1, max_prompts=1) for address in addresses]
+    decode = World(PagedKVCache(SPEC, num_frames=64, tiers=remotes, model="m"))
+    assert all(tier.wait(10) for tier in remotes)
+    prompts = [IDS, [9, *IDS], [8, *IDS]]
+    fetches = [decode.cache.fetch(ids) for ids in prompts]
+    assert [fetch.source for fetch in fetches] == [{"prefill": 10}, {"prefill-2": 10}, {}]
+    for world, server in zip(sides, servers, strict=True):
+        [prompt] = server.take(5)
+        world.run(prompt.token_ids.tolist())
+        server.finish(prompt)
+    assert all(fetch.wait(5) for fetch in fetches)
+    assert [decode.run(ids) for ids in prompts] == [40, 40, 0]
+    for world in (decode, *sides):
+        world.cache.tiers.close()
 
 
 def test_a_connection_that_is_cut_costs_its_pages_and_comes_again() -> None:
