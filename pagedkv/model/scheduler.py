@@ -285,7 +285,7 @@ class Scheduler:
             if not self._admit(head):
                 break
             self._start(head)
-        budget, longest = self.limits.max_batch_tokens, self.limits.chunk
+        budget, longest, preemptions = self.limits.max_batch_tokens, self.limits.chunk, self.preemptions
         chunks: list[Chunk] = []
         # Of equally urgent sequences those that decode first: a reader waits for their text.
         running = [(sequence, sequence.remaining) for sequence in self.running]
@@ -307,6 +307,9 @@ class Scheduler:
             num_tokens = min(remaining, longest, budget)
             chunks.append(Chunk(first, num_tokens, remaining))
             budget -= num_tokens
+        if self.preemptions != preemptions:  # by a more urgent prompt whose pages arrived between the two loops
+            running_now = set(self.running)
+            chunks = [chunk for chunk in chunks if chunk.sequence in running_now]
         return chunks
 
     def _start(self, sequence: SequenceState) -> None:

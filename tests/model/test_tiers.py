@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,41 @@ def test_a_request_that_ends_while_it_waits_holds_nothing(end: str, checkpoint: 
     assert running.finished
     assert waiting.finished
     assert idle(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+def test_any_crowd_of_tenants_gets_the_tokens_of_a_large_pool(
+    seed: int, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """Prompts with shared beginnings, priorities, quotas and cancellations, over a pool that holds two of them."""
+    draw, large = random.Random(seed), build(checkpoint("llama"))
+    engine = build(
+        checkpoint("llama"), num_frames=20, tiers=[HostTier("2MiB", limit=draw.choice([None, "4MiB"]))], watermark=0.1,
+        limits=Limits(max_sequences=draw.choice([1, 2, 4]), prefill_chunk=draw.choice([None, 40])),
+    )  # fmt: skip
+    engine.cache.set_quota(b"small", hard=14)
+    trunks = [prompt_of(120, seed=50 + at) for at in range(4)]
+    requests, wanted = [], []
+    for _ in range(40 if seed else 14):
+        prompt = draw.choice(trunks)[: draw.randrange(20, 120)] + prompt_of(draw.randrange(1, 30), seed=seed)
+        params = SamplingParams(max_tokens=draw.randrange(1, 20), ignore_eos=True)
+        tenant, priority = draw.choice([b"", b"small", b"other"]), draw.randrange(3)
+        requests.append(engine.submit(prompt, params, tenant=tenant, priority=priority))
+        wanted.append(outputs(large.generate([prompt], params)))
+        for _ in range(draw.randrange(6)):
+            engine.step()
+        if draw.random() < 0.1:
+            engine.cancel(draw.choice(requests))
+    engine.run()
+    for request, want in zip(requests, wanted, strict=True):
+        if request.completions[0].finish_reason == "length":
+            assert outputs([request]) == want
+        else:
+            assert request.completions[0].finish_reason == "cancelled"
+    engine.cache.tiers.quiesce()
+    assert idle(engine)
+    assert engine.cache.tiers.stats()["host"].loaded > 0
     engine.close()
 
 
