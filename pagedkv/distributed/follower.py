@@ -46,10 +46,11 @@ def follow(
     Raises: as Engine.load; InvalidRequest if rank 0 has another model; RankLost
     """
     decoder = decoder_of(ranks, folder, dtype=dtype, weights=weights, window=window, sinks=sinks)
+    model = digest_of(decoder, folder)
     session: Session | None = None
     while (words := ranks.receive())[1] != wire.STOP:
         if words[1] == wire.BEGIN:
-            session = Session(decoder, wire.unpacked_session(words))
+            session = Session(decoder, model, wire.unpacked_session(words))
             continue
         assert session is not None
         session.run(words)
@@ -58,10 +59,16 @@ def follow(
 class Session:
     """The pool of a follower and the page tables that it was told."""
 
-    def __init__(self, decoder: Decoder, values: dict[str, Any]) -> None:
-        """values: those of the message that began the session. Raises: InvalidRequest"""
-        if values["model"] != digest_of(decoder):
-            raise InvalidRequest("rank 0 has another model, or another dtype; give all ranks the same folder")
+    def __init__(self, decoder: Decoder, model: str, values: dict[str, Any]) -> None:
+        """model: the digest of this rank. values: those of the message that began the session.
+
+        Raises: InvalidRequest
+        """
+        if values["model"] != model:
+            raise InvalidRequest(
+                "the model of this rank is not that of rank 0: other weights, or another dtype, weights=, window or "
+                "sinks; give all ranks the same options, and copies of one folder"
+            )
         config, dtype = decoder.config, str(decoder.dtype).removeprefix("torch.")
         geometry: dict[str, Any] = {name: values[name] for name in ("block_size", "kv_dtype")} | {"dtype": dtype}
         specs = config.specs(**geometry) if values["grouped"] else (config.spec(**geometry),)

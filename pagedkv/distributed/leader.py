@@ -19,6 +19,7 @@ import numpy as np
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.checkpoint import BUNDLED
+from pagedkv.checkpoint.files import weights_sample
 from pagedkv.checkpoint.tokenizer import Tokenizer
 from pagedkv.core.warm import warm_up_step
 from pagedkv.distributed import wire
@@ -142,7 +143,7 @@ def load(
     pool: dict[str, Any] = {"block_size": block_size, "kv_dtype": kv_dtype, "grouped": grouped}
     cache = new_cache(decoder, **pool, **options)
     kernels = {"backend": cache.backend, "kernel": cache.kernel.name}
-    ranks.begin({**pool, **kernels, "num_frames": cache.num_frames, "model": digest_of(decoder)})
+    ranks.begin({**pool, **kernels, "num_frames": cache.num_frames, "model": digest_of(decoder, folder)})
     warm_up_step()
     steps = partial(RankedStep, ranks)
     return Engine(decoder, tokenizer, cache, limits=limits, drafter=drafter, preemption=preemption, steps=steps)
@@ -157,7 +158,8 @@ def decoder_of(
     return Decoder(endless(decoder.config, window, sinks), decoder.weights, ranks)
 
 
-def digest_of(decoder: Decoder) -> str:
-    """Return a text that differs if two ranks have loaded different models, or in different dtypes."""
-    kinds = [type(decoder.weights.head).__name__, str(decoder.dtype)]
+def digest_of(decoder: Decoder, folder: Path | str | None) -> str:
+    """Return a text that differs if two ranks have loaded different weights, or in different dtypes."""
+    sample = weights_sample(BUNDLED if folder is None else Path(folder))
+    kinds = [type(decoder.weights.head).__name__, str(decoder.dtype), sample]
     return hashlib.sha256(repr((decoder.config, kinds)).encode()).hexdigest()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pagedkv import KVSpec, PagedKVCache
 from pagedkv.checkpoint.config import ModelConfig
@@ -185,6 +187,22 @@ def test_what_enters_the_pool_outside_a_step_is_refused(folder: Callable[..., Pa
         ranks.stop()
 
     on_threads(2, lead, lambda ranks: jobs.followed(ranks, jobs.job_of(made, [])))
+
+
+def test_a_copy_of_the_model_with_other_weights_is_refused(folder: Callable[..., Path], tmp_path: Path) -> None:
+    """The configs are equal, so only the bytes of the weights tell the two apart."""
+    made = folder("llama")
+    other = tmp_path / "other"
+    shutil.copytree(made, other)
+    tensors = {name: tensor + 0.01 for name, tensor in load_file(made / "model.safetensors").items()}
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+
+    def lead(ranks: ThreadRanks) -> None:
+        leader.load(ranks, made, dtype="float32", num_frames=50)
+        ranks.stop()
+
+    with pytest.raises(InvalidRequest, match="the model of this rank is not that of rank 0: other weights"):
+        on_threads(2, lead, lambda ranks: jobs.followed(ranks, jobs.job_of(other, [])))
 
 
 def test_a_step_that_fails_ends_the_group(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
