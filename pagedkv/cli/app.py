@@ -263,14 +263,16 @@ def main(argv: list[str] | None = None) -> None:
 def invoke(argv: list[str] | None = None) -> int:
     """Run `pagedkv` with `argv` (None: this process's arguments) and return a status listed in the file head.
 
-    Of several ranks only the first one prints; another one says no more than that a rank is lost.
+    Of several ranks only the first one prints text, and the first one of each machine prints refusals. Each rank says
+    that another one is lost.
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a locale without some character must not stop the run
     is_silent = False
     try:
         _check_environment()
-        if is_silent := launch.is_follower():
+        is_silent = not launch.prints_refusals()
+        if launch.is_follower():
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it stays open)
         return app(argv, prog_name="pagedkv", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):

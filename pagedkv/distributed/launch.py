@@ -1,7 +1,7 @@
 """Launch: the number of this process under torchrun, and the command lines that several ranks do not serve. No torch.
 
-All ranks have one command line and one checkpoint. So each rank comes to the same refusal by itself, before they have
-met; rank 0 alone prints it.
+All ranks have one command line and, as a rule, one checkpoint. So each rank comes to the same refusal by itself, before
+they have met. The first rank of each machine prints it: the folders of two machines may differ.
 """
 
 from __future__ import annotations
@@ -70,6 +70,12 @@ def is_follower() -> bool:
     """Return whether this process is one of several ranks and not the first, so that it prints nothing."""
     found = place()
     return found is not None and found.rank > 0
+
+
+def prints_refusals() -> bool:
+    """Return whether this process is alone, or the first rank of its machine. Raises: as `place`"""
+    found = place()
+    return found is None or found.local_rank == 0
 
 
 def silence_torch() -> None:

@@ -38,10 +38,11 @@ STAGES = {
 
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that gives this process the variables of torchrun."""
+    """Return a function that gives this process the variables of torchrun. local: its number on its machine"""
 
-    def give(rank: int, size: int = 2) -> None:
-        values = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    def give(rank: int, size: int = 2, local: int | None = None) -> None:
+        local = rank if local is None else local
+        values = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size}
         values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
@@ -73,6 +74,18 @@ def test_each_rank_refuses_by_itself_and_rank_0_says_it(
         assert app.invoke(argv) == app.BAD_INPUT
         err = capsys.readouterr().err
         assert (said in err, err.count("\n")) == ((True, 1) if rank == 0 else (False, 0))
+
+
+def test_a_second_machine_says_why_it_refuses(
+    as_rank: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder may lack what that of rank 0 has, and rank 0 does not know its reason before they have met."""
+    for local, lines in ((0, 1), (1, 0)):
+        as_rank(2 + local, size=4, local=local)
+        monkeypatch.setattr(sys, "stdout", sys.stdout)  # a follower replaces it
+        assert app.invoke(["generate", "--model", "/nowhere"]) == app.BAD_INPUT
+        out, err = capsys.readouterr()
+        assert ("/nowhere" in err, err.count("\n"), out) == (bool(lines), lines, "")
 
 
 def test_uneven_ranks_are_refused_before_they_meet(
