@@ -74,12 +74,14 @@ class RankedStep(Step):
 
     def __init__(self, ranks: Ranks, decoder: Decoder, cache: PagedKVCache) -> None:
         super().__init__(decoder, cache)
-        self._ranks, self._tables = ranks, wire.Tables()
+        self._ranks, self._session, self._tables = ranks, ranks.session, wire.Tables()
         self._copies: I32 = NO_COPIES
         """Copies that rank 0 has made and the others have not."""
 
     def plan(self, spaces: Sequence[AddressSpace], counts: Sequence[int]) -> PlannedBatch:
-        """Plan a step of the cache. Raises: as PagedKVCache.plan; RankLost"""
+        """Plan a step of the cache. Raises: as PagedKVCache.plan; RankLost; InvalidRequest behind stop() of Ranks"""
+        if self._ranks.session != self._session:
+            raise InvalidRequest("the other ranks follow this engine no more: stop() of Ranks was called; load it anew")
         batch = super().plan(spaces, counts)
         if len(batch.plan.copies):
             if len(self._copies):  # of an aborted plan: one message has the copies of one plan, in no order

@@ -44,6 +44,7 @@ class Ranks:
     """One process of the group, joined. In a `with` block the others are told when, and why, it ends.
 
     messages, message_bytes: sent by rank 0 to each of the others so far.
+    session: on rank 0, the number of the session that the others follow, from 1; 0 between two sessions.
     """
 
     def __init__(self, place: Place, device: str = "cpu") -> None:
@@ -56,7 +57,8 @@ class Ranks:
         self.device: torch.device = _device(device)
         self.messages: int = 0
         self.message_bytes: int = 0
-        self._place, self._is_whole, self._has_session = place, True, False
+        self.session, self._sessions = 0, 0
+        self._place, self._is_whole = place, True
         try:
             self._store = self._connected(hosts=place.rank == 0 and not place.agent_hosts)
         except RuntimeError as error:
@@ -132,17 +134,20 @@ class Ranks:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def begin(self, values: dict[str, Any]) -> None:
-        """Begin a session: tell the followers the pool. Raises: RankLost"""
+        """Begin a session: tell the followers the pool. Raises: RankLost; InvalidRequest during another session"""
+        if self.session:
+            raise InvalidRequest("the ranks have an engine already; call stop() of Ranks before you load another one")
         with self.together():
             self.send(wire.packed_session(values))
-            self._has_session = True
+            self._sessions += 1
+            self.session = self._sessions
 
     def stop(self) -> None:
         """End the session of the followers, if there is one. Call it on rank 0. Raises: RankLost"""
-        if self._has_session:
+        if self.session:
             with self.together():
                 self.send(wire.packed_stop())
-                self._has_session = False
+                self.session = 0
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -189,6 +189,32 @@ def test_what_enters_the_pool_outside_a_step_is_refused(folder: Callable[..., Pa
     on_threads(2, lead, lambda ranks: jobs.followed(ranks, jobs.job_of(made, [])))
 
 
+def test_an_engine_without_its_followers_computes_nothing(folder: Callable[..., Path]) -> None:
+    """Its messages would wait for ever, or change the pool of the next session."""
+    made, options = folder("llama"), {"dtype": "float32", "num_frames": 50}
+
+    def lead(ranks: ThreadRanks) -> list[int]:
+        first = leader.load(ranks, made, **options)
+        first.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        with pytest.raises(InvalidRequest, match=r"call stop\(\) of Ranks before you load another one"):
+            leader.load(ranks, made, **options)
+        ranks.stop()
+        for again in (False, True):
+            second = leader.load(ranks, made, **options) if again else None
+            sent = len(ranks.sent)
+            first.submit([1, 2, 3], SamplingParams(max_tokens=2))
+            with pytest.raises(InvalidRequest, match="the other ranks follow this engine no more"):
+                first.step()
+            assert len(ranks.sent) == sent
+        assert second is not None
+        (request,) = second.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        ranks.stop()
+        return request.completions[0].token_ids
+
+    job = jobs.job_of(made, [])
+    assert len(on_threads(2, lead, lambda ranks: [jobs.followed(ranks, job) for _ in range(2)])) == 2
+
+
 def test_a_copy_of_the_model_with_other_weights_is_refused(folder: Callable[..., Path], tmp_path: Path) -> None:
     """The configs are equal, so only the bytes of the weights tell the two apart."""
     made = folder("llama")

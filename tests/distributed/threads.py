@@ -42,7 +42,8 @@ class ThreadRanks(Ranks):
         self.rank, self.size, self.device = rank, meeting.size, torch.device("cpu")
         self.messages, self.message_bytes = 0, 0
         self.sent: list[I32] = []
-        self._is_whole, self._has_session, self._meeting = True, False, meeting
+        self.session, self._sessions = 0, 0
+        self._is_whole, self._meeting = True, meeting
 
     def send(self, words: I32) -> None:
         self.sent.append(words.copy())
