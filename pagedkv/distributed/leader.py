@@ -81,7 +81,9 @@ class RankedStep(Step):
     def plan(self, spaces: Sequence[AddressSpace], counts: Sequence[int]) -> PlannedBatch:
         """Plan a step of the cache. Raises: as PagedKVCache.plan; RankLost; InvalidRequest behind stop() of Ranks"""
         if self._ranks.session != self._session:
-            raise InvalidRequest("the other ranks follow this engine no more: stop() of Ranks was called; load it anew")
+            raise InvalidRequest(
+                "the other ranks no longer follow this engine: Ranks.stop() was called; load a new engine"
+            )
         batch = super().plan(spaces, counts)
         if len(batch.plan.copies):
             if len(self._copies):  # of an aborted plan: one message has the copies of one plan, in no order

@@ -86,7 +86,11 @@ class Ranks:
         return None if backend == "gloo" else dist.new_group(backend="gloo", timeout=FOREVER)
 
     def _not_met(self, error: RuntimeError) -> RankLost:
-        return RankLost(f"rank {self.rank} of {self.size} cannot meet the others: {cause(error)}")
+        at = self._place
+        return RankLost(
+            f"rank {self.rank} of {self.size} cannot meet the others at {at.host}:{at.port}: {cause(error)}; start "
+            "torchrun on all machines with the same options, and let each of them connect to the others"
+        )
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -136,7 +140,7 @@ class Ranks:
     def begin(self, values: dict[str, Any]) -> None:
         """Begin a session: tell the followers the pool. Raises: RankLost; InvalidRequest during another session"""
         if self.session:
-            raise InvalidRequest("the ranks have an engine already; call stop() of Ranks before you load another one")
+            raise InvalidRequest("the ranks have an engine already; call Ranks.stop() before you load another one")
         with self.together():
             self.send(wire.packed_session(values))
             self._sessions += 1

@@ -165,7 +165,7 @@ def briefly(seconds: float, call: Callable[[], T]) -> T | None:
 def cause(error: BaseException) -> str:
     """Return the first sentence of an error, without the place in torch that raised it."""
     line = re.sub(r"^\[[^\]]*\] *", "", (str(error).splitlines() or [type(error).__name__])[0])
-    return line.partition(". ")[0]
+    return line.partition(". ")[0].removesuffix(".")
 
 
 def _print(reason: str) -> None:

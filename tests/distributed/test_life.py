@@ -17,7 +17,8 @@ import pytest
 
 from pagedkv.cli import app
 from pagedkv.distributed import launch, watch
-from pagedkv.errors import InvalidRequest
+from pagedkv.distributed.ranks import Ranks
+from pagedkv.errors import InvalidRequest, RankLost
 
 from . import jobs
 from .processes import PAGEDKV, RANK, ROOT, Group, free_port, started
@@ -109,6 +110,16 @@ def test_variables_of_other_launchers_start_no_group(as_rank: Callable[..., None
     monkeypatch.setenv("MASTER_PORT", "")
     with pytest.raises(InvalidRequest, match="MASTER_PORT=;"):
         launch.place()
+
+
+def test_a_rank_that_meets_no_other_says_where_and_what_to_do(monkeypatch: Any) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[c10d] The client socket has timed out after 5000ms.\nTrace: ...")
+
+    monkeypatch.setattr("torch.distributed.TCPStore", refused)
+    said = "rank 1 of 2 cannot meet the others at host-a:29400: The client socket has timed out after 5000ms; start "
+    with pytest.raises(RankLost, match=said):
+        Ranks(launch.Place(rank=1, size=2, local_rank=0, host="host-a", port=29400))
 
 
 def ended(processes: list[subprocess.Popen[str]], within: float) -> list[tuple[int, str, str]]:

@@ -196,14 +196,14 @@ def test_an_engine_without_its_followers_computes_nothing(folder: Callable[..., 
     def lead(ranks: ThreadRanks) -> list[int]:
         first = leader.load(ranks, made, **options)
         first.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
-        with pytest.raises(InvalidRequest, match=r"call stop\(\) of Ranks before you load another one"):
+        with pytest.raises(InvalidRequest, match=r"call Ranks.stop\(\) before you load another one"):
             leader.load(ranks, made, **options)
         ranks.stop()
         for again in (False, True):
             second = leader.load(ranks, made, **options) if again else None
             sent = len(ranks.sent)
             first.submit([1, 2, 3], SamplingParams(max_tokens=2))
-            with pytest.raises(InvalidRequest, match="the other ranks follow this engine no more"):
+            with pytest.raises(InvalidRequest, match="the other ranks no longer follow this engine"):
                 first.step()
             assert len(ranks.sent) == sent
         assert second is not None
