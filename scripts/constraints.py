@@ -12,6 +12,7 @@ A package that is released today does not change what was tested yesterday. User
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,9 +33,14 @@ def newest(torch: str) -> list[str]:
         options = ["-qqq", "--dry-run", "--ignore-installed", "--no-build-isolation", "--report", str(report)]
         subprocess.run([sys.executable, "-m", "pip", "install", *options, torch, ".[dev,docs]"], check=True)
         found = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
-    return sorted(
-        (f"{package['name']}=={package['version']}" for package in found if package["name"] not in OURS), key=str.lower
-    )
+    return sorted((pin(package) for package in found if package["name"] not in OURS), key=str.lower)
+
+
+def pin(package: dict[str, str]) -> str:
+    """Return NAME==VERSION. A package that needs a late release of a Python is pinned from that release on."""
+    late = re.match(r">=\s*(\d+\.\d+\.\d+)", package.get("requires_python", ""))
+    marker = f'; python_full_version >= "{late[1]}"' if late else ""
+    return f"{package['name']}=={package['version']}{marker}"
 
 
 def beside_torch(lines: Iterable[str], needed: Iterable[str]) -> list[str]:

@@ -197,7 +197,7 @@ def test_constraints_name_what_the_tests_need_and_leave_cuda_to_a_torch_for_cuda
     constraints = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(constraints)
     lines = constraints.FILE.read_text().splitlines()[1:]
-    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    assert all(re.fullmatch(r'[\w.-]+==[\w.]+(; python_full_version >= "[\d.]+")?', line) for line in lines)
     extras = importlib.metadata.requires("pagedkv")
     needed = {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in extras if re.search("extra == .(dev|docs)", line)}
     assert needed - {"pagedkv"} <= {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower() for line in lines}
