@@ -5,7 +5,7 @@ A program that ends without `close` waits for the tasks that run, and drops the 
 
 **Interrupts.** The owner of a mover takes no lock: a KeyboardInterrupt may come where `with` would release it, and the
 threads would wait for ever. The owner appends to a queue in one instruction, and wakes a thread in a second one. If an
-interrupt comes between them, the next call of `num_pages` or `put` wakes a thread.
+interrupt comes between them, the next call of any method wakes a thread.
 """
 
 from __future__ import annotations
@@ -69,20 +69,23 @@ class Mover:
     @property
     def num_pages(self) -> int:
         """Pages of tasks that are queued or running."""
-        queued = (*self._urgent, *self._other)  # before the running ones: a thread appends there, then removes here
-        if queued and self._wakes.empty():
-            self._wakes.put(None)  # an interrupt may have lost the one of `put`
-        return sum({id(task): task.num_pages for task in (*queued, *self._running)}.values())
+        return sum(task.num_pages for task in self._tasks())
 
     def drain(self, timeout: float) -> bool:
         """Wait until no task is queued or running, at most `timeout` seconds. Return whether none is."""
         until = time.monotonic() + timeout
-        while self._urgent or self._other or self._running:
+        while self._tasks():
             if (left := until - time.monotonic()) <= 0:
                 return False
-            self._wakes.put(None)
             time.sleep(min(left, GLANCE))
         return True
+
+    def _tasks(self) -> set[Task]:
+        """Return the tasks that are queued or running. It wakes a thread if an interrupt may have lost the wake."""
+        queued = (*self._urgent, *self._other)  # before the running ones: a thread appends there, then removes here
+        if queued and self._wakes.empty():
+            self._wakes.put(None)
+        return {*queued, *self._running}
 
     def close(self, timeout: float, *, finish: bool = True) -> bool:
         """Stop the threads, and wait for them, at most `timeout` seconds. Return whether all have ended.
