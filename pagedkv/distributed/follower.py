@@ -24,6 +24,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.kernels import registry
 from pagedkv.kernels.args import PagedBatch
 from pagedkv.kernels.case import Case
+from pagedkv.model.loop.pool import geometry_of
 
 if TYPE_CHECKING:
     from pagedkv.core.state import I32
@@ -69,10 +70,7 @@ class Session:
                 "the model of this rank is not that of rank 0: other weights, or another dtype, weights=, window or "
                 "sinks; give all ranks the same options, and copies of one folder"
             )
-        config, dtype = decoder.config, str(decoder.dtype).removeprefix("torch.")
-        geometry: dict[str, Any] = {name: values[name] for name in ("block_size", "kv_dtype")} | {"dtype": dtype}
-        specs = config.specs(**geometry) if values["grouped"] else (config.spec(**geometry),)
-        groups = config.layer_groups() if values["grouped"] else None
+        specs, groups = geometry_of(decoder, **{name: values[name] for name in ("block_size", "kv_dtype", "grouped")})
         self.decoder: Decoder = decoder
         self.storage: Storage = Storage(specs, values["num_frames"], decoder.device, layer_groups=groups)
         self._layers = decoder.bind(self.storage.layers, values["backend"])

@@ -88,9 +88,8 @@ def packed_step(
     token_ids: Sequence[int], plan: Plan, logits_of: Sequence[int], copies: I32, tables: Tables, block_size: int
 ) -> I32:
     """Return the message of a step. Modifies: tables"""
-    wanted = [] if len(logits_of) == len(token_ids) else logits_of
     entries = tables.changes(plan, block_size)
-    num_wanted = ALL if len(logits_of) == len(token_ids) else len(wanted)
+    wanted, num_wanted = ((), ALL) if len(logits_of) == len(token_ids) else (logits_of, len(logits_of))
     sizes = [len(token_ids), len(plan.rows), plan.num_groups, num_wanted, len(copies), len(entries)]
     body = [np.asarray(part, np.int32).ravel() for part in (token_ids, plan.counts, plan.seq_lens, plan.rows, wanted)]
     return _message(STEP, [*sizes, *tables.known.shape], *body, copies.ravel(), entries.ravel())
