@@ -201,6 +201,9 @@ def test_constraints_name_what_the_tests_need_and_leave_cuda_to_a_torch_for_cuda
     extras = importlib.metadata.requires("pagedkv")
     needed = {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in extras if re.search("extra == .(dev|docs)", line)}
     assert needed - {"pagedkv"} <= {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower() for line in lines}
+    late = {"name": "late", "version": "13.1.2", "requires_python": ">=3.11.5"}  # Debian has 3.11.2
+    assert constraints.pin(late) == 'late==13.1.2; python_full_version >= "3.11.5"'
+    assert constraints.pin(late | {"requires_python": ">=3.10"}) == constraints.pin({**late, "requires_python": ""})
     assert constraints.beside_torch(lines, ["filelock", "sympy>=1.13"]) == lines
     left_out = set(lines) - set(constraints.beside_torch(lines, ["filelock", "triton==3.7.1; platform_system"]))
     assert {line.partition("==")[0] for line in left_out} == {

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.tiers.stores import free_port
+
 ROOT = Path(__file__).parents[2]
 RANK = [sys.executable, "-m", "tests.distributed.rank"]
 PAGEDKV = [sys.executable, "-m", "pagedkv"]
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def started(size: int, command: list[str], **variables: str) -> list[subprocess.Popen[str]]:

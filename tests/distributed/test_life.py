@@ -19,9 +19,10 @@ from pagedkv.cli import app
 from pagedkv.distributed import launch, watch
 from pagedkv.distributed.ranks import Ranks
 from pagedkv.errors import InvalidRequest, RankLost
+from tests.tiers.stores import free_port
 
 from . import jobs
-from .processes import PAGEDKV, RANK, ROOT, Group, free_port, started
+from .processes import PAGEDKV, RANK, ROOT, Group, started
 
 DEADLINE_S = 3
 PROMPT = "Otto lives in Ghent. Where does Otto live?"

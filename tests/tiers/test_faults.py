@@ -207,12 +207,18 @@ def test_frames_of_a_fetch_that_was_interrupted_early_come_back_without_a_collec
     world.cache.tiers.close()
 
 
-def test_waits_for_a_tier_that_hangs_end() -> None:
+def hanging() -> tuple[Stubborn, World]:
+    """Return a tier whose load hangs until `may_load` is set, and its world."""
     stubborn = Stubborn("1MiB")
     world = evicted(stubborn, num_frames=24)
     world.cache.fetch(IDS)
     while not stubborn._mover._running:
         time.sleep(0.001)
+    return stubborn, world
+
+
+def test_waits_for_a_tier_that_hangs_end() -> None:
+    stubborn, world = hanging()
     began = time.monotonic()
     assert not world.cache.tiers.abandon(0.05)
     assert not world.cache.tiers.quiesce(0.05)
@@ -223,11 +229,7 @@ def test_waits_for_a_tier_that_hangs_end() -> None:
 
 
 def test_frames_that_a_load_still_writes_at_the_close_come_back_when_it_has_ended() -> None:
-    stubborn = Stubborn("1MiB")
-    world = evicted(stubborn, num_frames=24)
-    world.cache.fetch(IDS)
-    while not stubborn._mover._running:
-        time.sleep(0.001)
+    stubborn, world = hanging()
     assert not world.cache.tiers.close(0.05)
     other = list(range(200, 241))
     world.run(other)
