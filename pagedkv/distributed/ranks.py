@@ -57,7 +57,8 @@ class Ranks:
         self.device: torch.device = _device(device)
         self.messages: int = 0
         self.message_bytes: int = 0
-        self.session, self._sessions = 0, 0
+        self.session: int = 0
+        self._sessions = 0
         self._place, self._is_whole = place, True
         try:
             self._store = self._connected(hosts=place.rank == 0 and not place.agent_hosts)

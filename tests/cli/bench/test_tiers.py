@@ -52,7 +52,7 @@ def test_a_tier_has_a_row_for_each_way_and_size_beside_the_bare_transfer(rows):
 
 def test_threads_of_a_disk_that_switch_among_themselves_disturb_no_turn(monkeypatch):
     monkeypatch.setattr(clock, "watched", lambda run: (run(), 0.0, False))  # a switch in each call
-    seconds, is_clean = clock.on_this_cpu(speed._unswitched(lambda: lambda: time.sleep(0.01))())
+    seconds, is_clean = clock.on_this_cpu(speed.unswitched(lambda: lambda: time.sleep(0.01))())
     assert is_clean
     assert seconds >= 0.01
     assert clock.on_this_cpu(lambda: None) == (0.0, False)
