@@ -32,7 +32,10 @@ PAUSE: Final = 0.0005
 
 
 class Ended(NamedTuple):
-    """The end of a job of vLLM. loaded: the keys whose bytes have arrived. failed: whether any page met an error."""
+    """The end of a job of vLLM.
+
+    loaded: the keys whose bytes have arrived, in the order of `keys`. failed: whether any page met an error.
+    """
 
     number: int
     keys: list[bytes]
@@ -48,7 +51,7 @@ class _Job:
     number: int
     keys: list[bytes]
     waiting: dict[bytes, bytes]  # name: key of vLLM
-    loaded: list[bytes] = field(default_factory=list)
+    loaded: set[bytes] = field(default_factory=set)
     failed: bool = False
     began: float = field(default_factory=time.monotonic)
 
@@ -124,7 +127,7 @@ class TierUnderChunks:
             if job is None or key is None:
                 continue
             if result.ok:
-                job.loaded.append(key)
+                job.loaded.add(key)
             else:
                 job.failed |= result.why.startswith("failed")
                 self._skip(job, [result.key.name])
@@ -134,7 +137,8 @@ class TierUnderChunks:
 
     def _end(self, job: _Job) -> None:
         seconds, num_bytes = time.monotonic() - job.began, len(job.loaded) * self._chunk_bytes
-        self._ended.append(Ended(job.number, job.keys, job.loaded, job.failed, num_bytes, seconds))
+        loaded = [key for key in job.keys if key in job.loaded]
+        self._ended.append(Ended(job.number, job.keys, loaded, job.failed, num_bytes, seconds))
 
     def _skip(self, job: _Job, names: Iterable[bytes]) -> None:
         """Let chunks count as missing that could not be loaded: vLLM would ask for them again in each step."""

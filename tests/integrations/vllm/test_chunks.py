@@ -14,7 +14,7 @@ import torch
 
 from pagedkv.integrations.vllm import chunks
 from pagedkv.integrations.vllm.chunks import ChunkCopies, Ended, TierUnderChunks
-from pagedkv.tiers import DiskTier, HostTier, Op
+from pagedkv.tiers import DiskTier, HostTier, Op, Result
 from pagedkv.tiers.slots import Move, SlotTier
 
 CHUNKS, SIZE = 16, 4096
@@ -68,6 +68,21 @@ def test_a_folder_serves_the_next_engine_with_equal_facts_alone(tmp_path: Path) 
     other = Primary(DiskTier(tmp_path, "1MiB"), FACTS | {"tp_size": 2})
     assert not other.under.has(KEYS[3])
     other.under.close()
+
+
+class Backwards(HostTier):
+    """A host tier whose pages end in the opposite order, as several threads may end them."""
+
+    def poll(self) -> list[Result]:
+        assert self._mover.drain(20)
+        return super().poll()[::-1]
+
+
+def test_the_keys_of_an_end_have_the_order_of_the_job() -> None:
+    primary = Primary(Backwards("1MiB"))
+    primary.stored()
+    assert primary.job(Op.LOAD, KEYS[1:4], range(3)).loaded == KEYS[1:4]
+    primary.under.close()
 
 
 def test_a_flipped_byte_is_a_miss_and_the_chunks_beside_it_are_loaded() -> None:
