@@ -95,7 +95,9 @@ def test_a_tier_that_moves_nothing_is_skipped_until_it_does(monkeypatch: pytest.
     monkeypatch.setattr(level, "STALLED", 0.1)
     stubborn = Stubborn("1MiB")
     world = evicted(stubborn, num_frames=24)
-    world.cache.fetch(IDS, timeout=0.01).wait(20)
+    fetch = world.cache.fetch(IDS, timeout=0.01)
+    assert stubborn.is_loading.wait(20)  # else the late fetch takes its load back
+    fetch.wait(20)
     time.sleep(0.15)
     world.cache.tiers.pump()
     assert not world.cache.tiers._levels[0].is_open
@@ -212,8 +214,7 @@ def hanging() -> tuple[Stubborn, World]:
     stubborn = Stubborn("1MiB")
     world = evicted(stubborn, num_frames=24)
     world.cache.fetch(IDS)
-    while not stubborn._mover._running:
-        time.sleep(0.001)
+    assert stubborn.is_loading.wait(20)
     return stubborn, world
 
 

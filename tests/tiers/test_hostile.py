@@ -29,13 +29,15 @@ from tests.tiers.world import IDS, PAGES, SPEC, World, evicted
 
 
 class Stubborn(HostTier):
-    """A host tier whose loads wait for `may_load`, or raise `fault`."""
+    """A host tier whose loads wait for `may_load`, or raise `fault`. is_loading: set when one waits."""
 
     def __init__(self, size: str, fault: Exception | None = None) -> None:
         super().__init__(size)
         self.may_load, self.fault = threading.Event(), fault
+        self.is_loading = threading.Event()
 
     def _load(self, moves: Sequence[Move]) -> None:
+        self.is_loading.set()
         self.may_load.wait(30)
         if self.fault:
             raise self.fault
