@@ -130,8 +130,8 @@ def test_the_message_is_that_of_vllm(ports: tuple[int, int], reader: Reader) -> 
     publisher.close()
 
 
-def test_a_reader_that_missed_messages_asks_for_them(ports: tuple[int, int], reader: Reader) -> None:
-    mm = MemoryManager(32, 4, observe=Observe(events=64))
+def test_a_reader_that_missed_messages_asks_for_them(ports: tuple[int, int]) -> None:
+    mm, reader = MemoryManager(32, 4, observe=Observe(events=64)), Reader(free_port())  # which hears no publisher
     publisher = publisher_of(mm, ports, kept=3)
     for turn in range(5):
         space = mm.open()
@@ -146,6 +146,7 @@ def test_a_reader_that_missed_messages_asks_for_them(ports: tuple[int, int], rea
             break
         reader.take(int.from_bytes(number, "big"), content)
     assert reader.numbers == [3, 4]
+    reader.close()
     publisher.close()
 
 
