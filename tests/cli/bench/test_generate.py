@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from pagedkv.bench.generate import models, runner
+from pagedkv.bench.generate import models, runner, weights
 from pagedkv.kernels import cpu
 
 pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason="the C++ extension is not built")
@@ -69,3 +69,21 @@ def test_torch_linear_layers_are_torchs_and_come_back(monkeypatch):
     with runner.torch_linear_layers():
         assert type(linear.choose(torch.device("cpu"), torch.bfloat16, 1)) is linear.Operations
     assert type(linear.choose(torch.device("cpu"), torch.bfloat16, 1)) is not linear.Operations
+
+
+def test_a_step_is_timed_with_the_weights_that_its_row_names(tiny, tmp_path):
+    class Counted(models.Skipped):
+        calls = 0
+
+        def forward(self, *args, **options):
+            self.calls += 1
+            return super().forward(*args, **options)
+
+    models.write_checkpoint(tmp_path, models.TINY)
+    engine = models.engine_of(tmp_path, 2000)
+    own, decoders = engine.forward.decoder, {kind: Counted(engine.decoder) for kind in weights.KINDS}
+    taken = weights.decode(engine, decoders, (1, 32))
+    assert {kind: len(seconds) for kind, seconds in taken.items()} == dict.fromkeys(weights.KINDS, weights.TURNS)
+    steps = (weights.TURNS + 1) * runner.STEPS
+    assert [decoder.calls for decoder in decoders.values()] == [steps] * len(weights.KINDS)
+    assert engine.forward.decoder is own
