@@ -146,6 +146,29 @@ def test_nan_and_infinity_reach_their_own_elements_only(kv: str, runner: Runner)
     assert torch.equal(found.nan_to_num(9), right.nan_to_num(9))
 
 
+@pytest.mark.parametrize("kv", ["int8/token_head", "fp8_e4m3/token_head", "fp8_e5m2/token_head", "int4/token_head"])
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_a_product_is_rounded_once_however_small_or_large(
+    way: tuple[str, str], kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processors have instructions that round to bfloat16 and take subnormal numbers for zero."""
+    if way[0] == "cpu":
+        monkeypatch.setenv("PAGEDKV_CPU_ISA", way[1])
+    built = Case(q_lens=(1,), kv_lens=(130,), heads=(2, 2), dims=(128, 72), kv=kv).build()
+    layer, scales = built.layer, [0.0, -0.0, torch.inf, torch.nan]
+    for exponent in (-149, -140, -127, -126, -118, -112, -101, -100, -99, -3, 99, 100, 101, 112, 120, 127):
+        scales += [2.0**exponent, -(2.0**exponent) * 1.3]
+    for scale in (layer.k_scale, layer.v_scale):
+        assert scale is not None
+        scale.copy_(torch.tensor(scales)[torch.arange(scale.numel()) % len(scales)].view(scale.shape))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        found, right = (gather_kv(layer, built.batch, dtype=dtype, backend=name) for name in (way[0], "reference"))
+        for x, y in zip(found, right, strict=True):
+            assert torch.equal(x.isnan(), y.isnan())
+            bits = [z.masked_fill(z.isnan(), 7).view(torch.uint8) for z in (x, y)]
+            assert torch.equal(*bits)
+
+
 @pytest.mark.parametrize("kv", ["", "int8/token_head", "fp8_e4m3/tensor", "fp8_e5m2/token_head", "int4/tensor"])
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_results_larger_than_a_cache_are_the_same(
