@@ -113,7 +113,7 @@ class KVLayer:
             "separate": [*first, 2, *inner, dims],
             "outermost": [*first, *inner, dims],
         }
-        if order not in ("HND", "NHD") or packed not in shapes:
+        if order not in ("HND", "NHD") or packed not in tuple(shapes):
             raise InvalidRequest(
                 f"order is {order!r} and packed is {packed!r}; order is HND or NHD, packed one of {', '.join(shapes)}"
             )

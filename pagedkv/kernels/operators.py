@@ -218,12 +218,24 @@ def slots_of(slots: Tensor | PagedBatch, positions: Tensor | None) -> tuple[Tens
     return slots, positions
 
 
-def tokens_of(k: Tensor, v: Tensor, *per_token: Tensor | None) -> tuple[Any, ...]:
+def tokens_of(k: Tensor, v: Tensor, slots: Tensor | None, positions: Tensor | None) -> tuple[Any, ...]:
     """Return the arguments of a store with k and v [B, K, L, D] as those of its tokens.
 
-    per_token: slots and positions, [B * L] or [B, L]
+    slots, positions: [B * L] or [B, L]. Raises: InvalidRequest for other rows and columns, whose tokens would be mixed
     """
-    return as_tokens(k), as_tokens(v), *(x.flatten() if x is not None and x.dim() == 2 else x for x in per_token)
+    rows = k.shape[0], k.shape[2]
+    flat: list[Tensor | None] = []
+    for name, x in (("slots", slots), ("positions", positions)):
+        if x is not None:
+            checks.given(**{name: x})
+            if x.dim() == 2 and x.shape != rows:
+                raise InvalidRequest(
+                    f"{name} is {list(x.shape)}; with k [B={rows[0]}, K={k.shape[1]}, L={rows[1]}, D={k.shape[3]}] it "
+                    "must be [B, L] or [B * L]"
+                )
+            x = x.flatten() if x.dim() == 2 else x
+        flat.append(x)
+    return as_tokens(k), as_tokens(v), *flat
 
 
 def write_by_operator(
@@ -240,10 +252,10 @@ def write_by_operator(
     checks.given(slots=at)
     if positions is not None:
         checks.given(positions=positions)
+    positions = None if rope is None else positions
     if k.dim() == 4:
         k, v, at, positions = tokens_of(k, v, at, positions)
     checks.writable_views(**_pool(layer))
     angles_given = {} if rope is None else {"rope.cos": rope.cos, "rope.sin": rope.sin}
     checks.inference_only(k=k, v=v, **_pool(layer), **angles_given)
-    positions = None if rope is None else positions
     torch.ops.pagedkv.write_kv.default(*bound_fields(layer, rope), k, v, at, positions, backend)

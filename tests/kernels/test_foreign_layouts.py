@@ -83,6 +83,7 @@ def test_heads_of_values_may_have_another_size_and_int4_counts_elements() -> Non
         (torch.zeros(2, 3, K, S, D), {"packed": "separate"}, r"no view of frames \[F, 2, 2, 16, 64\]"),
         (torch.zeros(3, K, S, 2 * D), {"order": "DHN"}, "order is 'DHN' and packed is 'kv'; order is HND or NHD"),
         (torch.zeros(3, K, S, 2 * D), {"packed": "vk"}, "packed one of kv, separate, outermost"),
+        (torch.zeros(3, K, S, 2 * D), {"packed": ["kv"]}, r"packed is \['kv'\]"),
         (torch.zeros(3, 2, K, S, D), {"packed": "separate", "head_dim_v": 32}, "only packed='kv' allows that"),
         (torch.zeros(3, K, S, 2 * D), {"block_size": -1}, "block_size is -1; it must be an integer of at least 1"),
         (torch.zeros(3, K, S, 2 * D), {"num_kv_heads": -1}, "num_kv_heads is -1"),

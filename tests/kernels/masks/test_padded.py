@@ -234,3 +234,27 @@ def test_rows_of_another_batch_are_refused(level: str, monkeypatch: pytest.Monke
         write_kv(q[:, :2], torch.zeros(6, 2, 60), built.layer, padded)
     with pytest.raises(InvalidRequest, match="slots is int64"):
         write_kv(q[:, :2], q[:, :2], built.layer, built.batch)
+
+
+@pytest.mark.usefixtures("unbound")
+def test_slots_of_other_rows_and_columns_are_refused_and_nothing_is_stored() -> None:
+    layer, k, at = empty_layer(Case(), 4), torch.ones(2, 2, 3, 64), torch.arange(6)
+    rope, columns = RotaryTable(torch.ones(9, 8), torch.ones(9, 8)), torch.arange(3)[None]
+    words = r"with k \[B=2, K=2, L=3, D=64\] it must be \[B, L\] or \[B \* L\]"
+
+    def function(*slots: Any, rope: RotaryTable | None = None) -> None:
+        write_kv(k, k, layer, *slots, rope=rope)
+
+    def bound(*slots: Any, rope: RotaryTable | None = None) -> None:
+        bind_write(layer, rope=rope)(k, k, *slots)
+
+    for store in (function, function, function, bound):  # from the second call on, the function is bound, too
+        with pytest.raises(InvalidRequest, match=r"slots is \[3, 2\]; " + words):
+            store(at.view(3, 2))
+        with pytest.raises(InvalidRequest, match="it must be a tensor"):
+            store(at.tolist())
+        with pytest.raises(InvalidRequest, match=r"positions is \[1, 3\]; " + words):
+            store(at, columns, rope=rope)
+    assert layer.k.isnan().all()
+    function(at, columns)  # positions are not read without rope
+    assert torch.equal(layer.k.flatten(0, 1)[:6], torch.ones(6, 2, 64))
