@@ -134,7 +134,8 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
         if (length := whole(length, "length")) > held:
             raise InvalidRequest(f"truncate to {length}: the space holds {held} tokens; give 0 up to that")
         page, offset = divmod(length, self.block_size)
-        if offset and (self.state.table[asid : asid + len(self.groups), page] == st.HOLE).any():
+        whole_groups = [asid + group for group, its in enumerate(self.groups) if its.window is None]
+        if offset and (self.state.table[whole_groups, page] == st.HOLE).any():
             raise InvalidRequest(
                 f"truncate to {length}: page {page} was punched and cannot be written again; "
                 "truncate to its start or end"
@@ -144,7 +145,7 @@ class MemoryManager(PinMixin, ReorderMixin, OpeningMixin):
             window = self.groups[group].window
             raise InvalidRequest(
                 f"truncate to {length}: group {group} sees {window} positions back, and some of these pages were given "
-                f"back at length {held}; truncate to 0, or open the prompt again"
+                f"back at length {held}; truncate to 0, open the prompt again, or make the group with a larger keep"
             )
         page_tables.truncate_space(self.state, asid, length)
 

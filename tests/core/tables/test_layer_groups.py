@@ -163,6 +163,21 @@ def test_a_sequence_is_not_truncated_to_a_length_whose_window_is_gone(two: Memor
     two.check()
 
 
+@pytest.mark.parametrize("groups", [(Group(window=8),), (Group(), Group(window=8))], ids=["one", "two"])
+def test_a_page_that_a_window_gave_back_is_not_called_punched(groups: tuple[Group, ...]) -> None:
+    """The length lies inside of such a page."""
+    mm = MemoryManager(64, 4, groups=groups)
+    space = grown(mm, PROMPT)
+    with pytest.raises(InvalidRequest, match=r"sees 8 positions back, .* given back at length 30; .* a larger keep"):
+        space.truncate(10)
+    other = grown(mm, PROMPT)
+    other.punch(6, 7)
+    words = "page 6 was punched" if len(groups) == 2 else "sees 8 positions back"
+    with pytest.raises(InvalidRequest, match=words):
+        other.truncate(26)
+    mm.check()
+
+
 def test_a_rollback_may_cross_as_many_positions_as_are_kept_behind_the_window() -> None:
     mm = MemoryManager(64, 4, groups=(Group(), Group(window=8, sinks=2, keep=9)))
     space = grown(mm, PROMPT)
