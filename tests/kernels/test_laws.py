@@ -113,7 +113,9 @@ def only(built: Built, b: int) -> Built:
         max_seqlen_q=end - first,
         max_seqlen_k=n,
     )
-    return built._replace(q=built.q[first:end].clone(), batch=batch)
+    causal = built.options.get("causal", True)
+    options = built.options | {"causal": causal[b : b + 1] if isinstance(causal, torch.Tensor) else causal}
+    return built._replace(q=built.q[first:end].clone(), batch=batch, options=options)
 
 
 def test_out_is_filled_where_given_and_padding_is_left_alone(runner: Runner) -> None:

@@ -38,6 +38,9 @@ ROUNDED = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 On a handful of elements plain torch may be right by luck; rounding the result is allowed.
 """
 
+SIDES = st.tuples(*[st.none() | st.integers(0, 60)] * 2)
+"""Windows with two sides, for calls that are not causal."""
+
 
 def examples(count: int) -> Callable[[Any], Any]:
     """As many draws, the same in each run; a slow test draws more, and others each time."""
@@ -50,7 +53,7 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
     """Any call of the contract on small shapes."""
     batch = draw(st.integers(1, 5))
     q_lens = draw(st.lists(st.sampled_from([0, 1, 1, 1, 2, 5, 19]), min_size=batch, max_size=batch))
-    mask = fixed.get("mask") or draw(st.sampled_from(["causal", "all", "tree"]))
+    mask = fixed.get("mask") or draw(st.sampled_from(["causal", "all", "some", "tree"]))
     kv_lens = [draw(st.integers(min(m, 1) if mask == "all" else m, 90)) for m in q_lens]
     K, G = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
     kv = draw(st.sampled_from(KINDS))
@@ -65,7 +68,7 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
         "kv": kv,
         "layout": draw(st.sampled_from(["NHD", "HND", "mixed"])),
         "mask": mask,
-        "window": draw(st.none() | st.integers(1, 100)),
+        "window": draw(st.none() | st.integers(1, 100) | (SIDES if mask in ("all", "some") else st.nothing())),
         "softcap": draw(st.sampled_from([0.0, 0.0, 5.0])),
         "sinks": draw(st.booleans()),
         "alibi": draw(st.booleans()),
