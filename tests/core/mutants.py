@@ -51,11 +51,7 @@ ORDER, TENANTS, RESIZE, EVENTS = (
     "prefix/test_events.py",
 )
 
-POOL_LAWS, POOL_KEYS, POOL_MACHINE = (
-    "frame_pool/test_pool_laws.py",
-    "frame_pool/test_pool_keys.py",
-    "frame_pool/test_pool_machine.py",
-)
+POOL_LAWS, POOL_KEYS, POOL_MACHINE = (f"frame_pool/test_pool_{name}.py" for name in ("laws", "keys", "machine"))
 
 FAULTS = (
     Fault(
@@ -591,6 +587,13 @@ FAULTS = (
         "frame_pool/batches.py",
         "        frames.map_matched(s, np.int64(shared[i]))\n",
         "        frames.share(s.frames, s.reg, np.int64(shared[i]))\n",
+        POOL_LAWS,
+    ),
+    Fault(
+        "a priority decays by the calls that take frames: they are not counted",
+        "frame_pool/batches.py",
+        "    s.reg[TICK] += 1\n",
+        "",
         POOL_LAWS,
     ),
 )

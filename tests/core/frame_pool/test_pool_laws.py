@@ -166,6 +166,19 @@ def test_each_policy_ranks_by_what_it_knows() -> None:
             order("cost", (0, {"positions": wrong}))
 
 
+def test_a_priority_lasts_for_as_many_takes_as_its_half_life_says() -> None:
+    small = FramePool(8, key_bytes=8, policy="priority")
+    kept, plain, late = (named(small, number)[0] for number in range(3))
+    small.drop(kept, retain=(2.0, 3.0))
+    small.drop(plain)
+    assert small.victims(8).tolist() == [plain, kept]
+    for _ in range(2):
+        small.drop(small.take(1))
+        small.drop(small.take_one())
+    small.drop(late)
+    assert small.victims(8).tolist() == [plain, kept, late], "four takes have passed"
+
+
 def test_victims_changes_nothing_and_is_what_eviction_does_next() -> None:
     for policy in ("lru", "2q", "lfu", "cost", "priority"):
         small = FramePool(32, key_bytes=8, policy=policy)
