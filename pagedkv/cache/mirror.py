@@ -3,14 +3,16 @@
 A table of up to MOST_BYTES is copied whole. Its address, which CUDA graphs hold, changes only when the table grows.
 
     host    int32 [A, P]   the page tables of the memory manager; they change at plan, commit, fork, ...
-    sent    int32 [A, P]   host memory: the entries that the device has
-    table   int32 [A, P]   device memory
+    sent    int32 [A, W]   host memory: the entries that the device has
+    table   int32 [A, W]   device memory; W is P, or less if the host's table is larger than MOST_BYTES
 
 A step compares the rows it will read with `sent`, and sends one packed list of (place, frame). O(pages of the batch) on
 the host, O(changes) on the bus. Entries of pages that no step has read yet are -1 on the device.
 
-A larger table, which one long sequence makes wide, would take device memory for entries that no row has. Then each step
-sends the pages of its own rows, one row behind the other, and the table is a view whose rows overlap:
+A host's table is larger once one long sequence has made it wide, and stays so. The device then gets its first W
+columns: as many as it had, or as the longest row of a step asks for. A step with a row for which these columns would
+take more than MOST_BYTES sends the pages of its own rows, one row behind the other, and leaves `table` as it is. It
+gets a view whose rows overlap:
 
     entries   |row 0 ....|row 1|row 2 ........|-1 ...     each row begins at a multiple of UNIT
     table     int32 [units, widest row], strides (UNIT, 1): row `u` begins at entry u * UNIT
@@ -47,9 +49,13 @@ class DeviceMirror:
         Shapes:  host int32 [A, P], rows int32 [B], num_pages int32 [B]
         Returns: the table on the device, int32, and the rows in it, int32 [B]
         """
+        widest, width = int(num_pages.max(initial=0)), host.shape[1]
         if host.nbytes > MOST_BYTES:
-            return self._packed(host, rows, num_pages)
-        return self._changed(host, rows, int(num_pages.max(initial=0))), rows
+            kept = self.sent.shape[1] if len(self.sent) == len(host) else 1
+            width = min(width, max(kept, 1 << max(widest - 1, 0).bit_length()))  # doubled, as the host's
+            if width * len(host) * host.itemsize > MOST_BYTES:
+                return self._packed(host, rows, num_pages)
+        return self._changed(host[:, :width], rows, widest), rows
 
     def _changed(self, host: I32, rows: I32, num_pages: int) -> torch.Tensor:
         if self.sent.shape != host.shape:

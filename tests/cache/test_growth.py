@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from pagedkv import KVSpec, PagedKVCache, paged_attention
+from pagedkv.cache import mirror as mirror_module
 from pagedkv.cache import sizes
 from pagedkv.cache.mirror import DeviceMirror
 from pagedkv.cache.sizes import FIRST_SHARE, SHARE_OF_GPU, grown
+from pagedkv.core import AddressSpace
 from pagedkv.errors import InvalidRequest, OutOfFrames, QuotaExceeded
 from tests.cache.test_resize import SPEC, read, store
 
@@ -171,3 +173,33 @@ def test_a_fixed_batch_says_when_the_page_tables_have_moved(mirrored: bool) -> N
         cache.commit(batch, [step])
     assert moves[0] == 0
     assert 2 <= len(moves) <= 8
+
+
+def test_a_long_sequence_moves_the_page_tables_of_its_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's tables stay wide after it. The device keeps the columns that the other steps read."""
+    monkeypatch.setattr(mirror_module, "MOST_BYTES", 2**13)
+    cache, mirror = PagedKVCache(SPEC, num_frames=700, prefix_cache=False), DeviceMirror(torch.device("cpu"))
+    cache._mirror = mirror
+    fixed, short = cache.fixed_batch(3, 4096), [cache.open(), cache.open()]
+
+    def step(*spaces: AddressSpace) -> bool:
+        batch = cache.plan(list(spaces), [1] * len(spaces), into=fixed)
+        table, rows = batch.block_table, batch.rows
+        assert rows is not None
+        for i, space in enumerate(spaces):
+            pages = space.pages[: (len(space) + 4) // 4]
+            assert table[rows[i], : len(pages)].tolist() == pages.tolist()
+        assert mirror.table.nbytes <= 2**13
+        cache.commit(batch, None)
+        return fixed.moved
+
+    assert [step(*short) for _ in range(9)].count(True) == 1
+    long = cache.open()
+    cache.commit(cache.plan([long], [4 * 500]), None)
+    assert cache.manager.state.table.nbytes > 2**13
+    assert [step(*short) for _ in range(9)] == [False] * 9
+    assert step(*short, long)
+    assert step(*short)
+    assert not step(*short)
+    long.release()
+    assert [step(*short) for _ in range(200)].count(True) <= 4  # at 16, 32, ... pages
