@@ -23,11 +23,16 @@ PagedKVError
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 
 class PagedKVError(Exception):
     """The base of every error that this package raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let an error cross processes. It is made again without __init__, whose arguments it may not have."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class OutOfFrames(PagedKVError):
