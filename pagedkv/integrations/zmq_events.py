@@ -9,8 +9,8 @@
     replay     a DEALER socket sends an empty part and a number: it gets the kept messages from there on, then number -1
 
 Events are read from the log of the manager (observe=Observe(events=N)), which names blocks by sha256, the same in each
-process. A publisher that fell behind the log publishes AllBlocksCleared and all that can be found. A PUB socket drops
-messages of a reader that is too slow; the reader sees it by the numbers, and asks for a replay.
+process. A publisher that fell behind the log publishes AllBlocksCleared and all that can be found, a snapshot. A PUB
+socket drops messages of a reader that is too slow; the reader sees it by the numbers, and asks for a replay.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from pagedkv.core import MemoryManager, as_array, as_map
@@ -37,35 +39,46 @@ END: Final = (-1).to_bytes(8, "big", signed=True)
 """The number that ends a replay."""
 LOOK: Final = 50
 """Milliseconds after which the thread for replays looks whether the publisher was closed."""
-FORMS: Final = {"map": as_map, "array": as_array}
+PATIENCE: Final = 10.0
+"""Seconds after which a reader that asked for a replay, and takes nothing of it, gets no more."""
+SHARE: Final = 0.1
+"""The most of a publisher's time that snapshots for new readers may take."""
+FORMS: Final[dict[str, Callable[..., Any]]] = {"map": partial(as_map, short=True), "digests": as_map, "array": as_array}
 
 
 class EventPublisher:
     """Publishes the events of `cache` (a PagedKVCache or a MemoryManager that keeps events).
 
-    endpoint: the address of the PUB socket: bound if it has a `*` or is ipc or inproc, else connected, as vLLM does.
+    endpoint: the address of the PUB socket: bound if it has a `*` or `::` or is ipc or inproc, else connected, as vLLM
+              does. "tcp://*:5557" is bound on all interfaces, "tcp://10.0.0.2:*" on one.
+    bind:     True or False to bind or connect, whatever the address is.
     replay:   the address of the socket for replays, which is bound; None for none.
     topic:    llm-d expects "kv@POD@MODEL".
-    form:     "map" for the events of today's vLLM, "array" for those of vLLM before 2026 and of SGLang.
+    form:     "map" for the events of today's vLLM, whose blocks are named by the last 64 bits of a digest; "digests"
+              for the same with whole digests (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0); "array" for those of vLLM before
+              0.24 and of SGLang before September 2026.
     medium:   the memory that the blocks are in, as readers know it.
     rank:     the number of this replica.
-    kept:     messages that are kept for replays.
+    kept:     messages that are kept for replays. Those before a snapshot are not: it has all that they had.
     Raises:   InvalidRequest
     """
 
     def __init__(
         self, cache: PagedKVCache | MemoryManager, endpoint: str = "tcp://*:5557", *, replay: str | None = None,
         topic: str = "", form: str = "map", medium: str = "GPU", rank: int = 0, kept: int = 10_000,
+        bind: bool | None = None,
     ) -> None:  # fmt: skip
         if form not in FORMS:
-            raise InvalidRequest(f"form is {form!r}; give 'map' or 'array'")
+            raise InvalidRequest(f"form is {form!r}; give {', '.join(map(repr, FORMS))}")
         with contextlib.suppress(EventsLost):
             cache.events(0)  # raises InvalidRequest if the manager keeps none
         self._cache, self._topic, self._form = cache, topic.encode(), FORMS[form]
         self._medium, self._rank = medium, rank
         self._since = 0
         self._number = 0
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=0 if replay is None else kept)
+        self._owes_snapshot = False  # to a reader that has joined
+        self._next_snapshot = 0.0  # seconds of time.monotonic(): none for readers before
         self._encoder = msgspec.msgpack.Encoder()
         self._is_closed = threading.Event()
         self._context = zmq.Context()
@@ -73,8 +86,10 @@ class EventPublisher:
             self._socket = self._context.socket(zmq.XPUB)  # PUB, and it tells who joins
             self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
             self._socket.setsockopt(zmq.LINGER, 0)
-            is_bound = "*" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
-            (self._socket.bind if is_bound else self._socket.connect)(endpoint)
+            self._socket.setsockopt(zmq.IPV6, "::" in endpoint or "[" in endpoint)
+            if bind is None:
+                bind = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
+            (self._socket.bind if bind else self._socket.connect)(endpoint)
             self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
             self._replays = None if replay is None else self._begin_replays(replay)
         except zmq.ZMQError as error:
@@ -86,9 +101,14 @@ class EventPublisher:
     def publish(self) -> int:
         """Publish the events since the last call in one message, and return how many there were. It never waits.
 
-        If a reader has joined, everything that can be found is published. The thread that owns the cache calls it.
+        If a reader has joined, a snapshot is published, with SHARE of the time at most: readers that join one after the
+        other wait for one. The thread that owns the cache calls it.
+        Raises: InvalidRequest after `close`
         """
-        if self._has_new_reader():
+        if self._is_closed.is_set():
+            raise InvalidRequest("publish was called after close; make a new publisher")
+        self._owes_snapshot |= self._has_new_reader()
+        if self._owes_snapshot and time.monotonic() >= self._next_snapshot:
             return self.publish_all()
         try:
             events = self._cache.events(self._since)
@@ -107,9 +127,14 @@ class EventPublisher:
 
     def publish_all(self) -> int:
         """Publish AllBlocksCleared and every block that can be found, and return how many events that were."""
+        began = time.monotonic()
         snapshot = self._cache.snapshot() if isinstance(self._cache, MemoryManager) else self._cache.events_snapshot()
-        self._since = snapshot.sequence
-        return self._send(snapshot.as_events())
+        self._since, self._owes_snapshot = snapshot.sequence, False
+        self._kept.clear()
+        num_events = self._send(snapshot.as_events())
+        now = time.monotonic()
+        self._next_snapshot = now + (now - began) / SHARE
+        return num_events
 
     def _send(self, events: list[Any]) -> int:
         batch = [time.time(), [self._form(event, medium=self._medium) for event in events], self._rank]
@@ -122,23 +147,41 @@ class EventPublisher:
     def _begin_replays(self, endpoint: str) -> threading.Thread:
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what a reader is too slow for
+        socket.setsockopt(zmq.IPV6, "::" in endpoint or "[" in endpoint)
         socket.bind(endpoint)
         thread = threading.Thread(target=self._answer, args=(socket,), name="pagedkv event replays", daemon=True)
         thread.start()
         return thread
 
     def _answer(self, socket: zmq.Socket[bytes]) -> None:
-        """Send the kept messages from a number on to each reader that asks."""
+        """Send the kept messages from a number on to each reader that asks, and then END."""
         with socket:
             while not self._is_closed.is_set():
                 if not socket.poll(LOOK):
                     continue
                 reader, *rest = socket.recv_multipart()
-                first = int.from_bytes(rest[-1], "big") if rest else 0
-                for number, content in list(self._kept):
-                    if number >= first:
-                        socket.send_multipart([reader, b"", number.to_bytes(8, "big"), content])
-                socket.send_multipart([reader, b"", END, b""])
+                if len(rest) != 2:  # no request
+                    continue
+                first = int.from_bytes(rest[1], "big")
+                kept = [(number, content) for number, content in list(self._kept) if number >= first]
+                answer = [(number.to_bytes(8, "big"), content) for number, content in kept]
+                for message in [*answer, (END, b"")]:
+                    if not self._has_sent(socket, [reader, b"", *message]):
+                        break
+
+    def _has_sent(self, socket: zmq.Socket[bytes], message: list[bytes]) -> bool:
+        """Send a message of a replay; wait while its reader is slow. Return False if the reader is gone or stands."""
+        end = time.monotonic() + PATIENCE
+        while not self._is_closed.is_set() and time.monotonic() < end:
+            try:
+                socket.send_multipart(message, zmq.NOBLOCK)
+                return True
+            except zmq.Again:
+                time.sleep(LOOK / 1000)
+            except zmq.ZMQError:  # EHOSTUNREACH: the reader is gone
+                return False
+        return False
 
     def close(self) -> None:
         """Close the sockets. A second call does nothing."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Union
 
 import pytest
 
@@ -18,7 +19,29 @@ from tests.tiers.stores import free_port
 zmq = pytest.importorskip("zmq", reason="the events extra is not installed")
 msgspec = pytest.importorskip("msgspec", reason="the events extra is not installed")
 
+from pagedkv.integrations import zmq_events  # noqa: E402
 from pagedkv.integrations.zmq_events import EventPublisher  # noqa: E402
+
+Name = int | bytes
+KEYS = [("block_hashes", list[Name])]
+STORED = [
+    *KEYS, ("parent_block_hash", Name | None), ("token_ids", list[int]), ("block_size", int), ("lora_id", int | None),
+    ("medium", str | None), ("lora_name", str | None), ("extra_keys", list[tuple[Any, ...] | None] | None, None),
+    ("group_idx", int | None, None), ("kv_cache_spec_kind", str | None, None),
+    ("kv_cache_spec_sliding_window", int | None, None),
+]  # fmt: skip
+REMOVED = [*KEYS, ("medium", str | None), ("group_idx", int | None, None)]
+EVENTS = [
+    msgspec.defstruct(name, fields, tag=True)
+    for name, fields in (("BlockStored", STORED), ("BlockRemoved", REMOVED), ("AllBlocksCleared", []))
+]
+"""The events of vLLM since 0.24, by the fields of its vllm/distributed/kv_events.py; those with a default may be left
+out."""
+BATCH = msgspec.defstruct(
+    "KVEventBatch",
+    [("ts", float), ("events", list[Union[tuple(EVENTS)]]), ("data_parallel_rank", int | None, None)],  # type: ignore[valid-type]
+    array_like=True,
+)
 
 
 class Reader:
@@ -93,7 +116,7 @@ def known(mm: MemoryManager) -> set[bytes]:
 def test_a_reader_knows_what_the_pool_has(ports: tuple[int, int], reader: Reader, kept: int) -> None:
     """With a log of 8 events the publisher falls behind, and begins again."""
     mm, draw = MemoryManager(32, 4, observe=Observe(events=kept)), random.Random(0)
-    publisher = publisher_of(mm, ports)
+    publisher = publisher_of(mm, ports, form="digests")
     meet(publisher, reader)
     for turn in range(60):
         ids = [draw.randrange(3) for _ in range(draw.randrange(1, 30))]
@@ -114,7 +137,7 @@ def test_a_reader_knows_what_the_pool_has(ports: tuple[int, int], reader: Reader
 def test_the_message_is_that_of_vllm(ports: tuple[int, int], reader: Reader) -> None:
     spec = KVSpec(1, 1, 16, block_size=4, dtype="float32")
     cache = PagedKVCache(spec, num_frames=8, observe=Observe(events=64))
-    publisher = publisher_of(cache, ports, medium="CPU")
+    publisher = publisher_of(cache, ports, medium="CPU", form="digests")
     meet(publisher, reader)
     reader.events.clear()
     space = cache.open(tenant=b"acme")
@@ -128,6 +151,156 @@ def test_the_message_is_that_of_vllm(ports: tuple[int, int], reader: Reader) -> 
     assert first["extra_keys"] == [[b"acme"]]
     assert [*first["block_hashes"], *second["block_hashes"]] == page_digests(range(9), 4, tenant=b"acme")
     publisher.close()
+
+
+@pytest.mark.parametrize("form", ["map", "digests"])
+def test_a_message_is_decoded_by_the_types_of_vllm(ports: tuple[int, int], form: str) -> None:
+    """Names are the last 64 bits of a digest, as vLLM's are by default; Dynamo reads only those."""
+    mm = MemoryManager(8, 4, observe=Observe(events=64))
+    publisher = publisher_of(mm, ports, form=form)
+    space = mm.open(tenant=b"acme")
+    mm.commit(mm.plan([space], [9]), range(9))
+    publisher.publish()
+    space.release()
+    mm.evict(1)
+    mm.forget()
+    publisher.publish()
+    events = [
+        event
+        for _, content in publisher._kept
+        for event in msgspec.msgpack.decode(content, type=BATCH).events  # type: ignore[attr-defined]
+    ]
+    assert [type(event).__name__ for event in events] == ["BlockStored"] * 2 + ["BlockRemoved", "AllBlocksCleared"]
+    names: list[Any] = page_digests(range(9), 4, tenant=b"acme")
+    if form == "map":
+        names = [int.from_bytes(name[-8:], "big") for name in names]
+    stored = [(one.block_hashes, one.parent_block_hash) for one in events[:2]]
+    assert stored == [([names[0]], None), ([names[1]], names[0])]
+    assert (events[0].token_ids, events[0].extra_keys, events[0].group_idx) == ([0, 1, 2, 3], [(b"acme",)], 0)
+    assert events[2].block_hashes == [names[1]]
+    publisher.close()
+
+
+def ask(reader: Reader, port: int, first: int) -> Any:
+    asking = reader.context.socket(zmq.DEALER)
+    asking.connect(f"tcp://127.0.0.1:{port}")
+    asking.send_multipart([b"", first.to_bytes(8, "big")])
+    return asking
+
+
+def replayed(asking: Any) -> list[int]:
+    """Take in a replay to its end. Return the numbers of its messages."""
+    numbers = []
+    while asking.poll(5000):
+        _, number, _ = asking.recv_multipart()
+        if number == zmq_events.END:
+            return numbers
+        numbers.append(int.from_bytes(number, "big"))
+    pytest.fail(f"the replay has no end; {len(numbers)} messages came")
+
+
+def many(publisher: EventPublisher, num_messages: int, size: int) -> None:
+    """Let a publisher keep messages of `size` bytes."""
+    publisher._kept.extend((number, bytes(size)) for number in range(num_messages))
+
+
+def test_a_reader_that_is_slower_than_a_replay_gets_all_of_it(ports: tuple[int, int]) -> None:
+    """More messages than a socket takes at once; it used to drop some of them, and the end."""
+    mm, reader = MemoryManager(32, 4, observe=Observe(events=64)), Reader(free_port())
+    publisher = publisher_of(mm, ports)
+    many(publisher, 10_000, 5000)
+    asking = ask(reader, ports[1], 100)
+    time.sleep(1.0)
+    assert replayed(asking) == list(range(100, 10_000))
+    reader.close()
+    publisher.close()
+
+
+def test_a_reader_that_stands_still_holds_up_no_other_and_no_end(
+    ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_events, "PATIENCE", 0.3)
+    mm, reader = MemoryManager(32, 4, observe=Observe(events=64)), Reader(free_port())
+    publisher = publisher_of(mm, ports)
+    many(publisher, 10_000, 5000)
+    standing = ask(reader, ports[1], 0)
+    time.sleep(0.5)
+    assert replayed(ask(reader, ports[1], 9_990)) == list(range(9_990, 10_000))
+    gone = ask(reader, ports[1], 0)
+    time.sleep(0.2)
+    gone.close(0)
+    asking = reader.context.socket(zmq.DEALER)
+    asking.connect(f"tcp://127.0.0.1:{ports[1]}")
+    asking.send_multipart([b"no request"])
+    assert replayed(ask(reader, ports[1], 9_999)) == [9_999]
+    monkeypatch.setattr(zmq_events, "PATIENCE", 60.0)
+    ask(reader, ports[1], 0)
+    time.sleep(0.5)
+    began = time.monotonic()
+    publisher.close()
+    assert time.monotonic() - began < 5
+    standing.close(0)
+    reader.close()
+
+
+def test_only_what_a_replay_can_send_is_kept(ports: tuple[int, int]) -> None:
+    def run(publisher: EventPublisher, mm: MemoryManager) -> None:
+        for turn in range(5):
+            space = mm.open()
+            mm.commit(mm.plan([space], [4]), [turn] * 4)
+            publisher.publish()
+
+    mm = MemoryManager(32, 4, observe=Observe(events=64))
+    publisher = EventPublisher(mm, "tcp://127.0.0.1:*")
+    run(publisher, mm)
+    assert not publisher._kept
+    publisher.close()
+    mm = MemoryManager(32, 4, observe=Observe(events=64))
+    publisher = publisher_of(mm, ports)
+    run(publisher, mm)
+    assert [number for number, _ in publisher._kept] == [0, 1, 2, 3, 4]
+    publisher.publish_all()
+    assert [number for number, _ in publisher._kept] == [5]
+    publisher.close()
+
+
+def test_readers_that_join_one_after_the_other_wait_for_one_snapshot(
+    ports: tuple[int, int], reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot takes microseconds a page, in the thread that steps: a reader that joins often must not stop it."""
+    monkeypatch.setattr(zmq_events, "SHARE", 1e-9)
+    mm = MemoryManager(64, 4, observe=Observe(events=64))
+    space = mm.open()
+    mm.commit(mm.plan([space], [80]), [1] * 80)
+    publisher = publisher_of(mm, ports)
+    meet(publisher, reader)
+    assert len(reader.events) == 21
+    others = [Reader(ports[0]) for _ in range(3)]
+    while not publisher._owes_snapshot:
+        assert publisher.publish() == 0
+    mm.commit(mm.plan([space], [4]), [1] * 4)
+    assert publisher.publish() == 1
+    publisher._next_snapshot = 0.0
+    assert publisher.publish() == 22
+    assert publisher.publish() == 0
+    for other in others:
+        while other.read(100):
+            pass
+        assert {int.from_bytes(name[-8:], "big") for name in known(mm)} <= other.blocks
+        other.close()
+    publisher.close()
+
+
+def test_an_address_without_a_star_is_bound_if_asked_for(ports: tuple[int, int]) -> None:
+    mm = MemoryManager(32, 4, observe=Observe(events=64))
+    publisher = EventPublisher(mm, f"tcp://127.0.0.1:{ports[0]}", topic="kv@pod@model", rank=3, bind=True)
+    reader = Reader(ports[0])
+    meet(publisher, reader)
+    assert publisher.endpoint == f"tcp://127.0.0.1:{ports[0]}"
+    reader.close()
+    publisher.close()
+    with pytest.raises(InvalidRequest, match="publish was called after close"):
+        publisher.publish()
 
 
 def test_a_reader_that_missed_messages_asks_for_them(ports: tuple[int, int]) -> None:
@@ -167,7 +340,7 @@ def test_what_cannot_be_published_is_refused(ports: tuple[int, int], monkeypatch
     with pytest.raises(InvalidRequest, match=r"observe=Observe\(events=N\)"):
         EventPublisher(MemoryManager(4, 4))
     mm = MemoryManager(4, 4, observe=Observe(events=4))
-    with pytest.raises(InvalidRequest, match="give 'map' or 'array'"):
+    with pytest.raises(InvalidRequest, match="give 'map', 'digests', 'array'"):
         EventPublisher(mm, form="json")
     with pytest.raises(InvalidRequest, match=r"give addresses such as tcp://\*:5557"):
         EventPublisher(mm, "tcp://*:nowhere")

@@ -354,14 +354,18 @@ def _prefixes_first(s: State, frames: list[int]) -> list[int]:
     return ordered
 
 
-def as_map(event: Event, *, medium: str = "GPU") -> dict[str, Any]:
-    """Return the event in vLLM's form, to be encoded by msgpack: a map that contains its type, digests as bytes."""
+def as_map(event: Event, *, medium: str = "GPU", short: bool = False) -> dict[str, Any]:
+    """Return the event in vLLM's form, to be encoded by msgpack: a map that contains its type, digests as bytes.
+
+    short: name blocks by the last 64 bits of their digests, an int of 0 or more, as vLLM does by default.
+    """
+    name = _last_bits if short else bytes
     if isinstance(event, BlockStored):
         keys = [*([event.tenant] if event.tenant else []), *(salt for _, salt in event.salts)]
         return {
             "type": "BlockStored",
-            "block_hashes": list(event.block_hashes),
-            "parent_block_hash": event.parent_block_hash,
+            "block_hashes": [name(digest) for digest in event.block_hashes],
+            "parent_block_hash": None if event.parent_block_hash is None else name(event.parent_block_hash),
             "token_ids": list(event.token_ids),
             "block_size": event.block_size,
             "lora_id": None,
@@ -373,7 +377,7 @@ def as_map(event: Event, *, medium: str = "GPU") -> dict[str, Any]:
     if isinstance(event, BlockRemoved):
         return {
             "type": "BlockRemoved",
-            "block_hashes": list(event.block_hashes),
+            "block_hashes": [name(digest) for digest in event.block_hashes],
             "medium": medium,
             "group_idx": event.group,
         }
@@ -393,6 +397,10 @@ def as_array(event: Event, *, medium: str = "GPU") -> list[Any]:
     if isinstance(event, BlockRemoved):
         return ["BlockRemoved", [_short(digest) for digest in event.block_hashes], medium]
     return ["AllBlocksCleared"]
+
+
+def _last_bits(digest: bytes) -> int:
+    return int.from_bytes(digest[-8:], "big")
 
 
 def _short(digest: bytes) -> int:
