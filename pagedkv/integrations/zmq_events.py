@@ -6,7 +6,8 @@
         publisher.publish()          # what became findable, and what is gone
 
     message    topic │ number, 8 bytes, big-endian │ msgpack of [seconds, [event, ...], rank]
-    replay     a DEALER socket sends an empty part and a number: it gets the kept messages from there on, then number -1
+    replay     a DEALER socket sends an empty part and a number: it gets the kept messages from there on, and number -1
+               at the end. A reader that asks again before the end gets the answer to its last question
 
 Events are read from the log of the manager (observe=Observe(events=N)), which names blocks by sha256, the same in each
 process. A publisher that fell behind the log publishes AllBlocksCleared and all that can be found, a snapshot. A PUB
@@ -20,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,9 +40,11 @@ if TYPE_CHECKING:
 END: Final = (-1).to_bytes(8, "big", signed=True)
 """The number that ends a replay."""
 LOOK: Final = 50
-"""Milliseconds after which the thread for replays looks whether the publisher was closed."""
+"""Milliseconds after which the thread for replays looks again: was the publisher closed, has a slow reader room?"""
 PATIENCE: Final = 10.0
 """Seconds after which a reader that asked for a replay, and takes nothing of it, gets no more."""
+MOST_JOINS: Final = 1000
+"""Messages of readers that join or leave, taken in by one call of `publish`. Further ones wait for the next call."""
 SHARE: Final = 0.1
 """The most of a publisher's time that snapshots for new readers may take."""
 FORMS: Final[dict[str, Callable[..., Any]]] = {"map": partial(as_map, short=True), "digests": as_map, "array": as_array}
@@ -59,7 +63,7 @@ class EventPublisher:
               0.24 and of SGLang before September 2026.
     medium:   the memory that the blocks are in, as readers know it.
     rank:     the number of this replica.
-    kept:     messages that are kept for replays. Those before a snapshot are not: it has all that they had.
+    kept:     messages that are kept for replays. A snapshot replaces all messages before it.
     Raises:   InvalidRequest
     """
 
@@ -105,8 +109,7 @@ class EventPublisher:
         other wait for one. The thread that owns the cache calls it.
         Raises: InvalidRequest after `close`
         """
-        if self._is_closed.is_set():
-            raise InvalidRequest("publish was called after close; make a new publisher")
+        self._refuse_closed("publish")
         self._owes_snapshot |= self._has_new_reader()
         if self._owes_snapshot and time.monotonic() >= self._next_snapshot:
             return self.publish_all()
@@ -119,19 +122,30 @@ class EventPublisher:
         self._since = events[-1].sequence
         return self._send(events)
 
+    def _refuse_closed(self, call: str) -> None:
+        if self._is_closed.is_set():
+            raise InvalidRequest(f"{call} was called after close; make a new publisher")
+
     def _has_new_reader(self) -> bool:
         has_joined = False
-        while self._socket.poll(0):
+        for _ in range(MOST_JOINS):  # else a reader that joins and joins would hold up the thread that steps
+            if not self._socket.poll(0):
+                break
             has_joined |= self._socket.recv()[:1] == b"\x01"
         return has_joined
 
     def publish_all(self) -> int:
-        """Publish AllBlocksCleared and every block that can be found, and return how many events that were."""
+        """Publish AllBlocksCleared and every block that can be found, and return how many events that were.
+
+        Raises: InvalidRequest after `close`
+        """
+        self._refuse_closed("publish_all")
         began = time.monotonic()
         snapshot = self._cache.snapshot() if isinstance(self._cache, MemoryManager) else self._cache.events_snapshot()
         self._since, self._owes_snapshot = snapshot.sequence, False
-        self._kept.clear()
         num_events = self._send(snapshot.as_events())
+        while len(self._kept) > 1:  # not cleared before: a reader that asks meanwhile would get nothing
+            self._kept.popleft()
         now = time.monotonic()
         self._next_snapshot = now + (now - began) / SHARE
         return num_events
@@ -155,33 +169,18 @@ class EventPublisher:
         return thread
 
     def _answer(self, socket: zmq.Socket[bytes]) -> None:
-        """Send the kept messages from a number on to each reader that asks, and then END."""
+        """Send the kept messages from a number on to each reader that asks, and then END. None waits for a slow one."""
+        replays: dict[bytes, _Replay] = {}  # by reader
         with socket:
             while not self._is_closed.is_set():
-                if not socket.poll(LOOK):
-                    continue
-                reader, *rest = socket.recv_multipart()
-                if len(rest) != 2:  # no request
-                    continue
-                first = int.from_bytes(rest[1], "big")
-                kept = [(number, content) for number, content in list(self._kept) if number >= first]
-                answer = [(number.to_bytes(8, "big"), content) for number, content in kept]
-                for message in [*answer, (END, b"")]:
-                    if not self._has_sent(socket, [reader, b"", *message]):
-                        break
-
-    def _has_sent(self, socket: zmq.Socket[bytes], message: list[bytes]) -> bool:
-        """Send a message of a replay; wait while its reader is slow. Return False if the reader is gone or stands."""
-        end = time.monotonic() + PATIENCE
-        while not self._is_closed.is_set() and time.monotonic() < end:
-            try:
-                socket.send_multipart(message, zmq.NOBLOCK)
-                return True
-            except zmq.Again:
-                time.sleep(LOOK / 1000)
-            except zmq.ZMQError:  # EHOSTUNREACH: the reader is gone
-                return False
-        return False
+                if socket.poll(LOOK):
+                    reader, *rest = socket.recv_multipart()
+                    if len(rest) == 2:  # else it is no request
+                        first = int.from_bytes(rest[1], "big")
+                        replays[reader] = _Replay(deque(kept for kept in list(self._kept) if kept[0] >= first))
+                for reader, replay in list(replays.items()):
+                    if replay.is_over(socket, reader):
+                        del replays[reader]
 
     def close(self) -> None:
         """Close the sockets. A second call does nothing."""
@@ -189,3 +188,26 @@ class EventPublisher:
         if self._replays is not None:
             self._replays.join()
         self._context.destroy(0)
+
+
+@dataclass
+class _Replay:
+    """The messages that a reader has still to get, and the time at which it took one."""
+
+    rest: deque[tuple[int, bytes]]
+    moved: float = field(default_factory=time.monotonic)
+
+    def is_over(self, socket: zmq.Socket[bytes], reader: bytes) -> bool:
+        """Send as much as the socket takes. Return True after END, and if the reader is gone or stands still."""
+        try:
+            while self.rest:
+                number, content = self.rest[0]
+                socket.send_multipart([reader, b"", number.to_bytes(8, "big"), content], zmq.NOBLOCK)
+                self.rest.popleft()
+                self.moved = time.monotonic()
+            socket.send_multipart([reader, b"", END, b""], zmq.NOBLOCK)
+        except zmq.Again:
+            return time.monotonic() > self.moved + PATIENCE
+        except zmq.ZMQError:  # EHOSTUNREACH: the reader is gone
+            pass
+        return True

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import operator
 import random
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, Union
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -37,10 +40,9 @@ EVENTS = [
 ]
 """The events of vLLM since 0.24, by the fields of its vllm/distributed/kv_events.py; those with a default may be left
 out."""
+EVENT: Any = functools.reduce(operator.or_, EVENTS)
 BATCH = msgspec.defstruct(
-    "KVEventBatch",
-    [("ts", float), ("events", list[Union[tuple(EVENTS)]]), ("data_parallel_rank", int | None, None)],  # type: ignore[valid-type]
-    array_like=True,
+    "KVEventBatch", [("ts", float), ("events", list[EVENT]), ("data_parallel_rank", int | None, None)], array_like=True
 )
 
 
@@ -89,10 +91,28 @@ def ports() -> tuple[int, int]:
 
 
 @pytest.fixture
-def reader(ports: tuple[int, int]) -> Iterator[Reader]:
-    made = Reader(ports[0])
-    yield made
-    made.close()
+def join() -> Iterator[Callable[[int], Reader]]:
+    """Make readers, and close them: a context that is not closed holds up the end of a test run that failed."""
+    made: list[Reader] = []
+
+    def one(port: int) -> Reader:
+        made.append(Reader(port))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def reader(ports: tuple[int, int], join: Callable[[int], Reader]) -> Reader:
+    return join(ports[0])
+
+
+@pytest.fixture
+def stranger(join: Callable[[int], Reader]) -> Reader:
+    """A reader that hears no publisher, and may ask one for a replay."""
+    return join(free_port())
 
 
 def publisher_of(cache: Any, ports: tuple[int, int], **options: Any) -> EventPublisher:
@@ -204,43 +224,96 @@ def many(publisher: EventPublisher, num_messages: int, size: int) -> None:
     publisher._kept.extend((number, bytes(size)) for number in range(num_messages))
 
 
-def test_a_reader_that_is_slower_than_a_replay_gets_all_of_it(ports: tuple[int, int]) -> None:
+def test_a_reader_that_is_slower_than_a_replay_gets_all_of_it(ports: tuple[int, int], stranger: Reader) -> None:
     """More messages than a socket takes at once; it used to drop some of them, and the end."""
-    mm, reader = MemoryManager(32, 4, observe=Observe(events=64)), Reader(free_port())
+    mm = MemoryManager(32, 4, observe=Observe(events=64))
     publisher = publisher_of(mm, ports)
     many(publisher, 10_000, 5000)
-    asking = ask(reader, ports[1], 100)
+    asking = ask(stranger, ports[1], 100)
     time.sleep(1.0)
     assert replayed(asking) == list(range(100, 10_000))
-    reader.close()
     publisher.close()
 
 
 def test_a_reader_that_stands_still_holds_up_no_other_and_no_end(
-    ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ports: tuple[int, int], stranger: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zmq_events, "PATIENCE", 0.3)
-    mm, reader = MemoryManager(32, 4, observe=Observe(events=64)), Reader(free_port())
+    mm = MemoryManager(32, 4, observe=Observe(events=64))
     publisher = publisher_of(mm, ports)
     many(publisher, 10_000, 5000)
-    standing = ask(reader, ports[1], 0)
+    standing = ask(stranger, ports[1], 0)
     time.sleep(0.5)
-    assert replayed(ask(reader, ports[1], 9_990)) == list(range(9_990, 10_000))
-    gone = ask(reader, ports[1], 0)
+    assert replayed(ask(stranger, ports[1], 9_990)) == list(range(9_990, 10_000))
+    gone = ask(stranger, ports[1], 0)
     time.sleep(0.2)
     gone.close(0)
-    asking = reader.context.socket(zmq.DEALER)
+    asking = stranger.context.socket(zmq.DEALER)
     asking.connect(f"tcp://127.0.0.1:{ports[1]}")
     asking.send_multipart([b"no request"])
-    assert replayed(ask(reader, ports[1], 9_999)) == [9_999]
+    assert replayed(ask(stranger, ports[1], 9_999)) == [9_999]
     monkeypatch.setattr(zmq_events, "PATIENCE", 60.0)
-    ask(reader, ports[1], 0)
+    ask(stranger, ports[1], 0)
     time.sleep(0.5)
     began = time.monotonic()
     publisher.close()
     assert time.monotonic() - began < 5
     standing.close(0)
-    reader.close()
+
+
+def test_no_reader_waits_for_a_slow_one(ports: tuple[int, int], stranger: Reader) -> None:
+    """A reader that takes little at a time has the patience of the publisher, but not the time of other readers."""
+    mm = MemoryManager(32, 4, observe=Observe(events=64))
+    publisher = publisher_of(mm, ports)
+    many(publisher, 10_000, 5000)
+    slow = ask(stranger, ports[1], 0)
+    while slow.getsockopt(zmq.EVENTS) & zmq.POLLIN == 0:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    began = time.monotonic()
+    assert replayed(ask(stranger, ports[1], 9_990)) == list(range(9_990, 10_000))
+    assert time.monotonic() - began < 2
+    assert replayed(slow) == list(range(10_000))
+    slow.close(0)
+    publisher.close()
+
+
+def test_a_reader_that_asks_again_gets_the_answer_to_its_last_question(
+    ports: tuple[int, int], stranger: Reader
+) -> None:
+    """Else a reader that asks and asks, and takes nothing, would fill the memory of the publisher."""
+    mm = MemoryManager(32, 4, observe=Observe(events=64))
+    publisher = publisher_of(mm, ports)
+    many(publisher, 10_000, 5000)
+    asking = ask(stranger, ports[1], 0)
+    time.sleep(0.5)
+    asking.send_multipart([b"", (9_995).to_bytes(8, "big")])
+    time.sleep(0.5)
+    numbers = replayed(asking)
+    assert numbers[-5:] == list(range(9_995, 10_000))
+    assert numbers[:-5] == list(range(len(numbers) - 5))
+    assert len(numbers) < 9_995
+    asking.close(0)
+    publisher.close()
+
+
+def test_a_replay_during_a_snapshot_has_what_was_before(
+    ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mm, seen = MemoryManager(32, 4, observe=Observe(events=64)), list[int]()
+    publisher = publisher_of(mm, ports)
+    many(publisher, 3, 10)
+    send = publisher._send
+
+    def watched(events: list[Any]) -> int:
+        seen.append(len(publisher._kept))
+        return send(events)
+
+    monkeypatch.setattr(publisher, "_send", watched)
+    publisher.publish_all()
+    assert seen == [3]
+    assert len(publisher._kept) == 1
+    publisher.close()
 
 
 def test_only_what_a_replay_can_send_is_kept(ports: tuple[int, int]) -> None:
@@ -265,7 +338,7 @@ def test_only_what_a_replay_can_send_is_kept(ports: tuple[int, int]) -> None:
 
 
 def test_readers_that_join_one_after_the_other_wait_for_one_snapshot(
-    ports: tuple[int, int], reader: Reader, monkeypatch: pytest.MonkeyPatch
+    ports: tuple[int, int], reader: Reader, join: Callable[[int], Reader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A snapshot takes microseconds a page, in the thread that steps: a reader that joins often must not stop it."""
     monkeypatch.setattr(zmq_events, "SHARE", 1e-9)
@@ -275,7 +348,7 @@ def test_readers_that_join_one_after_the_other_wait_for_one_snapshot(
     publisher = publisher_of(mm, ports)
     meet(publisher, reader)
     assert len(reader.events) == 21
-    others = [Reader(ports[0]) for _ in range(3)]
+    others = [join(ports[0]) for _ in range(3)]
     while not publisher._owes_snapshot:
         assert publisher.publish() == 0
     mm.commit(mm.plan([space], [4]), [1] * 4)
@@ -283,43 +356,56 @@ def test_readers_that_join_one_after_the_other_wait_for_one_snapshot(
     publisher._next_snapshot = 0.0
     assert publisher.publish() == 22
     assert publisher.publish() == 0
+    names = {int.from_bytes(name[-8:], "big") for name in known(mm)}
     for other in others:
-        while other.read(100):
-            pass
-        assert {int.from_bytes(name[-8:], "big") for name in known(mm)} <= other.blocks
-        other.close()
+        for _ in range(200):
+            if other.read(50) and names <= other.blocks:
+                break
+            publisher._next_snapshot = 0.0  # this reader joined after the others
+            publisher.publish()
+        assert names <= other.blocks
     publisher.close()
 
 
-def test_an_address_without_a_star_is_bound_if_asked_for(ports: tuple[int, int]) -> None:
+def test_a_reader_that_joins_without_end_holds_up_no_step(ports: tuple[int, int]) -> None:
+    mm = MemoryManager(32, 4, observe=Observe(events=64))
+    publisher = publisher_of(mm, ports)
+    socket = mock.Mock(poll=mock.Mock(return_value=1), recv=mock.Mock(side_effect=[b"\x01"] * 10_000))
+    with mock.patch.object(publisher, "_socket", socket):
+        publisher.publish()
+    assert 0 < socket.recv.call_count <= zmq_events.MOST_JOINS
+    socket.send_multipart.assert_called_once()
+    publisher.close()
+
+
+def test_an_address_without_a_star_is_bound_if_asked_for(ports: tuple[int, int], reader: Reader) -> None:
     mm = MemoryManager(32, 4, observe=Observe(events=64))
     publisher = EventPublisher(mm, f"tcp://127.0.0.1:{ports[0]}", topic="kv@pod@model", rank=3, bind=True)
-    reader = Reader(ports[0])
     meet(publisher, reader)
     assert publisher.endpoint == f"tcp://127.0.0.1:{ports[0]}"
-    reader.close()
     publisher.close()
     with pytest.raises(InvalidRequest, match="publish was called after close"):
         publisher.publish()
+    with pytest.raises(InvalidRequest, match="publish_all was called after close"):
+        publisher.publish_all()
 
 
-def test_a_reader_that_missed_messages_asks_for_them(ports: tuple[int, int]) -> None:
-    mm, reader = MemoryManager(32, 4, observe=Observe(events=64)), Reader(free_port())  # which hears no publisher
+def test_a_reader_that_missed_messages_asks_for_them(ports: tuple[int, int], stranger: Reader) -> None:
+    mm = MemoryManager(32, 4, observe=Observe(events=64))
     publisher = publisher_of(mm, ports, kept=3)
     for turn in range(5):
         space = mm.open()
         mm.commit(mm.plan([space], [4]), [turn] * 4)
         assert publisher.publish() == 1
-    asking = reader.context.socket(zmq.DEALER)
+    asking = stranger.context.socket(zmq.DEALER)
     asking.connect(f"tcp://127.0.0.1:{ports[1]}")
     asking.send_multipart([b"", (3).to_bytes(8, "big")])
     while True:
         _, number, content = asking.recv_multipart()
         if number == (-1).to_bytes(8, "big", signed=True):
             break
-        reader.take(int.from_bytes(number, "big"), content)
-    assert reader.numbers == [3, 4]
-    reader.close()
+        stranger.take(int.from_bytes(number, "big"), content)
+    assert stranger.numbers == [3, 4]
     publisher.close()
 
 

@@ -43,7 +43,7 @@ class PagedReplica:
 
     def __init__(self, folder: str | None = None, *, events: int = 1 << 16, **options: Any) -> None:
         self._engine = Engine.load(folder, observe=Observe(events=events), **options)
-        self._publisher = EventPublisher(self._engine.cache, "tcp://*:*")
+        self._publisher = EventPublisher(self._engine.cache, "tcp://*:*", form="digests")
         port = self._publisher.endpoint.rpartition(":")[2]
         self._stats = {
             "events": f"tcp://{ray.util.get_node_ip_address()}:{port}",

@@ -264,6 +264,14 @@ def test_the_form_of_vllm_is_a_map_with_its_type_inside() -> None:
     assert cleared == {"type": "AllBlocksCleared"}
 
 
+def test_short_names_are_the_last_64_bits_of_digests_as_those_of_vllm() -> None:
+    stored, removed, cleared = (as_map(event, short=True) for event in EVENTS)
+    assert (stored["block_hashes"], stored["parent_block_hash"]) == ([0x18191A1B1C1D1E1F], 2**64 - 1)
+    assert removed["block_hashes"] == [0x18191A1B1C1D1E1F]
+    assert cleared == {"type": "AllBlocksCleared"}
+    assert as_map(BlockStored(1, (bytes(32),), None, (1,), 1, b"", 0), short=True)["parent_block_hash"] is None
+
+
 def test_the_form_of_sglang_is_an_array_with_its_type_first_and_short_hashes() -> None:
     stored, removed, cleared = (as_array(event, medium="CPU_PINNED") for event in EVENTS)
     assert stored == ["BlockStored", [0x0001020304050607], -1, [1, 2], 2, None, "CPU_PINNED"]

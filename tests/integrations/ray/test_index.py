@@ -34,7 +34,7 @@ def until_known(index: PrefixIndex[str], reader: EventReader, publisher: EventPu
 
 def test_a_reader_that_joins_late_knows_what_was_there_and_what_comes() -> None:
     mm, index = MemoryManager(64, 4, observe=Observe(events=1024)), PrefixIndex[str]()
-    publisher = EventPublisher(mm, "tcp://*:*")
+    publisher = EventPublisher(mm, "tcp://*:*", form="digests")
     run(mm, list(range(20)))
     publisher.publish()
     context = zmq.Context()
@@ -56,7 +56,7 @@ def test_a_reader_that_joins_late_knows_what_was_there_and_what_comes() -> None:
 
 def test_a_gap_in_the_numbers_is_filled_by_all_that_can_be_found() -> None:
     mm, index, draw = MemoryManager(64, 4, observe=Observe(events=1024)), PrefixIndex[str](), random.Random(0)
-    publisher = EventPublisher(mm, "tcp://*:*")
+    publisher = EventPublisher(mm, "tcp://*:*", form="digests")
     context = zmq.Context()
     reader = EventReader(context, publisher.endpoint.replace("0.0.0.0", "127.0.0.1"))
     run(mm, list(range(20)))
