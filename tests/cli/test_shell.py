@@ -30,12 +30,23 @@ def test_the_command_answers_the_demo():
     assert "tokens/s" in run.stderr
 
 
-def test_a_pipe_is_read_and_so_is_a_dash():
+@pytest.mark.parametrize(
+    "dash",
+    [
+        ("-",),
+        pytest.param(("--prompt", "-"), marks=pytest.mark.slow),
+        pytest.param(("--prompt-file", "-"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_a_dash_is_the_text_of_a_pipe(dash):
+    read = shell("generate", *dash, input="Otto lives in Ghent. Where does Otto live?")
+    assert read.stdout == "Otto lives in Ghent.\n"
+
+
+def test_a_pipe_is_read_and_an_empty_one_refused():
     piped = shell("generate", "--json", input="Otto lives in Ghent. Where does Otto live?\n")
     assert json.loads(piped.stdout)["text"] == "Otto lives in Ghent."
-    for dash in (("-",), ("--prompt", "-"), ("--prompt-file", "-")):
-        read = shell("generate", *dash, input="Otto lives in Ghent. Where does Otto live?")
-        assert read.stdout == "Otto lives in Ghent.\n"
     empty = shell("generate", "-", input="\n")
     assert (empty.returncode, empty.stdout) == (2, "")
     assert empty.stderr == "pagedkv: error: the prompt on stdin is empty; give at least one character\n"

@@ -125,6 +125,9 @@ def interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry._resolve.cache_clear()  # other tests must not get its choices
 
 
+NUMBERS = (torch.nan, torch.inf)
+
+
 def keeps_the_contract(case: Case) -> None:
     built = case.build()
     exact, plain = oracle(built), same_precision(built)
@@ -148,8 +151,15 @@ def test_rows_of_a_padded_query_are_those_of_its_tokens(case: Case) -> None:
     test_padded.padded_is_right(built, mask, test_padded.spread(built.q, mask, torch.nan), INTERPRETER)
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("case", HIDDEN, ids=str)
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [
+        pytest.param(case, number, marks=[pytest.mark.slow] * (number is not NUMBERS[position % 2]))
+        for position, case in enumerate(HIDDEN)
+        for number in NUMBERS
+    ],
+    ids=str,
+)
 def test_a_value_that_is_not_finite_reaches_only_queries_that_see_it(case: Case, number: float) -> None:
     check_hidden_values(case, INTERPRETER, number, whole_rows=True)
 

@@ -140,7 +140,7 @@ def test_a_tenant_at_its_quota_makes_room_by_its_own_sequences(checkpoint: Calla
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_mixture_of_priorities_gives_each_prompt_its_own_tokens(
     seed: int, policy: str, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
